@@ -1,0 +1,254 @@
+//! The life of a page that has still to come: missing, requested, present.
+//!
+//! **Guarantee.**
+//! 1. Of all threads that claim a missing page, exactly one is told [`Claim::Mine`] and asks for it; the
+//!    exception is nobody, where the page arrives while all of them claim it.
+//! 2. Whoever is told [`Claim::Present`] finds the page's bytes.
+//! 3. Whoever is told [`Claim::Mine`] or [`Claim::Others`] is known to the page's arrival: it counts the
+//!    page in [`Arrival::requested`]. So where that is 0, no claimer waits for any of these pages.
+//!
+//! **Mechanism.** Two bitmaps, *missing* (M) and *requested* (R). For each page:
+//!
+//! ```text
+//! claim:  c1  load M: clear -> Present             arrive:      (the bytes are written)
+//!         c2  set R, learn what it was                     a1   clear M
+//!         c3  load M: clear -> Present                     a2   clear R, learn what it was
+//!             else R was clear -> Mine, R was set -> Others
+//! ```
+//!
+//! **Why this suffices.** Loads acquire; changes are read-modify-writes that acquire and release. So
+//! the c2s and the a2 of a page, which change the same word, are in one total order, and each
+//! synchronizes with all that come before it. a1 comes before a2 in the same thread. M is cleared by
+//! a1 only, R by a2 only, and M is never set again once claims have begun.
+//!
+//! - *A c2 behind a2* synchronizes with a2, thus a1 happens before its c3, which finds M clear: Present.
+//! - *A c2 before a2* may be told any answer. The first of these c2s, and no other, finds R clear: at most
+//!   one is Mine. If c3 of the first finds M clear it is Present and nobody is Mine; the page is then
+//!   arriving. Where no arrival runs, all c3s find M set, and the first c2 is Mine: together this is (1).
+//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds
+//!   it set and counts the page: (3). This is why a claim that finds the page present in c3 does not take back the
+//!   bit it set in c2: it could take it from a thread that was told Others in between, and the arrival
+//!   would not know of that thread.
+//! - Present is told after a load of M that reads what a1 (or, in the same word, a later change) released,
+//!   and the bytes were written before a1: (2).
+//!
+//! A c2 behind a2 leaves R set for a page that is present. That bit means nothing: c1 comes before R
+//! is looked at, and [`PageStates::next_outstanding`] reads R only where M is set.
+
+use crate::PageBitmap;
+use core::fmt;
+use pageferry_addr::RamPage;
+use std::sync::Arc;
+
+/// What a thread that needs a page is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Claim {
+    /// The page is here, and so are its bytes.
+    Present,
+    /// The page is missing and nobody had asked for it: the caller must.
+    Mine,
+    /// The page is missing and somebody else asks or has asked for it: wait.
+    Others,
+}
+
+/// What an arrival changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+#[must_use = "threads may wait for pages that were requested"]
+pub struct Arrival {
+    /// How many of the pages were missing until now.
+    pub newly: usize,
+    /// How many of the pages had been claimed. Where 0, there is nobody to wake.
+    pub requested: usize,
+}
+
+/// The states of all pages of a VM that is being received.
+///
+/// ```
+/// use pageferry_addr::RamPage;
+/// use pageferry_userfault::{Claim, PageBitmap, PageStates};
+/// use std::sync::Arc;
+///
+/// let missing = Arc::new(PageBitmap::new(100));
+/// missing.set_range(10..20);
+/// let states = PageStates::new(missing);
+/// assert_eq!(states.claim(RamPage(9)), Claim::Present);
+/// assert_eq!(states.claim(RamPage(10)), Claim::Mine);
+/// assert_eq!(states.claim(RamPage(10)), Claim::Others);
+/// let arrival = states.arrive(RamPage(10), 2); // the bytes of both are in place
+/// assert_eq!((arrival.newly, arrival.requested), (2, 1));
+/// assert_eq!(states.claim(RamPage(10)), Claim::Present);
+/// ```
+pub struct PageStates {
+    missing: Arc<PageBitmap>,
+    requested: PageBitmap,
+}
+
+impl PageStates {
+    /// The states of the pages of `missing`, none of them requested.
+    ///
+    /// Bits of `missing` may still be set until the first claim. From then on they are only cleared, and
+    /// only by [`PageStates::arrive`]; a VM that is received once more needs a new `PageStates`.
+    #[must_use]
+    pub fn new(missing: Arc<PageBitmap>) -> Self {
+        let requested = PageBitmap::new(missing.pages());
+        Self { missing, requested }
+    }
+
+    /// The bitmap of missing pages, as it is shared with those who test it on their fault path.
+    #[must_use]
+    pub fn missing(&self) -> &Arc<PageBitmap> {
+        &self.missing
+    }
+
+    /// Whether the page is missing. If not, its bytes are in place and the caller sees them.
+    ///
+    /// # Panics
+    /// If the page lies behind the last one; so do all calls that take a page.
+    #[inline]
+    #[must_use]
+    pub fn is_missing(&self, page: RamPage) -> bool {
+        self.missing.test(page)
+    }
+
+    /// Says that the caller needs `page`; who is told [`Claim::Mine`] must ask for it.
+    #[inline]
+    pub fn claim(&self, page: RamPage) -> Claim {
+        if !self.missing.test(page) {
+            return Claim::Present;
+        }
+        let first = self.requested.set(page);
+        if !self.missing.test(page) {
+            Claim::Present
+        } else if first {
+            Claim::Mine
+        } else {
+            Claim::Others
+        }
+    }
+
+    /// Says that `pages` pages from `first` are present. Their bytes must be in place before: whoever
+    /// finds them present reads them.
+    pub fn arrive(&self, first: RamPage, pages: usize) -> Arrival {
+        let range = first.index()..first.index() + pages;
+        Arrival {
+            newly: self.missing.clear_range(range.clone()),
+            requested: self.requested.clear_range(range),
+        }
+    }
+
+    /// The first page at or behind index `from` that is requested and still missing: what must be asked
+    /// for again over a new connection. While others claim or arrive this is a snapshot.
+    #[must_use]
+    pub fn next_outstanding(&self, mut from: usize) -> Option<RamPage> {
+        loop {
+            let index = self.requested.next_set(from)?;
+            let page = RamPage(index as u64);
+            if self.missing.test(page) {
+                return Some(page);
+            }
+            from = index + 1;
+        }
+    }
+}
+
+impl fmt::Debug for PageStates {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "PageStates({} of {} pages missing)",
+            self.missing.count(),
+            self.missing.pages()
+        )
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::thread;
+
+    fn states(pages: usize) -> PageStates {
+        let missing = Arc::new(PageBitmap::new(pages));
+        missing.set_range(0..pages);
+        PageStates::new(missing)
+    }
+
+    #[test]
+    fn an_arrival_counts_what_was_missing_and_what_was_claimed() {
+        let states = states(200);
+        assert_eq!(states.claim(RamPage(64)), Claim::Mine);
+        assert_eq!(states.claim(RamPage(199)), Claim::Mine);
+        assert_eq!(
+            states.arrive(RamPage(63), 2),
+            Arrival {
+                newly: 2,
+                requested: 1
+            }
+        );
+        assert_eq!(states.arrive(RamPage(64), 1), Arrival::default());
+        assert_eq!(
+            states.arrive(RamPage(0), 200),
+            Arrival {
+                newly: 198,
+                requested: 1
+            }
+        );
+        assert_eq!(states.missing().count(), 0);
+    }
+
+    #[test]
+    fn outstanding_pages_are_requested_and_missing() {
+        let states = states(200);
+        for page in [3, 70, 71, 130] {
+            assert_eq!(states.claim(RamPage(page)), Claim::Mine);
+        }
+        let _ = states.arrive(RamPage(70), 1);
+        let mut found = Vec::new();
+        let mut from = 0;
+        while let Some(page) = states.next_outstanding(from) {
+            found.push(page.0);
+            from = page.index() + 1;
+        }
+        assert_eq!(found, [3, 71, 130]);
+    }
+
+    /// The same protocol as in the loom test, at full speed over many pages.
+    #[test]
+    fn racing_threads_claim_each_page_once_and_none_is_forgotten() {
+        const PAGES: usize = 20_000;
+        const CLAIMERS: usize = 3;
+        let states = states(PAGES);
+        let start = Barrier::new(CLAIMERS + 1);
+        let (told, arrivals) = thread::scope(|scope| {
+            let claimers: Vec<_> = (0..CLAIMERS)
+                .map(|_| {
+                    scope.spawn(|| {
+                        start.wait();
+                        (0..PAGES)
+                            .map(|page| states.claim(RamPage(page as u64)))
+                            .collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            start.wait();
+            let arrivals: Vec<_> = (0..PAGES)
+                .map(|page| states.arrive(RamPage(page as u64), 1))
+                .collect();
+            let told: Vec<_> = claimers
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect();
+            (told, arrivals)
+        });
+        for page in 0..PAGES {
+            let claims: Vec<_> = told.iter().map(|claims| claims[page]).collect();
+            let mine = claims.iter().filter(|claim| **claim == Claim::Mine).count();
+            assert!(mine <= 1, "page {page}: {claims:?}");
+            assert_eq!(arrivals[page].newly, 1);
+            if claims.iter().any(|claim| *claim != Claim::Present) {
+                assert_eq!(arrivals[page].requested, 1, "page {page}: {claims:?}");
+            }
+        }
+    }
+}

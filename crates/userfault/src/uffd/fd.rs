@@ -1,0 +1,256 @@
+//! [`Userfaultfd`]: opening, registering, reading events.
+#![expect(
+    unsafe_code,
+    reason = "registering a range is unsafe to call; adopting a descriptor"
+)]
+
+use super::abi::{self, UffdioApi, UffdioRange, UffdioRegister};
+use super::error::{OpenError, RangeError, RangeOp};
+use super::event::{Event, Message};
+use super::flags::{Features, RangeIoctls, RegisterMode};
+use super::sys;
+use pageferry_addr::Hva;
+use rustix::io::Errno;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// By which door a userfaultfd was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenedBy {
+    /// `userfaultfd(2)`.
+    Syscall,
+    /// `/dev/userfaultfd`.
+    Device,
+}
+
+/// An open userfaultfd after its API handshake: close-on-exec and non-blocking.
+///
+/// All calls may come from any thread at any time; the kernel orders them.
+///
+/// Dropping it closes the descriptor: all its ranges are unregistered, and whoever slept on a missing
+/// page goes on *with an empty page*. So it must outlive the last missing page of every VM it serves.
+#[derive(Debug)]
+pub struct Userfaultfd {
+    fd: OwnedFd,
+    opened_by: OpenedBy,
+    available: Features,
+}
+
+impl Userfaultfd {
+    /// Opens a userfaultfd that serves faults of user mode and of the kernel (so also KVM's), with
+    /// `features` switched on.
+    ///
+    /// Tries the system call, then `/dev/userfaultfd`.
+    ///
+    /// # Errors
+    /// See [`OpenError`]: no permission, no such feature, no such kernel.
+    pub fn open(features: Features) -> Result<Self, OpenError> {
+        Self::open_as(features, false)
+    }
+
+    /// Opens a userfaultfd that serves faults of user mode only: any process may. A fault inside a
+    /// system call or in KVM is then not reported; it fails (`EFAULT`).
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::open`].
+    pub fn open_user_mode_only(features: Features) -> Result<Self, OpenError> {
+        Self::open_as(features, true)
+    }
+
+    fn open_as(features: Features, user_mode_only: bool) -> Result<Self, OpenError> {
+        let (fd, opened_by) = open_descriptor(user_mode_only)?;
+        match handshake(&fd, features) {
+            Ok(available) => Ok(Self {
+                fd,
+                opened_by,
+                available,
+            }),
+            Err(Errno::PERM) if features.contains(Features::EVENT_FORK) => {
+                Err(OpenError::ForkEventsNotPermitted)
+            }
+            // EINVAL is one answer to two questions. A descriptor of which nothing is asked tells which.
+            Err(Errno::INVAL) if !features.is_empty() => {
+                let (fd, _) = open_descriptor(user_mode_only)?;
+                let available = handshake(&fd, Features::empty()).map_err(OpenError::Handshake)?;
+                let missing = features.difference(available);
+                Err(if missing.is_empty() {
+                    OpenError::Handshake(Errno::INVAL)
+                } else {
+                    OpenError::MissingFeatures { missing, available }
+                })
+            }
+            Err(errno) => Err(OpenError::Handshake(errno)),
+        }
+    }
+
+    /// All features this kernel has, whether they were asked for or not.
+    #[must_use]
+    pub fn available(&self) -> Features {
+        self.available
+    }
+
+    /// By which door it was opened.
+    #[must_use]
+    pub fn opened_by(&self) -> OpenedBy {
+        self.opened_by
+    }
+
+    /// Registers `len` bytes from `start` for the faults of `mode`; returns what can be done to them.
+    ///
+    /// Both must be multiples of the mapping's page size. Registering a range again replaces its mode.
+    ///
+    /// # Errors
+    /// `EINVAL`: not aligned, nothing mapped there, or the mapping's kind does not know `mode`. `EPERM`:
+    /// a shared file that may not be written. `EBUSY`: another userfaultfd has it. `ENOMEM`.
+    ///
+    /// # Safety
+    /// From now on, until the range is unregistered or unmapped:
+    /// 1. Whoever touches a page of it that is not there, in user mode or by a system call, sleeps until
+    ///    another thread resolves the fault (or gets SIGBUS, where the page is poisoned). Such a touch
+    ///    is one that the rest of the program must be able to stand: the thread that resolves the faults
+    ///    must not touch the range, and nobody holds a lock over such a touch that it needs.
+    /// 2. Pages of the range that have no contents yet get theirs from whoever calls this userfaultfd;
+    ///    so no Rust reference to such a page may exist that relies on it being zero.
+    /// 3. The range is a mapping the caller owns, and it stays one for as long as it is registered.
+    pub unsafe fn register(
+        &self,
+        start: Hva,
+        len: u64,
+        mode: RegisterMode,
+    ) -> Result<RangeIoctls, RangeError> {
+        let mut argument = UffdioRegister {
+            range: UffdioRange {
+                start: start.0,
+                len,
+            },
+            mode: mode.bits(),
+            ioctls: 0,
+        };
+        // SAFETY: the contract is this function's own.
+        unsafe { sys::register(&self.fd, &mut argument) }
+            .map_err(|errno| at(RangeOp::Register, start, len, errno))?;
+        Ok(RangeIoctls::from_bits(argument.ioctls))
+    }
+
+    /// Ends the registration of `len` bytes from `start`.
+    ///
+    /// Who sleeps on a missing page of it goes on, *with an empty page*. Poison markers stay.
+    ///
+    /// # Errors
+    /// `EINVAL`: not aligned, or nothing mapped there.
+    pub fn unregister(&self, start: Hva, len: u64) -> Result<(), RangeError> {
+        sys::unregister(
+            &self.fd,
+            UffdioRange {
+                start: start.0,
+                len,
+            },
+        )
+        .map_err(|errno| at(RangeOp::Unregister, start, len, errno))
+    }
+
+    /// Reads at most `limit` events that wait now and appends them to `events`; returns how many. Never
+    /// blocks: 0 when none waits. To wait, poll the descriptor ([`AsFd`]) for readability.
+    ///
+    /// # Errors
+    /// What `read(2)` says; events appended before stay.
+    pub fn read_events(&self, events: &mut Vec<Event>, limit: usize) -> Result<usize, Errno> {
+        // One read takes as many as fit in the buffer: 2 KiB of stack.
+        const BATCH: usize = 64;
+        let mut buffer = [0u8; BATCH * abi::MSG_BYTES];
+        let mut count = 0;
+        while count < limit {
+            let batch = BATCH.min(limit - count);
+            let bytes = match rustix::io::read(&self.fd, &mut buffer[..batch * abi::MSG_BYTES]) {
+                Ok(bytes) => bytes,
+                Err(Errno::AGAIN) => break,
+                Err(Errno::INTR) => continue,
+                Err(errno) => return Err(errno),
+            };
+            let (messages, _) = buffer[..bytes].as_chunks();
+            events.extend(messages.iter().map(|bytes| match Message::decode(bytes) {
+                Message::PageFault(fault) => Event::PageFault(fault),
+                Message::Fork(raw) => Event::Fork {
+                    // SAFETY: the message was read just now and is decoded only here, once.
+                    child: unsafe { sys::adopt(raw) },
+                },
+                Message::Remap { from, to, len } => Event::Remap { from, to, len },
+                Message::Remove { start, end } => Event::Remove { start, end },
+                Message::Unmap { start, end } => Event::Unmap { start, end },
+                Message::Unknown { event } => Event::Unknown { event },
+            }));
+            count += messages.len();
+            if messages.len() < batch {
+                break;
+            }
+        }
+        Ok(count)
+    }
+
+    /// Reads one event, or `None` when none waits now. Never blocks.
+    ///
+    /// # Errors
+    /// As [`Userfaultfd::read_events`].
+    pub fn read_event(&self) -> Result<Option<Event>, Errno> {
+        let mut events = Vec::with_capacity(1);
+        self.read_events(&mut events, 1)?;
+        Ok(events.pop())
+    }
+}
+
+impl AsFd for Userfaultfd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// The error of a call that is all or nothing.
+pub(super) fn at(op: RangeOp, start: Hva, len: u64, errno: Errno) -> RangeError {
+    RangeError {
+        op,
+        start,
+        len,
+        done: 0,
+        errno,
+    }
+}
+
+/// A descriptor before its handshake.
+fn open_descriptor(user_mode_only: bool) -> Result<(OwnedFd, OpenedBy), OpenError> {
+    let syscall = match sys::open_by_syscall(user_mode_only) {
+        Ok(fd) => return Ok((fd, OpenedBy::Syscall)),
+        // A sandbox may answer either way to the call and still offer the device.
+        Err(errno @ (Errno::PERM | Errno::NOSYS)) => errno,
+        Err(errno) => {
+            return Err(OpenError::Failed {
+                call: "userfaultfd(2)",
+                errno,
+            });
+        }
+    };
+    match sys::open_by_device(user_mode_only) {
+        Ok(fd) => Ok((fd, OpenedBy::Device)),
+        Err(device @ (Errno::NOENT | Errno::NODEV | Errno::NXIO | Errno::PERM | Errno::ACCESS)) => {
+            let no_device = !matches!(device, Errno::PERM | Errno::ACCESS);
+            Err(if syscall == Errno::NOSYS && no_device {
+                OpenError::NotSupported
+            } else {
+                OpenError::NotPermitted { syscall, device }
+            })
+        }
+        Err(errno) => Err(OpenError::Failed {
+            call: "/dev/userfaultfd",
+            errno,
+        }),
+    }
+}
+
+/// `UFFDIO_API`; returns all features the kernel has.
+fn handshake(fd: &OwnedFd, features: Features) -> Result<Features, Errno> {
+    let mut argument = UffdioApi {
+        api: abi::UFFD_API,
+        features: features.bits(),
+        ioctls: 0,
+    };
+    sys::api(fd, &mut argument)?;
+    Ok(Features::from_bits(argument.features))
+}
