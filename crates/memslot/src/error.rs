@@ -1,0 +1,160 @@
+//! Why a request was refused.
+
+use crate::SlotFlags;
+use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
+use thiserror::Error;
+
+/// A refused request; the table it was applied to is unchanged.
+///
+/// The rules, and the order in which they are checked, are those of `kvm_set_memory_region` in Linux's
+/// `virt/kvm/kvm_main.c`, which answers `EEXIST` for [`Overlap`](Self::Overlap) and `EINVAL` for the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum SlotError {
+    /// A flag nobody knows.
+    #[error("unknown slot flags {unknown}; known are {}", SlotFlags::KNOWN)]
+    UnknownFlags {
+        /// The bits that are not known.
+        unknown: SlotFlags,
+    },
+    /// Flags a slot with guest_memfd cannot have.
+    #[error("a GUEST_MEMFD slot cannot have {refused}; request it without")]
+    GuestMemfdFlags {
+        /// The flags that do not go with `GUEST_MEMFD`.
+        refused: SlotFlags,
+    },
+    /// The size is not in whole pages.
+    #[error("slot size {size:#x} is not a multiple of the page size 0x1000")]
+    UnalignedSize {
+        /// In bytes.
+        size: u64,
+    },
+    /// The guest address is not page-aligned.
+    #[error("guest address {gpa} is not a multiple of the page size 0x1000")]
+    UnalignedGpa {
+        /// The address asked for.
+        gpa: Gpa,
+    },
+    /// The host address is not page-aligned.
+    #[error("host address {hva} is not a multiple of the page size 0x1000")]
+    UnalignedHva {
+        /// The address asked for.
+        hva: Hva,
+    },
+    /// The host range leaves the 64-bit address space.
+    #[error("host range {hva} + {size:#x} passes the end of the 64-bit address space")]
+    HvaOverflow {
+        /// The first address.
+        hva: Hva,
+        /// In bytes.
+        size: u64,
+    },
+    /// There is no such address space.
+    #[error("address space {address_space} does not exist; there are {count}, from 0")]
+    NoSuchAddressSpace {
+        /// The one asked for.
+        address_space: u16,
+        /// How many there are.
+        count: u16,
+    },
+    /// The id is too large.
+    #[error("slot id {id} is too large; ids are below {max_slots}")]
+    IdTooLarge {
+        /// The id asked for.
+        id: u16,
+        /// The configured number of slots.
+        max_slots: u16,
+    },
+    /// The guest range leaves the guest-physical address space.
+    #[error("guest range {gpa} + {size:#x} ends above the last allowed frame's end, frame {limit}")]
+    GpaTooHigh {
+        /// The first address.
+        gpa: Gpa,
+        /// In bytes.
+        size: u64,
+        /// The first frame no slot may hold.
+        limit: Gfn,
+    },
+    /// One slot is too large.
+    #[error("a slot of {pages} pages is too large; at most {max_pages} are allowed")]
+    TooManyPages {
+        /// The pages asked for.
+        pages: u64,
+        /// The configured limit.
+        max_pages: u64,
+    },
+    /// There is nothing to delete (a size of zero deletes).
+    #[error(
+        "slot {id} of address space {address_space} does not exist and cannot be deleted; give a size to create it"
+    )]
+    NothingToDelete {
+        /// The address space.
+        address_space: u16,
+        /// The id.
+        id: u16,
+    },
+    /// The pages of all slots together no longer fit 64 bits.
+    #[error("{pages} pages more than the {total} there are do not fit a 64-bit count")]
+    TotalPagesOverflow {
+        /// The pages of all slots today.
+        total: u64,
+        /// The pages asked for.
+        pages: u64,
+    },
+    /// A slot keeps its size for life.
+    #[error("slot {id} has {old} pages and cannot get {new}; delete and create it")]
+    SizeChanged {
+        /// The id.
+        id: u16,
+        /// Pages today.
+        old: u64,
+        /// Pages asked for.
+        new: u64,
+    },
+    /// A slot keeps its host address for life.
+    #[error("slot {id} is backed at {old} and cannot change to {new}; delete and create it")]
+    HvaChanged {
+        /// The id.
+        id: u16,
+        /// The address today.
+        old: Hva,
+        /// The address asked for.
+        new: Hva,
+    },
+    /// `READONLY` and `GUEST_MEMFD` stay as they were at creation.
+    #[error(
+        "slot {id} has flags {old}: {toggled} cannot be toggled by changing to {new}; delete and create it"
+    )]
+    FixedFlags {
+        /// The id.
+        id: u16,
+        /// The flags today.
+        old: SlotFlags,
+        /// The flags asked for.
+        new: SlotFlags,
+        /// Those of the differences that are not allowed.
+        toggled: SlotFlags,
+    },
+    /// A slot with guest_memfd cannot move.
+    #[error("slot {id} has GUEST_MEMFD and stays at frame {old}; it cannot move to {new}")]
+    GuestMemfdMoved {
+        /// The id.
+        id: u16,
+        /// The first frame today.
+        old: Gfn,
+        /// The first frame asked for.
+        new: Gfn,
+    },
+    /// Another slot holds some of the frames.
+    #[error(
+        "frames {}..{} overlap slot {other} at {}..{}; choose free frames",
+        .range.start(), .range.end(), .taken.start(), .taken.end()
+    )]
+    Overlap {
+        /// The frames asked for.
+        range: GfnRange,
+        /// The id of the slot in the way.
+        other: u16,
+        /// The frames of the slot in the way.
+        taken: GfnRange,
+    },
+}
