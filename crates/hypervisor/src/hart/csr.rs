@@ -1,0 +1,249 @@
+//! The control and status registers of VS-mode, and how traps go in and out.
+//!
+//! Source: The RISC-V Instruction Set Manual, volume II, chapter "Supervisor-Level ISA", version 1.13, of
+//! which this hart implements what a guest sees: translation is Bare only, so `satp` is read-only zero and
+//! `sstatus.SUM` too; there is no F and no V, so `FS`, `VS` and `SD` are zero; `UXL` is always 64 bits.
+
+/// The VM's clock ticks a second, as far as this crate is concerned: the frequency a device tree should
+/// give as `timebase-frequency`.
+pub const TIMEBASE_HZ: u64 = 10_000_000;
+
+/// Interrupts enabled in S-mode.
+pub(super) const SSTATUS_SIE: u64 = 1 << 1;
+const SSTATUS_SPIE: u64 = 1 << 5;
+const SSTATUS_SPP: u64 = 1 << 8;
+const SSTATUS_MXR: u64 = 1 << 19;
+/// `sstatus.UXL` = 64 bits, the one value there is.
+pub(super) const SSTATUS_UXL: u64 = 2 << 32;
+/// The bits of `sstatus` that can change.
+pub(super) const SSTATUS_WRITABLE: u64 = SSTATUS_SIE | SSTATUS_SPIE | SSTATUS_SPP | SSTATUS_MXR;
+/// SSIP, STIP, SEIP: the interrupts there are.
+pub(super) const INTERRUPTS: u64 = 1 << 1 | 1 << 5 | 1 << 9;
+/// Only SSIP can be written by the guest.
+const SIP_WRITABLE: u64 = 1 << 1;
+/// CY, TM, IR: the counters there are.
+pub(super) const SCOUNTEREN_WRITABLE: u64 = 7;
+
+const SCAUSE_INTERRUPT: u64 = 1 << 63;
+
+/// Why the guest takes an exception: `scause` codes of the privileged manual.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Cause {
+    InstructionMisaligned = 0,
+    InstructionAccess = 1,
+    Illegal = 2,
+    Breakpoint = 3,
+    LoadMisaligned = 4,
+    LoadAccess = 5,
+    StoreMisaligned = 6,
+    StoreAccess = 7,
+    EcallFromUser = 8,
+}
+
+/// The privilege mode of the hart, as the guest sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Mode {
+    /// User mode (VU).
+    User,
+    /// Supervisor mode (VS).
+    Supervisor,
+}
+
+/// An interrupt the VMM can raise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Interrupt {
+    /// SSIP: a supervisor software interrupt, which is how another hart calls. The guest clears it.
+    Software = 1,
+    /// STIP: the timer.
+    Timer = 5,
+    /// SEIP: an external interrupt.
+    External = 9,
+}
+
+/// There is no such CSR in this mode, or it cannot be written: the instruction is illegal.
+pub(super) struct NoCsr;
+
+/// The numbers of the CSRs.
+mod number {
+    pub(super) const SSTATUS: u32 = 0x100;
+    pub(super) const SIE: u32 = 0x104;
+    pub(super) const STVEC: u32 = 0x105;
+    pub(super) const SCOUNTEREN: u32 = 0x106;
+    pub(super) const SENVCFG: u32 = 0x10a;
+    pub(super) const SSCRATCH: u32 = 0x140;
+    pub(super) const SEPC: u32 = 0x141;
+    pub(super) const SCAUSE: u32 = 0x142;
+    pub(super) const STVAL: u32 = 0x143;
+    pub(super) const SIP: u32 = 0x144;
+    pub(super) const SATP: u32 = 0x180;
+    pub(super) const CYCLE: u32 = 0xc00;
+    pub(super) const TIME: u32 = 0xc01;
+    pub(super) const INSTRET: u32 = 0xc02;
+}
+
+/// The CSRs and the privilege mode. Every field holds only values the guest could read back.
+#[derive(Clone, Debug)]
+pub(super) struct Csrs {
+    pub(super) mode: Mode,
+    /// Without the constant `UXL`.
+    pub(super) sstatus: u64,
+    pub(super) sie: u64,
+    pub(super) sip: u64,
+    pub(super) stvec: u64,
+    pub(super) scounteren: u64,
+    pub(super) sscratch: u64,
+    pub(super) sepc: u64,
+    pub(super) scause: u64,
+    pub(super) stval: u64,
+}
+
+impl Csrs {
+    pub(super) const fn new() -> Self {
+        Self {
+            mode: Mode::Supervisor,
+            sstatus: 0,
+            sie: 0,
+            sip: 0,
+            stvec: 0,
+            scounteren: 0,
+            sscratch: 0,
+            sepc: 0,
+            scause: 0,
+            stval: 0,
+        }
+    }
+
+    /// Whether CSR `number` may be accessed now. The number's own bits say from which mode on
+    /// (bits 9:8) and whether it is read-only (bits 11:10).
+    pub(super) fn check(&self, number: u32, write: bool) -> Result<(), NoCsr> {
+        let needs = number >> 8 & 3;
+        let mode = match self.mode {
+            Mode::User => 0,
+            Mode::Supervisor => 1,
+        };
+        if needs > mode || (write && number >> 10 == 3) {
+            Err(NoCsr)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The value of CSR `number`. `instret` and `time` give the counters.
+    pub(super) fn read(
+        &self,
+        number: u32,
+        instret: u64,
+        time: impl FnOnce() -> u64,
+    ) -> Result<u64, NoCsr> {
+        Ok(match number {
+            number::SSTATUS => self.sstatus | SSTATUS_UXL,
+            number::SIE => self.sie,
+            number::SIP => self.sip,
+            number::STVEC => self.stvec,
+            number::SCOUNTEREN => self.scounteren,
+            number::SSCRATCH => self.sscratch,
+            number::SEPC => self.sepc,
+            number::SCAUSE => self.scause,
+            number::STVAL => self.stval,
+            // FIOM may be read-only zero where satp is, and the extensions of the other bits are absent.
+            number::SENVCFG | number::SATP => 0,
+            number::CYCLE | number::TIME | number::INSTRET => {
+                let enabled = self.scounteren >> (number & 3) & 1 != 0;
+                if self.mode == Mode::User && !enabled {
+                    return Err(NoCsr);
+                }
+                if number == number::TIME {
+                    time()
+                } else {
+                    instret
+                }
+            }
+            _ => return Err(NoCsr),
+        })
+    }
+
+    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL).
+    pub(super) fn write(&mut self, number: u32, value: u64) -> Result<(), NoCsr> {
+        match number {
+            number::SSTATUS => self.sstatus = value & SSTATUS_WRITABLE,
+            number::SIE => self.sie = value & INTERRUPTS,
+            number::SIP => self.sip = self.sip & !SIP_WRITABLE | value & SIP_WRITABLE,
+            // Modes 2 and 3 are reserved; bit 1 is read-only zero.
+            number::STVEC => self.stvec = value & !2,
+            number::SCOUNTEREN => self.scounteren = value & SCOUNTEREN_WRITABLE,
+            number::SSCRATCH => self.sscratch = value,
+            // IALIGN is 32: the two low bits are read-only zero.
+            number::SEPC => self.sepc = value & !3,
+            number::SCAUSE => self.scause = value,
+            number::STVAL => self.stval = value,
+            number::SENVCFG | number::SATP => {}
+            _ => return Err(NoCsr),
+        }
+        Ok(())
+    }
+
+    /// Enters the trap handler for an exception at `pc`. Returns where it begins.
+    pub(super) fn trap(&mut self, cause: Cause, stval: u64, pc: u64) -> u64 {
+        self.enter(cause as u64, stval, pc);
+        self.stvec & !3
+    }
+
+    /// The interrupts that are pending and enabled, whether or not the hart takes interrupts now. What
+    /// wakes WFI.
+    pub(super) const fn waking(&self) -> bool {
+        self.sip & self.sie != 0
+    }
+
+    /// Enters the handler of the interrupt the hart has to take before the instruction at `pc`, if there is
+    /// one. Returns where it begins.
+    pub(super) fn interrupt(&mut self, pc: u64) -> Option<u64> {
+        let taken = match self.mode {
+            Mode::User => true,
+            Mode::Supervisor => self.sstatus & SSTATUS_SIE != 0,
+        };
+        if !taken || !self.waking() {
+            return None;
+        }
+        let pending = self.sip & self.sie;
+        // The order in which the manual wants simultaneous ones taken.
+        let code = [Interrupt::External, Interrupt::Software, Interrupt::Timer]
+            .into_iter()
+            .map(|interrupt| interrupt as u64)
+            .find(|code| pending >> code & 1 != 0)?;
+        self.enter(SCAUSE_INTERRUPT | code, 0, pc);
+        let vectored = self.stvec & 1 != 0;
+        Some((self.stvec & !3).wrapping_add(if vectored { 4 * code } else { 0 }))
+    }
+
+    fn enter(&mut self, scause: u64, stval: u64, pc: u64) {
+        self.scause = scause;
+        self.stval = stval;
+        self.sepc = pc;
+        let mut status = self.sstatus & !(SSTATUS_SIE | SSTATUS_SPIE | SSTATUS_SPP);
+        if self.sstatus & SSTATUS_SIE != 0 {
+            status |= SSTATUS_SPIE;
+        }
+        if self.mode == Mode::Supervisor {
+            status |= SSTATUS_SPP;
+        }
+        self.sstatus = status;
+        self.mode = Mode::Supervisor;
+    }
+
+    /// SRET. Returns where it goes.
+    pub(super) fn sret(&mut self) -> u64 {
+        self.mode = if self.sstatus & SSTATUS_SPP != 0 {
+            Mode::Supervisor
+        } else {
+            Mode::User
+        };
+        let mut status = self.sstatus & !(SSTATUS_SIE | SSTATUS_SPP) | SSTATUS_SPIE;
+        if self.sstatus & SSTATUS_SPIE != 0 {
+            status |= SSTATUS_SIE;
+        }
+        self.sstatus = status;
+        self.sepc
+    }
+}

@@ -1,0 +1,312 @@
+//! One RV64IMA_Zicsr_Zifencei_Zicntr hart in VS-mode: the vCPU's registers and its interpreter.
+//!
+//! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals say (volume I, RV64I 2.1, M, A,
+//! Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare), counts every retired instruction,
+//! and returns only between instructions. It notices a request within a page of straight-line code, at every taken
+//! jump and at every instruction it does outside its loop.
+//!
+//! **Mechanism.** Code is decoded once a page into 8-byte operations ([`code`](self)'s cache), and a loop jumps by
+//! their kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of that loop. Rare instructions
+//! leave the loop and are done by plain code.
+//!
+//! **LR and SC.** The hart remembers the address, width and value of the last LR; an SC elsewhere or of another
+//! width fails, and every SC ends the reservation. Whether the reserved bytes were stored to in between is the
+//! bus's to say: see [`Bus::store_conditional`].
+//!
+//! **Neighbours.** Above: the vCPU, which owns a hart and lends it a TLB. The hart knows no tables, slots or pages'
+//! states: only that an access worked, or why not.
+
+mod alu;
+mod bus;
+mod code;
+mod csr;
+mod decode;
+mod exec;
+mod exit;
+mod int;
+mod op;
+mod regs;
+mod slow;
+mod state;
+mod sync;
+
+pub use bus::{Access, Bus, BusFault, MemoryFault, PAGE_WORDS, Reserved};
+pub use csr::{Interrupt, Mode, TIMEBASE_HZ};
+pub use exit::HartExit;
+pub use int::{AmoInt, AmoOp, GuestInt};
+pub use state::{HartState, StateError};
+
+use code::CodeCache;
+use core::fmt;
+use csr::{Csrs, SSTATUS_UXL, SSTATUS_WRITABLE};
+use exec::{Leave, run_page};
+use op::Kind;
+use regs::Regs;
+use slow::{Step, extend, refused};
+use sync::{AtomicU32, Ordering};
+
+/// What the last LR left, until an SC.
+#[derive(Clone, Copy)]
+struct Reservation {
+    gpa: u64,
+    size: u64,
+    value: u64,
+    version: u64,
+}
+
+/// The MMIO load the hart last left the guest for.
+#[derive(Clone, Copy)]
+struct MmioLoad {
+    rd: u8,
+    kind: Kind,
+}
+
+/// One hart.
+///
+/// It starts in VS-mode with all registers 0. About 2 KiB, plus 8 KiB for each of at most 16 code pages.
+pub struct Hart {
+    x: Regs,
+    pc: u64,
+    csrs: Csrs,
+    instret: u64,
+    reservation: Option<Reservation>,
+    mmio_load: Option<MmioLoad>,
+    code: CodeCache,
+}
+
+impl Default for Hart {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Hart {
+    /// A hart in VS-mode with all registers 0.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {
+            x: Regs::new(),
+            pc: 0,
+            csrs: Csrs::new(),
+            instret: 0,
+            reservation: None,
+            mmio_load: None,
+            code: CodeCache::new(),
+        }
+    }
+
+    /// Runs guest code until the hart has to leave it; see [`HartExit`].
+    ///
+    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]; it is read with relaxed
+    /// order. `budget` bounds the instructions executed, those that raise exceptions included.
+    pub fn run<B: Bus>(
+        &mut self,
+        bus: &mut B,
+        request: &AtomicU32,
+        budget: Option<u64>,
+    ) -> HartExit {
+        let mut budget = budget.unwrap_or(u64::MAX);
+        self.mmio_load = None;
+        self.take_interrupt();
+        loop {
+            if request.load(Ordering::Relaxed) != 0 {
+                return HartExit::Requested;
+            }
+            if budget == 0 {
+                return HartExit::Budget;
+            }
+            let step = match self.code.page(self.pc) {
+                Some(page) => {
+                    let left = run_page(&mut self.x, page, bus, request, self.pc, budget);
+                    self.pc = left.pc;
+                    self.instret = self.instret.wrapping_add(left.retired);
+                    budget -= left.retired;
+                    match left.leave {
+                        Leave::Jump => continue,
+                        Leave::Slow(op) => self.slow(bus, op),
+                        Leave::Memory(op, fault) => self.memory(bus, op, fault),
+                        Leave::OddTarget(target) => {
+                            Step::Trap(csr::Cause::InstructionMisaligned, target)
+                        }
+                    }
+                }
+                None => match self.fetch(bus) {
+                    Ok(()) => continue,
+                    Err(fault) => refused(fault, Access::Fetch),
+                },
+            };
+            budget -= 1;
+            match step {
+                Step::Next => self.retire(self.pc.wrapping_add(4)),
+                Step::Jump(target) => self.retire(target),
+                Step::Trap(cause, stval) => self.pc = self.csrs.trap(cause, stval, self.pc),
+                Step::ExitAfter(exit) => {
+                    self.retire(self.pc.wrapping_add(4));
+                    return exit;
+                }
+                Step::ExitUncounted(exit) => {
+                    self.pc = self.pc.wrapping_add(4);
+                    return exit;
+                }
+                Step::ExitBefore(exit) => return exit,
+            }
+        }
+    }
+
+    /// Counts the instruction at `pc`, goes on at `next`, and takes an interrupt if that instruction enabled one.
+    fn retire(&mut self, next: u64) {
+        self.pc = next;
+        self.instret = self.instret.wrapping_add(1);
+        self.take_interrupt();
+    }
+
+    fn take_interrupt(&mut self) {
+        if let Some(handler) = self.csrs.interrupt(self.pc) {
+            self.pc = handler;
+        }
+    }
+
+    #[cold]
+    fn fetch<B: Bus>(&mut self, bus: &mut B) -> Result<(), BusFault> {
+        let mut words = [0; PAGE_WORDS];
+        let page = self.pc & !pageferry_addr::PAGE_MASK;
+        // The fault is the instruction's, not the page's.
+        bus.fetch_page(page, &mut words)
+            .map_err(|fault| match fault {
+                BusFault::Access { .. } | BusFault::Mmio { .. } => {
+                    BusFault::Access { gpa: self.pc }
+                }
+                fault => fault,
+            })?;
+        self.code.fill(self.pc, &words);
+        Ok(())
+    }
+
+    /// Gives the load that the last [`HartExit::MmioLoad`] was about its value: its low bytes go to the load's
+    /// register, extended as the load says. Without such an exit since the last entry it does nothing.
+    pub fn complete_mmio_load(&mut self, value: u64) {
+        if let Some(load) = self.mmio_load.take() {
+            self.x[load.rd] = extend(load.kind, value);
+        }
+    }
+
+    /// Register `index`.
+    ///
+    /// # Panics
+    /// If `index` is not below 32.
+    #[must_use]
+    pub fn x(&self, index: u8) -> u64 {
+        assert!(index < 32, "there is no x{index}");
+        self.x[index]
+    }
+
+    /// Sets register `index`; a write to `x0` is dropped.
+    ///
+    /// # Panics
+    /// If `index` is not below 32.
+    pub fn set_x(&mut self, index: u8, value: u64) {
+        assert!(index < 32, "there is no x{index}");
+        self.x.set(index, value);
+    }
+
+    /// The address of the next instruction.
+    #[must_use]
+    pub const fn pc(&self) -> u64 {
+        self.pc
+    }
+
+    /// Sets the address of the next instruction.
+    ///
+    /// # Errors
+    /// If it is not a multiple of 4.
+    pub const fn set_pc(&mut self, pc: u64) -> Result<(), StateError> {
+        if pc & 3 != 0 {
+            return Err(StateError::Pc(pc));
+        }
+        self.pc = pc;
+        Ok(())
+    }
+
+    /// How many instructions were retired: the `instret` CSR.
+    #[must_use]
+    pub const fn instret(&self) -> u64 {
+        self.instret
+    }
+
+    /// Raises or lowers an interrupt. The guest takes it at the next entry, if it has it enabled.
+    pub const fn set_interrupt(&mut self, interrupt: Interrupt, pending: bool) {
+        let bit = 1 << interrupt as u32;
+        if pending {
+            self.csrs.sip |= bit;
+        } else {
+            self.csrs.sip &= !bit;
+        }
+    }
+
+    /// Forgets the decoded code of the page that `gpa` lies in. To be called when other memory appears there, or
+    /// when the VMM wrote code there that must run without the guest's FENCE.I.
+    pub fn invalidate_code_page(&mut self, gpa: u64) {
+        self.code.invalidate(gpa);
+    }
+
+    /// Forgets all decoded code: after a change of memory slots or a whole TLB flush.
+    pub fn invalidate_code(&mut self) {
+        self.code.invalidate_all();
+    }
+
+    /// The whole architectural state.
+    #[must_use]
+    pub fn state(&self) -> HartState {
+        let csrs = &self.csrs;
+        HartState {
+            x: self.x.all(),
+            pc: self.pc,
+            mode: csrs.mode,
+            sstatus: csrs.sstatus | SSTATUS_UXL,
+            sie: csrs.sie,
+            sip: csrs.sip,
+            stvec: csrs.stvec,
+            scounteren: csrs.scounteren,
+            sscratch: csrs.sscratch,
+            sepc: csrs.sepc,
+            scause: csrs.scause,
+            stval: csrs.stval,
+            instret: self.instret,
+        }
+    }
+
+    /// Replaces the whole architectural state. Decoded code and the reservation are dropped.
+    ///
+    /// # Errors
+    /// If `state` is not one a hart can be in; the hart is then unchanged.
+    pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
+        state.validate()?;
+        for (index, &value) in (0..).zip(&state.x) {
+            self.x.set(index, value);
+        }
+        self.pc = state.pc;
+        self.csrs = Csrs {
+            mode: state.mode,
+            sstatus: state.sstatus & SSTATUS_WRITABLE,
+            sie: state.sie,
+            sip: state.sip,
+            stvec: state.stvec,
+            scounteren: state.scounteren,
+            sscratch: state.sscratch,
+            sepc: state.sepc,
+            scause: state.scause,
+            stval: state.stval,
+        };
+        self.instret = state.instret;
+        self.reservation = None;
+        self.mmio_load = None;
+        self.code.invalidate_all();
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Hart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Hart").field(&self.state()).finish()
+    }
+}

@@ -1,0 +1,96 @@
+//! A hart's whole state, as it moves from one process to another.
+
+use super::csr::{INTERRUPTS, Mode, SCOUNTEREN_WRITABLE, SSTATUS_UXL, SSTATUS_WRITABLE};
+use thiserror::Error;
+
+/// Everything of a hart that a program can tell, as plain values.
+///
+/// Not in it: the reservation of an LR, which a move drops (the ISA lets an SC fail for no reason); `cycle`,
+/// which is `instret` (this hart takes one cycle an instruction); `time`, which is the VM's; `satp` and
+/// `senvcfg`, which are always 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HartState {
+    /// The integer registers; `x[0]` is 0.
+    pub x: [u64; 32],
+    /// The address of the next instruction, a multiple of 4.
+    pub pc: u64,
+    /// The privilege mode.
+    pub mode: Mode,
+    /// As the guest reads it, `UXL` included.
+    pub sstatus: u64,
+    /// Interrupts enabled.
+    pub sie: u64,
+    /// Interrupts pending.
+    pub sip: u64,
+    /// Trap vector.
+    pub stvec: u64,
+    /// Counters that VU-mode may read.
+    pub scounteren: u64,
+    /// Scratch register.
+    pub sscratch: u64,
+    /// Where the last trap came from, a multiple of 4.
+    pub sepc: u64,
+    /// Why the last trap was taken.
+    pub scause: u64,
+    /// More about the last trap.
+    pub stval: u64,
+    /// Instructions retired.
+    pub instret: u64,
+}
+
+/// A [`HartState`] that no hart can be in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum StateError {
+    /// `x[0]` is not 0.
+    #[error("x0 is {0:#x}, must be 0")]
+    X0(u64),
+    /// `pc` is not a multiple of 4.
+    #[error("pc {0:#x} is not a multiple of 4")]
+    Pc(u64),
+    /// A CSR has a value it cannot hold.
+    #[error("{name} cannot hold {value:#x}: the bits {bad:#x} are wrong")]
+    Csr {
+        /// The CSR's name.
+        name: &'static str,
+        /// The value.
+        value: u64,
+        /// The bits that are set but must be 0, or the other way round.
+        bad: u64,
+    },
+}
+
+impl HartState {
+    /// Checks that a hart can be in this state.
+    ///
+    /// # Errors
+    /// The first field that is wrong.
+    pub fn validate(&self) -> Result<(), StateError> {
+        if self.x[0] != 0 {
+            return Err(StateError::X0(self.x[0]));
+        }
+        if !self.pc.is_multiple_of(4) {
+            return Err(StateError::Pc(self.pc));
+        }
+        for (name, value, bad) in [
+            (
+                "sstatus",
+                self.sstatus,
+                self.sstatus & !SSTATUS_WRITABLE ^ SSTATUS_UXL,
+            ),
+            ("sie", self.sie, self.sie & !INTERRUPTS),
+            ("sip", self.sip, self.sip & !INTERRUPTS),
+            ("stvec", self.stvec, self.stvec & 2),
+            (
+                "scounteren",
+                self.scounteren,
+                self.scounteren & !SCOUNTEREN_WRITABLE,
+            ),
+            ("sepc", self.sepc, self.sepc & 3),
+        ] {
+            if bad != 0 {
+                return Err(StateError::Csr { name, value, bad });
+            }
+        }
+        Ok(())
+    }
+}

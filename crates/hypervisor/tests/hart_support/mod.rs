@@ -1,0 +1,303 @@
+//! Guest memory for the hart's tests, and a small assembler.
+#![expect(
+    unsafe_code,
+    reason = "guest memory is reached through raw pointers, as in the real TLB"
+)]
+#![expect(dead_code, reason = "no test file uses all of it")]
+
+pub(crate) mod asm;
+
+use pageferry_hypervisor::hart::{
+    AmoInt, AmoOp, Bus, BusFault, GuestInt, Hart, HartExit, MemoryFault, PAGE_WORDS, Reserved,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+
+/// Where RAM begins.
+pub(crate) const RAM: u64 = 0x8000_0000;
+/// Where test code begins.
+pub(crate) const CODE: u64 = RAM;
+/// Where test data begins: four pages behind the code.
+pub(crate) const DATA: u64 = RAM + 0x4000;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Page {
+    Present,
+    Missing,
+    Refused,
+}
+
+/// RAM shared by harts.
+pub(crate) struct Ram {
+    words: Vec<AtomicU64>,
+    pages: Vec<AtomicU8>,
+}
+
+impl Ram {
+    pub(crate) fn new(pages: usize) -> Arc<Self> {
+        Arc::new(Self {
+            words: (0..pages * 512).map(|_| AtomicU64::new(0)).collect(),
+            pages: (0..pages)
+                .map(|_| AtomicU8::new(Page::Present as u8))
+                .collect(),
+        })
+    }
+
+    pub(crate) fn set_page(&self, gpa: u64, page: Page) {
+        self.pages[((gpa - RAM) >> 12) as usize].store(page as u8, Ordering::Relaxed);
+    }
+
+    fn cell<T: GuestInt>(&self, gpa: u64) -> &T::Atomic {
+        let offset = (gpa - RAM) as usize;
+        assert!(offset.is_multiple_of(T::BYTES as usize) && offset < self.words.len() * 8);
+        // SAFETY: inside `words`, whose atomics allow shared mutation, and aligned for `T`.
+        unsafe {
+            &*self
+                .words
+                .as_ptr()
+                .cast::<u8>()
+                .add(offset)
+                .cast::<T::Atomic>()
+        }
+    }
+
+    pub(crate) fn get<T: GuestInt>(&self, gpa: u64) -> T {
+        T::load(self.cell::<T>(gpa))
+    }
+
+    pub(crate) fn set<T: GuestInt>(&self, gpa: u64, value: T) {
+        T::store(self.cell::<T>(gpa), value);
+    }
+
+    pub(crate) fn bytes(&self, gpa: u64, len: u64) -> Vec<u8> {
+        (gpa..gpa + len).map(|gpa| self.get(gpa)).collect()
+    }
+
+    pub(crate) fn fill(&self, gpa: u64, bytes: &[u8]) {
+        for (gpa, &byte) in (gpa..).zip(bytes) {
+            self.set(gpa, byte);
+        }
+    }
+
+    pub(crate) fn code(&self, gpa: u64, code: &[u32]) {
+        for (gpa, &word) in (gpa..).step_by(4).zip(code) {
+            self.set(gpa, word);
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Entry {
+    tag: u64,
+    addend: u64,
+}
+
+/// One hart's view of a [`Ram`], with a TLB like the real one. Below and above RAM there is MMIO.
+pub(crate) struct TestBus {
+    pub(crate) ram: Arc<Ram>,
+    pub(crate) now: u64,
+    /// How many TLB misses succeed before one is answered with `BusFault::Requested`.
+    pub(crate) request_after: Option<u32>,
+    tlb: Box<[Entry; 256]>,
+}
+
+impl TestBus {
+    pub(crate) fn new(ram: Arc<Ram>) -> Self {
+        Self {
+            ram,
+            now: 0,
+            request_after: None,
+            tlb: Box::new(
+                [Entry {
+                    tag: u64::MAX,
+                    addend: 0,
+                }; 256],
+            ),
+        }
+    }
+
+    pub(crate) fn flush(&mut self) {
+        self.tlb.fill(Entry {
+            tag: u64::MAX,
+            addend: 0,
+        });
+    }
+
+    #[inline(always)]
+    fn cell<T: GuestInt>(&mut self, gpa: u64) -> Result<&T::Atomic, BusFault> {
+        let mut entry = self.tlb[(gpa >> 12) as usize % 256];
+        if entry.tag != gpa & !(4095 ^ (T::BYTES - 1)) {
+            entry = self.miss(gpa, T::BYTES)?;
+        }
+        let host = entry.addend.wrapping_add(gpa) as usize as *const T::Atomic;
+        // SAFETY: the entry was made for a page of `ram`, which `self` keeps; the tag holds for aligned
+        // addresses only.
+        Ok(unsafe { &*host })
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn miss(&mut self, gpa: u64, size: u64) -> Result<Entry, BusFault> {
+        if !gpa.is_multiple_of(size) {
+            return Err(BusFault::Misaligned);
+        }
+        match &mut self.request_after {
+            Some(0) => {
+                self.request_after = None;
+                return Err(BusFault::Requested);
+            }
+            Some(left) => *left -= 1,
+            None => {}
+        }
+        let page = gpa & !4095;
+        let state = match page.checked_sub(RAM) {
+            Some(offset) if offset >> 12 < self.ram.pages.len() as u64 => {
+                self.ram.pages[(offset >> 12) as usize].load(Ordering::Relaxed)
+            }
+            _ => return Err(BusFault::Mmio { gpa }),
+        };
+        if state == Page::Missing as u8 {
+            return Err(BusFault::Memory(MemoryFault {
+                gpa: page,
+                size: 4096,
+                flags: 7,
+            }));
+        }
+        if state == Page::Refused as u8 {
+            return Err(BusFault::Access { gpa });
+        }
+        let addend = (self.ram.words.as_ptr() as u64).wrapping_sub(RAM);
+        let entry = Entry { tag: page, addend };
+        self.tlb[(gpa >> 12) as usize % 256] = entry;
+        Ok(entry)
+    }
+}
+
+impl Bus for TestBus {
+    #[inline(always)]
+    fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
+        Ok(T::load(self.cell::<T>(gpa)?))
+    }
+
+    #[inline(always)]
+    fn store<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
+        T::store(self.cell::<T>(gpa)?, value);
+        Ok(())
+    }
+
+    fn store_bytes(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), BusFault> {
+        for i in 0..bytes.len() as u64 {
+            self.cell::<u8>(gpa.wrapping_add(i))?;
+        }
+        for (i, &byte) in (0..).zip(bytes) {
+            self.store(gpa + i, byte)?;
+        }
+        Ok(())
+    }
+
+    fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
+        Ok(T::amo(self.cell::<T>(gpa)?, op, operand))
+    }
+
+    fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
+        Ok(Reserved {
+            value: T::load_ordered(self.cell::<T>(gpa)?),
+            version: 0,
+        })
+    }
+
+    fn store_conditional<T: AmoInt>(
+        &mut self,
+        gpa: u64,
+        reserved: Reserved<T>,
+        value: T,
+    ) -> Result<bool, BusFault> {
+        Ok(T::compare_exchange(
+            self.cell::<T>(gpa)?,
+            reserved.value,
+            value,
+        ))
+    }
+
+    fn fetch_page(&mut self, gpa: u64, words: &mut [u32; PAGE_WORDS]) -> Result<(), BusFault> {
+        for (gpa, word) in (gpa..).step_by(4).zip(words) {
+            *word = self.load(gpa)?;
+        }
+        Ok(())
+    }
+
+    fn time(&mut self) -> u64 {
+        self.now
+    }
+}
+
+/// Nobody requests anything.
+pub(crate) static NO_REQUEST: AtomicU32 = AtomicU32::new(0);
+
+/// One hart with 16 pages of RAM.
+pub(crate) struct Machine {
+    pub(crate) hart: Hart,
+    pub(crate) bus: TestBus,
+}
+
+impl Machine {
+    /// `code` at [`CODE`], where the hart starts.
+    pub(crate) fn new(code: &[u32]) -> Self {
+        let ram = Ram::new(16);
+        ram.code(CODE, code);
+        let mut hart = Hart::new();
+        hart.set_pc(CODE).unwrap();
+        Self {
+            hart,
+            bus: TestBus::new(ram),
+        }
+    }
+
+    pub(crate) fn ram(&self) -> &Ram {
+        &self.bus.ram
+    }
+
+    /// Executes at most `budget` instructions.
+    pub(crate) fn run(&mut self, budget: u64) -> HartExit {
+        self.hart.run(&mut self.bus, &NO_REQUEST, Some(budget))
+    }
+
+    /// Executes exactly one instruction and expects that it is retired and stays in the guest.
+    pub(crate) fn step(&mut self) {
+        let before = self.hart.instret();
+        assert_eq!(self.run(1), HartExit::Budget);
+        assert_eq!(self.hart.instret(), before + 1, "{:x?}", self.hart);
+    }
+
+    /// Executes one instruction and expects that it raises an exception: (scause, stval).
+    pub(crate) fn trap(&mut self) -> (u64, u64) {
+        let mut state = self.hart.state();
+        state.scause = u64::MAX;
+        self.hart.set_state(&state).unwrap();
+        assert_eq!(self.run(1), HartExit::Budget);
+        let after = self.hart.state();
+        assert_eq!(after.instret, state.instret, "an exception does not retire");
+        assert_eq!(after.sepc, state.pc);
+        assert_eq!(after.pc, after.stvec & !3);
+        assert_eq!(after.x, state.x, "an exception has no other effect");
+        (after.scause, after.stval)
+    }
+}
+
+/// Runs one register-register instruction on `a` and `b`.
+pub(crate) fn alu(instruction: impl Fn(u32, u32, u32) -> u32, a: u64, b: u64) -> u64 {
+    let mut machine = Machine::new(&[instruction(asm::A0, asm::A1, asm::A2)]);
+    machine.hart.set_x(11, a);
+    machine.hart.set_x(12, b);
+    machine.step();
+    machine.hart.x(10)
+}
+
+/// Runs one register-immediate instruction on `a`.
+pub(crate) fn alu_imm(instruction: u32, a: u64) -> u64 {
+    let mut machine = Machine::new(&[instruction]);
+    machine.hart.set_x(11, a);
+    machine.step();
+    machine.hart.x(10)
+}
