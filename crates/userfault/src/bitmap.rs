@@ -161,38 +161,41 @@ impl PageBitmap {
     /// The first page at or behind index `from` whose bit is set.
     #[must_use]
     pub fn next_set(&self, from: usize) -> Option<usize> {
-        self.scan(from, |word| word)
+        self.scan(from, self.pages, |word| word)
     }
 
     /// The first page at or behind index `from` whose bit is clear.
     #[must_use]
     pub fn next_clear(&self, from: usize) -> Option<usize> {
-        self.scan(from, |word| !word)
+        self.scan(from, self.pages, |word| !word)
     }
 
-    fn scan(&self, from: usize, view: impl Fn(u64) -> u64) -> Option<usize> {
-        if from >= self.pages {
+    /// The first page in `from..to` that is set in `view` of its word; `to` is at most the page count.
+    fn scan(&self, from: usize, to: usize, view: impl Fn(u64) -> u64) -> Option<usize> {
+        if from >= to {
             return None;
         }
         let mut mask = u64::MAX << (from % BITS);
-        for w in from / BITS..self.words.len() {
+        for w in from / BITS..to.div_ceil(BITS) {
             let hits = view(self.words[w].load(Ordering::Acquire)) & mask;
             if hits != 0 {
                 let index = w * BITS + hits.trailing_zeros() as usize;
-                return (index < self.pages).then_some(index);
+                return (index < to).then_some(index);
             }
             mask = u64::MAX;
         }
         None
     }
 
-    /// The first run of set bits at or behind `from`, at most `limit` pages long.
+    /// The first run of set bits at or behind `from`, at most `limit` pages long (a limit of 0 counts
+    /// as 1). Looks at no word behind the run it returns.
+    ///
+    /// While others change bits, each page of the run was set when it was looked at.
     #[must_use]
     pub fn next_run(&self, from: usize, limit: usize) -> Option<Range<usize>> {
         let start = self.next_set(from)?;
-        let cap = self.pages.min(start.saturating_add(limit));
-        let end = self.next_clear(start).unwrap_or(self.pages).min(cap);
-        Some(start..end.max(start + 1).min(cap.max(start + 1)))
+        let cap = self.pages.min(start.saturating_add(limit.max(1)));
+        Some(start..self.scan(start + 1, cap, |word| !word).unwrap_or(cap))
     }
 
     /// Adds to word `index` the bits of `bits`; returns those that were clear before.

@@ -27,7 +27,8 @@ pub enum OpenedBy {
 /// All calls may come from any thread at any time; the kernel orders them.
 ///
 /// Dropping it closes the descriptor: all its ranges are unregistered, and whoever slept on a missing
-/// page goes on *with an empty page*. So it must outlive the last missing page of every VM it serves.
+/// page goes on *with what is there*, zeros or half-received bytes. So it must outlive the last missing
+/// page of every VM it serves.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
@@ -133,7 +134,8 @@ impl Userfaultfd {
 
     /// Ends the registration of `len` bytes from `start`.
     ///
-    /// Who sleeps on a missing page of it goes on, *with an empty page*. Poison markers stay.
+    /// Who sleeps on a missing page of it goes on *with what is there*, as if the userfaultfd were dropped.
+    /// Poison markers stay.
     ///
     /// # Errors
     /// `EINVAL`: not aligned, or nothing mapped there.
