@@ -1,0 +1,73 @@
+//! How a vCPU's touch of a missing page reaches us.
+
+use crate::MachineError;
+use pageferry_addr::RamPage;
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::str::FromStr;
+
+/// The ways in which a fault on a missing page is delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Delivery {
+    /// The hypervisor tests the bitmap and the vCPU exits on its own thread (soft engine).
+    Exit,
+    /// `UFFDIO_POISON` markers: the vCPU exits on its own thread with SIGBUS (Linux 6.6 and later);
+    /// pages not marked yet come as userfaultfd minor events.
+    Poison,
+    /// userfaultfd minor faults: the page's bytes are put into the page cache through the second
+    /// mapping and made visible by `UFFDIO_CONTINUE`.
+    Minor,
+    /// userfaultfd missing faults: missing pages are holes in the page cache, filled by `UFFDIO_COPY`.
+    Missing,
+}
+
+impl Delivery {
+    /// The name used in reports and on command lines.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exit => "exit",
+            Self::Poison => "poison",
+            Self::Minor => "minor",
+            Self::Missing => "missing",
+        }
+    }
+}
+
+impl fmt::Display for Delivery {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Delivery {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Exit, Self::Poison, Self::Minor, Self::Missing]
+            .into_iter()
+            .find(|d| d.name() == text)
+            .ok_or_else(|| format!("'{text}' is no fault delivery: use exit, poison, minor or missing"))
+    }
+}
+
+/// A fault that userfaultfd reported: some thread sleeps in the kernel until the page is made present.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FaultEvent {
+    /// The page.
+    pub page: RamPage,
+    /// Whether the toucher wanted to write.
+    pub write: bool,
+}
+
+/// The stream of faults that arrive on a file descriptor rather than as exits.
+pub trait FaultEvents: Send {
+    /// Readable when an event waits.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Takes the next event, or `None` when there is none now. Never blocks.
+    ///
+    /// # Errors
+    /// When the kernel refuses the read.
+    fn next(&mut self) -> Result<Option<FaultEvent>, MachineError>;
+}

@@ -1,0 +1,198 @@
+//! The machine as the rooms above see it, and the choice of an engine.
+
+use crate::{Delivery, FaultEvents, GuestRam, MachineError, Vcpu};
+use pageferry_addr::RamPage;
+use pageferry_userfault::PageBitmap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// Who runs the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Engine {
+    /// The kernel's KVM.
+    Kvm,
+    /// `pageferry-hypervisor`, in this process.
+    Soft,
+}
+
+impl Engine {
+    /// The name used in reports and on command lines.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Soft => "soft",
+        }
+    }
+}
+
+impl fmt::Display for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What the user asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// KVM if a probe VM really runs here, else soft.
+    #[default]
+    Auto,
+    /// This one or an error.
+    Only(Engine),
+}
+
+impl FromStr for EngineChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "kvm" => Ok(Self::Only(Engine::Kvm)),
+            "soft" => Ok(Self::Only(Engine::Soft)),
+            _ => Err(format!("'{text}' is no engine: use auto, kvm or soft")),
+        }
+    }
+}
+
+impl fmt::Display for EngineChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Only(engine) => engine.fmt(f),
+        }
+    }
+}
+
+/// Chooses the engine and says why, in a sentence without its final stop.
+///
+/// # Errors
+/// When KVM was asked for by name and a probe VM does not run here.
+pub fn select(choice: EngineChoice) -> Result<(Engine, String), MachineError> {
+    match choice {
+        EngineChoice::Only(Engine::Soft) => Ok((Engine::Soft, "it was asked for".into())),
+        EngineChoice::Only(Engine::Kvm) => {
+            crate::kvm::probe_vm()?;
+            Ok((Engine::Kvm, "it was asked for, and a probe VM runs".into()))
+        }
+        EngineChoice::Auto => match crate::kvm::probe_vm() {
+            Ok(()) => Ok((Engine::Kvm, "a probe VM runs on /dev/kvm".into())),
+            Err(why) => Ok((Engine::Soft, format!("KVM is not usable here: {why}"))),
+        },
+    }
+}
+
+/// The size of a machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MachineSpec {
+    /// How many vCPUs, 1 to [`crate::MAX_VCPUS`].
+    pub vcpus: u32,
+    /// RAM in bytes: a multiple of the page size; see [`crate::RamLayout::for_memory`].
+    pub memory_bytes: u64,
+}
+
+/// A machine with its vCPUs, which belong to whoever runs them.
+pub struct NewMachine {
+    /// The machine.
+    pub machine: Arc<dyn Machine>,
+    /// Its vCPUs in order of their ids.
+    pub vcpus: Vec<Box<dyn Vcpu>>,
+}
+
+/// Creates a machine of `engine`, its RAM all zero and its vCPUs not started.
+///
+/// # Errors
+/// When the sizes are out of range or the host refuses.
+pub fn create(engine: Engine, spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    match engine {
+        Engine::Kvm => crate::kvm::create(spec),
+        Engine::Soft => crate::soft::create(spec),
+    }
+}
+
+/// A virtual machine without its vCPUs: memory, its slots and its logs.
+///
+/// The life of a machine that receives a migration: [`Machine::arm_userfault`] before any vCPU has run,
+/// then for every page that arrives [`Machine::install`] (or [`Machine::install_copy`]) and only then
+/// the page's bit is cleared in the missing bitmap, by the caller; [`Machine::disarm_userfault`] when
+/// none is missing.
+pub trait Machine: Send + Sync {
+    /// Who runs it.
+    fn engine(&self) -> Engine;
+
+    /// Its memory.
+    fn ram(&self) -> &Arc<GuestRam>;
+
+    /// Starts or stops logging of the pages that vCPUs write.
+    ///
+    /// When this returns after `on`, every later write of a vCPU is in the log.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError>;
+
+    /// Adds the pages written since the last call to `dirty` and returns how many were added newly.
+    ///
+    /// With `rearm`, writes from now on are logged again, and none that happens while the call runs is
+    /// lost: it is in this harvest or in the next. Without, the VM must be paused, and the log is read
+    /// but not re-armed (cheaper: for switch-over).
+    ///
+    /// # Errors
+    /// When the dirty log is not on, or the kernel refuses.
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError>;
+
+    /// The deliveries this machine can use on this host, best first.
+    fn deliveries(&self) -> Vec<Delivery>;
+
+    /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one truth:
+    /// the engine reads it at each fault. No vCPU may have run since the machine was created.
+    ///
+    /// Returns the stream of events where the delivery (also) uses one.
+    ///
+    /// # Errors
+    /// When the delivery is not one of [`Machine::deliveries`] or the kernel refuses.
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        delivery: Delivery,
+    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError>;
+
+    /// Whether arriving bytes are written into their final place ([`GuestRam::alias`]) and then made
+    /// visible by [`Machine::install`] (true), or handed to [`Machine::install_copy`] (false).
+    fn receives_in_place(&self) -> bool;
+
+    /// Makes `pages` pages from `first`, whose bytes are in their final place, accessible to vCPUs, and
+    /// wakes threads that sleep in the kernel on them. Repeating it is harmless. Pages whose bit in the
+    /// missing bitmap is set and whose bytes are *not* in place must not be named.
+    ///
+    /// # Errors
+    /// When the kernel refuses; the guest then cannot reach the page.
+    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError>;
+
+    /// Puts `bytes` (one page) into `page`, makes it accessible and wakes sleepers, atomically for vCPUs.
+    ///
+    /// # Errors
+    /// When the kernel refuses; the guest then cannot reach the page.
+    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError>;
+
+    /// Called once the missing bitmap has its final contents and before any vCPU runs: lets the delivery
+    /// prepare the missing pages (punch holes). Must be quick: it is part of the blackout.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    fn begin_postcopy(&self) -> Result<(), MachineError>;
+
+    /// Work of the delivery that may run beside the guest once it runs (mark missing pages with poison).
+    /// Returns when done; polls `stop`.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    fn assist_postcopy(&self, stop: &dyn Fn() -> bool) -> Result<(), MachineError>;
+
+    /// Ends delivery: no page is missing any more.
+    ///
+    /// # Errors
+    /// When a bit of the missing bitmap is still set, or the kernel refuses.
+    fn disarm_userfault(&self) -> Result<(), MachineError>;
+}

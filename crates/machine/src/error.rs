@@ -1,0 +1,59 @@
+//! What can go wrong with a machine.
+
+use crate::{Delivery, LayoutError};
+use std::io;
+
+/// An error of an engine. Each message says what was wrong and, where there is one, the way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MachineError {
+    /// The sizes of the machine are out of range.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The host cannot run this engine.
+    #[error("{0}")]
+    EngineUnavailable(String),
+    /// A system call was refused.
+    #[error("{what}: {source}")]
+    Os {
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The guest did something the engine cannot carry on from.
+    #[error("vCPU {vcpu} stopped: {why}")]
+    Guest {
+        /// The vCPU.
+        vcpu: u32,
+        /// What it did.
+        why: String,
+    },
+    /// The bytes of a vCPU state are not one.
+    #[error("the vCPU state is not usable: {0}")]
+    BadState(String),
+    /// A fault delivery this machine does not have.
+    #[error("fault delivery '{0}' is not available on this machine")]
+    NoDelivery(Delivery),
+    /// A call that does not fit the machine's present state.
+    #[error("{0}")]
+    WrongState(&'static str),
+    /// A wait that took longer than it may.
+    #[error("{what} took longer than {millis} ms")]
+    Timeout {
+        /// What was waited for.
+        what: &'static str,
+        /// The limit in milliseconds.
+        millis: u64,
+    },
+}
+
+impl MachineError {
+    /// Wraps the kernel's answer to `what`.
+    pub fn os(what: &'static str, source: impl Into<io::Error>) -> Self {
+        Self::Os {
+            what,
+            source: source.into(),
+        }
+    }
+}

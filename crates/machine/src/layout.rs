@@ -1,0 +1,163 @@
+//! Where RAM lies in guest-physical address space.
+//!
+//! RAM starts at address 0. Below 4 GiB a hole is left for devices, from 3 GiB on; RAM that does not fit
+//! below the hole continues at 4 GiB. Both engines use the same layout.
+
+use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
+
+/// The most vCPUs a machine may have.
+pub const MAX_VCPUS: u32 = 1024;
+/// The doorbell: a guest that stores here leaves with an MMIO exit. Inside the hole, so never RAM.
+pub const DOORBELL_GPA: Gpa = Gpa(0xD000_0000);
+
+/// First address of the hole.
+const HOLE_START: u64 = 3 << 30;
+/// First address behind the hole.
+const HOLE_END: u64 = 4 << 30;
+/// The most RAM a machine may have: 16 TiB.
+const MAX_MEMORY: u64 = 16 << 40;
+
+/// One piece of RAM that is contiguous in guest-physical address space; a memory slot of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RamRegion {
+    /// The id of its memory slot.
+    pub slot: u32,
+    /// Its first frame.
+    pub gfn: Gfn,
+    /// How many pages.
+    pub pages: u64,
+    /// The RAM index of its first page.
+    pub first: RamPage,
+}
+
+/// All regions of a machine's RAM, ascending, in gfn as in RAM index.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamLayout {
+    regions: Vec<RamRegion>,
+    pages: u64,
+}
+
+/// A memory size no machine can have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// Zero bytes.
+    #[error("a machine needs memory: 0 bytes were asked for")]
+    Empty,
+    /// Not a multiple of the page size.
+    #[error("memory must be a multiple of 4096 bytes, and {0} is not")]
+    Unaligned(u64),
+    /// More than any machine may have.
+    #[error("{0} bytes of memory are more than the most a machine may have, 16 TiB")]
+    TooLarge(u64),
+    /// Zero or too many vCPUs.
+    #[error("a machine has 1 to {MAX_VCPUS} vCPUs, not {0}")]
+    Vcpus(u32),
+}
+
+impl RamLayout {
+    /// The layout of `bytes` bytes of RAM.
+    ///
+    /// ```
+    /// use pageferry_addr::{Gfn, RamPage};
+    /// use pageferry_machine::RamLayout;
+    ///
+    /// let layout = RamLayout::for_memory(4 << 30)?;
+    /// assert_eq!(layout.regions().len(), 2);
+    /// assert_eq!(layout.gfn_of(RamPage((3 << 30) / 4096)), Some(Gfn((4 << 30) / 4096)));
+    /// # Ok::<(), pageferry_machine::LayoutError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When `bytes` is zero, not a multiple of 4096, or more than 16 TiB.
+    pub fn for_memory(bytes: u64) -> Result<Self, LayoutError> {
+        if bytes == 0 {
+            return Err(LayoutError::Empty);
+        }
+        if !bytes.is_multiple_of(PAGE_SIZE) {
+            return Err(LayoutError::Unaligned(bytes));
+        }
+        if bytes > MAX_MEMORY {
+            return Err(LayoutError::TooLarge(bytes));
+        }
+        let low = bytes.min(HOLE_START) / PAGE_SIZE;
+        let mut regions = vec![RamRegion {
+            slot: 0,
+            gfn: Gfn(0),
+            pages: low,
+            first: RamPage(0),
+        }];
+        if bytes > HOLE_START {
+            regions.push(RamRegion {
+                slot: 1,
+                gfn: Gpa(HOLE_END).gfn(),
+                pages: bytes / PAGE_SIZE - low,
+                first: RamPage(low),
+            });
+        }
+        Ok(Self {
+            regions,
+            pages: bytes / PAGE_SIZE,
+        })
+    }
+
+    /// The regions, ascending.
+    #[must_use]
+    pub fn regions(&self) -> &[RamRegion] {
+        &self.regions
+    }
+
+    /// How many pages of RAM there are.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// How many bytes of RAM there are.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.pages * PAGE_SIZE
+    }
+
+    /// The RAM index of a guest frame, or `None` where there is no RAM.
+    #[must_use]
+    pub fn page_of(&self, gfn: Gfn) -> Option<RamPage> {
+        self.regions.iter().find_map(|r| {
+            let offset = gfn.checked_offset_from(r.gfn)?;
+            (offset < r.pages).then_some(RamPage(r.first.0 + offset))
+        })
+    }
+
+    /// The guest frame of a RAM index, or `None` behind the last page.
+    #[must_use]
+    pub fn gfn_of(&self, page: RamPage) -> Option<Gfn> {
+        self.regions.iter().find_map(|r| {
+            let offset = page.checked_offset_from(r.first)?;
+            (offset < r.pages).then_some(Gfn(r.gfn.0 + offset))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused_with_their_value() {
+        assert_eq!(RamLayout::for_memory(0), Err(LayoutError::Empty));
+        assert_eq!(RamLayout::for_memory(4097), Err(LayoutError::Unaligned(4097)));
+        let huge = MAX_MEMORY + PAGE_SIZE;
+        assert_eq!(RamLayout::for_memory(huge), Err(LayoutError::TooLarge(huge)));
+    }
+
+    #[test]
+    fn the_hole_is_never_ram() {
+        let layout = RamLayout::for_memory(5 << 30).unwrap();
+        assert_eq!(layout.page_of(DOORBELL_GPA.gfn()), None);
+        for page in [0, 1, 786_431, 786_432, layout.pages() - 1].map(RamPage) {
+            assert_eq!(layout.page_of(layout.gfn_of(page).unwrap()), Some(page));
+        }
+        assert_eq!(layout.gfn_of(RamPage(layout.pages())), None);
+        let end = layout.gfn_of(RamPage(layout.pages() - 1)).unwrap();
+        assert_eq!(layout.page_of(Gfn(end.0 + 1)), None);
+    }
+}

@@ -1,0 +1,322 @@
+#![expect(unsafe_code, reason = "maps guest memory and copies pages that a guest may be writing")]
+//! Guest RAM: a memfd mapped twice.
+//!
+//! The **guest's mapping** is what memory slots point at; userfaultfd may make a touch of it sleep. The
+//! **alias** is the VMM's own view of the same pages; touching it never faults into userfaultfd, so bytes
+//! can be put in their final place before the guest can see them. Whoever reads or writes guest memory
+//! through the alias first asks the missing bitmap; this room cannot check that.
+//!
+//! A guest may write any byte at any time. So no Rust reference to guest memory is ever handed out:
+//! copies go through volatile words ([`GuestRam::read`], [`GuestRam::write`]), or through raw pointers
+//! given to system calls ([`GuestRam::alias`]). A caller that needs a stable view (checksums) copies
+//! first, or reads a VM whose vCPUs are parked.
+
+use crate::{MachineError, RamLayout};
+use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, SeekFrom};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+/// One shared mapping of the whole memfd, unmapped on drop.
+struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: a mapping is plain address space; it belongs to no thread, and the accesses made through it
+// are volatile or by system call (see the module's first lines).
+unsafe impl Send for Mapping {}
+// SAFETY: as for Send.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, MachineError> {
+        // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
+        let start = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                bytes,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                fd,
+                0,
+            )
+        }
+        .map_err(|e| MachineError::os("cannot map guest memory", e))?;
+        let start = NonNull::new(start.cast::<u8>()).expect("mmap returns no null on success");
+        Ok(Self { start, bytes })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `new`, and all users hold the `GuestRam` that owns it.
+        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+    }
+}
+
+/// The memory of one VM.
+pub struct GuestRam {
+    layout: RamLayout,
+    guest: Mapping,
+    alias: Mapping,
+    fd: OwnedFd,
+}
+
+impl std::fmt::Debug for GuestRam {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "GuestRam({} pages)", self.layout.pages())
+    }
+}
+
+impl GuestRam {
+    /// Memory of the layout's size, all zero, none of it allocated yet.
+    ///
+    /// # Errors
+    /// When the host has no room for it.
+    pub fn new(layout: RamLayout) -> Result<Self, MachineError> {
+        let bytes = usize::try_from(layout.bytes()).map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
+        let fd = rustix::fs::memfd_create("pageferry-ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
+        rustix::fs::ftruncate(&fd, layout.bytes())
+            .map_err(|e| MachineError::os("cannot size the memfd for guest memory", e))?;
+        // Nobody who is handed the memfd can shrink it under the mappings (SIGBUS).
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
+            .map_err(|e| MachineError::os("cannot seal the memfd of guest memory", e))?;
+        let guest = Mapping::new(fd.as_fd(), bytes)?;
+        let alias = Mapping::new(fd.as_fd(), bytes)?;
+        Ok(Self {
+            layout,
+            guest,
+            alias,
+            fd,
+        })
+    }
+
+    /// Where RAM lies in guest-physical address space.
+    #[must_use]
+    pub fn layout(&self) -> &RamLayout {
+        &self.layout
+    }
+
+    /// How many pages.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.layout.pages()
+    }
+
+    fn offset(&self, page: RamPage, pages: u64) -> usize {
+        let fits = page.checked_add(pages).is_some_and(|end| end.0 <= self.pages());
+        assert!(fits, "{pages} pages from {page:?} leave the {} pages of RAM", self.pages());
+        page.byte_offset() as usize
+    }
+
+    /// The VMM's pointer to `pages` pages from `page`, valid as long as `self` lives.
+    ///
+    /// For system calls and volatile access only: the guest may change what it points at.
+    ///
+    /// # Panics
+    /// If the pages are not all RAM; so do all calls that take pages.
+    #[must_use]
+    pub fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
+        let offset = self.offset(page, pages);
+        // SAFETY: `offset` checked that the offset lies inside the mapping.
+        unsafe { self.alias.start.as_ptr().add(offset) }
+    }
+
+    /// Where the guest's mapping has `page`: what a memory slot points at.
+    #[must_use]
+    pub fn guest_hva(&self, page: RamPage) -> Hva {
+        let offset = self.offset(page, 0);
+        Hva(self.guest.start.as_ptr() as u64 + offset as u64)
+    }
+
+    /// Where the alias has `page`, for an engine whose slots point at the alias.
+    #[must_use]
+    pub fn alias_hva(&self, page: RamPage) -> Hva {
+        let offset = self.offset(page, 0);
+        Hva(self.alias.start.as_ptr() as u64 + offset as u64)
+    }
+
+    /// The page at `hva` of the guest's mapping, if it is one.
+    #[must_use]
+    pub fn page_at_guest_hva(&self, hva: Hva) -> Option<RamPage> {
+        let offset = hva.0.checked_sub(self.guest.start.as_ptr() as u64)?;
+        (offset < self.layout.bytes()).then_some(RamPage(offset / PAGE_SIZE))
+    }
+
+    /// The memfd.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Copies one page out, word by word: each aligned word is untorn, the page as a whole may mix
+    /// bytes of before and after a write that a running guest makes meanwhile.
+    pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
+        let from = self.alias(page, 1).cast::<u64>();
+        for (i, chunk) in into.chunks_exact_mut(8).enumerate() {
+            // SAFETY: `alias` gives 4096 mapped, page-aligned bytes; the read is volatile, so a
+            // concurrent writer outside Rust's view is tolerated, and no reference is made.
+            let word = unsafe { from.add(i).read_volatile() };
+            chunk.copy_from_slice(&word.to_ne_bytes());
+        }
+    }
+
+    /// Copies one page in, word by word.
+    pub fn write(&self, page: RamPage, bytes: &[u8; PAGE_SIZE as usize]) {
+        self.write_at(page, 0, bytes);
+    }
+
+    /// Copies `bytes` in at `offset` bytes into `page`; they may reach into the following pages.
+    ///
+    /// # Panics
+    /// If they leave RAM.
+    pub fn write_at(&self, page: RamPage, offset: u64, bytes: &[u8]) {
+        let end = offset + bytes.len() as u64;
+        let to = self.alias(page, end.div_ceil(PAGE_SIZE)).wrapping_add(offset as usize);
+        let mut rest = bytes;
+        let mut at = to;
+        while !rest.is_empty() {
+            if at.align_offset(8) == 0 && rest.len() >= 8 {
+                let (word, tail) = rest.split_at(8);
+                let value = u64::from_ne_bytes(word.try_into().expect("8 bytes"));
+                // SAFETY: the bytes lie in the mapping (`alias` checked the whole extent), the pointer
+                // is aligned, and the write is volatile.
+                unsafe { at.cast::<u64>().write_volatile(value) };
+                at = at.wrapping_add(8);
+                rest = tail;
+            } else {
+                // SAFETY: as above; bytes need no alignment.
+                unsafe { at.write_volatile(rest[0]) };
+                at = at.wrapping_add(1);
+                rest = &rest[1..];
+            }
+        }
+    }
+
+    /// Makes the page read as zero. Keeps its memory allocated.
+    pub fn zero(&self, page: RamPage) {
+        self.write(page, &[0; PAGE_SIZE as usize]);
+    }
+
+    /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
+    /// Calls `progress` with the pages done so far and stops early when it returns false.
+    ///
+    /// # Errors
+    /// When the host has not enough memory.
+    pub fn allocate(&self, progress: &mut dyn FnMut(u64) -> bool) -> Result<(), MachineError> {
+        const STEP: u64 = 16 << 20;
+        let bytes = self.layout.bytes();
+        let mut done = 0;
+        while done < bytes && progress(done / PAGE_SIZE) {
+            let step = STEP.min(bytes - done);
+            let at = self.alias(RamPage(done / PAGE_SIZE), step / PAGE_SIZE);
+            // SAFETY: populating shared pages changes no byte; the range is ours.
+            unsafe { rustix::mm::madvise(at.cast(), step as usize, Advice::LinuxPopulateWrite) }
+                .map_err(|e| MachineError::os("cannot allocate guest memory", e))?;
+            done += step;
+        }
+        Ok(())
+    }
+
+    /// The next pages at or behind `from` that have memory; those before them are zero, and looking at
+    /// them would allocate them.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn next_allocated(&self, from: RamPage) -> Result<Option<std::ops::Range<u64>>, MachineError> {
+        if from.0 >= self.pages() {
+            return Ok(None);
+        }
+        let seek = |to| rustix::fs::seek(&self.fd, to);
+        match seek(SeekFrom::Data(from.byte_offset())) {
+            Err(Errno::NXIO) => Ok(None),
+            Err(e) => Err(MachineError::os("cannot find the allocated pages of guest memory", e)),
+            Ok(start) => {
+                let end = seek(SeekFrom::Hole(start))
+                    .map_err(|e| MachineError::os("cannot find the holes of guest memory", e))?;
+                Ok(Some(start / PAGE_SIZE..end.div_ceil(PAGE_SIZE).min(self.pages())))
+            }
+        }
+    }
+
+    /// Gives the pages' memory back: they read as zero, and a touch of the guest's mapping is a
+    /// *missing* fault where userfaultfd watches it.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn punch_hole(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        let offset = self.offset(first, pages) as u64;
+        rustix::fs::fallocate(
+            &self.fd,
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            offset,
+            pages * PAGE_SIZE,
+        )
+        .map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ram(pages: u64) -> GuestRam {
+        GuestRam::new(RamLayout::for_memory(pages * PAGE_SIZE).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn both_mappings_show_the_same_bytes() {
+        let ram = ram(4);
+        ram.write_at(RamPage(1), 5, b"over the page's edge");
+        let mut page = [0; 4096];
+        ram.read(RamPage(1), &mut page);
+        assert_eq!(&page[5..25], b"over the page's edge");
+        let guest = ram.guest_hva(RamPage(1)).0 as *const u8;
+        // SAFETY: the guest's mapping has this page, and nobody writes it meanwhile.
+        assert_eq!(unsafe { guest.add(5).read_volatile() }, b'o');
+    }
+
+    #[test]
+    fn a_hole_reads_as_zero_and_pages_translate_back() {
+        let ram = ram(8);
+        ram.allocate(&mut |_| true).unwrap();
+        ram.write(RamPage(3), &[7; 4096]);
+        ram.punch_hole(RamPage(3), 1).unwrap();
+        let mut page = [1; 4096];
+        ram.read(RamPage(3), &mut page);
+        assert_eq!(page, [0; 4096]);
+        assert_eq!(ram.page_at_guest_hva(ram.guest_hva(RamPage(7))), Some(RamPage(7)));
+        assert_eq!(ram.page_at_guest_hva(Hva(ram.guest_hva(RamPage(7)).0 + 4096)), None);
+    }
+
+    #[test]
+    fn allocated_pages_are_told_from_holes() {
+        let ram = ram(64);
+        assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), None);
+        ram.write(RamPage(5), &[1; 4096]);
+        ram.write(RamPage(6), &[1; 4096]);
+        ram.write(RamPage(63), &[1; 4096]);
+        assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), Some(5..7));
+        assert_eq!(ram.next_allocated(RamPage(7)).unwrap(), Some(63..64));
+        assert_eq!(ram.next_allocated(RamPage(64)).unwrap(), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "leave the 4 pages of RAM")]
+    fn a_page_outside_ram_is_a_bug_of_the_caller() {
+        let _ = ram(4).alias(RamPage(3), 2);
+    }
+
+    #[test]
+    fn writes_may_cross_pages() {
+        let ram = ram(2);
+        ram.write_at(RamPage(0), 4090, &[9; 12]);
+        let mut page = [0; 4096];
+        ram.read(RamPage(1), &mut page);
+        assert_eq!(page[..7], [9, 9, 9, 9, 9, 9, 0]);
+    }
+}
