@@ -1,0 +1,125 @@
+//! What a program reports: kinds of page errors, and the doorbell.
+
+use crate::GuestError;
+use crate::layout::MAX_VCPUS;
+use std::fmt;
+
+/// What can be wrong with a page. The kinds exclude each other and are tried in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ErrorKind {
+    /// All zero, where contents were expected. Words: the sequence expected, and 0.
+    Lost,
+    /// The checksum does not fit the contents: no visit wrote the page as it is (a mixture of two
+    /// versions, a flipped bit, someone else's bytes). Words: the checksum of the contents, and the
+    /// checksum in the page.
+    Torn,
+    /// Whole, but another vCPU's, or another page's. Words: the tag or the index, expected and found.
+    Foreign,
+    /// Whole and the right page, but of another pass than the one before. Words: the sequence expected,
+    /// and the sequence in the page.
+    Stale,
+}
+
+impl ErrorKind {
+    /// All kinds.
+    pub const ALL: [Self; 4] = [Self::Lost, Self::Torn, Self::Foreign, Self::Stale];
+
+    /// The number that stands for it in control pages and on the doorbell: 1 to 4.
+    #[must_use]
+    pub const fn code(self) -> u64 {
+        match self {
+            Self::Lost => 1,
+            Self::Torn => 2,
+            Self::Foreign => 3,
+            Self::Stale => 4,
+        }
+    }
+
+    /// The kind a number stands for.
+    #[must_use]
+    pub fn from_code(code: u64) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.code() == code)
+    }
+
+    /// The name used in reports.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lost => "lost",
+            Self::Torn => "torn",
+            Self::Foreign => "foreign",
+            Self::Stale => "stale",
+        }
+    }
+}
+
+impl fmt::Display for ErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Bit of the doorbell value where the event's number starts.
+pub(crate) const EVENT_SHIFT: u32 = 16;
+/// Bit of the doorbell value where the error kind's number starts.
+pub(crate) const KIND_SHIFT: u32 = 24;
+/// Number of the event "a page error".
+pub(crate) const EVENT_ERROR: u32 = 1;
+/// Number of the event "finished".
+pub(crate) const EVENT_FINISHED: u32 = 2;
+
+/// Why a program rang.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// It has found a page error, and goes on. Its control page counts errors and describes the first.
+    Error(ErrorKind),
+    /// It has done what it was asked for. Entered again, it only rings again.
+    Finished,
+}
+
+/// A value stored to the doorbell ([`crate::DOORBELL_GPA`]): bits 0 to 15 the vCPU, 16 to 23 the event
+/// (1 error, 2 finished), 24 to 31 the error's kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Doorbell {
+    /// Who rang.
+    pub vcpu: u32,
+    /// Why.
+    pub event: Event,
+}
+
+impl Doorbell {
+    /// Reads a 32-bit store to the doorbell.
+    ///
+    /// # Errors
+    /// When no program writes such a value.
+    pub fn parse(value: u32) -> Result<Self, GuestError> {
+        let refused = GuestError::Doorbell { value };
+        let vcpu = value & 0xffff;
+        if vcpu >= MAX_VCPUS {
+            return Err(refused);
+        }
+        let kind = value >> KIND_SHIFT;
+        let event = match value >> EVENT_SHIFT & 0xff {
+            EVENT_ERROR => Event::Error(ErrorKind::from_code(kind.into()).ok_or(refused)?),
+            EVENT_FINISHED if kind == 0 => Event::Finished,
+            _ => return Err(refused),
+        };
+        Ok(Self { vcpu, event })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn doorbell_values_are_read_or_refused() {
+        let torn = Doorbell { vcpu: 5, event: Event::Error(ErrorKind::Torn) };
+        assert_eq!(Doorbell::parse(0x0201_0005), Ok(torn));
+        let finished = Doorbell { vcpu: 1023, event: Event::Finished };
+        assert_eq!(Doorbell::parse(0x0002_03ff), Ok(finished));
+        for value in [0, 5, 0x0001_0005, 0x0501_0005, 0x0102_0005, 0x0003_0000, 0x0002_0400] {
+            assert_eq!(Doorbell::parse(value), Err(GuestError::Doorbell { value }));
+        }
+    }
+}

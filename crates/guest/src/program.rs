@@ -1,0 +1,195 @@
+//! What a VMM needs to start any of the programs: image, start states, control pages.
+
+use crate::control::{FIRST, MAGIC, MASK, PAGES, PASS_LIMIT, PageBytes, SHIFT, VCPU, set_word};
+use crate::order::OrderParams;
+use crate::tables;
+use crate::{DOORBELL_GPA, Isa, Layout, ProgramKind};
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use std::ops::Range;
+
+/// Where a vCPU starts. Every other register is as the engine's reset left it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Start {
+    /// Address of the first instruction (rip, pc).
+    pub entry: u64,
+    /// Top of the stack page (rsp, sp); 16-byte aligned.
+    pub stack: u64,
+    /// Arguments: the control page's address (rdi, a0) and the doorbell's (rsi, a1).
+    pub args: [u64; 2],
+    /// Address of the root page table (cr3); 0 for RV64, which has none.
+    pub tables: Gpa,
+}
+
+/// A program laid out in memory, whichever it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    kind: ProgramKind,
+    layout: Layout,
+    code: Vec<u8>,
+    ranges: Vec<Range<u64>>,
+    pass_limit: u64,
+}
+
+impl Program {
+    /// `ranges` holds the pages each vCPU visits.
+    pub(crate) fn new(
+        kind: ProgramKind,
+        layout: Layout,
+        code: Vec<u8>,
+        ranges: Vec<Range<u64>>,
+        pass_limit: u64,
+    ) -> Self {
+        assert!(code.len() as u64 <= PAGE_SIZE, "the plan has one code page");
+        assert_eq!(ranges.len(), layout.vcpus() as usize, "one range a vCPU");
+        Self {
+            kind,
+            layout,
+            code,
+            ranges,
+            pass_limit,
+        }
+    }
+
+    /// Which program.
+    #[must_use]
+    pub fn kind(&self) -> ProgramKind {
+        self.kind
+    }
+
+    /// The instruction set.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.layout.isa()
+    }
+
+    /// Where everything lies.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The machine code.
+    #[must_use]
+    pub fn code(&self) -> &[u8] {
+        &self.code
+    }
+
+    /// The bytes the VMM writes into RAM that is otherwise zero, before a vCPU starts. Every piece
+    /// begins at a page and lies below the hole; no two share a page.
+    #[must_use]
+    pub fn image(&self) -> Vec<(Gpa, Vec<u8>)> {
+        let mut pieces = self.constant_pages();
+        for vcpu in 0..self.layout.vcpus() {
+            let gpa = Layout::gpa_of(self.layout.control_page(vcpu));
+            pieces.push((gpa, self.control(vcpu).to_vec()));
+        }
+        pieces
+    }
+
+    /// The part of the image that no program changes: code and page tables.
+    pub(crate) fn constant_pages(&self) -> Vec<(Gpa, Vec<u8>)> {
+        let mut pieces = vec![(Layout::gpa_of(self.layout.code_page()), self.code.clone())];
+        if self.isa() == Isa::X86_64 {
+            pieces.extend(tables::build(&self.layout));
+        }
+        pieces
+    }
+
+    /// A control page before the first instruction.
+    pub(crate) fn control(&self, vcpu: u32) -> PageBytes {
+        let range = &self.ranges[vcpu as usize];
+        let pages = range.end - range.start;
+        let order = OrderParams::new(pages);
+        let mut page = [0; PAGE_SIZE as usize];
+        for (offset, value) in [
+            (MAGIC, self.kind.magic()),
+            (VCPU, vcpu.into()),
+            (FIRST, range.start),
+            (PAGES, pages),
+            (MASK, order.mask),
+            (SHIFT, order.shift.into()),
+            (PASS_LIMIT, self.pass_limit),
+        ] {
+            set_word(&mut page, offset, value);
+        }
+        page
+    }
+
+    /// Where a vCPU starts.
+    ///
+    /// # Panics
+    /// When there is no such vCPU.
+    #[must_use]
+    pub fn start(&self, vcpu: u32) -> Start {
+        let stack = Layout::gpa_of(self.layout.stack_page(vcpu)).0 + PAGE_SIZE;
+        let tables = self.layout.table_pages();
+        Start {
+            entry: Layout::gpa_of(self.layout.code_page()).0,
+            stack,
+            args: [Layout::gpa_of(self.layout.control_page(vcpu)).0, DOORBELL_GPA.0],
+            tables: if tables.is_empty() { Gpa(0) } else { Layout::gpa_of(RamPage(tables.start)) },
+        }
+    }
+
+    /// The control page of a vCPU; read it with [`crate::Control::parse`].
+    ///
+    /// # Panics
+    /// When there is no such vCPU.
+    #[must_use]
+    pub fn control_page(&self, vcpu: u32) -> RamPage {
+        self.layout.control_page(vcpu)
+    }
+
+    /// The pages a vCPU visits, as RAM page indices. Empty for a [`crate::Spin`].
+    ///
+    /// # Panics
+    /// When there is no such vCPU.
+    #[must_use]
+    pub fn visited(&self, vcpu: u32) -> Range<u64> {
+        self.ranges[vcpu as usize].clone()
+    }
+}
+
+/// Gives a program type the methods of its [`Program`] that every VMM calls.
+macro_rules! forward_to_program {
+    ($type:ty) => {
+        impl $type {
+            /// The program as a VMM sees it, whichever it is.
+            #[must_use]
+            pub fn program(&self) -> &$crate::Program {
+                &self.program
+            }
+
+            /// Where everything lies.
+            #[must_use]
+            pub fn layout(&self) -> &$crate::Layout {
+                self.program.layout()
+            }
+
+            /// See [`Program::image`](crate::Program::image).
+            #[must_use]
+            pub fn image(&self) -> Vec<(pageferry_addr::Gpa, Vec<u8>)> {
+                self.program.image()
+            }
+
+            /// See [`Program::start`](crate::Program::start).
+            ///
+            /// # Panics
+            /// When there is no such vCPU.
+            #[must_use]
+            pub fn start(&self, vcpu: u32) -> $crate::Start {
+                self.program.start(vcpu)
+            }
+
+            /// See [`Program::control_page`](crate::Program::control_page).
+            ///
+            /// # Panics
+            /// When there is no such vCPU.
+            #[must_use]
+            pub fn control_page(&self, vcpu: u32) -> pageferry_addr::RamPage {
+                self.program.control_page(vcpu)
+            }
+        }
+    };
+}
+pub(crate) use forward_to_program;

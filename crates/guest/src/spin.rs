@@ -1,0 +1,25 @@
+//! The spinner: a counter and nothing else, for tests of kicks and of pausing.
+
+use crate::program::forward_to_program;
+use crate::{GuestError, Isa, Layout, Program, ProgramKind, code};
+
+/// A program whose vCPUs count up the `done` field of their control pages for ever and never ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Spin {
+    program: Program,
+}
+
+forward_to_program!(Spin);
+
+impl Spin {
+    /// Plans the spinner.
+    ///
+    /// # Errors
+    /// As [`Layout::new`].
+    pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
+        let layout = Layout::new(isa, vcpus, memory_bytes)?;
+        let ranges = vec![0..0; vcpus as usize];
+        let program = Program::new(ProgramKind::Spin, layout, code::spin(isa), ranges, 0);
+        Ok(Self { program })
+    }
+}

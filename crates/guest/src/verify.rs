@@ -1,0 +1,332 @@
+//! Checks the whole memory of a paused VM against what its vCPUs say they have done.
+//!
+//! **Guarantee.** A verdict that holds means: every byte of RAM is what the workload's machine code, run
+//! on memory that keeps what is written to it, would have left there, given the number of pages each
+//! control page says is done.
+//!
+//! **Mechanism.** The number of pages done gives the pass and, by replaying the pass's [`Order`], the set
+//! of pages already visited in it: those must have this pass's contents, all others those of the pass
+//! before. The next page in the order may be a prefix of its new and a suffix of its old contents, and
+//! only if the control page names it as in progress. Code and page tables must be as in the image; every
+//! page no program writes must be zero.
+//!
+//! A destination that restored an *older* control page together with equally old data pages would pass
+//! this check alone; the guest's own check catches it, as it compares with counts kept in registers.
+
+use crate::control::{PageBytes, set_word};
+use crate::control::{
+    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS, PASS, STATE,
+};
+use crate::params::{WORD_SEQUENCE, WORDS};
+use crate::{Control, ErrorKind, GuestReport, Order, ProgramKind, Workload, model};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use std::collections::BTreeMap;
+
+/// The most page errors a verdict describes; it counts all.
+pub const MAX_ERRORS: usize = 64;
+
+/// What a page is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PageUse {
+    /// Code or page tables.
+    Constant,
+    /// The control page of this vCPU.
+    Control(u32),
+    /// In the share of this vCPU.
+    Data(u32),
+    /// Nothing: it stays zero.
+    Unused,
+}
+
+/// A page that is not as it should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageError {
+    /// Which page.
+    pub page: RamPage,
+    /// What it is for.
+    pub page_use: PageUse,
+    /// What is wrong with it. Of a control page, [`ErrorKind::Torn`] also means that its fields
+    /// contradict each other; of other pages that are not data, it means other bytes than expected.
+    pub kind: ErrorKind,
+    /// For a data page, the sequence number it should have; otherwise 0.
+    pub expected_sequence: u64,
+    /// For a data page, the sequence number it has; otherwise 0.
+    pub found_sequence: u64,
+}
+
+/// The first error a guest reported, and the vCPU that did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestFinding {
+    /// Who found it.
+    pub vcpu: u32,
+    /// What it found.
+    pub report: GuestReport,
+}
+
+/// The outcome of a verification.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// How many pages were compared; all of RAM, unless control pages could not be read.
+    pub pages_checked: u64,
+    /// The first [`MAX_ERRORS`] pages that are not as they should be.
+    pub errors: Vec<PageError>,
+    /// How many pages are not as they should be.
+    pub error_count: u64,
+    /// How many errors the vCPUs have found themselves, by their control pages.
+    pub guest_errors: u64,
+    /// The first error of the first vCPU that found any.
+    pub first_guest_error: Option<GuestFinding>,
+    /// How many pages the vCPUs have done, in all.
+    pub pages_done: u64,
+}
+
+impl Verdict {
+    /// Whether neither the host nor the guest has found an error.
+    #[must_use]
+    pub fn holds(&self) -> bool {
+        self.host_holds() && self.guest_holds()
+    }
+
+    /// Whether this verification found every page as it should be.
+    #[must_use]
+    pub fn host_holds(&self) -> bool {
+        self.error_count == 0
+    }
+
+    /// Whether no vCPU has found an error in its own checks.
+    #[must_use]
+    pub fn guest_holds(&self) -> bool {
+        self.guest_errors == 0
+    }
+
+    fn error(&mut self, error: PageError) {
+        self.error_count += 1;
+        if self.errors.len() < MAX_ERRORS {
+            self.errors.push(error);
+        }
+    }
+}
+
+/// A vCPU's place in its work, by its control page.
+struct Place {
+    /// Passes completed.
+    passes: u64,
+    /// Positions visited in the pass under way.
+    visited: Vec<bool>,
+    /// The position that may be half rewritten.
+    in_progress: Option<u64>,
+}
+
+impl Place {
+    /// `None` if the fields contradict each other.
+    fn of(control: &Control, pages: u64) -> Option<Self> {
+        let passes = control.done / pages;
+        let in_pass = control.done % pages;
+        // A pass's number is published at its start, after the last page of the one before is done.
+        let pass_fits = control.pass == passes + 1 || (in_pass == 0 && control.pass == passes);
+        if !pass_fits {
+            return None;
+        }
+        let mut order = Order::new(control.vcpu, passes + 1, pages);
+        let mut visited = vec![false; pages as usize];
+        let mut last = None;
+        for position in order.by_ref().take(in_pass as usize) {
+            visited[position as usize] = true;
+            last = Some(position);
+        }
+        if in_pass == 0 && passes > 0 {
+            last = Order::new(control.vcpu, passes, pages).last();
+        }
+        let next = order.next();
+        let named = match control.in_progress {
+            Some(page) => Some(page.0.checked_sub(control.first.0)?),
+            None => None,
+        };
+        // A page stays published for two stores after it is done; it is whole then.
+        if named.is_some() && named != next && named != last {
+            return None;
+        }
+        Some(Self {
+            passes,
+            visited,
+            in_progress: named.filter(|_| named == next),
+        })
+    }
+
+    fn sequence(&self, position: u64) -> u64 {
+        self.passes + u64::from(self.visited[position as usize])
+    }
+}
+
+impl Workload {
+    /// Verifies the memory of a VM whose vCPUs do not run. `read_page` gives the bytes of a RAM page.
+    ///
+    /// ```
+    /// use pageferry_guest::{Isa, Layout, Workload, model::ModelVcpu};
+    ///
+    /// let workload = Workload::new(Isa::Rv64, 1, 1 << 20)?;
+    /// let mut ram = vec![[0; 4096]; 256];
+    /// for (gpa, bytes) in workload.image() {
+    ///     ram[gpa.gfn().0 as usize][..bytes.len()].copy_from_slice(&bytes);
+    /// }
+    /// let mut vcpu = ModelVcpu::new(&workload, 0);
+    /// (0..300).for_each(|_| { vcpu.visit(&mut ram); });
+    /// let page = workload.share(0).start as usize;
+    /// ram[page][100] ^= 1;
+    /// let verdict = workload.verify::<std::convert::Infallible>(&mut |page, bytes| {
+    ///     *bytes = ram[page.index()];
+    ///     Ok(())
+    /// }).unwrap();
+    /// assert_eq!((verdict.pages_checked, verdict.error_count), (256, 1));
+    /// # Ok::<(), pageferry_guest::GuestError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The first error of `read_page`.
+    pub fn verify<E>(
+        &self,
+        read_page: &mut dyn FnMut(RamPage, &mut PageBytes) -> Result<(), E>,
+    ) -> Result<Verdict, E> {
+        let mut verdict = Verdict::default();
+        self.verify_rest(&mut verdict, read_page)?;
+        for vcpu in 0..self.layout().vcpus() {
+            self.verify_vcpu(&mut verdict, vcpu, read_page)?;
+        }
+        Ok(verdict)
+    }
+
+    /// Code, page tables, and the pages nobody writes.
+    fn verify_rest<E>(
+        &self,
+        verdict: &mut Verdict,
+        read_page: &mut dyn FnMut(RamPage, &mut PageBytes) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let layout = self.layout();
+        // The constant pages lie below the hole, where RAM page indices are frame numbers.
+        let constant: BTreeMap<u64, Vec<u8>> = self
+            .program()
+            .constant_pages()
+            .into_iter()
+            .map(|(gpa, bytes)| (gpa.gfn().0, bytes))
+            .collect();
+        let data = layout.data();
+        let mut bytes = [0; PAGE_SIZE as usize];
+        for page in (0..data.start).chain(data.end..layout.ram_pages()).map(RamPage) {
+            if layout.control_owner(page).is_some() {
+                continue;
+            }
+            read_page(page, &mut bytes)?;
+            verdict.pages_checked += 1;
+            let expected = constant.get(&page.0);
+            let content = expected.map_or(&[][..], Vec::as_slice);
+            let (head, tail) = bytes.split_at(content.len());
+            if head != content || tail.iter().any(|&byte| byte != 0) {
+                verdict.error(PageError {
+                    page,
+                    page_use: if expected.is_some() { PageUse::Constant } else { PageUse::Unused },
+                    kind: if is_zero(&bytes) { ErrorKind::Lost } else { ErrorKind::Torn },
+                    expected_sequence: 0,
+                    found_sequence: 0,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// A vCPU's control page and its share.
+    fn verify_vcpu<E>(
+        &self,
+        verdict: &mut Verdict,
+        vcpu: u32,
+        read_page: &mut dyn FnMut(RamPage, &mut PageBytes) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let page = self.control_page(vcpu);
+        let mut bytes = [0; PAGE_SIZE as usize];
+        read_page(page, &mut bytes)?;
+        verdict.pages_checked += 1;
+        if let Ok(control) = Control::parse(&bytes) {
+            verdict.guest_errors = verdict.guest_errors.saturating_add(control.errors);
+            verdict.pages_done = verdict.pages_done.saturating_add(control.done);
+            if let Some(report) = control.first_error {
+                verdict.first_guest_error.get_or_insert(GuestFinding { vcpu, report });
+            }
+        }
+        let place = match self.place(vcpu, &bytes) {
+            Ok(place) => place,
+            Err(kind) => {
+                verdict.error(PageError {
+                    page,
+                    page_use: PageUse::Control(vcpu),
+                    kind,
+                    expected_sequence: 0,
+                    found_sequence: 0,
+                });
+                return Ok(());
+            }
+        };
+        let share = self.share(vcpu);
+        for (position, page) in (0..).zip(share.map(RamPage)) {
+            read_page(page, &mut bytes)?;
+            verdict.pages_checked += 1;
+            let sequence = place.sequence(position);
+            let half = place.in_progress == Some(position);
+            if let Some(kind) = judge(&bytes, vcpu, page, sequence, half) {
+                verdict.error(PageError {
+                    page,
+                    page_use: PageUse::Data(vcpu),
+                    kind,
+                    expected_sequence: sequence,
+                    found_sequence: crate::control::word(&bytes, WORD_SEQUENCE * 8),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Where a vCPU is, or what is wrong with its control page.
+    fn place(&self, vcpu: u32, bytes: &PageBytes) -> Result<Place, ErrorKind> {
+        if is_zero(bytes) {
+            return Err(ErrorKind::Lost);
+        }
+        let control = Control::parse(bytes).map_err(|_| ErrorKind::Torn)?;
+        if control.program != ProgramKind::Workload || control.vcpu != vcpu {
+            return Err(ErrorKind::Foreign);
+        }
+        // All but the fields the guest writes must be as in the image.
+        let mut constant = *bytes;
+        for offset in [
+            PASS, STATE, IN_PROGRESS, DONE, ERRORS, ERROR_KIND, ERROR_PAGE, ERROR_EXPECTED, ERROR_FOUND,
+            ERROR_PASS,
+        ] {
+            set_word(&mut constant, offset, 0);
+        }
+        if constant != self.program().control(vcpu) {
+            return Err(ErrorKind::Torn);
+        }
+        Place::of(&control, self.layout().share_pages()).ok_or(ErrorKind::Torn)
+    }
+}
+
+fn is_zero(bytes: &PageBytes) -> bool {
+    bytes.iter().all(|&byte| byte == 0)
+}
+
+/// What is wrong with a data page that should be as pass `sequence` left it, or, if it may be `half`
+/// rewritten, on its way from there to the next.
+fn judge(bytes: &PageBytes, vcpu: u32, page: RamPage, sequence: u64, half: bool) -> Option<ErrorKind> {
+    let old = model::contents(vcpu, page, sequence);
+    if *bytes == old {
+        return None;
+    }
+    if half {
+        let new = model::contents(vcpu, page, sequence + 1);
+        let equal = |nth: &usize| bytes[nth * 8..nth * 8 + 8] == new[nth * 8..nth * 8 + 8];
+        let cut = (0..WORDS).take_while(equal).count() * 8;
+        if bytes[cut..] == old[cut..] {
+            return None;
+        }
+    }
+    // A page that carries everything right but is not the one the guest writes was made up.
+    let checked = model::check(bytes, vcpu, page, sequence);
+    Some(checked.map_or_else(|mismatch| mismatch.kind, |()| ErrorKind::Torn))
+}

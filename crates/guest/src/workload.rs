@@ -1,0 +1,85 @@
+//! The demo workload: every vCPU checks and rewrites its share of memory for ever.
+
+use crate::code::{INSTRUCTIONS_PER_PASS, INSTRUCTIONS_PER_STEP, INSTRUCTIONS_PER_VISIT};
+use crate::order::OrderParams;
+use crate::program::forward_to_program;
+use crate::{GuestError, Isa, Layout, Program, ProgramKind, code};
+use pageferry_addr::RamPage;
+use std::ops::Range;
+
+/// The demo workload for a number of vCPUs and an amount of memory.
+///
+/// Two workloads made with the same numbers are the same to the last byte, so a migration's destination
+/// makes its own to verify what arrived.
+///
+/// ```
+/// use pageferry_guest::{Isa, Workload};
+///
+/// let workload = Workload::new(Isa::Rv64, 2, 1 << 20)?;
+/// let start = workload.start(1);
+/// assert_eq!((start.entry, start.args[0]), (0x1000, 0x3000));
+/// assert_eq!(workload.share(0).end, workload.share(1).start);
+/// # Ok::<(), pageferry_guest::GuestError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workload {
+    program: Program,
+}
+
+forward_to_program!(Workload);
+
+impl Workload {
+    /// Plans the workload.
+    ///
+    /// # Errors
+    /// As [`Layout::new`].
+    pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
+        let layout = Layout::new(isa, vcpus, memory_bytes)?;
+        let code = code::workload(isa, layout.share_pages());
+        let ranges = (0..vcpus).map(|vcpu| layout.share(vcpu)).collect();
+        Ok(Self {
+            program: Program::new(ProgramKind::Workload, layout, code, ranges, 0),
+        })
+    }
+
+    /// See [`Layout::minimum_memory`].
+    #[must_use]
+    pub fn minimum_memory(isa: Isa, vcpus: u32) -> u64 {
+        Layout::minimum_memory(isa, vcpus)
+    }
+
+    /// The pages a vCPU rewrites, as RAM page indices.
+    ///
+    /// # Panics
+    /// When there is no such vCPU.
+    #[must_use]
+    pub fn share(&self, vcpu: u32) -> Range<u64> {
+        self.layout().share(vcpu)
+    }
+
+    /// Whether a page is in some vCPU's share.
+    #[must_use]
+    pub fn is_data(&self, page: RamPage) -> bool {
+        self.layout().data().contains(&page.0)
+    }
+
+    /// How many instructions the RV64 program retires for a page, on average over a pass; `None` for
+    /// x86-64, where nobody counts them.
+    ///
+    /// Exact for the second and every later pass without errors, but for two things: pages above the hole take
+    /// one instruction more, and the end of a pass cuts off on average half the values the order
+    /// generator would still skip. The first pass, which only looks for zero, takes fewer.
+    #[must_use]
+    pub fn instructions_per_page(&self) -> Option<f64> {
+        if self.layout().isa() != Isa::Rv64 {
+            return None;
+        }
+        let pages = self.layout().share_pages();
+        let steps = (OrderParams::new(pages).mask + 1) as f64 / pages as f64;
+        Some(
+            INSTRUCTIONS_PER_VISIT as f64
+                + INSTRUCTIONS_PER_STEP as f64 * steps
+                + INSTRUCTIONS_PER_PASS as f64 / pages as f64,
+        )
+    }
+}
