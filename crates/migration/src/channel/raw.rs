@@ -1,0 +1,168 @@
+#![expect(
+    unsafe_code,
+    reason = "moves bytes between sockets and memory for which no reference may exist"
+)]
+//! The two system calls that move bytes, on memory given by address.
+//!
+//! A reference to guest memory would claim that nobody writes it, which is false while a guest runs;
+//! hence addresses, and the callers' contracts.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// The most pieces handed to the kernel in one call (it takes up to 1024, `UIO_MAXIOV`): a Pages frame's
+/// head and all its runs.
+const PIECES: usize = crate::wire::MAX_RUNS + 2;
+
+/// A piece of memory by its address, laid out as the kernel's `struct iovec`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct RawSlice {
+    /// Its first byte.
+    pub start: *mut u8,
+    /// Its length in bytes.
+    pub len: usize,
+}
+
+const _: () = {
+    assert!(size_of::<RawSlice>() == size_of::<libc::iovec>());
+    assert!(core::mem::offset_of!(RawSlice, start) == core::mem::offset_of!(libc::iovec, iov_base));
+    assert!(core::mem::offset_of!(RawSlice, len) == core::mem::offset_of!(libc::iovec, iov_len));
+};
+
+impl RawSlice {
+    /// The memory of a slice that is only read through this.
+    pub(super) const fn of(bytes: &[u8]) -> Self {
+        Self {
+            start: bytes.as_ptr().cast_mut(),
+            len: bytes.len(),
+        }
+    }
+
+    /// The memory of a slice that is written through this.
+    pub(super) const fn of_mut(bytes: &mut [u8]) -> Self {
+        Self {
+            start: bytes.as_mut_ptr(),
+            len: bytes.len(),
+        }
+    }
+}
+
+/// `slices` seen as raw pieces.
+pub(super) const fn of_io_slices<'a>(slices: &'a [IoSlice<'_>]) -> &'a [RawSlice] {
+    // SAFETY: std guarantees that an `IoSlice` has the ABI of `iovec`, whose layout `RawSlice` has
+    // (asserted above); the lifetime is that of the borrow.
+    unsafe { core::slice::from_raw_parts(slices.as_ptr().cast(), slices.len()) }
+}
+
+/// A place in a list of pieces: what is before it was moved.
+pub(super) struct Cursor<'a> {
+    pieces: &'a [RawSlice],
+    offset: usize,
+    left: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(super) fn new(pieces: &'a [RawSlice]) -> Self {
+        Self {
+            pieces,
+            offset: 0,
+            left: pieces.iter().map(|piece| piece.len).sum(),
+        }
+    }
+
+    /// How many bytes are still to be moved.
+    pub(super) const fn left(&self) -> usize {
+        self.left
+    }
+
+    /// `bytes` more were moved.
+    fn advance(&mut self, bytes: usize) {
+        self.left -= bytes;
+        self.offset += bytes;
+        while let Some((first, rest)) = self.pieces.split_first()
+            && self.offset >= first.len
+        {
+            self.offset -= first.len;
+            self.pieces = rest;
+        }
+    }
+
+    /// The next pieces, as many as one call takes.
+    fn window(&self) -> ([libc::iovec; PIECES], usize) {
+        let empty = libc::iovec {
+            iov_base: core::ptr::null_mut(),
+            iov_len: 0,
+        };
+        let mut window = [empty; PIECES];
+        let mut offset = self.offset;
+        for (place, piece) in window.iter_mut().zip(self.pieces) {
+            *place = libc::iovec {
+                iov_base: piece.start.wrapping_add(offset).cast(),
+                iov_len: piece.len - offset,
+            };
+            offset = 0;
+        }
+        (window, self.pieces.len().min(PIECES))
+    }
+
+    /// Receives what is there into the pieces, without waiting; 0 at the peer's end.
+    ///
+    /// # Safety
+    /// Each piece is mapped writable memory that nobody else reads or writes during the call.
+    pub(super) unsafe fn receive(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
+        let (mut window, len) = self.window();
+        let mut message = message(&mut window[..len]);
+        // SAFETY: `message` points to `window`, which lives until after the call, and that to the memory
+        // the caller vouches for; the descriptor is open as long as it is borrowed.
+        let moved = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+        self.moved(moved)
+    }
+
+    /// Sends from the pieces what the socket takes, without waiting and without a signal.
+    ///
+    /// # Safety
+    /// Each piece is mapped readable memory.
+    pub(super) unsafe fn send(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
+        let (mut window, len) = self.window();
+        let message = message(&mut window[..len]);
+        let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // SAFETY: as in `receive`.
+        let moved = unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) };
+        self.moved(moved)
+    }
+
+    fn moved(&mut self, result: libc::ssize_t) -> io::Result<usize> {
+        let bytes = usize::try_from(result).map_err(|_| io::Error::last_os_error())?;
+        self.advance(bytes);
+        Ok(bytes)
+    }
+}
+
+/// A message of these pieces, without an address and without control data.
+fn message(window: &mut [libc::iovec]) -> libc::msghdr {
+    // SAFETY: all fields of `msghdr` are integers and pointers, for which zero is a value.
+    let mut message: libc::msghdr = unsafe { core::mem::zeroed() };
+    message.msg_iov = window.as_mut_ptr();
+    message.msg_iovlen = window.len() as _;
+    message
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cursor_skips_whole_pieces_and_keeps_the_offset_in_the_next() {
+        let (a, b, c) = ([0; 3], [0; 0], [0; 5]);
+        let pieces = [RawSlice::of(&a), RawSlice::of(&b), RawSlice::of(&c)];
+        let mut cursor = Cursor::new(&pieces);
+        assert_eq!((cursor.left(), cursor.window().1), (8, 3));
+        cursor.advance(4);
+        let (window, len) = cursor.window();
+        assert_eq!((cursor.left(), len, window[0].iov_len), (4, 1, 4));
+        assert_eq!(window[0].iov_base.cast_const().cast(), &raw const c[1]);
+        cursor.advance(4);
+        assert_eq!((cursor.left(), cursor.window().1), (0, 0));
+    }
+}

@@ -1,0 +1,186 @@
+//! The types of frames on the stream connection, who sends each, and how long each may be.
+
+use core::fmt;
+
+use super::{
+    DESCRIPTOR_BYTES, MAX_BITMAP_WORDS, MAX_DATA_PAGES, MAX_DESCRIPTION_BYTES, MAX_ERROR_BYTES,
+    MAX_REGIONS, MAX_RUNS, MAX_VCPU_STATE_BYTES, PAGE_BYTES, WireError,
+};
+
+/// A side of the migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// The process the VM leaves; it connects.
+    Source,
+    /// The process the VM goes to; it listens.
+    Destination,
+}
+
+impl Side {
+    /// The other side.
+    #[must_use]
+    pub const fn peer(self) -> Self {
+        match self {
+            Self::Source => Self::Destination,
+            Self::Destination => Self::Source,
+        }
+    }
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Source => "source",
+            Self::Destination => "destination",
+        })
+    }
+}
+
+/// The type of a frame on the stream connection; the number is the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u16)]
+pub enum FrameType {
+    /// Source: what the VM looks like. First frame of a migration.
+    Setup = 1,
+    /// Destination: such a VM was made and is empty.
+    SetupAck = 2,
+    /// Either side: what went wrong; the sender gives up.
+    Error = 3,
+    /// Either side: the sender's user called it off.
+    Cancel = 4,
+    /// Source: contents of pages.
+    Pages = 5,
+    /// Source: a pre-copy pass is complete.
+    PassEnd = 6,
+    /// Destination: all pages of the pass are in place.
+    PassAck = 7,
+    /// Source: a piece of the bitmap of pages that are still missing.
+    MissingBitmap = 8,
+    /// Source: one vCPU's state.
+    VcpuState = 9,
+    /// Source: everything needed to run was sent; run.
+    SwitchOver = 10,
+    /// Destination: the guest runs here.
+    Running = 11,
+    /// Source: it knows, and will never resume the guest.
+    RunningAck = 12,
+    /// Source: every page was sent; what was sent.
+    DrainEnd = 13,
+    /// Destination: every page is here; what was received.
+    DrainAck = 14,
+    /// Source: its last word.
+    Complete = 15,
+}
+
+impl FrameType {
+    /// Every type, in the order of their numbers.
+    pub const ALL: [Self; 15] = [
+        Self::Setup,
+        Self::SetupAck,
+        Self::Error,
+        Self::Cancel,
+        Self::Pages,
+        Self::PassEnd,
+        Self::PassAck,
+        Self::MissingBitmap,
+        Self::VcpuState,
+        Self::SwitchOver,
+        Self::Running,
+        Self::RunningAck,
+        Self::DrainEnd,
+        Self::DrainAck,
+        Self::Complete,
+    ];
+
+    /// The type's number on the wire.
+    #[must_use]
+    pub const fn number(self) -> u16 {
+        self as u16
+    }
+
+    /// The type with this number.
+    ///
+    /// # Errors
+    /// [`WireError::UnknownType`] for a number this version does not define.
+    pub fn from_number(found: u16) -> Result<Self, WireError> {
+        Self::ALL
+            .into_iter()
+            .find(|known| known.number() == found)
+            .ok_or(WireError::UnknownType { found })
+    }
+
+    /// Its name in documents, errors and logs.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Setup => "Setup",
+            Self::SetupAck => "SetupAck",
+            Self::Error => "Error",
+            Self::Cancel => "Cancel",
+            Self::Pages => "Pages",
+            Self::PassEnd => "PassEnd",
+            Self::PassAck => "PassAck",
+            Self::MissingBitmap => "MissingBitmap",
+            Self::VcpuState => "VcpuState",
+            Self::SwitchOver => "SwitchOver",
+            Self::Running => "Running",
+            Self::RunningAck => "RunningAck",
+            Self::DrainEnd => "DrainEnd",
+            Self::DrainAck => "DrainAck",
+            Self::Complete => "Complete",
+        }
+    }
+
+    /// Whether `side` may send this type.
+    #[must_use]
+    pub const fn is_sent_by(self, side: Side) -> bool {
+        match self {
+            Self::Error | Self::Cancel => true,
+            Self::SetupAck | Self::PassAck | Self::Running | Self::DrainAck => {
+                matches!(side, Side::Destination)
+            }
+            Self::Setup
+            | Self::Pages
+            | Self::PassEnd
+            | Self::MissingBitmap
+            | Self::VcpuState
+            | Self::SwitchOver
+            | Self::RunningAck
+            | Self::DrainEnd
+            | Self::Complete => matches!(side, Side::Source),
+        }
+    }
+
+    /// The smallest and the largest payload of this type, in bytes.
+    #[must_use]
+    pub const fn payload_bounds(self) -> (u32, u32) {
+        match self {
+            Self::Setup => (
+                32 + 24,
+                (32 + 24 * MAX_REGIONS + MAX_DESCRIPTION_BYTES) as u32,
+            ),
+            Self::Error => (0, MAX_ERROR_BYTES as u32),
+            Self::Pages => (
+                DESCRIPTOR_BYTES as u32,
+                (MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES) as u32,
+            ),
+            Self::MissingBitmap => (8, 8 * MAX_BITMAP_WORDS as u32),
+            Self::VcpuState => (1, MAX_VCPU_STATE_BYTES as u32),
+            Self::SwitchOver => (24, 24),
+            Self::DrainEnd | Self::DrainAck => (32, 32),
+            Self::SetupAck
+            | Self::Cancel
+            | Self::PassEnd
+            | Self::PassAck
+            | Self::Running
+            | Self::RunningAck
+            | Self::Complete => (0, 0),
+        }
+    }
+}
+
+impl fmt::Display for FrameType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

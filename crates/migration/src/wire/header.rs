@@ -1,0 +1,122 @@
+//! The header of a frame on the stream connection.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::error::in_range;
+use super::{FRAME_MAGIC, FrameHasher, FrameType, HEADER_BYTES, Side, WireError};
+
+/// The header as it lies on the wire.
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Layout {
+    magic: U32,
+    frame_type: U16,
+    flags: U16,
+    payload_len: U32,
+    count: U32,
+    arg: U64,
+    checksum: U64,
+}
+
+const _: () = assert!(size_of::<Layout>() == HEADER_BYTES);
+
+/// A frame's header: what follows, and how long it is.
+///
+/// A decoded header's type, direction, flags and length are checked. Its `count`, `arg` and the rest
+/// are only trustworthy once the checksum is: for a Pages frame the part before `arg` after
+/// [`RunList::decode`](super::RunList::decode), everything after [`FrameHasher::verify`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameHeader {
+    /// What the payload is.
+    pub frame_type: FrameType,
+    /// The payload's length in bytes, within [`FrameType::payload_bounds`].
+    pub payload_len: u32,
+    /// A small number whose meaning depends on the type.
+    pub count: u32,
+    /// A number whose meaning depends on the type.
+    pub arg: u64,
+    /// xxh3-64 over the header's first 24 bytes and the payload.
+    pub checksum: u64,
+}
+
+impl FrameHeader {
+    /// A header with its checksum still zero, for [`FrameHasher::seal`] to fill in.
+    #[must_use]
+    pub const fn unsealed(frame_type: FrameType, payload_len: u32, count: u32, arg: u64) -> Self {
+        Self {
+            frame_type,
+            payload_len,
+            count,
+            arg,
+            checksum: 0,
+        }
+    }
+
+    /// The header's bytes.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
+        zerocopy::transmute!(Layout {
+            magic: FRAME_MAGIC.into(),
+            frame_type: self.frame_type.number().into(),
+            flags: U16::ZERO,
+            payload_len: self.payload_len.into(),
+            count: self.count.into(),
+            arg: self.arg.into(),
+            checksum: self.checksum.into(),
+        })
+    }
+
+    /// Reads a header that came from side `from`.
+    ///
+    /// # Errors
+    /// [`WireError::FrameMagic`], [`WireError::UnknownType`], [`WireError::WrongDirection`],
+    /// [`WireError::BadField`] for flags (none is defined), [`WireError::TooLong`] and
+    /// [`WireError::OutOfRange`] for a payload longer or shorter than its type allows.
+    pub fn decode(bytes: &[u8; HEADER_BYTES], from: Side) -> Result<Self, WireError> {
+        let layout: &Layout = zerocopy::transmute_ref!(bytes);
+        if layout.magic != FRAME_MAGIC {
+            return Err(WireError::FrameMagic {
+                found: layout.magic.get(),
+            });
+        }
+        let frame_type = FrameType::from_number(layout.frame_type.get())?;
+        let what = frame_type.name();
+        if !frame_type.is_sent_by(from) {
+            return Err(WireError::WrongDirection {
+                frame: frame_type,
+                from,
+            });
+        }
+        if layout.flags != 0 {
+            return Err(WireError::BadField {
+                what,
+                field: "flags",
+                value: layout.flags.get().into(),
+            });
+        }
+        let (min, max) = frame_type.payload_bounds();
+        let len = layout.payload_len.get();
+        if len > max {
+            return Err(WireError::TooLong {
+                what,
+                len: len.into(),
+                max: max.into(),
+            });
+        }
+        in_range(what, "payload_len", len.into(), min.into(), max.into())?;
+        Ok(Self {
+            frame_type,
+            payload_len: len,
+            count: layout.count.get(),
+            arg: layout.arg.get(),
+            checksum: layout.checksum.get(),
+        })
+    }
+
+    /// A hasher for this frame, ready for the payload.
+    #[must_use]
+    pub fn hasher(&self) -> FrameHasher {
+        FrameHasher::new(self)
+    }
+}

@@ -1,0 +1,84 @@
+//! The wire format: pure functions between messages and bytes.
+//!
+//! **Guarantee.** Whatever bytes a peer sends, a decoder here returns a message whose every field was
+//! checked, or a [`WireError`] with the offending values. It never panics, never reads past what it
+//! was given, and never allocates more than the bounds below. What one side encodes, the other
+//! decodes to the same message.
+//!
+//! **Mechanism.** Fixed-layout little-endian structs (zerocopy), lengths bounded per type *before*
+//! anything is allocated, reserved bytes that must be zero, xxh3-64 checksums. `docs/wire-format.md`
+//! describes every byte and why it is there.
+//!
+//! **Neighbours.** [`channel`](crate::channel) moves the bytes; [`handshake`](crate::handshake) uses
+//! [`Hello`] and [`HelloReply`]. It must not know sockets, guest memory or machines: no I/O here.
+//!
+//! The parts: [`Hello`] opens either connection; on the stream connection every message is a
+//! [`FrameHeader`] and a payload, which is a [`Frame`] or a list of page runs ([`RunList`]) with the
+//! pages' bytes; on the urgent connection every message is an [`UrgentMessage`] and perhaps a page.
+
+mod capabilities;
+mod checksum;
+mod error;
+mod frame;
+mod frame_type;
+mod header;
+mod hello;
+mod messages;
+mod pages;
+mod setup;
+mod text;
+mod urgent;
+
+pub use capabilities::Capabilities;
+pub use checksum::FrameHasher;
+pub use error::{FirstBytes, WireError};
+pub use frame::{Frame, MissingBitmap, VcpuState};
+pub use frame_type::{FrameType, Side};
+pub use header::FrameHeader;
+pub use hello::{Hello, HelloReply, Role, SessionId, Status, check_magic};
+pub use messages::{DrainCounts, Pass, SwitchOver};
+pub use pages::{Run, RunKind, RunList, RunRefused};
+pub use setup::{Engine, Isa, Region, Setup};
+pub use text::{ErrorCode, ErrorMessage};
+pub use urgent::{UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero};
+
+/// The newest protocol version this side speaks.
+pub const VERSION: u16 = 1;
+/// The oldest protocol version this side speaks.
+pub const MIN_VERSION: u16 = 1;
+/// The first eight bytes of either connection, in both directions.
+pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
+/// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
+pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"PGFR");
+
+/// The length of a [`Hello`] and of a [`HelloReply`], in bytes.
+pub const HELLO_BYTES: usize = 64;
+/// The length of a frame's header, in bytes.
+pub const HEADER_BYTES: usize = 32;
+/// The length of a run's descriptor in a Pages frame, in bytes.
+pub const DESCRIPTOR_BYTES: usize = 16;
+/// The length of a message on the urgent connection, without the page that may follow, in bytes.
+pub const URGENT_BYTES: usize = 16;
+/// The length of a page, in bytes. Version 1 moves base pages only.
+pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
+
+/// The most runs in a Pages frame.
+pub const MAX_RUNS: usize = 128;
+/// The most data pages in a Pages frame: 1 MiB.
+pub const MAX_DATA_PAGES: usize = 256;
+/// The most memory regions in a [`Setup`].
+pub const MAX_REGIONS: usize = 64;
+/// The longest guest description in a [`Setup`], in bytes.
+pub const MAX_DESCRIPTION_BYTES: usize = 4096;
+/// The longest message in an Error frame, in bytes of UTF-8.
+pub const MAX_ERROR_BYTES: usize = 1024;
+/// The most 64-bit words in a MissingBitmap frame: 4 Mi pages, 512 KiB.
+pub const MAX_BITMAP_WORDS: usize = 65536;
+/// The longest state of one vCPU, in bytes.
+pub const MAX_VCPU_STATE_BYTES: usize = 64 << 10;
+/// The most vCPUs of a VM.
+pub const MAX_VCPUS: u32 = 4096;
+/// The largest memory of a VM, in bytes: 64 TiB.
+pub const MAX_MEMORY_BYTES: u64 = 1 << 46;
+/// The longest payload of any frame, in bytes: 1 MiB of pages and their descriptors.
+pub const MAX_PAYLOAD_BYTES: usize = MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES;

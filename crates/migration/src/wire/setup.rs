@@ -1,0 +1,251 @@
+//! What the VM looks like: the first frame of a migration.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::error::{in_range, reserved_zero};
+use super::{
+    MAX_DESCRIPTION_BYTES, MAX_MEMORY_BYTES, MAX_REGIONS, MAX_VCPUS, PAGE_BYTES, WireError,
+};
+use pageferry_addr::Gfn;
+
+const WHAT: &str = "Setup";
+
+/// The engine a VM runs on; the number is the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Engine {
+    /// `/dev/kvm`.
+    Kvm = 1,
+    /// Pageferry's own hypervisor.
+    Soft = 2,
+}
+
+/// The instruction set of the guest; the number is the wire's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Isa {
+    /// x86-64.
+    X86_64 = 1,
+    /// 64-bit RISC-V.
+    Riscv64 = 2,
+}
+
+/// A piece of guest-physical address space that is backed by RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Region {
+    /// The memslot's id.
+    pub slot: u32,
+    /// Its first guest frame.
+    pub gfn: Gfn,
+    /// Its length in base pages, at least 1.
+    pub pages: u64,
+}
+
+/// The VM as the destination has to build it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setup {
+    /// The engine it runs on. A VM does not change its engine on the way.
+    pub engine: Engine,
+    /// The guest's instruction set.
+    pub isa: Isa,
+    /// The version of the engine's vCPU state format, at least 1; its meaning is the engine's.
+    pub state_format: u16,
+    /// How many vCPUs, from 1 to [`MAX_VCPUS`].
+    pub vcpus: u32,
+    /// How much RAM in bytes: whole pages, from one page to [`MAX_MEMORY_BYTES`].
+    pub memory_bytes: u64,
+    /// Where the RAM lies, in ascending order of frames and without overlap, from 1 to
+    /// [`MAX_REGIONS`] of them. RAM pages are counted in this order; all regions together have
+    /// exactly `memory_bytes`, and no slot id comes twice.
+    pub regions: Vec<Region>,
+    /// What runs in the guest, at most [`MAX_DESCRIPTION_BYTES`]. Opaque here; not trusted.
+    pub description: Vec<u8>,
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Layout {
+    engine: u8,
+    isa: u8,
+    state_format: U16,
+    vcpus: U32,
+    memory_bytes: U64,
+    page_size: U32,
+    region_count: U32,
+    description_len: U32,
+    reserved: [u8; 4],
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct RegionLayout {
+    slot: U32,
+    reserved: [u8; 4],
+    gfn: U64,
+    pages: U64,
+}
+
+const _: () = assert!(size_of::<Layout>() == 32 && size_of::<RegionLayout>() == 24);
+
+impl Setup {
+    /// The VM's memory in base pages.
+    #[must_use]
+    pub const fn memory_pages(&self) -> u64 {
+        self.memory_bytes / PAGE_BYTES as u64
+    }
+
+    /// Checks every rule of the fields' documentation.
+    ///
+    /// # Errors
+    /// [`WireError::OutOfRange`], [`WireError::TooLong`] or [`WireError::BadField`], naming the field.
+    pub fn check(&self) -> Result<(), WireError> {
+        const PAGE: u64 = PAGE_BYTES as u64;
+        let bad = |field, value| WireError::BadField {
+            what: WHAT,
+            field,
+            value,
+        };
+        in_range(
+            WHAT,
+            "state_format",
+            self.state_format.into(),
+            1,
+            u16::MAX.into(),
+        )?;
+        in_range(WHAT, "vcpus", self.vcpus.into(), 1, MAX_VCPUS.into())?;
+        in_range(
+            WHAT,
+            "memory_bytes",
+            self.memory_bytes,
+            PAGE,
+            MAX_MEMORY_BYTES,
+        )?;
+        if !self.memory_bytes.is_multiple_of(PAGE) {
+            return Err(bad("memory_bytes", self.memory_bytes));
+        }
+        check_lengths(self.regions.len() as u64, self.description.len() as u64)?;
+        let (mut next_gfn, mut pages) = (0, 0);
+        for (index, region) in self.regions.iter().enumerate() {
+            let left = self.memory_pages() - pages;
+            in_range(WHAT, "region.pages", region.pages, 1, left)?;
+            let last = Gfn::MAX.0 + 1 - region.pages;
+            in_range(WHAT, "region.gfn", region.gfn.0, next_gfn, last)?;
+            if self.regions[..index].iter().any(|r| r.slot == region.slot) {
+                return Err(bad("region.slot", region.slot.into()));
+            }
+            next_gfn = region.gfn.0 + region.pages;
+            pages += region.pages;
+        }
+        if pages != self.memory_pages() {
+            return Err(bad("memory_bytes", self.memory_bytes));
+        }
+        Ok(())
+    }
+
+    pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
+        let fixed = Layout {
+            engine: self.engine as u8,
+            isa: self.isa as u8,
+            state_format: self.state_format.into(),
+            vcpus: self.vcpus.into(),
+            memory_bytes: self.memory_bytes.into(),
+            page_size: (PAGE_BYTES as u32).into(),
+            region_count: (self.regions.len() as u32).into(),
+            description_len: (self.description.len() as u32).into(),
+            reserved: [0; 4],
+        };
+        out.extend_from_slice(fixed.as_bytes());
+        for region in &self.regions {
+            let layout = RegionLayout {
+                slot: region.slot.into(),
+                reserved: [0; 4],
+                gfn: region.gfn.0.into(),
+                pages: region.pages.into(),
+            };
+            out.extend_from_slice(layout.as_bytes());
+        }
+        out.extend_from_slice(&self.description);
+    }
+
+    pub(super) fn decode_payload(payload: &[u8]) -> Result<Self, WireError> {
+        let bad = |field, value: u64| WireError::BadField {
+            what: WHAT,
+            field,
+            value,
+        };
+        let (fixed, rest) =
+            Layout::ref_from_prefix(payload).map_err(|_| WireError::WrongLength {
+                what: WHAT,
+                len: payload.len() as u64,
+                expected: size_of::<Layout>() as u64,
+            })?;
+        reserved_zero(WHAT, "reserved", &fixed.reserved)?;
+        let engine = match fixed.engine {
+            1 => Engine::Kvm,
+            2 => Engine::Soft,
+            other => return Err(bad("engine", other.into())),
+        };
+        let isa = match fixed.isa {
+            1 => Isa::X86_64,
+            2 => Isa::Riscv64,
+            other => return Err(bad("isa", other.into())),
+        };
+        if fixed.page_size != PAGE_BYTES as u32 {
+            return Err(bad("page_size", fixed.page_size.get().into()));
+        }
+        let (regions, description) = (fixed.region_count.get(), fixed.description_len.get());
+        check_lengths(regions.into(), description.into())?;
+        let expected = size_of::<RegionLayout>() * regions as usize + description as usize;
+        if rest.len() != expected {
+            return Err(WireError::WrongLength {
+                what: WHAT,
+                len: payload.len() as u64,
+                expected: (size_of::<Layout>() + expected) as u64,
+            });
+        }
+        let (table, description) = rest.split_at(size_of::<RegionLayout>() * regions as usize);
+        let table =
+            <[RegionLayout]>::ref_from_bytes(table).expect("whole entries of an unaligned layout");
+        let mut regions = Vec::with_capacity(table.len());
+        for entry in table {
+            reserved_zero(WHAT, "region.reserved", &entry.reserved)?;
+            regions.push(Region {
+                slot: entry.slot.get(),
+                gfn: Gfn(entry.gfn.get()),
+                pages: entry.pages.get(),
+            });
+        }
+        let setup = Self {
+            engine,
+            isa,
+            state_format: fixed.state_format.get(),
+            vcpus: fixed.vcpus.get(),
+            memory_bytes: fixed.memory_bytes.get(),
+            regions,
+            description: description.to_vec(),
+        };
+        setup.check()?;
+        Ok(setup)
+    }
+}
+
+/// The bounds of the two variable parts.
+fn check_lengths(regions: u64, description: u64) -> Result<(), WireError> {
+    let too_long = |what, len, max: usize| WireError::TooLong {
+        what,
+        len,
+        max: max as u64,
+    };
+    if regions > MAX_REGIONS as u64 {
+        return Err(too_long("Setup regions", regions, MAX_REGIONS));
+    }
+    if description > MAX_DESCRIPTION_BYTES as u64 {
+        return Err(too_long(
+            "Setup description",
+            description,
+            MAX_DESCRIPTION_BYTES,
+        ));
+    }
+    in_range(WHAT, "region_count", regions, 1, MAX_REGIONS as u64)
+}
