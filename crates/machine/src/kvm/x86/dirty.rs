@@ -1,0 +1,127 @@
+//! The dirty log: which pages vCPUs wrote since the last harvest.
+//!
+//! While a slot has a log, KVM write-protects its pages; the first write to one faults, sets its bit and
+//! lifts the protection. (KVM's own writes to guest memory, such as accessed and dirty bits of guest page
+//! tables under shadow paging, set bits too.) A *harvest* reads the bits and, to re-arm, clears and
+//! protects again.
+//!
+//! **Nothing is lost.** With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, GET only copies the bitmap; CLEAR takes
+//! the bits *it is given* out of the log, protects those pages, and flushes TLBs before it returns
+//! (`kvm_clear_dirty_log_protect` in `virt/kvm/kvm_main.c`). Given is exactly what GET found, so a bit that
+//! appears between the two stays for the next harvest. A page that is found and written again before
+//! CLEAR has flushed is not logged a second time; it need not be: it is in *this* harvest, and whoever
+//! harvests reads its bytes only after the harvest has returned, so after that write. A write behind the
+//! flush faults and sets the bit anew. Bits are added to the caller's bitmap before they are cleared, so
+//! an error in between loses none.
+//!
+//! Without the capability, GET itself clears, protects and flushes; the same argument holds.
+//!
+//! Without re-arming, GET is all that happens: on a paused VM a copy of the bitmap. The bits stay in the
+//! log, so a VM that is resumed after all reports them again: too much, never too little.
+
+use super::sync::{AtomicBool, Ordering};
+use super::sys;
+use super::vm::VmShared;
+use crate::{MachineError, RamRegion};
+use pageferry_addr::RamPage;
+use pageferry_userfault::PageBitmap;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+/// The most words one CLEAR is given: 64 Ki pages. It holds the MMU lock all the while.
+const CLEAR_WORDS: usize = 1024;
+
+/// The log of one VM.
+pub(super) struct DirtyLog {
+    /// GET does not clear.
+    manual: bool,
+    on: AtomicBool,
+    /// The kernel's bitmap of a slot, kept to be reused; also makes switches and harvests take turns.
+    words: Mutex<Vec<u64>>,
+    /// Pages that this engine wrote on a vCPU's behalf; see `vcpu`.
+    own: PageBitmap,
+}
+
+impl DirtyLog {
+    pub(super) fn new(manual: bool, pages: u64) -> Self {
+        Self {
+            manual,
+            on: AtomicBool::new(false),
+            words: Mutex::new(Vec::new()),
+            own: PageBitmap::new(pages as usize),
+        }
+    }
+
+    /// Adds a page that this engine wrote on a vCPU's behalf.
+    pub(super) fn note(&self, page: RamPage) {
+        if self.on.load(Ordering::Acquire) {
+            self.own.set(page);
+        }
+    }
+
+    /// Starts or stops the log. KVM protects all pages, and flushes, before it returns.
+    pub(super) fn switch(&self, shared: &VmShared, on: bool) -> Result<(), MachineError> {
+        let _turn = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.on.load(Ordering::Acquire) == on {
+            return Ok(());
+        }
+        for region in shared.ram.layout().regions() {
+            shared.set_region(region, on).map_err(|e| {
+                MachineError::os("cannot switch the dirty log of a slot", io::Error::from_raw_os_error(e.errno()))
+            })?;
+        }
+        self.own.clear_range(0..self.own.pages());
+        self.on.store(on, Ordering::Release);
+        Ok(())
+    }
+
+    /// See [`crate::Machine::harvest_dirty`].
+    pub(super) fn harvest(&self, shared: &VmShared, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.on.load(Ordering::Acquire) {
+            return Err(MachineError::WrongState("the dirty log is not on"));
+        }
+        if dirty.pages() as u64 != shared.ram.pages() {
+            return Err(MachineError::WrongState("the bitmap is not of the machine's size"));
+        }
+        let mut newly = 0;
+        for region in shared.ram.layout().regions() {
+            let first_word = region.first.index() / 64;
+            assert!(region.first.0.is_multiple_of(64), "{region:?} does not begin with a word of the bitmap");
+            words.clear();
+            words.resize(region.pages.div_ceil(64) as usize, 0);
+            sys::get_dirty_log(&shared.vm, region.slot, region.pages, &mut words)
+                .map_err(|e| MachineError::os("cannot read the dirty log", e))?;
+            for (index, word) in words.iter().enumerate().filter(|(_, word)| **word != 0) {
+                newly += dirty.or_word(first_word + index, *word).count_ones() as usize;
+            }
+            if rearm && self.manual {
+                clear_found(shared, region, &words)?;
+            }
+        }
+        for index in 0..self.own.words().len() {
+            let bits = self.own.words()[index].load(Ordering::Acquire);
+            if bits != 0 {
+                newly += dirty.or_word(index, bits).count_ones() as usize;
+                if rearm {
+                    self.own.words()[index].fetch_and(!bits, Ordering::AcqRel);
+                }
+            }
+        }
+        Ok(newly)
+    }
+}
+
+/// Clears the bits of `words` in the kernel's log, in pieces that begin and end with a bit that is set.
+fn clear_found(shared: &VmShared, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
+    for (chunk_index, chunk) in words.chunks(CLEAR_WORDS).enumerate() {
+        let Some(start) = chunk.iter().position(|word| *word != 0) else { continue };
+        let end = chunk.iter().rposition(|word| *word != 0).map_or(start, |last| last + 1);
+        // Whole words, but for the slot's last: the kernel wants a multiple of 64 pages or the slot's end.
+        let first = ((chunk_index * CLEAR_WORDS + start) * 64) as u64;
+        let pages = ((end - start) as u64 * 64).min(region.pages - first);
+        sys::clear_dirty_log(&shared.vm, region.slot, first, pages as u32, &chunk[start..end])
+            .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! Making a vCPU leave the guest, from any thread, without a lost wake-up.
+//!
+//! Three words. `kicked` is the kick itself, set by the kicker and taken by the vCPU's thread.
+//! `immediate_exit`, in the page shared with the kernel, keeps the *next* entry from happening. `inside`
+//! says that the vCPU's thread is at `KVM_RUN`, so that a signal is needed to end the *present* one.
+//!
+//! ```text
+//! kicker                          vCPU thread
+//! K1 kicked = true                V1 inside = true            (SeqCst)
+//! K2 immediate_exit = 1 (SeqCst)  V2 KVM_RUN, reads immediate_exit
+//! K3 if inside: signal            V3 inside = false
+//!                                 V4 on EINTR: immediate_exit = 0
+//!                                 V5 if kicked.swap(false): Exit::Kicked
+//! ```
+//!
+//! *The entry after a kick does not last.* K2 and V1 are sequentially consistent stores, each followed by
+//! a load of what the other stored: K3 sees `inside`, or V2 sees `immediate_exit`. In the first case the
+//! signal is sent to a thread at or before or behind its `KVM_RUN`: inside, it ends it; before, its
+//! handler runs in user mode, and V2 comes after K2 in this thread's order; behind, the next V2 does.
+//!
+//! *Taking one kick does not lose the next.* Let a second kicker run beside V4 and V5. If its K1 comes
+//! before V5, V5 takes it with the first (one exit for both, as promised: at least one exit follows each).
+//! If its K1 comes after V5, so does its K2, hence after V4: `immediate_exit` stays 1 for the next entry.
+//! The order of K1 and K2 matters, and so does that of V4 and V5. A K2 that comes after V5 while its K1
+//! came before leaves `immediate_exit` set without a kick: one spurious `EINTR`, after which the vCPU
+//! clears it and goes on.
+//!
+//! *No signal to a stranger.* A thread's id may be reused once it has ended. So the id is cleared, under
+//! the mutex that kickers hold while they signal, by a thread-local destructor, which runs before the
+//! thread ends.
+
+use super::run_page::RunPage;
+use super::signal;
+use super::sync::{AtomicBool, Ordering, fence};
+use crate::Kicker;
+use std::cell::RefCell;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ThreadId;
+
+/// What the vCPU and its kickers share.
+pub(super) struct Kick {
+    pub(super) page: RunPage,
+    kicked: AtomicBool,
+    inside: AtomicBool,
+    /// The kernel's id of the vCPU's thread while that lives.
+    thread: Mutex<Option<libc::c_int>>,
+}
+
+/// The vCPUs whose thread this is.
+struct Registrations(Vec<Arc<Kick>>);
+
+impl Drop for Registrations {
+    fn drop(&mut self) {
+        let me = own_tid();
+        for kick in &self.0 {
+            let mut thread = kick.lock_thread();
+            if *thread == Some(me) {
+                *thread = None;
+            }
+        }
+    }
+}
+
+thread_local! {
+    static REGISTRATIONS: RefCell<Registrations> = const { RefCell::new(Registrations(Vec::new())) };
+}
+
+fn own_tid() -> libc::c_int {
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
+impl Kick {
+    pub(super) fn new(page: RunPage) -> Arc<Self> {
+        Arc::new(Self {
+            page,
+            kicked: AtomicBool::new(false),
+            inside: AtomicBool::new(false),
+            thread: Mutex::new(None),
+        })
+    }
+
+    fn lock_thread(&self) -> std::sync::MutexGuard<'_, Option<libc::c_int>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the calling thread the one that kicks go to, if `last` is another; true if it was.
+    pub(super) fn register_thread(self: &Arc<Self>, last: &mut Option<ThreadId>) -> bool {
+        let me = std::thread::current().id();
+        if *last == Some(me) {
+            return false;
+        }
+        signal::unblock();
+        REGISTRATIONS.with_borrow_mut(|all| {
+            all.0.retain(|kick| Arc::strong_count(kick) > 1);
+            if !all.0.iter().any(|kick| Arc::ptr_eq(kick, self)) {
+                all.0.push(Arc::clone(self));
+            }
+        });
+        *self.lock_thread() = Some(own_tid());
+        *last = Some(me);
+        true
+    }
+
+    /// Calls `enter` (`KVM_RUN`) so that a kick ends it.
+    pub(super) fn while_inside<T>(&self, enter: impl FnOnce() -> T) -> T {
+        self.inside.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        let result = enter();
+        self.inside.store(false, Ordering::Release);
+        result
+    }
+
+    /// Takes the kick, if there is one. For the vCPU's thread only.
+    pub(super) fn take(&self) -> bool {
+        self.page.immediate_exit().store(0, Ordering::SeqCst);
+        self.kicked.swap(false, Ordering::SeqCst)
+    }
+
+    /// Calls `enter` (`KVM_RUN`) such that it does not run the guest but only completes a pending exit.
+    /// Takes no kick and loses none.
+    pub(super) fn without_entering<T>(&self, enter: impl FnOnce() -> T) -> T {
+        self.page.immediate_exit().store(1, Ordering::SeqCst);
+        let result = enter();
+        self.page.immediate_exit().store(0, Ordering::SeqCst);
+        // As V4 and V5: a kick that this load does not see stores its 1 after our 0.
+        if self.kicked.load(Ordering::SeqCst) {
+            self.page.immediate_exit().store(1, Ordering::SeqCst);
+        }
+        result
+    }
+}
+
+impl Kicker for Kick {
+    fn kick(&self) {
+        self.kicked.store(true, Ordering::SeqCst);
+        self.page.immediate_exit().store(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if self.inside.load(Ordering::SeqCst) {
+            // Held while signalling: the thread cannot end meanwhile.
+            if let Some(thread) = *self.lock_thread() {
+                signal::send_kick(thread);
+            }
+        }
+    }
+
+    fn is_kicked(&self) -> bool {
+        self.kicked.load(Ordering::Acquire)
+    }
+}

@@ -1,0 +1,124 @@
+//! Model-specific registers: which of them make up a vCPU's state, and how they travel.
+//!
+//! `KVM_GET_MSR_INDEX_LIST` names more registers than a given host lets one read or write back, and both
+//! batch ioctls stop at the first they refuse. So it is found out once per host, on a fresh vCPU, which
+//! of them can be read and set to what was read; those travel, in one batch. If a batch stops all the
+//! same (another host, another CPUID), the rest is tried one by one, and only a refused register that
+//! *matters* is an error: one that a guest of ours can have put something into and would miss.
+
+use crate::MachineError;
+use kvm_bindings::{Msrs, kvm_msr_entry};
+use kvm_ioctls::{Kvm, VcpuFd};
+
+/// Registers that every x86-64 vCPU has, and whose value a guest relies on: SYSENTER_CS, _ESP, _EIP, PAT,
+/// TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE (EFER, FS_BASE and GS_BASE travel with the special
+/// registers). They must be there and must be settable.
+const ESSENTIAL: [u32; 10] = [
+    0x174, 0x175, 0x176, 0x277, 0x10, 0xc000_0081, 0xc000_0082, 0xc000_0083, 0xc000_0084, 0xc000_0102,
+];
+
+/// Registers that not every vCPU has, but which matter where they are not zero: TSC_ADJUST, SPEC_CTRL,
+/// MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page faults, steal time,
+/// end of interrupt).
+const MATTERS_UNLESS_ZERO: [u32; 14] = [
+    0x3b, 0x48, 0x1a0, 0x6e0, 0xda0, 0xc000_0103, 0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03,
+    0x4b56_4d04, 0x4b56_4d06,
+];
+
+/// Registers whose value, where bit 0 is set, is the address of guest memory that KVM itself writes.
+const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
+/// The same for the end-of-interrupt flag and the wall clocks, where the value is an address as it is.
+const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
+
+fn entry(index: u32) -> kvm_msr_entry {
+    kvm_msr_entry { index, ..Default::default() }
+}
+
+fn io(error: kvm_ioctls::Error) -> std::io::Error {
+    std::io::Error::from_raw_os_error(error.errno())
+}
+
+/// Reads or writes as many leading registers as the kernel takes; returns what it took.
+fn batch(
+    entries: &[kvm_msr_entry],
+    call: impl FnOnce(&mut Msrs) -> Result<usize, kvm_ioctls::Error>,
+) -> Result<Vec<kvm_msr_entry>, kvm_ioctls::Error> {
+    let mut msrs = Msrs::from_entries(entries).expect("at most KVM_MAX_MSR_ENTRIES registers");
+    let taken = call(&mut msrs)?;
+    Ok(msrs.as_slice()[..taken.min(entries.len())].to_vec())
+}
+
+/// The registers that travel on this host. `fd` is a fresh vCPU with its CPUID set; each of its
+/// registers is set to the value it has.
+///
+/// # Errors
+/// When one that every vCPU has cannot be read and set.
+pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<Vec<u32>, MachineError> {
+    let list = kvm
+        .get_msr_index_list()
+        .map_err(|e| MachineError::os("cannot list the model-specific registers", io(e)))?;
+    let travels = |index: &u32| {
+        let read = batch(&[entry(*index)], |m| fd.get_msrs(m)).unwrap_or_default();
+        !read.is_empty() && batch(&read, |m| fd.set_msrs(m)).is_ok_and(|set| !set.is_empty())
+    };
+    let all: Vec<u32> = list.as_slice().iter().copied().filter(travels).collect();
+    match ESSENTIAL.iter().find(|index| !all.contains(index)) {
+        None => Ok(all),
+        Some(index) => Err(MachineError::EngineUnavailable(format!(
+            "this host's KVM does not let model-specific register {index:#x} be saved and restored"
+        ))),
+    }
+}
+
+/// Reads the registers `indices`.
+///
+/// # Errors
+/// When the kernel refuses the call, or an essential register.
+pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, MachineError> {
+    const WHAT: &str = "cannot read the model-specific registers";
+    let wanted: Vec<_> = indices.iter().copied().map(entry).collect();
+    let mut found = batch(&wanted, |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?;
+    for rest in &wanted[found.len()..] {
+        found.extend(batch(&[*rest], |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?);
+    }
+    if ESSENTIAL.iter().any(|index| !found.iter().any(|msr| msr.index == *index)) {
+        return Err(MachineError::os(WHAT, std::io::Error::from_raw_os_error(libc::EIO)));
+    }
+    Ok(found)
+}
+
+/// Sets the registers.
+///
+/// # Errors
+/// [`MachineError::BadState`] when one that matters is missing or refused.
+pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineError> {
+    if let Some(index) = ESSENTIAL.iter().find(|index| !msrs.iter().any(|msr| msr.index == **index)) {
+        return Err(MachineError::BadState(format!("model-specific register {index:#x} is missing")));
+    }
+    let set = |entries: &[kvm_msr_entry]| {
+        batch(entries, |m| fd.set_msrs(m))
+            .map(|taken| taken.len())
+            .map_err(|e| MachineError::os("cannot set the model-specific registers", io(e)))
+    };
+    let taken = set(msrs)?;
+    for msr in &msrs[taken..] {
+        let matters = ESSENTIAL.contains(&msr.index) || (MATTERS_UNLESS_ZERO.contains(&msr.index) && msr.data != 0);
+        if set(&[*msr])? == 0 && matters {
+            return Err(MachineError::BadState(format!(
+                "KVM refuses the value {:#x} of its model-specific register {:#x}",
+                msr.data, msr.index
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The guest-physical addresses that KVM itself writes for this vCPU (clock, steal time, ..).
+pub(super) fn shared_addresses(msrs: &[kvm_msr_entry]) -> impl Iterator<Item = u64> + '_ {
+    msrs.iter().filter_map(|msr| {
+        let flagged = SHARED_PAGES.contains(&msr.index) && msr.data & 1 != 0;
+        let bare = SHARED_PAGES_BARE.contains(&msr.index) && msr.data != 0;
+        // All these structures are aligned to 4 bytes or more; the bits below are flags.
+        (flagged || bare).then_some(msr.data & !3)
+    })
+}

@@ -1,0 +1,219 @@
+//! Poison exits: which missing pages are marked, and which must never be.
+//!
+//! A marker turns a vCPU's touch of a missing page into an exit on its own thread. But a marker turns the
+//! *kernel's* touch into `EFAULT`, where an empty page would have made it sleep until the page is there.
+//! KVM touches guest memory for the guest: on a host without EPT or NPT it walks the guest's page tables,
+//! and an error there becomes a page fault inside the guest; and it writes the clock, steal-time and
+//! similar pages that the guest has named to it. So those stay empty and come as userfaultfd events:
+//!
+//! - pages named in the vCPUs' model-specific registers, always;
+//! - without second-level paging, the guest's page tables. They are found by walking them from CR3; while
+//!   a table is itself missing, nothing is marked at all, since it is not known what it points at. This
+//!   works only for guests that cannot change CR3 behind our back, i.e. which run in ring 3 with no IDT,
+//!   so that any way into ring 0 is a triple fault. For others on such hosts nothing is marked.
+//!
+//! Marking may lag, be partial, or not happen: a page without a marker sends an event instead.
+//!
+//! **Races**, for a page P whose bit is set when its run is read here:
+//! - installed before POISON gets there: POISON acts on empty entries only and steps over P;
+//! - POISON between "bytes in place" and CONTINUE: CONTINUE replaces the marker;
+//! - installed, and its mapping dropped by the kernel (reclaim) before POISON gets there: P is marked
+//!   though it is present. A vCPU exits for a page whose bit is clear; installing it again is the answer,
+//!   and after disarming the vCPU lifts the marker itself;
+//! - a vCPU already sleeps on P: it is *not* woken by marking (DONTWAKE); its event is on its way, and
+//!   installing P replaces the marker and wakes it.
+
+use super::state::Paging;
+use super::userfault::Armed;
+use super::vm::VmShared;
+use crate::{Delivery, GuestRam, MachineError};
+use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
+use pageferry_userfault::PageBitmap;
+use pageferry_userfault::uffd::Wake;
+use std::collections::HashSet;
+use std::time::Duration;
+
+/// The pages one call marks at most: 16 MiB, about 0.1 ms.
+const CHUNK_PAGES: usize = 4096;
+/// How often is looked whether missing page tables have arrived.
+const LOOK_AGAIN: Duration = Duration::from_micros(500);
+
+const PRESENT: u64 = 1;
+const LARGE: u64 = 1 << 7;
+/// Bits 51:12 of an entry, and of CR3: a table's address.
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+const CR0_PG: u64 = 1 << 31;
+const CR4_PAE: u64 = 1 << 5;
+const CR4_LA57: u64 = 1 << 12;
+const EFER_LMA: u64 = 1 << 10;
+
+/// How a vCPU uses guest memory other than by its own accesses.
+#[derive(Clone, Debug)]
+pub(super) struct Known {
+    /// How it translates addresses.
+    pub(super) paging: Paging,
+    /// What KVM itself writes for it.
+    pub(super) shared: Vec<Gpa>,
+}
+
+/// What a walk of the page tables found.
+#[derive(Debug, PartialEq, Eq)]
+enum Tables {
+    /// All of them are here.
+    All(HashSet<RamPage>),
+    /// One of them is missing.
+    Missing,
+    /// It cannot be known which pages are tables.
+    Unknowable,
+}
+
+/// Marks missing pages; see [`crate::Machine::assist_postcopy`].
+pub(super) fn assist(shared: &VmShared, stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
+    let Some(armed) = shared.faults.active() else {
+        return Err(MachineError::WrongState("post-copy needs an armed fault delivery"));
+    };
+    if armed.delivery != Delivery::Poison {
+        return Ok(());
+    }
+    let known = shared.faults.known();
+    if known.len() != shared.vcpus as usize {
+        return Ok(());
+    }
+    let layout = shared.ram.layout();
+    let mut spared: HashSet<RamPage> =
+        known.iter().flat_map(|k| &k.shared).filter_map(|gpa| layout.page_of(gpa.gfn())).collect();
+    if !shared.caps.second_level_paging {
+        loop {
+            if stop() || !armed.is_active() {
+                return Ok(());
+            }
+            match find_tables(&known, &shared.ram, &armed.missing) {
+                Tables::All(tables) => break spared.extend(tables),
+                Tables::Unknowable => return Ok(()),
+                Tables::Missing => std::thread::sleep(LOOK_AGAIN),
+            }
+        }
+    }
+    mark(armed, &shared.ram, &spared, stop)
+}
+
+fn mark(
+    armed: &Armed,
+    ram: &GuestRam,
+    spared: &HashSet<RamPage>,
+    stop: &dyn Fn() -> bool,
+) -> Result<(), MachineError> {
+    let mut from = 0;
+    while let Some(run) = armed.missing.next_run(from, CHUNK_PAGES) {
+        if stop() {
+            return Ok(());
+        }
+        from = run.end;
+        let mut spared_here: Vec<usize> =
+            spared.iter().map(|page| page.index()).filter(|page| run.contains(page)).collect();
+        spared_here.sort_unstable();
+        let mut start = run.start;
+        for end in spared_here.into_iter().chain([run.end]) {
+            if start < end {
+                let hva = ram.guest_hva(RamPage(start as u64));
+                let len = (end - start) as u64 * PAGE_SIZE;
+                match armed.uffd.poison_unmapped(hva, len, PageSize::Size4K, Wake::Later) {
+                    Ok(_) => {}
+                    // Disarmed meanwhile: nothing is missing any more.
+                    Err(_) if !armed.is_active() => return Ok(()),
+                    Err(e) => return Err(MachineError::os("cannot mark missing pages", e)),
+                }
+            }
+            start = end + 1;
+        }
+    }
+    Ok(())
+}
+
+/// The page tables of all vCPUs.
+fn find_tables(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables {
+    let mut seen = HashSet::new();
+    let mut rest: Vec<(Gpa, u32)> = Vec::new();
+    for Known { paging, .. } in known {
+        let long_mode = paging.cr0 & CR0_PG != 0 && paging.cr4 & CR4_PAE != 0 && paging.efer & EFER_LMA != 0;
+        let confined = paging.cpl == 3 && paging.idt_limit == 0;
+        if !(long_mode && confined) {
+            return Tables::Unknowable;
+        }
+        rest.push((Gpa(paging.cr3 & ADDRESS), if paging.cr4 & CR4_LA57 != 0 { 5 } else { 4 }));
+    }
+    let mut bytes = [0; PAGE_SIZE as usize];
+    while let Some((table, level)) = rest.pop() {
+        let Some(page) = ram.layout().page_of(table.gfn()) else { continue };
+        if !seen.insert((page, level)) {
+            continue;
+        }
+        if missing.test(page) {
+            return Tables::Missing;
+        }
+        if level == 1 {
+            continue;
+        }
+        ram.read(page, &mut bytes);
+        let (entries, _) = bytes.as_chunks::<8>();
+        for entry in entries.iter().map(|bytes| u64::from_le_bytes(*bytes)) {
+            let leaf = entry & LARGE != 0 && level <= 3;
+            if entry & PRESENT != 0 && !leaf {
+                rest.push((Gpa(entry & ADDRESS), level - 1));
+            }
+        }
+    }
+    Tables::All(seen.into_iter().map(|(page, _)| page).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RamLayout;
+
+    fn known(cr3: u64) -> Known {
+        let paging = Paging { cr0: CR0_PG, cr3, cr4: CR4_PAE, efer: EFER_LMA, cpl: 3, idt_limit: 0 };
+        Known { paging, shared: Vec::new() }
+    }
+
+    /// Root at page 1 -> 2 -> {large page, 3} -> {4, 4}; page 5 is data that a leaf of 4 points at.
+    fn ram() -> GuestRam {
+        let ram = GuestRam::new(RamLayout::for_memory(16 * PAGE_SIZE).unwrap()).unwrap();
+        let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+        entry(1, 0, 0x2000 | 7);
+        entry(2, 0, 0x8000_0000 | LARGE | 7);
+        entry(2, 9, 0x3000 | 7);
+        entry(3, 0, 0x4000 | 7);
+        entry(3, 511, 0x4000 | 7);
+        entry(3, 7, 0x6000); // not present
+        entry(4, 0, 0x5000 | 7);
+        ram
+    }
+
+    #[test]
+    fn all_tables_are_found_and_nothing_else() {
+        let ram = ram();
+        let missing = PageBitmap::new(16);
+        missing.set(RamPage(5));
+        let expected = [1, 2, 3, 4].map(RamPage).into_iter().collect();
+        assert_eq!(find_tables(&[known(0x1000), known(0x1008)], &ram, &missing), Tables::All(expected));
+    }
+
+    #[test]
+    fn a_missing_table_is_reported_and_its_stale_bytes_are_not_followed() {
+        let missing = PageBitmap::new(16);
+        missing.set(RamPage(3));
+        assert_eq!(find_tables(&[known(0x1000)], &ram(), &missing), Tables::Missing);
+    }
+
+    #[test]
+    fn a_guest_that_could_reach_ring_0_is_left_alone() {
+        let mut kernel = known(0x1000);
+        kernel.paging.cpl = 0;
+        let mut with_idt = known(0x1000);
+        with_idt.paging.idt_limit = 0xfff;
+        for unfit in [kernel, with_idt] {
+            assert_eq!(find_tables(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)), Tables::Unknowable);
+        }
+    }
+}

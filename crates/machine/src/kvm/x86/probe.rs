@@ -1,0 +1,161 @@
+//! Does KVM work here? Found out by running a guest.
+
+use super::vm::create;
+use crate::{DOORBELL_GPA, Exit, Kicker, MachineError, MachineSpec, StartState};
+use kvm_bindings::{KVM_CAP_IMMEDIATE_EXIT, KVM_CAP_XCRS, KVM_CAP_XSAVE};
+use kvm_ioctls::Kvm;
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use std::ffi::CStr;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+/// The API's version has been this since 2007 and will not change (`Documentation/virt/kvm/api.rst`).
+const API_VERSION: i32 = 12;
+/// How long the guest may take. It needs a millisecond.
+const LIMIT: Duration = Duration::from_millis(700);
+/// How long a kicked vCPU may take.
+const KICK_LIMIT: Duration = Duration::from_millis(200);
+
+/// "`what`: the kernel's answer", as an unusable engine.
+pub(super) fn unavailable(what: &str, error: kvm_ioctls::Error) -> MachineError {
+    MachineError::EngineUnavailable(format!("{what}: {}", std::io::Error::from_raw_os_error(error.errno())))
+}
+
+/// Opens KVM and looks whether it is what this engine needs.
+///
+/// # Errors
+/// [`MachineError::EngineUnavailable`] with the way out, where there is one.
+pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
+    let shown = path.to_string_lossy();
+    let no = |why: String| Err(MachineError::EngineUnavailable(why));
+    let kvm = match Kvm::new_with_path(path) {
+        Ok(kvm) => kvm,
+        Err(e) if e.errno() == libc::ENOENT => {
+            return no(format!(
+                "{shown} does not exist: load kvm_intel or kvm_amd, enable virtualization in the firmware, or enable \
+                 nested virtualization where this host is a VM itself"
+            ));
+        }
+        Err(e) if matches!(e.errno(), libc::EACCES | libc::EPERM) => {
+            return no(format!(
+                "this process may not open {shown}: run it as root or as a member of the device's group (usually kvm)"
+            ));
+        }
+        Err(e) if matches!(e.errno(), libc::ENODEV | libc::ENXIO) => {
+            return no(format!("{shown} is there but no driver answers: load kvm_intel or kvm_amd"));
+        }
+        Err(e) => return Err(unavailable(&format!("{shown} cannot be opened"), e)),
+    };
+    match kvm.get_api_version() {
+        API_VERSION => {}
+        version if version < 0 => return no(format!("{shown} is not KVM's device")),
+        version => return no(format!("KVM speaks version {version} of its API, and {API_VERSION} is needed")),
+    }
+    let needed = [
+        (KVM_CAP_IMMEDIATE_EXIT, "KVM_CAP_IMMEDIATE_EXIT (Linux 4.13)"),
+        (KVM_CAP_XSAVE, "KVM_CAP_XSAVE"),
+        (KVM_CAP_XCRS, "KVM_CAP_XCRS"),
+    ];
+    match needed.iter().find(|(cap, _)| kvm.check_extension_raw((*cap).into()) <= 0) {
+        None => Ok(kvm),
+        Some((_, name)) => no(format!("this host's KVM lacks {name}")),
+    }
+}
+
+/// Runs a VM of one vCPU: ring 3, 64-bit mode, an addition, and a store outside RAM that must arrive here.
+///
+/// Returns within about a second, whatever KVM does.
+///
+/// # Errors
+/// [`MachineError::EngineUnavailable`]: what does not work, and the way out where there is one.
+pub fn probe_vm() -> Result<(), MachineError> {
+    let (kicker_out, kicker_in) = mpsc::channel::<Arc<dyn Kicker>>();
+    let (verdict_out, verdict_in) = mpsc::channel();
+    std::thread::Builder::new()
+        .name("kvm-probe".into())
+        .spawn(move || {
+            // Nobody listens any more if this took too long; there is nobody to tell either.
+            let _ = verdict_out.send(run_probe(&kicker_out));
+        })
+        .map_err(|e| MachineError::os("cannot start the thread of the KVM probe", e))?;
+    if let Ok(verdict) = verdict_in.recv_timeout(LIMIT) {
+        return verdict;
+    }
+    let stuck = || {
+        MachineError::EngineUnavailable(format!(
+            "a VM can be created, but a guest of four instructions did not finish within {} ms",
+            LIMIT.as_millis()
+        ))
+    };
+    let Ok(kicker) = kicker_in.try_recv() else { return Err(stuck()) };
+    kicker.kick();
+    // A vCPU that cannot even be kicked is left to its thread.
+    match verdict_in.recv_timeout(KICK_LIMIT) {
+        Ok(Err(why)) => Err(why),
+        Ok(Ok(())) | Err(_) => Err(stuck()),
+    }
+}
+
+fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError> {
+    const A: u64 = 0x1234_5678_9abc_def0;
+    const B: u64 = 0x0fed_cba9_8765_4321;
+    // lea rax, [rdi+rsi]; mov ebx, 0xd0000000; mov [rbx], rax; jmp .
+    const CODE: [u8; 14] = [0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe];
+    const CODE_PAGE: RamPage = RamPage(5);
+    // Present, writable, user; accessed and dirty, so that nobody has to set them; large.
+    const TABLE: u64 = 0x67;
+    const LARGE: u64 = TABLE | 0x80;
+
+    let new = create(MachineSpec { vcpus: 1, memory_bytes: 16 * PAGE_SIZE })?;
+    let ram = new.machine.ram();
+    let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    // Pages 1 to 4: the root, 1 GiB entries, and two tables of 2 MiB pages, for code and doorbell.
+    let doorbell = DOORBELL_GPA.0;
+    entry(1, 0, 0x2000 | TABLE);
+    entry(2, 0, 0x3000 | TABLE);
+    entry(2, doorbell >> 30, 0x4000 | TABLE);
+    entry(3, 0, LARGE);
+    entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
+    ram.write_at(CODE_PAGE, 0, &CODE);
+
+    let mut vcpus = new.vcpus;
+    let vcpu = &mut vcpus[0];
+    vcpu.set_start(&StartState {
+        entry: CODE_PAGE.byte_offset(),
+        stack: 0x8000,
+        args: [A, B],
+        tables: Gpa(0x1000),
+    })?;
+    // The receiver is gone if the probe was given up.
+    let _ = kicker.send(vcpu.kicker());
+    match vcpu.run() {
+        Ok(Exit::MmioWrite { gpa, value, size: 8 }) if gpa == DOORBELL_GPA && value == A.wrapping_add(B) => Ok(()),
+        Ok(Exit::Kicked) => Err(MachineError::EngineUnavailable(
+            "a VM can be created, but its guest does not get anywhere".into(),
+        )),
+        Ok(other) => Err(MachineError::EngineUnavailable(format!(
+            "a VM can be created, but its guest does the wrong thing ({other:?})"
+        ))),
+        Err(why) => Err(MachineError::EngineUnavailable(format!("a VM can be created, but its guest does not run: {why}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn why(path: &CStr) -> String {
+        match open(path) {
+            Err(MachineError::EngineUnavailable(why)) => why,
+            Err(other) => panic!("{other:?}"),
+            Ok(_) => panic!("{path:?} is KVM"),
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_device_is_said() {
+        let absent = why(c"/dev/there-is-no-kvm-here");
+        assert!(absent.contains("does not exist") && absent.contains("kvm_intel"), "{absent}");
+        assert!(why(c"/dev/null").contains("is not KVM's device"));
+    }
+}

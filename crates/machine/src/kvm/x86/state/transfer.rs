@@ -1,0 +1,132 @@
+//! [`Parts`] from the kernel, and to the kernel.
+
+use super::{Parts, Special};
+use crate::MachineError;
+use crate::kvm::x86::vm::VmShared;
+use crate::kvm::x86::{cpuid, msr, sys};
+use kvm_bindings::{CpuId, kvm_cpuid_entry2};
+use kvm_ioctls::VcpuFd;
+use rustix::io::Errno;
+
+fn os(what: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> MachineError {
+    move |e| MachineError::os(what, std::io::Error::from_raw_os_error(e.errno()))
+}
+
+/// Reads the whole state. No exit may be pending.
+///
+/// # Errors
+/// When the kernel refuses a part.
+pub(in crate::kvm::x86) fn load(
+    fd: &VcpuFd,
+    shared: &VmShared,
+    cpuid: &[kvm_cpuid_entry2],
+) -> Result<Parts, MachineError> {
+    let special = if shared.caps.sregs2 {
+        Special::V2(sys::get_sregs2(fd).map_err(|e| MachineError::os("cannot read the special registers", e))?)
+    } else {
+        Special::V1(fd.get_sregs().map_err(os("cannot read the special registers"))?)
+    };
+    let lapic = match shared.caps.lapic {
+        true => Some(fd.get_lapic().map_err(os("cannot read the LAPIC"))?),
+        false => None,
+    };
+    Ok(Parts {
+        // MP state first: KVM may act on an INIT that waits (kvm_apic_accept_events) and so change others.
+        mp_state: fd.get_mp_state().map_err(os("cannot read the multiprocessing state"))?,
+        regs: fd.get_regs().map_err(os("cannot read the registers"))?,
+        special,
+        xcrs: fd.get_xcrs().map_err(os("cannot read the extended control registers"))?,
+        xsave: sys::get_xsave(fd, shared.caps.xsave_bytes)
+            .map_err(|e| MachineError::os("cannot read the extended registers", e))?,
+        debug: fd.get_debug_regs().map_err(os("cannot read the debug registers"))?,
+        events: fd.get_vcpu_events().map_err(os("cannot read the pending events"))?,
+        msrs: msr::read(fd, shared.msrs()?)?,
+        cpuid: cpuid.to_vec(),
+        lapic,
+        tsc_khz: fd.get_tsc_khz().unwrap_or(0),
+        exits: Vec::new(),
+    })
+}
+
+/// Makes an error of the kernel's "no" to a part: the bytes were well-formed, their values impossible.
+fn refused(part: &str) -> impl FnOnce(Errno) -> MachineError {
+    move |errno| MachineError::BadState(format!("KVM refuses its {part}: {errno}"))
+}
+
+fn errno(error: kvm_ioctls::Error) -> Errno {
+    Errno::from_raw_os_error(error.errno())
+}
+
+/// Sets the whole state and returns what CPUID the vCPU now has.
+///
+/// The order is the kernel's: what a guest may have (CPUID) first; special registers before the MSRs
+/// that depend on them; XCR0 before the registers it enables; the LAPIC before its timer's MSR; pending
+/// events and what the vCPU waits for last.
+///
+/// # Errors
+/// [`MachineError::BadState`] for values this host's KVM refuses.
+pub(in crate::kvm::x86) fn store(
+    fd: &VcpuFd,
+    shared: &VmShared,
+    present_cpuid: &[kvm_cpuid_entry2],
+    parts: &Parts,
+) -> Result<(), MachineError> {
+    if parts.lapic.is_some() != shared.caps.lapic {
+        let (has, not) = if shared.caps.lapic { ("this machine", "it") } else { ("it", "this machine") };
+        return Err(MachineError::BadState(format!("{has} has a LAPIC and {not} has none")));
+    }
+    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid).map_err(MachineError::BadState)?;
+    set_tsc_khz(fd, parts.tsc_khz)?;
+    // KVM refuses another CPUID once the vCPU has run, so leave one alone that is right.
+    if parts.cpuid.as_slice() != present_cpuid {
+        let wanted = CpuId::from_entries(&parts.cpuid)
+            .map_err(|e| MachineError::BadState(format!("its CPUID has too many leaves: {e:?}")))?;
+        fd.set_cpuid2(&wanted).map_err(errno).map_err(refused("CPUID"))?;
+    }
+    match &parts.special {
+        Special::V1(sregs) => fd.set_sregs(sregs).map_err(errno),
+        Special::V2(_) if !shared.caps.sregs2 => Err(Errno::NOSYS),
+        Special::V2(sregs) => sys::set_sregs2(fd, sregs),
+    }
+    .map_err(refused("special registers"))?;
+    fd.set_regs(&parts.regs).map_err(errno).map_err(refused("registers"))?;
+    fd.set_xcrs(&parts.xcrs).map_err(errno).map_err(refused("extended control registers"))?;
+    set_xsave(fd, shared.caps.xsave_bytes, &parts.xsave)?;
+    fd.set_debug_regs(&parts.debug).map_err(errno).map_err(refused("debug registers"))?;
+    if let Some(lapic) = &parts.lapic {
+        fd.set_lapic(lapic).map_err(errno).map_err(refused("LAPIC"))?;
+    }
+    msr::write(fd, &parts.msrs)?;
+    fd.set_vcpu_events(&parts.events).map_err(errno).map_err(refused("pending events"))?;
+    fd.set_mp_state(parts.mp_state).map_err(errno).map_err(refused("multiprocessing state"))
+}
+
+/// An area of a host with larger registers is refused, one of a host with smaller ones padded: the
+/// header says which components are there.
+fn set_xsave(fd: &VcpuFd, host_bytes: usize, area: &[u32]) -> Result<(), MachineError> {
+    let host_words = host_bytes.max(sys::XSAVE_BASE_BYTES) / 4;
+    let (fits, beyond) = area.split_at(area.len().min(host_words));
+    if beyond.iter().any(|word| *word != 0) {
+        return Err(MachineError::BadState(format!(
+            "its extended registers take {} bytes, and this host has {host_bytes}",
+            area.len() * 4
+        )));
+    }
+    let mut padded = fits.to_vec();
+    padded.resize(host_words, 0);
+    sys::set_xsave(fd, &padded, host_bytes).map_err(refused("extended registers"))
+}
+
+fn set_tsc_khz(fd: &VcpuFd, wanted: u32) -> Result<(), MachineError> {
+    let present = fd.get_tsc_khz().unwrap_or(0);
+    // 250 parts in a million: what KVM itself takes for the same frequency (tsc_tolerance_ppm).
+    if wanted == 0 || u64::from(wanted.abs_diff(present)) * 4000 <= u64::from(present) {
+        return Ok(());
+    }
+    fd.set_tsc_khz(wanted).map_err(|e| {
+        MachineError::BadState(format!(
+            "its TSC runs at {wanted} kHz, and this host's at {present} kHz and cannot be scaled: {}",
+            errno(e)
+        ))
+    })
+}

@@ -1,0 +1,147 @@
+#![expect(unsafe_code, reason = "ioctls on KVM's descriptors")]
+//! The ioctls that kvm-ioctls lacks, with their ABI asserted (`include/uapi/linux/kvm.h`, Linux 6.18).
+
+use kvm_bindings::{kvm_clear_dirty_log, kvm_dirty_log, kvm_sregs2};
+use kvm_ioctls::{VcpuFd, VmFd};
+use rustix::io::Errno;
+use std::ffi::c_void;
+use std::mem::{offset_of, size_of};
+use std::os::fd::AsRawFd;
+
+const KVMIO: u64 = 0xAE;
+const WRITE: u64 = 1;
+const READ: u64 = 2;
+
+/// `_IOC` of `include/uapi/asm-generic/ioctl.h`.
+const fn ioc(direction: u64, number: u64, size: usize) -> u64 {
+    (direction << 30) | ((size as u64) << 16) | (KVMIO << 8) | number
+}
+
+/// `sizeof(struct kvm_xsave)` as the ioctl numbers count it: without its flexible tail.
+pub(super) const XSAVE_BASE_BYTES: usize = 4096;
+
+const KVM_RUN: u64 = ioc(0, 0x80, 0);
+const KVM_GET_DIRTY_LOG: u64 = ioc(WRITE, 0x42, size_of::<kvm_dirty_log>());
+const KVM_CLEAR_DIRTY_LOG: u64 = ioc(READ | WRITE, 0xc0, size_of::<kvm_clear_dirty_log>());
+const KVM_GET_SREGS2: u64 = ioc(READ, 0xcc, size_of::<kvm_sregs2>());
+const KVM_SET_SREGS2: u64 = ioc(WRITE, 0xcd, size_of::<kvm_sregs2>());
+const KVM_GET_XSAVE: u64 = ioc(READ, 0xa4, XSAVE_BASE_BYTES);
+const KVM_SET_XSAVE: u64 = ioc(WRITE, 0xa5, XSAVE_BASE_BYTES);
+const KVM_GET_XSAVE2: u64 = ioc(READ, 0xcf, XSAVE_BASE_BYTES);
+
+const _: () = {
+    assert!(KVM_RUN == 0xAE80);
+    assert!(KVM_GET_DIRTY_LOG == 0x4010_AE42);
+    assert!(KVM_CLEAR_DIRTY_LOG == 0xC018_AEC0);
+    assert!(KVM_GET_SREGS2 == 0x8140_AECC && KVM_SET_SREGS2 == 0x4140_AECD);
+    assert!(KVM_GET_XSAVE == 0x9000_AEA4 && KVM_SET_XSAVE == 0x5000_AEA5);
+    assert!(KVM_GET_XSAVE2 == 0x9000_AECF);
+    assert!(offset_of!(kvm_dirty_log, __bindgen_anon_1) == 8);
+    assert!(offset_of!(kvm_clear_dirty_log, num_pages) == 4);
+    assert!(offset_of!(kvm_clear_dirty_log, first_page) == 8);
+    assert!(offset_of!(kvm_clear_dirty_log, __bindgen_anon_1) == 16);
+};
+
+/// # Safety
+/// `argument` must be what `request` on `fd` takes: null, or valid for all the kernel reads and writes.
+unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Result<(), Errno> {
+    // The type of the request differs between C libraries.
+    // SAFETY: by this function's contract; the descriptor is open as long as its owner is borrowed.
+    if unsafe { libc::ioctl(fd.as_raw_fd(), request as _, argument) } >= 0 {
+        return Ok(());
+    }
+    let raw = std::io::Error::last_os_error().raw_os_error();
+    Err(raw.map_or(Errno::IO, Errno::from_raw_os_error))
+}
+
+/// `KVM_RUN`: enters the guest until it exits. What the exit was is in the vCPU's shared page.
+///
+/// # Errors
+/// Of note: `EINTR` (a signal, or `immediate_exit`), `EFAULT` and `EHWPOISON` (memory that cannot be
+/// reached, with `KVM_EXIT_MEMORY_FAULT` in the page or without).
+pub(super) fn run(vcpu: &VcpuFd) -> Result<(), Errno> {
+    // SAFETY: KVM_RUN takes no argument. What the guest does to memory is bounded by the VM's slots,
+    // which are guest memory that Rust never holds a reference to.
+    unsafe { ioctl(vcpu, KVM_RUN, std::ptr::null_mut()) }
+}
+
+/// `KVM_GET_DIRTY_LOG` of a slot of `pages` pages into `words`, one bit a page.
+///
+/// # Errors
+/// `ENOENT`: no such slot, or it has no log.
+///
+/// # Panics
+/// If `words` is not one word for each 64 pages: the kernel writes that many.
+pub(super) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64]) -> Result<(), Errno> {
+    assert_eq!(words.len() as u64, pages.div_ceil(64), "the bitmap does not fit slot {slot}");
+    let mut log = kvm_dirty_log { slot, ..Default::default() };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
+    // SAFETY: the kernel reads `log` and writes ALIGN(npages, 64) / 8 bytes, which `words` has.
+    unsafe { ioctl(vm, KVM_GET_DIRTY_LOG, (&raw mut log).cast()) }
+}
+
+/// `KVM_CLEAR_DIRTY_LOG`: of the slot's `pages` pages from `first`, clears and protects again those whose
+/// bit is set in `words`.
+///
+/// # Errors
+/// `EINVAL`: `first` is no multiple of 64, or `pages` is none and does not end the slot.
+///
+/// # Panics
+/// If `words` is not one word for each 64 pages.
+pub(super) fn clear_dirty_log(vm: &VmFd, slot: u32, first: u64, pages: u32, words: &[u64]) -> Result<(), Errno> {
+    assert_eq!(words.len() as u32, pages.div_ceil(64), "the bitmap does not fit {pages} pages");
+    let mut log = kvm_clear_dirty_log {
+        slot,
+        num_pages: pages,
+        first_page: first,
+        ..Default::default()
+    };
+    log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
+    // SAFETY: the kernel reads `log` and the bitmap of `pages` bits rounded up to whole words, and
+    // writes to neither.
+    unsafe { ioctl(vm, KVM_CLEAR_DIRTY_LOG, (&raw mut log).cast()) }
+}
+
+/// `KVM_GET_SREGS2`.
+///
+/// # Errors
+/// `ENOTTY` where the capability is missing.
+pub(super) fn get_sregs2(vcpu: &VcpuFd) -> Result<kvm_sregs2, Errno> {
+    let mut sregs = kvm_sregs2::default();
+    // SAFETY: the kernel writes one kvm_sregs2.
+    unsafe { ioctl(vcpu, KVM_GET_SREGS2, (&raw mut sregs).cast()) }.map(|()| sregs)
+}
+
+/// `KVM_SET_SREGS2`.
+///
+/// # Errors
+/// `EINVAL`: a value no CPU can have.
+pub(super) fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> Result<(), Errno> {
+    // SAFETY: the kernel reads one kvm_sregs2.
+    unsafe { ioctl(vcpu, KVM_SET_SREGS2, std::ptr::from_ref(sregs).cast_mut().cast()) }
+}
+
+/// The XSAVE area (uncompacted layout) in `bytes` bytes: what `KVM_CAP_XSAVE2` said, or 4096.
+///
+/// # Errors
+/// `ENOMEM`.
+pub(super) fn get_xsave(vcpu: &VcpuFd, bytes: usize) -> Result<Vec<u32>, Errno> {
+    let mut area = vec![0u32; bytes.max(XSAVE_BASE_BYTES) / 4];
+    let request = if bytes > XSAVE_BASE_BYTES { KVM_GET_XSAVE2 } else { KVM_GET_XSAVE };
+    // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 as many as the capability says, which is
+    // what the caller passes; `area` has at least as many.
+    unsafe { ioctl(vcpu, request, area.as_mut_ptr().cast()) }.map(|()| area)
+}
+
+/// Sets the XSAVE area. `bytes` is what `KVM_CAP_XSAVE2` said, or 4096.
+///
+/// # Errors
+/// `EINVAL`: it holds features the guest does not have.
+///
+/// # Panics
+/// If `area` is not `bytes` long: the kernel reads that many.
+pub(super) fn set_xsave(vcpu: &VcpuFd, area: &[u32], bytes: usize) -> Result<(), Errno> {
+    assert_eq!(area.len() * 4, bytes.max(XSAVE_BASE_BYTES));
+    // SAFETY: the kernel reads 4096 bytes, or as many as the capability says; `area` has that many.
+    unsafe { ioctl(vcpu, KVM_SET_XSAVE, area.as_ptr().cast_mut().cast()) }
+}

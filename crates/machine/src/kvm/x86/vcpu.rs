@@ -1,0 +1,286 @@
+//! The vCPU: running, saving and restoring.
+//!
+//! `KVM_RUN` returns for four kinds of reasons, which [`KvmVcpu::run`] tells apart in this order: an exit
+//! of the guest (it returned 0); a poison marker (the SIGBUS handler left an address); a kick; or a signal
+//! that means nothing to us, after which the guest is entered again.
+//!
+//! **Pending exits.** KVM completes an instruction that left for MMIO or a port only at the next
+//! `KVM_RUN`. So before the state is read or replaced, that is done with `immediate_exit`, which returns
+//! before the guest is entered ([`KvmVcpu::complete`]). If the instruction then leaves again (an access in
+//! several pieces), that exit is put off: it is part of the state and the first thing a later `run` returns.
+//!
+//! **Emulated accesses to marked pages.** Where KVM emulates an instruction, e.g. one that also accesses
+//! MMIO, and its other operand is in a marked page, KVM cannot reach that page and reports the access as
+//! MMIO at an address in RAM. It becomes a [`Exit::MemoryFault`], and once the page is there the access is
+//! carried out here.
+
+use super::kick::Kick;
+use super::poison::Known;
+use super::run_page::{Mmio, RunPage};
+use super::signal::{self, PoisonCell};
+use super::state::{self, Parts};
+use super::userfault;
+use super::vm::VmShared;
+use super::{exits, msr, start, sys};
+use crate::{Access, Exit, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use exits::Left;
+use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2};
+use kvm_ioctls::VcpuFd;
+use pageferry_addr::{Gpa, Hva, PAGE_SIZE, RamPage};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::ThreadId;
+use std::time::Instant;
+
+/// A vCPU of [`super::vm`].
+pub(super) struct KvmVcpu {
+    fd: VcpuFd,
+    id: u32,
+    shared: Arc<VmShared>,
+    kick: Arc<Kick>,
+    poison: PoisonCell,
+    cpuid: Vec<kvm_cpuid_entry2>,
+    thread: Option<ThreadId>,
+    /// The last exit waits for the next `KVM_RUN` to be completed.
+    pending: bool,
+    /// Exits that happened while a pending one was completed.
+    put_off: VecDeque<Exit>,
+    /// An access to RAM that KVM could not carry out. Implies `pending`.
+    blocked: Option<Mmio>,
+    /// A page whose marker was lifted after disarming.
+    lifted: Option<RamPage>,
+}
+
+impl KvmVcpu {
+    pub(super) fn new(
+        fd: VcpuFd,
+        id: u32,
+        cpuid: Vec<kvm_cpuid_entry2>,
+        shared: Arc<VmShared>,
+        run_bytes: usize,
+    ) -> Result<Self, MachineError> {
+        let start = shared.ram.guest_hva(RamPage(0)).0;
+        Ok(Self {
+            kick: Kick::new(RunPage::map(&fd, run_bytes)?),
+            poison: PoisonCell::new(start..start + shared.ram.pages() * PAGE_SIZE),
+            fd,
+            id,
+            shared,
+            cpuid,
+            thread: None,
+            pending: false,
+            put_off: VecDeque::new(),
+            blocked: None,
+            lifted: None,
+        })
+    }
+
+    fn page(&self) -> &RunPage {
+        &self.kick.page
+    }
+
+    fn failed(&self, why: &str) -> MachineError {
+        let at = match (self.fd.get_regs(), self.fd.get_sregs()) {
+            (Ok(regs), Ok(sregs)) => format!(
+                "rip {:#x}, rsp {:#x}, cr2 {:#x}, ring {}",
+                regs.rip, regs.rsp, sregs.cr2, sregs.ss.dpl
+            ),
+            _ => "its registers cannot be read".into(),
+        };
+        MachineError::Guest { vcpu: self.id, why: format!("{why}; {at}") }
+    }
+
+    /// The guest left; `Ok(None)` means go on.
+    fn left(&mut self) -> Result<Option<Exit>, MachineError> {
+        match exits::read(self.page()) {
+            Left::Mmio(access) => {
+                self.pending = true;
+                match self.shared.ram.layout().page_of(Gpa(access.gpa).gfn()) {
+                    None => Ok(Some(exits::mmio(self.page(), access))),
+                    Some(page) if self.shared.faults.active().is_some() => {
+                        self.blocked = Some(access);
+                        Ok(Some(memory_fault(page, access.write)))
+                    }
+                    Some(page) => Err(self.failed(&format!("KVM cannot reach its RAM at {page:?}"))),
+                }
+            }
+            Left::Port => {
+                self.pending = true;
+                Ok(None)
+            }
+            Left::Halted => Ok(Some(Exit::Halted)),
+            Left::Nothing => Ok(None),
+            Left::Failed(why) => Err(self.failed(&why)),
+        }
+    }
+
+    /// Carries out the access KVM could not, if its page is there by now.
+    fn unblock(&mut self) -> Result<(), RamPage> {
+        let Some(access) = self.blocked else { return Ok(()) };
+        let gpa = Gpa(access.gpa);
+        let ram = &self.shared.ram;
+        let Some(page) = ram.layout().page_of(gpa.gfn()) else { return Ok(()) };
+        if self.shared.faults.active().is_some_and(|armed| armed.missing.test(page)) {
+            return Err(page);
+        }
+        let (offset, size) = (gpa.page_offset() as usize, usize::from(access.size));
+        if access.write {
+            ram.write_at(page, offset as u64, &access.bytes[..size]);
+            self.shared.dirty.note(page);
+        } else {
+            let mut bytes = [0; PAGE_SIZE as usize];
+            ram.read(page, &mut bytes);
+            let mut data = [0; 8];
+            data[..size].copy_from_slice(&bytes[offset..offset + size]);
+            self.page().set_mmio_data(data);
+        }
+        self.blocked = None;
+        Ok(())
+    }
+
+    /// A vCPU touched a marker at `address`; `Ok(None)` means go on.
+    fn poisoned(&mut self, address: u64) -> Result<Option<Exit>, MachineError> {
+        let Some(page) = self.shared.ram.page_at_guest_hva(Hva(address)) else {
+            return Ok(None);
+        };
+        if self.shared.faults.active().is_some() {
+            return Ok(Some(memory_fault(page, false)));
+        }
+        // A marker that was set late, on a page that was there; or the host's memory is broken.
+        if self.lifted.replace(page) == Some(page) {
+            return Err(self.failed(&format!("the host has lost the memory of {page:?} (hardware memory error)")));
+        }
+        userfault::lift_markers(&self.shared.ram, page, 1)?;
+        Ok(None)
+    }
+
+    /// `KVM_RUN` failed with something else than a signal.
+    fn refused(&mut self, errno: Errno) -> Result<Option<Exit>, MachineError> {
+        if matches!(errno, Errno::FAULT | Errno::HWPOISON) && self.page().exit_reason() == KVM_EXIT_MEMORY_FAULT {
+            let (flags, gpa) = self.page().memory_fault();
+            let page = self.shared.ram.layout().page_of(Gpa(gpa).gfn());
+            if let (Some(page), Some(armed)) = (page, self.shared.faults.active())
+                && (armed.missing.test(page) || errno == Errno::HWPOISON)
+            {
+                return Ok(Some(memory_fault(page, false)));
+            }
+            return Err(self.failed(&format!("KVM cannot reach memory at {} (flags {flags:#x}, {errno})", Gpa(gpa))));
+        }
+        Err(self.failed(&format!("KVM_RUN failed: {errno}")))
+    }
+
+    /// Completes a pending exit without entering the guest; exits that follow are put off.
+    fn complete(&mut self) -> Result<(), MachineError> {
+        if self.unblock().is_err() {
+            return Err(MachineError::WrongState(
+                "the vCPU waits for a missing page in the middle of an instruction: its state cannot be taken",
+            ));
+        }
+        while std::mem::take(&mut self.pending) {
+            match self.kick.without_entering(|| sys::run(&self.fd)) {
+                Err(Errno::INTR | Errno::AGAIN) => {}
+                Err(errno) => return Err(self.failed(&format!("an access cannot be completed: {errno}"))),
+                Ok(()) => match self.left()? {
+                    Some(Exit::MemoryFault { .. }) if self.unblock().is_err() => {
+                        return Err(MachineError::WrongState(
+                            "the vCPU waits for a missing page in the middle of an instruction: its state cannot be taken",
+                        ));
+                    }
+                    Some(Exit::MemoryFault { .. }) | None => {}
+                    Some(exit) => self.put_off.push_back(exit),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops what is pending, before the state is replaced.
+    fn discard(&mut self) -> Result<(), MachineError> {
+        self.blocked = None;
+        self.complete()?;
+        self.put_off.clear();
+        Ok(())
+    }
+
+    /// Remembers what must not be marked for this vCPU's sake.
+    fn note(&self, parts: &Parts) {
+        let known = Known {
+            paging: parts.special.paging(),
+            shared: msr::shared_addresses(&parts.msrs).map(Gpa).collect(),
+        };
+        self.shared.faults.note_vcpu(self.id, known);
+    }
+}
+
+fn memory_fault(page: RamPage, write: bool) -> Exit {
+    // For a marker KVM does not say what was tried; a read is the least that can be said.
+    let access = if write { Access::Write } else { Access::Read };
+    Exit::MemoryFault { page, access }
+}
+
+impl Vcpu for KvmVcpu {
+    fn id(&self) -> u32 {
+        self.id
+    }
+
+    fn run(&mut self) -> Result<Exit, MachineError> {
+        if self.kick.register_thread(&mut self.thread) {
+            self.shared.faults.note_run();
+        }
+        if let Some(exit) = self.put_off.pop_front() {
+            return Ok(exit);
+        }
+        loop {
+            if let Err(page) = self.unblock() {
+                return Ok(if self.kick.take() { Exit::Kicked } else { memory_fault(page, false) });
+            }
+            self.pending = false;
+            let result = signal::collect_sigbus(&self.poison, || self.kick.while_inside(|| sys::run(&self.fd)));
+            let exit = match (result, self.poison.take()) {
+                // An exit goes first: the marked page is touched again.
+                (Ok(()), _) => self.left()?,
+                (Err(_), Some(address)) => self.poisoned(address)?,
+                (Err(Errno::INTR | Errno::AGAIN), None) => self.kick.take().then_some(Exit::Kicked),
+                (Err(errno), None) => self.refused(errno)?,
+            };
+            if let Some(exit) = exit {
+                return Ok(exit);
+            }
+        }
+    }
+
+    fn kicker(&self) -> Arc<dyn Kicker> {
+        Arc::clone(&self.kick) as Arc<dyn Kicker>
+    }
+
+    fn save(&mut self) -> Result<VcpuState, MachineError> {
+        self.complete()?;
+        let mut parts = state::load(&self.fd, &self.shared, &self.cpuid)?;
+        parts.exits = self.put_off.iter().copied().collect();
+        Ok(parts.encode())
+    }
+
+    fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
+        let parts = Parts::decode(state).map_err(MachineError::BadState)?;
+        self.discard()?;
+        state::store(&self.fd, &self.shared, &self.cpuid, &parts)?;
+        self.note(&parts);
+        self.put_off.extend(&parts.exits);
+        self.cpuid = parts.cpuid;
+        Ok(())
+    }
+
+    fn set_start(&mut self, start: &StartState) -> Result<(), MachineError> {
+        self.discard()?;
+        start::set(&self.fd, &self.cpuid, start)?;
+        let parts = state::load(&self.fd, &self.shared, &self.cpuid)?;
+        self.note(&parts);
+        Ok(())
+    }
+
+    fn first_instruction(&self) -> Option<Instant> {
+        // KVM does not say when the guest was entered.
+        None
+    }
+}

@@ -1,0 +1,239 @@
+#![expect(unsafe_code, reason = "hands guest memory to KVM")]
+//! The VM: its slots, what its vCPUs share, and [`Machine`].
+
+use super::dirty::DirtyLog;
+use super::probe::{open, unavailable};
+use super::userfault::FaultPath;
+use super::vcpu::KvmVcpu;
+use super::{cpuid, msr, signal};
+use crate::{
+    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine,
+    RamLayout, RamRegion, Vcpu,
+};
+use kvm_bindings::{
+    CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
+    KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_cpuid_entry2, kvm_enable_cap, kvm_userspace_memory_region,
+};
+use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_userfault::PageBitmap;
+use std::io;
+use std::sync::{Arc, OnceLock};
+
+/// Three pages below the top of the hole that KVM takes on Intel hosts (`KVM_SET_TSS_ADDR`), and the page
+/// before them for its identity map. No RAM is ever there; see [`RamLayout`].
+const TSS_ADDRESS: usize = 0xfffb_d000;
+const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
+
+/// Whether the VM has interrupt controllers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Irqchip {
+    /// None: HLT leaves the guest, and nothing interrupts it.
+    #[default]
+    None,
+    /// KVM's PIC, IOAPIC and a LAPIC a vCPU. HLT waits in the kernel.
+    Kernel,
+}
+
+/// What this VM's kernel can do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Caps {
+    pub(super) sregs2: bool,
+    pub(super) xsave_bytes: usize,
+    pub(super) lapic: bool,
+    /// The CPU translates guest-physical addresses itself; without, KVM walks the guest's page tables.
+    pub(super) second_level_paging: bool,
+}
+
+/// What the VM and its vCPUs share. The descriptors of the vCPUs keep the VM alive in the kernel; this
+/// keeps the memory and the userfaultfd as long as any of them is there.
+pub(super) struct VmShared {
+    pub(super) vm: VmFd,
+    pub(super) ram: Arc<GuestRam>,
+    pub(super) vcpus: u32,
+    pub(super) caps: Caps,
+    pub(super) supported_cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) dirty: DirtyLog,
+    pub(super) faults: FaultPath,
+}
+
+/// The model-specific registers that travel on this host; see [`msr`].
+static MSRS: OnceLock<Vec<u32>> = OnceLock::new();
+
+impl VmShared {
+    /// The model-specific registers that travel on this host.
+    pub(super) fn msrs(&self) -> Result<&'static [u32], MachineError> {
+        MSRS.get().map(Vec::as_slice).ok_or(MachineError::WrongState("no vCPU was ever created here"))
+    }
+
+    /// Tells KVM of a region, with or without its dirty log.
+    pub(super) fn set_region(&self, region: &RamRegion, log: bool) -> Result<(), kvm_ioctls::Error> {
+        set_region(&self.vm, &self.ram, region, log)
+    }
+}
+
+fn set_region(vm: &VmFd, ram: &GuestRam, region: &RamRegion, log: bool) -> Result<(), kvm_ioctls::Error> {
+    let slot = kvm_userspace_memory_region {
+        slot: region.slot,
+        flags: if log { KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
+        guest_phys_addr: region.gfn.gpa().0,
+        memory_size: region.pages * PAGE_SIZE,
+        userspace_addr: ram.guest_hva(region.first).0,
+    };
+    // SAFETY: the range is the guest's mapping of that region, which lives as long as `VmShared` (and
+    // with it every vCPU), and to which Rust never holds a reference; slots do not overlap.
+    unsafe { vm.set_user_memory_region(slot) }
+}
+
+/// The VM without its vCPUs.
+struct KvmMachine(Arc<VmShared>);
+
+/// Creates a VM without interrupt controllers; see [`crate::create`].
+///
+/// # Errors
+/// When the sizes are out of range, or KVM cannot be used or refuses.
+pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    create_with(spec, Irqchip::None)
+}
+
+/// [`create`], with interrupt controllers or without. A vCPU's state moves only between machines that
+/// agree in this.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, MachineError> {
+    if !(1..=MAX_VCPUS).contains(&spec.vcpus) {
+        return Err(LayoutError::Vcpus(spec.vcpus).into());
+    }
+    let layout = RamLayout::for_memory(spec.memory_bytes)?;
+    let kvm = open(c"/dev/kvm")?;
+    let most = kvm.get_max_vcpus();
+    if spec.vcpus as usize > most {
+        return Err(MachineError::EngineUnavailable(format!(
+            "this host's KVM allows {most} vCPUs a VM, and {} were asked for",
+            spec.vcpus
+        )));
+    }
+    signal::install_handlers()?;
+    let shared = Arc::new(new_vm(&kvm, layout, spec.vcpus, irqchip)?);
+    let run_bytes = kvm.get_vcpu_mmap_size().map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
+    let mut vcpus: Vec<Box<dyn Vcpu>> = Vec::with_capacity(spec.vcpus as usize);
+    for id in 0..spec.vcpus {
+        let (fd, cpuid) = new_vcpu(&shared, id)?;
+        if MSRS.get().is_none() {
+            // Two first machines may both look; they find the same.
+            let _ = MSRS.set(msr::survey(&kvm, &fd)?);
+        }
+        vcpus.push(Box::new(KvmVcpu::new(fd, id, cpuid, Arc::clone(&shared), run_bytes)?));
+    }
+    Ok(NewMachine { machine: Arc::new(KvmMachine(shared)), vcpus })
+}
+
+fn new_vm(kvm: &Kvm, layout: RamLayout, vcpus: u32, irqchip: Irqchip) -> Result<VmShared, MachineError> {
+    let vm = kvm.create_vm().map_err(|e| unavailable("KVM refuses to create a VM", e))?;
+    vm.set_identity_map_address(IDENTITY_MAP_ADDRESS)
+        .map_err(|e| unavailable("KVM refuses the address of its identity map", e))?;
+    vm.set_tss_address(TSS_ADDRESS).map_err(|e| unavailable("KVM refuses the address of its TSS", e))?;
+    if irqchip == Irqchip::Kernel {
+        vm.create_irq_chip().map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
+    }
+    let offers = |cap: u32| vm.check_extension_raw(cap.into());
+    // Bit 0 of the answer: the log is cleared by a call of its own. "Initially set" is not used: every
+    // page would be dirty after the first harvest.
+    let manual = offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
+        && vm
+            .enable_cap(&kvm_enable_cap {
+                cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+                args: [KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(), 0, 0, 0],
+                ..Default::default()
+            })
+            .is_ok();
+    let caps = Caps {
+        sregs2: offers(KVM_CAP_SREGS2) > 0,
+        xsave_bytes: usize::try_from(offers(KVM_CAP_XSAVE2)).unwrap_or(0).max(super::sys::XSAVE_BASE_BYTES),
+        lapic: irqchip == Irqchip::Kernel,
+        second_level_paging: second_level_paging(),
+    };
+    let supported = kvm
+        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+        .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
+    let ram = Arc::new(GuestRam::new(layout)?);
+    for region in ram.layout().regions() {
+        set_region(&vm, &ram, region, false)
+            .map_err(|e| MachineError::os("KVM refuses a memory slot", io::Error::from_raw_os_error(e.errno())))?;
+    }
+    let dirty = DirtyLog::new(manual, ram.pages());
+    let faults = FaultPath::new();
+    let supported_cpuid = supported.as_slice().to_vec();
+    Ok(VmShared { vm, ram, vcpus, caps, supported_cpuid, dirty, faults })
+}
+
+fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>), MachineError> {
+    let fd = shared.vm.create_vcpu(id.into()).map_err(|e| unavailable("KVM refuses to create a vCPU", e))?;
+    let entries = cpuid::for_vcpu(&shared.supported_cpuid, id);
+    let wanted = CpuId::from_entries(&entries).expect("as many leaves as KVM gave");
+    fd.set_cpuid2(&wanted).map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
+    Ok((fd, entries))
+}
+
+/// Whether the host's KVM uses EPT or NPT. Anything that cannot be read counts as no, which is safe.
+fn second_level_paging() -> bool {
+    ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"].iter().any(|parameter| {
+        std::fs::read_to_string(format!("/sys/module/{parameter}"))
+            .is_ok_and(|text| matches!(text.trim(), "Y" | "1"))
+    })
+}
+
+impl Machine for KvmMachine {
+    fn engine(&self) -> Engine {
+        Engine::Kvm
+    }
+
+    fn ram(&self) -> &Arc<GuestRam> {
+        &self.0.ram
+    }
+
+    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
+        self.0.dirty.switch(&self.0, on)
+    }
+
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        self.0.dirty.harvest(&self.0, dirty, rearm)
+    }
+
+    fn deliveries(&self) -> Vec<Delivery> {
+        super::userfault::deliveries()
+    }
+
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        delivery: Delivery,
+    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
+        super::userfault::arm(&self.0, missing, delivery).map(Some)
+    }
+
+    fn receives_in_place(&self) -> bool {
+        self.0.faults.armed().is_none_or(|armed| armed.delivery != Delivery::Missing)
+    }
+
+    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        self.0.faults.install(&self.0.ram, first, pages)
+    }
+
+    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
+        self.0.faults.install_copy(&self.0.ram, page, bytes)
+    }
+
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.0.faults.begin_postcopy(&self.0.ram)
+    }
+
+    fn assist_postcopy(&self, stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
+        super::poison::assist(&self.0, stop)
+    }
+
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        self.0.faults.disarm(&self.0.ram)
+    }
+}

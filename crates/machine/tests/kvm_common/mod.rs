@@ -1,0 +1,134 @@
+//! What the tests of the KVM engine share: a guest in ring 3 over flat tables, and limits on waiting.
+#![expect(dead_code, reason = "each test file uses its part")]
+
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_machine::{DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, StartState, Vcpu, kvm};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Where each program is put, its tables (pages 1 to 4) below.
+pub(crate) const CODE: RamPage = RamPage(5);
+/// The first page that no program and no table uses.
+pub(crate) const DATA: RamPage = RamPage(16);
+
+/// Whether a test that needs `word` cannot run here; prints why, or panics where it is required.
+pub(crate) fn skip(word: &str, why: &str) -> bool {
+    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+    assert!(!required.split(',').any(|w| w == word), "{word} is required: {why}");
+    println!("SKIPPED: {why}");
+    true
+}
+
+/// Whether there is no KVM here.
+pub(crate) fn no_kvm() -> bool {
+    kvm::probe_vm().err().is_some_and(|why| skip("kvm", &why.to_string()))
+}
+
+/// A machine with flat tables: the first GiB, and the doorbell's 2 MiB, at their own addresses.
+pub(crate) fn machine(vcpus: u32, pages: u64) -> NewMachine {
+    machine_with(vcpus, pages, kvm::Irqchip::None)
+}
+
+/// [`machine`], with interrupt controllers or without.
+pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> NewMachine {
+    let spec = MachineSpec { vcpus, memory_bytes: pages * PAGE_SIZE };
+    let new = kvm::create_with(spec, irqchip).unwrap();
+    write_tables(new.machine.ram());
+    new
+}
+
+/// Tables in pages 1 to 4, accessed and dirty.
+pub(crate) fn write_tables(ram: &GuestRam) {
+    const TABLE: u64 = 0x67;
+    const LARGE: u64 = 0xe7;
+    let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    entry(1, 0, 0x2000 | TABLE);
+    entry(2, 0, 0x3000 | TABLE);
+    entry(2, 3, 0x4000 | TABLE);
+    for index in 0..512 {
+        entry(3, index, (index << 21) | LARGE);
+    }
+    let doorbell = DOORBELL_GPA.0;
+    entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
+}
+
+/// Puts `code` at [`CODE`] + `slot` pages and has `vcpu` start there with `args`.
+pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8], args: [u64; 2]) {
+    let page = RamPage(CODE.0 + slot);
+    ram.write_at(page, 0, code);
+    let start = StartState { entry: page.byte_offset(), stack: 0xf000, args, tables: Gpa(0x1000) };
+    vcpu.set_start(&start).unwrap();
+}
+
+/// Kicks a vCPU again and again once a limit has passed, so that no test hangs.
+pub(crate) struct Watchdog {
+    done: Arc<AtomicBool>,
+    fired: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watchdog {
+    pub(crate) fn new(kicker: Arc<dyn Kicker>, limit: Duration) -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        let fired = Arc::new(AtomicBool::new(false));
+        let thread = std::thread::spawn({
+            let (done, fired) = (Arc::clone(&done), Arc::clone(&fired));
+            move || {
+                let end = Instant::now() + limit;
+                while !done.load(Ordering::Acquire) {
+                    if Instant::now() > end {
+                        fired.store(true, Ordering::Release);
+                        kicker.kick();
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        });
+        Self { done, fired, thread: Some(thread) }
+    }
+
+    pub(crate) fn fired(&self) -> bool {
+        self.fired.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::Release);
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Runs until the vCPU leaves; fails the test after ten seconds.
+pub(crate) fn run(vcpu: &mut dyn Vcpu) -> Exit {
+    let watchdog = Watchdog::new(vcpu.kicker(), Duration::from_secs(10));
+    let exit = vcpu.run().unwrap();
+    assert!(!watchdog.fired(), "the guest did not leave within 10 s");
+    exit
+}
+
+/// The value of an eight-byte store to the doorbell.
+pub(crate) fn rung(exit: Exit) -> u64 {
+    match exit {
+        Exit::MmioWrite { gpa, value, size: 8 } if gpa == DOORBELL_GPA => value,
+        other => panic!("{other:?} is no ring of the doorbell"),
+    }
+}
+
+/// Waits until `condition`, at most ten seconds.
+pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(10);
+    while !condition() {
+        assert!(Instant::now() < end, "{what} did not come within 10 s");
+        std::thread::yield_now();
+    }
+}
+
+/// The `index`th word of a page.
+pub(crate) fn word(ram: &GuestRam, page: RamPage, index: usize) -> u64 {
+    let mut bytes = [0; PAGE_SIZE as usize];
+    ram.read(page, &mut bytes);
+    u64::from_le_bytes(std::array::from_fn(|i| bytes[index * 8 + i]))
+}
