@@ -114,7 +114,7 @@ fn no_kick_is_lost_however_it_races_the_entry() {
     if no_kvm() {
         return;
     }
-    const KICKS: u64 = 5000;
+    const KICKS: u64 = 3000;
     let new = machine(1, 64);
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
     start(new.machine.ram(), vcpu.as_mut(), 0, &SPIN, [DATA.byte_offset(), 0]);
@@ -175,7 +175,7 @@ fn kicks_of_several_threads_at_once_each_get_an_exit_behind_them() {
         .map(|_| {
             let (exits, stop, kicker) = (Arc::clone(&exits), Arc::clone(&stop), Arc::clone(&kicker));
             std::thread::spawn(move || {
-                for _ in 0..1000 {
+                for _ in 0..400 {
                     let before = exits.load(Ordering::Acquire);
                     kicker.kick();
                     wait_until("the exit of a kick", || exits.load(Ordering::Acquire) > before);
