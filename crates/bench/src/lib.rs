@@ -1,0 +1,1 @@
+//! How fast is it, beside its floor and its peers, in one run?

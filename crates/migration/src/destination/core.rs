@@ -1,0 +1,259 @@
+#![expect(unsafe_code, reason = "copies verified bytes into missing guest pages")]
+//! What the threads of a receiving VM share: the vCPUs that wait, the fault thread, the stream's reader.
+//!
+//! **Guarantee.** A page's bytes are verified before anyone can see them; each page is put in place at
+//! most once, by one thread; a waiting vCPU goes on as soon as its page is there, whoever brought it.
+//!
+//! **Mechanism.** The page states are the one truth. Before a byte of a page is written, the writer takes
+//! the page's `placing` bit: a second writer of the same page, which only a broken peer brings about, is
+//! refused before it can touch memory. Then bytes, verification, `Machine::install`, `PageStates::arrive`
+//! (release), and a wake of those who sleep until this page ([`Waiters`]).
+//!
+//! Replies on the urgent connection are read by whoever waits and finds nobody reading (`urgent` is a
+//! mutex that is only ever tried): a vCPU that waits alone reads its own reply, and no other thread has
+//! to be woken between the fault and the guest.
+
+use super::stalls::Stalls;
+use super::urgent::UrgentReader;
+use super::waiters::Waiters;
+use crate::error::MigrationError;
+use crate::link::UrgentLink;
+use crate::wire::{PAGE_BYTES, UrgentMessage, WireError};
+use pageferry_addr::RamPage;
+use pageferry_machine::Machine;
+use pageferry_userfault::{PageBitmap, PageStates};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
+use std::thread::Thread;
+use std::time::Duration;
+
+/// The longest sleep of a waiter before it looks around again: a net under the wake-ups, and the bound
+/// on how late a soft vCPU that waits for a page notices a pause.
+const NAP: Duration = Duration::from_millis(5);
+
+/// The shared part of a receiving VM.
+pub(super) struct Core {
+    pub(super) machine: Arc<dyn Machine>,
+    pub(super) states: PageStates,
+    pub(super) link: UrgentLink,
+    pub(super) stalls: Stalls,
+    placing: PageBitmap,
+    urgent: Mutex<UrgentReader>,
+    waiters: Waiters,
+    threads: Box<[OnceLock<Thread>]>,
+    /// Who sleeps on the urgent connection itself, by slot + 1; 0 for nobody.
+    reader: AtomicU64,
+    bell: OwnedFd,
+    failed: AtomicBool,
+    failure: Mutex<Option<MigrationError>>,
+    /// Pages that came on the urgent connection.
+    pub(super) urgent_pages: AtomicU64,
+}
+
+impl Core {
+    pub(super) fn new(
+        machine: Arc<dyn Machine>,
+        missing: Arc<PageBitmap>,
+        link: UrgentLink,
+        vcpus: usize,
+    ) -> Result<Self, MigrationError> {
+        let pages = machine.ram().pages();
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| MigrationError::os("cannot create an eventfd", e))?;
+        Ok(Self {
+            machine,
+            states: PageStates::new(missing),
+            stalls: Stalls::new(vcpus),
+            placing: PageBitmap::new(pages as usize),
+            urgent: Mutex::new(UrgentReader::new(pages)),
+            waiters: Waiters::new(vcpus),
+            threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
+            reader: AtomicU64::new(0),
+            bell,
+            failed: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            urgent_pages: AtomicU64::new(0),
+            link,
+        })
+    }
+
+    /// Ends the migration with `error`; the first error counts.
+    pub(super) fn fail(&self, error: MigrationError) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.failed.store(true, Ordering::Release);
+        self.wake_all();
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire)
+    }
+
+    pub(super) fn take_failure(&self) -> Option<MigrationError> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Asks the source for `page`. One write, no lock; at most one request a vCPU and one a fault event
+    /// are under way at a time, which the socket's buffer always has room for.
+    pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
+        self.link.send_small(&UrgentMessage::request(page))
+    }
+
+    /// Takes the right to place `pages` pages from `first`.
+    pub(super) fn begin_placing(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
+        let range = first.index()..(first.0 + pages) as usize;
+        let missing = self.states.missing().count_range(range.clone());
+        if missing as u64 == pages && self.placing.set_range(range) as u64 == pages {
+            return Ok(());
+        }
+        Err(MigrationError::Peer(format!(
+            "it sent page {first} (or one of the {pages} from there) that was not missing, or sent it twice"
+        )))
+    }
+
+    /// The bytes of the pages are in place and verified, and the vCPUs may have them.
+    pub(super) fn arrived(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
+        self.machine.install(first, pages)?;
+        self.made_present(first, pages);
+        Ok(())
+    }
+
+    /// The pages were installed: tells the bitmap and the waiters.
+    pub(super) fn made_present(&self, first: RamPage, pages: u64) {
+        // Who waits is found by the waiters' own table: it knows sleepers, and a spinner needs no wake.
+        let _ = self.states.arrive(first, pages as usize);
+        self.stalls.close(first, pages);
+        self.waiters.arrived(first.0..first.0 + pages, |slot| self.wake(slot));
+    }
+
+    /// Maps every page of `range` (RAM indices) that is present.
+    pub(super) fn install_present(&self, range: std::ops::Range<u64>) -> Result<(), MigrationError> {
+        let missing = self.states.missing();
+        let end = range.end as usize;
+        let mut at = range.start as usize;
+        while let Some(start) = missing.next_clear(at).filter(|start| *start < end) {
+            at = missing.next_set(start).unwrap_or(end).min(end);
+            self.machine.install(RamPage(start as u64), (at - start) as u64)?;
+        }
+        Ok(())
+    }
+
+    /// Places one page that came with its bytes on the urgent connection.
+    fn place_urgent(&self, message: &UrgentMessage, bytes: Option<&[u8; PAGE_BYTES]>) -> Result<(), MigrationError> {
+        const ZERO: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+        if let Some(bytes) = bytes {
+            message.verify_page(bytes)?;
+        }
+        self.begin_placing(message.page, 1)?;
+        let bytes = bytes.unwrap_or(&ZERO);
+        if self.machine.receives_in_place() {
+            let to = self.machine.ram().alias(message.page, 1);
+            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer. Nobody else
+            // reads or writes them now: the page is missing, so vCPUs do not reach it, and its `placing`
+            // bit is ours.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES) };
+            self.arrived(message.page, 1)?;
+        } else {
+            self.machine.install_copy(message.page, bytes)?;
+            self.made_present(message.page, 1);
+        }
+        self.urgent_pages.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Reads replies that are there, if nobody else does. Returns how many pages came.
+    pub(super) fn pump(&self) -> Result<usize, MigrationError> {
+        let mut reader = match self.urgent.try_lock() {
+            Ok(reader) => reader,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(0),
+        };
+        reader.pump(&self.link, |message, bytes| self.place_urgent(message, bytes))
+    }
+
+    /// Names the calling thread the owner of `slot`, to be woken.
+    pub(super) fn register(&self, slot: usize) {
+        self.threads[slot].get_or_init(std::thread::current);
+    }
+
+    fn wake(&self, slot: usize) {
+        if self.reader.load(Ordering::SeqCst) == slot as u64 + 1 {
+            self.ring();
+        }
+        if let Some(thread) = self.threads[slot].get() {
+            thread.unpark();
+        }
+    }
+
+    fn ring(&self) {
+        // An eventfd that is full is as readable as it can be.
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+    }
+
+    /// Makes all sleepers look around: a pause, a failure, the end.
+    pub(super) fn wake_all(&self) {
+        self.ring();
+        for thread in self.threads.iter().filter_map(OnceLock::get) {
+            thread.unpark();
+        }
+    }
+
+    /// Sleeps on behalf of a vCPU until `page` may have arrived, a reply may be there to be read, or a
+    /// while is over. `ready` is looked at once more before sleeping.
+    pub(super) fn sleep(&self, vcpu: usize, page: RamPage, ready: impl Fn() -> bool) -> Result<(), MigrationError> {
+        self.waiters.announce(vcpu, page.0);
+        let me = vcpu as u64 + 1;
+        // One of the sleepers watches the connection, the others wait to be woken.
+        let reads = self.reader.compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let slept = if ready() {
+            Ok(())
+        } else if reads {
+            self.poll(self.bell.as_fd())
+        } else {
+            std::thread::park_timeout(NAP);
+            Ok(())
+        };
+        self.waiters.withdraw(vcpu);
+        if reads {
+            // Emptied by the one who is rung for, so that nobody else takes its ring.
+            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+            self.reader.store(0, Ordering::SeqCst);
+            // Whoever still sleeps may have to watch the connection now.
+            if let Some((heir, _)) = self.waiters.asleep().next() {
+                self.wake(heir);
+            }
+        }
+        slept
+    }
+
+    /// Sleeps until `also` or the urgent connection is readable, or a while is over.
+    pub(super) fn poll(&self, also: BorrowedFd<'_>) -> Result<(), MigrationError> {
+        let mut fds = [
+            PollFd::from_borrowed_fd(also, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN),
+        ];
+        let nap = Timespec {
+            tv_sec: 0,
+            tv_nsec: NAP.subsec_nanos().into(),
+        };
+        match poll(&mut fds, Some(&nap)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(e) => Err(MigrationError::os("cannot wait for pages", e)),
+        }
+    }
+
+    /// How many pages are missing.
+    pub(super) fn missing(&self) -> u64 {
+        self.states.missing().count() as u64
+    }
+}
+
+/// A reply that is none of the kinds a source sends.
+pub(super) fn not_a_reply(kind: u8) -> MigrationError {
+    MigrationError::Wire(WireError::BadField {
+        what: "urgent reply",
+        field: "kind",
+        value: kind.into(),
+    })
+}

@@ -1,0 +1,309 @@
+//! The destination: the process a VM comes to.
+//!
+//! **Guarantee.** No vCPU sees a page before its right bytes are there. Until the source has answered that
+//! it will never resume the guest, a lost connection discards what is here; after that, a lost connection
+//! pauses the VM, with a clear error, and never lets it go on with wrong pages (recovery is not there yet).
+//!
+//! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer; the caller builds
+//! such a machine; [`Incoming::receive`] fills it, starts it at switch-over and returns when every page is
+//! here and both ends have said so. In post-copy the calling thread receives the background push
+//! ([`place`]), vCPUs fetch their own pages ([`resolver`]), and, where the delivery uses a userfaultfd, a
+//! fault thread serves it ([`faults`]). All share [`core`].
+
+mod config;
+mod core;
+mod faults;
+mod place;
+mod resolver;
+mod running;
+mod stalls;
+mod urgent;
+pub mod waiters;
+
+pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
+pub use resolver::Resolver;
+pub use stalls::new_histogram;
+
+use self::core::Core;
+use self::place::Placer;
+use crate::channel::Listener;
+use crate::clock::monotonic_ns;
+use crate::error::MigrationError;
+use crate::handshake::Stranger;
+use crate::link::{Received, SWITCH_OVER_SPIN_MICROS, StreamLink, UrgentLink};
+use crate::phase::{Observer, Phase};
+use crate::report::{DestinationReport, PageCounts, PhaseStart};
+use crate::source::RunningVm;
+use crate::wire::{ErrorCode, Frame, Setup, SwitchOver};
+use pageferry_machine::{Delivery, FaultEvents, VcpuState};
+use pageferry_userfault::PageBitmap;
+use std::sync::Arc;
+
+/// A source that has connected and offers a VM.
+pub struct Incoming {
+    link: StreamLink,
+    /// Taken by switch-over.
+    urgent: Option<UrgentLink>,
+    offer: Offer,
+    setup: Setup,
+    config: DestinationConfig,
+    began_ns: u64,
+}
+
+/// Everything that switch-over leaves behind.
+struct Started {
+    core: Arc<Core>,
+    events: Option<Box<dyn FaultEvents>>,
+    delivery: Delivery,
+    missing_at_start: u64,
+    precopy: (u64, u64),
+}
+
+impl Incoming {
+    /// Waits for a source and its offer until `stop` says otherwise. Strangers who connect meanwhile are
+    /// refused, do no harm, and are told to `stranger`.
+    ///
+    /// # Errors
+    /// [`MigrationError::Cancelled`] when `stop` returned true; otherwise what the source did wrong, or
+    /// what the host refused.
+    pub fn accept(
+        listener: &Listener,
+        config: DestinationConfig,
+        stop: &dyn Fn() -> bool,
+        stranger: &mut dyn FnMut(&Stranger),
+    ) -> Result<Self, MigrationError> {
+        let (mut link, urgent) = StreamLink::accept(listener, stop, stranger)?;
+        let began_ns = monotonic_ns();
+        let setup = match link.receive(config.handshake_limit, stop)? {
+            Frame::Setup(setup) => setup,
+            other => return Err(link.unexpected("Setup", &other)),
+        };
+        link.set_memory_pages(setup.memory_pages());
+        let offer = Offer {
+            engine: crate::link::machine_engine(setup.engine),
+            vcpus: setup.vcpus,
+            memory_bytes: setup.memory_bytes,
+            guest: setup.description.clone(),
+        };
+        Ok(Self {
+            link,
+            urgent: Some(urgent),
+            offer,
+            setup,
+            config,
+            began_ns,
+        })
+    }
+
+    /// The VM that is offered.
+    #[must_use]
+    pub fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// Refuses the offer; `message` is told to the source, whose VM runs on.
+    pub fn refuse(mut self, message: &str) {
+        self.link.say(ErrorCode::SetupRefused, message);
+        self.link.close_after_word();
+    }
+
+    /// Receives the VM into `vm`, a machine of the offered size whose vCPUs have never run and whose
+    /// hooks forward to `resolver`. `stop` ends it before switch-over.
+    ///
+    /// # Errors
+    /// [`DestinationFailure`] says where the VM is.
+    pub fn receive(
+        mut self,
+        vm: &RunningVm<'_>,
+        resolver: &Arc<Resolver>,
+        stop: &dyn Fn() -> bool,
+        observer: &dyn Observer,
+    ) -> Result<DestinationReport, DestinationFailure> {
+        observer.phase(Phase::Setup);
+        let mut phases = vec![PhaseStart {
+            phase: Phase::Setup,
+            at_ns: self.began_ns,
+        }];
+        let ram = Arc::clone(vm.machine.ram());
+        let mut placer = Placer::new(&ram, self.config.silence_limit);
+        let discarded = |error| DestinationFailure {
+            vm: DestinationVm::Discarded,
+            error,
+        };
+        let started = match self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases) {
+            Ok(started) => started,
+            Err(error) => {
+                self.say_why(&error);
+                observer.phase(Phase::Failed);
+                return Err(discarded(error));
+            }
+        };
+        let running = running::Running {
+            vm,
+            started,
+            link: self.link,
+            config: &self.config,
+            observer,
+            phases,
+            started_ns: 0,
+        };
+        running.receive_rest(&mut placer)
+    }
+
+    fn say_why(&mut self, error: &MigrationError) {
+        if matches!(error, MigrationError::Cancelled) {
+            self.link.say_cancel();
+        } else {
+            self.link.say_error(error.wire_code(), error);
+        }
+        self.link.close_after_word();
+    }
+
+    /// Everything up to the moment before vCPUs run: can be discarded.
+    fn until_start(
+        &mut self,
+        vm: &RunningVm<'_>,
+        resolver: &Resolver,
+        placer: &mut Placer<'_>,
+        stop: &dyn Fn() -> bool,
+        observer: &dyn Observer,
+        phases: &mut Vec<PhaseStart>,
+    ) -> Result<Started, MigrationError> {
+        self.check_fits(vm)?;
+        let machine = vm.machine;
+        let delivery = match self.config.delivery {
+            Some(delivery) => delivery,
+            None => *machine
+                .deliveries()
+                .first()
+                .ok_or_else(|| MigrationError::Internal("the machine delivers no faults".into()))?,
+        };
+        let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
+        let events = machine.arm_userfault(Arc::clone(&missing), delivery)?;
+        if self.config.allocate {
+            let total = machine.ram().pages();
+            machine.ram().allocate(&mut |done| {
+                observer.progress(Phase::Setup, done, total);
+                !stop()
+            })?;
+        }
+        self.link.send(&Frame::SetupAck)?;
+        self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
+
+        let enter = |phases: &mut Vec<PhaseStart>, phase| {
+            phases.push(PhaseStart {
+                phase,
+                at_ns: monotonic_ns(),
+            });
+            observer.phase(phase);
+        };
+        let mut counts = (0, 0);
+        let mut states: Vec<Option<VcpuState>> = vec![None; vm.threads.count()];
+        let mut pass = 0;
+        let mut pass_pages = 0;
+        let switch_over = loop {
+            match self.link.receive_any(self.config.silence_limit, stop)? {
+                Received::Pages(header) => {
+                    if pass == 0 {
+                        pass = 1;
+                        enter(phases, Phase::Precopy { pass });
+                    }
+                    placer.precopy(&mut self.link, &header)?;
+                    let (data, zero) = placer.take_counts();
+                    counts = (counts.0 + data, counts.1 + zero);
+                    pass_pages += data + zero;
+                    observer.progress(Phase::Precopy { pass }, pass_pages, machine.ram().pages());
+                }
+                Received::Frame(Frame::PassEnd(ended)) => {
+                    if ended.pages != pass_pages {
+                        return Err(MigrationError::Peer(format!(
+                            "it ended a pass of {} pages after {pass_pages}",
+                            ended.pages
+                        )));
+                    }
+                    pass_pages = 0;
+                    pass = ended.pass.saturating_add(1);
+                    self.link.send(&Frame::PassAck(ended))?;
+                }
+                Received::Frame(Frame::MissingBitmap(bitmap)) => {
+                    for (offset, word) in bitmap.words.iter().enumerate() {
+                        missing.or_word(bitmap.first_word as usize + offset, *word);
+                    }
+                }
+                Received::Frame(Frame::VcpuState(state)) => {
+                    let slot = states.get_mut(state.vcpu as usize).filter(|slot| slot.is_none());
+                    *slot.ok_or_else(|| MigrationError::Peer(format!("it sent a state of vCPU {} it should not", state.vcpu)))? =
+                        Some(VcpuState(state.state));
+                }
+                Received::Frame(Frame::SwitchOver(switch_over)) => break switch_over,
+                Received::Frame(other) => return Err(self.link.unexpected("SwitchOver", &other)),
+            }
+        };
+        enter(phases, Phase::SwitchOver);
+        let states = complete(&switch_over, states, &missing)?;
+        machine.begin_postcopy()?;
+        let urgent = self.urgent.take().ok_or_else(|| MigrationError::Internal("switched over twice".into()))?;
+        let core = Arc::new(Core::new(Arc::clone(machine), missing, urgent, vm.threads.count())?);
+        resolver.attach(Arc::clone(&core))?;
+        vm.threads.restore(&states)?;
+        Ok(Started {
+            core,
+            events,
+            delivery,
+            missing_at_start: switch_over.missing_pages,
+            precopy: counts,
+        })
+    }
+
+    fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {
+        let layout = vm.machine.ram().layout();
+        let same_regions = self.setup.regions.len() == layout.regions().len()
+            && self.setup.regions.iter().zip(layout.regions()).all(|(theirs, ours)| {
+                (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
+            });
+        let mismatch = if self.offer.engine != vm.machine.engine() {
+            format!("it runs on engine {}, this machine on {}", self.offer.engine, vm.machine.engine())
+        } else if self.setup.state_format != crate::STATE_FORMAT {
+            format!("its states have format {}, known here is {}", self.setup.state_format, crate::STATE_FORMAT)
+        } else if self.offer.vcpus as usize != vm.threads.count() {
+            format!("it has {} vCPUs, this machine {}", self.offer.vcpus, vm.threads.count())
+        } else if self.offer.memory_bytes != layout.bytes() {
+            format!("it has {} bytes of memory, this machine {}", self.offer.memory_bytes, layout.bytes())
+        } else if !same_regions {
+            "its memory lies elsewhere in guest-physical address space".into()
+        } else {
+            return Ok(());
+        };
+        Err(MigrationError::Mismatch(format!("the offered VM does not fit: {mismatch}")))
+    }
+}
+
+/// Checks that switch-over brought all it announces.
+fn complete(
+    announced: &SwitchOver,
+    states: Vec<Option<VcpuState>>,
+    missing: &PageBitmap,
+) -> Result<Vec<VcpuState>, MigrationError> {
+    let found = missing.count() as u64;
+    if found != announced.missing_pages {
+        return Err(MigrationError::Peer(format!(
+            "it announced {} missing pages and named {found}",
+            announced.missing_pages
+        )));
+    }
+    let vcpus = states.len();
+    let states: Vec<VcpuState> = states.into_iter().flatten().collect();
+    if states.len() != vcpus || announced.vcpus as usize != vcpus {
+        return Err(MigrationError::Peer(format!("it sent {} states for {vcpus} vCPUs", states.len())));
+    }
+    Ok(states)
+}
+
+fn page_counts(precopy: (u64, u64), urgent: u64, background: (u64, u64)) -> PageCounts {
+    PageCounts {
+        precopy: precopy.0,
+        urgent,
+        background: background.0,
+        zero: precopy.1 + background.1,
+    }
+}

@@ -1,0 +1,158 @@
+//! How long vCPUs were held up, recorded without a lock that two vCPUs share.
+
+use crate::clock::monotonic_ns;
+use crate::report::{DestinationReport, FaultRecord};
+use crate::sync::{AtomicU64, Ordering};
+use hdrhistogram::Histogram;
+use pageferry_addr::RamPage;
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Longest stall told apart: 1000 s, in nanoseconds; longer ones count as this.
+const MAX_STALL_NS: u64 = 1_000_000_000_000;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An empty histogram of stalls in nanoseconds, three significant digits.
+///
+/// # Panics
+/// Never: the bounds are valid.
+#[must_use]
+pub fn new_histogram() -> Histogram<u64> {
+    Histogram::new_with_bounds(1, MAX_STALL_NS, 3).expect("1 to 10^12 with 3 digits is valid")
+}
+
+#[derive(Debug)]
+struct Ledger {
+    stalls: Histogram<u64>,
+    faults: Vec<FaultRecord>,
+    limit: usize,
+}
+
+impl Ledger {
+    fn add(&mut self, record: FaultRecord) {
+        self.stalls.saturating_record(record.stall_ns.max(1));
+        if self.faults.len() < self.limit {
+            self.faults.push(record);
+        }
+    }
+}
+
+/// The stalls of one migration.
+#[derive(Debug)]
+pub(crate) struct Stalls {
+    /// One a vCPU, locked by its thread only until the end, and a last one for the fault thread.
+    ledgers: Vec<Mutex<Ledger>>,
+    /// Faults that a userfaultfd event began and an arrival will end: page -> when it began.
+    open: Mutex<HashMap<u64, u64>>,
+    /// How many are open, so that arrivals need not lock when there are none.
+    open_count: AtomicU64,
+    first: Mutex<Vec<FaultRecord>>,
+    first_left: AtomicU64,
+    local: AtomicU64,
+}
+
+impl Stalls {
+    pub(crate) fn new(vcpus: usize) -> Self {
+        let limit = DestinationReport::MAX_FAULT_RECORDS / (vcpus + 1);
+        let ledger = || {
+            Mutex::new(Ledger {
+                stalls: new_histogram(),
+                faults: Vec::new(),
+                limit,
+            })
+        };
+        Self {
+            ledgers: (0..=vcpus).map(|_| ledger()).collect(),
+            open: Mutex::default(),
+            open_count: AtomicU64::new(0),
+            first: Mutex::default(),
+            first_left: AtomicU64::new(DestinationReport::MAX_FIRST_FAULTS as u64),
+            local: AtomicU64::new(0),
+        }
+    }
+
+    /// Notes a fault of any kind while the first ones are collected.
+    pub(crate) fn note_first(&self, at_ns: u64, page: RamPage, vcpu: Option<u32>) {
+        if self.first_left.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut first = lock(&self.first);
+        if first.len() < DestinationReport::MAX_FIRST_FAULTS {
+            first.push(FaultRecord {
+                at_ns,
+                stall_ns: 0,
+                page,
+                vcpu,
+            });
+            let left = DestinationReport::MAX_FIRST_FAULTS - first.len();
+            self.first_left.store(left as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// A fault on a page that was present and only not mapped.
+    pub(crate) fn local(&self) {
+        self.local.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A vCPU waited for `page` from `at_ns` until now.
+    pub(crate) fn vcpu_waited(&self, vcpu: u32, page: RamPage, at_ns: u64) {
+        let stall_ns = monotonic_ns().saturating_sub(at_ns);
+        lock(&self.ledgers[vcpu as usize]).add(FaultRecord {
+            at_ns,
+            stall_ns,
+            page,
+            vcpu: Some(vcpu),
+        });
+    }
+
+    /// Some thread sleeps in the kernel until `page` arrives. Call before its missing bit is tested.
+    pub(crate) fn open(&self, page: RamPage, at_ns: u64) {
+        let mut open = lock(&self.open);
+        open.entry(page.0).or_insert(at_ns);
+        self.open_count.store(open.len() as u64, Ordering::SeqCst);
+    }
+
+    /// `pages` pages from `first` arrived and were made present.
+    pub(crate) fn close(&self, first: RamPage, pages: u64) {
+        if self.open_count.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let now = monotonic_ns();
+        let mut open = lock(&self.open);
+        for page in first.0..first.0 + pages {
+            if let Some(at_ns) = open.remove(&page) {
+                let last = self.ledgers.len() - 1;
+                lock(&self.ledgers[last]).add(FaultRecord {
+                    at_ns,
+                    stall_ns: now.saturating_sub(at_ns),
+                    page: RamPage(page),
+                    vcpu: None,
+                });
+            }
+        }
+        self.open_count.store(open.len() as u64, Ordering::SeqCst);
+    }
+
+    /// Forgets an open fault that turned out to need no page.
+    pub(crate) fn cancel(&self, page: RamPage) {
+        let mut open = lock(&self.open);
+        open.remove(&page.0);
+        self.open_count.store(open.len() as u64, Ordering::SeqCst);
+    }
+
+    /// All of it: the histogram, the records, the first faults, the number of local faults.
+    pub(crate) fn collect(&self) -> (Histogram<u64>, Vec<FaultRecord>, Vec<FaultRecord>, u64) {
+        let mut stalls = new_histogram();
+        let mut faults = Vec::new();
+        for ledger in &self.ledgers {
+            let ledger = lock(ledger);
+            stalls.add(&ledger.stalls).expect("both have the same bounds");
+            faults.extend_from_slice(&ledger.faults);
+        }
+        faults.sort_unstable_by_key(|f| f.at_ns);
+        (stalls, faults, lock(&self.first).clone(), self.local.load(Ordering::Relaxed))
+    }
+}

@@ -1,0 +1,93 @@
+//! Who sleeps until which page arrives.
+//!
+//! **Guarantee.** A thread that announced its page, then found the page still missing, then slept, is
+//! woken when the page arrives; one who brings pages while nobody sleeps pays one fence and one load.
+//!
+//! **Mechanism.** Store-buffering with a full fence on both sides. The sleeper: (1) writes its page into
+//! its slot and counts itself, (2) fence, (3) tests the missing bit, (4) sleeps. The bringer: (a) clears
+//! the missing bit, (b) fence, (c) reads the count and, if it is not zero, the slots. Either (3) sees (a),
+//! and the sleeper does not sleep; or (c) sees (1), and the bringer wakes it. Both missing each other is
+//! what the two fences rule out (`tests/loom.rs` removes either to show it).
+//!
+//! Sleeping and waking itself is the caller's: a wake may come before the sleep, so it must be of a kind
+//! that is kept (`Thread::unpark`, an eventfd).
+
+use crate::sync::{AtomicU64, AtomicUsize, Ordering, fence};
+use std::ops::Range;
+
+/// A slot that waits for nothing.
+const NOBODY: u64 = u64::MAX;
+
+/// One slot for each thread that may sleep.
+#[derive(Debug)]
+pub struct Waiters {
+    sleepers: AtomicUsize,
+    slots: Box<[AtomicU64]>,
+}
+
+impl Waiters {
+    /// A table of `slots` slots, nobody sleeping.
+    #[must_use]
+    pub fn new(slots: usize) -> Self {
+        Self {
+            sleepers: AtomicUsize::new(0),
+            slots: (0..slots).map(|_| AtomicU64::new(NOBODY)).collect(),
+        }
+    }
+
+    /// Says that the owner of `slot` is about to sleep until `page` arrives. It must test the page's
+    /// missing bit after this call and before it sleeps, and call [`Waiters::withdraw`] afterwards.
+    pub fn announce(&self, slot: usize, page: u64) {
+        self.slots[slot].store(page, Ordering::Relaxed);
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The owner of `slot` sleeps no more.
+    pub fn withdraw(&self, slot: usize) {
+        self.slots[slot].store(NOBODY, Ordering::Relaxed);
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Calls `wake` with each slot whose owner may sleep until one of `pages`. To be called after the
+    /// pages' missing bits were cleared.
+    pub fn arrived(&self, pages: Range<u64>, wake: impl FnMut(usize)) {
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) != 0 {
+            self.asleep().filter(|(_, page)| pages.contains(page)).map(|(slot, _)| slot).for_each(wake);
+        }
+    }
+
+    /// The slots whose owners may sleep now, with their pages.
+    pub fn asleep(&self) -> impl Iterator<Item = (usize, u64)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .map(|(slot, page)| (slot, page.load(Ordering::Relaxed)))
+            .filter(|(_, page)| *page != NOBODY)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn woken(waiters: &Waiters, pages: Range<u64>) -> Vec<usize> {
+        let mut slots = Vec::new();
+        waiters.arrived(pages, |slot| slots.push(slot));
+        slots
+    }
+
+    #[test]
+    fn only_those_who_wait_for_an_arrived_page_are_woken() {
+        let waiters = Waiters::new(4);
+        assert_eq!(woken(&waiters, 0..100), []);
+        waiters.announce(1, 7);
+        waiters.announce(3, 9);
+        assert_eq!(woken(&waiters, 0..7), []);
+        assert_eq!(woken(&waiters, 7..8), [1]);
+        assert_eq!(woken(&waiters, 0..100), [1, 3]);
+        waiters.withdraw(1);
+        assert_eq!(woken(&waiters, 0..100), [3]);
+    }
+}

@@ -1,0 +1,177 @@
+#![expect(unsafe_code, reason = "sends the pages of a stopped VM from where they lie")]
+//! Post-copy: the guest runs at the destination, and its missing pages go there.
+//!
+//! Two threads share the [`Pool`] of unsent pages and nothing else. The urgent thread waits for requests
+//! by spinning first, since a sleeping hop costs ten times a spinning one; it answers each request by one
+//! vectored write. The calling thread pushes the rest.
+
+use super::Source;
+use super::pages::{StoppedSender, is_zero};
+use super::pool::Pool;
+use crate::clock::monotonic_ns;
+use crate::error::MigrationError;
+use crate::link::{UrgentLink, never};
+use crate::phase::Phase;
+use crate::sync::{AtomicU64, Ordering};
+use crate::wire::{DrainCounts, Frame, UrgentKind, urgent_reply_page, urgent_reply_zero};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::GuestRam;
+use pageferry_userfault::PageBitmap;
+use std::io::IoSlice;
+use std::time::Duration;
+
+/// How often progress is told, in frames.
+const TELL_EVERY: u64 = 16;
+/// How often a push that has nothing to do looks whether requests have emptied the pool.
+const IDLE: Duration = Duration::from_millis(1);
+
+impl Source<'_> {
+    /// Sends every missing page and hears that all arrived.
+    pub(super) fn postcopy(&mut self, urgent: &UrgentLink, missing: PageBitmap) -> Result<(), MigrationError> {
+        self.link.send(&Frame::RunningAck)?;
+        self.link.set_spin(0);
+        self.enter(Phase::Postcopy);
+        let ram = std::sync::Arc::clone(self.vm.machine.ram());
+        let pool = Pool::new(missing);
+        let urgent_bytes = AtomicU64::new(0);
+        let finished = std::thread::scope(|scope| {
+            let answers = std::thread::Builder::new()
+                .name("pf-urgent".into())
+                .spawn_scoped(scope, || answer(urgent, &ram, &pool, &urgent_bytes))
+                .map_err(|e| MigrationError::os("cannot start the urgent thread", e))?;
+            let drained = self.push_and_drain(&ram, &pool, &|| answers.is_finished());
+            // Ends the urgent thread, whatever it waits for.
+            urgent.shutdown();
+            let answered = answers.join().map_err(|_| MigrationError::Internal("the urgent thread panicked".into()))?;
+            match (drained, answered) {
+                (Ok(()), _) => Ok(()),
+                // The urgent connection failed first, and the stream's end followed from it.
+                (Err(_), Err(error)) if !error.is_lost() => Err(error),
+                (Err(error), _) => Err(error),
+            }
+        });
+        self.report.page_bytes += urgent_bytes.load(Ordering::Relaxed);
+        finished
+    }
+
+    fn push_and_drain(
+        &mut self,
+        ram: &GuestRam,
+        pool: &Pool,
+        urgent_ended: &dyn Fn() -> bool,
+    ) -> Result<(), MigrationError> {
+        let total = self.report.missing_at_start;
+        let began_ns = monotonic_ns();
+        // SAFETY: (1) the destination runs the guest, so this side never resumes it: `migrate` calls
+        // `resume` only before it has `Running`. (2) Migration does not write the source's memory.
+        let mut sender = unsafe { StoppedSender::new(ram) };
+        if self.config.push_background {
+            self.push(&mut sender, pool, total, urgent_ended)?;
+        } else {
+            while pool.unsent() > 0 {
+                if urgent_ended() {
+                    return Err(MigrationError::LinkLost("the urgent connection ended before all pages were asked for".into()));
+                }
+                std::thread::sleep(IDLE);
+            }
+        }
+        let (background, zero) = (sender.data_pages(), sender.zero_pages());
+        self.report.background_ns = monotonic_ns() - began_ns;
+        self.report.background_bytes = background * PAGE_SIZE;
+        self.report.page_bytes += background * PAGE_SIZE;
+        let counts = DrainCounts {
+            urgent: total - background - zero,
+            background,
+            zero,
+        };
+        self.report.pages.urgent = counts.urgent;
+        self.report.pages.background = background;
+        self.report.pages.zero += zero;
+
+        self.enter(Phase::Completion);
+        self.link.send(&Frame::DrainEnd(counts))?;
+        match self.link.receive(self.config.answer_limit, never())? {
+            Frame::DrainAck(taken) if taken == counts => {}
+            other => return Err(self.link.unexpected("DrainAck", &other)),
+        }
+        self.link.send(&Frame::Complete)
+    }
+
+    /// Pushes until no page is unsent.
+    fn push(
+        &mut self,
+        sender: &mut StoppedSender<'_>,
+        pool: &Pool,
+        total: u64,
+        urgent_ended: &dyn Fn() -> bool,
+    ) -> Result<(), MigrationError> {
+        let mut cursor = 0;
+        let mut wrapped = false;
+        let mut frames = 0;
+        loop {
+            match pool.claim_next(cursor) {
+                Some(page) => {
+                    wrapped = false;
+                    if !sender.add(page)? {
+                        sender.send(&mut self.link)?;
+                        sender.add(page)?;
+                    }
+                    cursor = page.index() + 1;
+                }
+                // Behind the cursor there may be more: once around without a find, there is none.
+                None if wrapped => break,
+                None => {
+                    sender.send(&mut self.link)?;
+                    wrapped = true;
+                    cursor = 0;
+                    continue;
+                }
+            }
+            if sender.is_full() {
+                sender.send(&mut self.link)?;
+                frames += 1;
+                if frames % TELL_EVERY == 0 {
+                    self.observer.progress(Phase::Postcopy, total - pool.unsent(), total);
+                    if urgent_ended() {
+                        return Err(MigrationError::LinkLost("the urgent connection ended in post-copy".into()));
+                    }
+                }
+                if let Some(hint) = pool.take_hint() {
+                    cursor = hint;
+                }
+            }
+        }
+        self.observer.progress(Phase::Postcopy, total, total);
+        Ok(())
+    }
+}
+
+/// Answers requests until the connection ends or the peer says so.
+fn answer(link: &UrgentLink, ram: &GuestRam, pool: &Pool, bytes: &AtomicU64) -> Result<(), MigrationError> {
+    // SAFETY: as in `push_and_drain`.
+    let pages = unsafe { StoppedSender::new(ram) };
+    let mut requests = link.requests(ram.pages());
+    loop {
+        let request = requests.next()?;
+        match request.kind {
+            UrgentKind::Request if pool.claim_urgent(request.page) => {
+                bytes.fetch_add(send_page(link, &pages, request.page)?, Ordering::Relaxed);
+            }
+            // It was sent already, or is on its way on the stream.
+            UrgentKind::Request => {}
+            _ => return Ok(()),
+        }
+    }
+}
+
+/// Sends one page ahead of everything; returns how many bytes of page went.
+fn send_page(link: &UrgentLink, pages: &StoppedSender<'_>, page: RamPage) -> Result<u64, MigrationError> {
+    let bytes = pages.page(page);
+    if is_zero(bytes) {
+        link.send(&[IoSlice::new(&urgent_reply_zero(page))])?;
+        return Ok(0);
+    }
+    let head = urgent_reply_page(page, bytes);
+    link.send(&[IoSlice::new(&head), IoSlice::new(bytes)])?;
+    Ok(PAGE_SIZE)
+}

@@ -1,0 +1,60 @@
+//! Switch-over: the guest stops here, and what it needs to start there is sent. The blackout.
+
+use super::Source;
+use crate::clock::{instant_ns, monotonic_ns};
+use crate::error::MigrationError;
+use crate::link::{SWITCH_OVER_SPIN_MICROS, never};
+use crate::phase::Phase;
+use crate::wire::{Frame, MAX_BITMAP_WORDS, MissingBitmap, SwitchOver, VcpuState};
+use pageferry_userfault::PageBitmap;
+use std::time::Duration;
+
+/// The longest wait for vCPUs to leave the guest.
+const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+
+impl Source<'_> {
+    /// Stops the guest, sends bitmap and states, and waits for the word that it runs. Returns the
+    /// missing pages.
+    pub(super) fn switch_over(&mut self, missing: PageBitmap) -> Result<PageBitmap, MigrationError> {
+        self.check_cancel()?;
+        self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
+        self.enter(Phase::SwitchOver);
+        let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
+        if self.config.precopy_passes > 0 {
+            self.vm.machine.harvest_dirty(&missing, false)?;
+        }
+        let states = self.vm.threads.save()?;
+        self.report.first_stop_ns = instant_ns(stopped.first_stop);
+        self.report.last_stop_ns = instant_ns(stopped.last_stop);
+        self.report.missing_at_start = missing.count() as u64;
+
+        let mut frames = Vec::new();
+        let words = missing.snapshot();
+        for (chunk, words) in words.chunks(MAX_BITMAP_WORDS).enumerate() {
+            frames.push(Frame::MissingBitmap(MissingBitmap {
+                first_word: (chunk * MAX_BITMAP_WORDS) as u64,
+                words: words.to_vec(),
+            }));
+        }
+        for (vcpu, state) in states.into_iter().enumerate() {
+            frames.push(Frame::VcpuState(VcpuState {
+                vcpu: vcpu as u32,
+                state: state.0,
+            }));
+        }
+        frames.push(Frame::SwitchOver(SwitchOver {
+            missing_pages: self.report.missing_at_start,
+            vcpus: self.vm.threads.count() as u32,
+            stopped_at_ns: self.report.last_stop_ns,
+        }));
+        self.link.send_all(&frames)?;
+
+        // From here on a cancel comes too late: the guest may run there.
+        match self.link.receive(self.config.answer_limit, never())? {
+            Frame::Running { .. } => {}
+            other => return Err(self.link.unexpected("Running", &other)),
+        }
+        self.report.confirmed_ns = monotonic_ns();
+        Ok(missing)
+    }
+}
