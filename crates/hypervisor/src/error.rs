@@ -1,0 +1,75 @@
+//! Why a VM refused a call.
+
+use core::ops::Range;
+use pageferry_addr::{Hva, RamPage};
+use pageferry_memslot::SlotError;
+
+/// A refused call; nothing has changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum VmError {
+    /// The memory slots' rules refuse the request.
+    #[error(transparent)]
+    Slot(#[from] SlotError),
+    /// The host range is not inside the memory that was given with it.
+    #[error("host range {hva} + {size:#x} of slot {slot} is not inside the memory given for it{}", owned(.memory))]
+    NotOwned {
+        /// The slot.
+        slot: u16,
+        /// The first address.
+        hva: Hva,
+        /// In bytes.
+        size: u64,
+        /// The memory given, if any was.
+        memory: Option<Range<Hva>>,
+    },
+    /// The flag `USERFAULT` needs a bitmap.
+    #[error("slot {0} is to have USERFAULT but no bitmap was given")]
+    NoUserfaultBitmap(u16),
+    /// The bitmap has not a bit for each page.
+    #[error("the userfault bitmap has {bits} bits, but slot {slot} needs {pages} from {first:?}")]
+    UserfaultBitmapTooSmall {
+        /// The slot.
+        slot: u16,
+        /// How many bits there are.
+        bits: usize,
+        /// The bit of the slot's first page.
+        first: RamPage,
+        /// How many pages the slot has.
+        pages: u64,
+    },
+    /// There is no such slot.
+    #[error("there is no slot {0}")]
+    NoSuchSlot(u16),
+    /// The slot's writes are not logged.
+    #[error("slot {0} has no dirty log; give it LOG_DIRTY_PAGES first")]
+    NoDirtyLog(u16),
+    /// The buffer for the dirty log has another size than the log.
+    #[error("the dirty log of slot {slot} has {needed} words, not {given}")]
+    DirtyLogSize {
+        /// The slot.
+        slot: u16,
+        /// The words of the log: one for each 64 pages begun.
+        needed: usize,
+        /// The words of the buffer.
+        given: usize,
+    },
+    /// The id is not one this VM has room for.
+    #[error("vCPU {id} is too many: ids are below {max}")]
+    VcpuIdTooLarge {
+        /// The id.
+        id: u32,
+        /// The VM's limit.
+        max: u32,
+    },
+    /// The id is taken.
+    #[error("vCPU {0} exists already")]
+    VcpuExists(u32),
+}
+
+fn owned(memory: &Option<Range<Hva>>) -> String {
+    match memory {
+        Some(range) => format!(", {}..{}", range.start, range.end),
+        None => String::from(": none was given"),
+    }
+}

@@ -1,0 +1,255 @@
+//! The gate between a vCPU's thread and its guest, through which other threads reach in.
+//!
+//! **Guarantee.** When [`Gate::request`] followed by [`Ticket::wait`] has returned, every entry of the vCPU
+//! into the guest that began before the request has ended, all its accesses to guest memory and tables
+//! happen before the return, and any later entry begins only after the vCPU has taken the request (flushed
+//! its TLB, looked at the new slots). A kick is never lost, whether the vCPU is inside, outside, or on
+//! its way.
+//!
+//! **Mechanism.** One word a vCPU: the open requests, one bit "inside the guest", and a count of entries.
+//! KVM has the same protocol in two words (`vcpu->mode` and `vcpu->requests`, see
+//! `Documentation/virt/kvm/vcpu-requests.rst`): each side writes its own word and reads the other's, which
+//! needs a sequentially consistent fence on both sides. Here both sides change *one* word by
+//! read-modify-write operations, and those are totally ordered:
+//!
+//! - The vCPU enters by compare-exchange from "no request, outside" to "inside, one more entry". So an entry
+//!   cannot succeed while a request is open.
+//! - A requester sets its bit by `fetch_or` and learns from the old value whether the vCPU is inside.
+//!   If the `fetch_or` comes first, the entry fails and the vCPU takes the request before it tries
+//!   again. If the entry comes first, the requester sees the inside bit and waits for this entry to end.
+//! - Ends: the vCPU polls ([`Gate::has_requests`], one relaxed load) and leaves by `fetch_and` with
+//!   release order; [`Ticket::has_left`] reads it with acquire order. So what the vCPU did inside happens
+//!   before what the requester does next.
+//! - Begins: taking a request is a `fetch_and` with acquire order that reads the requester's release, or a
+//!   later read-modify-write of the same release sequence. So what the requester did before (zapped
+//!   SPTEs, published slots) happens before everything in later entries.
+//!
+//! A second word, the *bell*, exists only so that an interpreter has something small to poll. A requester
+//! rings it after its `fetch_or`; the vCPU silences it before each read-modify-write of the first word by which it
+//! enters or takes requests. If the requester's `fetch_or` comes after that one, it acquires the silencing,
+//! so the ring comes later in the bell's order and stays. If it comes before, the request is taken or
+//! keeps the vCPU out, and a ring that comes late costs one needless exit. No request goes unheard.
+//!
+//! The count tells a vCPU that has left and entered again from one that never left, so a requester
+//! waits for one exit at most, even if others keep on making requests.
+//!
+//! **Neighbours.** [`crate::VcpuCore`] enters and leaves, `VmShared` requests flushes, [`crate::KickHandle`]
+//! kicks. It knows nothing of TLBs, tables or slots. Modelled with loom in `tests/loom.rs`.
+
+use crate::sync::{AtomicU32, AtomicU64, Ordering, sleep, spin_loop, yield_now};
+use core::time::Duration;
+
+/// What can be asked of a vCPU. A set: requests of several threads merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Requests(u64);
+
+impl Requests {
+    /// Return from `run` with [`crate::Exit::Kicked`].
+    pub const KICK: Self = Self(1);
+    /// Leave the guest once: whatever the vCPU began with old slots is over then.
+    pub const QUIESCE: Self = Self(1 << 1);
+    /// Forget that pages are writable (after write protection).
+    pub const FLUSH_WRITES: Self = Self(1 << 2);
+    /// Forget all translations and decoded code.
+    pub const FLUSH: Self = Self(1 << 3);
+
+    const ALL: u64 = 0xf;
+
+    /// Whether all of `other` is in `self`.
+    #[must_use]
+    pub const fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+impl core::ops::BitOr for Requests {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+const INSIDE: u64 = 1 << 4;
+/// One entry, in the count that fills the rest of the word: 2^59 entries do not wrap in practice
+/// (at one entry a nanosecond, 18 years), and a wrap would need an exact hit to matter.
+const ENTRY: u64 = 1 << 5;
+
+/// The word of one vCPU. See the module's first lines.
+#[derive(Debug)]
+#[repr(align(128))]
+pub struct Gate {
+    word: AtomicU64,
+    /// Not 0 where the vCPU should leave.
+    bell: AtomicU32,
+}
+
+impl Default for Gate {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Gate {
+    /// A gate whose vCPU is outside, without requests.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            word: AtomicU64::new(0),
+            bell: AtomicU32::new(0),
+        }
+    }
+
+    /// Enters the guest, or takes the open requests, in which case the vCPU stays outside, serves them, and
+    /// tries again. Only the vCPU's own thread calls this, and only while it is outside.
+    ///
+    /// # Errors
+    /// The requests taken.
+    ///
+    /// # Panics
+    /// If the vCPU is inside already.
+    pub fn enter(&self) -> Result<Inside<'_>, Requests> {
+        let mut word = self.word.load(Ordering::Relaxed);
+        loop {
+            self.bell.store(0, Ordering::Relaxed);
+            assert!(word & INSIDE == 0, "a vCPU entered its guest twice");
+            if word & Requests::ALL != 0 {
+                let old = self.word.fetch_and(!Requests::ALL, Ordering::AcqRel);
+                return Err(Requests(old & Requests::ALL));
+            }
+            let entered = word.wrapping_add(ENTRY) | INSIDE;
+            match self.word.compare_exchange_weak(
+                word,
+                entered,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Ok(Inside { gate: self }),
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Whether a vCPU inside should leave: its poll, one relaxed load. May say so without need.
+    #[inline]
+    #[must_use]
+    pub fn has_requests(&self) -> bool {
+        self.bell.load(Ordering::Relaxed) != 0
+    }
+
+    /// What [`Gate::has_requests`] loads, for a loop that polls on its own: leave when it is not 0.
+    #[cfg(not(loom))]
+    #[must_use]
+    pub const fn bell(&self) -> &AtomicU32 {
+        &self.bell
+    }
+
+    /// Whether a kick waits to be taken.
+    #[must_use]
+    pub fn is_kicked(&self) -> bool {
+        self.word.load(Ordering::Relaxed) & Requests::KICK.0 != 0
+    }
+
+    /// Makes a request. If the vCPU is inside it will leave soon: the ticket says when it has.
+    pub fn request(&self, requests: Requests) -> Option<Ticket<'_>> {
+        let old = self.word.fetch_or(requests.0, Ordering::AcqRel);
+        self.bell.store(1, Ordering::Relaxed);
+        (old & INSIDE != 0).then_some(Ticket {
+            gate: self,
+            entry: old & !Requests::ALL,
+        })
+    }
+}
+
+/// Proof that the vCPU is inside its guest; leaves when dropped, also by a panic.
+#[derive(Debug)]
+pub struct Inside<'gate> {
+    gate: &'gate Gate,
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.gate.word.fetch_and(!INSIDE, Ordering::Release);
+    }
+}
+
+/// One entry of a vCPU into its guest, whose end a requester waits for.
+#[derive(Debug)]
+#[must_use = "the vCPU may still be inside"]
+pub struct Ticket<'gate> {
+    gate: &'gate Gate,
+    entry: u64,
+}
+
+impl Ticket<'_> {
+    /// Whether that entry has ended. If so, what the vCPU did in it happens before this returns.
+    #[must_use]
+    pub fn has_left(&self) -> bool {
+        self.gate.word.load(Ordering::Acquire) & !Requests::ALL != self.entry
+    }
+
+    /// Waits until that entry has ended: spins for some microseconds, then yields, then sleeps in naps
+    /// of at most a millisecond. A vCPU inside polls every few dozen instructions, so this takes
+    /// long only when its thread waits for a processor.
+    pub fn wait(&self) {
+        const SPINS: u32 = if cfg!(loom) { 0 } else { 200 };
+        const YIELDS: u32 = if cfg!(loom) { 0 } else { 50 };
+        for _ in 0..SPINS {
+            if self.has_left() {
+                return;
+            }
+            spin_loop();
+        }
+        for _ in 0..YIELDS {
+            if self.has_left() {
+                return;
+            }
+            yield_now();
+        }
+        let mut nap = Duration::from_micros(20);
+        while !self.has_left() {
+            sleep(nap);
+            nap = (nap * 2).min(Duration::from_millis(1));
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_keeps_the_vcpu_out_until_it_is_taken() {
+        let gate = Gate::new();
+        assert!(gate.request(Requests::FLUSH).is_none());
+        assert!(gate.request(Requests::KICK).is_none());
+        let taken = gate.enter().unwrap_err();
+        assert_eq!(taken, Requests::FLUSH | Requests::KICK);
+        assert!(gate.enter().is_ok());
+    }
+
+    #[test]
+    fn a_ticket_is_for_one_entry() {
+        let gate = Gate::new();
+        let inside = gate.enter().unwrap();
+        let ticket = gate.request(Requests::QUIESCE).unwrap();
+        assert!(gate.has_requests() && !ticket.has_left());
+        drop(inside);
+        assert!(ticket.has_left());
+        assert_eq!(gate.enter().unwrap_err(), Requests::QUIESCE);
+        let _again = gate.enter().unwrap();
+        let _second = gate.request(Requests::QUIESCE).unwrap();
+        assert!(ticket.has_left(), "a later entry or request does not count");
+    }
+
+    #[test]
+    fn an_entry_that_panics_still_ends() {
+        let gate = Gate::new();
+        let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _inside = gate.enter().unwrap();
+            panic!("in the guest");
+        }));
+        assert!(caught.is_err());
+        assert!(gate.request(Requests::FLUSH).is_none());
+    }
+}

@@ -1,0 +1,245 @@
+#![expect(
+    unsafe_code,
+    reason = "accesses guest memory through the pointers of the TLB"
+)]
+//! Guest memory as one vCPU sees it: its TLB, and the fault path behind it.
+//!
+//! **Guarantee.** Guest code reads and writes bytes inside memory slots only, and only where the slot's
+//! flags, its userfault bits and its dirty log let it. No lock is shared with other vCPUs on the way.
+//!
+//! **Mechanism.** A hit in the TLB is the whole access. A miss ([`Memory::fault`]) goes through the slots to the
+//! second-stage tables and fills the TLB, in an order that makes the dirty log complete:
+//! first the SPTE becomes writable, then the dirty bit is set, then the TLB learns that the page is writable.
+//! The log's reader goes the other way: takes the bit, write-protects the SPTE, flushes what TLBs know of
+//! writable pages. So whenever a TLB entry lets a write through, the dirty bit was set after the last reader who
+//! took it began to wait for this vCPU, or that reader still waits for this vCPU and will report the page.
+//! The whole argument is in `revoke.rs`.
+//!
+//! # Why accesses through the TLB are sound
+//!
+//! 1. *Mapped.* The TLB is filled with addresses inside a slot's host range only. The slot held its
+//!    [`HostMemory`](crate::HostMemory) then, and before a slot's owner is dropped by this crate, the slot is
+//!    unmapped and every vCPU has left its guest and flushed its TLB. The vCPU accesses memory only inside
+//!    its gate.
+//! 2. *Aligned.* A hit is aligned to its size (the tag's comparison says so), so no access leaves its page.
+//! 3. *Raced.* Other vCPUs and the VMM access the same bytes; by the contract of `HostMemory` all use atomics,
+//!    volatile accesses or system calls. Accesses of different widths to the same bytes may race; Rust's
+//!    memory model leaves those open where both sides are visible to it. Here the addresses come from
+//!    integers, the memory is a mapping and no Rust object, and every access becomes one machine
+//!    instruction, so what holds is the host's own memory model, in which they are defined.
+//! 4. *Ordered.* Relaxed accesses give the guest what RVWMO asks of plain loads and stores; its fences, LR, SC
+//!    and AMOs become the host's.
+//!
+//! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]; [`crate::VcpuCore`] flushes it at the gate.
+
+use crate::hart::{AmoInt, AmoOp, Bus, BusFault, GuestInt, MemoryFault, PAGE_WORDS, Reserved};
+use crate::revoke::Shared;
+use crate::slots::View;
+use crate::tlb::Tlb;
+use pageferry_addr::{Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
+use pageferry_memslot::SlotFlags;
+use pageferry_tdp::MapOutcome;
+use std::sync::Arc;
+
+/// [`MemoryFault::flags`]: the page's userfault bit is set.
+pub(crate) const USERFAULT: u64 = 1;
+
+pub(crate) struct Memory {
+    pub(crate) tlb: Tlb,
+    pub(crate) vm: Arc<Shared>,
+    slots: View,
+    /// Whether a fault met an SPTE of an older slot, which the writer of the slots is about to zap.
+    pub(crate) stale: bool,
+}
+
+impl Memory {
+    pub(crate) fn new(vm: Arc<Shared>) -> Self {
+        let slots = View::new(&vm.slots);
+        Self {
+            tlb: Tlb::new(),
+            vm,
+            slots,
+            stale: false,
+        }
+    }
+
+    /// Drops the vCPU's hold on an older version of the slots.
+    pub(crate) fn refresh_slots(&mut self) {
+        self.slots.refresh(&self.vm.slots);
+    }
+
+    #[inline(always)]
+    fn read_pointer(&mut self, gpa: u64, size: u64) -> Result<*mut u8, BusFault> {
+        match self.tlb.read(gpa, size) {
+            Some(pointer) => Ok(pointer),
+            None => self.fault(gpa, size, false),
+        }
+    }
+
+    #[inline(always)]
+    fn write_pointer(&mut self, gpa: u64, size: u64) -> Result<*mut u8, BusFault> {
+        match self.tlb.write(gpa, size) {
+            Some(pointer) => Ok(pointer),
+            None => self.fault(gpa, size, true),
+        }
+    }
+
+    /// The TLB has no answer for `size` bytes at `gpa`: finds one, remembers it and gives the host address.
+    #[cold]
+    #[inline(never)]
+    fn fault(&mut self, gpa: u64, size: u64, write: bool) -> Result<*mut u8, BusFault> {
+        if gpa & (size - 1) != 0 {
+            return Err(BusFault::Misaligned);
+        }
+        let gfn = Gpa(gpa).gfn();
+        let Some(slot) = self.slots.lookup(&self.vm.slots, gfn) else {
+            return Err(BusFault::Mmio { gpa });
+        };
+        let readonly = slot.flags.contains(SlotFlags::READONLY);
+        if write && readonly {
+            return Err(BusFault::Mmio { gpa });
+        }
+        let index = gfn.0 - slot.range.start().0;
+        let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
+        let pfn = Pfn(hva.0 >> PAGE_SHIFT);
+        let logged = slot
+            .data
+            .dirty
+            .as_ref()
+            .map(|dirty| (dirty, RamPage(index)));
+
+        let spte_writable = match self.vm.tables.walk(gfn) {
+            Some(leaf) if leaf.pfn == pfn && (leaf.writable || !write) => leaf.writable,
+            found => {
+                if let (None, Some(bits)) = (found, &slot.data.userfault) {
+                    // Acquire: if the bit is clear, the page's bytes are visible.
+                    if bits.bitmap.test(RamPage(bits.first.0 + index)) {
+                        return Err(BusFault::Memory(MemoryFault {
+                            gpa: gfn.gpa().0,
+                            size: PAGE_SIZE,
+                            flags: USERFAULT,
+                        }));
+                    }
+                }
+                let writable = !readonly && (write || logged.is_none());
+                if let MapOutcome::Conflict { .. } = self.vm.tables.map(gfn, pfn, writable) {
+                    self.stale = true;
+                    return Err(BusFault::Requested);
+                }
+                writable
+            }
+        };
+        let may_write = match logged {
+            _ if !spte_writable => false,
+            None => true,
+            Some((dirty, page)) if write => {
+                // Mostly set already; then the line stays shared.
+                if !dirty.test(page) {
+                    dirty.set(page);
+                }
+                true
+            }
+            Some((dirty, page)) => dirty.test(page),
+        };
+        self.tlb.fill(gpa, hva, may_write);
+        Ok(core::ptr::with_exposed_provenance_mut(
+            (hva.0 + (gpa & PAGE_MASK)) as usize,
+        ))
+    }
+}
+
+/// # Safety
+/// `pointer` came from the TLB or the fault path for an access of `T::BYTES`, since the vCPU last entered
+/// its guest, and the reference is dropped before it leaves.
+#[inline(always)]
+unsafe fn cell<'a, T: GuestInt>(pointer: *mut u8) -> &'a T::Atomic {
+    // SAFETY: mapped, aligned and shared as the module's first lines say, points 1 to 3.
+    unsafe { &*pointer.cast::<T::Atomic>() }
+}
+
+impl Bus for Memory {
+    #[inline(always)]
+    fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
+        let pointer = self.read_pointer(gpa, T::BYTES)?;
+        // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
+        Ok(T::load(unsafe { cell::<T>(pointer) }))
+    }
+
+    #[inline(always)]
+    fn store<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
+        let pointer = self.write_pointer(gpa, T::BYTES)?;
+        // SAFETY: just translated for `T::BYTES`; the reference lives for this store.
+        T::store(unsafe { cell::<T>(pointer) }, value);
+        Ok(())
+    }
+
+    #[cold]
+    fn store_bytes(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), BusFault> {
+        let Some(last) = (bytes.len() as u64).checked_sub(1) else {
+            return Ok(());
+        };
+        let end = gpa.checked_add(last).ok_or(BusFault::Access { gpa })?;
+        // All or nothing: both pages are writable before the first byte goes. The second fault may put its page
+        // into the TLB entry of the first, so the pointers are kept and the TLB is not asked again; no flush
+        // comes between, as the vCPU stays inside.
+        let first = self.write_pointer(gpa, 1)?;
+        let left_in_page = PAGE_SIZE - (gpa & PAGE_MASK);
+        let second = if last < left_in_page {
+            None
+        } else {
+            Some(self.write_pointer(end & !PAGE_MASK, 1)?)
+        };
+        for (i, &byte) in (0u64..).zip(bytes) {
+            let pointer = match second {
+                Some(second) if i >= left_in_page => {
+                    second.wrapping_add((i - left_in_page) as usize)
+                }
+                _ => first.wrapping_add(i as usize),
+            };
+            // SAFETY: a byte of one of the two pages that were just translated for writing.
+            u8::store(unsafe { cell::<u8>(pointer) }, byte);
+        }
+        Ok(())
+    }
+
+    fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
+        let pointer = self.write_pointer(gpa, T::BYTES)?;
+        // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
+        Ok(T::amo(unsafe { cell::<T>(pointer) }, op, operand))
+    }
+
+    fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
+        let pointer = self.read_pointer(gpa, T::BYTES)?;
+        // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
+        let value = T::load_ordered(unsafe { cell::<T>(pointer) });
+        Ok(Reserved { value, version: 0 })
+    }
+
+    /// Compares the value, as QEMU's TCG does: a store of the same value by somebody else since the LR goes
+    /// unnoticed.
+    fn store_conditional<T: AmoInt>(
+        &mut self,
+        gpa: u64,
+        reserved: Reserved<T>,
+        value: T,
+    ) -> Result<bool, BusFault> {
+        let pointer = self.write_pointer(gpa, T::BYTES)?;
+        // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
+        let cell = unsafe { cell::<T>(pointer) };
+        Ok(T::compare_exchange(cell, reserved.value, value))
+    }
+
+    #[cold]
+    fn fetch_page(&mut self, gpa: u64, words: &mut [u32; PAGE_WORDS]) -> Result<(), BusFault> {
+        let page = self.read_pointer(gpa, 4)?;
+        for (i, word) in words.iter_mut().enumerate() {
+            // SAFETY: `gpa` is page-aligned, so all words lie in the page that was just translated.
+            *word = u32::load(unsafe { cell::<u32>(page.wrapping_add(4 * i)) });
+        }
+        Ok(())
+    }
+
+    fn time(&mut self) -> u64 {
+        self.vm.clock.ticks()
+    }
+}

@@ -1,0 +1,25 @@
+#![expect(
+    unsafe_code,
+    reason = "promises the hypervisor that guest memory stays mapped"
+)]
+//! Guest RAM as the hypervisor's slots want it.
+
+use crate::GuestRam;
+use core::ops::Range;
+use pageferry_addr::{Hva, RamPage};
+use pageferry_hypervisor::HostMemory;
+use std::sync::Arc;
+
+/// The alias mapping of a VM's RAM; keeps it mapped.
+pub(super) struct RamOwner(pub(super) Arc<GuestRam>);
+
+// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is dropped, and
+// seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The mapping came from `mmap`, and
+// `alias_hva` casts its pointer to an integer, which exposes it. 3. `GuestRam` hands out no references and
+// accesses the mapping by volatile words; its callers use system calls and volatile accesses.
+unsafe impl HostMemory for RamOwner {
+    fn hva_range(&self) -> Range<Hva> {
+        let start = self.0.alias_hva(RamPage(0));
+        start..Hva(start.0 + self.0.layout().bytes())
+    }
+}

@@ -1,0 +1,322 @@
+//! The soft engine: `pageferry-hypervisor` behind the traits of this crate.
+//!
+//! **Guarantee.** A missing page is never read or written by a vCPU: the hypervisor tests the missing bitmap itself
+//! and the vCPU leaves on its own thread ([`Delivery::Exit`]), so no other delivery is needed and
+//! [`Machine::install`] has nothing to do. The clearing of the page's bit is what makes it present.
+//!
+//! **Mechanism.** One memory slot for each region of RAM, pointing at the alias mapping: no userfaultfd watches
+//! anything here. All slots share the one missing bitmap, each from the bit of its first page on.
+//!
+//! **Neighbours.** [`pageferry_hypervisor::Vm`] does the work; [`crate::engine`](crate::Machine) has the contract.
+
+mod memory;
+mod state;
+mod vcpu;
+
+use crate::{
+    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
+    MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+};
+use memory::RamOwner;
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_hypervisor::{HostMemory, Region, SlotFlags, UserfaultBits, Vm, VmConfig, VmError};
+use pageferry_userfault::PageBitmap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use vcpu::SoftVcpu;
+
+/// Bits of a word of a dirty log.
+const BITS: u64 = u64::BITS as u64;
+
+struct SoftMachine {
+    vm: Vm,
+    ram: Arc<GuestRam>,
+    owner: Arc<dyn HostMemory>,
+    /// What the slots are set to; whoever changes the slots holds it.
+    slots: Mutex<Slots>,
+}
+
+#[derive(Clone, Default)]
+struct Slots {
+    logging: bool,
+    missing: Option<Arc<PageBitmap>>,
+}
+
+/// Creates a machine of this engine, its RAM all zero and its vCPUs not started.
+///
+/// # Errors
+/// When the sizes are out of range or the host has no room for the memory.
+pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
+    if spec.vcpus == 0 || spec.vcpus > MAX_VCPUS {
+        return Err(LayoutError::Vcpus(spec.vcpus).into());
+    }
+    let ram = Arc::new(GuestRam::new(RamLayout::for_memory(spec.memory_bytes)?)?);
+    let vm = Vm::new(VmConfig {
+        max_vcpus: spec.vcpus,
+        ..VmConfig::default()
+    });
+    let machine = Arc::new(SoftMachine {
+        vm,
+        owner: Arc::new(RamOwner(Arc::clone(&ram))),
+        ram,
+        slots: Mutex::default(),
+    });
+    machine.set_slots(&Slots::default())?;
+    let vcpus = (0..spec.vcpus)
+        .map(|id| {
+            let core = machine.vm.create_vcpu(id).map_err(|e| refused(&e))?;
+            let vcpu = SoftVcpu::new(core, machine.vm.clone(), Arc::clone(&machine.ram));
+            Ok(Box::new(vcpu) as Box<dyn Vcpu>)
+        })
+        .collect::<Result<_, MachineError>>()?;
+    Ok(NewMachine { machine, vcpus })
+}
+
+/// The hypervisor refused what this room asked for.
+fn refused(error: &VmError) -> MachineError {
+    MachineError::EngineUnavailable(format!("the hypervisor refuses: {error}"))
+}
+
+impl SoftMachine {
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_slots(&self, slots: &Slots) -> Result<(), MachineError> {
+        let mut flags = SlotFlags::EMPTY;
+        if slots.logging {
+            flags = flags | SlotFlags::LOG_DIRTY_PAGES;
+        }
+        if slots.missing.is_some() {
+            flags = flags | SlotFlags::USERFAULT;
+        }
+        for region in self.ram.layout().regions() {
+            let userfault = slots.missing.as_ref().map(|bitmap| UserfaultBits {
+                bitmap: Arc::clone(bitmap),
+                first: region.first,
+            });
+            self.vm
+                .set_user_memory_region(Region {
+                    slot: slot_id(region),
+                    flags,
+                    gpa: region.gfn.gpa(),
+                    size: region.pages * PAGE_SIZE,
+                    hva: self.ram.alias_hva(region.first),
+                    memory: Some(Arc::clone(&self.owner)),
+                    userfault,
+                })
+                .map_err(|e| refused(&e))?;
+        }
+        Ok(())
+    }
+}
+
+fn slot_id(region: &RamRegion) -> u16 {
+    u16::try_from(region.slot).expect("RAM has few regions")
+}
+
+/// Adds to `dirty` the bits of a region's log whose first page is `first`; gives how many were clear.
+fn merge(dirty: &PageBitmap, first: RamPage, log: &[u64]) -> usize {
+    let (skip, shift) = ((first.0 / BITS) as usize, first.0 % BITS);
+    let mut added = 0;
+    for (w, &bits) in log.iter().enumerate().filter(|&(_, &bits)| bits != 0) {
+        added += dirty.or_word(skip + w, bits << shift).count_ones();
+        if shift != 0 && bits >> (BITS - shift) != 0 {
+            added += dirty
+                .or_word(skip + w + 1, bits >> (BITS - shift))
+                .count_ones();
+        }
+    }
+    added as usize
+}
+
+impl Machine for SoftMachine {
+    fn engine(&self) -> Engine {
+        Engine::Soft
+    }
+
+    fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
+    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
+        let mut slots = self.slots();
+        let next = Slots {
+            logging: on,
+            ..slots.clone()
+        };
+        self.set_slots(&next)?;
+        *slots = next;
+        Ok(())
+    }
+
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        let slots = self.slots();
+        if !slots.logging {
+            return Err(MachineError::WrongState("the dirty log is not on"));
+        }
+        if dirty.pages() as u64 != self.ram.pages() {
+            return Err(MachineError::WrongState(
+                "the dirty bitmap has not one bit for each page of RAM",
+            ));
+        }
+        let mut added = 0;
+        for region in self.ram.layout().regions() {
+            let mut log = vec![0; region.pages.div_ceil(BITS) as usize];
+            let read = if rearm {
+                self.vm.get_dirty_log(slot_id(region), &mut log)
+            } else {
+                self.vm.read_dirty_log(slot_id(region), &mut log)
+            };
+            if read.map_err(|e| refused(&e))? != 0 {
+                added += merge(dirty, region.first, &log);
+            }
+        }
+        Ok(added)
+    }
+
+    fn deliveries(&self) -> Vec<Delivery> {
+        vec![Delivery::Exit]
+    }
+
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        delivery: Delivery,
+    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
+        if delivery != Delivery::Exit {
+            return Err(MachineError::NoDelivery(delivery));
+        }
+        let mut slots = self.slots();
+        if slots.missing.is_some() {
+            return Err(MachineError::WrongState("userfault is armed already"));
+        }
+        if missing.pages() as u64 != self.ram.pages() {
+            return Err(MachineError::WrongState(
+                "the missing bitmap has not one bit for each page of RAM",
+            ));
+        }
+        let next = Slots {
+            missing: Some(missing),
+            ..slots.clone()
+        };
+        self.set_slots(&next)?;
+        *slots = next;
+        Ok(None)
+    }
+
+    fn receives_in_place(&self) -> bool {
+        true
+    }
+
+    /// Nothing to do: a page is present when its bit is clear.
+    fn install(&self, _first: RamPage, _pages: u64) -> Result<(), MachineError> {
+        Ok(())
+    }
+
+    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
+        let bytes = bytes
+            .try_into()
+            .map_err(|_| MachineError::WrongState("a page to install has not 4096 bytes"))?;
+        // No vCPU looks at it before its bit is cleared.
+        self.ram.write(page, bytes);
+        Ok(())
+    }
+
+    /// Nothing to prepare.
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        Ok(())
+    }
+
+    /// Nothing to help with.
+    fn assist_postcopy(&self, _stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
+        Ok(())
+    }
+
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        let mut slots = self.slots();
+        let Some(missing) = &slots.missing else {
+            return Err(MachineError::WrongState("userfault is not armed"));
+        };
+        if missing.next_set(0).is_some() {
+            return Err(MachineError::WrongState("pages are still missing"));
+        }
+        let next = Slots {
+            missing: None,
+            ..slots.clone()
+        };
+        self.set_slots(&next)?;
+        *slots = next;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logs_merge_at_any_first_page() {
+        for first in [0, 1, 63, 64, 100] {
+            let dirty = PageBitmap::new(400);
+            let log = [1 | 1 << 63, 0, 1 << 5];
+            assert_eq!(merge(&dirty, RamPage(first), &log), 3);
+            assert_eq!(merge(&dirty, RamPage(first), &log), 0);
+            for page in [0, 63, 133] {
+                assert!(dirty.test(RamPage(first + page)));
+            }
+            assert_eq!(dirty.count(), 3);
+        }
+    }
+
+    #[test]
+    fn calls_out_of_turn_are_refused() {
+        let new = create(MachineSpec {
+            vcpus: 1,
+            memory_bytes: 100 << 12,
+        })
+        .unwrap();
+        let machine = new.machine;
+        let dirty = PageBitmap::new(100);
+        assert!(matches!(
+            machine.harvest_dirty(&dirty, true),
+            Err(MachineError::WrongState(_))
+        ));
+        assert!(matches!(
+            machine.disarm_userfault(),
+            Err(MachineError::WrongState(_))
+        ));
+        let missing = Arc::new(PageBitmap::new(100));
+        let minor = machine.arm_userfault(Arc::clone(&missing), Delivery::Minor);
+        assert!(matches!(
+            minor,
+            Err(MachineError::NoDelivery(Delivery::Minor))
+        ));
+        missing.set(RamPage(99));
+        assert!(
+            machine
+                .arm_userfault(Arc::clone(&missing), Delivery::Exit)
+                .unwrap()
+                .is_none()
+        );
+        assert!(matches!(
+            machine.disarm_userfault(),
+            Err(MachineError::WrongState(_))
+        ));
+        missing.clear(RamPage(99));
+        machine.disarm_userfault().unwrap();
+        assert!(machine.install_copy(RamPage(0), &[0; 5]).is_err());
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        for (vcpus, memory_bytes) in [(0, 4096), (MAX_VCPUS + 1, 4096), (1, 0), (1, 4097)] {
+            assert!(matches!(
+                create(MachineSpec {
+                    vcpus,
+                    memory_bytes
+                }),
+                Err(MachineError::Layout(_))
+            ));
+        }
+    }
+}

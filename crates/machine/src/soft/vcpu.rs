@@ -1,0 +1,110 @@
+//! A vCPU of the soft engine.
+
+use super::state::{decode, encode};
+use crate::{Access, Exit, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use pageferry_hypervisor::hart::{self, Hart};
+use pageferry_hypervisor::{self as hypervisor, KickHandle, VcpuCore, Vm};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// SBI's answer to a call it does not have (RISC-V SBI specification, "Binary Encoding"): `SBI_ERR_NOT_SUPPORTED`.
+const SBI_NOT_SUPPORTED: u64 = -2i64 as u64;
+const SP: u8 = 2;
+const A0: u8 = 10;
+const A1: u8 = 11;
+
+pub(super) struct SoftVcpu {
+    core: VcpuCore,
+    vm: Vm,
+    ram: Arc<GuestRam>,
+}
+
+struct SoftKicker(KickHandle);
+
+impl Kicker for SoftKicker {
+    fn kick(&self) {
+        self.0.kick();
+    }
+
+    fn is_kicked(&self) -> bool {
+        self.0.is_kicked()
+    }
+}
+
+impl SoftVcpu {
+    pub(super) fn new(core: VcpuCore, vm: Vm, ram: Arc<GuestRam>) -> Self {
+        Self { core, vm, ram }
+    }
+}
+
+impl Vcpu for SoftVcpu {
+    fn id(&self) -> u32 {
+        self.core.id()
+    }
+
+    fn run(&mut self) -> Result<Exit, MachineError> {
+        loop {
+            return Ok(match self.core.run() {
+                hypervisor::Exit::MemoryFault { gpa, access, .. } => Exit::MemoryFault {
+                    page: self.ram.layout().page_of(gpa.gfn()).ok_or_else(|| {
+                        MachineError::Guest {
+                            vcpu: self.core.id(),
+                            why: format!("memory is missing at {gpa}, where there is no RAM"),
+                        }
+                    })?,
+                    access: match access {
+                        hart::Access::Fetch => Access::Execute,
+                        hart::Access::Load => Access::Read,
+                        hart::Access::Store => Access::Write,
+                    },
+                },
+                // Nothing completes the load, so it has returned all ones.
+                hypervisor::Exit::MmioRead { gpa, size } => Exit::MmioRead { gpa, size },
+                hypervisor::Exit::MmioWrite { gpa, size, value } => {
+                    Exit::MmioWrite { gpa, value, size }
+                }
+                // There is no SBI below this guest, and SBI has an answer for that.
+                hypervisor::Exit::Ecall { .. } => {
+                    self.core.hart_mut().set_x(A0, SBI_NOT_SUPPORTED);
+                    self.core.hart_mut().set_x(A1, 0);
+                    continue;
+                }
+                hypervisor::Exit::Halted => Exit::Halted,
+                hypervisor::Exit::Kicked => Exit::Kicked,
+            });
+        }
+    }
+
+    fn kicker(&self) -> Arc<dyn Kicker> {
+        Arc::new(SoftKicker(self.core.kick_handle()))
+    }
+
+    fn save(&mut self) -> Result<VcpuState, MachineError> {
+        Ok(encode(&self.core.state(), self.vm.time()))
+    }
+
+    fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
+        let (state, time) = decode(state)?;
+        self.core
+            .set_state(&state)
+            .map_err(|e| MachineError::BadState(e.to_string()))?;
+        self.vm.advance_time(time);
+        self.core.watch_first_instruction();
+        Ok(())
+    }
+
+    fn set_start(&mut self, start: &StartState) -> Result<(), MachineError> {
+        let mut state = Hart::new().state();
+        state.pc = start.entry;
+        state.x[usize::from(SP)] = start.stack;
+        state.x[usize::from(A0)] = start.args[0];
+        state.x[usize::from(A1)] = start.args[1];
+        self.core
+            .set_state(&state)
+            .map_err(|e| MachineError::BadState(e.to_string()))
+    }
+
+    fn first_instruction(&self) -> Option<Instant> {
+        self.core.first_instruction()
+    }
+}
