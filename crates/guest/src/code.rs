@@ -9,7 +9,9 @@ mod rv64_workload;
 mod x64_toucher;
 mod x64_workload;
 
-pub(crate) use rv64_workload::{INSTRUCTIONS_PER_PASS, INSTRUCTIONS_PER_STEP, INSTRUCTIONS_PER_VISIT};
+pub(crate) use rv64_workload::{
+    INSTRUCTIONS_PER_PASS, INSTRUCTIONS_PER_STEP, INSTRUCTIONS_PER_VISIT,
+};
 
 use crate::Isa;
 use crate::layout::{HOLE_END, HOLE_START};

@@ -196,14 +196,23 @@ mod tests {
     #[test]
     fn fields_are_read_from_their_offsets() {
         let control = Control::parse(&sample()).unwrap();
-        assert_eq!((control.vcpu, control.first, control.pages), (3, RamPage(100), 50));
-        assert_eq!((control.in_progress, control.done), (Some(RamPage(120)), 77));
+        assert_eq!(
+            (control.vcpu, control.first, control.pages),
+            (3, RamPage(100), 50)
+        );
+        assert_eq!(
+            (control.in_progress, control.done),
+            (Some(RamPage(120)), 77)
+        );
         assert_eq!(control.first_error, None);
     }
 
     #[test]
     fn foreign_bytes_are_refused_with_the_value() {
-        assert_eq!(Control::parse(&[0; 4096]), Err(GuestError::ControlMagic { found: 0 }));
+        assert_eq!(
+            Control::parse(&[0; 4096]),
+            Err(GuestError::ControlMagic { found: 0 })
+        );
         for (field, offset, value) in [
             ("vcpu", VCPU, 1024),
             ("first", FIRST, 1 << 30),
@@ -213,11 +222,17 @@ mod tests {
         ] {
             let mut page = sample();
             set_word(&mut page, offset, value);
-            assert_eq!(Control::parse(&page), Err(GuestError::ControlField { field, value }));
+            assert_eq!(
+                Control::parse(&page),
+                Err(GuestError::ControlField { field, value })
+            );
         }
         let mut page = sample();
         set_word(&mut page, ERRORS, 1);
-        let refused = GuestError::ControlField { field: "error kind", value: 0 };
+        let refused = GuestError::ControlField {
+            field: "error kind",
+            value: 0,
+        };
         assert_eq!(Control::parse(&page), Err(refused));
     }
 

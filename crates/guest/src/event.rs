@@ -114,11 +114,25 @@ mod tests {
 
     #[test]
     fn doorbell_values_are_read_or_refused() {
-        let torn = Doorbell { vcpu: 5, event: Event::Error(ErrorKind::Torn) };
+        let torn = Doorbell {
+            vcpu: 5,
+            event: Event::Error(ErrorKind::Torn),
+        };
         assert_eq!(Doorbell::parse(0x0201_0005), Ok(torn));
-        let finished = Doorbell { vcpu: 1023, event: Event::Finished };
+        let finished = Doorbell {
+            vcpu: 1023,
+            event: Event::Finished,
+        };
         assert_eq!(Doorbell::parse(0x0002_03ff), Ok(finished));
-        for value in [0, 5, 0x0001_0005, 0x0501_0005, 0x0102_0005, 0x0003_0000, 0x0002_0400] {
+        for value in [
+            0,
+            5,
+            0x0001_0005,
+            0x0501_0005,
+            0x0102_0005,
+            0x0003_0000,
+            0x0002_0400,
+        ] {
             assert_eq!(Doorbell::parse(value), Err(GuestError::Doorbell { value }));
         }
     }

@@ -281,7 +281,9 @@ mod tests {
                 assert_eq!(layout.data_owner(RamPage(page)), Some(vcpu));
             }
         }
-        layout.table_pages().for_each(|page| uses[page as usize] += 1);
+        layout
+            .table_pages()
+            .for_each(|page| uses[page as usize] += 1);
         let end = layout.data().end as usize;
         assert!(uses[..end].iter().all(|&count| count == 1), "{uses:?}");
         assert!(uses[end..].iter().all(|&count| count == 0));

@@ -19,12 +19,12 @@
 //! collide. It guards against lost work, not against an adversary.
 
 use crate::control::{
-    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS, MAGIC, PASS,
-    PageBytes, STATE, set_word, word,
+    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS,
+    MAGIC, PASS, PageBytes, STATE, set_word, word,
 };
 use crate::params::{
-    FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, WORD_CHECKSUM, WORD_INDEX,
-    WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, tag,
+    FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, WORD_CHECKSUM,
+    WORD_INDEX, WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, tag,
 };
 use crate::{ErrorKind, Order, Workload};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -92,12 +92,20 @@ pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Res
         return if sequence == 0 {
             Ok(())
         } else {
-            Err(Mismatch { kind: ErrorKind::Lost, expected: sequence, found: 0 })
+            Err(Mismatch {
+                kind: ErrorKind::Lost,
+                expected: sequence,
+                found: 0,
+            })
         };
     }
     let equal = |kind, expected, nth: usize| match word(page, nth * 8) {
         found if found == expected => Ok(()),
-        found => Err(Mismatch { kind, expected, found }),
+        found => Err(Mismatch {
+            kind,
+            expected,
+            found,
+        }),
     };
     equal(ErrorKind::Torn, checksum(page), WORD_CHECKSUM)?;
     equal(ErrorKind::Foreign, tag(owner), WORD_TAG)?;
@@ -105,7 +113,11 @@ pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Res
     equal(ErrorKind::Stale, sequence, WORD_SEQUENCE)?;
     if sequence == 0 {
         // Whole by its checksum, and with sequence 0, which no pass writes.
-        return Err(Mismatch { kind: ErrorKind::Stale, expected: 0, found: 0 });
+        return Err(Mismatch {
+            kind: ErrorKind::Stale,
+            expected: 0,
+            found: 0,
+        });
     }
     Ok(())
 }
@@ -181,14 +193,22 @@ impl ModelVcpu {
         };
         let page = RamPage(share.start + position);
         set_word(&mut ram[at], STATE, self.order.state());
-        let published = word(&ram[at], DONE);
-        if published != self.done {
-            let kind = if word(&ram[at], MAGIC) == 0 { ErrorKind::Lost } else { ErrorKind::Stale };
-            let mismatch = Mismatch { kind, expected: self.done, found: published };
-            self.report(&mut ram[at], control_page, mismatch);
-        }
         if let Err(mismatch) = visit(&mut ram[page.index()], self.vcpu, page, self.pass) {
             self.report(&mut ram[at], page, mismatch);
+        }
+        let published = word(&ram[at], DONE);
+        if published != self.done {
+            let kind = if word(&ram[at], MAGIC) == 0 {
+                ErrorKind::Lost
+            } else {
+                ErrorKind::Stale
+            };
+            let mismatch = Mismatch {
+                kind,
+                expected: self.done,
+                found: published,
+            };
+            self.report(&mut ram[at], control_page, mismatch);
         }
         self.done += 1;
         set_word(&mut ram[at], DONE, self.done);
@@ -220,13 +240,19 @@ mod tests {
             let page = contents(owner, RamPage(index), sequence);
             assert_eq!(check(&page, owner, RamPage(index), sequence), Ok(()));
             let kind = |owner, index, sequence| {
-                check(&page, owner, RamPage(index), sequence).unwrap_err().kind
+                check(&page, owner, RamPage(index), sequence)
+                    .unwrap_err()
+                    .kind
             };
             assert_eq!(kind(owner ^ 1, index, sequence), ErrorKind::Foreign);
             assert_eq!(kind(owner, index + 1, sequence), ErrorKind::Foreign);
             assert_eq!(kind(owner, index, sequence - 1), ErrorKind::Stale);
         }
-        let lost = Mismatch { kind: ErrorKind::Lost, expected: 9, found: 0 };
+        let lost = Mismatch {
+            kind: ErrorKind::Lost,
+            expected: 9,
+            found: 0,
+        };
         assert_eq!(check(&[0; 4096], 0, RamPage(4), 9), Err(lost));
         assert_eq!(check(&[0; 4096], 0, RamPage(4), 0), Ok(()));
     }
@@ -237,7 +263,10 @@ mod tests {
         set_word(&mut page, 16, 0);
         let sum = checksum(&page);
         set_word(&mut page, WORD_CHECKSUM * 8, sum);
-        assert_eq!(check(&page, 1, RamPage(9), 0).unwrap_err().kind, ErrorKind::Stale);
+        assert_eq!(
+            check(&page, 1, RamPage(9), 0).unwrap_err().kind,
+            ErrorKind::Stale
+        );
     }
 
     proptest! {

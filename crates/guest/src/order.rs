@@ -133,7 +133,19 @@ mod tests {
     #[test]
     fn the_modulus_is_the_next_power_of_two() {
         assert_eq!(OrderParams::new(1), OrderParams { mask: 0, shift: 1 });
-        assert_eq!(OrderParams::new(1000), OrderParams { mask: 1023, shift: 5 });
-        assert_eq!(OrderParams::new(1024), OrderParams { mask: 1023, shift: 5 });
+        assert_eq!(
+            OrderParams::new(1000),
+            OrderParams {
+                mask: 1023,
+                shift: 5
+            }
+        );
+        assert_eq!(
+            OrderParams::new(1024),
+            OrderParams {
+                mask: 1023,
+                shift: 5
+            }
+        );
     }
 }

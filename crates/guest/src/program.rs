@@ -126,8 +126,15 @@ impl Program {
         Start {
             entry: Layout::gpa_of(self.layout.code_page()).0,
             stack,
-            args: [Layout::gpa_of(self.layout.control_page(vcpu)).0, DOORBELL_GPA.0],
-            tables: if tables.is_empty() { Gpa(0) } else { Layout::gpa_of(RamPage(tables.start)) },
+            args: [
+                Layout::gpa_of(self.layout.control_page(vcpu)).0,
+                DOORBELL_GPA.0,
+            ],
+            tables: if tables.is_empty() {
+                Gpa(0)
+            } else {
+                Layout::gpa_of(RamPage(tables.start))
+            },
         }
     }
 

@@ -107,12 +107,18 @@ mod tests {
         for memory in [1 << 21, 5 << 20, 3 << 30, (3 << 30) + 4096, 600 << 30] {
             let layout = Layout::new(Isa::X86_64, 1, memory).unwrap();
             let root = Layout::gpa_of(RamPage(layout.table_pages().start)).0;
-            let tables: HashMap<u64, Vec<u8>> =
-                build(&layout).into_iter().map(|(gpa, bytes)| (gpa.0, bytes)).collect();
+            let tables: HashMap<u64, Vec<u8>> = build(&layout)
+                .into_iter()
+                .map(|(gpa, bytes)| (gpa.0, bytes))
+                .collect();
             assert_eq!(tables.len() as u64, count(memory));
             let last = Layout::gpa_of(RamPage(layout.ram_pages() - 1)).0;
             for address in [0, 4096, memory.min(HOLE_START) - 1, last, DOORBELL_GPA.0] {
-                assert_eq!(translate(&tables, root, address), Some(address), "{memory:#x}");
+                assert_eq!(
+                    translate(&tables, root, address),
+                    Some(address),
+                    "{memory:#x}"
+                );
             }
             let end = (last | 0x1f_ffff) + 1;
             for address in [HOLE_START, HOLE_END - 1] {

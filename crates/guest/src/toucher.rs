@@ -101,10 +101,17 @@ mod tests {
     #[test]
     fn ranges_that_cannot_be_are_named() {
         let layout = Layout::new(Isa::Rv64, 1, 1 << 20).unwrap();
-        let touch = Touch { access: TouchAccess::Read, order: TouchOrder::Ascending, passes: 1 };
+        let touch = Touch {
+            access: TouchAccess::Read,
+            order: TouchOrder::Ascending,
+            passes: 1,
+        };
         let data = layout.data();
         let refused = |range: Range<u64>| Toucher::new(layout, vec![range], touch).unwrap_err();
-        assert_eq!(refused(data.start..data.start), GuestError::EmptyRange { vcpu: 0 });
+        assert_eq!(
+            refused(data.start..data.start),
+            GuestError::EmptyRange { vcpu: 0 }
+        );
         for (start, end) in [(data.start - 1, data.end), (data.start, data.end + 1)] {
             assert_eq!(
                 refused(start..end),
@@ -119,7 +126,10 @@ mod tests {
         }
         assert_eq!(
             Toucher::new(layout, vec![], touch).unwrap_err(),
-            GuestError::RangeCount { ranges: 0, vcpus: 1 }
+            GuestError::RangeCount {
+                ranges: 0,
+                vcpus: 1
+            }
         );
     }
 }

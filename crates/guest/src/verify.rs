@@ -2,7 +2,7 @@
 //!
 //! **Guarantee.** A verdict that holds means: every byte of RAM is what the workload's machine code, run
 //! on memory that keeps what is written to it, would have left there, given the number of pages each
-//! control page says is done.
+//! control page says is done. (Not judged: the order generator's state in a control page, a hint.)
 //!
 //! **Mechanism.** The number of pages done gives the pass and, by replaying the pass's [`Order`], the set
 //! of pages already visited in it: those must have this pass's contents, all others those of the pass
@@ -13,99 +13,18 @@
 //! A destination that restored an *older* control page together with equally old data pages would pass
 //! this check alone; the guest's own check catches it, as it compares with counts kept in registers.
 
-use crate::control::{PageBytes, set_word};
+mod verdict;
+
+pub use verdict::{GuestFinding, MAX_ERRORS, PageError, PageUse, Verdict};
+
 use crate::control::{
-    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS, PASS, STATE,
+    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS,
+    PASS, PageBytes, STATE, set_word, word,
 };
 use crate::params::{WORD_SEQUENCE, WORDS};
-use crate::{Control, ErrorKind, GuestReport, Order, ProgramKind, Workload, model};
+use crate::{Control, ErrorKind, Order, ProgramKind, Workload, model};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use std::collections::BTreeMap;
-
-/// The most page errors a verdict describes; it counts all.
-pub const MAX_ERRORS: usize = 64;
-
-/// What a page is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageUse {
-    /// Code or page tables.
-    Constant,
-    /// The control page of this vCPU.
-    Control(u32),
-    /// In the share of this vCPU.
-    Data(u32),
-    /// Nothing: it stays zero.
-    Unused,
-}
-
-/// A page that is not as it should be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageError {
-    /// Which page.
-    pub page: RamPage,
-    /// What it is for.
-    pub page_use: PageUse,
-    /// What is wrong with it. Of a control page, [`ErrorKind::Torn`] also means that its fields
-    /// contradict each other; of other pages that are not data, it means other bytes than expected.
-    pub kind: ErrorKind,
-    /// For a data page, the sequence number it should have; otherwise 0.
-    pub expected_sequence: u64,
-    /// For a data page, the sequence number it has; otherwise 0.
-    pub found_sequence: u64,
-}
-
-/// The first error a guest reported, and the vCPU that did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GuestFinding {
-    /// Who found it.
-    pub vcpu: u32,
-    /// What it found.
-    pub report: GuestReport,
-}
-
-/// The outcome of a verification.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Verdict {
-    /// How many pages were compared; all of RAM, unless control pages could not be read.
-    pub pages_checked: u64,
-    /// The first [`MAX_ERRORS`] pages that are not as they should be.
-    pub errors: Vec<PageError>,
-    /// How many pages are not as they should be.
-    pub error_count: u64,
-    /// How many errors the vCPUs have found themselves, by their control pages.
-    pub guest_errors: u64,
-    /// The first error of the first vCPU that found any.
-    pub first_guest_error: Option<GuestFinding>,
-    /// How many pages the vCPUs have done, in all.
-    pub pages_done: u64,
-}
-
-impl Verdict {
-    /// Whether neither the host nor the guest has found an error.
-    #[must_use]
-    pub fn holds(&self) -> bool {
-        self.host_holds() && self.guest_holds()
-    }
-
-    /// Whether this verification found every page as it should be.
-    #[must_use]
-    pub fn host_holds(&self) -> bool {
-        self.error_count == 0
-    }
-
-    /// Whether no vCPU has found an error in its own checks.
-    #[must_use]
-    pub fn guest_holds(&self) -> bool {
-        self.guest_errors == 0
-    }
-
-    fn error(&mut self, error: PageError) {
-        self.error_count += 1;
-        if self.errors.len() < MAX_ERRORS {
-            self.errors.push(error);
-        }
-    }
-}
 
 /// A vCPU's place in its work, by its control page.
 struct Place {
@@ -211,7 +130,10 @@ impl Workload {
             .collect();
         let data = layout.data();
         let mut bytes = [0; PAGE_SIZE as usize];
-        for page in (0..data.start).chain(data.end..layout.ram_pages()).map(RamPage) {
+        for page in (0..data.start)
+            .chain(data.end..layout.ram_pages())
+            .map(RamPage)
+        {
             if layout.control_owner(page).is_some() {
                 continue;
             }
@@ -223,8 +145,16 @@ impl Workload {
             if head != content || tail.iter().any(|&byte| byte != 0) {
                 verdict.error(PageError {
                     page,
-                    page_use: if expected.is_some() { PageUse::Constant } else { PageUse::Unused },
-                    kind: if is_zero(&bytes) { ErrorKind::Lost } else { ErrorKind::Torn },
+                    page_use: if expected.is_some() {
+                        PageUse::Constant
+                    } else {
+                        PageUse::Unused
+                    },
+                    kind: if is_zero(&bytes) {
+                        ErrorKind::Lost
+                    } else {
+                        ErrorKind::Torn
+                    },
                     expected_sequence: 0,
                     found_sequence: 0,
                 });
@@ -248,7 +178,9 @@ impl Workload {
             verdict.guest_errors = verdict.guest_errors.saturating_add(control.errors);
             verdict.pages_done = verdict.pages_done.saturating_add(control.done);
             if let Some(report) = control.first_error {
-                verdict.first_guest_error.get_or_insert(GuestFinding { vcpu, report });
+                verdict
+                    .first_guest_error
+                    .get_or_insert(GuestFinding { vcpu, report });
             }
         }
         let place = match self.place(vcpu, &bytes) {
@@ -276,7 +208,7 @@ impl Workload {
                     page_use: PageUse::Data(vcpu),
                     kind,
                     expected_sequence: sequence,
-                    found_sequence: crate::control::word(&bytes, WORD_SEQUENCE * 8),
+                    found_sequence: word(&bytes, WORD_SEQUENCE * 8),
                 });
             }
         }
@@ -295,7 +227,15 @@ impl Workload {
         // All but the fields the guest writes must be as in the image.
         let mut constant = *bytes;
         for offset in [
-            PASS, STATE, IN_PROGRESS, DONE, ERRORS, ERROR_KIND, ERROR_PAGE, ERROR_EXPECTED, ERROR_FOUND,
+            PASS,
+            STATE,
+            IN_PROGRESS,
+            DONE,
+            ERRORS,
+            ERROR_KIND,
+            ERROR_PAGE,
+            ERROR_EXPECTED,
+            ERROR_FOUND,
             ERROR_PASS,
         ] {
             set_word(&mut constant, offset, 0);
@@ -313,7 +253,13 @@ fn is_zero(bytes: &PageBytes) -> bool {
 
 /// What is wrong with a data page that should be as pass `sequence` left it, or, if it may be `half`
 /// rewritten, on its way from there to the next.
-fn judge(bytes: &PageBytes, vcpu: u32, page: RamPage, sequence: u64, half: bool) -> Option<ErrorKind> {
+fn judge(
+    bytes: &PageBytes,
+    vcpu: u32,
+    page: RamPage,
+    sequence: u64,
+    half: bool,
+) -> Option<ErrorKind> {
     let old = model::contents(vcpu, page, sequence);
     if *bytes == old {
         return None;

@@ -110,7 +110,8 @@ pub(super) fn assemble(touch: &Touch) -> Vec<u8> {
         ; sw t1, [a1, 0]
         ; j <ring
     );
-    ops.finalize().expect("every label of fixed code is defined")
+    ops.finalize()
+        .expect("every label of fixed code is defined")
 }
 
 /// a0 control page, t0 rounds.
@@ -124,5 +125,6 @@ pub(super) fn assemble_spin() -> Vec<u8> {
         ; sd t0, [a0, DONE as i32]
         ; j <next
     );
-    ops.finalize().expect("every label of fixed code is defined")
+    ops.finalize()
+        .expect("every label of fixed code is defined")
 }

@@ -107,7 +107,8 @@ pub(super) fn assemble(touch: &Touch) -> Vec<u8> {
         ; mov [rsi], eax
         ; jmp <ring
     );
-    ops.finalize().expect("every label of fixed code is defined")
+    ops.finalize()
+        .expect("every label of fixed code is defined")
 }
 
 /// rdi control page, rax rounds.
@@ -121,5 +122,6 @@ pub(super) fn assemble_spin() -> Vec<u8> {
         ; mov [rdi + DONE as i32], rax
         ; jmp <next
     );
-    ops.finalize().expect("every label of fixed code is defined")
+    ops.finalize()
+        .expect("every label of fixed code is defined")
 }

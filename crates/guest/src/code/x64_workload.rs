@@ -5,18 +5,18 @@
 //! multiplier. In a visit: rdx page index, rsi page address; rax, rbx, rcx, r14 are scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
+use crate::ErrorKind;
 use crate::control::{
-    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST, IN_PROGRESS, MAGIC,
-    PASS, STATE, VCPU,
+    DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
+    IN_PROGRESS, MAGIC, PASS, STATE, VCPU,
 };
 use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
 use crate::layout::DOORBELL_GPA;
 use crate::order::OrderParams;
 use crate::params::{
-    FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER, PAGE_MAGIC,
-    UNROLL, WORD_CHECKSUM, WORD_INDEX, WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, WORDS,
+    FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
+    PAGE_MAGIC, UNROLL, WORD_CHECKSUM, WORD_INDEX, WORD_PAYLOAD, WORD_SEQUENCE, WORD_TAG, WORDS,
 };
-use crate::ErrorKind;
 use dynasmrt::x64::X64Relocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 
@@ -38,13 +38,14 @@ pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
     rewrite(&mut ops);
     classify(&mut ops);
     report(&mut ops);
-    ops.finalize().expect("every label of fixed code is defined")
+    ops.finalize()
+        .expect("every label of fixed code is defined")
 }
 
-/// Entry; start of a pass; choice of the next page; the page's address; check of the control page.
+/// Entry; start of a pass; choice of the next page; the page's address.
 ///
 /// The share's size is built in, so that a control page that has lost its contents does not lead the
-/// program astray before it reports that.
+/// program astray.
 fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
     let pages = i32::try_from(share_pages).expect("a layout has at most 2^30 pages");
     let order = OrderParams::new(share_pages);
@@ -92,8 +93,6 @@ fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
         ; jb >low
         ; add rsi, HOLE_BYTES as i32
         ;low:
-        ; cmp r9, [rdi + DONE as i32]
-        ; jne ->control_error
     );
 }
 
@@ -101,7 +100,6 @@ fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
 fn verify(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
-        ;->verify:
         ; cmp r8, 1
         ; je ->first_pass
         ; mov rax, QWORD HASH_START as i64
@@ -135,7 +133,7 @@ fn verify(ops: &mut VecAssembler<X64Relocation>) {
     );
 }
 
-/// Rewrites the page in ascending order, between the two stores that publish it as in progress.
+/// Rewrites the page in ascending order, between the two stores that publish it as in progress; counts it.
 fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
@@ -183,6 +181,10 @@ fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
         ; cmp r14, rcx
         ; jne <next
         ; mov [rsi + CHECKSUM], rax
+        // the control page is memory, too: it must still say what this vCPU stored last
+        ; cmp r9, [rdi + DONE as i32]
+        ; jne ->control_error
+        ;->count:
         ; inc r9
         ; mov [rdi + DONE as i32], r9
         ; mov QWORD [rdi + IN_PROGRESS as i32], 0
@@ -290,6 +292,6 @@ fn report(ops: &mut VecAssembler<X64Relocation>) {
         ; mov [rcx], eax
         ; cmp r14, rdx
         ; je ->write
-        ; jmp ->verify
+        ; jmp ->count
     );
 }

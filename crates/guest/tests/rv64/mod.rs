@@ -24,8 +24,15 @@ pub(crate) struct Hart {
 }
 
 fn ram_offset(address: u64) -> usize {
-    assert!(!(HOLE_START..HOLE_END).contains(&address), "access to the hole at {address:#x}");
-    (if address < HOLE_START { address } else { address - (HOLE_END - HOLE_START) }) as usize
+    assert!(
+        !(HOLE_START..HOLE_END).contains(&address),
+        "access to the hole at {address:#x}"
+    );
+    (if address < HOLE_START {
+        address
+    } else {
+        address - (HOLE_END - HOLE_START)
+    }) as usize
 }
 
 impl Hart {
@@ -33,7 +40,12 @@ impl Hart {
         let start = program.start(vcpu);
         let mut x = [0; 32];
         (x[2], x[10], x[11]) = (start.stack, start.args[0], start.args[1]);
-        Self { x, pc: start.entry, retired: 0, watch: None }
+        Self {
+            x,
+            pc: start.entry,
+            retired: 0,
+            watch: None,
+        }
     }
 
     pub(crate) fn run(&mut self, ram: &mut [PageBytes], budget: u64) -> Stop {
@@ -55,12 +67,12 @@ impl Hart {
         let imm_i = i64::from(signed >> 20) as u64;
         let imm_s = i64::from(signed >> 25 << 5 | rd as i32) as u64;
         let imm_b = i64::from(
-            signed >> 31 << 12 | (code >> 7 & 1) as i32 * 2048 | (code >> 25 & 63) as i32 * 32
-                | (code >> 8 & 15) as i32 * 2,
+            (signed >> 31 << 12)
+                | ((code >> 7 & 1) << 11 | (code >> 25 & 63) << 5 | (code >> 8 & 15) << 1) as i32,
         ) as u64;
         let imm_j = i64::from(
-            signed >> 31 << 20 | (code & 0xf_f000) as i32 | (code >> 20 & 1) as i32 * 2048
-                | (code >> 21 & 1023) as i32 * 2,
+            (signed >> 31 << 20)
+                | (code & 0xf_f000 | (code >> 20 & 1) << 11 | (code >> 21 & 1023) << 1) as i32,
         ) as u64;
         let mut next = self.pc.wrapping_add(4);
         let mut stop = None;
@@ -87,7 +99,9 @@ impl Hart {
             }
             (0x03, 3) => {
                 let at = ram_offset(a.wrapping_add(imm_i));
-                Some(u64::from_le_bytes(ram[at / 4096][at % 4096..at % 4096 + 8].try_into().unwrap()))
+                Some(u64::from_le_bytes(
+                    ram[at / 4096][at % 4096..at % 4096 + 8].try_into().unwrap(),
+                ))
             }
             (0x23, 2 | 3) => {
                 let address = a.wrapping_add(imm_s);
@@ -97,7 +111,8 @@ impl Hart {
                 } else {
                     let at = ram_offset(address);
                     let length = 1 << funct3;
-                    ram[at / 4096][at % 4096..at % 4096 + length].copy_from_slice(&b.to_le_bytes()[..length]);
+                    ram[at / 4096][at % 4096..at % 4096 + length]
+                        .copy_from_slice(&b.to_le_bytes()[..length]);
                     if self.watch == Some(address) {
                         stop = Some(Stop::Watched);
                     }
@@ -135,8 +150,13 @@ impl Hart {
 /// RAM with the program's image in it.
 pub(crate) fn boot(program: &Program) -> Vec<PageBytes> {
     let mut ram = vec![[0; 4096]; program.layout().ram_pages() as usize];
+    load(program, &mut ram);
+    ram
+}
+
+/// Puts the program's image into zeroed RAM.
+pub(crate) fn load(program: &Program, ram: &mut [PageBytes]) {
     for (gpa, bytes) in program.image() {
         ram[ram_offset(gpa.0) / 4096][..bytes.len()].copy_from_slice(&bytes);
     }
-    ram
 }
