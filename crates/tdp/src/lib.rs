@@ -2,8 +2,8 @@
 //!
 //! **Guarantee.** Any number of threads look up, map, write-protect and zap at once, through `&StageTwo`.
 //! Each entry changes by itself and atomically: a look-up sees the entry before or after a change, two
-//! mappers of one page agree on one entry, and every change is counted exactly once. Nobody waits for
-//! anybody: there are no locks.
+//! mappers of one page agree on one entry, and every change is counted exactly once. There are no locks:
+//! looking up is wait-free, changing lock-free but for the allocator where a table is missing.
 //!
 //! **Mechanism.** The tables have the format of RISC-V's Sv48x4 ([`Sv48x4`], [`Entry`]), every entry one
 //! `AtomicU64`. A missing table is allocated outside and linked by compare-exchange; who loses the race
