@@ -1,8 +1,8 @@
 //! The life of a page that has still to come: missing, requested, present.
 //!
 //! **Guarantee.**
-//! 1. Of all threads that claim a missing page, exactly one is told [`Claim::Mine`] and asks for it; the
-//!    exception is nobody, where the page arrives while all of them claim it.
+//! 1. Of all threads that claim a missing page at most one is told [`Claim::Mine`], and exactly one
+//!    unless the page arrives meanwhile.
 //! 2. Whoever is told [`Claim::Present`] finds the page's bytes.
 //! 3. Whoever is told [`Claim::Mine`] or [`Claim::Others`] is known to the page's arrival: it counts the
 //!    page in [`Arrival::requested`]. So where that is 0, no claimer waits for any of these pages.
@@ -25,10 +25,10 @@
 //! - *A c2 before a2* may be told any answer. The first of these c2s, and no other, finds R clear: at most
 //!   one is Mine. If c3 of the first finds M clear it is Present and nobody is Mine; the page is then
 //!   arriving. Where no arrival runs, all c3s find M set, and the first c2 is Mine: together this is (1).
-//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds
-//!   it set and counts the page: (3). This is why a claim that finds the page present in c3 does not take back the
-//!   bit it set in c2: it could take it from a thread that was told Others in between, and the arrival
-//!   would not know of that thread.
+//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds it set
+//!   and counts the page: (3). This is why a claim that finds the page present in c3 does not take back
+//!   the bit it set in c2: another thread may have been told Others by that bit, and the arrival would
+//!   not know of it.
 //! - Present is told after a load of M that reads what a1 (or, in the same word, a later change) released,
 //!   and the bytes were written before a1: (2).
 //!

@@ -156,32 +156,14 @@ impl Userfaultfd {
     /// # Errors
     /// What `read(2)` says; events appended before stay.
     pub fn read_events(&self, events: &mut Vec<Event>, limit: usize) -> Result<usize, Errno> {
-        // One read takes as many as fit in the buffer: 2 KiB of stack.
-        const BATCH: usize = 64;
-        let mut buffer = [0u8; BATCH * abi::MSG_BYTES];
+        // 2 KiB of stack.
+        let mut buffer = [[0; abi::MSG_BYTES]; 64];
         let mut count = 0;
         while count < limit {
-            let batch = BATCH.min(limit - count);
-            let bytes = match rustix::io::read(&self.fd, &mut buffer[..batch * abi::MSG_BYTES]) {
-                Ok(bytes) => bytes,
-                Err(Errno::AGAIN) => break,
-                Err(Errno::INTR) => continue,
-                Err(errno) => return Err(errno),
-            };
-            let (messages, _) = buffer[..bytes].as_chunks();
-            events.extend(messages.iter().map(|bytes| match Message::decode(bytes) {
-                Message::PageFault(fault) => Event::PageFault(fault),
-                Message::Fork(raw) => Event::Fork {
-                    // SAFETY: the message was read just now and is decoded only here, once.
-                    child: unsafe { sys::adopt(raw) },
-                },
-                Message::Remap { from, to, len } => Event::Remap { from, to, len },
-                Message::Remove { start, end } => Event::Remove { start, end },
-                Message::Unmap { start, end } => Event::Unmap { start, end },
-                Message::Unknown { event } => Event::Unknown { event },
-            }));
-            count += messages.len();
-            if messages.len() < batch {
+            let batch = buffer.len().min(limit - count);
+            let read = self.read_batch(&mut buffer[..batch], |event| events.push(event))?;
+            count += read;
+            if read < batch {
                 break;
             }
         }
@@ -191,11 +173,41 @@ impl Userfaultfd {
     /// Reads one event, or `None` when none waits now. Never blocks.
     ///
     /// # Errors
-    /// As [`Userfaultfd::read_events`].
+    /// What `read(2)` says.
     pub fn read_event(&self) -> Result<Option<Event>, Errno> {
-        let mut events = Vec::with_capacity(1);
-        self.read_events(&mut events, 1)?;
-        Ok(events.pop())
+        let mut event = None;
+        self.read_batch(&mut [[0; abi::MSG_BYTES]], |read| event = Some(read))?;
+        Ok(event)
+    }
+
+    /// One `read(2)` of as many messages as wait and fit; returns how many.
+    fn read_batch(
+        &self,
+        buffer: &mut [[u8; abi::MSG_BYTES]],
+        mut each: impl FnMut(Event),
+    ) -> Result<usize, Errno> {
+        let bytes = match rustix::io::retry_on_intr(|| {
+            rustix::io::read(&self.fd, buffer.as_flattened_mut())
+        }) {
+            Ok(bytes) => bytes,
+            Err(Errno::AGAIN) => return Ok(0),
+            Err(errno) => return Err(errno),
+        };
+        let messages = &buffer[..bytes / abi::MSG_BYTES];
+        for message in messages {
+            each(match Message::decode(message) {
+                Message::PageFault(fault) => Event::PageFault(fault),
+                Message::Fork(raw) => Event::Fork {
+                    // SAFETY: the message was read just now, and this loop looks at each once.
+                    child: unsafe { sys::adopt(raw) },
+                },
+                Message::Remap { from, to, len } => Event::Remap { from, to, len },
+                Message::Remove { start, end } => Event::Remove { start, end },
+                Message::Unmap { start, end } => Event::Unmap { start, end },
+                Message::Unknown { event } => Event::Unknown { event },
+            });
+        }
+        Ok(messages.len())
     }
 }
 

@@ -43,7 +43,7 @@ impl Userfaultfd {
     pub fn copy(&self, dst: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
         let len = bytes.len() as u64;
         advance(RangeOp::Copy, dst, len, |done| {
-            let rest = usize::try_from(done).map_or(&bytes[..0], |done| &bytes[done..]);
+            let rest = &bytes[done as usize..]; // at most `len`, which came from a usize
             sys::copy(self, dst.0 + done, rest, wake.mode())
         })
     }
@@ -75,6 +75,9 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// [`RangeError`], but never `EEXIST`.
+    ///
+    /// # Panics
+    /// If `len` is no multiple of `page`.
     pub fn continue_unmapped(
         &self,
         start: Hva,
@@ -86,8 +89,11 @@ impl Userfaultfd {
     }
 
     /// Marks the pages of `len` bytes from `start` as poisoned (Linux 6.6 and later): who touches one
-    /// gets SIGBUS (`BUS_MCEERR_AR`) with its address, at once and without an event. A system call gets
-    /// `EFAULT`, and a vCPU of KVM leaves the guest with SIGBUS pending for its thread.
+    /// gets SIGBUS with its address, at once and without an event. A system call gets `EFAULT`, and a
+    /// vCPU of KVM leaves the guest with SIGBUS pending for its thread.
+    ///
+    /// The signal's code is `BUS_MCEERR_AR`; to a thread that touches the page itself, a kernel without
+    /// `CONFIG_MEMORY_FAILURE` says `BUS_ADRERR` instead (x86: `do_sigbus` in `arch/x86/mm/fault.c`).
     ///
     /// Lifted by [`Userfaultfd::continue_range`] or [`Userfaultfd::copy`] over it.
     ///
@@ -105,6 +111,9 @@ impl Userfaultfd {
     ///
     /// # Errors
     /// [`RangeError`], but never `EEXIST`.
+    ///
+    /// # Panics
+    /// If `len` is no multiple of `page`.
     pub fn poison_unmapped(
         &self,
         start: Hva,
@@ -199,24 +208,30 @@ impl Userfaultfd {
         page: PageSize,
         wake: Wake,
     ) -> Result<u64, RangeError> {
+        assert!(
+            len.is_multiple_of(page.bytes()),
+            "{op}: {len:#x} bytes are no multiple of the page size {:#x}",
+            page.bytes()
+        );
         let (mut passed, mut there) = (0, 0);
-        let error = |error: RangeError, passed| RangeError {
-            start,
-            len,
-            done: passed + error.done,
-            ..error
-        };
         loop {
             match self.fill(op, Hva(start.0 + passed), len - passed, wake) {
                 Ok(()) => break,
                 Err(stop) if stop.is_already_there() => {
                     there += page.bytes();
                     passed += stop.done + page.bytes();
-                    if passed >= len {
+                    if passed == len {
                         break;
                     }
                 }
-                Err(stop) => return Err(error(stop, passed)),
+                Err(stop) => {
+                    return Err(RangeError {
+                        start,
+                        len,
+                        done: passed + stop.done,
+                        ..stop
+                    });
+                }
             }
         }
         if wake == Wake::Now && there > 0 {

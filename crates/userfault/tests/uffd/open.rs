@@ -64,7 +64,7 @@ fn what_the_kernel_lacks_is_named() {
 #[test]
 fn without_any_privilege_the_error_says_what_to_do() {
     if !getuid().is_root() {
-        return skip(&"taking privileges away needs root");
+        return println!("SKIPPED: taking privileges away needs root");
     }
     let nobody = Uid::from_raw(65534);
     let (opened, support) = apart(|| {
@@ -76,14 +76,14 @@ fn without_any_privilege_the_error_says_what_to_do() {
         )
     });
     if support.unprivileged_sysctl == Some(true) {
-        return skip(&"vm.unprivileged_userfaultfd=1 lets everybody");
+        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
     }
     match opened {
         Err(OpenError::NotPermitted { syscall, device }) => {
             assert_eq!(syscall, Errno::PERM);
             assert!(matches!(device, Errno::ACCESS | Errno::NOENT), "{device}");
         }
-        Ok(()) => return skip(&"/dev/userfaultfd is open to everybody"),
+        Ok(()) => return println!("SKIPPED: /dev/userfaultfd is open to everybody"),
         Err(other) => panic!("{other}"),
     }
     assert_eq!(support.usable, opened);
@@ -98,7 +98,7 @@ fn without_any_privilege_the_error_says_what_to_do() {
 #[test]
 fn without_the_capability_the_device_serves() {
     if !getuid().is_root() || rustix::fs::stat("/dev/userfaultfd").is_err() {
-        return skip(&"needs root and /dev/userfaultfd");
+        return println!("SKIPPED: needs root and /dev/userfaultfd");
     }
     let opened = apart(|| {
         let mut sets = capabilities(None).unwrap();
@@ -111,7 +111,7 @@ fn without_the_capability_the_device_serves() {
         )
     });
     if opened.2 == Some(true) {
-        return skip(&"vm.unprivileged_userfaultfd=1 lets everybody");
+        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
     }
     let (door, available) = opened.0.unwrap();
     assert_eq!(door, OpenedBy::Device);

@@ -106,7 +106,8 @@ extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc
     let installed = SERVED
         .get()
         .is_some_and(|uffd| uffd.continue_range(page, PAGE, Wake::Later).is_ok());
-    if code != libc::BUS_MCEERR_AR || !installed {
+    // ADRERR comes of a kernel without CONFIG_MEMORY_FAILURE.
+    if !matches!(code, libc::BUS_MCEERR_AR | libc::BUS_ADRERR) || !installed {
         // SAFETY: ends the process, which would else repeat the access for ever.
         unsafe { libc::_exit(101) };
     }
