@@ -156,67 +156,67 @@ fn every_defined_encoding_is_legal() {
 #[test]
 fn undefined_encodings_are_illegal_and_stval_holds_them() {
     let undefined = [
-        0x0000_0000,                            // all zeros: defined illegal
-        0xffff_ffff,                            // all ones: defined illegal
-        0x0000_0001,                            // C extension: C.NOP
-        0x0001_4505,                            // C extension: C.LI, something behind it
-        0x0000_0007 | 3 << 12,                  // FLD
-        0x0000_0027 | 3 << 12,                  // FSD
-        0x0000_0053,                            // FADD.S
-        0x0000_0043,                            // FMADD.S
-        0x0000_0057,                            // OP-V
-        0x0000_000b,                            // custom-0
-        0x0000_002b,                            // custom-1
-        0x0000_005b,                            // custom-2
-        0x0000_007b,                            // custom-3
-        0x0000_006b,                            // reserved
-        0x0000_0077,                            // OP-VE
-        lb(1, 2, 0) | 7 << 12,                  // LDU does not exist
-        sb(1, 2, 0) | 4 << 12,                  // store with funct3 4
-        sb(1, 2, 0) | 7 << 12,                  //
-        beq(1, 2, 8) | 2 << 12,                 // branch with funct3 2
-        beq(1, 2, 8) | 3 << 12,                 //
-        beq(1, 2, 6) | 2 << 12,                 // the same with an odd target
-        jalr(1, 2, 0) | 1 << 12,                // JALR with funct3 1
-        fence(3, 3) | 2 << 12,                  // CBO
-        slli(1, 2, 1) | 1 << 26,                // shift with a seventh bit
-        slli(1, 2, 1) | 0x400 << 20,            // "SLAI"
-        srli(1, 2, 1) | 1 << 31,                //
-        srli(1, 2, 1) | 0x600 << 20,            // RORI (Zbb)
-        slliw(1, 2, 1) | 1 << 25,               // word shift by 32 or more
-        srliw(1, 2, 1) | 1 << 25,               //
-        sraiw(1, 2, 1) | 1 << 25,               //
-        addiw(1, 2, 0) | 2 << 12,               // OP-IMM-32 with funct3 2
-        addiw(1, 2, 0) | 7 << 12,               //
-        add(1, 2, 3) | 0x10 << 25,              // SH?ADD (Zba)
-        sll(1, 2, 3) | 0x20 << 25,              //
-        and(1, 2, 3) | 0x20 << 25,              // ANDN (Zbb)
-        add(1, 2, 3) | 0x02 << 25,              //
-        addw(1, 2, 3) | 2 << 12,                //
-        mulw(1, 2, 3) | 1 << 12,                // MULHW does not exist
-        mulw(1, 2, 3) | 3 << 12,                //
-        sraw(1, 2, 3) | 1 << 25,                //
-        atomic(LR, W, 5, 6, 1),                 // LR with rs2
-        atomic(LR, D, 5, 6, 31),                //
-        atomic(AMOADD, 0, 5, 6, 7),             // AMOADD.B (Zabha)
-        atomic(AMOADD, 1, 5, 6, 7),             //
-        atomic(AMOADD, 4, 5, 6, 7),             // AMOADD.Q
-        atomic(0b00101, W, 5, 6, 7),            // AMOCAS.W (Zacas)
-        atomic(0b00111, D, 5, 6, 7),            //
-        atomic(0b11111, D, 5, 6, 7),            //
-        ECALL | 1 << 7,                         // ECALL with rd
-        EBREAK | 1 << 15,                       // EBREAK with rs1
-        SRET | 1 << 7,                          //
-        WFI | 1 << 15,                          //
-        0x3020_0073,                            // MRET
-        0x0020_0073,                            // URET
-        0x7020_0073,                            // MNRET
-        0x00d0_0073,                            // WRS.NTO (Zawrs)
-        sfence_vma(0, 0) | 1 << 7,              // SFENCE.VMA with rd
-        0x1600_0073,                            // SINVAL.VMA (Svinval)
-        0x2200_0073,                            // HFENCE.VVMA
-        0x6200_0073,                            // HFENCE.GVMA
-        0x6000_4073,                            // HLV.B
+        0x0000_0000,                 // all zeros: defined illegal
+        0xffff_ffff,                 // all ones: defined illegal
+        0x0000_0001,                 // C extension: C.NOP
+        0x0001_4505,                 // C extension: C.LI, something behind it
+        0x0000_0007 | 3 << 12,       // FLD
+        0x0000_0027 | 3 << 12,       // FSD
+        0x0000_0053,                 // FADD.S
+        0x0000_0043,                 // FMADD.S
+        0x0000_0057,                 // OP-V
+        0x0000_000b,                 // custom-0
+        0x0000_002b,                 // custom-1
+        0x0000_005b,                 // custom-2
+        0x0000_007b,                 // custom-3
+        0x0000_006b,                 // reserved
+        0x0000_0077,                 // OP-VE
+        lb(1, 2, 0) | 7 << 12,       // LDU does not exist
+        sb(1, 2, 0) | 4 << 12,       // store with funct3 4
+        sb(1, 2, 0) | 7 << 12,       //
+        beq(1, 2, 8) | 2 << 12,      // branch with funct3 2
+        beq(1, 2, 8) | 3 << 12,      //
+        beq(1, 2, 6) | 2 << 12,      // the same with an odd target
+        jalr(1, 2, 0) | 1 << 12,     // JALR with funct3 1
+        fence(3, 3) | 2 << 12,       // CBO
+        slli(1, 2, 1) | 1 << 26,     // shift with a seventh bit
+        slli(1, 2, 1) | 0x400 << 20, // "SLAI"
+        srli(1, 2, 1) | 1 << 31,     //
+        srli(1, 2, 1) | 0x600 << 20, // RORI (Zbb)
+        slliw(1, 2, 1) | 1 << 25,    // word shift by 32 or more
+        srliw(1, 2, 1) | 1 << 25,    //
+        sraiw(1, 2, 1) | 1 << 25,    //
+        addiw(1, 2, 0) | 2 << 12,    // OP-IMM-32 with funct3 2
+        addiw(1, 2, 0) | 7 << 12,    //
+        add(1, 2, 3) | 0x10 << 25,   // SH?ADD (Zba)
+        sll(1, 2, 3) | 0x20 << 25,   //
+        and(1, 2, 3) | 0x20 << 25,   // ANDN (Zbb)
+        add(1, 2, 3) | 0x02 << 25,   //
+        addw(1, 2, 3) | 2 << 12,     //
+        mulw(1, 2, 3) | 1 << 12,     // MULHW does not exist
+        mulw(1, 2, 3) | 3 << 12,     //
+        sraw(1, 2, 3) | 1 << 25,     //
+        atomic(LR, W, 5, 6, 1),      // LR with rs2
+        atomic(LR, D, 5, 6, 31),     //
+        atomic(AMOADD, 0, 5, 6, 7),  // AMOADD.B (Zabha)
+        atomic(AMOADD, 1, 5, 6, 7),  //
+        atomic(AMOADD, 4, 5, 6, 7),  // AMOADD.Q
+        atomic(0b00101, W, 5, 6, 7), // AMOCAS.W (Zacas)
+        atomic(0b00111, D, 5, 6, 7), //
+        atomic(0b11111, D, 5, 6, 7), //
+        ECALL | 1 << 7,              // ECALL with rd
+        EBREAK | 1 << 15,            // EBREAK with rs1
+        SRET | 1 << 7,               //
+        WFI | 1 << 15,               //
+        0x3020_0073,                 // MRET
+        0x0020_0073,                 // URET
+        0x7020_0073,                 // MNRET
+        0x00d0_0073,                 // WRS.NTO (Zawrs)
+        sfence_vma(0, 0) | 1 << 7,   // SFENCE.VMA with rd
+        0x1600_0073,                 // SINVAL.VMA (Svinval)
+        0x2200_0073,                 // HFENCE.VVMA
+        0x6200_0073,                 // HFENCE.GVMA
+        0x6000_4073,                 // HLV.B
     ];
     for word in undefined {
         let mut machine = Machine::new(&[word]);

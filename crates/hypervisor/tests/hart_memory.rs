@@ -37,15 +37,26 @@ fn loads_extend_as_they_say() {
         let got = load(instruction, DATA);
         assert_eq!(got, expected, "{name}: {got:#x}");
     }
-    assert_eq!(load(lw(A0, A1, -2048), DATA + 2048), 0x7fff_0180, "a negative offset");
-    assert_eq!(load(lb(A0, A1, 2047), DATA - 2047), 0xffff_ffff_ffff_ff80, "the largest offset");
+    assert_eq!(
+        load(lw(A0, A1, -2048), DATA + 2048),
+        0x7fff_0180,
+        "a negative offset"
+    );
+    assert_eq!(
+        load(lb(A0, A1, 2047), DATA - 2047),
+        0xffff_ffff_ffff_ff80,
+        "the largest offset"
+    );
 }
 
 #[test]
 fn stores_write_their_width_and_no_more() {
-    for (instruction, width) in
-        [(sb(A0, A1, 8), 1), (sh(A0, A1, 8), 2), (sw(A0, A1, 8), 4), (sd(A0, A1, 8), 8)]
-    {
+    for (instruction, width) in [
+        (sb(A0, A1, 8), 1),
+        (sh(A0, A1, 8), 2),
+        (sw(A0, A1, 8), 4),
+        (sd(A0, A1, 8), 8),
+    ] {
         let mut machine = Machine::new(&[instruction]);
         machine.ram().fill(DATA, &[0xee; 24]);
         machine.hart.set_x(10, 0x8877_6655_4433_2211);
@@ -57,8 +68,11 @@ fn stores_write_their_width_and_no_more() {
     }
 }
 
-/// Loads and stores of each width, with the width.
-const LOADS: [(fn(u32, u32, i32) -> u32, u64, bool); 7] = [
+/// Makes a load or store of: register, base register, offset.
+type Encode = fn(u32, u32, i32) -> u32;
+
+/// Loads and stores of each width, with the width; for loads, whether they sign-extend.
+const LOADS: [(Encode, u64, bool); 7] = [
     (lb, 1, true),
     (lh, 2, true),
     (lw, 4, true),
@@ -67,7 +81,7 @@ const LOADS: [(fn(u32, u32, i32) -> u32, u64, bool); 7] = [
     (lhu, 2, false),
     (lwu, 4, false),
 ];
-const STORES: [(fn(u32, u32, i32) -> u32, u64); 4] = [(sb, 1), (sh, 2), (sw, 4), (sd, 8)];
+const STORES: [(Encode, u64); 4] = [(sb, 1), (sh, 2), (sw, 4), (sd, 8)];
 
 proptest! {
     /// At every alignment, over page edges, a load sees the bytes that are there.
@@ -103,7 +117,14 @@ proptest! {
 const SECOND: u64 = DATA + 0x1000;
 
 fn fault_at(gpa: u64, access: Access) -> HartExit {
-    HartExit::MemoryFault { fault: MemoryFault { gpa, size: 4096, flags: 7 }, access }
+    HartExit::MemoryFault {
+        fault: MemoryFault {
+            gpa,
+            size: 4096,
+            flags: 7,
+        },
+        access,
+    }
 }
 
 #[test]
@@ -134,11 +155,16 @@ fn a_missing_page_leaves_the_guest_and_the_access_is_repeated() {
 #[test]
 fn a_fetch_from_a_missing_page_leaves_the_guest() {
     let mut machine = Machine::new(&[]);
-    machine.ram().code(CODE + 0xffc, &[addi(A0, A0, 1), addi(A0, A0, 2)]);
+    machine
+        .ram()
+        .code(CODE + 0xffc, &[addi(A0, A0, 1), addi(A0, A0, 2)]);
     machine.ram().set_page(CODE + 0x1000, Page::Missing);
     machine.hart.set_pc(CODE + 0xffc).unwrap();
     assert_eq!(machine.run(10), fault_at(CODE + 0x1000, Access::Fetch));
-    assert_eq!((machine.hart.pc(), machine.hart.instret()), (CODE + 0x1000, 1));
+    assert_eq!(
+        (machine.hart.pc(), machine.hart.instret()),
+        (CODE + 0x1000, 1)
+    );
     machine.ram().set_page(CODE + 0x1000, Page::Present);
     machine.step();
     assert_eq!(machine.hart.x(10), 3);
@@ -224,7 +250,14 @@ fn mmio_stores_carry_their_value_and_complete() {
         machine.hart.set_x(11, DEVICE);
         let value = 0x8877_6655_4433_2211 & (u64::MAX >> (64 - 8 * width));
         let size = width as u8;
-        assert_eq!(machine.run(10), HartExit::MmioStore { gpa: DEVICE + 8, size, value });
+        assert_eq!(
+            machine.run(10),
+            HartExit::MmioStore {
+                gpa: DEVICE + 8,
+                size,
+                value
+            }
+        );
         assert_eq!((machine.hart.pc(), machine.hart.instret()), (CODE + 4, 1));
         machine.step();
         assert_eq!(machine.hart.x(12), 1);
@@ -237,12 +270,22 @@ fn mmio_loads_give_all_ones_or_what_the_vmm_says() {
         let mask = u64::MAX >> (64 - 8 * width);
         let mut machine = Machine::new(&[instruction(A0, A1, 0)]);
         machine.hart.set_x(11, DEVICE);
-        assert_eq!(machine.run(10), HartExit::MmioLoad { gpa: DEVICE, size: width as u8 });
+        assert_eq!(
+            machine.run(10),
+            HartExit::MmioLoad {
+                gpa: DEVICE,
+                size: width as u8
+            }
+        );
         assert_eq!((machine.hart.pc(), machine.hart.instret()), (CODE + 4, 1));
         assert_eq!(machine.hart.x(10), if signed { u64::MAX } else { mask });
         machine.hart.complete_mmio_load(0x7182_8384_8586_8788);
         let low = 0x7182_8384_8586_8788 & mask;
-        let expected = if signed && width < 8 { low | !mask } else { low };
+        let expected = if signed && width < 8 {
+            low | !mask
+        } else {
+            low
+        };
         assert_eq!(machine.hart.x(10), expected, "width {width}");
         // It is complete: a second value has nowhere to go.
         machine.hart.complete_mmio_load(1);
@@ -254,7 +297,13 @@ fn mmio_loads_give_all_ones_or_what_the_vmm_says() {
 fn an_mmio_load_is_not_completed_after_the_next_entry() {
     let mut machine = Machine::new(&[lw(A0, A1, 0), addi(A0, X0, 5)]);
     machine.hart.set_x(11, DEVICE);
-    assert_eq!(machine.run(10), HartExit::MmioLoad { gpa: DEVICE, size: 4 });
+    assert_eq!(
+        machine.run(10),
+        HartExit::MmioLoad {
+            gpa: DEVICE,
+            size: 4
+        }
+    );
     machine.step();
     machine.hart.complete_mmio_load(77);
     assert_eq!(machine.hart.x(10), 5);
@@ -264,7 +313,13 @@ fn an_mmio_load_is_not_completed_after_the_next_entry() {
 fn an_mmio_load_to_x0_leaves_x0() {
     let mut machine = Machine::new(&[lw(X0, A1, 0)]);
     machine.hart.set_x(11, DEVICE);
-    assert_eq!(machine.run(1), HartExit::MmioLoad { gpa: DEVICE, size: 4 });
+    assert_eq!(
+        machine.run(1),
+        HartExit::MmioLoad {
+            gpa: DEVICE,
+            size: 4
+        }
+    );
     machine.hart.complete_mmio_load(77);
     assert_eq!(machine.hart.x(0), 0);
 }
@@ -297,7 +352,13 @@ fn misaligned_accesses_atomics_and_fetches_in_mmio_are_access_faults() {
 fn addresses_wrap_around() {
     // RAM - 2^64 + offset, through a negative offset from 0.
     let mut machine = Machine::new(&[ld(A0, A1, -8), lw(A0, A1, 8)]);
-    assert_eq!(machine.run(1), HartExit::MmioLoad { gpa: u64::MAX - 7, size: 8 });
+    assert_eq!(
+        machine.run(1),
+        HartExit::MmioLoad {
+            gpa: u64::MAX - 7,
+            size: 8
+        }
+    );
     machine.hart.set_x(11, u64::MAX - 3);
     assert_eq!(machine.run(1), HartExit::MmioLoad { gpa: 4, size: 4 });
 }

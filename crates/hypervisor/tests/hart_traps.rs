@@ -44,7 +44,12 @@ fn write_read(csr: u32, value: u64) -> u64 {
 #[test]
 fn csrs_hold_what_they_implement() {
     let table = [
-        ("sstatus", SSTATUS, u64::MAX, UXL | STATUS_SIE | STATUS_SPIE | STATUS_SPP | STATUS_MXR),
+        (
+            "sstatus",
+            SSTATUS,
+            u64::MAX,
+            UXL | STATUS_SIE | STATUS_SPIE | STATUS_SPP | STATUS_MXR,
+        ),
         ("sstatus", SSTATUS, 0, UXL),
         ("sie", SIE, u64::MAX, 0x222),
         ("sip: only SSIP is writable", SIP, u64::MAX, 0x002),
@@ -87,7 +92,11 @@ fn csr_instructions() {
         machine.hart.set_x(11, operand);
         change(&mut machine, |state| state.sscratch = old);
         machine.step();
-        assert_eq!((machine.hart.x(10), machine.hart.state().sscratch), (old, new), "{instruction:#x}");
+        assert_eq!(
+            (machine.hart.x(10), machine.hart.state().sscratch),
+            (old, new),
+            "{instruction:#x}"
+        );
     }
     // The operand is read before the destination is written.
     let mut machine = Machine::new(&[csrrw(A0, SSCRATCH, A0)]);
@@ -120,8 +129,12 @@ fn absent_and_read_only_csrs_are_illegal() {
         assert_eq!(machine.trap(), (2, instruction.into()), "{instruction:#x}");
     }
     // Reading a read-only CSR by the set and clear forms is not a write.
-    for instruction in [csrrs(A0, CYCLE, X0), csrrc(A0, TIME, X0), csrrsi(A0, INSTRET, 0), csrrci(A0, CYCLE, 0)]
-    {
+    for instruction in [
+        csrrs(A0, CYCLE, X0),
+        csrrc(A0, TIME, X0),
+        csrrsi(A0, INSTRET, 0),
+        csrrci(A0, CYCLE, 0),
+    ] {
         Machine::new(&[instruction]).step();
     }
 }
@@ -140,7 +153,10 @@ fn counters() {
     machine.bus.now = 0x1234_5678_9abc;
     assert_eq!(machine.run(6), HartExit::Budget);
     // What was retired before the read.
-    assert_eq!((machine.hart.x(10), machine.hart.x(11), machine.hart.x(13)), (1, 2, 5));
+    assert_eq!(
+        (machine.hart.x(10), machine.hart.x(11), machine.hart.x(13)),
+        (1, 2, 5)
+    );
     assert_eq!(machine.hart.x(12), 0x1234_5678_9abc);
 }
 
@@ -157,7 +173,7 @@ fn exceptions_go_to_stvec() {
             machine.hart.set_x(11, address);
             // Vectored or not, exceptions go to the base.
             change(&mut machine, |state| {
-                state.stvec = DATA + 0x100 | vectored;
+                state.stvec = (DATA + 0x100) | vectored;
                 state.sstatus = UXL | STATUS_SIE | STATUS_MXR;
             });
             assert_eq!(machine.trap(), (cause, stval));
@@ -171,7 +187,11 @@ fn exceptions_go_to_stvec() {
 #[test]
 fn sret_goes_back() {
     for (before, after, mode) in [
-        (STATUS_SPP | STATUS_SPIE, STATUS_SPIE | STATUS_SIE, Mode::Supervisor),
+        (
+            STATUS_SPP | STATUS_SPIE,
+            STATUS_SPIE | STATUS_SIE,
+            Mode::Supervisor,
+        ),
         (STATUS_SPP, STATUS_SPIE, Mode::Supervisor),
         (STATUS_SPP | STATUS_SIE, STATUS_SPIE, Mode::Supervisor),
         (STATUS_SPIE, STATUS_SPIE | STATUS_SIE, Mode::User),
@@ -184,7 +204,10 @@ fn sret_goes_back() {
         });
         machine.step();
         let state = machine.hart.state();
-        assert_eq!((state.pc, state.sstatus, state.mode), (DATA, UXL | after, mode));
+        assert_eq!(
+            (state.pc, state.sstatus, state.mode),
+            (DATA, UXL | after, mode)
+        );
     }
 }
 
@@ -209,7 +232,10 @@ fn user_mode_has_no_supervisor_instructions() {
         });
         assert_eq!(machine.trap(), (2, instruction.into()), "{instruction:#x}");
         let state = machine.hart.state();
-        assert_eq!((state.mode, state.sstatus), (Mode::Supervisor, UXL | STATUS_SPIE));
+        assert_eq!(
+            (state.mode, state.sstatus),
+            (Mode::Supervisor, UXL | STATUS_SPIE)
+        );
     }
     let mut machine = Machine::new(&[ECALL]);
     change(&mut machine, |state| state.mode = Mode::User);
@@ -238,7 +264,14 @@ fn scounteren_opens_counters_to_user_mode() {
 fn interrupts_are_taken_when_enabled_in_the_manuals_order() {
     let all = [Interrupt::Software, Interrupt::Timer, Interrupt::External];
     // Pending interrupts as bits of sip, and the one that is taken.
-    for (pending, code) in [(0x002, 1), (0x020, 5), (0x200, 9), (0x022, 1), (0x220, 9), (0x222, 9)] {
+    for (pending, code) in [
+        (0x002, 1),
+        (0x020, 5),
+        (0x200, 9),
+        (0x022, 1),
+        (0x220, 9),
+        (0x222, 9),
+    ] {
         for (vectored, handler) in [(0, DATA), (1, DATA + 4 * code)] {
             let mut machine = Machine::new(&[addi(A0, A0, 1)]);
             machine.ram().code(handler, &[addi(A1, A1, 1)]);
@@ -248,11 +281,16 @@ fn interrupts_are_taken_when_enabled_in_the_manuals_order() {
                 state.sstatus = UXL | STATUS_SIE;
             });
             for interrupt in all {
-                machine.hart.set_interrupt(interrupt, pending >> interrupt as u32 & 1 != 0);
+                machine
+                    .hart
+                    .set_interrupt(interrupt, pending >> interrupt as u32 & 1 != 0);
             }
             machine.step();
             let state = machine.hart.state();
-            assert_eq!((state.scause, state.sepc, state.stval), (1 << 63 | code, CODE, 0));
+            assert_eq!(
+                (state.scause, state.sepc, state.stval),
+                (1 << 63 | code, CODE, 0)
+            );
             assert_eq!((state.x[10], state.x[11], state.pc), (0, 1, handler + 4));
             assert_eq!(state.sstatus, UXL | STATUS_SPIE | STATUS_SPP);
         }
@@ -278,7 +316,10 @@ fn interrupts_that_are_not_enabled_wait() {
         });
         machine.hart.set_interrupt(Interrupt::Timer, true);
         machine.step();
-        assert_eq!((machine.hart.x(10), machine.hart.x(11)), if taken { (0, 1) } else { (1, 0) });
+        assert_eq!(
+            (machine.hart.x(10), machine.hart.x(11)),
+            if taken { (0, 1) } else { (1, 0) }
+        );
     }
 }
 
@@ -306,7 +347,11 @@ fn an_interrupt_is_taken_right_behind_the_instruction_that_enables_it() {
         });
         assert_eq!(machine.run(2), HartExit::Budget);
         let state = machine.hart.state();
-        assert_eq!((state.scause, state.sepc), (1 << 63 | 1, after), "{instruction:#x}");
+        assert_eq!(
+            (state.scause, state.sepc),
+            (1 << 63 | 1, after),
+            "{instruction:#x}"
+        );
         assert_eq!((state.x[10], state.x[12], state.instret), (0, 1, 2));
     }
 }
@@ -346,12 +391,21 @@ fn the_whole_state_moves() {
     machine.hart.set_state(&odd_state()).unwrap();
     assert_eq!(machine.hart.state(), odd_state());
     // Two harts, one of which moved, go on alike.
-    let code = [mul(A0, A0, A1), atomic(AMOADD, D, A1, A2, A0), csrrs(A0, INSTRET, X0), jal(X0, -12)];
+    let code = [
+        mul(A0, A0, A1),
+        atomic(AMOADD, D, A1, A2, A0),
+        csrrs(A0, INSTRET, X0),
+        jal(X0, -12),
+    ];
     let mut moved = Machine::new(&code);
     let mut stayed = Machine::new(&code);
     for machine in [&mut moved, &mut stayed] {
         change(machine, |state| {
-            *state = HartState { pc: CODE, mode: Mode::Supervisor, ..odd_state() };
+            *state = HartState {
+                pc: CODE,
+                mode: Mode::Supervisor,
+                ..odd_state()
+            };
             state.x[12] = DATA;
         });
         machine.run(1001);
@@ -383,7 +437,10 @@ fn a_state_no_hart_can_be_in_is_refused() {
     assert_eq!(refused(|s| s.x[0] = 1), StateError::X0(1));
     assert_eq!(refused(|s| s.pc = 2), StateError::Pc(2));
     assert_eq!(refused(|s| s.sstatus = 0), csr("sstatus", 0, UXL));
-    assert_eq!(refused(|s| s.sstatus = UXL | 1 << 18), csr("sstatus", UXL | 1 << 18, 1 << 18));
+    assert_eq!(
+        refused(|s| s.sstatus = UXL | 1 << 18),
+        csr("sstatus", UXL | 1 << 18, 1 << 18)
+    );
     assert_eq!(refused(|s| s.sie = 3), csr("sie", 3, 1));
     assert_eq!(refused(|s| s.sip = 1 << 13), csr("sip", 1 << 13, 1 << 13));
     assert_eq!(refused(|s| s.stvec = 2), csr("stvec", 2, 2));

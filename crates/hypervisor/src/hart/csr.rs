@@ -115,19 +115,14 @@ impl Csrs {
         }
     }
 
-    /// Whether CSR `number` may be accessed now. The number's own bits say from which mode on
-    /// (bits 9:8) and whether it is read-only (bits 11:10).
-    pub(super) fn check(&self, number: u32, write: bool) -> Result<(), NoCsr> {
+    /// Whether CSR `number` may be accessed in this mode: bits 9:8 of the number say from which on.
+    pub(super) fn check_mode(&self, number: u32) -> Result<(), NoCsr> {
         let needs = number >> 8 & 3;
         let mode = match self.mode {
             Mode::User => 0,
             Mode::Supervisor => 1,
         };
-        if needs > mode || (write && number >> 10 == 3) {
-            Err(NoCsr)
-        } else {
-            Ok(())
-        }
+        if needs > mode { Err(NoCsr) } else { Ok(()) }
     }
 
     /// The value of CSR `number`. `instret` and `time` give the counters.
@@ -164,7 +159,7 @@ impl Csrs {
         })
     }
 
-    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL).
+    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL). The counters are read-only.
     pub(super) fn write(&mut self, number: u32, value: u64) -> Result<(), NoCsr> {
         match number {
             number::SSTATUS => self.sstatus = value & SSTATUS_WRITABLE,

@@ -11,7 +11,7 @@
 //!
 //! **LR and SC.** The hart remembers the address, width and value of the last LR; an SC elsewhere or of another
 //! width fails, and every SC ends the reservation. Whether the reserved bytes were stored to in between is the
-//! bus's to say: see [`Bus::store_conditional`].
+//! bus's to say: see [`Bus::store_conditional`] and [`Reservations`].
 //!
 //! **Neighbours.** Above: the vCPU, which owns a hart and lends it a TLB. The hart knows no tables, slots or pages'
 //! states: only that an access worked, or why not.
@@ -26,6 +26,7 @@ mod exit;
 mod int;
 mod op;
 mod regs;
+mod reservations;
 mod slow;
 mod state;
 mod sync;
@@ -34,6 +35,7 @@ pub use bus::{Access, Bus, BusFault, MemoryFault, PAGE_WORDS, Reserved};
 pub use csr::{Interrupt, Mode, TIMEBASE_HZ};
 pub use exit::HartExit;
 pub use int::{AmoInt, AmoOp, GuestInt};
+pub use reservations::Reservations;
 pub use state::{HartState, StateError};
 
 use code::CodeCache;

@@ -101,7 +101,7 @@ impl Hart {
         let (is_swap, clears) = (funct3(raw) & 3 == 1, funct3(raw) & 3 == 3);
         // CSRRS and CSRRC with x0 or an immediate of 0 only read; CSRRW to x0 only writes.
         let (reads, writes) = (!is_swap || op.rd != SINK, is_swap || op.rs1 != 0);
-        self.csrs.check(number, writes)?;
+        self.csrs.check_mode(number)?;
         let old = if reads {
             self.csrs.read(number, self.instret, || bus.time())?
         } else {

@@ -8,7 +8,8 @@
 pub(crate) mod asm;
 
 use pageferry_hypervisor::hart::{
-    AmoInt, AmoOp, Bus, BusFault, GuestInt, Hart, HartExit, MemoryFault, PAGE_WORDS, Reserved,
+    AmoInt, AmoOp, Bus, BusFault, GuestInt, Hart, HartExit, MemoryFault, PAGE_WORDS, Reservations,
+    Reserved,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -89,9 +90,16 @@ impl Ram {
 
 #[derive(Clone, Copy)]
 struct Entry {
-    tag: u64,
+    read: u64,
+    write: u64,
     addend: u64,
 }
+
+const EMPTY: Entry = Entry {
+    read: u64::MAX,
+    write: u64::MAX,
+    addend: 0,
+};
 
 /// One hart's view of a [`Ram`], with a TLB like the real one. Below and above RAM there is MMIO.
 pub(crate) struct TestBus {
@@ -99,6 +107,10 @@ pub(crate) struct TestBus {
     pub(crate) now: u64,
     /// How many TLB misses succeed before one is answered with `BusFault::Requested`.
     pub(crate) request_after: Option<u32>,
+    /// The page an LR wants watched; the bus has left the guest for that.
+    pub(crate) to_watch: Option<u64>,
+    /// Who decides on SCs; without it they compare values.
+    reservations: Option<Arc<Reservations>>,
     tlb: Box<[Entry; 256]>,
 }
 
@@ -108,37 +120,40 @@ impl TestBus {
             ram,
             now: 0,
             request_after: None,
-            tlb: Box::new(
-                [Entry {
-                    tag: u64::MAX,
-                    addend: 0,
-                }; 256],
-            ),
+            to_watch: None,
+            reservations: None,
+            tlb: Box::new([EMPTY; 256]),
+        }
+    }
+
+    pub(crate) fn with_reservations(ram: Arc<Ram>, reservations: &Arc<Reservations>) -> Self {
+        Self {
+            reservations: Some(Arc::clone(reservations)),
+            ..Self::new(ram)
         }
     }
 
     pub(crate) fn flush(&mut self) {
-        self.tlb.fill(Entry {
-            tag: u64::MAX,
-            addend: 0,
-        });
+        self.tlb.fill(EMPTY);
+    }
+
+    pub(crate) fn flush_writes(&mut self) {
+        for entry in &mut self.tlb[..] {
+            entry.write = u64::MAX;
+        }
     }
 
     #[inline(always)]
-    fn cell<T: GuestInt>(&mut self, gpa: u64) -> Result<&T::Atomic, BusFault> {
-        let mut entry = self.tlb[(gpa >> 12) as usize % 256];
-        if entry.tag != gpa & !(4095 ^ (T::BYTES - 1)) {
-            entry = self.miss(gpa, T::BYTES)?;
-        }
-        let host = entry.addend.wrapping_add(gpa) as usize as *const T::Atomic;
-        // SAFETY: the entry was made for a page of `ram`, which `self` keeps; the tag holds for aligned
-        // addresses only.
-        Ok(unsafe { &*host })
+    fn hit(&self, gpa: u64, size: u64, write: bool) -> Option<*mut u8> {
+        let entry = &self.tlb[(gpa >> 12) as usize % 256];
+        let tag = if write { entry.write } else { entry.read };
+        (tag == gpa & !(4095 ^ (size - 1)))
+            .then(|| entry.addend.wrapping_add(gpa) as usize as *mut u8)
     }
 
     #[cold]
     #[inline(never)]
-    fn miss(&mut self, gpa: u64, size: u64) -> Result<Entry, BusFault> {
+    fn miss(&mut self, gpa: u64, size: u64, write: bool) -> Result<*mut u8, BusFault> {
         if !gpa.is_multiple_of(size) {
             return Err(BusFault::Misaligned);
         }
@@ -168,43 +183,93 @@ impl TestBus {
             return Err(BusFault::Access { gpa });
         }
         let addend = (self.ram.words.as_ptr() as u64).wrapping_sub(RAM);
-        let entry = Entry { tag: page, addend };
-        self.tlb[(gpa >> 12) as usize % 256] = entry;
-        Ok(entry)
+        let watched = self
+            .reservations
+            .as_ref()
+            .is_some_and(|all| all.is_announced(gpa));
+        let write_tag = if write && !watched { page } else { u64::MAX };
+        self.tlb[(gpa >> 12) as usize % 256] = Entry {
+            read: page,
+            write: write_tag,
+            addend,
+        };
+        Ok(addend.wrapping_add(gpa) as usize as *mut u8)
+    }
+
+    #[inline(always)]
+    fn readable<T: GuestInt>(&mut self, gpa: u64) -> Result<&T::Atomic, BusFault> {
+        let host = match self.hit(gpa, T::BYTES, false) {
+            Some(host) => host,
+            None => self.miss(gpa, T::BYTES, false)?,
+        };
+        // SAFETY: the entry was made for a page of `ram`, which `self` keeps; it matches aligned
+        // addresses only.
+        Ok(unsafe { &*host.cast::<T::Atomic>() })
+    }
+
+    /// Does `write` to the cell at `gpa`, past the reservations if the TLB knows that there are none.
+    #[inline(always)]
+    fn writable<T: GuestInt, R>(
+        &mut self,
+        gpa: u64,
+        write: impl FnOnce(&T::Atomic) -> R,
+    ) -> Result<R, BusFault> {
+        // SAFETY: as in `readable`.
+        let cell = |host: *mut u8| unsafe { &*host.cast::<T::Atomic>() };
+        match self.hit(gpa, T::BYTES, true) {
+            Some(host) => Ok(write(cell(host))),
+            None => {
+                let host = self.miss(gpa, T::BYTES, true)?;
+                Ok(match &self.reservations {
+                    Some(all) => all.write(gpa, T::BYTES, || write(cell(host))),
+                    None => write(cell(host)),
+                })
+            }
+        }
     }
 }
 
 impl Bus for TestBus {
     #[inline(always)]
     fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
-        Ok(T::load(self.cell::<T>(gpa)?))
+        Ok(T::load(self.readable::<T>(gpa)?))
     }
 
     #[inline(always)]
     fn store<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
-        T::store(self.cell::<T>(gpa)?, value);
-        Ok(())
+        self.writable::<T, ()>(gpa, |cell| T::store(cell, value))
     }
 
     fn store_bytes(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), BusFault> {
         for i in 0..bytes.len() as u64 {
-            self.cell::<u8>(gpa.wrapping_add(i))?;
+            self.miss(gpa.wrapping_add(i), 1, true)?;
         }
-        for (i, &byte) in (0..).zip(bytes) {
-            self.store(gpa + i, byte)?;
+        let ram = Arc::clone(&self.ram);
+        let write = || ram.fill(gpa, bytes);
+        match &self.reservations {
+            Some(all) => all.write(gpa, bytes.len() as u64, write),
+            None => write(),
         }
         Ok(())
     }
 
     fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
-        Ok(T::amo(self.cell::<T>(gpa)?, op, operand))
+        self.writable::<T, T>(gpa, |cell| T::amo(cell, op, operand))
     }
 
     fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
-        Ok(Reserved {
-            value: T::load_ordered(self.cell::<T>(gpa)?),
-            version: 0,
-        })
+        let Some(all) = self.reservations.clone() else {
+            return Ok(Reserved {
+                value: T::load_ordered(self.readable::<T>(gpa)?),
+                version: 0,
+            });
+        };
+        let cell = self.readable::<T>(gpa)?;
+        if all.is_watched(gpa) {
+            return Ok(all.load_reserved::<T>(gpa, cell));
+        }
+        self.to_watch = Some(gpa);
+        Err(BusFault::Requested)
     }
 
     fn store_conditional<T: AmoInt>(
@@ -213,11 +278,14 @@ impl Bus for TestBus {
         reserved: Reserved<T>,
         value: T,
     ) -> Result<bool, BusFault> {
-        Ok(T::compare_exchange(
-            self.cell::<T>(gpa)?,
-            reserved.value,
-            value,
-        ))
+        let all = self.reservations.clone();
+        let host = self.miss(gpa, T::BYTES, true)?;
+        // SAFETY: as in `readable`.
+        let cell = unsafe { &*host.cast::<T::Atomic>() };
+        Ok(match all {
+            Some(all) => all.store_conditional::<T>(gpa, cell, reserved, value),
+            None => T::compare_exchange(cell, reserved.value, value),
+        })
     }
 
     fn fetch_page(&mut self, gpa: u64, words: &mut [u32; PAGE_WORDS]) -> Result<(), BusFault> {
