@@ -1,0 +1,99 @@
+//! A running VM moves, on both engines, by every delivery, and not a byte is lost.
+
+mod support;
+
+use pageferry_machine::{Delivery, Engine};
+use pageferry_migration::SourceConfig;
+use support::{Vm, kvm_usable, move_vm};
+
+const MIB: u64 = 1 << 20;
+
+struct Case {
+    engine: Engine,
+    vcpus: u32,
+    memory: u64,
+    passes: u32,
+    delivery: Option<Delivery>,
+    allocate: bool,
+}
+
+fn run(case: &Case) {
+    let source = Vm::running(case.engine, case.vcpus, case.memory);
+    // Some pages written, others never touched: data, zero pages and holes all travel.
+    source.wait_progress(64);
+    let config = SourceConfig {
+        precopy_passes: case.passes,
+        ..SourceConfig::default()
+    };
+    let moved = move_vm(source, &config, case.delivery, case.allocate);
+    let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
+    eprintln!(
+        "{} {} passes {}: blackout {} us, missing {}, {:?}, stalls p50 {} us over {}",
+        received.engine,
+        received.delivery,
+        case.passes,
+        received.started_ns.saturating_sub(sent.last_stop_ns) / 1000,
+        sent.missing_at_start,
+        received.pages,
+        received.stalls.value_at_quantile(0.5) / 1000,
+        received.stalls.len(),
+    );
+    assert_eq!(sent.pages, received.pages);
+    assert_eq!(sent.missing_at_start, received.missing_at_start);
+    if let Some(delivery) = case.delivery {
+        assert_eq!(received.delivery, delivery);
+    }
+    assert!(moved.source.threads.is_paused(), "the source never resumes it");
+    // Every page is visited again at the destination: the guest checks them all.
+    let share = moved.destination.workload.layout().share_pages();
+    moved.destination.wait_progress(2 * share);
+    moved.destination.verify();
+}
+
+#[test]
+fn a_soft_vm_moves_with_and_without_precopy() {
+    for passes in [0, 1, 3] {
+        run(&Case {
+            engine: Engine::Soft,
+            vcpus: 2,
+            memory: 16 * MIB,
+            passes,
+            delivery: None,
+            allocate: passes != 0,
+        });
+    }
+}
+
+#[test]
+fn a_kvm_vm_moves_by_every_delivery() {
+    if !kvm_usable("a_kvm_vm_moves_by_every_delivery") {
+        return;
+    }
+    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
+        for (passes, allocate) in [(0, true), (1, true), (1, false)] {
+            run(&Case {
+                engine: Engine::Kvm,
+                vcpus: 2,
+                memory: 32 * MIB,
+                passes,
+                delivery: Some(delivery),
+                allocate,
+            });
+        }
+    }
+}
+
+#[test]
+fn a_vm_moves_on_again_from_where_it_came() {
+    let source = Vm::running(Engine::Soft, 1, 8 * MIB);
+    source.wait_progress(32);
+    let first = move_vm(source, &SourceConfig::default(), None, true);
+    first.sent.unwrap();
+    first.received.unwrap();
+    let second = move_vm(first.destination, &SourceConfig::default(), None, true);
+    second.sent.unwrap();
+    second.received.unwrap();
+    let share = second.destination.workload.layout().share_pages();
+    second.destination.wait_progress(2 * share);
+    second.destination.verify();
+}
