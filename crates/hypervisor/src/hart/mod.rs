@@ -5,7 +5,7 @@
 //! and returns only between instructions. It notices a request within a page of straight-line code, at every taken
 //! jump and at every instruction it does outside its loop.
 //!
-//! **Mechanism.** Code is decoded once a page into 8-byte operations ([`code`](self)'s cache), and a loop jumps by
+//! **Mechanism.** Code is decoded once a page into 8-byte operations, and a loop jumps by
 //! their kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of that loop. Rare instructions
 //! leave the loop and are done by plain code.
 //!
