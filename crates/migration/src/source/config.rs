@@ -21,8 +21,9 @@ pub struct SourceConfig {
     /// The most passes over the pages while the guest still runs; with 0 every page is fetched in
     /// post-copy. Passes end early when hardly anything is left.
     pub precopy_passes: u32,
-    /// Whether missing pages are pushed in the background in post-copy. Without it a migration
-    /// completes only when the guest has asked for every page: for measurements.
+    /// Whether missing pages are pushed in the background from the start of post-copy. Without it the
+    /// push waits until the guest has asked for nothing for [`SourceConfig::QUIET`]: for measurements
+    /// of urgent pages beside an idle background.
     pub push_background: bool,
     /// The longest wait for the connection and the handshake.
     pub connect_limit: Duration,
@@ -30,6 +31,11 @@ pub struct SourceConfig {
     pub setup_limit: Duration,
     /// The longest wait for the destination to take or confirm anything else.
     pub answer_limit: Duration,
+}
+
+impl SourceConfig {
+    /// How long a guest that asks for no page keeps a push waiting that is not to begin at once.
+    pub const QUIET: Duration = Duration::from_millis(300);
 }
 
 impl Default for SourceConfig {

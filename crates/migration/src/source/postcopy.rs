@@ -5,7 +5,7 @@
 //! by spinning first, since a sleeping hop costs ten times a spinning one; it answers each request by one
 //! vectored write. The calling thread pushes the rest.
 
-use super::Source;
+use super::{Source, SourceConfig};
 use super::pages::{StoppedSender, is_zero};
 use super::pool::Pool;
 use crate::clock::monotonic_ns;
@@ -18,12 +18,12 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::GuestRam;
 use pageferry_userfault::PageBitmap;
 use std::io::IoSlice;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often progress is told, in frames.
 const TELL_EVERY: u64 = 16;
-/// How often a push that has nothing to do looks whether requests have emptied the pool.
-const IDLE: Duration = Duration::from_millis(1);
+/// How often a push that waits for the guest to be quiet looks.
+const IDLE: Duration = Duration::from_millis(20);
 
 impl Source<'_> {
     /// Sends every missing page and hears that all arrived.
@@ -61,20 +61,14 @@ impl Source<'_> {
         urgent_ended: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let total = self.report.missing_at_start;
-        let began_ns = monotonic_ns();
         // SAFETY: (1) the destination runs the guest, so this side never resumes it: `migrate` calls
         // `resume` only before it has `Running`. (2) Migration does not write the source's memory.
         let mut sender = unsafe { StoppedSender::new(ram) };
-        if self.config.push_background {
-            self.push(&mut sender, pool, total, urgent_ended)?;
-        } else {
-            while pool.unsent() > 0 {
-                if urgent_ended() {
-                    return Err(MigrationError::LinkLost("the urgent connection ended before all pages were asked for".into()));
-                }
-                std::thread::sleep(IDLE);
-            }
+        if !self.config.push_background {
+            wait_for_quiet(pool, urgent_ended);
         }
+        let began_ns = monotonic_ns();
+        self.push(&mut sender, pool, total, urgent_ended)?;
         let (background, zero) = (sender.data_pages(), sender.zero_pages());
         self.report.background_ns = monotonic_ns() - began_ns;
         self.report.background_bytes = background * PAGE_SIZE;
@@ -143,6 +137,19 @@ impl Source<'_> {
         }
         self.observer.progress(Phase::Postcopy, total, total);
         Ok(())
+    }
+}
+
+/// Returns when no page was asked for in a while, or none is left to ask for.
+fn wait_for_quiet(pool: &Pool, urgent_ended: &dyn Fn() -> bool) {
+    let mut unsent = pool.unsent();
+    let mut changed = Instant::now();
+    while unsent > 0 && changed.elapsed() < SourceConfig::QUIET && !urgent_ended() {
+        std::thread::sleep(IDLE);
+        let now_unsent = pool.unsent();
+        if now_unsent != unsent {
+            (unsent, changed) = (now_unsent, Instant::now());
+        }
     }
 }
 
