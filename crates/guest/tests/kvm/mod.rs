@@ -1,102 +1,48 @@
 //! A small VM on `/dev/kvm`: memory, vCPUs in ring 3, and kicks; no more than the tests here need.
 #![expect(
     unsafe_code,
-    reason = "maps guest memory, hands it to KVM and sends signals to vCPU threads"
+    reason = "hands guest memory to KVM and sends signals to vCPU threads"
 )]
 
+use crate::suite::{Memory, Stop, TestVm};
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_segment, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::RamPage;
 use pageferry_guest::{DOORBELL_GPA, Doorbell, HOLE_END, HOLE_START, Isa, PageBytes, Program};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-
-/// Guest memory, mapped for as long as this lives.
-struct Memory {
-    start: *mut u8,
-    length: usize,
-}
-
-// SAFETY: the pointer is to a mapping of this process that stays until drop; `Vm` keeps accesses apart.
-unsafe impl Send for Memory {}
-// SAFETY: as above.
-unsafe impl Sync for Memory {}
-
-impl Memory {
-    fn new(length: usize) -> Self {
-        // SAFETY: a new anonymous mapping replaces nothing.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                length,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        assert_ne!(
-            start,
-            libc::MAP_FAILED,
-            "{}",
-            std::io::Error::last_os_error()
-        );
-        Self {
-            start: start.cast(),
-            length,
-        }
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, and the VM that used it is gone: `Vm` drops it first.
-        unsafe { libc::munmap(self.start.cast(), self.length) };
-    }
-}
-
-/// Why [`Vm::run`] returned, for each vCPU.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Stop {
-    /// The time was up.
-    Kicked,
-    /// It rang.
-    Doorbell(Doorbell),
-}
 
 /// A VM with a program loaded. Between two calls of [`Vm::run`] no vCPU runs.
 pub(crate) struct Vm {
     vcpus: Vec<VcpuFd>,
     _vm: VmFd,
     memory: Memory,
-    pages: u64,
 }
 
-/// Opens KVM, or says why the test is skipped.
-pub(crate) fn open() -> Option<Kvm> {
-    match Kvm::new() {
-        Ok(kvm) => Some(kvm),
-        Err(error) => {
-            let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-            assert!(
-                !required.split(',').any(|word| word == "kvm"),
-                "/dev/kvm is required: {error}"
-            );
-            eprintln!("SKIPPED: /dev/kvm cannot be opened: {error}");
-            None
-        }
-    }
+/// Whether there is a KVM to test on; says so where not.
+pub(crate) fn usable() -> bool {
+    let Err(error) = Kvm::new() else { return true };
+    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+    assert!(
+        !required.split(',').any(|word| word == "kvm"),
+        "/dev/kvm is required: {error}"
+    );
+    eprintln!("SKIPPED: /dev/kvm cannot be opened: {error}");
+    false
 }
 
 extern "C" fn on_kick(_: libc::c_int) {}
 
-impl Vm {
-    pub(crate) fn boot(kvm: &Kvm, program: &Program) -> Self {
+impl TestVm for Vm {
+    const ISA: Isa = Isa::X86_64;
+
+    fn boot(program: &Program) -> Self {
         assert_eq!(program.isa(), Isa::X86_64);
+        let kvm = Kvm::new().unwrap();
         let vm = kvm.create_vm().unwrap();
         vm.set_tss_address(0xfffb_d000).unwrap();
         let bytes = program.layout().memory_bytes();
-        let memory = Memory::new(bytes as usize);
+        let memory = Memory::new(bytes);
         let low = bytes.min(HOLE_START);
         for (slot, gpa, offset, size) in [(0, 0, 0, low), (1, HOLE_END, low, bytes - low)] {
             if size != 0 {
@@ -105,7 +51,7 @@ impl Vm {
                     flags: 0,
                     guest_phys_addr: gpa,
                     memory_size: size,
-                    userspace_addr: memory.start as u64 + offset,
+                    userspace_addr: memory.address() + offset,
                 };
                 // SAFETY: the memory stays mapped until after the VM is dropped.
                 unsafe { vm.set_user_memory_region(region) }.unwrap();
@@ -134,7 +80,6 @@ impl Vm {
             vcpus,
             _vm: vm,
             memory,
-            pages: bytes / PAGE_SIZE,
         };
         for (gpa, bytes) in program.image() {
             let mut page = [0; 4096];
@@ -144,32 +89,15 @@ impl Vm {
         this
     }
 
-    fn address(&self, page: RamPage) -> *mut u8 {
-        assert!(page.0 < self.pages);
-        // SAFETY: inside the mapping.
-        unsafe { self.memory.start.add(page.byte_offset() as usize) }
+    fn read(&self, page: RamPage) -> PageBytes {
+        self.memory.read(page)
     }
 
-    pub(crate) fn read(&self, page: RamPage) -> PageBytes {
-        let mut bytes = [0; 4096];
-        // SAFETY: the page is mapped, and no vCPU runs.
-        unsafe {
-            self.address(page)
-                .copy_to_nonoverlapping(bytes.as_mut_ptr(), 4096);
-        };
-        bytes
+    fn write(&mut self, page: RamPage, bytes: &PageBytes) {
+        self.memory.write(page, bytes);
     }
 
-    pub(crate) fn write(&mut self, page: RamPage, bytes: &PageBytes) {
-        // SAFETY: the page is mapped, and no vCPU runs.
-        unsafe {
-            self.address(page)
-                .copy_from_nonoverlapping(bytes.as_ptr(), 4096);
-        };
-    }
-
-    /// Runs all vCPUs, each on a thread of its own, until it rings or `limit` is over.
-    pub(crate) fn run(&mut self, limit: Duration) -> Vec<Stop> {
+    fn run(&mut self, limit: Duration) -> Vec<Stop> {
         // SAFETY: all zero is a valid sigaction; the handler does nothing.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
@@ -263,14 +191,4 @@ fn enter_ring3(vcpu: &VcpuFd, root: u64) {
     special.cr0 = 0x8000_0031; // PG, NE, ET, PE
     special.efer = 0x500; // LMA, LME
     vcpu.set_sregs(&special).unwrap();
-}
-
-/// RAM as a verification reads it.
-pub(crate) fn reader(
-    vm: &Vm,
-) -> impl FnMut(RamPage, &mut PageBytes) -> Result<(), std::convert::Infallible> {
-    |page, bytes| {
-        *bytes = vm.read(page);
-        Ok(())
-    }
 }

@@ -1,27 +1,55 @@
-//! The x86-64 code, on `/dev/kvm`, computes what the model computes and reports what it should.
-#![cfg(all(target_os = "linux", target_arch = "x86_64"))]
+//! What every engine's guest must do, whichever engine runs it.
 
-mod kvm;
+mod memory;
 
-use kvm::{Stop, Vm, reader};
+pub(crate) use memory::Memory;
+
 use pageferry_addr::RamPage;
 use pageferry_guest::control::{DONE, PASS, STATE};
 use pageferry_guest::model::{self, ModelVcpu};
 use pageferry_guest::{
-    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, Layout, Order, PageBytes, Spin, Touch,
-    TouchAccess, TouchOrder, Toucher, Workload,
+    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, Layout, Order, PageBytes, Program, Spin,
+    Touch, TouchAccess, TouchOrder, Toucher, Workload,
 };
-use std::time::Duration;
+use std::convert::Infallible;
+use std::time::{Duration, Instant};
+
+/// A VM with a program loaded. Between two calls of [`TestVm::run`] no vCPU runs.
+pub(crate) trait TestVm {
+    const ISA: Isa;
+    fn boot(program: &Program) -> Self;
+    fn read(&self, page: RamPage) -> PageBytes;
+    fn write(&mut self, page: RamPage, bytes: &PageBytes);
+    /// Runs all vCPUs, each on a thread of its own, each until it rings or `limit` is over.
+    fn run(&mut self, limit: Duration) -> Vec<Stop>;
+}
+
+/// Why [`TestVm::run`] returned, for each vCPU.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Stop {
+    /// The time was up.
+    Kicked,
+    /// It rang.
+    Doorbell(Doorbell),
+}
+
+/// RAM as a verification reads it.
+fn reader(vm: &impl TestVm) -> impl FnMut(RamPage, &mut PageBytes) -> Result<(), Infallible> {
+    |page, bytes| {
+        *bytes = vm.read(page);
+        Ok(())
+    }
+}
 
 const SHORT: Duration = Duration::from_millis(30);
 const LONG: Duration = Duration::from_secs(20);
 
-fn control(vm: &Vm, workload: &Workload, vcpu: u32) -> Control {
+fn control(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> Control {
     Control::parse(&vm.read(workload.control_page(vcpu))).unwrap()
 }
 
 /// Runs until every vCPU has completed at least `passes` passes.
-fn run_passes(vm: &mut Vm, workload: &Workload, passes: u64) {
+fn run_passes(vm: &mut impl TestVm, workload: &Workload, passes: u64) {
     let wanted = passes * workload.layout().share_pages();
     for _ in 0..500 {
         let stops = vm.run(SHORT);
@@ -34,7 +62,7 @@ fn run_passes(vm: &mut Vm, workload: &Workload, passes: u64) {
 }
 
 /// The page a vCPU has chosen last: the one it visits, or has just visited.
-fn chosen_page(vm: &Vm, workload: &Workload, vcpu: u32) -> RamPage {
+fn chosen_page(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> RamPage {
     let pages = workload.layout().share_pages();
     let control = control(vm, workload, vcpu);
     let mut order = Order::new(vcpu, control.pass, pages);
@@ -49,7 +77,7 @@ fn chosen_page(vm: &Vm, workload: &Workload, vcpu: u32) -> RamPage {
 }
 
 /// Runs until somebody rings, at most `slices` short times; says who.
-fn run_until_doorbell(vm: &mut Vm, slices: u32) -> Vec<Doorbell> {
+fn run_until_doorbell(vm: &mut impl TestVm, slices: u32) -> Vec<Doorbell> {
     for _ in 0..slices {
         let rung: Vec<Doorbell> = vm
             .run(SHORT)
@@ -66,11 +94,9 @@ fn run_until_doorbell(vm: &mut Vm, slices: u32) -> Vec<Doorbell> {
     Vec::new()
 }
 
-#[test]
-fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte() {
-    let Some(kvm) = kvm::open() else { return };
-    let workload = Workload::new(Isa::X86_64, 2, 1 << 20).unwrap();
-    let mut vm = Vm::boot(&kvm, workload.program());
+pub(crate) fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte<V: TestVm>() {
+    let workload = Workload::new(V::ISA, 2, 1 << 20).unwrap();
+    let mut vm = V::boot(workload.program());
     let mut expected: Vec<PageBytes> = (0..workload.layout().ram_pages())
         .map(|page| vm.read(RamPage(page)))
         .collect();
@@ -109,12 +135,10 @@ fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte() {
     }
 }
 
-#[test]
-fn the_guest_reports_every_kind_of_bad_page_and_goes_on() {
-    let Some(kvm) = kvm::open() else { return };
-    let workload = Workload::new(Isa::X86_64, 2, 1 << 20).unwrap();
+pub(crate) fn the_guest_reports_every_kind_of_bad_page_and_goes_on<V: TestVm>() {
+    let workload = Workload::new(V::ISA, 2, 1 << 20).unwrap();
     for kind in ErrorKind::ALL {
-        let mut vm = Vm::boot(&kvm, workload.program());
+        let mut vm = V::boot(workload.program());
         run_passes(&mut vm, &workload, 2);
         let owner = 1;
         // Any page but the one under visit, which may have been checked already.
@@ -170,9 +194,9 @@ fn the_guest_reports_every_kind_of_bad_page_and_goes_on() {
 }
 
 /// Corrupts a control page in a pause and says what the guest rings.
-fn corrupt_control(kvm: &kvm_ioctls::Kvm, kind: ErrorKind) -> Option<Doorbell> {
-    let workload = Workload::new(Isa::X86_64, 1, 1 << 20).unwrap();
-    let mut vm = Vm::boot(kvm, workload.program());
+fn corrupt_control<V: TestVm>(kind: ErrorKind) -> Option<Doorbell> {
+    let workload = Workload::new(V::ISA, 1, 1 << 20).unwrap();
+    let mut vm = V::boot(workload.program());
     run_passes(&mut vm, &workload, 2);
     let page = workload.control_page(0);
     let mut bytes = vm.read(page);
@@ -190,13 +214,11 @@ fn corrupt_control(kvm: &kvm_ioctls::Kvm, kind: ErrorKind) -> Option<Doorbell> {
     rung.into_iter().next()
 }
 
-#[test]
-fn the_guest_reports_a_lost_and_a_stale_control_page() {
-    let Some(kvm) = kvm::open() else { return };
+pub(crate) fn the_guest_reports_a_lost_and_a_stale_control_page<V: TestVm>() {
     for kind in [ErrorKind::Lost, ErrorKind::Stale] {
         // A pause between the check of the count and the store of the next one, two instructions of a
         // visit's thousands, hides the corruption: so one of three times is enough.
-        let rung = (0..3).find_map(|_| corrupt_control(&kvm, kind));
+        let rung = (0..3).find_map(|_| corrupt_control::<V>(kind));
         assert_eq!(
             rung,
             Some(Doorbell {
@@ -207,10 +229,8 @@ fn the_guest_reports_a_lost_and_a_stale_control_page() {
     }
 }
 
-#[test]
-fn the_toucher_touches_every_page_on_both_sides_of_the_hole() {
-    let Some(kvm) = kvm::open() else { return };
-    let layout = Layout::new(Isa::X86_64, 2, HOLE_START + (1 << 20)).unwrap();
+pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm>() {
+    let layout = Layout::new(V::ISA, 2, HOLE_START + (1 << 20)).unwrap();
     let hole = HOLE_START / 4096;
     let range = hole - 100..hole + 150;
     for order in [TouchOrder::Ascending, TouchOrder::Random] {
@@ -221,7 +241,7 @@ fn the_toucher_touches_every_page_on_both_sides_of_the_hole() {
                 passes: 2,
             };
             let toucher = Toucher::new(layout, vec![range.clone(); 2], touch).unwrap();
-            let mut vm = Vm::boot(&kvm, toucher.program());
+            let mut vm = V::boot(toucher.program());
             for page in range.clone() {
                 let mut bytes = [0; 4096];
                 bytes[..8].copy_from_slice(&(page * page).to_le_bytes());
@@ -262,11 +282,9 @@ fn the_toucher_touches_every_page_on_both_sides_of_the_hole() {
     }
 }
 
-#[test]
-fn the_spinner_counts_between_kicks() {
-    let Some(kvm) = kvm::open() else { return };
-    let spin = Spin::new(Isa::X86_64, 1, 1 << 20).unwrap();
-    let mut vm = Vm::boot(&kvm, spin.program());
+pub(crate) fn the_spinner_counts_between_kicks<V: TestVm>() {
+    let spin = Spin::new(V::ISA, 1, 1 << 20).unwrap();
+    let mut vm = V::boot(spin.program());
     let mut before = 0;
     for _ in 0..5 {
         assert_eq!(vm.run(SHORT), [Stop::Kicked]);
@@ -274,4 +292,30 @@ fn the_spinner_counts_between_kicks() {
         assert!(done > before, "{done} after {before}");
         before = done;
     }
+}
+
+/// Prints how fast one vCPU goes through the workload, and the host through the verification.
+pub(crate) fn speed<V: TestVm>() {
+    let workload = Workload::new(V::ISA, 1, 64 << 20).unwrap();
+    let mut vm = V::boot(workload.program());
+    run_passes(&mut vm, &workload, 2);
+    let before = control(&vm, &workload, 0).done;
+    let start = Instant::now();
+    assert_eq!(vm.run(Duration::from_secs(1)), [Stop::Kicked]);
+    let pages = (control(&vm, &workload, 0).done - before) as f64 / start.elapsed().as_secs_f64();
+    println!(
+        "{}: {pages:.0} pages/s, {:.2} us a page",
+        V::ISA,
+        1e6 / pages
+    );
+    if let Some(instructions) = workload.instructions_per_page() {
+        println!(
+            "{instructions:.1} instructions a page: {:.1} M instructions/s",
+            pages * instructions / 1e6
+        );
+    }
+    let start = Instant::now();
+    assert!(workload.verify(&mut reader(&vm)).unwrap().holds());
+    let each = start.elapsed().as_secs_f64() / workload.layout().ram_pages() as f64;
+    println!("verification: {:.2} us a page", each * 1e6);
 }
