@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 /// xor r8,r8; o: inc r8; mov rcx,rdi; i: mov [rcx],r8; add rcx,0x1000; cmp rcx,rsi; jb i; jmp o
 /// ```
 const HAMMER: [u8; 26] = [
-    0x4d, 0x31, 0xc0, 0x49, 0xff, 0xc0, 0x48, 0x89, 0xf9, 0x4c, 0x89, 0x01, 0x48, 0x81, 0xc1, 0, 0x10, 0, 0, 0x48,
-    0x39, 0xf1, 0x72, 0xf1, 0xeb, 0xe9,
+    0x4d, 0x31, 0xc0, 0x49, 0xff, 0xc0, 0x48, 0x89, 0xf9, 0x4c, 0x89, 0x01, 0x48, 0x81, 0xc1, 0,
+    0x10, 0, 0, 0x48, 0x39, 0xf1, 0x72, 0xf1, 0xeb, 0xe9,
 ];
 
 /// Two vCPUs hammer `each` pages apiece while the host copies what each harvest names; at the end the
@@ -31,7 +31,9 @@ fn hammer(each: u64, time: Duration) -> usize {
         let args = [first, first + each].map(|page| page * 4096);
         start(&ram, vcpu.as_mut(), index as u64, &HAMMER, args);
     }
-    let mut copy: Vec<u64> = (0..pages).map(|page| word(&ram, RamPage(page), 0)).collect();
+    let mut copy: Vec<u64> = (0..pages)
+        .map(|page| word(&ram, RamPage(page), 0))
+        .collect();
     new.machine.set_dirty_log(true).unwrap();
     let dirty = PageBitmap::new(pages as usize);
     let mut take = |dirty: &PageBitmap| {
@@ -79,9 +81,19 @@ fn hammer(each: u64, time: Duration) -> usize {
     assert_eq!(new.machine.harvest_dirty(&again, false).unwrap(), first);
     assert_eq!(again.snapshot(), dirty.snapshot());
     take(&dirty);
-    let lost: Vec<_> = (DATA.0..pages).filter(|page| copy[*page as usize] != word(&ram, RamPage(*page), 0)).collect();
-    assert!(lost.is_empty(), "{} of {pages} pages lost a write, the first {}", lost.len(), lost[0]);
-    assert!(copy[DATA.0 as usize] > 1 && copy[(DATA.0 + each) as usize] > 1, "the guests did not run");
+    let lost: Vec<_> = (DATA.0..pages)
+        .filter(|page| copy[*page as usize] != word(&ram, RamPage(*page), 0))
+        .collect();
+    assert!(
+        lost.is_empty(),
+        "{} of {pages} pages lost a write, the first {}",
+        lost.len(),
+        lost[0]
+    );
+    assert!(
+        copy[DATA.0 as usize] > 1 && copy[(DATA.0 + each) as usize] > 1,
+        "the guests did not run"
+    );
     harvests
 }
 
@@ -104,20 +116,29 @@ fn a_log_that_is_off_cannot_be_read_and_one_that_is_on_is_empty_at_first() {
     }
     let new = machine(1, 100);
     let dirty = PageBitmap::new(100);
-    assert!(matches!(new.machine.harvest_dirty(&dirty, true), Err(MachineError::WrongState(_))));
+    assert!(matches!(
+        new.machine.harvest_dirty(&dirty, true),
+        Err(MachineError::WrongState(_))
+    ));
     new.machine.set_dirty_log(true).unwrap();
     new.machine.set_dirty_log(true).unwrap();
     assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 0);
     let other = PageBitmap::new(99);
-    assert!(matches!(new.machine.harvest_dirty(&other, true), Err(MachineError::WrongState(_))));
+    assert!(matches!(
+        new.machine.harvest_dirty(&other, true),
+        Err(MachineError::WrongState(_))
+    ));
     new.machine.set_dirty_log(false).unwrap();
-    assert!(matches!(new.machine.harvest_dirty(&dirty, false), Err(MachineError::WrongState(_))));
+    assert!(matches!(
+        new.machine.harvest_dirty(&dirty, false),
+        Err(MachineError::WrongState(_))
+    ));
 }
 
 /// l: mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
 const WRITE_ONCE: [u8; 25] = [
-    0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89,
-    0x3b, 0xeb, 0xfe,
+    0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
 #[test]
@@ -130,7 +151,13 @@ fn exactly_the_written_pages_are_dirty() {
     let ram = new.machine.ram().clone();
     // Once before the log is on: every page is then mapped, writable, in the guest.
     for round in 0..2 {
-        start(&ram, new.vcpus[0].as_mut(), 0, &WRITE_ONCE, [first.byte_offset(), last.byte_offset()]);
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &WRITE_ONCE,
+            [first.byte_offset(), last.byte_offset()],
+        );
         kvm_common::rung(run(new.vcpus[0].as_mut()));
         if round == 0 {
             new.machine.set_dirty_log(true).unwrap();
@@ -144,7 +171,11 @@ fn exactly_the_written_pages_are_dirty() {
     assert_eq!(copied, expected);
     assert_eq!(dirty.count_range(first.index()..last.index()), expected);
     let begin = Instant::now();
-    assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 0, "the same pages again");
+    assert_eq!(
+        new.machine.harvest_dirty(&dirty, true).unwrap(),
+        0,
+        "the same pages again"
+    );
     let rearming = begin.elapsed();
     let begin = Instant::now();
     let nothing = PageBitmap::new(ram.pages() as usize);

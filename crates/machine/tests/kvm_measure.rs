@@ -14,14 +14,20 @@ use std::time::{Duration, Instant};
 
 /// l: mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
 const WRITE_ONCE: [u8; 25] = [
-    0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89,
-    0x3b, 0xeb, 0xfe,
+    0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
 fn percentiles(mut times: Vec<Duration>) -> String {
     times.sort_unstable();
     let at = |percent: usize| times[(times.len() - 1) * percent / 100];
-    format!("p50 {:?}, p90 {:?}, p99 {:?}, max {:?}", at(50), at(90), at(99), at(100))
+    format!(
+        "p50 {:?}, p90 {:?}, p99 {:?}, max {:?}",
+        at(50),
+        at(90),
+        at(99),
+        at(100)
+    )
 }
 
 #[test]
@@ -63,10 +69,21 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
     let ram = Arc::clone(new.machine.ram());
     ram.allocate(&mut |_| true).unwrap();
     let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
-    let mut events = delivery.map(|d| new.machine.arm_userfault(Arc::clone(&missing), d).unwrap().unwrap());
+    let mut events = delivery.map(|d| {
+        new.machine
+            .arm_userfault(Arc::clone(&missing), d)
+            .unwrap()
+            .unwrap()
+    });
     let vm = Arc::clone(&new.machine);
     let vcpu = new.vcpus[0].as_mut();
-    start(&ram, vcpu, 0, &WRITE_ONCE, [DATA.byte_offset(), ram.pages() * PAGE_SIZE]);
+    start(
+        &ram,
+        vcpu,
+        0,
+        &WRITE_ONCE,
+        [DATA.byte_offset(), ram.pages() * PAGE_SIZE],
+    );
     missing.set_range(DATA.index()..ram.pages() as usize);
     if delivery.is_some() {
         vm.assist_postcopy(&|| false).unwrap();
@@ -86,8 +103,14 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
                         serve(event.page);
                     }
                     let fd = events.fd();
-                    let mut polls = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
-                    let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+                    let mut polls = [rustix::event::PollFd::new(
+                        &fd,
+                        rustix::event::PollFlags::IN,
+                    )];
+                    let limit = rustix::time::Timespec {
+                        tv_sec: 0,
+                        tv_nsec: 5_000_000,
+                    };
                     let _ = rustix::event::poll(&mut polls, Some(&limit));
                 }
             });
@@ -119,14 +142,20 @@ fn mmio_exit() {
     const EXITS: u64 = 20_000;
     let mut new = machine(1, 64);
     // mov ebx, 0xd0000000; l: inc rdi; mov [rbx], rdi; jmp l
-    let code = [0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0xeb, 0xf8];
+    let code = [
+        0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0xeb, 0xf8,
+    ];
     let ram = Arc::clone(new.machine.ram());
     start(&ram, new.vcpus[0].as_mut(), 0, &code, [0, 0]);
     let (begin, cpu) = (Instant::now(), cpu_time());
     for round in 1..=EXITS {
         assert_eq!(rung(new.vcpus[0].run().unwrap()), round);
     }
-    println!("MMIO exit: {:?} each, {:?} of CPU time", begin.elapsed() / EXITS as u32, (cpu_time() - cpu) / EXITS as u32);
+    println!(
+        "MMIO exit: {:?} each, {:?} of CPU time",
+        begin.elapsed() / EXITS as u32,
+        (cpu_time() - cpu) / EXITS as u32
+    );
 }
 
 /// CPU time of this thread.
@@ -147,8 +176,11 @@ fn exit_and_resume() {
         times.sort_unstable();
         if let Some((time, cpu, installing)) = times.get(2) {
             let name = delivery.map_or("no delivery", Delivery::name);
-            let [time, cpu, installing] = [time, cpu, installing].map(|t| t.as_secs_f64() * 1e6 / PAGES as f64);
-            println!("{name}: {time:.2} us a page, {cpu:.2} of the vCPU thread's CPU time, {installing:.2} installing on it");
+            let [time, cpu, installing] =
+                [time, cpu, installing].map(|t| t.as_secs_f64() * 1e6 / PAGES as f64);
+            println!(
+                "{name}: {time:.2} us a page, {cpu:.2} of the vCPU thread's CPU time, {installing:.2} installing on it"
+            );
         }
     }
 }

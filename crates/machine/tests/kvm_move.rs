@@ -17,14 +17,16 @@ use std::time::Duration;
 /// vmovdqu [rdi+0x20],ymm0; mov ebx,0xd0000000; mov [rbx],rax; jmp .
 /// ```
 const SUM_AVX2: [u8; 37] = [
-    0xc5, 0xfe, 0x6f, 0x0f, 0xc5, 0xfd, 0xef, 0xc0, 0x31, 0xc0, 0xc5, 0xfd, 0xd4, 0xc1, 0x48, 0xff, 0xc0, 0x48, 0x39,
-    0xf0, 0x72, 0xf4, 0xc5, 0xfe, 0x7f, 0x47, 0x20, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+    0xc5, 0xfe, 0x6f, 0x0f, 0xc5, 0xfd, 0xef, 0xc0, 0x31, 0xc0, 0xc5, 0xfd, 0xd4, 0xc1, 0x48, 0xff,
+    0xc0, 0x48, 0x39, 0xf0, 0x72, 0xf4, 0xc5, 0xfe, 0x7f, 0x47, 0x20, 0xbb, 0, 0, 0, 0xd0, 0x48,
+    0x89, 0x03, 0xeb, 0xfe,
 ];
 
 /// The same with xmm0 and xmm1: movdqu, pxor, paddq.
 const SUM_SSE2: [u8; 37] = [
-    0xf3, 0x0f, 0x6f, 0x0f, 0x66, 0x0f, 0xef, 0xc0, 0x31, 0xc0, 0x66, 0x0f, 0xd4, 0xc1, 0x48, 0xff, 0xc0, 0x48, 0x39,
-    0xf0, 0x72, 0xf4, 0xf3, 0x0f, 0x7f, 0x47, 0x20, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+    0xf3, 0x0f, 0x6f, 0x0f, 0x66, 0x0f, 0xef, 0xc0, 0x31, 0xc0, 0x66, 0x0f, 0xd4, 0xc1, 0x48, 0xff,
+    0xc0, 0x48, 0x39, 0xf0, 0x72, 0xf4, 0xf3, 0x0f, 0x7f, 0x47, 0x20, 0xbb, 0, 0, 0, 0xd0, 0x48,
+    0x89, 0x03, 0xeb, 0xfe,
 ];
 
 fn copy_memory(from: &GuestRam, to: &GuestRam) {
@@ -49,7 +51,13 @@ fn sum(code: &[u8], lanes: usize) {
     let mut now = machine(1, 32);
     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
     now.machine.ram().write_at(DATA, 0, &bytes);
-    start(now.machine.ram(), now.vcpus[0].as_mut(), 0, code, [DATA.byte_offset(), TIMES]);
+    start(
+        now.machine.ram(),
+        now.vcpus[0].as_mut(),
+        0,
+        code,
+        [DATA.byte_offset(), TIMES],
+    );
     let mut moves = 0;
     let rang = loop {
         // Each machine's vCPU on a thread of its own, as it would be.
@@ -78,7 +86,11 @@ fn sum(code: &[u8], lanes: usize) {
     assert_eq!(rang, TIMES);
     assert!(moves >= 5, "only {moves} moves: the loop is too short");
     for (lane, value) in words.iter().take(lanes).enumerate() {
-        assert_eq!(word(now.machine.ram(), DATA, 4 + lane), value.wrapping_mul(TIMES), "lane {lane}");
+        assert_eq!(
+            word(now.machine.ram(), DATA, 4 + lane),
+            value.wrapping_mul(TIMES),
+            "lane {lane}"
+        );
     }
 }
 
@@ -94,8 +106,9 @@ fn registers_and_vectors_survive_many_moves() {
 }
 
 /// mov ebx, 0xd0000000; l: inc rdi; mov [rbx], rdi; mov eax, [rbx+8]; jmp l
-const RING_AND_READ: [u8; 16] =
-    [0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0x8b, 0x43, 0x08, 0xeb, 0xf5];
+const RING_AND_READ: [u8; 16] = [
+    0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0x8b, 0x43, 0x08, 0xeb, 0xf5,
+];
 
 #[test]
 fn an_access_outside_ram_is_completed_before_the_state_is_taken() {
@@ -103,22 +116,36 @@ fn an_access_outside_ram_is_completed_before_the_state_is_taken() {
         return;
     }
     let mut now = machine(1, 32);
-    start(now.machine.ram(), now.vcpus[0].as_mut(), 0, &RING_AND_READ, [0, 0]);
+    start(
+        now.machine.ram(),
+        now.vcpus[0].as_mut(),
+        0,
+        &RING_AND_READ,
+        [0, 0],
+    );
     for round in 1..=20 {
         // Each instruction is carried out exactly once, although the state moves between any two.
         assert_eq!(rung(run(now.vcpus[0].as_mut())), round);
         let state = now.vcpus[0].save().unwrap();
         now = moved(now.machine.ram(), &state);
         let read = run(now.vcpus[0].as_mut());
-        assert_eq!(read, Exit::MmioRead { gpa: pageferry_addr::Gpa(DOORBELL_GPA.0 + 8), size: 4 });
+        assert_eq!(
+            read,
+            Exit::MmioRead {
+                gpa: pageferry_addr::Gpa(DOORBELL_GPA.0 + 8),
+                size: 4
+            }
+        );
         let state = now.vcpus[0].save().unwrap();
         now = moved(now.machine.ram(), &state);
     }
 }
 
 /// movdqu xmm0, [rdi]; mov ebx, 0xd0000000; movdqu [rbx], xmm0; mov [rbx], rsi; jmp .
-const STORE_SIXTEEN: [u8; 18] =
-    [0xf3, 0x0f, 0x6f, 0x07, 0xbb, 0, 0, 0, 0xd0, 0xf3, 0x0f, 0x7f, 0x03, 0x48, 0x89, 0x33, 0xeb, 0xfe];
+const STORE_SIXTEEN: [u8; 18] = [
+    0xf3, 0x0f, 0x6f, 0x07, 0xbb, 0, 0, 0, 0xd0, 0xf3, 0x0f, 0x7f, 0x03, 0x48, 0x89, 0x33, 0xeb,
+    0xfe,
+];
 
 #[test]
 fn the_second_half_of_an_access_that_the_first_machine_did_not_see_moves_too() {
@@ -126,15 +153,28 @@ fn the_second_half_of_an_access_that_the_first_machine_did_not_see_moves_too() {
         return;
     }
     let mut now = machine(1, 32);
-    let bytes: Vec<u8> = [0x1111u64, 0x2222].iter().flat_map(|w| w.to_le_bytes()).collect();
+    let bytes: Vec<u8> = [0x1111u64, 0x2222]
+        .iter()
+        .flat_map(|w| w.to_le_bytes())
+        .collect();
     now.machine.ram().write_at(DATA, 0, &bytes);
-    start(now.machine.ram(), now.vcpus[0].as_mut(), 0, &STORE_SIXTEEN, [DATA.byte_offset(), 0x3333]);
+    start(
+        now.machine.ram(),
+        now.vcpus[0].as_mut(),
+        0,
+        &STORE_SIXTEEN,
+        [DATA.byte_offset(), 0x3333],
+    );
     assert_eq!(rung(run(now.vcpus[0].as_mut())), 0x1111);
     let state = now.vcpus[0].save().unwrap();
     let kicker = now.vcpus[0].kicker();
     assert!(!kicker.is_kicked());
     now = moved(now.machine.ram(), &state);
-    let second = Exit::MmioWrite { gpa: pageferry_addr::Gpa(DOORBELL_GPA.0 + 8), value: 0x2222, size: 8 };
+    let second = Exit::MmioWrite {
+        gpa: pageferry_addr::Gpa(DOORBELL_GPA.0 + 8),
+        value: 0x2222,
+        size: 8,
+    };
     assert_eq!(run(now.vcpus[0].as_mut()), second);
     assert_eq!(rung(run(now.vcpus[0].as_mut())), 0x3333);
 }
@@ -145,7 +185,13 @@ fn a_kick_outlives_saving() {
         return;
     }
     let mut now = machine(1, 32);
-    start(now.machine.ram(), now.vcpus[0].as_mut(), 0, &RING_AND_READ, [0, 0]);
+    start(
+        now.machine.ram(),
+        now.vcpus[0].as_mut(),
+        0,
+        &RING_AND_READ,
+        [0, 0],
+    );
     assert_eq!(rung(run(now.vcpus[0].as_mut())), 1);
     let vcpu: &mut dyn Vcpu = now.vcpus[0].as_mut();
     vcpu.kicker().kick();
@@ -163,6 +209,9 @@ fn bytes_that_are_no_state_leave_an_error() {
     }
     let mut new = machine(1, 32);
     for bytes in [vec![], b"PFKV".to_vec(), vec![0; 100_000]] {
-        assert!(matches!(new.vcpus[0].restore(&VcpuState(bytes)), Err(MachineError::BadState(_))));
+        assert!(matches!(
+            new.vcpus[0].restore(&VcpuState(bytes)),
+            Err(MachineError::BadState(_))
+        ));
     }
 }

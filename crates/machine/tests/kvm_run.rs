@@ -28,8 +28,14 @@ fn impossible_sizes_are_refused() {
         return;
     }
     for (vcpus, memory_bytes) in [(0, 4096), (1025, 4096), (1, 0), (1, 4095)] {
-        let result = kvm::create(MachineSpec { vcpus, memory_bytes });
-        assert!(matches!(result.err(), Some(MachineError::Layout(_))), "{vcpus} {memory_bytes}");
+        let result = kvm::create(MachineSpec {
+            vcpus,
+            memory_bytes,
+        });
+        assert!(
+            matches!(result.err(), Some(MachineError::Layout(_))),
+            "{vcpus} {memory_bytes}"
+        );
     }
 }
 
@@ -43,21 +49,52 @@ fn mmio_of_every_size_leaves_with_its_value() {
     // mov ebx, 0xd0000000; mov [rbx], dil; mov [rbx+2], di; mov [rbx+4], edi; mov [rbx+8], rdi
     // mov eax, 0; mov al, [rbx]; mov [rbx], rax; mov eax, [rbx+4]; mov [rbx], rax; jmp .
     let code = [
-        0xbb, 0, 0, 0, 0xd0, 0x40, 0x88, 0x3b, 0x66, 0x89, 0x7b, 2, 0x89, 0x7b, 4, 0x48, 0x89, 0x7b, 8, 0xb8, 0, 0, 0,
-        0, 0x8a, 0x03, 0x48, 0x89, 0x03, 0x8b, 0x43, 4, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+        0xbb, 0, 0, 0, 0xd0, 0x40, 0x88, 0x3b, 0x66, 0x89, 0x7b, 2, 0x89, 0x7b, 4, 0x48, 0x89,
+        0x7b, 8, 0xb8, 0, 0, 0, 0, 0x8a, 0x03, 0x48, 0x89, 0x03, 0x8b, 0x43, 4, 0x48, 0x89, 0x03,
+        0xeb, 0xfe,
     ];
     let value = 0x8182_8384_8586_8788;
     start(new.machine.ram(), vcpus[0].as_mut(), 0, &code, [value, 0]);
     let at = |offset| pageferry_addr::Gpa(DOORBELL_GPA.0 + offset);
     let expected = [
-        Exit::MmioWrite { gpa: at(0), value: 0x88, size: 1 },
-        Exit::MmioWrite { gpa: at(2), value: 0x8788, size: 2 },
-        Exit::MmioWrite { gpa: at(4), value: 0x8586_8788, size: 4 },
-        Exit::MmioWrite { gpa: at(8), value, size: 8 },
-        Exit::MmioRead { gpa: at(0), size: 1 },
-        Exit::MmioWrite { gpa: at(0), value: 0xff, size: 8 },
-        Exit::MmioRead { gpa: at(4), size: 4 },
-        Exit::MmioWrite { gpa: at(0), value: 0xffff_ffff, size: 8 },
+        Exit::MmioWrite {
+            gpa: at(0),
+            value: 0x88,
+            size: 1,
+        },
+        Exit::MmioWrite {
+            gpa: at(2),
+            value: 0x8788,
+            size: 2,
+        },
+        Exit::MmioWrite {
+            gpa: at(4),
+            value: 0x8586_8788,
+            size: 4,
+        },
+        Exit::MmioWrite {
+            gpa: at(8),
+            value,
+            size: 8,
+        },
+        Exit::MmioRead {
+            gpa: at(0),
+            size: 1,
+        },
+        Exit::MmioWrite {
+            gpa: at(0),
+            value: 0xff,
+            size: 8,
+        },
+        Exit::MmioRead {
+            gpa: at(4),
+            size: 4,
+        },
+        Exit::MmioWrite {
+            gpa: at(0),
+            value: 0xffff_ffff,
+            size: 8,
+        },
     ];
     for exit in expected {
         assert_eq!(run(vcpus[0].as_mut()), exit);
@@ -71,11 +108,20 @@ fn a_triple_fault_is_an_error_that_says_where() {
     }
     let new = machine(1, 64);
     let mut vcpus = new.vcpus;
-    start(new.machine.ram(), vcpus[0].as_mut(), 0, &[0x0f, 0x0b], [0, 0]); // ud2
+    start(
+        new.machine.ram(),
+        vcpus[0].as_mut(),
+        0,
+        &[0x0f, 0x0b],
+        [0, 0],
+    ); // ud2
     let watchdog = Watchdog::new(vcpus[0].kicker(), Duration::from_secs(10));
     match vcpus[0].run() {
         Err(MachineError::Guest { vcpu: 0, why }) => {
-            assert!(why.contains("triple fault") && why.contains("rip 0x5000"), "{why}");
+            assert!(
+                why.contains("triple fault") && why.contains("rip 0x5000"),
+                "{why}"
+            );
         }
         other => panic!("{other:?}"),
     }
@@ -91,7 +137,9 @@ fn a_kick_before_the_first_entry_is_taken_once() {
     let mut vcpus = new.vcpus;
     let vcpu = vcpus[0].as_mut();
     // mov ebx, 0xd0000000; l: inc rdi; mov [rbx], rdi; jmp l
-    let code = [0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0xeb, 0xf8];
+    let code = [
+        0xbb, 0, 0, 0, 0xd0, 0x48, 0xff, 0xc7, 0x48, 0x89, 0x3b, 0xeb, 0xf8,
+    ];
     start(new.machine.ram(), vcpu, 0, &code, [0, 0]);
     let kicker = vcpu.kicker();
     for round in 0..2000u64 {
@@ -100,7 +148,11 @@ fn a_kick_before_the_first_entry_is_taken_once() {
         assert!(kicker.is_kicked());
         assert_eq!(run_briefly(vcpu), Exit::Kicked);
         assert!(!kicker.is_kicked());
-        assert_eq!(rung(run_briefly(vcpu)), round + 1, "one exit for kicks that wait together");
+        assert_eq!(
+            rung(run_briefly(vcpu)),
+            round + 1,
+            "one exit for kicks that wait together"
+        );
     }
 }
 
@@ -117,7 +169,13 @@ fn no_kick_is_lost_however_it_races_the_entry() {
     const KICKS: u64 = 3000;
     let new = machine(1, 64);
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
-    start(new.machine.ram(), vcpu.as_mut(), 0, &SPIN, [DATA.byte_offset(), 0]);
+    start(
+        new.machine.ram(),
+        vcpu.as_mut(),
+        0,
+        &SPIN,
+        [DATA.byte_offset(), 0],
+    );
     let kicker = vcpu.kicker();
     let taken = Arc::new(AtomicU64::new(0));
     let runner = std::thread::spawn({
@@ -138,11 +196,17 @@ fn no_kick_is_lost_however_it_races_the_entry() {
         let before = taken.load(Ordering::Acquire);
         let begin = Instant::now();
         kicker.kick();
-        wait_until("the exit of a kick", || taken.load(Ordering::Acquire) > before);
+        wait_until("the exit of a kick", || {
+            taken.load(Ordering::Acquire) > before
+        });
         latencies.push(begin.elapsed());
     }
     runner.join().unwrap();
-    assert_eq!(taken.load(Ordering::Acquire), KICKS, "an exit without a kick");
+    assert_eq!(
+        taken.load(Ordering::Acquire),
+        KICKS,
+        "an exit without a kick"
+    );
     latencies.sort_unstable();
     println!(
         "kick to exit, seen by the kicker: p50 {:?}, p99 {:?}, max {:?}",
@@ -173,12 +237,15 @@ fn kicks_of_several_threads_at_once_each_get_an_exit_behind_them() {
     });
     let kickers: Vec<_> = (0..3)
         .map(|_| {
-            let (exits, stop, kicker) = (Arc::clone(&exits), Arc::clone(&stop), Arc::clone(&kicker));
+            let (exits, stop, kicker) =
+                (Arc::clone(&exits), Arc::clone(&stop), Arc::clone(&kicker));
             std::thread::spawn(move || {
                 for _ in 0..400 {
                     let before = exits.load(Ordering::Acquire);
                     kicker.kick();
-                    wait_until("the exit of a kick", || exits.load(Ordering::Acquire) > before);
+                    wait_until("the exit of a kick", || {
+                        exits.load(Ordering::Acquire) > before
+                    });
                 }
                 stop.fetch_add(1, Ordering::AcqRel);
             })

@@ -5,7 +5,9 @@ mod kvm_common;
 
 use kvm_common::{DATA, Watchdog, machine, no_kvm, rung, skip, start, word};
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_machine::{Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu};
+use pageferry_machine::{
+    Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu,
+};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,20 +25,26 @@ const PAGE: usize = PAGE_SIZE as usize;
 /// bad: mov ebx,0xd0000000; mov [rbx],rdi; jmp .
 /// ```
 const CHECK: [u8; 61] = [
-    0x48, 0x8b, 0x07, 0x48, 0x39, 0xf8, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f, 0, 0, 0x48, 0x39, 0xf8, 0x75, 0x1f,
-    0x48, 0x89, 0x47, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xdc, 0xbb, 0, 0, 0, 0xd0, 0xb8,
-    1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb, 0xfe, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+    0x48, 0x8b, 0x07, 0x48, 0x39, 0xf8, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f, 0, 0, 0x48, 0x39,
+    0xf8, 0x75, 0x1f, 0x48, 0x89, 0x47, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7,
+    0x72, 0xdc, 0xbb, 0, 0, 0, 0xd0, 0xb8, 1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb, 0xfe, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
 /// The same for pages that are all zero: the words compared are with xor rdx,rdx; .. cmp rax,rdx.
 const CHECK_ZERO: [u8; 64] = [
-    0x48, 0x31, 0xd2, 0x48, 0x8b, 0x07, 0x48, 0x39, 0xd0, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f, 0, 0, 0x48, 0x39,
-    0xd0, 0x75, 0x1f, 0x48, 0x89, 0x7f, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xdc, 0xbb, 0,
-    0, 0, 0xd0, 0xb8, 1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb, 0xfe, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+    0x48, 0x31, 0xd2, 0x48, 0x8b, 0x07, 0x48, 0x39, 0xd0, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f,
+    0, 0, 0x48, 0x39, 0xd0, 0x75, 0x1f, 0x48, 0x89, 0x7f, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0,
+    0x48, 0x39, 0xf7, 0x72, 0xdc, 0xbb, 0, 0, 0, 0xd0, 0xb8, 1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb,
+    0xfe, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
 fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
-    !machine.deliveries().contains(&delivery) && skip("uffd", &format!("no fault delivery '{delivery}' on this host"))
+    !machine.deliveries().contains(&delivery)
+        && skip(
+            "uffd",
+            &format!("no fault delivery '{delivery}' on this host"),
+        )
 }
 
 fn bytes_of(page: RamPage) -> [u8; PAGE] {
@@ -60,7 +68,9 @@ impl Source {
     /// Brings a page if nobody else does, and waits until it is there.
     fn bring(&self, page: RamPage) {
         if !self.claimed.set(page) {
-            kvm_common::wait_until("a page that another thread brings", || !self.missing.test(page));
+            kvm_common::wait_until("a page that another thread brings", || {
+                !self.missing.test(page)
+            });
             return;
         }
         if self.machine.receives_in_place() {
@@ -90,8 +100,14 @@ impl Source {
                 }
                 None => {
                     let fd = events.fd();
-                    let mut polls = [rustix::event::PollFd::new(&fd, rustix::event::PollFlags::IN)];
-                    let limit = rustix::time::Timespec { tv_sec: 0, tv_nsec: 2_000_000 };
+                    let mut polls = [rustix::event::PollFd::new(
+                        &fd,
+                        rustix::event::PollFlags::IN,
+                    )];
+                    let limit = rustix::time::Timespec {
+                        tv_sec: 0,
+                        tv_nsec: 2_000_000,
+                    };
                     // A signal is as good as a time-out.
                     let _ = rustix::event::poll(&mut polls, Some(&limit));
                 }
@@ -136,11 +152,23 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     }
     let ram = Arc::clone(new.machine.ram());
     let missing = Arc::new(PageBitmap::new(pages as usize));
-    let events = new.machine.arm_userfault(Arc::clone(&missing), delivery).unwrap();
-    assert_eq!(new.machine.receives_in_place(), delivery != Delivery::Missing);
+    let events = new
+        .machine
+        .arm_userfault(Arc::clone(&missing), delivery)
+        .unwrap();
+    assert_eq!(
+        new.machine.receives_in_place(),
+        delivery != Delivery::Missing
+    );
     for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
         let first = DATA.0 + index as u64 * each;
-        start(&ram, vcpu.as_mut(), index as u64, &CHECK, [first, first + each].map(|page| page * PAGE_SIZE));
+        start(
+            &ram,
+            vcpu.as_mut(),
+            index as u64,
+            &CHECK,
+            [first, first + each].map(|page| page * PAGE_SIZE),
+        );
     }
     let claimed = PageBitmap::new(pages as usize);
     for page in DATA.0..pages {
@@ -165,13 +193,25 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     let kickers: Vec<_> = new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
     std::thread::scope(|scope| {
         let (source, stop, ram) = (&source, &stop, &ram);
-        scope.spawn(move || source.serve(events.expect("all deliveries of this engine have events"), stop));
-        scope.spawn(move || source.machine.assist_postcopy(&|| stop.load(Ordering::Acquire)).unwrap());
+        scope.spawn(move || {
+            source.serve(
+                events.expect("all deliveries of this engine have events"),
+                stop,
+            );
+        });
+        scope.spawn(move || {
+            source
+                .machine
+                .assist_postcopy(&|| stop.load(Ordering::Acquire))
+                .unwrap();
+        });
         if beside.push {
             scope.spawn(move || {
                 let mut random = 0x1234_5678_u64;
                 while let Some(any) = source.missing.next_set(0) {
-                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
                     let from = any + (random >> 33) as usize % (pages as usize - any);
                     let page = source.missing.next_set(from).unwrap_or(any);
                     source.bring(RamPage(page as u64));
@@ -182,7 +222,9 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             scope.spawn(move || {
                 let mut random = 99u64;
                 while !stop.load(Ordering::Acquire) {
-                    random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    random = random
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1);
                     // Also the guest's tables and code, which KVM reads for it.
                     drop_mapping(ram, (random >> 33) % pages);
                 }
@@ -196,8 +238,11 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
                 }
             });
         }
-        let vcpus: Vec<_> =
-            new.vcpus.iter_mut().map(|vcpu| scope.spawn(move || source.drive(vcpu.as_mut()))).collect();
+        let vcpus: Vec<_> = new
+            .vcpus
+            .iter_mut()
+            .map(|vcpu| scope.spawn(move || source.drive(vcpu.as_mut())))
+            .collect();
         let rang: Vec<_> = vcpus.into_iter().map(|thread| thread.join()).collect();
         stop.store(true, Ordering::Release);
         for rang in rang {
@@ -208,13 +253,23 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     // All were touched, so all are there; what the guest wrote to each was not overwritten.
     assert_eq!(source.missing.count(), 0);
     for page in (DATA.0..pages).map(RamPage) {
-        assert_eq!(word(&ram, page, 1), page.byte_offset(), "{page:?} lost the guest's write");
+        assert_eq!(
+            word(&ram, page, 1),
+            page.byte_offset(),
+            "{page:?} lost the guest's write"
+        );
     }
     new.machine.disarm_userfault().unwrap();
     // And again, with nobody delivering anything: no marker may be in the way for good.
     for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
         let first = DATA.0 + index as u64 * each;
-        start(&ram, vcpu.as_mut(), index as u64, &CHECK, [first, first + each].map(|page| page * PAGE_SIZE));
+        start(
+            &ram,
+            vcpu.as_mut(),
+            index as u64,
+            &CHECK,
+            [first, first + each].map(|page| page * PAGE_SIZE),
+        );
         // A kick may still wait; nothing else than the ring may come.
         let rang = source.drive(vcpu.as_mut());
         assert_eq!(rang, 1, "a wrong page at {rang:#x} afterwards");
@@ -260,7 +315,10 @@ fn poison_exits_bring_every_page() {
         return;
     }
     if let Some((exits, _)) = demand(Delivery::Poison, 600, Beside::default()) {
-        assert!(exits > 400, "only {exits} of 800 missing pages came as exits");
+        assert!(
+            exits > 400,
+            "only {exits} of 800 missing pages came as exits"
+        );
     }
 }
 
@@ -270,7 +328,14 @@ fn a_background_push_races_every_delivery() {
         return;
     }
     for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
-        demand(delivery, 3000, Beside { push: true, ..Beside::default() });
+        demand(
+            delivery,
+            3000,
+            Beside {
+                push: true,
+                ..Beside::default()
+            },
+        );
     }
 }
 
@@ -281,8 +346,24 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
     }
     for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
         for each in [1500, 300, 40] {
-            demand(delivery, each, Beside { push: true, drop: true, kick: true });
-            demand(delivery, each, Beside { push: false, drop: true, kick: true });
+            demand(
+                delivery,
+                each,
+                Beside {
+                    push: true,
+                    drop: true,
+                    kick: true,
+                },
+            );
+            demand(
+                delivery,
+                each,
+                Beside {
+                    push: false,
+                    drop: true,
+                    kick: true,
+                },
+            );
         }
     }
 }
@@ -300,8 +381,18 @@ fn holes_are_zero_pages_under_every_delivery() {
         }
         let ram = Arc::clone(new.machine.ram());
         let missing = Arc::new(PageBitmap::new(pages as usize));
-        let events = new.machine.arm_userfault(Arc::clone(&missing), delivery).unwrap().unwrap();
-        start(&ram, new.vcpus[0].as_mut(), 0, &CHECK_ZERO, [DATA.byte_offset(), pages * PAGE_SIZE]);
+        let events = new
+            .machine
+            .arm_userfault(Arc::clone(&missing), delivery)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &CHECK_ZERO,
+            [DATA.byte_offset(), pages * PAGE_SIZE],
+        );
         // Half of the pages are missing and arrive as zero, in one run; the others are holes from the start.
         missing.set_range(DATA.index()..DATA.index() + 150);
         new.machine.begin_postcopy().unwrap();
@@ -316,7 +407,9 @@ fn holes_are_zero_pages_under_every_delivery() {
         };
         new.machine.assist_postcopy(&|| false).unwrap();
         for page in missing.snapshot().iter().enumerate().flat_map(|(w, bits)| {
-            (0..64).filter(move |b| bits >> b & 1 == 1).map(move |b| w as u64 * 64 + b)
+            (0..64)
+                .filter(move |b| bits >> b & 1 == 1)
+                .map(move |b| w as u64 * 64 + b)
         }) {
             new.machine.install(RamPage(page), 1).unwrap();
             new.machine.install(RamPage(page), 1).unwrap();
@@ -327,7 +420,10 @@ fn holes_are_zero_pages_under_every_delivery() {
             scope.spawn(|| source.serve(events, &stop));
             let rang = source.drive(new.vcpus[0].as_mut());
             stop.store(true, Ordering::Release);
-            assert_eq!(rang, 1, "{delivery}: the guest found a wrong page at {rang:#x}");
+            assert_eq!(
+                rang, 1,
+                "{delivery}: the guest found a wrong page at {rang:#x}"
+            );
         });
         new.machine.disarm_userfault().unwrap();
     }
@@ -340,7 +436,12 @@ fn calls_in_the_wrong_order_are_refused() {
     }
     let mut new = machine(1, 64);
     let vm = Arc::clone(&new.machine);
-    let wrong = |result: Result<(), MachineError>| assert!(matches!(result, Err(MachineError::WrongState(_))), "{result:?}");
+    let wrong = |result: Result<(), MachineError>| {
+        assert!(
+            matches!(result, Err(MachineError::WrongState(_))),
+            "{result:?}"
+        );
+    };
     wrong(vm.begin_postcopy());
     wrong(vm.assist_postcopy(&|| false));
     wrong(vm.disarm_userfault());
@@ -354,11 +455,19 @@ fn calls_in_the_wrong_order_are_refused() {
     if no_delivery(vm.as_ref(), Delivery::Minor) {
         return;
     }
-    wrong(vm.arm_userfault(Arc::new(PageBitmap::new(63)), Delivery::Minor).map(drop));
+    wrong(
+        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Delivery::Minor)
+            .map(drop),
+    );
     missing.set(RamPage(7));
-    let events = vm.arm_userfault(Arc::clone(&missing), Delivery::Minor).unwrap();
+    let events = vm
+        .arm_userfault(Arc::clone(&missing), Delivery::Minor)
+        .unwrap();
     assert!(events.is_some());
-    wrong(vm.arm_userfault(Arc::clone(&missing), Delivery::Minor).map(drop));
+    wrong(
+        vm.arm_userfault(Arc::clone(&missing), Delivery::Minor)
+            .map(drop),
+    );
     wrong(vm.install_copy(RamPage(7), &[0; PAGE]));
     wrong(vm.disarm_userfault());
     missing.clear(RamPage(7));
@@ -370,13 +479,18 @@ fn calls_in_the_wrong_order_are_refused() {
     start(&ram, new.vcpus[0].as_mut(), 0, &[0xeb, 0xfe], [0, 0]);
     new.vcpus[0].kicker().kick();
     assert_eq!(new.vcpus[0].run().unwrap(), Exit::Kicked);
-    wrong(new.machine.arm_userfault(missing, Delivery::Minor).map(drop));
+    wrong(
+        new.machine
+            .arm_userfault(missing, Delivery::Minor)
+            .map(drop),
+    );
 }
 
 /// rdi: a page in RAM. mov esi,0xd0000000; movsq (reads MMIO, writes RAM); mov rax,[rdi-8];
 /// mov ebx,0xd0000000; mov [rbx],rax; jmp .
 const MOVE_FROM_MMIO: [u8; 21] = [
-    0xbe, 0, 0, 0, 0xd0, 0x48, 0xa5, 0x48, 0x8b, 0x47, 0xf8, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+    0xbe, 0, 0, 0, 0xd0, 0x48, 0xa5, 0x48, 0x8b, 0x47, 0xf8, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03,
+    0xeb, 0xfe,
 ];
 
 #[test]
@@ -391,8 +505,18 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
         }
         let ram = Arc::clone(new.machine.ram());
         let missing = Arc::new(PageBitmap::new(64));
-        let events = new.machine.arm_userfault(Arc::clone(&missing), delivery).unwrap().unwrap();
-        start(&ram, new.vcpus[0].as_mut(), 0, &MOVE_FROM_MMIO, [DATA.byte_offset() + 64, 0]);
+        let events = new
+            .machine
+            .arm_userfault(Arc::clone(&missing), delivery)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &MOVE_FROM_MMIO,
+            [DATA.byte_offset() + 64, 0],
+        );
         missing.set(DATA);
         new.machine.begin_postcopy().unwrap();
         new.machine.assist_postcopy(&|| false).unwrap();
@@ -421,10 +545,22 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
                 }
             };
             stop.store(true, Ordering::Release);
-            assert_eq!(emulated, delivery == Delivery::Poison, "{delivery}: KVM itself met the page");
-            assert_eq!(rang, u64::MAX, "{delivery}: what was read outside RAM is ones");
+            assert_eq!(
+                emulated,
+                delivery == Delivery::Poison,
+                "{delivery}: KVM itself met the page"
+            );
+            assert_eq!(
+                rang,
+                u64::MAX,
+                "{delivery}: what was read outside RAM is ones"
+            );
         });
         assert_eq!(word(&ram, DATA, 8), u64::MAX);
-        assert_eq!(word(&ram, DATA, 0), DATA.byte_offset(), "the rest of the page has arrived");
+        assert_eq!(
+            word(&ram, DATA, 0),
+            DATA.byte_offset(),
+            "the rest of the page has arrived"
+        );
     }
 }

@@ -22,7 +22,9 @@ mod absent {
     use crate::{MachineError, MachineSpec, NewMachine};
 
     fn absent() -> MachineError {
-        MachineError::EngineUnavailable("the KVM engine is implemented for x86-64 hosts only: use the soft engine".into())
+        MachineError::EngineUnavailable(
+            "the KVM engine is implemented for x86-64 hosts only: use the soft engine".into(),
+        )
     }
 
     /// Whether a VM really runs on this host's KVM: never on this architecture.

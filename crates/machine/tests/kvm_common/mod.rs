@@ -2,7 +2,9 @@
 #![expect(dead_code, reason = "each test file uses its part")]
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
-use pageferry_machine::{DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, StartState, Vcpu, kvm};
+use pageferry_machine::{
+    DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, StartState, Vcpu, kvm,
+};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -16,14 +18,19 @@ pub(crate) const DATA: RamPage = RamPage(16);
 /// Whether a test that needs `word` cannot run here; prints why, or panics where it is required.
 pub(crate) fn skip(word: &str, why: &str) -> bool {
     let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|w| w == word), "{word} is required: {why}");
+    assert!(
+        !required.split(',').any(|w| w == word),
+        "{word} is required: {why}"
+    );
     println!("SKIPPED: {why}");
     true
 }
 
 /// Whether there is no KVM here.
 pub(crate) fn no_kvm() -> bool {
-    kvm::probe_vm().err().is_some_and(|why| skip("kvm", &why.to_string()))
+    kvm::probe_vm()
+        .err()
+        .is_some_and(|why| skip("kvm", &why.to_string()))
 }
 
 /// A machine with flat tables: the first GiB, and the doorbell's 2 MiB, at their own addresses.
@@ -33,7 +40,10 @@ pub(crate) fn machine(vcpus: u32, pages: u64) -> NewMachine {
 
 /// [`machine`], with interrupt controllers or without.
 pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> NewMachine {
-    let spec = MachineSpec { vcpus, memory_bytes: pages * PAGE_SIZE };
+    let spec = MachineSpec {
+        vcpus,
+        memory_bytes: pages * PAGE_SIZE,
+    };
     let new = kvm::create_with(spec, irqchip).unwrap();
     write_tables(new.machine.ram());
     new
@@ -43,7 +53,9 @@ pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> New
 pub(crate) fn write_tables(ram: &GuestRam) {
     const TABLE: u64 = 0x67;
     const LARGE: u64 = 0xe7;
-    let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    let entry = |page: u64, index: u64, value: u64| {
+        ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    };
     entry(1, 0, 0x2000 | TABLE);
     entry(2, 0, 0x3000 | TABLE);
     entry(2, 3, 0x4000 | TABLE);
@@ -58,7 +70,12 @@ pub(crate) fn write_tables(ram: &GuestRam) {
 pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8], args: [u64; 2]) {
     let page = RamPage(CODE.0 + slot);
     ram.write_at(page, 0, code);
-    let start = StartState { entry: page.byte_offset(), stack: 0xf000, args, tables: Gpa(0x1000) };
+    let start = StartState {
+        entry: page.byte_offset(),
+        stack: 0xf000,
+        args,
+        tables: Gpa(0x1000),
+    };
     vcpu.set_start(&start).unwrap();
 }
 
@@ -86,7 +103,11 @@ impl Watchdog {
                 }
             }
         });
-        Self { done, fired, thread: Some(thread) }
+        Self {
+            done,
+            fired,
+            thread: Some(thread),
+        }
     }
 
     pub(crate) fn fired(&self) -> bool {
@@ -112,7 +133,11 @@ pub(crate) fn run(vcpu: &mut dyn Vcpu) -> Exit {
 /// The value of an eight-byte store to the doorbell.
 pub(crate) fn rung(exit: Exit) -> u64 {
     match exit {
-        Exit::MmioWrite { gpa, value, size: 8 } if gpa == DOORBELL_GPA => value,
+        Exit::MmioWrite {
+            gpa,
+            value,
+            size: 8,
+        } if gpa == DOORBELL_GPA => value,
         other => panic!("{other:?} is no ring of the doorbell"),
     }
 }

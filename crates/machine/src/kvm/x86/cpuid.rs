@@ -53,7 +53,9 @@ const FEATURES: &[(u32, u32, Reg, u32)] = &[
 ];
 
 fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Option<&kvm_cpuid_entry2> {
-    entries.iter().find(|e| e.function == function && e.index == index)
+    entries
+        .iter()
+        .find(|e| e.function == function && e.index == index)
 }
 
 /// What vCPU `id` of a new machine has: all that is supported, with its own APIC id.
@@ -74,7 +76,10 @@ pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u32) -> Vec<kvm_cpuid
 ///
 /// # Errors
 /// Names the first difference that matters.
-pub(super) fn refuse_unoffered(wanted: &[kvm_cpuid_entry2], offered: &[kvm_cpuid_entry2]) -> Result<(), String> {
+pub(super) fn refuse_unoffered(
+    wanted: &[kvm_cpuid_entry2],
+    offered: &[kvm_cpuid_entry2],
+) -> Result<(), String> {
     let vendor = |entries| find(entries, 0, 0).map(|e| [e.ebx, e.edx, e.ecx]);
     if vendor(wanted) != vendor(offered) {
         return Err(format!(
@@ -104,7 +109,11 @@ pub(super) fn refuse_unoffered(wanted: &[kvm_cpuid_entry2], offered: &[kvm_cpuid
 }
 
 fn vendor_name(words: Option<[u32; 3]>) -> String {
-    let bytes: Vec<u8> = words.unwrap_or_default().iter().flat_map(|w| w.to_le_bytes()).collect();
+    let bytes: Vec<u8> = words
+        .unwrap_or_default()
+        .iter()
+        .flat_map(|w| w.to_le_bytes())
+        .collect();
     String::from_utf8_lossy(&bytes).escape_default().to_string()
 }
 
@@ -113,7 +122,15 @@ mod tests {
     use super::*;
 
     fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
-        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+        kvm_cpuid_entry2 {
+            function,
+            index,
+            eax,
+            ebx,
+            ecx,
+            edx,
+            ..Default::default()
+        }
     }
 
     fn host() -> Vec<kvm_cpuid_entry2> {
@@ -148,10 +165,18 @@ mod tests {
     fn another_vendor_and_wider_addresses_are_refused() {
         let mut other = host();
         other[0].ebx = 0x756e_6547;
-        assert!(refuse_unoffered(&other, &host()).unwrap_err().contains("AuthenticAMD"));
+        assert!(
+            refuse_unoffered(&other, &host())
+                .unwrap_err()
+                .contains("AuthenticAMD")
+        );
         let mut wide = host();
         wide[3].eax = 52;
-        assert!(refuse_unoffered(&wide, &host()).unwrap_err().contains("52 bits"));
+        assert!(
+            refuse_unoffered(&wide, &host())
+                .unwrap_err()
+                .contains("52 bits")
+        );
     }
 
     #[test]

@@ -67,7 +67,10 @@ impl DirtyLog {
         }
         for region in shared.ram.layout().regions() {
             shared.set_region(region, on).map_err(|e| {
-                MachineError::os("cannot switch the dirty log of a slot", io::Error::from_raw_os_error(e.errno()))
+                MachineError::os(
+                    "cannot switch the dirty log of a slot",
+                    io::Error::from_raw_os_error(e.errno()),
+                )
             })?;
         }
         self.own.clear_range(0..self.own.pages());
@@ -76,18 +79,28 @@ impl DirtyLog {
     }
 
     /// See [`crate::Machine::harvest_dirty`].
-    pub(super) fn harvest(&self, shared: &VmShared, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+    pub(super) fn harvest(
+        &self,
+        shared: &VmShared,
+        dirty: &PageBitmap,
+        rearm: bool,
+    ) -> Result<usize, MachineError> {
         let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.on.load(Ordering::Acquire) {
             return Err(MachineError::WrongState("the dirty log is not on"));
         }
         if dirty.pages() as u64 != shared.ram.pages() {
-            return Err(MachineError::WrongState("the bitmap is not of the machine's size"));
+            return Err(MachineError::WrongState(
+                "the bitmap is not of the machine's size",
+            ));
         }
         let mut newly = 0;
         for region in shared.ram.layout().regions() {
             let first_word = region.first.index() / 64;
-            assert!(region.first.0.is_multiple_of(64), "{region:?} does not begin with a word of the bitmap");
+            assert!(
+                region.first.0.is_multiple_of(64),
+                "{region:?} does not begin with a word of the bitmap"
+            );
             words.clear();
             words.resize(region.pages.div_ceil(64) as usize, 0);
             sys::get_dirty_log(&shared.vm, region.slot, region.pages, &mut words)
@@ -115,13 +128,24 @@ impl DirtyLog {
 /// Clears the bits of `words` in the kernel's log, in pieces that begin and end with a bit that is set.
 fn clear_found(shared: &VmShared, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
     for (chunk_index, chunk) in words.chunks(CLEAR_WORDS).enumerate() {
-        let Some(start) = chunk.iter().position(|word| *word != 0) else { continue };
-        let end = chunk.iter().rposition(|word| *word != 0).map_or(start, |last| last + 1);
+        let Some(start) = chunk.iter().position(|word| *word != 0) else {
+            continue;
+        };
+        let end = chunk
+            .iter()
+            .rposition(|word| *word != 0)
+            .map_or(start, |last| last + 1);
         // Whole words, but for the slot's last: the kernel wants a multiple of 64 pages or the slot's end.
         let first = ((chunk_index * CLEAR_WORDS + start) * 64) as u64;
         let pages = ((end - start) as u64 * 64).min(region.pages - first);
-        sys::clear_dirty_log(&shared.vm, region.slot, first, pages as u32, &chunk[start..end])
-            .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
+        sys::clear_dirty_log(
+            &shared.vm,
+            region.slot,
+            first,
+            pages as u32,
+            &chunk[start..end],
+        )
+        .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
     }
     Ok(())
 }

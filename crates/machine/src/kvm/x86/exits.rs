@@ -1,12 +1,12 @@
 //! What an exit means.
 
 use super::run_page::{Mmio, RunPage};
-use kvm_bindings::{
-    KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_INTR, KVM_EXIT_IO, KVM_EXIT_IOAPIC_EOI,
-    KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION,
-    KVM_INTERNAL_ERROR_SIMUL_EX,
-};
 use crate::Exit;
+use kvm_bindings::{
+    KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_INTR, KVM_EXIT_IO,
+    KVM_EXIT_IOAPIC_EOI, KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_INTERNAL_ERROR_DELIVERY_EV,
+    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
+};
 use pageferry_addr::Gpa;
 
 /// An exit, as far as the shared page alone tells.
@@ -37,7 +37,9 @@ pub(super) fn read(page: &RunPage) -> Left {
         KVM_EXIT_SHUTDOWN => Left::Failed("triple fault (an exception that nobody handles)".into()),
         KVM_EXIT_FAIL_ENTRY => {
             let (reason, cpu) = page.fail_entry();
-            Left::Failed(format!("the CPU refused to enter the guest (hardware reason {reason:#x}, CPU {cpu})"))
+            Left::Failed(format!(
+                "the CPU refused to enter the guest (hardware reason {reason:#x}, CPU {cpu})"
+            ))
         }
         KVM_EXIT_INTERNAL_ERROR => {
             let (suberror, data) = page.internal_error();
@@ -47,9 +49,13 @@ pub(super) fn read(page: &RunPage) -> Left {
                 KVM_INTERNAL_ERROR_DELIVERY_EV => "an exit while delivering an event",
                 _ => "an internal error",
             };
-            Left::Failed(format!("KVM gave up: {what} (sub-error {suberror}, data {data:#x?})"))
+            Left::Failed(format!(
+                "KVM gave up: {what} (sub-error {suberror}, data {data:#x?})"
+            ))
         }
-        other => Left::Failed(format!("KVM left the guest for a reason nobody asked for ({other})")),
+        other => Left::Failed(format!(
+            "KVM left the guest for a reason nobody asked for ({other})"
+        )),
     }
 }
 
@@ -59,7 +65,11 @@ pub(super) fn mmio(page: &RunPage, access: Mmio) -> Exit {
     if access.write {
         let mut bytes = [0; 8];
         bytes[..usize::from(size)].copy_from_slice(&access.bytes[..usize::from(size)]);
-        Exit::MmioWrite { gpa, value: u64::from_le_bytes(bytes), size }
+        Exit::MmioWrite {
+            gpa,
+            value: u64::from_le_bytes(bytes),
+            size,
+        }
     } else {
         page.set_mmio_data([0xff; 8]);
         Exit::MmioRead { gpa, size }

@@ -14,15 +14,36 @@ use kvm_ioctls::{Kvm, VcpuFd};
 /// TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE (EFER, FS_BASE and GS_BASE travel with the special
 /// registers). They must be there and must be settable.
 const ESSENTIAL: [u32; 10] = [
-    0x174, 0x175, 0x176, 0x277, 0x10, 0xc000_0081, 0xc000_0082, 0xc000_0083, 0xc000_0084, 0xc000_0102,
+    0x174,
+    0x175,
+    0x176,
+    0x277,
+    0x10,
+    0xc000_0081,
+    0xc000_0082,
+    0xc000_0083,
+    0xc000_0084,
+    0xc000_0102,
 ];
 
 /// Registers that not every vCPU has, but which matter where they are not zero: TSC_ADJUST, SPEC_CTRL,
 /// MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page faults, steal time,
 /// end of interrupt).
 const MATTERS_UNLESS_ZERO: [u32; 14] = [
-    0x3b, 0x48, 0x1a0, 0x6e0, 0xda0, 0xc000_0103, 0x11, 0x12, 0x4b56_4d00, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03,
-    0x4b56_4d04, 0x4b56_4d06,
+    0x3b,
+    0x48,
+    0x1a0,
+    0x6e0,
+    0xda0,
+    0xc000_0103,
+    0x11,
+    0x12,
+    0x4b56_4d00,
+    0x4b56_4d01,
+    0x4b56_4d02,
+    0x4b56_4d03,
+    0x4b56_4d04,
+    0x4b56_4d06,
 ];
 
 /// Registers whose value, where bit 0 is set, is the address of guest memory that KVM itself writes.
@@ -31,7 +52,10 @@ const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
 const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
 
 fn entry(index: u32) -> kvm_msr_entry {
-    kvm_msr_entry { index, ..Default::default() }
+    kvm_msr_entry {
+        index,
+        ..Default::default()
+    }
 }
 
 fn io(error: kvm_ioctls::Error) -> std::io::Error {
@@ -77,12 +101,21 @@ pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<Vec<u32>, MachineError> {
 pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, MachineError> {
     const WHAT: &str = "cannot read the model-specific registers";
     let wanted: Vec<_> = indices.iter().copied().map(entry).collect();
-    let mut found = batch(&wanted, |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?;
+    let mut found =
+        batch(&wanted, |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?;
     for rest in &wanted[found.len()..] {
-        found.extend(batch(&[*rest], |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?);
+        found.extend(
+            batch(&[*rest], |m| fd.get_msrs(m)).map_err(|e| MachineError::os(WHAT, io(e)))?,
+        );
     }
-    if ESSENTIAL.iter().any(|index| !found.iter().any(|msr| msr.index == *index)) {
-        return Err(MachineError::os(WHAT, std::io::Error::from_raw_os_error(libc::EIO)));
+    if ESSENTIAL
+        .iter()
+        .any(|index| !found.iter().any(|msr| msr.index == *index))
+    {
+        return Err(MachineError::os(
+            WHAT,
+            std::io::Error::from_raw_os_error(libc::EIO),
+        ));
     }
     Ok(found)
 }
@@ -92,8 +125,13 @@ pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, M
 /// # Errors
 /// [`MachineError::BadState`] when one that matters is missing or refused.
 pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineError> {
-    if let Some(index) = ESSENTIAL.iter().find(|index| !msrs.iter().any(|msr| msr.index == **index)) {
-        return Err(MachineError::BadState(format!("model-specific register {index:#x} is missing")));
+    if let Some(index) = ESSENTIAL
+        .iter()
+        .find(|index| !msrs.iter().any(|msr| msr.index == **index))
+    {
+        return Err(MachineError::BadState(format!(
+            "model-specific register {index:#x} is missing"
+        )));
     }
     let set = |entries: &[kvm_msr_entry]| {
         batch(entries, |m| fd.set_msrs(m))
@@ -102,7 +140,8 @@ pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineEr
     };
     let taken = set(msrs)?;
     for msr in &msrs[taken..] {
-        let matters = ESSENTIAL.contains(&msr.index) || (MATTERS_UNLESS_ZERO.contains(&msr.index) && msr.data != 0);
+        let matters = ESSENTIAL.contains(&msr.index)
+            || (MATTERS_UNLESS_ZERO.contains(&msr.index) && msr.data != 0);
         if set(&[*msr])? == 0 && matters {
             return Err(MachineError::BadState(format!(
                 "KVM refuses the value {:#x} of its model-specific register {:#x}",

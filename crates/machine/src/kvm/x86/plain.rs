@@ -5,8 +5,8 @@
 //! here are those of Linux 6.18 and part of the state's format.
 
 use kvm_bindings::{
-    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2,
-    kvm_vcpu_events, kvm_xcrs,
+    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
+    kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use std::mem::{MaybeUninit, size_of};
 
@@ -53,7 +53,9 @@ pub(super) fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<T> {
     let mut value = MaybeUninit::<T>::uninit();
     // SAFETY: source and destination are `size_of::<T>()` bytes each and do not overlap; the copy needs
     // no alignment.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.as_mut_ptr().cast(), bytes.len()) };
+    unsafe {
+        std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.as_mut_ptr().cast(), bytes.len());
+    };
     // SAFETY: all bytes are written, and every bit pattern is a value of a `Plain` type.
     Some(unsafe { value.assume_init() })
 }

@@ -70,7 +70,9 @@ enum Tables {
 /// Marks missing pages; see [`crate::Machine::assist_postcopy`].
 pub(super) fn assist(shared: &VmShared, stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
     let Some(armed) = shared.faults.active() else {
-        return Err(MachineError::WrongState("post-copy needs an armed fault delivery"));
+        return Err(MachineError::WrongState(
+            "post-copy needs an armed fault delivery",
+        ));
     };
     if armed.delivery != Delivery::Poison {
         return Ok(());
@@ -80,8 +82,11 @@ pub(super) fn assist(shared: &VmShared, stop: &dyn Fn() -> bool) -> Result<(), M
         return Ok(());
     }
     let layout = shared.ram.layout();
-    let mut spared: HashSet<RamPage> =
-        known.iter().flat_map(|k| &k.shared).filter_map(|gpa| layout.page_of(gpa.gfn())).collect();
+    let mut spared: HashSet<RamPage> = known
+        .iter()
+        .flat_map(|k| &k.shared)
+        .filter_map(|gpa| layout.page_of(gpa.gfn()))
+        .collect();
     if !shared.caps.second_level_paging {
         loop {
             if stop() || !armed.is_active() {
@@ -109,15 +114,21 @@ fn mark(
             return Ok(());
         }
         from = run.end;
-        let mut spared_here: Vec<usize> =
-            spared.iter().map(|page| page.index()).filter(|page| run.contains(page)).collect();
+        let mut spared_here: Vec<usize> = spared
+            .iter()
+            .map(|page| page.index())
+            .filter(|page| run.contains(page))
+            .collect();
         spared_here.sort_unstable();
         let mut start = run.start;
         for end in spared_here.into_iter().chain([run.end]) {
             if start < end {
                 let hva = ram.guest_hva(RamPage(start as u64));
                 let len = (end - start) as u64 * PAGE_SIZE;
-                match armed.uffd.poison_unmapped(hva, len, PageSize::Size4K, Wake::Later) {
+                match armed
+                    .uffd
+                    .poison_unmapped(hva, len, PageSize::Size4K, Wake::Later)
+                {
                     Ok(_) => {}
                     // Disarmed meanwhile: nothing is missing any more.
                     Err(_) if !armed.is_active() => return Ok(()),
@@ -135,16 +146,22 @@ fn find_tables(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables 
     let mut seen = HashSet::new();
     let mut rest: Vec<(Gpa, u32)> = Vec::new();
     for Known { paging, .. } in known {
-        let long_mode = paging.cr0 & CR0_PG != 0 && paging.cr4 & CR4_PAE != 0 && paging.efer & EFER_LMA != 0;
+        let long_mode =
+            paging.cr0 & CR0_PG != 0 && paging.cr4 & CR4_PAE != 0 && paging.efer & EFER_LMA != 0;
         let confined = paging.cpl == 3 && paging.idt_limit == 0;
         if !(long_mode && confined) {
             return Tables::Unknowable;
         }
-        rest.push((Gpa(paging.cr3 & ADDRESS), if paging.cr4 & CR4_LA57 != 0 { 5 } else { 4 }));
+        rest.push((
+            Gpa(paging.cr3 & ADDRESS),
+            if paging.cr4 & CR4_LA57 != 0 { 5 } else { 4 },
+        ));
     }
     let mut bytes = [0; PAGE_SIZE as usize];
     while let Some((table, level)) = rest.pop() {
-        let Some(page) = ram.layout().page_of(table.gfn()) else { continue };
+        let Some(page) = ram.layout().page_of(table.gfn()) else {
+            continue;
+        };
         if !seen.insert((page, level)) {
             continue;
         }
@@ -172,14 +189,26 @@ mod tests {
     use crate::RamLayout;
 
     fn known(cr3: u64) -> Known {
-        let paging = Paging { cr0: CR0_PG, cr3, cr4: CR4_PAE, efer: EFER_LMA, cpl: 3, idt_limit: 0 };
-        Known { paging, shared: Vec::new() }
+        let paging = Paging {
+            cr0: CR0_PG,
+            cr3,
+            cr4: CR4_PAE,
+            efer: EFER_LMA,
+            cpl: 3,
+            idt_limit: 0,
+        };
+        Known {
+            paging,
+            shared: Vec::new(),
+        }
     }
 
     /// Root at page 1 -> 2 -> {large page, 3} -> {4, 4}; page 5 is data that a leaf of 4 points at.
     fn ram() -> GuestRam {
         let ram = GuestRam::new(RamLayout::for_memory(16 * PAGE_SIZE).unwrap()).unwrap();
-        let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+        let entry = |page: u64, index: u64, value: u64| {
+            ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+        };
         entry(1, 0, 0x2000 | 7);
         entry(2, 0, 0x8000_0000 | LARGE | 7);
         entry(2, 9, 0x3000 | 7);
@@ -196,14 +225,20 @@ mod tests {
         let missing = PageBitmap::new(16);
         missing.set(RamPage(5));
         let expected = [1, 2, 3, 4].map(RamPage).into_iter().collect();
-        assert_eq!(find_tables(&[known(0x1000), known(0x1008)], &ram, &missing), Tables::All(expected));
+        assert_eq!(
+            find_tables(&[known(0x1000), known(0x1008)], &ram, &missing),
+            Tables::All(expected)
+        );
     }
 
     #[test]
     fn a_missing_table_is_reported_and_its_stale_bytes_are_not_followed() {
         let missing = PageBitmap::new(16);
         missing.set(RamPage(3));
-        assert_eq!(find_tables(&[known(0x1000)], &ram(), &missing), Tables::Missing);
+        assert_eq!(
+            find_tables(&[known(0x1000)], &ram(), &missing),
+            Tables::Missing
+        );
     }
 
     #[test]
@@ -213,7 +248,10 @@ mod tests {
         let mut with_idt = known(0x1000);
         with_idt.paging.idt_limit = 0xfff;
         for unfit in [kernel, with_idt] {
-            assert_eq!(find_tables(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)), Tables::Unknowable);
+            assert_eq!(
+                find_tables(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)),
+                Tables::Unknowable
+            );
         }
     }
 }

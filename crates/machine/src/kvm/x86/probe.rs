@@ -18,7 +18,10 @@ const KICK_LIMIT: Duration = Duration::from_millis(200);
 
 /// "`what`: the kernel's answer", as an unusable engine.
 pub(super) fn unavailable(what: &str, error: kvm_ioctls::Error) -> MachineError {
-    MachineError::EngineUnavailable(format!("{what}: {}", std::io::Error::from_raw_os_error(error.errno())))
+    MachineError::EngineUnavailable(format!(
+        "{what}: {}",
+        std::io::Error::from_raw_os_error(error.errno())
+    ))
 }
 
 /// Opens KVM and looks whether it is what this engine needs.
@@ -42,21 +45,33 @@ pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
             ));
         }
         Err(e) if matches!(e.errno(), libc::ENODEV | libc::ENXIO) => {
-            return no(format!("{shown} is there but no driver answers: load kvm_intel or kvm_amd"));
+            return no(format!(
+                "{shown} is there but no driver answers: load kvm_intel or kvm_amd"
+            ));
         }
         Err(e) => return Err(unavailable(&format!("{shown} cannot be opened"), e)),
     };
     match kvm.get_api_version() {
         API_VERSION => {}
         version if version < 0 => return no(format!("{shown} is not KVM's device")),
-        version => return no(format!("KVM speaks version {version} of its API, and {API_VERSION} is needed")),
+        version => {
+            return no(format!(
+                "KVM speaks version {version} of its API, and {API_VERSION} is needed"
+            ));
+        }
     }
     let needed = [
-        (KVM_CAP_IMMEDIATE_EXIT, "KVM_CAP_IMMEDIATE_EXIT (Linux 4.13)"),
+        (
+            KVM_CAP_IMMEDIATE_EXIT,
+            "KVM_CAP_IMMEDIATE_EXIT (Linux 4.13)",
+        ),
         (KVM_CAP_XSAVE, "KVM_CAP_XSAVE"),
         (KVM_CAP_XCRS, "KVM_CAP_XCRS"),
     ];
-    match needed.iter().find(|(cap, _)| kvm.check_extension_raw((*cap).into()) <= 0) {
+    match needed
+        .iter()
+        .find(|(cap, _)| kvm.check_extension_raw((*cap).into()) <= 0)
+    {
         None => Ok(kvm),
         Some((_, name)) => no(format!("this host's KVM lacks {name}")),
     }
@@ -87,7 +102,9 @@ pub fn probe_vm() -> Result<(), MachineError> {
             LIMIT.as_millis()
         ))
     };
-    let Ok(kicker) = kicker_in.try_recv() else { return Err(stuck()) };
+    let Ok(kicker) = kicker_in.try_recv() else {
+        return Err(stuck());
+    };
     kicker.kick();
     // A vCPU that cannot even be kicked is left to its thread.
     match verdict_in.recv_timeout(KICK_LIMIT) {
@@ -100,15 +117,22 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     const A: u64 = 0x1234_5678_9abc_def0;
     const B: u64 = 0x0fed_cba9_8765_4321;
     // lea rax, [rdi+rsi]; mov ebx, 0xd0000000; mov [rbx], rax; jmp .
-    const CODE: [u8; 14] = [0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe];
+    const CODE: [u8; 14] = [
+        0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+    ];
     const CODE_PAGE: RamPage = RamPage(5);
     // Present, writable, user; accessed and dirty, so that nobody has to set them; large.
     const TABLE: u64 = 0x67;
     const LARGE: u64 = TABLE | 0x80;
 
-    let new = create(MachineSpec { vcpus: 1, memory_bytes: 16 * PAGE_SIZE })?;
+    let new = create(MachineSpec {
+        vcpus: 1,
+        memory_bytes: 16 * PAGE_SIZE,
+    })?;
     let ram = new.machine.ram();
-    let entry = |page: u64, index: u64, value: u64| ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    let entry = |page: u64, index: u64, value: u64| {
+        ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    };
     // Pages 1 to 4: the root, 1 GiB entries, and two tables of 2 MiB pages, for code and doorbell.
     let doorbell = DOORBELL_GPA.0;
     entry(1, 0, 0x2000 | TABLE);
@@ -129,14 +153,20 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     // The receiver is gone if the probe was given up.
     let _ = kicker.send(vcpu.kicker());
     match vcpu.run() {
-        Ok(Exit::MmioWrite { gpa, value, size: 8 }) if gpa == DOORBELL_GPA && value == A.wrapping_add(B) => Ok(()),
+        Ok(Exit::MmioWrite {
+            gpa,
+            value,
+            size: 8,
+        }) if gpa == DOORBELL_GPA && value == A.wrapping_add(B) => Ok(()),
         Ok(Exit::Kicked) => Err(MachineError::EngineUnavailable(
             "a VM can be created, but its guest does not get anywhere".into(),
         )),
         Ok(other) => Err(MachineError::EngineUnavailable(format!(
             "a VM can be created, but its guest does the wrong thing ({other:?})"
         ))),
-        Err(why) => Err(MachineError::EngineUnavailable(format!("a VM can be created, but its guest does not run: {why}"))),
+        Err(why) => Err(MachineError::EngineUnavailable(format!(
+            "a VM can be created, but its guest does not run: {why}"
+        ))),
     }
 }
 
@@ -155,7 +185,10 @@ mod tests {
     #[test]
     fn what_is_wrong_with_the_device_is_said() {
         let absent = why(c"/dev/there-is-no-kvm-here");
-        assert!(absent.contains("does not exist") && absent.contains("kvm_intel"), "{absent}");
+        assert!(
+            absent.contains("does not exist") && absent.contains("kvm_intel"),
+            "{absent}"
+        );
         assert!(why(c"/dev/null").contains("is not KVM's device"));
     }
 }

@@ -38,7 +38,10 @@ unsafe impl Sync for RunPage {}
 
 impl RunPage {
     pub(super) fn map(vcpu: &VcpuFd, bytes: usize) -> Result<Self, MachineError> {
-        assert!(bytes >= size_of::<kvm_run>(), "KVM's shared page is too small: {bytes} bytes");
+        assert!(
+            bytes >= size_of::<kvm_run>(),
+            "KVM's shared page is too small: {bytes} bytes"
+        );
         // SAFETY: the descriptor is open while `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
@@ -72,7 +75,8 @@ impl RunPage {
     /// The MMIO access of a `KVM_EXIT_MMIO`.
     pub(super) fn mmio(&self) -> Mmio {
         // SAFETY: as above; all fields are integers, so whatever the union holds is a value of them.
-        let raw = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.mmio).read_volatile() };
+        let raw =
+            unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.mmio).read_volatile() };
         Mmio {
             gpa: raw.phys_addr,
             bytes: raw.data,
@@ -84,7 +88,9 @@ impl RunPage {
     /// The answer to an MMIO read.
     pub(super) fn set_mmio_data(&self, bytes: [u8; 8]) {
         // SAFETY: the field lies in the mapping, and the kernel reads it only inside KVM_RUN.
-        unsafe { (&raw mut (*self.start.as_ptr()).__bindgen_anon_1.mmio.data).write_volatile(bytes) };
+        unsafe {
+            (&raw mut (*self.start.as_ptr()).__bindgen_anon_1.mmio.data).write_volatile(bytes);
+        };
     }
 
     /// Fills the answer to a `KVM_EXIT_IO` read with ones; port writes are dropped.
@@ -94,31 +100,49 @@ impl RunPage {
         if u32::from(io.direction) != kvm_bindings::KVM_EXIT_IO_IN {
             return;
         }
-        let (offset, len) = (io.data_offset as usize, usize::from(io.size) * io.count as usize);
+        let (offset, len) = (
+            io.data_offset as usize,
+            usize::from(io.size) * io.count as usize,
+        );
         if offset.checked_add(len).is_some_and(|end| end <= self.bytes) {
             // SAFETY: just checked to lie in the mapping.
-            unsafe { self.start.as_ptr().cast::<u8>().add(offset).write_bytes(0xff, len) };
+            unsafe {
+                self.start
+                    .as_ptr()
+                    .cast::<u8>()
+                    .add(offset)
+                    .write_bytes(0xff, len);
+            };
         }
     }
 
     /// Reason and CPU of a `KVM_EXIT_FAIL_ENTRY`.
     pub(super) fn fail_entry(&self) -> (u64, u32) {
         // SAFETY: as in `mmio`.
-        let raw = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.fail_entry).read_volatile() };
+        let raw = unsafe {
+            (&raw const (*self.start.as_ptr()).__bindgen_anon_1.fail_entry).read_volatile()
+        };
         (raw.hardware_entry_failure_reason, raw.cpu)
     }
 
     /// Sub-error and data words of a `KVM_EXIT_INTERNAL_ERROR`.
     pub(super) fn internal_error(&self) -> (u32, Vec<u64>) {
         // SAFETY: as in `mmio`.
-        let raw = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.internal).read_volatile() };
-        (raw.suberror, raw.data[..raw.data.len().min(raw.ndata as usize)].to_vec())
+        let raw = unsafe {
+            (&raw const (*self.start.as_ptr()).__bindgen_anon_1.internal).read_volatile()
+        };
+        (
+            raw.suberror,
+            raw.data[..raw.data.len().min(raw.ndata as usize)].to_vec(),
+        )
     }
 
     /// Flags and guest-physical address of a `KVM_EXIT_MEMORY_FAULT`.
     pub(super) fn memory_fault(&self) -> (u64, u64) {
         // SAFETY: as in `mmio`.
-        let raw = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.memory_fault).read_volatile() };
+        let raw = unsafe {
+            (&raw const (*self.start.as_ptr()).__bindgen_anon_1.memory_fault).read_volatile()
+        };
         (raw.flags, raw.gpa)
     }
 }

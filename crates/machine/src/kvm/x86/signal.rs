@@ -114,7 +114,8 @@ fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
         }
         handler if previous.is_some_and(|p| p.sa_flags & libc::SA_SIGINFO != 0) => {
             // SAFETY: SA_SIGINFO says that the address is a handler of this type.
-            let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = unsafe { std::mem::transmute(handler) };
+            let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) =
+                unsafe { std::mem::transmute(handler) };
             handler(signal, info, context);
         }
         handler => {
@@ -135,7 +136,11 @@ fn install(signal: c_int, handler: usize, flags: c_int) -> io::Result<()> {
         libc::sigemptyset(&raw mut action.sa_mask);
         libc::sigaction(signal, &raw const action, null_mut())
     };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Installs both handlers, once in the life of the process.
@@ -154,10 +159,19 @@ pub(super) fn install_handlers() -> Result<(), MachineError> {
         }
         // Known before our handler can run.
         let _ = PREVIOUS.set(previous);
-        install(libc::SIGBUS, on_sigbus as *const () as usize, libc::SA_SIGINFO)
+        install(
+            libc::SIGBUS,
+            on_sigbus as *const () as usize,
+            libc::SA_SIGINFO,
+        )
     };
     DONE.get_or_init(|| attempt().map_err(|e| e.raw_os_error().unwrap_or(libc::EINVAL)))
-        .map_err(|raw| MachineError::os("cannot install the signal handlers of the KVM engine", io::Error::from_raw_os_error(raw)))
+        .map_err(|raw| {
+            MachineError::os(
+                "cannot install the signal handlers of the KVM engine",
+                io::Error::from_raw_os_error(raw),
+            )
+        })
 }
 
 /// Lets both signals through to this thread. One that blocked them would spin in `KVM_RUN`: a pending

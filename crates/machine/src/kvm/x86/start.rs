@@ -4,7 +4,9 @@
 //! any exception is a triple fault, which ends the run with an error that says where.
 
 use crate::{MachineError, StartState};
-use kvm_bindings::{KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_xcr, kvm_xcrs};
+use kvm_bindings::{
+    KVM_MP_STATE_RUNNABLE, kvm_cpuid_entry2, kvm_mp_state, kvm_regs, kvm_segment, kvm_xcr, kvm_xcrs,
+};
 use kvm_ioctls::VcpuFd;
 
 // AMD64 APM vol. 2, 3.1 "System-control registers".
@@ -34,12 +36,17 @@ fn segment(selector: u16, code: bool) -> kvm_segment {
 }
 
 fn has_xsave(cpuid: &[kvm_cpuid_entry2]) -> bool {
-    cpuid.iter().any(|e| e.function == 1 && e.ecx & 1 << 26 != 0)
+    cpuid
+        .iter()
+        .any(|e| e.function == 1 && e.ecx & 1 << 26 != 0)
 }
 
 /// All of [`XCR0`] that the vCPU has.
 fn xcr0(cpuid: &[kvm_cpuid_entry2]) -> u64 {
-    let offered = cpuid.iter().find(|e| e.function == 0xd && e.index == 0).map_or(0b11, |e| u64::from(e.eax));
+    let offered = cpuid
+        .iter()
+        .find(|e| e.function == 0xd && e.index == 0)
+        .map_or(0b11, |e| u64::from(e.eax));
     XCR0.iter().filter(|part| offered & **part == **part).sum()
 }
 
@@ -47,9 +54,14 @@ fn xcr0(cpuid: &[kvm_cpuid_entry2]) -> u64 {
 ///
 /// # Errors
 /// When the kernel refuses.
-pub(super) fn set(fd: &VcpuFd, cpuid: &[kvm_cpuid_entry2], start: &StartState) -> Result<(), MachineError> {
+pub(super) fn set(
+    fd: &VcpuFd,
+    cpuid: &[kvm_cpuid_entry2],
+    start: &StartState,
+) -> Result<(), MachineError> {
     const WHAT: &str = "cannot set a vCPU's start state";
-    let os = |e: kvm_ioctls::Error| MachineError::os(WHAT, std::io::Error::from_raw_os_error(e.errno()));
+    let os =
+        |e: kvm_ioctls::Error| MachineError::os(WHAT, std::io::Error::from_raw_os_error(e.errno()));
     let mut sregs = fd.get_sregs().map_err(os)?;
     sregs.cr0 = CR0;
     sregs.cr3 = start.tables.0;
@@ -62,8 +74,15 @@ pub(super) fn set(fd: &VcpuFd, cpuid: &[kvm_cpuid_entry2], start: &StartState) -
     sregs.gdt.limit = 0;
     fd.set_sregs(&sregs).map_err(os)?;
     if has_xsave(cpuid) {
-        let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..Default::default() };
-        xcrs.xcrs[0] = kvm_xcr { xcr: 0, value: xcr0(cpuid), ..Default::default() };
+        let mut xcrs = kvm_xcrs {
+            nr_xcrs: 1,
+            ..Default::default()
+        };
+        xcrs.xcrs[0] = kvm_xcr {
+            xcr: 0,
+            value: xcr0(cpuid),
+            ..Default::default()
+        };
         fd.set_xcrs(&xcrs).map_err(os)?;
     }
     fd.set_regs(&kvm_regs {
@@ -75,5 +94,8 @@ pub(super) fn set(fd: &VcpuFd, cpuid: &[kvm_cpuid_entry2], start: &StartState) -
         ..Default::default()
     })
     .map_err(os)?;
-    fd.set_mp_state(kvm_mp_state { mp_state: KVM_MP_STATE_RUNNABLE }).map_err(os)
+    fd.set_mp_state(kvm_mp_state {
+        mp_state: KVM_MP_STATE_RUNNABLE,
+    })
+    .map_err(os)
 }

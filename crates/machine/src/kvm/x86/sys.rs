@@ -72,9 +72,21 @@ pub(super) fn run(vcpu: &VcpuFd) -> Result<(), Errno> {
 ///
 /// # Panics
 /// If `words` is not one word for each 64 pages: the kernel writes that many.
-pub(super) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64]) -> Result<(), Errno> {
-    assert_eq!(words.len() as u64, pages.div_ceil(64), "the bitmap does not fit slot {slot}");
-    let mut log = kvm_dirty_log { slot, ..Default::default() };
+pub(super) fn get_dirty_log(
+    vm: &VmFd,
+    slot: u32,
+    pages: u64,
+    words: &mut [u64],
+) -> Result<(), Errno> {
+    assert_eq!(
+        words.len() as u64,
+        pages.div_ceil(64),
+        "the bitmap does not fit slot {slot}"
+    );
+    let mut log = kvm_dirty_log {
+        slot,
+        ..Default::default()
+    };
     log.__bindgen_anon_1.dirty_bitmap = words.as_mut_ptr().cast();
     // SAFETY: the kernel reads `log` and writes ALIGN(npages, 64) / 8 bytes, which `words` has.
     unsafe { ioctl(vm, KVM_GET_DIRTY_LOG, (&raw mut log).cast()) }
@@ -88,8 +100,18 @@ pub(super) fn get_dirty_log(vm: &VmFd, slot: u32, pages: u64, words: &mut [u64])
 ///
 /// # Panics
 /// If `words` is not one word for each 64 pages.
-pub(super) fn clear_dirty_log(vm: &VmFd, slot: u32, first: u64, pages: u32, words: &[u64]) -> Result<(), Errno> {
-    assert_eq!(words.len() as u32, pages.div_ceil(64), "the bitmap does not fit {pages} pages");
+pub(super) fn clear_dirty_log(
+    vm: &VmFd,
+    slot: u32,
+    first: u64,
+    pages: u32,
+    words: &[u64],
+) -> Result<(), Errno> {
+    assert_eq!(
+        words.len() as u32,
+        pages.div_ceil(64),
+        "the bitmap does not fit {pages} pages"
+    );
     let mut log = kvm_clear_dirty_log {
         slot,
         num_pages: pages,
@@ -118,7 +140,13 @@ pub(super) fn get_sregs2(vcpu: &VcpuFd) -> Result<kvm_sregs2, Errno> {
 /// `EINVAL`: a value no CPU can have.
 pub(super) fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> Result<(), Errno> {
     // SAFETY: the kernel reads one kvm_sregs2.
-    unsafe { ioctl(vcpu, KVM_SET_SREGS2, std::ptr::from_ref(sregs).cast_mut().cast()) }
+    unsafe {
+        ioctl(
+            vcpu,
+            KVM_SET_SREGS2,
+            std::ptr::from_ref(sregs).cast_mut().cast(),
+        )
+    }
 }
 
 /// The XSAVE area (uncompacted layout) in `bytes` bytes: what `KVM_CAP_XSAVE2` said, or 4096.
@@ -127,7 +155,11 @@ pub(super) fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> Result<(), Errno>
 /// `ENOMEM`.
 pub(super) fn get_xsave(vcpu: &VcpuFd, bytes: usize) -> Result<Vec<u32>, Errno> {
     let mut area = vec![0u32; bytes.max(XSAVE_BASE_BYTES) / 4];
-    let request = if bytes > XSAVE_BASE_BYTES { KVM_GET_XSAVE2 } else { KVM_GET_XSAVE };
+    let request = if bytes > XSAVE_BASE_BYTES {
+        KVM_GET_XSAVE2
+    } else {
+        KVM_GET_XSAVE
+    };
     // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 as many as the capability says, which is
     // what the caller passes; `area` has at least as many.
     unsafe { ioctl(vcpu, request, area.as_mut_ptr().cast()) }.map(|()| area)

@@ -88,7 +88,10 @@ impl KvmVcpu {
             ),
             _ => "its registers cannot be read".into(),
         };
-        MachineError::Guest { vcpu: self.id, why: format!("{why}; {at}") }
+        MachineError::Guest {
+            vcpu: self.id,
+            why: format!("{why}; {at}"),
+        }
     }
 
     /// The guest left; `Ok(None)` means go on.
@@ -102,7 +105,9 @@ impl KvmVcpu {
                         self.blocked = Some(access);
                         Ok(Some(memory_fault(page, access.write)))
                     }
-                    Some(page) => Err(self.failed(&format!("KVM cannot reach its RAM at {page:?}"))),
+                    Some(page) => {
+                        Err(self.failed(&format!("KVM cannot reach its RAM at {page:?}")))
+                    }
                 }
             }
             Left::Port => {
@@ -117,11 +122,20 @@ impl KvmVcpu {
 
     /// Carries out the access KVM could not, if its page is there by now.
     fn unblock(&mut self) -> Result<(), RamPage> {
-        let Some(access) = self.blocked else { return Ok(()) };
+        let Some(access) = self.blocked else {
+            return Ok(());
+        };
         let gpa = Gpa(access.gpa);
         let ram = &self.shared.ram;
-        let Some(page) = ram.layout().page_of(gpa.gfn()) else { return Ok(()) };
-        if self.shared.faults.active().is_some_and(|armed| armed.missing.test(page)) {
+        let Some(page) = ram.layout().page_of(gpa.gfn()) else {
+            return Ok(());
+        };
+        if self
+            .shared
+            .faults
+            .active()
+            .is_some_and(|armed| armed.missing.test(page))
+        {
             return Err(page);
         }
         let (offset, size) = (gpa.page_offset() as usize, usize::from(access.size));
@@ -149,7 +163,9 @@ impl KvmVcpu {
         }
         // A marker that was set late, on a page that was there; or the host's memory is broken.
         if self.lifted.replace(page) == Some(page) {
-            return Err(self.failed(&format!("the host has lost the memory of {page:?} (hardware memory error)")));
+            return Err(self.failed(&format!(
+                "the host has lost the memory of {page:?} (hardware memory error)"
+            )));
         }
         userfault::lift_markers(&self.shared.ram, page, 1)?;
         Ok(None)
@@ -157,7 +173,9 @@ impl KvmVcpu {
 
     /// `KVM_RUN` failed with something else than a signal.
     fn refused(&mut self, errno: Errno) -> Result<Option<Exit>, MachineError> {
-        if matches!(errno, Errno::FAULT | Errno::HWPOISON) && self.page().exit_reason() == KVM_EXIT_MEMORY_FAULT {
+        if matches!(errno, Errno::FAULT | Errno::HWPOISON)
+            && self.page().exit_reason() == KVM_EXIT_MEMORY_FAULT
+        {
             let (flags, gpa) = self.page().memory_fault();
             let page = self.shared.ram.layout().page_of(Gpa(gpa).gfn());
             if let (Some(page), Some(armed)) = (page, self.shared.faults.active())
@@ -165,7 +183,10 @@ impl KvmVcpu {
             {
                 return Ok(Some(memory_fault(page, false)));
             }
-            return Err(self.failed(&format!("KVM cannot reach memory at {} (flags {flags:#x}, {errno})", Gpa(gpa))));
+            return Err(self.failed(&format!(
+                "KVM cannot reach memory at {} (flags {flags:#x}, {errno})",
+                Gpa(gpa)
+            )));
         }
         Err(self.failed(&format!("KVM_RUN failed: {errno}")))
     }
@@ -180,7 +201,9 @@ impl KvmVcpu {
         while std::mem::take(&mut self.pending) {
             match self.kick.without_entering(|| sys::run(&self.fd)) {
                 Err(Errno::INTR | Errno::AGAIN) => {}
-                Err(errno) => return Err(self.failed(&format!("an access cannot be completed: {errno}"))),
+                Err(errno) => {
+                    return Err(self.failed(&format!("an access cannot be completed: {errno}")));
+                }
                 Ok(()) => match self.left()? {
                     Some(Exit::MemoryFault { .. }) if self.unblock().is_err() => {
                         return Err(MachineError::WrongState(
@@ -233,10 +256,16 @@ impl Vcpu for KvmVcpu {
         }
         loop {
             if let Err(page) = self.unblock() {
-                return Ok(if self.kick.take() { Exit::Kicked } else { memory_fault(page, false) });
+                return Ok(if self.kick.take() {
+                    Exit::Kicked
+                } else {
+                    memory_fault(page, false)
+                });
             }
             self.pending = false;
-            let result = signal::collect_sigbus(&self.poison, || self.kick.while_inside(|| sys::run(&self.fd)));
+            let result = signal::collect_sigbus(&self.poison, || {
+                self.kick.while_inside(|| sys::run(&self.fd))
+            });
             let exit = match (result, self.poison.take()) {
                 // An exit goes first: the marked page is touched again.
                 (Ok(()), _) => self.left()?,

@@ -7,12 +7,13 @@ use super::userfault::FaultPath;
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal};
 use crate::{
-    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine,
-    RamLayout, RamRegion, Vcpu,
+    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
+    MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use kvm_bindings::{
-    CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE,
-    KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_cpuid_entry2, kvm_enable_cap, kvm_userspace_memory_region,
+    CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES,
+    kvm_cpuid_entry2, kvm_enable_cap, kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -63,16 +64,27 @@ static MSRS: OnceLock<Vec<u32>> = OnceLock::new();
 impl VmShared {
     /// The model-specific registers that travel on this host.
     pub(super) fn msrs(&self) -> Result<&'static [u32], MachineError> {
-        MSRS.get().map(Vec::as_slice).ok_or(MachineError::WrongState("no vCPU was ever created here"))
+        MSRS.get()
+            .map(Vec::as_slice)
+            .ok_or(MachineError::WrongState("no vCPU was ever created here"))
     }
 
     /// Tells KVM of a region, with or without its dirty log.
-    pub(super) fn set_region(&self, region: &RamRegion, log: bool) -> Result<(), kvm_ioctls::Error> {
+    pub(super) fn set_region(
+        &self,
+        region: &RamRegion,
+        log: bool,
+    ) -> Result<(), kvm_ioctls::Error> {
         set_region(&self.vm, &self.ram, region, log)
     }
 }
 
-fn set_region(vm: &VmFd, ram: &GuestRam, region: &RamRegion, log: bool) -> Result<(), kvm_ioctls::Error> {
+fn set_region(
+    vm: &VmFd,
+    ram: &GuestRam,
+    region: &RamRegion,
+    log: bool,
+) -> Result<(), kvm_ioctls::Error> {
     let slot = kvm_userspace_memory_region {
         slot: region.slot,
         flags: if log { KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
@@ -116,7 +128,9 @@ pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, Ma
     }
     signal::install_handlers()?;
     let shared = Arc::new(new_vm(&kvm, layout, spec.vcpus, irqchip)?);
-    let run_bytes = kvm.get_vcpu_mmap_size().map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
+    let run_bytes = kvm
+        .get_vcpu_mmap_size()
+        .map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
     let mut vcpus: Vec<Box<dyn Vcpu>> = Vec::with_capacity(spec.vcpus as usize);
     for id in 0..spec.vcpus {
         let (fd, cpuid) = new_vcpu(&shared, id)?;
@@ -124,33 +138,54 @@ pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, Ma
             // Two first machines may both look; they find the same.
             let _ = MSRS.set(msr::survey(&kvm, &fd)?);
         }
-        vcpus.push(Box::new(KvmVcpu::new(fd, id, cpuid, Arc::clone(&shared), run_bytes)?));
+        vcpus.push(Box::new(KvmVcpu::new(
+            fd,
+            id,
+            cpuid,
+            Arc::clone(&shared),
+            run_bytes,
+        )?));
     }
-    Ok(NewMachine { machine: Arc::new(KvmMachine(shared)), vcpus })
+    Ok(NewMachine {
+        machine: Arc::new(KvmMachine(shared)),
+        vcpus,
+    })
 }
 
-fn new_vm(kvm: &Kvm, layout: RamLayout, vcpus: u32, irqchip: Irqchip) -> Result<VmShared, MachineError> {
-    let vm = kvm.create_vm().map_err(|e| unavailable("KVM refuses to create a VM", e))?;
+fn new_vm(
+    kvm: &Kvm,
+    layout: RamLayout,
+    vcpus: u32,
+    irqchip: Irqchip,
+) -> Result<VmShared, MachineError> {
+    let vm = kvm
+        .create_vm()
+        .map_err(|e| unavailable("KVM refuses to create a VM", e))?;
     vm.set_identity_map_address(IDENTITY_MAP_ADDRESS)
         .map_err(|e| unavailable("KVM refuses the address of its identity map", e))?;
-    vm.set_tss_address(TSS_ADDRESS).map_err(|e| unavailable("KVM refuses the address of its TSS", e))?;
+    vm.set_tss_address(TSS_ADDRESS)
+        .map_err(|e| unavailable("KVM refuses the address of its TSS", e))?;
     if irqchip == Irqchip::Kernel {
-        vm.create_irq_chip().map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
+        vm.create_irq_chip()
+            .map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
     }
     let offers = |cap: u32| vm.check_extension_raw(cap.into());
     // Bit 0 of the answer: the log is cleared by a call of its own. "Initially set" is not used: every
     // page would be dirty after the first harvest.
-    let manual = offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
-        && vm
-            .enable_cap(&kvm_enable_cap {
-                cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
-                args: [KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(), 0, 0, 0],
-                ..Default::default()
-            })
-            .is_ok();
+    let manual =
+        offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
+            && vm
+                .enable_cap(&kvm_enable_cap {
+                    cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
+                    args: [KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(), 0, 0, 0],
+                    ..Default::default()
+                })
+                .is_ok();
     let caps = Caps {
         sregs2: offers(KVM_CAP_SREGS2) > 0,
-        xsave_bytes: usize::try_from(offers(KVM_CAP_XSAVE2)).unwrap_or(0).max(super::sys::XSAVE_BASE_BYTES),
+        xsave_bytes: usize::try_from(offers(KVM_CAP_XSAVE2))
+            .unwrap_or(0)
+            .max(super::sys::XSAVE_BASE_BYTES),
         lapic: irqchip == Irqchip::Kernel,
         second_level_paging: second_level_paging(),
     };
@@ -159,29 +194,47 @@ fn new_vm(kvm: &Kvm, layout: RamLayout, vcpus: u32, irqchip: Irqchip) -> Result<
         .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
     let ram = Arc::new(GuestRam::new(layout)?);
     for region in ram.layout().regions() {
-        set_region(&vm, &ram, region, false)
-            .map_err(|e| MachineError::os("KVM refuses a memory slot", io::Error::from_raw_os_error(e.errno())))?;
+        set_region(&vm, &ram, region, false).map_err(|e| {
+            MachineError::os(
+                "KVM refuses a memory slot",
+                io::Error::from_raw_os_error(e.errno()),
+            )
+        })?;
     }
     let dirty = DirtyLog::new(manual, ram.pages());
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
-    Ok(VmShared { vm, ram, vcpus, caps, supported_cpuid, dirty, faults })
+    Ok(VmShared {
+        vm,
+        ram,
+        vcpus,
+        caps,
+        supported_cpuid,
+        dirty,
+        faults,
+    })
 }
 
 fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>), MachineError> {
-    let fd = shared.vm.create_vcpu(id.into()).map_err(|e| unavailable("KVM refuses to create a vCPU", e))?;
+    let fd = shared
+        .vm
+        .create_vcpu(id.into())
+        .map_err(|e| unavailable("KVM refuses to create a vCPU", e))?;
     let entries = cpuid::for_vcpu(&shared.supported_cpuid, id);
     let wanted = CpuId::from_entries(&entries).expect("as many leaves as KVM gave");
-    fd.set_cpuid2(&wanted).map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
+    fd.set_cpuid2(&wanted)
+        .map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
     Ok((fd, entries))
 }
 
 /// Whether the host's KVM uses EPT or NPT. Anything that cannot be read counts as no, which is safe.
 fn second_level_paging() -> bool {
-    ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"].iter().any(|parameter| {
-        std::fs::read_to_string(format!("/sys/module/{parameter}"))
-            .is_ok_and(|text| matches!(text.trim(), "Y" | "1"))
-    })
+    ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"]
+        .iter()
+        .any(|parameter| {
+            std::fs::read_to_string(format!("/sys/module/{parameter}"))
+                .is_ok_and(|text| matches!(text.trim(), "Y" | "1"))
+        })
 }
 
 impl Machine for KvmMachine {
@@ -214,7 +267,10 @@ impl Machine for KvmMachine {
     }
 
     fn receives_in_place(&self) -> bool {
-        self.0.faults.armed().is_none_or(|armed| armed.delivery != Delivery::Missing)
+        self.0
+            .faults
+            .armed()
+            .is_none_or(|armed| armed.delivery != Delivery::Missing)
     }
 
     fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {

@@ -12,8 +12,8 @@
 use crate::kvm::x86::plain::{Plain, array_from_bytes, bytes_of, from_bytes};
 use crate::{Exit, VcpuState};
 use kvm_bindings::{
-    KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state,
-    kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
+    KVM_MAX_CPUID_ENTRIES, KVM_MAX_MSR_ENTRIES, kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state,
+    kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_sregs2, kvm_vcpu_events, kvm_xcrs,
 };
 use pageferry_addr::Gpa;
 
@@ -57,8 +57,22 @@ impl Special {
     /// What both have.
     pub(in crate::kvm::x86) fn paging(&self) -> Paging {
         match self {
-            Self::V1(s) => Paging { cr0: s.cr0, cr3: s.cr3, cr4: s.cr4, efer: s.efer, cpl: s.ss.dpl, idt_limit: s.idt.limit },
-            Self::V2(s) => Paging { cr0: s.cr0, cr3: s.cr3, cr4: s.cr4, efer: s.efer, cpl: s.ss.dpl, idt_limit: s.idt.limit },
+            Self::V1(s) => Paging {
+                cr0: s.cr0,
+                cr3: s.cr3,
+                cr4: s.cr4,
+                efer: s.efer,
+                cpl: s.ss.dpl,
+                idt_limit: s.idt.limit,
+            },
+            Self::V2(s) => Paging {
+                cr0: s.cr0,
+                cr3: s.cr3,
+                cr4: s.cr4,
+                efer: s.efer,
+                cpl: s.ss.dpl,
+                idt_limit: s.idt.limit,
+            },
         }
     }
 }
@@ -116,7 +130,11 @@ impl Parts {
             Special::V2(sregs) => section(Tag::Sregs2, bytes_of(sregs)),
         }
         section(Tag::Xcrs, bytes_of(&self.xcrs));
-        let xsave: Vec<u8> = self.xsave.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let xsave: Vec<u8> = self
+            .xsave
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect();
         section(Tag::Xsave, &xsave);
         section(Tag::DebugRegs, bytes_of(&self.debug));
         section(Tag::Events, bytes_of(&self.events));
@@ -145,15 +163,23 @@ impl Parts {
     pub(in crate::kvm::x86) fn decode(state: &VcpuState) -> Result<Self, String> {
         let bytes = &state.0;
         if bytes.len() > VcpuState::MAX_BYTES {
-            return Err(format!("{} bytes are more than {}", bytes.len(), VcpuState::MAX_BYTES));
+            return Err(format!(
+                "{} bytes are more than {}",
+                bytes.len(),
+                VcpuState::MAX_BYTES
+            ));
         }
         let mut input = Input(bytes);
         let (magic, version, count) = (input.u32()?, input.u16()?, input.u16()?);
         if magic != MAGIC {
-            return Err(format!("it is no state of the kvm engine (magic {magic:#010x}, not {MAGIC:#010x})"));
+            return Err(format!(
+                "it is no state of the kvm engine (magic {magic:#010x}, not {MAGIC:#010x})"
+            ));
         }
         if version != VERSION {
-            return Err(format!("its version is {version}, and only {VERSION} is known"));
+            return Err(format!(
+                "its version is {version}, and only {VERSION} is known"
+            ));
         }
         let mut sections: Vec<(u16, &[u8])> = Vec::new();
         for _ in 0..count {
@@ -179,7 +205,10 @@ struct Input<'a>(&'a [u8]);
 impl<'a> Input<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8], String> {
         let (head, tail) = self.0.split_at_checked(len).ok_or_else(|| {
-            format!("it ends early: {len} bytes are wanted, {} are left", self.0.len())
+            format!(
+                "it ends early: {len} bytes are wanted, {} are left",
+                self.0.len()
+            )
         })?;
         self.0 = tail;
         Ok(head)
@@ -190,7 +219,8 @@ impl<'a> Input<'a> {
     }
 
     fn u32(&mut self) -> Result<u32, String> {
-        self.take(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        self.take(4)
+            .map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]]))
     }
 }
 
@@ -199,11 +229,15 @@ struct Sections<'a>(Vec<(u16, &'a [u8])>);
 
 impl<'a> Sections<'a> {
     fn find(&self, tag: Tag) -> Option<&'a [u8]> {
-        self.0.iter().find(|(t, _)| *t == tag as u16).map(|(_, body)| *body)
+        self.0
+            .iter()
+            .find(|(t, _)| *t == tag as u16)
+            .map(|(_, body)| *body)
     }
 
     fn need(&self, tag: Tag) -> Result<&'a [u8], String> {
-        self.find(tag).ok_or_else(|| format!("section {} ({tag:?}) is missing", tag as u16))
+        self.find(tag)
+            .ok_or_else(|| format!("section {} ({tag:?}) is missing", tag as u16))
     }
 
     fn plain<T: Plain>(&self, tag: Tag) -> Result<T, String> {
@@ -247,7 +281,10 @@ impl<'a> Sections<'a> {
 
     fn into_parts(self) -> Result<Parts, String> {
         let tsc_khz = self.need(Tag::TscKhz)?;
-        let lapic = self.find(Tag::Lapic).map(|_| self.plain(Tag::Lapic)).transpose()?;
+        let lapic = self
+            .find(Tag::Lapic)
+            .map(|_| self.plain(Tag::Lapic))
+            .transpose()?;
         Ok(Parts {
             regs: self.plain(Tag::Regs)?,
             special: self.special()?,
@@ -259,14 +296,22 @@ impl<'a> Sections<'a> {
             msrs: self.array(Tag::Msrs, KVM_MAX_MSR_ENTRIES)?,
             cpuid: self.array(Tag::Cpuid, KVM_MAX_CPUID_ENTRIES)?,
             lapic,
-            tsc_khz: u32::from_le_bytes(tsc_khz.try_into().map_err(|_| wrong_size(Tag::TscKhz, tsc_khz))?),
+            tsc_khz: u32::from_le_bytes(
+                tsc_khz
+                    .try_into()
+                    .map_err(|_| wrong_size(Tag::TscKhz, tsc_khz))?,
+            ),
             exits: self.exits()?,
         })
     }
 }
 
 fn wrong_size(tag: Tag, body: &[u8]) -> String {
-    format!("section {} ({tag:?}) has {} bytes, which it cannot have", tag as u16, body.len())
+    format!(
+        "section {} ({tag:?}) has {} bytes, which it cannot have",
+        tag as u16,
+        body.len()
+    )
 }
 
 /// u8 kind (1 write, 2 read) | u8 size | 6 zero bytes | u64 gpa | u64 value.
@@ -292,7 +337,9 @@ fn decode_exit(bytes: &[u8; EXIT_BYTES]) -> Result<Exit, String> {
     match (bytes[0], size) {
         (1, 1..=8) => Ok(Exit::MmioWrite { gpa, value, size }),
         (2, 1..=8) if value == 0 => Ok(Exit::MmioRead { gpa, size }),
-        (kind, _) => Err(format!("an exit of kind {kind} and {size} bytes is unknown")),
+        (kind, _) => Err(format!(
+            "an exit of kind {kind} and {size} bytes is unknown"
+        )),
     }
 }
 

@@ -22,9 +22,15 @@ pub(in crate::kvm::x86) fn load(
     cpuid: &[kvm_cpuid_entry2],
 ) -> Result<Parts, MachineError> {
     let special = if shared.caps.sregs2 {
-        Special::V2(sys::get_sregs2(fd).map_err(|e| MachineError::os("cannot read the special registers", e))?)
+        Special::V2(
+            sys::get_sregs2(fd)
+                .map_err(|e| MachineError::os("cannot read the special registers", e))?,
+        )
     } else {
-        Special::V1(fd.get_sregs().map_err(os("cannot read the special registers"))?)
+        Special::V1(
+            fd.get_sregs()
+                .map_err(os("cannot read the special registers"))?,
+        )
     };
     let lapic = match shared.caps.lapic {
         true => Some(fd.get_lapic().map_err(os("cannot read the LAPIC"))?),
@@ -32,14 +38,22 @@ pub(in crate::kvm::x86) fn load(
     };
     Ok(Parts {
         // MP state first: KVM may act on an INIT that waits (kvm_apic_accept_events) and so change others.
-        mp_state: fd.get_mp_state().map_err(os("cannot read the multiprocessing state"))?,
+        mp_state: fd
+            .get_mp_state()
+            .map_err(os("cannot read the multiprocessing state"))?,
         regs: fd.get_regs().map_err(os("cannot read the registers"))?,
         special,
-        xcrs: fd.get_xcrs().map_err(os("cannot read the extended control registers"))?,
+        xcrs: fd
+            .get_xcrs()
+            .map_err(os("cannot read the extended control registers"))?,
         xsave: sys::get_xsave(fd, shared.caps.xsave_bytes)
             .map_err(|e| MachineError::os("cannot read the extended registers", e))?,
-        debug: fd.get_debug_regs().map_err(os("cannot read the debug registers"))?,
-        events: fd.get_vcpu_events().map_err(os("cannot read the pending events"))?,
+        debug: fd
+            .get_debug_regs()
+            .map_err(os("cannot read the debug registers"))?,
+        events: fd
+            .get_vcpu_events()
+            .map_err(os("cannot read the pending events"))?,
         msrs: msr::read(fd, shared.msrs()?)?,
         cpuid: cpuid.to_vec(),
         lapic,
@@ -72,16 +86,25 @@ pub(in crate::kvm::x86) fn store(
     parts: &Parts,
 ) -> Result<(), MachineError> {
     if parts.lapic.is_some() != shared.caps.lapic {
-        let (has, not) = if shared.caps.lapic { ("this machine", "it") } else { ("it", "this machine") };
-        return Err(MachineError::BadState(format!("{has} has a LAPIC and {not} has none")));
+        let (has, not) = if shared.caps.lapic {
+            ("this machine", "it")
+        } else {
+            ("it", "this machine")
+        };
+        return Err(MachineError::BadState(format!(
+            "{has} has a LAPIC and {not} has none"
+        )));
     }
-    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid).map_err(MachineError::BadState)?;
+    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid)
+        .map_err(MachineError::BadState)?;
     set_tsc_khz(fd, parts.tsc_khz)?;
     // KVM refuses another CPUID once the vCPU has run, so leave one alone that is right.
     if parts.cpuid.as_slice() != present_cpuid {
         let wanted = CpuId::from_entries(&parts.cpuid)
             .map_err(|e| MachineError::BadState(format!("its CPUID has too many leaves: {e:?}")))?;
-        fd.set_cpuid2(&wanted).map_err(errno).map_err(refused("CPUID"))?;
+        fd.set_cpuid2(&wanted)
+            .map_err(errno)
+            .map_err(refused("CPUID"))?;
     }
     match &parts.special {
         Special::V1(sregs) => fd.set_sregs(sregs).map_err(errno),
@@ -89,16 +112,28 @@ pub(in crate::kvm::x86) fn store(
         Special::V2(sregs) => sys::set_sregs2(fd, sregs),
     }
     .map_err(refused("special registers"))?;
-    fd.set_regs(&parts.regs).map_err(errno).map_err(refused("registers"))?;
-    fd.set_xcrs(&parts.xcrs).map_err(errno).map_err(refused("extended control registers"))?;
+    fd.set_regs(&parts.regs)
+        .map_err(errno)
+        .map_err(refused("registers"))?;
+    fd.set_xcrs(&parts.xcrs)
+        .map_err(errno)
+        .map_err(refused("extended control registers"))?;
     set_xsave(fd, shared.caps.xsave_bytes, &parts.xsave)?;
-    fd.set_debug_regs(&parts.debug).map_err(errno).map_err(refused("debug registers"))?;
+    fd.set_debug_regs(&parts.debug)
+        .map_err(errno)
+        .map_err(refused("debug registers"))?;
     if let Some(lapic) = &parts.lapic {
-        fd.set_lapic(lapic).map_err(errno).map_err(refused("LAPIC"))?;
+        fd.set_lapic(lapic)
+            .map_err(errno)
+            .map_err(refused("LAPIC"))?;
     }
     msr::write(fd, &parts.msrs)?;
-    fd.set_vcpu_events(&parts.events).map_err(errno).map_err(refused("pending events"))?;
-    fd.set_mp_state(parts.mp_state).map_err(errno).map_err(refused("multiprocessing state"))
+    fd.set_vcpu_events(&parts.events)
+        .map_err(errno)
+        .map_err(refused("pending events"))?;
+    fd.set_mp_state(parts.mp_state)
+        .map_err(errno)
+        .map_err(refused("multiprocessing state"))
 }
 
 /// An area of a host with larger registers is refused, one of a host with smaller ones padded: the

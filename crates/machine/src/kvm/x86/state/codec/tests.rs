@@ -6,22 +6,50 @@ use crate::{MachineError, MachineSpec, StartState, Vcpu};
 use proptest::prelude::*;
 
 fn parts() -> Parts {
-    let cpuid = kvm_cpuid_entry2 { function: 7, ebx: 5, ..Default::default() };
+    let cpuid = kvm_cpuid_entry2 {
+        function: 7,
+        ebx: 5,
+        ..Default::default()
+    };
     Parts {
-        regs: kvm_regs { rip: 0x1234, r15: u64::MAX, ..Default::default() },
-        special: Special::V2(kvm_sregs2 { cr3: 0x5000, ..Default::default() }),
+        regs: kvm_regs {
+            rip: 0x1234,
+            r15: u64::MAX,
+            ..Default::default()
+        },
+        special: Special::V2(kvm_sregs2 {
+            cr3: 0x5000,
+            ..Default::default()
+        }),
         xcrs: kvm_xcrs::default(),
         xsave: (0..1024).collect(),
-        debug: kvm_debugregs { dr7: 0x400, ..Default::default() },
+        debug: kvm_debugregs {
+            dr7: 0x400,
+            ..Default::default()
+        },
         events: kvm_vcpu_events::default(),
         mp_state: kvm_mp_state::default(),
-        msrs: vec![kvm_msr_entry { index: 0x10, data: 99, ..Default::default() }; 3],
+        msrs: vec![
+            kvm_msr_entry {
+                index: 0x10,
+                data: 99,
+                ..Default::default()
+            };
+            3
+        ],
         cpuid: vec![cpuid; 2],
         lapic: None,
         tsc_khz: 2_600_000,
         exits: vec![
-            Exit::MmioWrite { gpa: Gpa(0xd000_0000), value: 7, size: 8 },
-            Exit::MmioRead { gpa: Gpa(0xd000_0008), size: 1 },
+            Exit::MmioWrite {
+                gpa: Gpa(0xd000_0000),
+                value: 7,
+                size: 8,
+            },
+            Exit::MmioRead {
+                gpa: Gpa(0xd000_0008),
+                size: 1,
+            },
         ],
     }
 }
@@ -39,7 +67,9 @@ fn section(state: &[u8], tag: u16) -> (usize, usize) {
 }
 
 fn why(bytes: &[u8]) -> String {
-    Parts::decode(&VcpuState(bytes.to_vec())).map(drop).unwrap_err()
+    Parts::decode(&VcpuState(bytes.to_vec()))
+        .map(drop)
+        .unwrap_err()
 }
 
 #[test]
@@ -47,7 +77,10 @@ fn what_is_encoded_is_decoded() {
     let state = parts().encode();
     let back = Parts::decode(&state).unwrap();
     assert_eq!(back.encode(), state);
-    assert_eq!((back.regs.rip, back.xsave[1023], back.tsc_khz), (0x1234, 1023, 2_600_000));
+    assert_eq!(
+        (back.regs.rip, back.xsave[1023], back.tsc_khz),
+        (0x1234, 1023, 2_600_000)
+    );
     assert_eq!(back.exits, parts().exits);
     assert!(state.0.len() < VcpuState::MAX_BYTES);
 }
@@ -55,7 +88,12 @@ fn what_is_encoded_is_decoded() {
 #[test]
 fn the_first_bytes_are_fixed() {
     let state = parts().encode().0;
-    assert_eq!(state[..16], [b'P', b'F', b'K', b'V', 1, 0, 11, 0, 1, 0, 0, 0, 144, 0, 0, 0]);
+    assert_eq!(
+        state[..16],
+        [
+            b'P', b'F', b'K', b'V', 1, 0, 11, 0, 1, 0, 0, 0, 144, 0, 0, 0
+        ]
+    );
 }
 
 #[test]
@@ -92,11 +130,19 @@ fn a_section_that_is_missing_or_cut_is_refused() {
         let mut without = good.clone();
         without.drain(at..at + 8 + len);
         without[6] -= 1;
-        assert!(why(&without).contains("is missing"), "{tag}: {}", why(&without));
+        assert!(
+            why(&without).contains("is missing"),
+            "{tag}: {}",
+            why(&without)
+        );
         let mut cut = good.clone();
         cut.remove(at + 8);
         cut[at + 4..at + 8].copy_from_slice(&(len as u32 - 1).to_le_bytes());
-        assert!(why(&cut).contains("which it cannot have"), "{tag}: {}", why(&cut));
+        assert!(
+            why(&cut).contains("which it cannot have"),
+            "{tag}: {}",
+            why(&cut)
+        );
     }
 }
 
@@ -121,17 +167,35 @@ proptest! {
 }
 
 fn skipped() -> bool {
-    let Err(why) = crate::kvm::probe_vm() else { return false };
+    let Err(why) = crate::kvm::probe_vm() else {
+        return false;
+    };
     let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|word| word == "kvm"), "kvm is required: {why}");
+    assert!(
+        !required.split(',').any(|word| word == "kvm"),
+        "kvm is required: {why}"
+    );
     println!("SKIPPED: {why}");
     true
 }
 
 fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
-    let new = create_with(MachineSpec { vcpus: 1, memory_bytes: 64 << 10 }, irqchip).unwrap();
+    let new = create_with(
+        MachineSpec {
+            vcpus: 1,
+            memory_bytes: 64 << 10,
+        },
+        irqchip,
+    )
+    .unwrap();
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
-    vcpu.set_start(&StartState { entry: 0x5000, stack: 0x8000, args: [1, 2], tables: Gpa(0x1000) }).unwrap();
+    vcpu.set_start(&StartState {
+        entry: 0x5000,
+        stack: 0x8000,
+        args: [1, 2],
+        tables: Gpa(0x1000),
+    })
+    .unwrap();
     vcpu
 }
 
@@ -161,7 +225,9 @@ fn every_part_moves_to_another_vcpu() {
         (regs.r8, regs.r9, regs.r10, regs.r11) = (9, 10, 11, 12);
         (regs.r12, regs.r13, regs.r14, regs.r15) = (13, 14, 15, u64::MAX);
         regs.rflags |= 0xd5;
-        let Special::V2(sregs) = &mut parts.special else { panic!("this kernel has KVM_GET_SREGS2") };
+        let Special::V2(sregs) = &mut parts.special else {
+            panic!("this kernel has KVM_GET_SREGS2")
+        };
         (sregs.fs.base, sregs.gs.base, sregs.cr2) = (0x1111, 0x2222, 0x3333);
         parts.debug.db = [0x10, 0x20, 0x30, 0x40];
         (parts.debug.dr6, parts.debug.dr7) = (0xffff_0ff1, 0x401);
@@ -169,7 +235,9 @@ fn every_part_moves_to_another_vcpu() {
             match msr.index {
                 0x174..=0x176 => msr.data = 0x100 + u64::from(msr.index),
                 0xc000_0081 => msr.data = 0x0023_0010_0000_0000,
-                0xc000_0082 | 0xc000_0083 | 0xc000_0102 => msr.data = 0x8000 + u64::from(msr.index & 0xff),
+                0xc000_0082 | 0xc000_0083 | 0xc000_0102 => {
+                    msr.data = 0x8000 + u64::from(msr.index & 0xff);
+                }
                 0xc000_0084 => msr.data = 0x4_7700,
                 _ => {}
             }
@@ -198,7 +266,11 @@ fn every_part_moves_to_another_vcpu() {
                 continue;
             }
             let ((a, a_len), (b, b_len)) = (section(&wanted.0, tag), section(&got.0, tag));
-            assert_eq!(wanted.0[a..a + 8 + a_len], got.0[b..b + 8 + b_len], "section {tag}, {irqchip:?}");
+            assert_eq!(
+                wanted.0[a..a + 8 + a_len],
+                got.0[b..b + 8 + b_len],
+                "section {tag}, {irqchip:?}"
+            );
         }
     }
 }
@@ -224,15 +296,25 @@ fn a_state_that_this_machine_cannot_have_is_refused() {
             leaf.edx |= if leaf.function == 1 { 1 << 10 } else { 0 }; // reserved
         }
     });
-    assert!(lacking.contains("does not offer: CPUID 0x1.0 Edx bits 0x400"), "{lacking}");
+    assert!(
+        lacking.contains("does not offer: CPUID 0x1.0 Edx bits 0x400"),
+        "{lacking}"
+    );
     let lacking = with(&|p| p.msrs.retain(|msr| msr.index != 0xc000_0082));
     assert!(lacking.contains("0xc0000082 is missing"), "{lacking}");
     let refused = with(&|p| {
         for msr in &mut p.msrs {
-            msr.data = if msr.index == 0xc000_0082 { 0x8000_0000_0000_0000 } else { msr.data }; // not canonical
+            msr.data = if msr.index == 0xc000_0082 {
+                0x8000_0000_0000_0000
+            } else {
+                msr.data
+            }; // not canonical
         }
     });
-    assert!(refused.contains("refuses the value 0x8000000000000000 of its model-specific register"), "{refused}");
+    assert!(
+        refused.contains("refuses the value 0x8000000000000000 of its model-specific register"),
+        "{refused}"
+    );
     let refused = with(&|p| match &mut p.special {
         Special::V1(s) => s.cr4 = u64::MAX,
         Special::V2(s) => s.cr4 = u64::MAX,

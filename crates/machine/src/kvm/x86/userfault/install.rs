@@ -1,0 +1,193 @@
+#![expect(unsafe_code, reason = "drops pages from the guest's mapping")]
+//! Making pages present.
+
+use super::{Armed, COPY_LOCKS, FaultPath, lock, range};
+use crate::{Delivery, GuestRam, MachineError};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
+use pageferry_userfault::uffd::{RangeError, Wake};
+use rustix::mm::Advice;
+
+/// How often a page that changes under an install is tried again.
+const TRIES: u32 = 64;
+
+impl FaultPath {
+    /// See [`crate::Machine::install`].
+    pub(in crate::kvm::x86) fn install(
+        &self,
+        ram: &GuestRam,
+        first: RamPage,
+        pages: u64,
+    ) -> Result<(), MachineError> {
+        check(ram, first, pages)?;
+        if pages == 0 {
+            return Ok(());
+        }
+        let Some(armed) = self.armed() else {
+            return Ok(());
+        };
+        let result = match (armed.is_active(), armed.delivery) {
+            (true, Delivery::Missing) => fill_holes(armed, ram, first, pages),
+            (true, _) => map_present(armed, ram, first, pages),
+            (false, _) => Ok(()),
+        };
+        if armed.is_active() {
+            return result;
+        }
+        // Disarmed before or meanwhile: nothing sleeps any more, but a marker may be left.
+        if armed.delivery == Delivery::Poison {
+            lift_markers(ram, first, pages)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// See [`crate::Machine::install_copy`].
+    pub(in crate::kvm::x86) fn install_copy(
+        &self,
+        ram: &GuestRam,
+        page: RamPage,
+        bytes: &[u8],
+    ) -> Result<(), MachineError> {
+        check(ram, page, 1)?;
+        let Some(armed) = self.active() else {
+            return Err(MachineError::WrongState(
+                "a page can be copied in only while fault delivery is armed",
+            ));
+        };
+        if armed.delivery != Delivery::Missing {
+            return Err(MachineError::WrongState(
+                "this delivery receives pages in place",
+            ));
+        }
+        if bytes.len() as u64 != PAGE_SIZE {
+            return Err(MachineError::WrongState("a page has 4096 bytes"));
+        }
+        let (start, len) = range(ram, page, 1);
+        // Two may bring the same page; the second must find what the first did.
+        let _turn = lock(&armed.copy_locks[page.index() % COPY_LOCKS]);
+        if armed.landed.test(page) {
+            return armed
+                .uffd
+                .wake(start, len)
+                .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e));
+        }
+        match armed.uffd.copy(start, bytes, Wake::Now) {
+            Ok(()) => {
+                armed.landed.set(page);
+                Ok(())
+            }
+            // Present: its bytes are newer than these.
+            Err(stop) if stop.is_already_there() && !armed.missing.test(page) => armed
+                .uffd
+                .wake(start, len)
+                .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e)),
+            Err(stop) => Err(MachineError::os("cannot copy a missing page in", stop)),
+        }
+    }
+}
+
+fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError> {
+    match first.checked_add(pages) {
+        Some(end) if end.0 <= ram.pages() => Ok(()),
+        _ => Err(MachineError::WrongState(
+            "pages behind the end of RAM cannot be installed",
+        )),
+    }
+}
+
+/// Takes pages out of the guest's mapping, not out of the page cache: they and their bytes stay. Poison
+/// markers go.
+pub(super) fn drop_mappings(
+    ram: &GuestRam,
+    first: RamPage,
+    pages: u64,
+) -> Result<(), MachineError> {
+    let (start, len) = range(ram, first, pages);
+    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so the
+    // bytes are not lost; KVM is told by its MMU notifier and maps them again.
+    unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxDontNeed) }
+        .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
+}
+
+/// Takes markers away from pages of a machine that is no longer armed.
+pub(in crate::kvm::x86) fn lift_markers(
+    ram: &GuestRam,
+    first: RamPage,
+    pages: u64,
+) -> Result<(), MachineError> {
+    drop_mappings(ram, first, pages)
+}
+
+/// CONTINUE over all of the range; ZEROPAGE where the page cache has a hole.
+fn map_present(
+    armed: &Armed,
+    ram: &GuestRam,
+    first: RamPage,
+    pages: u64,
+) -> Result<(), MachineError> {
+    let (start, len) = range(ram, first, pages);
+    let failed = |e: RangeError| MachineError::os("cannot map a page that has arrived", e);
+    let (mut done, mut stopped, mut idle) = (0, false, 0);
+    while done < len {
+        let at = Hva(start.0 + done);
+        match armed
+            .uffd
+            .continue_unmapped(at, len - done, PageSize::Size4K, Wake::Now)
+        {
+            Ok(_) => break,
+            Err(stop) if stop.is_not_in_page_cache() => done += stop.done,
+            Err(stop) => return Err(failed(stop)),
+        }
+        stopped = true;
+        let base = first.byte_offset();
+        let hole = hole_end(ram, base + done, base + len)? - (base + done);
+        // No hole any more: one page is tried all the same, to be told that it is there.
+        let hole = hole.max(PAGE_SIZE);
+        match armed.uffd.zeropage(Hva(start.0 + done), hole, Wake::Now) {
+            Ok(()) => (done, idle) = (done + hole, 0),
+            // Filled or mapped meanwhile: CONTINUE decides.
+            Err(stop) if stop.is_already_there() && idle < TRIES => {
+                idle = if stop.done > 0 { 0 } else { idle + 1 };
+                done += stop.done;
+            }
+            Err(stop) => return Err(failed(stop)),
+        }
+    }
+    if stopped {
+        // Calls that stopped half-way did not wake those who sleep on pages that were mapped already.
+        armed.uffd.wake(start, len).map_err(failed)?;
+    }
+    Ok(())
+}
+
+/// ZEROPAGE wherever there is a hole; pages of the page cache need nothing but their sleepers woken.
+fn fill_holes(
+    armed: &Armed,
+    ram: &GuestRam,
+    first: RamPage,
+    pages: u64,
+) -> Result<(), MachineError> {
+    let (start, len) = range(ram, first, pages);
+    let failed = |e: RangeError| MachineError::os("cannot map a zero page that has arrived", e);
+    let mut done = 0;
+    while done < len {
+        match armed
+            .uffd
+            .zeropage(Hva(start.0 + done), len - done, Wake::Now)
+        {
+            Ok(()) => break,
+            Err(stop) if stop.is_already_there() => done += stop.done + PAGE_SIZE,
+            Err(stop) => return Err(failed(stop)),
+        }
+    }
+    for page in first.0..first.0 + pages {
+        armed.landed.set(RamPage(page));
+    }
+    armed.uffd.wake(start, len).map_err(failed)
+}
+
+/// The first byte at or behind `offset` that is in the page cache; `end` if there is none before.
+fn hole_end(ram: &GuestRam, offset: u64, end: u64) -> Result<u64, MachineError> {
+    let next = ram.next_allocated(RamPage(offset / PAGE_SIZE))?;
+    Ok(next.map_or(end, |pages| (pages.start * PAGE_SIZE).min(end)))
+}
