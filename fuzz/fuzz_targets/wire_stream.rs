@@ -1,0 +1,99 @@
+//! Frames of the stream connection: no panic and no unbounded allocation on any bytes, and what is
+//! accepted encodes to the same bytes.
+//!
+//! The first byte of the input chooses the side, the next eight the memory's size; a frame follows.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pageferry_migration::wire::{
+    DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES, MAX_RUNS,
+    RunKind, RunList, Side, WireError,
+};
+use xxhash_rust::xxh3::xxh3_64;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&side, rest)) = data.split_first() else {
+        return;
+    };
+    let Some((memory, frame)) = rest.split_first_chunk::<8>() else {
+        return;
+    };
+    let from = if side & 1 == 0 {
+        Side::Source
+    } else {
+        Side::Destination
+    };
+    let memory_pages = u64::from_le_bytes(*memory);
+    read(frame, from, memory_pages);
+    let mut sealed = frame.to_vec();
+    if seal(&mut sealed).is_some() {
+        read(&sealed, from, memory_pages);
+    }
+});
+
+fn read(bytes: &[u8], from: Side, memory_pages: u64) {
+    if let Err(error) = try_read(bytes, from, memory_pages) {
+        let _ = error.to_string();
+    }
+}
+
+fn try_read(bytes: &[u8], from: Side, memory_pages: u64) -> Result<(), WireError> {
+    let Some((head, payload)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
+        return Ok(());
+    };
+    let header = FrameHeader::decode(head, from)?;
+    let payload = &payload[..payload.len().min(header.payload_len as usize)];
+    if header.frame_type != FrameType::Pages {
+        let frame = Frame::decode(&header, payload, memory_pages)?;
+        let mut again = Vec::new();
+        frame
+            .encode(&mut again)
+            .expect("what was decoded can be encoded");
+        assert_eq!(again, bytes[..again.len()]);
+        return Ok(());
+    }
+    let len = RunList::descriptors_len(&header)?;
+    let Some((descriptors, data)) = payload.split_at_checked(len) else {
+        return Ok(());
+    };
+    let list = RunList::decode(&header, descriptors, memory_pages)?;
+    assert!(list.runs().len() <= MAX_RUNS && list.data_pages() as usize <= MAX_DATA_PAGES);
+    assert_eq!(len + list.data_bytes(), header.payload_len as usize);
+    let mut end = 0;
+    let mut bytes_of_data = 0;
+    for run in list.runs() {
+        assert!(run.pages > 0 && run.first.0 >= end && run.end() <= memory_pages);
+        end = run.end();
+        bytes_of_data += if run.kind == RunKind::Data {
+            run.data_bytes()
+        } else {
+            0
+        };
+    }
+    assert_eq!(bytes_of_data, list.data_bytes());
+    let mut hasher = header.hasher();
+    hasher.update(descriptors);
+    hasher.update(data);
+    hasher.verify()
+}
+
+/// Makes magic and checksums fit; `None` for what is shorter than a header.
+fn seal(frame: &mut [u8]) -> Option<()> {
+    let (head, payload) = frame.split_first_chunk_mut::<HEADER_BYTES>()?;
+    head[..4].copy_from_slice(b"PGFR");
+    if head[4..6] == FrameType::Pages.number().to_le_bytes() {
+        let count = head[12..16]
+            .iter()
+            .rev()
+            .fold(0, |sum, &byte| sum << 8 | usize::from(byte));
+        let len = (count.min(MAX_RUNS) * DESCRIPTOR_BYTES).min(payload.len());
+        let checksum = xxh3_64(&[&head[..16], &payload[..len]].concat());
+        head[16..24].copy_from_slice(&checksum.to_le_bytes());
+    } else {
+        // A length that fits, as the fuzzer cannot guess it.
+        head[8..12].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    }
+    let checksum = xxh3_64(&[&head[..24], payload].concat());
+    head[24..].copy_from_slice(&checksum.to_le_bytes());
+    Some(())
+}
