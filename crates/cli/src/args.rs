@@ -1,0 +1,237 @@
+//! The flags: parsed once, here, for all commands. Help texts come from the same definitions.
+
+use crate::exit::TABLE;
+use crate::size;
+use clap::{Args, Parser, Subcommand};
+use pageferry_machine::{Delivery, EngineChoice, MAX_VCPUS};
+use pageferry_migration::address::Address;
+use std::path::PathBuf;
+
+/// Moves running virtual machines between processes and hosts; their memory follows on demand.
+///
+/// `pageferry demo` shows it on this machine. `run`, `receive` and `migrate` do it between two terminals
+/// or two hosts. `probe` says what this host can do.
+#[derive(Debug, Parser)]
+#[command(name = "pageferry", version, after_help = TABLE, propagate_version = true)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Move a running VM to another process on this machine, prove that not a byte was lost, and report
+    ///
+    /// Starts a second process as the destination, connected by TCP on the loopback interface. The guest
+    /// rewrites all of its memory for ever and checks each page against its checksum and sequence number
+    /// whenever it returns to it. After the move it must have been at every page once more; then the host
+    /// checks all pages as well. Exits with 0 only if neither found a wrong page.
+    #[command(after_help = TABLE)]
+    Demo(DemoArgs),
+    /// Run a VM that can be migrated from here
+    ///
+    /// Runs until it was migrated away, until `pageferry quit`, or until Ctrl-C. While it is being
+    /// migrated, Ctrl-C before the switch-over cancels the migration and the VM runs on here; after the
+    /// switch-over the remaining pages are sent first, and a second Ctrl-C gives up.
+    #[command(after_help = TABLE)]
+    Run(RunArgs),
+    /// Wait for a VM, receive it and run it
+    ///
+    /// Prints the address it listens on, waits for one migration, and goes on running the VM until
+    /// `pageferry quit` or Ctrl-C. If the connection breaks after the VM was started here, the VM is paused
+    /// with its memory incomplete, and the exit code is 10: it is never continued with wrong pages.
+    #[command(after_help = TABLE)]
+    Receive(ReceiveArgs),
+    /// Tell a VM on this host to move to another process or host
+    ///
+    /// Shows how the move goes and what it did. Ctrl-C before the switch-over cancels: the VM runs on.
+    #[command(after_help = TABLE)]
+    Migrate(MigrateArgs),
+    /// Say what a VM on this host is doing
+    #[command(after_help = TABLE)]
+    Status(StatusArgs),
+    /// Pause a VM on this host
+    Pause(VmArgs),
+    /// Let a paused VM on this host run on
+    Resume(VmArgs),
+    /// Check every page of a VM on this host against the guest's own counters
+    ///
+    /// The VM is paused while it is checked and runs on afterwards if it ran before.
+    Verify(VmArgs),
+    /// End a VM on this host
+    Quit(VmArgs),
+    /// Say what this host can do, what that means for Pageferry, and what to do about what is missing
+    #[command(after_help = TABLE)]
+    Probe(ProbeArgs),
+}
+
+/// What kind of machine.
+#[derive(Debug, Args)]
+pub(crate) struct MachineArgs {
+    /// Virtual CPUs
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_VCPUS)))]
+    pub(crate) vcpus: u32,
+    /// Guest memory: a whole number and K, M, G or T (powers of 1024)
+    #[arg(long, default_value = "512M", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: u64,
+    /// Who runs the guest: kvm, soft (our own hypervisor: no /dev/kvm, no privileges), or auto (kvm if a
+    /// probe VM really runs here, else soft)
+    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
+    pub(crate) engine: EngineChoice,
+}
+
+/// What the user asked for as delivery of faults.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct DeliveryChoice(pub(crate) Option<Delivery>);
+
+fn delivery(text: &str) -> Result<DeliveryChoice, String> {
+    if text == "auto" {
+        return Ok(DeliveryChoice(None));
+    }
+    let parsed = text.parse().map_err(|_| format!("'{text}' is no fault delivery: {DELIVERIES}"))?;
+    Ok(DeliveryChoice(Some(parsed)))
+}
+
+const DELIVERIES: &str = "use auto, exit (soft engine), poison, minor or missing";
+
+/// How faults on missing pages are delivered.
+#[derive(Debug, Args)]
+pub(crate) struct DeliveryArgs {
+    /// How a vCPU's touch of a missing page is told: exit (soft engine), or on KVM poison (vCPU exits,
+    /// Linux 6.6), minor or missing (userfaultfd); auto takes the best this host has
+    #[arg(long, default_value = "auto", value_name = "auto|exit|poison|minor|missing", value_parser = delivery)]
+    pub(crate) delivery: DeliveryChoice,
+}
+
+/// The most pre-copy passes: each costs as much as the first, and after a few nothing is gained.
+pub(crate) const MAX_PASSES: u32 = 64;
+
+/// How the source goes about it.
+#[derive(Debug, Args)]
+pub(crate) struct SourceArgs {
+    /// Passes over the memory while the guest still runs at the source; 0 sends everything after the
+    /// switch-over
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_PASSES)))]
+    pub(crate) precopy_passes: u32,
+}
+
+/// `pageferry demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    #[command(flatten)]
+    pub(crate) machine: MachineArgs,
+    #[command(flatten)]
+    pub(crate) delivery: DeliveryArgs,
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
+    /// Print the result as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with the stall histogram and a timeline of the guest's progress
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+    /// For tests: change one byte of a page at the destination after it arrived; both verifications must
+    /// find it
+    #[arg(long, hide = true)]
+    pub(crate) corrupt_page: bool,
+}
+
+/// `pageferry run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    #[command(flatten)]
+    pub(crate) machine: MachineArgs,
+    /// Where to make the control socket (mode 0600) for migrate, status, pause, resume and quit
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) control: PathBuf,
+}
+
+/// `pageferry receive`.
+#[derive(Debug, Args)]
+pub(crate) struct ReceiveArgs {
+    /// Where to listen: HOST:PORT (port 0 takes a free one), or unix:PATH
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) listen: Address,
+    /// Where to make the VM's control socket (mode 0600)
+    #[arg(long, value_name = "SOCKET")]
+    pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) delivery: DeliveryArgs,
+    /// Allocate memory as pages arrive, not before: saves memory, makes each stall longer
+    #[arg(long)]
+    pub(crate) sparse: bool,
+    /// Print what was received as one JSON object when the command ends
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Started by `demo` with this process id: end when it ends, say nothing but the address
+    #[arg(long, hide = true, value_name = "PID")]
+    pub(crate) child_of: Option<u32>,
+    /// See `demo --corrupt-page`
+    #[arg(long, hide = true)]
+    pub(crate) corrupt_page: bool,
+}
+
+/// `pageferry migrate`.
+#[derive(Debug, Args)]
+pub(crate) struct MigrateArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// Where `pageferry receive` listens: HOST:PORT or unix:PATH
+    #[arg(long, value_name = "ADDR")]
+    pub(crate) to: Address,
+    #[command(flatten)]
+    pub(crate) source: SourceArgs,
+    /// Print the result as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry status`.
+#[derive(Debug, Args)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// Print it as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Which VM.
+#[derive(Debug, Args)]
+pub(crate) struct VmArgs {
+    /// The VM's control socket
+    #[arg(long = "vm", value_name = "SOCKET")]
+    pub(crate) socket: PathBuf,
+}
+
+/// `pageferry probe`.
+#[derive(Debug, Args)]
+pub(crate) struct ProbeArgs {
+    /// Print it as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults_are_the_documented_ones() {
+        let Command::Demo(demo) = Cli::parse_from(["pageferry", "demo"]).command else {
+            panic!("demo is not demo");
+        };
+        assert_eq!((demo.machine.vcpus, demo.machine.memory), (4, 512 << 20));
+        assert_eq!(demo.machine.engine, EngineChoice::Auto);
+        assert_eq!(demo.delivery.delivery, DeliveryChoice(None));
+        assert_eq!(demo.source.precopy_passes, 1);
+    }
+}

@@ -1,0 +1,100 @@
+//! The user's side of a VM's control socket.
+
+use super::MAX_ANSWER_BYTES;
+use super::line::{LineReader, NoLine};
+use super::protocol::{Event, Line, Request};
+use crate::exit::{Exit, Failure};
+use crate::signals::Interrupts;
+use serde_json::Value;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long a VM may take to take a request.
+const WRITE_LIMIT: Duration = Duration::from_secs(5);
+
+/// A connection to a VM.
+#[derive(Debug)]
+pub(crate) struct Client {
+    path: PathBuf,
+    stream: UnixStream,
+    lines: LineReader,
+}
+
+impl Client {
+    /// Connects to the VM whose control socket is at `path`.
+    ///
+    /// # Errors
+    /// [`Exit::NoVm`] when none listens there.
+    pub(crate) fn connect(path: &Path) -> Result<Self, Failure> {
+        let open = || -> std::io::Result<(UnixStream, UnixStream)> {
+            let stream = UnixStream::connect(path)?;
+            stream.set_read_timeout(Some(Interrupts::POLL))?;
+            stream.set_write_timeout(Some(WRITE_LIMIT))?;
+            let reader = stream.try_clone()?;
+            Ok((stream, reader))
+        };
+        let (stream, reader) = open().map_err(|e| {
+            let message = format!(
+                "no VM listens on {}: {e}; start one with `pageferry run --control {}`",
+                path.display(),
+                path.display()
+            );
+            Failure::new(Exit::NoVm, message)
+        })?;
+        Ok(Self {
+            path: path.to_owned(),
+            stream,
+            lines: LineReader::new(reader, MAX_ANSWER_BYTES),
+        })
+    }
+
+    /// Sends a request and waits for its result, at most `limit`; `stop` ends the wait earlier.
+    ///
+    /// # Errors
+    /// What the VM said, [`Exit::NoVm`] when it went away, [`Exit::Cancelled`] when `stop` held.
+    pub(crate) fn call(
+        &mut self,
+        request: &Request,
+        limit: Duration,
+        stop: &dyn Fn() -> bool,
+        event: &mut dyn FnMut(Event),
+    ) -> Result<Value, Failure> {
+        let mut bytes = serde_json::to_vec(request).expect("requests always serialize");
+        bytes.push(b'\n');
+        self.stream.write_all(&bytes).map_err(|e| self.gone(&e.to_string()))?;
+        let deadline = Instant::now() + limit;
+        loop {
+            let line = match self.lines.next(&|| stop() || Instant::now() >= deadline) {
+                Ok(line) => line,
+                Err(NoLine::Stopped) if stop() => return Err(Failure::new(Exit::Cancelled, "cancelled")),
+                Err(NoLine::Stopped) => {
+                    let message = format!("it gave no answer within {} s", limit.as_secs());
+                    return Err(self.gone(&message));
+                }
+                Err(NoLine::Closed | NoLine::CutOff) => return Err(self.gone("it closed the connection")),
+                Err(NoLine::TooLong) => return Err(self.gone("its answer is too long")),
+                Err(NoLine::Io(e)) => return Err(self.gone(&e.to_string())),
+            };
+            match serde_json::from_slice(&line) {
+                Ok(Line::Event(e)) => event(e),
+                Ok(Line::Result(value)) => return Ok(value),
+                Ok(Line::Error(error)) => return Err(error.into()),
+                Err(e) => return Err(self.gone(&format!("what it answered is not Pageferry's: {e}"))),
+            }
+        }
+    }
+
+    fn gone(&self, why: &str) -> Failure {
+        Failure::new(Exit::NoVm, format!("the VM at {} did not answer: {why}", self.path.display()))
+    }
+}
+
+/// One request without events on a connection of its own.
+///
+/// # Errors
+/// As [`Client::call`].
+pub(crate) fn ask(path: &Path, request: &Request, limit: Duration, interrupts: &Interrupts) -> Result<Value, Failure> {
+    Client::connect(path)?.call(request, limit, &|| interrupts.any(), &mut |_| {})
+}

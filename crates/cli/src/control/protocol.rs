@@ -1,0 +1,207 @@
+//! What is said on a control socket.
+//!
+//! A request is `{"command":"status"}`, with the command's own fields beside it. An answer is any number
+//! of `{"event":{..}}` lines followed by one `{"result":{..}}` or `{"error":{"kind":"..","message":".."}}`,
+//! where `kind` is the name of an exit code.
+
+use crate::exit::{Exit, Failure};
+use pageferry_migration::Phase;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// What a client wants.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) enum Request {
+    /// What is the VM doing?
+    Status,
+    /// Stop its vCPUs.
+    Pause,
+    /// Let them run on.
+    Resume,
+    /// Check every page, in a pause.
+    Verify,
+    /// Move it.
+    Migrate {
+        /// Where to: an address as on the command line.
+        to: String,
+        /// Passes over memory while the guest runs.
+        precopy_passes: u32,
+    },
+    /// Call the migration under way off.
+    Cancel,
+    /// What the migration that brought the VM here did.
+    Report,
+    /// End the VM.
+    Quit,
+}
+
+/// What happens on the way to a result.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Event {
+    /// A phase of the migration began.
+    Phase(PhaseName),
+    /// The phase under way has come this far.
+    Progress {
+        /// Pages done.
+        done: u64,
+        /// Of so many.
+        total: u64,
+    },
+    /// Something worth a line.
+    Note(String),
+}
+
+/// A [`Phase`] as it travels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PhaseName {
+    #[serde(rename = "phase")]
+    name: Name,
+    /// Of a pre-copy phase: which pass, from 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pass: Option<u32>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Name {
+    Setup,
+    #[serde(rename = "pre-copy")]
+    Precopy,
+    SwitchOver,
+    #[serde(rename = "post-copy")]
+    Postcopy,
+    Completion,
+    Completed,
+    Failed,
+}
+
+impl From<Phase> for PhaseName {
+    fn from(phase: Phase) -> Self {
+        let (name, pass) = match phase {
+            Phase::Setup => (Name::Setup, None),
+            Phase::Precopy { pass } => (Name::Precopy, Some(pass)),
+            Phase::SwitchOver => (Name::SwitchOver, None),
+            Phase::Postcopy => (Name::Postcopy, None),
+            Phase::Completion => (Name::Completion, None),
+            Phase::Completed => (Name::Completed, None),
+            Phase::Failed => (Name::Failed, None),
+        };
+        Self { name, pass }
+    }
+}
+
+impl From<PhaseName> for Phase {
+    fn from(wire: PhaseName) -> Self {
+        match wire.name {
+            Name::Setup => Self::Setup,
+            Name::Precopy => Self::Precopy {
+                pass: wire.pass.unwrap_or(1),
+            },
+            Name::SwitchOver => Self::SwitchOver,
+            Name::Postcopy => Self::Postcopy,
+            Name::Completion => Self::Completion,
+            Name::Completed => Self::Completed,
+            Name::Failed => Self::Failed,
+        }
+    }
+}
+
+/// One line of an answer.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Line {
+    /// More will follow.
+    Event(Event),
+    /// The end: done.
+    Result(Value),
+    /// The end: not done.
+    Error(ErrorLine),
+}
+
+/// A failure as it travels.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ErrorLine {
+    /// The name of an [`Exit`].
+    pub(crate) kind: String,
+    /// One sentence.
+    pub(crate) message: String,
+}
+
+impl From<&Failure> for ErrorLine {
+    fn from(failure: &Failure) -> Self {
+        Self {
+            kind: failure.exit.name().into(),
+            message: failure.message.clone(),
+        }
+    }
+}
+
+impl From<ErrorLine> for Failure {
+    fn from(line: ErrorLine) -> Self {
+        Self::new(Exit::from_name(&line.kind).unwrap_or(Exit::NoVm), line.message)
+    }
+}
+
+impl Line {
+    /// The line's bytes with its newline.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = serde_json::to_vec(self).expect("these types always serialize");
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+/// Reads a request, or says what is wrong with it.
+///
+/// # Errors
+/// One sentence with the parser's complaint.
+pub(crate) fn parse_request(line: &[u8]) -> Result<Request, Failure> {
+    serde_json::from_slice(line).map_err(|e| {
+        let message = format!("this is no request: {e}; a request is one line like {{\"command\":\"status\"}}");
+        Failure::new(Exit::Usage, message)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_what_the_documentation_says() {
+        assert_eq!(parse_request(br#"{"command":"status"}"#).unwrap(), Request::Status);
+        let migrate = br#"{"command":"migrate","to":"h:1","precopy_passes":2}"#;
+        let wanted = Request::Migrate {
+            to: "h:1".into(),
+            precopy_passes: 2,
+        };
+        assert_eq!(parse_request(migrate).unwrap(), wanted);
+        for bad in [&b""[..], b"{", b"status", b"{}", b"[]", b"\xff\xfe", br#"{"command":"explode"}"#] {
+            let failure = parse_request(bad).expect_err("nonsense");
+            assert!(failure.message.contains("this is no request"), "{failure}");
+        }
+        let deep = vec![b'['; 60_000];
+        parse_request(&deep).expect_err("nested nonsense does not overflow the stack");
+    }
+
+    #[test]
+    fn phases_survive_the_socket() {
+        for phase in [Phase::Setup, Phase::Precopy { pass: 3 }, Phase::SwitchOver, Phase::Failed] {
+            let line = Line::Event(Event::Phase(phase.into())).to_bytes();
+            match serde_json::from_slice(&line).unwrap() {
+                Line::Event(Event::Phase(name)) => assert_eq!(Phase::from(name), phase),
+                other => panic!("{other:?}"),
+            }
+        }
+        let text = String::from_utf8(Line::Event(Event::Phase(Phase::Postcopy.into())).to_bytes()).unwrap();
+        assert_eq!(text, "{\"event\":{\"phase\":{\"phase\":\"post-copy\"}}}\n");
+    }
+
+    #[test]
+    fn failures_keep_their_class() {
+        let failure = Failure::new(Exit::LinkLost, "gone");
+        let back: Failure = ErrorLine::from(&failure).into();
+        assert_eq!((back.exit, back.message.as_str()), (Exit::LinkLost, "gone"));
+    }
+}

@@ -1,0 +1,178 @@
+//! The VM's side of its control socket.
+
+use super::MAX_REQUEST_BYTES;
+use super::line::{LineReader, NoLine};
+use super::protocol::{Event, Line, Request, parse_request};
+use crate::exit::{Exit, Failure};
+use crate::scratch::SocketFile;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use serde_json::Value;
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often threads here look whether they should end.
+const POLL: Duration = Duration::from_millis(50);
+/// How long a client may take to read an answer before it is dropped.
+const WRITE_LIMIT: Duration = Duration::from_secs(2);
+/// How many clients are served at once.
+const MAX_CLIENTS: usize = 16;
+
+/// What answers the requests. Called on the connection's own thread; may block.
+pub(crate) trait Service: Send + Sync {
+    /// Does what `request` asks. `event` passes on what happens meanwhile.
+    ///
+    /// # Errors
+    /// What the client is told, with the class it should exit with.
+    fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
+}
+
+/// A control socket that is served until this is dropped. The socket's file goes with it; answers that
+/// are under way are finished first.
+pub(crate) struct ControlServer {
+    stop: Arc<AtomicBool>,
+    acceptor: Option<JoinHandle<()>>,
+    _file: SocketFile,
+}
+
+impl ControlServer {
+    /// Makes the socket and serves it.
+    ///
+    /// # Errors
+    /// [`Exit::Address`] when `path` is taken or cannot be made.
+    pub(crate) fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
+        let (listener, file) = bind(path)?;
+        let cannot = |e| Failure::os("cannot serve the control socket", e);
+        listener.set_nonblocking(true).map_err(cannot)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopping = Arc::clone(&stop);
+        let acceptor = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || accept(&listener, &service, &stopping))
+            .map_err(cannot)?;
+        Ok(Self {
+            stop,
+            acceptor: Some(acceptor),
+            _file: file,
+        })
+    }
+}
+
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Some(acceptor) = self.acceptor.take() {
+            let _ = acceptor.join();
+        }
+    }
+}
+
+/// A listening socket of mode 0600. A socket file nobody listens on any more is replaced.
+fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
+    let refuse = |why: String| Failure::new(Exit::Address, format!("cannot make the control socket {}: {why}", path.display()));
+    let address = SocketAddrUnix::new(path).map_err(|e| refuse(format!("{e} (a socket's path has at most 107 bytes)")))?;
+    if let Ok(meta) = std::fs::symlink_metadata(path) {
+        if !meta.file_type().is_socket() {
+            return Err(refuse("a file of that name exists".into()));
+        }
+        match UnixStream::connect(path) {
+            Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
+                std::fs::remove_file(path).map_err(|e| refuse(e.to_string()))?;
+            }
+            _ => return Err(refuse("another VM listens there; choose another path".into())),
+        }
+    }
+    let make = || -> std::io::Result<(UnixListener, SocketFile)> {
+        let socket = rustix::net::socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        // Linux gives the file the mode of the socket's own inode (unix_bind): no moment with another.
+        rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
+        rustix::net::bind(&socket, &address)?;
+        let file = SocketFile::adopt(path)?;
+        rustix::net::listen(&socket, MAX_CLIENTS as i32)?;
+        Ok((UnixListener::from(socket), file))
+    };
+    make().map_err(|e| refuse(e.to_string()))
+}
+
+fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<AtomicBool>) {
+    let clients = Arc::new(AtomicUsize::new(0));
+    let mut threads: Vec<JoinHandle<()>> = Vec::new();
+    while !stop.load(Ordering::Acquire) {
+        let Ok((stream, _)) = listener.accept() else {
+            // Nobody there, or no descriptor left for the moment: either way, look again later.
+            std::thread::sleep(POLL.min(Duration::from_millis(10)));
+            continue;
+        };
+        threads.retain(|thread| !thread.is_finished());
+        if clients.load(Ordering::Acquire) >= MAX_CLIENTS {
+            refuse_client(stream);
+            continue;
+        }
+        clients.fetch_add(1, Ordering::AcqRel);
+        let (service, stop, clients) = (Arc::clone(service), Arc::clone(stop), Arc::clone(&clients));
+        let count = Arc::clone(&clients);
+        let thread = std::thread::Builder::new().name("client".into()).spawn(move || {
+            serve_client(stream, service.as_ref(), &stop);
+            clients.fetch_sub(1, Ordering::AcqRel);
+        });
+        match thread {
+            Ok(thread) => threads.push(thread),
+            Err(_) => drop(count.fetch_sub(1, Ordering::AcqRel)),
+        }
+    }
+    for thread in threads {
+        let _ = thread.join();
+    }
+}
+
+fn refuse_client(mut stream: UnixStream) {
+    let failure = Failure::new(Exit::NoVm, format!("{MAX_CLIENTS} clients are being served already; try again later"));
+    let _ = stream.set_write_timeout(Some(POLL));
+    let _ = stream.write_all(&Line::Error((&failure).into()).to_bytes());
+}
+
+/// Serves one client until it leaves, misbehaves, or the server ends.
+fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
+    let prepared = stream
+        .set_nonblocking(false)
+        .and_then(|()| stream.set_read_timeout(Some(POLL)))
+        .and_then(|()| stream.set_write_timeout(Some(WRITE_LIMIT)))
+        .and_then(|()| stream.try_clone());
+    let Ok(mut writer) = prepared else { return };
+    let mut lines = LineReader::new(stream, MAX_REQUEST_BYTES);
+    loop {
+        let line = match lines.next(&|| stop.load(Ordering::Acquire)) {
+            Ok(line) => line,
+            Err(NoLine::TooLong) => {
+                let message = format!("a request has at most {MAX_REQUEST_BYTES} bytes; the connection is closed");
+                let failure = Failure::new(Exit::Usage, message);
+                let _ = writer.write_all(&Line::Error((&failure).into()).to_bytes());
+                return;
+            }
+            Err(NoLine::Closed | NoLine::CutOff | NoLine::Stopped | NoLine::Io(_)) => return,
+        };
+        // A client that vanished is not told events any more; what it asked for is done all the same.
+        let mut there = true;
+        let mut tell = |line: Line| {
+            there = there && writer.write_all(&line.to_bytes()).is_ok();
+        };
+        let outcome = parse_request(&line).and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
+        tell(match outcome {
+            Ok(value) => Line::Result(value),
+            Err(failure) => Line::Error((&failure).into()),
+        });
+        if !there {
+            return;
+        }
+    }
+}

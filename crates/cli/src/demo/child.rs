@@ -1,0 +1,188 @@
+//! The demo's destination: a child process that never outlives the demo.
+//!
+//! The child asks the kernel to end it with its parent (whatever ends that), has a process group of its
+//! own (so that Ctrl-C is the parent's to handle), and is killed and waited for when this is dropped.
+
+use crate::args::DemoArgs;
+use crate::control::client::ask;
+use crate::control::protocol::Request;
+use crate::exit::{Exit, Failure};
+use crate::scratch::ScratchDir;
+use crate::signals::Interrupts;
+use pageferry_migration::address::Address;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde_json::Value;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long the child may take to say where it listens, and to end.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The destination's process.
+#[derive(Debug)]
+pub(super) struct Child {
+    process: std::process::Child,
+    control: PathBuf,
+    errors: PathBuf,
+    address: Address,
+    /// Removed after the process was waited for: fields drop in this order.
+    _dir: ScratchDir,
+}
+
+impl Child {
+    /// Starts it and waits until it listens.
+    ///
+    /// # Errors
+    /// What it said was wrong.
+    pub(super) fn start(args: &DemoArgs, interrupts: &Interrupts) -> Result<Self, Failure> {
+        let dir = ScratchDir::new()?;
+        let control = dir.path().join("destination");
+        let errors = dir.path().join("errors");
+        let cannot = |e: std::io::Error| Failure::os("cannot start the destination's process", e);
+        // An executable that was replaced meanwhile is still there under this name.
+        let exe = std::env::current_exe().ok().filter(|path| path.exists());
+        let mut command = Command::new(exe.unwrap_or_else(|| "/proc/self/exe".into()));
+        command
+            .arg0("pageferry")
+            .args(["receive", "--listen", "127.0.0.1:0", "--control"])
+            .arg(&control)
+            .args(["--delivery", args.delivery.delivery.0.map_or("auto", |d| d.name())])
+            .args(["--child-of", &std::process::id().to_string()])
+            .args(args.corrupt_page.then_some("--corrupt-page"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&errors).map_err(cannot)?)
+            .process_group(0);
+        let process = command.spawn().map_err(cannot)?;
+        let mut child = Self {
+            process,
+            control,
+            errors,
+            // Replaced by what the child says.
+            address: Address::Unix(dir.path().join("unknown")),
+            _dir: dir,
+        };
+        child.address = child.hear(interrupts)?;
+        Ok(child)
+    }
+
+    /// Reads the address from the child's stdout.
+    fn hear(&mut self, interrupts: &Interrupts) -> Result<Address, Failure> {
+        let mut out = self.process.stdout.take().expect("stdout was piped");
+        let deadline = Instant::now() + LIMIT;
+        let mut line = Vec::new();
+        while !line.ends_with(b"\n") {
+            interrupts.check()?;
+            if Instant::now() > deadline {
+                return Err(self.failed("it did not say where it listens"));
+            }
+            let wait = Timespec {
+                tv_sec: 0,
+                tv_nsec: Interrupts::POLL.subsec_nanos().into(),
+            };
+            let mut fds = [PollFd::new(&out, PollFlags::IN)];
+            match poll(&mut fds, Some(&wait)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => continue,
+                Ok(_) => {}
+                Err(e) => return Err(Failure::os("cannot hear the destination", e)),
+            }
+            let mut byte = [0];
+            match out.read(&mut byte) {
+                Ok(1) if line.len() < 256 => line.push(byte[0]),
+                Ok(_) => return Err(self.failed("it ended before it listened")),
+                Err(e) => return Err(Failure::os("cannot hear the destination", e)),
+            }
+        }
+        let text = String::from_utf8_lossy(&line);
+        text.trim().parse().map_err(|_| self.failed("it did not say where it listens"))
+    }
+
+    /// Where it listens.
+    pub(super) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// A request on its control socket.
+    ///
+    /// # Errors
+    /// What it answers; what it said last, if it ended.
+    pub(super) fn ask(&mut self, request: &Request, limit: Duration, interrupts: &Interrupts) -> Result<Value, Failure> {
+        ask(&self.control, request, limit, interrupts).map_err(|failure| match self.process.try_wait() {
+            Ok(Some(_)) => self.failed(&failure.message),
+            _ => failure,
+        })
+    }
+
+    /// Waits until the whole VM is there.
+    ///
+    /// # Errors
+    /// When it does not come.
+    pub(super) fn wait_until_here(&mut self, interrupts: &Interrupts) -> Result<(), Failure> {
+        let here = interrupts.wait_for(LIMIT, || {
+            let status = self.ask(&Request::Status, LIMIT, interrupts)?;
+            Ok((status["state"] == "running").then_some(()))
+        })?;
+        here.ok_or_else(|| self.failed("it does not say that the VM runs there"))
+    }
+
+    /// A failure of the migration together with what the destination said about it.
+    pub(super) fn explain(&self, failure: Failure) -> Failure {
+        match self.last_words() {
+            Some(words) if failure.exit != Exit::Cancelled => failure.and(&format!("the destination said: {words}")),
+            _ => failure,
+        }
+    }
+
+    /// The last line of the child's stderr.
+    fn last_words(&self) -> Option<String> {
+        let text = std::fs::read_to_string(&self.errors).ok()?;
+        let line = text.lines().rfind(|line| !line.trim().is_empty())?;
+        Some(line.trim_start_matches("pageferry: ").trim_start_matches("error: ").to_owned())
+    }
+
+    /// The child does not do what it should: its own exit code and words, where it ended.
+    fn failed(&mut self, why: &str) -> Failure {
+        // One that is about to end is given the time to say why.
+        let deadline = Instant::now() + Duration::from_millis(500);
+        let code = loop {
+            match self.process.try_wait() {
+                Ok(Some(status)) => break status.code(),
+                _ if Instant::now() > deadline => break None,
+                _ => std::thread::sleep(Duration::from_millis(5)),
+            }
+        };
+        let exit = code.and_then(Exit::from_code).unwrap_or(Exit::Internal);
+        let words = self.last_words().unwrap_or_else(|| why.to_owned());
+        Failure::new(exit, format!("the destination failed: {words}"))
+    }
+
+    /// Ends it in good order.
+    ///
+    /// # Errors
+    /// When it does not end well.
+    pub(super) fn end(mut self) -> Result<(), Failure> {
+        ask(&self.control, &Request::Quit, LIMIT, &Interrupts::default())?;
+        let deadline = Instant::now() + LIMIT;
+        while Instant::now() < deadline {
+            match self.process.try_wait() {
+                Ok(Some(status)) if status.success() => return Ok(()),
+                Ok(Some(_)) => return Err(self.failed("it did not end well")),
+                Ok(None) => std::thread::sleep(Duration::from_millis(5)),
+                Err(e) => return Err(Failure::os("cannot wait for the destination", e)),
+            }
+        }
+        Err(self.failed("it does not end"))
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        // Ended already, or about to be: both calls are harmless to a process that was waited for.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}

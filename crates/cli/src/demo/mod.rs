@@ -1,0 +1,259 @@
+//! `pageferry demo`: a VM moves from this process to a child of it, and every byte is accounted for.
+
+mod child;
+
+use crate::args::DemoArgs;
+use crate::control::protocol::Request;
+use crate::exit::{Exit, Failure};
+use crate::host::{gave_up, has_switched_over, send_away};
+use crate::output;
+use crate::progress::{Display, Feed};
+use crate::report::{Conditions, Report, Sent, Verified};
+use crate::sampler::Sampler;
+use crate::signals::Interrupts;
+use crate::vm::{GuestDescription, Vm, check_host_memory};
+use child::Child;
+use pageferry_migration::{Observer, Phase, SourceReport, SourceVm};
+use serde_json::Value;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long the guest runs at the source at most before it is moved.
+const WARM_UP_LIMIT: Duration = Duration::from_secs(30);
+/// How long it runs there at least.
+const WARM_UP_LEAST: Duration = Duration::from_millis(500);
+/// How long a guest may make no progress before it is said to be stuck.
+const STUCK: Duration = Duration::from_secs(30);
+/// How long short requests to the destination may take.
+const ASK_LIMIT: Duration = Duration::from_secs(30);
+/// How long a verification may take.
+const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
+
+/// Shows the main job on this machine.
+///
+/// # Errors
+/// What went wrong; [`Exit::Verification`] when a page was.
+pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    if let Some(path) = &args.report {
+        check_report_path(path)?;
+    }
+    let feed = Feed::new();
+    let display = Display::start(&feed);
+    let outcome = run(args, &feed, interrupts);
+    display.finish();
+    let report = outcome?;
+    if let Some(path) = &args.report {
+        let page = report.html().map_err(|e| Failure::os("cannot draw the report", e))?;
+        std::fs::write(path, page).map_err(|e| Failure::os(format!("cannot write {}", path.display()), e))?;
+    }
+    if args.json {
+        output::json(&report.json());
+    } else {
+        output::result(&report.table());
+        if let Some(path) = &args.report {
+            output::result(&format!("\n  report written to {}\n", path.display()));
+        }
+    }
+    match report.verified {
+        Some(verified) if !verified.holds() => {
+            Err(Failure::new(Exit::Verification, format!("verification failed: {}", verified.words)))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_report_path(path: &Path) -> Result<(), Failure> {
+    let wrong = |why: &str| Failure::new(Exit::Usage, format!("cannot write the report to {}: {why}", path.display()));
+    if path.is_dir() {
+        return Err(wrong("it is a directory; name a file, like report.html"));
+    }
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if !parent.is_dir() {
+        return Err(wrong("its directory does not exist"));
+    }
+    Ok(())
+}
+
+/// Everything up to the report.
+fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Report, Failure> {
+    let (engine, because) = pageferry_machine::select(args.machine.engine)?;
+    let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
+    guest.workload()?;
+    check_host_memory(guest.memory_bytes, 2)?;
+    feed.step(format!("start on {engine}"));
+    let vm = Arc::new(Vm::create(&guest, None)?);
+    vm.check_delivery(args.delivery.delivery.0)?;
+    let mut child = Child::start(args, interrupts)?;
+    vm.boot()?;
+    let sampler = Sampler::start(&vm, || true);
+    warm_up(&vm, feed, interrupts)?;
+
+    let sent = move_away(&vm, &child, args, feed, interrupts)?;
+    let sent = Sent::new(&sent, sampler.samples());
+    drop(sampler);
+
+    child.wait_until_here(interrupts)?;
+    let verified = verify(&mut child, feed, interrupts)?;
+    let answer = child.ask(&Request::Report, ASK_LIMIT, interrupts)?;
+    let theirs: Report = read(answer)?;
+    child.end()?;
+    Ok(Report {
+        engine: engine.name().into(),
+        vcpus: vm.vcpus(),
+        memory_bytes: vm.memory_bytes(),
+        sent: Some(sent),
+        received: theirs.received,
+        verified: Some(verified),
+        conditions: Conditions {
+            precopy_passes: Some(args.source.precopy_passes),
+            engine_because: Some(because),
+            ..Conditions::here("TCP on the loopback interface")
+        },
+    })
+}
+
+fn read<T: serde::de::DeserializeOwned>(answer: Value) -> Result<T, Failure> {
+    serde_json::from_value(answer).map_err(|e| Failure::os("the destination's answer is not readable", e))
+}
+
+/// Lets the guest run until every vCPU has written each of its pages once.
+fn warm_up(vm: &Vm, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure> {
+    feed.step("warm-up");
+    let began = Instant::now();
+    let share = vm.workload().layout().share_pages();
+    let done = interrupts.wait_for(WARM_UP_LIMIT, || {
+        vm.check_guest()?;
+        let least: Vec<u64> = vm.controls().iter().map(|c| c.map_or(0, |c| c.done.min(share))).collect();
+        feed.at(least.iter().sum(), share * u64::from(vm.vcpus()));
+        let all = least.iter().all(|&done| done >= share);
+        Ok((all && began.elapsed() >= WARM_UP_LEAST).then_some(()))
+    })?;
+    if done.is_some() {
+        return Ok(());
+    }
+    let pages: u64 = vm.controls().iter().flatten().map(|c| c.done).sum();
+    if pages == 0 {
+        let message = format!("the guest wrote not a single page in {} s", WARM_UP_LIMIT.as_secs());
+        return Err(Failure::new(Exit::Guest, message));
+    }
+    feed.note(format!("the guest has written {pages} pages in {} s: moving it as it is", WARM_UP_LIMIT.as_secs()));
+    Ok(())
+}
+
+/// Remembers the phase for those who decide what Ctrl-C means.
+struct Phases {
+    feed: Arc<Feed>,
+    now: Arc<Mutex<Phase>>,
+}
+
+impl Observer for Phases {
+    fn phase(&self, phase: Phase) {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = phase;
+        self.feed.phase(phase);
+    }
+
+    fn progress(&self, phase: Phase, done: u64, total: u64) {
+        self.feed.progress(phase, done, total);
+    }
+}
+
+/// Moves the VM.
+fn move_away(
+    vm: &Arc<Vm>,
+    child: &Child,
+    args: &DemoArgs,
+    feed: &Arc<Feed>,
+    interrupts: &Interrupts,
+) -> Result<SourceReport, Failure> {
+    let cancel = Arc::new(AtomicBool::new(false));
+    let now = Arc::new(Mutex::new(Phase::Setup));
+    let observer = Phases {
+        feed: Arc::clone(feed),
+        now: Arc::clone(&now),
+    };
+    let outcome = send_away(vm, child.address(), args.source.precopy_passes, &cancel, observer)?;
+    let mut seen = 0;
+    let mut told = false;
+    loop {
+        match outcome.recv_timeout(Interrupts::POLL) {
+            Ok(Ok(report)) => return interrupts.check().map(|()| report),
+            Ok(Err((SourceVm::Runs, failure))) => {
+                let ran_on = runs_on(vm, interrupts);
+                return Err(child.explain(failure).and(ran_on));
+            }
+            Ok(Err((SourceVm::GivenUp, failure))) => return Err(child.explain(failure)),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Failure::new(Exit::Internal, "the migration's thread ended without an outcome"));
+            }
+        }
+        if interrupts.count() == seen {
+            continue;
+        }
+        seen = interrupts.count();
+        let after = has_switched_over(*now.lock().unwrap_or_else(PoisonError::into_inner));
+        if after && told {
+            return Err(gave_up());
+        } else if after {
+            told = true;
+            feed.note("the VM runs at the destination already: sending the rest of its memory first (again: give up)");
+        } else {
+            feed.note("cancelling");
+            cancel.store(true, Ordering::Release);
+        }
+    }
+}
+
+/// Whether the guest makes progress after a failed migration, in words.
+fn runs_on(vm: &Vm, interrupts: &Interrupts) -> &'static str {
+    let done = || vm.controls().iter().flatten().map(|c| c.done).sum::<u64>();
+    let before = done();
+    let deadline = Instant::now() + Duration::from_secs(2);
+    let seen = interrupts.count();
+    while Instant::now() < deadline && interrupts.count() == seen {
+        if done() > before {
+            return "seen to run on; the demo ends it";
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    "not seen to run on; the demo ends it"
+}
+
+/// Waits until every vCPU has been at all its pages at the destination, then has the host check them.
+fn verify(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Result<Verified, Failure> {
+    feed.step("guest verifies");
+    let numbers = |status: &Value, key: &str| -> Vec<u64> {
+        let list = status["guest"][key].as_array();
+        list.map(|l| l.iter().map(|v| v.as_u64().unwrap_or(0)).collect()).unwrap_or_default()
+    };
+    let first = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
+    // The pass under way when the VM came was begun elsewhere; the next one is made here from end to end.
+    let goals: Vec<u64> = numbers(&first, "pass").iter().map(|pass| pass + 2).collect();
+    let start: u64 = numbers(&first, "pages_done").iter().sum();
+    let share_pages = first["memory_bytes"].as_u64().unwrap_or(0) / pageferry_addr::PAGE_SIZE;
+    let (mut last, mut moved) = (start, Instant::now());
+    loop {
+        let status = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
+        if let Some(why) = status["failures"].as_array().and_then(|f| f.first()) {
+            return Err(Failure::new(Exit::Guest, format!("the guest cannot go on at the destination: {why}")));
+        }
+        let done: u64 = numbers(&status, "pages_done").iter().sum();
+        feed.at((done - start).min(share_pages * 2), share_pages * 2);
+        let passes = numbers(&status, "pass");
+        if !passes.is_empty() && passes.iter().zip(&goals).all(|(pass, goal)| pass >= goal) {
+            break;
+        }
+        if done != last {
+            (last, moved) = (done, Instant::now());
+        } else if moved.elapsed() > STUCK {
+            let message = format!("the guest makes no progress at the destination: still {done} pages after {} s", STUCK.as_secs());
+            return Err(Failure::new(Exit::Guest, message));
+        }
+        std::thread::sleep(Interrupts::POLL);
+    }
+    feed.step("host verifies");
+    read(child.ask(&Request::Verify, VERIFY_LIMIT, interrupts)?)
+}

@@ -1,0 +1,237 @@
+//! How a command ends: one exit code a class of failure, one sentence a failure.
+//!
+//! The codes are an interface: scripts and tests read them, and they do not change.
+
+use pageferry_machine::MachineError;
+use pageferry_migration::channel::{ChannelError, OpenError};
+use pageferry_migration::wire::{ErrorCode, Status};
+use pageferry_migration::{DestinationFailure, DestinationVm, MigrationError, SourceFailure, SourceVm};
+use std::fmt;
+
+/// Why a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Exit {
+    /// Guest or host found a wrong page.
+    Verification = 1,
+    /// Flags, sizes, files that were named.
+    Usage = 2,
+    /// The engine that was asked for does not run here.
+    Engine = 3,
+    /// userfaultfd, or the fault delivery that was asked for, is not to be had.
+    Delivery = 4,
+    /// The address or the socket is in use, or cannot be listened on.
+    Address = 5,
+    /// Nobody answers at the address.
+    Unreachable = 6,
+    /// The peer speaks another protocol, another version, or nonsense.
+    Protocol = 7,
+    /// The peer said no.
+    Refused = 8,
+    /// Ctrl-C, or somebody asked for it over the control socket.
+    Cancelled = 9,
+    /// The connection broke after the switch-over: the VM is paused, incomplete.
+    LinkLost = 10,
+    /// No VM listens on the control socket, or it did not do what it was told.
+    NoVm = 11,
+    /// The host refused something, or a bug.
+    Internal = 12,
+    /// The connection broke, or the peer fell silent, before the switch-over: the VM runs on.
+    BrokenOff = 13,
+    /// A vCPU cannot go on, or the guest makes no progress.
+    Guest = 14,
+}
+
+/// The table in every command's help.
+pub(crate) const TABLE: &str = "\
+Exit codes:
+   0  done; for a demo: both verifications hold
+   1  verification failed: the guest or the host found a wrong page
+   2  wrong flags, sizes or files
+   3  the engine asked for does not run on this host
+   4  userfaultfd is not permitted, or the fault delivery asked for is not there
+   5  the address or socket is in use or cannot be listened on
+   6  the address refuses connections or cannot be reached
+   7  the peer speaks another protocol, another version, or sent damaged data
+   8  the peer refused (mismatched machine, busy, unknown guest)
+   9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
+  10  the connection broke after the switch-over: the VM is paused, incomplete
+  11  no VM listens on that control socket, or it refused the request
+  12  the host refused something (the message says what), or a bug
+  13  the connection broke before the switch-over: the VM runs on at the source
+  14  the guest stopped or makes no progress";
+
+impl Exit {
+    const ALL: [Self; 14] = [
+        Self::Verification,
+        Self::Usage,
+        Self::Engine,
+        Self::Delivery,
+        Self::Address,
+        Self::Unreachable,
+        Self::Protocol,
+        Self::Refused,
+        Self::Cancelled,
+        Self::LinkLost,
+        Self::NoVm,
+        Self::Internal,
+        Self::BrokenOff,
+        Self::Guest,
+    ];
+
+    /// The class of another Pageferry process's exit code.
+    pub(crate) fn from_code(code: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|exit| *exit as i32 == code)
+    }
+
+    /// The name used on the control socket.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Verification => "verification",
+            Self::Usage => "usage",
+            Self::Engine => "engine",
+            Self::Delivery => "delivery",
+            Self::Address => "address",
+            Self::Unreachable => "unreachable",
+            Self::Protocol => "protocol",
+            Self::Refused => "refused",
+            Self::Cancelled => "cancelled",
+            Self::LinkLost => "link-lost",
+            Self::NoVm => "no-vm",
+            Self::Internal => "internal",
+            Self::BrokenOff => "broken-off",
+            Self::Guest => "guest",
+        }
+    }
+
+    /// The code of a name from the control socket.
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|exit| exit.name() == name)
+    }
+}
+
+/// A command's failure: its class and one sentence for stderr.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// The class.
+    pub(crate) exit: Exit,
+    /// What was wrong and what would be right.
+    pub(crate) message: String,
+}
+
+impl Failure {
+    /// A failure of class `exit`.
+    pub(crate) fn new(exit: Exit, message: impl Into<String>) -> Self {
+        Self {
+            exit,
+            message: message.into(),
+        }
+    }
+
+    /// The host's refusal of `what`.
+    pub(crate) fn os(what: impl fmt::Display, error: impl fmt::Display) -> Self {
+        Self::new(Exit::Internal, format!("{what}: {error}"))
+    }
+
+    /// The same failure, with what it means added as a sentence of its own.
+    pub(crate) fn and(mut self, consequence: &str) -> Self {
+        self.message.push_str("; ");
+        self.message.push_str(consequence);
+        self
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl From<MachineError> for Failure {
+    fn from(error: MachineError) -> Self {
+        Self::new(of_machine(&error), error.to_string())
+    }
+}
+
+/// The class of an engine's error.
+pub(crate) fn of_machine(error: &MachineError) -> Exit {
+    match error {
+        MachineError::Layout(_) => Exit::Usage,
+        MachineError::EngineUnavailable(_) => Exit::Engine,
+        MachineError::NoDelivery(_) => Exit::Delivery,
+        MachineError::Guest { .. } => Exit::Guest,
+        MachineError::BadState(_) => Exit::Protocol,
+        _ => Exit::Internal,
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Self {
+        Self::new(of_open(&error), error.to_string())
+    }
+}
+
+impl From<SourceFailure> for Failure {
+    fn from(failure: SourceFailure) -> Self {
+        let exit = match failure.vm {
+            SourceVm::Runs => of_migration(&failure.error),
+            SourceVm::GivenUp => Exit::LinkLost,
+        };
+        Self::new(exit, failure.to_string())
+    }
+}
+
+impl From<DestinationFailure> for Failure {
+    fn from(failure: DestinationFailure) -> Self {
+        let exit = match failure.vm {
+            DestinationVm::Discarded => of_migration(&failure.error),
+            DestinationVm::PausedIncomplete { .. } => Exit::LinkLost,
+        };
+        Self::new(exit, failure.to_string())
+    }
+}
+
+/// The class of a socket that could not be opened.
+fn of_open(error: &OpenError) -> Exit {
+    match error {
+        OpenError::InUse { .. } | OpenError::StaleSocket { .. } | OpenError::NotASocket { .. } | OpenError::Denied { .. } => {
+            Exit::Address
+        }
+        OpenError::NoSuchPath { .. } | OpenError::Refused { .. } | OpenError::Unresolved { .. } => Exit::Unreachable,
+        OpenError::PortZero { .. } => Exit::Usage,
+        OpenError::Os { .. } => Exit::Unreachable,
+    }
+}
+
+/// The class of a migration's error that left the VM at the source.
+pub(crate) fn of_migration(error: &MigrationError) -> Exit {
+    match error {
+        MigrationError::Channel(ChannelError::Open(open)) => of_open(open),
+        MigrationError::Channel(ChannelError::Wire(_)) | MigrationError::Wire(_) | MigrationError::Peer(_) => Exit::Protocol,
+        MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
+        MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => Exit::BrokenOff,
+        MigrationError::Refused(Status::VersionUnsupported | Status::Malformed | Status::CapabilityMissing) => Exit::Protocol,
+        MigrationError::PeerGaveUp {
+            code: ErrorCode::Protocol,
+            ..
+        } => Exit::Protocol,
+        MigrationError::Refused(_) | MigrationError::PeerGaveUp { .. } | MigrationError::Mismatch(_) => Exit::Refused,
+        MigrationError::Machine(error) => of_machine(error),
+        MigrationError::Cancelled | MigrationError::PeerCancelled => Exit::Cancelled,
+        _ => Exit::Internal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_is_in_the_table_and_has_its_own_name() {
+        for exit in Exit::ALL {
+            assert!(TABLE.contains(&format!("\n  {:>2}  ", exit as u8)), "{exit:?}");
+            assert_eq!(Exit::from_name(exit.name()), Some(exit));
+        }
+        assert_eq!(Exit::from_name("no such"), None);
+    }
+}

@@ -1,0 +1,157 @@
+//! A VM leaves: the migration as its source's process sees it.
+
+use super::{Activity, Host, Watch, has_switched_over, say};
+use crate::exit::{Exit, Failure};
+use crate::progress::Feed;
+use crate::report::{Conditions, Report, Sent};
+use crate::sampler::Sampler;
+use crate::signals::Interrupts;
+use crate::vm::{GuestDescription, Vm};
+use pageferry_migration::address::Address;
+use pageferry_migration::{SourceConfig, SourceReport, SourceVm};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+
+/// A request to migrate.
+pub(super) struct Job {
+    /// Where to.
+    pub(super) to: Address,
+    /// Passes while the guest runs.
+    pub(super) precopy_passes: u32,
+    /// Who watches.
+    pub(super) feed: Arc<Feed>,
+    /// Who waits for the outcome.
+    pub(super) done: Sender<Result<Report, Failure>>,
+}
+
+/// A migration's outcome: the account, or why there is none and where the VM is.
+type Outcome = Result<SourceReport, (SourceVm, Failure)>;
+
+impl Host {
+    /// Runs a migration to its end. Returns where the VM went, or `None` if it is still here.
+    ///
+    /// # Errors
+    /// When the VM is neither here nor whole elsewhere.
+    pub(super) fn leave(self: &Arc<Self>, job: Job, interrupts: &Interrupts) -> Result<Option<String>, Failure> {
+        let Some(vm) = self.vm.get() else {
+            self.set_activity(Activity::Waiting);
+            return Ok(None);
+        };
+        let to = job.to.to_string();
+        say(&format!("migrating to {to}"));
+        let sampler = Sampler::start(vm, || true);
+        let outcome = start(self, vm, &job)
+            .and_then(|outcome| self.watch(&outcome, interrupts))
+            .unwrap_or_else(|failure| Err((SourceVm::GivenUp, failure)));
+        let samples = sampler.samples();
+        drop(sampler);
+        match outcome {
+            Ok(sent) => {
+                self.set_activity(Activity::Left { to: to.clone() });
+                let report = Report {
+                    engine: vm.engine().name().into(),
+                    vcpus: vm.vcpus(),
+                    memory_bytes: vm.memory_bytes(),
+                    sent: Some(Sent::new(&sent, samples)),
+                    received: None,
+                    verified: None,
+                    conditions: Conditions {
+                        precopy_passes: Some(job.precopy_passes),
+                        ..Conditions::here(format!("to {to}"))
+                    },
+                };
+                let _ = job.done.send(Ok(report));
+                Ok(Some(to))
+            }
+            Err((SourceVm::Runs, failure)) => {
+                self.set_activity(Activity::Here);
+                say(&format!("the migration to {to} failed: {failure}"));
+                let _ = job.done.send(Err(failure));
+                Ok(None)
+            }
+            Err((SourceVm::GivenUp, failure)) => {
+                self.set_activity(Activity::Left { to });
+                let _ = job.done.send(Err(Failure::new(failure.exit, failure.message.clone())));
+                Err(failure)
+            }
+        }
+    }
+
+    /// Waits for the outcome and does what an interrupt asks for.
+    fn watch(&self, outcome: &Receiver<Outcome>, interrupts: &Interrupts) -> Result<Outcome, Failure> {
+        let asked = || interrupts.count() + u32::from(self.quits());
+        let mut seen = asked();
+        let mut told = false;
+        loop {
+            match outcome.recv_timeout(Interrupts::POLL) {
+                Ok(outcome) => return Ok(outcome),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(Failure::new(Exit::Internal, "the migration's thread ended without an outcome"));
+                }
+            }
+            let now = asked();
+            if now == seen {
+                continue;
+            }
+            seen = now;
+            let after = matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase));
+            if after && told {
+                return Err(gave_up());
+            } else if after {
+                told = true;
+                say("the VM runs at the destination already: sending the rest of its memory first (again: give up)");
+            } else {
+                say("cancelling the migration; the VM runs on here");
+                self.cancel.store(true, Ordering::Release);
+            }
+        }
+    }
+}
+
+/// What is said when the user does not wait for the end of post-copy.
+pub(crate) fn gave_up() -> Failure {
+    let message = "given up after the switch-over: the destination pauses the VM, as pages are missing there; \
+                   it is not resumed here either";
+    Failure::new(Exit::LinkLost, message)
+}
+
+/// Starts the migration on a thread of its own, so that the user can give it up.
+fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>, Failure> {
+    let watch = Watch {
+        host: Arc::clone(host),
+        activity: Activity::Leaving,
+        feed: Arc::clone(&job.feed),
+    };
+    send_away(vm, &job.to, job.precopy_passes, &host.cancel, watch)
+}
+
+/// Migrates `vm` on a thread of its own, which sends the outcome.
+///
+/// # Errors
+/// When there is no thread to be had.
+pub(crate) fn send_away(
+    vm: &Arc<Vm>,
+    to: &Address,
+    precopy_passes: u32,
+    cancel: &Arc<AtomicBool>,
+    observer: impl pageferry_migration::Observer + 'static,
+) -> Result<Receiver<Outcome>, Failure> {
+    let (sender, outcome) = channel();
+    let (vm, to, cancel) = (Arc::clone(vm), to.clone(), Arc::clone(cancel));
+    std::thread::Builder::new()
+        .name("migration".into())
+        .spawn(move || {
+            let guest = GuestDescription::new(vm.engine(), vm.vcpus(), vm.memory_bytes()).to_bytes();
+            let config = SourceConfig {
+                precopy_passes,
+                ..SourceConfig::default()
+            };
+            let result = pageferry_migration::migrate(&vm.running(), &to, &guest, &config, &cancel, &observer);
+            // Nobody waits any more only when the process is ending.
+            let _ = sender.send(result.map_err(|failure| (failure.vm, Failure::from(failure))));
+        })
+        .map_err(|e| Failure::os("cannot start the migration's thread", e))?;
+    Ok(outcome)
+}

@@ -1,0 +1,198 @@
+//! What a VM's control socket answers.
+
+use super::leave::Job;
+use super::{Activity, Host, has_switched_over};
+use crate::control::protocol::{Event, Request};
+use crate::control::server::Service;
+use crate::exit::{Exit, Failure};
+use crate::memory::Overhead;
+use crate::progress::{Feed, Update};
+use crate::report::{Report, Verified};
+use crate::signals::Interrupts;
+use crate::vm::{PAUSE_LIMIT, Vm};
+use pageferry_migration::Phase;
+use pageferry_migration::address::Address;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+
+/// Serves a host's control socket.
+pub(crate) struct HostService(pub(crate) Arc<Host>);
+
+fn refuse(message: impl Into<String>) -> Failure {
+    Failure::new(Exit::NoVm, message)
+}
+
+impl Service for HostService {
+    fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure> {
+        let host = &self.0;
+        match request {
+            Request::Status => Ok(host.status()),
+            Request::Pause => host.while_here(|vm| {
+                vm.threads().pause(PAUSE_LIMIT)?;
+                Ok(json!({"state": "paused"}))
+            }),
+            Request::Resume => host.while_here(|vm| {
+                vm.threads().resume();
+                Ok(json!({"state": "running"}))
+            }),
+            Request::Verify => host.while_here(|vm| {
+                let mut verified = Verified::new(&vm.verify()?);
+                if let Some(earlier) = host.earlier.get() {
+                    verified.host &= earlier.host;
+                    verified.words = format!("{}; earlier: {}", verified.words, earlier.words);
+                }
+                Ok(json!(verified))
+            }),
+            Request::Migrate { to, precopy_passes } => host.migrate(&to, precopy_passes, event),
+            Request::Cancel => host.cancel(),
+            Request::Report => host.report(),
+            Request::Quit => {
+                host.quit.store(true, Ordering::Release);
+                Ok(json!({"state": "ending"}))
+            }
+        }
+    }
+}
+
+impl Host {
+    /// Does something to a VM to which nothing else is happening.
+    fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
+        let activity = self.lock();
+        let vm = self.vm_here(&activity)?;
+        act(vm)
+    }
+
+    fn vm_here(&self, activity: &Activity) -> Result<&Arc<Vm>, Failure> {
+        let why = match activity {
+            Activity::Here => return self.vm.get().ok_or_else(|| refuse("there is no VM here yet")),
+            Activity::Waiting => "there is no VM here yet".into(),
+            Activity::Arriving(phase) => format!("the VM is still being received ({phase}); try again when it is here"),
+            Activity::Leaving(phase) => format!("the VM is being migrated ({phase})"),
+            Activity::Left { to } => format!("the VM was migrated to {to}"),
+            Activity::Incomplete { missing } => {
+                format!("the VM stays paused: {missing} of its pages never arrived, and it must not run without them")
+            }
+        };
+        Err(refuse(why))
+    }
+
+    fn status(&self) -> Value {
+        let activity = self.activity();
+        let vm = self.vm.get();
+        let state = match &activity {
+            Activity::Waiting => "waiting",
+            Activity::Arriving(_) => "arriving",
+            Activity::Here if vm.is_some_and(|vm| vm.threads().is_paused()) => "paused",
+            Activity::Here => "running",
+            Activity::Leaving(_) => "leaving",
+            Activity::Left { .. } => "left",
+            Activity::Incomplete { .. } => "incomplete",
+        };
+        let phase = match &activity {
+            Activity::Arriving(phase) | Activity::Leaving(phase) => Some(phase.to_string()),
+            _ => None,
+        };
+        // While a VM is being filled, its control pages are neither missing nor all there.
+        let readable = match &activity {
+            Activity::Arriving(phase) => has_switched_over(*phase),
+            _ => true,
+        };
+        let guest = vm.filter(|_| readable).map(|vm| {
+            let controls = vm.controls();
+            let field = |get: fn(&pageferry_guest::Control) -> u64| -> Vec<Option<u64>> {
+                controls.iter().map(|c| c.as_ref().map(get)).collect()
+            };
+            json!({
+                "pass": field(|c| c.pass),
+                "pages_done": field(|c| c.done),
+                "errors": controls.iter().flatten().map(|c| c.errors).sum::<u64>(),
+            })
+        });
+        let overhead = Overhead::now();
+        json!({
+            "state": state,
+            "phase": phase,
+            "to": match &activity { Activity::Left { to } => Some(to), _ => None },
+            "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
+            "engine": vm.map(|vm| vm.engine().name()),
+            "vcpus": vm.map(|vm| vm.vcpus()),
+            "memory_bytes": vm.map(|vm| vm.memory_bytes()),
+            "guest": guest,
+            "failures": vm.map(|vm| vm.threads().failures()),
+            "overhead_bytes": {"anon": overhead.anon, "file": overhead.file, "tables": overhead.tables, "total": overhead.total()},
+            "pid": std::process::id(),
+            "uptime_ms": u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX),
+        })
+    }
+
+    fn migrate(&self, to: &str, precopy_passes: u32, event: &mut dyn FnMut(Event)) -> Result<Value, Failure> {
+        let to: Address = to.parse().map_err(|e| Failure::new(Exit::Usage, format!("{e}")))?;
+        if precopy_passes > crate::args::MAX_PASSES {
+            let message = format!("{precopy_passes} passes are more than the {} that make sense", crate::args::MAX_PASSES);
+            return Err(Failure::new(Exit::Usage, message));
+        }
+        let feed = Feed::new();
+        let (done, outcome) = channel();
+        {
+            let mut activity = self.lock();
+            let vm = self.vm_here(&activity)?;
+            if vm.threads().is_paused() {
+                return Err(refuse("the VM is paused: resume it, then migrate it"));
+            }
+            let job = Job {
+                to,
+                precopy_passes,
+                feed: Arc::clone(&feed),
+                done,
+            };
+            self.cancel.store(false, Ordering::Release);
+            self.jobs.send(job).map_err(|_| refuse("the VM is ending"))?;
+            *activity = Activity::Leaving(Phase::Setup);
+        }
+        loop {
+            let outcome = outcome.recv_timeout(Interrupts::POLL);
+            for update in feed.take() {
+                event(match update {
+                    Update::Phase(phase) => Event::Phase(phase.into()),
+                    Update::Progress { done, total } => Event::Progress { done, total },
+                    Update::Step(text) | Update::Note(text) => Event::Note(text),
+                });
+            }
+            match outcome {
+                Ok(Ok(report)) => return Ok(json!(report)),
+                Ok(Err(failure)) => return Err(failure),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(refuse("the VM ended before it was migrated")),
+            }
+        }
+    }
+
+    fn cancel(&self) -> Result<Value, Failure> {
+        match self.activity() {
+            Activity::Leaving(phase) if has_switched_over(phase) => {
+                Err(refuse("too late to cancel: the VM runs at the destination already"))
+            }
+            Activity::Leaving(_) => {
+                self.cancel.store(true, Ordering::Release);
+                Ok(json!({"state": "cancelling"}))
+            }
+            _ => Err(refuse("no migration is under way")),
+        }
+    }
+
+    fn report(&self) -> Result<Value, Failure> {
+        let received = self.received().ok_or_else(|| refuse("no migration has brought a VM here"))?;
+        let vm = self.vm.get().ok_or_else(|| refuse("there is no VM here yet"))?;
+        Ok(json!(Report {
+            engine: vm.engine().name().into(),
+            vcpus: vm.vcpus(),
+            memory_bytes: vm.memory_bytes(),
+            sent: None,
+            received: Some(received),
+            verified: None,
+            conditions: crate::report::Conditions::here("received"),
+        }))
+    }
+}

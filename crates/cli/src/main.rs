@@ -1,0 +1,66 @@
+//! `pageferry`: the command line of Pageferry.
+//!
+//! **Guarantee.** Each command ends with one of the documented exit codes ([`exit`]); a failure is one
+//! sentence on stderr; results are on stdout, progress is on stderr. No process, socket or temporary
+//! file is left behind, however a command ends (short of SIGKILL, and even then a demo's child ends).
+//!
+//! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest program.
+//! [`run`] and [`receive`] own one ([`host`]) and serve its control socket ([`control`]), to which
+//! [`migrate`] and [`status`] speak. [`demo`] is a source that starts its own destination. [`report`] turns what a
+//! migration did into a table, JSON or HTML; [`probe`] asks the host.
+//!
+//! **Neighbours.** Below: `migration`, `machine`, `guest`, `userfault`. Nothing is above. It must not
+//! know wire formats, page tables or ioctls, and has no unsafe code.
+
+mod args;
+mod control;
+mod demo;
+mod exit;
+mod host;
+mod memory;
+mod migrate;
+mod output;
+mod probe;
+mod progress;
+mod receive;
+mod report;
+mod run;
+mod sampler;
+mod scratch;
+mod signals;
+mod size;
+mod status;
+mod vm;
+
+use args::{Cli, Command};
+use clap::Parser;
+use exit::Failure;
+use signals::Interrupts;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match dispatch(&cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            output::error(&failure);
+            ExitCode::from(failure.exit as u8)
+        }
+    }
+}
+
+fn dispatch(cli: &Cli) -> Result<(), Failure> {
+    let interrupts = Interrupts::install()?;
+    match &cli.command {
+        Command::Demo(args) => demo::demo(args, &interrupts),
+        Command::Run(args) => run::run(args, &interrupts),
+        Command::Receive(args) => receive::receive(args, &interrupts),
+        Command::Migrate(args) => migrate::migrate(args, &interrupts),
+        Command::Status(args) => status::status(args, &interrupts),
+        Command::Pause(args) => status::pause(args, &interrupts),
+        Command::Resume(args) => status::resume(args, &interrupts),
+        Command::Verify(args) => status::verify(args, &interrupts),
+        Command::Quit(args) => status::quit(args, &interrupts),
+        Command::Probe(args) => probe::probe(args),
+    }
+}

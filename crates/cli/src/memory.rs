@@ -1,0 +1,83 @@
+//! Memory of this process and of the host, as the kernel counts it.
+
+use std::fs;
+
+/// What this process uses beyond guest memory, in bytes. Guest memory is a memfd, so it counts as
+/// `RssShmem` and is in none of these.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Overhead {
+    /// Anonymous pages (`RssAnon`).
+    pub(crate) anon: u64,
+    /// Pages of files: code, mostly (`RssFile`).
+    pub(crate) file: u64,
+    /// Page tables (`VmPTE`), those of guest memory's mappings too.
+    pub(crate) tables: u64,
+}
+
+impl Overhead {
+    /// Of this process, now.
+    pub(crate) fn now() -> Self {
+        Self::of(&fs::read_to_string("/proc/self/status").unwrap_or_default())
+    }
+
+    fn of(status: &str) -> Self {
+        Self {
+            anon: kib_field(status, "RssAnon:").unwrap_or(0),
+            file: kib_field(status, "RssFile:").unwrap_or(0),
+            tables: kib_field(status, "VmPTE:").unwrap_or(0),
+        }
+    }
+
+    /// All of it, in bytes.
+    pub(crate) fn total(&self) -> u64 {
+        self.anon + self.file + self.tables
+    }
+}
+
+/// How many bytes the host would give without swapping, where it says so; of a container with a memory
+/// limit, what is left of the limit.
+pub(crate) fn available_bytes() -> Option<u64> {
+    let host = kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
+    Some(cgroup_left().map_or(host, |left| left.min(host)))
+}
+
+/// How much memory the host has, in bytes.
+pub(crate) fn host_bytes() -> Option<u64> {
+    kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
+}
+
+/// What is left of this control group's own limit (cgroup v2, as seen from inside a container).
+fn cgroup_left() -> Option<u64> {
+    let number = |name: &str| -> Option<u64> {
+        fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok()
+    };
+    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+}
+
+/// The value of a line like `RssAnon:     123 kB`, in bytes.
+pub(crate) fn kib_field(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_lines_are_read() {
+        let status = "Name:\tx\nRssAnon:\t     120 kB\nRssFile:\t    3000 kB\nRssShmem:\t 9 kB\nVmPTE:\t  40 kB\n";
+        let overhead = Overhead::of(status);
+        assert_eq!((overhead.anon, overhead.file, overhead.tables), (120 << 10, 3000 << 10, 40 << 10));
+        assert_eq!(overhead.total(), 3160 << 10);
+        assert_eq!(Overhead::of("nonsense"), Overhead::default());
+    }
+
+    #[test]
+    fn this_host_says_what_it_has() {
+        assert!(Overhead::now().total() > 100 << 10);
+        let (available, all) = (available_bytes().unwrap(), host_bytes().unwrap());
+        assert!(available <= all, "{available} of {all}");
+    }
+}

@@ -1,0 +1,63 @@
+//! `pageferry migrate`: tells a VM on this host to move.
+
+use crate::args::MigrateArgs;
+use crate::control::client::{Client, ask};
+use crate::control::protocol::{Event, Request};
+use crate::exit::{Exit, Failure};
+use crate::output;
+use crate::progress::{Display, Feed, Update};
+use crate::report::Report;
+use crate::signals::Interrupts;
+use std::cell::Cell;
+use std::time::Duration;
+
+/// The longest a migration may take before this command stops to watch it.
+const LIMIT: Duration = Duration::from_secs(24 * 3600);
+/// The longest wait for the answer to a request to cancel.
+const CANCEL_LIMIT: Duration = Duration::from_secs(5);
+
+/// Asks for the migration, shows how it goes, and what it did.
+///
+/// # Errors
+/// What the VM's process says went wrong.
+pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let path = &args.vm.socket;
+    let mut client = Client::connect(path)?;
+    let request = Request::Migrate {
+        to: args.to.to_string(),
+        precopy_passes: args.source.precopy_passes,
+    };
+    let feed = Feed::new();
+    let display = Display::start(&feed);
+    let served = Cell::new(0);
+    let stop = || {
+        let count = interrupts.count();
+        if count == served.get() {
+            return false;
+        }
+        served.set(count);
+        if count > 1 {
+            return true;
+        }
+        match ask(path, &Request::Cancel, CANCEL_LIMIT, &Interrupts::default()) {
+            Ok(_) => feed.note("cancelling"),
+            Err(why) => feed.note(format!("{why}; waiting for the rest (again: stop watching)")),
+        }
+        false
+    };
+    let mut show = |event| match event {
+        Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
+        Event::Progress { done, total } => feed.at(done, total),
+        Event::Note(text) => feed.note(text),
+    };
+    let answer = client.call(&request, LIMIT, &stop, &mut show);
+    display.finish();
+    let report: Report = serde_json::from_value(answer?)
+        .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's report is not readable: {e}")))?;
+    if args.json {
+        output::json(&report.json());
+    } else {
+        output::result(&format!("the VM runs at {} now\n{}", args.to, report.table()));
+    }
+    Ok(())
+}

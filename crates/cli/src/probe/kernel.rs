@@ -1,0 +1,132 @@
+//! What the kernel offers to this process.
+
+use super::{Finding, State, deliveries};
+use pageferry_machine::Engine;
+use pageferry_userfault::uffd::{Features, UffdSupport};
+use rustix::fs::MemfdFlags;
+use std::fs;
+use std::path::Path;
+
+/// Bit of CAP_SYS_PTRACE in the capability sets (`include/uapi/linux/capability.h`).
+const CAP_SYS_PTRACE: u32 = 19;
+
+/// KVM: does a VM really run?
+pub(super) fn kvm() -> Finding {
+    let parameter = |name: &str| {
+        let text = fs::read_to_string(format!("/sys/module/kvm/parameters/{name}")).ok()?;
+        Some(format!("{name}={}", text.trim()))
+    };
+    match pageferry_machine::kvm::probe_vm() {
+        Ok(()) => {
+            let deliveries = deliveries(Engine::Kvm);
+            let usable = !deliveries.is_empty();
+            let how = parameter("tdp_mmu").map_or(String::new(), |tdp| format!(" ({tdp})"));
+            Finding {
+                name: "kvm",
+                state: if usable { State::Good } else { State::Limited },
+                found: format!("a probe VM runs on /dev/kvm{how}"),
+                means: if usable {
+                    format!("engine kvm runs guests; as a destination it delivers faults by: {}", deliveries.join(", "))
+                } else {
+                    "engine kvm runs guests and sends them away; it cannot receive any".into()
+                },
+                advice: (!usable).then(|| "see userfaultfd below".into()),
+            }
+        }
+        Err(why) => Finding {
+            name: "kvm",
+            state: State::Missing,
+            found: why.to_string(),
+            means: "engine kvm is not usable; engine soft is, with guests of our own RISC-V hypervisor".into(),
+            advice: Some(if Path::new("/dev/kvm").exists() {
+                "give this user access to /dev/kvm (group kvm), or use --engine soft".into()
+            } else {
+                "load kvm_intel or kvm_amd (in a VM: have its host enable nested virtualization), or use --engine soft".into()
+            }),
+        },
+    }
+}
+
+/// userfaultfd: may we, and with what?
+pub(super) fn userfaultfd() -> Finding {
+    let support = UffdSupport::probe();
+    let name = "userfaultfd";
+    if let Err(why) = &support.usable {
+        return Finding {
+            name,
+            state: State::Missing,
+            found: why.to_string(),
+            means: "engine kvm cannot receive a VM here (it can send one); engine soft needs no userfaultfd".into(),
+            advice: Some("run as root or with CAP_SYS_PTRACE, or `sysctl vm.unprivileged_userfaultfd=1`, or give access to /dev/userfaultfd".into()),
+        };
+    }
+    let steps = [
+        (Features::POISON, "poison: a vCPU leaves the guest on its own thread", "Linux 6.6"),
+        (Features::MINOR_SHMEM, "minor: pages are received into their final place", "Linux 5.14"),
+        (Features::MISSING_SHMEM, "missing: pages are copied in", "Linux 4.11"),
+    ];
+    let (has, lacks): (Vec<_>, Vec<_>) = steps.iter().partition(|step| support.features.contains(step.0));
+    let words = |steps: &[&(Features, &str, &str)]| steps.iter().map(|s| s.1).collect::<Vec<_>>().join("; ");
+    let opened = support.opened_by.map_or(String::new(), |by| format!("opened by {by:?}, "));
+    Finding {
+        name,
+        state: if lacks.is_empty() { State::Good } else { State::Limited },
+        found: format!("{opened}features: {}", support.features),
+        means: format!("deliveries for engine kvm: {}", words(&has)),
+        advice: lacks.first().map(|step| format!("a newer kernel adds {} ({})", step.1, step.2)),
+    }
+}
+
+/// Who we are, as far as it matters.
+pub(super) fn privileges() -> Finding {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+        .unwrap_or(0);
+    let ptrace = effective >> CAP_SYS_PTRACE & 1 == 1;
+    let sysctl = UffdSupport::probe().unprivileged_sysctl;
+    let allowed = ptrace || sysctl == Some(true);
+    let sysctl = match sysctl {
+        Some(true) => "vm.unprivileged_userfaultfd=1",
+        Some(false) => "vm.unprivileged_userfaultfd=0",
+        None => "vm.unprivileged_userfaultfd is not there",
+    };
+    Finding {
+        name: "privileges",
+        state: if allowed { State::Good } else { State::Limited },
+        found: format!(
+            "user id {}, CAP_SYS_PTRACE {}, {sysctl}",
+            rustix::process::geteuid().as_raw(),
+            if ptrace { "held" } else { "not held" }
+        ),
+        means: if allowed {
+            "userfaultfd may serve faults of the kernel, as KVM needs".into()
+        } else {
+            "userfaultfd for KVM needs /dev/userfaultfd; everything else needs no privilege".into()
+        },
+        advice: None,
+    }
+}
+
+/// memfd: what guest memory is made of.
+pub(super) fn memfd() -> Finding {
+    let name = "memfd";
+    match rustix::fs::memfd_create("pageferry-probe", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING) {
+        Ok(_) => Finding {
+            name,
+            state: State::Good,
+            found: "can be made and sealed".into(),
+            means: "guest memory can be mapped twice: by the guest and by the migration".into(),
+            advice: None,
+        },
+        Err(why) => Finding {
+            name,
+            state: State::Missing,
+            found: format!("cannot be made: {why}"),
+            means: "no engine has guest memory without it".into(),
+            advice: Some("Linux 3.17 or later is needed, and a sandbox that lets memfd_create(2) pass".into()),
+        },
+    }
+}

@@ -1,0 +1,151 @@
+//! `pageferry probe`: what this host can do, what that means, and what to do about what is missing.
+//!
+//! Each [`Finding`] is made by trying, not by reading version numbers: a VM is run, a userfaultfd opened,
+//! a memfd made. Nothing on the host is changed.
+
+mod hardware;
+mod kernel;
+
+use crate::args::ProbeArgs;
+use crate::exit::Failure;
+use crate::output;
+use pageferry_machine::{Engine, EngineChoice, MachineSpec};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+/// How good a finding is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum State {
+    /// All that Pageferry can use is there.
+    Good,
+    /// It works, with something slower or smaller.
+    Limited,
+    /// It is not there.
+    Missing,
+}
+
+/// One thing looked at.
+#[derive(Clone, Debug, Serialize)]
+struct Finding {
+    /// Its stable name.
+    name: &'static str,
+    state: State,
+    /// What is there.
+    found: String,
+    /// What that means for Pageferry.
+    means: String,
+    /// What to do about what is missing; nothing if nothing is.
+    advice: Option<String>,
+}
+
+/// What `auto` would choose.
+#[derive(Clone, Debug, Serialize)]
+struct Choice {
+    engine: &'static str,
+    because: String,
+    /// The deliveries of that engine here, best first.
+    deliveries: Vec<&'static str>,
+}
+
+/// Looks, and says what it found.
+///
+/// # Errors
+/// When not even the soft engine can be chosen.
+pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
+    let findings = vec![
+        kernel::kvm(),
+        kernel::userfaultfd(),
+        kernel::privileges(),
+        kernel::memfd(),
+        hardware::huge_pages(),
+        hardware::transparent_huge_pages(),
+        hardware::cores(),
+        hardware::memory(),
+    ];
+    let choice = choose()?;
+    if args.json {
+        output::json(&as_json(&findings, &choice));
+    } else {
+        output::result(&as_text(&findings, &choice));
+    }
+    Ok(())
+}
+
+fn choose() -> Result<Choice, Failure> {
+    let (engine, because) = pageferry_machine::select(EngineChoice::Auto)?;
+    Ok(Choice {
+        engine: engine.name(),
+        because,
+        deliveries: deliveries(engine),
+    })
+}
+
+/// The fault deliveries of an engine on this host, asked of a small machine.
+fn deliveries(engine: Engine) -> Vec<&'static str> {
+    let spec = MachineSpec {
+        vcpus: 1,
+        memory_bytes: 1 << 20,
+    };
+    let machine = pageferry_machine::create(engine, spec);
+    machine.map_or(Vec::new(), |new| new.machine.deliveries().iter().map(|d| d.name()).collect())
+}
+
+fn as_json(findings: &[Finding], choice: &Choice) -> Value {
+    let findings: serde_json::Map<String, Value> =
+        findings.iter().map(|finding| (finding.name.into(), json!(finding))).collect();
+    json!({
+        "findings": findings,
+        "auto": {
+            "engine": choice.engine,
+            "because": choice.because,
+            "delivery": choice.deliveries.first(),
+            "deliveries": choice.deliveries,
+        },
+        "conditions": crate::report::Conditions::here("none"),
+    })
+}
+
+fn as_text(findings: &[Finding], choice: &Choice) -> String {
+    let mut out = String::new();
+    for finding in findings {
+        let mark = match finding.state {
+            State::Good => "ok",
+            State::Limited => "limited",
+            State::Missing => "missing",
+        };
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{:<8} {}: {}", mark, finding.name, finding.found);
+        let _ = writeln!(out, "         {}", finding.means);
+        if let Some(advice) = &finding.advice {
+            let _ = writeln!(out, "         -> {advice}");
+        }
+    }
+    let delivery = choice.deliveries.first().unwrap_or(&"none");
+    let _ = writeln!(out, "\nauto chooses engine {} ({}) and fault delivery {delivery}", choice.engine, choice.because);
+    if choice.deliveries.len() > 1 {
+        let _ = writeln!(out, "other deliveries here: {}", choice.deliveries[1..].join(", "));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_is_missing_comes_with_advice() {
+        for finding in [kernel::kvm(), kernel::userfaultfd(), kernel::memfd(), hardware::huge_pages()] {
+            assert!(!finding.found.is_empty() && !finding.means.is_empty(), "{finding:?}");
+            if finding.state == State::Missing {
+                assert!(finding.advice.is_some(), "{finding:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_soft_engine_is_always_there() {
+        assert_eq!(deliveries(Engine::Soft), ["exit"]);
+    }
+}

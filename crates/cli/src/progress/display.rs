@@ -1,0 +1,184 @@
+//! Shows a feed: bars on a terminal, lines elsewhere, both on stderr.
+
+use super::{Feed, Update};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use pageferry_migration::Phase;
+use std::io::{IsTerminal, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How often the feed is looked at.
+const POLL: Duration = Duration::from_millis(50);
+/// How often a plain line says how far a step is.
+const LINE_EVERY: Duration = Duration::from_secs(2);
+
+/// Shows a feed until it is finished or dropped; then everything put before was shown.
+#[derive(Debug)]
+pub(crate) struct Display {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Display {
+    /// Shows `feed`, if there is a thread for it to be had.
+    pub(crate) fn start(feed: &Arc<Feed>) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (feed, stopped) = (Arc::clone(feed), Arc::clone(&stop));
+        let thread = std::thread::Builder::new().name("progress".into()).spawn(move || {
+            let mut screen: Box<dyn Screen> = if std::io::stderr().is_terminal() {
+                Box::new(Bars::new())
+            } else {
+                Box::new(Lines::new())
+            };
+            loop {
+                let last = stopped.load(Ordering::Acquire);
+                feed.take().into_iter().for_each(|update| screen.show(update));
+                if last {
+                    break screen.end();
+                }
+                std::thread::park_timeout(POLL);
+            }
+        });
+        Self {
+            stop,
+            thread: thread.ok(),
+        }
+    }
+
+    /// Shows what is left and ends.
+    pub(crate) fn finish(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Display {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+trait Screen {
+    fn show(&mut self, update: Update);
+    fn end(&mut self);
+}
+
+/// One bar a step, one below the other.
+struct Bars {
+    all: MultiProgress,
+    current: Option<ProgressBar>,
+}
+
+impl Bars {
+    fn new() -> Self {
+        Self {
+            all: MultiProgress::with_draw_target(ProgressDrawTarget::stderr_with_hz(20)),
+            current: None,
+        }
+    }
+
+    fn style(template: &str) -> ProgressStyle {
+        ProgressStyle::with_template(template)
+            .unwrap_or_else(|_| ProgressStyle::default_bar())
+            .progress_chars("=> ")
+    }
+
+    fn begin(&mut self, name: &str) {
+        self.close();
+        let bar = self.all.add(ProgressBar::no_length());
+        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5}"));
+        bar.set_prefix(name.to_owned());
+        bar.enable_steady_tick(Duration::from_millis(120));
+        self.current = Some(bar);
+    }
+
+    fn close(&mut self) {
+        if let Some(bar) = self.current.take() {
+            bar.set_style(Self::style("* {prefix:18} {elapsed:>5}"));
+            bar.finish();
+        }
+    }
+}
+
+impl Screen for Bars {
+    fn show(&mut self, update: Update) {
+        match update {
+            Update::Phase(Phase::Completed) => self.close(),
+            Update::Phase(phase) => self.begin(&phase.to_string()),
+            Update::Step(name) => self.begin(&name),
+            Update::Progress { done, total } => {
+                if let Some(bar) = &self.current {
+                    if bar.length() != Some(total) {
+                        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} %"));
+                        bar.set_length(total);
+                    }
+                    bar.set_position(done.min(total));
+                }
+            }
+            Update::Note(text) => {
+                let _ = self.all.println(format!("pageferry: {text}"));
+            }
+        }
+    }
+
+    fn end(&mut self) {
+        self.close();
+    }
+}
+
+/// One line a step, and now and then one in between.
+struct Lines {
+    began: Instant,
+    step: String,
+    said: Instant,
+}
+
+impl Lines {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self {
+            began: now,
+            step: String::new(),
+            said: now,
+        }
+    }
+
+    fn say(&mut self, text: &str) {
+        self.said = Instant::now();
+        let at = self.began.elapsed().as_secs_f64();
+        let _ = writeln!(std::io::stderr().lock(), "pageferry: [{at:7.2} s] {text}");
+    }
+}
+
+impl Screen for Lines {
+    fn show(&mut self, update: Update) {
+        match update {
+            Update::Phase(phase) => {
+                self.step = phase.to_string();
+                self.say(&self.step.clone());
+            }
+            Update::Step(name) => {
+                self.say(&name);
+                self.step = name;
+            }
+            Update::Progress { done, total } => {
+                if self.said.elapsed() >= LINE_EVERY && total > 0 {
+                    let percent = done.min(total) as f64 * 100.0 / total as f64;
+                    self.say(&format!("{}: {percent:.0} %", self.step));
+                }
+            }
+            Update::Note(text) => self.say(&text),
+        }
+    }
+
+    fn end(&mut self) {}
+}

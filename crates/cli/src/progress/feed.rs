@@ -1,0 +1,108 @@
+//! Updates on their way from those who work to those who watch.
+
+use pageferry_migration::{Observer, Phase};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// One piece of news.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Update {
+    /// A phase of a migration began.
+    Phase(Phase),
+    /// A step of a command that is not a phase began.
+    Step(String),
+    /// What began last has come this far.
+    Progress {
+        /// Units done.
+        done: u64,
+        /// Of so many.
+        total: u64,
+    },
+    /// A line of its own.
+    Note(String),
+}
+
+/// A queue of updates that nobody waits on.
+#[derive(Debug, Default)]
+pub(crate) struct Feed {
+    updates: Mutex<Vec<Update>>,
+}
+
+impl Feed {
+    /// The most updates kept for a reader that does not come.
+    const MAX: usize = 1024;
+
+    /// An empty one.
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Update>> {
+        self.updates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds an update. Progress replaces progress that nobody has seen yet.
+    pub(crate) fn put(&self, update: Update) {
+        let mut updates = self.lock();
+        if matches!((updates.last(), &update), (Some(Update::Progress { .. }), Update::Progress { .. })) {
+            updates.pop();
+        }
+        if updates.len() < Self::MAX {
+            updates.push(update);
+        }
+    }
+
+    /// Begins a step.
+    pub(crate) fn step(&self, name: impl Into<String>) {
+        self.put(Update::Step(name.into()));
+    }
+
+    /// Says how far the step is.
+    pub(crate) fn at(&self, done: u64, total: u64) {
+        self.put(Update::Progress { done, total });
+    }
+
+    /// Says something.
+    pub(crate) fn note(&self, text: impl Into<String>) {
+        self.put(Update::Note(text.into()));
+    }
+
+    /// Takes all updates.
+    pub(crate) fn take(&self) -> Vec<Update> {
+        std::mem::take(&mut *self.lock())
+    }
+}
+
+impl Observer for Feed {
+    fn phase(&self, phase: Phase) {
+        self.put(Update::Phase(phase));
+    }
+
+    fn progress(&self, _: Phase, done: u64, total: u64) {
+        self.at(done, total);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_is_replaced_and_phases_are_kept() {
+        let feed = Feed::new();
+        feed.phase(Phase::Setup);
+        for done in 0..5000 {
+            feed.progress(Phase::Setup, done, 5000);
+        }
+        feed.phase(Phase::SwitchOver);
+        let last = Update::Progress { done: 4999, total: 5000 };
+        assert_eq!(feed.take(), [Update::Phase(Phase::Setup), last, Update::Phase(Phase::SwitchOver)]);
+        assert_eq!(feed.take(), []);
+    }
+
+    #[test]
+    fn a_feed_nobody_reads_does_not_grow_for_ever() {
+        let feed = Feed::new();
+        (0..10_000).for_each(|i| feed.note(format!("{i}")));
+        assert_eq!(feed.take().len(), Feed::MAX);
+    }
+}

@@ -1,0 +1,258 @@
+//! The charts of the HTML page, as SVG.
+
+use super::timeline::{Series, ms_from};
+use super::{PhaseAt, Stalls};
+use plotters::coord::Shift;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+const SIZE: (u32, u32) = (960, 380);
+const INK: RGBColor = RGBColor(40, 44, 52);
+const GRID: RGBColor = RGBColor(226, 229, 234);
+const FONT: &str = "sans-serif";
+/// Told apart by most people with impaired colour vision (Okabe and Ito, "Color Universal Design", 2008).
+const COLOURS: [RGBColor; 8] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(120, 94, 240),
+    RGBColor(60, 60, 60),
+];
+
+/// How many series can be told apart.
+pub(super) const MAX_SERIES: usize = COLOURS.len();
+
+type Drawn<T> = Result<T, String>;
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+fn say(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+fn draw(size: (u32, u32), paint: impl FnOnce(&Area<'_>) -> Drawn<()>) -> Drawn<String> {
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+        area.fill(&WHITE).map_err(say)?;
+        paint(&area)?;
+        area.present().map_err(say)?;
+    }
+    // Scales with the page; the backend gives it a fixed size only.
+    let (width, height) = size;
+    let fixed = format!("<svg width=\"{width}\" height=\"{height}\"");
+    Ok(svg.replacen(&fixed, "<svg class=\"chart\" role=\"img\"", 1))
+}
+
+fn small() -> TextStyle<'static> {
+    (FONT, 13).into_font().color(&INK)
+}
+
+/// A power of ten in microseconds, with its unit.
+fn decade(log_us: f64) -> String {
+    match log_us.round() as i32 {
+        power @ ..0 => format!("{} ns", 10i64.pow((power + 3).max(0) as u32)),
+        power @ 0..3 => format!("{} us", 10i64.pow(power as u32)),
+        power @ 3..6 => format!("{} ms", 10i64.pow((power - 3) as u32)),
+        power => format!("{} s", 10i64.pow((power - 6).min(12) as u32)),
+    }
+}
+
+/// The histogram of stalls: both axes logarithmic, quantiles marked.
+pub(super) fn stalls(stalls: &Stalls) -> Drawn<String> {
+    let buckets = stalls.buckets();
+    let (Some(first), Some(last)) = (buckets.first(), buckets.last()) else {
+        return Err("there was no stall to draw".into());
+    };
+    let (left, right) = (first.from_us.log10().floor(), last.to_us.log10().ceil());
+    let most = buckets.iter().map(|b| b.count).max().unwrap_or(1) as f64;
+    let bottom = -0.3; // a bar of one is visible
+    let top = most.log10().ceil().max(1.0);
+    draw(SIZE, |area| {
+        let mut chart = ChartBuilder::on(area)
+            .margin(14)
+            .x_label_area_size(46)
+            .y_label_area_size(76)
+            .build_cartesian_2d(left..right, bottom..top + 0.25)
+            .map_err(say)?;
+        chart
+            .configure_mesh()
+            .x_labels((right - left) as usize + 1)
+            .y_labels(top as usize + 1)
+            .x_label_formatter(&|x| if x.fract().abs() < 1e-6 { decade(*x) } else { String::new() })
+            .y_label_formatter(&|y| if y.fract().abs() < 1e-6 { format!("{}", 10f64.powf(*y)) } else { String::new() })
+            .x_desc("stall: from the fault to the vCPU running again (logarithmic)")
+            .y_desc("faults (logarithmic)")
+            .axis_style(INK)
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .label_style(small())
+            .axis_desc_style(small())
+            .draw()
+            .map_err(say)?;
+        let bars = buckets.iter().filter(|b| b.count > 0).map(|b| {
+            let corners = [(b.from_us.log10(), bottom), (b.to_us.log10(), (b.count as f64).log10())];
+            let mut bar = Rectangle::new(corners, COLOURS[0].mix(0.75).filled());
+            bar.set_margin(0, 0, 1, 1);
+            bar
+        });
+        chart.draw_series(bars).map_err(say)?;
+        let marks = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
+        for (index, (name, share)) in marks.into_iter().enumerate() {
+            let us = stalls.quantile_us(share);
+            let x = us.max(1e-3).log10();
+            let colour = COLOURS[1 + index];
+            chart
+                .draw_series(LineSeries::new([(x, bottom), (x, top + 0.25)], colour.stroke_width(2)))
+                .map_err(say)?
+                .label(format!("{name} {}", super::table::micros(us)))
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+        }
+        legend(&mut chart)
+    })
+}
+
+fn legend<'a, X, Y>(chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>) -> Drawn<()>
+where
+    X: Ranged<ValueType = f64>,
+    Y: Ranged<ValueType = f64>,
+{
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .margin(8)
+        .background_style(WHITE.mix(0.9))
+        .border_style(GRID)
+        .label_font(small())
+        .draw()
+        .map_err(say)
+}
+
+/// What is drawn behind a timeline.
+pub(super) struct Backdrop<'a> {
+    /// The moment that is 0 on the time axis.
+    pub(super) origin_ns: u64,
+    /// The time axis in milliseconds.
+    pub(super) window: (f64, f64),
+    /// The phases, in order.
+    pub(super) phases: &'a [PhaseAt],
+    /// The blackout's start and end.
+    pub(super) blackout: Option<(u64, u64)>,
+    /// How wide the chart is said to be for readers.
+    pub(super) x_desc: &'a str,
+}
+
+/// Speed over time, a line a series, the phases as bands and the blackout in grey.
+pub(super) fn timeline(series: &[Series], back: &Backdrop<'_>) -> Drawn<String> {
+    let (left, right) = back.window;
+    let highest = series
+        .iter()
+        .flat_map(|s| &s.points)
+        .map(|point| point.1)
+        .fold(1.0, f64::max);
+    let top = highest * 1.2;
+    draw(SIZE, |area| {
+        let mut chart = ChartBuilder::on(area)
+            .margin(14)
+            .x_label_area_size(46)
+            .y_label_area_size(76)
+            .build_cartesian_2d(left..right, 0.0..top)
+            .map_err(say)?;
+        let bands = bands(back, right);
+        for (index, (from, to, _)) in bands.iter().enumerate() {
+            let shade = if index % 2 == 0 { RGBColor(246, 248, 251) } else { RGBColor(236, 240, 246) };
+            let corners = [(from.max(left), 0.0), (to.min(right), top)];
+            chart.draw_series([Rectangle::new(corners, shade.filled())]).map_err(say)?;
+        }
+        if let Some((from, to)) = back.blackout {
+            let (from, to) = (ms_from(back.origin_ns, from), ms_from(back.origin_ns, to));
+            // At least two pixels wide, so that it is seen on any scale.
+            let to = to.max(from + (right - left) * 2.0 / f64::from(SIZE.0));
+            let red = RGBColor(214, 39, 40);
+            chart
+                .draw_series([Rectangle::new([(from, 0.0), (to, top)], red.mix(0.35).filled())])
+                .map_err(say)?
+                .label("blackout")
+                .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 18, y + 5)], red.mix(0.35).filled()));
+        }
+        chart
+            .configure_mesh()
+            .disable_x_mesh()
+            .x_labels(12)
+            .y_labels(6)
+            .y_label_formatter(&|y| thousands(*y))
+            .x_label_formatter(&|x| format!("{x}"))
+            .x_desc(back.x_desc)
+            .y_desc("pages rewritten a second")
+            .axis_style(INK)
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .label_style(small())
+            .axis_desc_style(small())
+            .draw()
+            .map_err(say)?;
+        for (index, one) in series.iter().enumerate() {
+            let colour = COLOURS[index % MAX_SERIES];
+            chart
+                .draw_series(LineSeries::new(one.points.iter().copied(), colour.stroke_width(1)))
+                .map_err(say)?
+                .label(one.name.clone())
+                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+        }
+        let anchor = small().pos(Pos::new(HPos::Left, VPos::Top));
+        for (from, to, name) in &bands {
+            let (from, to) = (from.max(left), to.min(right));
+            // Names that would not fit their band are left to the table of phases.
+            let pixels = (to - from) / (right - left) * f64::from(SIZE.0 - 110);
+            if pixels > name.len() as f64 * 7.5 {
+                let at = (from + (right - left) * 0.004, top * 0.995);
+                chart.draw_series([Text::new(name.clone(), at, anchor.clone())]).map_err(say)?;
+            }
+        }
+        legend(&mut chart)
+    })
+}
+
+/// The phases as stretches of the time axis.
+fn bands(back: &Backdrop<'_>, right: f64) -> Vec<(f64, f64, String)> {
+    let starts: Vec<f64> = back.phases.iter().map(|p| ms_from(back.origin_ns, p.at_ns)).collect();
+    let ends = starts.iter().skip(1).copied().chain([right]);
+    starts
+        .iter()
+        .zip(ends)
+        .zip(back.phases)
+        .filter(|((from, to), phase)| phase.name != "completed" && to > from && **from < right && *to > back.window.0)
+        .map(|((from, to), phase)| (*from, to, phase.label.clone()))
+        .collect()
+}
+
+/// A number with a comma every three digits.
+fn thousands(value: f64) -> String {
+    let digits = format!("{:.0}", value.max(0.0));
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axis_labels_have_units() {
+        assert_eq!(decade(0.0), "1 us");
+        assert_eq!(decade(2.0), "100 us");
+        assert_eq!(decade(3.0), "1 ms");
+        assert_eq!(decade(6.0), "1 s");
+        assert_eq!(decade(-1.0), "100 ns");
+        assert_eq!(thousands(1234567.0), "1,234,567");
+        assert_eq!(thousands(12.0), "12");
+    }
+}

@@ -1,0 +1,159 @@
+//! Each side's account of a migration, in a form that travels over a control socket.
+
+use super::stalls::Stalls;
+use crate::memory::Overhead;
+use crate::sampler::Sample;
+use pageferry_addr::RamPage;
+use pageferry_migration::{DestinationReport, PageCounts, PhaseStart, SourceReport};
+use serde::{Deserialize, Serialize};
+
+/// Pages by the way they went.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Pages {
+    precopy: u64,
+    urgent: u64,
+    background: u64,
+    zero: u64,
+}
+
+impl From<PageCounts> for Pages {
+    fn from(counts: PageCounts) -> Self {
+        Self {
+            precopy: counts.precopy,
+            urgent: counts.urgent,
+            background: counts.background,
+            zero: counts.zero,
+        }
+    }
+}
+
+impl From<Pages> for PageCounts {
+    fn from(pages: Pages) -> Self {
+        Self {
+            precopy: pages.precopy,
+            urgent: pages.urgent,
+            background: pages.background,
+            zero: pages.zero,
+        }
+    }
+}
+
+/// When a phase began.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PhaseAt {
+    /// Its name, without the pass.
+    pub(crate) name: String,
+    /// Its name, with the pass.
+    pub(crate) label: String,
+    /// `CLOCK_MONOTONIC`, nanoseconds.
+    pub(crate) at_ns: u64,
+}
+
+impl From<&PhaseStart> for PhaseAt {
+    fn from(start: &PhaseStart) -> Self {
+        Self {
+            name: start.phase.name().into(),
+            label: start.phase.to_string(),
+            at_ns: start.at_ns,
+        }
+    }
+}
+
+/// What the source knows.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Sent {
+    /// Every phase in order.
+    pub(crate) phases: Vec<PhaseAt>,
+    /// From the first connection attempt to the confirmed end.
+    pub(crate) total_ns: u64,
+    /// When the first vCPU left the guest for good.
+    pub(crate) first_stop_ns: u64,
+    /// When the last one did.
+    pub(crate) last_stop_ns: u64,
+    /// When the word that the guest runs at the destination had arrived.
+    pub(crate) confirmed_ns: u64,
+    /// Pages sent.
+    pub(crate) pages: Pages,
+    /// Pages missing when the destination started.
+    pub(crate) missing_at_start: u64,
+    /// Bytes of pages sent.
+    pub(crate) page_bytes: u64,
+    /// Of these, by the background push.
+    pub(crate) background_bytes: u64,
+    /// How long that took.
+    pub(crate) background_ns: u64,
+    /// Pages and nanoseconds of each pre-copy pass.
+    pub(crate) passes: Vec<(u64, u64)>,
+    /// The source process's memory beyond guest memory, in bytes.
+    pub(crate) overhead_bytes: u64,
+    /// The guest's progress.
+    pub(crate) samples: Vec<Sample>,
+}
+
+impl Sent {
+    /// The source's report, with the samples taken beside it.
+    pub(crate) fn new(report: &SourceReport, samples: Vec<Sample>) -> Self {
+        Self {
+            phases: report.phases.iter().map(PhaseAt::from).collect(),
+            total_ns: report.total_ns,
+            first_stop_ns: report.first_stop_ns,
+            last_stop_ns: report.last_stop_ns,
+            confirmed_ns: report.confirmed_ns,
+            pages: report.pages.into(),
+            missing_at_start: report.missing_at_start,
+            page_bytes: report.page_bytes,
+            background_bytes: report.background_bytes,
+            background_ns: report.background_ns,
+            passes: report.passes.clone(),
+            overhead_bytes: Overhead::now().total(),
+            samples,
+        }
+    }
+}
+
+/// What the destination knows.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Received {
+    /// Every phase in order.
+    pub(crate) phases: Vec<PhaseAt>,
+    /// How faults were delivered.
+    pub(crate) delivery: String,
+    /// When the vCPUs were let go.
+    pub(crate) started_ns: u64,
+    /// When the first guest instruction ran, where the engine tells.
+    pub(crate) first_instruction_ns: Option<u64>,
+    /// When the guest first touched a page of data.
+    pub(crate) first_touch_ns: Option<u64>,
+    /// How long faults held vCPUs up.
+    pub(crate) stalls: Stalls,
+    /// Faults on pages that were there and only had to be mapped.
+    pub(crate) local_faults: u64,
+    /// Pages received.
+    pub(crate) pages: Pages,
+    /// Pages missing at the start.
+    pub(crate) missing_at_start: u64,
+    /// The destination process's memory beyond guest memory, in bytes.
+    pub(crate) overhead_bytes: u64,
+    /// The guest's progress.
+    pub(crate) samples: Vec<Sample>,
+}
+
+impl Received {
+    /// The destination's report; `is_data` tells the guest's data from its code and tables.
+    pub(crate) fn new(report: &DestinationReport, is_data: impl Fn(RamPage) -> bool) -> Self {
+        let pairs = report.stalls.iter_recorded().map(|v| (v.value_iterated_to(), v.count_at_value()));
+        Self {
+            phases: report.phases.iter().map(PhaseAt::from).collect(),
+            delivery: report.delivery.name().into(),
+            started_ns: report.started_ns,
+            first_instruction_ns: report.first_instruction_ns,
+            first_touch_ns: report.first_touch_ns(is_data),
+            stalls: Stalls::new(pairs),
+            local_faults: report.local_faults,
+            pages: report.pages.into(),
+            missing_at_start: report.missing_at_start,
+            overhead_bytes: Overhead::now().total(),
+            samples: Vec::new(),
+        }
+    }
+}

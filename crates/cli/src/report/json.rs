@@ -1,0 +1,72 @@
+//! The report for programs. Keys keep their names and units from version to version.
+
+use super::{MS, Report, Stalls};
+use serde_json::{Value, json};
+
+/// One object.
+pub(super) fn show(report: &Report) -> Value {
+    let pages = report.pages();
+    let blackout = report.blackout();
+    let received = report.received.as_ref();
+    let sent = report.sent.as_ref();
+    json!({
+        "engine": report.engine,
+        "delivery": received.map(|r| &r.delivery),
+        "vcpus": report.vcpus,
+        "memory_bytes": report.memory_bytes,
+        "total_ms": report.total_ms(),
+        "blackout_ms": blackout.map(|b| b.ms),
+        "blackout_kind": blackout.map(|b| b.kind.name()),
+        "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),
+        "pages": {
+            "precopy": pages.precopy,
+            "urgent": pages.urgent,
+            "background": pages.background,
+            "zero": pages.zero,
+        },
+        "missing_at_start": sent.map(|s| s.missing_at_start).or(received.map(|r| r.missing_at_start)),
+        "stall_us": report.stalls().map(stall_us),
+        "stall_histogram": report.stalls().map(histogram),
+        "local_faults": received.map(|r| r.local_faults),
+        "throughput_bytes_per_s": report.throughput(),
+        "background_bytes_per_s": report.background_throughput(),
+        "phases": phases(report),
+        "passes": sent.map(|s| s.passes.iter().map(|&(pages, ns)| json!({"pages": pages, "ms": ns as f64 / MS})).collect::<Vec<_>>()),
+        "overhead_bytes": {
+            "source": sent.map(|s| s.overhead_bytes),
+            "destination": received.map(|r| r.overhead_bytes),
+        },
+        "verified": report.verified.as_ref().map(|v| json!({"guest": v.guest, "host": v.host, "words": v.words})),
+        "conditions": report.conditions,
+    })
+}
+
+fn stall_us(stalls: &Stalls) -> Value {
+    json!({
+        "count": stalls.count(),
+        "mean": stalls.mean_us(),
+        "p50": stalls.quantile_us(0.5),
+        "p90": stalls.quantile_us(0.9),
+        "p99": stalls.quantile_us(0.99),
+        "p999": stalls.quantile_us(0.999),
+        "max": stalls.max_us(),
+        "over_2ms": stalls.over_2ms(),
+    })
+}
+
+fn histogram(stalls: &Stalls) -> Value {
+    stalls
+        .buckets()
+        .iter()
+        .map(|b| json!({"from_us": b.from_us, "to_us": b.to_us, "count": b.count}))
+        .collect()
+}
+
+/// The phases with their starts in milliseconds since the first.
+fn phases(report: &Report) -> Option<Vec<Value>> {
+    let sent = report.sent.as_ref().map(|s| &s.phases);
+    let phases = sent.or(report.received.as_ref().map(|r| &r.phases))?;
+    let start = phases.first()?.at_ns;
+    let show = |p: &super::PhaseAt| json!({"phase": p.name, "label": p.label, "at_ms": p.at_ns.saturating_sub(start) as f64 / MS});
+    Some(phases.iter().map(show).collect())
+}

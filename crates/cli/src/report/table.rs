@@ -1,0 +1,126 @@
+//! The report for people.
+
+use super::{MS, Report};
+use crate::size::human;
+use std::fmt::Write;
+
+/// Two columns, and a histogram of the stalls in characters.
+pub(super) fn show(report: &Report) -> String {
+    let mut out = String::new();
+    for (name, value) in rows(report) {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "  {name:<22}{value}");
+    }
+    if let Some(stalls) = report.stalls().filter(|s| s.count() > 0) {
+        let _ = write!(out, "\n  stalls, by length\n{}", bars(stalls));
+    }
+    out
+}
+
+/// Names and values, as the table and the HTML page show them.
+pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
+    let mut rows = Vec::new();
+    let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
+    let because = report.conditions.engine_because.as_ref().map(|why| format!(" ({why})"));
+    row("engine", format!("{}{}", report.engine, because.unwrap_or_default()));
+    if let Some(received) = &report.received {
+        row("fault delivery", received.delivery.clone());
+    }
+    row("machine", format!("{} vCPUs, {}", report.vcpus, human(report.memory_bytes)));
+    row("link", report.conditions.link.clone());
+    if let Some(ms) = report.total_ms() {
+        row("total time", format!("{ms:.1} ms"));
+    }
+    if let Some(blackout) = report.blackout() {
+        let bound = if blackout.kind == super::BlackoutKind::Exact { "" } else { "at most " };
+        row("blackout", format!("{bound}{:.2} ms ({})", blackout.ms, blackout.kind.words()));
+    }
+    let pages = report.pages();
+    let all = pages.precopy + pages.urgent + pages.background + pages.zero;
+    row(
+        "pages sent",
+        format!(
+            "{all}: {} pre-copy, {} urgent, {} background, {} zero",
+            pages.precopy, pages.urgent, pages.background, pages.zero
+        ),
+    );
+    if let Some(sent) = &report.sent {
+        for (index, (pages, ns)) in sent.passes.iter().enumerate() {
+            row(&format!("pre-copy pass {}", index + 1), format!("{pages} pages in {:.1} ms", *ns as f64 / MS));
+        }
+        row("missing at the start", format!("{} pages", sent.missing_at_start));
+    }
+    if let Some(rate) = report.throughput() {
+        let background = report.background_throughput().map(|b| format!(", background push {}/s", human(b as u64)));
+        row("throughput", format!("{}/s{}", human(rate as u64), background.unwrap_or_default()));
+    }
+    if let Some(stalls) = report.stalls() {
+        let text = if stalls.count() == 0 {
+            "none: no vCPU touched a page before it was there".into()
+        } else {
+            format!(
+                "{} faults: mean {}, p50 {}, p90 {}, p99 {}, p99.9 {}, max {}; {} over 2 ms",
+                stalls.count(),
+                micros(stalls.mean_us()),
+                micros(stalls.quantile_us(0.5)),
+                micros(stalls.quantile_us(0.9)),
+                micros(stalls.quantile_us(0.99)),
+                micros(stalls.quantile_us(0.999)),
+                micros(stalls.max_us()),
+                stalls.over_2ms()
+            )
+        };
+        row("stalls", text);
+    }
+    let overhead = [
+        report.sent.as_ref().map(|s| format!("source {}", human(s.overhead_bytes))),
+        report.received.as_ref().map(|r| format!("destination {}", human(r.overhead_bytes))),
+    ];
+    let overhead: Vec<String> = overhead.into_iter().flatten().collect();
+    if !overhead.is_empty() {
+        row("memory overhead", overhead.join(", "));
+    }
+    if let Some(verified) = &report.verified {
+        let word = |holds| if holds { "holds" } else { "FAILED" };
+        row("verified by the guest", word(verified.guest).into());
+        row("verified by the host", word(verified.host).into());
+        row("verification", verified.words.clone());
+    }
+    if report.conditions.build == "debug" {
+        row("note", "a debug build: its times say nothing about speed (build with --release)".into());
+    }
+    rows
+}
+
+/// A time in the unit that suits it.
+pub(super) fn micros(us: f64) -> String {
+    match us {
+        us if us >= 1e6 => format!("{:.2} s", us / 1e6),
+        us if us >= 1e4 => format!("{:.1} ms", us / 1e3),
+        us if us >= 1e3 => format!("{:.2} ms", us / 1e3),
+        us if us >= 100.0 => format!("{us:.0} us"),
+        us => format!("{us:.1} us"),
+    }
+}
+
+/// The histogram with three buckets a decade or so: neighbours joined until at most 16 rows are left.
+fn bars(stalls: &super::Stalls) -> String {
+    const ROWS: usize = 16;
+    const WIDTH: f64 = 40.0;
+    let buckets = stalls.buckets();
+    let join = buckets.len().div_ceil(ROWS).max(1);
+    let joined: Vec<_> = buckets
+        .chunks(join)
+        .map(|group| {
+            let count: u64 = group.iter().map(|b| b.count).sum();
+            (group[0].from_us, group[group.len() - 1].to_us, count)
+        })
+        .collect();
+    let most = joined.iter().map(|row| row.2).max().unwrap_or(1).max(1);
+    let mut out = String::new();
+    for (from, to, count) in joined {
+        let bar = "#".repeat((count as f64 / most as f64 * WIDTH).ceil() as usize);
+        let _ = writeln!(out, "  {:>9} to {:>9}  {count:>8}  {bar}", micros(from), micros(to));
+    }
+    out
+}

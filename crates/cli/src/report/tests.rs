@@ -1,0 +1,144 @@
+//! Of the report as a whole: what it computes, and that what it shows is well-formed.
+
+use super::halves::Pages;
+use super::*;
+
+const START: u64 = 1_000_000_000;
+
+fn report() -> Report {
+    let phase = |name: &str, ms: u64| PhaseAt {
+        name: name.into(),
+        label: name.into(),
+        at_ns: START + ms * 1_000_000,
+    };
+    let sample = |ms: u64| Sample {
+        at_ns: START + ms * 1_000_000,
+        done: vec![Some(ms * 3), Some(ms * 2)],
+    };
+    let samples = |range: std::ops::Range<u64>| range.map(sample).collect::<Vec<_>>();
+    Report {
+        engine: "soft".into(),
+        vcpus: 2,
+        memory_bytes: 32 << 20,
+        sent: Some(Sent {
+            phases: vec![
+                phase("setup", 0),
+                phase("pre-copy", 10),
+                phase("switch-over", 110),
+                phase("post-copy", 113),
+                phase("completion", 210),
+                phase("completed", 211),
+            ],
+            total_ns: 211_000_000,
+            first_stop_ns: START + 110_100_000,
+            last_stop_ns: START + 110_500_000,
+            confirmed_ns: START + 113_000_000,
+            pages: Pages::from(PageCounts {
+                precopy: 8000,
+                urgent: 100,
+                background: 1900,
+                zero: 192,
+            }),
+            missing_at_start: 2000,
+            page_bytes: 40 << 20,
+            background_bytes: 7 << 20,
+            background_ns: 90_000_000,
+            passes: vec![(8192, 100_000_000)],
+            overhead_bytes: 9 << 20,
+            samples: samples(0..111),
+        }),
+        received: Some(Received {
+            phases: vec![phase("setup", 1), phase("completed", 211)],
+            delivery: "exit".into(),
+            started_ns: START + 112_000_000,
+            first_instruction_ns: Some(START + 112_500_000),
+            first_touch_ns: None,
+            stalls: Stalls::new([(20_000, 90), (500_000, 9), (3_000_000, 1)]),
+            local_faults: 3,
+            pages: Pages::default(),
+            missing_at_start: 2000,
+            overhead_bytes: 8 << 20,
+            samples: samples(113..300),
+        }),
+        verified: Some(Verified {
+            guest: true,
+            host: false,
+            words: "<b>&".into(),
+        }),
+        conditions: Conditions::here("TCP on loopback"),
+    }
+}
+
+#[test]
+fn the_blackout_is_as_exact_as_what_is_known() {
+    let mut report = report();
+    let blackout = report.blackout().unwrap();
+    assert_eq!((blackout.ms, blackout.kind), (2.0, BlackoutKind::Exact));
+    let received = report.received.as_mut().unwrap();
+    received.first_instruction_ns = None;
+    received.first_touch_ns = Some(START + 112_700_000);
+    let blackout = report.blackout().unwrap();
+    assert_eq!((blackout.ms, blackout.kind), (2.2, BlackoutKind::FirstTouch));
+    report.received = None;
+    let blackout = report.blackout().unwrap();
+    assert_eq!((blackout.ms, blackout.kind), (2.5, BlackoutKind::UpperBound));
+    report.sent = None;
+    assert_eq!(report.blackout(), None);
+}
+
+#[test]
+fn json_has_the_keys_that_programs_rely_on() {
+    let json = report().json();
+    for key in ["engine", "delivery", "vcpus", "memory_bytes", "total_ms", "blackout_ms", "throughput_bytes_per_s"] {
+        assert!(!json[key].is_null(), "{key}");
+    }
+    for key in ["precopy", "urgent", "background", "zero"] {
+        assert!(json["pages"][key].is_u64(), "{key}");
+    }
+    for key in ["count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms"] {
+        assert!(json["stall_us"][key].is_number(), "{key}");
+    }
+    assert_eq!(json["stall_us"]["p50"], 20.0);
+    assert_eq!(json["stall_us"]["over_2ms"], 1);
+    assert_eq!(json["verified"]["guest"], true);
+    assert_eq!(json["verified"]["host"], false);
+    // 40 MiB in the 200 ms from the first pass to the completion.
+    assert_eq!(json["throughput_bytes_per_s"], (40u64 << 20) as f64 * 5.0);
+}
+
+#[test]
+fn a_side_that_knows_half_still_reports() {
+    let mut half = report();
+    half.received = None;
+    half.verified = None;
+    assert!(half.json()["stall_us"].is_null());
+    assert!(half.table().contains("at most"), "{}", half.table());
+    half.html().unwrap();
+    let mut half = report();
+    half.sent = None;
+    assert_eq!(half.total_ms(), Some(210.0));
+    assert!(half.json()["blackout_ms"].is_null());
+    half.html().unwrap();
+}
+
+#[test]
+fn the_page_is_complete_and_escapes_what_it_is_given() {
+    let page = report().html().unwrap();
+    assert_eq!(page.matches("<svg").count(), 3);
+    assert_eq!(page.matches("</svg>").count(), 3);
+    for part in ["blackout", "vCPU 1", "pages rewritten a second", "p99.9", "&lt;b&gt;&amp;", "verification failed"] {
+        assert!(page.contains(part), "{part}");
+    }
+    assert!(!page.contains("<b>&"), "escaped");
+    for loaded in ["src=", "href=", "url(", "@import"] {
+        assert!(!page.contains(loaded), "nothing is loaded from elsewhere: {loaded}");
+    }
+}
+
+#[test]
+fn the_table_says_what_failed() {
+    let table = report().table();
+    for part in ["FAILED", "holds", "2.00 ms", "100 faults", "1 over 2 ms", "8000 pre-copy"] {
+        assert!(table.contains(part), "{part} in\n{table}");
+    }
+}

@@ -1,0 +1,41 @@
+//! `pageferry run`: a VM that can be migrated away.
+
+use crate::args::RunArgs;
+use crate::control::server::ControlServer;
+use crate::exit::Failure;
+use crate::host::{Activity, Ended, Host, HostService};
+use crate::output;
+use crate::signals::Interrupts;
+use crate::size;
+use crate::vm::{GuestDescription, Vm, check_host_memory};
+use std::sync::Arc;
+
+/// Runs a VM until it left or somebody wants the end.
+///
+/// # Errors
+/// What keeps the VM from running.
+pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let (engine, because) = pageferry_machine::select(args.machine.engine)?;
+    let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
+    guest.workload()?;
+    check_host_memory(guest.memory_bytes, 1)?;
+    let (host, jobs) = Host::new();
+    let server = ControlServer::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
+    let vm = Arc::new(Vm::create(&guest, None)?);
+    vm.boot()?;
+    host.set_vm(&vm);
+    host.set_activity(Activity::Here);
+    output::note(&format!(
+        "a VM with {} vCPUs and {} runs on {engine} ({because}); control socket {}",
+        guest.vcpus,
+        size::human(guest.memory_bytes),
+        args.control.display()
+    ));
+    let ended = host.keep(&jobs, interrupts)?;
+    drop(server);
+    match ended {
+        Ended::Asked => output::note("the VM was ended"),
+        Ended::Migrated(to) => output::result(&format!("the VM runs at {to} now\n")),
+    }
+    Ok(())
+}

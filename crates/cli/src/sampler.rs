@@ -1,0 +1,111 @@
+//! How far each vCPU is, sampled beside the running guest, for the timeline.
+//!
+//! The sampler reads the vCPUs' control pages through the VMM's own mapping, after asking whether the
+//! page is there, and never touches the vCPUs themselves.
+
+use crate::vm::Vm;
+use pageferry_migration::monotonic_ns;
+use serde::{Deserialize, Serialize};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How often the pages are read at first.
+const INTERVAL: Duration = Duration::from_millis(2);
+/// The most numbers kept; then every other sample is dropped and the interval doubled.
+const MAX_CELLS: usize = 1 << 16;
+
+/// How far all vCPUs were at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Sample {
+    /// `CLOCK_MONOTONIC`, nanoseconds.
+    pub(crate) at_ns: u64,
+    /// Pages done since the guest's start, a vCPU; nothing while its control page is missing.
+    pub(crate) done: Vec<Option<u64>>,
+}
+
+#[derive(Default)]
+struct Shared {
+    stop: AtomicBool,
+    samples: Mutex<Vec<Sample>>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Vec<Sample>> {
+        self.samples.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A thread that samples until it is dropped.
+pub(crate) struct Sampler {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Sampler {
+    /// Begins to sample `vm` once `ready` holds. Before, pages of a VM that is being received may be
+    /// neither missing nor there, and are left alone.
+    pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
+        let shared = Arc::<Shared>::default();
+        let (vm, ours) = (Arc::clone(vm), Arc::clone(&shared));
+        let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || {
+            let mut interval = INTERVAL;
+            while !ours.stop.load(Ordering::Acquire) {
+                if ready() {
+                    let sample = Sample {
+                        at_ns: monotonic_ns(),
+                        done: vm.controls().iter().map(|c| c.map(|c| c.done)).collect(),
+                    };
+                    let mut samples = ours.lock();
+                    samples.push(sample);
+                    if samples.len() * vm.vcpus() as usize > MAX_CELLS {
+                        thin(&mut samples);
+                        interval *= 2;
+                    }
+                }
+                std::thread::park_timeout(interval);
+            }
+        });
+        Self {
+            shared,
+            thread: thread.ok(),
+        }
+    }
+
+    /// All samples so far.
+    pub(crate) fn samples(&self) -> Vec<Sample> {
+        self.shared.lock().clone()
+    }
+}
+
+impl Drop for Sampler {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Drops every other sample.
+fn thin(samples: &mut Vec<Sample>) {
+    let mut keep = false;
+    samples.retain(|_| {
+        keep = !keep;
+        keep
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thinning_keeps_the_first_and_every_other() {
+        let mut samples: Vec<Sample> = (0..5).map(|at_ns| Sample { at_ns, done: vec![] }).collect();
+        thin(&mut samples);
+        assert_eq!(samples.iter().map(|s| s.at_ns).collect::<Vec<_>>(), [0, 2, 4]);
+    }
+}

@@ -1,0 +1,84 @@
+//! Ctrl-C and its siblings, counted.
+//!
+//! SIGINT, SIGTERM and SIGHUP are one thing to Pageferry: somebody wants it to stop. How often that was
+//! said is a number which every wait polls; what it means depends on what is under way. SIGPIPE stays
+//! ignored, as the Rust runtime sets it: a vanished reader is an error of a write.
+
+use crate::exit::{Exit, Failure};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often the user asked to stop.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Interrupts {
+    count: Arc<AtomicU32>,
+}
+
+impl Interrupts {
+    /// How often a wait looks for an interrupt.
+    pub(crate) const POLL: Duration = Duration::from_millis(20);
+
+    /// Takes over the signals of this process.
+    ///
+    /// # Errors
+    /// When the host refuses the handlers or a thread.
+    pub(crate) fn install() -> Result<Self, Failure> {
+        let cannot = |e| Failure::os("cannot handle signals", e);
+        let interrupts = Self::default();
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(cannot)?;
+        let count = Arc::clone(&interrupts.count);
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                for _ in &mut signals {
+                    count.fetch_add(1, Ordering::Release);
+                }
+            })
+            .map_err(cannot)?;
+        Ok(interrupts)
+    }
+
+    /// How often so far.
+    pub(crate) fn count(&self) -> u32 {
+        self.count.load(Ordering::Acquire)
+    }
+
+    /// Whether it was said at all.
+    pub(crate) fn any(&self) -> bool {
+        self.count() > 0
+    }
+
+    /// # Errors
+    /// [`Exit::Cancelled`] if it was said.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if self.any() {
+            return Err(Failure::new(Exit::Cancelled, "cancelled"));
+        }
+        Ok(())
+    }
+
+    /// Polls `ready` until it gives something; `None` when `limit` has passed.
+    ///
+    /// # Errors
+    /// An interrupt, or what `ready` returns.
+    pub(crate) fn wait_for<T>(
+        &self,
+        limit: Duration,
+        mut ready: impl FnMut() -> Result<Option<T>, Failure>,
+    ) -> Result<Option<T>, Failure> {
+        let deadline = Instant::now() + limit;
+        loop {
+            self.check()?;
+            if let Some(value) = ready()? {
+                return Ok(Some(value));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(Self::POLL);
+        }
+    }
+}

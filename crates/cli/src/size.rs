@@ -1,0 +1,120 @@
+//! Sizes of memory as people write them: `512M`, `2G`, `4096K`, `1048576`.
+//!
+//! The suffixes are powers of 1024. What is returned is a size a machine can have, in bytes; whether the
+//! host has that much is another question ([`crate::vm::check_host_memory`]).
+
+use pageferry_addr::PAGE_SIZE;
+
+/// The most memory a machine may have: 16 TiB.
+pub(crate) const MAX_BYTES: u64 = 16 << 40;
+
+/// Reads a size in bytes.
+///
+/// # Errors
+/// One sentence that says what is wrong with `text` and what would be right.
+pub(crate) fn parse(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
+    let shift = match &text[digits.len()..] {
+        "" | "B" => 0,
+        "K" | "k" | "KiB" => 10,
+        "M" | "m" | "MiB" => 20,
+        "G" | "g" | "GiB" => 30,
+        "T" | "t" | "TiB" => 40,
+        _ => return Err(no_size(text)),
+    };
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(no_size(text));
+    }
+    let too_large = || format!("{text} is more memory than a machine may have: at most {}", show(MAX_BYTES));
+    let bytes = digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1 << shift))
+        .filter(|&bytes| bytes <= MAX_BYTES)
+        .ok_or_else(too_large)?;
+    if bytes == 0 {
+        return Err("a machine needs memory, and this is none: try 512M".into());
+    }
+    if !bytes.is_multiple_of(PAGE_SIZE) {
+        let near = bytes.next_multiple_of(PAGE_SIZE) >> 10;
+        return Err(format!("{bytes} bytes are not whole pages of 4096 bytes: try {near}K"));
+    }
+    Ok(bytes)
+}
+
+fn no_size(text: &str) -> String {
+    format!("'{text}' is no size: write a whole number and K, M, G or T (powers of 1024), like 512M")
+}
+
+/// Writes a size so that [`parse`] reads it back, in the largest unit that loses nothing.
+pub(crate) fn show(bytes: u64) -> String {
+    for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "K")] {
+        if bytes >= 1 << shift && bytes.is_multiple_of(1 << shift) {
+            return format!("{}{unit}", bytes >> shift);
+        }
+    }
+    bytes.to_string()
+}
+
+/// Writes a size for people, rounded, with its unit: `512 MiB`, `1.5 GiB`.
+pub(crate) fn human(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if value.fract() < 0.05 || value >= 100.0 {
+        format!("{value:.0} {}", units[unit])
+    } else {
+        format!("{value:.1} {}", units[unit])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_every_unit() {
+        assert_eq!(parse("512M"), Ok(512 << 20));
+        assert_eq!(parse("2G"), Ok(2 << 30));
+        assert_eq!(parse("4096K"), Ok(4 << 20));
+        assert_eq!(parse("1MiB"), Ok(1 << 20));
+        assert_eq!(parse("8192"), Ok(8192));
+        assert_eq!(parse("16T"), Ok(MAX_BYTES));
+    }
+
+    #[test]
+    fn each_wrong_size_has_its_own_sentence() {
+        for (text, part) in [
+            ("0", "needs memory"),
+            ("0G", "needs memory"),
+            ("4097", "whole pages"),
+            ("1K", "try 4K"),
+            ("17T", "at most 16T"),
+            ("99999999999999999999G", "at most 16T"),
+            ("18446744073709551615T", "at most 16T"),
+            ("", "is no size"),
+            ("M", "is no size"),
+            ("-1M", "is no size"),
+            ("1.5G", "is no size"),
+            ("512Q", "is no size"),
+            ("5 1M", "is no size"),
+            ("１M", "is no size"),
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(error.contains(part), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_is_shown_is_read_back() {
+        for bytes in [4096, 12288, 1 << 20, 3 << 30, 16 << 40, 5 << 20] {
+            assert_eq!(parse(&show(bytes)), Ok(bytes));
+        }
+        assert_eq!(human(512 << 20), "512 MiB");
+        assert_eq!(human(1536 << 20), "1.5 GiB");
+    }
+}

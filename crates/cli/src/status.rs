@@ -1,0 +1,112 @@
+//! `pageferry status`, `pause`, `resume`, `verify`, `quit`: short questions to a VM on this host.
+
+use crate::args::{StatusArgs, VmArgs};
+use crate::control::client::ask;
+use crate::control::protocol::Request;
+use crate::exit::{Exit, Failure};
+use crate::output;
+use crate::report::Verified;
+use crate::signals::Interrupts;
+use crate::size::human;
+use serde_json::Value;
+use std::fmt::Write;
+use std::time::Duration;
+
+/// The longest wait for a short answer; a pause may take its time.
+const LIMIT: Duration = Duration::from_secs(15);
+/// The longest wait for a verification: at about 1 GiB a second, of the largest VM that fits.
+const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
+
+/// Says what the VM is doing.
+///
+/// # Errors
+/// When there is no VM.
+pub(crate) fn status(args: &StatusArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let status = ask(&args.vm.socket, &Request::Status, LIMIT, interrupts)?;
+    if args.json {
+        output::json(&status);
+    } else {
+        output::result(&table(&status));
+    }
+    Ok(())
+}
+
+/// Pauses the VM.
+///
+/// # Errors
+/// When there is no VM, or it cannot be paused now.
+pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    ask(&args.socket, &Request::Pause, LIMIT, interrupts)?;
+    output::result("paused\n");
+    Ok(())
+}
+
+/// Lets the VM run on.
+///
+/// # Errors
+/// When there is no VM, or it must not run.
+pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    ask(&args.socket, &Request::Resume, LIMIT, interrupts)?;
+    output::result("running\n");
+    Ok(())
+}
+
+/// Has the VM's memory verified.
+///
+/// # Errors
+/// [`Exit::Verification`] when a page is wrong.
+pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let answer = ask(&args.socket, &Request::Verify, VERIFY_LIMIT, interrupts)?;
+    let verified: Verified = serde_json::from_value(answer)
+        .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
+    if !verified.holds() {
+        return Err(Failure::new(Exit::Verification, format!("verification failed: {}", verified.words)));
+    }
+    output::result(&format!("both verifications hold: {}\n", verified.words));
+    Ok(())
+}
+
+/// Ends the VM.
+///
+/// # Errors
+/// When there is no VM.
+pub(crate) fn quit(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    ask(&args.socket, &Request::Quit, LIMIT, interrupts)?;
+    output::result("ending\n");
+    Ok(())
+}
+
+/// A status for people.
+fn table(status: &Value) -> String {
+    let mut out = String::new();
+    let mut row = |name: &str, value: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "  {name:<12}{value}");
+    };
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let mut state = text(&status["state"]);
+    for (key, before) in [("phase", ": "), ("to", " for "), ("missing", ", missing pages: ")] {
+        if !status[key].is_null() {
+            state.push_str(&format!("{before}{}", text(&status[key])));
+        }
+    }
+    row("state", state);
+    if let (Some(engine), Some(memory)) = (status["engine"].as_str(), status["memory_bytes"].as_u64()) {
+        row("machine", format!("{} vCPUs, {}, on {engine}", text(&status["vcpus"]), human(memory)));
+    }
+    let numbers = |value: &Value| -> Option<Vec<u64>> { value.as_array()?.iter().map(Value::as_u64).collect() };
+    if let Some(done) = numbers(&status["guest"]["pages_done"]) {
+        let passes = numbers(&status["guest"]["pass"]).unwrap_or_default();
+        let least = passes.iter().min().copied().unwrap_or(0);
+        row("guest", format!("{} pages rewritten, every vCPU in pass {least} or later", done.iter().sum::<u64>()));
+        row("errors", text(&status["guest"]["errors"]));
+    }
+    if let Some(total) = status["overhead_bytes"]["total"].as_u64() {
+        row("overhead", format!("{} beyond guest memory", human(total)));
+    }
+    if let Some(failures) = status["failures"].as_array().filter(|f| !f.is_empty()) {
+        failures.iter().for_each(|failure| row("failure", text(failure)));
+    }
+    row("process", format!("{}, for {} s", text(&status["pid"]), status["uptime_ms"].as_u64().unwrap_or(0) / 1000));
+    out
+}

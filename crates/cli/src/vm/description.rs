@@ -1,0 +1,165 @@
+//! What runs in a VM, in the bytes that travel with a migration.
+//!
+//! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload); instruction set
+//! (u8, 1: x86-64, 2: RV64); vCPUs (u32); RAM in bytes (u64). The destination plans the same program from
+//! them, so that it can check every page.
+
+use crate::exit::{Exit, Failure};
+use crate::size;
+use crate::vm::isa_of;
+use pageferry_guest::{GuestError, Isa, Workload};
+use pageferry_machine::{Engine, RamLayout};
+use pageferry_migration::Offer;
+
+const MAGIC: [u8; 4] = *b"PFGD";
+const VERSION: u16 = 1;
+const WORKLOAD: u8 = 1;
+const BYTES: usize = 20;
+
+/// Which guest program, and how large the machine it was planned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct GuestDescription {
+    /// The instruction set.
+    pub(crate) isa: Isa,
+    /// How many vCPUs.
+    pub(crate) vcpus: u32,
+    /// How much RAM, in bytes.
+    pub(crate) memory_bytes: u64,
+}
+
+impl GuestDescription {
+    /// The workload for a machine of `engine`.
+    pub(crate) fn new(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
+        Self {
+            isa: isa_of(engine),
+            vcpus,
+            memory_bytes,
+        }
+    }
+
+    /// The engine that runs it.
+    pub(crate) fn engine(&self) -> Engine {
+        match self.isa {
+            Isa::X86_64 => Engine::Kvm,
+            Isa::Rv64 => Engine::Soft,
+        }
+    }
+
+    /// Plans the program.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] when the sizes leave no room for it.
+    pub(crate) fn workload(&self) -> Result<Workload, Failure> {
+        RamLayout::for_memory(self.memory_bytes).map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
+        Workload::new(self.isa, self.vcpus, self.memory_bytes).map_err(|error| {
+            let message = match error {
+                GuestError::MemoryTooSmall { bytes, vcpus, minimum } => format!(
+                    "{} of memory are too few for a guest with {vcpus} vCPUs: at least {} are needed",
+                    size::show(bytes),
+                    size::show(minimum)
+                ),
+                GuestError::MemoryTooLarge { bytes } => format!(
+                    "{} of memory are more than the guest program can use: at most {}",
+                    size::show(bytes),
+                    size::show(pageferry_guest::MAX_MEMORY_BYTES)
+                ),
+                other => other.to_string(),
+            };
+            Failure::new(Exit::Usage, message)
+        })
+    }
+
+    /// As it travels.
+    pub(crate) fn to_bytes(self) -> Vec<u8> {
+        let isa = match self.isa {
+            Isa::X86_64 => 1,
+            Isa::Rv64 => 2,
+        };
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend([WORKLOAD, isa]);
+        bytes.extend(self.vcpus.to_le_bytes());
+        bytes.extend(self.memory_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the description of an offered VM and checks that it fits the rest of the offer.
+    ///
+    /// # Errors
+    /// [`Exit::Refused`] with what is wrong.
+    pub(crate) fn of_offer(offer: &Offer) -> Result<Self, Failure> {
+        let refuse = |why: String| Failure::new(Exit::Refused, format!("the offered VM is refused: {why}"));
+        let bytes: &[u8; BYTES] = offer.guest.as_slice().try_into().map_err(|_| {
+            refuse(format!("its guest description has {} bytes, not {BYTES}", offer.guest.len()))
+        })?;
+        if bytes[..4] != MAGIC {
+            return Err(refuse("its guest description is not Pageferry's".into()));
+        }
+        let version = u16::from_le_bytes([bytes[4], bytes[5]]);
+        if version != VERSION {
+            return Err(refuse(format!("its guest description has version {version}, known here is {VERSION}")));
+        }
+        if bytes[6] != WORKLOAD {
+            return Err(refuse(format!("it runs guest program {}, known here is {WORKLOAD}", bytes[6])));
+        }
+        let isa = match bytes[7] {
+            1 => Isa::X86_64,
+            2 => Isa::Rv64,
+            other => return Err(refuse(format!("it has instruction set {other}, known here are 1 and 2"))),
+        };
+        let found = Self {
+            isa,
+            vcpus: u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]),
+            memory_bytes: u64::from_le_bytes(*bytes[12..].first_chunk().expect("8 of 20 bytes")),
+        };
+        let offered = Self::new(offer.engine, offer.vcpus, offer.memory_bytes);
+        if found != offered {
+            return Err(refuse("its guest description and its machine differ".into()));
+        }
+        found.workload().map_err(|e| refuse(e.message))?;
+        Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offer(guest: Vec<u8>) -> Offer {
+        Offer {
+            engine: Engine::Soft,
+            vcpus: 2,
+            memory_bytes: 32 << 20,
+            guest,
+        }
+    }
+
+    #[test]
+    fn a_description_survives_the_move() {
+        let ours = GuestDescription::new(Engine::Soft, 2, 32 << 20);
+        assert_eq!(GuestDescription::of_offer(&offer(ours.to_bytes())).unwrap(), ours);
+    }
+
+    #[test]
+    fn foreign_descriptions_are_refused() {
+        let good = GuestDescription::new(Engine::Soft, 2, 32 << 20).to_bytes();
+        for (at, part) in [(0, "not Pageferry's"), (4, "version"), (6, "program"), (7, "instruction set"), (8, "differ"), (14, "differ")] {
+            let mut bad = good.clone();
+            bad[at] ^= 0x40;
+            let failure = GuestDescription::of_offer(&offer(bad)).expect_err(part);
+            assert_eq!(failure.exit, Exit::Refused);
+            assert!(failure.message.contains(part), "{failure}");
+        }
+        for len in [0, 19, 21, 4096] {
+            let failure = GuestDescription::of_offer(&offer(vec![0x50; len])).expect_err("length");
+            assert!(failure.message.contains("bytes"), "{failure}");
+        }
+    }
+
+    #[test]
+    fn sizes_without_room_are_usage_errors() {
+        let failure = GuestDescription::new(Engine::Soft, 4, 8192).workload().expect_err("too small");
+        assert_eq!(failure.exit, Exit::Usage);
+        assert!(failure.message.contains("at least"), "{failure}");
+    }
+}

@@ -1,0 +1,237 @@
+//! A VM as the commands see it: a machine, its threads and the guest program that runs in it.
+
+mod description;
+mod hooks;
+
+pub(crate) use description::GuestDescription;
+
+use crate::exit::{Exit, Failure};
+use crate::memory;
+use crate::size;
+use hooks::Hooks;
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_guest::{Control, Isa, Verdict, Workload};
+use pageferry_machine::{Delivery, Engine, Machine, MachineSpec, StartState, VcpuThreads};
+use pageferry_migration::{Resolver, RunningVm};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long vCPUs may take to leave the guest. A kick takes well under a millisecond on an idle host.
+pub(crate) const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+
+/// The instruction set an engine runs.
+pub(crate) fn isa_of(engine: Engine) -> Isa {
+    match engine {
+        Engine::Kvm => Isa::X86_64,
+        Engine::Soft => Isa::Rv64,
+    }
+}
+
+/// A virtual machine in this process. Dropping it ends it.
+pub(crate) struct Vm {
+    machine: Arc<dyn Machine>,
+    threads: VcpuThreads,
+    workload: Workload,
+    hooks: Arc<Hooks>,
+}
+
+impl Vm {
+    /// Creates the machine for `guest`, paused, its memory zero. With a `resolver`, missing pages are
+    /// fetched by it.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] for sizes that cannot be, [`Exit::Engine`] where the engine does not run.
+    pub(crate) fn create(guest: &GuestDescription, resolver: Option<Arc<Resolver>>) -> Result<Self, Failure> {
+        let workload = guest.workload()?;
+        let spec = MachineSpec {
+            vcpus: guest.vcpus,
+            memory_bytes: guest.memory_bytes,
+        };
+        let new = pageferry_machine::create(guest.engine(), spec)?;
+        let hooks = Arc::new(Hooks::new(resolver));
+        let threads = VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?;
+        Ok(Self {
+            machine: new.machine,
+            threads,
+            workload,
+            hooks,
+        })
+    }
+
+    /// Puts the guest program in place and starts it.
+    ///
+    /// # Errors
+    /// When the engine refuses the start state.
+    pub(crate) fn boot(&self) -> Result<(), Failure> {
+        let ram = self.machine.ram();
+        for (gpa, bytes) in self.workload.image() {
+            let page = ram.layout().page_of(gpa.gfn()).ok_or_else(|| {
+                Failure::new(Exit::Internal, format!("the guest program has a piece at {gpa}, where no RAM is"))
+            })?;
+            ram.write_at(page, gpa.page_offset(), &bytes);
+        }
+        self.threads.with_vcpus(|vcpu| {
+            let start = self.workload.start(vcpu.id());
+            vcpu.set_start(&StartState {
+                entry: start.entry,
+                stack: start.stack,
+                args: start.args,
+                tables: start.tables,
+            })
+        })?;
+        self.threads.resume();
+        Ok(())
+    }
+
+    /// Who runs it.
+    pub(crate) fn engine(&self) -> Engine {
+        self.machine.engine()
+    }
+
+    /// Its threads.
+    pub(crate) fn threads(&self) -> &VcpuThreads {
+        &self.threads
+    }
+
+    /// The program that runs in it.
+    pub(crate) fn workload(&self) -> &Workload {
+        &self.workload
+    }
+
+    /// As a migration takes it.
+    pub(crate) fn running(&self) -> RunningVm<'_> {
+        RunningVm {
+            machine: &self.machine,
+            threads: &self.threads,
+        }
+    }
+
+    /// How many vCPUs.
+    pub(crate) fn vcpus(&self) -> u32 {
+        self.workload.layout().vcpus()
+    }
+
+    /// How much RAM, in bytes.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.machine.ram().pages() * PAGE_SIZE
+    }
+
+    /// What a vCPU says about its work; `None` while its control page is missing or not written yet.
+    ///
+    /// The guest may write the page meanwhile; each field is untorn.
+    pub(crate) fn control(&self, vcpu: u32) -> Option<Control> {
+        let page = self.workload.control_page(vcpu);
+        if self.hooks.is_missing(page) {
+            return None;
+        }
+        let mut bytes = [0; PAGE_SIZE as usize];
+        self.machine.ram().read(page, &mut bytes);
+        Control::parse(&bytes).ok()
+    }
+
+    /// What all vCPUs say, in order.
+    pub(crate) fn controls(&self) -> Vec<Option<Control>> {
+        (0..self.vcpus()).map(|vcpu| self.control(vcpu)).collect()
+    }
+
+    /// The first reason why a vCPU cannot go on.
+    ///
+    /// # Errors
+    /// [`Exit::Guest`] with it.
+    pub(crate) fn check_guest(&self) -> Result<(), Failure> {
+        match self.threads.failures().first() {
+            None => Ok(()),
+            Some(why) => Err(Failure::new(Exit::Guest, format!("the guest cannot go on: {why}"))),
+        }
+    }
+
+    /// Checks that faults can be delivered as `wanted`, or at all.
+    ///
+    /// # Errors
+    /// [`Exit::Delivery`] with what is there instead.
+    pub(crate) fn check_delivery(&self, wanted: Option<Delivery>) -> Result<(), Failure> {
+        let usable = self.machine.deliveries();
+        let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
+        let message = match wanted {
+            _ if usable.is_empty() => "this host delivers no faults of KVM guests: userfaultfd is needed and not \
+                permitted; run as root, set the sysctl vm.unprivileged_userfaultfd=1, or use --engine soft \
+                (`pageferry probe` says more)"
+                .into(),
+            Some(wanted) if !usable.contains(&wanted) => format!(
+                "fault delivery {wanted} is not to be had for a VM on {} here: use {} (`pageferry probe` says why)",
+                self.engine(),
+                names.join(", ")
+            ),
+            _ => return Ok(()),
+        };
+        Err(Failure::new(Exit::Delivery, message))
+    }
+
+    /// Checks every page against the vCPUs' own counters. No page may be missing; the VM is paused
+    /// meanwhile and runs on afterwards if it ran.
+    ///
+    /// # Errors
+    /// When a vCPU does not leave the guest.
+    pub(crate) fn verify(&self) -> Result<Verdict, Failure> {
+        let was_paused = self.threads.is_paused();
+        self.threads.pause(PAUSE_LIMIT)?;
+        let verdict = self.verify_paused();
+        if !was_paused {
+            self.threads.resume();
+        }
+        Ok(verdict)
+    }
+
+    /// As [`Vm::verify`], of a VM that is paused.
+    pub(crate) fn verify_paused(&self) -> Verdict {
+        let ram = self.machine.ram();
+        let outcome = self.workload.verify::<Infallible>(&mut |page, bytes| {
+            ram.read(page, bytes);
+            Ok(())
+        });
+        match outcome {
+            Ok(verdict) => verdict,
+            Err(never) => match never {},
+        }
+    }
+
+    /// For tests: flips one bit in a page of vCPU 0 that the guest is not writing. The VM must be paused.
+    /// Returns the page.
+    pub(crate) fn corrupt_a_page(&self) -> RamPage {
+        let busy = self.control(0).and_then(|c| c.in_progress);
+        let share = self.workload.share(0);
+        let middle = share.start + (share.end - share.start) / 2;
+        let page = if busy == Some(RamPage(middle)) { RamPage(share.start) } else { RamPage(middle) };
+        let mut bytes = [0; PAGE_SIZE as usize];
+        let ram = self.machine.ram();
+        ram.read(page, &mut bytes);
+        bytes[1000] ^= 0x10;
+        ram.write(page, &bytes);
+        page
+    }
+}
+
+/// Checks that the host has room for `machines` machines of `memory_bytes` bytes.
+///
+/// # Errors
+/// [`Exit::Usage`] when it has not.
+pub(crate) fn check_host_memory(memory_bytes: u64, machines: u64) -> Result<(), Failure> {
+    let Some(available) = memory::available_bytes() else {
+        return Ok(());
+    };
+    let needed = memory_bytes.saturating_mul(machines);
+    if needed <= available {
+        return Ok(());
+    }
+    let both = if machines == 1 { "" } else { ", source and destination together" };
+    Err(Failure::new(
+        Exit::Usage,
+        format!(
+            "{} of guest memory need {}{both}, and this host has {} available: choose a smaller --memory",
+            size::human(memory_bytes),
+            size::human(needed),
+            size::human(available),
+        ),
+    ))
+}
