@@ -60,11 +60,28 @@ struct Source {
     missing: Arc<PageBitmap>,
     /// Pages that somebody is bringing or has brought.
     claimed: PageBitmap,
+    /// What the pages below [`DATA`] hold: tables and code.
+    low: Vec<[u8; PAGE]>,
     faults: AtomicUsize,
     events: AtomicUsize,
 }
 
+fn low_pages(ram: &GuestRam) -> Vec<[u8; PAGE]> {
+    let mut pages = vec![[0; PAGE]; DATA.index()];
+    for (index, bytes) in pages.iter_mut().enumerate() {
+        ram.read(RamPage(index as u64), bytes);
+    }
+    pages
+}
+
 impl Source {
+    fn bytes(&self, page: RamPage) -> [u8; PAGE] {
+        self.low
+            .get(page.index())
+            .copied()
+            .unwrap_or_else(|| bytes_of(page))
+    }
+
     /// Brings a page if nobody else does, and waits until it is there.
     fn bring(&self, page: RamPage) {
         if !self.claimed.set(page) {
@@ -74,10 +91,10 @@ impl Source {
             return;
         }
         if self.machine.receives_in_place() {
-            self.machine.ram().write(page, &bytes_of(page));
+            self.machine.ram().write(page, &self.bytes(page));
             self.machine.install(page, 1).unwrap();
         } else {
-            self.machine.install_copy(page, &bytes_of(page)).unwrap();
+            self.machine.install_copy(page, &self.bytes(page)).unwrap();
         }
         self.missing.clear(page);
     }
@@ -140,6 +157,8 @@ struct Beside {
     drop: bool,
     /// Somebody kicks the vCPUs.
     kick: bool,
+    /// Also the guest's page tables and code are missing.
+    tables: bool,
 }
 
 /// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is there
@@ -180,12 +199,20 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             missing.set(RamPage(page));
         }
     }
+    let low = low_pages(&ram);
+    if beside.tables {
+        for page in (0..DATA.0).map(RamPage) {
+            ram.write(page, &[0x5a; PAGE]);
+            missing.set(page);
+        }
+    }
     let expected = missing.count();
     new.machine.begin_postcopy().unwrap();
     let source = Source {
         machine: Arc::clone(&new.machine),
         missing,
         claimed,
+        low,
         faults: AtomicUsize::new(0),
         events: AtomicUsize::new(0),
     };
@@ -250,6 +277,10 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             assert_eq!(rang, 1, "the guest found a wrong page at {rang:#x}");
         }
     });
+    if beside.tables {
+        // Nobody touches all of these.
+        (0..DATA.0).map(RamPage).for_each(|page| source.fault(page));
+    }
     // All were touched, so all are there; what the guest wrote to each was not overwritten.
     assert_eq!(source.missing.count(), 0);
     for page in (DATA.0..pages).map(RamPage) {
@@ -353,6 +384,7 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
                     push: true,
                     drop: true,
                     kick: true,
+                    tables: false,
                 },
             );
             demand(
@@ -362,8 +394,26 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
                     push: false,
                     drop: true,
                     kick: true,
+                    tables: false,
                 },
             );
+        }
+    }
+}
+
+#[test]
+fn even_the_guests_page_tables_may_be_missing() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        for push in [false, true] {
+            let beside = Beside {
+                tables: true,
+                push,
+                ..Beside::default()
+            };
+            demand(delivery, 1500, beside);
         }
     }
 }
@@ -402,6 +452,7 @@ fn holes_are_zero_pages_under_every_delivery() {
             machine: Arc::clone(&new.machine),
             missing: Arc::clone(&missing),
             claimed: PageBitmap::new(pages as usize),
+            low: low_pages(&ram),
             faults: AtomicUsize::new(0),
             events: AtomicUsize::new(0),
         };
@@ -524,6 +575,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
             machine: Arc::clone(&new.machine),
             missing,
             claimed: PageBitmap::new(64),
+            low: low_pages(&ram),
             faults: AtomicUsize::new(0),
             events: AtomicUsize::new(0),
         };
