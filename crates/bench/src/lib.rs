@@ -1,1 +1,69 @@
-//! How fast is it, beside its floor and its peers, in one run?
+//! How fast is it, beside its floor, in one run?
+//!
+//! **Guarantee.** Every figure was measured by the run that prints it; a figure that is compared stands
+//! beside its baseline from the same run. Nothing is modelled.
+//!
+//! **Mechanism.** A benchmark is a function that returns [`Row`]s. What needs two processes starts a
+//! [`Peer`]: this executable again, in a role of [`peer::Role`]. Figures are medians of several samples,
+//! with the smallest and the largest beside them.
+//!
+//! **Neighbours.** Below: everything. Above: `cli`, which parses the flags and prints the rows. It must
+//! not print, and must not know flags.
+
+mod blackout;
+mod exits;
+mod link;
+pub mod peer;
+mod row;
+mod soft;
+mod vm;
+
+pub use blackout::blackout;
+pub use link::link;
+pub use peer::Peer;
+pub use row::{Conditions, Row, Samples};
+pub use soft::soft;
+
+use std::path::PathBuf;
+
+/// What every benchmark is told.
+#[derive(Clone, Debug)]
+pub struct Setting {
+    /// The executable that plays the other process when run with `bench peer ROLE ..`.
+    pub executable: PathBuf,
+    /// The engines to measure.
+    pub engines: Vec<pageferry_machine::Engine>,
+    /// How often each measurement is repeated.
+    pub repeat: u32,
+}
+
+/// Why a benchmark has no figures.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The migration in it failed.
+    #[error("a migration of the benchmark failed: {0}")]
+    Migration(String),
+    /// The machine failed.
+    #[error(transparent)]
+    Machine(#[from] pageferry_machine::MachineError),
+    /// The guest program cannot be planned so.
+    #[error(transparent)]
+    Guest(#[from] pageferry_guest::GuestError),
+    /// A socket failed.
+    #[error(transparent)]
+    Channel(#[from] pageferry_migration::channel::ChannelError),
+    /// The other process failed or said something else than expected.
+    #[error("the benchmark's other process: {0}")]
+    Peer(String),
+    /// A system call was refused.
+    #[error("{what}: {source}")]
+    Os {
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// Nothing to measure: fewer faults or pages than a figure needs.
+    #[error("{0}")]
+    TooFew(String),
+}

@@ -65,6 +65,48 @@ pub(crate) enum Command {
     /// Say what this host can do, what that means for Pageferry, and what to do about what is missing
     #[command(after_help = TABLE)]
     Probe(ProbeArgs),
+    /// Measure Pageferry on this host, each figure beside its floor from the same run
+    Bench(BenchArgs),
+}
+
+/// `pageferry bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// What to measure.
+    #[command(subcommand)]
+    pub(crate) command: BenchCommand,
+}
+
+/// The benchmarks.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// An urgent page's whole stall beside a bare ping-pong and a bare exit; the background push beside the
+    /// bare link
+    Link(BenchFlags),
+    /// The blackout of a busy VM of 4 vCPUs and 512 MiB, and the memory both processes use beyond it
+    Blackout(BenchFlags),
+    /// Guest instructions a second of our own hypervisor
+    Soft(BenchFlags),
+    /// The other process of a benchmark
+    #[command(hide = true)]
+    Peer {
+        /// What it plays
+        role: Vec<String>,
+    },
+}
+
+/// What all benchmarks take.
+#[derive(Debug, Args)]
+pub(crate) struct BenchFlags {
+    /// Whose guests: kvm, soft, or auto for all that run here
+    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
+    pub(crate) engine: EngineChoice,
+    /// How often each measurement is repeated; medians are printed
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Print the rows as a JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// What kind of machine.

@@ -9,10 +9,11 @@
 //! [`migrate`] and [`status`] speak. [`demo`] is a source that starts its own destination. [`report`] turns what a
 //! migration did into a table, JSON or HTML; [`probe`] asks the host.
 //!
-//! **Neighbours.** Below: `migration`, `machine`, `guest`, `userfault`. Nothing is above. It must not
+//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above. It must not
 //! know wire formats, page tables or ioctls, and has no unsafe code.
 
 mod args;
+mod bench;
 mod control;
 mod demo;
 mod exit;
@@ -62,5 +63,6 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Verify(args) => status::verify(args, &interrupts),
         Command::Quit(args) => status::quit(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
+        Command::Bench(args) => bench::bench(args),
     }
 }

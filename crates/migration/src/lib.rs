@@ -27,7 +27,9 @@ mod sync;
 pub mod wire;
 
 pub use clock::{instant_ns, monotonic_ns};
-pub use destination::{DestinationConfig, DestinationFailure, DestinationVm, Incoming, Offer, Resolver};
+pub use destination::{
+    DestinationConfig, DestinationFailure, DestinationVm, Incoming, Offer, ROUNDS_BEFORE_YIELD, Resolver,
+};
 pub use error::MigrationError;
 pub use phase::{Observer, Phase, Unobserved};
 pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};

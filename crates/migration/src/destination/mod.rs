@@ -21,7 +21,7 @@ mod urgent;
 pub mod waiters;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
-pub use resolver::Resolver;
+pub use resolver::{ROUNDS_BEFORE_YIELD, Resolver};
 pub use stalls::new_histogram;
 
 use self::core::Core;

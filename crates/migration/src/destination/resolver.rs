@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// spins too; sleeping and being woken on another core costs about 70 us.
 const SPIN: Duration = Duration::from_micros(150);
 /// How many rounds a waiter spins before it begins to give its core away between rounds.
-const ROUNDS_BEFORE_YIELD: u32 = 64;
+pub const ROUNDS_BEFORE_YIELD: u32 = 64;
 
 /// Resolves the faults of a receiving VM's vCPUs. The owner of the VM forwards
 /// [`VcpuHooks::memory_fault`](pageferry_machine::VcpuHooks::memory_fault) and

@@ -1,0 +1,68 @@
+//! `bench blackout`: how long no vCPU runs anywhere when a busy VM moves, and what the move costs in
+//! memory.
+
+use crate::link::receive;
+use crate::peer::{Guest, Peer, Role, overhead_bytes};
+use crate::vm::isa_of;
+use crate::{BenchError, Conditions, Row, Samples, Setting};
+use pageferry_guest::Workload;
+
+/// The VM that is moved.
+const VCPUS: u32 = 4;
+const MEMORY: u64 = 512 << 20;
+/// What a process may use beyond guest memory: 64 MiB and 1 % of it.
+const OVERHEAD_BOUND: u64 = (64 << 20) + MEMORY / 100;
+
+/// All rows.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+    let mut rows = Vec::new();
+    for &engine in &setting.engines {
+        let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
+        let (mut blackouts, mut missing) = (Samples::default(), Samples::default());
+        let (mut at_source, mut at_destination) = (Samples::default(), Samples::default());
+        let mut delivery = None;
+        for round in 1..=setting.repeat {
+            tell(&format!("moving a busy VM on {engine}, round {round} of {}", setting.repeat));
+            let role = Role::Source {
+                engine,
+                vcpus: VCPUS,
+                memory_bytes: MEMORY,
+                passes: 1,
+                push: true,
+                guest: Guest::Workload,
+            };
+            let mut peer = Peer::start(setting, &role)?;
+            let (report, vm) = receive(&mut peer, None)?;
+            let sent = peer.hear_sent()?;
+            let first = report
+                .first_instruction_ns
+                .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
+                .ok_or_else(|| BenchError::TooFew("no sign of the first instruction".into()))?;
+            blackouts.push(first.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
+            missing.push(sent.missing_at_start as f64);
+            at_source.push(sent.overhead_bytes as f64);
+            at_destination.push(overhead_bytes()? as f64);
+            delivery = Some(report.delivery);
+            drop(vm);
+        }
+        let conditions = |note: &str| {
+            let conditions = Conditions::here(VCPUS, MEMORY, note);
+            delivery.map_or(conditions.clone(), |delivery| conditions.with_delivery(delivery))
+        };
+        let how = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; where the engine does not tell the first instruction, the first touch of a data page";
+        rows.push(blackouts.row("blackout", engine.name(), "ms", conditions(how)).aiming_at("median < 5 ms"));
+        rows.push(missing.row("blackout.missing_pages", engine.name(), "pages", conditions("missing at the start")));
+        let bound = format!("< {OVERHEAD_BOUND} B (64 MiB + 1 %)");
+        let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not in it";
+        rows.push(at_source.row("overhead.source", engine.name(), "B", conditions(note)).aiming_at(bound.as_str()));
+        rows.push(
+            at_destination
+                .row("overhead.destination", engine.name(), "B", conditions(note))
+                .aiming_at(bound.as_str()),
+        );
+    }
+    Ok(rows)
+}

@@ -1,0 +1,90 @@
+//! The engine's bare exit-and-resume: a fault on a page whose bytes are in place already, resolved at
+//! once by whoever the delivery tells, without any network.
+
+use crate::vm::{Faults, Vm, toucher};
+use crate::{BenchError, Samples};
+use pageferry_addr::RamPage;
+use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
+use pageferry_migration::monotonic_ns;
+use pageferry_userfault::PageBitmap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+/// Resolves every fault at once and notes when it came.
+struct Instantly {
+    vm: OnceLock<(Arc<dyn Machine>, Arc<PageBitmap>)>,
+    came_ns: Mutex<Vec<u64>>,
+}
+
+impl Instantly {
+    fn resolve(&self, page: RamPage) {
+        let at = monotonic_ns();
+        if let Some((machine, missing)) = self.vm.get() {
+            // A page that cannot be installed is touched again and again, and the run times out.
+            let _ = machine.install(page, 1);
+            if missing.clear(page) {
+                self.came_ns.lock().unwrap_or_else(PoisonError::into_inner).push(at);
+            }
+        }
+    }
+}
+
+impl Faults for Instantly {
+    fn memory_fault(&self, _: u32, page: RamPage, _: Access, _: &dyn Kicker) -> HookVerdict {
+        self.resolve(page);
+        HookVerdict::Resume
+    }
+}
+
+fn serve(faults: &Instantly, events: &mut dyn FaultEvents, done: &AtomicBool) {
+    while !done.load(Ordering::Acquire) {
+        match events.next() {
+            Ok(Some(event)) => faults.resolve(event.page),
+            _ => std::thread::yield_now(),
+        }
+    }
+}
+
+/// Microseconds from one fault to the next of a vCPU that does nothing but touch missing pages, for each
+/// fault but the last.
+pub(crate) fn exit_and_resume(engine: Engine, delivery: Delivery, memory_bytes: u64) -> Result<Samples, BenchError> {
+    let faults = Arc::new(Instantly {
+        vm: OnceLock::new(),
+        came_ns: Mutex::new(Vec::new()),
+    });
+    let vm = Vm::create(engine, 1, memory_bytes, Arc::clone(&faults) as Arc<dyn Faults>)?;
+    let program = toucher(engine, memory_bytes, u64::MAX)?;
+    let pages = vm.machine.ram().pages();
+    vm.machine.ram().allocate(&mut |_| true)?;
+    let data = program.layout().data();
+    vm.fill(data.clone());
+    vm.load(program.program())?;
+    let missing = Arc::new(PageBitmap::new(pages as usize));
+    missing.set_range(data.start as usize..data.end as usize);
+    let events = vm.machine.arm_userfault(Arc::clone(&missing), delivery)?;
+    let _ = faults.vm.set((Arc::clone(&vm.machine), Arc::clone(&missing)));
+    vm.machine.begin_postcopy()?;
+    let done = AtomicBool::new(false);
+    let outcome = std::thread::scope(|scope| {
+        if let Some(mut events) = events {
+            let (faults, done) = (&faults, &done);
+            scope.spawn(move || serve(faults, events.as_mut(), done));
+        }
+        let run = || {
+            vm.machine.assist_postcopy(&|| false)?;
+            vm.threads.resume();
+            vm.wait_finished()
+        };
+        let outcome = run();
+        done.store(true, Ordering::Release);
+        outcome
+    });
+    outcome?;
+    let came = faults.came_ns.lock().unwrap_or_else(PoisonError::into_inner);
+    Ok(gaps_us(&came))
+}
+
+/// The gaps between successive times, in microseconds.
+pub(crate) fn gaps_us(times_ns: &[u64]) -> Samples {
+    times_ns.windows(2).map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1000.0).collect()
+}

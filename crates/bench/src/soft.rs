@@ -1,0 +1,58 @@
+//! `bench soft`: guest instructions a second of our own hypervisor on the demo's workload.
+
+use crate::vm::{Faults, Vm, isa_of};
+use crate::{BenchError, Conditions, Row, Samples, Setting};
+use pageferry_guest::{Control, Workload};
+use pageferry_machine::Engine;
+use pageferry_migration::Resolver;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const MEMORY: u64 = 32 << 20;
+const WARM_UP: Duration = Duration::from_millis(500);
+const MEASURED: Duration = Duration::from_millis(1500);
+
+/// All rows.
+///
+/// # Errors
+/// [`BenchError`].
+pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+    let mut rows = Vec::new();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as u32;
+    for vcpus in [1, cores.max(2)] {
+        let mut rates = Samples::default();
+        for round in 1..=setting.repeat {
+            tell(&format!("interpreting with {vcpus} vCPUs, round {round} of {}", setting.repeat));
+            rates.push(rate(vcpus)? / f64::from(vcpus.min(cores)));
+        }
+        let note = "demo workload; pages done times the program's instructions a page, by wall clock";
+        rows.push(
+            rates
+                .row("soft.instructions", format!("{vcpus} vCPUs, per core"), "instructions/s", Conditions::here(vcpus, MEMORY, note))
+                .aiming_at(">= 60e6"),
+        );
+    }
+    Ok(rows)
+}
+
+fn rate(vcpus: u32) -> Result<f64, BenchError> {
+    let workload = Workload::new(isa_of(Engine::Soft), vcpus, MEMORY)?;
+    let vm = Vm::create(Engine::Soft, vcpus, MEMORY, Resolver::new() as Arc<dyn Faults>)?;
+    vm.load(workload.program())?;
+    let done = || -> Result<u64, BenchError> {
+        (0..vcpus).try_fold(0, |sum, vcpu| {
+            let mut page = [0; 4096];
+            vm.machine.ram().read(workload.control_page(vcpu), &mut page);
+            Ok(sum + Control::parse(&page)?.done)
+        })
+    };
+    vm.threads.resume();
+    std::thread::sleep(WARM_UP);
+    let (before, began) = (done()?, Instant::now());
+    std::thread::sleep(MEASURED);
+    let (after, took) = (done()?, began.elapsed());
+    let a_page = workload
+        .instructions_per_page()
+        .ok_or_else(|| BenchError::TooFew("the program's instructions are not counted".into()))?;
+    Ok((after - before) as f64 * a_page / took.as_secs_f64())
+}
