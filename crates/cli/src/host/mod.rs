@@ -4,8 +4,8 @@
 //! that brings it and the one that takes it away exclude each other by [`Activity`]. A VM that is
 //! incomplete, or has left, is never resumed.
 //!
-//! **Mechanism.** Control connections answer short requests on their own threads, under the lock of the
-//! activity. A request to migrate is queued for the main thread, which runs it on a thread of its own
+//! **Mechanism.** Control connections answer requests on their own threads; those that do something to the
+//! VM hold one lock. A request to migrate is queued for the main thread, which runs it on a thread of its own
 //! while it watches for Ctrl-C ([`leave`]).
 
 mod leave;
@@ -56,6 +56,9 @@ pub(crate) struct Host {
     vm: OnceLock<Arc<Vm>>,
     began: Instant,
     activity: Mutex<Activity>,
+    /// Held by whoever does something to the VM that takes time, so that such things exclude each other
+    /// while the activity can still be read.
+    busy: Mutex<()>,
     /// What the migration that brought the VM did.
     received: OnceLock<Received>,
     /// Watches the guest's progress after a migration that brought it.
@@ -89,6 +92,7 @@ impl Host {
             vm: OnceLock::new(),
             began: Instant::now(),
             activity: Mutex::new(Activity::Waiting),
+            busy: Mutex::default(),
             received: OnceLock::new(),
             sampler: Mutex::default(),
             earlier: OnceLock::new(),

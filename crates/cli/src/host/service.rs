@@ -13,7 +13,7 @@ use crate::vm::{PAUSE_LIMIT, Vm};
 use pageferry_migration::Phase;
 use pageferry_migration::address::Address;
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard, TryLockError};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 
@@ -59,9 +59,17 @@ impl Service for HostService {
 impl Host {
     /// Does something to a VM to which nothing else is happening.
     fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
-        let activity = self.lock();
-        let vm = self.vm_here(&activity)?;
-        act(vm)
+        let _exclusive = self.exclusive()?;
+        act(self.vm_here(&self.activity())?)
+    }
+
+    /// Keeps others from doing something to the VM.
+    fn exclusive(&self) -> Result<MutexGuard<'_, ()>, Failure> {
+        match self.busy.try_lock() {
+            Ok(guard) => Ok(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => Err(refuse("another request to the VM is being served; try again")),
+        }
     }
 
     fn vm_here(&self, activity: &Activity) -> Result<&Arc<Vm>, Failure> {
@@ -136,8 +144,8 @@ impl Host {
         let feed = Feed::new();
         let (done, outcome) = channel();
         {
-            let mut activity = self.lock();
-            let vm = self.vm_here(&activity)?;
+            let _exclusive = self.exclusive()?;
+            let vm = self.vm_here(&self.activity())?;
             if vm.threads().is_paused() {
                 return Err(refuse("the VM is paused: resume it, then migrate it"));
             }
@@ -148,8 +156,11 @@ impl Host {
                 done,
             };
             self.cancel.store(false, Ordering::Release);
-            self.jobs.send(job).map_err(|_| refuse("the VM is ending"))?;
-            *activity = Activity::Leaving(Phase::Setup);
+            self.set_activity(Activity::Leaving(Phase::Setup));
+            if self.jobs.send(job).is_err() {
+                self.set_activity(Activity::Here);
+                return Err(refuse("the VM is ending"));
+            }
         }
         loop {
             let outcome = outcome.recv_timeout(Interrupts::POLL);

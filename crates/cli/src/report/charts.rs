@@ -47,7 +47,7 @@ fn draw(size: (u32, u32), paint: impl FnOnce(&Area<'_>) -> Drawn<()>) -> Drawn<S
 }
 
 fn small() -> TextStyle<'static> {
-    (FONT, 13).into_font().color(&INK)
+    (FONT, 16).into_font().color(&INK)
 }
 
 /// A power of ten in microseconds, with its unit.
@@ -73,6 +73,7 @@ pub(super) fn stalls(stalls: &Stalls) -> Drawn<String> {
     draw(SIZE, |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(14)
+            .margin_right(36)
             .x_label_area_size(46)
             .y_label_area_size(76)
             .build_cartesian_2d(left..right, bottom..top + 0.25)
@@ -156,6 +157,7 @@ pub(super) fn timeline(series: &[Series], back: &Backdrop<'_>) -> Drawn<String> 
     draw(SIZE, |area| {
         let mut chart = ChartBuilder::on(area)
             .margin(14)
+            .margin_right(36)
             .x_label_area_size(46)
             .y_label_area_size(76)
             .build_cartesian_2d(left..right, 0.0..top)

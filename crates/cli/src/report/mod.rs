@@ -185,12 +185,23 @@ impl Report {
         Some(sent.background_bytes as f64 * 1e9 / sent.background_ns as f64)
     }
 
-    /// The guest's progress on both sides, in order of time.
+    /// The guest's progress on both sides, in order of time. What the stopped source shows holds for the
+    /// whole blackout.
     pub(crate) fn samples(&self) -> Vec<Sample> {
-        let stop = self.sent.as_ref().map_or(u64::MAX, |s| s.last_stop_ns);
-        let at_source = self.sent.iter().flat_map(|s| &s.samples).filter(|s| s.at_ns <= stop);
-        let here = self.received.iter().flat_map(|r| &r.samples).filter(|s| s.at_ns > stop || stop == u64::MAX);
-        at_source.chain(here).cloned().collect()
+        let here = || self.received.iter().flat_map(|r| &r.samples);
+        let Some(sent) = &self.sent else {
+            return here().cloned().collect();
+        };
+        let (before, after): (Vec<_>, Vec<_>) =
+            sent.samples.iter().cloned().partition(|s| s.at_ns <= sent.last_stop_ns);
+        let end = self.blackout().map_or(sent.last_stop_ns, |b| sent.last_stop_ns + (b.ms * MS) as u64);
+        let stopped = after.into_iter().next().into_iter().flat_map(|sample| {
+            [sent.last_stop_ns, end].map(|at_ns| Sample {
+                at_ns,
+                done: sample.done.clone(),
+            })
+        });
+        before.into_iter().chain(stopped).chain(here().filter(|s| s.at_ns > end).cloned()).collect()
     }
 
     /// As a table for people.

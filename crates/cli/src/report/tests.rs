@@ -45,7 +45,7 @@ fn report() -> Report {
             background_ns: 90_000_000,
             passes: vec![(8192, 100_000_000)],
             overhead_bytes: 9 << 20,
-            samples: samples(0..111),
+            samples: samples(0..112),
         }),
         received: Some(Received {
             phases: vec![phase("setup", 1), phase("completed", 211)],
@@ -133,6 +133,17 @@ fn the_page_is_complete_and_escapes_what_it_is_given() {
     for loaded in ["src=", "href=", "url(", "@import"] {
         assert!(!page.contains(loaded), "nothing is loaded from elsewhere: {loaded}");
     }
+}
+
+#[test]
+fn the_guest_stands_still_in_the_blackout() {
+    let samples = report().samples();
+    let times: Vec<u64> = samples.iter().map(|s| s.at_ns).collect();
+    assert!(times.is_sorted(), "{times:?}");
+    let at = |ns: u64| samples.iter().find(|s| s.at_ns == START + ns).map(|s| s.done.clone());
+    assert_eq!(at(110_500_000), Some(vec![Some(333), Some(222)]));
+    assert_eq!(at(112_500_000), at(110_500_000));
+    assert_eq!(samples.iter().filter(|s| s.at_ns > START + 110_500_000 && s.at_ns < START + 112_500_000).count(), 0);
 }
 
 #[test]

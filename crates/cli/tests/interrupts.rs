@@ -1,0 +1,194 @@
+//! Ctrl-C in every phase: nothing stays behind, and before the switch-over the VM runs on.
+
+mod support;
+
+use pageferry_migration::wire::Frame;
+use rustix::process::Signal;
+use std::time::Duration;
+use support::link::Link;
+use support::peer::Peer;
+use support::{Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, status, wait_for};
+
+/// Waits until a migration that is under way is in a phase whose name starts with `phase`.
+fn wait_for_phase(socket: &std::path::Path, phase: &str) {
+    wait_for(phase, || status(socket)?["phase"].as_str()?.starts_with(phase).then_some(()));
+}
+
+#[test]
+fn in_run_it_cancels_the_setup_and_then_ends_the_vm() {
+    let source = Source::start("16M");
+    let (address, server) = Peer::start(|mut peer| peer.until_closed());
+    let migrate = source.migrate(&address);
+    wait_for_phase(&source.socket, "setup");
+    // The handshake has to be over, so that the peer is the one who waits.
+    std::thread::sleep(Duration::from_millis(100));
+    source.process.interrupt();
+    migrate.end().assert_failed(9, "the VM runs on at the source");
+    server.join().unwrap();
+    source.assert_unharmed();
+}
+
+#[test]
+fn in_migrate_it_cancels_the_precopy() {
+    let source = Source::start("16M");
+    let (address, server) = Peer::start(|mut peer| {
+        peer.set_up();
+        // Slow enough to be in pre-copy for seconds.
+        while peer.skip_frame().is_some() {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+    let migrate = source.migrate(&address);
+    wait_for_phase(&source.socket, "pre-copy");
+    migrate.interrupt();
+    migrate.end().assert_failed(9, "the VM runs on at the source");
+    source.assert_unharmed();
+    server.join().unwrap();
+}
+
+#[test]
+fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
+    let source = Source::start("32M");
+    let (address, server) = Peer::start(|mut peer| {
+        peer.until_switch_over();
+        peer.send(&Frame::Running { started_at_ns: 1 });
+        // Takes the answer, and then nothing, so that the source cannot finish.
+        peer.skip_frame();
+        std::thread::sleep(Duration::from_secs(8));
+    });
+    let migrate = source.migrate(&address);
+    wait_for_phase(&source.socket, "post-copy");
+    let Source { mut process, dir, socket } = source;
+    process.interrupt();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(process.is_running(), "it goes on sending");
+    assert_eq!(status(&socket).unwrap()["state"], "leaving");
+    process.interrupt();
+    let ended = process.end();
+    ended.assert_failed(10, "given up after the switch-over");
+    assert!(ended.stderr.contains("sending the rest of its memory first"), "{ended:?}");
+    migrate.end().assert_failed(10, "given up");
+    dir.assert_empty();
+    server.join().unwrap();
+}
+
+#[test]
+fn a_destination_that_waits_or_fills_ends_at_once() {
+    for phase in ["waiting", "pre-copy"] {
+        let source = Source::start("32M");
+        let destination = Destination::start(&[]);
+        let link = Link::start(&destination.dir.path("link"), &destination.address, 2 << 10);
+        let migrate = (phase == "pre-copy").then(|| {
+            let migrate = source.migrate(&link.address());
+            wait_for_phase(&destination.socket, phase);
+            migrate
+        });
+        destination.process.interrupt();
+        let ended = destination.process.end();
+        assert_eq!(ended.code, Some(9), "{phase}: {ended:?}");
+        if let Some(migrate) = migrate {
+            migrate.end().assert_failed(9, "the VM runs on at the source");
+        }
+        drop(link);
+        destination.dir.assert_empty();
+        source.assert_unharmed();
+    }
+}
+
+#[test]
+fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
+    let source = Source::start("32M");
+    let destination = Destination::start(&[]);
+    let link = Link::start(&destination.dir.path("link"), &destination.address, 20 << 10);
+    let migrate = source.migrate(&link.address());
+    wait_for_phase(&destination.socket, "post-copy");
+    link.cut();
+    wait_for("the VM to be incomplete", || (status(&destination.socket)?["state"] == "incomplete").then_some(()));
+    migrate.end().assert_failed(10, "stays paused at the source");
+    source.process.end().assert_failed(10, "stays paused at the source");
+    source.dir.assert_empty();
+
+    let missing = status(&destination.socket).unwrap()["missing"].as_u64().unwrap();
+    assert!(missing > 0);
+    let resume = support::pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
+    resume.assert_failed(11, "must not run without them");
+    let before = status(&destination.socket).unwrap()["guest"].clone();
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(status(&destination.socket).unwrap()["guest"], before, "it is not run on");
+    drop(link);
+    destination.process.interrupt();
+    destination.process.end().assert_failed(10, "pages missing");
+    destination.dir.assert_empty();
+}
+
+#[test]
+fn a_destination_in_postcopy_takes_all_of_it_in_first() {
+    let source = Source::start("32M");
+    let destination = Destination::start(&[]);
+    let link = Link::start(&destination.dir.path("link"), &destination.address, 10 << 10);
+    let migrate = source.migrate(&link.address());
+    wait_for_phase(&destination.socket, "post-copy");
+    destination.process.interrupt();
+    link.set_rate(1 << 20);
+    migrate.end().assert_ok();
+    source.process.end().assert_ok();
+    let ended = destination.process.end();
+    ended.assert_ok();
+    assert!(ended.stderr.contains("it ends when all of it is here"), "{ended:?}");
+    drop(link);
+    destination.dir.assert_empty();
+    source.dir.assert_empty();
+}
+
+#[test]
+fn quit_over_the_control_socket_is_the_same() {
+    let source = Source::start("16M");
+    let socket = source.socket.to_str().unwrap();
+    support::pageferry(&["quit", "--vm", socket]).assert_ok();
+    source.process.end().assert_ok();
+    source.dir.assert_empty();
+}
+
+/// Starts a demo, stops it after `delay` by `signal`, and returns its exit code once nothing is left.
+fn stop_a_demo(delay: u64, signal: Signal) -> Option<i32> {
+    let dir = Dir::new();
+    let args = ["demo", "--engine", "soft", "--vcpus", "2", "--memory", "64M"];
+    let demo = Process::start(&args, &dir);
+    std::thread::sleep(Duration::from_millis(delay));
+    let children = children_of(demo.pid());
+    demo.signal(signal);
+    let ended = demo.end();
+    wait_for("the child to be gone", || (!children.iter().any(|&pid| is_alive(pid))).then_some(()));
+    if signal != Signal::KILL {
+        dir.assert_empty();
+    }
+    ended.code
+}
+
+#[test]
+fn a_demo_can_be_stopped_at_any_time() {
+    for delay in [0, 20, 100, 300, 600, 700, 800, 900, 1000, 1200, 1500] {
+        let code = stop_a_demo(delay, Signal::INT);
+        // No code: so early that the handlers were not there yet.
+        assert!(matches!(code, Some(0 | 9) | None), "after {delay} ms: {code:?}");
+    }
+    assert_eq!(stop_a_demo(300, Signal::TERM), Some(9));
+}
+
+#[test]
+fn a_demo_that_is_killed_takes_its_child_along() {
+    for delay in [200, 700] {
+        assert_eq!(stop_a_demo(delay, Signal::KILL), None);
+    }
+}
+
+#[test]
+fn a_reader_that_went_away_is_no_failure() {
+    let source = Source::start("16M");
+    let mut command = std::process::Command::new("sh");
+    let line = format!("\"$0\" status --vm {} | true", source.socket.display());
+    command.args(["-c", &line, env!("CARGO_BIN_EXE_pageferry")]);
+    Process::spawn(command).end().assert_ok();
+    assert_runs_on(&source.socket);
+    source.assert_unharmed();
+}

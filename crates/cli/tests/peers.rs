@@ -1,0 +1,313 @@
+//! Peers that are not there, speak something else, stop in the middle, or do not fit: each has its exit
+//! code, and the VM at the source runs on.
+
+mod support;
+
+use pageferry_migration::address::Address;
+use pageferry_migration::handshake::{Pair, connect_pair};
+use pageferry_migration::wire::{Frame, HELLO_BYTES, Hello, HelloReply, SessionId, Setup, Status, VERSION};
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
+use support::peer::{Peer, once};
+use support::{Destination, Dir, LIMIT, Process, Source, pageferry, wait_for};
+
+/// A migration to `address` fails with `code`, and the VM is as before.
+#[track_caller]
+fn assert_refused(address: &str, code: i32, part: &str) {
+    let source = Source::start("16M");
+    source.migrate(address).end().assert_failed(code, part);
+    source.assert_unharmed();
+}
+
+#[test]
+fn nobody_listens() {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    assert_refused(&free, 6, "nobody listens there");
+    assert_refused("unix:/no/such/socket", 6, "no such socket");
+    assert_refused("no.such.host.invalid:7", 6, "was not found");
+}
+
+#[test]
+fn an_address_that_is_none_is_a_usage_error() {
+    let ended = pageferry(&["migrate", "--vm", "/x", "--to", "7000"]);
+    ended.assert_failed(2, "invalid value");
+    assert!(ended.stderr.contains("it has no port"), "{ended:?}");
+}
+
+#[test]
+fn a_web_server_is_recognized() {
+    let (address, server) = once(|mut stream| {
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello).unwrap();
+        stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        let _ = stream.read(&mut hello);
+    });
+    assert_refused(&address, 7, "HTTP");
+    server.join().unwrap();
+}
+
+#[test]
+fn garbage_is_not_the_protocol() {
+    let (address, server) = once(|mut stream| {
+        stream.write_all(&[0xa5; 4096]).unwrap();
+        let _ = stream.read(&mut [0; 64]);
+    });
+    assert_refused(&address, 7, "does not speak Pageferry's protocol");
+    server.join().unwrap();
+}
+
+#[test]
+fn another_version_says_so() {
+    let (address, server) = once(|mut stream| {
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello).unwrap();
+        let hello = Hello::decode(&hello).unwrap();
+        let reply = HelloReply {
+            version: VERSION + 1,
+            ..HelloReply::refuse(hello.session, Status::VersionUnsupported)
+        };
+        stream.write_all(&reply.encode()).unwrap();
+        let _ = stream.read(&mut [0; 64]);
+    });
+    assert_refused(&address, 7, "version");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_peer_that_stops_in_mid_frame_is_noticed() {
+    let (address, server) = Peer::start(|mut peer| {
+        peer.skip_frame().unwrap();
+        peer.stream.write_all(b"PGFR\x02\x00").unwrap();
+    });
+    assert_refused(&address, 7, "stopped after");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_peer_that_ends_in_precopy_leaves_the_vm_at_the_source() {
+    let (address, server) = Peer::start(|mut peer| {
+        peer.set_up();
+        peer.skip_frame().unwrap();
+    });
+    assert_refused(&address, 13, "the VM runs on at the source");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_peer_that_ends_in_the_switch_over_leaves_the_vm_at_the_source() {
+    let (address, server) = Peer::start(|mut peer| peer.until_switch_over());
+    assert_refused(&address, 13, "the VM runs on at the source");
+    server.join().unwrap();
+}
+
+#[test]
+fn a_frame_too_long_or_of_no_type_is_refused() {
+    for (bytes, part) in [(&[0xff; 32][..], "frame"), (b"PGFR\x02\x00\x00\x00\xff\xff\xff\xff________________________", "SetupAck")] {
+        let (address, server) = Peer::start(move |mut peer| {
+            peer.skip_frame().unwrap();
+            peer.stream.write_all(bytes).unwrap();
+            peer.until_closed();
+        });
+        assert_refused(&address, 7, part);
+        server.join().unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_says_it_runs_and_ends_is_a_lost_link() {
+    let source = Source::start("16M");
+    let (address, server) = Peer::start(|mut peer| {
+        peer.until_switch_over();
+        peer.send(&Frame::Running { started_at_ns: 1 });
+        peer.skip_frame();
+    });
+    source.migrate(&address).end().assert_failed(10, "stays paused at the source");
+    server.join().unwrap();
+    // The VM is not here any more, and is never resumed here.
+    source.process.end().assert_failed(10, "stays paused at the source");
+    source.dir.assert_empty();
+}
+
+#[test]
+fn a_port_in_use_is_told() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    pageferry(&["receive", "--listen", &address]).assert_failed(5, "is in use");
+}
+
+#[test]
+fn a_control_socket_in_use_is_told() {
+    let source = Source::start("16M");
+    let socket = source.socket.to_str().unwrap();
+    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", socket];
+    pageferry(&args).assert_failed(5, "another VM listens there");
+    let file = source.dir.path("file");
+    std::fs::write(&file, "precious").unwrap();
+    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", file.to_str().unwrap()];
+    pageferry(&args).assert_failed(5, "a file of that name exists");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
+    std::fs::remove_file(file).unwrap();
+    source.assert_unharmed();
+}
+
+#[test]
+fn a_socket_that_was_left_behind_is_taken_over() {
+    let dir = Dir::new();
+    let socket = dir.path("vm");
+    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", socket.to_str().unwrap()];
+    let killed = Process::start(&args, &dir);
+    wait_for("the VM", || support::status(&socket));
+    drop(killed);
+    assert!(socket.exists());
+    let process = Process::start(&args, &dir);
+    wait_for("the VM", || support::status(&socket).filter(|s| s["state"] == "running"));
+    process.interrupt();
+    process.end().assert_ok();
+    dir.assert_empty();
+}
+
+#[test]
+fn no_vm_at_the_socket_is_told() {
+    for command in ["status", "pause", "resume", "verify", "quit"] {
+        pageferry(&[command, "--vm", "/no/such/socket"]).assert_failed(11, "no VM listens on /no/such/socket");
+    }
+    pageferry(&["migrate", "--vm", "/no/such/socket", "--to", "h:1"]).assert_failed(11, "no VM listens");
+}
+
+/// A listening destination on TCP.
+fn destination(dir: &Dir) -> (Process, String) {
+    let probe = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = probe.local_addr().unwrap().to_string();
+    drop(probe);
+    let process = Process::start(&["receive", "--listen", &address], dir);
+    wait_for("the listener", || TcpStream::connect(&address).ok());
+    (process, address)
+}
+
+#[test]
+fn strangers_do_not_disturb_a_destination() {
+    let dir = Dir::new();
+    let (process, address) = destination(&dir);
+    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xa5; 300], b"PGFERRY"] {
+        let mut stream = TcpStream::connect(&address).unwrap();
+        stream.write_all(bytes).unwrap();
+    }
+    let source = Source::start("16M");
+    source.migrate(&address).end().assert_ok();
+    source.process.end().assert_ok();
+    process.interrupt();
+    let ended = process.end();
+    ended.assert_ok();
+    assert!(ended.stderr.contains("HTTP"), "{ended:?}");
+    dir.assert_empty();
+}
+
+fn pair(address: &str) -> Pair {
+    let address: Address = address.parse().unwrap();
+    connect_pair(&address, SessionId::random().unwrap(), LIMIT, &|| false).unwrap()
+}
+
+/// What a source says it has, for a machine of 16 MiB with 2 vCPUs.
+fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
+    use pageferry_migration::wire::{Engine, Isa, Region};
+    let memory_bytes = 16u64 << 20;
+    let mut description = b"PFGD\x01\x00\x01\x02\x02\x00\x00\x00".to_vec();
+    description.extend(memory_bytes.to_le_bytes());
+    let mut setup = Setup {
+        engine: Engine::Soft,
+        isa: Isa::Riscv64,
+        state_format: pageferry_migration::STATE_FORMAT,
+        vcpus: 2,
+        memory_bytes,
+        regions: vec![Region {
+            slot: 0,
+            gfn: pageferry_addr::Gfn(0),
+            pages: memory_bytes / 4096,
+        }],
+        description,
+    };
+    change(&mut setup);
+    let mut bytes = Vec::new();
+    Frame::Setup(setup).encode(&mut bytes).unwrap();
+    bytes
+}
+
+fn send(pair: &Pair, bytes: &[u8]) {
+    let wait = pageferry_migration::channel::Wait::block("test").within(Duration::from_secs(10));
+    pair.stream.write_all(bytes, &wait).unwrap();
+}
+
+#[test]
+fn a_source_that_does_not_fit_is_refused() {
+    let cases: [(fn(&mut Setup), i32, &str); 5] = [
+        (|s| s.description.truncate(7), 8, "guest description has 7 bytes"),
+        (|s| s.description[8] = 3, 8, "its guest description and its machine differ"),
+        (|s| s.description[4] = 9, 8, "version 9"),
+        (|s| s.state_format += 1, 8, "format"),
+        (|s| s.regions[0].gfn.0 = 1, 8, "lies elsewhere"),
+    ];
+    for (change, code, part) in cases {
+        let dir = Dir::new();
+        let (process, address) = destination(&dir);
+        let pair = pair(&address);
+        send(&pair, &setup(change));
+        process.end().assert_failed(code, part);
+        dir.assert_empty();
+    }
+}
+
+#[test]
+fn a_source_larger_than_this_host_is_refused() {
+    let dir = Dir::new();
+    let (process, address) = destination(&dir);
+    let pair = pair(&address);
+    let bytes = setup(|s| {
+        s.memory_bytes = 2 << 40;
+        s.regions[0].pages = (3 << 30) / 4096;
+        s.regions.push(pageferry_migration::wire::Region {
+            slot: 1,
+            gfn: pageferry_addr::Gfn((4 << 30) / 4096),
+            pages: ((2u64 << 40) - (3 << 30)) / 4096,
+        });
+        s.description.truncate(12);
+        s.description.extend((2u64 << 40).to_le_bytes());
+    });
+    send(&pair, &bytes);
+    process.end().assert_failed(8, "available");
+    dir.assert_empty();
+}
+
+#[test]
+fn a_source_that_sends_garbage_or_stops_ends_the_destination_with_a_reason() {
+    type Act = fn(&Pair);
+    let cases: [(Act, i32, &str); 4] = [
+        (|pair| send(pair, &[0xff; 64]), 7, "frame"),
+        (|pair| send(pair, b"PGFR\x01\x00\x00\x00\xff\xff\xff\xff________________________"), 7, "Setup"),
+        (|pair| send(pair, &setup(|_| {})[..40]), 7, "stopped after"),
+        (|pair| send(pair, &setup(|_| {})), 13, "stays at the source"),
+    ];
+    for (act, code, part) in cases {
+        let dir = Dir::new();
+        let (process, address) = destination(&dir);
+        let pair = pair(&address);
+        act(&pair);
+        if code == 13 {
+            // It is set up before it is left alone.
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        drop(pair);
+        process.end().assert_failed(code, part);
+        dir.assert_empty();
+    }
+}
+
+#[test]
+fn a_delivery_the_destination_does_not_have_is_told_to_both() {
+    let source = Source::start("16M");
+    let destination = Destination::start(&["--delivery", "poison"]);
+    source.migrate(&destination.address).end().assert_failed(8, "fault delivery poison is not to be had");
+    destination.process.end().assert_failed(4, "use exit");
+    destination.dir.assert_empty();
+    source.assert_unharmed();
+}
