@@ -19,13 +19,13 @@
 //! calls are those of KVM's API, so that both engines compare call by call. It must not know that migration
 //! exists, where pages come from, or what an exit is good for; it owns no thread and does no system call.
 
-mod gate;
 #[cfg(not(loom))]
 mod clock;
 #[cfg(not(loom))]
 mod dirty;
 #[cfg(not(loom))]
 mod error;
+mod gate;
 pub mod hart;
 #[cfg(not(loom))]
 mod memory;
@@ -43,6 +43,8 @@ mod vcpu;
 #[cfg(not(loom))]
 mod vm;
 
+#[cfg(not(loom))]
+pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
 pub use pageferry_memslot::{SlotError, SlotFlags};
@@ -52,5 +54,3 @@ pub use region::{HostMemory, Region, UserfaultBits};
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]
 pub use vm::{Capabilities, Vm, VmConfig};
-#[cfg(not(loom))]
-pub use error::VmError;

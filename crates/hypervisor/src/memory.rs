@@ -50,6 +50,8 @@ pub(crate) struct Memory {
     slots: View,
     /// Whether a fault met an SPTE of an older slot, which the writer of the slots is about to zap.
     pub(crate) stale: bool,
+    /// The host address of an LR in a page that has to be watched first.
+    pub(crate) unwatched: Option<u64>,
 }
 
 impl Memory {
@@ -60,6 +62,7 @@ impl Memory {
             vm,
             slots,
             stale: false,
+            unwatched: None,
         }
     }
 
@@ -76,12 +79,16 @@ impl Memory {
         }
     }
 
-    #[inline(always)]
-    fn write_pointer(&mut self, gpa: u64, size: u64) -> Result<*mut u8, BusFault> {
-        match self.tlb.write(gpa, size) {
-            Some(pointer) => Ok(pointer),
-            None => self.fault(gpa, size, true),
-        }
+    /// A store that missed the TLB.
+    #[cold]
+    #[inline(never)]
+    fn store_missed<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
+        let pointer = self.fault(gpa, T::BYTES, true)?;
+        // SAFETY: just translated for writing `T::BYTES`; the reference lives for this store.
+        let cell = unsafe { cell::<T>(pointer) };
+        let write = || T::store(cell, value);
+        self.vm.reservations.write(pointer as u64, T::BYTES, write);
+        Ok(())
     }
 
     /// The TLB has no answer for `size` bytes at `gpa`: finds one, remembers it and gives the host address.
@@ -141,10 +148,26 @@ impl Memory {
             }
             Some((dirty, page)) => dirty.test(page),
         };
+        // Writes to a page with LR reservations always come here; see `hart::Reservations`, rule 1.
+        let may_write = may_write && !self.vm.reservations.is_announced(hva.0);
         self.tlb.fill(gpa, hva, may_write);
         Ok(core::ptr::with_exposed_provenance_mut(
             (hva.0 + (gpa & PAGE_MASK)) as usize,
         ))
+    }
+}
+
+impl Memory {
+    /// Stores bytes at `pointer`, which was translated for writing and has as many left in its page.
+    fn write_bytes(&self, pointer: *mut u8, bytes: &[u8]) {
+        self.vm
+            .reservations
+            .write(pointer as u64, bytes.len() as u64, || {
+                for (i, &byte) in bytes.iter().enumerate() {
+                    // SAFETY: a byte of the page that `pointer` was translated for.
+                    u8::store(unsafe { cell::<u8>(pointer.wrapping_add(i)) }, byte);
+                }
+            });
     }
 }
 
@@ -167,7 +190,9 @@ impl Bus for Memory {
 
     #[inline(always)]
     fn store<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
-        let pointer = self.write_pointer(gpa, T::BYTES)?;
+        let Some(pointer) = self.tlb.write(gpa, T::BYTES) else {
+            return self.store_missed(gpa, value);
+        };
         // SAFETY: just translated for `T::BYTES`; the reference lives for this store.
         T::store(unsafe { cell::<T>(pointer) }, value);
         Ok(())
@@ -179,54 +204,57 @@ impl Bus for Memory {
             return Ok(());
         };
         let end = gpa.checked_add(last).ok_or(BusFault::Access { gpa })?;
-        // All or nothing: both pages are writable before the first byte goes. The second fault may put its page
-        // into the TLB entry of the first, so the pointers are kept and the TLB is not asked again; no flush
-        // comes between, as the vCPU stays inside.
-        let first = self.write_pointer(gpa, 1)?;
-        let left_in_page = PAGE_SIZE - (gpa & PAGE_MASK);
-        let second = if last < left_in_page {
-            None
-        } else {
-            Some(self.write_pointer(end & !PAGE_MASK, 1)?)
+        // All or nothing: both pages are writable before the first byte goes. The pointers stay good: no flush comes
+        // between, as the vCPU stays inside.
+        let in_first = bytes.len().min((PAGE_SIZE - (gpa & PAGE_MASK)) as usize);
+        let (head, tail) = bytes.split_at(in_first);
+        let first = self.fault(gpa, 1, true)?;
+        let second = match tail {
+            [] => None,
+            _ => Some(self.fault(end & !PAGE_MASK, 1, true)?),
         };
-        for (i, &byte) in (0u64..).zip(bytes) {
-            let pointer = match second {
-                Some(second) if i >= left_in_page => {
-                    second.wrapping_add((i - left_in_page) as usize)
-                }
-                _ => first.wrapping_add(i as usize),
-            };
-            // SAFETY: a byte of one of the two pages that were just translated for writing.
-            u8::store(unsafe { cell::<u8>(pointer) }, byte);
+        self.write_bytes(first, head);
+        if let Some(second) = second {
+            self.write_bytes(second, tail);
         }
         Ok(())
     }
 
     fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
-        let pointer = self.write_pointer(gpa, T::BYTES)?;
-        // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
-        Ok(T::amo(unsafe { cell::<T>(pointer) }, op, operand))
+        if let Some(pointer) = self.tlb.write(gpa, T::BYTES) {
+            // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
+            return Ok(T::amo(unsafe { cell::<T>(pointer) }, op, operand));
+        }
+        let pointer = self.fault(gpa, T::BYTES, true)?;
+        // SAFETY: as above.
+        let cell = unsafe { cell::<T>(pointer) };
+        let write = || T::amo(cell, op, operand);
+        Ok(self.vm.reservations.write(pointer as u64, T::BYTES, write))
     }
 
     fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
         let pointer = self.read_pointer(gpa, T::BYTES)?;
+        let address = pointer as u64;
+        if !self.vm.reservations.is_watched(address) {
+            self.unwatched = Some(address);
+            return Err(BusFault::Requested);
+        }
         // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
-        let value = T::load_ordered(unsafe { cell::<T>(pointer) });
-        Ok(Reserved { value, version: 0 })
+        let cell = unsafe { cell::<T>(pointer) };
+        Ok(self.vm.reservations.load_reserved(address, cell))
     }
 
-    /// Compares the value, as QEMU's TCG does: a store of the same value by somebody else since the LR goes
-    /// unnoticed.
     fn store_conditional<T: AmoInt>(
         &mut self,
         gpa: u64,
         reserved: Reserved<T>,
         value: T,
     ) -> Result<bool, BusFault> {
-        let pointer = self.write_pointer(gpa, T::BYTES)?;
+        let pointer = self.fault(gpa, T::BYTES, true)?;
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
         let cell = unsafe { cell::<T>(pointer) };
-        Ok(T::compare_exchange(cell, reserved.value, value))
+        let reservations = &self.vm.reservations;
+        Ok(reservations.store_conditional(pointer as u64, cell, reserved, value))
     }
 
     #[cold]

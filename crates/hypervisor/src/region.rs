@@ -20,7 +20,7 @@ use std::sync::Arc;
 /// 1. All bytes of [`hva_range`](Self::hva_range), which never changes, are mapped, readable, and (if the
 ///    memory is put into a slot without `READONLY`) writable, without a fault that ends the process. A touch
 ///    may take long or make the thread sleep.
-/// 2. The range's provenance is exposed ([`pointer::expose_provenance`], or memory that came from `mmap`).
+/// 2. The range's provenance is exposed (by `expose_provenance`, or as memory that came from `mmap`).
 /// 3. Nobody holds a Rust reference to any byte of it, other than shared references to atomics, and
 ///    everybody who accesses it does so by atomics, volatile accesses or system calls: guests read and write
 ///    it at any time, by relaxed atomics of 1, 2, 4 or 8 bytes.

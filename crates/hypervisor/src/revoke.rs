@@ -3,7 +3,7 @@
 //! Three places hold on to a translation: the memory slots (the truth), the second-stage tables (shared) and
 //! each vCPU's TLB and decoded code (private). A fault reads them in that order and fills them in that
 //! order, without a lock. Revoking goes the same way, one revocation at a time, under the [`Shared::writer`]
-//! mutex, which no vCPU ever takes.
+//! mutex, which no vCPU takes inside its gate.
 //!
 //! # Slots go, move, or get `USERFAULT`; a notifier invalidates host pages
 //!
@@ -54,6 +54,12 @@
 //! A paused VM's log can be read without taking and protecting (`read_dirty_log`): bits stay, so a VM that
 //! goes on after all has lost nothing.
 //!
+//! # A page comes to be watched
+//!
+//! The first LR in a page makes all vCPUs drop what their TLBs know of writable pages, so that every store to that
+//! page is seen from then on: announce, flush writes, confirm. Why this suffices is said at
+//! [`crate::hart::Reservations`]. The vCPU that met the LR does it outside its gate.
+//!
 //! # What waits for what
 //!
 //! The writer waits for vCPUs to leave; they leave within a page of straight-line code, and on their way take no lock
@@ -63,6 +69,7 @@
 
 use crate::clock::Clock;
 use crate::gate::Requests;
+use crate::hart::Reservations;
 use crate::slots::{Published, Table};
 use crate::vcpu::Link;
 use pageferry_addr::GfnRange;
@@ -74,6 +81,7 @@ pub(crate) struct Shared {
     pub(crate) tables: StageTwo,
     pub(crate) slots: Published,
     pub(crate) clock: Clock,
+    pub(crate) reservations: Reservations,
     writer: Mutex<Writer>,
 }
 
@@ -92,6 +100,7 @@ impl Shared {
             tables: StageTwo::new(),
             slots: Published::new(Arc::clone(&table)),
             clock: Clock::new(),
+            reservations: Reservations::new(),
             writer: Mutex::new(Writer {
                 table,
                 vcpus: (0..max_vcpus).map(|_| None).collect(),
@@ -128,6 +137,16 @@ impl Shared {
         writer.request(Requests::QUIESCE);
         self.tables.write_protect(range);
         writer.request(Requests::FLUSH_WRITES);
+    }
+
+    /// Makes the page of the host address `address` one in which LR may reserve.
+    pub(crate) fn watch(&self, address: u64) {
+        let writer = self.writer();
+        if !self.reservations.is_watched(address) {
+            self.reservations.announce(address);
+            writer.request(Requests::FLUSH_WRITES);
+            self.reservations.confirm(address);
+        }
     }
 }
 

@@ -145,6 +145,9 @@ impl VcpuCore {
             drop(inside);
             match exit {
                 HartExit::Requested => {
+                    if let Some(address) = self.memory.unwatched.take() {
+                        self.memory.vm.watch(address);
+                    }
                     if core::mem::take(&mut self.memory.stale) {
                         // The writer of the slots is between publishing and zapping: let it go on.
                         yield_now();
@@ -241,6 +244,11 @@ fn serve(hart: &mut Hart, memory: &mut Memory, requests: Requests) {
     }
     if requests.contains(Requests::QUIESCE) {
         memory.refresh_slots();
+    }
+    if requests != Requests::KICK {
+        // The requester waits until every vCPU has left. Where there are more of them than processors, one
+        // that was preempted inside its guest must get a processor for that: offer it this one.
+        yield_now();
     }
 }
 

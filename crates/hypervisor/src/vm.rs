@@ -192,6 +192,12 @@ impl Vm {
         self.shared.tables.mapped_pages()
     }
 
+    /// How many of them are mapped writable; as exact.
+    #[must_use]
+    pub fn writable_pages(&self) -> u64 {
+        self.shared.tables.writable_pages()
+    }
+
     /// The bytes of all second-stage tables.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {

@@ -1,0 +1,108 @@
+//! Measurements, not tests: `cargo test -p pageferry-hypervisor --release --test vm_speed -- --ignored --nocapture`
+
+mod vm_support;
+
+use pageferry_addr::RamPage;
+use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits};
+use pageferry_userfault::PageBitmap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vm_support::{HostRam, PAGE, asm::*, vcpu, vm};
+
+/// The best of five.
+fn best(mut run: impl FnMut() -> Duration) -> Duration {
+    (0..5).map(|_| run()).min().unwrap()
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn loads_and_stores_through_the_tlb() {
+    const PAGES: u64 = 64;
+    const ROUNDS: u64 = 2_000;
+    let ram = HostRam::new(1 + PAGES as usize);
+    // Adds 1 to each doubleword of the pages, a2 times.
+    let code = [
+        add(T0, A1, X0),
+        ld(A0, T0, 0),
+        addi(A0, A0, 1),
+        sd(A0, T0, 0),
+        addi(T0, T0, 8),
+        bltu(T0, A3, -16),
+        addi(A2, A2, -1),
+        bne(A2, X0, -28),
+        WFI,
+    ];
+    ram.code(0, &code);
+    let vm = vm(&ram);
+    let mut vcpu = vcpu(&vm, 0, 0);
+    let mut instructions = 0;
+    let time = best(|| {
+        vcpu.hart_mut().set_pc(0).unwrap();
+        vcpu.hart_mut().set_x(11, PAGE);
+        vcpu.hart_mut().set_x(12, ROUNDS);
+        vcpu.hart_mut().set_x(13, (1 + PAGES) * PAGE);
+        let before = vcpu.hart().instret();
+        let start = Instant::now();
+        assert_eq!(vcpu.run(), Exit::Halted);
+        let time = start.elapsed();
+        instructions = vcpu.hart().instret() - before;
+        time
+    });
+    let rate = instructions as f64 / time.as_secs_f64() / 1e6;
+    println!("load/store loop: {rate:.0} M instructions/s");
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn misses_and_memory_fault_exits() {
+    const PAGES: u64 = 16 * 1024;
+    let ram = HostRam::new(1 + PAGES as usize);
+    // Stores to each page.
+    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    for page in 1..=PAGES {
+        ram.set(page * PAGE + 8, 1);
+    }
+    let vm = vm(&ram);
+    let mut vcpu = vcpu(&vm, 0, 0);
+    let bitmap = Arc::new(PageBitmap::new(1 + PAGES as usize));
+    let mut region = ram.region(0, 0, 0, 1 + PAGES);
+    region.userfault = Some(UserfaultBits {
+        bitmap: Arc::clone(&bitmap),
+        first: RamPage(0),
+    });
+    let mut touch_all = |missing: bool, unmap: bool| {
+        if unmap {
+            region.flags = SlotFlags::EMPTY;
+            vm.set_user_memory_region(region.clone()).unwrap();
+            region.flags = SlotFlags::USERFAULT;
+            vm.set_user_memory_region(region.clone()).unwrap();
+        }
+        if missing {
+            bitmap.set_range(1..1 + PAGES as usize);
+        }
+        vcpu.hart_mut().set_pc(0).unwrap();
+        vcpu.hart_mut().set_x(11, PAGE);
+        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
+        vcpu.hart_mut().set_x(6, PAGE);
+        let start = Instant::now();
+        loop {
+            match vcpu.run() {
+                Exit::MemoryFault { gpa, .. } => {
+                    bitmap.clear(RamPage(gpa.0 / PAGE));
+                }
+                Exit::Halted => break,
+                other => panic!("{other:?}"),
+            }
+        }
+        start.elapsed()
+    };
+    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    // Tables are there from the first run on.
+    let exits = per_page(best(|| touch_all(true, true)));
+    let faults = per_page(best(|| touch_all(false, true)));
+    let refills = per_page(best(|| touch_all(false, false)));
+    println!(
+        "TLB miss, SPTE present: {refills:.0} ns a page; SPTE absent: {faults:.0} ns; memory fault, exit and resume: {exits:.0} ns"
+    );
+    println!("exit and resume alone: {:.0} ns", exits - faults);
+}

@@ -1,0 +1,145 @@
+//! A small VM for tests: host memory that a slot may point at, and programs in it.
+#![expect(unsafe_code, reason = "test memory is put into slots")]
+#![expect(dead_code, reason = "no test file uses all of it")]
+
+#[path = "../hart_support/asm.rs"]
+pub(crate) mod asm;
+
+use pageferry_addr::{Gpa, Hva};
+use pageferry_hypervisor::{HostMemory, Region, SlotFlags, VcpuCore, Vm, VmConfig};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+pub(crate) const PAGE: u64 = 4096;
+/// No wait of a test is longer.
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+
+#[repr(align(4096))]
+struct Page([AtomicU64; 512]);
+
+/// Host memory of some pages, all zero.
+pub(crate) struct HostRam(Box<[Page]>);
+
+// SAFETY: 1. The box owns the pages and never gives them up. 2. `hva_range` exposes their provenance. 3. All access
+// in the tests is by atomics.
+unsafe impl HostMemory for HostRam {
+    fn hva_range(&self) -> Range<Hva> {
+        let start = self.0.as_ptr().expose_provenance() as u64;
+        Hva(start)..Hva(start + self.0.len() as u64 * PAGE)
+    }
+}
+
+impl HostRam {
+    pub(crate) fn new(pages: usize) -> Arc<Self> {
+        let page = |_| Page([const { AtomicU64::new(0) }; 512]);
+        Arc::new(Self((0..pages).map(page).collect()))
+    }
+
+    pub(crate) fn hva(&self) -> Hva {
+        self.hva_range().start
+    }
+
+    /// The doubleword at byte `offset`.
+    pub(crate) fn word(&self, offset: u64) -> &AtomicU64 {
+        &self.0[(offset / PAGE) as usize].0[(offset % PAGE / 8) as usize]
+    }
+
+    pub(crate) fn get(&self, offset: u64) -> u64 {
+        self.word(offset).load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set(&self, offset: u64, value: u64) {
+        self.word(offset).store(value, Ordering::Relaxed);
+    }
+
+    pub(crate) fn code(&self, offset: u64, code: &[u32]) {
+        for (i, pair) in code.chunks(2).enumerate() {
+            let high = pair.get(1).copied().unwrap_or(0);
+            self.set(
+                offset + 8 * i as u64,
+                u64::from(pair[0]) | u64::from(high) << 32,
+            );
+        }
+    }
+
+    /// Slot `slot` at `gpa` over `pages` pages from page `first`.
+    pub(crate) fn region(self: &Arc<Self>, slot: u16, gpa: u64, first: u64, pages: u64) -> Region {
+        Region {
+            slot,
+            flags: SlotFlags::EMPTY,
+            gpa: Gpa(gpa),
+            size: pages * PAGE,
+            hva: Hva(self.hva().0 + first * PAGE),
+            memory: Some(Arc::clone(self) as Arc<dyn HostMemory>),
+            userfault: None,
+        }
+    }
+}
+
+/// A VM whose slot 0 has all of `ram` at address 0.
+pub(crate) fn vm(ram: &Arc<HostRam>) -> Vm {
+    let vm = Vm::new(VmConfig::default());
+    vm.set_user_memory_region(ram.region(0, 0, 0, ram.0.len() as u64))
+        .unwrap();
+    vm
+}
+
+/// A vCPU that starts at `pc`.
+pub(crate) fn vcpu(vm: &Vm, id: u32, pc: u64) -> VcpuCore {
+    let mut vcpu = vm.create_vcpu(id).unwrap();
+    vcpu.hart_mut().set_pc(pc).unwrap();
+    vcpu
+}
+
+/// Waits until `done`, and fails after [`LIMIT`].
+#[track_caller]
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < LIMIT, "waited too long for {what}");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// xorshift64*, seeded; the same in every run.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+}
+
+/// Threads that failed, so that the others end too.
+#[derive(Default)]
+pub(crate) struct Alarm(AtomicU32);
+
+impl Alarm {
+    pub(crate) fn stop(&self) {
+        self.0.store(1, Ordering::Release);
+    }
+
+    pub(crate) fn stopped(&self) -> bool {
+        self.0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// Rings the alarm when it goes, also by a panic, so that no thread of a test waits for ever.
+pub(crate) struct StopOnDrop<'a>(
+    pub(crate) &'a Alarm,
+    pub(crate) Vec<pageferry_hypervisor::KickHandle>,
+);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+        self.1
+            .iter()
+            .for_each(pageferry_hypervisor::KickHandle::kick);
+    }
+}
