@@ -33,9 +33,11 @@ fn child_that_dies_of_a_bus_error() {
     // The handlers are installed with the first machine.
     let _machine = machine(1, 64);
     let fd = rustix::fs::memfd_create("empty", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    // SAFETY: a new mapping at an address that the kernel chooses; it is read through a raw pointer, and
-    // the bus error of that read is what this test is about.
+    // SAFETY: a plain system call: a handler that swallowed the bus error would have the read repeated for
+    // ever, and this ends it. Then a new mapping at an address that the kernel chooses; it is read through
+    // a raw pointer, and the bus error of that read is what this test is about.
     unsafe {
+        libc::alarm(10);
         let map = rustix::mm::mmap(
             std::ptr::null_mut(),
             4096,

@@ -148,6 +148,15 @@ impl Source {
     }
 }
 
+/// Ends the threads beside a test, also when the test fails.
+struct StopOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// What goes on beside the guest.
 #[derive(Clone, Copy, Default)]
 struct Beside {
@@ -419,6 +428,63 @@ fn even_the_guests_page_tables_may_be_missing() {
 }
 
 #[test]
+fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
+    if no_kvm() {
+        return;
+    }
+    for disarm in [false, true] {
+        let mut new = machine(1, DATA.0 + 2);
+        let vm = Arc::clone(&new.machine);
+        if no_delivery(vm.as_ref(), Delivery::Poison) {
+            return;
+        }
+        let ram = Arc::clone(vm.ram());
+        let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
+        let events = vm
+            .arm_userfault(Arc::clone(&missing), Delivery::Poison)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &CHECK,
+            [DATA.0, DATA.0 + 2].map(|page| page * PAGE_SIZE),
+        );
+        missing.set_range(DATA.index()..DATA.index() + 2);
+        vm.begin_postcopy().unwrap();
+        // Installed, its mapping dropped, marked, and only then its bit is cleared.
+        for page in [DATA, RamPage(DATA.0 + 1)] {
+            ram.write(page, &bytes_of(page));
+            vm.install(page, 1).unwrap();
+            drop_mapping(&ram, page.0);
+        }
+        vm.assist_postcopy(&|| false).unwrap();
+        missing.clear_range(DATA.index()..DATA.index() + 2);
+        if disarm {
+            vm.disarm_userfault().unwrap();
+        }
+        let source = Source {
+            machine: Arc::clone(&vm),
+            missing,
+            claimed: PageBitmap::new(1),
+            low: low_pages(&ram),
+            faults: AtomicUsize::new(0),
+            events: AtomicUsize::new(0),
+        };
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let _stop = StopOnDrop(&stop);
+            scope.spawn(|| source.serve(events, &stop));
+            let rang = source.drive(new.vcpus[0].as_mut());
+            assert_eq!(rang, 1, "a wrong page at {rang:#x}");
+        });
+        let exits = source.faults.into_inner();
+        assert_eq!(exits, if disarm { 0 } else { 2 }, "disarmed: {disarm}");
+    }
+}
+
+#[test]
 fn holes_are_zero_pages_under_every_delivery() {
     if no_kvm() {
         return;
@@ -468,9 +534,9 @@ fn holes_are_zero_pages_under_every_delivery() {
         }
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let _stop = StopOnDrop(&stop);
             scope.spawn(|| source.serve(events, &stop));
             let rang = source.drive(new.vcpus[0].as_mut());
-            stop.store(true, Ordering::Release);
             assert_eq!(
                 rang, 1,
                 "{delivery}: the guest found a wrong page at {rang:#x}"
@@ -581,6 +647,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
         };
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let _stop = StopOnDrop(&stop);
             scope.spawn(|| source.serve(events, &stop));
             let vcpu = new.vcpus[0].as_mut();
             let watchdog = Watchdog::new(vcpu.kicker(), Duration::from_secs(10));
@@ -596,7 +663,6 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
                     exit => break rung(exit),
                 }
             };
-            stop.store(true, Ordering::Release);
             assert_eq!(
                 emulated,
                 delivery == Delivery::Poison,

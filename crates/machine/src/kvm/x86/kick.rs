@@ -147,3 +147,66 @@ impl Kicker for Kick {
         self.kicked.load(Ordering::Acquire)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvm_ioctls::Kvm;
+    use std::sync::atomic::AtomicUsize;
+
+    /// A kick beside a take: either it was taken, or the next entry will not happen.
+    #[test]
+    fn a_kick_that_is_not_taken_always_stops_the_next_entry() {
+        const ROUNDS: usize = 50_000;
+        if let Err(why) = crate::kvm::probe_vm() {
+            let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+            assert!(
+                !required.split(',').any(|word| word == "kvm"),
+                "kvm is required: {why}"
+            );
+            println!("SKIPPED: {why}");
+            return;
+        }
+        let kvm = Kvm::new().unwrap();
+        let fd = kvm.create_vm().unwrap().create_vcpu(0).unwrap();
+        let kick = Kick::new(RunPage::map(&fd, kvm.get_vcpu_mmap_size().unwrap()).unwrap());
+        // Both spin at the same round number, so that they run into each other.
+        let meeting = [(); 2].map(|()| AtomicUsize::new(0));
+        let meet = |me: usize, round: usize| {
+            meeting[me].store(round, Ordering::SeqCst);
+            let mut spins = 0u32;
+            while meeting[1 - me].load(Ordering::SeqCst) < round {
+                spins += 1;
+                if spins.is_multiple_of(1000) {
+                    std::thread::yield_now();
+                }
+                std::hint::spin_loop();
+            }
+        };
+        let mut lost = 0;
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 1..=ROUNDS {
+                    meet(0, 2 * round);
+                    (0..round % 16).for_each(|_| std::hint::spin_loop());
+                    kick.kick();
+                    meet(0, 2 * round + 1);
+                }
+            });
+            for round in 1..=ROUNDS {
+                kick.kick();
+                meet(1, 2 * round);
+                (0..round % 13).for_each(|_| std::hint::spin_loop());
+                let taken = kick.take();
+                meet(1, 2 * round + 1);
+                let stops = kick.page.immediate_exit().load(Ordering::SeqCst) != 0;
+                if !taken || (!stops && kick.is_kicked()) {
+                    // Both threads go on, or one would wait for the other for ever.
+                    lost += 1;
+                }
+                kick.take();
+            }
+        });
+        assert_eq!(lost, 0, "of {ROUNDS} kicks beside a take");
+    }
+}
