@@ -3,6 +3,7 @@
 
 use crate::address::Address;
 use crate::channel::{ChannelError, Connection, Listener, Wait};
+use crate::destination::DestinationConfig;
 use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Stranger};
 use crate::source::SourceConfig;
@@ -18,8 +19,10 @@ use std::time::Duration;
 
 pub(crate) use crate::channel::RawSlice;
 
-/// The longest a peer may take to accept one message.
-const SEND_LIMIT: Duration = Duration::from_secs(30);
+/// The longest a peer may take to accept an urgent page.
+const URGENT_SEND_LIMIT: Duration = Duration::from_secs(30);
+/// How long to look for the reason that a peer gave before it closed the connection.
+const REASON_LIMIT: Duration = Duration::from_millis(50);
 /// How long a side that gave up waits for the peer to read why.
 const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
 /// How long the source's urgent thread spins for the next request before it sleeps, in microseconds.
@@ -59,9 +62,8 @@ impl From<ChannelError> for MigrationError {
             ChannelError::Wire(error) => Self::Wire(error),
             ChannelError::Interrupted { .. } => Self::Cancelled,
             ChannelError::TimedOut { what, .. } => Self::Timeout(what),
-            ChannelError::Closed { .. } | ChannelError::Lost { .. } | ChannelError::Torn { .. } => {
-                Self::LinkLost(error.to_string())
-            }
+            ChannelError::Lost { what, source } => Self::LinkLost(format!("{source} (at {what})")),
+            ChannelError::Closed { .. } | ChannelError::Torn { .. } => Self::LinkLost(error.to_string()),
             ChannelError::Open(_) => Self::Channel(error),
         }
     }
@@ -91,6 +93,10 @@ pub(crate) struct StreamLink {
     from: Side,
     memory_pages: u64,
     spin_micros: u32,
+    /// The longest a peer may take to accept one message.
+    send_limit: Duration,
+    /// Whether a message may have been sent in part: nothing after it would be understood.
+    torn: bool,
     out: Vec<u8>,
     payload: Vec<u8>,
     /// The hasher of the Pages frame being received, fed with its descriptors.
@@ -98,12 +104,14 @@ pub(crate) struct StreamLink {
 }
 
 impl StreamLink {
-    fn new(connection: Connection, from: Side, memory_pages: u64) -> Self {
+    fn new(connection: Connection, from: Side, memory_pages: u64, send_limit: Duration) -> Self {
         Self {
             connection,
             from,
             memory_pages,
             spin_micros: 0,
+            send_limit,
+            torn: false,
             out: Vec::new(),
             payload: Vec::new(),
             runs_hasher: None,
@@ -120,7 +128,7 @@ impl StreamLink {
         let session = SessionId::random().map_err(|e| MigrationError::os("cannot make a session id", e))?;
         let pair = handshake::connect_pair(to, session, config.connect_limit, stop)?;
         Ok((
-            Self::new(pair.stream, Side::Destination, memory_pages),
+            Self::new(pair.stream, Side::Destination, memory_pages, config.answer_limit),
             UrgentLink::new(pair.urgent),
         ))
     }
@@ -128,11 +136,15 @@ impl StreamLink {
     /// Waits for a source: both connections, shaken hands.
     pub(crate) fn accept(
         listener: &Listener,
+        config: &DestinationConfig,
         stop: &dyn Fn() -> bool,
         stranger: &mut dyn FnMut(&Stranger),
     ) -> Result<(Self, UrgentLink), MigrationError> {
         let pair = handshake::accept_pair(listener, None, stop, stranger)?;
-        Ok((Self::new(pair.stream, Side::Source, 0), UrgentLink::new(pair.urgent)))
+        Ok((
+            Self::new(pair.stream, Side::Source, 0, config.silence_limit),
+            UrgentLink::new(pair.urgent),
+        ))
     }
 
     /// Frames from now on are about a VM of this size.
@@ -151,7 +163,8 @@ impl StreamLink {
 
     pub(crate) fn send(&mut self, frame: &Frame) -> Result<(), MigrationError> {
         frame.encode(&mut self.out)?;
-        Ok(self.connection.write_all(&self.out, &Wait::block("frame").within(SEND_LIMIT))?)
+        let sent = self.connection.write_all(&self.out, &Wait::block("frame").within(self.send_limit));
+        self.sent(sent)
     }
 
     /// Sends frames in one go.
@@ -161,14 +174,35 @@ impl StreamLink {
             frame.encode(&mut self.out)?;
             all.extend_from_slice(&self.out);
         }
-        Ok(self.connection.write_all(&all, &Wait::block("frames").within(SEND_LIMIT))?)
+        let sent = self.connection.write_all(&all, &Wait::block("frames").within(self.send_limit));
+        self.sent(sent)
     }
 
-    /// Sends a frame that is encoded already.
-    pub(crate) fn send_vectored(&self, slices: &[IoSlice<'_>]) -> Result<(), MigrationError> {
-        Ok(self
-            .connection
-            .write_all_vectored(slices, &Wait::block("Pages frame").within(SEND_LIMIT))?)
+    /// Sends a frame that is encoded already, unless `stop` returns true while the peer does not take it:
+    /// then, as after every error of sending, no frame follows it.
+    pub(crate) fn send_vectored(
+        &mut self,
+        slices: &[IoSlice<'_>],
+        stop: &dyn Fn() -> bool,
+    ) -> Result<(), MigrationError> {
+        let wait = Wait::block("Pages frame").within(self.send_limit).unless(stop);
+        let sent = self.connection.write_all_vectored(slices, &wait);
+        self.sent(sent)
+    }
+
+    /// What an outcome of sending means. A peer that gives up says why and closes: the reason is what
+    /// counts, not that the rest could not be sent.
+    fn sent(&mut self, outcome: Result<(), ChannelError>) -> Result<(), MigrationError> {
+        let Err(error) = outcome else { return Ok(()) };
+        self.torn = true;
+        let error = MigrationError::from(error);
+        if error.is_lost()
+            && let Err(reason @ (MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled)) =
+                self.receive_any(REASON_LIMIT, never())
+        {
+            return Err(reason);
+        }
+        Err(error)
     }
 
     /// The next frame, which must not be of pages.
@@ -254,7 +288,7 @@ impl StreamLink {
 
     /// The error for a frame that does not belong here.
     pub(crate) fn unexpected(&self, expected: &str, found: &Frame) -> MigrationError {
-        MigrationError::Peer(format!("{expected} was due, and it sent {} ({found:?})", found.frame_type()))
+        MigrationError::Peer(format!("{expected} was due, and it sent {}", found.frame_type()))
     }
 
     /// Tells the peer why this side gives up. It may be gone: then nobody wants to know.
@@ -272,7 +306,7 @@ impl StreamLink {
     }
 
     fn say_frame(&mut self, frame: &Frame) {
-        if frame.encode(&mut self.out).is_ok() {
+        if !self.torn && frame.encode(&mut self.out).is_ok() {
             let wait = Wait::block("last word").within(LAST_WORD_LIMIT);
             let _ = self.connection.write_all(&self.out, &wait);
         }
@@ -318,7 +352,7 @@ impl UrgentLink {
     pub(crate) fn send(&self, slices: &[IoSlice<'_>]) -> Result<(), MigrationError> {
         Ok(self
             .connection
-            .write_all_vectored(slices, &Wait::block("urgent reply").within(SEND_LIMIT))?)
+            .write_all_vectored(slices, &Wait::block("urgent reply").within(URGENT_SEND_LIMIT))?)
     }
 
     /// Sends a request; several threads may do so at once.

@@ -72,11 +72,15 @@ impl Incoming {
         stop: &dyn Fn() -> bool,
         stranger: &mut dyn FnMut(&Stranger),
     ) -> Result<Self, MigrationError> {
-        let (mut link, urgent) = StreamLink::accept(listener, stop, stranger)?;
+        let (mut link, urgent) = StreamLink::accept(listener, &config, stop, stranger)?;
         let began_ns = monotonic_ns();
-        let setup = match link.receive(config.handshake_limit, stop)? {
-            Frame::Setup(setup) => setup,
-            other => return Err(link.unexpected("Setup", &other)),
+        let setup = match link.receive(config.handshake_limit, stop) {
+            Ok(Frame::Setup(setup)) => setup,
+            other => {
+                let error = other.map_or_else(|error| error, |other| link.unexpected("Setup", &other));
+                say_why(&mut link, &error);
+                return Err(error);
+            }
         };
         link.set_memory_pages(setup.memory_pages());
         let offer = Offer {
@@ -133,7 +137,7 @@ impl Incoming {
         let started = match self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases) {
             Ok(started) => started,
             Err(error) => {
-                self.say_why(&error);
+                say_why(&mut self.link, &error);
                 observer.phase(Phase::Failed);
                 return Err(discarded(error));
             }
@@ -148,15 +152,6 @@ impl Incoming {
             started_ns: 0,
         };
         running.receive_rest(&mut placer)
-    }
-
-    fn say_why(&mut self, error: &MigrationError) {
-        if matches!(error, MigrationError::Cancelled) {
-            self.link.say_cancel();
-        } else {
-            self.link.say_error(error.wire_code(), error);
-        }
-        self.link.close_after_word();
     }
 
     /// Everything up to the moment before vCPUs run: can be discarded.
@@ -263,6 +258,8 @@ impl Incoming {
             });
         let mismatch = if self.offer.engine != vm.machine.engine() {
             format!("it runs on engine {}, this machine on {}", self.offer.engine, vm.machine.engine())
+        } else if (self.setup.engine, self.setup.isa) != crate::link::wire_engine(vm.machine.engine()) {
+            "its guest has another instruction set than this engine's".into()
         } else if self.setup.state_format != crate::STATE_FORMAT {
             format!("its states have format {}, known here is {}", self.setup.state_format, crate::STATE_FORMAT)
         } else if self.offer.vcpus as usize != vm.threads.count() {
@@ -276,6 +273,16 @@ impl Incoming {
         };
         Err(MigrationError::Mismatch(format!("the offered VM does not fit: {mismatch}")))
     }
+}
+
+/// Tells the source why there will be no VM here, and ends the connection.
+fn say_why(link: &mut StreamLink, error: &MigrationError) {
+    if matches!(error, MigrationError::Cancelled) {
+        link.say_cancel();
+    } else {
+        link.say_error(error.wire_code(), error);
+    }
+    link.close_after_word();
 }
 
 /// Checks that switch-over brought all it announces.

@@ -58,6 +58,9 @@ impl Resolver {
             }
             Ok(Brought::Arrived) => HookVerdict::Resume,
             Ok(Brought::Kicked) => return HookVerdict::Resume,
+            // While the source ends the connections, a vCPU may still look for a reply although its page
+            // has just come by the stream.
+            Err(error) if error.is_lost() && !core.states.is_missing(page) => HookVerdict::Resume,
             Err(error) => {
                 core.fail(error);
                 HookVerdict::Park

@@ -6,7 +6,7 @@
 //! pages are hashed and sent from where they lie.
 
 use crate::error::MigrationError;
-use crate::link::StreamLink;
+use crate::link::{StreamLink, never};
 use crate::wire::{FrameHasher, PAGE_BYTES, RunKind, RunList, RunRefused};
 use pageferry_addr::RamPage;
 use pageferry_machine::GuestRam;
@@ -26,6 +26,8 @@ pub(crate) struct PageSender<'a> {
     list: RunList,
     head: Vec<u8>,
     copies: Vec<u8>,
+    /// Ends a send that the peer does not take.
+    stop: &'a dyn Fn() -> bool,
     /// Data pages sent so far.
     pub(crate) data_pages: u64,
     /// Pages sent as zero so far.
@@ -33,9 +35,10 @@ pub(crate) struct PageSender<'a> {
 }
 
 impl<'a> PageSender<'a> {
-    pub(crate) fn new(ram: &'a GuestRam) -> Self {
+    pub(crate) fn new(ram: &'a GuestRam, stop: &'a dyn Fn() -> bool) -> Self {
         Self {
             ram,
+            stop,
             list: RunList::new(ram.pages()),
             head: Vec::new(),
             copies: vec![0; FRAME_PAGES as usize * PAGE_BYTES],
@@ -87,7 +90,7 @@ impl<'a> PageSender<'a> {
         let data = &self.copies[..self.list.data_bytes()];
         hasher.update(data);
         hasher.seal(&mut self.head);
-        link.send_vectored(&[IoSlice::new(&self.head), IoSlice::new(data)])?;
+        link.send_vectored(&[IoSlice::new(&self.head), IoSlice::new(data)], self.stop)?;
         self.sent();
         Ok(())
     }
@@ -112,7 +115,7 @@ impl<'a> StoppedSender<'a> {
         Self {
             inner: PageSender {
                 copies: Vec::new(),
-                ..PageSender::new(ram)
+                ..PageSender::new(ram, never())
             },
         }
     }
@@ -158,7 +161,7 @@ impl<'a> StoppedSender<'a> {
         }
         hasher.seal(&mut head);
         slices.insert(0, IoSlice::new(&head));
-        link.send_vectored(&slices)?;
+        link.send_vectored(&slices, never())?;
         self.inner.head = head;
         self.inner.sent();
         Ok(())

@@ -10,7 +10,7 @@ use super::pages::{StoppedSender, is_zero};
 use super::pool::Pool;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::link::{UrgentLink, never};
+use crate::link::UrgentLink;
 use crate::phase::Phase;
 use crate::sync::{AtomicU64, Ordering};
 use crate::wire::{DrainCounts, Frame, UrgentKind, urgent_reply_page, urgent_reply_zero};
@@ -29,7 +29,6 @@ impl Source<'_> {
     /// Sends every missing page and hears that all arrived.
     pub(super) fn postcopy(&mut self, urgent: &UrgentLink, missing: PageBitmap) -> Result<(), MigrationError> {
         self.link.send(&Frame::RunningAck)?;
-        self.link.set_spin(0);
         self.enter(Phase::Postcopy);
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
         let pool = Pool::new(missing);
@@ -84,9 +83,15 @@ impl Source<'_> {
 
         self.enter(Phase::Completion);
         self.link.send(&Frame::DrainEnd(counts))?;
-        match self.link.receive(self.config.answer_limit, never())? {
-            Frame::DrainAck(taken) if taken == counts => {}
-            other => return Err(self.link.unexpected("DrainAck", &other)),
+        // The destination keeps the urgent connection until it has confirmed: its end is a failure.
+        match self.link.receive(self.config.answer_limit, urgent_ended) {
+            Ok(Frame::DrainAck(taken)) if taken == counts => {}
+            Ok(Frame::DrainAck(taken)) => {
+                return Err(MigrationError::Peer(format!("it confirmed {taken} where {counts} were sent")));
+            }
+            Ok(other) => return Err(self.link.unexpected("DrainAck", &other)),
+            Err(MigrationError::Cancelled) => return Err(urgent_lost()),
+            Err(error) => return Err(error),
         }
         self.link.send(&Frame::Complete)
     }
@@ -127,7 +132,7 @@ impl Source<'_> {
                 if frames % TELL_EVERY == 0 {
                     self.observer.progress(Phase::Postcopy, total - pool.unsent(), total);
                     if urgent_ended() {
-                        return Err(MigrationError::LinkLost("the urgent connection ended in post-copy".into()));
+                        return Err(urgent_lost());
                     }
                 }
                 if let Some(hint) = pool.take_hint() {
@@ -138,6 +143,10 @@ impl Source<'_> {
         self.observer.progress(Phase::Postcopy, total, total);
         Ok(())
     }
+}
+
+fn urgent_lost() -> MigrationError {
+    MigrationError::LinkLost("the urgent connection ended in post-copy".into())
 }
 
 /// Returns when no page was asked for in a while, or none is left to ask for.

@@ -47,7 +47,7 @@ impl Source<'_> {
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
         let phase = Phase::Precopy { pass };
         let total = dirty.count() as u64;
-        let mut sender = PageSender::new(&ram);
+        let mut sender = PageSender::new(&ram, self.cancel);
         let mut allocated = 0..0;
         let mut done = 0;
         let mut next = dirty.next_set(0);
@@ -78,6 +78,10 @@ impl Source<'_> {
         self.link.send(&Frame::PassEnd(ended))?;
         match self.link.receive(self.config.answer_limit, self.cancel)? {
             Frame::PassAck(taken) if taken == ended => Ok(done),
+            Frame::PassAck(taken) => Err(MigrationError::Peer(format!(
+                "it confirmed {} pages of pass {} where {} of pass {} were sent",
+                taken.pages, taken.pass, ended.pages, ended.pass
+            ))),
             other => Err(self.link.unexpected("PassAck", &other)),
         }
     }

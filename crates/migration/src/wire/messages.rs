@@ -76,6 +76,13 @@ pub struct DrainCounts {
     pub zero: u64,
 }
 
+impl core::fmt::Display for DrainCounts {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let Self { urgent, background, zero } = self;
+        write!(f, "{urgent} urgent, {background} background and {zero} zero pages")
+    }
+}
+
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
 struct DrainLayout {
