@@ -132,7 +132,9 @@ fn delivery(text: &str) -> Result<DeliveryChoice, String> {
     if text == "auto" {
         return Ok(DeliveryChoice(None));
     }
-    let parsed = text.parse().map_err(|_| format!("'{text}' is no fault delivery: {DELIVERIES}"))?;
+    let parsed = text
+        .parse()
+        .map_err(|_| format!("'{text}' is no fault delivery: {DELIVERIES}"))?;
     Ok(DeliveryChoice(Some(parsed)))
 }
 

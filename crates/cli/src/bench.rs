@@ -22,15 +22,23 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
     };
     let setting = Setting {
-        executable: std::env::current_exe()
-            .map_err(|e| Failure::new(Exit::Internal, format!("cannot find this program's own file: {e}")))?,
+        executable: std::env::current_exe().map_err(|e| {
+            Failure::new(
+                Exit::Internal,
+                format!("cannot find this program's own file: {e}"),
+            )
+        })?,
         engines: engines(flags.engine)?,
         repeat: flags.repeat,
     };
     let rows = benchmark(&setting, &mut |doing| output::note(doing))?;
     if flags.json {
-        let value = serde_json::to_value(&rows)
-            .map_err(|e| Failure::new(Exit::Internal, format!("cannot write the rows as JSON: {e}")))?;
+        let value = serde_json::to_value(&rows).map_err(|e| {
+            Failure::new(
+                Exit::Internal,
+                format!("cannot write the rows as JSON: {e}"),
+            )
+        })?;
         output::json(&value);
     } else {
         output::result(&table(&rows));
@@ -47,7 +55,12 @@ fn engines(choice: EngineChoice) -> Result<Vec<Engine>, Failure> {
             if let Err(why) = &kvm {
                 output::note(&format!("KVM is not measured: {why}"));
             }
-            Ok(kvm.ok().map(|(engine, _)| engine).into_iter().chain([Engine::Soft]).collect())
+            Ok(kvm
+                .ok()
+                .map(|(engine, _)| engine)
+                .into_iter()
+                .chain([Engine::Soft])
+                .collect())
         }
     }
 }
@@ -77,8 +90,14 @@ fn table(rows: &[Row]) -> String {
         "case", "subject", "median", "min .. max", "n", "ratio", "target"
     );
     for row in rows {
-        let ratio = row.ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
-        let range = format!("{} .. {}", figure(row.min).trim_end(), figure(row.max).trim_end());
+        let ratio = row
+            .ratio
+            .map_or_else(String::new, |ratio| format!("{ratio:.2}"));
+        let range = format!(
+            "{} .. {}",
+            figure(row.min).trim_end(),
+            figure(row.max).trim_end()
+        );
         let _ = writeln!(
             out,
             "{:<26} {:<40} {:>16} {range:>21} {:>3}  {ratio:<6} {:<18} {}",
@@ -108,7 +127,14 @@ mod tests {
 
     #[test]
     fn figures_have_three_digits() {
-        let shown: Vec<String> = [7.456, 12.34, 812.3, 9999.0, 45_600.0, 3.1e8, 4.25e9].map(figure).to_vec();
-        assert_eq!(shown, ["7.46 ", "12.3 ", "812 ", "9999 ", "45.6 k", "310 M", "4.25 G"]);
+        let shown: Vec<String> = [7.456, 12.34, 812.3, 9999.0, 45_600.0, 3.1e8, 4.25e9]
+            .map(figure)
+            .to_vec();
+        assert_eq!(
+            shown,
+            [
+                "7.46 ", "12.3 ", "812 ", "9999 ", "45.6 k", "310 M", "4.25 G"
+            ]
+        );
     }
 }

@@ -5,7 +5,9 @@
 use pageferry_machine::MachineError;
 use pageferry_migration::channel::{ChannelError, OpenError};
 use pageferry_migration::wire::{ErrorCode, Status};
-use pageferry_migration::{DestinationFailure, DestinationVm, MigrationError, SourceFailure, SourceVm};
+use pageferry_migration::{
+    DestinationFailure, DestinationVm, MigrationError, SourceFailure, SourceVm,
+};
 use std::fmt;
 
 /// Why a command ended.
@@ -194,10 +196,13 @@ impl From<DestinationFailure> for Failure {
 /// The class of a socket that could not be opened.
 fn of_open(error: &OpenError) -> Exit {
     match error {
-        OpenError::InUse { .. } | OpenError::StaleSocket { .. } | OpenError::NotASocket { .. } | OpenError::Denied { .. } => {
-            Exit::Address
+        OpenError::InUse { .. }
+        | OpenError::StaleSocket { .. }
+        | OpenError::NotASocket { .. }
+        | OpenError::Denied { .. } => Exit::Address,
+        OpenError::NoSuchPath { .. } | OpenError::Refused { .. } | OpenError::Unresolved { .. } => {
+            Exit::Unreachable
         }
-        OpenError::NoSuchPath { .. } | OpenError::Refused { .. } | OpenError::Unresolved { .. } => Exit::Unreachable,
         OpenError::PortZero { .. } => Exit::Usage,
         OpenError::Os { .. } => Exit::Unreachable,
     }
@@ -207,15 +212,23 @@ fn of_open(error: &OpenError) -> Exit {
 pub(crate) fn of_migration(error: &MigrationError) -> Exit {
     match error {
         MigrationError::Channel(ChannelError::Open(open)) => of_open(open),
-        MigrationError::Channel(ChannelError::Wire(_)) | MigrationError::Wire(_) | MigrationError::Peer(_) => Exit::Protocol,
+        MigrationError::Channel(ChannelError::Wire(_))
+        | MigrationError::Wire(_)
+        | MigrationError::Peer(_) => Exit::Protocol,
         MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
-        MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => Exit::BrokenOff,
-        MigrationError::Refused(Status::VersionUnsupported | Status::Malformed | Status::CapabilityMissing) => Exit::Protocol,
+        MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => {
+            Exit::BrokenOff
+        }
+        MigrationError::Refused(
+            Status::VersionUnsupported | Status::Malformed | Status::CapabilityMissing,
+        ) => Exit::Protocol,
         MigrationError::PeerGaveUp {
             code: ErrorCode::Protocol,
             ..
         } => Exit::Protocol,
-        MigrationError::Refused(_) | MigrationError::PeerGaveUp { .. } | MigrationError::Mismatch(_) => Exit::Refused,
+        MigrationError::Refused(_)
+        | MigrationError::PeerGaveUp { .. }
+        | MigrationError::Mismatch(_) => Exit::Refused,
         MigrationError::Machine(error) => of_machine(error),
         MigrationError::Cancelled | MigrationError::PeerCancelled => Exit::Cancelled,
         _ => Exit::Internal,
@@ -229,7 +242,10 @@ mod tests {
     #[test]
     fn every_code_is_in_the_table_and_has_its_own_name() {
         for exit in Exit::ALL {
-            assert!(TABLE.contains(&format!("\n  {:>2}  ", exit as u8)), "{exit:?}");
+            assert!(
+                TABLE.contains(&format!("\n  {:>2}  ", exit as u8)),
+                "{exit:?}"
+            );
             assert_eq!(Exit::from_name(exit.name()), Some(exit));
         }
         assert_eq!(Exit::from_name("no such"), None);

@@ -49,7 +49,11 @@ pub(crate) fn host_bytes() -> Option<u64> {
 /// What is left of this control group's own limit (cgroup v2, as seen from inside a container).
 fn cgroup_left() -> Option<u64> {
     let number = |name: &str| -> Option<u64> {
-        fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?.trim().parse().ok()
+        fs::read_to_string(format!("/sys/fs/cgroup/{name}"))
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
     };
     Some(number("memory.max")?.saturating_sub(number("memory.current")?))
 }
@@ -69,7 +73,10 @@ mod tests {
     fn the_kernels_lines_are_read() {
         let status = "Name:\tx\nRssAnon:\t     120 kB\nRssFile:\t    3000 kB\nRssShmem:\t 9 kB\nVmPTE:\t  40 kB\n";
         let overhead = Overhead::of(status);
-        assert_eq!((overhead.anon, overhead.file, overhead.tables), (120 << 10, 3000 << 10, 40 << 10));
+        assert_eq!(
+            (overhead.anon, overhead.file, overhead.tables),
+            (120 << 10, 3000 << 10, 40 << 10)
+        );
         assert_eq!(overhead.total(), 3160 << 10);
         assert_eq!(Overhead::of("nonsense"), Overhead::default());
     }

@@ -41,7 +41,9 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         }
         match ask(path, &Request::Cancel, CANCEL_LIMIT, &Interrupts::default()) {
             Ok(_) => feed.note("cancelling"),
-            Err(why) => feed.note(format!("{why}; waiting for the rest (again: stop watching)")),
+            Err(why) => feed.note(format!(
+                "{why}; waiting for the rest (again: stop watching)"
+            )),
         }
         false
     };
@@ -57,7 +59,11 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     if args.json {
         output::json(&report.json());
     } else {
-        output::result(&format!("the VM runs at {} now\n{}", args.to, report.table()));
+        output::result(&format!(
+            "the VM runs at {} now\n{}",
+            args.to,
+            report.table()
+        ));
     }
     Ok(())
 }

@@ -31,7 +31,10 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     }
     let (host, jobs) = Host::new();
     let server = match &args.control {
-        Some(path) => Some(ControlServer::start(path, Arc::new(HostService(Arc::clone(&host))))?),
+        Some(path) => Some(ControlServer::start(
+            path,
+            Arc::new(HostService(Arc::clone(&host))),
+        )?),
         None => None,
     };
     let listener = Listener::bind(&args.listen)?;
@@ -43,7 +46,10 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     };
     let stop = || interrupts.any() || host.quits();
     let mut turned_away = |stranger: &Stranger| {
-        output::note(&format!("turned away {}: {}; still listening", stranger.peer, stranger.why));
+        output::note(&format!(
+            "turned away {}: {}; still listening",
+            stranger.peer, stranger.why
+        ));
     };
     let incoming = Incoming::accept(&listener, config, &stop, &mut turned_away).map_err(|e| {
         let exit = crate::exit::of_migration(&e);
@@ -59,9 +65,14 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     let vm = match taken {
         Ok(vm) => vm,
         Err(failure) => {
-            if failure.exit == Exit::LinkLost && server.is_some() && matches!(host.activity(), Activity::Incomplete { .. }) {
-                output::error(&failure);
-                output::note("the VM stays here, paused, until `pageferry quit` or Ctrl-C");
+            if failure.exit == Exit::LinkLost
+                && server.is_some()
+                && matches!(host.activity(), Activity::Incomplete { .. })
+            {
+                // Said as an error when the command ends.
+                output::note(&format!(
+                    "{failure}; it stays here until `pageferry quit` or Ctrl-C"
+                ));
                 host.wait_for_end(interrupts);
             }
             return Err(failure);
@@ -71,7 +82,13 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
 }
 
 /// Runs the VM that came until the end, and says then what its migration did.
-fn keep(args: &ReceiveArgs, host: &Arc<Host>, vm: &Vm, jobs: &Jobs, interrupts: &Interrupts) -> Result<(), Failure> {
+fn keep(
+    args: &ReceiveArgs,
+    host: &Arc<Host>,
+    vm: &Vm,
+    jobs: &Jobs,
+    interrupts: &Interrupts,
+) -> Result<(), Failure> {
     let report = host.received().map(|received| Report {
         engine: vm.engine().name().into(),
         vcpus: vm.vcpus(),
@@ -109,7 +126,10 @@ fn end_with(parent: u32) -> Result<(), Failure> {
     // It may have ended before the kernel was told.
     let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
     if now != Some(parent) {
-        return Err(Failure::new(Exit::Cancelled, "the demo that started this process has ended"));
+        return Err(Failure::new(
+            Exit::Cancelled,
+            "the demo that started this process has ended",
+        ));
     }
     Ok(())
 }
@@ -153,7 +173,10 @@ fn take_in(
     if args.child_of.is_none() {
         let offer = incoming.offer();
         let size = size::human(offer.memory_bytes);
-        feed.note(format!("receiving a VM with {} vCPUs and {size} for {}", offer.vcpus, offer.engine));
+        feed.note(format!(
+            "receiving a VM with {} vCPUs and {size} for {}",
+            offer.vcpus, offer.engine
+        ));
     }
     let (vm, resolver) = match build(&incoming, args) {
         Ok(built) => built,
@@ -183,7 +206,9 @@ fn take_in(
         }
         Err(failure) => {
             match failure.vm {
-                DestinationVm::PausedIncomplete { missing } => host.set_activity(Activity::Incomplete { missing }),
+                DestinationVm::PausedIncomplete { missing } => {
+                    host.set_activity(Activity::Incomplete { missing })
+                }
                 DestinationVm::Discarded => host.set_activity(Activity::Waiting),
             }
             Err(failure.into())
@@ -237,7 +262,10 @@ fn watch(
             Ok(outcome) => return Ok(outcome),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::new(Exit::Internal, "the migration's thread ended without an outcome"));
+                return Err(Failure::new(
+                    Exit::Internal,
+                    "the migration's thread ended without an outcome",
+                ));
             }
         }
         let now = asked();
@@ -245,9 +273,11 @@ fn watch(
             continue;
         }
         seen = now;
-        let after = matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase));
+        let after =
+            matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase));
         if after && told {
-            let message = "given up after the switch-over: the VM ran here, and ends here with pages missing";
+            let message =
+                "given up after the switch-over: the VM ran here, and ends here with pages missing";
             return Err(Failure::new(Exit::LinkLost, message));
         } else if after {
             told = true;

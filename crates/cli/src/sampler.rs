@@ -49,24 +49,26 @@ impl Sampler {
     pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
         let shared = Arc::<Shared>::default();
         let (vm, ours) = (Arc::clone(vm), Arc::clone(&shared));
-        let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || {
-            let mut interval = INTERVAL;
-            while !ours.stop.load(Ordering::Acquire) {
-                if ready() {
-                    let sample = Sample {
-                        at_ns: monotonic_ns(),
-                        done: vm.controls().iter().map(|c| c.map(|c| c.done)).collect(),
-                    };
-                    let mut samples = ours.lock();
-                    samples.push(sample);
-                    if samples.len() * vm.vcpus() as usize > MAX_CELLS {
-                        thin(&mut samples);
-                        interval *= 2;
+        let thread = std::thread::Builder::new()
+            .name("sampler".into())
+            .spawn(move || {
+                let mut interval = INTERVAL;
+                while !ours.stop.load(Ordering::Acquire) {
+                    if ready() {
+                        let sample = Sample {
+                            at_ns: monotonic_ns(),
+                            done: vm.controls().iter().map(|c| c.map(|c| c.done)).collect(),
+                        };
+                        let mut samples = ours.lock();
+                        samples.push(sample);
+                        if samples.len() * vm.vcpus() as usize > MAX_CELLS {
+                            thin(&mut samples);
+                            interval *= 2;
+                        }
                     }
+                    std::thread::park_timeout(interval);
                 }
-                std::thread::park_timeout(interval);
-            }
-        });
+            });
         Self {
             shared,
             thread: thread.ok(),
@@ -104,8 +106,16 @@ mod tests {
 
     #[test]
     fn thinning_keeps_the_first_and_every_other() {
-        let mut samples: Vec<Sample> = (0..5).map(|at_ns| Sample { at_ns, done: vec![] }).collect();
+        let mut samples: Vec<Sample> = (0..5)
+            .map(|at_ns| Sample {
+                at_ns,
+                done: vec![],
+            })
+            .collect();
         thin(&mut samples);
-        assert_eq!(samples.iter().map(|s| s.at_ns).collect::<Vec<_>>(), [0, 2, 4]);
+        assert_eq!(
+            samples.iter().map(|s| s.at_ns).collect::<Vec<_>>(),
+            [0, 2, 4]
+        );
     }
 }

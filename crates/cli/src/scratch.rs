@@ -24,10 +24,9 @@ impl ScratchDir {
             .map_err(|e| Failure::os("cannot read /dev/urandom", e))?;
         let name = format!("pageferry-{:016x}", u64::from_ne_bytes(random));
         let path = std::env::temp_dir().join(name);
-        DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .map_err(|e| Failure::os(format!("cannot create the directory {}", path.display()), e))?;
+        DirBuilder::new().mode(0o700).create(&path).map_err(|e| {
+            Failure::os(format!("cannot create the directory {}", path.display()), e)
+        })?;
         Ok(Self { path })
     }
 

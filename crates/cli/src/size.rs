@@ -25,7 +25,12 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
         return Err(no_size(text));
     }
-    let too_large = || format!("{text} is more memory than a machine may have: at most {}", show(MAX_BYTES));
+    let too_large = || {
+        format!(
+            "{text} is more memory than a machine may have: at most {}",
+            show(MAX_BYTES)
+        )
+    };
     let bytes = digits
         .parse::<u64>()
         .ok()
@@ -37,13 +42,17 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
     if !bytes.is_multiple_of(PAGE_SIZE) {
         let near = bytes.next_multiple_of(PAGE_SIZE) >> 10;
-        return Err(format!("{bytes} bytes are not whole pages of 4096 bytes: try {near}K"));
+        return Err(format!(
+            "{bytes} bytes are not whole pages of 4096 bytes: try {near}K"
+        ));
     }
     Ok(bytes)
 }
 
 fn no_size(text: &str) -> String {
-    format!("'{text}' is no size: write a whole number and K, M, G or T (powers of 1024), like 512M")
+    format!(
+        "'{text}' is no size: write a whole number and K, M, G or T (powers of 1024), like 512M"
+    )
 }
 
 /// Writes a size so that [`parse`] reads it back, in the largest unit that loses nothing.

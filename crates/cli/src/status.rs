@@ -60,7 +60,10 @@ pub(crate) fn verify(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
     let verified: Verified = serde_json::from_value(answer)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's answer is not readable: {e}")))?;
     if !verified.holds() {
-        return Err(Failure::new(Exit::Verification, format!("verification failed: {}", verified.words)));
+        return Err(Failure::new(
+            Exit::Verification,
+            format!("verification failed: {}", verified.words),
+        ));
     }
     output::result(&format!("both verifications hold: {}\n", verified.words));
     Ok(())
@@ -83,30 +86,64 @@ fn table(status: &Value) -> String {
         // Writing to a string cannot fail.
         let _ = writeln!(out, "  {name:<12}{value}");
     };
-    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let text = |value: &Value| {
+        value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned)
+    };
     let mut state = text(&status["state"]);
-    for (key, before) in [("phase", ": "), ("to", " for "), ("missing", ", missing pages: ")] {
+    for (key, before) in [
+        ("phase", ": "),
+        ("to", " for "),
+        ("missing", ", missing pages: "),
+    ] {
         if !status[key].is_null() {
             state.push_str(&format!("{before}{}", text(&status[key])));
         }
     }
     row("state", state);
-    if let (Some(engine), Some(memory)) = (status["engine"].as_str(), status["memory_bytes"].as_u64()) {
-        row("machine", format!("{} vCPUs, {}, on {engine}", text(&status["vcpus"]), human(memory)));
+    if let (Some(engine), Some(memory)) =
+        (status["engine"].as_str(), status["memory_bytes"].as_u64())
+    {
+        row(
+            "machine",
+            format!(
+                "{} vCPUs, {}, on {engine}",
+                text(&status["vcpus"]),
+                human(memory)
+            ),
+        );
     }
-    let numbers = |value: &Value| -> Option<Vec<u64>> { value.as_array()?.iter().map(Value::as_u64).collect() };
+    let numbers = |value: &Value| -> Option<Vec<u64>> {
+        value.as_array()?.iter().map(Value::as_u64).collect()
+    };
     if let Some(done) = numbers(&status["guest"]["pages_done"]) {
         let passes = numbers(&status["guest"]["pass"]).unwrap_or_default();
         let least = passes.iter().min().copied().unwrap_or(0);
-        row("guest", format!("{} pages rewritten, every vCPU in pass {least} or later", done.iter().sum::<u64>()));
+        row(
+            "guest",
+            format!(
+                "{} pages rewritten, every vCPU in pass {least} or later",
+                done.iter().sum::<u64>()
+            ),
+        );
         row("errors", text(&status["guest"]["errors"]));
     }
     if let Some(total) = status["overhead_bytes"]["total"].as_u64() {
         row("overhead", format!("{} beyond guest memory", human(total)));
     }
     if let Some(failures) = status["failures"].as_array().filter(|f| !f.is_empty()) {
-        failures.iter().for_each(|failure| row("failure", text(failure)));
+        failures
+            .iter()
+            .for_each(|failure| row("failure", text(failure)));
     }
-    row("process", format!("{}, for {} s", text(&status["pid"]), status["uptime_ms"].as_u64().unwrap_or(0) / 1000));
+    row(
+        "process",
+        format!(
+            "{}, for {} s",
+            text(&status["pid"]),
+            status["uptime_ms"].as_u64().unwrap_or(0) / 1000
+        ),
+    );
     out
 }

@@ -26,7 +26,10 @@ fn answer(stream: &mut UnixStream) -> String {
 #[test]
 fn only_its_owner_may_use_it() {
     let source = Source::start("16M");
-    let mode = std::fs::metadata(&source.socket).unwrap().permissions().mode();
+    let mode = std::fs::metadata(&source.socket)
+        .unwrap()
+        .permissions()
+        .mode();
     assert_eq!(mode & 0o777, 0o600);
     source.assert_unharmed();
 }
@@ -35,13 +38,19 @@ fn only_its_owner_may_use_it() {
 fn several_requests_may_follow_each_other_on_one_connection() {
     let source = Source::start("16M");
     let mut stream = connect(&source);
-    stream.write_all(b"{\"command\":\"pause\"}\n{\"command\":\"status\"}\n").unwrap();
+    stream
+        .write_all(b"{\"command\":\"pause\"}\n{\"command\":\"status\"}\n")
+        .unwrap();
     assert_eq!(answer(&mut stream), "{\"result\":{\"state\":\"paused\"}}");
     let paused: serde_json::Value = serde_json::from_str(&answer(&mut stream)).unwrap();
     assert_eq!(paused["result"]["state"], "paused");
     let done = pages_done(&source.socket);
     std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(pages_done(&source.socket), done, "a paused guest makes no progress");
+    assert_eq!(
+        pages_done(&source.socket),
+        done,
+        "a paused guest makes no progress"
+    );
     let refused = source.migrate("127.0.0.1:9").end();
     refused.assert_failed(11, "the VM is paused: resume it");
     stream.write_all(b"{\"command\":\"resume\"}\n").unwrap();
@@ -60,11 +69,21 @@ fn the_commands_for_it_do_what_they_say() {
     paused.assert_ok();
     assert!(paused.stdout.contains("paused"), "{paused:?}");
     run("verify").assert_ok();
-    assert_eq!(status(&source.socket).unwrap()["state"], "paused", "verify leaves it as it was");
+    assert_eq!(
+        status(&source.socket).unwrap()["state"],
+        "paused",
+        "verify leaves it as it was"
+    );
     run("resume").assert_ok();
     let json = pageferry(&["status", "--vm", &socket, "--json"]).json();
-    assert_eq!((&json["engine"], &json["vcpus"]), (&"soft".into(), &2.into()));
-    assert!(json["overhead_bytes"]["total"].as_u64().unwrap() < 64 << 20, "{json}");
+    assert_eq!(
+        (&json["engine"], &json["vcpus"]),
+        (&"soft".into(), &2.into())
+    );
+    assert!(
+        json["overhead_bytes"]["total"].as_u64().unwrap() < 64 << 20,
+        "{json}"
+    );
     source.assert_unharmed();
 }
 
@@ -87,8 +106,14 @@ fn nonsense_is_answered_with_an_error_and_harms_nothing() {
     ] {
         stream.write_all(nonsense).unwrap();
         let text = answer(&mut stream);
-        let line: serde_json::Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text:?}"));
-        assert!(line["error"]["message"].as_str().is_some_and(|m| !m.is_empty()), "{text}");
+        let line: serde_json::Value =
+            serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text:?}"));
+        assert!(
+            line["error"]["message"]
+                .as_str()
+                .is_some_and(|m| !m.is_empty()),
+            "{text}"
+        );
     }
     source.assert_unharmed();
 }
@@ -101,7 +126,10 @@ fn a_line_without_end_is_cut_off() {
     let _ = stream.write_all(&vec![b'x'; 1 << 20]);
     let mut text = String::new();
     let _ = stream.read_to_string(&mut text);
-    assert!(text.is_empty() || text.contains("at most 65536 bytes"), "{text}");
+    assert!(
+        text.is_empty() || text.contains("at most 65536 bytes"),
+        "{text}"
+    );
     source.assert_unharmed();
 }
 
@@ -115,13 +143,18 @@ fn clients_that_vanish_or_do_not_read_harm_nothing() {
     let mut deaf = connect(&source);
     for _ in 0..20_000 {
         // Fails once the server has dropped a client that does not read.
-        if deaf.set_write_timeout(Some(Duration::from_secs(5))).is_err()
+        if deaf
+            .set_write_timeout(Some(Duration::from_secs(5)))
+            .is_err()
             || deaf.write_all(b"{\"command\":\"status\"}\n").is_err()
         {
             break;
         }
     }
-    assert!(ask(&source.socket, "{\"command\":\"status\"}\n").is_some(), "others are served");
+    assert!(
+        ask(&source.socket, "{\"command\":\"status\"}\n").is_some(),
+        "others are served"
+    );
     drop(deaf);
     source.assert_unharmed();
 }
@@ -134,7 +167,9 @@ fn more_clients_than_are_served_are_told() {
     assert!(answer(&mut last).contains("try again later"));
     drop(idle);
     drop(last);
-    support::wait_for("a free place", || status(&source.socket).filter(|s| s["state"] == "running"));
+    support::wait_for("a free place", || {
+        status(&source.socket).filter(|s| s["state"] == "running")
+    });
     source.assert_unharmed();
 }
 

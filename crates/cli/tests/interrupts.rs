@@ -7,11 +7,18 @@ use rustix::process::Signal;
 use std::time::Duration;
 use support::link::Link;
 use support::peer::Peer;
-use support::{Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, status, wait_for};
+use support::{
+    Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, status, wait_for,
+};
 
 /// Waits until a migration that is under way is in a phase whose name starts with `phase`.
 fn wait_for_phase(socket: &std::path::Path, phase: &str) {
-    wait_for(phase, || status(socket)?["phase"].as_str()?.starts_with(phase).then_some(()));
+    wait_for(phase, || {
+        status(socket)?["phase"]
+            .as_str()?
+            .starts_with(phase)
+            .then_some(())
+    });
 }
 
 #[test]
@@ -23,7 +30,9 @@ fn in_run_it_cancels_the_setup_and_then_ends_the_vm() {
     // The handshake has to be over, so that the peer is the one who waits.
     std::thread::sleep(Duration::from_millis(100));
     source.process.interrupt();
-    migrate.end().assert_failed(9, "the VM runs on at the source");
+    migrate
+        .end()
+        .assert_failed(9, "the VM runs on at the source");
     server.join().unwrap();
     source.assert_unharmed();
 }
@@ -41,7 +50,9 @@ fn in_migrate_it_cancels_the_precopy() {
     let migrate = source.migrate(&address);
     wait_for_phase(&source.socket, "pre-copy");
     migrate.interrupt();
-    migrate.end().assert_failed(9, "the VM runs on at the source");
+    migrate
+        .end()
+        .assert_failed(9, "the VM runs on at the source");
     source.assert_unharmed();
     server.join().unwrap();
 }
@@ -56,9 +67,29 @@ fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
         peer.skip_frame();
         std::thread::sleep(Duration::from_secs(8));
     });
-    let migrate = source.migrate(&address);
+    // So that far more is missing than fits the sockets' buffers: all of it, and none of it zero.
+    wait_for("the guest to have written all of it", || {
+        let passes = status(&source.socket)?["guest"]["pass"].clone();
+        let written = |pass: &serde_json::Value| pass.as_u64().is_some_and(|pass| pass > 1);
+        passes.as_array()?.iter().all(written).then_some(())
+    });
+    let socket = source.socket.to_str().unwrap();
+    let args = [
+        "migrate",
+        "--vm",
+        socket,
+        "--to",
+        &address,
+        "--precopy-passes",
+        "0",
+    ];
+    let migrate = Process::start(&args, &source.dir);
     wait_for_phase(&source.socket, "post-copy");
-    let Source { mut process, dir, socket } = source;
+    let Source {
+        mut process,
+        dir,
+        socket,
+    } = source;
     process.interrupt();
     std::thread::sleep(Duration::from_millis(500));
     assert!(process.is_running(), "it goes on sending");
@@ -66,7 +97,12 @@ fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
     process.interrupt();
     let ended = process.end();
     ended.assert_failed(10, "given up after the switch-over");
-    assert!(ended.stderr.contains("sending the rest of its memory first"), "{ended:?}");
+    assert!(
+        ended
+            .stderr
+            .contains("sending the rest of its memory first"),
+        "{ended:?}"
+    );
     migrate.end().assert_failed(10, "given up");
     dir.assert_empty();
     server.join().unwrap();
@@ -87,7 +123,9 @@ fn a_destination_that_waits_or_fills_ends_at_once() {
         let ended = destination.process.end();
         assert_eq!(ended.code, Some(9), "{phase}: {ended:?}");
         if let Some(migrate) = migrate {
-            migrate.end().assert_failed(9, "the VM runs on at the source");
+            migrate
+                .end()
+                .assert_failed(9, "the VM runs on at the source");
         }
         drop(link);
         destination.dir.assert_empty();
@@ -99,22 +137,39 @@ fn a_destination_that_waits_or_fills_ends_at_once() {
 fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
     let source = Source::start("32M");
     let destination = Destination::start(&[]);
-    let link = Link::start(&destination.dir.path("link"), &destination.address, 20 << 10);
+    let link = Link::start(
+        &destination.dir.path("link"),
+        &destination.address,
+        20 << 10,
+    );
     let migrate = source.migrate(&link.address());
     wait_for_phase(&destination.socket, "post-copy");
     link.cut();
-    wait_for("the VM to be incomplete", || (status(&destination.socket)?["state"] == "incomplete").then_some(()));
-    migrate.end().assert_failed(10, "stays paused at the source");
-    source.process.end().assert_failed(10, "stays paused at the source");
+    wait_for("the VM to be incomplete", || {
+        (status(&destination.socket)?["state"] == "incomplete").then_some(())
+    });
+    migrate
+        .end()
+        .assert_failed(10, "stays paused at the source");
+    source
+        .process
+        .end()
+        .assert_failed(10, "stays paused at the source");
     source.dir.assert_empty();
 
-    let missing = status(&destination.socket).unwrap()["missing"].as_u64().unwrap();
+    let missing = status(&destination.socket).unwrap()["missing"]
+        .as_u64()
+        .unwrap();
     assert!(missing > 0);
     let resume = support::pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
     resume.assert_failed(11, "must not run without them");
     let before = status(&destination.socket).unwrap()["guest"].clone();
     std::thread::sleep(Duration::from_millis(200));
-    assert_eq!(status(&destination.socket).unwrap()["guest"], before, "it is not run on");
+    assert_eq!(
+        status(&destination.socket).unwrap()["guest"],
+        before,
+        "it is not run on"
+    );
     drop(link);
     destination.process.interrupt();
     destination.process.end().assert_failed(10, "pages missing");
@@ -125,7 +180,11 @@ fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
 fn a_destination_in_postcopy_takes_all_of_it_in_first() {
     let source = Source::start("32M");
     let destination = Destination::start(&[]);
-    let link = Link::start(&destination.dir.path("link"), &destination.address, 10 << 10);
+    let link = Link::start(
+        &destination.dir.path("link"),
+        &destination.address,
+        10 << 10,
+    );
     let migrate = source.migrate(&link.address());
     wait_for_phase(&destination.socket, "post-copy");
     destination.process.interrupt();
@@ -134,7 +193,10 @@ fn a_destination_in_postcopy_takes_all_of_it_in_first() {
     source.process.end().assert_ok();
     let ended = destination.process.end();
     ended.assert_ok();
-    assert!(ended.stderr.contains("it ends when all of it is here"), "{ended:?}");
+    assert!(
+        ended.stderr.contains("it ends when all of it is here"),
+        "{ended:?}"
+    );
     drop(link);
     destination.dir.assert_empty();
     source.dir.assert_empty();
@@ -152,13 +214,17 @@ fn quit_over_the_control_socket_is_the_same() {
 /// Starts a demo, stops it after `delay` by `signal`, and returns its exit code once nothing is left.
 fn stop_a_demo(delay: u64, signal: Signal) -> Option<i32> {
     let dir = Dir::new();
-    let args = ["demo", "--engine", "soft", "--vcpus", "2", "--memory", "64M"];
+    let args = [
+        "demo", "--engine", "soft", "--vcpus", "2", "--memory", "64M",
+    ];
     let demo = Process::start(&args, &dir);
     std::thread::sleep(Duration::from_millis(delay));
     let children = children_of(demo.pid());
     demo.signal(signal);
     let ended = demo.end();
-    wait_for("the child to be gone", || (!children.iter().any(|&pid| is_alive(pid))).then_some(()));
+    wait_for("the child to be gone", || {
+        (!children.iter().any(|&pid| is_alive(pid))).then_some(())
+    });
     if signal != Signal::KILL {
         dir.assert_empty();
     }
@@ -170,7 +236,10 @@ fn a_demo_can_be_stopped_at_any_time() {
     for delay in [0, 20, 100, 300, 600, 700, 800, 900, 1000, 1200, 1500] {
         let code = stop_a_demo(delay, Signal::INT);
         // No code: so early that the handlers were not there yet.
-        assert!(matches!(code, Some(0 | 9) | None), "after {delay} ms: {code:?}");
+        assert!(
+            matches!(code, Some(0 | 9) | None),
+            "after {delay} ms: {code:?}"
+        );
     }
     assert_eq!(stop_a_demo(300, Signal::TERM), Some(9));
 }

@@ -5,7 +5,9 @@ mod support;
 
 use pageferry_migration::address::Address;
 use pageferry_migration::handshake::{Pair, connect_pair};
-use pageferry_migration::wire::{Frame, HELLO_BYTES, Hello, HelloReply, SessionId, Setup, Status, VERSION};
+use pageferry_migration::wire::{
+    Frame, HELLO_BYTES, Hello, HelloReply, SessionId, Setup, Status, VERSION,
+};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
@@ -22,7 +24,11 @@ fn assert_refused(address: &str, code: i32, part: &str) {
 
 #[test]
 fn nobody_listens() {
-    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let free = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .to_string();
     assert_refused(&free, 6, "nobody listens there");
     assert_refused("unix:/no/such/socket", 6, "no such socket");
     assert_refused("no.such.host.invalid:7", 6, "was not found");
@@ -40,7 +46,9 @@ fn a_web_server_is_recognized() {
     let (address, server) = once(|mut stream| {
         let mut hello = [0; HELLO_BYTES];
         stream.read_exact(&mut hello).unwrap();
-        stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").unwrap();
+        stream
+            .write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            .unwrap();
         let _ = stream.read(&mut hello);
     });
     assert_refused(&address, 7, "HTTP");
@@ -103,7 +111,13 @@ fn a_peer_that_ends_in_the_switch_over_leaves_the_vm_at_the_source() {
 
 #[test]
 fn a_frame_too_long_or_of_no_type_is_refused() {
-    for (bytes, part) in [(&[0xff; 32][..], "frame"), (b"PGFR\x02\x00\x00\x00\xff\xff\xff\xff________________________", "SetupAck")] {
+    for (bytes, part) in [
+        (&[0xff; 32][..], "frame"),
+        (
+            b"PGFR\x02\x00\x00\x00\xff\xff\xff\xff________________________",
+            "SetupAck",
+        ),
+    ] {
         let (address, server) = Peer::start(move |mut peer| {
             peer.skip_frame().unwrap();
             peer.stream.write_all(bytes).unwrap();
@@ -122,10 +136,16 @@ fn a_peer_that_says_it_runs_and_ends_is_a_lost_link() {
         peer.send(&Frame::Running { started_at_ns: 1 });
         peer.skip_frame();
     });
-    source.migrate(&address).end().assert_failed(10, "stays paused at the source");
+    source
+        .migrate(&address)
+        .end()
+        .assert_failed(10, "stays paused at the source");
     server.join().unwrap();
     // The VM is not here any more, and is never resumed here.
-    source.process.end().assert_failed(10, "stays paused at the source");
+    source
+        .process
+        .end()
+        .assert_failed(10, "stays paused at the source");
     source.dir.assert_empty();
 }
 
@@ -140,11 +160,27 @@ fn a_port_in_use_is_told() {
 fn a_control_socket_in_use_is_told() {
     let source = Source::start("16M");
     let socket = source.socket.to_str().unwrap();
-    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", socket];
+    let args = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "16M",
+        "--control",
+        socket,
+    ];
     pageferry(&args).assert_failed(5, "another VM listens there");
     let file = source.dir.path("file");
     std::fs::write(&file, "precious").unwrap();
-    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", file.to_str().unwrap()];
+    let args = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "16M",
+        "--control",
+        file.to_str().unwrap(),
+    ];
     pageferry(&args).assert_failed(5, "a file of that name exists");
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
     std::fs::remove_file(file).unwrap();
@@ -155,13 +191,23 @@ fn a_control_socket_in_use_is_told() {
 fn a_socket_that_was_left_behind_is_taken_over() {
     let dir = Dir::new();
     let socket = dir.path("vm");
-    let args = ["run", "--engine", "soft", "--memory", "16M", "--control", socket.to_str().unwrap()];
+    let args = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "16M",
+        "--control",
+        socket.to_str().unwrap(),
+    ];
     let killed = Process::start(&args, &dir);
     wait_for("the VM", || support::status(&socket));
     drop(killed);
     assert!(socket.exists());
     let process = Process::start(&args, &dir);
-    wait_for("the VM", || support::status(&socket).filter(|s| s["state"] == "running"));
+    wait_for("the VM", || {
+        support::status(&socket).filter(|s| s["state"] == "running")
+    });
     process.interrupt();
     process.end().assert_ok();
     dir.assert_empty();
@@ -170,9 +216,11 @@ fn a_socket_that_was_left_behind_is_taken_over() {
 #[test]
 fn no_vm_at_the_socket_is_told() {
     for command in ["status", "pause", "resume", "verify", "quit"] {
-        pageferry(&[command, "--vm", "/no/such/socket"]).assert_failed(11, "no VM listens on /no/such/socket");
+        pageferry(&[command, "--vm", "/no/such/socket"])
+            .assert_failed(11, "no VM listens on /no/such/socket");
     }
-    pageferry(&["migrate", "--vm", "/no/such/socket", "--to", "h:1"]).assert_failed(11, "no VM listens");
+    pageferry(&["migrate", "--vm", "/no/such/socket", "--to", "h:1"])
+        .assert_failed(11, "no VM listens");
 }
 
 /// A listening destination on TCP.
@@ -240,9 +288,18 @@ fn send(pair: &Pair, bytes: &[u8]) {
 
 #[test]
 fn a_source_that_does_not_fit_is_refused() {
-    let cases: [(fn(&mut Setup), i32, &str); 5] = [
-        (|s| s.description.truncate(7), 8, "guest description has 7 bytes"),
-        (|s| s.description[8] = 3, 8, "its guest description and its machine differ"),
+    type Change = fn(&mut Setup);
+    let cases: [(Change, i32, &str); 5] = [
+        (
+            |s| s.description.truncate(7),
+            8,
+            "guest description has 7 bytes",
+        ),
+        (
+            |s| s.description[8] = 3,
+            8,
+            "its guest description and its machine differ",
+        ),
         (|s| s.description[4] = 9, 8, "version 9"),
         (|s| s.state_format += 1, 8, "format"),
         (|s| s.regions[0].gfn.0 = 1, 8, "lies elsewhere"),
@@ -283,7 +340,16 @@ fn a_source_that_sends_garbage_or_stops_ends_the_destination_with_a_reason() {
     type Act = fn(&Pair);
     let cases: [(Act, i32, &str); 4] = [
         (|pair| send(pair, &[0xff; 64]), 7, "frame"),
-        (|pair| send(pair, b"PGFR\x01\x00\x00\x00\xff\xff\xff\xff________________________"), 7, "Setup"),
+        (
+            |pair| {
+                send(
+                    pair,
+                    b"PGFR\x01\x00\x00\x00\xff\xff\xff\xff________________________",
+                )
+            },
+            7,
+            "Setup",
+        ),
         (|pair| send(pair, &setup(|_| {})[..40]), 7, "stopped after"),
         (|pair| send(pair, &setup(|_| {})), 13, "stays at the source"),
     ];
@@ -306,7 +372,10 @@ fn a_source_that_sends_garbage_or_stops_ends_the_destination_with_a_reason() {
 fn a_delivery_the_destination_does_not_have_is_told_to_both() {
     let source = Source::start("16M");
     let destination = Destination::start(&["--delivery", "poison"]);
-    source.migrate(&destination.address).end().assert_failed(8, "fault delivery poison is not to be had");
+    source
+        .migrate(&destination.address)
+        .end()
+        .assert_failed(8, "fault delivery poison is not to be had");
     destination.process.end().assert_failed(4, "use exit");
     destination.dir.assert_empty();
     source.assert_unharmed();

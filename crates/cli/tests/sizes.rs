@@ -24,7 +24,9 @@ fn memory_sizes_that_cannot_be_are_usage_errors() {
 
 #[test]
 fn a_machine_too_small_for_its_guest_is_told_the_minimum() {
-    let ended = pageferry(&["demo", "--engine", "soft", "--vcpus", "8", "--memory", "16K"]);
+    let ended = pageferry(&[
+        "demo", "--engine", "soft", "--vcpus", "8", "--memory", "16K",
+    ]);
     ended.assert_failed(2, "at least");
 }
 
@@ -34,21 +36,41 @@ fn more_memory_than_the_host_has_is_refused_before_anything_starts() {
     ended.assert_failed(2, "available: choose a smaller --memory");
     let dir = Dir::new();
     let socket = dir.path("vm");
-    let args = ["run", "--engine", "soft", "--memory", "3T", "--control", socket.to_str().unwrap()];
+    let args = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "3T",
+        "--control",
+        socket.to_str().unwrap(),
+    ];
     pageferry(&args).assert_failed(2, "available: choose a smaller --memory");
     dir.assert_empty();
 }
 
 #[test]
 fn vcpus_and_passes_are_bounded() {
-    for args in [["--vcpus", "0"], ["--vcpus", "1025"], ["--precopy-passes", "65"], ["--engine", "qemu"], ["--delivery", "magic"]] {
+    for args in [
+        ["--vcpus", "0"],
+        ["--vcpus", "1025"],
+        ["--precopy-passes", "65"],
+        ["--engine", "qemu"],
+        ["--delivery", "magic"],
+    ] {
         pageferry(&["demo", args[0], args[1]]).assert_failed(2, "invalid value");
     }
 }
 
 #[test]
 fn a_report_that_could_not_be_written_is_refused_before_the_demo_runs() {
-    let args = ["demo", "--engine", "soft", "--report", "/no/such/directory/r.html"];
+    let args = [
+        "demo",
+        "--engine",
+        "soft",
+        "--report",
+        "/no/such/directory/r.html",
+    ];
     pageferry(&args).assert_failed(2, "its directory does not exist");
 }
 
@@ -58,7 +80,10 @@ fn help_names_every_exit_code() {
         let ended = pageferry(&[command, "--help"]);
         ended.assert_ok();
         for code in 0..=14 {
-            assert!(ended.stdout.contains(&format!("\n  {code:>2}  ")), "{command}: {code}");
+            assert!(
+                ended.stdout.contains(&format!("\n  {code:>2}  ")),
+                "{command}: {code}"
+            );
         }
     }
 }

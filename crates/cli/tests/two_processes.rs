@@ -17,7 +17,11 @@ fn a_vm_moves_and_runs_on_at_the_destination() {
 
     let ran = source.process.end();
     ran.assert_ok();
-    assert!(ran.stdout.contains(&format!("the VM runs at {} now", destination.address)), "{ran:?}");
+    assert!(
+        ran.stdout
+            .contains(&format!("the VM runs at {} now", destination.address)),
+        "{ran:?}"
+    );
     source.dir.assert_empty();
 
     assert_runs_on(&destination.socket);
@@ -36,7 +40,13 @@ fn a_vm_moves_on_from_where_it_came() {
     let second = Destination::start(&["--sparse"]);
     source.migrate(&first.address).end().assert_ok();
     assert_runs_on(&first.socket);
-    let onward = ["migrate", "--vm", first.socket.to_str().unwrap(), "--to", &second.address];
+    let onward = [
+        "migrate",
+        "--vm",
+        first.socket.to_str().unwrap(),
+        "--to",
+        &second.address,
+    ];
     let moved = Process::start(&onward, &first.dir).end();
     moved.assert_ok();
     assert!(moved.stdout.contains("blackout"), "{moved:?}");
@@ -52,15 +62,27 @@ fn a_vm_moves_on_from_where_it_came() {
 fn a_port_of_the_systems_choice_is_told() {
     let dir = support::Dir::new();
     let socket = dir.path("vm");
-    let process =
-        Process::start(&["receive", "--listen", "127.0.0.1:0", "--control", socket.to_str().unwrap()], &dir);
+    let process = Process::start(
+        &[
+            "receive",
+            "--listen",
+            "127.0.0.1:0",
+            "--control",
+            socket.to_str().unwrap(),
+        ],
+        &dir,
+    );
     wait_for("the destination", || status(&socket));
     // Said at once, and the process still listens.
     std::thread::sleep(std::time::Duration::from_millis(100));
     process.interrupt();
     let ended = process.end();
     assert_eq!(ended.code, Some(9), "{ended:?}");
-    let port = ended.stdout.trim().strip_prefix("listening on tcp:127.0.0.1:").unwrap_or_else(|| panic!("{ended:?}"));
+    let port = ended
+        .stdout
+        .trim()
+        .strip_prefix("listening on tcp:127.0.0.1:")
+        .unwrap_or_else(|| panic!("{ended:?}"));
     assert_ne!(port.parse::<u16>().unwrap(), 0);
     dir.assert_empty();
 }

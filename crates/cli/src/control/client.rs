@@ -63,17 +63,23 @@ impl Client {
     ) -> Result<Value, Failure> {
         let mut bytes = serde_json::to_vec(request).expect("requests always serialize");
         bytes.push(b'\n');
-        self.stream.write_all(&bytes).map_err(|e| self.gone(&e.to_string()))?;
+        self.stream
+            .write_all(&bytes)
+            .map_err(|e| self.gone(&e.to_string()))?;
         let deadline = Instant::now() + limit;
         loop {
             let line = match self.lines.next(&|| stop() || Instant::now() >= deadline) {
                 Ok(line) => line,
-                Err(NoLine::Stopped) if stop() => return Err(Failure::new(Exit::Cancelled, "cancelled")),
+                Err(NoLine::Stopped) if stop() => {
+                    return Err(Failure::new(Exit::Cancelled, "cancelled"));
+                }
                 Err(NoLine::Stopped) => {
                     let message = format!("it gave no answer within {} s", limit.as_secs());
                     return Err(self.gone(&message));
                 }
-                Err(NoLine::Closed | NoLine::CutOff) => return Err(self.gone("it closed the connection")),
+                Err(NoLine::Closed | NoLine::CutOff) => {
+                    return Err(self.gone("it closed the connection"));
+                }
                 Err(NoLine::TooLong) => return Err(self.gone("its answer is too long")),
                 Err(NoLine::Io(e)) => return Err(self.gone(&e.to_string())),
             };
@@ -81,13 +87,18 @@ impl Client {
                 Ok(Line::Event(e)) => event(e),
                 Ok(Line::Result(value)) => return Ok(value),
                 Ok(Line::Error(error)) => return Err(error.into()),
-                Err(e) => return Err(self.gone(&format!("what it answered is not Pageferry's: {e}"))),
+                Err(e) => {
+                    return Err(self.gone(&format!("what it answered is not Pageferry's: {e}")));
+                }
             }
         }
     }
 
     fn gone(&self, why: &str) -> Failure {
-        Failure::new(Exit::NoVm, format!("the VM at {} did not answer: {why}", self.path.display()))
+        Failure::new(
+            Exit::NoVm,
+            format!("the VM at {} did not answer: {why}", self.path.display()),
+        )
     }
 }
 
@@ -95,6 +106,11 @@ impl Client {
 ///
 /// # Errors
 /// As [`Client::call`].
-pub(crate) fn ask(path: &Path, request: &Request, limit: Duration, interrupts: &Interrupts) -> Result<Value, Failure> {
+pub(crate) fn ask(
+    path: &Path,
+    request: &Request,
+    limit: Duration,
+    interrupts: &Interrupts,
+) -> Result<Value, Failure> {
     Client::connect(path)?.call(request, limit, &|| interrupts.any(), &mut |_| {})
 }

@@ -43,12 +43,19 @@ impl LineReader {
     /// The next line without its newline.
     pub(crate) fn next(&mut self, stop: &dyn Fn() -> bool) -> Result<Vec<u8>, NoLine> {
         loop {
-            if let Some(at) = self.buffer[self.searched..].iter().position(|&b| b == b'\n') {
+            if let Some(at) = self.buffer[self.searched..]
+                .iter()
+                .position(|&b| b == b'\n')
+            {
                 let rest = self.buffer.split_off(self.searched + at + 1);
                 let mut line = std::mem::replace(&mut self.buffer, rest);
                 line.pop();
                 self.searched = 0;
-                return if line.len() > self.limit { Err(NoLine::TooLong) } else { Ok(line) };
+                return if line.len() > self.limit {
+                    Err(NoLine::TooLong)
+                } else {
+                    Ok(line)
+                };
             }
             self.searched = self.buffer.len();
             if self.buffer.len() > self.limit {
@@ -71,7 +78,11 @@ impl LineReader {
                     self.buffer.extend_from_slice(&chunk[..n]);
                     return Ok(());
                 }
-                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted) => {}
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+                    ) => {}
                 Err(e) => return Err(NoLine::Io(e)),
             }
         }

@@ -140,7 +140,10 @@ impl From<&Failure> for ErrorLine {
 
 impl From<ErrorLine> for Failure {
     fn from(line: ErrorLine) -> Self {
-        Self::new(Exit::from_name(&line.kind).unwrap_or(Exit::NoVm), line.message)
+        Self::new(
+            Exit::from_name(&line.kind).unwrap_or(Exit::NoVm),
+            line.message,
+        )
     }
 }
 
@@ -159,7 +162,9 @@ impl Line {
 /// One sentence with the parser's complaint.
 pub(crate) fn parse_request(line: &[u8]) -> Result<Request, Failure> {
     serde_json::from_slice(line).map_err(|e| {
-        let message = format!("this is no request: {e}; a request is one line like {{\"command\":\"status\"}}");
+        let message = format!(
+            "this is no request: {e}; a request is one line like {{\"command\":\"status\"}}"
+        );
         Failure::new(Exit::Usage, message)
     })
 }
@@ -170,14 +175,25 @@ mod tests {
 
     #[test]
     fn requests_are_what_the_documentation_says() {
-        assert_eq!(parse_request(br#"{"command":"status"}"#).unwrap(), Request::Status);
+        assert_eq!(
+            parse_request(br#"{"command":"status"}"#).unwrap(),
+            Request::Status
+        );
         let migrate = br#"{"command":"migrate","to":"h:1","precopy_passes":2}"#;
         let wanted = Request::Migrate {
             to: "h:1".into(),
             precopy_passes: 2,
         };
         assert_eq!(parse_request(migrate).unwrap(), wanted);
-        for bad in [&b""[..], b"{", b"status", b"{}", b"[]", b"\xff\xfe", br#"{"command":"explode"}"#] {
+        for bad in [
+            &b""[..],
+            b"{",
+            b"status",
+            b"{}",
+            b"[]",
+            b"\xff\xfe",
+            br#"{"command":"explode"}"#,
+        ] {
             let failure = parse_request(bad).expect_err("nonsense");
             assert!(failure.message.contains("this is no request"), "{failure}");
         }
@@ -187,14 +203,20 @@ mod tests {
 
     #[test]
     fn phases_survive_the_socket() {
-        for phase in [Phase::Setup, Phase::Precopy { pass: 3 }, Phase::SwitchOver, Phase::Failed] {
+        for phase in [
+            Phase::Setup,
+            Phase::Precopy { pass: 3 },
+            Phase::SwitchOver,
+            Phase::Failed,
+        ] {
             let line = Line::Event(Event::Phase(phase.into())).to_bytes();
             match serde_json::from_slice(&line).unwrap() {
                 Line::Event(Event::Phase(name)) => assert_eq!(Phase::from(name), phase),
                 other => panic!("{other:?}"),
             }
         }
-        let text = String::from_utf8(Line::Event(Event::Phase(Phase::Postcopy.into())).to_bytes()).unwrap();
+        let text = String::from_utf8(Line::Event(Event::Phase(Phase::Postcopy.into())).to_bytes())
+            .unwrap();
         assert_eq!(text, "{\"event\":{\"phase\":{\"phase\":\"post-copy\"}}}\n");
     }
 

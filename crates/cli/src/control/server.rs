@@ -74,8 +74,14 @@ impl Drop for ControlServer {
 
 /// A listening socket of mode 0600. A socket file nobody listens on any more is replaced.
 fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
-    let refuse = |why: String| Failure::new(Exit::Address, format!("cannot make the control socket {}: {why}", path.display()));
-    let address = SocketAddrUnix::new(path).map_err(|e| refuse(format!("{e} (a socket's path has at most 107 bytes)")))?;
+    let refuse = |why: String| {
+        Failure::new(
+            Exit::Address,
+            format!("cannot make the control socket {}: {why}", path.display()),
+        )
+    };
+    let address = SocketAddrUnix::new(path)
+        .map_err(|e| refuse(format!("{e} (a socket's path has at most 107 bytes)")))?;
     if let Ok(meta) = std::fs::symlink_metadata(path) {
         if !meta.file_type().is_socket() {
             return Err(refuse("a file of that name exists".into()));
@@ -84,7 +90,11 @@ fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
             Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
                 std::fs::remove_file(path).map_err(|e| refuse(e.to_string()))?;
             }
-            _ => return Err(refuse("another VM listens there; choose another path".into())),
+            _ => {
+                return Err(refuse(
+                    "another VM listens there; choose another path".into(),
+                ));
+            }
         }
     }
     let make = || -> std::io::Result<(UnixListener, SocketFile)> {
@@ -119,12 +129,15 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
             continue;
         }
         clients.fetch_add(1, Ordering::AcqRel);
-        let (service, stop, clients) = (Arc::clone(service), Arc::clone(stop), Arc::clone(&clients));
+        let (service, stop, clients) =
+            (Arc::clone(service), Arc::clone(stop), Arc::clone(&clients));
         let count = Arc::clone(&clients);
-        let thread = std::thread::Builder::new().name("client".into()).spawn(move || {
-            serve_client(stream, service.as_ref(), &stop);
-            clients.fetch_sub(1, Ordering::AcqRel);
-        });
+        let thread = std::thread::Builder::new()
+            .name("client".into())
+            .spawn(move || {
+                serve_client(stream, service.as_ref(), &stop);
+                clients.fetch_sub(1, Ordering::AcqRel);
+            });
         match thread {
             Ok(thread) => threads.push(thread),
             Err(_) => drop(count.fetch_sub(1, Ordering::AcqRel)),
@@ -136,7 +149,10 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
 }
 
 fn refuse_client(mut stream: UnixStream) {
-    let failure = Failure::new(Exit::NoVm, format!("{MAX_CLIENTS} clients are being served already; try again later"));
+    let failure = Failure::new(
+        Exit::NoVm,
+        format!("{MAX_CLIENTS} clients are being served already; try again later"),
+    );
     let _ = stream.set_write_timeout(Some(POLL));
     let _ = stream.write_all(&Line::Error((&failure).into()).to_bytes());
 }
@@ -154,7 +170,9 @@ fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
         let line = match lines.next(&|| stop.load(Ordering::Acquire)) {
             Ok(line) => line,
             Err(NoLine::TooLong) => {
-                let message = format!("a request has at most {MAX_REQUEST_BYTES} bytes; the connection is closed");
+                let message = format!(
+                    "a request has at most {MAX_REQUEST_BYTES} bytes; the connection is closed"
+                );
                 let failure = Failure::new(Exit::Usage, message);
                 let _ = writer.write_all(&Line::Error((&failure).into()).to_bytes());
                 return;
@@ -166,7 +184,8 @@ fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
         let mut tell = |line: Line| {
             there = there && writer.write_all(&line.to_bytes()).is_ok();
         };
-        let outcome = parse_request(&line).and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
+        let outcome = parse_request(&line)
+            .and_then(|request| service.serve(request, &mut |e| tell(Line::Event(e))));
         tell(match outcome {
             Ok(value) => Line::Result(value),
             Err(failure) => Line::Error((&failure).into()),

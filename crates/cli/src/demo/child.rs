@@ -50,7 +50,10 @@ impl Child {
             .arg0("pageferry")
             .args(["receive", "--listen", "127.0.0.1:0", "--control"])
             .arg(&control)
-            .args(["--delivery", args.delivery.delivery.0.map_or("auto", |d| d.name())])
+            .args([
+                "--delivery",
+                args.delivery.delivery.0.map_or("auto", |d| d.name()),
+            ])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .stdin(Stdio::null())
@@ -98,7 +101,9 @@ impl Child {
             }
         }
         let text = String::from_utf8_lossy(&line);
-        text.trim().parse().map_err(|_| self.failed("it did not say where it listens"))
+        text.trim()
+            .parse()
+            .map_err(|_| self.failed("it did not say where it listens"))
     }
 
     /// Where it listens.
@@ -110,10 +115,17 @@ impl Child {
     ///
     /// # Errors
     /// What it answers; what it said last, if it ended.
-    pub(super) fn ask(&mut self, request: &Request, limit: Duration, interrupts: &Interrupts) -> Result<Value, Failure> {
-        ask(&self.control, request, limit, interrupts).map_err(|failure| match self.process.try_wait() {
-            Ok(Some(_)) => self.failed(&failure.message),
-            _ => failure,
+    pub(super) fn ask(
+        &mut self,
+        request: &Request,
+        limit: Duration,
+        interrupts: &Interrupts,
+    ) -> Result<Value, Failure> {
+        ask(&self.control, request, limit, interrupts).map_err(|failure| {
+            match self.process.try_wait() {
+                Ok(Some(_)) => self.failed(&failure.message),
+                _ => failure,
+            }
         })
     }
 
@@ -132,7 +144,9 @@ impl Child {
     /// A failure of the migration together with what the destination said about it.
     pub(super) fn explain(&self, failure: Failure) -> Failure {
         match self.last_words() {
-            Some(words) if failure.exit != Exit::Cancelled => failure.and(&format!("the destination said: {words}")),
+            Some(words) if failure.exit != Exit::Cancelled => {
+                failure.and(&format!("the destination said: {words}"))
+            }
             _ => failure,
         }
     }
@@ -141,7 +155,11 @@ impl Child {
     fn last_words(&self) -> Option<String> {
         let text = std::fs::read_to_string(&self.errors).ok()?;
         let line = text.lines().rfind(|line| !line.trim().is_empty())?;
-        Some(line.trim_start_matches("pageferry: ").trim_start_matches("error: ").to_owned())
+        Some(
+            line.trim_start_matches("pageferry: ")
+                .trim_start_matches("error: ")
+                .to_owned(),
+        )
     }
 
     /// The child does not do what it should: its own exit code and words, where it ended.

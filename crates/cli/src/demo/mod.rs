@@ -46,8 +46,11 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
     display.finish();
     let report = outcome?;
     if let Some(path) = &args.report {
-        let page = report.html().map_err(|e| Failure::os("cannot draw the report", e))?;
-        std::fs::write(path, page).map_err(|e| Failure::os(format!("cannot write {}", path.display()), e))?;
+        let page = report
+            .html()
+            .map_err(|e| Failure::os("cannot draw the report", e))?;
+        std::fs::write(path, page)
+            .map_err(|e| Failure::os(format!("cannot write {}", path.display()), e))?;
     }
     if args.json {
         output::json(&report.json());
@@ -58,19 +61,28 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
         }
     }
     match report.verified {
-        Some(verified) if !verified.holds() => {
-            Err(Failure::new(Exit::Verification, format!("verification failed: {}", verified.words)))
-        }
+        Some(verified) if !verified.holds() => Err(Failure::new(
+            Exit::Verification,
+            format!("verification failed: {}", verified.words),
+        )),
         _ => Ok(()),
     }
 }
 
 fn check_report_path(path: &Path) -> Result<(), Failure> {
-    let wrong = |why: &str| Failure::new(Exit::Usage, format!("cannot write the report to {}: {why}", path.display()));
+    let wrong = |why: &str| {
+        Failure::new(
+            Exit::Usage,
+            format!("cannot write the report to {}: {why}", path.display()),
+        )
+    };
     if path.is_dir() {
         return Err(wrong("it is a directory; name a file, like report.html"));
     }
-    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     if !parent.is_dir() {
         return Err(wrong("its directory does not exist"));
     }
@@ -118,7 +130,8 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
 }
 
 fn read<T: serde::de::DeserializeOwned>(answer: Value) -> Result<T, Failure> {
-    serde_json::from_value(answer).map_err(|e| Failure::os("the destination's answer is not readable", e))
+    serde_json::from_value(answer)
+        .map_err(|e| Failure::os("the destination's answer is not readable", e))
 }
 
 /// Lets the guest run until every vCPU has written each of its pages once.
@@ -128,7 +141,11 @@ fn warm_up(vm: &Vm, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure>
     let share = vm.workload().layout().share_pages();
     let done = interrupts.wait_for(WARM_UP_LIMIT, || {
         vm.check_guest()?;
-        let least: Vec<u64> = vm.controls().iter().map(|c| c.map_or(0, |c| c.done.min(share))).collect();
+        let least: Vec<u64> = vm
+            .controls()
+            .iter()
+            .map(|c| c.map_or(0, |c| c.done.min(share)))
+            .collect();
         feed.at(least.iter().sum(), share * u64::from(vm.vcpus()));
         let all = least.iter().all(|&done| done >= share);
         Ok((all && began.elapsed() >= WARM_UP_LEAST).then_some(()))
@@ -138,10 +155,16 @@ fn warm_up(vm: &Vm, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure>
     }
     let pages: u64 = vm.controls().iter().flatten().map(|c| c.done).sum();
     if pages == 0 {
-        let message = format!("the guest wrote not a single page in {} s", WARM_UP_LIMIT.as_secs());
+        let message = format!(
+            "the guest wrote not a single page in {} s",
+            WARM_UP_LIMIT.as_secs()
+        );
         return Err(Failure::new(Exit::Guest, message));
     }
-    feed.note(format!("the guest has written {pages} pages in {} s: moving it as it is", WARM_UP_LIMIT.as_secs()));
+    feed.note(format!(
+        "the guest has written {pages} pages in {} s: moving it as it is",
+        WARM_UP_LIMIT.as_secs()
+    ));
     Ok(())
 }
 
@@ -176,7 +199,13 @@ fn move_away(
         feed: Arc::clone(feed),
         now: Arc::clone(&now),
     };
-    let outcome = send_away(vm, child.address(), args.source.precopy_passes, &cancel, observer)?;
+    let outcome = send_away(
+        vm,
+        child.address(),
+        args.source.precopy_passes,
+        &cancel,
+        observer,
+    )?;
     let mut seen = 0;
     let mut told = false;
     loop {
@@ -189,7 +218,10 @@ fn move_away(
             Ok(Err((SourceVm::GivenUp, failure))) => return Err(child.explain(failure)),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::new(Exit::Internal, "the migration's thread ended without an outcome"));
+                return Err(Failure::new(
+                    Exit::Internal,
+                    "the migration's thread ended without an outcome",
+                ));
             }
         }
         if interrupts.count() == seen {
@@ -229,18 +261,25 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
     feed.step("guest verifies");
     let numbers = |status: &Value, key: &str| -> Vec<u64> {
         let list = status["guest"][key].as_array();
-        list.map(|l| l.iter().map(|v| v.as_u64().unwrap_or(0)).collect()).unwrap_or_default()
+        list.map(|l| l.iter().map(|v| v.as_u64().unwrap_or(0)).collect())
+            .unwrap_or_default()
     };
     let first = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
     // The pass under way when the VM came was begun elsewhere; the next one is made here from end to end.
-    let goals: Vec<u64> = numbers(&first, "pass").iter().map(|pass| pass + 2).collect();
+    let goals: Vec<u64> = numbers(&first, "pass")
+        .iter()
+        .map(|pass| pass + 2)
+        .collect();
     let start: u64 = numbers(&first, "pages_done").iter().sum();
     let share_pages = first["memory_bytes"].as_u64().unwrap_or(0) / pageferry_addr::PAGE_SIZE;
     let (mut last, mut moved) = (start, Instant::now());
     loop {
         let status = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
         if let Some(why) = status["failures"].as_array().and_then(|f| f.first()) {
-            return Err(Failure::new(Exit::Guest, format!("the guest cannot go on at the destination: {why}")));
+            return Err(Failure::new(
+                Exit::Guest,
+                format!("the guest cannot go on at the destination: {why}"),
+            ));
         }
         let done: u64 = numbers(&status, "pages_done").iter().sum();
         feed.at((done - start).min(share_pages * 2), share_pages * 2);
@@ -251,7 +290,10 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
         if done != last {
             (last, moved) = (done, Instant::now());
         } else if moved.elapsed() > STUCK {
-            let message = format!("the guest makes no progress at the destination: still {done} pages after {} s", STUCK.as_secs());
+            let message = format!(
+                "the guest makes no progress at the destination: still {done} pages after {} s",
+                STUCK.as_secs()
+            );
             return Err(Failure::new(Exit::Guest, message));
         }
         std::thread::sleep(Interrupts::POLL);

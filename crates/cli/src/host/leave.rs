@@ -33,7 +33,11 @@ impl Host {
     ///
     /// # Errors
     /// When the VM is neither here nor whole elsewhere.
-    pub(super) fn leave(self: &Arc<Self>, job: Job, interrupts: &Interrupts) -> Result<Option<String>, Failure> {
+    pub(super) fn leave(
+        self: &Arc<Self>,
+        job: Job,
+        interrupts: &Interrupts,
+    ) -> Result<Option<String>, Failure> {
         let Some(vm) = self.vm.get() else {
             self.set_activity(Activity::Waiting);
             return Ok(None);
@@ -72,14 +76,20 @@ impl Host {
             }
             Err((SourceVm::GivenUp, failure)) => {
                 self.set_activity(Activity::Left { to });
-                let _ = job.done.send(Err(Failure::new(failure.exit, failure.message.clone())));
+                let _ = job
+                    .done
+                    .send(Err(Failure::new(failure.exit, failure.message.clone())));
                 Err(failure)
             }
         }
     }
 
     /// Waits for the outcome and does what an interrupt asks for.
-    fn watch(&self, outcome: &Receiver<Outcome>, interrupts: &Interrupts) -> Result<Outcome, Failure> {
+    fn watch(
+        &self,
+        outcome: &Receiver<Outcome>,
+        interrupts: &Interrupts,
+    ) -> Result<Outcome, Failure> {
         let asked = || interrupts.count() + u32::from(self.quits());
         let mut seen = asked();
         let mut told = false;
@@ -88,7 +98,10 @@ impl Host {
                 Ok(outcome) => return Ok(outcome),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Failure::new(Exit::Internal, "the migration's thread ended without an outcome"));
+                    return Err(Failure::new(
+                        Exit::Internal,
+                        "the migration's thread ended without an outcome",
+                    ));
                 }
             }
             let now = asked();
@@ -96,12 +109,15 @@ impl Host {
                 continue;
             }
             seen = now;
-            let after = matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase));
+            let after =
+                matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase));
             if after && told {
                 return Err(gave_up());
             } else if after {
                 told = true;
-                say("the VM runs at the destination already: sending the rest of its memory first (again: give up)");
+                say(
+                    "the VM runs at the destination already: sending the rest of its memory first (again: give up)",
+                );
             } else {
                 say("cancelling the migration; the VM runs on here");
                 self.cancel.store(true, Ordering::Release);
@@ -143,12 +159,20 @@ pub(crate) fn send_away(
     std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
-            let guest = GuestDescription::new(vm.engine(), vm.vcpus(), vm.memory_bytes()).to_bytes();
+            let guest =
+                GuestDescription::new(vm.engine(), vm.vcpus(), vm.memory_bytes()).to_bytes();
             let config = SourceConfig {
                 precopy_passes,
                 ..SourceConfig::default()
             };
-            let result = pageferry_migration::migrate(&vm.running(), &to, &guest, &config, &cancel, &observer);
+            let result = pageferry_migration::migrate(
+                &vm.running(),
+                &to,
+                &guest,
+                &config,
+                &cancel,
+                &observer,
+            );
             // Nobody waits any more only when the process is ending.
             let _ = sender.send(result.map_err(|failure| (failure.vm, Failure::from(failure))));
         })

@@ -154,7 +154,11 @@ impl Host {
     ///
     /// # Errors
     /// When the guest cannot go on, or the user gave a migration up after the switch-over.
-    pub(crate) fn keep(self: &Arc<Self>, jobs: &Jobs, interrupts: &Interrupts) -> Result<Ended, Failure> {
+    pub(crate) fn keep(
+        self: &Arc<Self>,
+        jobs: &Jobs,
+        interrupts: &Interrupts,
+    ) -> Result<Ended, Failure> {
         let mut ignored = 0;
         loop {
             if self.quits() || interrupts.count() > ignored {
@@ -212,7 +216,10 @@ impl Observer for Watch {
 
 /// Whether the guest may run at the destination in this phase.
 pub(crate) fn has_switched_over(phase: Phase) -> bool {
-    matches!(phase, Phase::Postcopy | Phase::Completion | Phase::Completed)
+    matches!(
+        phase,
+        Phase::Postcopy | Phase::Completion | Phase::Completed
+    )
 }
 
 /// Says that somebody asked for the end, and what is done about it.

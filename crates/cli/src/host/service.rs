@@ -13,9 +13,9 @@ use crate::vm::{PAUSE_LIMIT, Vm};
 use pageferry_migration::Phase;
 use pageferry_migration::address::Address;
 use serde_json::{Value, json};
-use std::sync::{Arc, MutexGuard, TryLockError};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, MutexGuard, TryLockError};
 
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
@@ -68,19 +68,30 @@ impl Host {
         match self.busy.try_lock() {
             Ok(guard) => Ok(guard),
             Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(refuse("another request to the VM is being served; try again")),
+            Err(TryLockError::WouldBlock) => Err(refuse(
+                "another request to the VM is being served; try again",
+            )),
         }
     }
 
     fn vm_here(&self, activity: &Activity) -> Result<&Arc<Vm>, Failure> {
         let why = match activity {
-            Activity::Here => return self.vm.get().ok_or_else(|| refuse("there is no VM here yet")),
+            Activity::Here => {
+                return self
+                    .vm
+                    .get()
+                    .ok_or_else(|| refuse("there is no VM here yet"));
+            }
             Activity::Waiting => "there is no VM here yet".into(),
-            Activity::Arriving(phase) => format!("the VM is still being received ({phase}); try again when it is here"),
+            Activity::Arriving(phase) => {
+                format!("the VM is still being received ({phase}); try again when it is here")
+            }
             Activity::Leaving(phase) => format!("the VM is being migrated ({phase})"),
             Activity::Left { to } => format!("the VM was migrated to {to}"),
             Activity::Incomplete { missing } => {
-                format!("the VM stays paused: {missing} of its pages never arrived, and it must not run without them")
+                format!(
+                    "the VM stays paused: {missing} of its pages never arrived, and it must not run without them"
+                )
             }
         };
         Err(refuse(why))
@@ -135,10 +146,20 @@ impl Host {
         })
     }
 
-    fn migrate(&self, to: &str, precopy_passes: u32, event: &mut dyn FnMut(Event)) -> Result<Value, Failure> {
-        let to: Address = to.parse().map_err(|e| Failure::new(Exit::Usage, format!("{e}")))?;
+    fn migrate(
+        &self,
+        to: &str,
+        precopy_passes: u32,
+        event: &mut dyn FnMut(Event),
+    ) -> Result<Value, Failure> {
+        let to: Address = to
+            .parse()
+            .map_err(|e| Failure::new(Exit::Usage, format!("{e}")))?;
         if precopy_passes > crate::args::MAX_PASSES {
-            let message = format!("{precopy_passes} passes are more than the {} that make sense", crate::args::MAX_PASSES);
+            let message = format!(
+                "{precopy_passes} passes are more than the {} that make sense",
+                crate::args::MAX_PASSES
+            );
             return Err(Failure::new(Exit::Usage, message));
         }
         let feed = Feed::new();
@@ -175,16 +196,18 @@ impl Host {
                 Ok(Ok(report)) => return Ok(json!(report)),
                 Ok(Err(failure)) => return Err(failure),
                 Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(refuse("the VM ended before it was migrated")),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(refuse("the VM ended before it was migrated"));
+                }
             }
         }
     }
 
     fn cancel(&self) -> Result<Value, Failure> {
         match self.activity() {
-            Activity::Leaving(phase) if has_switched_over(phase) => {
-                Err(refuse("too late to cancel: the VM runs at the destination already"))
-            }
+            Activity::Leaving(phase) if has_switched_over(phase) => Err(refuse(
+                "too late to cancel: the VM runs at the destination already",
+            )),
             Activity::Leaving(_) => {
                 self.cancel.store(true, Ordering::Release);
                 Ok(json!({"state": "cancelling"}))
@@ -194,8 +217,13 @@ impl Host {
     }
 
     fn report(&self) -> Result<Value, Failure> {
-        let received = self.received().ok_or_else(|| refuse("no migration has brought a VM here"))?;
-        let vm = self.vm.get().ok_or_else(|| refuse("there is no VM here yet"))?;
+        let received = self
+            .received()
+            .ok_or_else(|| refuse("no migration has brought a VM here"))?;
+        let vm = self
+            .vm
+            .get()
+            .ok_or_else(|| refuse("there is no VM here yet"))?;
         Ok(json!(Report {
             engine: vm.engine().name().into(),
             vcpus: vm.vcpus(),

@@ -8,25 +8,46 @@ use std::fs;
 /// Pools of hugetlb pages.
 pub(super) fn huge_pages() -> Finding {
     let mut pools = Vec::new();
-    for entry in fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().flatten() {
+    for entry in fs::read_dir("/sys/kernel/mm/hugepages")
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let kib = name.strip_prefix("hugepages-").and_then(|n| n.strip_suffix("kB")).and_then(|n| n.parse::<u64>().ok());
+        let kib = name
+            .strip_prefix("hugepages-")
+            .and_then(|n| n.strip_suffix("kB"))
+            .and_then(|n| n.parse::<u64>().ok());
         let number = |file: &str| -> Option<u64> {
-            fs::read_to_string(entry.path().join(file)).ok()?.trim().parse().ok()
+            fs::read_to_string(entry.path().join(file))
+                .ok()?
+                .trim()
+                .parse()
+                .ok()
         };
-        if let (Some(kib), Some(all), Some(free)) = (kib, number("nr_hugepages"), number("free_hugepages")) {
+        if let (Some(kib), Some(all), Some(free)) =
+            (kib, number("nr_hugepages"), number("free_hugepages"))
+        {
             pools.push((kib, all, free));
         }
     }
     pools.sort_unstable();
-    let list: Vec<String> =
-        pools.iter().map(|(kib, all, free)| format!("{}: {free} of {all} free", human(kib << 10))).collect();
+    let list: Vec<String> = pools
+        .iter()
+        .map(|(kib, all, free)| format!("{}: {free} of {all} free", human(kib << 10)))
+        .collect();
     let some = pools.iter().any(|pool| pool.1 > 0);
     Finding {
         name: "huge-pages",
         state: if some { State::Good } else { State::Limited },
-        found: if list.is_empty() { "no pools of hugetlb pages".into() } else { list.join(", ") },
-        means: "this version backs guest memory with 4 KiB pages; nothing is lost without huge ones".into(),
+        found: if list.is_empty() {
+            "no pools of hugetlb pages".into()
+        } else {
+            list.join(", ")
+        },
+        means:
+            "this version backs guest memory with 4 KiB pages; nothing is lost without huge ones"
+                .into(),
         advice: None,
     }
 }
@@ -34,7 +55,8 @@ pub(super) fn huge_pages() -> Finding {
 /// Transparent huge pages, of shared memory above all.
 pub(super) fn transparent_huge_pages() -> Finding {
     let chosen = |name: &str| -> Option<String> {
-        let text = fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}")).ok()?;
+        let text =
+            fs::read_to_string(format!("/sys/kernel/mm/transparent_hugepage/{name}")).ok()?;
         let start = text.find('[')? + 1;
         Some(text[start..start + text[start..].find(']')?].to_owned())
     };
@@ -44,13 +66,19 @@ pub(super) fn transparent_huge_pages() -> Finding {
     Finding {
         name: "transparent-huge-pages",
         state: if split { State::Limited } else { State::Good },
-        found: format!("anonymous: {}, shared memory: {}", show(chosen("enabled")), show(shmem)),
+        found: format!(
+            "anonymous: {}, shared memory: {}",
+            show(chosen("enabled")),
+            show(shmem)
+        ),
         means: if split {
             "guest memory may be made of huge pages, which the kernel splits where single pages are delivered".into()
         } else {
             "guest memory is made of 4 KiB pages, as post-copy delivers them".into()
         },
-        advice: split.then(|| "for even stalls: echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled".into()),
+        advice: split.then(|| {
+            "for even stalls: echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled".into()
+        }),
     }
 }
 
@@ -80,7 +108,11 @@ pub(super) fn memory() -> Finding {
     Finding {
         name: "memory",
         state: if enough { State::Good } else { State::Limited },
-        found: format!("{} available of {}", show(available), show(memory::host_bytes())),
+        found: format!(
+            "{} available of {}",
+            show(available),
+            show(memory::host_bytes())
+        ),
         means: format!(
             "a demo needs its --memory twice: up to {} each",
             available.map_or("unknown".into(), |bytes| human(bytes / 2))

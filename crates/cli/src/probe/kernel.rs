@@ -26,7 +26,10 @@ pub(super) fn kvm() -> Finding {
                 state: if usable { State::Good } else { State::Limited },
                 found: format!("a probe VM runs on /dev/kvm{how}"),
                 means: if usable {
-                    format!("engine kvm runs guests; as a destination it delivers faults by: {}", deliveries.join(", "))
+                    format!(
+                        "engine kvm runs guests; as a destination it delivers faults by: {}",
+                        deliveries.join(", ")
+                    )
                 } else {
                     "engine kvm runs guests and sends them away; it cannot receive any".into()
                 },
@@ -37,7 +40,9 @@ pub(super) fn kvm() -> Finding {
             name: "kvm",
             state: State::Missing,
             found: why.to_string(),
-            means: "engine kvm is not usable; engine soft is, with guests of our own RISC-V hypervisor".into(),
+            means:
+                "engine kvm is not usable; engine soft is, with guests of our own RISC-V hypervisor"
+                    .into(),
             advice: Some(if Path::new("/dev/kvm").exists() {
                 "give this user access to /dev/kvm (group kvm), or use --engine soft".into()
             } else {
@@ -61,19 +66,43 @@ pub(super) fn userfaultfd() -> Finding {
         };
     }
     let steps = [
-        (Features::POISON, "poison: a vCPU leaves the guest on its own thread", "Linux 6.6"),
-        (Features::MINOR_SHMEM, "minor: pages are received into their final place", "Linux 5.14"),
-        (Features::MISSING_SHMEM, "missing: pages are copied in", "Linux 4.11"),
+        (
+            Features::POISON,
+            "poison: a vCPU leaves the guest on its own thread",
+            "Linux 6.6",
+        ),
+        (
+            Features::MINOR_SHMEM,
+            "minor: pages are received into their final place",
+            "Linux 5.14",
+        ),
+        (
+            Features::MISSING_SHMEM,
+            "missing: pages are copied in",
+            "Linux 4.11",
+        ),
     ];
-    let (has, lacks): (Vec<_>, Vec<_>) = steps.iter().partition(|step| support.features.contains(step.0));
-    let words = |steps: &[&(Features, &str, &str)]| steps.iter().map(|s| s.1).collect::<Vec<_>>().join("; ");
-    let opened = support.opened_by.map_or(String::new(), |by| format!("opened by {by:?}, "));
+    let (has, lacks): (Vec<_>, Vec<_>) = steps
+        .iter()
+        .partition(|step| support.features.contains(step.0));
+    let words = |steps: &[&(Features, &str, &str)]| {
+        steps.iter().map(|s| s.1).collect::<Vec<_>>().join("; ")
+    };
+    let opened = support
+        .opened_by
+        .map_or(String::new(), |by| format!("opened by {by:?}, "));
     Finding {
         name,
-        state: if lacks.is_empty() { State::Good } else { State::Limited },
+        state: if lacks.is_empty() {
+            State::Good
+        } else {
+            State::Limited
+        },
         found: format!("{opened}features: {}", support.features),
         means: format!("deliveries for engine kvm: {}", words(&has)),
-        advice: lacks.first().map(|step| format!("a newer kernel adds {} ({})", step.1, step.2)),
+        advice: lacks
+            .first()
+            .map(|step| format!("a newer kernel adds {} ({})", step.1, step.2)),
     }
 }
 
@@ -113,7 +142,10 @@ pub(super) fn privileges() -> Finding {
 /// memfd: what guest memory is made of.
 pub(super) fn memfd() -> Finding {
     let name = "memfd";
-    match rustix::fs::memfd_create("pageferry-probe", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING) {
+    match rustix::fs::memfd_create(
+        "pageferry-probe",
+        MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+    ) {
         Ok(_) => Finding {
             name,
             state: State::Good,
@@ -126,7 +158,10 @@ pub(super) fn memfd() -> Finding {
             state: State::Missing,
             found: format!("cannot be made: {why}"),
             means: "no engine has guest memory without it".into(),
-            advice: Some("Linux 3.17 or later is needed, and a sandbox that lets memfd_create(2) pass".into()),
+            advice: Some(
+                "Linux 3.17 or later is needed, and a sandbox that lets memfd_create(2) pass"
+                    .into(),
+            ),
         },
     }
 }

@@ -89,12 +89,16 @@ fn deliveries(engine: Engine) -> Vec<&'static str> {
         memory_bytes: 1 << 20,
     };
     let machine = pageferry_machine::create(engine, spec);
-    machine.map_or(Vec::new(), |new| new.machine.deliveries().iter().map(|d| d.name()).collect())
+    machine.map_or(Vec::new(), |new| {
+        new.machine.deliveries().iter().map(|d| d.name()).collect()
+    })
 }
 
 fn as_json(findings: &[Finding], choice: &Choice) -> Value {
-    let findings: serde_json::Map<String, Value> =
-        findings.iter().map(|finding| (finding.name.into(), json!(finding))).collect();
+    let findings: serde_json::Map<String, Value> = findings
+        .iter()
+        .map(|finding| (finding.name.into(), json!(finding)))
+        .collect();
     json!({
         "findings": findings,
         "auto": {
@@ -123,9 +127,17 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
         }
     }
     let delivery = choice.deliveries.first().unwrap_or(&"none");
-    let _ = writeln!(out, "\nauto chooses engine {} ({}) and fault delivery {delivery}", choice.engine, choice.because);
+    let _ = writeln!(
+        out,
+        "\nauto chooses engine {} ({}) and fault delivery {delivery}",
+        choice.engine, choice.because
+    );
     if choice.deliveries.len() > 1 {
-        let _ = writeln!(out, "other deliveries here: {}", choice.deliveries[1..].join(", "));
+        let _ = writeln!(
+            out,
+            "other deliveries here: {}",
+            choice.deliveries[1..].join(", ")
+        );
     }
     out
 }
@@ -136,8 +148,16 @@ mod tests {
 
     #[test]
     fn whatever_is_missing_comes_with_advice() {
-        for finding in [kernel::kvm(), kernel::userfaultfd(), kernel::memfd(), hardware::huge_pages()] {
-            assert!(!finding.found.is_empty() && !finding.means.is_empty(), "{finding:?}");
+        for finding in [
+            kernel::kvm(),
+            kernel::userfaultfd(),
+            kernel::memfd(),
+            hardware::huge_pages(),
+        ] {
+            assert!(
+                !finding.found.is_empty() && !finding.means.is_empty(),
+                "{finding:?}"
+            );
             if finding.state == State::Missing {
                 assert!(finding.advice.is_some(), "{finding:?}");
             }

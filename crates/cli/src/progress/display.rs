@@ -26,21 +26,25 @@ impl Display {
     pub(crate) fn start(feed: &Arc<Feed>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (feed, stopped) = (Arc::clone(feed), Arc::clone(&stop));
-        let thread = std::thread::Builder::new().name("progress".into()).spawn(move || {
-            let mut screen: Box<dyn Screen> = if std::io::stderr().is_terminal() {
-                Box::new(Bars::new())
-            } else {
-                Box::new(Lines::new())
-            };
-            loop {
-                let last = stopped.load(Ordering::Acquire);
-                feed.take().into_iter().for_each(|update| screen.show(update));
-                if last {
-                    break screen.end();
+        let thread = std::thread::Builder::new()
+            .name("progress".into())
+            .spawn(move || {
+                let mut screen: Box<dyn Screen> = if std::io::stderr().is_terminal() {
+                    Box::new(Bars::new())
+                } else {
+                    Box::new(Lines::new())
+                };
+                loop {
+                    let last = stopped.load(Ordering::Acquire);
+                    feed.take()
+                        .into_iter()
+                        .for_each(|update| screen.show(update));
+                    if last {
+                        break screen.end();
+                    }
+                    std::thread::park_timeout(POLL);
                 }
-                std::thread::park_timeout(POLL);
-            }
-        });
+            });
         Self {
             stop,
             thread: thread.ok(),
@@ -118,7 +122,9 @@ impl Screen for Bars {
             Update::Progress { done, total } => {
                 if let Some(bar) = &self.current {
                     if bar.length() != Some(total) {
-                        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} %"));
+                        bar.set_style(Self::style(
+                            "{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} %",
+                        ));
                         bar.set_length(total);
                     }
                     bar.set_position(done.min(total));

@@ -43,7 +43,10 @@ impl Feed {
     /// Adds an update. Progress replaces progress that nobody has seen yet.
     pub(crate) fn put(&self, update: Update) {
         let mut updates = self.lock();
-        if matches!((updates.last(), &update), (Some(Update::Progress { .. }), Update::Progress { .. })) {
+        if matches!(
+            (updates.last(), &update),
+            (Some(Update::Progress { .. }), Update::Progress { .. })
+        ) {
             updates.pop();
         }
         if updates.len() < Self::MAX {
@@ -94,8 +97,18 @@ mod tests {
             feed.progress(Phase::Setup, done, 5000);
         }
         feed.phase(Phase::SwitchOver);
-        let last = Update::Progress { done: 4999, total: 5000 };
-        assert_eq!(feed.take(), [Update::Phase(Phase::Setup), last, Update::Phase(Phase::SwitchOver)]);
+        let last = Update::Progress {
+            done: 4999,
+            total: 5000,
+        };
+        assert_eq!(
+            feed.take(),
+            [
+                Update::Phase(Phase::Setup),
+                last,
+                Update::Phase(Phase::SwitchOver)
+            ]
+        );
         assert_eq!(feed.take(), []);
     }
 

@@ -7,6 +7,8 @@ use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 const SIZE: (u32, u32) = (960, 380);
+/// Width of the legend's column.
+const KEY_WIDTH: u32 = 140;
 const INK: RGBColor = RGBColor(40, 44, 52);
 const GRID: RGBColor = RGBColor(226, 229, 234);
 const FONT: &str = "sans-serif";
@@ -71,7 +73,8 @@ pub(super) fn stalls(stalls: &Stalls) -> Drawn<String> {
     let bottom = -0.3; // a bar of one is visible
     let top = most.log10().ceil().max(1.0);
     draw(SIZE, |area| {
-        let mut chart = ChartBuilder::on(area)
+        let (plot, key) = area.split_horizontally(SIZE.0 - KEY_WIDTH);
+        let mut chart = ChartBuilder::on(&plot)
             .margin(14)
             .margin_right(36)
             .x_label_area_size(46)
@@ -82,8 +85,20 @@ pub(super) fn stalls(stalls: &Stalls) -> Drawn<String> {
             .configure_mesh()
             .x_labels((right - left) as usize + 1)
             .y_labels(top as usize + 1)
-            .x_label_formatter(&|x| if x.fract().abs() < 1e-6 { decade(*x) } else { String::new() })
-            .y_label_formatter(&|y| if y.fract().abs() < 1e-6 { format!("{}", 10f64.powf(*y)) } else { String::new() })
+            .x_label_formatter(&|x| {
+                if x.fract().abs() < 1e-6 {
+                    decade(*x)
+                } else {
+                    String::new()
+                }
+            })
+            .y_label_formatter(&|y| {
+                if y.fract().abs() < 1e-6 {
+                    format!("{}", 10f64.powf(*y))
+                } else {
+                    String::new()
+                }
+            })
             .x_desc("stall: from the fault to the vCPU running again (logarithmic)")
             .y_desc("faults (logarithmic)")
             .axis_style(INK)
@@ -94,41 +109,67 @@ pub(super) fn stalls(stalls: &Stalls) -> Drawn<String> {
             .draw()
             .map_err(say)?;
         let bars = buckets.iter().filter(|b| b.count > 0).map(|b| {
-            let corners = [(b.from_us.log10(), bottom), (b.to_us.log10(), (b.count as f64).log10())];
+            let corners = [
+                (b.from_us.log10(), bottom),
+                (b.to_us.log10(), (b.count as f64).log10()),
+            ];
             let mut bar = Rectangle::new(corners, COLOURS[0].mix(0.75).filled());
             bar.set_margin(0, 0, 1, 1);
             bar
         });
         chart.draw_series(bars).map_err(say)?;
+        let mut entries = Vec::new();
         let marks = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)];
         for (index, (name, share)) in marks.into_iter().enumerate() {
             let us = stalls.quantile_us(share);
             let x = us.max(1e-3).log10();
             let colour = COLOURS[1 + index];
             chart
-                .draw_series(LineSeries::new([(x, bottom), (x, top + 0.25)], colour.stroke_width(2)))
-                .map_err(say)?
-                .label(format!("{name} {}", super::table::micros(us)))
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+                .draw_series(LineSeries::new(
+                    [(x, bottom), (x, top + 0.25)],
+                    colour.stroke_width(2),
+                ))
+                .map_err(say)?;
+            entries.push(Entry::line(
+                format!("{name} {}", super::table::micros(us)),
+                colour,
+            ));
         }
-        legend(&mut chart)
+        legend(&key, &entries)
     })
 }
 
-fn legend<'a, X, Y>(chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>) -> Drawn<()>
-where
-    X: Ranged<ValueType = f64>,
-    Y: Ranged<ValueType = f64>,
-{
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .margin(8)
-        .background_style(WHITE.mix(0.9))
-        .border_style(GRID)
-        .label_font(small())
-        .draw()
-        .map_err(say)
+/// One line of a legend.
+struct Entry {
+    name: String,
+    style: ShapeStyle,
+}
+
+impl Entry {
+    fn line(name: impl Into<String>, colour: RGBColor) -> Self {
+        Self {
+            name: name.into(),
+            style: colour.stroke_width(3),
+        }
+    }
+}
+
+/// The legend, in a column of its own, so that it hides nothing.
+fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
+    for (index, entry) in entries.iter().enumerate() {
+        let y = 22 + index as i32 * 22;
+        if entry.style.filled {
+            area.draw(&Rectangle::new([(4, y - 6), (22, y + 6)], entry.style))
+                .map_err(say)?;
+        } else {
+            area.draw(&PathElement::new([(4, y), (22, y)], entry.style))
+                .map_err(say)?;
+        }
+        let text = small().pos(Pos::new(HPos::Left, VPos::Center));
+        area.draw(&Text::new(entry.name.clone(), (28, y), text))
+            .map_err(say)?;
+    }
+    Ok(())
 }
 
 /// What is drawn behind a timeline.
@@ -153,31 +194,42 @@ pub(super) fn timeline(series: &[Series], back: &Backdrop<'_>) -> Drawn<String> 
         .flat_map(|s| &s.points)
         .map(|point| point.1)
         .fold(1.0, f64::max);
-    let top = highest * 1.2;
+    let top = highest * 1.12;
     draw(SIZE, |area| {
-        let mut chart = ChartBuilder::on(area)
+        let (plot, key) = area.split_horizontally(SIZE.0 - KEY_WIDTH);
+        let mut chart = ChartBuilder::on(&plot)
             .margin(14)
             .margin_right(36)
             .x_label_area_size(46)
             .y_label_area_size(76)
             .build_cartesian_2d(left..right, 0.0..top)
             .map_err(say)?;
+        let mut entries = Vec::new();
         let bands = bands(back, right);
         for (index, (from, to, _)) in bands.iter().enumerate() {
-            let shade = if index % 2 == 0 { RGBColor(246, 248, 251) } else { RGBColor(236, 240, 246) };
+            let shade = if index % 2 == 0 {
+                RGBColor(246, 248, 251)
+            } else {
+                RGBColor(236, 240, 246)
+            };
             let corners = [(from.max(left), 0.0), (to.min(right), top)];
-            chart.draw_series([Rectangle::new(corners, shade.filled())]).map_err(say)?;
+            chart
+                .draw_series([Rectangle::new(corners, shade.filled())])
+                .map_err(say)?;
         }
         if let Some((from, to)) = back.blackout {
             let (from, to) = (ms_from(back.origin_ns, from), ms_from(back.origin_ns, to));
             // At least two pixels wide, so that it is seen on any scale.
             let to = to.max(from + (right - left) * 2.0 / f64::from(SIZE.0));
             let red = RGBColor(214, 39, 40);
+            let style = red.mix(0.35).filled();
             chart
-                .draw_series([Rectangle::new([(from, 0.0), (to, top)], red.mix(0.35).filled())])
-                .map_err(say)?
-                .label("blackout")
-                .legend(move |(x, y)| Rectangle::new([(x, y - 5), (x + 18, y + 5)], red.mix(0.35).filled()));
+                .draw_series([Rectangle::new([(from, 0.0), (to, top)], style)])
+                .map_err(say)?;
+            entries.push(Entry {
+                name: "blackout".into(),
+                style,
+            });
         }
         chart
             .configure_mesh()
@@ -198,34 +250,44 @@ pub(super) fn timeline(series: &[Series], back: &Backdrop<'_>) -> Drawn<String> 
         for (index, one) in series.iter().enumerate() {
             let colour = COLOURS[index % MAX_SERIES];
             chart
-                .draw_series(LineSeries::new(one.points.iter().copied(), colour.stroke_width(1)))
-                .map_err(say)?
-                .label(one.name.clone())
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
+                .draw_series(LineSeries::new(
+                    one.points.iter().copied(),
+                    colour.stroke_width(1),
+                ))
+                .map_err(say)?;
+            entries.push(Entry::line(one.name.clone(), colour));
         }
         let anchor = small().pos(Pos::new(HPos::Left, VPos::Top));
         for (from, to, name) in &bands {
             let (from, to) = (from.max(left), to.min(right));
             // Names that would not fit their band are left to the table of phases.
-            let pixels = (to - from) / (right - left) * f64::from(SIZE.0 - 110);
+            let pixels = (to - from) / (right - left) * f64::from(SIZE.0 - KEY_WIDTH - 126);
             if pixels > name.len() as f64 * 7.5 {
                 let at = (from + (right - left) * 0.004, top * 0.995);
-                chart.draw_series([Text::new(name.clone(), at, anchor.clone())]).map_err(say)?;
+                chart
+                    .draw_series([Text::new(name.clone(), at, anchor.clone())])
+                    .map_err(say)?;
             }
         }
-        legend(&mut chart)
+        legend(&key, &entries)
     })
 }
 
 /// The phases as stretches of the time axis.
 fn bands(back: &Backdrop<'_>, right: f64) -> Vec<(f64, f64, String)> {
-    let starts: Vec<f64> = back.phases.iter().map(|p| ms_from(back.origin_ns, p.at_ns)).collect();
+    let starts: Vec<f64> = back
+        .phases
+        .iter()
+        .map(|p| ms_from(back.origin_ns, p.at_ns))
+        .collect();
     let ends = starts.iter().skip(1).copied().chain([right]);
     starts
         .iter()
         .zip(ends)
         .zip(back.phases)
-        .filter(|((from, to), phase)| phase.name != "completed" && to > from && **from < right && *to > back.window.0)
+        .filter(|((from, to), phase)| {
+            phase.name != "completed" && to > from && **from < right && *to > back.window.0
+        })
         .map(|((from, to), phase)| (*from, to, phase.label.clone()))
         .collect()
 }

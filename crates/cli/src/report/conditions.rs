@@ -33,7 +33,12 @@ impl Conditions {
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
             version: env!("CARGO_PKG_VERSION").into(),
-            build: if cfg!(debug_assertions) { "debug" } else { "release" }.into(),
+            build: if cfg!(debug_assertions) {
+                "debug"
+            } else {
+                "release"
+            }
+            .into(),
             kernel: kernel.trim().into(),
             arch: std::env::consts::ARCH.into(),
             cores: std::thread::available_parallelism().map_or(1, usize::from),

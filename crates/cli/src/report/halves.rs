@@ -141,7 +141,10 @@ pub(crate) struct Received {
 impl Received {
     /// The destination's report; `is_data` tells the guest's data from its code and tables.
     pub(crate) fn new(report: &DestinationReport, is_data: impl Fn(RamPage) -> bool) -> Self {
-        let pairs = report.stalls.iter_recorded().map(|v| (v.value_iterated_to(), v.count_at_value()));
+        let pairs = report
+            .stalls
+            .iter_recorded()
+            .map(|v| (v.value_iterated_to(), v.count_at_value()));
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
             delivery: report.delivery.name().into(),

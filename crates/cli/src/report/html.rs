@@ -24,7 +24,9 @@ th { font-weight: 600; white-space: nowrap; width: 13rem; }
 pub(super) fn show(report: &Report) -> Result<String, String> {
     let mut page = String::new();
     let verdict = match &report.verified {
-        Some(v) if v.holds() => "<span class=\"good\">not a byte was lost: both verifications hold</span>",
+        Some(v) if v.holds() => {
+            "<span class=\"good\">not a byte was lost: both verifications hold</span>"
+        }
         Some(_) => "<span class=\"bad\">verification failed</span>",
         None => "not verified",
     };
@@ -43,7 +45,12 @@ pub(super) fn show(report: &Report) -> Result<String, String> {
     );
     page.push_str("<h2>Summary</h2>\n<table>\n");
     for (name, value) in table::rows(report) {
-        let _ = writeln!(page, "<tr><th>{}</th><td>{}</td></tr>", escape(&name), escape(&value));
+        let _ = writeln!(
+            page,
+            "<tr><th>{}</th><td>{}</td></tr>",
+            escape(&name),
+            escape(&value)
+        );
     }
     page.push_str("</table>\n");
     timelines(report, &mut page)?;
@@ -59,20 +66,43 @@ pub(super) fn show(report: &Report) -> Result<String, String> {
 
 fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
     let samples = report.samples();
-    let (Some(sent), Some(first), Some(last)) = (&report.sent, samples.first(), samples.last()) else {
+    let (Some(sent), Some(first), Some(last)) = (&report.sent, samples.first(), samples.last())
+    else {
         return Ok(());
     };
     let (Some(start), Some(end)) = (sent.phases.first(), sent.phases.last()) else {
         return Ok(());
     };
-    let blackout = report.blackout().map(|b| (sent.last_stop_ns, sent.last_stop_ns + (b.ms * super::MS) as u64));
-    let mut add = |title: &str, text: &str, from: u64, to: u64, bins: u64, origin_ns: u64, x_desc: &str| -> Result<(), String> {
+    let blackout = report.blackout().map(|b| {
+        (
+            sent.last_stop_ns,
+            sent.last_stop_ns + (b.ms * super::MS) as u64,
+        )
+    });
+    let mut add = |title: &str,
+                   text: &str,
+                   from: u64,
+                   to: u64,
+                   bins: u64,
+                   origin_ns: u64,
+                   x_desc: &str|
+     -> Result<(), String> {
         if to <= from {
             return Ok(());
         }
-        let mut series = speeds(&samples, report.vcpus as usize, from, to, bins, charts::MAX_SERIES);
+        let mut series = speeds(
+            &samples,
+            report.vcpus as usize,
+            from,
+            to,
+            bins,
+            charts::MAX_SERIES,
+        );
         let shift = ms_from(origin_ns, from);
-        series.iter_mut().flat_map(|s| &mut s.points).for_each(|point| point.0 += shift);
+        series
+            .iter_mut()
+            .flat_map(|s| &mut s.points)
+            .for_each(|point| point.0 += shift);
         let back = Backdrop {
             origin_ns,
             window: (shift, ms_from(origin_ns, to)),
@@ -96,7 +126,10 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
         start.at_ns,
         "milliseconds since the migration began",
     )?;
-    let from = sent.last_stop_ns.saturating_sub(CLOSE_UP_NS).max(first.at_ns);
+    let from = sent
+        .last_stop_ns
+        .saturating_sub(CLOSE_UP_NS)
+        .max(first.at_ns);
     let to = (sent.last_stop_ns + 2 * CLOSE_UP_NS).min(last.at_ns);
     add(
         "Close-up of the switch-over",
@@ -111,18 +144,30 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
 
 fn phases(report: &Report, page: &mut String) {
     let Some(sent) = &report.sent else { return };
-    let Some(start) = sent.phases.first() else { return };
+    let Some(start) = sent.phases.first() else {
+        return;
+    };
     page.push_str("<h2>Phases at the source</h2>\n<table>\n");
     for (index, phase) in sent.phases.iter().enumerate() {
         let at = ms_from(start.at_ns, phase.at_ns);
-        let length = sent.phases.get(index + 1).map(|next| ms_from(phase.at_ns, next.at_ns));
+        let length = sent
+            .phases
+            .get(index + 1)
+            .map(|next| ms_from(phase.at_ns, next.at_ns));
         let length = length.map_or(String::new(), |ms| format!(", for {ms:.2} ms"));
-        let _ = writeln!(page, "<tr><th>{}</th><td>at {at:.2} ms{length}</td></tr>", escape(&phase.label));
+        let _ = writeln!(
+            page,
+            "<tr><th>{}</th><td>at {at:.2} ms{length}</td></tr>",
+            escape(&phase.label)
+        );
     }
     page.push_str("</table>\n");
 }
 
 /// Text as HTML.
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }

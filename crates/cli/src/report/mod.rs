@@ -137,7 +137,8 @@ pub(crate) struct Report {
 impl Report {
     /// From the first connection attempt to the confirmed end, milliseconds.
     pub(crate) fn total_ms(&self) -> Option<f64> {
-        let own = |r: &Received| Some((r.phases.last()?.at_ns - r.phases.first()?.at_ns) as f64 / MS);
+        let own =
+            |r: &Received| Some((r.phases.last()?.at_ns - r.phases.first()?.at_ns) as f64 / MS);
         match &self.sent {
             Some(sent) => Some(sent.total_ns as f64 / MS),
             None => self.received.as_ref().and_then(own),
@@ -147,7 +148,11 @@ impl Report {
     /// The blackout. With both halves (one host, one clock) between the two ends; else the source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
         let sent = self.sent.as_ref()?;
-        let (end, kind) = match self.received.as_ref().map(|r| (r.first_instruction_ns, r.first_touch_ns)) {
+        let (end, kind) = match self
+            .received
+            .as_ref()
+            .map(|r| (r.first_instruction_ns, r.first_touch_ns))
+        {
             Some((Some(exact), _)) => (exact, BlackoutKind::Exact),
             Some((None, Some(touch))) => (touch, BlackoutKind::FirstTouch),
             Some((None, None)) | None => (sent.confirmed_ns, BlackoutKind::UpperBound),
@@ -161,7 +166,8 @@ impl Report {
     /// Pages by the way they went, as the source counts them.
     pub(crate) fn pages(&self) -> PageCounts {
         let sent = self.sent.as_ref().map(|s| s.pages.into());
-        sent.or_else(|| self.received.as_ref().map(|r| r.pages.into())).unwrap_or_default()
+        sent.or_else(|| self.received.as_ref().map(|r| r.pages.into()))
+            .unwrap_or_default()
     }
 
     /// The stalls, where the destination told of them.
@@ -175,13 +181,18 @@ impl Report {
         let sent = self.sent.as_ref()?;
         let start = |name: &str| sent.phases.iter().find(|p| p.name == name).map(|p| p.at_ns);
         let from = start("pre-copy").or_else(|| start("switch-over"))?;
-        let ns = start("completion")?.checked_sub(from).filter(|&ns| ns > 0)?;
+        let ns = start("completion")?
+            .checked_sub(from)
+            .filter(|&ns| ns > 0)?;
         Some(sent.page_bytes as f64 * 1e9 / ns as f64)
     }
 
     /// Bytes of pages a second while the background push ran.
     pub(crate) fn background_throughput(&self) -> Option<f64> {
-        let sent = self.sent.as_ref().filter(|s| s.background_ns > 0 && s.background_bytes > 0)?;
+        let sent = self
+            .sent
+            .as_ref()
+            .filter(|s| s.background_ns > 0 && s.background_bytes > 0)?;
         Some(sent.background_bytes as f64 * 1e9 / sent.background_ns as f64)
     }
 
@@ -192,16 +203,25 @@ impl Report {
         let Some(sent) = &self.sent else {
             return here().cloned().collect();
         };
-        let (before, after): (Vec<_>, Vec<_>) =
-            sent.samples.iter().cloned().partition(|s| s.at_ns <= sent.last_stop_ns);
-        let end = self.blackout().map_or(sent.last_stop_ns, |b| sent.last_stop_ns + (b.ms * MS) as u64);
+        let (before, after): (Vec<_>, Vec<_>) = sent
+            .samples
+            .iter()
+            .cloned()
+            .partition(|s| s.at_ns <= sent.last_stop_ns);
+        let end = self.blackout().map_or(sent.last_stop_ns, |b| {
+            sent.last_stop_ns + (b.ms * MS) as u64
+        });
         let stopped = after.into_iter().next().into_iter().flat_map(|sample| {
             [sent.last_stop_ns, end].map(|at_ns| Sample {
                 at_ns,
                 done: sample.done.clone(),
             })
         });
-        before.into_iter().chain(stopped).chain(here().filter(|s| s.at_ns > end).cloned()).collect()
+        before
+            .into_iter()
+            .chain(stopped)
+            .chain(here().filter(|s| s.at_ns > end).cloned())
+            .collect()
     }
 
     /// As a table for people.

@@ -38,7 +38,11 @@ impl Stalls {
 
     /// The mean in microseconds; 0 of none.
     pub(crate) fn mean_us(&self) -> f64 {
-        let sum: f64 = self.0.iter().map(|&(ns, count)| ns as f64 * count as f64).sum();
+        let sum: f64 = self
+            .0
+            .iter()
+            .map(|&(ns, count)| ns as f64 * count as f64)
+            .sum();
         sum / self.count().max(1) as f64 / 1e3
     }
 
@@ -62,7 +66,11 @@ impl Stalls {
 
     /// How many took longer than 2 ms.
     pub(crate) fn over_2ms(&self) -> u64 {
-        self.0.iter().filter(|pair| pair.0 > LONG_NS).map(|pair| pair.1).sum()
+        self.0
+            .iter()
+            .filter(|pair| pair.0 > LONG_NS)
+            .map(|pair| pair.1)
+            .sum()
     }
 
     /// A histogram with ten buckets a decade, from the first bucket that is not empty to the last.
@@ -106,16 +114,34 @@ mod tests {
     #[test]
     fn none_gives_zeros_and_no_buckets() {
         let none = Stalls::new([(5, 0)]);
-        assert_eq!((none.count(), none.quantile_us(0.5), none.max_us(), none.mean_us()), (0, 0.0, 0.0, 0.0));
+        assert_eq!(
+            (
+                none.count(),
+                none.quantile_us(0.5),
+                none.max_us(),
+                none.mean_us()
+            ),
+            (0, 0.0, 0.0, 0.0)
+        );
         assert!(none.buckets().is_empty());
     }
 
     #[test]
     fn every_stall_is_in_one_bucket() {
-        let stalls = Stalls::new([(1, 2), (999, 3), (1000, 5), (2_000_000, 7), (2_000_001, 11), (u64::MAX, 1)]);
+        let stalls = Stalls::new([
+            (1, 2),
+            (999, 3),
+            (1000, 5),
+            (2_000_000, 7),
+            (2_000_001, 11),
+            (u64::MAX, 1),
+        ]);
         let buckets = stalls.buckets();
         assert_eq!(buckets.iter().map(|b| b.count).sum::<u64>(), stalls.count());
-        let one = buckets.iter().find(|b| (b.from_us - 1.0).abs() < 1e-9).unwrap();
+        let one = buckets
+            .iter()
+            .find(|b| (b.from_us - 1.0).abs() < 1e-9)
+            .unwrap();
         assert_eq!(one.count, 5);
         assert_eq!(stalls.over_2ms(), 12);
     }

@@ -21,19 +21,36 @@ pub(super) fn show(report: &Report) -> String {
 pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     let mut rows = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
-    let because = report.conditions.engine_because.as_ref().map(|why| format!(" ({why})"));
-    row("engine", format!("{}{}", report.engine, because.unwrap_or_default()));
+    let because = report
+        .conditions
+        .engine_because
+        .as_ref()
+        .map(|why| format!(" ({why})"));
+    row(
+        "engine",
+        format!("{}{}", report.engine, because.unwrap_or_default()),
+    );
     if let Some(received) = &report.received {
         row("fault delivery", received.delivery.clone());
     }
-    row("machine", format!("{} vCPUs, {}", report.vcpus, human(report.memory_bytes)));
+    row(
+        "machine",
+        format!("{} vCPUs, {}", report.vcpus, human(report.memory_bytes)),
+    );
     row("link", report.conditions.link.clone());
     if let Some(ms) = report.total_ms() {
         row("total time", format!("{ms:.1} ms"));
     }
     if let Some(blackout) = report.blackout() {
-        let bound = if blackout.kind == super::BlackoutKind::Exact { "" } else { "at most " };
-        row("blackout", format!("{bound}{:.2} ms ({})", blackout.ms, blackout.kind.words()));
+        let bound = if blackout.kind == super::BlackoutKind::Exact {
+            ""
+        } else {
+            "at most "
+        };
+        row(
+            "blackout",
+            format!("{bound}{:.2} ms ({})", blackout.ms, blackout.kind.words()),
+        );
     }
     let pages = report.pages();
     let all = pages.precopy + pages.urgent + pages.background + pages.zero;
@@ -46,13 +63,24 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     );
     if let Some(sent) = &report.sent {
         for (index, (pages, ns)) in sent.passes.iter().enumerate() {
-            row(&format!("pre-copy pass {}", index + 1), format!("{pages} pages in {:.1} ms", *ns as f64 / MS));
+            row(
+                &format!("pre-copy pass {}", index + 1),
+                format!("{pages} pages in {:.1} ms", *ns as f64 / MS),
+            );
         }
-        row("missing at the start", format!("{} pages", sent.missing_at_start));
+        row(
+            "missing at the start",
+            format!("{} pages", sent.missing_at_start),
+        );
     }
     if let Some(rate) = report.throughput() {
-        let background = report.background_throughput().map(|b| format!(", background push {}/s", human(b as u64)));
-        row("throughput", format!("{}/s{}", human(rate as u64), background.unwrap_or_default()));
+        let background = report
+            .background_throughput()
+            .map(|b| format!(", background push {}/s", human(b as u64)));
+        row(
+            "throughput",
+            format!("{}/s{}", human(rate as u64), background.unwrap_or_default()),
+        );
     }
     if let Some(stalls) = report.stalls() {
         let text = if stalls.count() == 0 {
@@ -73,8 +101,14 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         row("stalls", text);
     }
     let overhead = [
-        report.sent.as_ref().map(|s| format!("source {}", human(s.overhead_bytes))),
-        report.received.as_ref().map(|r| format!("destination {}", human(r.overhead_bytes))),
+        report
+            .sent
+            .as_ref()
+            .map(|s| format!("source {}", human(s.overhead_bytes))),
+        report
+            .received
+            .as_ref()
+            .map(|r| format!("destination {}", human(r.overhead_bytes))),
     ];
     let overhead: Vec<String> = overhead.into_iter().flatten().collect();
     if !overhead.is_empty() {
@@ -87,7 +121,10 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         row("verification", verified.words.clone());
     }
     if report.conditions.build == "debug" {
-        row("note", "a debug build: its times say nothing about speed (build with --release)".into());
+        row(
+            "note",
+            "a debug build: its times say nothing about speed (build with --release)".into(),
+        );
     }
     rows
 }
@@ -120,7 +157,12 @@ fn bars(stalls: &super::Stalls) -> String {
     let mut out = String::new();
     for (from, to, count) in joined {
         let bar = "#".repeat((count as f64 / most as f64 * WIDTH).ceil() as usize);
-        let _ = writeln!(out, "  {:>9} to {:>9}  {count:>8}  {bar}", micros(from), micros(to));
+        let _ = writeln!(
+            out,
+            "  {:>9} to {:>9}  {count:>8}  {bar}",
+            micros(from),
+            micros(to)
+        );
     }
     out
 }

@@ -78,10 +78,16 @@ fn the_blackout_is_as_exact_as_what_is_known() {
     received.first_instruction_ns = None;
     received.first_touch_ns = Some(START + 112_700_000);
     let blackout = report.blackout().unwrap();
-    assert_eq!((blackout.ms, blackout.kind), (2.2, BlackoutKind::FirstTouch));
+    assert_eq!(
+        (blackout.ms, blackout.kind),
+        (2.2, BlackoutKind::FirstTouch)
+    );
     report.received = None;
     let blackout = report.blackout().unwrap();
-    assert_eq!((blackout.ms, blackout.kind), (2.5, BlackoutKind::UpperBound));
+    assert_eq!(
+        (blackout.ms, blackout.kind),
+        (2.5, BlackoutKind::UpperBound)
+    );
     report.sent = None;
     assert_eq!(report.blackout(), None);
 }
@@ -89,13 +95,23 @@ fn the_blackout_is_as_exact_as_what_is_known() {
 #[test]
 fn json_has_the_keys_that_programs_rely_on() {
     let json = report().json();
-    for key in ["engine", "delivery", "vcpus", "memory_bytes", "total_ms", "blackout_ms", "throughput_bytes_per_s"] {
+    for key in [
+        "engine",
+        "delivery",
+        "vcpus",
+        "memory_bytes",
+        "total_ms",
+        "blackout_ms",
+        "throughput_bytes_per_s",
+    ] {
         assert!(!json[key].is_null(), "{key}");
     }
     for key in ["precopy", "urgent", "background", "zero"] {
         assert!(json["pages"][key].is_u64(), "{key}");
     }
-    for key in ["count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms"] {
+    for key in [
+        "count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms",
+    ] {
         assert!(json["stall_us"][key].is_number(), "{key}");
     }
     assert_eq!(json["stall_us"]["p50"], 20.0);
@@ -126,12 +142,22 @@ fn the_page_is_complete_and_escapes_what_it_is_given() {
     let page = report().html().unwrap();
     assert_eq!(page.matches("<svg").count(), 3);
     assert_eq!(page.matches("</svg>").count(), 3);
-    for part in ["blackout", "vCPU 1", "pages rewritten a second", "p99.9", "&lt;b&gt;&amp;", "verification failed"] {
+    for part in [
+        "blackout",
+        "vCPU 1",
+        "pages rewritten a second",
+        "p99.9",
+        "&lt;b&gt;&amp;",
+        "verification failed",
+    ] {
         assert!(page.contains(part), "{part}");
     }
     assert!(!page.contains("<b>&"), "escaped");
     for loaded in ["src=", "href=", "url(", "@import"] {
-        assert!(!page.contains(loaded), "nothing is loaded from elsewhere: {loaded}");
+        assert!(
+            !page.contains(loaded),
+            "nothing is loaded from elsewhere: {loaded}"
+        );
     }
 }
 
@@ -140,16 +166,34 @@ fn the_guest_stands_still_in_the_blackout() {
     let samples = report().samples();
     let times: Vec<u64> = samples.iter().map(|s| s.at_ns).collect();
     assert!(times.is_sorted(), "{times:?}");
-    let at = |ns: u64| samples.iter().find(|s| s.at_ns == START + ns).map(|s| s.done.clone());
+    let at = |ns: u64| {
+        samples
+            .iter()
+            .find(|s| s.at_ns == START + ns)
+            .map(|s| s.done.clone())
+    };
     assert_eq!(at(110_500_000), Some(vec![Some(333), Some(222)]));
     assert_eq!(at(112_500_000), at(110_500_000));
-    assert_eq!(samples.iter().filter(|s| s.at_ns > START + 110_500_000 && s.at_ns < START + 112_500_000).count(), 0);
+    assert_eq!(
+        samples
+            .iter()
+            .filter(|s| s.at_ns > START + 110_500_000 && s.at_ns < START + 112_500_000)
+            .count(),
+        0
+    );
 }
 
 #[test]
 fn the_table_says_what_failed() {
     let table = report().table();
-    for part in ["FAILED", "holds", "2.00 ms", "100 faults", "1 over 2 ms", "8000 pre-copy"] {
+    for part in [
+        "FAILED",
+        "holds",
+        "2.00 ms",
+        "100 faults",
+        "1 over 2 ms",
+        "8000 pre-copy",
+    ] {
         assert!(table.contains(part), "{part} in\n{table}");
     }
 }

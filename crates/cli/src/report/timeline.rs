@@ -38,7 +38,14 @@ fn at(progress: &[(u64, u64)], at_ns: u64) -> Option<f64> {
 
 /// Each vCPU's speed from `from_ns` to `to_ns` in `bins` steps; of more than `most` vCPUs, all their
 /// speeds together as one series.
-pub(super) fn speeds(samples: &[Sample], vcpus: usize, from_ns: u64, to_ns: u64, bins: u64, most: usize) -> Vec<Series> {
+pub(super) fn speeds(
+    samples: &[Sample],
+    vcpus: usize,
+    from_ns: u64,
+    to_ns: u64,
+    bins: u64,
+    most: usize,
+) -> Vec<Series> {
     let width = (to_ns.saturating_sub(from_ns) / bins.max(1)).max(1);
     let of = |vcpu: usize| -> Vec<(f64, f64)> {
         let progress = progress(samples, vcpu);
@@ -118,6 +125,11 @@ mod tests {
             .collect();
         let series = speeds(&samples, 9, 0, 2_000_000, 2, 8);
         assert_eq!(series.len(), 1);
-        assert!(series[0].points.iter().all(|point| (point.1 - 9000.0).abs() < 1.0));
+        assert!(
+            series[0]
+                .points
+                .iter()
+                .all(|point| (point.1 - 9000.0).abs() < 1.0)
+        );
     }
 }

@@ -50,7 +50,8 @@ impl GuestDescription {
     /// # Errors
     /// [`Exit::Usage`] when the sizes leave no room for it.
     pub(crate) fn workload(&self) -> Result<Workload, Failure> {
-        RamLayout::for_memory(self.memory_bytes).map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
+        RamLayout::for_memory(self.memory_bytes)
+            .map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
         Workload::new(self.isa, self.vcpus, self.memory_bytes).map_err(|error| {
             let message = match error {
                 GuestError::MemoryTooSmall { bytes, vcpus, minimum } => format!(
@@ -88,24 +89,37 @@ impl GuestDescription {
     /// # Errors
     /// [`Exit::Refused`] with what is wrong.
     pub(crate) fn of_offer(offer: &Offer) -> Result<Self, Failure> {
-        let refuse = |why: String| Failure::new(Exit::Refused, format!("the offered VM is refused: {why}"));
+        let refuse =
+            |why: String| Failure::new(Exit::Refused, format!("the offered VM is refused: {why}"));
         let bytes: &[u8; BYTES] = offer.guest.as_slice().try_into().map_err(|_| {
-            refuse(format!("its guest description has {} bytes, not {BYTES}", offer.guest.len()))
+            refuse(format!(
+                "its guest description has {} bytes, not {BYTES}",
+                offer.guest.len()
+            ))
         })?;
         if bytes[..4] != MAGIC {
             return Err(refuse("its guest description is not Pageferry's".into()));
         }
         let version = u16::from_le_bytes([bytes[4], bytes[5]]);
         if version != VERSION {
-            return Err(refuse(format!("its guest description has version {version}, known here is {VERSION}")));
+            return Err(refuse(format!(
+                "its guest description has version {version}, known here is {VERSION}"
+            )));
         }
         if bytes[6] != WORKLOAD {
-            return Err(refuse(format!("it runs guest program {}, known here is {WORKLOAD}", bytes[6])));
+            return Err(refuse(format!(
+                "it runs guest program {}, known here is {WORKLOAD}",
+                bytes[6]
+            )));
         }
         let isa = match bytes[7] {
             1 => Isa::X86_64,
             2 => Isa::Rv64,
-            other => return Err(refuse(format!("it has instruction set {other}, known here are 1 and 2"))),
+            other => {
+                return Err(refuse(format!(
+                    "it has instruction set {other}, known here are 1 and 2"
+                )));
+            }
         };
         let found = Self {
             isa,
@@ -114,7 +128,9 @@ impl GuestDescription {
         };
         let offered = Self::new(offer.engine, offer.vcpus, offer.memory_bytes);
         if found != offered {
-            return Err(refuse("its guest description and its machine differ".into()));
+            return Err(refuse(
+                "its guest description and its machine differ".into(),
+            ));
         }
         found.workload().map_err(|e| refuse(e.message))?;
         Ok(found)
@@ -137,13 +153,23 @@ mod tests {
     #[test]
     fn a_description_survives_the_move() {
         let ours = GuestDescription::new(Engine::Soft, 2, 32 << 20);
-        assert_eq!(GuestDescription::of_offer(&offer(ours.to_bytes())).unwrap(), ours);
+        assert_eq!(
+            GuestDescription::of_offer(&offer(ours.to_bytes())).unwrap(),
+            ours
+        );
     }
 
     #[test]
     fn foreign_descriptions_are_refused() {
         let good = GuestDescription::new(Engine::Soft, 2, 32 << 20).to_bytes();
-        for (at, part) in [(0, "not Pageferry's"), (4, "version"), (6, "program"), (7, "instruction set"), (8, "differ"), (14, "differ")] {
+        for (at, part) in [
+            (0, "not Pageferry's"),
+            (4, "version"),
+            (6, "program"),
+            (7, "instruction set"),
+            (8, "differ"),
+            (14, "differ"),
+        ] {
             let mut bad = good.clone();
             bad[at] ^= 0x40;
             let failure = GuestDescription::of_offer(&offer(bad)).expect_err(part);
@@ -158,7 +184,9 @@ mod tests {
 
     #[test]
     fn sizes_without_room_are_usage_errors() {
-        let failure = GuestDescription::new(Engine::Soft, 4, 8192).workload().expect_err("too small");
+        let failure = GuestDescription::new(Engine::Soft, 4, 8192)
+            .workload()
+            .expect_err("too small");
         assert_eq!(failure.exit, Exit::Usage);
         assert!(failure.message.contains("at least"), "{failure}");
     }

@@ -19,12 +19,20 @@ impl Hooks {
 
     /// Whether the bytes of `page` are still elsewhere.
     pub(super) fn is_missing(&self, page: RamPage) -> bool {
-        self.resolver.as_ref().is_some_and(|resolver| resolver.is_missing(page))
+        self.resolver
+            .as_ref()
+            .is_some_and(|resolver| resolver.is_missing(page))
     }
 }
 
 impl VcpuHooks for Hooks {
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict {
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict {
         match &self.resolver {
             Some(resolver) => resolver.memory_fault(vcpu, page, access, kicker),
             None => HookVerdict::Resume,

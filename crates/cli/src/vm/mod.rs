@@ -42,7 +42,10 @@ impl Vm {
     ///
     /// # Errors
     /// [`Exit::Usage`] for sizes that cannot be, [`Exit::Engine`] where the engine does not run.
-    pub(crate) fn create(guest: &GuestDescription, resolver: Option<Arc<Resolver>>) -> Result<Self, Failure> {
+    pub(crate) fn create(
+        guest: &GuestDescription,
+        resolver: Option<Arc<Resolver>>,
+    ) -> Result<Self, Failure> {
         let workload = guest.workload()?;
         let spec = MachineSpec {
             vcpus: guest.vcpus,
@@ -67,7 +70,10 @@ impl Vm {
         let ram = self.machine.ram();
         for (gpa, bytes) in self.workload.image() {
             let page = ram.layout().page_of(gpa.gfn()).ok_or_else(|| {
-                Failure::new(Exit::Internal, format!("the guest program has a piece at {gpa}, where no RAM is"))
+                Failure::new(
+                    Exit::Internal,
+                    format!("the guest program has a piece at {gpa}, where no RAM is"),
+                )
             })?;
             ram.write_at(page, gpa.page_offset(), &bytes);
         }
@@ -142,7 +148,10 @@ impl Vm {
     pub(crate) fn check_guest(&self) -> Result<(), Failure> {
         match self.threads.failures().first() {
             None => Ok(()),
-            Some(why) => Err(Failure::new(Exit::Guest, format!("the guest cannot go on: {why}"))),
+            Some(why) => Err(Failure::new(
+                Exit::Guest,
+                format!("the guest cannot go on: {why}"),
+            )),
         }
     }
 
@@ -202,7 +211,11 @@ impl Vm {
         let busy = self.control(0).and_then(|c| c.in_progress);
         let share = self.workload.share(0);
         let middle = share.start + (share.end - share.start) / 2;
-        let page = if busy == Some(RamPage(middle)) { RamPage(share.start) } else { RamPage(middle) };
+        let page = if busy == Some(RamPage(middle)) {
+            RamPage(share.start)
+        } else {
+            RamPage(middle)
+        };
         let mut bytes = [0; PAGE_SIZE as usize];
         let ram = self.machine.ram();
         ram.read(page, &mut bytes);
@@ -224,7 +237,11 @@ pub(crate) fn check_host_memory(memory_bytes: u64, machines: u64) -> Result<(), 
     if needed <= available {
         return Ok(());
     }
-    let both = if machines == 1 { "" } else { ", source and destination together" };
+    let both = if machines == 1 {
+        ""
+    } else {
+        ", source and destination together"
+    };
     Err(Failure::new(
         Exit::Usage,
         format!(

@@ -33,9 +33,14 @@ impl Link {
             // The thread ends with the process: a test process is short-lived.
             for from in listener.incoming() {
                 let from = from.unwrap();
-                let Ok(onward) = UnixStream::connect(&to) else { return };
+                let Ok(onward) = UnixStream::connect(&to) else {
+                    return;
+                };
                 for stream in [&from, &onward] {
-                    ours.streams.lock().unwrap().push(stream.try_clone().unwrap());
+                    ours.streams
+                        .lock()
+                        .unwrap()
+                        .push(stream.try_clone().unwrap());
                 }
                 let back = (onward.try_clone().unwrap(), from.try_clone().unwrap());
                 for (read, write) in [(from, onward), back] {

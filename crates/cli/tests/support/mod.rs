@@ -35,7 +35,10 @@ impl Dir {
 
     /// Nothing was left behind.
     pub(crate) fn assert_empty(&self) {
-        let left: Vec<_> = std::fs::read_dir(&self.0).unwrap().map(|e| e.unwrap().path()).collect();
+        let left: Vec<_> = std::fs::read_dir(&self.0)
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .collect();
         assert!(left.is_empty(), "left behind: {left:?}");
     }
 }
@@ -59,7 +62,11 @@ impl Ended {
     #[track_caller]
     pub(crate) fn assert_failed(&self, code: i32, part: &str) {
         assert_eq!(self.code, Some(code), "{self:?}");
-        let errors: Vec<_> = self.stderr.lines().filter(|l| l.contains("error: ")).collect();
+        let errors: Vec<_> = self
+            .stderr
+            .lines()
+            .filter(|l| l.contains("error: "))
+            .collect();
         assert_eq!(errors.len(), 1, "one sentence: {self:?}");
         assert!(errors[0].contains(part), "{part:?} in {:?}", errors[0]);
     }
@@ -203,16 +210,23 @@ pub(crate) fn ask(socket: &Path, line: &str) -> Option<Value> {
 /// How many pages the guest of `socket` has done.
 pub(crate) fn pages_done(socket: &Path) -> u64 {
     let status = status(socket).expect("a VM");
-    let done = status["guest"]["pages_done"].as_array().expect("progress").clone();
+    let done = status["guest"]["pages_done"]
+        .as_array()
+        .expect("progress")
+        .clone();
     done.iter().map(|v| v.as_u64().unwrap_or(0)).sum()
 }
 
 /// The VM is here and its guest makes progress, without errors.
 #[track_caller]
 pub(crate) fn assert_runs_on(socket: &Path) {
-    wait_for("the VM to be running", || (status(socket)?["state"] == "running").then_some(()));
+    wait_for("the VM to be running", || {
+        (status(socket)?["state"] == "running").then_some(())
+    });
     let before = pages_done(socket);
-    wait_for("the guest to make progress", || (pages_done(socket) > before + 100).then_some(()));
+    wait_for("the guest to make progress", || {
+        (pages_done(socket) > before + 100).then_some(())
+    });
     assert_eq!(status(socket).unwrap()["guest"]["errors"], 0);
 }
 
@@ -230,18 +244,37 @@ impl Source {
         let dir = Dir::new();
         let socket = dir.path("vm");
         let process = Process::start(
-            &["run", "--engine", "soft", "--vcpus", "2", "--memory", memory, "--control", socket.to_str().unwrap()],
+            &[
+                "run",
+                "--engine",
+                "soft",
+                "--vcpus",
+                "2",
+                "--memory",
+                memory,
+                "--control",
+                socket.to_str().unwrap(),
+            ],
             &dir,
         );
-        let source = Self { process, socket, dir };
-        wait_for("the VM", || status(&source.socket).filter(|s| s["state"] == "running"));
+        let source = Self {
+            process,
+            socket,
+            dir,
+        };
+        wait_for("the VM", || {
+            status(&source.socket).filter(|s| s["state"] == "running")
+        });
         source
     }
 
     /// `pageferry migrate` to `to`.
     pub(crate) fn migrate(&self, to: &str) -> Process {
         let socket = self.socket.to_str().unwrap();
-        Process::start(&["migrate", "--vm", socket, "--to", to, "--json"], &self.dir)
+        Process::start(
+            &["migrate", "--vm", socket, "--to", to, "--json"],
+            &self.dir,
+        )
     }
 
     /// Its guest runs on, all its memory is right, and it ends leaving nothing.
@@ -269,7 +302,13 @@ impl Destination {
         let dir = Dir::new();
         let (socket, listen) = (dir.path("vm"), dir.path("in"));
         let address = format!("unix:{}", listen.display());
-        let mut args = vec!["receive", "--listen", &address, "--control", socket.to_str().unwrap()];
+        let mut args = vec![
+            "receive",
+            "--listen",
+            &address,
+            "--control",
+            socket.to_str().unwrap(),
+        ];
         args.extend(more);
         let process = Process::start(&args, &dir);
         wait_for("the destination", || status(&socket));
@@ -287,10 +326,16 @@ impl Destination {
 pub(crate) fn children_of(parent: u32) -> Vec<u32> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else { continue };
-        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else { continue };
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else {
+            continue;
+        };
         // The name in parentheses may hold anything; the parent is the second field behind it.
-        let Some((_, rest)) = stat.rsplit_once(')') else { continue };
+        let Some((_, rest)) = stat.rsplit_once(')') else {
+            continue;
+        };
         if rest.split_whitespace().nth(1) == Some(&parent.to_string()) {
             found.push(pid);
         }
@@ -309,6 +354,9 @@ pub(crate) fn is_alive(pid: u32) -> bool {
 /// Whether what `word` names must be there; else the test says that it is skipped.
 pub(crate) fn skip(word: &str, why: &str) {
     let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|w| w == word), "{word} is required: {why}");
+    assert!(
+        !required.split(',').any(|w| w == word),
+        "{word} is required: {why}"
+    );
     println!("SKIPPED: {why}");
 }

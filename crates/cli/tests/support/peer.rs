@@ -23,7 +23,9 @@ fn shake(stream: &mut TcpStream) {
     let mut hello = [0; HELLO_BYTES];
     stream.read_exact(&mut hello).unwrap();
     let hello = Hello::decode(&hello).unwrap();
-    stream.write_all(&HelloReply::accept(&hello).encode()).unwrap();
+    stream
+        .write_all(&HelloReply::accept(&hello).encode())
+        .unwrap();
 }
 
 /// A destination after a good handshake.
@@ -40,7 +42,9 @@ impl Peer {
         let thread = std::thread::spawn(move || {
             let [stream, urgent] = [(); 2].map(|()| {
                 let (mut stream, _) = listener.accept().unwrap();
-                stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+                stream
+                    .set_read_timeout(Some(Duration::from_secs(60)))
+                    .unwrap();
                 shake(&mut stream);
                 stream
             });
