@@ -179,8 +179,12 @@ fn a_stack_by_lr_and_sc_keeps_its_nodes() {
         atomic(LR, D, A0, A1, 0),
         beq(A0, X0, -4),
         ld(T0, A0, 0),
+        // Time for others to change the stack and change it back.
+        addi(A3, X0, 100),
+        addi(A3, A3, -1),
+        bne(A3, X0, -4),
         atomic(SC, D, T1, A1, T0),
-        bne(T1, X0, -16),
+        bne(T1, X0, -28),
         // The node is ours: count without atomics.
         ld(T2, A0, 8),
         addi(T2, T2, 1),
@@ -190,7 +194,7 @@ fn a_stack_by_lr_and_sc_keeps_its_nodes() {
         atomic(SC, D, T1, A1, A0),
         bne(T1, X0, -12),
         addi(A2, A2, -1),
-        bne(A2, X0, -52),
+        bne(A2, X0, -64),
         WFI,
     ];
     ram.code(0, &code);
