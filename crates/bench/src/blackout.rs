@@ -25,7 +25,10 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
         let (mut at_source, mut at_destination) = (Samples::default(), Samples::default());
         let mut delivery = None;
         for round in 1..=setting.repeat {
-            tell(&format!("moving a busy VM on {engine}, round {round} of {}", setting.repeat));
+            tell(&format!(
+                "moving a busy VM on {engine}, round {round} of {}",
+                setting.repeat
+            ));
             let role = Role::Source {
                 engine,
                 vcpus: VCPUS,
@@ -50,14 +53,30 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
         }
         let conditions = |note: &str| {
             let conditions = Conditions::here(VCPUS, MEMORY, note);
-            delivery.map_or(conditions.clone(), |delivery| conditions.with_delivery(delivery))
+            delivery.map_or(conditions.clone(), |delivery| {
+                conditions.with_delivery(delivery)
+            })
         };
         let how = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; where the engine does not tell the first instruction, the first touch of a data page";
-        rows.push(blackouts.row("blackout", engine.name(), "ms", conditions(how)).aiming_at("median < 5 ms"));
-        rows.push(missing.row("blackout.missing_pages", engine.name(), "pages", conditions("missing at the start")));
+        rows.push(
+            blackouts
+                .row("blackout", engine.name(), "ms", conditions(how))
+                .aiming_at("median < 5 ms"),
+        );
+        rows.push(missing.row(
+            "blackout.missing_pages",
+            engine.name(),
+            "pages",
+            conditions("missing at the start"),
+        ));
         let bound = format!("< {OVERHEAD_BOUND} B (64 MiB + 1 %)");
-        let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not in it";
-        rows.push(at_source.row("overhead.source", engine.name(), "B", conditions(note)).aiming_at(bound.as_str()));
+        let note =
+            "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not in it";
+        rows.push(
+            at_source
+                .row("overhead.source", engine.name(), "B", conditions(note))
+                .aiming_at(bound.as_str()),
+        );
         rows.push(
             at_destination
                 .row("overhead.destination", engine.name(), "B", conditions(note))

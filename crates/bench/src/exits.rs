@@ -5,8 +5,10 @@ use crate::vm::{Faults, Vm, toucher};
 use crate::{BenchError, Samples};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
-use pageferry_migration::monotonic_ns;
+use pageferry_migration::channel::Spinner;
+use pageferry_migration::{FAULT_SPIN, monotonic_ns};
 use pageferry_userfault::PageBitmap;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -23,7 +25,10 @@ impl Instantly {
             // A page that cannot be installed is touched again and again, and the run times out.
             let _ = machine.install(page, 1);
             if missing.clear(page) {
-                self.came_ns.lock().unwrap_or_else(PoisonError::into_inner).push(at);
+                self.came_ns
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(at);
             }
         }
     }
@@ -37,22 +42,46 @@ impl Faults for Instantly {
 }
 
 fn serve(faults: &Instantly, events: &mut dyn FaultEvents, done: &AtomicBool) {
+    // As the fault thread of a migration waits.
+    let mut spinner = Spinner::new(FAULT_SPIN);
     while !done.load(Ordering::Acquire) {
         match events.next() {
-            Ok(Some(event)) => faults.resolve(event.page),
-            _ => std::thread::yield_now(),
+            Ok(Some(event)) => {
+                faults.resolve(event.page);
+                spinner = Spinner::new(FAULT_SPIN);
+            }
+            _ if spinner.spin() => {}
+            _ => {
+                let mut fds = [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)];
+                let _ = poll(
+                    &mut fds,
+                    Some(&Timespec {
+                        tv_sec: 0,
+                        tv_nsec: 5_000_000,
+                    }),
+                );
+            }
         }
     }
 }
 
 /// Microseconds from one fault to the next of a vCPU that does nothing but touch missing pages, for each
 /// fault but the last.
-pub(crate) fn exit_and_resume(engine: Engine, delivery: Delivery, memory_bytes: u64) -> Result<Samples, BenchError> {
+pub(crate) fn exit_and_resume(
+    engine: Engine,
+    delivery: Delivery,
+    memory_bytes: u64,
+) -> Result<Samples, BenchError> {
     let faults = Arc::new(Instantly {
         vm: OnceLock::new(),
         came_ns: Mutex::new(Vec::new()),
     });
-    let vm = Vm::create(engine, 1, memory_bytes, Arc::clone(&faults) as Arc<dyn Faults>)?;
+    let vm = Vm::create(
+        engine,
+        1,
+        memory_bytes,
+        Arc::clone(&faults) as Arc<dyn Faults>,
+    )?;
     let program = toucher(engine, memory_bytes, u64::MAX)?;
     let pages = vm.machine.ram().pages();
     vm.machine.ram().allocate(&mut |_| true)?;
@@ -62,7 +91,9 @@ pub(crate) fn exit_and_resume(engine: Engine, delivery: Delivery, memory_bytes: 
     let missing = Arc::new(PageBitmap::new(pages as usize));
     missing.set_range(data.start as usize..data.end as usize);
     let events = vm.machine.arm_userfault(Arc::clone(&missing), delivery)?;
-    let _ = faults.vm.set((Arc::clone(&vm.machine), Arc::clone(&missing)));
+    let _ = faults
+        .vm
+        .set((Arc::clone(&vm.machine), Arc::clone(&missing)));
     vm.machine.begin_postcopy()?;
     let done = AtomicBool::new(false);
     let outcome = std::thread::scope(|scope| {
@@ -80,11 +111,17 @@ pub(crate) fn exit_and_resume(engine: Engine, delivery: Delivery, memory_bytes: 
         outcome
     });
     outcome?;
-    let came = faults.came_ns.lock().unwrap_or_else(PoisonError::into_inner);
+    let came = faults
+        .came_ns
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner);
     Ok(gaps_us(&came))
 }
 
 /// The gaps between successive times, in microseconds.
 pub(crate) fn gaps_us(times_ns: &[u64]) -> Samples {
-    times_ns.windows(2).map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1000.0).collect()
+    times_ns
+        .windows(2)
+        .map(|pair| pair[1].saturating_sub(pair[0]) as f64 / 1000.0)
+        .collect()
 }

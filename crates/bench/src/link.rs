@@ -6,8 +6,10 @@ use crate::peer::{BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, Sen
 use crate::vm::{Faults, Vm};
 use crate::{BenchError, Conditions, Row, Samples, Setting};
 use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::channel::Wait;
-use pageferry_migration::{DestinationConfig, DestinationReport, Incoming, Resolver, Unobserved, monotonic_ns};
+use pageferry_migration::channel::{Spinner, Wait};
+use pageferry_migration::{
+    DestinationConfig, DestinationReport, Incoming, Resolver, Unobserved, monotonic_ns,
+};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -40,7 +42,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
         "link.ping_pong_p50",
         "TCP loopback, two processes, spinning",
         "us",
-        on_link("16 B request, 4112 B reply; reader of the reply tries and yields, reader of the request spins 1 ms"),
+        on_link("16 B request, 4112 B reply; both readers spin as the urgent connection's do, then sleep"),
     ));
     rows.push(bulks.row(
         "link.bulk_rate",
@@ -54,7 +56,10 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
         }
         let mut rates = Samples::default();
         for round in 1..=setting.repeat {
-            tell(&format!("background push on {engine}, round {round} of {}", setting.repeat));
+            tell(&format!(
+                "background push on {engine}, round {round} of {}",
+                setting.repeat
+            ));
             let (_, sent) = fetch(setting, engine, None, PUSH_MEMORY, Guest::Quiet)?;
             rates.push(sent.background_bytes as f64 / (sent.background_ns as f64 / 1e9));
         }
@@ -90,15 +95,27 @@ fn stall_rows(
     let (mut exits, mut stalls) = (Samples::default(), Samples::default());
     let (mut p99, mut worst) = (Samples::default(), Samples::default());
     for round in 1..=setting.repeat {
-        tell(&format!("faults on {engine} by {delivery}, round {round} of {}", setting.repeat));
+        tell(&format!(
+            "faults on {engine} by {delivery}, round {round} of {}",
+            setting.repeat
+        ));
         if delivery != Delivery::Missing {
             exits.push(exit_and_resume(engine, delivery, STALL_MEMORY)?.median());
         }
-        let (report, _) = fetch(setting, engine, Some(delivery), STALL_MEMORY, Guest::Toucher)?;
+        let (report, _) = fetch(
+            setting,
+            engine,
+            Some(delivery),
+            STALL_MEMORY,
+            Guest::Toucher,
+        )?;
         let came: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
         let gaps = gaps_us(&came);
         if gaps.len() < 1000 {
-            return Err(BenchError::TooFew(format!("only {} faults on {engine} by {delivery}", gaps.len())));
+            return Err(BenchError::TooFew(format!(
+                "only {} faults on {engine} by {delivery}",
+                gaps.len()
+            )));
         }
         stalls.push(gaps.median());
         p99.push(gaps.quantile(0.99));
@@ -120,11 +137,23 @@ fn stall_rows(
             "us",
             conditions("fault to next fault with the bytes in place already, resolved at once"),
         ));
-        stall = stall.against("link.ping_pong_p50 + engine.exit_resume_p50", floor).aiming_at("ratio <= 1.6");
+        stall = stall
+            .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
+            .aiming_at("ratio <= 1.6");
     }
     rows.push(stall);
-    rows.push(p99.row("stall.urgent_p99", subject.as_str(), "us", conditions("as stall.urgent_p50")));
-    rows.push(worst.row("stall.urgent_max", subject.as_str(), "us", conditions("as stall.urgent_p50")));
+    rows.push(p99.row(
+        "stall.urgent_p99",
+        subject.as_str(),
+        "us",
+        conditions("as stall.urgent_p50"),
+    ));
+    rows.push(worst.row(
+        "stall.urgent_max",
+        subject.as_str(),
+        "us",
+        conditions("as stall.urgent_p50"),
+    ));
     Ok(())
 }
 
@@ -152,7 +181,10 @@ fn fetch(
 }
 
 /// Receives the VM that a source peer has.
-pub(crate) fn receive(peer: &mut Peer, delivery: Option<Delivery>) -> Result<(DestinationReport, Vm), BenchError> {
+pub(crate) fn receive(
+    peer: &mut Peer,
+    delivery: Option<Delivery>,
+) -> Result<(DestinationReport, Vm), BenchError> {
     let listener = listen()?;
     match peer.hear()?.as_str() {
         "ready" => peer.tell(&listener.local_addr().to_string())?,
@@ -165,10 +197,16 @@ pub(crate) fn receive(peer: &mut Peer, delivery: Option<Delivery>) -> Result<(De
     let deadline = Instant::now() + crate::vm::LIMIT;
     let late = || Instant::now() > deadline;
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
-    let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).map_err(|e| failed(&e))?;
+    let incoming =
+        Incoming::accept(&listener, config, &late, &mut |_| {}).map_err(|e| failed(&e))?;
     let offer = incoming.offer().clone();
     let resolver = Resolver::new();
-    let vm = Vm::create(offer.engine, offer.vcpus, offer.memory_bytes, Arc::clone(&resolver) as Arc<dyn Faults>)?;
+    let vm = Vm::create(
+        offer.engine,
+        offer.vcpus,
+        offer.memory_bytes,
+        Arc::clone(&resolver) as Arc<dyn Faults>,
+    )?;
     let report = incoming
         .receive(&vm.running(), &resolver, &late, &Unobserved)
         .map_err(|e| failed(&e))?;
@@ -187,16 +225,16 @@ fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
         let began = monotonic_ns();
         connection.send_small(&request, &Wait::block("request"))?;
         let mut got = 0;
-        let mut rounds = 0;
+        let spinner = Spinner::new(pageferry_migration::FAULT_SPIN);
         while got < REPLY_BYTES {
             match connection.recv_pending(&mut reply[got..], "reply")? {
                 Some(bytes) => got += bytes,
-                None if rounds < pageferry_migration::ROUNDS_BEFORE_YIELD => {
-                    rounds += 1;
-                    std::hint::spin_loop();
+                None if spinner.spin() => {}
+                None if Instant::now() > deadline => {
+                    return Err(BenchError::TooFew("no reply in time".into()));
                 }
-                None if Instant::now() > deadline => return Err(BenchError::TooFew("no reply in time".into())),
-                None => std::thread::yield_now(),
+                None => connection
+                    .wait_readable(&Wait::block("reply").within(Duration::from_secs(5)))?,
             }
         }
         if ping >= WARM_UP {

@@ -23,8 +23,6 @@ pub(crate) const REQUEST_BYTES: usize = 16;
 pub(crate) const REPLY_BYTES: usize = 16 + 4096;
 /// How the bulk link is written.
 pub(crate) const BULK_BYTES: usize = 256 << 10;
-/// The discipline of the urgent connection's source side.
-pub(crate) const SPIN_MICROS: u32 = 1000;
 
 /// How long a workload runs before it is moved.
 const WARM_UP: Duration = Duration::from_millis(400);
@@ -109,7 +107,8 @@ impl Role {
     pub fn from_words(words: &[String]) -> Result<Self, BenchError> {
         let bad = || BenchError::Peer(format!("{words:?} is no role"));
         fn number<T: FromStr>(word: &str) -> Result<T, BenchError> {
-            word.parse().map_err(|_| BenchError::Peer(format!("'{word}' is no value")))
+            word.parse()
+                .map_err(|_| BenchError::Peer(format!("'{word}' is no value")))
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         match words.as_slice() {
@@ -125,7 +124,10 @@ impl Role {
                 memory_bytes: number(memory_bytes)?,
                 passes: number(passes)?,
                 push: number(push)?,
-                guest: Guest::ALL.into_iter().find(|known| known.name() == *guest).ok_or_else(bad)?,
+                guest: Guest::ALL
+                    .into_iter()
+                    .find(|known| known.name() == *guest)
+                    .ok_or_else(bad)?,
             }),
             _ => Err(bad()),
         }
@@ -156,7 +158,12 @@ impl Role {
         else {
             return Err(BenchError::Peer("not a source".into()));
         };
-        let vm = Vm::create(*engine, *vcpus, *memory_bytes, Resolver::new() as Arc<dyn Faults>)?;
+        let vm = Vm::create(
+            *engine,
+            *vcpus,
+            *memory_bytes,
+            Resolver::new() as Arc<dyn Faults>,
+        )?;
         match guest {
             Guest::Workload => {
                 let program = Workload::new(isa_of(*engine), *vcpus, *memory_bytes)?;
@@ -173,14 +180,23 @@ impl Role {
         }
         say("ready")?;
         let to = read_line()?;
-        let to: Address = to.parse().map_err(|e| BenchError::Peer(format!("'{to}': {e}")))?;
+        let to: Address = to
+            .parse()
+            .map_err(|e| BenchError::Peer(format!("'{to}': {e}")))?;
         let config = SourceConfig {
             precopy_passes: *passes,
             push_background: *push,
             ..SourceConfig::default()
         };
-        let report = migrate(&vm.running(), &to, b"bench", &config, &AtomicBool::new(false), &Unobserved)
-            .map_err(|e| BenchError::Migration(e.to_string()))?;
+        let report = migrate(
+            &vm.running(),
+            &to,
+            b"bench",
+            &config,
+            &AtomicBool::new(false),
+            &Unobserved,
+        )
+        .map_err(|e| BenchError::Migration(e.to_string()))?;
         say(&sent_words(&report))?;
         say(&format!("overhead {}", overhead_bytes()?))
     }
@@ -214,7 +230,14 @@ pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
     let kib = |name: &str| {
         status
             .lines()
-            .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok())
+            .find_map(|line| {
+                line.strip_prefix(name)?
+                    .trim()
+                    .strip_suffix(" kB")?
+                    .trim()
+                    .parse::<u64>()
+                    .ok()
+            })
             .unwrap_or(0)
     };
     Ok((kib("RssAnon:") + kib("RssFile:") + kib("VmPTE:")) << 10)
@@ -227,18 +250,23 @@ fn end_with_parent() {
 
 fn say(line: &str) -> Result<(), BenchError> {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|source| BenchError::Os {
-        what: "cannot talk to the benchmark",
-        source,
-    })
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .map_err(|source| BenchError::Os {
+            what: "cannot talk to the benchmark",
+            source,
+        })
 }
 
 fn read_line() -> Result<String, BenchError> {
     let mut line = String::new();
-    let got = std::io::stdin().lock().read_line(&mut line).map_err(|source| BenchError::Os {
-        what: "cannot hear the benchmark",
-        source,
-    })?;
+    let got = std::io::stdin()
+        .lock()
+        .read_line(&mut line)
+        .map_err(|source| BenchError::Os {
+            what: "cannot hear the benchmark",
+            source,
+        })?;
     if got == 0 {
         return Err(BenchError::Peer("the benchmark ended".into()));
     }
@@ -264,7 +292,7 @@ fn pong() -> Result<(), BenchError> {
     let connection = accept_one()?;
     let mut request = [0; REQUEST_BYTES];
     let reply = [0x5a; REPLY_BYTES];
-    let wait = Wait::block("request").spinning(SPIN_MICROS);
+    let wait = Wait::block("request").spinning(pageferry_migration::URGENT_SPIN_MICROS);
     while connection.read_exact(&mut request, &wait).is_ok() {
         connection.write_all(&reply, &Wait::block("reply"))?;
     }
@@ -302,7 +330,10 @@ impl Peer {
                 source,
             })?;
         let input = child.stdin.take();
-        let output = child.stdout.take().ok_or_else(|| BenchError::Peer("it has no output".into()))?;
+        let output = child
+            .stdout
+            .take()
+            .ok_or_else(|| BenchError::Peer("it has no output".into()))?;
         Ok(Self {
             child,
             input,
@@ -320,21 +351,31 @@ impl Peer {
                 if let Some(mut stderr) = self.child.stderr.take() {
                     let _ = stderr.read_to_string(&mut said);
                 }
-                Err(BenchError::Peer(format!("it ended before it had said all {said}")))
+                Err(BenchError::Peer(format!(
+                    "it ended before it had said all {said}"
+                )))
             }
         }
     }
 
     pub(crate) fn tell(&mut self, line: &str) -> Result<(), BenchError> {
-        let input = self.input.as_mut().ok_or_else(|| BenchError::Peer("it hears nothing".into()))?;
+        let input = self
+            .input
+            .as_mut()
+            .ok_or_else(|| BenchError::Peer("it hears nothing".into()))?;
         writeln!(input, "{line}").map_err(|e| BenchError::Peer(e.to_string()))
     }
 
     /// Connects to the address it says.
     pub(crate) fn connect(&mut self) -> Result<Connection, BenchError> {
         let line = self.hear()?;
-        let address: Address = line.parse().map_err(|e| BenchError::Peer(format!("'{line}': {e}")))?;
-        Ok(Connection::connect(&address, &Wait::block("peer").within(Duration::from_secs(10)))?)
+        let address: Address = line
+            .parse()
+            .map_err(|e| BenchError::Peer(format!("'{line}': {e}")))?;
+        Ok(Connection::connect(
+            &address,
+            &Wait::block("peer").within(Duration::from_secs(10)),
+        )?)
     }
 
     /// A source's account.
@@ -342,11 +383,24 @@ impl Peer {
         let line = self.hear()?;
         let overhead = self.hear()?;
         let numbers = |line: &str, word: &str| -> Option<Vec<u64>> {
-            line.strip_prefix(word)?.split_whitespace().map(|w| w.parse().ok()).collect()
+            line.strip_prefix(word)?
+                .split_whitespace()
+                .map(|w| w.parse().ok())
+                .collect()
         };
-        match (numbers(&line, "sent").as_deref(), numbers(&overhead, "overhead").as_deref()) {
+        match (
+            numbers(&line, "sent").as_deref(),
+            numbers(&overhead, "overhead").as_deref(),
+        ) {
             (
-                Some([last_stop_ns, missing_at_start, background_bytes, background_ns]),
+                Some(
+                    [
+                        last_stop_ns,
+                        missing_at_start,
+                        background_bytes,
+                        background_ns,
+                    ],
+                ),
                 Some([overhead_bytes]),
             ) => Ok(Sent {
                 last_stop_ns: *last_stop_ns,

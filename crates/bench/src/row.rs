@@ -81,7 +81,10 @@ impl Samples {
         let mut sorted = self.0.clone();
         sorted.sort_unstable_by(f64::total_cmp);
         let last = sorted.len().saturating_sub(1);
-        sorted.get((q * last as f64).round() as usize).copied().unwrap_or(0.0)
+        sorted
+            .get((q * last as f64).round() as usize)
+            .copied()
+            .unwrap_or(0.0)
     }
 
     /// The median.
@@ -104,7 +107,13 @@ impl Samples {
 
     /// A row of these samples.
     #[must_use]
-    pub fn row(&self, case: &'static str, subject: impl Into<String>, unit: &'static str, conditions: Conditions) -> Row {
+    pub fn row(
+        &self,
+        case: &'static str,
+        subject: impl Into<String>,
+        unit: &'static str,
+        conditions: Conditions,
+    ) -> Row {
         Row {
             case,
             subject: subject.into(),
@@ -151,7 +160,14 @@ mod tests {
     #[test]
     fn medians_and_ends_are_those_of_the_sorted_samples() {
         let samples: Samples = [5.0, 1.0, 3.0].into_iter().collect();
-        assert_eq!((samples.median(), samples.quantile(0.0), samples.quantile(1.0)), (3.0, 1.0, 5.0));
+        assert_eq!(
+            (
+                samples.median(),
+                samples.quantile(0.0),
+                samples.quantile(1.0)
+            ),
+            (3.0, 1.0, 5.0)
+        );
         assert_eq!(Samples::default().median(), 0.0);
     }
 

@@ -22,13 +22,22 @@ pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
     for vcpus in [1, cores.max(2)] {
         let mut rates = Samples::default();
         for round in 1..=setting.repeat {
-            tell(&format!("interpreting with {vcpus} vCPUs, round {round} of {}", setting.repeat));
+            tell(&format!(
+                "interpreting with {vcpus} vCPUs, round {round} of {}",
+                setting.repeat
+            ));
             rates.push(rate(vcpus)? / f64::from(vcpus.min(cores)));
         }
-        let note = "demo workload; pages done times the program's instructions a page, by wall clock";
+        let note =
+            "demo workload; pages done times the program's instructions a page, by wall clock";
         rows.push(
             rates
-                .row("soft.instructions", format!("{vcpus} vCPUs, per core"), "instructions/s", Conditions::here(vcpus, MEMORY, note))
+                .row(
+                    "soft.instructions",
+                    format!("{vcpus} vCPUs, per core"),
+                    "instructions/s",
+                    Conditions::here(vcpus, MEMORY, note),
+                )
                 .aiming_at(">= 60e6"),
         );
     }
@@ -37,12 +46,19 @@ pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
 
 fn rate(vcpus: u32) -> Result<f64, BenchError> {
     let workload = Workload::new(isa_of(Engine::Soft), vcpus, MEMORY)?;
-    let vm = Vm::create(Engine::Soft, vcpus, MEMORY, Resolver::new() as Arc<dyn Faults>)?;
+    let vm = Vm::create(
+        Engine::Soft,
+        vcpus,
+        MEMORY,
+        Resolver::new() as Arc<dyn Faults>,
+    )?;
     vm.load(workload.program())?;
     let done = || -> Result<u64, BenchError> {
         (0..vcpus).try_fold(0, |sum, vcpu| {
             let mut page = [0; 4096];
-            vm.machine.ram().read(workload.control_page(vcpu), &mut page);
+            vm.machine
+                .ram()
+                .read(workload.control_page(vcpu), &mut page);
             Ok(sum + Control::parse(&page)?.done)
         })
     };

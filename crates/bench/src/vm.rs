@@ -2,9 +2,12 @@
 
 use crate::BenchError;
 use pageferry_addr::{Gpa, RamPage};
-use pageferry_guest::{Doorbell, Event, Isa, Layout, Program, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_guest::{
+    Doorbell, Event, Isa, Layout, Program, Touch, TouchAccess, TouchOrder, Toucher,
+};
 use pageferry_machine::{
-    Access, Engine, HookVerdict, Kicker, Machine, MachineError, MachineSpec, StartState, VcpuHooks, VcpuThreads,
+    Access, Engine, HookVerdict, Kicker, Machine, MachineError, MachineSpec, StartState, VcpuHooks,
+    VcpuThreads,
 };
 use pageferry_migration::RunningVm;
 use std::sync::Arc;
@@ -16,12 +19,24 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 /// Brings the pages that a benchmark's vCPUs touch.
 pub(crate) trait Faults: Send + Sync {
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict;
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict;
     fn pausing(&self) {}
 }
 
 impl Faults for pageferry_migration::Resolver {
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict {
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict {
         Self::memory_fault(self, vcpu, page, access, kicker)
     }
     fn pausing(&self) {
@@ -35,7 +50,13 @@ struct Hooks {
 }
 
 impl VcpuHooks for Hooks {
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict {
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict {
         self.faults.memory_fault(vcpu, page, access, kicker)
     }
     fn mmio_write(&self, _: u32, _: Gpa, value: u64) -> HookVerdict {
@@ -68,7 +89,11 @@ pub(crate) fn isa_of(engine: Engine) -> Isa {
 }
 
 /// A toucher whose only vCPU stores to each of the first `pages` data pages once, in random order.
-pub(crate) fn toucher(engine: Engine, memory_bytes: u64, pages: u64) -> Result<Toucher, BenchError> {
+pub(crate) fn toucher(
+    engine: Engine,
+    memory_bytes: u64,
+    pages: u64,
+) -> Result<Toucher, BenchError> {
     let touch = Touch {
         access: TouchAccess::Write,
         order: TouchOrder::Random,
@@ -77,7 +102,8 @@ pub(crate) fn toucher(engine: Engine, memory_bytes: u64, pages: u64) -> Result<T
     let layout = Layout::new(isa_of(engine), 1, memory_bytes)?;
     let data = layout.data();
     let end = data.end.min(data.start.saturating_add(pages));
-    Ok(Toucher::new(layout, vec![data.start..end], touch)?)
+    let only = data.start..end;
+    Ok(Toucher::new(layout, Vec::from([only]), touch)?)
 }
 
 impl Vm {
@@ -87,7 +113,13 @@ impl Vm {
         memory_bytes: u64,
         faults: Arc<dyn Faults>,
     ) -> Result<Self, BenchError> {
-        let new = pageferry_machine::create(engine, MachineSpec { vcpus, memory_bytes })?;
+        let new = pageferry_machine::create(
+            engine,
+            MachineSpec {
+                vcpus,
+                memory_bytes,
+            },
+        )?;
         let hooks = Arc::new(Hooks {
             faults,
             finished: AtomicU32::new(0),
@@ -103,7 +135,10 @@ impl Vm {
     pub(crate) fn load(&self, program: &Program) -> Result<(), BenchError> {
         let ram = self.machine.ram();
         for (gpa, bytes) in program.image() {
-            let page = ram.layout().page_of(gpa.gfn()).expect("a program lies in RAM");
+            let page = ram
+                .layout()
+                .page_of(gpa.gfn())
+                .expect("a program lies in RAM");
             ram.write_at(page, gpa.page_offset(), &bytes);
         }
         self.threads.with_vcpus(|vcpu| {
@@ -142,7 +177,9 @@ impl Vm {
                 return Err(BenchError::TooFew(format!("the guest failed: {why}")));
             }
             if Instant::now() > deadline {
-                return Err(BenchError::TooFew("the guest did not finish in time".into()));
+                return Err(BenchError::TooFew(
+                    "the guest did not finish in time".into(),
+                ));
             }
             std::thread::sleep(Duration::from_millis(2));
         }

@@ -47,7 +47,9 @@ impl FromStr for Delivery {
         [Self::Exit, Self::Poison, Self::Minor, Self::Missing]
             .into_iter()
             .find(|d| d.name() == text)
-            .ok_or_else(|| format!("'{text}' is no fault delivery: use exit, poison, minor or missing"))
+            .ok_or_else(|| {
+                format!("'{text}' is no fault delivery: use exit, poison, minor or missing")
+            })
     }
 }
 

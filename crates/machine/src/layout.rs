@@ -144,9 +144,15 @@ mod tests {
     #[test]
     fn sizes_that_cannot_be_are_refused_with_their_value() {
         assert_eq!(RamLayout::for_memory(0), Err(LayoutError::Empty));
-        assert_eq!(RamLayout::for_memory(4097), Err(LayoutError::Unaligned(4097)));
+        assert_eq!(
+            RamLayout::for_memory(4097),
+            Err(LayoutError::Unaligned(4097))
+        );
         let huge = MAX_MEMORY + PAGE_SIZE;
-        assert_eq!(RamLayout::for_memory(huge), Err(LayoutError::TooLarge(huge)));
+        assert_eq!(
+            RamLayout::for_memory(huge),
+            Err(LayoutError::TooLarge(huge))
+        );
     }
 
     #[test]

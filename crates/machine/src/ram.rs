@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "maps guest memory and copies pages that a guest may be writing")]
+#![expect(
+    unsafe_code,
+    reason = "maps guest memory and copies pages that a guest may be writing"
+)]
 //! Guest RAM: a memfd mapped twice.
 //!
 //! The **guest's mapping** is what memory slots point at; userfaultfd may make a touch of it sleep. The
@@ -77,9 +80,13 @@ impl GuestRam {
     /// # Errors
     /// When the host has no room for it.
     pub fn new(layout: RamLayout) -> Result<Self, MachineError> {
-        let bytes = usize::try_from(layout.bytes()).map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
-        let fd = rustix::fs::memfd_create("pageferry-ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
+        let bytes = usize::try_from(layout.bytes())
+            .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
+        let fd = rustix::fs::memfd_create(
+            "pageferry-ram",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )
+        .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
         rustix::fs::ftruncate(&fd, layout.bytes())
             .map_err(|e| MachineError::os("cannot size the memfd for guest memory", e))?;
         // Nobody who is handed the memfd can shrink it under the mappings (SIGBUS).
@@ -108,8 +115,14 @@ impl GuestRam {
     }
 
     fn offset(&self, page: RamPage, pages: u64) -> usize {
-        let fits = page.checked_add(pages).is_some_and(|end| end.0 <= self.pages());
-        assert!(fits, "{pages} pages from {page:?} leave the {} pages of RAM", self.pages());
+        let fits = page
+            .checked_add(pages)
+            .is_some_and(|end| end.0 <= self.pages());
+        assert!(
+            fits,
+            "{pages} pages from {page:?} leave the {} pages of RAM",
+            self.pages()
+        );
         page.byte_offset() as usize
     }
 
@@ -155,6 +168,10 @@ impl GuestRam {
 
     /// Copies one page out, word by word: each aligned word is untorn, the page as a whole may mix
     /// bytes of before and after a write that a running guest makes meanwhile.
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "a page is aligned to more than a word"
+    )]
     pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
         let from = self.alias(page, 1).cast::<u64>();
         for (i, chunk) in into.chunks_exact_mut(8).enumerate() {
@@ -174,9 +191,15 @@ impl GuestRam {
     ///
     /// # Panics
     /// If they leave RAM.
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "words are written only where the pointer is aligned"
+    )]
     pub fn write_at(&self, page: RamPage, offset: u64, bytes: &[u8]) {
         let end = offset + bytes.len() as u64;
-        let to = self.alias(page, end.div_ceil(PAGE_SIZE)).wrapping_add(offset as usize);
+        let to = self
+            .alias(page, end.div_ceil(PAGE_SIZE))
+            .wrapping_add(offset as usize);
         let mut rest = bytes;
         let mut at = to;
         while !rest.is_empty() {
@@ -227,18 +250,26 @@ impl GuestRam {
     ///
     /// # Errors
     /// When the kernel refuses.
-    pub fn next_allocated(&self, from: RamPage) -> Result<Option<std::ops::Range<u64>>, MachineError> {
+    pub fn next_allocated(
+        &self,
+        from: RamPage,
+    ) -> Result<Option<std::ops::Range<u64>>, MachineError> {
         if from.0 >= self.pages() {
             return Ok(None);
         }
         let seek = |to| rustix::fs::seek(&self.fd, to);
         match seek(SeekFrom::Data(from.byte_offset())) {
             Err(Errno::NXIO) => Ok(None),
-            Err(e) => Err(MachineError::os("cannot find the allocated pages of guest memory", e)),
+            Err(e) => Err(MachineError::os(
+                "cannot find the allocated pages of guest memory",
+                e,
+            )),
             Ok(start) => {
                 let end = seek(SeekFrom::Hole(start))
                     .map_err(|e| MachineError::os("cannot find the holes of guest memory", e))?;
-                Ok(Some(start / PAGE_SIZE..end.div_ceil(PAGE_SIZE).min(self.pages())))
+                Ok(Some(
+                    start / PAGE_SIZE..end.div_ceil(PAGE_SIZE).min(self.pages()),
+                ))
             }
         }
     }
@@ -289,8 +320,14 @@ mod tests {
         let mut page = [1; 4096];
         ram.read(RamPage(3), &mut page);
         assert_eq!(page, [0; 4096]);
-        assert_eq!(ram.page_at_guest_hva(ram.guest_hva(RamPage(7))), Some(RamPage(7)));
-        assert_eq!(ram.page_at_guest_hva(Hva(ram.guest_hva(RamPage(7)).0 + 4096)), None);
+        assert_eq!(
+            ram.page_at_guest_hva(ram.guest_hva(RamPage(7))),
+            Some(RamPage(7))
+        );
+        assert_eq!(
+            ram.page_at_guest_hva(Hva(ram.guest_hva(RamPage(7)).0 + 4096)),
+            None
+        );
     }
 
     #[test]

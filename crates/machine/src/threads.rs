@@ -22,7 +22,13 @@ use std::time::{Duration, Instant};
 pub trait VcpuHooks: Send + Sync {
     /// The vCPU touched a missing page. Returns when it should try again (the page is there, or
     /// `kicker` [is kicked](Kicker::is_kicked)) or park.
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict;
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict;
 
     /// The vCPU stored `value` to an address outside RAM.
     fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict;
@@ -93,7 +99,10 @@ impl VcpuThreads {
     ///
     /// # Errors
     /// When the host has no room for another thread.
-    pub fn start(vcpus: Vec<Box<dyn Vcpu>>, hooks: Arc<dyn VcpuHooks>) -> Result<Self, MachineError> {
+    pub fn start(
+        vcpus: Vec<Box<dyn Vcpu>>,
+        hooks: Arc<dyn VcpuHooks>,
+    ) -> Result<Self, MachineError> {
         let now = Instant::now();
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -159,7 +168,11 @@ impl VcpuThreads {
     }
 
     fn kick_running(&self) {
-        let running: Vec<bool> = lock(&self.shared.state).parked.iter().map(|p| !p.0).collect();
+        let running: Vec<bool> = lock(&self.shared.state)
+            .parked
+            .iter()
+            .map(|p| !p.0)
+            .collect();
         for (kicker, running) in self.kickers.iter().zip(running) {
             if running {
                 kicker.kick();
@@ -216,7 +229,11 @@ impl VcpuThreads {
         while self.shared.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
-        self.shared.first.iter().filter_map(|f| f.get().copied().flatten()).min()
+        self.shared
+            .first
+            .iter()
+            .filter_map(|f| f.get().copied().flatten())
+            .min()
     }
 
     /// Why vCPUs stopped for good, if any did.
@@ -229,8 +246,13 @@ impl VcpuThreads {
     ///
     /// # Errors
     /// The first error of `f`.
-    pub fn with_vcpus<E>(&self, mut f: impl FnMut(&mut dyn Vcpu) -> Result<(), E>) -> Result<(), E> {
-        self.vcpus.iter().try_for_each(|vcpu| f(lock(vcpu).as_mut()))
+    pub fn with_vcpus<E>(
+        &self,
+        mut f: impl FnMut(&mut dyn Vcpu) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.vcpus
+            .iter()
+            .try_for_each(|vcpu| f(lock(vcpu).as_mut()))
     }
 
     /// The states of all vCPUs of a paused VM.
@@ -304,7 +326,10 @@ fn park(shared: &Shared, index: usize, reason: Reason, left_guest: Instant) -> O
             (Want::Run, Reason::Hook(epoch)) if state.epoch > epoch => break,
             _ => {}
         }
-        state = shared.threads.wait(state).unwrap_or_else(PoisonError::into_inner);
+        state = shared
+            .threads
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner);
     }
     state.parked[index].0 = false;
     Some(state.epoch)
@@ -335,7 +360,11 @@ enum Stopped {
 }
 
 /// Runs the vCPU until the VM is held or a hook parks it.
-fn run_until_held(shared: &Shared, index: usize, vcpu: &mut dyn Vcpu) -> Result<Stopped, MachineError> {
+fn run_until_held(
+    shared: &Shared,
+    index: usize,
+    vcpu: &mut dyn Vcpu,
+) -> Result<Stopped, MachineError> {
     let kicker = vcpu.kicker();
     let id = vcpu.id();
     loop {
@@ -344,7 +373,9 @@ fn run_until_held(shared: &Shared, index: usize, vcpu: &mut dyn Vcpu) -> Result<
             let _ = shared.first[index].set(vcpu.first_instruction());
         }
         let verdict = match exit {
-            Exit::MemoryFault { page, access } => shared.hooks.memory_fault(id, page, access, kicker.as_ref()),
+            Exit::MemoryFault { page, access } => {
+                shared.hooks.memory_fault(id, page, access, kicker.as_ref())
+            }
             Exit::MmioWrite { gpa, value, .. } => shared.hooks.mmio_write(id, gpa, value),
             Exit::MmioRead { .. } | Exit::Kicked => HookVerdict::Resume,
             // Nothing will ever wake it: no interrupt controller is modelled.

@@ -2,7 +2,8 @@
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
-    Access, Exit, HookVerdict, Kicker, MachineError, StartState, Vcpu, VcpuHooks, VcpuState, VcpuThreads,
+    Access, Exit, HookVerdict, Kicker, MachineError, StartState, Vcpu, VcpuHooks, VcpuState,
+    VcpuThreads,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -47,7 +48,10 @@ impl Vcpu for FakeVcpu {
                 return Ok(Exit::Kicked);
             }
             let round = self.rounds.fetch_add(1, Ordering::Relaxed);
-            if self.fault_every.is_some_and(|every| round % every == 0) {
+            if self
+                .fault_every
+                .is_some_and(|every| round.is_multiple_of(every))
+            {
                 return Ok(Exit::MemoryFault {
                     page: RamPage(round),
                     access: Access::Write,
@@ -60,11 +64,18 @@ impl Vcpu for FakeVcpu {
         Arc::clone(&self.kicker) as Arc<dyn Kicker>
     }
     fn save(&mut self) -> Result<VcpuState, MachineError> {
-        Ok(VcpuState(self.rounds.load(Ordering::Relaxed).to_le_bytes().to_vec()))
+        Ok(VcpuState(
+            self.rounds.load(Ordering::Relaxed).to_le_bytes().to_vec(),
+        ))
     }
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
-        let bytes = state.0.as_slice().try_into().map_err(|_| MachineError::BadState("not 8 bytes".into()))?;
-        self.rounds.store(u64::from_le_bytes(bytes), Ordering::Relaxed);
+        let bytes = state
+            .0
+            .as_slice()
+            .try_into()
+            .map_err(|_| MachineError::BadState("not 8 bytes".into()))?;
+        self.rounds
+            .store(u64::from_le_bytes(bytes), Ordering::Relaxed);
         Ok(())
     }
     fn set_start(&mut self, _: &StartState) -> Result<(), MachineError> {
@@ -85,7 +96,11 @@ struct Hooks {
 impl VcpuHooks for Hooks {
     fn memory_fault(&self, _: u32, _: RamPage, _: Access, _: &dyn Kicker) -> HookVerdict {
         self.faults.fetch_add(1, Ordering::SeqCst);
-        if self.park.load(Ordering::SeqCst) { HookVerdict::Park } else { HookVerdict::Resume }
+        if self.park.load(Ordering::SeqCst) {
+            HookVerdict::Park
+        } else {
+            HookVerdict::Resume
+        }
     }
     fn mmio_write(&self, _: u32, _: Gpa, _: u64) -> HookVerdict {
         HookVerdict::Resume
@@ -115,7 +130,8 @@ fn fixture(vcpus: u32, fault_every: Option<u64>) -> Fixture {
             fail: Arc::clone(&fail),
         }) as Box<dyn Vcpu>
     });
-    let threads = VcpuThreads::start(fakes.collect(), Arc::clone(&hooks) as Arc<dyn VcpuHooks>).unwrap();
+    let threads =
+        VcpuThreads::start(fakes.collect(), Arc::clone(&hooks) as Arc<dyn VcpuHooks>).unwrap();
     Fixture {
         threads,
         hooks,
@@ -133,7 +149,11 @@ fn wait_until(what: &str, condition: impl Fn() -> bool) {
 }
 
 fn total(fixture: &Fixture) -> u64 {
-    fixture.rounds.iter().map(|r| r.load(Ordering::Relaxed)).sum()
+    fixture
+        .rounds
+        .iter()
+        .map(|r| r.load(Ordering::Relaxed))
+        .sum()
 }
 
 #[test]
@@ -165,10 +185,16 @@ fn no_resume_is_lost_however_closely_it_follows_a_pause_request() {
         }
         vm.threads.pause(LIMIT).unwrap();
     }
-    let at = vm.rounds.iter().map(|r| r.load(Ordering::Relaxed)).collect::<Vec<_>>();
+    let at = vm
+        .rounds
+        .iter()
+        .map(|r| r.load(Ordering::Relaxed))
+        .collect::<Vec<_>>();
     vm.threads.resume();
     for (rounds, at) in vm.rounds.iter().zip(at) {
-        wait_until("progress of every vCPU", || rounds.load(Ordering::Relaxed) > at);
+        wait_until("progress of every vCPU", || {
+            rounds.load(Ordering::Relaxed) > at
+        });
     }
 }
 
@@ -177,11 +203,16 @@ fn a_vcpu_parked_by_its_hook_goes_on_with_the_next_resume_only() {
     let vm = fixture(2, Some(5));
     vm.hooks.park.store(true, Ordering::SeqCst);
     vm.threads.resume();
-    wait_until("both parked", || vm.hooks.faults.load(Ordering::SeqCst) == 2);
+    wait_until("both parked", || {
+        vm.hooks.faults.load(Ordering::SeqCst) == 2
+    });
     let at = total(&vm);
     std::thread::sleep(Duration::from_millis(5));
     assert_eq!(total(&vm), at);
-    assert!(!vm.threads.is_paused(), "parked by a hook is not paused by us");
+    assert!(
+        !vm.threads.is_paused(),
+        "parked by a hook is not paused by us"
+    );
     vm.threads.pause(LIMIT).unwrap();
     vm.hooks.park.store(false, Ordering::SeqCst);
     vm.threads.resume();
@@ -193,7 +224,9 @@ fn a_failed_vcpu_answers_pauses_and_stays_down() {
     let vm = fixture(2, None);
     vm.threads.resume();
     vm.fail.store(true, Ordering::Relaxed);
-    wait_until("both failed", || vm.hooks.failures.load(Ordering::SeqCst) == 2);
+    wait_until("both failed", || {
+        vm.hooks.failures.load(Ordering::SeqCst) == 2
+    });
     assert!(vm.threads.failures()[0].contains("told to fail"));
     vm.threads.pause(LIMIT).unwrap();
     let at = total(&vm);
@@ -208,12 +241,21 @@ fn a_failed_vcpu_answers_pauses_and_stays_down() {
 fn states_are_saved_and_restored_in_order_and_counted() {
     let vm = fixture(3, None);
     vm.threads.pause(LIMIT).unwrap();
-    let states: Vec<_> = [10u64, 20, 30].map(|n| VcpuState(n.to_le_bytes().to_vec())).to_vec();
+    let states: Vec<_> = [10u64, 20, 30]
+        .map(|n| VcpuState(n.to_le_bytes().to_vec()))
+        .to_vec();
     vm.threads.restore(&states).unwrap();
     assert_eq!(vm.threads.save().unwrap(), states);
     let error = vm.threads.restore(&states[..2]).unwrap_err();
-    assert_eq!(error.to_string(), "the vCPU state is not usable: 2 states for 3 vCPUs");
-    assert!(vm.threads.restore(&[states[0].clone(), VcpuState(vec![]), states[1].clone()]).is_err());
+    assert_eq!(
+        error.to_string(),
+        "the vCPU state is not usable: 2 states for 3 vCPUs"
+    );
+    assert!(
+        vm.threads
+            .restore(&[states[0].clone(), VcpuState(vec![]), states[1].clone()])
+            .is_err()
+    );
 }
 
 #[test]

@@ -19,6 +19,7 @@ mod clock;
 pub mod destination;
 mod error;
 pub mod handshake;
+mod latency;
 mod link;
 mod phase;
 mod report;
@@ -28,9 +29,10 @@ pub mod wire;
 
 pub use clock::{instant_ns, monotonic_ns};
 pub use destination::{
-    DestinationConfig, DestinationFailure, DestinationVm, Incoming, Offer, ROUNDS_BEFORE_YIELD, Resolver,
+    DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer, Resolver,
 };
 pub use error::MigrationError;
+pub use link::URGENT_SPIN_MICROS;
 pub use phase::{Observer, Phase, Unobserved};
 pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};
 pub use source::{RunningVm, SourceConfig, SourceFailure, SourceVm, migrate};

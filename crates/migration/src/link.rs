@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "passes on the contract of receiving into memory given by address")]
+#![expect(
+    unsafe_code,
+    reason = "passes on the contract of receiving into memory given by address"
+)]
 //! The two connections of a migration as its phases use them: frames in, frames out, one error type.
 
 use crate::address::Address;
@@ -8,8 +11,8 @@ use crate::error::MigrationError;
 use crate::handshake::{self, HandshakeError, Stranger};
 use crate::source::SourceConfig;
 use crate::wire::{
-    self, ErrorCode, ErrorMessage, Frame, FrameHasher, FrameHeader, FrameType, HEADER_BYTES, RunList, SessionId,
-    Side, URGENT_BYTES, UrgentMessage,
+    self, ErrorCode, ErrorMessage, Frame, FrameHasher, FrameHeader, FrameType, HEADER_BYTES,
+    RunList, SessionId, Side, URGENT_BYTES, UrgentMessage,
 };
 use pageferry_machine::Engine;
 use std::fmt::Display;
@@ -27,10 +30,10 @@ const REASON_LIMIT: Duration = Duration::from_millis(50);
 const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
 /// How long the source's urgent thread spins for the next request before it sleeps, in microseconds.
 /// While a guest faults, requests come every few dozen; a sleeping hop would cost each of them 70 more.
-const URGENT_SPIN_MICROS: u32 = 1000;
-/// How long readers of the stream spin for the next byte near switch-over, in microseconds: each sleeping
-/// hop would be part of the blackout.
-pub(crate) const SWITCH_OVER_SPIN_MICROS: u32 = 2000;
+pub const URGENT_SPIN_MICROS: u32 = 100;
+/// How long readers of the stream spin for the next byte, in microseconds: near switch-over each sleeping
+/// hop would be part of the blackout, and in the push it would leave the sender waiting for room.
+pub(crate) const SWITCH_OVER_SPIN_MICROS: u32 = 100;
 /// How long a request waits for room in the socket's buffer: there always is some, unless the source
 /// does not read.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
@@ -63,7 +66,9 @@ impl From<ChannelError> for MigrationError {
             ChannelError::Interrupted { .. } => Self::Cancelled,
             ChannelError::TimedOut { what, .. } => Self::Timeout(what),
             ChannelError::Lost { what, source } => Self::LinkLost(format!("{source} (at {what})")),
-            ChannelError::Closed { .. } | ChannelError::Torn { .. } => Self::LinkLost(error.to_string()),
+            ChannelError::Closed { .. } | ChannelError::Torn { .. } => {
+                Self::LinkLost(error.to_string())
+            }
             ChannelError::Open(_) => Self::Channel(error),
         }
     }
@@ -125,10 +130,16 @@ impl StreamLink {
         memory_pages: u64,
         stop: &dyn Fn() -> bool,
     ) -> Result<(Self, UrgentLink), MigrationError> {
-        let session = SessionId::random().map_err(|e| MigrationError::os("cannot make a session id", e))?;
+        let session =
+            SessionId::random().map_err(|e| MigrationError::os("cannot make a session id", e))?;
         let pair = handshake::connect_pair(to, session, config.connect_limit, stop)?;
         Ok((
-            Self::new(pair.stream, Side::Destination, memory_pages, config.answer_limit),
+            Self::new(
+                pair.stream,
+                Side::Destination,
+                memory_pages,
+                config.answer_limit,
+            ),
             UrgentLink::new(pair.urgent),
         ))
     }
@@ -163,7 +174,9 @@ impl StreamLink {
 
     pub(crate) fn send(&mut self, frame: &Frame) -> Result<(), MigrationError> {
         frame.encode(&mut self.out)?;
-        let sent = self.connection.write_all(&self.out, &Wait::block("frame").within(self.send_limit));
+        let sent = self
+            .connection
+            .write_all(&self.out, &Wait::block("frame").within(self.send_limit));
         self.sent(sent)
     }
 
@@ -174,7 +187,9 @@ impl StreamLink {
             frame.encode(&mut self.out)?;
             all.extend_from_slice(&self.out);
         }
-        let sent = self.connection.write_all(&all, &Wait::block("frames").within(self.send_limit));
+        let sent = self
+            .connection
+            .write_all(&all, &Wait::block("frames").within(self.send_limit));
         self.sent(sent)
     }
 
@@ -185,7 +200,9 @@ impl StreamLink {
         slices: &[IoSlice<'_>],
         stop: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
-        let wait = Wait::block("Pages frame").within(self.send_limit).unless(stop);
+        let wait = Wait::block("Pages frame")
+            .within(self.send_limit)
+            .unless(stop);
         let sent = self.connection.write_all_vectored(slices, &wait);
         self.sent(sent)
     }
@@ -206,10 +223,16 @@ impl StreamLink {
     }
 
     /// The next frame, which must not be of pages.
-    pub(crate) fn receive(&mut self, limit: Duration, stop: &dyn Fn() -> bool) -> Result<Frame, MigrationError> {
+    pub(crate) fn receive(
+        &mut self,
+        limit: Duration,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Frame, MigrationError> {
         match self.receive_any(limit, stop)? {
             Received::Frame(frame) => Ok(frame),
-            Received::Pages(_) => Err(MigrationError::Peer("it sent pages where none belong".into())),
+            Received::Pages(_) => Err(MigrationError::Peer(
+                "it sent pages where none belong".into(),
+            )),
         }
     }
 
@@ -219,7 +242,10 @@ impl StreamLink {
         limit: Duration,
         stop: &dyn Fn() -> bool,
     ) -> Result<Received, MigrationError> {
-        let wait = Wait::block("frame").within(limit).unless(stop).spinning(self.spin_micros);
+        let wait = Wait::block("frame")
+            .within(limit)
+            .unless(stop)
+            .spinning(self.spin_micros);
         let mut head = [0; HEADER_BYTES];
         self.connection.read_exact(&mut head, &wait)?;
         let header = FrameHeader::decode(&head, self.from)?;
@@ -229,7 +255,8 @@ impl StreamLink {
         // Bounded by the type's own limit, which `decode` checked.
         self.payload.resize(header.payload_len as usize, 0);
         if !self.payload.is_empty() {
-            self.connection.read_exact(&mut self.payload, &wait.mid_message())?;
+            self.connection
+                .read_exact(&mut self.payload, &wait.mid_message())?;
         }
         match Frame::decode(&header, &self.payload, self.memory_pages)? {
             Frame::Error(error) => Err(MigrationError::PeerGaveUp {
@@ -264,21 +291,32 @@ impl StreamLink {
     /// # Panics
     /// If none was received.
     pub(crate) fn take_runs_hasher(&mut self) -> FrameHasher {
-        self.runs_hasher.take().expect("descriptors come before data")
+        self.runs_hasher
+            .take()
+            .expect("descriptors come before data")
     }
 
     /// Receives the data of a Pages frame into memory given by address.
     ///
     /// # Safety
     /// As [`Connection::read_exact_raw`].
-    pub(crate) unsafe fn receive_raw(&self, pieces: &[RawSlice], limit: Duration) -> Result<(), MigrationError> {
+    pub(crate) unsafe fn receive_raw(
+        &self,
+        pieces: &[RawSlice],
+        limit: Duration,
+    ) -> Result<(), MigrationError> {
         let wait = Wait::block("page data").within(limit).mid_message();
         // SAFETY: the caller's contract.
-        Ok(unsafe { self.connection.read_exact_raw(pieces, &wait)? })
+        unsafe { self.connection.read_exact_raw(pieces, &wait)? };
+        Ok(())
     }
 
     /// Receives the data of a Pages frame into a buffer.
-    pub(crate) fn receive_exact(&self, buffer: &mut [u8], limit: Duration) -> Result<(), MigrationError> {
+    pub(crate) fn receive_exact(
+        &self,
+        buffer: &mut [u8],
+        limit: Duration,
+    ) -> Result<(), MigrationError> {
         if buffer.is_empty() {
             return Ok(());
         }
@@ -288,7 +326,10 @@ impl StreamLink {
 
     /// The error for a frame that does not belong here.
     pub(crate) fn unexpected(&self, expected: &str, found: &Frame) -> MigrationError {
-        MigrationError::Peer(format!("{expected} was due, and it sent {}", found.frame_type()))
+        MigrationError::Peer(format!(
+            "{expected} was due, and it sent {}",
+            found.frame_type()
+        ))
     }
 
     /// Tells the peer why this side gives up. It may be gone: then nobody wants to know.
@@ -322,7 +363,9 @@ impl StreamLink {
             match self.connection.recv_pending(&mut rest, "end") {
                 Ok(Some(_)) => {}
                 Ok(None) => {
-                    let _ = self.connection.wait_readable(&Wait::block("end").within(Duration::from_millis(20)));
+                    let _ = self
+                        .connection
+                        .wait_readable(&Wait::block("end").within(Duration::from_millis(20)));
                 }
                 Err(_) => break,
             }
@@ -350,9 +393,10 @@ impl UrgentLink {
     }
 
     pub(crate) fn send(&self, slices: &[IoSlice<'_>]) -> Result<(), MigrationError> {
-        Ok(self
-            .connection
-            .write_all_vectored(slices, &Wait::block("urgent reply").within(URGENT_SEND_LIMIT))?)
+        Ok(self.connection.write_all_vectored(
+            slices,
+            &Wait::block("urgent reply").within(URGENT_SEND_LIMIT),
+        )?)
     }
 
     /// Sends a request; several threads may do so at once.
@@ -362,7 +406,10 @@ impl UrgentLink {
             .send_small(bytes, &Wait::block("urgent request").within(REQUEST_LIMIT))?)
     }
 
-    pub(crate) fn receive_pending(&self, buffer: &mut [u8]) -> Result<Option<usize>, MigrationError> {
+    pub(crate) fn receive_pending(
+        &self,
+        buffer: &mut [u8],
+    ) -> Result<Option<usize>, MigrationError> {
         Ok(self.connection.recv_pending(buffer, "urgent reply")?)
     }
 
@@ -402,7 +449,8 @@ impl Requests<'_> {
             let connection = &self.link.connection;
             match connection.recv_pending(&mut self.buffer[self.filled..], "urgent request")? {
                 Some(got) => self.filled += got,
-                None => connection.wait_readable(&Wait::block("urgent request").spinning(URGENT_SPIN_MICROS))?,
+                None => connection
+                    .wait_readable(&Wait::block("urgent request").spinning(URGENT_SPIN_MICROS))?,
             }
         }
     }

@@ -107,6 +107,9 @@ impl DestinationReport {
     /// as `is_data` leaves out the pages a vCPU needs before its first instruction (code, tables).
     #[must_use]
     pub fn first_touch_ns(&self, is_data: impl Fn(RamPage) -> bool) -> Option<u64> {
-        self.first_faults.iter().find(|f| is_data(f.page)).map(|f| f.at_ns)
+        self.first_faults
+            .iter()
+            .find(|f| is_data(f.page))
+            .map(|f| f.at_ns)
     }
 }

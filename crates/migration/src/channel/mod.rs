@@ -20,10 +20,12 @@ mod connection;
 mod error;
 mod listener;
 mod raw;
+mod spinner;
 mod wait;
 
 pub use connection::Connection;
 pub use error::{ChannelError, OpenError};
 pub use listener::Listener;
 pub use raw::RawSlice;
+pub use spinner::Spinner;
 pub use wait::{Wait, WaitPolicy};

@@ -5,12 +5,12 @@ use rustix::io::Errno;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use super::ChannelError;
+use super::{ChannelError, Spinner};
 
 /// How often a sleeping wait asks `stop`.
 const STOP_CHECK: Duration = Duration::from_millis(50);
-/// How many empty tries of a spinning reader come between two offers of the core to others.
-const TRIES_PER_YIELD: u32 = 4;
+/// How many empty tries of a spinning reader come between two looks at `stop`.
+const TRIES_PER_CHECK: u32 = 16;
 
 /// How a reader waits for its next byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum WaitPolicy {
     /// Sleep at once. Costs nothing and wakes late (about 70 us across cores on a virtual machine).
     Block,
     /// Try again and again for this long since the last byte, then sleep. Wakes early (about 7 us)
-    /// and occupies a core meanwhile, though it offers it to others every few tries.
+    /// and occupies a core meanwhile.
     Spin {
         /// How long, in microseconds.
         for_micros: u32,
@@ -115,7 +115,7 @@ impl core::fmt::Debug for Wait<'_> {
 pub(super) struct Waiter<'a> {
     wait: &'a Wait<'a>,
     started: Option<Instant>,
-    quiet_since: Option<Instant>,
+    spinner: Option<Spinner>,
     tries: u32,
 }
 
@@ -124,14 +124,14 @@ impl<'a> Waiter<'a> {
         Self {
             wait,
             started: None,
-            quiet_since: None,
+            spinner: None,
             tries: 0,
         }
     }
 
     /// Bytes were moved: the spinning time starts anew.
     pub(super) const fn progressed(&mut self) {
-        self.quiet_since = None;
+        self.spinner = None;
     }
 
     /// Returns when it is worth to try again.
@@ -142,8 +142,6 @@ impl<'a> Waiter<'a> {
     ) -> Result<(), ChannelError> {
         let now = Instant::now();
         let started = *self.started.get_or_insert(now);
-        let quiet_since = *self.quiet_since.get_or_insert(now);
-        self.tries = self.tries.wrapping_add(1);
         if let Some(limit) = self.wait.limit
             && now - started >= limit
         {
@@ -154,13 +152,14 @@ impl<'a> Waiter<'a> {
         }
         if let WaitPolicy::Spin { for_micros } = self.wait.policy
             && events.contains(PollFlags::IN)
-            && now - quiet_since < Duration::from_micros(for_micros.into())
+            && self
+                .spinner
+                .get_or_insert_with(|| Spinner::new(Duration::from_micros(for_micros.into())))
+                .spin()
         {
-            if self.tries.is_multiple_of(TRIES_PER_YIELD) {
+            self.tries = self.tries.wrapping_add(1);
+            if self.tries.is_multiple_of(TRIES_PER_CHECK) {
                 self.check_stop()?;
-                rustix::thread::sched_yield();
-            } else {
-                core::hint::spin_loop();
             }
             return Ok(());
         }

@@ -81,7 +81,10 @@ impl Core {
 
     /// Ends the migration with `error`; the first error counts.
     pub(super) fn fail(&self, error: MigrationError) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        self.failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .get_or_insert(error);
         self.failed.store(true, Ordering::Release);
         self.wake_all();
     }
@@ -91,7 +94,10 @@ impl Core {
     }
 
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).take()
+        self.failure
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
     }
 
     /// Asks the source for `page`. One write, no lock; at most one request a vCPU and one a fault event
@@ -124,23 +130,32 @@ impl Core {
         // Who waits is found by the waiters' own table: it knows sleepers, and a spinner needs no wake.
         let _ = self.states.arrive(first, pages as usize);
         self.stalls.close(first, pages);
-        self.waiters.arrived(first.0..first.0 + pages, |slot| self.wake(slot));
+        self.waiters
+            .arrived(first.0..first.0 + pages, |slot| self.wake(slot));
     }
 
     /// Maps every page of `range` (RAM indices) that is present.
-    pub(super) fn install_present(&self, range: std::ops::Range<u64>) -> Result<(), MigrationError> {
+    pub(super) fn install_present(
+        &self,
+        range: std::ops::Range<u64>,
+    ) -> Result<(), MigrationError> {
         let missing = self.states.missing();
         let end = range.end as usize;
         let mut at = range.start as usize;
         while let Some(start) = missing.next_clear(at).filter(|start| *start < end) {
             at = missing.next_set(start).unwrap_or(end).min(end);
-            self.machine.install(RamPage(start as u64), (at - start) as u64)?;
+            self.machine
+                .install(RamPage(start as u64), (at - start) as u64)?;
         }
         Ok(())
     }
 
     /// Places one page that came with its bytes on the urgent connection.
-    fn place_urgent(&self, message: &UrgentMessage, bytes: Option<&[u8; PAGE_BYTES]>) -> Result<(), MigrationError> {
+    fn place_urgent(
+        &self,
+        message: &UrgentMessage,
+        bytes: Option<&[u8; PAGE_BYTES]>,
+    ) -> Result<(), MigrationError> {
         const ZERO: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
         if let Some(bytes) = bytes {
             message.verify_page(bytes)?;
@@ -169,12 +184,17 @@ impl Core {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(0),
         };
-        reader.pump(&self.link, |message, bytes| self.place_urgent(message, bytes))
+        reader.pump(&self.link, |message, bytes| {
+            self.place_urgent(message, bytes)
+        })
     }
 
     /// Names the calling thread the owner of `slot`, to be woken.
     pub(super) fn register(&self, slot: usize) {
-        self.threads[slot].get_or_init(std::thread::current);
+        self.threads[slot].get_or_init(|| {
+            crate::latency::prefer_short_slices();
+            std::thread::current()
+        });
     }
 
     fn wake(&self, slot: usize) {
@@ -201,11 +221,19 @@ impl Core {
 
     /// Sleeps on behalf of a vCPU until `page` may have arrived, a reply may be there to be read, or a
     /// while is over. `ready` is looked at once more before sleeping.
-    pub(super) fn sleep(&self, vcpu: usize, page: RamPage, ready: impl Fn() -> bool) -> Result<(), MigrationError> {
+    pub(super) fn sleep(
+        &self,
+        vcpu: usize,
+        page: RamPage,
+        ready: impl Fn() -> bool,
+    ) -> Result<(), MigrationError> {
         self.waiters.announce(vcpu, page.0);
         let me = vcpu as u64 + 1;
         // One of the sleepers watches the connection, the others wait to be woken.
-        let reads = self.reader.compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        let reads = self
+            .reader
+            .compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst)
+            .is_ok();
         let slept = if ready() {
             Ok(())
         } else if reads {

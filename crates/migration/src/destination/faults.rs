@@ -6,16 +6,17 @@
 //! a waiting vCPU does.
 
 use super::core::Core;
+use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{FaultEvent, FaultEvents};
 use pageferry_userfault::Claim;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long the thread spins after the last event or reply before it sleeps.
-const SPIN: Duration = Duration::from_micros(200);
+const SPIN: Duration = Duration::from_micros(100);
 
 /// Runs until `done`; an error ends the migration.
 pub(super) fn fault_thread(core: &Core, mut events: Box<dyn FaultEvents>, done: &AtomicBool) {
@@ -24,8 +25,13 @@ pub(super) fn fault_thread(core: &Core, mut events: Box<dyn FaultEvents>, done: 
     }
 }
 
-fn serve(core: &Core, events: &mut dyn FaultEvents, done: &AtomicBool) -> Result<(), MigrationError> {
-    let mut spin_until = Instant::now();
+fn serve(
+    core: &Core,
+    events: &mut dyn FaultEvents,
+    done: &AtomicBool,
+) -> Result<(), MigrationError> {
+    crate::latency::prefer_short_slices();
+    let mut spinner = Spinner::new(SPIN);
     while !done.load(Ordering::Acquire) {
         let mut busy = false;
         while let Some(event) = events.next()? {
@@ -34,10 +40,8 @@ fn serve(core: &Core, events: &mut dyn FaultEvents, done: &AtomicBool) -> Result
         }
         busy |= core.pump()? > 0;
         if busy {
-            spin_until = Instant::now() + SPIN;
-        } else if Instant::now() < spin_until {
-            std::thread::yield_now();
-        } else {
+            spinner = Spinner::new(SPIN);
+        } else if !spinner.spin() {
             core.poll(events.fd())?;
         }
     }

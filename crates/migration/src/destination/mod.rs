@@ -7,8 +7,8 @@
 //! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer; the caller builds
 //! such a machine; [`Incoming::receive`] fills it, starts it at switch-over and returns when every page is
 //! here and both ends have said so. In post-copy the calling thread receives the background push
-//! ([`place`]), vCPUs fetch their own pages ([`resolver`]), and, where the delivery uses a userfaultfd, a
-//! fault thread serves it ([`faults`]). All share [`core`].
+//! (`place`), vCPUs fetch their own pages (`resolver`), and, where the delivery uses a userfaultfd, a
+//! fault thread serves it (`faults`). All share `core`.
 
 mod config;
 mod core;
@@ -21,7 +21,7 @@ mod urgent;
 pub mod waiters;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
-pub use resolver::{ROUNDS_BEFORE_YIELD, Resolver};
+pub use resolver::{FAULT_SPIN, Resolver};
 pub use stalls::new_histogram;
 
 use self::core::Core;
@@ -77,7 +77,8 @@ impl Incoming {
         let setup = match link.receive(config.handshake_limit, stop) {
             Ok(Frame::Setup(setup)) => setup,
             other => {
-                let error = other.map_or_else(|error| error, |other| link.unexpected("Setup", &other));
+                let error =
+                    other.map_or_else(|error| error, |other| link.unexpected("Setup", &other));
                 say_why(&mut link, &error);
                 return Err(error);
             }
@@ -112,7 +113,8 @@ impl Incoming {
     }
 
     /// Receives the VM into `vm`, a machine of the offered size whose vCPUs have never run and whose
-    /// hooks forward to `resolver`. `stop` ends it before switch-over.
+    /// hooks forward to `resolver`. `stop` ends it before switch-over. The calling thread asks the
+    /// scheduler for short slices, as vCPUs wait for it.
     ///
     /// # Errors
     /// [`DestinationFailure`] says where the VM is.
@@ -123,6 +125,7 @@ impl Incoming {
         stop: &dyn Fn() -> bool,
         observer: &dyn Observer,
     ) -> Result<DestinationReport, DestinationFailure> {
+        crate::latency::prefer_short_slices();
         observer.phase(Phase::Setup);
         let mut phases = vec![PhaseStart {
             phase: Phase::Setup,
@@ -134,7 +137,8 @@ impl Incoming {
             vm: DestinationVm::Discarded,
             error,
         };
-        let started = match self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases) {
+        let started = match self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases)
+        {
             Ok(started) => started,
             Err(error) => {
                 say_why(&mut self.link, &error);
@@ -226,9 +230,15 @@ impl Incoming {
                     }
                 }
                 Received::Frame(Frame::VcpuState(state)) => {
-                    let slot = states.get_mut(state.vcpu as usize).filter(|slot| slot.is_none());
-                    *slot.ok_or_else(|| MigrationError::Peer(format!("it sent a state of vCPU {} it should not", state.vcpu)))? =
-                        Some(VcpuState(state.state));
+                    let slot = states
+                        .get_mut(state.vcpu as usize)
+                        .filter(|slot| slot.is_none());
+                    *slot.ok_or_else(|| {
+                        MigrationError::Peer(format!(
+                            "it sent a state of vCPU {} it should not",
+                            state.vcpu
+                        ))
+                    })? = Some(VcpuState(state.state));
                 }
                 Received::Frame(Frame::SwitchOver(switch_over)) => break switch_over,
                 Received::Frame(other) => return Err(self.link.unexpected("SwitchOver", &other)),
@@ -237,8 +247,16 @@ impl Incoming {
         enter(phases, Phase::SwitchOver);
         let states = complete(&switch_over, states, &missing)?;
         machine.begin_postcopy()?;
-        let urgent = self.urgent.take().ok_or_else(|| MigrationError::Internal("switched over twice".into()))?;
-        let core = Arc::new(Core::new(Arc::clone(machine), missing, urgent, vm.threads.count())?);
+        let urgent = self
+            .urgent
+            .take()
+            .ok_or_else(|| MigrationError::Internal("switched over twice".into()))?;
+        let core = Arc::new(Core::new(
+            Arc::clone(machine),
+            missing,
+            urgent,
+            vm.threads.count(),
+        )?);
         resolver.attach(Arc::clone(&core))?;
         vm.threads.restore(&states)?;
         Ok(Started {
@@ -253,25 +271,50 @@ impl Incoming {
     fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {
         let layout = vm.machine.ram().layout();
         let same_regions = self.setup.regions.len() == layout.regions().len()
-            && self.setup.regions.iter().zip(layout.regions()).all(|(theirs, ours)| {
-                (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
-            });
+            && self
+                .setup
+                .regions
+                .iter()
+                .zip(layout.regions())
+                .all(|(theirs, ours)| {
+                    (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
+                });
         let mismatch = if self.offer.engine != vm.machine.engine() {
-            format!("it runs on engine {}, this machine on {}", self.offer.engine, vm.machine.engine())
-        } else if (self.setup.engine, self.setup.isa) != crate::link::wire_engine(vm.machine.engine()) {
+            format!(
+                "it runs on engine {}, this machine on {}",
+                self.offer.engine,
+                vm.machine.engine()
+            )
+        } else if (self.setup.engine, self.setup.isa)
+            != crate::link::wire_engine(vm.machine.engine())
+        {
             "its guest has another instruction set than this engine's".into()
         } else if self.setup.state_format != crate::STATE_FORMAT {
-            format!("its states have format {}, known here is {}", self.setup.state_format, crate::STATE_FORMAT)
+            format!(
+                "its states have format {}, known here is {}",
+                self.setup.state_format,
+                crate::STATE_FORMAT
+            )
         } else if self.offer.vcpus as usize != vm.threads.count() {
-            format!("it has {} vCPUs, this machine {}", self.offer.vcpus, vm.threads.count())
+            format!(
+                "it has {} vCPUs, this machine {}",
+                self.offer.vcpus,
+                vm.threads.count()
+            )
         } else if self.offer.memory_bytes != layout.bytes() {
-            format!("it has {} bytes of memory, this machine {}", self.offer.memory_bytes, layout.bytes())
+            format!(
+                "it has {} bytes of memory, this machine {}",
+                self.offer.memory_bytes,
+                layout.bytes()
+            )
         } else if !same_regions {
             "its memory lies elsewhere in guest-physical address space".into()
         } else {
             return Ok(());
         };
-        Err(MigrationError::Mismatch(format!("the offered VM does not fit: {mismatch}")))
+        Err(MigrationError::Mismatch(format!(
+            "the offered VM does not fit: {mismatch}"
+        )))
     }
 }
 
@@ -301,7 +344,10 @@ fn complete(
     let vcpus = states.len();
     let states: Vec<VcpuState> = states.into_iter().flatten().collect();
     if states.len() != vcpus || announced.vcpus as usize != vcpus {
-        return Err(MigrationError::Peer(format!("it sent {} states for {vcpus} vCPUs", states.len())));
+        return Err(MigrationError::Peer(format!(
+            "it sent {} states for {vcpus} vCPUs",
+            states.len()
+        )));
     }
     Ok(states)
 }

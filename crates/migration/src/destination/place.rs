@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "receives into guest memory that nobody else may reach")]
+#![expect(
+    unsafe_code,
+    reason = "receives into guest memory that nobody else may reach"
+)]
 //! Pages frames of the stream, received straight into their final place.
 //!
 //! Descriptors are verified before a byte of data is placed, data before anyone may see it. A frame whose
@@ -39,7 +42,10 @@ impl<'a> Placer<'a> {
 
     /// The pages of all frames so far; starts counting anew.
     pub(super) fn take_counts(&mut self) -> (u64, u64) {
-        (std::mem::take(&mut self.data_pages), std::mem::take(&mut self.zero_pages))
+        (
+            std::mem::take(&mut self.data_pages),
+            std::mem::take(&mut self.zero_pages),
+        )
     }
 
     fn count(&mut self, list: &RunList) {
@@ -48,7 +54,11 @@ impl<'a> Placer<'a> {
     }
 
     /// Pre-copy: no vCPU runs here, and every page may be overwritten.
-    pub(super) fn precopy(&mut self, link: &mut StreamLink, header: &FrameHeader) -> Result<(), MigrationError> {
+    pub(super) fn precopy(
+        &mut self,
+        link: &mut StreamLink,
+        header: &FrameHeader,
+    ) -> Result<(), MigrationError> {
         let list = link.receive_runs(header, self.ram.pages(), self.limit)?;
         self.receive_in_place(link, &list)?;
         for run in list.runs() {
@@ -98,7 +108,11 @@ impl<'a> Placer<'a> {
         Ok(())
     }
 
-    fn receive_in_place(&self, link: &mut StreamLink, list: &RunList) -> Result<(), MigrationError> {
+    fn receive_in_place(
+        &self,
+        link: &mut StreamLink,
+        list: &RunList,
+    ) -> Result<(), MigrationError> {
         let data = list.runs().iter().filter(|run| run.kind == RunKind::Data);
         let slices: Vec<RawSlice> = data
             .clone()
@@ -135,7 +149,9 @@ impl<'a> Placer<'a> {
         for run in list.runs() {
             for page in (run.first.0..run.end()).map(RamPage) {
                 let bytes = match run.kind {
-                    RunKind::Data => data.next().expect("a page of data for each page of the runs"),
+                    RunKind::Data => data
+                        .next()
+                        .expect("a page of data for each page of the runs"),
                     RunKind::Zero => &[0; PAGE_BYTES],
                 };
                 core.machine.install_copy(page, bytes)?;

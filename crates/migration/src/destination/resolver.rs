@@ -6,19 +6,18 @@
 //! on the wire.
 
 use super::core::Core;
+use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use pageferry_addr::RamPage;
 use pageferry_machine::{Access, HookVerdict, Kicker};
 use pageferry_userfault::Claim;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a vCPU spins for its page before it sleeps. A reply takes about 10 us from a source that
-/// spins too; sleeping and being woken on another core costs about 70 us.
-const SPIN: Duration = Duration::from_micros(150);
-/// How many rounds a waiter spins before it begins to give its core away between rounds.
-pub const ROUNDS_BEFORE_YIELD: u32 = 64;
+/// spins too; sleeping and being woken on another core costs about 70 us. See [`Spinner`].
+pub const FAULT_SPIN: Duration = Duration::from_micros(100);
 
 /// Resolves the faults of a receiving VM's vCPUs. The owner of the VM forwards
 /// [`VcpuHooks::memory_fault`](pageferry_machine::VcpuHooks::memory_fault) and
@@ -44,7 +43,13 @@ impl Resolver {
 
     /// Brings `page`, waiting as long as it takes. Returns [`HookVerdict::Resume`] when the page is
     /// there or `kicker` is kicked, and [`HookVerdict::Park`] when the migration has failed.
-    pub fn memory_fault(&self, vcpu: u32, page: RamPage, _access: Access, kicker: &dyn Kicker) -> HookVerdict {
+    pub fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        _access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict {
         let Some(core) = self.core.get() else {
             // No migration, so no page is missing: a fault that raced the end of one.
             return HookVerdict::Resume;
@@ -80,7 +85,9 @@ impl Resolver {
     /// Whether `page` has not arrived yet. VMM threads ask before they touch guest memory.
     #[must_use]
     pub fn is_missing(&self, page: RamPage) -> bool {
-        self.core.get().is_some_and(|core| core.states.is_missing(page))
+        self.core
+            .get()
+            .is_some_and(|core| core.states.is_missing(page))
     }
 }
 
@@ -90,7 +97,12 @@ enum Brought {
     Kicked,
 }
 
-fn bring(core: &Core, vcpu: u32, page: RamPage, kicker: &dyn Kicker) -> Result<Brought, MigrationError> {
+fn bring(
+    core: &Core,
+    vcpu: u32,
+    page: RamPage,
+    kicker: &dyn Kicker,
+) -> Result<Brought, MigrationError> {
     match core.states.claim(page) {
         Claim::Present => {
             // It arrived between the fault and here, or was never missing and only not mapped.
@@ -101,8 +113,7 @@ fn bring(core: &Core, vcpu: u32, page: RamPage, kicker: &dyn Kicker) -> Result<B
         Claim::Others => {}
     }
     core.register(vcpu as usize);
-    let mut spin_until = Instant::now() + SPIN;
-    let mut rounds = 0u32;
+    let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
         if !core.states.is_missing(page) {
             return Ok(Brought::Arrived);
@@ -116,17 +127,11 @@ fn bring(core: &Core, vcpu: u32, page: RamPage, kicker: &dyn Kicker) -> Result<B
         if core.pump()? > 0 {
             continue;
         }
-        rounds += 1;
-        if rounds < ROUNDS_BEFORE_YIELD {
-            std::hint::spin_loop();
-        } else if Instant::now() < spin_until {
-            std::thread::yield_now();
-        } else {
+        if !spinner.spin() {
             core.sleep(vcpu as usize, page, || {
                 !core.states.is_missing(page) || core.has_failed() || kicker.is_kicked()
             })?;
-            spin_until = Instant::now() + SPIN;
-            rounds = 0;
+            spinner = Spinner::new(FAULT_SPIN);
         }
     }
 }

@@ -34,7 +34,10 @@ pub(super) struct Running<'a> {
 
 impl Running<'_> {
     /// Starts the vCPUs, receives every missing page, and confirms the end.
-    pub(super) fn receive_rest(mut self, placer: &mut Placer<'_>) -> Result<DestinationReport, DestinationFailure> {
+    pub(super) fn receive_rest(
+        mut self,
+        placer: &mut Placer<'_>,
+    ) -> Result<DestinationReport, DestinationFailure> {
         let done = AtomicBool::new(false);
         let core = std::sync::Arc::clone(&self.started.core);
         let events = self.started.events.take();
@@ -47,19 +50,25 @@ impl Running<'_> {
                     return Err(MigrationError::os("cannot start the fault thread", e));
                 }
             }
-            let assist = std::thread::Builder::new().name("pf-assist".into()).spawn_scoped(scope, || {
-                let stop = || done.load(Ordering::Acquire) || core.has_failed();
-                if let Err(error) = core.machine.assist_postcopy(&stop) {
-                    core.fail(error.into());
-                }
-            });
+            let assist = std::thread::Builder::new()
+                .name("pf-assist".into())
+                .spawn_scoped(scope, || {
+                    let stop = || done.load(Ordering::Acquire) || core.has_failed();
+                    if let Err(error) = core.machine.assist_postcopy(&stop) {
+                        core.fail(error.into());
+                    }
+                });
             let outcome = match assist {
                 Ok(_) => self.run(placer),
                 Err(e) => Err(MigrationError::os("cannot start a thread", e)),
             };
             let outcome = outcome.map_err(|error| {
                 // Where the connection ended because another thread failed first, that thread knows why.
-                let error = if error.is_lost() { core.take_failure().unwrap_or(error) } else { error };
+                let error = if error.is_lost() {
+                    core.take_failure().unwrap_or(error)
+                } else {
+                    error
+                };
                 // Nobody may go on; then the threads that could have helped may end.
                 core.fail(MigrationError::Internal("the migration has failed".into()));
                 let _ = self.vm.threads.pause(PAUSE_LIMIT);
@@ -79,7 +88,9 @@ impl Running<'_> {
                 let vm = if self.started_ns == 0 {
                     DestinationVm::Discarded
                 } else {
-                    DestinationVm::PausedIncomplete { missing: core.missing() }
+                    DestinationVm::PausedIncomplete {
+                        missing: core.missing(),
+                    }
                 };
                 Err(DestinationFailure { vm, error })
             }
@@ -114,8 +125,11 @@ impl Running<'_> {
             match self.link.receive_any(self.config.silence_limit, &failed) {
                 Ok(Received::Pages(header)) => {
                     placer.postcopy(&mut self.link, &header, &core)?;
-                    let done = placer.data_pages + placer.zero_pages + core.urgent_pages.load(Ordering::Relaxed);
-                    self.observer.progress(Phase::Postcopy, done.min(total), total);
+                    let done = placer.data_pages
+                        + placer.zero_pages
+                        + core.urgent_pages.load(Ordering::Relaxed);
+                    self.observer
+                        .progress(Phase::Postcopy, done.min(total), total);
                 }
                 Ok(Received::Frame(Frame::DrainEnd(counts))) => break counts,
                 Ok(Received::Frame(other)) => return Err(self.link.unexpected("DrainEnd", &other)),
@@ -134,7 +148,9 @@ impl Running<'_> {
             zero,
         };
         if counts != announced {
-            return Err(MigrationError::Peer(format!("it says it sent {announced} where {counts} arrived")));
+            return Err(MigrationError::Peer(format!(
+                "it says it sent {announced} where {counts} arrived"
+            )));
         }
         // A vCPU or a thread that failed while every page arrived all the same: no success.
         if let Some(failure) = core.take_failure() {
@@ -159,7 +175,9 @@ impl Running<'_> {
             }
             if core.pump()? == 0 {
                 if Instant::now() > deadline {
-                    return Err(MigrationError::Timeout("the last pages on the urgent connection"));
+                    return Err(MigrationError::Timeout(
+                        "the last pages on the urgent connection",
+                    ));
                 }
                 std::thread::yield_now();
             }
@@ -183,7 +201,11 @@ impl Running<'_> {
             faults,
             first_faults,
             local_faults,
-            pages: page_counts(self.started.precopy, counts.urgent, (counts.background, counts.zero)),
+            pages: page_counts(
+                self.started.precopy,
+                counts.urgent,
+                (counts.background, counts.zero),
+            ),
             missing_at_start: self.started.missing_at_start,
         })
     }

@@ -149,10 +149,17 @@ impl Stalls {
         let mut faults = Vec::new();
         for ledger in &self.ledgers {
             let ledger = lock(ledger);
-            stalls.add(&ledger.stalls).expect("both have the same bounds");
+            stalls
+                .add(&ledger.stalls)
+                .expect("both have the same bounds");
             faults.extend_from_slice(&ledger.faults);
         }
         faults.sort_unstable_by_key(|f| f.at_ns);
-        (stalls, faults, lock(&self.first).clone(), self.local.load(Ordering::Relaxed))
+        (
+            stalls,
+            faults,
+            lock(&self.first).clone(),
+            self.local.load(Ordering::Relaxed),
+        )
     }
 }

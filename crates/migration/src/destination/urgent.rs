@@ -54,7 +54,9 @@ impl UrgentReader {
                 }
                 // Nothing more will come; the stream says how the migration ends.
                 UrgentKind::End => at += URGENT_BYTES,
-                UrgentKind::Request => return Err(super::core::not_a_reply(UrgentKind::Request as u8)),
+                UrgentKind::Request => {
+                    return Err(super::core::not_a_reply(UrgentKind::Request as u8));
+                }
             }
         }
         self.buffer.copy_within(at..self.filled, 0);

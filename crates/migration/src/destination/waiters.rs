@@ -54,7 +54,10 @@ impl Waiters {
     pub fn arrived(&self, pages: Range<u64>, wake: impl FnMut(usize)) {
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) != 0 {
-            self.asleep().filter(|(_, page)| pages.contains(page)).map(|(slot, _)| slot).for_each(wake);
+            self.asleep()
+                .filter(|(_, page)| pages.contains(page))
+                .map(|(slot, _)| slot)
+                .for_each(wake);
         }
     }
 

@@ -5,7 +5,7 @@
 //! destination has acknowledged all pages.
 //!
 //! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up; pre-copy passes by the
-//! dirty log ([`precopy`]); switch-over ([`switchover`]); post-copy ([`postcopy`]), where one thread
+//! dirty log (`precopy`); switch-over (`switchover`); post-copy (`postcopy`), where one thread
 //! answers requests on the urgent connection and this one pushes the rest in the background; and
 //! completion, where both ends compare what was sent with what was received.
 //!
@@ -47,6 +47,7 @@ struct Source<'a> {
 /// caller's own words (at most [`wire::MAX_DESCRIPTION_BYTES`]).
 ///
 /// Setting `cancel` ends the migration before switch-over and the VM runs on; later it has no effect.
+/// The calling thread asks the scheduler for short slices, as vCPUs wait for it in the blackout.
 /// Returns when the destination has every page and has said so; the VM is then paused here and the
 /// caller drops it.
 ///
@@ -69,6 +70,7 @@ pub fn migrate(
         error,
     };
     let cancel = &|| cancel.load(Ordering::Relaxed);
+    crate::latency::prefer_short_slices();
     let began_ns = monotonic_ns();
     observer.phase(Phase::Setup);
     let (stream, urgent) =
@@ -141,7 +143,10 @@ impl Source<'_> {
     }
 
     /// Set-up, pre-copy and switch-over: all that can still be undone. Returns the missing pages.
-    fn until_running(&mut self, guest: &[u8]) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
+    fn until_running(
+        &mut self,
+        guest: &[u8],
+    ) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
         self.setup(guest)?;
         let dirty = self.precopy()?;
         self.switch_over(dirty)

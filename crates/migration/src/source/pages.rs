@@ -1,4 +1,7 @@
-#![expect(unsafe_code, reason = "hands guest memory to the connection without copying it")]
+#![expect(
+    unsafe_code,
+    reason = "hands guest memory to the connection without copying it"
+)]
 //! Pages frames as the source fills and sends them.
 //!
 //! While the guest runs, a page is copied out first, so that the bytes that are hashed are the bytes that
@@ -17,7 +20,10 @@ const FRAME_PAGES: u32 = 64;
 
 /// Whether every byte is zero.
 pub(crate) fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
-    page.as_chunks::<64>().0.iter().all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
+    page.as_chunks::<64>()
+        .0
+        .iter()
+        .all(|chunk| chunk.iter().fold(0, |all, byte| all | byte) == 0)
 }
 
 /// One Pages frame in the making.
@@ -51,20 +57,32 @@ impl<'a> PageSender<'a> {
         match self.list.push(page, kind) {
             Ok(()) => Ok(true),
             Err(RunRefused::Full) => Ok(false),
-            Err(refused @ RunRefused::OutOfOrder { .. }) => Err(MigrationError::Internal(refused.to_string())),
+            Err(refused @ RunRefused::OutOfOrder { .. }) => {
+                Err(MigrationError::Internal(refused.to_string()))
+            }
         }
     }
 
     /// Adds a page of a running guest, which is copied now.
-    pub(crate) fn add_running(&mut self, link: &mut StreamLink, page: RamPage) -> Result<(), MigrationError> {
+    pub(crate) fn add_running(
+        &mut self,
+        link: &mut StreamLink,
+        page: RamPage,
+    ) -> Result<(), MigrationError> {
         if self.list.data_pages() == FRAME_PAGES {
             self.send_copies(link)?;
         }
         loop {
             let at = self.list.data_bytes();
-            let copy = self.copies[at..at + PAGE_BYTES].first_chunk_mut().expect("a whole page");
+            let copy = self.copies[at..at + PAGE_BYTES]
+                .first_chunk_mut()
+                .expect("a whole page");
             self.ram.read(page, copy);
-            let kind = if is_zero(copy) { RunKind::Zero } else { RunKind::Data };
+            let kind = if is_zero(copy) {
+                RunKind::Zero
+            } else {
+                RunKind::Data
+            };
             if self.push(page, kind)? {
                 return Ok(());
             }
@@ -73,7 +91,11 @@ impl<'a> PageSender<'a> {
     }
 
     /// Adds a page known to be zero without looking at it (a hole of the memfd).
-    pub(crate) fn add_hole(&mut self, link: &mut StreamLink, page: RamPage) -> Result<(), MigrationError> {
+    pub(crate) fn add_hole(
+        &mut self,
+        link: &mut StreamLink,
+        page: RamPage,
+    ) -> Result<(), MigrationError> {
         if !self.push(page, RunKind::Zero)? {
             self.send_copies(link)?;
             self.push(page, RunKind::Zero)?;
@@ -129,7 +151,11 @@ impl<'a> StoppedSender<'a> {
 
     /// Adds a page; false if the frame is full: send it, then add the page again.
     pub(crate) fn add(&mut self, page: RamPage) -> Result<bool, MigrationError> {
-        let kind = if is_zero(self.page(page)) { RunKind::Zero } else { RunKind::Data };
+        let kind = if is_zero(self.page(page)) {
+            RunKind::Zero
+        } else {
+            RunKind::Data
+        };
         self.inner.push(page, kind)
     }
 

@@ -1,13 +1,16 @@
-#![expect(unsafe_code, reason = "sends the pages of a stopped VM from where they lie")]
+#![expect(
+    unsafe_code,
+    reason = "sends the pages of a stopped VM from where they lie"
+)]
 //! Post-copy: the guest runs at the destination, and its missing pages go there.
 //!
 //! Two threads share the [`Pool`] of unsent pages and nothing else. The urgent thread waits for requests
 //! by spinning first, since a sleeping hop costs ten times a spinning one; it answers each request by one
 //! vectored write. The calling thread pushes the rest.
 
-use super::{Source, SourceConfig};
 use super::pages::{StoppedSender, is_zero};
 use super::pool::Pool;
+use super::{Source, SourceConfig};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::link::UrgentLink;
@@ -27,7 +30,11 @@ const IDLE: Duration = Duration::from_millis(20);
 
 impl Source<'_> {
     /// Sends every missing page and hears that all arrived.
-    pub(super) fn postcopy(&mut self, urgent: &UrgentLink, missing: PageBitmap) -> Result<(), MigrationError> {
+    pub(super) fn postcopy(
+        &mut self,
+        urgent: &UrgentLink,
+        missing: PageBitmap,
+    ) -> Result<(), MigrationError> {
         self.link.send(&Frame::RunningAck)?;
         self.enter(Phase::Postcopy);
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
@@ -41,7 +48,9 @@ impl Source<'_> {
             let drained = self.push_and_drain(&ram, &pool, &|| answers.is_finished());
             // Ends the urgent thread, whatever it waits for.
             urgent.shutdown();
-            let answered = answers.join().map_err(|_| MigrationError::Internal("the urgent thread panicked".into()))?;
+            let answered = answers
+                .join()
+                .map_err(|_| MigrationError::Internal("the urgent thread panicked".into()))?;
             match (drained, answered) {
                 (Ok(()), _) => Ok(()),
                 // The urgent connection failed first, and the stream's end followed from it.
@@ -87,7 +96,9 @@ impl Source<'_> {
         match self.link.receive(self.config.answer_limit, urgent_ended) {
             Ok(Frame::DrainAck(taken)) if taken == counts => {}
             Ok(Frame::DrainAck(taken)) => {
-                return Err(MigrationError::Peer(format!("it confirmed {taken} where {counts} were sent")));
+                return Err(MigrationError::Peer(format!(
+                    "it confirmed {taken} where {counts} were sent"
+                )));
             }
             Ok(other) => return Err(self.link.unexpected("DrainAck", &other)),
             Err(MigrationError::Cancelled) => return Err(urgent_lost()),
@@ -130,7 +141,8 @@ impl Source<'_> {
                 sender.send(&mut self.link)?;
                 frames += 1;
                 if frames % TELL_EVERY == 0 {
-                    self.observer.progress(Phase::Postcopy, total - pool.unsent(), total);
+                    self.observer
+                        .progress(Phase::Postcopy, total - pool.unsent(), total);
                     if urgent_ended() {
                         return Err(urgent_lost());
                     }
@@ -163,7 +175,13 @@ fn wait_for_quiet(pool: &Pool, urgent_ended: &dyn Fn() -> bool) {
 }
 
 /// Answers requests until the connection ends or the peer says so.
-fn answer(link: &UrgentLink, ram: &GuestRam, pool: &Pool, bytes: &AtomicU64) -> Result<(), MigrationError> {
+fn answer(
+    link: &UrgentLink,
+    ram: &GuestRam,
+    pool: &Pool,
+    bytes: &AtomicU64,
+) -> Result<(), MigrationError> {
+    crate::latency::prefer_short_slices();
     // SAFETY: as in `push_and_drain`.
     let pages = unsafe { StoppedSender::new(ram) };
     let mut requests = link.requests(ram.pages());
@@ -181,7 +199,11 @@ fn answer(link: &UrgentLink, ram: &GuestRam, pool: &Pool, bytes: &AtomicU64) -> 
 }
 
 /// Sends one page ahead of everything; returns how many bytes of page went.
-fn send_page(link: &UrgentLink, pages: &StoppedSender<'_>, page: RamPage) -> Result<u64, MigrationError> {
+fn send_page(
+    link: &UrgentLink,
+    pages: &StoppedSender<'_>,
+    page: RamPage,
+) -> Result<u64, MigrationError> {
     let bytes = pages.page(page);
     if is_zero(bytes) {
         link.send(&[IoSlice::new(&urgent_reply_zero(page))])?;

@@ -55,7 +55,9 @@ impl Source<'_> {
             let page = RamPage(index as u64);
             dirty.clear(page);
             if page.0 >= allocated.end {
-                allocated = ram.next_allocated(page)?.unwrap_or(ram.pages()..ram.pages());
+                allocated = ram
+                    .next_allocated(page)?
+                    .unwrap_or(ram.pages()..ram.pages());
             }
             if page.0 < allocated.start {
                 sender.add_hole(&mut self.link, page)?;

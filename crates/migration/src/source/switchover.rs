@@ -15,7 +15,10 @@ const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 impl Source<'_> {
     /// Stops the guest, sends bitmap and states, and waits for the word that it runs. Returns the
     /// missing pages.
-    pub(super) fn switch_over(&mut self, missing: PageBitmap) -> Result<PageBitmap, MigrationError> {
+    pub(super) fn switch_over(
+        &mut self,
+        missing: PageBitmap,
+    ) -> Result<PageBitmap, MigrationError> {
         self.check_cancel()?;
         self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
         self.enter(Phase::SwitchOver);

@@ -78,8 +78,15 @@ pub struct DrainCounts {
 
 impl core::fmt::Display for DrainCounts {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let Self { urgent, background, zero } = self;
-        write!(f, "{urgent} urgent, {background} background and {zero} zero pages")
+        let Self {
+            urgent,
+            background,
+            zero,
+        } = self;
+        write!(
+            f,
+            "{urgent} urgent, {background} background and {zero} zero pages"
+        )
     }
 }
 

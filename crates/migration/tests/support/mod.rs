@@ -4,14 +4,14 @@
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_guest::{Control, Isa, Workload};
 use pageferry_machine::{
-    Access, Delivery, Engine, GuestRam, HookVerdict, Kicker, Machine, MachineError, MachineSpec, StartState, VcpuHooks,
-    VcpuThreads,
+    Access, Delivery, Engine, GuestRam, HookVerdict, Kicker, Machine, MachineError, MachineSpec,
+    StartState, VcpuHooks, VcpuThreads,
 };
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, Incoming, MigrationError, Resolver, RunningVm, SourceConfig,
-    SourceFailure, SourceReport, Unobserved, migrate,
+    DestinationConfig, DestinationFailure, DestinationReport, Incoming, MigrationError, Resolver,
+    RunningVm, SourceConfig, SourceFailure, SourceReport, Unobserved, migrate,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,7 +25,10 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
         Ok(()) => true,
         Err(why) => {
             let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-            assert!(!required.split(',').any(|word| word == "kvm"), "{test} needs KVM: {why}");
+            assert!(
+                !required.split(',').any(|word| word == "kvm"),
+                "{test} needs KVM: {why}"
+            );
             println!("SKIPPED: {test}: {why}");
             false
         }
@@ -38,7 +41,13 @@ pub(crate) struct Hooks {
 }
 
 impl VcpuHooks for Hooks {
-    fn memory_fault(&self, vcpu: u32, page: RamPage, access: Access, kicker: &dyn Kicker) -> HookVerdict {
+    fn memory_fault(
+        &self,
+        vcpu: u32,
+        page: RamPage,
+        access: Access,
+        kicker: &dyn Kicker,
+    ) -> HookVerdict {
         self.resolver.memory_fault(vcpu, page, access, kicker)
     }
     fn mmio_write(&self, _: u32, _: Gpa, _: u64) -> HookVerdict {
@@ -64,7 +73,14 @@ pub(crate) struct Vm {
 impl Vm {
     /// A VM whose memory is empty and whose vCPUs are not started.
     pub(crate) fn empty(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
-        let new = pageferry_machine::create(engine, MachineSpec { vcpus, memory_bytes }).unwrap();
+        let new = pageferry_machine::create(
+            engine,
+            MachineSpec {
+                vcpus,
+                memory_bytes,
+            },
+        )
+        .unwrap();
         let resolver = Resolver::new();
         let hooks = Arc::new(Hooks {
             resolver: Arc::clone(&resolver),
@@ -76,7 +92,8 @@ impl Vm {
         };
         Self {
             machine: new.machine,
-            threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as Arc<dyn VcpuHooks>).unwrap(),
+            threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as Arc<dyn VcpuHooks>)
+                .unwrap(),
             hooks,
             resolver,
             workload: Workload::new(isa, vcpus, memory_bytes).unwrap(),
@@ -133,7 +150,11 @@ impl Vm {
         let deadline = Instant::now() + LIMIT;
         for (vcpu, goal) in goals.into_iter().enumerate() {
             while self.done(vcpu as u32) < goal {
-                assert!(self.threads.failures().is_empty(), "{:?}", self.threads.failures());
+                assert!(
+                    self.threads.failures().is_empty(),
+                    "{:?}",
+                    self.threads.failures()
+                );
                 assert!(Instant::now() < deadline, "vCPU {vcpu} stands still");
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -145,15 +166,21 @@ impl Vm {
         self.threads.pause(LIMIT).unwrap();
         let verdict = self
             .workload
-            .verify(&mut |page, into: &mut [u8; 4096]| -> Result<(), MachineError> {
-                self.ram().read(page, into);
-                Ok(())
-            })
+            .verify(
+                &mut |page, into: &mut [u8; 4096]| -> Result<(), MachineError> {
+                    self.ram().read(page, into);
+                    Ok(())
+                },
+            )
             .unwrap();
         assert!(verdict.host_holds(), "{verdict:?}");
         assert!(verdict.guest_holds(), "{verdict:?}");
         assert_eq!(self.hooks.doorbells.load(Ordering::SeqCst), 0);
-        assert!(self.threads.failures().is_empty(), "{:?}", self.threads.failures());
+        assert!(
+            self.threads.failures().is_empty(),
+            "{:?}",
+            self.threads.failures()
+        );
     }
 }
 
@@ -174,7 +201,11 @@ pub(crate) struct Moved {
 }
 
 /// Receives one VM.
-pub(crate) fn receive(listener: &Listener, delivery: Option<Delivery>, allocate: bool) -> (Vm, Result<DestinationReport, DestinationFailure>) {
+pub(crate) fn receive(
+    listener: &Listener,
+    delivery: Option<Delivery>,
+    allocate: bool,
+) -> (Vm, Result<DestinationReport, DestinationFailure>) {
     let config = DestinationConfig {
         delivery,
         allocate,
@@ -182,7 +213,10 @@ pub(crate) fn receive(listener: &Listener, delivery: Option<Delivery>, allocate:
     };
     let deadline = Instant::now() + LIMIT;
     let late = || Instant::now() > deadline;
-    let incoming = Incoming::accept(listener, config, &late, &mut |stranger| eprintln!("{stranger:?}")).unwrap();
+    let incoming = Incoming::accept(listener, config, &late, &mut |stranger| {
+        eprintln!("{stranger:?}");
+    })
+    .unwrap();
     let offer = incoming.offer().clone();
     let vm = Vm::empty(offer.engine, offer.vcpus, offer.memory_bytes);
     let received = incoming.receive(&vm.as_running(), &vm.resolver, &late, &Unobserved);
@@ -190,13 +224,25 @@ pub(crate) fn receive(listener: &Listener, delivery: Option<Delivery>, allocate:
 }
 
 /// Moves `source` to a fresh VM.
-pub(crate) fn move_vm(source: Vm, config: &SourceConfig, delivery: Option<Delivery>, allocate: bool) -> Moved {
+pub(crate) fn move_vm(
+    source: Vm,
+    config: &SourceConfig,
+    delivery: Option<Delivery>,
+    allocate: bool,
+) -> Moved {
     let listener = tcp();
     let to = listener.local_addr().clone();
     let (sent, (destination, received)) = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&listener, delivery, allocate));
         let cancel = AtomicBool::new(false);
-        let sent = migrate(&source.as_running(), &to, b"test", config, &cancel, &Unobserved);
+        let sent = migrate(
+            &source.as_running(),
+            &to,
+            b"test",
+            config,
+            &cancel,
+            &Unobserved,
+        );
         (sent, receiver.join().unwrap())
     });
     Moved {
@@ -208,8 +254,19 @@ pub(crate) fn move_vm(source: Vm, config: &SourceConfig, delivery: Option<Delive
 }
 
 /// Starts a migration to an address where the test itself plays the destination.
-pub(crate) fn migrate_to(vm: &Vm, to: &Address, config: &SourceConfig) -> Result<SourceReport, SourceFailure> {
-    migrate(&vm.as_running(), to, b"test", config, &AtomicBool::new(false), &Unobserved)
+pub(crate) fn migrate_to(
+    vm: &Vm,
+    to: &Address,
+    config: &SourceConfig,
+) -> Result<SourceReport, SourceFailure> {
+    migrate(
+        &vm.as_running(),
+        to,
+        b"test",
+        config,
+        &AtomicBool::new(false),
+        &Unobserved,
+    )
 }
 
 pub(crate) fn error_text(error: &MigrationError) -> String {
