@@ -15,7 +15,8 @@ use pageferry_machine::EngineChoice;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::Stranger;
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming, Resolver,
+    DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
+    MigrationError, Resolver,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,10 +52,18 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
             stranger.peer, stranger.why
         ));
     };
-    let incoming = Incoming::accept(&listener, config, &stop, &mut turned_away).map_err(|e| {
-        let exit = crate::exit::of_migration(&e);
-        Failure::new(exit, e.to_string())
-    })?;
+    let incoming = match Incoming::accept(&listener, config, &stop, &mut turned_away) {
+        Ok(incoming) => incoming,
+        // Asked for over the control socket: what was wanted.
+        Err(MigrationError::Cancelled) if host.quits() => return Ok(()),
+        Err(MigrationError::Cancelled) => {
+            return Err(Failure::new(
+                Exit::Cancelled,
+                "cancelled while waiting for a source",
+            ));
+        }
+        Err(e) => return Err(Failure::new(crate::exit::of_migration(&e), e.to_string())),
+    };
     drop(listener);
     let feed = Feed::new();
     let display = args.child_of.is_none().then(|| Display::start(&feed));

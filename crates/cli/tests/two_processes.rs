@@ -86,3 +86,16 @@ fn a_port_of_the_systems_choice_is_told() {
     assert_ne!(port.parse::<u16>().unwrap(), 0);
     dir.assert_empty();
 }
+
+#[test]
+fn a_destination_that_waits_can_be_asked_to_end() {
+    let destination = Destination::start(&[]);
+    assert_eq!(status(&destination.socket).unwrap()["state"], "waiting");
+    let socket = destination.socket.to_str().unwrap();
+    for command in ["pause", "resume", "verify"] {
+        pageferry(&[command, "--vm", socket]).assert_failed(11, "there is no VM here yet");
+    }
+    pageferry(&["quit", "--vm", socket]).assert_ok();
+    destination.process.end().assert_ok();
+    destination.dir.assert_empty();
+}
