@@ -216,7 +216,7 @@ fn take_in(
         Err(failure) => {
             match failure.vm {
                 DestinationVm::PausedIncomplete { missing } => {
-                    host.set_activity(Activity::Incomplete { missing })
+                    host.set_activity(Activity::Incomplete { missing });
                 }
                 DestinationVm::Discarded => host.set_activity(Activity::Waiting),
             }

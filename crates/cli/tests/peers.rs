@@ -345,7 +345,7 @@ fn a_source_that_sends_garbage_or_stops_ends_the_destination_with_a_reason() {
                 send(
                     pair,
                     b"PGFR\x01\x00\x00\x00\xff\xff\xff\xff________________________",
-                )
+                );
             },
             7,
             "Setup",
