@@ -54,7 +54,7 @@ pub(crate) fn prefer_short_slices() {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,7 +1,4 @@
-//! The one place that chooses where atomics come from: `std`, or loom's model of it.
+//! The one place where atomics come from. Nothing here is modelled by loom: the lock-free kernels that
+//! migration relies on (page states, waiters) are `userfault`'s and are modelled there.
 
-#[cfg(not(loom))]
-pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
-
-#[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -4,7 +4,8 @@
 //! sees its bytes. A page is requested at most once, however many touch it.
 //!
 //! **Mechanism.** [`PageBitmap`]: one bit a page in atomic words, cleared with release and tested with
-//! acquire order. [`PageStates`]: missing, requested, present, in two of them. The kernel's userfaultfd
+//! acquire order. [`PageStates`]: missing, requested, present, in two of them. [`Waiters`]: who sleeps
+//! until which page. The kernel's userfaultfd
 //! ([`uffd`]), for those who touch guest memory without asking a bitmap.
 //!
 //! **Neighbours.** Below: `addr`. Above: `hypervisor` (tests the bitmap on its fault path) and `machine`.
@@ -14,6 +15,8 @@ mod bitmap;
 mod states;
 mod sync;
 pub mod uffd;
+mod waiters;
 
 pub use bitmap::PageBitmap;
 pub use states::{Arrival, Claim, PageStates};
+pub use waiters::Waiters;

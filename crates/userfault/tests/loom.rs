@@ -9,7 +9,7 @@
 use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use loom::thread;
 use pageferry_addr::RamPage;
-use pageferry_userfault::{Arrival, Claim, PageBitmap, PageStates};
+use pageferry_userfault::{Arrival, Claim, PageBitmap, PageStates, Waiters};
 use std::sync::Arc;
 
 const PAGE: RamPage = RamPage(1);
@@ -170,5 +170,60 @@ fn racing_changes_of_a_bit_have_one_winner() {
         // Bit 0 only here, bit 2 only there, bit 1 by whoever came first, and once.
         let bit1 = usize::from(set) + usize::from(ored & 0b010 != 0) + (here - 1);
         assert_eq!((bit1, ored & 0b100, map.take_word(0)), (1, 0b100, 0b111));
+    });
+}
+
+/// One bit a page and who waits for it, as a receiving VM has them.
+fn waited(pages: usize) -> Arc<(PageBitmap, Waiters)> {
+    let missing = PageBitmap::new(pages);
+    missing.set_range(0..pages);
+    Arc::new((missing, Waiters::new(pages)))
+}
+
+/// The thread of slot `slot` sleeps until the page of the same number is there.
+fn sleeper(shared: &Arc<(PageBitmap, Waiters)>, slot: usize) -> thread::JoinHandle<()> {
+    let shared = Arc::clone(shared);
+    thread::spawn(move || {
+        let (missing, waiters) = (&shared.0, &shared.1);
+        waiters.announce(slot, slot as u64);
+        while missing.test(RamPage(slot as u64)) {
+            thread::park();
+        }
+        waiters.withdraw(slot);
+    })
+}
+
+/// A sleeper sleeps only if it must and is always woken: a lost wake-up is a deadlock here.
+#[test]
+fn a_sleeper_is_woken_by_the_arrival_of_its_page() {
+    loom::model(|| {
+        let shared = waited(1);
+        let sleeper = sleeper(&shared, 0);
+        shared.0.clear(RamPage(0));
+        shared.1.arrived(0..1, |slot| {
+            assert_eq!(slot, 0);
+            sleeper.thread().unpark();
+        });
+        sleeper.join().unwrap();
+    });
+}
+
+/// Two sleepers on two pages: each is woken by its own, whatever the other does.
+#[test]
+fn sleepers_do_not_take_each_others_wakes() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        let shared = waited(2);
+        let sleepers = [sleeper(&shared, 0), sleeper(&shared, 1)];
+        for page in 0..2 {
+            shared.0.clear(RamPage(page));
+            shared
+                .1
+                .arrived(page..page + 1, |slot| sleepers[slot].thread().unpark());
+        }
+        for sleeper in sleepers {
+            sleeper.join().unwrap();
+        }
     });
 }

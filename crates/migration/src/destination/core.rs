@@ -15,16 +15,15 @@
 
 use super::stalls::Stalls;
 use super::urgent::UrgentReader;
-use super::waiters::Waiters;
 use crate::error::MigrationError;
 use crate::link::UrgentLink;
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{PAGE_BYTES, UrgentMessage, WireError};
 use pageferry_addr::RamPage;
 use pageferry_machine::Machine;
-use pageferry_userfault::{PageBitmap, PageStates};
+use pageferry_userfault::{PageBitmap, PageStates, Waiters};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
 use std::thread::Thread;
 use std::time::Duration;

@@ -9,10 +9,10 @@ use super::core::Core;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::sync::{AtomicBool, Ordering};
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{FaultEvent, FaultEvents};
 use pageferry_userfault::Claim;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// How long the thread spins after the last event or reply before it sleeps.

@@ -18,7 +18,6 @@ mod resolver;
 mod running;
 mod stalls;
 mod urgent;
-pub mod waiters;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
 pub use resolver::{FAULT_SPIN, Resolver};

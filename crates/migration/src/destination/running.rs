@@ -9,9 +9,9 @@ use crate::link::{Received, StreamLink, never};
 use crate::phase::{Observer, Phase};
 use crate::report::{DestinationReport, PhaseStart};
 use crate::source::RunningVm;
+use crate::sync::AtomicBool;
 use crate::sync::Ordering;
 use crate::wire::{DrainCounts, Frame};
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to park when the migration has failed.

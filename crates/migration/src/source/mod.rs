@@ -30,8 +30,8 @@ use crate::error::MigrationError;
 use crate::link::StreamLink;
 use crate::phase::{Observer, Phase};
 use crate::report::{PageCounts, PhaseStart, SourceReport};
+use crate::sync::{AtomicBool, Ordering};
 use crate::wire::{self, Frame, Setup};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What all phases of one migration share.
 struct Source<'a> {

@@ -204,7 +204,7 @@ impl<'a> StoppedSender<'a> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -7,7 +7,7 @@
 //! its slot and counts itself, (2) fence, (3) tests the missing bit, (4) sleeps. The bringer: (a) clears
 //! the missing bit, (b) fence, (c) reads the count and, if it is not zero, the slots. Either (3) sees (a),
 //! and the sleeper does not sleep; or (c) sees (1), and the bringer wakes it. Both missing each other is
-//! what the two fences rule out (`tests/loom.rs` removes either to show it).
+//! what the two fences rule out (`tests/loom.rs` models it; with either fence removed it deadlocks there).
 //!
 //! Sleeping and waking itself is the caller's: a wake may come before the sleep, so it must be of a kind
 //! that is kept (`Thread::unpark`, an eventfd).
