@@ -858,7 +858,7 @@ const POSTCOPY_MORE: &[Case] = &[
         play: |p| {
             p.start();
             let page = p.request();
-            p.send_bytes(&frame_of(&[page, page + 1], &WRONG));
+            p.send_bytes(&frame_of(&[page - 1, page], &WRONG));
         },
         kind: "Peer",
         says: "one of the 2 from there",
