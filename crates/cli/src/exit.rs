@@ -186,6 +186,15 @@ impl From<SourceFailure> for Failure {
 impl From<DestinationFailure> for Failure {
     fn from(failure: DestinationFailure) -> Self {
         let exit = match failure.vm {
+            // The machine was there: what the engine lacks is a way to deliver faults.
+            DestinationVm::Discarded
+                if matches!(
+                    failure.error,
+                    MigrationError::Machine(MachineError::EngineUnavailable(_))
+                ) =>
+            {
+                Exit::Delivery
+            }
             DestinationVm::Discarded => of_migration(&failure.error),
             DestinationVm::PausedIncomplete { .. } => Exit::LinkLost,
         };

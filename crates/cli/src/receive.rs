@@ -162,11 +162,18 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
         _ => e,
     };
     let guest = GuestDescription::of_offer(incoming.offer())?;
-    pageferry_machine::select(EngineChoice::Only(guest.engine()))
-        .map_err(|e| Failure::from(e).and("the source can run its VM with --engine soft"))?;
     check_host_memory(guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
-    let vm = Vm::create(&guest, Some(Arc::clone(&resolver))).map_err(refused)?;
+    // No probe VM is run first: beside a busy source on the same host it could miss its time limit.
+    let vm = Vm::create(&guest, Some(Arc::clone(&resolver))).map_err(|failure| {
+        let why = pageferry_machine::select(EngineChoice::Only(guest.engine())).err();
+        match why.map(Failure::from) {
+            Some(why) if why.exit == Exit::Engine => {
+                why.and("the source can run its VM with --engine soft")
+            }
+            _ => refused(failure),
+        }
+    })?;
     vm.check_delivery(args.delivery.delivery.0)?;
     Ok((Arc::new(vm), resolver))
 }

@@ -4,7 +4,7 @@ mod support;
 
 use serde_json::Value;
 use std::process::Command;
-use support::{Dir, Process, pageferry, skip};
+use support::{Dir, Process, assert_runs_on, pageferry, skip, status, wait_for};
 
 #[track_caller]
 fn assert_complete(json: &Value, engine: &str) {
@@ -222,6 +222,7 @@ fn without_kvm_the_engine_is_named_and_auto_takes_the_soft_one() {
         );
     };
     process.end().assert_failed(3, "kvm");
+    a_kvm_vm_is_refused_without_kvm();
     let auto = without_kvm(&["demo", "--vcpus", "2", "--memory", "32M", "--json"], &tmp)
         .unwrap()
         .end();
@@ -230,6 +231,39 @@ fn without_kvm_the_engine_is_named_and_auto_takes_the_soft_one() {
     let why = auto.json()["conditions"]["engine_because"].to_string();
     assert!(why.contains("KVM is not usable"), "{why}");
     tmp.assert_empty();
+}
+
+/// A destination without KVM refuses a VM of that engine, which runs on at its source.
+fn a_kvm_vm_is_refused_without_kvm() {
+    if pageferry(&["probe", "--json"]).json()["auto"]["engine"] != "kvm" {
+        return skip("kvm", "/dev/kvm is there, and no VM runs on it");
+    }
+    let dir = Dir::new();
+    let (vm, listen) = (dir.path("vm"), dir.path("in"));
+    let socket = vm.to_str().unwrap();
+    let run = [
+        "run",
+        "--engine",
+        "kvm",
+        "--memory",
+        "32M",
+        "--control",
+        socket,
+    ];
+    let source = Process::start(&run, &dir);
+    wait_for("the VM", || status(&vm).filter(|s| s["state"] == "running"));
+    let address = format!("unix:{}", listen.display());
+    let destination = without_kvm(&["receive", "--listen", &address], &dir).unwrap();
+    wait_for("the listener", || listen.exists().then_some(()));
+    let migrate = ["migrate", "--vm", socket, "--to", &address];
+    Process::start(&migrate, &dir)
+        .end()
+        .assert_failed(8, "--engine soft");
+    destination.end().assert_failed(3, "--engine soft");
+    assert_runs_on(&vm);
+    source.interrupt();
+    source.end().assert_ok();
+    dir.assert_empty();
 }
 
 #[test]
