@@ -102,7 +102,7 @@ pub(crate) fn exit_and_resume(
             scope.spawn(move || serve(faults, events.as_mut(), done));
         }
         let run = || {
-            vm.machine.assist_postcopy(&|| false)?;
+            vm.machine.assist_postcopy(&|| false, &|_| {})?;
             vm.threads.resume();
             vm.wait_finished()
         };

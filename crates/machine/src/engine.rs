@@ -184,11 +184,16 @@ pub trait Machine: Send + Sync {
     fn begin_postcopy(&self) -> Result<(), MachineError>;
 
     /// Work of the delivery that may run beside the guest once it runs (mark missing pages with poison).
-    /// Returns when done; polls `stop`.
+    /// Returns when done; polls `stop`. Where it needs to look into a missing page first (a guest's page
+    /// table), it says so by `want`, which may be called again for the same page and need not wait.
     ///
     /// # Errors
     /// When the kernel refuses.
-    fn assist_postcopy(&self, stop: &dyn Fn() -> bool) -> Result<(), MachineError>;
+    fn assist_postcopy(
+        &self,
+        stop: &dyn Fn() -> bool,
+        want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError>;
 
     /// Ends delivery: no page is missing any more.
     ///

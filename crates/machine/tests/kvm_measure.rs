@@ -86,7 +86,7 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
     );
     missing.set_range(DATA.index()..ram.pages() as usize);
     if delivery.is_some() {
-        vm.assist_postcopy(&|| false).unwrap();
+        vm.assist_postcopy(&|| false, &|_| {}).unwrap();
     }
     let stop = AtomicBool::new(false);
     let serve = |page: RamPage| {

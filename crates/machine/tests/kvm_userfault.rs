@@ -238,7 +238,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
         scope.spawn(move || {
             source
                 .machine
-                .assist_postcopy(&|| stop.load(Ordering::Acquire))
+                .assist_postcopy(&|| stop.load(Ordering::Acquire), &|_| {})
                 .unwrap();
         });
         if beside.push {
@@ -459,7 +459,7 @@ fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
             vm.install(page, 1).unwrap();
             drop_mapping(&ram, page.0);
         }
-        vm.assist_postcopy(&|| false).unwrap();
+        vm.assist_postcopy(&|| false, &|_| {}).unwrap();
         missing.clear_range(DATA.index()..DATA.index() + 2);
         if disarm {
             vm.disarm_userfault().unwrap();
@@ -522,7 +522,7 @@ fn holes_are_zero_pages_under_every_delivery() {
             faults: AtomicUsize::new(0),
             events: AtomicUsize::new(0),
         };
-        new.machine.assist_postcopy(&|| false).unwrap();
+        new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
         for page in missing.snapshot().iter().enumerate().flat_map(|(w, bits)| {
             (0..64)
                 .filter(move |b| bits >> b & 1 == 1)
@@ -560,7 +560,7 @@ fn calls_in_the_wrong_order_are_refused() {
         );
     };
     wrong(vm.begin_postcopy());
-    wrong(vm.assist_postcopy(&|| false));
+    wrong(vm.assist_postcopy(&|| false, &|_| {}));
     wrong(vm.disarm_userfault());
     wrong(vm.install_copy(RamPage(0), &[0; PAGE]));
     wrong(vm.install(RamPage(60), 5));
@@ -636,7 +636,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
         );
         missing.set(DATA);
         new.machine.begin_postcopy().unwrap();
-        new.machine.assist_postcopy(&|| false).unwrap();
+        new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
         let source = Source {
             machine: Arc::clone(&new.machine),
             missing,

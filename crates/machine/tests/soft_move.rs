@@ -201,7 +201,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
     new_threads.restore(&states).unwrap();
     let before = Instant::now();
     new_threads.resume();
-    new.machine.assist_postcopy(&|| false).unwrap();
+    new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
     wait_until("the first fault", || {
         new_hooks.faults.load(Ordering::Relaxed) > 0
     });

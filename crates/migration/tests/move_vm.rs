@@ -43,7 +43,10 @@ fn run(case: &Case) {
     if let Some(delivery) = case.delivery {
         assert_eq!(received.delivery, delivery);
     }
-    assert!(moved.source.threads.is_paused(), "the source never resumes it");
+    assert!(
+        moved.source.threads.is_paused(),
+        "the source never resumes it"
+    );
     // Every page is visited again at the destination: the guest checks them all.
     let share = moved.destination.workload.layout().share_pages();
     moved.destination.wait_progress(2 * share);

@@ -228,7 +228,11 @@ impl Machine for SoftMachine {
     }
 
     /// Nothing to help with.
-    fn assist_postcopy(&self, _stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
+    fn assist_postcopy(
+        &self,
+        _stop: &dyn Fn() -> bool,
+        _want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
         Ok(())
     }
 

@@ -10,8 +10,9 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// For this long a spinner neither yields nor sleeps: an answer from another core takes about this long.
-const TIGHT: Duration = Duration::from_micros(10);
+/// For this long a spinner neither yields nor sleeps. Short: where both ends share a core, which the
+/// scheduler favours for threads that wake each other, this is lost at either end of each exchange.
+const TIGHT: Duration = Duration::from_micros(2);
 /// A yield that took longer was somebody else's work.
 const LONG_YIELD: Duration = Duration::from_micros(60);
 /// For how long a core stays known as contended.

@@ -15,13 +15,14 @@
 
 use super::stalls::Stalls;
 use super::urgent::UrgentReader;
+use crate::channel::Spinner;
 use crate::error::MigrationError;
 use crate::link::UrgentLink;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{PAGE_BYTES, UrgentMessage, WireError};
 use pageferry_addr::RamPage;
 use pageferry_machine::Machine;
-use pageferry_userfault::{PageBitmap, PageStates, Waiters};
+use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
@@ -31,6 +32,9 @@ use std::time::Duration;
 /// The longest sleep of a waiter before it looks around again: a net under the wake-ups, and the bound
 /// on how late a soft vCPU that waits for a page notices a pause.
 const NAP: Duration = Duration::from_millis(5);
+
+/// The longest wait for the reply to a request that no vCPU waits for; the caller asks again.
+const FETCH_LIMIT: Duration = Duration::from_micros(500);
 
 /// The shared part of a receiving VM.
 pub(super) struct Core {
@@ -236,7 +240,7 @@ impl Core {
         let slept = if ready() {
             Ok(())
         } else if reads {
-            self.poll(self.bell.as_fd())
+            self.poll(self.bell.as_fd(), true)
         } else {
             std::thread::park_timeout(NAP);
             Ok(())
@@ -254,19 +258,36 @@ impl Core {
         slept
     }
 
-    /// Sleeps until `also` or the urgent connection is readable, or a while is over.
-    pub(super) fn poll(&self, also: BorrowedFd<'_>) -> Result<(), MigrationError> {
+    /// Sleeps until `fd` or, with `replies`, the urgent connection is readable, or a while is over.
+    pub(super) fn poll(&self, fd: BorrowedFd<'_>, replies: bool) -> Result<(), MigrationError> {
         let mut fds = [
-            PollFd::from_borrowed_fd(also, PollFlags::IN),
+            PollFd::from_borrowed_fd(fd, PollFlags::IN),
             PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN),
         ];
         let nap = Timespec {
             tv_sec: 0,
             tv_nsec: NAP.subsec_nanos().into(),
         };
-        match poll(&mut fds, Some(&nap)) {
+        let watched = if replies { &mut fds[..] } else { &mut fds[..1] };
+        match poll(watched, Some(&nap)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(e) => Err(MigrationError::os("cannot wait for pages", e)),
+        }
+    }
+
+    /// Asks for a page that nobody waits for yet, and reads its reply if nobody else does within a
+    /// moment.
+    pub(super) fn fetch(&self, page: RamPage) {
+        if self.states.claim(page) == Claim::Mine
+            && let Err(error) = self.request(page)
+        {
+            return self.fail(error);
+        }
+        let spinner = Spinner::new(FETCH_LIMIT);
+        while self.states.is_missing(page) && spinner.spin() {
+            if let Err(error) = self.pump() {
+                return self.fail(error);
+            }
         }
     }
 

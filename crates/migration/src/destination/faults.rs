@@ -38,11 +38,16 @@ fn serve(
             handle(core, event)?;
             busy = true;
         }
-        busy |= core.pump()? > 0;
+        // Replies are for vCPUs that exit; they read them themselves, and waking this thread beside them
+        // would cost more than the reply. Unless somebody sleeps in the kernel: for that one we read.
+        let replies = core.stalls.any_open();
+        if replies {
+            busy |= core.pump()? > 0;
+        }
         if busy {
             spinner = Spinner::new(SPIN);
         } else if !spinner.spin() {
-            core.poll(events.fd())?;
+            core.poll(events.fd(), replies)?;
         }
     }
     Ok(())

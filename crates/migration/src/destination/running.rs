@@ -54,7 +54,10 @@ impl Running<'_> {
                 .name("pf-assist".into())
                 .spawn_scoped(scope, || {
                     let stop = || done.load(Ordering::Acquire) || core.has_failed();
-                    if let Err(error) = core.machine.assist_postcopy(&stop) {
+                    if let Err(error) = core
+                        .machine
+                        .assist_postcopy(&stop, &|page| core.fetch(page))
+                    {
                         core.fail(error.into());
                     }
                 });

@@ -136,6 +136,11 @@ impl Stalls {
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
     }
 
+    /// Whether any thread sleeps in the kernel until a page arrives.
+    pub(crate) fn any_open(&self) -> bool {
+        self.open_count.load(Ordering::SeqCst) != 0
+    }
+
     /// Forgets an open fault that turned out to need no page.
     pub(crate) fn cancel(&self, page: RamPage) {
         let mut open = lock(&self.open);

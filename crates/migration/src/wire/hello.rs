@@ -5,7 +5,7 @@
 
 use core::fmt;
 
-use xxhash_rust::xxh3::xxh3_64;
+use super::checksum::xxh3_64;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -6,11 +6,10 @@
 //! pages before [`FrameHasher::verify`](super::FrameHasher::verify) has agreed.
 
 use pageferry_addr::RamPage;
-use xxhash_rust::xxh3::Xxh3;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::checksum::check;
+use super::checksum::{Xxh3, check};
 use super::error::{in_range, reserved_zero};
 use super::{
     DESCRIPTOR_BYTES, FrameHasher, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES, MAX_RUNS,

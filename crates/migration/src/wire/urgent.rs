@@ -1,7 +1,7 @@
 //! The urgent connection: requests for single pages, and their answers.
 
+use super::checksum::{Xxh3, xxh3_64};
 use pageferry_addr::RamPage;
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 

@@ -61,14 +61,18 @@ pub(super) struct Known {
 enum Tables {
     /// All of them are here.
     All(HashSet<RamPage>),
-    /// One of them is missing.
-    Missing,
+    /// This one is missing.
+    Missing(RamPage),
     /// It cannot be known which pages are tables.
     Unknowable,
 }
 
 /// Marks missing pages; see [`crate::Machine::assist_postcopy`].
-pub(super) fn assist(shared: &VmShared, stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
+pub(super) fn assist(
+    shared: &VmShared,
+    stop: &dyn Fn() -> bool,
+    want: &dyn Fn(RamPage),
+) -> Result<(), MachineError> {
     let Some(armed) = shared.faults.active() else {
         return Err(MachineError::WrongState(
             "post-copy needs an armed fault delivery",
@@ -95,7 +99,10 @@ pub(super) fn assist(shared: &VmShared, stop: &dyn Fn() -> bool) -> Result<(), M
             match find_tables(&known, &shared.ram, &armed.missing) {
                 Tables::All(tables) => break spared.extend(tables),
                 Tables::Unknowable => return Ok(()),
-                Tables::Missing => std::thread::sleep(LOOK_AGAIN),
+                Tables::Missing(table) => {
+                    want(table);
+                    std::thread::sleep(LOOK_AGAIN);
+                }
             }
         }
     }
@@ -166,7 +173,7 @@ fn find_tables(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables 
             continue;
         }
         if missing.test(page) {
-            return Tables::Missing;
+            return Tables::Missing(page);
         }
         if level == 1 {
             continue;
@@ -237,7 +244,7 @@ mod tests {
         missing.set(RamPage(3));
         assert_eq!(
             find_tables(&[known(0x1000)], &ram(), &missing),
-            Tables::Missing
+            Tables::Missing(RamPage(3))
         );
     }
 

@@ -285,8 +285,12 @@ impl Machine for KvmMachine {
         self.0.faults.begin_postcopy(&self.0.ram)
     }
 
-    fn assist_postcopy(&self, stop: &dyn Fn() -> bool) -> Result<(), MachineError> {
-        super::poison::assist(&self.0, stop)
+    fn assist_postcopy(
+        &self,
+        stop: &dyn Fn() -> bool,
+        want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        super::poison::assist(&self.0, stop, want)
     }
 
     fn disarm_userfault(&self) -> Result<(), MachineError> {
