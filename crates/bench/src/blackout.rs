@@ -22,6 +22,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
     for &engine in &setting.engines {
         let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
         let (mut blackouts, mut missing) = (Samples::default(), Samples::default());
+        let mut handovers = Samples::default();
         let (mut at_source, mut at_destination) = (Samples::default(), Samples::default());
         let mut delivery = None;
         for round in 1..=setting.repeat {
@@ -45,6 +46,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
                 .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
                 .ok_or_else(|| BenchError::TooFew("no sign of the first instruction".into()))?;
             blackouts.push(first.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
+            handovers.push(report.started_ns.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
             missing.push(sent.missing_at_start as f64);
             at_source.push(sent.overhead_bytes as f64);
             at_destination.push(overhead_bytes()? as f64);
@@ -63,6 +65,12 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
                 .row("blackout", engine.name(), "ms", conditions(how))
                 .aiming_at("median < 5 ms"),
         );
+        rows.push(handovers.row(
+            "blackout.handover",
+            engine.name(),
+            "ms",
+            conditions("the part of it until the vCPUs are let go at the destination"),
+        ));
         rows.push(missing.row(
             "blackout.missing_pages",
             engine.name(),

@@ -54,6 +54,13 @@ pub(crate) fn prefer_short_slices() {
     }
 }
 
+/// Lets all others go first: for work beside the guest that nobody waits for. Linux counts the nice value
+/// by thread (`setpriority(2)`, notes).
+pub(crate) fn stand_back() {
+    // A host that refuses loses some latency, nothing else.
+    let _ = rustix::process::setpriority_process(None, 10);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -41,7 +41,7 @@ use std::sync::Arc;
 /// A source that has connected and offers a VM.
 pub struct Incoming {
     link: StreamLink,
-    /// Taken by switch-over.
+    /// Taken by set-up.
     urgent: Option<UrgentLink>,
     offer: Offer,
     setup: Setup,
@@ -141,6 +141,7 @@ impl Incoming {
             Ok(started) => started,
             Err(error) => {
                 say_why(&mut self.link, &error);
+                resolver.hang_up();
                 observer.phase(Phase::Failed);
                 return Err(discarded(error));
             }
@@ -178,6 +179,18 @@ impl Incoming {
         };
         let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
         let events = machine.arm_userfault(Arc::clone(&missing), delivery)?;
+        // All that takes memory is made now, before the blackout.
+        let urgent = self
+            .urgent
+            .take()
+            .ok_or_else(|| MigrationError::Internal("received twice".into()))?;
+        let core = Arc::new(Core::new(
+            Arc::clone(machine),
+            Arc::clone(&missing),
+            urgent,
+            vm.threads.count(),
+        )?);
+        resolver.attach(Arc::clone(&core))?;
         if self.config.allocate {
             let total = machine.ram().pages();
             machine.ram().allocate(&mut |done| {
@@ -246,17 +259,6 @@ impl Incoming {
         enter(phases, Phase::SwitchOver);
         let states = complete(&switch_over, states, &missing)?;
         machine.begin_postcopy()?;
-        let urgent = self
-            .urgent
-            .take()
-            .ok_or_else(|| MigrationError::Internal("switched over twice".into()))?;
-        let core = Arc::new(Core::new(
-            Arc::clone(machine),
-            missing,
-            urgent,
-            vm.threads.count(),
-        )?);
-        resolver.attach(Arc::clone(&core))?;
         vm.threads.restore(&states)?;
         Ok(Started {
             core,

@@ -41,6 +41,13 @@ impl Resolver {
             .map_err(|_| MigrationError::Internal("this VM has received a migration before".into()))
     }
 
+    /// Ends the urgent connection of a migration that came to nothing.
+    pub(super) fn hang_up(&self) {
+        if let Some(core) = self.core.get() {
+            core.link.shutdown();
+        }
+    }
+
     /// Brings `page`, waiting as long as it takes. Returns [`HookVerdict::Resume`] when the page is
     /// there or `kicker` is kicked, and [`HookVerdict::Park`] when the migration has failed.
     pub fn memory_fault(

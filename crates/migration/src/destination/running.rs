@@ -53,6 +53,7 @@ impl Running<'_> {
             let assist = std::thread::Builder::new()
                 .name("pf-assist".into())
                 .spawn_scoped(scope, || {
+                    crate::latency::stand_back();
                     let stop = || done.load(Ordering::Acquire) || core.has_failed();
                     if let Err(error) = core
                         .machine

@@ -12,7 +12,7 @@ use std::time::Duration;
 /// The API's version has been this since 2007 and will not change (`Documentation/virt/kvm/api.rst`).
 const API_VERSION: i32 = 12;
 /// How long the guest may take. It needs a millisecond.
-const LIMIT: Duration = Duration::from_millis(700);
+const LIMIT: Duration = Duration::from_secs(3);
 /// How long a kicked vCPU may take.
 const KICK_LIMIT: Duration = Duration::from_millis(200);
 
