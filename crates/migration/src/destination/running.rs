@@ -16,6 +16,10 @@ use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to park when the migration has failed.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
+/// The longest wait for the source's acknowledgement that the guest runs here. Well below the source's own
+/// limit ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)): on a link that falls silent the
+/// guest has stopped here before the source resumes it.
+const ACK_LIMIT: Duration = Duration::from_secs(5);
 /// How long a report waits for the vCPUs to tell when they began.
 const FIRST_LIMIT: Duration = Duration::from_millis(200);
 /// How long the drain's end may wait for requested pages that are still on the urgent connection.
@@ -110,12 +114,13 @@ impl Running<'_> {
     }
 
     fn run(&mut self, placer: &mut Placer<'_>) -> Result<DrainCounts, MigrationError> {
-        self.vm.threads.resume();
         let started_at_ns = monotonic_ns();
+        self.vm.threads.resume();
         self.link.send(&Frame::Running { started_at_ns })?;
         // Until the source has answered, it may resume the guest if it did not hear us; if the connection
         // ends before, what ran here since never counted.
-        match self.link.receive(self.config.silence_limit, never())? {
+        let limit = ACK_LIMIT.min(self.config.silence_limit);
+        match self.link.receive(limit, never())? {
             Frame::RunningAck => {}
             other => return Err(self.link.unexpected("RunningAck", &other)),
         }
