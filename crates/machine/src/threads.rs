@@ -94,6 +94,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl VcpuThreads {
     /// How often a pause that is not answered kicks again.
     const KICK_AGAIN: Duration = Duration::from_millis(20);
+    /// How long a stop waits for the vCPUs to leave the guest.
+    const STOP_LIMIT: Duration = Duration::from_secs(5);
 
     /// Starts one thread for each vCPU, parked.
     ///
@@ -282,17 +284,24 @@ impl VcpuThreads {
     }
 
     /// Stops all vCPUs for good and joins their threads. Repeating it is harmless.
+    ///
+    /// A vCPU that sleeps inside the kernel on a page that never comes may take no kick (KVM's own access to
+    /// guest memory, after a lost migration). After 5 s its thread is left alone: it owns what it uses, and
+    /// never enters the guest again.
     pub fn stop(&self) {
         self.hold(Want::Stop);
         let handles = std::mem::take(&mut *lock(&self.handles));
+        let deadline = Instant::now() + Self::STOP_LIMIT;
         for handle in handles {
-            while !handle.is_finished() {
+            while !handle.is_finished() && Instant::now() < deadline {
                 self.kick_running();
                 self.shared.threads.notify_all();
                 std::thread::sleep(Duration::from_micros(200));
             }
-            // A panic of a vCPU thread was reported by the panic hook; there is nothing left to undo.
-            let _ = handle.join();
+            if handle.is_finished() {
+                // A panic of a vCPU thread was reported by the panic hook; there is nothing left to undo.
+                let _ = handle.join();
+            }
         }
     }
 }

@@ -252,8 +252,11 @@ impl Hart {
     }
 
     /// Forgets all decoded code: after a change of memory slots or a whole TLB flush.
+    ///
+    /// The reservation of an LR is dropped too: the memory at its address may be another now.
     pub fn invalidate_code(&mut self) {
         self.code.invalidate_all();
+        self.reservation = None;
     }
 
     /// The whole architectural state.

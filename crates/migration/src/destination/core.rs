@@ -164,6 +164,9 @@ impl Core {
             message.verify_page(bytes)?;
         }
         self.begin_placing(message.page, 1)?;
+        // Before the missing bit is cleared (release): whoever finds no page missing (acquire) also finds
+        // the count.
+        self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         let bytes = bytes.unwrap_or(&ZERO);
         if self.machine.receives_in_place() {
             let to = self.machine.ram().alias(message.page, 1);
@@ -176,7 +179,6 @@ impl Core {
             self.machine.install_copy(message.page, bytes)?;
             self.made_present(message.page, 1);
         }
-        self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 

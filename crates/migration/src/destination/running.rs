@@ -1,6 +1,7 @@
 //! From the first guest instruction here to the confirmed end.
 
 use super::config::{DestinationConfig, DestinationFailure, DestinationVm};
+use super::core::Core;
 use super::place::Placer;
 use super::{Started, faults, page_counts};
 use crate::clock::{instant_ns, monotonic_ns};
@@ -45,7 +46,20 @@ impl Running<'_> {
         let done = AtomicBool::new(false);
         let core = std::sync::Arc::clone(&self.started.core);
         let events = self.started.events.take();
+        // However this thread leaves the scope, its helpers end too.
+        struct Ended<'a>(&'a AtomicBool, &'a Core);
+        impl Drop for Ended<'_> {
+            fn drop(&mut self) {
+                if std::thread::panicking() {
+                    let why = "the receiving thread panicked".into();
+                    self.1.fail(MigrationError::Internal(why));
+                }
+                self.0.store(true, Ordering::Release);
+                self.1.wake_all();
+            }
+        }
         let outcome = std::thread::scope(|scope| {
+            let _ended = Ended(&done, &core);
             if let Some(events) = events {
                 let spawned = std::thread::Builder::new()
                     .name("pf-faults".into())
@@ -70,7 +84,7 @@ impl Running<'_> {
                 Ok(_) => self.run(placer),
                 Err(e) => Err(MigrationError::os("cannot start a thread", e)),
             };
-            let outcome = outcome.map_err(|error| {
+            outcome.map_err(|error| {
                 // Where the connection ended because another thread failed first, that thread knows why.
                 let error = if error.is_lost() {
                     core.take_failure().unwrap_or(error)
@@ -81,10 +95,7 @@ impl Running<'_> {
                 core.fail(MigrationError::Internal("the migration has failed".into()));
                 let _ = self.vm.threads.pause(PAUSE_LIMIT);
                 error
-            });
-            done.store(true, Ordering::Release);
-            core.wake_all();
-            outcome
+            })
         });
         match outcome {
             Ok(counts) => self.finish(counts),
@@ -177,8 +188,10 @@ impl Running<'_> {
     /// All pages were sent; those on the urgent connection may still be on their way.
     fn wait_for_last_pages(&self) -> Result<(), MigrationError> {
         let core = &self.started.core;
-        let deadline = Instant::now() + LAST_PAGES_LIMIT.min(self.config.silence_limit);
-        while core.missing() > 0 {
+        let limit = LAST_PAGES_LIMIT.min(self.config.silence_limit);
+        let mut deadline = Instant::now() + limit;
+        let mut left = core.missing();
+        while left > 0 {
             if let Some(failure) = core.has_failed().then(|| core.take_failure()).flatten() {
                 return Err(failure);
             }
@@ -189,6 +202,10 @@ impl Running<'_> {
                     ));
                 }
                 std::thread::yield_now();
+            }
+            let now_left = core.missing();
+            if now_left < left {
+                (left, deadline) = (now_left, Instant::now() + limit);
             }
         }
         Ok(())

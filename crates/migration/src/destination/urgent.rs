@@ -11,6 +11,8 @@ const REPLIES: usize = 8;
 pub(super) struct UrgentReader {
     buffer: Box<[u8]>,
     filled: usize,
+    /// What came could not be understood or taken: whoever met that ends the migration, and nobody reads on.
+    broken: bool,
     memory_pages: u64,
 }
 
@@ -19,6 +21,7 @@ impl UrgentReader {
         Self {
             buffer: vec![0; REPLIES * (URGENT_BYTES + PAGE_BYTES)].into(),
             filled: 0,
+            broken: false,
             memory_pages,
         }
     }
@@ -29,10 +32,14 @@ impl UrgentReader {
         link: &UrgentLink,
         mut place: impl FnMut(&UrgentMessage, Option<&[u8; PAGE_BYTES]>) -> Result<(), MigrationError>,
     ) -> Result<usize, MigrationError> {
+        if self.broken {
+            return Ok(0);
+        }
         let Some(got) = link.receive_pending(&mut self.buffer[self.filled..])? else {
             return Ok(0);
         };
         self.filled += got;
+        self.broken = true;
         let mut at = 0;
         let mut placed = 0;
         while let Some(head) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
@@ -61,6 +68,7 @@ impl UrgentReader {
         }
         self.buffer.copy_within(at..self.filled, 0);
         self.filled -= at;
+        self.broken = false;
         Ok(placed)
     }
 }

@@ -18,6 +18,12 @@ use std::io::IoSlice;
 /// Data pages a frame: 256 KiB, so that what was hashed is still in the cache when it is sent.
 const FRAME_PAGES: u32 = 64;
 
+/// Zero pages a frame of a stopped guest: whoever waits for one of them waits for its frame.
+const FRAME_ZERO_PAGES: u64 = 512;
+
+/// Zero pages a frame of a running guest, looked at one by one.
+const RUNNING_ZERO_PAGES: u64 = 1 << 16;
+
 /// Whether every byte is zero.
 pub(crate) fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
     page.as_chunks::<64>()
@@ -34,6 +40,8 @@ pub(crate) struct PageSender<'a> {
     copies: Vec<u8>,
     /// Ends a send that the peer does not take.
     stop: &'a dyn Fn() -> bool,
+    /// Zero pages in the frame.
+    zero_in_frame: u64,
     /// Data pages sent so far.
     pub(crate) data_pages: u64,
     /// Pages sent as zero so far.
@@ -48,6 +56,7 @@ impl<'a> PageSender<'a> {
             list: RunList::new(ram.pages()),
             head: Vec::new(),
             copies: vec![0; FRAME_PAGES as usize * PAGE_BYTES],
+            zero_in_frame: 0,
             data_pages: 0,
             zero_pages: 0,
         }
@@ -55,7 +64,10 @@ impl<'a> PageSender<'a> {
 
     fn push(&mut self, page: RamPage, kind: RunKind) -> Result<bool, MigrationError> {
         match self.list.push(page, kind) {
-            Ok(()) => Ok(true),
+            Ok(()) => {
+                self.zero_in_frame += u64::from(kind == RunKind::Zero);
+                Ok(true)
+            }
             Err(RunRefused::Full) => Ok(false),
             Err(refused @ RunRefused::OutOfOrder { .. }) => {
                 Err(MigrationError::Internal(refused.to_string()))
@@ -69,7 +81,8 @@ impl<'a> PageSender<'a> {
         link: &mut StreamLink,
         page: RamPage,
     ) -> Result<(), MigrationError> {
-        if self.list.data_pages() == FRAME_PAGES {
+        // Zero pages cost a look each and fill no frame: the peer must not wait for the end of many.
+        if self.list.data_pages() == FRAME_PAGES || self.zero_in_frame >= RUNNING_ZERO_PAGES {
             self.send_copies(link)?;
         }
         loop {
@@ -120,6 +133,7 @@ impl<'a> PageSender<'a> {
     fn sent(&mut self) {
         self.data_pages += u64::from(self.list.data_pages());
         self.zero_pages += self.list.zero_pages();
+        self.zero_in_frame = 0;
         self.list.clear();
     }
 }
@@ -127,6 +141,8 @@ impl<'a> PageSender<'a> {
 /// The same for a guest that is stopped and will never run here again.
 pub(crate) struct StoppedSender<'a> {
     inner: PageSender<'a>,
+    /// From this page on, the next pages with memory are those of the range: nobody writes them any more.
+    allocated: (u64, std::ops::Range<u64>),
 }
 
 impl<'a> StoppedSender<'a> {
@@ -139,6 +155,7 @@ impl<'a> StoppedSender<'a> {
                 copies: Vec::new(),
                 ..PageSender::new(ram, never())
             },
+            allocated: (0, 0..0),
         }
     }
 
@@ -149,9 +166,20 @@ impl<'a> StoppedSender<'a> {
         unsafe { &*self.inner.ram.alias(page, 1).cast() }
     }
 
+    /// Whether the page has no memory. It is zero, and looking at it would allocate it.
+    fn is_hole(&mut self, page: RamPage) -> Result<bool, MigrationError> {
+        let (from, allocated) = &self.allocated;
+        if !(*from..allocated.end).contains(&page.0) {
+            let end = self.inner.ram.pages();
+            let next = self.inner.ram.next_allocated(page)?.unwrap_or(end..end);
+            self.allocated = (page.0, next);
+        }
+        Ok(page.0 < self.allocated.1.start)
+    }
+
     /// Adds a page; false if the frame is full: send it, then add the page again.
     pub(crate) fn add(&mut self, page: RamPage) -> Result<bool, MigrationError> {
-        let kind = if is_zero(self.page(page)) {
+        let kind = if self.is_hole(page)? || is_zero(self.page(page)) {
             RunKind::Zero
         } else {
             RunKind::Data
@@ -161,7 +189,7 @@ impl<'a> StoppedSender<'a> {
 
     /// Whether the frame has as many pages as a frame should.
     pub(crate) fn is_full(&self) -> bool {
-        self.inner.list.data_pages() >= FRAME_PAGES
+        self.inner.list.data_pages() >= FRAME_PAGES || self.inner.zero_in_frame >= FRAME_ZERO_PAGES
     }
 
     /// Whether the frame has no page.

@@ -120,11 +120,32 @@ pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, M
     Ok(found)
 }
 
+/// The guest's wall clocks (`MSR_KVM_WALL_CLOCK`, old and new number): commands rather than state. Setting one makes
+/// KVM write guest memory at once, which is not there yet at a destination; what they wrote is in it already.
+const WALL_CLOCKS: [u32; 2] = [0x11, 0x4b56_4d00];
+/// Hyper-V's hypercall and assist pages, which KVM would write at once too.
+const HYPERV_PAGES: [u32; 2] = [0x4000_0001, 0x4000_0073];
+
 /// Sets the registers.
 ///
 /// # Errors
 /// [`MachineError::BadState`] when one that matters is missing or refused.
 pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineError> {
+    if let Some(msr) = msrs
+        .iter()
+        .find(|msr| HYPERV_PAGES.contains(&msr.index) && msr.data != 0)
+    {
+        return Err(MachineError::BadState(format!(
+            "model-specific register {:#x} belongs to an interface that guests here are not offered",
+            msr.index
+        )));
+    }
+    let kept: Vec<kvm_msr_entry> = msrs
+        .iter()
+        .filter(|msr| !WALL_CLOCKS.contains(&msr.index))
+        .copied()
+        .collect();
+    let msrs = kept.as_slice();
     if let Some(index) = ESSENTIAL
         .iter()
         .find(|index| !msrs.iter().any(|msr| msr.index == **index))

@@ -71,6 +71,9 @@ fn errno(error: kvm_ioctls::Error) -> Errno {
     Errno::from_raw_os_error(error.errno())
 }
 
+/// `KVM_SREGS2_FLAGS_PDPTRS_VALID` (`arch/x86/include/uapi/asm/kvm.h`).
+const PDPTRS_VALID: u64 = 1;
+
 /// Sets the whole state and returns what CPUID the vCPU now has.
 ///
 /// The order is the kernel's: what a guest may have (CPUID) first; special registers before the MSRs
@@ -105,6 +108,16 @@ pub(in crate::kvm::x86) fn store(
         fd.set_cpuid2(&wanted)
             .map_err(errno)
             .map_err(refused("CPUID"))?;
+    }
+    let paging = parts.special.paging();
+    let pae = paging.cr0 >> 31 & 1 != 0 && paging.cr4 >> 5 & 1 != 0 && paging.efer >> 10 & 1 == 0;
+    let has_pdptrs =
+        matches!(&parts.special, Special::V2(sregs) if sregs.flags & PDPTRS_VALID != 0);
+    if pae && !has_pdptrs {
+        // KVM would read them from guest memory, which may not be there yet.
+        return Err(MachineError::BadState(
+            "it is in PAE paging without its page-directory pointers".into(),
+        ));
     }
     match &parts.special {
         Special::V1(sregs) => fd.set_sregs(sregs).map_err(errno),

@@ -30,6 +30,10 @@ impl FaultPath {
             (true, _) => map_present(armed, ram, first, pages),
             (false, _) => Ok(()),
         };
+        if result.is_err() {
+            // Disarming unregisters before it says so; it has said so when it gives up its turn.
+            drop(lock(&self.ran));
+        }
         if armed.is_active() {
             return result;
         }
