@@ -129,27 +129,6 @@ fn a_frame_too_long_or_of_no_type_is_refused() {
 }
 
 #[test]
-fn a_peer_that_says_it_runs_and_ends_is_a_lost_link() {
-    let source = Source::start("16M");
-    let (address, server) = Peer::start(|mut peer| {
-        peer.until_switch_over();
-        peer.send(&Frame::Running { started_at_ns: 1 });
-        peer.skip_frame();
-    });
-    source
-        .migrate(&address)
-        .end()
-        .assert_failed(10, "stays paused at the source");
-    server.join().unwrap();
-    // The VM is not here any more, and is never resumed here.
-    source
-        .process
-        .end()
-        .assert_failed(10, "stays paused at the source");
-    source.dir.assert_empty();
-}
-
-#[test]
 fn a_port_in_use_is_told() {
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
@@ -379,4 +358,38 @@ fn a_delivery_the_destination_does_not_have_is_told_to_both() {
     destination.process.end().assert_failed(4, "use exit");
     destination.dir.assert_empty();
     source.assert_unharmed();
+}
+
+#[test]
+fn a_vm_whose_destination_is_lost_in_postcopy_is_kept_paused_until_it_is_ended() {
+    let (address, peer) = Peer::start(|mut peer| {
+        peer.until_switch_over();
+        peer.send(&Frame::Running { started_at_ns: 1 });
+        peer.skip_frame();
+        // Gone, as a host that loses power.
+    });
+    let source = Source::start("16M");
+    let ended = source.migrate(&address).end();
+    ended.assert_failed(10, "stays paused at the source");
+    peer.join().unwrap();
+    let status = wait_for("the state given-up", || {
+        support::status(&source.socket).filter(|status| status["state"] == "given-up")
+    });
+    assert_eq!(status["to"], format!("tcp:{address}"));
+    let done = support::pages_done(&source.socket);
+    let refused = support::ask(&source.socket, "{\"command\":\"resume\"}\n").unwrap();
+    assert!(
+        refused["error"]["message"]
+            .as_str()
+            .is_some_and(|text| text.contains("may have run there")),
+        "{refused}"
+    );
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(support::pages_done(&source.socket), done, "it ran on");
+    source.process.interrupt();
+    source
+        .process
+        .end()
+        .assert_failed(10, "stays paused at the source");
+    source.dir.assert_empty();
 }

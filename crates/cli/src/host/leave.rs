@@ -75,10 +75,16 @@ impl Host {
                 Ok(None)
             }
             Err((SourceVm::GivenUp, failure)) => {
-                self.set_activity(Activity::Left { to });
+                self.set_activity(Activity::GivenUp { to });
                 let _ = job
                     .done
                     .send(Err(Failure::new(failure.exit, failure.message.clone())));
+                if !interrupts.any() && !self.quits() {
+                    say(&format!(
+                        "{failure}; the VM and all its pages are kept, paused, until `pageferry quit` or Ctrl-C"
+                    ));
+                    self.wait_for_end(interrupts);
+                }
                 Err(failure)
             }
         }

@@ -44,6 +44,11 @@ pub(crate) enum Activity {
         /// Where to it went.
         to: String,
     },
+    /// It was handed over, and the migration failed: paused here with all its pages, never resumed.
+    GivenUp {
+        /// Where to it went.
+        to: String,
+    },
     /// It was received in part and the rest will not come.
     Incomplete {
         /// How many pages are not here.

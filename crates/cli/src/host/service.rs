@@ -88,6 +88,9 @@ impl Host {
             }
             Activity::Leaving(phase) => format!("the VM is being migrated ({phase})"),
             Activity::Left { to } => format!("the VM was migrated to {to}"),
+            Activity::GivenUp { to } => format!(
+                "the VM had been handed over to {to} when the migration failed: it stays paused here, as it may have run there"
+            ),
             Activity::Incomplete { missing } => {
                 format!(
                     "the VM stays paused: {missing} of its pages never arrived, and it must not run without them"
@@ -107,6 +110,7 @@ impl Host {
             Activity::Here => "running",
             Activity::Leaving(_) => "leaving",
             Activity::Left { .. } => "left",
+            Activity::GivenUp { .. } => "given-up",
             Activity::Incomplete { .. } => "incomplete",
         };
         let phase = match &activity {
@@ -133,7 +137,7 @@ impl Host {
         json!({
             "state": state,
             "phase": phase,
-            "to": match &activity { Activity::Left { to } => Some(to), _ => None },
+            "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
             "engine": vm.map(|vm| vm.engine().name()),
             "vcpus": vm.map(|vm| vm.vcpus()),
