@@ -8,7 +8,7 @@
 //! this process). One thread a vCPU, owned by [`VcpuThreads`], which starts, pauses and resumes them and
 //! hands their exits to [`VcpuHooks`].
 //!
-//! **Neighbours.** Below: `hypervisor`, `userfault`, `memslot`, `addr`. Above: `migration`, `bench`, `cli`.
+//! **Neighbours.** Below: `hypervisor`, `userfault`, `addr`. Above: `migration`, `bench`, `cli`.
 //! It must not know that migration exists: a missing page is a bit in a bitmap, and who brings its bytes
 //! is the hook's affair.
 
