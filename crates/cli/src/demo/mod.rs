@@ -11,7 +11,7 @@ use crate::progress::{Display, Feed};
 use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, Vm, check_host_memory};
+use crate::vm::{GuestDescription, Vm, check_host_memory, engine_that_receives};
 use child::Child;
 use pageferry_migration::{Observer, Phase, SourceReport, SourceVm};
 use serde_json::Value;
@@ -91,7 +91,10 @@ fn check_report_path(path: &Path) -> Result<(), Failure> {
 
 /// Everything up to the report.
 fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Report, Failure> {
-    let (engine, because) = pageferry_machine::select(args.machine.engine)?;
+    let (engine, because) = match args.delivery.delivery.0 {
+        None => engine_that_receives(args.machine.engine)?,
+        Some(_) => pageferry_machine::select(args.machine.engine)?,
+    };
     let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
     guest.workload()?;
     check_host_memory(guest.memory_bytes, 2)?;

@@ -1,6 +1,7 @@
 //! What the kernel offers to this process.
 
-use super::{Finding, State, deliveries};
+use super::{Finding, State};
+use crate::vm::deliveries_of;
 use pageferry_machine::Engine;
 use pageferry_userfault::uffd::{Features, UffdSupport};
 use rustix::fs::MemfdFlags;
@@ -18,7 +19,7 @@ pub(super) fn kvm() -> Finding {
     };
     match pageferry_machine::kvm::probe_vm() {
         Ok(()) => {
-            let deliveries = deliveries(Engine::Kvm);
+            let deliveries = deliveries_of(Engine::Kvm);
             let usable = !deliveries.is_empty();
             let how = parameter("tdp_mmu").map_or(String::new(), |tdp| format!(" ({tdp})"));
             Finding {
@@ -28,7 +29,11 @@ pub(super) fn kvm() -> Finding {
                 means: if usable {
                     format!(
                         "engine kvm runs guests; as a destination it delivers faults by: {}",
-                        deliveries.join(", ")
+                        deliveries
+                            .iter()
+                            .map(|d| d.name())
+                            .collect::<Vec<_>>()
+                            .join(", ")
                     )
                 } else {
                     "engine kvm runs guests and sends them away; it cannot receive any".into()

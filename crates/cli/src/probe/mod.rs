@@ -9,7 +9,8 @@ mod kernel;
 use crate::args::ProbeArgs;
 use crate::exit::Failure;
 use crate::output;
-use pageferry_machine::{Engine, EngineChoice, MachineSpec};
+use crate::vm::{deliveries_of, engine_that_receives};
+use pageferry_machine::EngineChoice;
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -74,23 +75,11 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
 }
 
 fn choose() -> Result<Choice, Failure> {
-    let (engine, because) = pageferry_machine::select(EngineChoice::Auto)?;
+    let (engine, because) = engine_that_receives(EngineChoice::Auto)?;
     Ok(Choice {
         engine: engine.name(),
         because,
-        deliveries: deliveries(engine),
-    })
-}
-
-/// The fault deliveries of an engine on this host, asked of a small machine.
-fn deliveries(engine: Engine) -> Vec<&'static str> {
-    let spec = MachineSpec {
-        vcpus: 1,
-        memory_bytes: 1 << 20,
-    };
-    let machine = pageferry_machine::create(engine, spec);
-    machine.map_or(Vec::new(), |new| {
-        new.machine.deliveries().iter().map(|d| d.name()).collect()
+        deliveries: deliveries_of(engine).iter().map(|d| d.name()).collect(),
     })
 }
 
@@ -145,6 +134,7 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pageferry_machine::{Delivery, Engine};
 
     #[test]
     fn whatever_is_missing_comes_with_advice() {
@@ -166,6 +156,6 @@ mod tests {
 
     #[test]
     fn the_soft_engine_is_always_there() {
-        assert_eq!(deliveries(Engine::Soft), ["exit"]);
+        assert_eq!(deliveries_of(Engine::Soft), [Delivery::Exit]);
     }
 }

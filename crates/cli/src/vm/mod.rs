@@ -11,7 +11,9 @@ use crate::size;
 use hooks::Hooks;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Isa, Verdict, Workload};
-use pageferry_machine::{Delivery, Engine, Machine, MachineSpec, StartState, VcpuThreads};
+use pageferry_machine::{
+    Delivery, Engine, EngineChoice, Machine, MachineSpec, StartState, VcpuThreads,
+};
 use pageferry_migration::{Resolver, RunningVm};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -26,6 +28,31 @@ pub(crate) fn isa_of(engine: Engine) -> Isa {
         Engine::Kvm => Isa::X86_64,
         Engine::Soft => Isa::Rv64,
     }
+}
+
+/// The fault deliveries of an engine on this host, best first, asked of a small machine.
+pub(crate) fn deliveries_of(engine: Engine) -> Vec<Delivery> {
+    let spec = MachineSpec {
+        vcpus: 1,
+        memory_bytes: 1 << 20,
+    };
+    let machine = pageferry_machine::create(engine, spec);
+    machine.map_or(Vec::new(), |new| new.machine.deliveries())
+}
+
+/// The engine for a VM that is to be received on this host, and why: of those not asked for by name, one
+/// whose faults on missing pages can be delivered here.
+///
+/// # Errors
+/// As [`pageferry_machine::select`].
+pub(crate) fn engine_that_receives(choice: EngineChoice) -> Result<(Engine, String), Failure> {
+    let (engine, because) = pageferry_machine::select(choice)?;
+    if choice == EngineChoice::Auto && deliveries_of(engine).is_empty() {
+        let why =
+            "KVM runs here, but receiving a VM on KVM needs userfaultfd, which is not permitted";
+        return Ok((Engine::Soft, why.into()));
+    }
+    Ok((engine, because))
 }
 
 /// A virtual machine in this process. Dropping it ends it.
