@@ -151,6 +151,11 @@ fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
     migrate
         .end()
         .assert_failed(10, "stays paused at the source");
+    // The source's copy is kept, paused, until somebody ends it.
+    wait_for("the source to give the VM up", || {
+        (status(&source.socket)?["state"] == "given-up").then_some(())
+    });
+    source.process.interrupt();
     source
         .process
         .end()
