@@ -1,0 +1,179 @@
+//! Work beside another thread that reads, or that changes.
+//!
+//! The other thread runs before the work begins and has ended when the call returns, also by a panic.
+
+use crate::layout::{KEYS, Keys, Layout, PlainSlot};
+use crate::scheme::{ByGfn, Change, Reader};
+use crate::sync::{AtomicBool, Ordering};
+use pageferry_addr::Gfn;
+use std::hint::black_box;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Sets its flag when it is dropped.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Calls `beside` over and over on another thread while `work` runs here; both answers.
+fn beside<B: Send, T>(mut beside: impl FnMut() -> B + Send, work: impl FnOnce() -> T) -> (B, T) {
+    let (stop, running) = (AtomicBool::new(false), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            // Should `beside` panic, nobody is to wait for it.
+            let _running = Stop(&running);
+            loop {
+                let last = beside();
+                running.store(true, Ordering::Relaxed);
+                if stop.load(Ordering::Relaxed) {
+                    return last;
+                }
+            }
+        });
+        let done = {
+            let _stop = Stop(&stop);
+            while !running.load(Ordering::Relaxed) {
+                thread::yield_now();
+            }
+            work()
+        };
+        match other.join() {
+            Ok(last) => (last, done),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// Does `work` while another thread looks up random frames, each look-up protected.
+pub(crate) fn beside_reader<R: Reader, T>(
+    mut reader: R,
+    keys: &Keys,
+    work: impl FnOnce() -> T,
+) -> T {
+    let mut at = 0;
+    let look_up = || {
+        for _ in 0..64 {
+            black_box(reader.hold().by_gfn(keys.gfns[at % KEYS]));
+            at += 1;
+        }
+    };
+    beside(look_up, work).1
+}
+
+/// Does `work` while another thread changes `scheme` at full speed; also that thread's changes a second.
+///
+/// Slot by slot in turn: deleted, added again, moved to a free place, moved back. So all slots but at most
+/// one are where the layout has them, at any time, and in the end all are.
+pub(crate) fn beside_writer<S: Change, T>(
+    scheme: &mut S,
+    order: &Order,
+    work: impl FnOnce() -> T,
+) -> (f64, T) {
+    let (mut changes, mut spent, mut at) = (0u64, Duration::ZERO, 0);
+    let change = || {
+        let start = Instant::now();
+        let (slot, place) = order.pair(at);
+        scheme.delete(slot);
+        scheme.add(slot);
+        let moved = scheme.relocate(slot, place);
+        scheme.relocate(moved, slot.start);
+        at += 1;
+        changes += 4;
+        spent += start.elapsed();
+        (changes, spent)
+    };
+    let ((changes, spent), done) = beside(change, work);
+    (changes as f64 / spent.as_secs_f64(), done)
+}
+
+/// The slots and the free places of a layout, in random order.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    slots: Vec<PlainSlot>,
+    free: Vec<Gfn>,
+}
+
+impl Order {
+    /// The order named by `seed`.
+    pub(crate) fn new(layout: &Layout, seed: u64) -> Self {
+        let mut random = crate::Random::new(seed);
+        let (mut slots, mut free) = (layout.slots().to_vec(), layout.free().to_vec());
+        random.shuffle(&mut slots);
+        random.shuffle(&mut free);
+        Self { slots, free }
+    }
+
+    /// The pair of a slot and a free place numbered `at`; any number has one.
+    pub(crate) fn pair(&self, at: usize) -> (PlainSlot, Gfn) {
+        (
+            self.slots[at % self.slots.len()],
+            self.free[at % self.free.len()],
+        )
+    }
+
+    /// Batch number `number`: at most `most` different slots and as many different places, fewer than half
+    /// of the slots. Any number has one.
+    pub(crate) fn batch(&self, number: usize, most: usize) -> (&[PlainSlot], &[Gfn]) {
+        let size = most.min(self.slots.len() / 2).min(self.free.len()).max(1);
+        let at = |len: usize| number % (len / size) * size;
+        let (slot, place) = (at(self.slots.len()), at(self.free.len()));
+        (
+            &self.slots[slot..slot + size],
+            &self.free[place..place + size],
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host;
+    use crate::scheme::{LockedTree, Scheme};
+
+    fn built(count: u32) -> (Layout, LockedTree) {
+        let layout = Layout::new(count, host::base().expect("address space"), 1);
+        let mut tree = LockedTree::empty();
+        layout.slots().iter().for_each(|slot| tree.add(*slot));
+        (layout, tree)
+    }
+
+    #[test]
+    fn a_writer_leaves_the_layout_as_it_was_and_counts_its_changes() {
+        let (layout, mut tree) = built(20);
+        let order = Order::new(&layout, 1);
+        let wait = Duration::from_millis(5);
+        let (rate, ()) = beside_writer(&mut tree, &order, || thread::sleep(wait));
+        assert!(rate >= 4.0, "{rate}");
+        let mut reader = tree.reader();
+        for slot in layout.slots() {
+            assert_eq!(reader.hold().by_gfn(slot.start), Some(slot.hva));
+        }
+    }
+
+    #[test]
+    fn a_panic_in_the_work_ends_the_reader_too() {
+        let (layout, tree) = built(10);
+        let keys = Keys::new(&layout, 1);
+        let work = || beside_reader(tree.reader(), &keys, || panic!("on purpose"));
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        assert!(result.is_err());
+    }
+
+    #[test]
+    fn batches_hold_different_slots_and_places() {
+        for count in [4, 10, 100] {
+            let order = Order::new(&built(count).0, 2);
+            for number in 0..50 {
+                let (slots, places) = order.batch(number, 16);
+                assert!(!slots.is_empty() && slots.len() == places.len());
+                assert!(slots.len() <= 16 && slots.len() * 2 <= count as usize);
+                let ids: std::collections::BTreeSet<u16> = slots.iter().map(|s| s.id).collect();
+                assert_eq!(ids.len(), slots.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! One scheme under measurement.
+
+use crate::clock;
+use crate::company::{Order, beside_reader, beside_writer};
+use crate::layout::{Keys, Layout};
+use crate::operation::Operation;
+use crate::scheme::{ByGfn, Change, Floor, Lookup, Reader, Scheme};
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// What all schemes are measured with, at one number of slots.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    /// The slots.
+    pub(crate) layout: Layout,
+    /// What is looked up.
+    pub(crate) keys: Keys,
+    /// What is changed, in which order.
+    pub(crate) order: Order,
+    /// How long one sample runs.
+    pub(crate) sample: Duration,
+    /// What reading the clock costs.
+    pub(crate) overhead: Duration,
+}
+
+/// Where samples go: each of an operation, in its unit.
+pub(crate) type Sink<'a> = &'a mut dyn FnMut(Operation, f64);
+
+/// A scheme, built.
+pub(crate) trait Subject {
+    /// The scheme's name.
+    fn name(&self) -> &'static str;
+
+    /// Takes samples of `step` (one of [`Operation::STEPS`]); none where the scheme does not have it.
+    fn measure(&mut self, step: Operation, stage: &Stage, sink: Sink<'_>);
+}
+
+/// The most changes that are timed together.
+const BATCH: usize = 16;
+/// A set-up that took longer is not repeated.
+const SLOW_SET_UP: Duration = Duration::from_millis(150);
+
+/// A scheme that can do everything.
+#[derive(Debug)]
+pub(crate) struct Whole<S> {
+    scheme: S,
+    set_up: Duration,
+    reported: bool,
+    batch: usize,
+}
+
+fn build<S: Change>(layout: &Layout) -> (S, Duration) {
+    let start = Instant::now();
+    let mut scheme = S::empty();
+    for slot in layout.slots() {
+        scheme.add(*slot);
+    }
+    (scheme, start.elapsed())
+}
+
+impl<S: Change> Whole<S> {
+    /// The scheme with all slots of `layout`; that is timed.
+    pub(crate) fn new(layout: &Layout) -> Self {
+        let (scheme, set_up) = build(layout);
+        Self {
+            scheme,
+            set_up,
+            reported: false,
+            batch: 0,
+        }
+    }
+
+    fn set_up(&mut self, stage: &Stage, sink: Sink<'_>) {
+        let milliseconds = |spent: Duration| spent.as_secs_f64() * 1e3;
+        if !self.reported {
+            self.reported = true;
+            sink(Operation::SetUp, milliseconds(self.set_up));
+        } else if self.set_up < SLOW_SET_UP {
+            sink(Operation::SetUp, milliseconds(build::<S>(&stage.layout).1));
+        }
+    }
+
+    /// Deletes and adds again, batch by batch.
+    fn add_and_delete(&mut self, stage: &Stage, sink: Sink<'_>) {
+        let (scheme, number) = (&mut self.scheme, &mut self.batch);
+        let mut samples = Vec::new();
+        beside_reader(scheme.reader(), &stage.keys, || {
+            let begun = Instant::now();
+            while samples.is_empty() || begun.elapsed() < stage.sample {
+                let (slots, _) = stage.order.batch(*number, BATCH);
+                *number += 1;
+                let start = Instant::now();
+                slots.iter().for_each(|slot| scheme.delete(*slot));
+                let deleted = start.elapsed();
+                let start = Instant::now();
+                slots.iter().for_each(|slot| scheme.add(*slot));
+                let added = start.elapsed();
+                samples.push((deleted, added, slots.len()));
+            }
+        });
+        for (deleted, added, count) in samples {
+            let each = |spent| clock::per_operation(spent, stage.overhead, count);
+            sink(Operation::Delete, each(deleted));
+            sink(Operation::Add, each(added));
+        }
+    }
+
+    /// Moves to free places and back, batch by batch.
+    fn relocate(&mut self, stage: &Stage, sink: Sink<'_>) {
+        let (scheme, number) = (&mut self.scheme, &mut self.batch);
+        let mut samples = Vec::new();
+        beside_reader(scheme.reader(), &stage.keys, || {
+            let begun = Instant::now();
+            while samples.is_empty() || begun.elapsed() < stage.sample {
+                let (slots, places) = stage.order.batch(*number, BATCH);
+                *number += 1;
+                let mut moved = [slots[0]; BATCH];
+                let start = Instant::now();
+                for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
+                    *moved = scheme.relocate(*slot, *place);
+                }
+                samples.push((start.elapsed(), slots.len()));
+                let start = Instant::now();
+                for (slot, moved) in slots.iter().zip(moved) {
+                    scheme.relocate(moved, slot.start);
+                }
+                samples.push((start.elapsed(), slots.len()));
+            }
+        });
+        for (spent, count) in samples {
+            sink(
+                Operation::Move,
+                clock::per_operation(spent, stage.overhead, count),
+            );
+        }
+    }
+}
+
+impl<S> Subject for Whole<S>
+where
+    S: Change,
+    for<'a> <S::Reader as Reader>::Held<'a>: Lookup,
+{
+    fn name(&self) -> &'static str {
+        S::NAME
+    }
+
+    fn measure(&mut self, step: Operation, stage: &Stage, sink: Sink<'_>) {
+        let (keys, sample) = (&stage.keys, stage.sample);
+        let mut reader = self.scheme.reader();
+        match step {
+            Operation::SetUp => self.set_up(stage, sink),
+            Operation::ByHva => {
+                let cost = clock::per_look_up(sample, |key| {
+                    let mut frames = 0;
+                    reader.hold().by_hva(keys.hvas[key], |gfn| {
+                        frames += gfn.0;
+                        ControlFlow::Continue(())
+                    });
+                    frames
+                });
+                sink(step, cost);
+            }
+            Operation::FirstByHva => {
+                let cost = clock::per_look_up(sample, |key| {
+                    let mut first = None;
+                    reader.hold().by_hva(keys.hvas[key], |gfn| {
+                        first = Some(gfn);
+                        ControlFlow::Break(())
+                    });
+                    first
+                });
+                sink(step, cost);
+            }
+            Operation::ById => {
+                if <<S::Reader as Reader>::Held<'_> as Lookup>::HAS_IDS {
+                    let look_up = |key: usize| reader.hold().by_id(keys.ids[key]);
+                    sink(step, clock::per_look_up(sample, look_up));
+                }
+            }
+            Operation::Add | Operation::Delete => self.add_and_delete(stage, sink),
+            Operation::Move => self.relocate(stage, sink),
+            Operation::BesideWriter | Operation::WriterRate => {
+                let (rate, cost) = beside_writer(&mut self.scheme, &stage.order, || {
+                    clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.gfns[key]))
+                });
+                sink(Operation::BesideWriter, cost);
+                sink(Operation::WriterRate, rate / 1e3);
+            }
+            Operation::ByGfn | Operation::ByGfnHeld | Operation::Again | Operation::AgainHeld => {
+                by_gfn(reader, step, stage, sink);
+            }
+        }
+    }
+}
+
+/// The look-ups that every scheme has.
+fn by_gfn<R: Reader>(mut reader: R, step: Operation, stage: &Stage, sink: Sink<'_>) {
+    let (keys, sample) = (&stage.keys, stage.sample);
+    let cost = match step {
+        Operation::ByGfn => clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.gfns[key])),
+        Operation::Again => clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.same[key])),
+        Operation::ByGfnHeld => {
+            let held = reader.hold();
+            clock::per_look_up(sample, |key| held.by_gfn(keys.gfns[key]))
+        }
+        Operation::AgainHeld => {
+            let held = reader.hold();
+            clock::per_look_up(sample, |key| held.by_gfn(keys.same[key]))
+        }
+        _ => return,
+    };
+    sink(step, cost);
+}
+
+impl Subject for Floor {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn measure(&mut self, step: Operation, stage: &Stage, sink: Sink<'_>) {
+        by_gfn(self.reader(), step, stage, sink);
+    }
+}
