@@ -17,6 +17,8 @@ pub struct Figure {
     pub slots: u32,
     /// The median.
     pub value: f64,
+    /// The mean, which also has what few samples bear for all (memory given back, a thread descheduled).
+    pub mean: f64,
     /// Its unit.
     pub unit: &'static str,
     /// The smallest sample.
@@ -41,6 +43,7 @@ impl Figure {
             scheme,
             slots,
             value: samples[samples.len() / 2],
+            mean: samples.iter().sum::<f64>() / samples.len() as f64,
             unit: operation.unit(),
             min: samples[0],
             max: samples[samples.len() - 1],
@@ -186,8 +189,9 @@ mod tests {
 
     #[test]
     fn a_figure_is_the_median_with_its_ends() {
-        let figure = Figure::of(Operation::Add, "a", 10, vec![5.0, 1.0, 3.0]);
-        assert_eq!((figure.value, figure.min, figure.max), (3.0, 1.0, 5.0));
+        let figure = Figure::of(Operation::Add, "a", 10, vec![6.0, 1.0, 2.0]);
+        assert_eq!((figure.value, figure.mean), (2.0, 3.0));
+        assert_eq!((figure.value, figure.min, figure.max), (2.0, 1.0, 6.0));
         assert_eq!((figure.samples, figure.unit), (3, "ns"));
     }
 
