@@ -3,7 +3,7 @@
 use crate::error::VmError;
 use crate::gate::Requests;
 use crate::region::SlotData;
-use crate::revoke::Writer;
+use crate::slots::Memslots;
 use crate::vm::Vm;
 use pageferry_addr::Gfn;
 use pageferry_memslot::Slot;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 const BITS: usize = u64::BITS as usize;
 
-impl Vm {
+impl<M: Memslots> Vm<M> {
     /// Fetches and clears the dirty log of `slot`, and protects the pages it names again; gives how many those are.
     ///
     /// Bit `i` of word `w` is the slot's page `64 * w + i`, as in `KVM_GET_DIRTY_LOG`. When this returns, every
@@ -23,7 +23,7 @@ impl Vm {
     /// If there is no such slot, it has no log, or `into` has another number of words than the log.
     pub fn get_dirty_log(&self, slot: u16, into: &mut [u64]) -> Result<u64, VmError> {
         let writer = self.shared.writer();
-        let (slot, dirty) = log_of(&writer, slot, into.len())?;
+        let (slot, dirty) = log_of(&writer.slots, slot, into.len())?;
         let mut pages = 0;
         for (w, word) in into.iter_mut().enumerate() {
             *word = 0;
@@ -36,7 +36,7 @@ impl Vm {
             }
         }
         if pages != 0 {
-            writer.request(Requests::FLUSH_WRITES);
+            writer.vcpus.request(Requests::FLUSH_WRITES);
         }
         Ok(pages)
     }
@@ -49,7 +49,7 @@ impl Vm {
     /// As [`Vm::get_dirty_log`].
     pub fn read_dirty_log(&self, slot: u16, into: &mut [u64]) -> Result<u64, VmError> {
         let writer = self.shared.writer();
-        let (_, dirty) = log_of(&writer, slot, into.len())?;
+        let (_, dirty) = log_of(&writer.slots, slot, into.len())?;
         let mut pages = 0;
         for (word, bits) in into.iter_mut().zip(dirty.words()) {
             *word = bits.load(core::sync::atomic::Ordering::Acquire);
@@ -59,12 +59,12 @@ impl Vm {
     }
 }
 
-fn log_of(
-    writer: &Writer,
+fn log_of<M: Memslots>(
+    slots: &M,
     id: u16,
     words: usize,
 ) -> Result<(&Slot<SlotData>, &Arc<PageBitmap>), VmError> {
-    let slot = writer.table.by_id(id).ok_or(VmError::NoSuchSlot(id))?;
+    let slot = slots.by_id(id).ok_or(VmError::NoSuchSlot(id))?;
     let dirty = slot.data.dirty.as_ref().ok_or(VmError::NoDirtyLog(id))?;
     let needed = dirty.pages().div_ceil(BITS);
     if words != needed {

@@ -47,9 +47,11 @@ mod vm;
 pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
-pub use pageferry_memslot::{SlotError, SlotFlags};
+pub use pageferry_memslot::{Limits, Request, Slot, SlotError, SlotFlags};
 #[cfg(not(loom))]
-pub use region::{HostMemory, Region, UserfaultBits};
+pub use region::{HostMemory, Region, SlotData, UserfaultBits};
+#[cfg(not(loom))]
+pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots, Scalable};
 #[cfg(not(loom))]
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]

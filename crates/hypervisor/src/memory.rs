@@ -33,42 +33,37 @@
 //! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]; [`crate::VcpuCore`] flushes it at the gate.
 
 use crate::hart::{AmoInt, AmoOp, Bus, BusFault, GuestInt, MemoryFault, PAGE_WORDS, Reserved};
+use crate::region::SlotData;
 use crate::revoke::Shared;
-use crate::slots::View;
+use crate::slots::{Found, MemslotReader, Memslots};
 use crate::tlb::Tlb;
-use pageferry_addr::{Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
-use pageferry_memslot::SlotFlags;
+use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
+use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::MapOutcome;
 use std::sync::Arc;
 
 /// [`MemoryFault::flags`]: the page's userfault bit is set.
 pub(crate) const USERFAULT: u64 = 1;
 
-pub(crate) struct Memory {
+pub(crate) struct Memory<M: Memslots> {
     pub(crate) tlb: Tlb,
-    pub(crate) vm: Arc<Shared>,
-    slots: View,
-    /// Whether a fault met an SPTE of an older slot, which the writer of the slots is about to zap.
-    pub(crate) stale: bool,
+    pub(crate) vm: Arc<Shared<M>>,
+    pub(crate) slots: M::Reader,
+    /// Whether a fault met a slot that is being deleted or moved.
+    pub(crate) invalid: bool,
     /// The host address of an LR in a page that has to be watched first.
     pub(crate) unwatched: Option<u64>,
 }
 
-impl Memory {
-    pub(crate) fn new(vm: Arc<Shared>) -> Self {
-        let slots = View::new(&vm.slots);
+impl<M: Memslots> Memory<M> {
+    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader) -> Self {
         Self {
             tlb: Tlb::new(),
             vm,
             slots,
-            stale: false,
+            invalid: false,
             unwatched: None,
         }
-    }
-
-    /// Drops the vCPU's hold on an older version of the slots.
-    pub(crate) fn refresh_slots(&mut self) {
-        self.slots.refresh(&self.vm.slots);
     }
 
     #[inline(always)]
@@ -99,12 +94,60 @@ impl Memory {
             return Err(BusFault::Misaligned);
         }
         let gfn = Gpa(gpa).gfn();
-        let Some(slot) = self.slots.lookup(&self.vm.slots, gfn) else {
-            return Err(BusFault::Mmio { gpa });
+        let vm = &*self.vm;
+        let reached = self.slots.lookup(gfn, |found| match found {
+            Found::Slot(slot) => vm.resolve(slot, gfn, write),
+            Found::Nothing => Err(Unreached::Mmio),
+            Found::Invalid => Err(Unreached::Invalid),
+        });
+        let (hva, may_write) = match reached {
+            Ok(reached) => reached,
+            Err(Unreached::Mmio) => return Err(BusFault::Mmio { gpa }),
+            Err(Unreached::Missing) => {
+                return Err(BusFault::Memory(MemoryFault {
+                    gpa: gfn.gpa().0,
+                    size: PAGE_SIZE,
+                    flags: USERFAULT,
+                }));
+            }
+            Err(Unreached::Invalid) => {
+                self.invalid = true;
+                return Err(BusFault::Requested);
+            }
         };
+        self.tlb.fill(gpa, hva, may_write);
+        Ok(core::ptr::with_exposed_provenance_mut(
+            (hva.0 + (gpa & PAGE_MASK)) as usize,
+        ))
+    }
+}
+
+/// Why a fault reaches no memory.
+enum Unreached {
+    /// No slot is there, or a read-only one is stored to.
+    Mmio,
+    /// The page's userfault bit is set.
+    Missing,
+    /// The slot is being deleted or moved.
+    Invalid,
+}
+
+impl<M: Memslots> Shared<M> {
+    /// Maps the page of `gfn`, which `slot` holds, as far as an access needs it. Gives the page's host address, and
+    /// whether the TLB may let writes to it through.
+    ///
+    /// # Panics
+    /// If another slot's page is mapped there. It was zapped before `slot` was committed; see `revoke.rs`.
+    #[inline]
+    fn resolve(
+        &self,
+        slot: &Slot<SlotData>,
+        gfn: Gfn,
+        write: bool,
+    ) -> Result<(Hva, bool), Unreached> {
         let readonly = slot.flags.contains(SlotFlags::READONLY);
         if write && readonly {
-            return Err(BusFault::Mmio { gpa });
+            return Err(Unreached::Mmio);
         }
         let index = gfn.0 - slot.range.start().0;
         let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
@@ -115,23 +158,18 @@ impl Memory {
             .as_ref()
             .map(|dirty| (dirty, RamPage(index)));
 
-        let spte_writable = match self.vm.tables.walk(gfn) {
+        let spte_writable = match self.tables.walk(gfn) {
             Some(leaf) if leaf.pfn == pfn && (leaf.writable || !write) => leaf.writable,
             found => {
                 if let (None, Some(bits)) = (found, &slot.data.userfault) {
                     // Acquire: if the bit is clear, the page's bytes are visible.
                     if bits.bitmap.test(RamPage(bits.first.0 + index)) {
-                        return Err(BusFault::Memory(MemoryFault {
-                            gpa: gfn.gpa().0,
-                            size: PAGE_SIZE,
-                            flags: USERFAULT,
-                        }));
+                        return Err(Unreached::Missing);
                     }
                 }
                 let writable = !readonly && (write || logged.is_none());
-                if let MapOutcome::Conflict { .. } = self.vm.tables.map(gfn, pfn, writable) {
-                    self.stale = true;
-                    return Err(BusFault::Requested);
+                if let MapOutcome::Conflict { existing } = self.tables.map(gfn, pfn, writable) {
+                    panic!("{gfn:?} is mapped to {existing:?} while its slot says {pfn:?}");
                 }
                 writable
             }
@@ -149,15 +187,11 @@ impl Memory {
             Some((dirty, page)) => dirty.test(page),
         };
         // Writes to a page with LR reservations always come here; see `hart::Reservations`, rule 1.
-        let may_write = may_write && !self.vm.reservations.is_announced(hva.0);
-        self.tlb.fill(gpa, hva, may_write);
-        Ok(core::ptr::with_exposed_provenance_mut(
-            (hva.0 + (gpa & PAGE_MASK)) as usize,
-        ))
+        Ok((hva, may_write && !self.reservations.is_announced(hva.0)))
     }
 }
 
-impl Memory {
+impl<M: Memslots> Memory<M> {
     /// Stores bytes at `pointer`, which was translated for writing and has as many left in its page.
     fn write_bytes(&self, pointer: *mut u8, bytes: &[u8]) {
         self.vm
@@ -180,7 +214,7 @@ unsafe fn cell<'a, T: GuestInt>(pointer: *mut u8) -> &'a T::Atomic {
     unsafe { &*pointer.cast::<T::Atomic>() }
 }
 
-impl Bus for Memory {
+impl<M: Memslots> Bus for Memory<M> {
     #[inline(always)]
     fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
         let pointer = self.read_pointer(gpa, T::BYTES)?;

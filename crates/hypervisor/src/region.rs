@@ -95,13 +95,24 @@ impl fmt::Debug for Region {
     }
 }
 
-/// What this crate keeps in every slot.
+/// What this crate keeps in every slot: who owns the memory, the dirty log, the userfault bits. Whoever keeps slots for
+/// it ([`crate::Memslots`]) carries it and never looks inside.
 #[derive(Clone, Default)]
-pub(crate) struct SlotData {
+pub struct SlotData {
     /// Keeps the slot's memory mapped.
     pub(crate) memory: Option<Arc<dyn HostMemory>>,
     /// With the flag `LOG_DIRTY_PAGES`: the slot's page `i` is bit `i`.
     pub(crate) dirty: Option<Arc<PageBitmap>>,
     /// With the flag `USERFAULT`.
     pub(crate) userfault: Option<UserfaultBits>,
+}
+
+impl fmt::Debug for SlotData {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotData")
+            .field("owned", &self.memory.is_some())
+            .field("logged", &self.dirty.is_some())
+            .field("userfault", &self.userfault.is_some())
+            .finish()
+    }
 }

@@ -5,32 +5,63 @@
 //! order, without a lock. Revoking goes the same way, one revocation at a time, under the [`Shared::writer`]
 //! mutex, which no vCPU takes inside its gate.
 //!
-//! # Slots go, move, or get `USERFAULT`; a notifier invalidates host pages
+//! # A slot goes or moves
 //!
-//! 1. *Publish* the new version of the slots.
+//! 1. *Begin*: make the slot invalid. Until the commit, a fault in its frames finds
+//!    [`Found::Invalid`](crate::Found::Invalid): it leaves the guest, lets the writer go on, and tries again.
 //! 2. *Quiesce*: request it at every gate, wait for the vCPUs that are inside to leave.
-//! 3. *Zap* the SPTEs of the old range.
+//! 3. *Zap* the SPTEs of the slot's frames.
 //! 4. *Flush*: request it at every gate, wait again.
+//! 5. *Commit*: put the new state of the slots in place. Faults in the old frames find nothing, or, where the
+//!    slot moved over a part of itself, the slot at its new place.
 //!
-//! Claim: after 4, no vCPU has a translation made from the old version, and none will come to have one.
-//! - A fault runs inside the gate from its look at the slots to its TLB fill. One that looked at the old
-//!   version entered before 2 ended, since an entry after the request has acquired the publication
-//!   ([`Gate`](crate::Gate), "begins"). So after 2 all of them are over and their SPTEs are there for 3 to see,
-//!   and later faults look at the new version: none maps the old host page of the range any more.
-//! - After 3, no SPTE of the old version is left and, by the first point, none will be installed.
-//! - What TLBs took from such SPTEs before 3 is gone when 4 has ended: who was inside has left, and nobody
-//!   enters without flushing.
-//! - Between 1 and 3 a fault by the new version may find an old SPTE at its frame (a slot that moves over a part
-//!   of itself). It differs in its host page, so the fault does not use it; it leaves the guest, lets the
-//!   writer go on, and tries again.
+//! Claim: after 4, no vCPU has a translation made from the old slot, and none will come to have one.
+//! - A fault runs inside the gate from its look at the slots to its TLB fill. One that found the old slot valid
+//!   entered before 2 ended, since an entry after the request has acquired what came before it
+//!   ([`Gate`](crate::Gate), "begins"), the invalid mark included. So after 2 all of them are over and their
+//!   SPTEs are there for 3 to see.
+//! - From 2 on no fault maps anything in the old frames: slots do not overlap by frame, so the only slot there
+//!   is the invalid one, until 5. So after 3 no SPTE is there, and none comes before 5.
+//! - What TLBs and decoded code took from such SPTEs before 3 is gone when 4 has ended: who was inside has left, and
+//!   nobody enters without flushing. Until its vCPU flushes, a TLB entry goes on reading and writing the old
+//!   slot's memory, at its old place and no other: as if the guest had been faster.
+//! - What 5 puts at those frames, or a later change does, meets empty entries. So an SPTE in a slot's frames always
+//!   leads to that slot's memory, and a fault that finds another host page there has found a bug.
 //!
-//! KVM does the same under other names: it installs an `INVALID` slot, waits for SRCU readers, zaps,
-//! flushes. One grace period would do if every fault compared the SPTE with the slots after the walk, but
-//! the second wait is the flush that is needed anyway, and the first costs a few microseconds.
+//! What a vCPU sees of a deletion is therefore the memory, then nothing for a moment (it tries again), then MMIO;
+//! of a move, the memory at the old place, then at the new one. It never sees the slot at both places, and never
+//! another slot's bytes.
+//!
+//! KVM does the same: it installs an `INVALID` copy of the slot, waits for SRCU readers, zaps, flushes, and installs
+//! the final state (`kvm_invalidate_memslot` and `kvm_set_memslot` in `virt/kvm/kvm_main.c`).
+//!
+//! *Giving up.* A change that is refused before 5 is dropped instead. If it has begun, faults may have found the
+//! slot invalid for a moment; they try again and find it as it was. SPTEs that were zapped are mapped again by the
+//! next touch. So nothing has changed, also where the writer's thread panicked in between.
+//!
+//! *When the memory's owner goes.* The old slot's record holds it ([`crate::HostMemory`]), and the scheme that
+//! keeps the slots frees the record after 5, when no reader uses it any more (a grace period). No vCPU can reach
+//! the memory then: by the claim that is so since 4, and what a fault holds of the record it holds inside its gate.
+//! A reader elsewhere, with a guard of its own, delays the freeing and nothing else.
+//!
+//! # A slot comes
+//!
+//! Commit. Its frames were nobody's, so there is nothing to take away: an MMIO exit is cached nowhere.
+//!
+//! # A slot gets `USERFAULT`; a notifier invalidates host pages
+//!
+//! For the flag: *commit*. For both then: *quiesce*, *zap*, *flush*, as above.
+//! - A fault that found the slot without the flag is over when the vCPUs are quiesced, and its SPTE is zapped; later
+//!   ones test the bit before they map. After the flush no TLB holds what came from zapped SPTEs.
+//! - A notifier changes no slot: a fault may map the page again at once. What it maps it has looked up after the
+//!   notifier began, and every translation from before is gone when the notifier returns.
+//!
+//! A change of flags leaves each frame's host page what it was, so readers need not wait for it, and an SPTE that
+//! outlives the change (a flag that goes takes nothing away) leads to the right page.
 //!
 //! # Dirty logging starts
 //!
-//! Publish; quiesce; *write-protect* the range; flush what TLBs know of writable pages. By the same argument,
+//! Commit the flag; quiesce; *write-protect* the range; flush what TLBs know of writable pages. By the same argument,
 //! afterwards no SPTE of the range is writable and no TLB holds one that was, unless its fault saw
 //! the slot's log. That is the invariant from which the log is complete:
 //!
@@ -63,80 +94,72 @@
 //! # What waits for what
 //!
 //! The writer waits for vCPUs to leave; they leave within a page of straight-line code, and on their way take no lock
-//! but the one around the current `Arc` of the slots, which the writer does not hold while it waits. A vCPU
-//! waits for the writer only as described above, outside its gate. Exits to the VMM happen outside the gate
-//! too, so a VMM may call the VM from the thread of a vCPU it is serving.
+//! that the writer holds. It may wait for readers of the slots, if many replaced records have gathered; a vCPU
+//! is one during a fault only. A vCPU waits for the writer only as described above, outside its gate. Exits to the VMM
+//! happen outside the gate too, so a VMM may call the VM from the thread of a vCPU it is serving.
 
 use crate::clock::Clock;
 use crate::gate::Requests;
 use crate::hart::Reservations;
-use crate::slots::{Published, Table};
+use crate::slots::Memslots;
 use crate::vcpu::Link;
 use pageferry_addr::GfnRange;
 use pageferry_tdp::StageTwo;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// What all handles and vCPUs of a VM share.
-pub(crate) struct Shared {
+pub(crate) struct Shared<M> {
     pub(crate) tables: StageTwo,
-    pub(crate) slots: Published,
     pub(crate) clock: Clock,
     pub(crate) reservations: Reservations,
-    writer: Mutex<Writer>,
+    writer: Mutex<Writer<M>>,
 }
 
 /// What is changed by one thread at a time.
-pub(crate) struct Writer {
-    /// The version published last.
-    pub(crate) table: Arc<Table>,
-    /// The vCPUs, by id; those created later flush nothing, as they have seen nothing.
-    pub(crate) vcpus: Vec<Option<Arc<Link>>>,
+pub(crate) struct Writer<M> {
+    pub(crate) slots: M,
+    pub(crate) vcpus: Vcpus,
 }
 
-impl Shared {
-    pub(crate) fn new(table: Table, max_vcpus: u32) -> Self {
-        let table = Arc::new(table);
+/// The vCPUs, by id; those created later flush nothing, as they have seen nothing.
+pub(crate) struct Vcpus(pub(crate) Vec<Option<Arc<Link>>>);
+
+impl<M: Memslots> Shared<M> {
+    pub(crate) fn new(slots: M, max_vcpus: u32) -> Self {
         Self {
             tables: StageTwo::new(),
-            slots: Published::new(Arc::clone(&table)),
             clock: Clock::new(),
             reservations: Reservations::new(),
             writer: Mutex::new(Writer {
-                table,
-                vcpus: (0..max_vcpus).map(|_| None).collect(),
+                slots,
+                vcpus: Vcpus((0..max_vcpus).map(|_| None).collect()),
             }),
         }
     }
 
     /// Becomes the one who changes things. A panic of an earlier one is no obstacle: each step leaves the
     /// VM in a state from which every later call works.
-    pub(crate) fn writer(&self) -> MutexGuard<'_, Writer> {
+    pub(crate) fn writer(&self) -> MutexGuard<'_, Writer<M>> {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Step 1.
-    pub(crate) fn publish(&self, writer: &mut Writer, table: Table) {
-        writer.table = Arc::new(table);
-        self.slots.publish(Arc::clone(&writer.table));
-    }
-
-    /// Steps 2 to 4, for the SPTEs of `ranges`; gives how many there were.
-    pub(crate) fn unmap(&self, writer: &Writer, ranges: &[GfnRange]) -> u64 {
-        writer.request(Requests::QUIESCE);
+    /// Quiesces, zaps the SPTEs of `ranges`, and flushes; gives how many there were.
+    pub(crate) fn unmap(&self, vcpus: &Vcpus, ranges: &[GfnRange]) -> u64 {
+        vcpus.request(Requests::QUIESCE);
         let zapped = ranges.iter().map(|&range| self.tables.zap(range)).sum();
         // Where nothing was mapped, no TLB and no decoded code knows anything: both are filled from SPTEs, and
         // whoever removes SPTEs flushes before it lets the next writer in.
         if zapped != 0 {
-            writer.request(Requests::FLUSH);
+            vcpus.request(Requests::FLUSH);
         }
         zapped
     }
 
-    /// Steps 2 to 4 for the start of dirty logging.
-    pub(crate) fn protect(&self, writer: &Writer, range: GfnRange) {
-        writer.request(Requests::QUIESCE);
+    /// Quiesces, write-protects `range`, and flushes: for the start of dirty logging.
+    pub(crate) fn protect(&self, vcpus: &Vcpus, range: GfnRange) {
+        vcpus.request(Requests::QUIESCE);
         self.tables.write_protect(range);
-        writer.request(Requests::FLUSH_WRITES);
+        vcpus.request(Requests::FLUSH_WRITES);
     }
 
     /// Makes the page of the host address `address` one in which LR may reserve.
@@ -144,18 +167,18 @@ impl Shared {
         let writer = self.writer();
         if !self.reservations.is_watched(address) {
             self.reservations.announce(address);
-            writer.request(Requests::FLUSH_WRITES);
+            writer.vcpus.request(Requests::FLUSH_WRITES);
             self.reservations.confirm(address);
         }
     }
 }
 
-impl Writer {
+impl Vcpus {
     /// Makes the request at every gate and waits until all vCPUs that were inside have left.
     pub(crate) fn request(&self, requests: Requests) {
         // All are asked before any is waited for.
         let tickets: Vec<_> = self
-            .vcpus
+            .0
             .iter()
             .flatten()
             .filter_map(|link| link.gate.request(requests))

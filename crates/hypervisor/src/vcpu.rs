@@ -4,6 +4,7 @@ use crate::gate::{Gate, Requests};
 use crate::hart::{Access, Hart, HartExit, HartState, StateError};
 use crate::memory::{Memory, USERFAULT};
 use crate::revoke::Shared;
+use crate::slots::{MemslotReader, Memslots, Scalable};
 use crate::sync::yield_now;
 use pageferry_addr::Gpa;
 use std::fmt;
@@ -92,20 +93,20 @@ enum First {
 }
 
 /// One vCPU. Made by [`crate::Vm::create_vcpu`].
-pub struct VcpuCore {
+pub struct VcpuCore<M: Memslots = Scalable> {
     id: u32,
     hart: Hart,
-    memory: Memory,
+    memory: Memory<M>,
     link: Arc<Link>,
     first: First,
 }
 
-impl VcpuCore {
-    pub(crate) fn new(id: u32, vm: Arc<Shared>, link: Arc<Link>) -> Self {
+impl<M: Memslots> VcpuCore<M> {
+    pub(crate) fn new(id: u32, vm: Arc<Shared<M>>, slots: M::Reader, link: Arc<Link>) -> Self {
         Self {
             id,
             hart: Hart::new(),
-            memory: Memory::new(vm),
+            memory: Memory::new(vm, slots),
             link,
             first: First::Unwatched,
         }
@@ -148,8 +149,8 @@ impl VcpuCore {
                     if let Some(address) = self.memory.unwatched.take() {
                         self.memory.vm.watch(address);
                     }
-                    if core::mem::take(&mut self.memory.stale) {
-                        // The writer of the slots is between publishing and zapping: let it go on.
+                    if core::mem::take(&mut self.memory.invalid) {
+                        // The writer of the slots is between the halves of a change: let it go on.
                         yield_now();
                     }
                 }
@@ -235,7 +236,7 @@ impl VcpuCore {
 
 /// Does what was requested while the vCPU is outside.
 #[cold]
-fn serve(hart: &mut Hart, memory: &mut Memory, requests: Requests) {
+fn serve<M: Memslots>(hart: &mut Hart, memory: &mut Memory<M>, requests: Requests) {
     if requests.contains(Requests::FLUSH) {
         memory.tlb.flush();
         hart.invalidate_code();
@@ -243,7 +244,7 @@ fn serve(hart: &mut Hart, memory: &mut Memory, requests: Requests) {
         memory.tlb.flush_writes();
     }
     if requests.contains(Requests::QUIESCE) {
-        memory.refresh_slots();
+        memory.slots.refresh();
     }
     if requests != Requests::KICK {
         // The requester waits until every vCPU has left. Where there are more of them than processors, one
@@ -252,7 +253,7 @@ fn serve(hart: &mut Hart, memory: &mut Memory, requests: Requests) {
     }
 }
 
-impl fmt::Debug for VcpuCore {
+impl<M: Memslots> fmt::Debug for VcpuCore<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("VcpuCore")
             .field("id", &self.id)

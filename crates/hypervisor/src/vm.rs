@@ -3,10 +3,11 @@
 use crate::error::VmError;
 use crate::region::{Region, SlotData};
 use crate::revoke::{Shared, Writer};
+use crate::slots::{Begun, MemslotUpdate, Memslots, Scalable};
 use crate::vcpu::{Link, VcpuCore};
 use core::ops::Range;
 use pageferry_addr::{Hva, PAGE_SHIFT};
-use pageferry_memslot::{Change, Limits, Request, Slot, SlotFlags, SlotTable};
+use pageferry_memslot::{Limits, Request, SlotFlags};
 use pageferry_tdp::Sv48x4;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -59,9 +60,8 @@ pub struct Capabilities {
 /// assert_eq!(vcpu.run(), Exit::Kicked);
 /// # Ok::<(), pageferry_hypervisor::VmError>(())
 /// ```
-#[derive(Clone)]
-pub struct Vm {
-    pub(crate) shared: Arc<Shared>,
+pub struct Vm<M: Memslots = Scalable> {
+    pub(crate) shared: Arc<Shared<M>>,
     config: VmConfig,
 }
 
@@ -69,6 +69,14 @@ impl Vm {
     /// A VM without memory and vCPUs.
     #[must_use]
     pub fn new(config: VmConfig) -> Self {
+        Self::with_memslots(config)
+    }
+}
+
+impl<M: Memslots> Vm<M> {
+    /// A VM without memory and vCPUs that keeps its memory slots by the scheme `M`.
+    #[must_use]
+    pub fn with_memslots(config: VmConfig) -> Self {
         let limits = Limits {
             address_spaces: 1,
             max_slots: config.max_slots,
@@ -76,7 +84,7 @@ impl Vm {
             ..Limits::default()
         };
         Self {
-            shared: Arc::new(Shared::new(SlotTable::new(limits), config.max_vcpus)),
+            shared: Arc::new(Shared::new(M::new(limits), config.max_vcpus)),
             config,
         }
     }
@@ -96,11 +104,12 @@ impl Vm {
     ///
     /// # Errors
     /// If the id is too large or used.
-    pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore, VmError> {
+    pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
         let mut writer = self.shared.writer();
         let max = self.config.max_vcpus;
-        let place = writer
-            .vcpus
+        let Writer { slots, vcpus } = &mut *writer;
+        let place = vcpus
+            .0
             .get_mut(id as usize)
             .ok_or(VmError::VcpuIdTooLarge { id, max })?;
         if place.is_some() {
@@ -108,7 +117,8 @@ impl Vm {
         }
         let link = Arc::new(Link::default());
         *place = Some(Arc::clone(&link));
-        Ok(VcpuCore::new(id, Arc::clone(&self.shared), link))
+        let shared = Arc::clone(&self.shared);
+        Ok(VcpuCore::new(id, shared, slots.reader(), link))
     }
 
     /// Creates, deletes or moves a memory slot, or changes its flags; the rules are those of
@@ -132,42 +142,44 @@ impl Vm {
             return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
         }
         let mut writer = self.shared.writer();
-        let (next, change) = writer.table.apply(Request {
+        let Writer { slots, vcpus } = &mut *writer;
+        let data = slot_data(slots, &region)?;
+        let update = slots.begin(Request {
             address_space: 0,
             id: region.slot,
             gpa: region.gpa,
             size: region.size,
             hva: region.hva,
             flags: region.flags,
-            data: slot_data(&writer, &region)?,
+            data,
         })?;
         if region.size != 0 {
+            // Dropping the update gives it up.
             check_memory(&region)?;
         }
-        match change {
-            Change::Nothing => {}
-            Change::Created { .. } => self.shared.publish(&mut writer, next),
-            Change::Deleted { old } | Change::Moved { old, .. } => {
-                self.shared.publish(&mut writer, next);
-                self.shared.unmap(&writer, &[old.range]);
+        match update.begun() {
+            Begun::Nothing => return Ok(()),
+            Begun::Created { .. } => {
+                update.commit();
+                return Ok(());
             }
-            Change::FlagsChanged { old, new } => {
-                self.shared.publish(&mut writer, next);
-                self.flags_changed(&writer, &old, &new);
+            Begun::Deleted { old } | Begun::Moved { old, .. } => {
+                self.shared.unmap(vcpus, &[old]);
+                update.commit();
+            }
+            Begun::FlagsChanged { range, old, new } => {
+                update.commit();
+                let came = new.without(old);
+                if came.contains(SlotFlags::USERFAULT) {
+                    // What is unmapped needs no write protection.
+                    self.shared.unmap(vcpus, &[range]);
+                } else if came.contains(SlotFlags::LOG_DIRTY_PAGES) {
+                    self.shared.protect(vcpus, range);
+                }
             }
         }
+        slots.reclaim();
         Ok(())
-    }
-
-    /// A logged or userfault flag that goes away revokes nothing.
-    fn flags_changed(&self, writer: &Writer, old: &Slot<SlotData>, new: &Slot<SlotData>) {
-        let came = new.flags.without(old.flags);
-        if came.contains(SlotFlags::USERFAULT) {
-            // What is unmapped needs no write protection.
-            self.shared.unmap(writer, &[new.range]);
-        } else if came.contains(SlotFlags::LOG_DIRTY_PAGES) {
-            self.shared.protect(writer, new.range);
-        }
     }
 
     /// Unmaps the guest pages whose host memory any byte of `hva` lies in, and flushes: the call of an MMU notifier,
@@ -175,15 +187,14 @@ impl Vm {
     /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
         let writer = self.shared.writer();
-        let ranges: Vec<_> = writer
-            .table
-            .iter_hva(hva.clone())
-            .filter_map(|slot| slot.frames_in_hva(hva.clone()))
-            .collect();
+        let mut ranges = Vec::new();
+        writer.slots.for_each_in_hva(hva.clone(), |slot| {
+            ranges.extend(slot.frames_in_hva(hva.clone()));
+        });
         if ranges.is_empty() {
             return 0;
         }
-        self.shared.unmap(&writer, &ranges)
+        self.shared.unmap(&writer.vcpus, &ranges)
     }
 
     /// How many pages are mapped in the second-stage tables; exact while no vCPU runs.
@@ -216,7 +227,17 @@ impl Vm {
     }
 }
 
-impl fmt::Debug for Vm {
+// By hand, since a derived one would ask for `M: Clone`.
+impl<M: Memslots> Clone for Vm<M> {
+    fn clone(&self) -> Self {
+        Self {
+            shared: Arc::clone(&self.shared),
+            config: self.config,
+        }
+    }
+}
+
+impl<M: Memslots> fmt::Debug for Vm<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Vm")
             .field("config", &self.config)
@@ -226,7 +247,7 @@ impl fmt::Debug for Vm {
 }
 
 /// What the slot is to carry. Before the request is checked, so sizes may be absurd here.
-fn slot_data(writer: &Writer, region: &Region) -> Result<SlotData, VmError> {
+fn slot_data<M: Memslots>(slots: &M, region: &Region) -> Result<SlotData, VmError> {
     let mut data = SlotData::default();
     if region.size == 0 {
         return Ok(data);
@@ -250,7 +271,7 @@ fn slot_data(writer: &Writer, region: &Region) -> Result<SlotData, VmError> {
         data.userfault = Some(bits);
     }
     if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
-        let old = writer.table.by_id(region.slot);
+        let old = slots.by_id(region.slot);
         let kept = old.and_then(|slot| slot.data.dirty.clone());
         // Memory for a log only where there is memory to be logged.
         check_memory(region)?;
