@@ -1,0 +1,142 @@
+#![expect(
+    unsafe_code,
+    reason = "a reader, the guard that borrows it and the view that borrows the guard live in one allocation"
+)]
+//! One version of the slots, owned rather than borrowed.
+//!
+//! **Guarantee.** While any [`PinnedRef`] of a pin lives, its view shows one version of the slots and
+//! nothing seen through it is freed. Making one takes no lock and, once the thread has made one before, no
+//! allocation.
+//!
+//! **Mechanism.** `memslot`'s readers belong to one thread at a time, its guards borrow a reader and its
+//! views borrow a guard; `vm-memory` wants an object that borrows nothing. So the three share an allocation
+//! that never moves, counted by its users; the last user drops the guard, which ends the pin, and parks the
+//! reader in a [`Pool`] for the next pin of that thread.
+//!
+//! **The argument.** (1) The allocation is reached through a raw pointer only, from its making to its
+//! parking, so no Rust reference to the whole of it ever contradicts those that guard and view hold into it.
+//! (2) Guard and view say `'static` but leave this file only as borrows of the `PinnedRef`. (3) The fields
+//! that change (`guard`, `view`, the reader inside its borrow) change while one thread owns the allocation:
+//! before the first `PinnedRef` exists and after the last is gone. In between, threads share the view,
+//! which is `Sync`, and the count.
+
+use crate::pool::{self, Pool};
+use crate::sync::{AtomicUsize, Ordering, fence};
+use pageferry_memslot::{SlotGuard, SlotReader, SlotTable, SlotView};
+use std::mem::MaybeUninit;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// A reader, and while it is in use its guard and view.
+pub(crate) struct Pinned<R: Send + Sync + 'static> {
+    users: AtomicUsize,
+    /// Valid while `guard` is.
+    view: MaybeUninit<SlotView<'static, Arc<R>>>,
+    /// Valid while there are users.
+    guard: MaybeUninit<SlotGuard<'static, Arc<R>>>,
+    reader: SlotReader<Arc<R>>,
+    /// Where it is parked when there are none.
+    home: Arc<Pool<Pinned<R>>>,
+    row: usize,
+}
+
+/// One user of a pin.
+pub(crate) struct PinnedRef<R: Send + Sync + 'static>(NonNull<Pinned<R>>);
+
+const fn send<T: Send>() {}
+const fn sync<T: Sync>() {}
+
+impl<R: Send + Sync + 'static> PinnedRef<R> {
+    /// What the impls of `Send` and `Sync` below rest on, checked by the compiler.
+    const PARTS_MAY_TRAVEL: () = {
+        send::<SlotReader<Arc<R>>>();
+        send::<SlotGuard<'static, Arc<R>>>();
+        sync::<SlotView<'static, Arc<R>>>();
+    };
+}
+
+// SAFETY: `PARTS_MAY_TRAVEL` says that the reader and the guard may be used and dropped by another thread
+// than the one that made them, one at a time, which is what (3) above gives them.
+unsafe impl<R: Send + Sync + 'static> Send for PinnedRef<R> {}
+// SAFETY: a shared `PinnedRef` gives the view, which is `Sync`, and clones, which are counted atomically.
+unsafe impl<R: Send + Sync + 'static> Sync for PinnedRef<R> {}
+
+impl<R: Send + Sync + 'static> PinnedRef<R> {
+    /// Pins the newest version of `table`, with a reader of `home` or a new one.
+    pub(crate) fn new(home: &Arc<Pool<Pinned<R>>>, table: &SlotTable<Arc<R>>) -> Self {
+        let () = Self::PARTS_MAY_TRAVEL;
+        let row = pool::own_row();
+        let pinned = Box::into_raw(home.take(row).unwrap_or_else(|| {
+            Box::new(Pinned {
+                users: AtomicUsize::new(0),
+                view: MaybeUninit::uninit(),
+                guard: MaybeUninit::uninit(),
+                reader: table.reader(),
+                home: Arc::clone(home),
+                row,
+            })
+        }));
+        // SAFETY: the box was ours alone, and from here on nothing but this pointer reaches it (1). The
+        // reader is not moved while the guard is there, nor the guard while the view is: all stay in this
+        // allocation until `drop` has dropped the guard (2).
+        unsafe {
+            (*pinned).users.store(1, Ordering::Relaxed);
+            let guard = (*(&raw mut (*pinned).reader)).pin();
+            (&raw mut (*pinned).guard).write(MaybeUninit::new(guard));
+            let guard: &'static SlotGuard<'static, Arc<R>> =
+                &*(&raw const (*pinned).guard).cast::<SlotGuard<'static, Arc<R>>>();
+            (&raw mut (*pinned).view).write(MaybeUninit::new(guard.view()));
+            Self(NonNull::new_unchecked(pinned))
+        }
+    }
+
+    /// The version that is pinned.
+    #[inline]
+    pub(crate) fn view(&self) -> SlotView<'_, Arc<R>> {
+        // SAFETY: there is a user, `self`, so the view is valid, and nobody writes it (3).
+        unsafe { (*(&raw const (*self.0.as_ptr()).view)).assume_init() }
+    }
+
+    fn users(&self) -> &AtomicUsize {
+        // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
+        unsafe { &*(&raw const (*self.0.as_ptr()).users) }
+    }
+}
+
+impl<R: Send + Sync + 'static> Clone for PinnedRef<R> {
+    fn clone(&self) -> Self {
+        let before = self.users().fetch_add(1, Ordering::Relaxed);
+        // As `Arc` does: a count that could wrap would free what is in use.
+        if before > usize::MAX / 2 {
+            std::process::abort();
+        }
+        Self(self.0)
+    }
+}
+
+impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
+    fn drop(&mut self) {
+        // The only user cannot be cloned meanwhile, as that takes a user; so no locked instruction for it.
+        // Each decrement releases what its user did, and the last user acquires that before it ends the pin.
+        if self.users().load(Ordering::Acquire) != 1 {
+            if self.users().fetch_sub(1, Ordering::Release) != 1 {
+                return;
+            }
+            fence(Ordering::Acquire);
+        }
+        let pinned = self.0.as_ptr();
+        // SAFETY: no user is left, so the allocation is ours alone; the guard is valid until it is dropped
+        // here, once, and the view, which needs no drop, is not looked at again before it is written anew.
+        // Then nothing borrows from the allocation and it may be a box again.
+        let (pinned, home, row) = unsafe {
+            (&raw mut (*pinned).guard)
+                .cast::<SlotGuard<'static, Arc<R>>>()
+                .drop_in_place();
+            let (home, row) = (Arc::as_ptr(&(*pinned).home), (*pinned).row);
+            (Box::from_raw(pinned), home, row)
+        };
+        // SAFETY: `pinned` holds a share of its home until it is parked or dropped, and `park` makes its last
+        // access to the pool before another thread may drop either.
+        unsafe { (*home).park(row, pinned) };
+    }
+}

@@ -1,0 +1,141 @@
+//! The guest's memory at one moment, as `vm-memory` wants to see it.
+
+use crate::pinned::PinnedRef;
+use pageferry_addr::{Gfn, Gpa, Hva};
+use pageferry_memslot::{Generation, Slot, SlotView};
+use std::fmt;
+use std::ops::{Deref, Range};
+use std::sync::Arc;
+use vm_memory::{
+    GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection,
+    GuestRegionCollectionError,
+};
+
+/// One version of the memory: owned, cheap to clone, usable from any thread.
+///
+/// It shows the regions as they were when it was taken, whatever is inserted, moved or removed since, and all
+/// of them stay mapped while it or a clone of it lives. Meanwhile, memory of slots that were replaced cannot
+/// be freed, neither the records of a few hundred bytes that each change leaves behind nor the mappings of
+/// removed regions. Take a new one for each unit of work, as with `GuestMemoryAtomic`; one to keep for long is
+/// better turned into a [`detach`](Self::detach)ed copy.
+///
+/// Look-ups cost O(log n) in the regions, take no lock and write nothing that is shared.
+pub struct SlotSnapshot<R: Send + Sync + 'static>(PinnedRef<R>);
+
+impl<R: Send + Sync + 'static> SlotSnapshot<R> {
+    pub(crate) fn new(pinned: PinnedRef<R>) -> Self {
+        Self(pinned)
+    }
+
+    /// The slots themselves, for what `vm-memory` does not ask: look-up by id, of the nearest slot below, by
+    /// host address.
+    #[inline]
+    #[must_use]
+    pub fn slots(&self) -> SlotView<'_, Arc<R>> {
+        self.0.view()
+    }
+
+    /// Which version of the memory this is.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.slots().generation()
+    }
+
+    /// The slot that holds `addr`, with its id and flags.
+    #[inline]
+    #[must_use]
+    pub fn find_slot(&self, addr: GuestAddress) -> Option<&Slot<Arc<R>>> {
+        self.slots().lookup(Gpa(addr.0).gfn())
+    }
+
+    /// The regions that have any of the host addresses `range`; O(log n + their number).
+    ///
+    /// What a VMM asks that is told a host address: by SIGBUS, by userfaultfd, by a balloon.
+    pub fn regions_at_host(&self, range: Range<Hva>) -> impl Iterator<Item = &R> {
+        self.slots().iter_hva(range).map(|slot| slot.data.as_ref())
+    }
+}
+
+impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotSnapshot<R> {
+    /// A copy of the list of regions that lets the writer free what it replaces; O(n).
+    ///
+    /// # Errors
+    /// When there is no region: `vm-memory`'s collection is never empty.
+    pub fn detach(&self) -> Result<GuestRegionCollection<R>, GuestRegionCollectionError> {
+        let regions = self.slots().iter().map(|slot| Arc::clone(&slot.data));
+        GuestRegionCollection::from_arc_regions(regions.collect())
+    }
+}
+
+impl<R: Send + Sync + 'static> Clone for SlotSnapshot<R> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<R: Send + Sync + 'static> fmt::Debug for SlotSnapshot<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SlotSnapshot({:?})", self.generation())
+    }
+}
+
+impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestMemoryBackend for SlotSnapshot<R> {
+    type R = R;
+
+    /// Counts them: O(n).
+    fn num_regions(&self) -> usize {
+        self.slots().iter().count()
+    }
+
+    #[inline]
+    fn find_region(&self, addr: GuestAddress) -> Option<&R> {
+        self.find_slot(addr).map(|slot| slot.data.as_ref())
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &R> {
+        self.slots().iter().map(|slot| slot.data.as_ref())
+    }
+
+    fn last_addr(&self) -> GuestAddress {
+        self.slots()
+            .lookup_or_below(Gfn::MAX)
+            .map_or(GuestAddress(0), |slot| slot.data.last_addr())
+    }
+}
+
+/// What [`memory`](vm_memory::GuestAddressSpace::memory) of a [`SlotMemory`](crate::SlotMemory) gives: a
+/// smart pointer to a [`SlotSnapshot`].
+pub struct SlotMemoryGuard<R: Send + Sync + 'static>(SlotSnapshot<R>);
+
+impl<R: Send + Sync + 'static> SlotMemoryGuard<R> {
+    pub(crate) fn new(snapshot: SlotSnapshot<R>) -> Self {
+        Self(snapshot)
+    }
+
+    /// The snapshot itself.
+    #[must_use]
+    pub fn into_inner(self) -> SlotSnapshot<R> {
+        self.0
+    }
+}
+
+impl<R: Send + Sync + 'static> Clone for SlotMemoryGuard<R> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<R: Send + Sync + 'static> Deref for SlotMemoryGuard<R> {
+    type Target = SlotSnapshot<R>;
+
+    #[inline]
+    fn deref(&self) -> &SlotSnapshot<R> {
+        &self.0
+    }
+}
+
+impl<R: Send + Sync + 'static> fmt::Debug for SlotMemoryGuard<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
