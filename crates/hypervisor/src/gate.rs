@@ -108,6 +108,7 @@ impl Gate {
     ///
     /// # Panics
     /// If the vCPU is inside already.
+    #[inline]
     pub fn enter(&self) -> Result<Inside<'_>, Requests> {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
@@ -140,6 +141,7 @@ impl Gate {
     /// What [`Gate::has_requests`] loads, for a loop that polls on its own: leave when it is not 0.
     #[cfg(not(loom))]
     #[must_use]
+    #[inline]
     pub const fn bell(&self) -> &AtomicU32 {
         &self.bell
     }
@@ -168,6 +170,7 @@ pub struct Inside<'gate> {
 }
 
 impl Drop for Inside<'_> {
+    #[inline]
     fn drop(&mut self) {
         self.gate.word.fetch_and(!INSIDE, Ordering::Release);
     }

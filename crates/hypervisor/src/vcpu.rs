@@ -132,17 +132,14 @@ impl<M: Memslots> VcpuCore<M> {
                     continue;
                 }
             };
-            let exit = if let First::Watched = self.first {
-                // One instruction at a time until one has retired.
-                let before = self.hart.instret();
-                let exit = self.hart.run(&mut self.memory, gate.bell(), Some(1));
-                if self.hart.instret() != before {
-                    self.first = First::Ran(Instant::now());
-                }
-                exit
-            } else {
-                self.hart.run(&mut self.memory, gate.bell(), None)
-            };
+            // Until one instruction has retired, one at a time.
+            let watched = matches!(self.first, First::Watched);
+            let before = self.hart.instret();
+            let budget = watched.then_some(1);
+            let exit = self.hart.run(&mut self.memory, gate.bell(), budget);
+            if watched && self.hart.instret() != before {
+                self.first = First::Ran(Instant::now());
+            }
             drop(inside);
             match exit {
                 HartExit::Requested => {

@@ -193,6 +193,7 @@ impl Csrs {
 
     /// Enters the handler of the interrupt the hart has to take before the instruction at `pc`, if there is
     /// one. Returns where it begins.
+    #[inline]
     pub(super) fn interrupt(&mut self, pc: u64) -> Option<u64> {
         let taken = match self.mode {
             Mode::User => true,

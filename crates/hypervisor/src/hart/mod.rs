@@ -156,12 +156,14 @@ impl Hart {
     }
 
     /// Counts the instruction at `pc`, goes on at `next`, and takes an interrupt if that instruction enabled one.
+    #[inline]
     fn retire(&mut self, next: u64) {
         self.pc = next;
         self.instret = self.instret.wrapping_add(1);
         self.take_interrupt();
     }
 
+    #[inline]
     fn take_interrupt(&mut self) {
         if let Some(handler) = self.csrs.interrupt(self.pc) {
             self.pc = handler;
@@ -186,6 +188,7 @@ impl Hart {
 
     /// Gives the load that the last [`HartExit::MmioLoad`] was about its value: its low bytes go to the load's
     /// register, extended as the load says. Without such an exit since the last entry it does nothing.
+    #[inline]
     pub fn complete_mmio_load(&mut self, value: u64) {
         if let Some(load) = self.mmio_load.take() {
             self.x[load.rd] = extend(load.kind, value);
