@@ -157,4 +157,36 @@ pub enum SlotError {
         /// The frames of the slot in the way.
         taken: GfnRange,
     },
+    /// `USERFAULT` needs a bitmap.
+    #[error("slot {id} is to have USERFAULT and names no bitmap; give the address of its words")]
+    NoUserfaultBitmap {
+        /// The id.
+        id: u16,
+    },
+    /// The bitmap is not made of whole words.
+    #[error("userfault bitmap {bitmap} is not a multiple of 8")]
+    UnalignedBitmap {
+        /// The address asked for.
+        bitmap: Hva,
+    },
+    /// The bitmap leaves the 64-bit address space.
+    #[error("userfault bitmap {bitmap} + {bytes:#x} passes the end of the 64-bit address space")]
+    BitmapOverflow {
+        /// The first address.
+        bitmap: Hva,
+        /// How many bytes the slot's pages need.
+        bytes: u64,
+    },
+    /// A slot keeps its bitmap as long as it has `USERFAULT`.
+    #[error(
+        "slot {id} has its userfault bitmap at {old} and cannot change to {new}; take the flag off and set it again"
+    )]
+    BitmapChanged {
+        /// The id.
+        id: u16,
+        /// The address today.
+        old: Hva,
+        /// The address asked for.
+        new: Hva,
+    },
 }

@@ -1,7 +1,6 @@
 //! What can be asked of a table, within which limits, and what came of it.
 
 use crate::{Slot, SlotFlags};
-use alloc::sync::Arc;
 use pageferry_addr::{Gfn, Gpa, Hva};
 
 /// What a table allows.
@@ -15,17 +14,27 @@ pub struct Limits {
     pub max_slot_pages: u64,
     /// The first frame no slot may hold: one past what the second-stage tables can map.
     pub gfn_limit: Gfn,
+    /// Whether readers of an address space tell each other which slot they found last, besides remembering it
+    /// themselves. Good for readers that come and go and use one slot mostly; bad for readers at work in
+    /// different slots, as all of them write one cache line.
+    pub shared_last_used: bool,
+    /// How many replaced slots and tree nodes may wait for readers before a writer waits for them. One operation
+    /// replaces 3 to 30.
+    pub max_retired: usize,
 }
 
 impl Default for Limits {
     /// One address space, 32 764 slots (x86-64's `KVM_USER_MEM_SLOTS`) of at most 2^31 - 1 pages
-    /// (`KVM_MEM_MAX_NR_PAGES`), anywhere in 64 bits of guest-physical address space.
+    /// (`KVM_MEM_MAX_NR_PAGES`), anywhere in 64 bits of guest-physical address space; no shared last-used
+    /// slot; 4096 retired things (about 3 MB).
     fn default() -> Self {
         Self {
             address_spaces: 1,
             max_slots: 32_764,
             max_slot_pages: (1 << 31) - 1,
             gfn_limit: Gfn(Gfn::MAX.0 + 1),
+            shared_last_used: false,
+            max_retired: 4096,
         }
     }
 }
@@ -48,6 +57,9 @@ pub struct Request<D> {
     pub hva: Hva,
     /// The flags the slot is to have.
     pub flags: SlotFlags,
+    /// With the flag `USERFAULT`: the address of the 64-bit word in which the first page's bit is; a multiple of 8.
+    /// Ignored without the flag, as in the KVM Userfault series.
+    pub userfault_bitmap: Option<Hva>,
     /// What the new slot carries; dropped where the request makes none.
     pub data: D,
 }
@@ -63,43 +75,52 @@ impl<D: Default> Request<D> {
             size: 0,
             hva: Hva(0),
             flags: SlotFlags::EMPTY,
+            userfault_bitmap: None,
             data: D::default(),
         }
     }
 }
 
-/// What a request did, so that its caller can bring everything derived from slots in step.
+/// What a request does, so that its caller can bring everything derived from slots in step.
 ///
-/// After `Deleted` and `Moved` the second-stage mappings of `old.range` must be zapped and flushed before
-/// the old slot's memory is put to another use; after `FlagsChanged` the flags say what is due (write
-/// protection when dirty logging starts, a zap when userfault starts).
+/// For `Deleted` and `Moved` the second-stage mappings of `old.range` must be zapped and flushed before the old
+/// slot's memory is put to another use; for `FlagsChanged` the flags say what is due (write protection
+/// when dirty logging starts, a zap when userfault starts).
 #[derive(Debug)]
-#[must_use = "second-stage mappings of the old slot stay usable until the caller zaps them"]
-pub enum Change<D> {
-    /// The request asked for what is there; the table is the same version.
+pub enum Change<'table, D> {
+    /// The request asked for what is there.
     Nothing,
-    /// A slot came.
+    /// A slot comes.
     Created {
         /// The slot.
-        new: Arc<Slot<D>>,
+        new: &'table Slot<D>,
     },
-    /// A slot went.
+    /// A slot goes.
     Deleted {
-        /// The slot as it was.
-        old: Arc<Slot<D>>,
+        /// The slot as it was; marked invalid.
+        old: &'table Slot<D>,
     },
-    /// A slot has another first frame, and perhaps other flags.
+    /// A slot gets another first frame, and perhaps other flags.
     Moved {
-        /// The slot as it was.
-        old: Arc<Slot<D>>,
-        /// The slot as it is.
-        new: Arc<Slot<D>>,
+        /// The slot as it was; marked invalid.
+        old: &'table Slot<D>,
+        /// The slot as it will be.
+        new: &'table Slot<D>,
     },
-    /// A slot has other flags at the same place.
+    /// A slot gets other flags at the same place.
     FlagsChanged {
         /// The slot as it was.
-        old: Arc<Slot<D>>,
-        /// The slot as it is.
-        new: Arc<Slot<D>>,
+        old: &'table Slot<D>,
+        /// The slot as it will be.
+        new: &'table Slot<D>,
     },
 }
+
+// By hand, since derived ones would ask for `D: Clone`.
+impl<D> Clone for Change<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D> Copy for Change<'_, D> {}

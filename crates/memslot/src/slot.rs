@@ -1,14 +1,21 @@
 //! One slot.
 
-use crate::SlotFlags;
+use crate::sync::{Alive, AtomicU32, Ordering};
+use crate::{Request, SlotFlags};
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_MASK, PAGE_SHIFT};
 
+/// The slot is being deleted or moved, or was.
+const INVALID: u32 = 1;
+/// Another record takes this one's place: readers must not take it from their caches.
+const REPLACED: u32 = 2;
+
 /// A guest range and the host range of the same size that backs it.
 ///
-/// A slot never changes; a request that changes one puts another in its place. `data` is the user's own
-/// (a hypervisor's dirty log and userfault bitmap, say), which this crate carries and never looks at.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// What a slot says never changes; a request that changes a slot puts another record in its place. The one thing
+/// that changes is a mark, [`is_invalid`](Self::is_invalid). `data` is the user's own (a hypervisor's dirty
+/// log and userfault bitmap, say), which this crate carries and never looks at.
+#[derive(Debug)]
 pub struct Slot<D> {
     /// The address space the slot belongs to, counted from 0.
     pub address_space: u16,
@@ -20,11 +27,34 @@ pub struct Slot<D> {
     pub hva: Hva,
     /// The flags; only known ones.
     pub flags: SlotFlags,
+    /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
+    /// word in which the first page's bit is. This crate never reads them.
+    pub userfault_bitmap: Option<Hva>,
     /// The user's own.
     pub data: D,
+    mark: AtomicU32,
+    pub(crate) alive: Alive,
 }
 
 impl<D> Slot<D> {
+    /// The slot that `request` asks for, at `range`. Tables make slots by themselves; this is for other
+    /// structures that keep slots.
+    #[must_use]
+    pub fn new(request: Request<D>, range: GfnRange) -> Self {
+        let bitmap = request.userfault_bitmap;
+        Self {
+            address_space: request.address_space,
+            id: request.id,
+            range,
+            hva: request.hva,
+            flags: request.flags,
+            userfault_bitmap: bitmap.filter(|_| request.flags.contains(SlotFlags::USERFAULT)),
+            data: request.data,
+            mark: AtomicU32::new(0),
+            alive: Alive::new(),
+        }
+    }
+
     /// The host address of `gfn`'s first byte, or `None` where the slot does not hold `gfn`.
     #[inline]
     #[must_use]
@@ -61,21 +91,49 @@ impl<D> Slot<D> {
         let end = (end.0 - own.start.0 + PAGE_MASK) >> PAGE_SHIFT;
         GfnRange::new(Gfn(self.range.start().0 + skipped), end - skipped)
     }
+
+    /// Whether the slot is being deleted or moved, or was: do not use it; look again when the
+    /// [`Generation`](crate::Generation) has changed. The kernel's `KVM_MEMSLOT_INVALID`.
+    ///
+    /// The mark is set before anything else of such a change can be seen, on the record that all readers share, so
+    /// that it shows under guards and views that are older than the change. It goes away only if the change is
+    /// given up.
+    #[inline]
+    #[must_use]
+    pub fn is_invalid(&self) -> bool {
+        self.mark.load(Ordering::Acquire) & INVALID != 0
+    }
+
+    /// Whether a cache may answer with this record.
+    #[inline]
+    pub(crate) fn is_current(&self) -> bool {
+        self.mark.load(Ordering::Acquire) == 0
+    }
+
+    pub(crate) fn mark_invalid(&self) {
+        self.mark.store(INVALID, Ordering::Release);
+    }
+
+    pub(crate) fn mark_replaced(&self) {
+        self.mark.store(REPLACED, Ordering::Release);
+    }
+
+    pub(crate) fn unmark(&self) {
+        self.mark.store(0, Ordering::Release);
+    }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
 
     fn slot() -> Slot<()> {
-        Slot {
-            address_space: 0,
+        let request = Request {
             id: 1,
-            range: GfnRange::new(Gfn(100), 4).unwrap(),
             hva: Hva(0x10000),
-            flags: SlotFlags::EMPTY,
-            data: (),
-        }
+            ..Request::delete(0, 1)
+        };
+        Slot::new(request, GfnRange::new(Gfn(100), 4).unwrap())
     }
 
     #[test]

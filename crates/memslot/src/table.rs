@@ -1,312 +1,360 @@
-//! A version of all slots of a VM, and the step to the next.
+#![expect(
+    unsafe_code,
+    reason = "slots and tree nodes are shared by pointer and freed after a grace period"
+)]
+//! What the writer and the readers of a table share.
+//!
+//! # What readers may see, and when memory goes
+//!
+//! An operation becomes visible in this order, all by stores with release order:
+//! 1. The generation word gets its bit "update in progress".
+//! 2. Where a slot is deleted or moved, its record is marked invalid. (Here the caller takes back what it
+//!    derived from the slot.) Where flags change, the old record is marked as replaced.
+//! 3. The trees are changed; what is new in them is born at version `g + 1`. A slot that moves is put at its
+//!    new place before it is taken from the old.
+//! 4. The generation word becomes `g + 1`.
+//! 5. Nodes and records that were replaced are stamped and retired.
+//!
+//! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
+//! view sees an operation wholly or not at all. Each node it meets tells whether it is too new, and what was in
+//! its place before ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
+//! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, and
+//! if the guard's fence had come after the stamp's, the view would have loaded that version. So the epochs
+//! keep it ([`pageferry_epoch`]).
+//!
+//! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
+//! store, so they see it or not. During a move they may find the old record at the old place, which is invalid by
+//! then (2 before 3): they know that they have to look again. Who has seen the new record finds the old one
+//! invalid or gone. A look-up that needs two leaves reads them at one version instead.
+//!
+//! *Caches* remember a record and check its mark: whatever was deleted, moved or replaced is marked before anything
+//! else shows that.
+//!
+//! The generation that a reader loaded before it looked something up is good as the key of what it derives:
+//! if the word is the same later, and has no "in progress", nothing has changed between.
 
-use crate::{Change, Limits, Request, Slot, SlotError, SlotFlags, SlotSet};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering};
+use crate::tree::{At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tree};
+use crate::{Limits, Slot, SlotReader, SlotView};
+use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
-use core::ops::Range;
-use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_MASK, PAGE_SHIFT};
+use core::cell::UnsafeCell;
+use core::fmt;
+use core::ptr;
+use pageferry_epoch::{Domain, Epoch, Guard, Limbo};
 
-/// All slots of a VM at one version; never changes.
+/// How often a table has changed, and whether it is changing now.
 ///
-/// The look-ups here are those of address space 0, the only one by default; [`space`](Self::space) gives
-/// the others.
-#[derive(Debug)]
-pub struct SlotTable<D> {
-    limits: Limits,
-    generation: u64,
-    /// The pages of all slots in all address spaces.
-    pages: u64,
-    /// At least one.
-    spaces: Vec<Arc<SlotSet<D>>>,
+/// A reader that derives something from slots (a cached MMIO address, say) loads it *before* it looks, and uses
+/// what it derived as long as it loads the same again and [`in_progress`](Self::in_progress) is false: the kernel's
+/// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Generation(u64);
+
+impl Generation {
+    pub(crate) const IN_PROGRESS: u64 = 1 << 63;
+
+    /// How many operations are complete.
+    #[inline]
+    #[must_use]
+    pub const fn number(self) -> u64 {
+        self.0 & !Self::IN_PROGRESS
+    }
+
+    /// Whether an operation has begun and is neither complete nor given up.
+    #[inline]
+    #[must_use]
+    pub const fn in_progress(self) -> bool {
+        self.0 & Self::IN_PROGRESS != 0
+    }
 }
 
-impl<D> SlotTable<D> {
-    /// A table without slots, at generation 0.
-    ///
-    /// # Panics
-    /// If `limits` allows no address space.
-    #[must_use]
-    pub fn new(limits: Limits) -> Self {
-        assert!(limits.address_spaces > 0, "a VM has an address space");
+/// On cache lines of its own: all readers of views read it, the writer writes it.
+#[repr(align(128))]
+struct Aligned(AtomicU64);
+
+/// The slots of one address space.
+pub(crate) struct Space<D> {
+    pub(crate) by_gfn: Tree<ByGfn, D>,
+    pub(crate) by_id: Tree<ById, D>,
+    pub(crate) by_hva: Tree<ByHva, D>,
+    /// The slot that some reader found last, one place for each of three epochs.
+    last_used: Option<[AtomicPtr<Slot<D>>; 3]>,
+}
+
+pub(crate) struct Shared<D> {
+    generation: Aligned,
+    pub(crate) domain: Arc<Domain>,
+    pub(crate) limits: Limits,
+    pub(crate) spaces: Box<[Space<D>]>,
+    /// The writer's; see [`Shared::writer`].
+    state: UnsafeCell<State<D>>,
+}
+
+/// What only the writer uses.
+pub(crate) struct State<D> {
+    pub(crate) pools: Pools<D>,
+    pub(crate) limbo: Limbo<Garbage<D>>,
+    /// What the current operation has replaced.
+    pub(crate) replaced: Vec<Garbage<D>>,
+    /// How much was retired since the epoch moved.
+    pub(crate) retired: usize,
+    /// The records among what waits.
+    pub(crate) retired_slots: usize,
+    /// Slots, and their pages.
+    pub(crate) len: usize,
+    pub(crate) pages: u64,
+    pub(crate) pending: Pending<D>,
+    pub(crate) relax: fn(),
+}
+
+pub(crate) struct Pools<D> {
+    pub(crate) by_gfn: Pool<ByGfn, D>,
+    pub(crate) by_id: Pool<ById, D>,
+    pub(crate) by_hva: Pool<ByHva, D>,
+}
+
+/// What waits for readers.
+pub(crate) enum Garbage<D> {
+    ByGfn(Replaced),
+    ById(Replaced),
+    ByHva(Replaced),
+    Slot(*const Slot<D>),
+}
+
+/// An operation that has begun.
+pub(crate) enum Pending<D> {
+    Nothing,
+    Create { new: *mut Slot<D> },
+    Delete { old: *const Slot<D> },
+    Move { old: *const Slot<D>, new: *mut Slot<D> },
+    Flags { old: *const Slot<D>, new: *mut Slot<D> },
+}
+
+// By hand, since derived ones would ask for `D: Copy`.
+impl<D> Clone for Pending<D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D> Copy for Pending<D> {}
+
+// SAFETY: readers get `&Slot<D>` on any thread (`D: Sync`), and the last handle, on any thread, drops the slots (`D:
+// Send`). Cells and marks are atomics; `state` is used by the one writer, which is unique, and by `drop`.
+unsafe impl<D: Send + Sync> Send for Shared<D> {}
+// SAFETY: as above.
+unsafe impl<D: Send + Sync> Sync for Shared<D> {}
+
+impl<D> Shared<D> {
+    pub(crate) fn new(limits: Limits) -> Self {
         Self {
+            generation: Aligned(AtomicU64::new(0)),
+            domain: Domain::new(),
             limits,
-            generation: 0,
-            pages: 0,
             spaces: (0..limits.address_spaces)
-                .map(|_| Arc::new(SlotSet::new()))
+                .map(|_| Space::new(limits.shared_last_used))
                 .collect(),
+            state: UnsafeCell::new(State {
+                pools: Pools {
+                    by_gfn: Pool::new(),
+                    by_id: Pool::new(),
+                    by_hva: Pool::new(),
+                },
+                limbo: Limbo::new(),
+                replaced: Vec::new(),
+                retired: 0,
+                retired_slots: 0,
+                len: 0,
+                pages: 0,
+                pending: Pending::Nothing,
+                relax: core::hint::spin_loop,
+            }),
         }
     }
 
-    /// The slots of an address space, or `None` where there is no such space.
+    /// The writer's state.
+    ///
+    /// # Safety
+    /// The caller is the one writer, by `&mut` while it uses the reference.
+    #[expect(clippy::mut_from_ref, reason = "exclusive by the caller's promise")]
+    pub(crate) unsafe fn writer(&self) -> &mut State<D> {
+        // SAFETY: nobody else has one, as the caller promises.
+        unsafe { &mut *self.state.get() }
+    }
+
+    /// The writer's state, to read.
+    ///
+    /// # Safety
+    /// The caller is the one writer.
+    pub(crate) unsafe fn writer_ref(&self) -> &State<D> {
+        // SAFETY: the writer, which the caller borrows, makes no other reference meanwhile.
+        unsafe { &*self.state.get() }
+    }
+
+    #[inline]
+    pub(crate) fn generation(&self) -> Generation {
+        Generation(self.generation.0.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn set_generation(&self, word: u64) {
+        self.generation.0.store(word, Ordering::Release);
+    }
+
+    /// Before the epoch moves to `next`: the places of the shared last-used slots that readers of that epoch
+    /// will use still hold what those of three epochs before put there.
+    pub(crate) fn forget_last_used(&self, next: Epoch) {
+        for space in &self.spaces {
+            if let Some(places) = &space.last_used {
+                places[next.modulo_3()].store(ptr::null_mut(), Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+impl<D> Space<D> {
+    fn new(shared_last_used: bool) -> Self {
+        let place = |_| AtomicPtr::new(ptr::null_mut());
+        Self {
+            by_gfn: Tree::new(),
+            by_id: Tree::new(),
+            by_hva: Tree::new(),
+            last_used: shared_last_used.then(|| core::array::from_fn(place)),
+        }
+    }
+
+    /// The newest state of the tree by gfn.
+    #[inline]
+    pub(crate) fn newest<'g>(&'g self, _: &'g Guard<'_>) -> At<'g, ByGfn, D> {
+        // SAFETY: the guard, which lasts as long as `'g`, keeps all that the cells hold from now on: nodes are
+        // retired with a stamp taken after the store that replaced them.
+        unsafe { self.by_gfn.at(NEWEST) }
+    }
+
+    /// The slot that some reader of the guard's epoch found last.
+    #[inline]
+    pub(crate) fn last_used<'g>(&'g self, guard: &'g Guard<'_>) -> Option<&'g Slot<D>> {
+        let places = self.last_used.as_ref()?;
+        if guard.epoch() == Epoch::NEVER {
+            return None;
+        }
+        let slot = places[guard.epoch().modulo_3()].load(Ordering::Acquire);
+        // SAFETY: null, or a record that a reader put there whose guard had this very epoch: places are emptied before
+        // the epoch comes to them, and by then those who used them three epochs before have gone. What was
+        // reached under a guard of the same epoch may be used.
+        unsafe { slot.as_ref() }
+    }
+
+    /// Tells other readers of `slot`, which was reached under `guard`.
+    #[inline]
+    pub(crate) fn remember(&self, guard: &Guard<'_>, slot: *const Slot<D>) {
+        if let Some(places) = &self.last_used
+            && guard.epoch() != Epoch::NEVER
+        {
+            places[guard.epoch().modulo_3()].store(slot.cast_mut(), Ordering::Release);
+        }
+    }
+}
+
+impl<D> Pools<D> {
+    pub(crate) const fn bytes(&self) -> usize {
+        self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes()
+    }
+
+    /// # Safety
+    /// Nobody can reach it any more, and it is freed once.
+    pub(crate) unsafe fn free(&mut self, garbage: Garbage<D>) {
+        // SAFETY: as the caller promises; records were made by `Box::into_raw`.
+        unsafe {
+            match garbage {
+                Garbage::ByGfn(node) => self.by_gfn.free(node),
+                Garbage::ById(node) => self.by_id.free(node),
+                Garbage::ByHva(node) => self.by_hva.free(node),
+                Garbage::Slot(slot) => free_slot(slot),
+            }
+        }
+    }
+}
+
+/// # Safety
+/// The record was made by `Box::into_raw`, nobody can reach it any more, and it is freed once.
+pub(crate) unsafe fn free_slot<D>(slot: *const Slot<D>) {
+    // SAFETY: as the caller promises.
+    let slot = unsafe { Box::from_raw(slot.cast_mut()) };
+    slot.alive.freed();
+}
+
+impl<D> Drop for Shared<D> {
+    fn drop(&mut self) {
+        // Every reader and the writer hold the table, so there is none, and no guard.
+        let state = self.state.get_mut();
+        match state.pending {
+            Pending::Nothing | Pending::Delete { .. } => {}
+            Pending::Create { new } | Pending::Move { new, .. } | Pending::Flags { new, .. } => {
+                // SAFETY: in no tree; made by `Box::into_raw`.
+                unsafe { free_slot(new) };
+            }
+        }
+        while let Some(garbage) = state.limbo.take() {
+            // SAFETY: retired once, and nobody is left.
+            unsafe { state.pools.free(garbage) };
+        }
+        for space in &mut self.spaces {
+            // SAFETY: nobody is left; each slot is in each of the three trees once, and freed by the last.
+            unsafe {
+                space.by_gfn.free_all(&mut state.pools.by_gfn, &mut |_| ());
+                space.by_hva.free_all(&mut state.pools.by_hva, &mut |_| ());
+                space
+                    .by_id
+                    .free_all(&mut state.pools.by_id, &mut |slot| free_slot(slot));
+            }
+        }
+    }
+}
+
+/// A handle to a table, from which readers come. Cloning gives another handle to the same table.
+pub struct SlotTable<D> {
+    pub(crate) shared: Arc<Shared<D>>,
+}
+
+impl<D> SlotTable<D> {
+    /// A new reader, for one thread (a vCPU) at a time. Takes a small allocation, unless one has gone before.
+    #[must_use]
+    pub fn reader(&self) -> SlotReader<D> {
+        SlotReader::new(Arc::clone(&self.shared))
+    }
+
+    /// How often the table has changed, and whether it is changing now.
     #[inline]
     #[must_use]
-    pub fn space(&self, address_space: u16) -> Option<&SlotSet<D>> {
-        self.spaces
-            .get(usize::from(address_space))
-            .map(|set| &**set)
-    }
-
-    /// [`SlotSet::lookup`] in address space 0.
-    #[inline]
-    #[must_use]
-    pub fn lookup(&self, gfn: Gfn) -> Option<&Arc<Slot<D>>> {
-        self.spaces[0].lookup(gfn)
-    }
-
-    /// [`SlotSet::lookup_or_below`] in address space 0.
-    #[must_use]
-    pub fn lookup_or_below(&self, gfn: Gfn) -> Option<&Arc<Slot<D>>> {
-        self.spaces[0].lookup_or_below(gfn)
-    }
-
-    /// [`SlotSet::by_id`] in address space 0.
-    #[must_use]
-    pub fn by_id(&self, id: u16) -> Option<&Arc<Slot<D>>> {
-        self.spaces[0].by_id(id)
-    }
-
-    /// [`SlotSet::iter_gfn`] in address space 0.
-    pub fn iter_gfn(&self, range: GfnRange) -> impl Iterator<Item = &Arc<Slot<D>>> {
-        self.spaces[0].iter_gfn(range)
-    }
-
-    /// [`SlotSet::iter_hva`] in address space 0.
-    pub fn iter_hva(&self, range: Range<Hva>) -> impl Iterator<Item = &Arc<Slot<D>>> {
-        self.spaces[0].iter_hva(range)
-    }
-
-    /// [`SlotSet::iter`] in address space 0.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &Arc<Slot<D>>> {
-        self.spaces[0].iter()
-    }
-
-    /// How many changes led from the empty table to this one.
-    #[inline]
-    #[must_use]
-    pub const fn generation(&self) -> u64 {
-        self.generation
-    }
-
-    /// How many slots there are, in all address spaces.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.spaces.iter().map(|set| set.len()).sum()
-    }
-
-    /// Whether there is no slot in any address space.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.spaces.iter().all(|set| set.is_empty())
-    }
-
-    /// The pages of all slots, in all address spaces.
-    #[must_use]
-    pub const fn pages(&self) -> u64 {
-        self.pages
+    pub fn generation(&self) -> Generation {
+        self.shared.generation()
     }
 
     /// What the table allows.
     #[must_use]
-    pub const fn limits(&self) -> &Limits {
-        &self.limits
-    }
-
-    /// The next version, and what the request did; O(n) in the slots of its address space.
-    ///
-    /// The generation grows by one, unless the request asks for what is there. Requests that are applied
-    /// concurrently to one version give versions that do not know each other: the caller applies them one
-    /// at a time, each to the version it published last.
-    ///
-    /// # Errors
-    /// One [`SlotError`] for each rule; `self` stays the current version.
-    pub fn apply(&self, request: Request<D>) -> Result<(Self, Change<D>), SlotError> {
-        check_flags(request.flags)?;
-        let set = self.check_place(&request)?;
-        let old = set.by_id(request.id);
-        if request.size == 0 {
-            let old = old.ok_or(SlotError::NothingToDelete {
-                address_space: request.address_space,
-                id: request.id,
-            })?;
-            let next = self.step(old, None, self.pages - old.range.pages());
-            let old = Arc::clone(old);
-            return Ok((next, Change::Deleted { old }));
-        }
-        let range = self.check_range(&request)?;
-        let Some(old) = old else {
-            let pages = self.pages.checked_add(range.pages());
-            let pages = pages.ok_or(SlotError::TotalPagesOverflow {
-                total: self.pages,
-                pages: range.pages(),
-            })?;
-            check_free(set, request.id, range)?;
-            let new = Arc::new(slot_of(request, range));
-            return Ok((self.step(&new, Some(&new), pages), Change::Created { new }));
-        };
-        check_same(old, &request, range)?;
-        let moved = range != old.range;
-        if moved {
-            check_free(set, request.id, range)?;
-        } else if request.flags == old.flags {
-            return Ok((self.clone(), Change::Nothing));
-        }
-        let old = Arc::clone(old);
-        let new = Arc::new(slot_of(request, range));
-        let next = self.step(&old, Some(&new), self.pages);
-        let change = if moved {
-            Change::Moved { old, new }
-        } else {
-            Change::FlagsChanged { old, new }
-        };
-        Ok((next, change))
-    }
-
-    /// The version in which `new` has replaced whatever has the address space and id of `named`.
-    fn step(&self, named: &Slot<D>, new: Option<&Arc<Slot<D>>>, pages: u64) -> Self {
-        let mut next = self.clone();
-        let set = &mut next.spaces[usize::from(named.address_space)];
-        *set = Arc::new(set.replaced(Some(named.id), new.cloned()));
-        next.generation += 1;
-        next.pages = pages;
-        next
-    }
-
-    /// What holds for every request, a deletion included; gives the address space it is for.
-    fn check_place(&self, request: &Request<D>) -> Result<&SlotSet<D>, SlotError> {
-        let &Request { gpa, size, hva, .. } = request;
-        if size & PAGE_MASK != 0 {
-            return Err(SlotError::UnalignedSize { size });
-        }
-        if !gpa.is_page_aligned() {
-            return Err(SlotError::UnalignedGpa { gpa });
-        }
-        if !hva.is_page_aligned() {
-            return Err(SlotError::UnalignedHva { hva });
-        }
-        if hva.checked_add(size).is_none() {
-            return Err(SlotError::HvaOverflow { hva, size });
-        }
-        let set = self
-            .space(request.address_space)
-            .ok_or(SlotError::NoSuchAddressSpace {
-                address_space: request.address_space,
-                count: self.limits.address_spaces,
-            })?;
-        if request.id >= self.limits.max_slots {
-            return Err(SlotError::IdTooLarge {
-                id: request.id,
-                max_slots: self.limits.max_slots,
-            });
-        }
-        Ok(set)
-    }
-
-    fn check_range(&self, request: &Request<D>) -> Result<GfnRange, SlotError> {
-        let &Request { gpa, size, .. } = request;
-        let pages = size >> PAGE_SHIFT;
-        let limit = self.limits.gfn_limit;
-        let range = GfnRange::new(gpa.gfn(), pages)
-            .filter(|range| range.end() <= limit)
-            .ok_or(SlotError::GpaTooHigh { gpa, size, limit })?;
-        let max_pages = self.limits.max_slot_pages;
-        if pages > max_pages {
-            return Err(SlotError::TooManyPages { pages, max_pages });
-        }
-        Ok(range)
+    pub fn limits(&self) -> &Limits {
+        &self.shared.limits
     }
 }
 
-fn check_flags(flags: SlotFlags) -> Result<(), SlotError> {
-    let unknown = flags.without(SlotFlags::KNOWN);
-    if unknown != SlotFlags::EMPTY {
-        return Err(SlotError::UnknownFlags { unknown });
-    }
-    let kept = SlotFlags::GUEST_MEMFD | SlotFlags::USERFAULT;
-    let refused = flags.without(kept);
-    if flags.contains(SlotFlags::GUEST_MEMFD) && refused != SlotFlags::EMPTY {
-        return Err(SlotError::GuestMemfdFlags { refused });
-    }
-    Ok(())
-}
-
-/// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as in the
-/// KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
-fn check_same<D>(old: &Slot<D>, request: &Request<D>, range: GfnRange) -> Result<(), SlotError> {
-    let id = request.id;
-    if range.pages() != old.range.pages() {
-        return Err(SlotError::SizeChanged {
-            id,
-            old: old.range.pages(),
-            new: range.pages(),
-        });
-    }
-    if request.hva != old.hva {
-        return Err(SlotError::HvaChanged {
-            id,
-            old: old.hva,
-            new: request.hva,
-        });
-    }
-    let free = SlotFlags::LOG_DIRTY_PAGES | SlotFlags::USERFAULT;
-    let toggled = request.flags.difference(old.flags).without(free);
-    if toggled != SlotFlags::EMPTY {
-        return Err(SlotError::FixedFlags {
-            id,
-            old: old.flags,
-            new: request.flags,
-            toggled,
-        });
-    }
-    if old.flags.contains(SlotFlags::GUEST_MEMFD) && range != old.range {
-        return Err(SlotError::GuestMemfdMoved {
-            id,
-            old: old.range.start(),
-            new: range.start(),
-        });
-    }
-    Ok(())
-}
-
-/// Refuses frames that any slot but `id` holds.
-fn check_free<D>(set: &SlotSet<D>, id: u16, range: GfnRange) -> Result<(), SlotError> {
-    match set.iter_gfn(range).find(|slot| slot.id != id) {
-        Some(other) => Err(SlotError::Overlap {
-            range,
-            other: other.id,
-            taken: other.range,
-        }),
-        None => Ok(()),
-    }
-}
-
-fn slot_of<D>(request: Request<D>, range: GfnRange) -> Slot<D> {
-    Slot {
-        address_space: request.address_space,
-        id: request.id,
-        range,
-        hva: request.hva,
-        flags: request.flags,
-        data: request.data,
-    }
-}
-
-impl<D> Default for SlotTable<D> {
-    /// A table without slots, with the default [`Limits`].
-    fn default() -> Self {
-        Self::new(Limits::default())
-    }
-}
-
-// By hand, since a derived one would ask for `D: Clone`.
 impl<D> Clone for SlotTable<D> {
-    /// The same version; shares all slots.
     fn clone(&self) -> Self {
         Self {
-            limits: self.limits,
-            generation: self.generation,
-            pages: self.pages,
-            spaces: self.spaces.clone(),
+            shared: Arc::clone(&self.shared),
         }
     }
+}
+
+impl<D> fmt::Debug for SlotTable<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotTable")
+            .field("generation", &self.generation())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A view of address space 0 for [`SlotView`]'s makers.
+pub(crate) fn view<D>(shared: &Shared<D>, version: u64, generation: Generation) -> SlotView<'_, D> {
+    SlotView::new(shared, &shared.spaces[0], version, generation)
 }

@@ -1,6 +1,6 @@
 //! A reader's memory of the slot it used last.
 
-use crate::{Slot, SlotTable};
+use crate::versions::{Slot, SlotTable};
 use alloc::sync::Arc;
 use pageferry_addr::Gfn;
 
@@ -25,7 +25,7 @@ impl LastUsed {
         }
     }
 
-    /// The slot of `table` that holds `gfn`, as [`SlotSet::lookup`](crate::SlotSet::lookup) finds it.
+    /// The slot of `table` that holds `gfn`, as [`SlotSet::lookup`](crate::versions::SlotSet::lookup) finds it.
     ///
     /// O(1) where it is the one this reader found last, else O(log n). `None` also where `table` has no
     /// such address space.

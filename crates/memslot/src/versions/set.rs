@@ -1,6 +1,6 @@
 //! The slots of one address space, at one version.
 
-use crate::Slot;
+use crate::versions::Slot;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::ops::Range;

@@ -1,0 +1,302 @@
+#![expect(
+    unsafe_code,
+    reason = "readers' records form a list without locks that lives as long as its domain"
+)]
+//! The epoch, and the readers that announce it.
+//!
+//! # Why nothing is freed too early
+//!
+//! A reader takes a guard by (r1) loading the epoch, (r2) announcing it, (r3) a sequentially consistent fence,
+//! and only then loads shared pointers. A writer unlinks something by (w1) a store, then takes a stamp: (w2) such
+//! a fence, (w3) a load of the epoch `e`. Whoever moves the epoch on does (a1) a load of it, (a2) a fence, (a3)
+//! loads of all announcements, and (a4) a compare-exchange to the next, if each is none or equal to what a1 gave.
+//!
+//! Let a guard have reached the thing. Then r3 precedes w2 in the order of fences, or the guard's loads would have
+//! seen w1. So w3 gives at least what r1 gave: the announced epoch `p` is at most `e`. The thing is freed in epoch
+//! `e + 2` or later, so somebody moves the epoch from `e + 1` on, after w3; its a2 comes after r3 too (it
+//! read an epoch at least as new as w3, whose fence came after r3), so its a3 sees the announcement of `p`, or the guard's
+//! end. `p` is not `e + 1`, so it must have seen the end. That store has release order and a fence
+//! with acquire order follows a3, so all the guard did happens before a4, and before the free, whose load
+//! of the epoch acquires a4.
+//!
+//! # Why what one guard reached may be used under a later one
+//!
+//! [`Guard::epoch`] gives the announced epoch `p` if it was still current after r3. What a guard of epoch `p`
+//! reached was unlinked, if at all, with a stamp of `p` or later (above), so it is not freed before epoch
+//! `p + 2`. A later guard of the same reader, or another, whose `epoch` gives `p` as well keeps the epoch at
+//! `p + 1` at most: whoever moves it on from `p + 1` had read that value before its fence, so that fence comes
+//! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
+//! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
+
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use core::cell::Cell;
+use core::fmt;
+use core::marker::PhantomData;
+use core::ptr;
+
+/// The count of epochs at some moment; 64 bits do not wrap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Epoch(u64);
+
+impl Epoch {
+    /// An epoch that never is: less than all others.
+    pub const NEVER: Self = Self(0);
+
+    /// Whether what was unlinked in `self` may be freed in `now`.
+    pub(crate) const fn is_over_in(self, now: Self) -> bool {
+        now.0 >= self.0 + 2
+    }
+
+    /// Which of three consecutive epochs this is: 0, 1 or 2. For tables with one place an epoch, whose places of the
+    /// epoch after next nobody uses any more.
+    #[must_use]
+    pub const fn modulo_3(self) -> usize {
+        (self.0 % 3) as usize
+    }
+
+    /// The epoch after this one.
+    #[must_use]
+    pub const fn next(self) -> Self {
+        Self(self.0 + 1)
+    }
+}
+
+/// Readers, and the epoch that they announce. Shared by `Arc`.
+#[derive(Debug)]
+#[repr(align(128))]
+pub struct Domain {
+    epoch: AtomicU64,
+    /// The records of all readers there ever were; freed with the domain.
+    records: AtomicPtr<Record>,
+}
+
+/// One reader's announcement, in cache lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Record {
+    /// The epoch of the reader's guard, or 0.
+    announced: AtomicU64,
+    /// Whether a [`Reader`] owns the record.
+    owned: AtomicBool,
+    /// The record that was the first before this one came; never changes.
+    next: *mut Record,
+}
+
+const NONE: u64 = 0;
+
+impl Domain {
+    /// A domain without readers.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self {
+            epoch: AtomicU64::new(1),
+            records: AtomicPtr::new(ptr::null_mut()),
+        })
+    }
+
+    /// A new reader, for one thread at a time. Takes the record of one that has gone, or allocates one.
+    #[must_use]
+    pub fn register(self: &Arc<Self>) -> Reader {
+        let mut record = self.records.load(Ordering::Acquire);
+        while !record.is_null() {
+            // SAFETY: records in the list are freed with the domain only, which is borrowed here.
+            let known = unsafe { &*record };
+            if !known.owned.load(Ordering::Relaxed) && !known.owned.swap(true, Ordering::Acquire) {
+                return self.reader(record);
+            }
+            record = known.next;
+        }
+        let mut first = self.records.load(Ordering::Relaxed);
+        let mut record = Box::new(Record {
+            announced: AtomicU64::new(NONE),
+            owned: AtomicBool::new(true),
+            next: first,
+        });
+        loop {
+            let raw = Box::into_raw(record);
+            // Release: who finds the record finds what is in it. A scan that misses it because it came too
+            // early is as one that finds no announcement: the reader's fence comes after its own.
+            match self.records.compare_exchange(
+                first,
+                raw,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return self.reader(raw),
+                Err(now) => {
+                    first = now;
+                    // SAFETY: made by `into_raw` above and not shared, as the exchange failed.
+                    record = unsafe { Box::from_raw(raw) };
+                    record.next = first;
+                }
+            }
+        }
+    }
+
+    fn reader(self: &Arc<Self>, record: *const Record) -> Reader {
+        Reader {
+            domain: Arc::clone(self),
+            record,
+            unshared: PhantomData,
+        }
+    }
+
+    /// The current epoch; what a limbo frees by.
+    #[inline]
+    #[must_use]
+    pub fn epoch(&self) -> Epoch {
+        // Acquire: all that guards did which the epoch waited for happens before what is done next.
+        Epoch(self.epoch.load(Ordering::Acquire))
+    }
+
+    /// The stamp of all that the caller has unlinked before: see [`Limbo::retire`].
+    #[inline]
+    #[must_use]
+    pub fn stamp(&self) -> Epoch {
+        fence(Ordering::SeqCst);
+        Epoch(self.epoch.load(Ordering::Relaxed))
+    }
+
+    /// Moves the epoch on, unless a guard announces an older one. Any thread may call it; it looks at every reader's
+    /// record once. Two advances after a stamp was taken, what has that stamp may be freed.
+    pub fn try_advance(&self) -> bool {
+        // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
+        let epoch = self.epoch.load(Ordering::Acquire);
+        fence(Ordering::SeqCst);
+        let mut record = self.records.load(Ordering::Acquire);
+        while !record.is_null() {
+            // SAFETY: as in `register`.
+            let known = unsafe { &*record };
+            let announced = known.announced.load(Ordering::Relaxed);
+            if announced != NONE && announced != epoch {
+                return false;
+            }
+            record = known.next;
+        }
+        fence(Ordering::Acquire);
+        self.epoch
+            .compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // Each reader holds the domain, so there is none.
+        let mut record = self.records.load(Ordering::Relaxed);
+        while !record.is_null() {
+            // SAFETY: made by `Box::into_raw`, in the list once, and nobody else is left.
+            record = unsafe { Box::from_raw(record) }.next;
+        }
+    }
+}
+
+/// One thread's place in a domain. It can be sent to another thread, and serves one at a time.
+pub struct Reader {
+    domain: Arc<Domain>,
+    record: *const Record,
+    unshared: PhantomData<Cell<()>>,
+}
+
+// SAFETY: the record is shared by atomics only and lives as long as `domain`; a reader is used from one thread
+// at a time since it is not `Sync` and pinning it takes `&mut`.
+unsafe impl Send for Reader {}
+
+impl Reader {
+    fn record(&self) -> &Record {
+        // SAFETY: records live as long as the domain, which `self` holds.
+        unsafe { &*self.record }
+    }
+
+    /// Takes a guard. Wait-free: one load, one exchange, one load.
+    #[inline]
+    pub fn pin(&mut self) -> Guard<'_> {
+        let epoch = self.announce();
+        Guard {
+            reader: self,
+            epoch,
+        }
+    }
+
+    /// Announces the current epoch; gives it where it is still current afterwards.
+    #[inline]
+    fn announce(&self) -> Epoch {
+        let epoch = self.domain.epoch.load(Ordering::Relaxed);
+        // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
+        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(loom)))]
+        {
+            // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
+            self.record().announced.swap(epoch, Ordering::SeqCst);
+            core::sync::atomic::compiler_fence(Ordering::SeqCst);
+        }
+        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(loom))))]
+        {
+            self.record().announced.store(epoch, Ordering::Release);
+            fence(Ordering::SeqCst);
+        }
+        if self.domain.epoch.load(Ordering::Relaxed) == epoch {
+            Epoch(epoch)
+        } else {
+            Epoch::NEVER
+        }
+    }
+
+    /// The domain.
+    #[must_use]
+    pub const fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        let record = self.record();
+        // A guard that was forgotten ends here.
+        record.announced.store(NONE, Ordering::Release);
+        // Release: the next owner announces after this one has ended.
+        record.owned.store(false, Ordering::Release);
+    }
+}
+
+impl fmt::Debug for Reader {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reader").finish_non_exhaustive()
+    }
+}
+
+/// Witness that nothing the reader reaches is freed.
+#[derive(Debug)]
+#[must_use = "what was reached may be freed as soon as the guard is dropped"]
+pub struct Guard<'reader> {
+    reader: &'reader Reader,
+    epoch: Epoch,
+}
+
+impl Guard<'_> {
+    /// The epoch this guard holds, or [`Epoch::NEVER`] where it moved on while the guard was taken. What a
+    /// guard reached may be used under any guard of the same domain that has the same epoch, other than
+    /// `NEVER`; see the module's first lines.
+    #[inline]
+    #[must_use]
+    pub const fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// As if the guard were dropped and taken again, at the price of one load where the epoch has not moved. A
+    /// reader that holds its guard for long calls it now and then, so that memory can be freed.
+    #[inline]
+    pub fn refresh(&mut self) {
+        if Epoch(self.reader.domain.epoch.load(Ordering::Relaxed)) != self.epoch {
+            self.epoch = self.reader.announce();
+        }
+    }
+}
+
+impl Drop for Guard<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        self.reader.record().announced.store(NONE, Ordering::Release);
+    }
+}

@@ -1,0 +1,43 @@
+//! Epochs: when may memory be freed that a reader may still see?
+//!
+//! **Guarantee.** A reader that holds a [`Guard`] may use whatever it reached through shared pointers while it
+//! held it: what a writer unlinks and then puts into a [`Limbo`] comes out only after every guard has gone that
+//! existed when it was unlinked (a *grace period*). Readers are wait-free: taking a guard is one exchange, dropping
+//! it one store, and neither looks at anything another reader writes.
+//!
+//! **Mechanism.** Epoch-based reclamation (K. Fraser, *Practical lock-freedom*, 2004). A [`Domain`] counts
+//! epochs. A guard announces the epoch it was taken in, in a cache line of the reader's own. The epoch moves on
+//! only when every announced epoch is the current one; what was unlinked in epoch `e` is freed in `e + 2`. The
+//! orderings are argued in `domain.rs` and modelled with loom in `tests/loom.rs`.
+//!
+//! A reader that keeps a guard for long does no harm but one: nothing that is retired meanwhile is freed.
+//!
+//! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes by it. This crate must not
+//! know what is freed, nor who waits for it; it allocates one record a reader and never blocks.
+//!
+//! ```
+//! use pageferry_epoch::{Domain, Limbo};
+//!
+//! let domain = Domain::new();
+//! let mut reader = domain.register();
+//! let mut limbo = Limbo::new();
+//!
+//! let guard = reader.pin();
+//! limbo.retire(domain.stamp(), "a node that was just unlinked");
+//! assert!(!domain.try_advance() || !domain.try_advance(), "the guard holds the epoch");
+//! assert_eq!(limbo.next_expired(&domain), None);
+//! drop(guard);
+//! while !domain.try_advance() {}
+//! domain.try_advance();
+//! assert!(limbo.next_expired(&domain).is_some());
+//! ```
+#![no_std]
+
+extern crate alloc;
+
+mod domain;
+mod limbo;
+mod sync;
+
+pub use domain::{Domain, Epoch, Guard, Reader};
+pub use limbo::Limbo;

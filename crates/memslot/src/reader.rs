@@ -1,0 +1,181 @@
+#![expect(unsafe_code, reason = "keeps a pointer to the slot that was found last")]
+//! Readers, their guards, and the slot each found last.
+
+use crate::table::{Generation, Shared, view};
+use crate::{Slot, SlotView};
+use alloc::sync::Arc;
+use core::cell::Cell;
+use core::fmt;
+use core::ptr;
+use pageferry_addr::Gfn;
+use pageferry_epoch::{Epoch, Guard, Reader};
+
+/// One reader of a table: a vCPU, or any thread. It can be sent to another thread and serves one at a time.
+///
+/// It remembers the slot it found last by gfn, so that looking it up again costs about a nanosecond (the kernel's
+/// per-vCPU `last_used_slot`).
+pub struct SlotReader<D> {
+    reader: Reader,
+    last: Cell<Last<D>>,
+    // After `reader`, so that the record is given back before the domain can go.
+    shared: Arc<Shared<D>>,
+}
+
+/// The slot found last, and under which epoch.
+struct Last<D> {
+    slot: *const Slot<D>,
+    epoch: Epoch,
+    address_space: u16,
+    /// What the slot holds: as in the record, but at hand.
+    start: u64,
+    pages: u64,
+}
+
+impl<D> Clone for Last<D> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D> Copy for Last<D> {}
+
+// SAFETY: the pointer in `last` is used under a guard of this reader only, and is good on any thread; slots are shared
+// (`D: Sync`), and the last handle drops them (`D: Send`).
+unsafe impl<D: Send + Sync> Send for SlotReader<D> {}
+
+impl<D> SlotReader<D> {
+    pub(crate) fn new(shared: Arc<Shared<D>>) -> Self {
+        Self {
+            reader: shared.domain.register(),
+            last: Cell::new(Last {
+                slot: ptr::null(),
+                epoch: Epoch::NEVER,
+                address_space: 0,
+                start: 0,
+                pages: 0,
+            }),
+            shared,
+        }
+    }
+
+    /// Begins to read. Wait-free: a few nanoseconds, no cache line that others write often.
+    #[inline]
+    pub fn pin(&mut self) -> SlotGuard<'_, D> {
+        SlotGuard {
+            guard: self.reader.pin(),
+            last: &self.last,
+            shared: &self.shared,
+        }
+    }
+}
+
+impl<D> fmt::Debug for SlotReader<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotReader").finish_non_exhaustive()
+    }
+}
+
+/// Witness that nothing a reader sees is freed. What was looked up through it lives no longer than it.
+///
+/// Hold it for as long as slots are in use and no longer: while any guard is held, what was replaced since it was
+/// taken stays in memory, and a writer that has replaced too much ([`crate::Limits::max_retired`]) waits.
+#[must_use = "slots can be looked up as long as the guard lives"]
+pub struct SlotGuard<'r, D> {
+    guard: Guard<'r>,
+    last: &'r Cell<Last<D>>,
+    shared: &'r Shared<D>,
+}
+
+impl<D> SlotGuard<'_, D> {
+    /// The slot that holds `gfn` in address space 0, newest state: see [`lookup_in`](Self::lookup_in).
+    #[inline]
+    #[must_use]
+    pub fn lookup(&self, gfn: Gfn) -> Option<&Slot<D>> {
+        self.lookup_in(0, gfn)
+    }
+
+    /// The slot that holds `gfn`, as of some moment during the call: before or after any one operation.
+    ///
+    /// While that slot is being deleted or moved the answer is the old slot, and [`Slot::is_invalid`]: leave, let the
+    /// writer finish, and look again. `None` also where there is no such address space. O(1) where it is the slot
+    /// that this reader found last, else O(log n).
+    #[inline]
+    #[must_use]
+    pub fn lookup_in(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
+        let last = self.last.get();
+        if last.epoch == self.guard.epoch()
+            && gfn.0.wrapping_sub(last.start) < last.pages
+            && last.address_space == address_space
+        {
+            // SAFETY: a pointer is remembered with the epoch of the guard under which it was reached, never with
+            // `NEVER` (then `pages` is 0). This guard has the same epoch, so it is not freed; see `pageferry_epoch`.
+            let slot = unsafe { &*last.slot };
+            slot.alive.used();
+            if slot.is_current() {
+                return Some(slot);
+            }
+        }
+        self.find(address_space, gfn)
+    }
+
+    #[inline]
+    fn find(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
+        let space = self.shared.spaces.get(usize::from(address_space))?;
+        if let Some(slot) = space.last_used(&self.guard)
+            && slot.range.contains(gfn)
+            && slot.is_current()
+        {
+            return Some(self.remember(slot));
+        }
+        let key = gfn.0.min(Gfn::MAX.0);
+        let found = match space.newest(&self.guard).newest_floor(key) {
+            Ok(found) => found.filter(|slot| slot.range.contains(gfn)),
+            Err(_) => self.view().space(address_space)?.lookup(gfn),
+        };
+        let slot = found?;
+        space.remember(&self.guard, slot);
+        Some(self.remember(slot))
+    }
+
+    #[inline]
+    fn remember<'g>(&'g self, slot: &'g Slot<D>) -> &'g Slot<D> {
+        if self.guard.epoch() != Epoch::NEVER {
+            self.last.set(Last {
+                slot,
+                epoch: self.guard.epoch(),
+                address_space: slot.address_space,
+                start: slot.range.start().0,
+                pages: slot.range.pages(),
+            });
+        }
+        slot
+    }
+
+    /// All look-ups at one version: the newest that is complete.
+    #[inline]
+    #[must_use]
+    pub fn view(&self) -> SlotView<'_, D> {
+        let generation = self.shared.generation();
+        view(self.shared, generation.number(), generation)
+    }
+
+    /// How often the table has changed, and whether it is changing now.
+    #[inline]
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.shared.generation()
+    }
+
+    /// As if the guard were dropped and taken again, at the price of one load where nothing has been freed lately.
+    /// For readers that stay for long; nothing that was looked up before can be in use.
+    #[inline]
+    pub fn refresh(&mut self) {
+        self.guard.refresh();
+    }
+}
+
+impl<D> fmt::Debug for SlotGuard<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotGuard").finish_non_exhaustive()
+    }
+}

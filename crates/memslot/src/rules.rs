@@ -1,0 +1,231 @@
+//! The rules a request must obey, for any structure that keeps slots.
+//!
+//! Source: `kvm_set_memory_region` and `check_memory_region_flags` in Linux's `virt/kvm/kvm_main.c`, and the KVM
+//! Userfault series for the flag `USERFAULT` and its bitmap. They are checked in the kernel's order.
+
+use crate::{Limits, Request, Slot, SlotError, SlotFlags};
+use pageferry_addr::{GfnRange, PAGE_MASK, PAGE_SHIFT};
+
+/// What an allowed request does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Plan {
+    /// It asks for what is there.
+    Nothing,
+    /// It creates a slot at these frames.
+    Create(GfnRange),
+    /// It deletes its slot.
+    Delete,
+    /// It moves its slot to these frames.
+    Move(GfnRange),
+    /// It changes the flags of its slot.
+    Flags,
+}
+
+/// Whether `request` is allowed beside the slots there are, and what it does.
+///
+/// `total_pages` are the pages of all slots in all address spaces. `by_id` gives the slot of an address space and
+/// id; `overlap` gives id and frames of a slot of an address space that holds some of the given frames and is not
+/// the one with the given id. Both are called at most once, and only for address spaces and ids within `limits`.
+///
+/// # Errors
+/// One [`SlotError`] for each rule.
+pub fn check<'s, D: 's, E>(
+    limits: &Limits,
+    request: &Request<E>,
+    total_pages: u64,
+    by_id: impl FnOnce(u16, u16) -> Option<&'s Slot<D>>,
+    overlap: impl FnOnce(u16, GfnRange, u16) -> Option<(u16, GfnRange)>,
+) -> Result<Plan, SlotError> {
+    let (space, id) = (request.address_space, request.id);
+    check_flags(request.flags)?;
+    check_place(limits, request)?;
+    let old = by_id(space, id);
+    if request.size == 0 {
+        return match old {
+            Some(_) => Ok(Plan::Delete),
+            None => Err(SlotError::NothingToDelete {
+                address_space: space,
+                id,
+            }),
+        };
+    }
+    let range = check_range(limits, request)?;
+    let plan = match old {
+        None => {
+            if total_pages.checked_add(range.pages()).is_none() {
+                return Err(SlotError::TotalPagesOverflow {
+                    total: total_pages,
+                    pages: range.pages(),
+                });
+            }
+            Plan::Create(range)
+        }
+        Some(old) => {
+            check_same(old, request, range)?;
+            if range != old.range {
+                Plan::Move(range)
+            } else if request.flags != old.flags {
+                return Ok(Plan::Flags);
+            } else {
+                return Ok(Plan::Nothing);
+            }
+        }
+    };
+    match overlap(space, range, id) {
+        Some((other, taken)) => Err(SlotError::Overlap {
+            range,
+            other,
+            taken,
+        }),
+        None => Ok(plan),
+    }
+}
+
+fn check_flags(flags: SlotFlags) -> Result<(), SlotError> {
+    let unknown = flags.without(SlotFlags::KNOWN);
+    if unknown != SlotFlags::EMPTY {
+        return Err(SlotError::UnknownFlags { unknown });
+    }
+    let kept = SlotFlags::GUEST_MEMFD | SlotFlags::USERFAULT;
+    let refused = flags.without(kept);
+    if flags.contains(SlotFlags::GUEST_MEMFD) && refused != SlotFlags::EMPTY {
+        return Err(SlotError::GuestMemfdFlags { refused });
+    }
+    Ok(())
+}
+
+/// What holds for every request, a deletion included.
+fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError> {
+    let &Request { gpa, size, hva, .. } = request;
+    if size & PAGE_MASK != 0 {
+        return Err(SlotError::UnalignedSize { size });
+    }
+    if !gpa.is_page_aligned() {
+        return Err(SlotError::UnalignedGpa { gpa });
+    }
+    if !hva.is_page_aligned() {
+        return Err(SlotError::UnalignedHva { hva });
+    }
+    if hva.checked_add(size).is_none() {
+        return Err(SlotError::HvaOverflow { hva, size });
+    }
+    check_bitmap(request)?;
+    if request.address_space >= limits.address_spaces {
+        return Err(SlotError::NoSuchAddressSpace {
+            address_space: request.address_space,
+            count: limits.address_spaces,
+        });
+    }
+    if request.id >= limits.max_slots {
+        return Err(SlotError::IdTooLarge {
+            id: request.id,
+            max_slots: limits.max_slots,
+        });
+    }
+    Ok(())
+}
+
+/// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot needs none.
+fn check_bitmap<E>(request: &Request<E>) -> Result<(), SlotError> {
+    let wanted = request.flags.contains(SlotFlags::USERFAULT) && request.size != 0;
+    if !wanted {
+        return Ok(());
+    }
+    let Some(bitmap) = request.userfault_bitmap else {
+        return Err(SlotError::NoUserfaultBitmap { id: request.id });
+    };
+    let bytes = bitmap_bytes(request.size);
+    if bitmap.0 % 8 != 0 {
+        return Err(SlotError::UnalignedBitmap { bitmap });
+    }
+    if bitmap.checked_add(bytes).is_none() {
+        return Err(SlotError::BitmapOverflow { bitmap, bytes });
+    }
+    Ok(())
+}
+
+/// The bytes of the words that hold a bit for each page of `size` bytes.
+const fn bitmap_bytes(size: u64) -> u64 {
+    (size >> PAGE_SHIFT).div_ceil(64) * 8
+}
+
+fn check_range<E>(limits: &Limits, request: &Request<E>) -> Result<GfnRange, SlotError> {
+    let &Request { gpa, size, .. } = request;
+    let pages = size >> PAGE_SHIFT;
+    let limit = limits.gfn_limit;
+    let range = GfnRange::new(gpa.gfn(), pages)
+        .filter(|range| range.end() <= limit)
+        .ok_or(SlotError::GpaTooHigh { gpa, size, limit })?;
+    let max_pages = limits.max_slot_pages;
+    if pages > max_pages {
+        return Err(SlotError::TooManyPages { pages, max_pages });
+    }
+    Ok(range)
+}
+
+/// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as in the
+/// KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
+fn check_same<D, E>(
+    old: &Slot<D>,
+    request: &Request<E>,
+    range: GfnRange,
+) -> Result<(), SlotError> {
+    let id = request.id;
+    if range.pages() != old.range.pages() {
+        return Err(SlotError::SizeChanged {
+            id,
+            old: old.range.pages(),
+            new: range.pages(),
+        });
+    }
+    if request.hva != old.hva {
+        return Err(SlotError::HvaChanged {
+            id,
+            old: old.hva,
+            new: request.hva,
+        });
+    }
+    let free = SlotFlags::LOG_DIRTY_PAGES | SlotFlags::USERFAULT;
+    let toggled = request.flags.difference(old.flags).without(free);
+    if toggled != SlotFlags::EMPTY {
+        return Err(SlotError::FixedFlags {
+            id,
+            old: old.flags,
+            new: request.flags,
+            toggled,
+        });
+    }
+    if old.flags.contains(SlotFlags::GUEST_MEMFD) && range != old.range {
+        return Err(SlotError::GuestMemfdMoved {
+            id,
+            old: old.range.start(),
+            new: range.start(),
+        });
+    }
+    check_same_bitmap(old, request)
+}
+
+/// The bits change with the flag only: while it stays, somebody may wait on them.
+fn check_same_bitmap<D, E>(old: &Slot<D>, request: &Request<E>) -> Result<(), SlotError> {
+    let stays = request.flags.contains(SlotFlags::USERFAULT);
+    match (old.userfault_bitmap, request.userfault_bitmap) {
+        (Some(old), Some(new)) if stays && old != new => Err(SlotError::BitmapChanged {
+            id: request.id,
+            old,
+            new,
+        }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::bitmap_bytes;
+
+    #[test]
+    fn bitmaps_are_whole_words() {
+        assert_eq!(bitmap_bytes(0x1000), 8);
+        assert_eq!(bitmap_bytes(64 * 0x1000), 8);
+        assert_eq!(bitmap_bytes(65 * 0x1000), 16);
+    }
+}

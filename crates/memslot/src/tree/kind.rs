@@ -1,0 +1,175 @@
+//! What a tree is ordered by: the three orders of an address space's slots.
+
+use crate::Slot;
+use crate::sync::{AtomicU64, Ordering};
+use core::fmt::Debug;
+
+/// How many slots a leaf holds, and how many children an inner node. Few in the models, so that nodes split.
+#[cfg(not(loom))]
+pub(crate) const FANOUT: usize = 32;
+#[cfg(loom)]
+pub(crate) const FANOUT: usize = 4;
+
+/// An order of slots.
+pub(crate) trait Order: Sized + 'static {
+    /// Unique among the slots of an address space.
+    type Key: Copy + Ord + Debug + Send + Sync;
+    /// Below or equal to all keys.
+    const LEAST: Self::Key;
+    /// Above all keys.
+    const MOST: Self::Key;
+    /// Where each slot of a leaf ends, for orders in which slots overlap.
+    type Ends: Ends;
+    /// A bound of where the slots below each child end, likewise.
+    type Reach: Reach;
+
+    fn key<D>(slot: &Slot<D>) -> Self::Key;
+    fn end<D>(slot: &Slot<D>) -> u64;
+}
+
+/// By first guest frame. Slots do not overlap, so order by start is order by end.
+pub(crate) struct ByGfn;
+
+impl Order for ByGfn {
+    type Key = u64;
+    const LEAST: u64 = 0;
+    const MOST: u64 = u64::MAX;
+    type Ends = ();
+    type Reach = ();
+
+    #[inline]
+    fn key<D>(slot: &Slot<D>) -> u64 {
+        slot.range.start().0
+    }
+
+    #[inline]
+    fn end<D>(_: &Slot<D>) -> u64 {
+        0
+    }
+}
+
+/// By id.
+pub(crate) struct ById;
+
+impl Order for ById {
+    type Key = u64;
+    const LEAST: u64 = 0;
+    const MOST: u64 = u64::MAX;
+    type Ends = ();
+    type Reach = ();
+
+    #[inline]
+    fn key<D>(slot: &Slot<D>) -> u64 {
+        u64::from(slot.id)
+    }
+
+    #[inline]
+    fn end<D>(_: &Slot<D>) -> u64 {
+        0
+    }
+}
+
+/// By host address, then id: an interval tree, since slots may share host memory.
+pub(crate) struct ByHva;
+
+impl ByHva {
+    /// The key below which all slots start that start below `hva`.
+    #[inline]
+    pub(crate) const fn below(hva: u64) -> u128 {
+        (hva as u128) << 16
+    }
+}
+
+impl Order for ByHva {
+    type Key = u128;
+    const LEAST: u128 = 0;
+    const MOST: u128 = u128::MAX;
+    type Ends = [u64; FANOUT];
+    type Reach = [AtomicU64; FANOUT];
+
+    #[inline]
+    fn key<D>(slot: &Slot<D>) -> u128 {
+        Self::below(slot.hva.0) | slot.id as u128
+    }
+
+    #[inline]
+    fn end<D>(slot: &Slot<D>) -> u64 {
+        slot.hva_range().end.0
+    }
+}
+
+/// The ends of a leaf's slots, or nothing where the order does not need them.
+pub(crate) trait Ends: Copy {
+    const NONE: Self;
+    fn get(&self, index: usize) -> u64;
+    fn set(&mut self, index: usize, end: u64);
+    /// Moves those in `from` so that they begin at `to`.
+    fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize);
+}
+
+impl Ends for () {
+    const NONE: Self = ();
+    #[inline]
+    fn get(&self, _: usize) -> u64 {
+        0
+    }
+    #[inline]
+    fn set(&mut self, _: usize, _: u64) {}
+    #[inline]
+    fn copy_within(&mut self, _: core::ops::Range<usize>, _: usize) {}
+}
+
+impl Ends for [u64; FANOUT] {
+    const NONE: Self = [0; FANOUT];
+    #[inline]
+    fn get(&self, index: usize) -> u64 {
+        self[index]
+    }
+    #[inline]
+    fn set(&mut self, index: usize, end: u64) {
+        self[index] = end;
+    }
+    #[inline]
+    fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize) {
+        self.as_mut_slice().copy_within(from, to);
+    }
+}
+
+/// For each child a bound of the ends below it, or nothing.
+///
+/// The bound may be too high, which costs a look in vain. It is never too low for whoever reads it: it is raised
+/// before a slot that needs it can be seen, and lowered only in a new node.
+pub(crate) trait Reach {
+    /// Whether there are bounds.
+    const KEPT: bool;
+    fn none() -> Self;
+    fn get(&self, index: usize) -> u64;
+    fn set(&self, index: usize, end: u64);
+}
+
+impl Reach for () {
+    const KEPT: bool = false;
+    fn none() -> Self {}
+    #[inline]
+    fn get(&self, _: usize) -> u64 {
+        0
+    }
+    #[inline]
+    fn set(&self, _: usize, _: u64) {}
+}
+
+impl Reach for [AtomicU64; FANOUT] {
+    const KEPT: bool = true;
+    fn none() -> Self {
+        core::array::from_fn(|_| AtomicU64::new(0))
+    }
+    #[inline]
+    fn get(&self, index: usize) -> u64 {
+        // Relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf and the version.
+        self[index].load(Ordering::Relaxed)
+    }
+    #[inline]
+    fn set(&self, index: usize, end: u64) {
+        self[index].store(end, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,159 @@
+//! Nodes, how they are told apart, and the cells that point at them.
+//!
+//! A node begins with a [`Head`]; its `level` says what follows: nothing (an empty tree), a [`Leaf`] or an
+//! [`Inner`]. Keys, ends and slot pointers of a node never change after it was published. What changes are the
+//! cells: one in each place of an inner node, and the root.
+//!
+//! A cell holds the newest node of its place. Each node tells the version in which it came into its place,
+//! `born`, and the node that was there before, `previous`. So a reader of an older version goes back until it finds
+//! the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert, Sun: *Constant-time snapshots with
+//! applications to concurrent data structures*, 2021).
+
+use super::kind::{Ends, FANOUT, Order};
+use crate::Slot;
+use crate::sync::{Alive, AtomicPtr, Ordering};
+use core::ptr;
+
+/// A version that is newer than all.
+pub(crate) const NEWEST: u64 = u64::MAX;
+
+const EMPTY: u8 = u8::MAX;
+
+pub(crate) struct Head {
+    /// The version in which this node came into its place.
+    pub(crate) born: u64,
+    /// What was in its place before; used by readers of versions below `born` only, for whom it is not freed.
+    pub(crate) previous: *const Head,
+    /// How many slots or children there are.
+    pub(crate) len: u8,
+    /// 0 for leaves, 1 and up for inner nodes.
+    level: u8,
+    pub(crate) alive: Alive,
+}
+
+impl Head {
+    pub(crate) fn new(born: u64, previous: *const Self, level: u8, len: usize) -> Self {
+        debug_assert!(len <= FANOUT);
+        Self {
+            born,
+            previous,
+            len: len as u8,
+            level,
+            alive: Alive::new(),
+        }
+    }
+
+    pub(crate) fn empty(born: u64, previous: *const Self) -> Self {
+        Self::new(born, previous, EMPTY, 0)
+    }
+
+    #[inline]
+    pub(crate) const fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    #[inline]
+    pub(crate) const fn level(&self) -> u8 {
+        self.level
+    }
+
+    #[inline]
+    pub(crate) const fn is_empty_tree(&self) -> bool {
+        self.level == EMPTY
+    }
+}
+
+/// The part of a leaf that a change copies.
+pub(crate) struct Entries<O: Order, D> {
+    /// Ascending; unused ones are `MOST`.
+    pub(crate) keys: [O::Key; FANOUT],
+    pub(crate) ends: O::Ends,
+    pub(crate) slots: [*const Slot<D>; FANOUT],
+}
+
+impl<O: Order, D> Clone for Entries<O, D> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<O: Order, D> Copy for Entries<O, D> {}
+
+impl<O: Order, D> Entries<O, D> {
+    pub(crate) const fn none() -> Self {
+        Self {
+            keys: [O::MOST; FANOUT],
+            ends: O::Ends::NONE,
+            slots: [ptr::null(); FANOUT],
+        }
+    }
+}
+
+#[repr(C)]
+pub(crate) struct Leaf<O: Order, D> {
+    pub(crate) head: Head,
+    pub(crate) entries: Entries<O, D>,
+}
+
+#[repr(C)]
+pub(crate) struct Inner<O: Order> {
+    pub(crate) head: Head,
+    /// No key below child `i` is less than `keys[i]`, other than for child 0. Unused ones are `MOST`.
+    pub(crate) keys: [O::Key; FANOUT],
+    pub(crate) cells: [Cell; FANOUT],
+    pub(crate) reach: O::Reach,
+}
+
+/// A place for a node.
+pub(crate) struct Cell(AtomicPtr<Head>);
+
+impl Cell {
+    pub(crate) fn new(node: *const Head) -> Self {
+        Self(AtomicPtr::new(node.cast_mut()))
+    }
+
+    /// For readers: what is reached through it was written before.
+    #[inline]
+    pub(crate) fn newest(&self) -> *const Head {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// The writer's: publishes the node and all that was written before.
+    #[inline]
+    pub(crate) fn publish(&self, node: *const Head) {
+        self.0.store(node.cast_mut(), Ordering::Release);
+    }
+}
+
+/// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is.
+#[inline]
+pub(crate) fn upper_bound<K: Copy + Ord>(keys: &[K; FANOUT], key: K) -> usize {
+    // Halving with a sum instead of a branch: which way it goes cannot be predicted.
+    let mut base = 0;
+    let mut half = FANOUT / 2;
+    while half > 0 {
+        let middle = keys[(base + half - 1) & (FANOUT - 1)];
+        base += if middle <= key { half } else { 0 };
+        half /= 2;
+    }
+    base + usize::from(keys[base & (FANOUT - 1)] <= key)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn upper_bound_counts() {
+        for len in 0..=FANOUT as u64 {
+            let keys = core::array::from_fn(|i| {
+                let i = i as u64;
+                if i < len { 10 * i } else { u64::MAX }
+            });
+            for key in 0..10 * len + 20 {
+                let plain = keys.iter().filter(|&&k| k <= key).count();
+                assert_eq!(upper_bound(&keys, key), plain, "{len} {key}");
+            }
+        }
+    }
+}

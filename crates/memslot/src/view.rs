@@ -1,0 +1,135 @@
+#![expect(unsafe_code, reason = "says which versions of the trees are alive")]
+//! All look-ups, at one version.
+
+use crate::Slot;
+use crate::table::{Generation, Shared, Space};
+use crate::tree::{Ascending, At, ByGfn, ByHva, ById, Overlapping};
+use core::fmt;
+use core::ops::Range;
+use pageferry_addr::{Gfn, GfnRange, Hva};
+
+/// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view) and
+/// [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever a writer does meanwhile.
+///
+/// All take O(log n). Only the mark [`Slot::is_invalid`] may appear under a view.
+pub struct SlotView<'g, D> {
+    shared: &'g Shared<D>,
+    space: &'g Space<D>,
+    version: u64,
+    generation: Generation,
+}
+
+impl<'g, D> SlotView<'g, D> {
+    #[inline]
+    pub(crate) fn new(
+        shared: &'g Shared<D>,
+        space: &'g Space<D>,
+        version: u64,
+        generation: Generation,
+    ) -> Self {
+        Self {
+            shared,
+            space,
+            version,
+            generation,
+        }
+    }
+
+    /// The same version of another address space, or `None` where there is no such space. A new view is of space 0.
+    #[must_use]
+    pub fn space(self, address_space: u16) -> Option<Self> {
+        let space = self.shared.spaces.get(usize::from(address_space))?;
+        Some(Self { space, ..self })
+    }
+
+    /// The generation the view was taken in; its number is the view's version.
+    #[must_use]
+    pub const fn generation(self) -> Generation {
+        self.generation
+    }
+
+    #[inline]
+    fn by_gfn(self) -> At<'g, ByGfn, D> {
+        // SAFETY: whoever makes a view has a guard, taken before it loaded the version, or the writer, for `'g`; so
+        // nothing of this version or newer is freed. See `table.rs`.
+        unsafe { self.space.by_gfn.at(self.version) }
+    }
+
+    #[inline]
+    fn ids(self) -> At<'g, ById, D> {
+        // SAFETY: as in `by_gfn`.
+        unsafe { self.space.by_id.at(self.version) }
+    }
+
+    #[inline]
+    fn by_hva(self) -> At<'g, ByHva, D> {
+        // SAFETY: as in `by_gfn`.
+        unsafe { self.space.by_hva.at(self.version) }
+    }
+
+    /// The slot that holds `gfn`.
+    #[inline]
+    #[must_use]
+    pub fn lookup(self, gfn: Gfn) -> Option<&'g Slot<D>> {
+        self.lookup_or_below(gfn)
+            .filter(|slot| slot.range.contains(gfn))
+    }
+
+    /// The slot that holds `gfn`, or else the nearest one below it: the kernel's approximate look-up.
+    #[inline]
+    #[must_use]
+    pub fn lookup_or_below(self, gfn: Gfn) -> Option<&'g Slot<D>> {
+        self.by_gfn().floor(gfn.0.min(Gfn::MAX.0))
+    }
+
+    /// The slot with this id.
+    #[must_use]
+    pub fn by_id(self, id: u16) -> Option<&'g Slot<D>> {
+        self.ids().get(u64::from(id))
+    }
+
+    /// All slots that hold any frame of `range`, ascending by frame.
+    pub fn iter_gfn(self, range: GfnRange) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
+        let first = range.start();
+        let before = self.lookup_or_below(first);
+        let rest = Ascending::new(self.by_gfn(), Some(first.0));
+        before
+            .filter(move |slot| slot.range.end() > first)
+            .into_iter()
+            .chain(rest.take_while(move |slot| slot.range.start() < range.end()))
+    }
+
+    /// All slots any byte of whose host memory lies in `hva`, ascending by host address, then id. They may overlap.
+    /// For what of a slot lies there, see [`Slot::frames_in_hva`].
+    pub fn iter_hva(self, hva: Range<Hva>) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
+        Overlapping::new(self.by_hva(), hva.start.0, hva.end.0)
+    }
+
+    /// All slots, ascending by frame.
+    pub fn iter(self) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
+        Ascending::new(self.by_gfn(), None)
+    }
+
+    /// Whether there are no slots.
+    #[must_use]
+    pub fn is_empty(self) -> bool {
+        self.iter().next().is_none()
+    }
+}
+
+// By hand, since derived ones would ask for `D: Clone`.
+impl<D> Clone for SlotView<'_, D> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D> Copy for SlotView<'_, D> {}
+
+impl<D> fmt::Debug for SlotView<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotView")
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,508 @@
+#![expect(unsafe_code, reason = "publishes and retires slots and tree nodes")]
+//! The one writer of a table.
+//!
+//! What becomes visible when is said in [`crate::table`].
+
+use crate::rules::{self, Plan};
+use crate::table::{Garbage, Generation, Pending, Shared, Space, State, free_slot, view};
+use crate::tree::{ByGfn, ByHva, ById, Edit, NEWEST, Order};
+use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView};
+use alloc::boxed::Box;
+use alloc::sync::Arc;
+use core::fmt;
+use core::mem;
+use pageferry_addr::{Gfn, GfnRange};
+
+/// The most that one operation frees of what others have left.
+const FREED_AT_ONCE: usize = 64;
+/// After how many retired things the epoch is asked to move; it costs a look at every reader.
+const ADVANCE_AFTER: usize = 32;
+
+/// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
+/// slots, put it into a mutex.
+///
+/// An operation takes O(log n), and does not wait for readers: what it replaces waits in a limbo until a grace
+/// period has passed, and later operations free it, at most 64 slots and tree nodes each. Only when
+/// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
+/// wait for that reader's guard to go, which is one grace period; it calls the function given to
+/// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore not write.
+///
+/// ```
+/// use pageferry_addr::{Gfn, Gpa, Hva};
+/// use pageferry_memslot::{Change, Limits, Request, SlotFlags, SlotWriter};
+///
+/// let mut writer = SlotWriter::new(Limits::default());
+/// let request = Request {
+///     gpa: Gpa(0x8000_0000),
+///     size: 0x20_0000,
+///     hva: Hva(0x7f00_0000_0000),
+///     flags: SlotFlags::LOG_DIRTY_PAGES,
+///     ..Request::delete(0, 3)
+/// };
+/// assert!(matches!(writer.set(request)?, Change::Created { .. }));
+///
+/// // To move a slot under running vCPUs: from `begin` on they find it invalid.
+/// let moved = Request { gpa: Gpa(0x9000_0000), ..request };
+/// let update = writer.begin(moved)?;
+/// if let Change::Moved { old, .. } = update.change() {
+///     assert!(old.is_invalid());
+///     // Here a hypervisor zaps what it has mapped of `old.range`, and flushes.
+/// }
+/// update.commit();
+/// assert!(writer.view().lookup(Gfn(0x80000)).is_none());
+/// assert_eq!(writer.view().lookup(Gfn(0x90000)).map(|slot| slot.id), Some(3));
+/// # let _: () = request.data;
+/// # Ok::<(), pageferry_memslot::SlotError>(())
+/// ```
+pub struct SlotWriter<D> {
+    shared: Arc<Shared<D>>,
+}
+
+impl<D> SlotWriter<D> {
+    /// A table without slots, at generation 0, and the right to change it.
+    ///
+    /// # Panics
+    /// If `limits` allows no address space.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        assert!(limits.address_spaces > 0, "a VM has an address space");
+        Self {
+            shared: Arc::new(Shared::new(limits)),
+        }
+    }
+
+    /// What to do again and again while waiting for a grace period, such as yielding the processor; it should be short.
+    /// Without it the writer spins.
+    #[must_use]
+    pub fn with_relax(mut self, relax: fn()) -> Self {
+        self.state().relax = relax;
+        self
+    }
+
+    /// A handle from which readers come.
+    #[must_use]
+    pub fn table(&self) -> SlotTable<D> {
+        SlotTable {
+            shared: Arc::clone(&self.shared),
+        }
+    }
+
+    fn state(&mut self) -> &mut State<D> {
+        // SAFETY: `self` is the one writer: made with the table, and not `Clone`.
+        unsafe { self.shared.writer() }
+    }
+
+    fn state_ref(&self) -> &State<D> {
+        // SAFETY: as above.
+        unsafe { self.shared.writer_ref() }
+    }
+
+    /// All look-ups in the current state of address space 0; nothing changes while it is borrowed.
+    #[inline]
+    #[must_use]
+    pub fn view(&self) -> SlotView<'_, D> {
+        // Only the writer frees, and by `&mut self`.
+        view(&self.shared, NEWEST, self.shared.generation())
+    }
+
+    /// What the table allows.
+    #[must_use]
+    pub fn limits(&self) -> &Limits {
+        &self.shared.limits
+    }
+
+    /// How many slots there are, in all address spaces.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.state_ref().len
+    }
+
+    /// Whether there is no slot in any address space.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The pages of all slots, in all address spaces.
+    #[must_use]
+    pub fn pages(&self) -> u64 {
+        self.state_ref().pages
+    }
+
+    /// How many operations are complete; requests that asked for what was there are none.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.shared.generation()
+    }
+
+    /// A whole operation: [`begin`](Self::begin) and [`Update::commit`].
+    ///
+    /// # Errors
+    /// As for [`begin`](Self::begin).
+    pub fn set(&mut self, request: Request<D>) -> Result<Change<'_, D>, SlotError> {
+        Ok(self.begin(request)?.commit())
+    }
+
+    /// Checks a request and begins to do what it asks. Where it deletes or moves a slot, readers find that slot
+    /// [invalid](Slot::is_invalid) from now on; everything else they see when the update is committed.
+    ///
+    /// # Errors
+    /// One [`SlotError`] for each rule; nothing has changed then.
+    pub fn begin(&mut self, request: Request<D>) -> Result<Update<'_, D>, SlotError> {
+        // An update that was forgotten instead of dropped.
+        self.abort();
+        self.free_some();
+        let space = usize::from(request.address_space);
+        let plan = {
+            let now = self.view();
+            rules::check(
+                &self.shared.limits,
+                &request,
+                self.pages(),
+                |space, id| now.space(space)?.by_id(id),
+                |space, range, id| overlapping(now.space(space)?, range, id),
+            )?
+        };
+        let old = self.view().space(request.address_space);
+        let old = old.and_then(|now| now.by_id(request.id).map(core::ptr::from_ref));
+        let record = |range| Box::into_raw(Box::new(Slot::new(request, range)));
+        let pending = match (plan, old) {
+            (Plan::Create(range), None) => Pending::Create { new: record(range) },
+            (Plan::Delete, Some(old)) => Pending::Delete { old },
+            (Plan::Move(range), Some(old)) => Pending::Move {
+                old,
+                new: record(range),
+            },
+            (Plan::Flags, Some(old)) => Pending::Flags {
+                old,
+                // SAFETY: found in the tree just now, and nothing was freed since.
+                new: record(unsafe { &*old }.range),
+            },
+            _ => Pending::Nothing,
+        };
+        if !matches!(pending, Pending::Nothing) {
+            let word = self.shared.generation().number() | Generation::IN_PROGRESS;
+            self.shared.set_generation(word);
+        }
+        if let Pending::Delete { old } | Pending::Move { old, .. } = pending {
+            // SAFETY: as above.
+            unsafe { &*old }.mark_invalid();
+        }
+        self.state().pending = pending;
+        Ok(Update {
+            writer: Some(self),
+            space,
+        })
+    }
+
+    /// Gives a pending update up.
+    fn abort(&mut self) {
+        let pending = mem::replace(&mut self.state().pending, Pending::Nothing);
+        match pending {
+            Pending::Nothing => return,
+            Pending::Create { new } | Pending::Flags { new, .. } => {
+                // SAFETY: made by `record`, and nobody else has seen it.
+                unsafe { free_slot(new) };
+            }
+            Pending::Delete { old } => {
+                // SAFETY: in the trees, as nothing was committed.
+                unsafe { &*old }.unmark();
+            }
+            Pending::Move { old, new } => {
+                // SAFETY: as above, both.
+                unsafe {
+                    (*old).unmark();
+                    free_slot(new);
+                }
+            }
+        }
+        self.shared
+            .set_generation(self.shared.generation().number());
+    }
+
+    /// Does what was begun; gives what that was.
+    fn commit(&mut self, space: usize) -> Pending<D> {
+        let version = self.shared.generation().number() + 1;
+        let shared = &*self.shared;
+        // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
+        let state = unsafe { shared.writer() };
+        let pending = mem::replace(&mut state.pending, Pending::Nothing);
+        let mut trees = Trees {
+            space: &shared.spaces[space],
+            version,
+            state,
+        };
+        // SAFETY: new records live until they are retired, which is after they were taken out; old ones are in the trees.
+        let gone = unsafe {
+            match pending {
+                Pending::Nothing => return pending,
+                Pending::Create { new } => {
+                    trees.put_by_gfn(new);
+                    trees.put_elsewhere(new);
+                    trees.state.len += 1;
+                    trees.state.pages += (*new).range.pages();
+                    None
+                }
+                Pending::Delete { old } => {
+                    trees.remove_by_gfn(&*old);
+                    trees.remove_elsewhere(&*old);
+                    trees.state.len -= 1;
+                    trees.state.pages -= (*old).range.pages();
+                    Some(old)
+                }
+                Pending::Move { old, new } => {
+                    // First the new place, so that a look-up finds the slot at one of them.
+                    trees.put_by_gfn(new);
+                    trees.remove_by_gfn(&*old);
+                    trees.put_elsewhere(new);
+                    Some(old)
+                }
+                Pending::Flags { old, new } => {
+                    (*old).mark_replaced();
+                    trees.put_by_gfn(new);
+                    trees.put_elsewhere(new);
+                    Some(old)
+                }
+            }
+        };
+        shared.set_generation(version);
+        let stamp = shared.domain.stamp();
+        state.retired += state.replaced.len();
+        for thing in state.replaced.drain(..) {
+            state.limbo.retire(stamp, thing);
+        }
+        if let Some(slot) = gone {
+            state.limbo.retire(stamp, Garbage::Slot(slot));
+            state.retired += 1;
+            state.retired_slots += 1;
+        }
+        pending
+    }
+
+    /// Frees some of what no reader uses any more; waits if too much is in use.
+    fn free_some(&mut self) {
+        let limit = self.shared.limits.max_retired;
+        self.free(FREED_AT_ONCE);
+        if self.state().retired >= ADVANCE_AFTER {
+            self.advance();
+        }
+        while self.state().limbo.len() > limit {
+            if !self.advance() {
+                (self.state().relax)();
+            }
+            self.free(FREED_AT_ONCE);
+        }
+    }
+
+    fn free(&mut self, most: usize) {
+        let now = self.shared.domain.epoch();
+        let state = self.state();
+        for _ in 0..most {
+            let Some(thing) = state.limbo.next_expired_in(now) else {
+                return;
+            };
+            state.retired_slots -= usize::from(matches!(thing, Garbage::Slot(_)));
+            // SAFETY: its grace period is over, and it was retired once.
+            unsafe { state.pools.free(thing) };
+        }
+    }
+
+    fn advance(&mut self) -> bool {
+        let domain = &self.shared.domain;
+        self.shared.forget_last_used(domain.epoch().next());
+        // Only the writer moves the epoch, so this is the next.
+        let moved = domain.try_advance();
+        if moved {
+            self.state().retired = 0;
+        }
+        moved
+    }
+
+    /// Frees all that no reader can use any more, without waiting; gives how many slots and tree nodes are left.
+    ///
+    /// When nobody holds a guard, nothing is left, and the data of all deleted slots has been dropped.
+    pub fn reclaim(&mut self) -> usize {
+        // What was stamped in this epoch goes after two moves.
+        for _ in 0..2 {
+            self.free(usize::MAX);
+            if self.state().limbo.is_empty() || !self.advance() {
+                break;
+            }
+        }
+        self.free(usize::MAX);
+        self.retired()
+    }
+
+    /// How many slots and tree nodes wait for a grace period.
+    #[must_use]
+    pub fn retired(&self) -> usize {
+        self.state_ref().limbo.len()
+    }
+
+    /// The bytes that this table occupies: its fixed part, tree nodes and slots with their `D` (not what `D` points at),
+    /// what waits for a grace period or for reuse included; readers, 256 bytes each, and the allocator's
+    /// own overhead excluded.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        let state = self.state_ref();
+        size_of::<Shared<D>>()
+            + size_of::<pageferry_epoch::Domain>()
+            + self.shared.spaces.len() * size_of::<Space<D>>()
+            + state.pools.bytes()
+            + (state.len + state.retired_slots) * size_of::<Slot<D>>()
+    }
+}
+
+/// A slot of `now` other than `id` that holds some of `range`.
+fn overlapping<D>(now: SlotView<'_, D>, range: GfnRange, id: u16) -> Option<(u16, GfnRange)> {
+    // Slots do not overlap each other, so those that end above the start are the last ones that begin below the end.
+    let mut below = range.end();
+    loop {
+        let slot = now.lookup_or_below(Gfn(below.0.checked_sub(1)?))?;
+        if slot.range.end() <= range.start() {
+            return None;
+        }
+        if slot.id != id {
+            return Some((slot.id, slot.range));
+        }
+        below = slot.range.start();
+    }
+}
+
+/// The three trees of one address space, under change.
+struct Trees<'a, D> {
+    space: &'a Space<D>,
+    version: u64,
+    state: &'a mut State<D>,
+}
+
+impl<D> Trees<'_, D> {
+    fn by_gfn(&mut self, change: impl FnOnce(&mut Edit<'_, ByGfn, D>)) {
+        let replaced = &mut self.state.replaced;
+        change(&mut Edit {
+            tree: &self.space.by_gfn,
+            version: self.version,
+            pool: &mut self.state.pools.by_gfn,
+            replaced: &mut |node| replaced.push(Garbage::ByGfn(node)),
+        });
+    }
+
+    fn by_id(&mut self, change: impl FnOnce(&mut Edit<'_, ById, D>)) {
+        let replaced = &mut self.state.replaced;
+        change(&mut Edit {
+            tree: &self.space.by_id,
+            version: self.version,
+            pool: &mut self.state.pools.by_id,
+            replaced: &mut |node| replaced.push(Garbage::ById(node)),
+        });
+    }
+
+    fn by_hva(&mut self, change: impl FnOnce(&mut Edit<'_, ByHva, D>)) {
+        let replaced = &mut self.state.replaced;
+        change(&mut Edit {
+            tree: &self.space.by_hva,
+            version: self.version,
+            pool: &mut self.state.pools.by_hva,
+            replaced: &mut |node| replaced.push(Garbage::ByHva(node)),
+        });
+    }
+
+    /// # Safety
+    /// As for [`Edit::put`].
+    unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
+        // SAFETY: as the caller promises.
+        self.by_gfn(|edit| unsafe { edit.put(slot) });
+    }
+
+    /// # Safety
+    /// As for [`Edit::put`].
+    unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
+        // SAFETY: as the caller promises.
+        self.by_id(|edit| unsafe { edit.put(slot) });
+        // SAFETY: as the caller promises.
+        self.by_hva(|edit| unsafe { edit.put(slot) });
+    }
+
+    fn remove_by_gfn(&mut self, slot: &Slot<D>) {
+        self.by_gfn(|edit| edit.remove(ByGfn::key(slot)));
+    }
+
+    fn remove_elsewhere(&mut self, slot: &Slot<D>) {
+        self.by_id(|edit| edit.remove(ById::key(slot)));
+        self.by_hva(|edit| edit.remove(ByHva::key(slot)));
+    }
+}
+
+impl<D> fmt::Debug for SlotWriter<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotWriter")
+            .field("generation", &self.generation())
+            .field("len", &self.len())
+            .field("retired", &self.retired())
+            .finish_non_exhaustive()
+    }
+}
+
+/// An operation that has begun. Dropping it gives it up: then nothing has happened.
+#[must_use = "dropping an update gives it up"]
+pub struct Update<'w, D> {
+    /// `None` once it was committed.
+    writer: Option<&'w mut SlotWriter<D>>,
+    space: usize,
+}
+
+impl<'w, D> Update<'w, D> {
+    /// What will be done.
+    #[must_use]
+    pub fn change(&self) -> Change<'_, D> {
+        let pending = self.writer.as_ref().map(|writer| writer.state_ref().pending);
+        // SAFETY: pending records are in the trees or not yet published, and the writer, which is borrowed, frees none.
+        pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
+    }
+
+    /// Does it. The records of the change can be used until the writer is used again.
+    pub fn commit(mut self) -> Change<'w, D> {
+        let Some(writer) = self.writer.take() else {
+            return Change::Nothing;
+        };
+        let done = writer.commit(self.space);
+        // SAFETY: the new record is in the trees and the old one in the limbo, from which the writer, borrowed for
+        // as long as the answer lives, takes nothing.
+        unsafe { change_of(done) }
+    }
+}
+
+/// # Safety
+/// The records live as long as the answer.
+unsafe fn change_of<'w, D>(pending: Pending<D>) -> Change<'w, D> {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match pending {
+            Pending::Nothing => Change::Nothing,
+            Pending::Create { new } => Change::Created { new: &*new },
+            Pending::Delete { old } => Change::Deleted { old: &*old },
+            Pending::Move { old, new } => Change::Moved {
+                old: &*old,
+                new: &*new,
+            },
+            Pending::Flags { old, new } => Change::FlagsChanged {
+                old: &*old,
+                new: &*new,
+            },
+        }
+    }
+}
+
+impl<D> Drop for Update<'_, D> {
+    fn drop(&mut self) {
+        if let Some(writer) = &mut self.writer {
+            writer.abort();
+        }
+    }
+}
+
+impl<D> fmt::Debug for Update<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Update").finish_non_exhaustive()
+    }
+}
