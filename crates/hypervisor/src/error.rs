@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
-use pageferry_memslot::SlotError;
+use pageferry_memslot::versions::SlotError;
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -47,7 +47,7 @@ mod vm;
 pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
-pub use pageferry_memslot::{Limits, Request, Slot, SlotError, SlotFlags};
+pub use pageferry_memslot::versions::{Limits, Request, Slot, SlotError, SlotFlags};
 #[cfg(not(loom))]
 pub use region::{HostMemory, Region, SlotData, UserfaultBits};
 #[cfg(not(loom))]

@@ -21,7 +21,7 @@ use crate::region::SlotData;
 use crate::sync::{AtomicU64, Ordering};
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
-use pageferry_memslot::{Change, LastUsed, Limits, Request, Slot, SlotError, SlotFlags, SlotTable};
+use pageferry_memslot::versions::{Change, LastUsed, Limits, Request, Slot, SlotError, SlotFlags, SlotTable};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// What a look-up of a frame found.

@@ -7,7 +7,7 @@ use crate::slots::{Begun, MemslotUpdate, Memslots, Scalable};
 use crate::vcpu::{Link, VcpuCore};
 use core::ops::Range;
 use pageferry_addr::{Hva, PAGE_SHIFT};
-use pageferry_memslot::{Limits, Request, SlotFlags};
+use pageferry_memslot::versions::{Limits, Request, SlotFlags};
 use pageferry_tdp::Sv48x4;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -139,7 +139,7 @@ impl<M: Memslots> Vm<M> {
     pub fn set_user_memory_region(&self, region: Region) -> Result<(), VmError> {
         if region.flags.contains(SlotFlags::GUEST_MEMFD) {
             let unknown = SlotFlags::GUEST_MEMFD;
-            return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
+            return Err(pageferry_memslot::versions::SlotError::UnknownFlags { unknown }.into());
         }
         let mut writer = self.shared.writer();
         let Writer { slots, vcpus } = &mut *writer;
