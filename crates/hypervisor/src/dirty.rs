@@ -6,7 +6,7 @@ use crate::region::SlotData;
 use crate::slots::Memslots;
 use crate::vm::Vm;
 use pageferry_addr::Gfn;
-use pageferry_memslot::versions::Slot;
+use pageferry_memslot::Slot;
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 

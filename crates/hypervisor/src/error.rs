@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
-use pageferry_memslot::versions::SlotError;
+use pageferry_memslot::SlotError;
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

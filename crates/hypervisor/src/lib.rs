@@ -7,10 +7,11 @@
 //!
 //! **Mechanism.** A vCPU's life is [`VcpuCore::run`]: it enters the guest through its [`Gate`], interprets RV64
 //! machine code ([`hart`]), and finds memory through its own software TLB. A TLB miss asks the memory slots
-//! (an immutable table, cached by each vCPU under a generation count) and the second-stage tables that all
+//! (by a wait-free look-up, under a guard that lasts as long as the fault) and the second-stage tables that all
 //! vCPUs of the [`Vm`] share; then it fills the TLB or leaves the guest with an [`Exit`], on the vCPU's own
-//! thread. Whoever takes something away (a slot, a write permission) changes the tables first and then
-//! goes through every vCPU's gate; the order of steps and why it suffices is written down once, in `revoke.rs`.
+//! thread. Whoever takes something away (a slot, a write permission) says so in the slots, then goes through every
+//! vCPU's gate and the tables; the order of steps and why it suffices is written down once, in `revoke.rs`.
+//! Who keeps the slots is a type parameter with a default: [`Memslots`], [`Scalable`].
 //! The frame space of the second-stage tables is the process's own virtual pages: the PPN of a leaf is
 //! a host-virtual address shifted right by 12.
 //!
@@ -34,6 +35,8 @@ mod region;
 #[cfg(not(loom))]
 mod revoke;
 #[cfg(not(loom))]
+mod scalable;
+#[cfg(not(loom))]
 mod slots;
 mod sync;
 #[cfg(not(loom))]
@@ -47,11 +50,16 @@ mod vm;
 pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
-pub use pageferry_memslot::versions::{Limits, Request, Slot, SlotError, SlotFlags};
+pub use pageferry_memslot::{
+    Generation, Limits, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader, SlotTable,
+    SlotView,
+};
 #[cfg(not(loom))]
 pub use region::{HostMemory, Region, SlotData, UserfaultBits};
 #[cfg(not(loom))]
-pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots, Scalable};
+pub use scalable::Scalable;
+#[cfg(not(loom))]
+pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
 #[cfg(not(loom))]
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]

@@ -38,7 +38,7 @@ use crate::revoke::Shared;
 use crate::slots::{Found, MemslotReader, Memslots};
 use crate::tlb::Tlb;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
-use pageferry_memslot::versions::{Slot, SlotFlags};
+use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::MapOutcome;
 use std::sync::Arc;
 

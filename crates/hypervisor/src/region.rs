@@ -6,7 +6,7 @@
 
 use core::ops::Range;
 use pageferry_addr::{Gpa, Hva, RamPage};
-use pageferry_memslot::versions::SlotFlags;
+use pageferry_memslot::SlotFlags;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::Arc;

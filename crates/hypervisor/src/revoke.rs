@@ -121,8 +121,12 @@ pub(crate) struct Writer<M> {
     pub(crate) vcpus: Vcpus,
 }
 
-/// The vCPUs, by id; those created later flush nothing, as they have seen nothing.
-pub(crate) struct Vcpus(pub(crate) Vec<Option<Arc<Link>>>);
+/// The vCPUs; those created later flush nothing, as they have seen nothing.
+pub(crate) struct Vcpus {
+    /// Whether the id was given to a vCPU; as many as there are ids.
+    pub(crate) used: Vec<bool>,
+    pub(crate) links: Vec<Arc<Link>>,
+}
 
 impl<M: Memslots> Shared<M> {
     pub(crate) fn new(slots: M, max_vcpus: u32) -> Self {
@@ -132,7 +136,10 @@ impl<M: Memslots> Shared<M> {
             reservations: Reservations::new(),
             writer: Mutex::new(Writer {
                 slots,
-                vcpus: Vcpus((0..max_vcpus).map(|_| None).collect()),
+                vcpus: Vcpus {
+                    used: vec![false; max_vcpus as usize],
+                    links: Vec::new(),
+                },
             }),
         }
     }
@@ -178,9 +185,8 @@ impl Vcpus {
     pub(crate) fn request(&self, requests: Requests) {
         // All are asked before any is waited for.
         let tickets: Vec<_> = self
-            .0
+            .links
             .iter()
-            .flatten()
             .filter_map(|link| link.gate.request(requests))
             .collect();
         for ticket in tickets {

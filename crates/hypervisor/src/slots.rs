@@ -1,6 +1,6 @@
 #![expect(
     unsafe_code,
-    reason = "declares the contract of what keeps the memory slots, and fulfils it"
+    reason = "declares the contract of what keeps the memory slots"
 )]
 //! Who keeps the memory slots: the seam between the hypervisor and a scheme of slots.
 //!
@@ -12,17 +12,15 @@
 //! owns. A change has two halves, as the kernel's: [`Memslots::begin`] makes the slot that goes or moves
 //! *invalid*, which tells faults to come again; then the VM revokes what vCPUs have of it; then
 //! [`MemslotUpdate::commit`] puts the new state in place. Why this order suffices is said in `revoke.rs`. All is
-//! static dispatch: a VM is compiled for one scheme, [`Scalable`] unless its user names another.
+//! static dispatch: a VM is compiled for one scheme, [`Scalable`](crate::Scalable) unless its user names another.
 //!
 //! **Neighbours.** [`crate::Vm`] changes slots, the fault path in `memory.rs` reads them. A scheme knows nothing of
 //! vCPUs, tables and flushes. Other schemes than `Scalable` exist for measurements and tests.
 
 use crate::region::SlotData;
-use crate::sync::{AtomicU64, Ordering};
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
-use pageferry_memslot::versions::{Change, LastUsed, Limits, Request, Slot, SlotError, SlotFlags, SlotTable};
-use std::sync::{Arc, Mutex, PoisonError};
+use pageferry_memslot::{Limits, Request, Slot, SlotError, SlotFlags};
 
 /// What a look-up of a frame found.
 #[derive(Clone, Copy, Debug)]
@@ -135,171 +133,4 @@ pub trait MemslotReader: Send {
     /// Lets go of what the reader keeps of older versions. Called outside the guest, after a change asked all vCPUs to
     /// leave. For schemes that keep nothing it has nothing to do.
     fn refresh(&mut self) {}
-}
-
-type Table = SlotTable<SlotData>;
-
-/// The scheme that VMs have by default.
-#[derive(Debug)]
-pub struct Scalable {
-    table: Arc<Table>,
-    published: Arc<Published>,
-}
-
-/// What readers take up when the generation has changed.
-#[derive(Clone, Debug)]
-struct Version {
-    generation: u64,
-    table: Arc<Table>,
-    /// The frames of the slot that is being deleted or moved.
-    invalid: Option<GfnRange>,
-}
-
-#[derive(Debug)]
-struct Published {
-    generation: AtomicU64,
-    version: Mutex<Version>,
-}
-
-impl Published {
-    fn publish(&self, table: &Arc<Table>, invalid: Option<GfnRange>) {
-        let mut version = self.version.lock().unwrap_or_else(PoisonError::into_inner);
-        *version = Version {
-            generation: version.generation + 1,
-            table: Arc::clone(table),
-            invalid,
-        };
-        self.generation.store(version.generation, Ordering::Release);
-    }
-
-    fn current(&self) -> Version {
-        let version = self.version.lock();
-        version.unwrap_or_else(PoisonError::into_inner).clone()
-    }
-}
-
-/// A change of [`Scalable`].
-#[derive(Debug)]
-pub struct ScalableUpdate<'a> {
-    slots: &'a mut Scalable,
-    next: Option<Arc<Table>>,
-    begun: Begun,
-}
-
-/// A reader of [`Scalable`].
-#[derive(Debug)]
-pub struct ScalableReader {
-    published: Arc<Published>,
-    version: Version,
-    last: LastUsed,
-}
-
-// SAFETY: 1. `SlotTable` makes slots from requests only. 2. and 3. `begin` and `commit` publish a version with
-// release order; who looks up afterwards acquires it and drops the one before. 4. Tables never change.
-unsafe impl Memslots for Scalable {
-    type Reader = ScalableReader;
-    type Update<'a> = ScalableUpdate<'a>;
-
-    fn new(limits: Limits) -> Self {
-        let table = Arc::new(SlotTable::new(limits));
-        Self {
-            published: Arc::new(Published {
-                generation: AtomicU64::new(0),
-                version: Mutex::new(Version {
-                    generation: 0,
-                    table: Arc::clone(&table),
-                    invalid: None,
-                }),
-            }),
-            table,
-        }
-    }
-
-    fn reader(&self) -> ScalableReader {
-        ScalableReader {
-            published: Arc::clone(&self.published),
-            version: self.published.current(),
-            last: LastUsed::default(),
-        }
-    }
-
-    fn begin(&mut self, request: Request<SlotData>) -> Result<ScalableUpdate<'_>, SlotError> {
-        let (next, change) = self.table.apply(request)?;
-        let begun = match change {
-            Change::Nothing => Begun::Nothing,
-            Change::Created { new } => Begun::Created { new: new.range },
-            Change::Deleted { old } => Begun::Deleted { old: old.range },
-            Change::Moved { old, new } => Begun::Moved {
-                old: old.range,
-                new: new.range,
-            },
-            Change::FlagsChanged { old, new } => Begun::FlagsChanged {
-                range: old.range,
-                old: old.flags,
-                new: new.flags,
-            },
-        };
-        if let Begun::Deleted { old } | Begun::Moved { old, .. } = begun {
-            self.published.publish(&self.table, Some(old));
-        }
-        Ok(ScalableUpdate {
-            slots: self,
-            next: Some(Arc::new(next)),
-            begun,
-        })
-    }
-
-    fn by_id(&self, id: u16) -> Option<&Slot<SlotData>> {
-        self.table.by_id(id).map(|slot| &**slot)
-    }
-
-    fn for_each_in_hva(&self, hva: Range<Hva>, mut f: impl FnMut(&Slot<SlotData>)) {
-        self.table.iter_hva(hva).for_each(|slot| f(slot));
-    }
-
-    fn metadata_bytes(&self) -> usize {
-        size_of::<Table>() + self.table.len() * size_of::<Slot<SlotData>>()
-    }
-}
-
-impl MemslotUpdate for ScalableUpdate<'_> {
-    fn begun(&self) -> Begun {
-        self.begun
-    }
-
-    fn commit(mut self) {
-        if let (Some(next), true) = (self.next.take(), self.begun != Begun::Nothing) {
-            self.slots.table = next;
-            self.slots.published.publish(&self.slots.table, None);
-        }
-    }
-}
-
-impl Drop for ScalableUpdate<'_> {
-    fn drop(&mut self) {
-        if self.next.is_some() && self.begun != Begun::Nothing {
-            self.slots.published.publish(&self.slots.table, None);
-        }
-    }
-}
-
-impl MemslotReader for ScalableReader {
-    #[inline]
-    fn lookup<R>(&mut self, gfn: Gfn, f: impl FnOnce(Found<'_>) -> R) -> R {
-        self.refresh();
-        if self.version.invalid.is_some_and(|old| old.contains(gfn)) {
-            return f(Found::Invalid);
-        }
-        match self.last.lookup(&self.version.table, gfn) {
-            Some(slot) => f(Found::Slot(slot)),
-            None => f(Found::Nothing),
-        }
-    }
-
-    #[inline]
-    fn refresh(&mut self) {
-        if self.published.generation.load(Ordering::Acquire) != self.version.generation {
-            self.version = self.published.current();
-        }
-    }
 }

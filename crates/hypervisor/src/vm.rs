@@ -1,13 +1,14 @@
 //! A virtual machine: its memory slots, its vCPUs, and the calls that change them.
 
 use crate::error::VmError;
-use crate::region::{Region, SlotData};
+use crate::region::{Region, SlotData, UserfaultBits};
 use crate::revoke::{Shared, Writer};
-use crate::slots::{Begun, MemslotUpdate, Memslots, Scalable};
+use crate::scalable::Scalable;
+use crate::slots::{Begun, MemslotUpdate, Memslots};
 use crate::vcpu::{Link, VcpuCore};
 use core::ops::Range;
 use pageferry_addr::{Hva, PAGE_SHIFT};
-use pageferry_memslot::versions::{Limits, Request, SlotFlags};
+use pageferry_memslot::{Generation, Limits, Request, SlotFlags, SlotTable};
 use pageferry_tdp::Sv48x4;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -71,6 +72,37 @@ impl Vm {
     pub fn new(config: VmConfig) -> Self {
         Self::with_memslots(config)
     }
+
+    /// A handle to the memory slots, for threads that read them: device emulation that translates addresses, a
+    /// migration that walks them. Its readers see every change at once and as a whole, and wait for nobody.
+    ///
+    /// What a [`SlotGuard`](crate::SlotGuard) found stays: as long as the guard is held, neither the slot nor the owner
+    /// of its memory is dropped, even if the slot is deleted meanwhile. Slots that are being deleted or moved are
+    /// [invalid](crate::Slot::is_invalid). Hold a guard for short, and none while calling this VM or running a vCPU of
+    /// it: a change that finds thousands of replaced slots waiting for a guard waits for it too.
+    ///
+    /// ```
+    /// use pageferry_addr::{Gfn, Hva};
+    /// use pageferry_hypervisor::{Vm, VmConfig};
+    ///
+    /// let vm = Vm::new(VmConfig::default());
+    /// let mut reader = vm.slot_table().reader();
+    /// let guard = reader.pin();
+    /// assert!(guard.lookup(Gfn(0x80000)).is_none());
+    /// assert!(guard.view().by_id(0).is_none());
+    /// assert_eq!(guard.view().iter_hva(Hva(0)..Hva(u64::MAX)).count(), 0);
+    /// ```
+    #[must_use]
+    pub fn slot_table(&self) -> SlotTable<SlotData> {
+        self.shared.writer().slots.table()
+    }
+
+    /// How often the memory slots have changed. Waits for a change in progress; [`Vm::slot_table`]'s generation does
+    /// not, and says so.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.shared.writer().slots.writer().generation()
+    }
 }
 
 impl<M: Memslots> Vm<M> {
@@ -108,15 +140,15 @@ impl<M: Memslots> Vm<M> {
         let mut writer = self.shared.writer();
         let max = self.config.max_vcpus;
         let Writer { slots, vcpus } = &mut *writer;
-        let place = vcpus
-            .0
+        let used = vcpus
+            .used
             .get_mut(id as usize)
             .ok_or(VmError::VcpuIdTooLarge { id, max })?;
-        if place.is_some() {
+        if core::mem::replace(used, true) {
             return Err(VmError::VcpuExists(id));
         }
         let link = Arc::new(Link::default());
-        *place = Some(Arc::clone(&link));
+        vcpus.links.push(Arc::clone(&link));
         let shared = Arc::clone(&self.shared);
         Ok(VcpuCore::new(id, shared, slots.reader(), link))
     }
@@ -127,11 +159,15 @@ impl<M: Memslots> Vm<M> {
     /// When this returns, no vCPU uses what was there before: memory of a deleted or moved slot is no longer
     /// reached through its old place; with `LOG_DIRTY_PAGES` newly set, every later write is logged; with
     /// `USERFAULT` newly set, every later touch of a page whose bit is set leaves the guest. A slot that stays
-    /// logged keeps its log. A request that changes neither place nor flags changes nothing, another
-    /// userfault bitmap included: take the flag off and set it again.
+    /// logged keeps its log. A slot that keeps `USERFAULT` keeps its bitmap: to give it another, take the flag off and set
+    /// it again.
     ///
-    /// The memory's owner is kept while the slot exists and until the last vCPU that has seen it has entered
-    /// its guest again or was dropped.
+    /// A vCPU that touches a slot while it is deleted or moved waits outside its guest, for as long as the call takes.
+    ///
+    /// The memory's owner is kept while the slot exists. When a deletion or a move has returned no vCPU reaches what
+    /// was there, and the owner the slot had until then is dropped by the time this returns, unless a reader of
+    /// [`Vm::slot_table`] held a guard then. In that case, and where only flags changed, it is dropped by one of
+    /// the next changes, or with the VM and the last reader.
     ///
     /// # Errors
     /// [`VmError::Slot`] by the slots' rules (guest_memfd is refused as an unknown flag);
@@ -139,7 +175,7 @@ impl<M: Memslots> Vm<M> {
     pub fn set_user_memory_region(&self, region: Region) -> Result<(), VmError> {
         if region.flags.contains(SlotFlags::GUEST_MEMFD) {
             let unknown = SlotFlags::GUEST_MEMFD;
-            return Err(pageferry_memslot::versions::SlotError::UnknownFlags { unknown }.into());
+            return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
         }
         let mut writer = self.shared.writer();
         let Writer { slots, vcpus } = &mut *writer;
@@ -151,6 +187,7 @@ impl<M: Memslots> Vm<M> {
             size: region.size,
             hva: region.hva,
             flags: region.flags,
+            userfault_bitmap: data.userfault.as_ref().map(first_word),
             data,
         })?;
         if region.size != 0 {
@@ -209,6 +246,12 @@ impl<M: Memslots> Vm<M> {
         self.shared.tables.writable_pages()
     }
 
+    /// The bytes that the memory slots occupy themselves: slots and what finds them, logs and bitmaps excluded.
+    #[must_use]
+    pub fn slot_metadata_bytes(&self) -> usize {
+        self.shared.writer().slots.metadata_bytes()
+    }
+
     /// The bytes of all second-stage tables.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
@@ -244,6 +287,13 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
             .field("tables", &self.shared.tables)
             .finish_non_exhaustive()
     }
+}
+
+/// The address of the word in which the bit of the slot's first page is.
+fn first_word(bits: &UserfaultBits) -> Hva {
+    let word = bits.first.index() / u64::BITS as usize;
+    // Where a request has no whole page, the bit may lie behind the last word: nothing is read here.
+    Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
 }
 
 /// What the slot is to carry. Before the request is checked, so sizes may be absurd here.

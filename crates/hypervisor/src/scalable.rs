@@ -1,0 +1,110 @@
+#![expect(
+    unsafe_code,
+    reason = "promises that slots are found as the contract of a scheme says"
+)]
+//! The scheme of memory slots that VMs have by default: `pageferry-memslot`, whose operations all take O(log n).
+//!
+//! A fault pins its vCPU's reader for the one look-up it makes and unpins it before it uses the translation, so a
+//! vCPU that stays in its guest keeps nothing from being freed.
+
+use crate::region::SlotData;
+use crate::slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
+use core::ops::Range;
+use pageferry_addr::{Gfn, Hva};
+use pageferry_memslot::{
+    Change, Limits, Request, Slot, SlotError, SlotReader, SlotTable, SlotWriter, Update,
+};
+
+/// Slots in `pageferry-memslot`'s trees.
+#[derive(Debug)]
+pub struct Scalable(SlotWriter<SlotData>);
+
+impl Scalable {
+    /// A handle from which readers come.
+    pub(crate) fn table(&self) -> SlotTable<SlotData> {
+        self.0.table()
+    }
+
+    pub(crate) fn writer(&self) -> &SlotWriter<SlotData> {
+        &self.0
+    }
+}
+
+/// A reader of [`Scalable`].
+#[derive(Debug)]
+pub struct ScalableReader(SlotReader<SlotData>);
+
+/// A change of [`Scalable`].
+#[derive(Debug)]
+pub struct ScalableUpdate<'a>(Update<'a, SlotData>);
+
+// SAFETY: 1. and 4. The crate below makes slots from committed requests only and never changes what they say. 2. and
+// 3. It marks and publishes with release order, and look-ups of the newest state acquire. 5. `begun` repeats what
+// the update says it will do, and dropping one gives it up.
+unsafe impl Memslots for Scalable {
+    type Reader = ScalableReader;
+    type Update<'a> = ScalableUpdate<'a>;
+
+    fn new(limits: Limits) -> Self {
+        Self(SlotWriter::new(limits).with_relax(std::thread::yield_now))
+    }
+
+    fn reader(&self) -> ScalableReader {
+        ScalableReader(self.table().reader())
+    }
+
+    fn begin(&mut self, request: Request<SlotData>) -> Result<ScalableUpdate<'_>, SlotError> {
+        self.0.begin(request).map(ScalableUpdate)
+    }
+
+    fn by_id(&self, id: u16) -> Option<&Slot<SlotData>> {
+        self.0.view().by_id(id)
+    }
+
+    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+        self.0.view().iter_hva(hva).for_each(f);
+    }
+
+    fn reclaim(&mut self) {
+        self.0.reclaim();
+    }
+
+    fn metadata_bytes(&self) -> usize {
+        self.0.metadata_bytes()
+    }
+}
+
+impl MemslotUpdate for ScalableUpdate<'_> {
+    fn begun(&self) -> Begun {
+        match self.0.change() {
+            Change::Nothing => Begun::Nothing,
+            Change::Created { new } => Begun::Created { new: new.range },
+            Change::Deleted { old } => Begun::Deleted { old: old.range },
+            Change::Moved { old, new } => Begun::Moved {
+                old: old.range,
+                new: new.range,
+            },
+            Change::FlagsChanged { old, new } => Begun::FlagsChanged {
+                range: old.range,
+                old: old.flags,
+                new: new.flags,
+            },
+        }
+    }
+
+    fn commit(self) {
+        self.0.commit();
+    }
+}
+
+impl MemslotReader for ScalableReader {
+    #[inline]
+    fn lookup<R>(&mut self, gfn: Gfn, f: impl FnOnce(Found<'_>) -> R) -> R {
+        let guard = self.0.pin();
+        f(match guard.lookup(gfn) {
+            None => Found::Nothing,
+            Some(slot) if slot.is_invalid() => Found::Invalid,
+            Some(slot) => Found::Slot(slot),
+        })
+    }
+}
