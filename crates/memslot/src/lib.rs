@@ -63,7 +63,6 @@ mod slot;
 mod sync;
 mod table;
 mod tree;
-pub mod versions;
 mod view;
 mod writer;
 
