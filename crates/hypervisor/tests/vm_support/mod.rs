@@ -6,7 +6,7 @@
 pub(crate) mod asm;
 
 use pageferry_addr::{Gpa, Hva};
-use pageferry_hypervisor::{HostMemory, Region, SlotFlags, VcpuCore, Vm, VmConfig};
+use pageferry_hypervisor::{HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -80,14 +80,19 @@ impl HostRam {
 
 /// A VM whose slot 0 has all of `ram` at address 0.
 pub(crate) fn vm(ram: &Arc<HostRam>) -> Vm {
-    let vm = Vm::new(VmConfig::default());
+    vm_of(ram)
+}
+
+/// The same, with slots kept by `M`.
+pub(crate) fn vm_of<M: Memslots>(ram: &Arc<HostRam>) -> Vm<M> {
+    let vm = Vm::with_memslots(VmConfig::default());
     vm.set_user_memory_region(ram.region(0, 0, 0, ram.0.len() as u64))
         .unwrap();
     vm
 }
 
 /// A vCPU that starts at `pc`.
-pub(crate) fn vcpu(vm: &Vm, id: u32, pc: u64) -> VcpuCore {
+pub(crate) fn vcpu<M: Memslots>(vm: &Vm<M>, id: u32, pc: u64) -> VcpuCore<M> {
     let mut vcpu = vm.create_vcpu(id).unwrap();
     vcpu.hart_mut().set_pc(pc).unwrap();
     vcpu
