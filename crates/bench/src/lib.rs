@@ -13,6 +13,7 @@
 mod blackout;
 mod exits;
 mod link;
+pub mod memslot;
 pub mod peer;
 mod row;
 mod soft;
@@ -63,6 +64,12 @@ pub enum BenchError {
         /// The kernel's answer.
         source: std::io::Error,
     },
+    /// The hypervisor refused a call, or a guest did what its program does not.
+    #[error("{0}")]
+    Memslot(String),
+    /// A guest's value is not where it should be: memory went to the wrong place.
+    #[error("wrong memory: {0}")]
+    WrongValue(String),
     /// Nothing to measure: fewer faults or pages than a figure needs.
     #[error("{0}")]
     TooFew(String),

@@ -87,6 +87,14 @@ pub(crate) enum BenchCommand {
     Blackout(BenchFlags),
     /// Guest instructions a second of our own hypervisor
     Soft(BenchFlags),
+    /// The six tests of the kernel's memslot_perf_test on our own hypervisor: with our memory slots, beside the array
+    /// that the kernel copied at every change before it had trees
+    ///
+    /// Times are of one run of a test. The kernel's own figures, from a Xeon, stand in columns of their own; where KVM
+    /// can be opened, what its calls cost on this host is measured too. With PAGEFERRY_REQUIRE=kvm in the environment it
+    /// is an error if it cannot. Every run checks what the guest wrote; a wrong value ends the command with 1.
+    #[command(after_help = TABLE)]
+    Memslot(MemslotFlags),
     /// The other process of a benchmark
     #[command(hide = true)]
     Peer {
@@ -107,6 +115,29 @@ pub(crate) struct BenchFlags {
     /// Print the rows as a JSON array
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// `pageferry bench memslot`.
+#[derive(Debug, Args)]
+pub(crate) struct MemslotFlags {
+    /// Some seconds instead of about a minute and a half: with 10 and 509 slots only, and noisier
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Numbers of slots, from 3 to 32764, instead of the series' [default: 10,30,50,100,509,8194,32764]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(3..=32_764))]
+    pub(crate) slots: Vec<u32>,
+    /// How many samples each figure has at least; medians are printed
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) repeat: u32,
+    /// Instead: nanoseconds an operation, beside the memory maps of other public crates
+    #[arg(long, conflicts_with = "report")]
+    pub(crate) micro: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with a chart for each test
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
 }
 
 /// What kind of machine.
@@ -266,6 +297,23 @@ mod tests {
     #[test]
     fn the_definitions_are_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn numbers_of_slots_are_a_list_within_limits() {
+        let slots = |list: &str| {
+            let parsed = Cli::try_parse_from(["pageferry", "bench", "memslot", "--slots", list]);
+            match parsed.ok()?.command {
+                Command::Bench(BenchArgs {
+                    command: BenchCommand::Memslot(flags),
+                }) => Some(flags.slots),
+                other => panic!("bench memslot is {other:?}"),
+            }
+        };
+        assert_eq!(slots("10,32764"), Some(vec![10, 32_764]));
+        assert_eq!(slots("2"), None);
+        assert_eq!(slots("10,32765"), None);
+        assert_eq!(slots("10,"), None);
     }
 
     #[test]

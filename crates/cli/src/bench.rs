@@ -1,5 +1,7 @@
 //! `pageferry bench`: measurements, each beside its floor from the same run.
 
+mod memslot;
+
 use crate::args::{BenchArgs, BenchCommand, BenchFlags};
 use crate::exit::{Exit, Failure};
 use crate::output;
@@ -20,6 +22,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Link(flags) => (flags, pageferry_bench::link),
         BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
+        BenchCommand::Memslot(flags) => return memslot::memslot(flags),
     };
     let setting = Setting {
         executable: std::env::current_exe().map_err(|e| {
@@ -33,16 +36,21 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
     };
     let rows = benchmark(&setting, &mut |doing| output::note(doing))?;
     if flags.json {
-        let value = serde_json::to_value(&rows).map_err(|e| {
-            Failure::new(
-                Exit::Internal,
-                format!("cannot write the rows as JSON: {e}"),
-            )
-        })?;
-        output::json(&value);
+        json(&rows)?;
     } else {
         output::result(&table(&rows));
     }
+    Ok(())
+}
+
+fn json(figures: &impl serde::Serialize) -> Result<(), Failure> {
+    let value = serde_json::to_value(figures).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("cannot write the figures as JSON: {e}"),
+        )
+    })?;
+    output::json(&value);
     Ok(())
 }
 
@@ -116,6 +124,7 @@ impl From<BenchError> for Failure {
     fn from(error: BenchError) -> Self {
         match error {
             BenchError::Machine(error) => error.into(),
+            BenchError::WrongValue(_) => Self::new(Exit::Verification, error.to_string()),
             other => Self::new(Exit::Internal, other.to_string()),
         }
     }

@@ -172,6 +172,88 @@ fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
     Ok(())
 }
 
+/// A line of [`growth`].
+pub(super) struct Line {
+    pub(super) name: String,
+    /// Number and seconds, both above 0.
+    pub(super) points: Vec<(f64, f64)>,
+}
+
+/// Seconds over numbers: both axes logarithmic. Lines without points are left out.
+pub(super) fn growth(lines: &[Line]) -> Drawn<String> {
+    let logs = |line: &Line| -> Vec<(f64, f64)> {
+        let log = |&(number, seconds): &(f64, f64)| (number.log10(), (seconds * 1e6).log10());
+        line.points.iter().map(log).collect()
+    };
+    let all: Vec<(f64, f64)> = lines.iter().flat_map(logs).collect();
+    let ends = |of: fn(&(f64, f64)) -> f64| {
+        let values = all.iter().map(of);
+        let low = values.clone().fold(f64::INFINITY, f64::min).floor();
+        (
+            low,
+            values
+                .fold(f64::NEG_INFINITY, f64::max)
+                .ceil()
+                .max(low + 1.0),
+        )
+    };
+    if all.is_empty() || all.iter().any(|(x, y)| !x.is_finite() || !y.is_finite()) {
+        return Err("there is nothing to draw".into());
+    }
+    let ((left, right), (bottom, top)) = (ends(|point| point.0), ends(|point| point.1));
+    let whole = |value: &f64, shown: String| {
+        if value.fract().abs() < 1e-6 {
+            shown
+        } else {
+            String::new()
+        }
+    };
+    draw(SIZE, |area| {
+        let (plot, key) = area.split_horizontally(SIZE.0 - KEY_WIDTH);
+        let mut chart = ChartBuilder::on(&plot)
+            .margin(14)
+            .margin_right(36)
+            .x_label_area_size(46)
+            .y_label_area_size(76)
+            .build_cartesian_2d(left..right, bottom..top)
+            .map_err(say)?;
+        chart
+            .configure_mesh()
+            .x_labels((right - left) as usize + 1)
+            .y_labels((top - bottom) as usize + 1)
+            .x_label_formatter(&|x| whole(x, thousands(10f64.powf(*x))))
+            .y_label_formatter(&|y| whole(y, decade(*y)))
+            .x_desc("slots (logarithmic)")
+            .y_desc("time a run (logarithmic)")
+            .axis_style(INK)
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .label_style(small())
+            .axis_desc_style(small())
+            .draw()
+            .map_err(say)?;
+        let mut entries = Vec::new();
+        let shown = lines
+            .iter()
+            .enumerate()
+            .filter(|(_, l)| !l.points.is_empty());
+        for (index, line) in shown {
+            let colour = COLOURS[index % MAX_SERIES];
+            let points = logs(line);
+            chart
+                .draw_series(LineSeries::new(
+                    points.iter().copied(),
+                    colour.stroke_width(2),
+                ))
+                .map_err(say)?;
+            let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
+            chart.draw_series(dots).map_err(say)?;
+            entries.push(Entry::line(line.name.clone(), colour));
+        }
+        legend(&key, &entries)
+    })
+}
+
 /// What is drawn behind a timeline.
 pub(super) struct Backdrop<'a> {
     /// The moment that is 0 on the time axis.
@@ -308,6 +390,27 @@ fn thousands(value: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn growth_draws_each_line_that_has_points() {
+        let line = |name: &str, points: &[(f64, f64)]| Line {
+            name: name.into(),
+            points: points.to_vec(),
+        };
+        let lines = [
+            line("one", &[(10.0, 1e-4), (32_764.0, 1.5)]),
+            line("none", &[]),
+            line("two", &[(10.0, 2e-4)]),
+        ];
+        let svg = growth(&lines).expect("a chart");
+        assert_eq!(svg.matches("<circle").count(), 3);
+        for shown in ["one", "two", "10,000", "100 us", "1 s"] {
+            assert!(svg.contains(shown), "{shown}");
+        }
+        assert!(!svg.contains("none\n"));
+        assert!(growth(&[]).is_err());
+        assert!(growth(&[line("zero", &[(10.0, 0.0)])]).is_err());
+    }
 
     #[test]
     fn axis_labels_have_units() {

@@ -10,7 +10,7 @@ const MARGIN: f64 = 0.25;
 /// How much is shown around the blackout in the close-up, in nanoseconds.
 const CLOSE_UP_NS: u64 = 40_000_000;
 
-const STYLE: &str = "
+pub(super) const STYLE: &str = "
 body { font: 16px/1.5 system-ui, sans-serif; color: #282c34; background: #fff; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem; }
 p.sub { color: #5b6270; margin-top: .2rem; }
@@ -165,7 +165,7 @@ fn phases(report: &Report, page: &mut String) {
 }
 
 /// Text as HTML.
-fn escape(text: &str) -> String {
+pub(super) fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")

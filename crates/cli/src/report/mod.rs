@@ -10,12 +10,14 @@ mod conditions;
 mod halves;
 mod html;
 mod json;
+mod slots;
 mod stalls;
 mod table;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use halves::{PhaseAt, Received, Sent};
+pub(crate) use slots::slots_page;
 pub(crate) use stalls::Stalls;
 
 use crate::sampler::Sample;

@@ -1,0 +1,101 @@
+#![expect(unsafe_code, reason = "hands host memory to KVM")]
+//! What the same calls cost on the kernel's KVM.
+//!
+//! A VM without vCPUs, the same memory in the same slots; `KVM_SET_USER_MEMORY_REGION` for each.
+
+use super::host::Host;
+use super::split::Split;
+use super::stage::id;
+use crate::BenchError;
+use kvm_bindings::kvm_userspace_memory_region;
+use kvm_ioctls::{Cap, Kvm, VmFd};
+use pageferry_addr::{Gpa, PAGE_SIZE};
+use pageferry_machine::MachineError;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// KVM, ready to be measured.
+pub(super) struct RealKvm(Kvm);
+
+impl RealKvm {
+    /// # Errors
+    /// Why it cannot be measured here, in words.
+    pub(super) fn open() -> Result<Self, String> {
+        let kvm = Kvm::new().map_err(|e| format!("/dev/kvm cannot be opened: {}", io(&e)))?;
+        kvm.create_vm()
+            .map_err(|e| format!("KVM does not create a VM: {}", io(&e)))?;
+        Ok(Self(kvm))
+    }
+
+    /// How many slots a VM may have.
+    pub(super) fn max_slots(&self) -> u32 {
+        u32::try_from(self.0.check_extension_int(Cap::NrMemslots)).unwrap_or(0)
+    }
+
+    /// Creates a VM with slot 0 and the slots of `split`; only the latter are timed.
+    pub(super) fn set_up(
+        &self,
+        host: &Arc<Host>,
+        split: Split,
+    ) -> Result<(RealVm, Duration), BenchError> {
+        let vm = self.0.create_vm().map_err(|e| refused("a VM", &e))?;
+        let vm = RealVm {
+            vm,
+            split,
+            host: Arc::clone(host),
+        };
+        vm.set(0, Gpa(0), 0, 1)?;
+        let began = Instant::now();
+        for index in 0..split.slots {
+            let first = split.first(index);
+            vm.set(
+                id(index),
+                Split::gpa(first),
+                1 + first,
+                split.pages_of(index),
+            )?;
+        }
+        let took = began.elapsed();
+        Ok((vm, took))
+    }
+}
+
+/// A VM with its slots.
+pub(super) struct RealVm {
+    vm: VmFd,
+    split: Split,
+    /// Keeps mapped what the slots point at; dropped after the VM.
+    host: Arc<Host>,
+}
+
+impl RealVm {
+    fn set(&self, slot: u16, gpa: Gpa, page: u64, pages: u64) -> Result<(), BenchError> {
+        let region = kvm_userspace_memory_region {
+            slot: slot.into(),
+            flags: 0,
+            guest_phys_addr: gpa.0,
+            memory_size: pages * PAGE_SIZE,
+            userspace_addr: self.host.hva(page).0,
+        };
+        assert!(self.host.hva(page + pages) > self.host.hva(page));
+        // SAFETY: the range is inside the mapping of `host`, which outlives the VM; no vCPU ever runs, so nothing
+        // is accessed through it.
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(|e| refused("a memory slot", &e))
+    }
+
+    /// Moves the last slot behind all others and back.
+    pub(super) fn move_once(&self) -> Result<(), BenchError> {
+        let last = self.split.slots - 1;
+        let (first, pages) = (self.split.first(last), self.split.pages_of(last));
+        self.set(id(last), Split::gpa(self.split.pages), 1 + first, pages)?;
+        self.set(id(last), Split::gpa(first), 1 + first, pages)
+    }
+}
+
+fn io(error: &kvm_ioctls::Error) -> std::io::Error {
+    std::io::Error::from_raw_os_error(error.errno())
+}
+
+fn refused(what: &str, error: &kvm_ioctls::Error) -> BenchError {
+    MachineError::EngineUnavailable(format!("KVM refuses {what}: {}", io(error))).into()
+}

@@ -1,0 +1,358 @@
+//! `bench memslot`: what slots cost a hypervisor, by two schemes, beside the kernel's own figures.
+//!
+//! **Guarantee.** Both schemes run the same six tests on the same hypervisor, over the same host memory, with the same
+//! guest, in turns. Every run checks what the guest wrote; a wrong value ends the benchmark with an error.
+//!
+//! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its sizes ([`trial`]). A
+//! [`stage`] is a VM with its slots; its only vCPU runs RV64 code ([`program`]) on a thread of its own. One stage has
+//! the slots of `pageferry-memslot`, the other the kernel's scheme of before its trees ([`array_copy`]). A sample is a
+//! run of some milliseconds, or one run of the test where that takes longer; figures are medians.
+//!
+//! **Neighbours.** Below: the hypervisor and the slots. The command line shows [`MemslotReport`].
+
+mod array_copy;
+mod host;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+mod kvm;
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+#[path = "absent.rs"]
+mod kvm;
+mod program;
+mod report;
+mod series;
+mod split;
+mod stage;
+#[cfg(test)]
+mod tests;
+mod trial;
+
+pub use report::{Call, CallCost, Cell, Figure, MemslotReport, Verdict};
+pub use series::{SOURCE, Xeon, xeon};
+
+use crate::{BenchError, Samples};
+use array_copy::ArrayCopy;
+use host::Host;
+use kvm::RealKvm;
+use pageferry_hypervisor::{Memslots, Scalable, SlotData};
+use serde::Serialize;
+use split::Split;
+use stage::Stage;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The kernel's scheme on our hypervisor.
+type Copying = ArrayCopy<SlotData>;
+
+/// One of the six tests of the kernel's `memslot_perf_test`, as its series' tables name them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Test {
+    /// The guest writes to each page of a half of 32 MiB while the host unmaps the other half; both halves once.
+    Map,
+    /// The guest writes to one page of a half of 128 MiB; the host unmaps that half page by page; both halves once.
+    Unmap,
+    /// The same in chunks of 2 MiB, or of a slot where that is smaller.
+    UnmapChunked,
+    /// The last slot of 512 MiB is moved away and back while the guest writes to pages on both sides of its start.
+    MoveActive,
+    /// The same while the guest writes to pages below it only.
+    MoveInactive,
+    /// All slots of 512 MiB are created.
+    SlotSetup,
+}
+
+impl Test {
+    /// All, in the order of the series' tables.
+    pub const ALL: [Self; 6] = [
+        Self::Map,
+        Self::Unmap,
+        Self::UnmapChunked,
+        Self::MoveActive,
+        Self::MoveInactive,
+        Self::SlotSetup,
+    ];
+
+    /// The name in the series' tables.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Map => "Map",
+            Self::Unmap => "Unmap",
+            Self::UnmapChunked => "Unmap 2M",
+            Self::MoveActive => "Move active",
+            Self::MoveInactive => "Move inactive",
+            Self::SlotSetup => "Slot setup",
+        }
+    }
+
+    /// The pages of its memory: those of its area and one for synchronisation.
+    const fn pages(self) -> u64 {
+        1 + match self {
+            Self::Map => trial::MAP_PAGES,
+            Self::Unmap | Self::UnmapChunked => trial::UNMAP_PAGES,
+            Self::MoveActive | Self::MoveInactive | Self::SlotSetup => trial::ALL_PAGES,
+        }
+    }
+
+    /// Whether it can be done with so many slots: each needs a page.
+    #[must_use]
+    pub fn possible(self, slots: u32) -> bool {
+        Split::new(slots, self.pages()).is_some()
+    }
+}
+
+/// What to measure and for how long.
+#[derive(Clone, Debug)]
+pub struct MemslotSetting {
+    /// The numbers of slots, from [`MemslotSetting::MIN_SLOTS`] to [`MemslotSetting::MAX_SLOTS`].
+    pub sizes: Vec<u32>,
+    /// How many samples at least each figure is the median of.
+    pub repeat: u32,
+    /// How long a sample runs at least.
+    pub sample: Duration,
+    /// As long as a test has taken less than this, it gets more samples, up to 20 times `repeat`.
+    pub spend: Duration,
+    /// Whether it is an error that real KVM cannot be measured.
+    pub require_kvm: bool,
+}
+
+impl MemslotSetting {
+    /// The fewest slots that leave a slot below the one that is moved.
+    pub const MIN_SLOTS: u32 = 3;
+    /// The most slots of a VM, on KVM and here.
+    pub const MAX_SLOTS: u32 = 32_764;
+
+    /// The sizes of the series; one to two minutes with 3 samples.
+    #[must_use]
+    pub fn full(repeat: u32) -> Self {
+        Self {
+            sizes: vec![10, 30, 50, 100, 509, 8194, 32_764],
+            repeat,
+            sample: Duration::from_millis(15),
+            spend: Duration::from_millis(1200),
+            require_kvm: false,
+        }
+    }
+
+    /// Two sizes and some seconds, to see that everything works; its figures are noisier.
+    #[must_use]
+    pub fn quick(repeat: u32) -> Self {
+        Self {
+            sizes: vec![10, 509],
+            sample: Duration::from_millis(5),
+            spend: Duration::from_millis(200),
+            ..Self::full(repeat)
+        }
+    }
+}
+
+/// How many moves, there and back, one sample of a bare call has.
+const CALLS: u32 = 50;
+
+/// Runs all tests.
+///
+/// # Errors
+/// [`BenchError::WrongValue`] where a guest's values are not where they should be; [`BenchError::TooFew`] where a guest
+/// does not go on, or the setting asks for what cannot be measured; others where the host refuses something.
+pub fn memslot(
+    setting: &MemslotSetting,
+    tell: &mut dyn FnMut(&str),
+) -> Result<MemslotReport, BenchError> {
+    let possible = MemslotSetting::MIN_SLOTS..=MemslotSetting::MAX_SLOTS;
+    if setting.repeat == 0 || setting.sizes.is_empty() {
+        return Err(BenchError::TooFew(
+            "nothing to measure: no sizes or no samples".into(),
+        ));
+    }
+    if let Some(slots) = setting.sizes.iter().find(|slots| !possible.contains(slots)) {
+        return Err(BenchError::TooFew(format!(
+            "cannot measure {slots} slots: from {} to {} it can be",
+            possible.start(),
+            possible.end()
+        )));
+    }
+    let began = Instant::now();
+    let real = RealKvm::open();
+    if let (Err(why), true) = (&real, setting.require_kvm) {
+        return Err(pageferry_machine::MachineError::EngineUnavailable(why.clone()).into());
+    }
+    let host = stage::host(1 + trial::ALL_PAGES)?;
+    let (mut cells, mut calls) = (Vec::new(), Vec::new());
+    let ends = [setting.sizes.iter().min(), setting.sizes.iter().max()];
+    for slots in &setting.sizes {
+        let bench = Bench {
+            setting,
+            host: &host,
+            slots: *slots,
+        };
+        for tests in [&[Test::Map][..], &[Test::Unmap, Test::UnmapChunked]] {
+            if !tests[0].possible(*slots) {
+                continue;
+            }
+            let copying = bench.stage::<Copying>(tests[0].pages())?;
+            let scalable = bench.stage::<Scalable>(tests[0].pages())?;
+            for &test in tests {
+                cells.push(bench.test(test, &copying, &scalable, tell)?);
+            }
+        }
+        let (set_up, copying, scalable) = bench.set_up(tell)?;
+        for test in [Test::MoveActive, Test::MoveInactive] {
+            cells.push(bench.test(test, &copying, &scalable, tell)?);
+        }
+        if ends.contains(&Some(slots)) {
+            calls.extend(bench.calls(&set_up, &copying, &scalable, real.as_ref().ok(), tell)?);
+        }
+        cells.push(set_up);
+    }
+    cells.sort_by_key(|cell| (cell.slots, cell.test));
+    Ok(MemslotReport::new(
+        cells,
+        calls,
+        real.err(),
+        began.elapsed(),
+    ))
+}
+
+/// The tests with one number of slots.
+struct Bench<'a> {
+    setting: &'a MemslotSetting,
+    host: &'a Arc<Host>,
+    slots: u32,
+}
+
+/// Samples of both schemes.
+type Pair = [Samples; 2];
+
+impl Bench<'_> {
+    fn stage<M: Memslots>(&self, pages: u64) -> Result<Stage<M>, BenchError> {
+        let split = Split::new(self.slots, pages).expect("a test that is possible");
+        Stage::new(self.host, split)
+    }
+
+    /// Takes samples of both schemes in turns, each turn beginning with the other one.
+    fn turns(
+        &self,
+        mut take: impl FnMut(bool) -> Result<f64, BenchError>,
+    ) -> Result<Pair, BenchError> {
+        let began = Instant::now();
+        let mut pair = Pair::default();
+        let MemslotSetting { repeat, spend, .. } = *self.setting;
+        for turn in 0..20 * repeat {
+            if turn >= repeat && began.elapsed() >= spend {
+                break;
+            }
+            for scalable in [turn % 2 == 1, turn % 2 == 0] {
+                let sample = take(scalable)?;
+                pair[usize::from(scalable)].push(sample);
+            }
+        }
+        Ok(pair)
+    }
+
+    fn test(
+        &self,
+        test: Test,
+        copying: &Stage<Copying>,
+        scalable: &Stage<Scalable>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<Cell, BenchError> {
+        tell(&format!("{} slots: {}", self.slots, test.name()));
+        let sample = self.setting.sample;
+        let pair = self.turns(|ours| {
+            if ours {
+                trial::sample(scalable, test, sample)
+            } else {
+                trial::sample(copying, test, sample)
+            }
+        })?;
+        Ok(Cell::new(test, self.slots, &pair))
+    }
+
+    /// Measures the set-up and gives the last stages.
+    fn set_up(
+        &self,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<(Cell, Stage<Copying>, Stage<Scalable>), BenchError> {
+        tell(&format!("{} slots: {}", self.slots, Test::SlotSetup.name()));
+        let pages = Test::SlotSetup.pages();
+        let (mut copying, mut scalable) = (None, None);
+        let pair = self.turns(|ours| {
+            // The one before goes first: it is not to be freed while the next is measured.
+            if ours {
+                drop(scalable.take());
+                let stage = scalable.insert(self.stage::<Scalable>(pages)?);
+                trial::sample(stage, Test::SlotSetup, Duration::ZERO)
+            } else {
+                drop(copying.take());
+                let stage = copying.insert(self.stage::<Copying>(pages)?);
+                trial::sample(stage, Test::SlotSetup, Duration::ZERO)
+            }
+        })?;
+        let cell = Cell::new(Test::SlotSetup, self.slots, &pair);
+        let stages = copying.zip(scalable);
+        let (copying, scalable) = stages.expect("there was a turn, and each makes both");
+        Ok((cell, copying, scalable))
+    }
+
+    /// What the calls cost while no vCPU runs, on both schemes and on KVM.
+    fn calls(
+        &self,
+        set_up: &Cell,
+        copying: &Stage<Copying>,
+        scalable: &Stage<Scalable>,
+        real: Option<&RealKvm>,
+        tell: &mut dyn FnMut(&str),
+    ) -> Result<[CallCost; 2], BenchError> {
+        tell(&format!("{} slots: bare calls", self.slots));
+        let (mut setups, mut vm) = (Samples::default(), None);
+        if let Some(real) = real {
+            let slots = self.slots.min(real.max_slots());
+            let split = Split::new(slots, Test::SlotSetup.pages());
+            let split = split.ok_or_else(|| {
+                BenchError::TooFew(format!("KVM allows {slots} slots a VM: too few"))
+            })?;
+            for _ in 0..self.setting.repeat.min(3) {
+                drop(vm.take());
+                let (new, took) = real.set_up(self.host, split)?;
+                setups.push(took.as_secs_f64());
+                vm = Some(new);
+            }
+        }
+        let mut moves = [(); 3].map(|()| Samples::default());
+        for _ in 0..self.setting.repeat.max(5) {
+            moves[0].push(per_call(|| trial::move_once(copying))?);
+            moves[1].push(per_call(|| trial::move_once(scalable))?);
+            if let Some(vm) = &vm {
+                moves[2].push(per_call(|| vm.move_once())?);
+            }
+        }
+        let kvm_slots = real.map(|real| self.slots.min(real.max_slots()));
+        let cost = |call, array_copy, scalable, kvm: &Samples| CallCost {
+            call,
+            slots: self.slots,
+            array_copy,
+            scalable,
+            kvm: (!kvm.is_empty()).then(|| Figure::of(kvm)),
+            kvm_slots,
+        };
+        let [copied, ours, kernels] = moves;
+        Ok([
+            cost(Call::Move, Figure::of(&copied), Figure::of(&ours), &kernels),
+            cost(Call::SetUp, set_up.array_copy, set_up.scalable, &setups),
+        ])
+    }
+}
+
+/// Seconds a move, of [`CALLS`] there and back.
+fn per_call(mut there_and_back: impl FnMut() -> Result<(), BenchError>) -> Result<f64, BenchError> {
+    there_and_back()?;
+    let began = Instant::now();
+    for _ in 0..CALLS {
+        there_and_back()?;
+    }
+    Ok(began.elapsed().as_secs_f64() / f64::from(2 * CALLS))
+}
+
+fn wrong(what: String) -> BenchError {
+    BenchError::WrongValue(what)
+}

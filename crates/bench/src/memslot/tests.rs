@@ -1,0 +1,1 @@
+//! The copied array against a plain model, and both schemes against each other.

@@ -1,0 +1,242 @@
+//! One sample of each test: the host's side, in step with the guest's.
+//!
+//! The shapes and sizes are those of `tools/testing/selftests/kvm/memslot_perf_test.c` in Linux. Where its host calls
+//! `madvise(MADV_DONTNEED)`, upon which the kernel calls KVM's MMU notifier, this one calls the notifier's counterpart
+//! ([`pageferry_hypervisor::Vm::invalidate_hva`]) alone: giving pages back to the host and getting others is no work of
+//! the slots, costs 1.4 us a page and more, and would hide what is measured.
+
+use super::program::{VALUE_1, VALUE_2, swept};
+use super::split::Split;
+use super::stage::{Program, Stage, Start};
+use super::{Test, wrong};
+use crate::BenchError;
+use pageferry_addr::{Gpa, PAGE_SIZE};
+use pageferry_hypervisor::Memslots;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// The first page that is tested; the one before it is for synchronisation.
+const FIRST: u64 = 1;
+/// Pages of the map test's area.
+pub(super) const MAP_PAGES: u64 = 8192;
+/// Pages of the unmap tests' area.
+pub(super) const UNMAP_PAGES: u64 = 32_768;
+/// Pages of the chunks of "unmap 2M".
+const CHUNK_PAGES: u64 = 512;
+/// Pages of the whole area, in which the move tests and the set-up divide their slots.
+pub(super) const ALL_PAGES: u64 = 131_072;
+/// Pages that the guest of the move tests writes to.
+const MOVE_PAGES: u64 = 50;
+/// Where in a slot's first page the word is that the sweep reads.
+const TOKEN: u64 = 1024;
+
+/// Runs `test` on the stage for at least `at_least` and at least once; gives seconds a run.
+///
+/// # Errors
+/// If the guest is late, or a value it wrote is not where it should be.
+pub(super) fn sample<M: Memslots>(
+    stage: &Stage<M>,
+    test: Test,
+    at_least: Duration,
+) -> Result<f64, BenchError> {
+    match test {
+        Test::Map => {
+            begin_halves(stage, MAP_PAGES, PAGE_SIZE)?;
+            // What is allocated once (tables, the host's pages) is allocated here.
+            map_once(stage, false)?;
+            let seconds = repeated(at_least, || map_once(stage, false))?;
+            // The first clears all words, the second finds all of them written again.
+            map_once(stage, true)?;
+            map_once(stage, true)?;
+            ended_inside(stage)?;
+            Ok(seconds)
+        }
+        Test::Unmap | Test::UnmapChunked => {
+            let chunk = if test == Test::Unmap { 1 } else { CHUNK_PAGES };
+            begin_halves(stage, UNMAP_PAGES, UNMAP_PAGES / 2 * PAGE_SIZE)?;
+            let seconds = repeated(at_least, || unmap_once(stage, chunk))?;
+            ended_inside(stage)?;
+            Ok(seconds)
+        }
+        Test::MoveActive | Test::MoveInactive => moves(stage, test, at_least),
+        Test::SlotSetup => {
+            check_slots(stage)?;
+            Ok(stage.setup.as_secs_f64())
+        }
+    }
+}
+
+/// Seconds a run of `once`.
+fn repeated(
+    at_least: Duration,
+    mut once: impl FnMut() -> Result<(), BenchError>,
+) -> Result<f64, BenchError> {
+    let (began, mut runs) = (Instant::now(), 0u32);
+    loop {
+        once()?;
+        runs += 1;
+        let took = began.elapsed();
+        if took >= at_least {
+            return Ok(took.as_secs_f64() / f64::from(runs));
+        }
+    }
+}
+
+/// Clears the first word of the pages and starts the guest that writes to two halves of them.
+fn begin_halves<M: Memslots>(stage: &Stage<M>, pages: u64, stride: u64) -> Result<(), BenchError> {
+    for page in (FIRST..FIRST + pages).step_by((stride / PAGE_SIZE) as usize) {
+        stage.word(page, 0).store(0, Ordering::Relaxed);
+    }
+    stage.start(Start {
+        program: Program::Halves,
+        first: Split::gpa(FIRST),
+        middle: Split::gpa(FIRST + pages / 2),
+        end: Split::gpa(FIRST + pages),
+        stride,
+    })
+}
+
+/// The guest maps one half while the host unmaps the other, in turns.
+fn map_once<M: Memslots>(stage: &Stage<M>, check_all: bool) -> Result<(), BenchError> {
+    let half = MAP_PAGES / 2;
+    stage.unmap(FIRST + half, half);
+    stage.synchronise()?;
+    check_half(stage, FIRST, half, VALUE_1, check_all)?;
+    stage.unmap(FIRST, half);
+    stage.synchronise()?;
+    check_half(stage, FIRST + half, half, VALUE_2, check_all)
+}
+
+/// The guest maps a page of either half; the host unmaps the halves in chunks.
+fn unmap_once<M: Memslots>(stage: &Stage<M>, chunk: u64) -> Result<(), BenchError> {
+    let half = UNMAP_PAGES / 2;
+    for (first, value) in [(FIRST, VALUE_1), (FIRST + half, VALUE_2)] {
+        stage.synchronise()?;
+        check(stage, first, value)?;
+        for at in (first..first + half).step_by(chunk as usize) {
+            stage.unmap(at, chunk);
+        }
+    }
+    Ok(())
+}
+
+/// Checks and clears the first and the last page of a half, or all.
+fn check_half<M: Memslots>(
+    stage: &Stage<M>,
+    first: u64,
+    pages: u64,
+    value: u64,
+    all: bool,
+) -> Result<(), BenchError> {
+    let step = if all { 1 } else { pages - 1 };
+    (first..first + pages)
+        .step_by(step as usize)
+        .try_for_each(|page| check(stage, page, value))
+}
+
+/// Checks and clears one page's word.
+fn check<M: Memslots>(stage: &Stage<M>, page: u64, value: u64) -> Result<(), BenchError> {
+    let found = stage.word(page, 0).swap(0, Ordering::Relaxed);
+    if found == value {
+        Ok(())
+    } else {
+        Err(wrong(format!(
+            "page {page} has {found:#x}, and the guest wrote {value:#x}"
+        )))
+    }
+}
+
+fn ended_inside<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
+    match stage.end()?.astray {
+        None => Ok(()),
+        Some((gpa, _)) => Err(wrong(format!("the guest found no slot at {gpa}"))),
+    }
+}
+
+/// The last slot is moved behind all others and back while the guest writes to the pages below it; in the active
+/// test half of these pages are in the slot itself.
+fn moves<M: Memslots>(stage: &Stage<M>, test: Test, at_least: Duration) -> Result<f64, BenchError> {
+    let last = stage.split.slots - 1;
+    let source = stage.split.first(last);
+    let beyond = if test == Test::MoveActive {
+        MOVE_PAGES / 2
+    } else {
+        0
+    };
+    assert!(
+        stage.split.pages_of(last) >= beyond,
+        "the area is in the slots"
+    );
+    let area = source + beyond - MOVE_PAGES..source + beyond;
+    let around = [area.start - 1, area.end];
+    let around = || around.into_iter().filter(|&page| page < stage.split.pages);
+    for page in area.clone().chain(around()) {
+        stage.word(page, 0).store(0, Ordering::Relaxed);
+    }
+    stage.start(Start {
+        program: Program::Writer,
+        first: Split::gpa(area.start),
+        middle: Split::gpa(area.end),
+        end: Split::gpa(area.end),
+        stride: PAGE_SIZE,
+    })?;
+    stage.wait_passes(1)?;
+    let seconds = repeated(at_least, || move_once(stage))?;
+    // One pass may have begun while the slot was away; the second began and ended with the slot in its place.
+    stage.wait_passes(2)?;
+    let astray = stage.end()?.astray;
+    for page in area {
+        check(stage, page, VALUE_1)?;
+    }
+    for page in around() {
+        check(stage, page, 0)?;
+    }
+    let away = Split::gpa(source)..Split::gpa(source + beyond);
+    match astray {
+        Some((low, high)) if !(away.contains(&low) && away.contains(&high)) => Err(wrong(format!(
+            "the guest found no slot from {low} to {high}, and only {}..{} was away",
+            away.start, away.end
+        ))),
+        _ => Ok(seconds),
+    }
+}
+
+/// Moves the last slot behind all others and back.
+pub(super) fn move_once<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
+    let last = stage.split.slots - 1;
+    stage.move_slot(last, Split::gpa(stage.split.pages))?;
+    stage.move_slot(last, Split::gpa(stage.split.first(last)))
+}
+
+/// The guest reads a word of every slot's first page; host and guest must find the same.
+fn check_slots<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
+    let split = stage.split;
+    for index in 0..split.slots {
+        let token = (u64::from(index) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        stage
+            .word(split.first(index), TOKEN)
+            .store(token, Ordering::Relaxed);
+    }
+    let expected = swept((0..split.slots).map(|index| {
+        stage
+            .word(split.first(index), TOKEN)
+            .load(Ordering::Relaxed)
+    }));
+    let at = |page| Gpa(Split::gpa(page).0 + TOKEN);
+    stage.start(Start {
+        program: Program::Sweep,
+        first: at(0),
+        middle: at(split.first(split.slots - 1) + 1),
+        end: at(0),
+        stride: split.pages_of(0) * PAGE_SIZE,
+    })?;
+    let ended = stage.ended()?;
+    if ended.answer == expected && ended.astray.is_none() {
+        Ok(())
+    } else {
+        Err(wrong(format!(
+            "the guest read {:#x} from the slots, and the host wrote {expected:#x}",
+            ended.answer
+        )))
+    }
+}
