@@ -2,7 +2,7 @@
 
 mod vm_support;
 
-use pageferry_addr::{Gpa, Hva, RamPage};
+use pageferry_addr::{Gfn, Gpa, Hva, RamPage};
 use pageferry_hypervisor::{
     Exit, HostMemory, Region, SlotError, SlotFlags, UserfaultBits, Vm, VmConfig, VmError,
 };
@@ -257,21 +257,101 @@ impl Drop for Owned {
     }
 }
 
+/// A slot's region over memory of its own, and whether that memory was dropped.
+fn owned(ram: &Arc<HostRam>, slot: u16, gpa: u64, flags: SlotFlags) -> (Region, Arc<AtomicBool>) {
+    let dropped = Arc::new(AtomicBool::new(false));
+    let mut region = ram.region(slot, gpa, 0, 1);
+    region.flags = flags;
+    region.memory = Some(Arc::new(Owned(Arc::clone(ram), Arc::clone(&dropped))));
+    (region, dropped)
+}
+
 #[test]
 fn a_slot_keeps_its_memory_alive_and_lets_it_go() {
     let ram = HostRam::new(1);
     ram.code(0, &[WFI]);
-    let dropped = Arc::new(AtomicBool::new(false));
-    let mut region = ram.region(0, 0, 0, 1);
-    region.memory = Some(Arc::new(Owned(Arc::clone(&ram), Arc::clone(&dropped))));
     let vm = Vm::new(VmConfig::default());
+    let (region, dropped) = owned(&ram, 0, 0, SlotFlags::EMPTY);
     vm.set_user_memory_region(region).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     assert_eq!(vcpu.run(), Exit::Halted);
     assert!(!dropped.load(Ordering::Relaxed));
     vm.set_user_memory_region(Region::delete(0)).unwrap();
-    // At the latest when the last vCPU that saw the slot enters again.
-    vcpu.kick_handle().kick();
-    assert_eq!(vcpu.run(), Exit::Kicked);
+    // Though the vCPU that has seen it has not entered again.
     assert!(dropped.load(Ordering::Relaxed));
+
+    // A move brings the owner that comes with it.
+    let (region, first) = owned(&ram, 0, 0, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region).unwrap();
+    let (region, second) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region).unwrap();
+    assert!(first.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
+    // A request that is refused or asks for what is there leaves the owner as it is.
+    let (mut region, third) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region.clone()).unwrap();
+    region.flags = SlotFlags::READONLY;
+    assert!(vm.set_user_memory_region(region).is_err());
+    assert!(third.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
+    // A change of flags lets it go with one of the next changes, if not at once.
+    let (region, third) = owned(&ram, 0, PAGE, SlotFlags::LOG_DIRTY_PAGES);
+    vm.set_user_memory_region(region).unwrap();
+    let (region, fourth) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region).unwrap();
+    assert!(second.load(Ordering::Relaxed) && !fourth.load(Ordering::Relaxed));
+    vm.set_user_memory_region(Region::delete(0)).unwrap();
+    assert!(third.load(Ordering::Relaxed) && fourth.load(Ordering::Relaxed));
+
+    // The VM's end is the end of all.
+    let (region, last) = owned(&ram, 0, 0, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region).unwrap();
+    drop(vm);
+    assert!(!last.load(Ordering::Relaxed), "the vCPU is left");
+    drop(vcpu);
+    assert!(last.load(Ordering::Relaxed));
+}
+
+#[test]
+fn what_a_guard_has_found_stays_until_the_guard_goes() {
+    let ram = HostRam::new(1);
+    let vm = Vm::new(VmConfig::default());
+    let (region, dropped) = owned(&ram, 7, 5 * PAGE, SlotFlags::EMPTY);
+    vm.set_user_memory_region(region).unwrap();
+    let table = vm.slot_table();
+    let before = vm.generation();
+    assert_eq!(table.generation(), before);
+    let mut reader = table.reader();
+    let guard = reader.pin();
+    let slot = guard.lookup(Gfn(5)).expect("the slot is there");
+    assert_eq!((slot.id, slot.hva_of(Gfn(5))), (7, Some(ram.hva())));
+    assert_eq!(guard.view().by_id(7).map(|slot| slot.id), Some(7));
+    let at = ram.hva()..Hva(ram.hva().0 + 1);
+    assert_eq!(guard.view().iter_hva(at.clone()).count(), 1);
+    let old = guard.view();
+
+    vm.set_user_memory_region(Region::delete(7)).unwrap();
+    assert!(slot.is_invalid() && guard.lookup(Gfn(5)).is_none());
+    assert_eq!(vm.generation().number(), before.number() + 1);
+    assert_eq!(old.iter_hva(at.clone()).count(), 1, "the view's version");
+    assert_eq!(guard.view().iter_hva(at).count(), 0);
+    assert!(!dropped.load(Ordering::Relaxed), "the guard keeps it");
+    drop(guard);
+    vm.set_user_memory_region(ram.region(1, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region(Region::delete(1)).unwrap();
+    assert!(dropped.load(Ordering::Relaxed));
+}
+
+#[test]
+fn slots_cost_what_they_hold() {
+    let ram = HostRam::new(1);
+    let vm = Vm::new(VmConfig::default());
+    let empty = vm.slot_metadata_bytes();
+    assert!(empty < 1024, "{empty}");
+    let slots = 2000;
+    for slot in 0..slots {
+        vm.set_user_memory_region(ram.region(slot, u64::from(slot) * PAGE, 0, 1))
+            .unwrap();
+    }
+    let each = (vm.slot_metadata_bytes() - empty) / usize::from(slots);
+    println!("{empty} bytes without slots, {each} a slot");
+    assert!(each < 256, "{each}");
 }
