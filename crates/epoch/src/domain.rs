@@ -118,12 +118,10 @@ impl Domain {
             let raw = Box::into_raw(record);
             // Release: who finds the record finds what is in it. A scan that misses it because it came too
             // early is as one that finds no announcement: the reader's fence comes after its own.
-            match self.records.compare_exchange(
-                first,
-                raw,
-                Ordering::AcqRel,
-                Ordering::Relaxed,
-            ) {
+            match self
+                .records
+                .compare_exchange(first, raw, Ordering::AcqRel, Ordering::Relaxed)
+            {
                 Ok(_) => return self.reader(raw),
                 Err(now) => {
                     first = now;
@@ -297,6 +295,9 @@ impl Guard<'_> {
 impl Drop for Guard<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.reader.record().announced.store(NONE, Ordering::Release);
+        self.reader
+            .record()
+            .announced
+            .store(NONE, Ordering::Release);
     }
 }

@@ -59,6 +59,7 @@ mod flags;
 mod reader;
 mod request;
 pub mod rules;
+mod slab;
 mod slot;
 mod sync;
 mod table;

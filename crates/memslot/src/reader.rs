@@ -1,7 +1,11 @@
-#![expect(unsafe_code, reason = "keeps a pointer to the slot that was found last")]
+#![expect(
+    unsafe_code,
+    reason = "keeps a pointer to the slot that was found last"
+)]
 //! Readers, their guards, and the slot each found last.
 
 use crate::table::{Generation, Shared, view};
+use crate::tree::TwoLeaves;
 use crate::{Slot, SlotView};
 use alloc::sync::Arc;
 use core::cell::Cell;
@@ -21,14 +25,25 @@ pub struct SlotReader<D> {
     shared: Arc<Shared<D>>,
 }
 
-/// The slot found last, and under which epoch.
+/// The slot found last.
 struct Last<D> {
     slot: *const Slot<D>,
-    epoch: Epoch,
-    address_space: u16,
-    /// What the slot holds: as in the record, but at hand.
+    /// What the slot holds: as in the record, but at hand. No pages where there is no slot.
     start: u64,
     pages: u64,
+    address_space: u16,
+    /// The epoch of the guard under which the slot was found; of the current one, if there is a guard.
+    epoch: Epoch,
+}
+
+impl<D> Last<D> {
+    const NOTHING: Self = Self {
+        slot: ptr::null(),
+        start: 0,
+        pages: 0,
+        address_space: 0,
+        epoch: Epoch::NEVER,
+    };
 }
 
 impl<D> Clone for Last<D> {
@@ -47,13 +62,7 @@ impl<D> SlotReader<D> {
     pub(crate) fn new(shared: Arc<Shared<D>>) -> Self {
         Self {
             reader: shared.domain.register(),
-            last: Cell::new(Last {
-                slot: ptr::null(),
-                epoch: Epoch::NEVER,
-                address_space: 0,
-                start: 0,
-                pages: 0,
-            }),
+            last: Cell::new(Last::NOTHING),
             shared,
         }
     }
@@ -61,11 +70,24 @@ impl<D> SlotReader<D> {
     /// Begins to read. Wait-free: a few nanoseconds, no cache line that others write often.
     #[inline]
     pub fn pin(&mut self) -> SlotGuard<'_, D> {
+        let guard = self.reader.pin();
+        forget_older(&self.last, guard.epoch());
         SlotGuard {
-            guard: self.reader.pin(),
+            guard,
             last: &self.last,
             shared: &self.shared,
         }
+    }
+}
+
+/// A slot that was found in another epoch than the guard's may have been freed.
+#[inline]
+fn forget_older<D>(last: &Cell<Last<D>>, epoch: Epoch) {
+    if last.get().epoch != epoch {
+        last.set(Last {
+            epoch,
+            ..Last::NOTHING
+        });
     }
 }
 
@@ -103,12 +125,9 @@ impl<D> SlotGuard<'_, D> {
     #[must_use]
     pub fn lookup_in(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let last = self.last.get();
-        if last.epoch == self.guard.epoch()
-            && gfn.0.wrapping_sub(last.start) < last.pages
-            && last.address_space == address_space
-        {
-            // SAFETY: a pointer is remembered with the epoch of the guard under which it was reached, never with
-            // `NEVER` (then `pages` is 0). This guard has the same epoch, so it is not freed; see `pageferry_epoch`.
+        if gfn.0.wrapping_sub(last.start) < last.pages && last.address_space == address_space {
+            // SAFETY: the pointer was reached under this guard, or one of the same epoch other than `NEVER`, since `pin` and
+            // `refresh` forget all others; so it is not freed. See `pageferry_epoch`.
             let slot = unsafe { &*last.slot };
             slot.alive.used();
             if slot.is_current() {
@@ -118,10 +137,11 @@ impl<D> SlotGuard<'_, D> {
         self.find(address_space, gfn)
     }
 
-    #[inline]
+    #[inline(never)]
     fn find(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let space = self.shared.spaces.get(usize::from(address_space))?;
-        if let Some(slot) = space.last_used(&self.guard)
+        if space.shares_last_used()
+            && let Some(slot) = space.last_used(&self.guard)
             && slot.range.contains(gfn)
             && slot.is_current()
         {
@@ -130,10 +150,12 @@ impl<D> SlotGuard<'_, D> {
         let key = gfn.0.min(Gfn::MAX.0);
         let found = match space.newest(&self.guard).newest_floor(key) {
             Ok(found) => found.filter(|slot| slot.range.contains(gfn)),
-            Err(_) => self.view().space(address_space)?.lookup(gfn),
+            Err(TwoLeaves) => self.view().space(address_space)?.lookup(gfn),
         };
         let slot = found?;
-        space.remember(&self.guard, slot);
+        if space.shares_last_used() {
+            space.remember(&self.guard, slot);
+        }
         Some(self.remember(slot))
     }
 
@@ -171,6 +193,7 @@ impl<D> SlotGuard<'_, D> {
     #[inline]
     pub fn refresh(&mut self) {
         self.guard.refresh();
+        forget_older(self.last, self.guard.epoch());
     }
 }
 

@@ -165,11 +165,7 @@ fn check_range<E>(limits: &Limits, request: &Request<E>) -> Result<GfnRange, Slo
 
 /// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as in the
 /// KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
-fn check_same<D, E>(
-    old: &Slot<D>,
-    request: &Request<E>,
-    range: GfnRange,
-) -> Result<(), SlotError> {
+fn check_same<D, E>(old: &Slot<D>, request: &Request<E>, range: GfnRange) -> Result<(), SlotError> {
     let id = request.id;
     if range.pages() != old.range.pages() {
         return Err(SlotError::SizeChanged {

@@ -15,24 +15,26 @@ const REPLACED: u32 = 2;
 /// What a slot says never changes; a request that changes a slot puts another record in its place. The one thing
 /// that changes is a mark, [`is_invalid`](Self::is_invalid). `data` is the user's own (a hypervisor's dirty
 /// log and userfault bitmap, say), which this crate carries and never looks at.
+// In this order, what a fault reads is at the beginning.
 #[derive(Debug)]
+#[repr(C)]
 pub struct Slot<D> {
-    /// The address space the slot belongs to, counted from 0.
-    pub address_space: u16,
-    /// The slot's name inside its address space.
-    pub id: u16,
     /// The guest frames; never empty.
     pub range: GfnRange,
     /// The page-aligned host address of the first frame's first byte.
     pub hva: Hva,
     /// The flags; only known ones.
     pub flags: SlotFlags,
+    mark: AtomicU32,
+    /// The address space the slot belongs to, counted from 0.
+    pub address_space: u16,
+    /// The slot's name inside its address space.
+    pub id: u16,
     /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
     /// word in which the first page's bit is. This crate never reads them.
     pub userfault_bitmap: Option<Hva>,
     /// The user's own.
     pub data: D,
-    mark: AtomicU32,
     pub(crate) alive: Alive,
 }
 

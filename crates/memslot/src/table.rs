@@ -13,7 +13,7 @@
 //! 3. The trees are changed; what is new in them is born at version `g + 1`. A slot that moves is put at its
 //!    new place before it is taken from the old.
 //! 4. The generation word becomes `g + 1`.
-//! 5. Nodes and records that were replaced are stamped and retired.
+//! 5. Nodes and records that were replaced are stamped and retired: at once, or with those of some later operations.
 //!
 //! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
 //! view sees an operation wholly or not at all. Each node it meets tells whether it is too new, and what was in
@@ -33,6 +33,7 @@
 //! The generation that a reader loaded before it looked something up is good as the key of what it derives:
 //! if the word is the same later, and has no "in progress", nothing has changed between.
 
+use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 use crate::tree::{At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tree};
 use crate::{Limits, Slot, SlotReader, SlotView};
@@ -96,12 +97,8 @@ pub(crate) struct Shared<D> {
 pub(crate) struct State<D> {
     pub(crate) pools: Pools<D>,
     pub(crate) limbo: Limbo<Garbage<D>>,
-    /// What the current operation has replaced.
+    /// What was replaced and has no stamp yet.
     pub(crate) replaced: Vec<Garbage<D>>,
-    /// How much was retired since the epoch moved.
-    pub(crate) retired: usize,
-    /// The records among what waits.
-    pub(crate) retired_slots: usize,
     /// Slots, and their pages.
     pub(crate) len: usize,
     pub(crate) pages: u64,
@@ -113,6 +110,7 @@ pub(crate) struct Pools<D> {
     pub(crate) by_gfn: Pool<ByGfn, D>,
     pub(crate) by_id: Pool<ById, D>,
     pub(crate) by_hva: Pool<ByHva, D>,
+    pub(crate) slots: Slab<D>,
 }
 
 /// What waits for readers.
@@ -126,10 +124,20 @@ pub(crate) enum Garbage<D> {
 /// An operation that has begun.
 pub(crate) enum Pending<D> {
     Nothing,
-    Create { new: *mut Slot<D> },
-    Delete { old: *const Slot<D> },
-    Move { old: *const Slot<D>, new: *mut Slot<D> },
-    Flags { old: *const Slot<D>, new: *mut Slot<D> },
+    Create {
+        new: *mut Slot<D>,
+    },
+    Delete {
+        old: *const Slot<D>,
+    },
+    Move {
+        old: *const Slot<D>,
+        new: *mut Slot<D>,
+    },
+    Flags {
+        old: *const Slot<D>,
+        new: *mut Slot<D>,
+    },
 }
 
 // By hand, since derived ones would ask for `D: Copy`.
@@ -160,11 +168,10 @@ impl<D> Shared<D> {
                     by_gfn: Pool::new(),
                     by_id: Pool::new(),
                     by_hva: Pool::new(),
+                    slots: Slab::new(),
                 },
                 limbo: Limbo::new(),
                 replaced: Vec::new(),
-                retired: 0,
-                retired_slots: 0,
                 len: 0,
                 pages: 0,
                 pending: Pending::Nothing,
@@ -231,8 +238,13 @@ impl<D> Space<D> {
         unsafe { self.by_gfn.at(NEWEST) }
     }
 
-    /// The slot that some reader of the guard's epoch found last.
     #[inline]
+    pub(crate) const fn shares_last_used(&self) -> bool {
+        self.last_used.is_some()
+    }
+
+    /// The slot that some reader of the guard's epoch found last.
+    #[cold]
     pub(crate) fn last_used<'g>(&'g self, guard: &'g Guard<'_>) -> Option<&'g Slot<D>> {
         let places = self.last_used.as_ref()?;
         if guard.epoch() == Epoch::NEVER {
@@ -246,7 +258,7 @@ impl<D> Space<D> {
     }
 
     /// Tells other readers of `slot`, which was reached under `guard`.
-    #[inline]
+    #[cold]
     pub(crate) fn remember(&self, guard: &Guard<'_>, slot: *const Slot<D>) {
         if let Some(places) = &self.last_used
             && guard.epoch() != Epoch::NEVER
@@ -258,30 +270,22 @@ impl<D> Space<D> {
 
 impl<D> Pools<D> {
     pub(crate) const fn bytes(&self) -> usize {
-        self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes()
+        self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes() + self.slots.bytes()
     }
 
     /// # Safety
     /// Nobody can reach it any more, and it is freed once.
     pub(crate) unsafe fn free(&mut self, garbage: Garbage<D>) {
-        // SAFETY: as the caller promises; records were made by `Box::into_raw`.
+        // SAFETY: as the caller promises.
         unsafe {
             match garbage {
                 Garbage::ByGfn(node) => self.by_gfn.free(node),
                 Garbage::ById(node) => self.by_id.free(node),
                 Garbage::ByHva(node) => self.by_hva.free(node),
-                Garbage::Slot(slot) => free_slot(slot),
+                Garbage::Slot(slot) => self.slots.remove(slot),
             }
         }
     }
-}
-
-/// # Safety
-/// The record was made by `Box::into_raw`, nobody can reach it any more, and it is freed once.
-pub(crate) unsafe fn free_slot<D>(slot: *const Slot<D>) {
-    // SAFETY: as the caller promises.
-    let slot = unsafe { Box::from_raw(slot.cast_mut()) };
-    slot.alive.freed();
 }
 
 impl<D> Drop for Shared<D> {
@@ -291,12 +295,14 @@ impl<D> Drop for Shared<D> {
         match state.pending {
             Pending::Nothing | Pending::Delete { .. } => {}
             Pending::Create { new } | Pending::Move { new, .. } | Pending::Flags { new, .. } => {
-                // SAFETY: in no tree; made by `Box::into_raw`.
-                unsafe { free_slot(new) };
+                // SAFETY: made for the operation, and in no tree.
+                unsafe { state.pools.slots.remove(new) };
             }
         }
-        while let Some(garbage) = state.limbo.take() {
-            // SAFETY: retired once, and nobody is left.
+        let unstamped = core::mem::take(&mut state.replaced).into_iter();
+        let stamped = core::iter::from_fn(|| state.limbo.take());
+        for garbage in unstamped.chain(stamped) {
+            // SAFETY: replaced once, and nobody is left.
             unsafe { state.pools.free(garbage) };
         }
         for space in &mut self.spaces {
@@ -304,9 +310,10 @@ impl<D> Drop for Shared<D> {
             unsafe {
                 space.by_gfn.free_all(&mut state.pools.by_gfn, &mut |_| ());
                 space.by_hva.free_all(&mut state.pools.by_hva, &mut |_| ());
+                let slots = &mut state.pools.slots;
                 space
                     .by_id
-                    .free_all(&mut state.pools.by_id, &mut |slot| free_slot(slot));
+                    .free_all(&mut state.pools.by_id, &mut |slot| slots.remove(slot));
             }
         }
     }

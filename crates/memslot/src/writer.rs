@@ -4,25 +4,23 @@
 //! What becomes visible when is said in [`crate::table`].
 
 use crate::rules::{self, Plan};
-use crate::table::{Garbage, Generation, Pending, Shared, Space, State, free_slot, view};
+use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
 use crate::tree::{ByGfn, ByHva, ById, Edit, NEWEST, Order};
 use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView};
-use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::fmt;
 use core::mem;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// The most that one operation frees of what others have left.
-const FREED_AT_ONCE: usize = 64;
-/// After how many retired things the epoch is asked to move; it costs a look at every reader.
-const ADVANCE_AFTER: usize = 32;
+/// How many replaced things make a batch: one fence and one look at every reader for each. An operation that completes a
+/// batch frees up to two.
+const BATCH: usize = 32;
 
 /// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
 /// slots, put it into a mutex.
 ///
 /// An operation takes O(log n), and does not wait for readers: what it replaces waits in a limbo until a grace
-/// period has passed, and later operations free it, at most 64 slots and tree nodes each. Only when
+/// period has passed, and later operations free it in batches of some 64 slots and tree nodes. Only when
 /// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
 /// wait for that reader's guard to go, which is one grace period; it calls the function given to
 /// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore not write.
@@ -153,19 +151,23 @@ impl<D> SlotWriter<D> {
         self.abort();
         self.free_some();
         let space = usize::from(request.address_space);
+        let mut old = None;
         let plan = {
             let now = self.view();
             rules::check(
                 &self.shared.limits,
                 &request,
                 self.pages(),
-                |space, id| now.space(space)?.by_id(id),
+                |space, id| {
+                    let slot = now.space(space)?.by_id(id);
+                    old = slot.map(core::ptr::from_ref);
+                    slot
+                },
                 |space, range, id| overlapping(now.space(space)?, range, id),
             )?
         };
-        let old = self.view().space(request.address_space);
-        let old = old.and_then(|now| now.by_id(request.id).map(core::ptr::from_ref));
-        let record = |range| Box::into_raw(Box::new(Slot::new(request, range)));
+        let slots = &mut self.state().pools.slots;
+        let record = |range| slots.insert(Slot::new(request, range));
         let pending = match (plan, old) {
             (Plan::Create(range), None) => Pending::Create { new: record(range) },
             (Plan::Delete, Some(old)) => Pending::Delete { old },
@@ -201,8 +203,8 @@ impl<D> SlotWriter<D> {
         match pending {
             Pending::Nothing => return,
             Pending::Create { new } | Pending::Flags { new, .. } => {
-                // SAFETY: made by `record`, and nobody else has seen it.
-                unsafe { free_slot(new) };
+                // SAFETY: made by `begin`, and nobody else has seen it.
+                unsafe { self.state().pools.slots.remove(new) };
             }
             Pending::Delete { old } => {
                 // SAFETY: in the trees, as nothing was committed.
@@ -212,7 +214,7 @@ impl<D> SlotWriter<D> {
                 // SAFETY: as above, both.
                 unsafe {
                     (*old).unmark();
-                    free_slot(new);
+                    self.state().pools.slots.remove(new);
                 }
             }
         }
@@ -266,15 +268,8 @@ impl<D> SlotWriter<D> {
             }
         };
         shared.set_generation(version);
-        let stamp = shared.domain.stamp();
-        state.retired += state.replaced.len();
-        for thing in state.replaced.drain(..) {
-            state.limbo.retire(stamp, thing);
-        }
         if let Some(slot) = gone {
-            state.limbo.retire(stamp, Garbage::Slot(slot));
-            state.retired += 1;
-            state.retired_slots += 1;
+            state.replaced.push(Garbage::Slot(slot));
         }
         pending
     }
@@ -282,18 +277,30 @@ impl<D> SlotWriter<D> {
     /// Frees some of what no reader uses any more; waits if too much is in use.
     fn free_some(&mut self) {
         let limit = self.shared.limits.max_retired;
-        self.free(FREED_AT_ONCE);
-        if self.state().retired >= ADVANCE_AFTER {
-            self.advance();
+        if self.state().replaced.len() < BATCH {
+            return;
         }
+        self.retire();
+        self.advance();
+        self.free(2 * BATCH);
         while self.state().limbo.len() > limit {
             if !self.advance() {
                 (self.state().relax)();
             }
-            self.free(FREED_AT_ONCE);
+            self.free(2 * BATCH);
         }
     }
 
+    /// Stamps all that was replaced. The stamp is newer than need be for most of it, which does no harm.
+    fn retire(&mut self) {
+        let stamp = self.shared.domain.stamp();
+        let state = self.state();
+        for thing in state.replaced.drain(..) {
+            state.limbo.retire(stamp, thing);
+        }
+    }
+
+    /// Frees the oldest things of which no reader can know any more.
     fn free(&mut self, most: usize) {
         let now = self.shared.domain.epoch();
         let state = self.state();
@@ -301,7 +308,6 @@ impl<D> SlotWriter<D> {
             let Some(thing) = state.limbo.next_expired_in(now) else {
                 return;
             };
-            state.retired_slots -= usize::from(matches!(thing, Garbage::Slot(_)));
             // SAFETY: its grace period is over, and it was retired once.
             unsafe { state.pools.free(thing) };
         }
@@ -311,17 +317,14 @@ impl<D> SlotWriter<D> {
         let domain = &self.shared.domain;
         self.shared.forget_last_used(domain.epoch().next());
         // Only the writer moves the epoch, so this is the next.
-        let moved = domain.try_advance();
-        if moved {
-            self.state().retired = 0;
-        }
-        moved
+        domain.try_advance()
     }
 
     /// Frees all that no reader can use any more, without waiting; gives how many slots and tree nodes are left.
     ///
     /// When nobody holds a guard, nothing is left, and the data of all deleted slots has been dropped.
     pub fn reclaim(&mut self) -> usize {
+        self.retire();
         // What was stamped in this epoch goes after two moves.
         for _ in 0..2 {
             self.free(usize::MAX);
@@ -336,7 +339,8 @@ impl<D> SlotWriter<D> {
     /// How many slots and tree nodes wait for a grace period.
     #[must_use]
     pub fn retired(&self) -> usize {
-        self.state_ref().limbo.len()
+        let state = self.state_ref();
+        state.limbo.len() + state.replaced.len()
     }
 
     /// The bytes that this table occupies: its fixed part, tree nodes and slots with their `D` (not what `D` points at),
@@ -349,7 +353,6 @@ impl<D> SlotWriter<D> {
             + size_of::<pageferry_epoch::Domain>()
             + self.shared.spaces.len() * size_of::<Space<D>>()
             + state.pools.bytes()
-            + (state.len + state.retired_slots) * size_of::<Slot<D>>()
     }
 }
 
@@ -455,7 +458,10 @@ impl<'w, D> Update<'w, D> {
     /// What will be done.
     #[must_use]
     pub fn change(&self) -> Change<'_, D> {
-        let pending = self.writer.as_ref().map(|writer| writer.state_ref().pending);
+        let pending = self
+            .writer
+            .as_ref()
+            .map(|writer| writer.state_ref().pending);
         // SAFETY: pending records are in the trees or not yet published, and the writer, which is borrowed, frees none.
         pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
     }

@@ -438,9 +438,19 @@ impl<O: Order, D> Edit<'_, O, D> {
         let has = |i: usize| i < len;
         let inner = Inner::<O> {
             head: Head::new(self.version, previous, level, len),
-            keys: core::array::from_fn(|i| if has(i) { draft.keys[from + i] } else { O::MOST }),
+            keys: core::array::from_fn(|i| {
+                if has(i) {
+                    draft.keys[from + i]
+                } else {
+                    O::MOST
+                }
+            }),
             cells: core::array::from_fn(|i| {
-                Cell::new(if has(i) { draft.nodes[from + i] } else { ptr::null() })
+                Cell::new(if has(i) {
+                    draft.nodes[from + i]
+                } else {
+                    ptr::null()
+                })
             }),
             reach: O::Reach::none(),
         };
@@ -675,7 +685,11 @@ impl<O: Order, D> Edit<'_, O, D> {
         for (inner, key) in [(first, first_key), (second, second_key)] {
             for i in 0..inner.head.len() {
                 let key = if i == 0 { key } else { inner.keys[i] };
-                let draft = if one.len < middle { &mut one } else { &mut other };
+                let draft = if one.len < middle {
+                    &mut one
+                } else {
+                    &mut other
+                };
                 draft.push(key, inner.cells[i].newest(), inner.reach.get(i));
             }
         }

@@ -152,10 +152,24 @@ impl<'g, O: Order, D> At<'g, O, D> {
     /// other may be of different versions. Look at a version then.
     #[inline]
     pub(crate) fn newest_floor(self, key: O::Key) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
-        match self.descend(key) {
-            Floor::Found(slot) => Ok(Some(slot)),
-            Floor::Nothing => Ok(None),
-            Floor::Left(..) => Err(TwoLeaves),
+        let mut leftmost = true;
+        let mut cell = self.root;
+        loop {
+            match self.enter(cell) {
+                Node::Inner(inner) => {
+                    let index = upper_bound(&inner.keys, key).saturating_sub(1);
+                    leftmost &= index == 0;
+                    cell = &inner.cells[index];
+                }
+                Node::Leaf(leaf) => {
+                    return match upper_bound(&leaf.entries.keys, key) {
+                        0 if leftmost => Ok(None),
+                        0 => Err(TwoLeaves),
+                        above => Ok(Some(self.slot(leaf, above - 1))),
+                    };
+                }
+                Node::Empty => return Ok(None),
+            }
         }
     }
 
