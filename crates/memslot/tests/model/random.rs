@@ -1,0 +1,102 @@
+//! Numbers that look random, the same in each run, and requests made of them.
+
+use crate::plain::{Model, Plain};
+use pageferry_addr::{Gfn, Hva};
+use pageferry_memslot::{Request, SlotFlags};
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+pub(crate) struct Random(pub u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    pub(crate) fn shuffle<T>(&mut self, things: &mut [T]) {
+        for i in (1..things.len()).rev() {
+            things.swap(i, self.below(i as u64 + 1) as usize);
+        }
+    }
+}
+
+/// The world in which requests are made up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) ids: u16,
+    pub(crate) frames: u64,
+    pub(crate) host_pages: u64,
+    /// Most slots have up to 3 pages; one in eight up to this many, so that it covers the starts of many others.
+    pub(crate) most_pages: u64,
+}
+
+/// Makes requests up: most of them are allowed.
+pub(crate) struct Churn {
+    pub(crate) shape: Shape,
+    pub(crate) random: Random,
+}
+
+impl Churn {
+    pub(crate) fn new(shape: Shape, seed: u64) -> Self {
+        Self {
+            shape,
+            random: Random(seed),
+        }
+    }
+
+    /// A request; of eight, `creations` create, and as many as are left delete, move or change flags.
+    pub(crate) fn request(&mut self, model: &Model, creations: u64, deletions: u64) -> Request<u32> {
+        let choice = self.random.below(8);
+        let index = self.random.below(model.slots().len().max(1) as u64);
+        match model.slots().nth(index as usize) {
+            Some(old) if choice >= creations => {
+                if choice < creations + deletions {
+                    return Request::delete(old.space, old.id);
+                }
+                self.changed(*old)
+            }
+            _ => self.created(),
+        }
+    }
+
+    pub(crate) fn created(&mut self) -> Request<u32> {
+        let random = &mut self.random;
+        let most = if random.below(8) == 0 {
+            self.shape.most_pages
+        } else {
+            3
+        };
+        Request {
+            gpa: Gfn(random.below(self.shape.frames)).gpa(),
+            size: (1 + random.below(most)) * 4096,
+            hva: Hva(random.below(self.shape.host_pages) * 4096),
+            data: random.next() as u32,
+            ..Request::delete(0, random.below(u64::from(self.shape.ids)) as u16)
+        }
+    }
+
+    /// The slot `old` a little away, far away, or with other flags.
+    pub(crate) fn changed(&mut self, old: Plain) -> Request<u32> {
+        let random = &mut self.random;
+        let start = match random.below(4) {
+            0 => old.start + random.below(4),
+            1 => old.start.saturating_sub(random.below(4)),
+            2 => random.below(self.shape.frames),
+            _ => old.start,
+        };
+        Request {
+            gpa: Gfn(start).gpa(),
+            size: old.pages * 4096,
+            hva: Hva(old.hva),
+            flags: SlotFlags([old.flags, old.flags ^ 1][random.below(2) as usize]),
+            data: random.next() as u32,
+            ..Request::delete(old.space, old.id)
+        }
+    }
+}
