@@ -18,3 +18,60 @@
 //! hypervisors or devices, and it never touches guest memory itself: slices come from the regions.
 //!
 //! # A VMM that takes it
+//!
+//! ```
+//! use pageferry_vm_memory::SlotMemory;
+//! use std::sync::Arc;
+//! use vm_memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRegionMmap};
+//!
+//! /// A device of any VMM: it knows `vm-memory`, not us.
+//! struct Console<AS: GuestAddressSpace> {
+//!     memory: AS,
+//!     out: Vec<u8>,
+//! }
+//!
+//! impl<AS: GuestAddressSpace> Console<AS> {
+//!     /// The guest rang: `len` bytes wait at `addr`.
+//!     fn notified(&mut self, addr: GuestAddress, len: usize) -> vm_memory::GuestMemoryResult<()> {
+//!         let memory = self.memory.memory();
+//!         let mut bytes = vec![0; len];
+//!         memory.read_slice(&mut bytes, addr)?;
+//!         self.out.extend(bytes);
+//!         Ok(())
+//!     }
+//! }
+//!
+//! let mebibyte = |at| GuestRegionMmap::from_range(GuestAddress(at), 1 << 20, None).map(Arc::new);
+//! let memory: SlotMemory<GuestRegionMmap> = SlotMemory::from_regions([mebibyte(0)?])?;
+//! let mut console = Console { memory: memory.clone(), out: Vec::new() };
+//!
+//! memory.memory().write_slice(b"hello, ", GuestAddress(0x1000))?;
+//! console.notified(GuestAddress(0x1000), 7)?;
+//!
+//! // Hotplug: the device sees it at its next look, snapshots that are held do not change.
+//! let before = memory.memory();
+//! memory.lock().insert_region(mebibyte(1 << 20)?)?;
+//! let across = GuestAddress((1 << 20) - 2);
+//! memory.memory().write_slice(b"world", across)?;
+//! console.notified(across, 5)?;
+//! assert_eq!(console.out, b"hello, world");
+//! assert_eq!(before.write(b"world", across)?, 2, "there was only one region");
+//!
+//! let removed = memory.lock().remove_region(GuestAddress(1 << 20), 1 << 20)?;
+//! assert!(console.notified(across, 5).is_err());
+//! # drop(removed);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod memory;
+mod pinned;
+mod pool;
+mod snapshot;
+mod sync;
+mod writer;
+
+pub use error::RegionError;
+pub use memory::SlotMemory;
+pub use snapshot::{SlotMemoryGuard, SlotSnapshot};
+pub use writer::{KernelSlot, RegionUpdate, SlotMemoryWriter};

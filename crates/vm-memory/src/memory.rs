@@ -33,13 +33,21 @@ pub struct SlotMemory<R: Send + Sync + 'static> {
 }
 
 impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
-    /// Memory without regions, of at most 32 764 (KVM's number of slots on x86-64) to come.
+    /// Memory without regions, of at most 32 764 (KVM's number of slots on x86-64) to come. Changes never wait
+    /// for snapshots.
     #[must_use]
     pub fn new() -> Self {
-        Self::with_limits(Limits::default())
+        Self::with_limits(Limits {
+            max_retired: usize::MAX,
+            ..Limits::default()
+        })
     }
 
     /// Memory without regions, within `limits`. Only address space 0 is used.
+    ///
+    /// With a finite `max_retired`, a change waits for the oldest snapshot to go when that much has been replaced
+    /// since it was taken. That bounds the memory, but then nobody may change the memory who holds a snapshot of
+    /// it, nor may a snapshot be held for as long as the machine runs: the change would wait for ever.
     #[must_use]
     pub fn with_limits(limits: Limits) -> Self {
         let writer = Writer::new(limits);
@@ -56,9 +64,7 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     ///
     /// # Errors
     /// The first region that is refused.
-    pub fn from_regions(
-        regions: impl IntoIterator<Item = Arc<R>>,
-    ) -> Result<Self, RegionError> {
+    pub fn from_regions(regions: impl IntoIterator<Item = Arc<R>>) -> Result<Self, RegionError> {
         let memory = Self::new();
         let mut writer = memory.lock();
         for region in regions {

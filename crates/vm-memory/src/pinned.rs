@@ -18,7 +18,7 @@
 //! (2) Guard and view say `'static` but leave this file only as borrows of the `PinnedRef`. (3) The fields
 //! that change (`guard`, `view`, the reader inside its borrow) change while one thread owns the allocation:
 //! before the first `PinnedRef` exists and after the last is gone. In between, threads share the view,
-//! which is `Sync`, and the count.
+//! which only reads, and the count.
 
 use crate::pool::{self, Pool};
 use crate::sync::{AtomicUsize, Ordering, fence};
@@ -50,16 +50,19 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
     /// What the impls of `Send` and `Sync` below rest on, checked by the compiler.
     const PARTS_MAY_TRAVEL: () = {
         send::<SlotReader<Arc<R>>>();
-        send::<SlotGuard<'static, Arc<R>>>();
-        sync::<SlotView<'static, Arc<R>>>();
+        sync::<SlotTable<Arc<R>>>();
     };
 }
 
-// SAFETY: `PARTS_MAY_TRAVEL` says that the reader and the guard may be used and dropped by another thread
-// than the one that made them, one at a time, which is what (3) above gives them.
+// SAFETY: a reader may be used by one thread after another. Its guard alone is not `Send`, since it shares the
+// reader with whoever keeps that, on a thread that may be another; here both are in one allocation and go together,
+// and one thread at a time makes and drops the guard (3), each after it has acquired what the one before did.
 unsafe impl<R: Send + Sync + 'static> Send for PinnedRef<R> {}
-// SAFETY: a shared `PinnedRef` gives the view, which is `Sync`, and clones, which are counted atomically.
+// SAFETY: a shared `PinnedRef` gives clones, which are counted atomically, and the view: a version and shared
+// references into the table, which is `Sync`, and through which it reads only.
 unsafe impl<R: Send + Sync + 'static> Sync for PinnedRef<R> {}
+// SAFETY: as for `PinnedRef`: nobody uses one that is parked, and it is taken by one thread with acquire order.
+unsafe impl<R: Send + Sync + 'static> Send for Pinned<R> {}
 
 impl<R: Send + Sync + 'static> PinnedRef<R> {
     /// Pins the newest version of `table`, with a reader of `home` or a new one.

@@ -11,7 +11,7 @@
 //!
 //! **Neighbours.** `pinned` parks readers here. This file knows nothing of them.
 
-use crate::sync::{AtomicPtr, AtomicUsize, Ordering};
+use crate::sync::{AtomicPtr, Ordering, statics};
 use std::cell::Cell;
 use std::ptr::null_mut;
 
@@ -41,12 +41,12 @@ unsafe impl<T: Send> Sync for Pool<T> {}
 /// The row of the calling thread.
 pub(crate) fn own_row() -> usize {
     /// Where the next new thread begins.
-    static NEXT: core::sync::atomic::AtomicUsize = core::sync::atomic::AtomicUsize::new(0);
+    static NEXT: statics::AtomicUsize = statics::AtomicUsize::new(0);
     thread_local! {
         static OWN: Cell<Option<usize>> = const { Cell::new(None) };
     }
     OWN.get().unwrap_or_else(|| {
-        let row = NEXT.fetch_add(1, core::sync::atomic::Ordering::Relaxed) % ROWS;
+        let row = NEXT.fetch_add(1, Ordering::Relaxed) % ROWS;
         OWN.set(Some(row));
         row
     })

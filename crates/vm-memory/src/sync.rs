@@ -4,3 +4,8 @@
 pub(crate) use core::sync::atomic::{AtomicPtr, AtomicUsize, Ordering, fence};
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicUsize, Ordering, fence};
+
+/// Atomics of statics, which no model resets: they only spread threads over rows.
+pub(crate) mod statics {
+    pub(crate) use core::sync::atomic::AtomicUsize;
+}

@@ -197,6 +197,12 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         self.0.slots.reclaim()
     }
 
+    /// The bytes that slots and their trees occupy, with what waits to be freed; regions excluded.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        self.0.slots.metadata_bytes()
+    }
+
     fn find(&self, base: GuestAddress, size: GuestUsize) -> Result<&Slot<Arc<R>>, RegionError> {
         let found = self.0.slots.view().lookup(Gpa(base.0).gfn());
         found
