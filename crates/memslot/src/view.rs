@@ -94,7 +94,7 @@ impl<'g, D> SlotView<'g, D> {
         let before = self.lookup_or_below(first);
         let rest = Ascending::new(self.by_gfn(), Some(first.0));
         before
-            .filter(move |slot| slot.range.end() > first)
+            .filter(move |slot| slot.range.end() > first && !range.is_empty())
             .into_iter()
             .chain(rest.take_while(move |slot| slot.range.start() < range.end()))
     }
