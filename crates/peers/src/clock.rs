@@ -17,30 +17,59 @@ pub(crate) fn per_operation(spent: Duration, overhead: Duration, count: usize) -
     spent.saturating_sub(overhead).as_nanos() as f64 / count as f64
 }
 
-/// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn.
-///
-/// A quarter of `sample` warms the caches and says how many calls fill `sample`; those are then timed at once.
-#[inline]
-pub(crate) fn per_look_up<T>(sample: Duration, mut look_up: impl FnMut(usize) -> T) -> f64 {
-    let mut at = 0usize;
-    let mut run = |count: u64| {
-        let start = Instant::now();
-        for _ in 0..count {
-            black_box(look_up(at % KEYS));
-            at += 1;
+/// How long a chunk of look-ups runs: far shorter than a time slice, so that on a busy machine most chunks
+/// are not interrupted and their median is that of undisturbed ones.
+const CHUNK: Duration = Duration::from_micros(100);
+/// After so many chunks [`Sampler::look_ups`] calls `before` again.
+const CHUNKS: usize = 8;
+
+/// How samples are taken.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sampler {
+    /// How long to go on.
+    pub(crate) sample: Duration,
+    /// What reading the clock costs.
+    pub(crate) overhead: Duration,
+}
+
+impl Sampler {
+    /// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn; a sample a chunk.
+    ///
+    /// Calls `before` before the first chunk and now and then later, untimed. A part of the time is spent
+    /// beforehand to warm the caches.
+    #[inline]
+    pub(crate) fn look_ups<T>(
+        self,
+        mut before: impl FnMut(),
+        mut look_up: impl FnMut(usize) -> T,
+        mut sink: impl FnMut(f64),
+    ) {
+        let mut at = 0usize;
+        let mut run = |count: usize| {
+            let start = Instant::now();
+            for _ in 0..count {
+                black_box(look_up(at % KEYS));
+                at += 1;
+            }
+            start.elapsed()
+        };
+        let (begun, mut count) = (Instant::now(), 1);
+        while begun.elapsed() < self.sample / 4 {
+            if run(count) < CHUNK / 2 {
+                count *= 2;
+            }
         }
-        start.elapsed()
-    };
-    let mut count = 1;
-    let cost = loop {
-        let spent = run(count);
-        if spent >= sample / 8 {
-            break spent.as_secs_f64() / count as f64;
+        let begun = Instant::now();
+        loop {
+            before();
+            for _ in 0..CHUNKS {
+                sink(per_operation(run(count), self.overhead, count));
+                if begun.elapsed() >= self.sample {
+                    return;
+                }
+            }
         }
-        count *= 2;
-    };
-    let count = ((sample.as_secs_f64() / cost) as u64).max(1);
-    run(count).as_nanos() as f64 / count as f64
+    }
 }
 
 #[cfg(test)]
@@ -50,14 +79,23 @@ mod tests {
     #[test]
     fn a_call_costs_what_it_waits() {
         let wait = Duration::from_micros(200);
-        let mut seen = Vec::new();
-        let cost = per_look_up(Duration::from_millis(8), |key| {
-            seen.push(key);
-            let start = Instant::now();
-            while start.elapsed() < wait {}
-        });
-        assert!(cost >= 200_000.0, "{cost}");
-        assert!(seen.iter().copied().eq(0..seen.len()));
+        let (mut keys, mut asked, mut samples) = (Vec::new(), 0, Vec::new());
+        let sampler = Sampler {
+            sample: Duration::from_millis(8),
+            overhead: Duration::ZERO,
+        };
+        sampler.look_ups(
+            || asked += 1,
+            |key| {
+                keys.push(key);
+                let start = Instant::now();
+                while start.elapsed() < wait {}
+            },
+            |cost| samples.push(cost),
+        );
+        assert!(!samples.is_empty() && samples.iter().all(|&cost| cost >= 200_000.0));
+        assert_eq!(asked, samples.len().div_ceil(CHUNKS));
+        assert!(keys.iter().copied().eq(0..keys.len()));
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use crate::layout::{KEYS, Keys, Layout, PlainSlot};
 use crate::scheme::{ByGfn, Change, Reader};
-use crate::sync::{AtomicBool, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use pageferry_addr::Gfn;
 use std::hint::black_box;
 use std::thread;
@@ -19,32 +19,77 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Calls `beside` over and over on another thread while `work` runs here; both answers.
-fn beside<B: Send, T>(mut beside: impl FnMut() -> B + Send, work: impl FnOnce() -> T) -> (B, T) {
+/// The other thread, as the work sees it.
+#[derive(Debug)]
+pub(crate) struct Company {
+    /// What the other thread has done. A cache line of its own, so that it disturbs nothing but its readers.
+    done: Line,
+}
+
+#[derive(Debug)]
+#[repr(align(128))]
+struct Line(AtomicU64);
+
+/// Longer between two readings of the clock in a row, and this thread was taken off its core.
+const DESCHEDULED: Duration = Duration::from_micros(100);
+/// The other thread does something in less than this while it runs.
+const STRIDE: Duration = Duration::from_millis(10);
+
+impl Company {
+    fn done(&self) -> u64 {
+        self.done.0.load(Ordering::Relaxed)
+    }
+
+    fn add(&self, count: u64) {
+        // The other thread is the only one that stores.
+        self.done.0.store(self.done() + count, Ordering::Relaxed);
+    }
+
+    /// Waits until the other thread is seen to do something while this one runs: until both have a core.
+    ///
+    /// Gives up after `patience`, as on a machine with one core; says whether it was seen.
+    pub(crate) fn meet(&self, patience: Duration) -> bool {
+        let begun = Instant::now();
+        while begun.elapsed() < patience {
+            let (seen, start) = (self.done(), Instant::now());
+            let mut last = start;
+            loop {
+                let now = Instant::now();
+                if now - last > DESCHEDULED || now - start > STRIDE {
+                    break;
+                }
+                if self.done() != seen {
+                    return true;
+                }
+                last = now;
+            }
+            // Who sleeps is woken on a core that is idle, if there is one.
+            thread::sleep(Duration::from_micros(50));
+        }
+        false
+    }
+}
+
+/// Calls `beside` over and over on another thread while `work` runs here.
+fn beside<T>(mut beside: impl FnMut(&Company) + Send, work: impl FnOnce(&Company) -> T) -> T {
     let (stop, running) = (AtomicBool::new(false), AtomicBool::new(false));
+    let company = Company {
+        done: Line(AtomicU64::new(0)),
+    };
     thread::scope(|scope| {
-        let other = scope.spawn(|| {
+        scope.spawn(|| {
             // Should `beside` panic, nobody is to wait for it.
             let _running = Stop(&running);
-            loop {
-                let last = beside();
+            while !stop.load(Ordering::Relaxed) {
+                beside(&company);
                 running.store(true, Ordering::Relaxed);
-                if stop.load(Ordering::Relaxed) {
-                    return last;
-                }
             }
         });
-        let done = {
-            let _stop = Stop(&stop);
-            while !running.load(Ordering::Relaxed) {
-                thread::yield_now();
-            }
-            work()
-        };
-        match other.join() {
-            Ok(last) => (last, done),
-            Err(panic) => std::panic::resume_unwind(panic),
+        let _stop = Stop(&stop);
+        while !running.load(Ordering::Relaxed) {
+            thread::yield_now();
         }
+        work(&company)
     })
 }
 
@@ -52,16 +97,17 @@ fn beside<B: Send, T>(mut beside: impl FnMut() -> B + Send, work: impl FnOnce() 
 pub(crate) fn beside_reader<R: Reader, T>(
     mut reader: R,
     keys: &Keys,
-    work: impl FnOnce() -> T,
+    work: impl FnOnce(&Company) -> T,
 ) -> T {
     let mut at = 0;
-    let look_up = || {
-        for _ in 0..64 {
+    let look_up = |company: &Company| {
+        for _ in 0..16 {
             black_box(reader.hold().by_gfn(keys.gfns[at % KEYS]));
             at += 1;
         }
+        company.add(16);
     };
-    beside(look_up, work).1
+    beside(look_up, work)
 }
 
 /// Does `work` while another thread changes `scheme` at full speed; also that thread's changes a second.
@@ -71,23 +117,27 @@ pub(crate) fn beside_reader<R: Reader, T>(
 pub(crate) fn beside_writer<S: Change, T>(
     scheme: &mut S,
     order: &Order,
-    work: impl FnOnce() -> T,
+    work: impl FnOnce(&Company) -> T,
 ) -> (f64, T) {
-    let (mut changes, mut spent, mut at) = (0u64, Duration::ZERO, 0);
-    let change = || {
-        let start = Instant::now();
+    let mut at = 0;
+    let change = |company: &Company| {
         let (slot, place) = order.pair(at);
         scheme.delete(slot);
+        company.add(1);
         scheme.add(slot);
+        company.add(1);
         let moved = scheme.relocate(slot, place);
+        company.add(1);
         scheme.relocate(moved, slot.start);
+        company.add(1);
         at += 1;
-        changes += 4;
-        spent += start.elapsed();
-        (changes, spent)
     };
-    let ((changes, spent), done) = beside(change, work);
-    (changes as f64 / spent.as_secs_f64(), done)
+    beside(change, |company| {
+        let (begun, before) = (Instant::now(), company.done());
+        let done = work(company);
+        let changes = company.done() - before;
+        (changes as f64 / begun.elapsed().as_secs_f64(), done)
+    })
 }
 
 /// The slots and the free places of a layout, in random order.
@@ -146,7 +196,7 @@ mod tests {
         let (layout, mut tree) = built(20);
         let order = Order::new(&layout, 1);
         let wait = Duration::from_millis(5);
-        let (rate, ()) = beside_writer(&mut tree, &order, || thread::sleep(wait));
+        let (rate, ()) = beside_writer(&mut tree, &order, |_| thread::sleep(wait));
         assert!(rate >= 4.0, "{rate}");
         let mut reader = tree.reader();
         for slot in layout.slots() {
@@ -158,7 +208,7 @@ mod tests {
     fn a_panic_in_the_work_ends_the_reader_too() {
         let (layout, tree) = built(10);
         let keys = Keys::new(&layout, 1);
-        let work = || beside_reader(tree.reader(), &keys, || panic!("on purpose"));
+        let work = || beside_reader(tree.reader(), &keys, |_| panic!("on purpose"));
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         assert!(result.is_err());
     }

@@ -1,12 +1,12 @@
 //! A whole run: every number of slots, every operation, every scheme, round by round.
 
-use crate::clock;
+use crate::clock::{self, Sampler};
 use crate::company::Order;
 use crate::host;
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
 use crate::report::{Figure, Report};
-use crate::scheme::{ArcSwapArray, ArcSwapImbl, Floor, LockedTree, VmMemory};
+use crate::scheme::{ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, VmMemory};
 use crate::subject::{Stage, Subject, Whole};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -83,8 +83,10 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
             keys: Keys::new(&layout, 1),
             order: Order::new(&layout, 2),
             layout,
-            sample: config.sample,
-            overhead,
+            sampler: Sampler {
+                sample: config.sample,
+                overhead,
+            },
         };
         progress(&format!("{slots} slots: setting up"));
         let mut subjects = subjects(&stage.layout);
@@ -115,6 +117,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
 fn subjects(layout: &Layout) -> Vec<Box<dyn Subject>> {
     vec![
         Box::new(Floor::new(layout.slots())),
+        Box::new(Whole::<Memslots>::new(layout)),
         Box::new(Whole::<VmMemory>::new(layout)),
         Box::new(Whole::<ArcSwapArray>::new(layout)),
         Box::new(Whole::<LockedTree>::new(layout)),
@@ -155,6 +158,8 @@ mod tests {
                 }
             }
         }
+        assert!(report.value(Operation::ById, Memslots::NAME, 40).is_some());
+        assert_eq!(report.verdicts.len(), 12, "{:#?}", report.verdicts);
         assert!(report.value(Operation::ByGfn, Floor::NAME, 40).is_some());
         assert!(report.value(Operation::Add, Floor::NAME, 40).is_none());
         assert!(

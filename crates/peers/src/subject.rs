@@ -1,6 +1,6 @@
 //! One scheme under measurement.
 
-use crate::clock;
+use crate::clock::{self, Sampler};
 use crate::company::{Order, beside_reader, beside_writer};
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
@@ -17,10 +17,8 @@ pub(crate) struct Stage {
     pub(crate) keys: Keys,
     /// What is changed, in which order.
     pub(crate) order: Order,
-    /// How long one sample runs.
-    pub(crate) sample: Duration,
-    /// What reading the clock costs.
-    pub(crate) overhead: Duration,
+    /// How samples are taken.
+    pub(crate) sampler: Sampler,
 }
 
 /// Where samples go: each of an operation, in its unit.
@@ -37,6 +35,8 @@ pub(crate) trait Subject {
 
 /// The most changes that are timed together.
 const BATCH: usize = 16;
+/// How long to wait for the other thread to be seen on a core of its own.
+const PATIENCE: Duration = Duration::from_millis(20);
 /// A set-up that took longer is not repeated.
 const SLOW_SET_UP: Duration = Duration::from_millis(150);
 
@@ -84,11 +84,12 @@ impl<S: Change> Whole<S> {
     fn add_and_delete(&mut self, stage: &Stage, sink: Sink<'_>) {
         let (scheme, number) = (&mut self.scheme, &mut self.batch);
         let mut samples = Vec::new();
-        beside_reader(scheme.reader(), &stage.keys, || {
+        beside_reader(scheme.reader(), &stage.keys, |reader| {
             let begun = Instant::now();
-            while samples.is_empty() || begun.elapsed() < stage.sample {
+            while samples.is_empty() || begun.elapsed() < stage.sampler.sample {
                 let (slots, _) = stage.order.batch(*number, BATCH);
                 *number += 1;
+                reader.meet(PATIENCE);
                 let start = Instant::now();
                 slots.iter().for_each(|slot| scheme.delete(*slot));
                 let deleted = start.elapsed();
@@ -99,7 +100,7 @@ impl<S: Change> Whole<S> {
             }
         });
         for (deleted, added, count) in samples {
-            let each = |spent| clock::per_operation(spent, stage.overhead, count);
+            let each = |spent| clock::per_operation(spent, stage.sampler.overhead, count);
             sink(Operation::Delete, each(deleted));
             sink(Operation::Add, each(added));
         }
@@ -109,11 +110,12 @@ impl<S: Change> Whole<S> {
     fn relocate(&mut self, stage: &Stage, sink: Sink<'_>) {
         let (scheme, number) = (&mut self.scheme, &mut self.batch);
         let mut samples = Vec::new();
-        beside_reader(scheme.reader(), &stage.keys, || {
+        beside_reader(scheme.reader(), &stage.keys, |reader| {
             let begun = Instant::now();
-            while samples.is_empty() || begun.elapsed() < stage.sample {
+            while samples.is_empty() || begun.elapsed() < stage.sampler.sample {
                 let (slots, places) = stage.order.batch(*number, BATCH);
                 *number += 1;
+                reader.meet(PATIENCE);
                 let mut moved = [slots[0]; BATCH];
                 let start = Instant::now();
                 for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
@@ -130,7 +132,7 @@ impl<S: Change> Whole<S> {
         for (spent, count) in samples {
             sink(
                 Operation::Move,
-                clock::per_operation(spent, stage.overhead, count),
+                clock::per_operation(spent, stage.sampler.overhead, count),
             );
         }
     }
@@ -146,45 +148,48 @@ where
     }
 
     fn measure(&mut self, step: Operation, stage: &Stage, sink: Sink<'_>) {
-        let (keys, sample) = (&stage.keys, stage.sample);
+        let (keys, sampler) = (&stage.keys, stage.sampler);
         let mut reader = self.scheme.reader();
         match step {
             Operation::SetUp => self.set_up(stage, sink),
             Operation::ByHva => {
-                let cost = clock::per_look_up(sample, |key| {
+                let look_up = |key: usize| {
                     let mut frames = 0;
                     reader.hold().by_hva(keys.hvas[key], |gfn| {
                         frames += gfn.0;
                         ControlFlow::Continue(())
                     });
                     frames
-                });
-                sink(step, cost);
+                };
+                sampler.look_ups(|| (), look_up, |cost| sink(step, cost));
             }
             Operation::FirstByHva => {
-                let cost = clock::per_look_up(sample, |key| {
+                let look_up = |key: usize| {
                     let mut first = None;
                     reader.hold().by_hva(keys.hvas[key], |gfn| {
                         first = Some(gfn);
                         ControlFlow::Break(())
                     });
                     first
-                });
-                sink(step, cost);
+                };
+                sampler.look_ups(|| (), look_up, |cost| sink(step, cost));
             }
             Operation::ById => {
                 if <<S::Reader as Reader>::Held<'_> as Lookup>::HAS_IDS {
                     let look_up = |key: usize| reader.hold().by_id(keys.ids[key]);
-                    sink(step, clock::per_look_up(sample, look_up));
+                    sampler.look_ups(|| (), look_up, |cost| sink(step, cost));
                 }
             }
             Operation::Add | Operation::Delete => self.add_and_delete(stage, sink),
             Operation::Move => self.relocate(stage, sink),
             Operation::BesideWriter | Operation::WriterRate => {
-                let (rate, cost) = beside_writer(&mut self.scheme, &stage.order, || {
-                    clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.gfns[key]))
+                let (rate, ()) = beside_writer(&mut self.scheme, &stage.order, |writer| {
+                    let meet = || {
+                        writer.meet(PATIENCE);
+                    };
+                    let look_up = |key: usize| reader.hold().by_gfn(keys.gfns[key]);
+                    sampler.look_ups(meet, look_up, |cost| sink(Operation::BesideWriter, cost));
                 });
-                sink(Operation::BesideWriter, cost);
                 sink(Operation::WriterRate, rate / 1e3);
             }
             Operation::ByGfn | Operation::ByGfnHeld | Operation::Again | Operation::AgainHeld => {
@@ -196,21 +201,25 @@ where
 
 /// The look-ups that every scheme has.
 fn by_gfn<R: Reader>(mut reader: R, step: Operation, stage: &Stage, sink: Sink<'_>) {
-    let (keys, sample) = (&stage.keys, stage.sample);
-    let cost = match step {
-        Operation::ByGfn => clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.gfns[key])),
-        Operation::Again => clock::per_look_up(sample, |key| reader.hold().by_gfn(keys.same[key])),
+    let (keys, sampler) = (&stage.keys, stage.sampler);
+    let sink = |cost| sink(step, cost);
+    match step {
+        Operation::ByGfn => {
+            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.gfns[key]), sink);
+        }
+        Operation::Again => {
+            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.same[key]), sink);
+        }
         Operation::ByGfnHeld => {
             let held = reader.hold();
-            clock::per_look_up(sample, |key| held.by_gfn(keys.gfns[key]))
+            sampler.look_ups(|| (), |key| held.by_gfn(keys.gfns[key]), sink);
         }
         Operation::AgainHeld => {
             let held = reader.hold();
-            clock::per_look_up(sample, |key| held.by_gfn(keys.same[key]))
+            sampler.look_ups(|| (), |key| held.by_gfn(keys.same[key]), sink);
         }
-        _ => return,
-    };
-    sink(step, cost);
+        _ => {}
+    }
 }
 
 impl Subject for Floor {

@@ -2,7 +2,7 @@
 
 use crate::operation::Operation;
 use crate::report::Report;
-use crate::scheme::{Floor, Scheme, VmMemory};
+use crate::scheme::{Floor, Memslots, Scheme, VmMemory};
 use serde::Serialize;
 use std::fmt;
 
@@ -58,8 +58,8 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// The name of the scheme that is judged.
-pub(crate) const OURS: &str = "pageferry memslot";
+/// The scheme that is judged.
+const OURS: &str = Memslots::NAME;
 
 /// Bounds of single figures, at the largest number of slots.
 const BOUNDS: [(Operation, f64); 7] = [

@@ -6,6 +6,7 @@
 mod array;
 mod floor;
 mod locked;
+mod ours;
 mod persistent;
 mod rust_vmm;
 #[cfg(test)]
@@ -14,6 +15,7 @@ mod tests;
 pub use array::ArcSwapArray;
 pub use floor::Floor;
 pub use locked::LockedTree;
+pub use ours::Memslots;
 pub use persistent::ArcSwapImbl;
 pub use rust_vmm::VmMemory;
 

@@ -124,6 +124,11 @@ where
 }
 
 #[test]
+fn our_memslots_answer_as_a_scan_does() {
+    agrees::<Memslots>();
+}
+
+#[test]
 fn vm_memory_answers_as_a_scan_does() {
     agrees::<VmMemory>();
 }
