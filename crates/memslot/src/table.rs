@@ -71,9 +71,9 @@ impl Generation {
     }
 }
 
-/// On cache lines of its own: all readers of views read it, the writer writes it.
+/// On cache lines of its own: what the writer writes at each change, beside what all readers read.
 #[repr(align(128))]
-struct Aligned(AtomicU64);
+struct Apart<T>(T);
 
 /// The slots of one address space.
 pub(crate) struct Space<D> {
@@ -85,12 +85,12 @@ pub(crate) struct Space<D> {
 }
 
 pub(crate) struct Shared<D> {
-    generation: Aligned,
+    generation: Apart<AtomicU64>,
     pub(crate) domain: Arc<Domain>,
     pub(crate) limits: Limits,
     pub(crate) spaces: Box<[Space<D>]>,
     /// The writer's; see [`Shared::writer`].
-    state: UnsafeCell<State<D>>,
+    state: Apart<UnsafeCell<State<D>>>,
 }
 
 /// What only the writer uses.
@@ -157,13 +157,13 @@ unsafe impl<D: Send + Sync> Sync for Shared<D> {}
 impl<D> Shared<D> {
     pub(crate) fn new(limits: Limits) -> Self {
         Self {
-            generation: Aligned(AtomicU64::new(0)),
+            generation: Apart(AtomicU64::new(0)),
             domain: Domain::new(),
             limits,
             spaces: (0..limits.address_spaces)
                 .map(|_| Space::new(limits.shared_last_used))
                 .collect(),
-            state: UnsafeCell::new(State {
+            state: Apart(UnsafeCell::new(State {
                 pools: Pools {
                     by_gfn: Pool::new(),
                     by_id: Pool::new(),
@@ -176,7 +176,7 @@ impl<D> Shared<D> {
                 pages: 0,
                 pending: Pending::Nothing,
                 relax: core::hint::spin_loop,
-            }),
+            })),
         }
     }
 
@@ -187,7 +187,7 @@ impl<D> Shared<D> {
     #[expect(clippy::mut_from_ref, reason = "exclusive by the caller's promise")]
     pub(crate) unsafe fn writer(&self) -> &mut State<D> {
         // SAFETY: nobody else has one, as the caller promises.
-        unsafe { &mut *self.state.get() }
+        unsafe { &mut *self.state.0.get() }
     }
 
     /// The writer's state, to read.
@@ -196,7 +196,7 @@ impl<D> Shared<D> {
     /// The caller is the one writer.
     pub(crate) unsafe fn writer_ref(&self) -> &State<D> {
         // SAFETY: the writer, which the caller borrows, makes no other reference meanwhile.
-        unsafe { &*self.state.get() }
+        unsafe { &*self.state.0.get() }
     }
 
     #[inline]
@@ -291,7 +291,7 @@ impl<D> Pools<D> {
 impl<D> Drop for Shared<D> {
     fn drop(&mut self) {
         // Every reader and the writer hold the table, so there is none, and no guard.
-        let state = self.state.get_mut();
+        let state = self.state.0.get_mut();
         match state.pending {
             Pending::Nothing | Pending::Delete { .. } => {}
             Pending::Create { new } | Pending::Move { new, .. } | Pending::Flags { new, .. } => {

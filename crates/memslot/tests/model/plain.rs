@@ -298,13 +298,25 @@ pub(crate) fn compare_frame(view: SlotView<'_, u32>, model: &Model, space: u16, 
     );
 }
 
-pub(crate) fn compare_frames(view: SlotView<'_, u32>, model: &Model, space: u16, gfn: u64, pages: u64) {
+pub(crate) fn compare_frames(
+    view: SlotView<'_, u32>,
+    model: &Model,
+    space: u16,
+    gfn: u64,
+    pages: u64,
+) {
     let range = GfnRange::new(Gfn(gfn), pages).expect("inside 64 bits of addresses");
     let expected = model.in_frames(space, gfn, pages);
     assert_eq!(plain(view.iter_gfn(range)), expected, "{range:?}");
 }
 
-pub(crate) fn compare_hva(view: SlotView<'_, u32>, model: &Model, space: u16, start: u64, end: u64) {
+pub(crate) fn compare_hva(
+    view: SlotView<'_, u32>,
+    model: &Model,
+    space: u16,
+    start: u64,
+    end: u64,
+) {
     let found = plain(view.iter_hva(Hva(start)..Hva(end)));
     assert_eq!(
         found,

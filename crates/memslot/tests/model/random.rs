@@ -51,7 +51,12 @@ impl Churn {
     }
 
     /// A request; of eight, `creations` create, and as many as are left delete, move or change flags.
-    pub(crate) fn request(&mut self, model: &Model, creations: u64, deletions: u64) -> Request<u32> {
+    pub(crate) fn request(
+        &mut self,
+        model: &Model,
+        creations: u64,
+        deletions: u64,
+    ) -> Request<u32> {
         let choice = self.random.below(8);
         let index = self.random.below(model.slots().len().max(1) as u64);
         match model.slots().nth(index as usize) {
