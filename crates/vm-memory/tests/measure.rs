@@ -108,7 +108,10 @@ fn look_ups_snapshots_and_changes() {
             ours.lock().remove_region(base, PAGE).unwrap();
         }
         let grown = ours.lock().metadata_bytes() - before;
-        println!("{count:7}  bytes a change leaves while a snapshot is held: {}", grown as u64 / 2 / CHANGES);
+        println!(
+            "{count:7}  bytes a change leaves while a snapshot is held: {}",
+            grown as u64 / 2 / CHANGES
+        );
         drop(held);
     }
 }
