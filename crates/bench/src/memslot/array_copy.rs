@@ -278,7 +278,7 @@ impl<D> ArrayCopy<D> {
     }
 
     /// Frees the replaced slots that no reader can find any more.
-    fn free_retired(&mut self) {
+    pub(super) fn free_retired(&mut self) {
         if self.retired.is_empty() {
             return;
         }

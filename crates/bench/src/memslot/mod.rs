@@ -34,6 +34,7 @@ use array_copy::ArrayCopy;
 use host::Host;
 use kvm::RealKvm;
 use pageferry_hypervisor::{Memslots, Scalable, SlotData};
+use pageferry_machine::MachineError;
 use serde::Serialize;
 use split::Split;
 use stage::Stage;
@@ -173,8 +174,8 @@ pub fn memslot(
     }
     let began = Instant::now();
     let real = RealKvm::open();
-    if let (Err(why), true) = (&real, setting.require_kvm) {
-        return Err(pageferry_machine::MachineError::EngineUnavailable(why.clone()).into());
+    if setting.require_kvm {
+        required(&real)?;
     }
     let host = stage::host(1 + trial::ALL_PAGES)?;
     let (mut cells, mut calls) = (Vec::new(), Vec::new());
@@ -351,6 +352,15 @@ fn per_call(mut there_and_back: impl FnMut() -> Result<(), BenchError>) -> Resul
         there_and_back()?;
     }
     Ok(began.elapsed().as_secs_f64() / f64::from(2 * CALLS))
+}
+
+/// # Errors
+/// Where there is none.
+fn required<K>(kvm: &Result<K, String>) -> Result<(), BenchError> {
+    match kvm {
+        Ok(_) => Ok(()),
+        Err(why) => Err(MachineError::EngineUnavailable(why.clone()).into()),
+    }
 }
 
 fn wrong(what: String) -> BenchError {
