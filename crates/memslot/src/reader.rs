@@ -150,13 +150,27 @@ impl<D> SlotGuard<'_, D> {
         let key = gfn.0.min(Gfn::MAX.0);
         let found = match space.newest(&self.guard).newest_floor(key) {
             Ok(found) => found.filter(|slot| slot.range.contains(gfn)),
-            Err(TwoLeaves) => self.view().space(address_space)?.lookup(gfn),
+            Err(TwoLeaves) => self.find_in_two_leaves(address_space, gfn),
         };
         let slot = found?;
         if space.shares_last_used() {
             space.remember(&self.guard, slot);
         }
         Some(self.remember(slot))
+    }
+
+    /// Where one leaf alone cannot tell.
+    ///
+    /// An operation that is in progress may have changed the tree already, and this reader may have seen that. So it
+    /// asks for the version that the operation makes. A move makes that in two steps, of which a look-up may
+    /// miss the first and meet the second; looking again, it meets both.
+    #[cold]
+    fn find_in_two_leaves(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
+        let generation = self.shared.generation();
+        let version = generation.number() + u64::from(generation.in_progress());
+        let view = view(self.shared, version, generation).space(address_space)?;
+        let again = || view.lookup(gfn).filter(|_| generation.in_progress());
+        view.lookup(gfn).or_else(again)
     }
 
     #[inline]

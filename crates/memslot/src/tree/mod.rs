@@ -79,7 +79,7 @@ impl<O: Order, D> Tree<O, D> {
 
     /// # Safety
     /// As long as `'g` lasts, no node and no slot is freed that the tree's cells held at version `version` or at any
-    /// moment since `'g` began; and `version` is [`NEWEST`] or was current at a moment in `'g`.
+    /// moment since `'g` began; and `version` is [`NEWEST`], or at a moment in `'g` was current or in the making.
     #[inline]
     pub(crate) unsafe fn at<'g>(&'g self, version: u64) -> At<'g, O, D> {
         At {

@@ -1,0 +1,539 @@
+//! One reader, or two, against the writer, in all interleavings with few preemptions.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --release --test loom`
+//!
+//! Nodes have four entries there. What is freed is watched: a reader that uses a slot or a node which the free did
+//! not wait for makes a model fail, as does a state that is neither old nor new. Each model gives what the reader
+//! saw, and the test names outcomes that must be among them.
+#![cfg(loom)]
+
+use loom::thread;
+use pageferry_addr::{Gfn, Hva};
+use pageferry_memslot::{
+    Limits, Request, Slot, SlotFlags, SlotGuard, SlotReader, SlotView, SlotWriter,
+};
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex};
+
+/// What a look-up gave: the slot's first frame and data, and whether it is valid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Found {
+    Nothing,
+    Invalid(u64, u32),
+    Valid(u64, u32),
+}
+use Found::{Invalid, Nothing, Valid};
+
+fn found(slot: Option<&Slot<u32>>) -> Found {
+    let Some(slot) = slot else { return Nothing };
+    let start = slot.range.start().0;
+    if slot.is_invalid() {
+        Invalid(start, slot.data)
+    } else {
+        Valid(start, slot.data)
+    }
+}
+
+fn slot(id: u16, start: u64, pages: u64, data: u32) -> Request<u32> {
+    Request {
+        gpa: Gfn(start).gpa(),
+        size: pages << 12,
+        // Slots with odd and with even ids share host memory.
+        hva: Hva(u64::from(id % 2) << 20),
+        data,
+        ..Request::delete(0, id)
+    }
+}
+
+fn host(id: u16) -> std::ops::Range<Hva> {
+    let start = u64::from(id % 2) << 20;
+    Hva(start)..Hva(start + 1)
+}
+
+/// Runs `body` on a reader's thread beside `write`, on a table of `slots`.
+struct Model {
+    slots: Vec<Request<u32>>,
+    limits: Limits,
+    preemptions: usize,
+}
+
+impl Model {
+    fn of(slots: impl IntoIterator<Item = Request<u32>>) -> Self {
+        Self {
+            slots: slots.into_iter().collect(),
+            limits: Limits::default(),
+            preemptions: 3,
+        }
+    }
+
+    /// All that the readers can see.
+    fn explore<O: Ord + Debug + Send + 'static>(
+        self,
+        readers: usize,
+        read: impl Fn(&mut SlotReader<u32>) -> O + Send + Sync + 'static,
+        write: impl Fn(&mut SlotWriter<u32>) + Send + Sync + 'static,
+    ) -> BTreeSet<O> {
+        let seen = Arc::new(Mutex::new(BTreeSet::new()));
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(self.preemptions);
+        builder.max_branches = 20_000;
+        let (outcomes, read) = (Arc::clone(&seen), Arc::new(read));
+        builder.check(move || {
+            let mut writer = SlotWriter::new(self.limits);
+            for request in &self.slots {
+                writer.set(*request).unwrap();
+            }
+            assert_eq!(writer.reclaim(), 0);
+            let threads: Vec<_> = (0..readers)
+                .map(|_| {
+                    let (mut reader, read) = (writer.table().reader(), Arc::clone(&read));
+                    thread::spawn(move || read(&mut reader))
+                })
+                .collect();
+            write(&mut writer);
+            for thread in threads {
+                outcomes.lock().unwrap().insert(thread.join().unwrap());
+            }
+            assert_eq!(writer.reclaim(), 0, "nobody reads any more");
+        });
+        std::mem::take(&mut seen.lock().unwrap())
+    }
+}
+
+/// All look-ups of one view, for slot `id` of the model: at two frames, by id, and by host address.
+fn all_of(view: SlotView<'_, u32>, id: u16, frames: [u64; 2]) -> [Found; 4] {
+    let mut in_host = view.iter_hva(host(id)).filter(|slot| slot.id == id);
+    let by_hva = found(in_host.next());
+    assert!(in_host.next().is_none(), "one slot twice");
+    let [first, second] = frames.map(|gfn| found(view.lookup(Gfn(gfn))));
+    [first, second, found(view.by_id(id)), by_hva]
+}
+
+/// The same whatever the marks, which alone may change under a view.
+fn unmarked<const N: usize>(all: [Found; N]) -> [Found; N] {
+    all.map(|found| match found {
+        Invalid(start, data) => Valid(start, data),
+        other => other,
+    })
+}
+
+fn see(guard: &SlotGuard<'_, u32>, gfn: u64) -> Found {
+    found(guard.lookup(Gfn(gfn)))
+}
+
+#[test]
+fn a_slot_that_comes_is_seen_or_not() {
+    let model = Model::of([]);
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 10), see(&guard, 11)]
+        },
+        |writer| {
+            writer.set(slot(1, 10, 2, 7)).unwrap();
+        },
+    );
+    let new = Valid(10, 7);
+    assert_eq!(
+        seen,
+        BTreeSet::from([[Nothing, Nothing], [Nothing, new], [new, new]])
+    );
+}
+
+/// The new slot is in the leaf to the left of where a look-up of its last frame goes.
+#[test]
+fn a_slot_that_came_stays_seen_from_the_next_leaf() {
+    let starts = [0, 10, 20, 30, 40, 50];
+    let mut slots: Vec<_> = (0..6)
+        .map(|i| slot(i, starts[usize::from(i)], 1, 0))
+        .collect();
+    // The second leaf begins at frame 40 still, and the first has room.
+    slots.push(Request::delete(0, 4));
+    slots.push(Request::delete(0, 1));
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let first = see(&guard, 38);
+            // Something else is found last.
+            let _ = see(&guard, 0);
+            [first, see(&guard, 41)]
+        },
+        |writer| {
+            writer.set(slot(1, 38, 4, 7)).unwrap();
+        },
+    );
+    let new = Valid(38, 7);
+    assert_eq!(
+        seen,
+        BTreeSet::from([[Nothing, Nothing], [Nothing, new], [new, new]])
+    );
+}
+
+#[test]
+fn a_slot_that_goes_is_seen_valid_then_invalid_then_not() {
+    let model = Model::of([slot(1, 10, 2, 7)]);
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let first = guard.lookup(Gfn(10));
+            let both = [found(first), see(&guard, 11)];
+            // Still there to be used, however far the writer is.
+            assert!(first.is_none_or(|slot| slot.data == 7));
+            both
+        },
+        |writer| {
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (valid, invalid) = (Valid(10, 7), Invalid(10, 7));
+    let possible = BTreeSet::from([
+        [valid, valid],
+        [valid, invalid],
+        [valid, Nothing],
+        [invalid, invalid],
+        [invalid, Nothing],
+        [Nothing, Nothing],
+    ]);
+    assert_eq!(seen, possible);
+}
+
+#[test]
+fn the_slot_found_last_is_not_found_after_it_has_gone() {
+    let model = Model::of([slot(1, 10, 2, 7)]);
+    let seen = model.explore(
+        1,
+        |reader| [10, 11, 10].map(|gfn| see(&reader.pin(), gfn)),
+        |writer| {
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let rank = |found: &Found| match found {
+        Valid(..) => 0,
+        Invalid(..) => 1,
+        Nothing => 2,
+    };
+    assert!(
+        seen.iter().all(|seen| seen.is_sorted_by_key(rank)),
+        "{seen:?}"
+    );
+    assert!(seen.contains(&[Valid(10, 7); 3]) && seen.contains(&[Nothing; 3]));
+    assert!(seen.contains(&[Valid(10, 7), Nothing, Nothing]));
+}
+
+/// Two readers tell each other which slot they found last.
+#[test]
+fn a_slot_that_another_reader_found_last() {
+    let mut model = Model::of([slot(1, 10, 2, 7)]);
+    model.limits.shared_last_used = true;
+    let seen = model.explore(
+        2,
+        |reader| see(&reader.pin(), 10),
+        |writer| {
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    assert_eq!(
+        seen,
+        BTreeSet::from([Nothing, Invalid(10, 7), Valid(10, 7)])
+    );
+}
+
+/// Frames 12 and 13 are in the slot before and after.
+fn overlapping_move(from: u64, to: u64) {
+    let seen = Model::of([slot(1, from, 4, 1)]).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 12), see(&guard, 10), see(&guard, 13)]
+        },
+        move |writer| {
+            writer.set(slot(1, to, 4, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    for [first, only_one, last] in &seen {
+        assert!(*first != Nothing && *last != Nothing, "{seen:?}");
+        // At frame 10 there is only one of the two, whichever is lower.
+        let (old, new) = (Valid(from, 1), Valid(to, 2));
+        match first {
+            f if *f == new => {
+                assert_ne!(*only_one, old, "valid at both places");
+                assert_ne!(*last, old, "valid at both places");
+            }
+            Invalid(..) => assert!(*only_one != old && *last != old, "{seen:?}"),
+            _ => assert_eq!(*first, old),
+        }
+    }
+    let firsts: BTreeSet<_> = seen.iter().map(|seen| seen[0]).collect();
+    assert_eq!(
+        firsts,
+        BTreeSet::from([Valid(from, 1), Invalid(from, 1), Valid(to, 2)])
+    );
+}
+
+#[test]
+fn a_move_up_over_itself() {
+    overlapping_move(10, 12);
+}
+
+#[test]
+fn a_move_down_over_itself() {
+    overlapping_move(12, 10);
+}
+
+/// The same where the two places are in two leaves: frames from 40 on are in the second.
+fn overlapping_move_between_leaves(from: u64, to: u64) {
+    let mut slots: Vec<_> = [0, 10, 20, 30, 40, 50]
+        .iter()
+        .enumerate()
+        .map(|(i, &start)| slot(i as u16, start, 1, 0))
+        .collect();
+    slots.push(Request::delete(0, 4));
+    slots.push(Request::delete(0, 1));
+    slots.push(slot(1, from, 4, 1));
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 41), see(&guard, 41)]
+        },
+        move |writer| {
+            writer.set(slot(1, to, 4, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let rank = |found: &Found| match found {
+        Valid(_, 1) => 0,
+        Invalid(_, 1) => 1,
+        Valid(_, 2) => 2,
+        _ => panic!("neither old nor new: {found:?}"),
+    };
+    assert!(
+        seen.iter().all(|seen| seen.is_sorted_by_key(rank)),
+        "{seen:?}"
+    );
+    let firsts: BTreeSet<_> = seen.iter().map(|seen| seen[0]).collect();
+    assert_eq!(firsts.len(), 3, "{seen:?}");
+}
+
+#[test]
+fn a_move_up_over_itself_into_the_next_leaf() {
+    overlapping_move_between_leaves(38, 40);
+}
+
+#[test]
+fn a_move_down_over_itself_into_the_leaf_before() {
+    overlapping_move_between_leaves(40, 38);
+}
+
+/// The newest state and a view that is taken afterwards, of a slot that goes far.
+#[test]
+fn a_moved_slot_is_never_valid_at_both_places() {
+    let slots = (0..5).map(|i| slot(i, u64::from(i) * 10, 1, 1));
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 90), see(&guard, 10), see(&guard, 90)]
+        },
+        |writer| {
+            writer.set(slot(1, 90, 1, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, new) = (Valid(10, 1), Valid(90, 2));
+    for [first, at_old, last] in &seen {
+        if *first == new {
+            assert!(*at_old != old && *last == new, "{seen:?}");
+        }
+        if *at_old == Nothing {
+            assert_eq!(*last, new, "gone and nowhere: {seen:?}");
+        }
+    }
+    assert!(seen.contains(&[Nothing, old, Nothing]) && seen.contains(&[new, Nothing, new]));
+}
+
+/// All look-ups of one view give one version: here of a slot that moves in all trees of two levels.
+#[test]
+fn a_view_sees_a_move_wholly_or_not() {
+    let slots = (0..5).map(|i| slot(i, u64::from(i) * 10, 1, 1));
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            let all = all_of(view, 1, [10, 90]);
+            (view.generation().number() - 5, unmarked(all))
+        },
+        |writer| {
+            writer.set(slot(1, 90, 1, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, new) = (Valid(10, 1), Valid(90, 2));
+    let possible = BTreeSet::from([(0, [old, Nothing, old, old]), (1, [Nothing, new, new, new])]);
+    assert_eq!(seen, possible);
+}
+
+#[test]
+fn a_view_sees_a_deletion_wholly_or_not() {
+    let slots = [slot(1, 10, 1, 1), slot(3, 30, 1, 3)];
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let all = all_of(guard.view(), 1, [10, 30]);
+            unmarked(all)
+        },
+        |writer| {
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, other) = (Valid(10, 1), Valid(30, 3));
+    let possible = BTreeSet::from([[old, other, old, old], [Nothing, other, Nothing, Nothing]]);
+    assert_eq!(seen, possible);
+}
+
+/// A view stays at its version over two changes, of which the second uses memory that the first has left.
+#[test]
+fn a_view_outlives_changes() {
+    let mut model = Model::of([slot(1, 10, 1, 1)]);
+    model.preemptions = 2;
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            let first = unmarked(all_of(view, 1, [10, 30]));
+            let again = unmarked(all_of(view, 1, [10, 30]));
+            assert_eq!(first, again);
+            first
+        },
+        |writer| {
+            writer.set(slot(1, 30, 1, 2)).unwrap();
+            writer.reclaim();
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, new) = (Valid(10, 1), Valid(30, 2));
+    let possible = BTreeSet::from([
+        [old, Nothing, old, old],
+        [Nothing, new, new, new],
+        [Nothing; 4],
+    ]);
+    assert_eq!(seen, possible);
+}
+
+/// A leaf splits, and the root becomes another node, under a view and a look-up of the newest state.
+#[test]
+fn a_leaf_splits_under_readers() {
+    let slots = (0..4).map(|i| slot(i, u64::from(i) * 10, 1, 1));
+    let seen = Model::of(slots).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let newest = see(&guard, 15);
+            let view = guard.view();
+            assert_eq!(found(view.lookup(Gfn(30))), Valid(30, 1));
+            assert_eq!(view.iter().count(), view.generation().number() as usize);
+            (newest, found(view.lookup(Gfn(15))))
+        },
+        |writer| {
+            writer.set(slot(5, 15, 1, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let new = Valid(15, 2);
+    // A look-up of the newest state may be ahead of a view.
+    let possible = [
+        (Nothing, Nothing),
+        (Nothing, new),
+        (new, Nothing),
+        (new, new),
+    ];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
+
+#[test]
+fn flags_change_at_once_and_stay_changed() {
+    let model = Model::of([slot(1, 10, 2, 1)]);
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let seen = [10, 11].map(|gfn| see(&guard, gfn));
+            let view = guard.view();
+            let all = all_of(view, 1, [10, 11]);
+            assert!(all.iter().all(|found| *found == all[0]), "{all:?}");
+            (seen, all[0])
+        },
+        |writer| {
+            let flags = SlotFlags::LOG_DIRTY_PAGES;
+            let request = Request {
+                flags,
+                ..slot(1, 10, 2, 2)
+            };
+            writer.set(request).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, new) = (Valid(10, 1), Valid(10, 2));
+    let seen: BTreeSet<_> = seen.into_iter().map(|(newest, _)| newest).collect();
+    assert_eq!(seen, BTreeSet::from([[old, old], [old, new], [new, new]]));
+}
+
+/// Who loads the same generation before and after, with nothing in progress, saw that version.
+#[test]
+fn a_generation_that_has_not_changed_vouches_for_what_was_seen() {
+    let model = Model::of([slot(1, 10, 1, 1)]);
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let before = guard.generation();
+            let seen = [see(&guard, 10), see(&guard, 30)];
+            let same = guard.generation() == before && !before.in_progress();
+            same.then_some((before.number(), seen))
+        },
+        |writer| {
+            writer.set(slot(1, 30, 1, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let vouched: BTreeSet<_> = seen.into_iter().flatten().collect();
+    let (old, new) = (Valid(10, 1), Valid(30, 2));
+    // In the first, the slot's mark may come before the generation is loaded again.
+    assert!(vouched.contains(&(1, [old, Nothing])) && vouched.contains(&(2, [Nothing, new])));
+    assert_eq!(vouched.len(), 2, "{vouched:?}");
+}
+
+/// An update that is given up leaves the slot as it was; in between it was invalid.
+#[test]
+fn an_update_that_is_given_up() {
+    let model = Model::of([slot(1, 10, 1, 1)]);
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 10), see(&guard, 10)]
+        },
+        |writer| drop(writer.begin(slot(1, 30, 1, 2)).unwrap()),
+    );
+    let (valid, invalid) = (Valid(10, 1), Invalid(10, 1));
+    let possible = [
+        [valid, valid],
+        [valid, invalid],
+        [invalid, invalid],
+        [invalid, valid],
+    ];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
