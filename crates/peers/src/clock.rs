@@ -23,6 +23,9 @@ const CHUNK: Duration = Duration::from_micros(100);
 /// After so many chunks [`Sampler::look_ups`] calls `before` again.
 const CHUNKS: usize = 8;
 
+/// How many times as long as a sample the caches are warmed at most.
+const WARM_UP: u32 = 6;
+
 /// How samples are taken.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sampler {
@@ -35,8 +38,9 @@ pub(crate) struct Sampler {
 impl Sampler {
     /// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn; a sample a chunk.
     ///
-    /// Calls `before` before the first chunk and now and then later, untimed. A part of the time is spent
-    /// beforehand to warm the caches.
+    /// Calls `before` before the first chunk and now and then later, untimed. Beforehand all keys are looked up
+    /// once, or as many as fit into the time of [`WARM_UP`] samples, so that the caches hold what this scheme needs and not
+    /// what the one before it did.
     #[inline]
     pub(crate) fn look_ups<T>(
         self,
@@ -53,8 +57,9 @@ impl Sampler {
             }
             start.elapsed()
         };
-        let (begun, mut count) = (Instant::now(), 1);
-        while begun.elapsed() < self.sample / 4 {
+        let (begun, mut count, mut warmed) = (Instant::now(), 1, 0);
+        while begun.elapsed() < WARM_UP * self.sample && warmed < KEYS {
+            warmed += count;
             if run(count) < CHUNK / 2 {
                 count *= 2;
             }
