@@ -44,7 +44,7 @@ use csr::{Csrs, SSTATUS_UXL, SSTATUS_WRITABLE};
 use exec::{Leave, run_page};
 use op::Kind;
 use regs::Regs;
-use slow::{Step, extend, refused};
+use slow::{Step, extend, kind_of_access, refused};
 use sync::{AtomicU32, Ordering};
 
 /// What the last LR left, until an SC.
@@ -126,6 +126,11 @@ impl Hart {
                     match left.leave {
                         Leave::Jump => continue,
                         Leave::Slow(op) => self.slow(bus, op),
+                        // The way of a missing page: not through `Step`, whose copies cost more than the look-up.
+                        Leave::Memory(op, BusFault::Memory(fault)) => {
+                            let (access, _) = kind_of_access(op.kind);
+                            return HartExit::MemoryFault { fault, access };
+                        }
                         Leave::Memory(op, fault) => self.memory(bus, op, fault),
                         Leave::OddTarget(target) => {
                             Step::Trap(csr::Cause::InstructionMisaligned, target)

@@ -191,16 +191,7 @@ impl Hart {
     /// Does the load or store `op`, which the bus refused with `fault`.
     pub(super) fn memory<B: Bus>(&mut self, bus: &mut B, op: Op, fault: BusFault) -> Step {
         let gpa = self.x[op.rs1].wrapping_add(op.imm as i64 as u64);
-        let (access, size) = match op.kind {
-            Kind::Lb | Kind::Lbu => (Access::Load, 1),
-            Kind::Lh | Kind::Lhu => (Access::Load, 2),
-            Kind::Lw | Kind::Lwu => (Access::Load, 4),
-            Kind::Ld => (Access::Load, 8),
-            Kind::Sb => (Access::Store, 1),
-            Kind::Sh => (Access::Store, 2),
-            Kind::Sw => (Access::Store, 4),
-            _ => (Access::Store, 8),
-        };
+        let (access, size) = kind_of_access(op.kind);
         match (fault, access) {
             (BusFault::Misaligned, Access::Load) => match load_bytes(bus, gpa, size) {
                 Ok(value) => {
@@ -230,6 +221,20 @@ impl Hart {
             }
             (fault, _) => refused(fault, access),
         }
+    }
+}
+
+/// What the load or store `kind` does, and how many bytes it is of.
+pub(super) const fn kind_of_access(kind: Kind) -> (Access, u8) {
+    match kind {
+        Kind::Lb | Kind::Lbu => (Access::Load, 1),
+        Kind::Lh | Kind::Lhu => (Access::Load, 2),
+        Kind::Lw | Kind::Lwu => (Access::Load, 4),
+        Kind::Ld => (Access::Load, 8),
+        Kind::Sb => (Access::Store, 1),
+        Kind::Sh => (Access::Store, 2),
+        Kind::Sw => (Access::Store, 4),
+        _ => (Access::Store, 8),
     }
 }
 
