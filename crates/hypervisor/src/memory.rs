@@ -18,9 +18,9 @@
 //! # Why accesses through the TLB are sound
 //!
 //! 1. *Mapped.* The TLB is filled with addresses inside a slot's host range only. The slot held its
-//!    [`HostMemory`](crate::HostMemory) then, and before a slot's owner is dropped by this crate, the slot is
-//!    unmapped and every vCPU has left its guest and flushed its TLB. The vCPU accesses memory only inside
-//!    its gate.
+//!    [`HostMemory`](crate::HostMemory) then, and before a slot lets its owner go, the slot is invalid and
+//!    unmapped and every vCPU has left its guest and flushed its TLB (`revoke.rs`, and the contract of
+//!    [`Memslots`]). The vCPU accesses memory only inside its gate.
 //! 2. *Aligned.* A hit is aligned to its size (the tag's comparison says so), so no access leaves its page.
 //! 3. *Raced.* Other vCPUs and the VMM access the same bytes; by the contract of `HostMemory` all use atomics,
 //!    volatile accesses or system calls. Accesses of different widths to the same bytes may race; Rust's

