@@ -65,7 +65,7 @@ impl Epoch {
 
 /// Readers, and the epoch that they announce. Shared by `Arc`.
 #[derive(Debug)]
-#[repr(align(128))]
+#[repr(align(64))]
 pub struct Domain {
     epoch: AtomicU64,
     /// The records of all readers there ever were; freed with the domain.

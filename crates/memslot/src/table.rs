@@ -83,7 +83,7 @@ pub(crate) struct Space<D> {
     pub(crate) by_id: Tree<ById, D>,
     pub(crate) by_hva: Tree<ByHva, D>,
     /// The slot that some reader found last, one place for each of three epochs.
-    last_used: Option<[AtomicPtr<Slot<D>>; 3]>,
+    last_used: Option<Box<[AtomicPtr<Slot<D>>; 3]>>,
 }
 
 pub(crate) struct Shared<D> {
@@ -228,7 +228,7 @@ impl<D> Space<D> {
             by_gfn: Tree::new(),
             by_id: Tree::new(),
             by_hva: Tree::new(),
-            last_used: shared_last_used.then(|| core::array::from_fn(place)),
+            last_used: shared_last_used.then(|| Box::new(core::array::from_fn(place))),
         }
     }
 
