@@ -3,9 +3,9 @@
 //! **Guarantee.** Both schemes run the same six tests on the same hypervisor, over the same host memory, with the same
 //! guest, in turns. Every run checks what the guest wrote; a wrong value ends the benchmark with an error.
 //!
-//! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its sizes ([`trial`]). A
-//! [`stage`] is a VM with its slots; its only vCPU runs RV64 code ([`program`]) on a thread of its own. One stage has
-//! the slots of `pageferry-memslot`, the other the kernel's scheme of before its trees ([`array_copy`]). A sample is a
+//! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its sizes (`trial`). A
+//! `stage` is a VM with its slots; its only vCPU runs RV64 code (`program`) on a thread of its own. One stage has
+//! the slots of `pageferry-memslot`, the other the kernel's scheme of before its trees (`array_copy`). A sample is a
 //! run of some milliseconds, or one run of the test where that takes longer; figures are medians.
 //!
 //! **Neighbours.** Below: the hypervisor and the slots. The command line shows [`MemslotReport`].
