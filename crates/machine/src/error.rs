@@ -21,6 +21,9 @@ pub enum MachineError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// A memory slot breaks a rule of slots.
+    #[error(transparent)]
+    Slot(#[from] pageferry_memslot::SlotError),
     /// The guest did something the engine cannot carry on from.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {

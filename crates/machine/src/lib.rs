@@ -8,7 +8,7 @@
 //! this process). One thread a vCPU, owned by [`VcpuThreads`], which starts, pauses and resumes them and
 //! hands their exits to [`VcpuHooks`].
 //!
-//! **Neighbours.** Below: `hypervisor`, `userfault`, `addr`. Above: `migration`, `bench`, `cli`.
+//! **Neighbours.** Below: `hypervisor`, `memslot`, `userfault`, `addr`. Above: `migration`, `bench`, `cli`.
 //! It must not know that migration exists: a missing page is a bit in a bitmap, and who brings its bytes
 //! is the hook's affair.
 
@@ -20,6 +20,7 @@ mod layout;
 mod ram;
 pub mod soft;
 mod threads;
+mod translate;
 mod vcpu;
 
 pub use delivery::{Delivery, FaultEvent, FaultEvents};

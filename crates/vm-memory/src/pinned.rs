@@ -21,15 +21,18 @@
 //! which only reads, and the count.
 
 use crate::pool::{self, Pool};
-use crate::sync::{AtomicUsize, Ordering, fence};
-use pageferry_memslot::{SlotGuard, SlotReader, SlotTable, SlotView};
+use crate::sync::{AtomicPtr, AtomicUsize, Ordering, fence};
+use pageferry_addr::Gfn;
+use pageferry_memslot::{Slot, SlotGuard, SlotReader, SlotTable, SlotView};
 use std::mem::MaybeUninit;
-use std::ptr::NonNull;
+use std::ptr::{self, NonNull, null_mut};
 use std::sync::Arc;
 
 /// A reader, and while it is in use its guard and view.
 pub(crate) struct Pinned<R: Send + Sync + 'static> {
     users: AtomicUsize,
+    /// The slot that was found last through the view, or null.
+    last: AtomicPtr<Slot<Arc<R>>>,
     /// Valid while `guard` is.
     view: MaybeUninit<SlotView<'static, Arc<R>>>,
     /// Valid while there are users.
@@ -72,6 +75,7 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         let pinned = Box::into_raw(home.take(row).unwrap_or_else(|| {
             Box::new(Pinned {
                 users: AtomicUsize::new(0),
+                last: AtomicPtr::new(null_mut()),
                 view: MaybeUninit::uninit(),
                 guard: MaybeUninit::uninit(),
                 reader: table.reader(),
@@ -84,7 +88,9 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         // allocation until `drop` has dropped the guard (2).
         unsafe {
             (*pinned).users.store(1, Ordering::Relaxed);
-            let guard = (*(&raw mut (*pinned).reader)).pin();
+            (*pinned).last.store(null_mut(), Ordering::Relaxed);
+            let reader: &'static mut SlotReader<Arc<R>> = &mut (*pinned).reader;
+            let guard = reader.pin();
             (&raw mut (*pinned).guard).write(MaybeUninit::new(guard));
             let guard: &'static SlotGuard<'static, Arc<R>> =
                 &*(&raw const (*pinned).guard).cast::<SlotGuard<'static, Arc<R>>>();
@@ -97,12 +103,36 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
     #[inline]
     pub(crate) fn view(&self) -> SlotView<'_, Arc<R>> {
         // SAFETY: there is a user, `self`, so the view is valid, and nobody writes it (3).
-        unsafe { (*(&raw const (*self.0.as_ptr()).view)).assume_init() }
+        unsafe { (*self.0.as_ptr()).view.assume_init() }
+    }
+
+    /// The slot of this version that holds `gfn`; the one that was found last is looked at first.
+    ///
+    /// A hit writes nothing. Relaxed order will do: whoever has a `PinnedRef` got it, or the one it is a clone of,
+    /// from the thread that pinned, and every slot of the version was complete before that.
+    #[inline]
+    pub(crate) fn find(&self, gfn: Gfn) -> Option<&Slot<Arc<R>>> {
+        // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
+        let last = unsafe { &(*self.0.as_ptr()).last };
+        // SAFETY: null, or a slot of this version, put there below since the pin began: it is kept as long.
+        let hit = unsafe { last.load(Ordering::Relaxed).as_ref() };
+        if let Some(slot) = hit.filter(|slot| slot.range.contains(gfn)) {
+            return Some(slot);
+        }
+        self.look_up(gfn, last)
+    }
+
+    /// Apart, so that the way of a hit is short enough to be inlined into the loops of callers.
+    #[inline(never)]
+    fn look_up(&self, gfn: Gfn, last: &AtomicPtr<Slot<Arc<R>>>) -> Option<&Slot<Arc<R>>> {
+        let slot = self.view().lookup(gfn)?;
+        last.store(ptr::from_ref(slot).cast_mut(), Ordering::Relaxed);
+        Some(slot)
     }
 
     fn users(&self) -> &AtomicUsize {
         // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
-        unsafe { &*(&raw const (*self.0.as_ptr()).users) }
+        unsafe { &(*self.0.as_ptr()).users }
     }
 }
 

@@ -8,7 +8,7 @@ use std::ops::{Deref, Range};
 use std::sync::Arc;
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryRegion, GuestRegionCollection,
-    GuestRegionCollectionError,
+    GuestRegionCollectionError, MemoryRegionAddress,
 };
 
 /// One version of the memory: owned, cheap to clone, usable from any thread.
@@ -45,7 +45,7 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
     #[inline]
     #[must_use]
     pub fn find_slot(&self, addr: GuestAddress) -> Option<&Slot<Arc<R>>> {
-        self.slots().lookup(Gpa(addr.0).gfn())
+        self.0.find(Gpa(addr.0).gfn())
     }
 
     /// The regions that have any of the host addresses `range`; O(log n + their number).
@@ -90,6 +90,14 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestMemoryBackend for SlotSn
     #[inline]
     fn find_region(&self, addr: GuestAddress) -> Option<&R> {
         self.find_slot(addr).map(|slot| slot.data.as_ref())
+    }
+
+    #[inline]
+    fn to_region_addr(&self, addr: GuestAddress) -> Option<(&R, MemoryRegionAddress)> {
+        let slot = self.find_slot(addr)?;
+        // A region begins where its slot does.
+        let offset = addr.0 - slot.range.start().gpa().0;
+        Some((slot.data.as_ref(), MemoryRegionAddress(offset)))
     }
 
     fn iter(&self) -> impl Iterator<Item = &R> {

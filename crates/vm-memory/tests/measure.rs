@@ -6,8 +6,8 @@ use std::hint::black_box;
 use std::sync::Arc;
 use std::time::Instant;
 use vm_memory::{
-    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend, GuestMemoryMmap,
-    GuestRegionMmap,
+    Address, Bytes, GuestAddress, GuestAddressSpace, GuestMemoryAtomic, GuestMemoryBackend,
+    GuestMemoryMmap, GuestRegionMmap,
 };
 
 const PAGE: u64 = 0x1000;
@@ -75,10 +75,16 @@ fn look_ups_snapshots_and_changes() {
         let theirs = GuestMemoryAtomic::new(theirs);
         let ours = SlotMemory::from_regions(regions).unwrap();
         let at = addresses(count);
-        let (find, read) = look_ups(&*theirs.memory(), &at);
-        let (our_find, our_read) = look_ups(&*ours.memory(), &at);
-        println!("{count:7}  find_region   {find:9.1} {our_find:9.1}");
-        println!("{count:7}  read_obj u64  {read:9.1} {our_read:9.1}");
+        let near: Vec<_> = addresses(1)
+            .iter()
+            .map(|a| a.unchecked_add(count / 2 * 2 * PAGE))
+            .collect();
+        for (what, at) in [("random", &at), ("one region", &near)] {
+            let (find, read) = look_ups(&*theirs.memory(), at);
+            let (our_find, our_read) = look_ups(&*ours.memory(), at);
+            println!("{count:7}  find_region   {find:9.1} {our_find:9.1}  {what}");
+            println!("{count:7}  read_obj u64  {read:9.1} {our_read:9.1}  {what}");
+        }
         let (snap, our_snap) = (snapshots(&theirs), snapshots(&ours));
         println!("{count:7}  memory()      {snap:9.1} {our_snap:9.1}");
 

@@ -4,7 +4,8 @@
 //! x86-64 host: no kick is lost, no dirty page is lost, a saved vCPU goes on elsewhere as if nothing had
 //! happened, and a vCPU that touches a missing page never sees anything but that page's bytes.
 //!
-//! **Mechanism.** One memory slot a RAM region over the guest's mapping of [`GuestRam`](crate::GuestRam).
+//! **Mechanism.** One memory slot a RAM region over the guest's mapping of [`GuestRam`](crate::GuestRam), in a slot table
+//! that the kernel's slots always agree with and that addresses are translated by.
 //! Faults on missing pages come through userfaultfd on that mapping, or as *poison exits*. Each file of
 //! `x86` has one concept: `kick`, `signal`, `dirty`, `exits`, `userfault`, `poison`, `state`, ..
 //!
@@ -15,7 +16,7 @@
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub use x86::{Irqchip, create, create_with, probe_vm};
+pub use x86::{Irqchip, KvmSlot, MemoryPlug, create, create_pluggable, create_with, probe_vm};
 
 #[cfg(not(target_arch = "x86_64"))]
 mod absent {

@@ -10,6 +10,12 @@ use pageferry_addr::{Hva, RamPage};
 use pageferry_hypervisor::HostMemory;
 use std::sync::Arc;
 
+/// The addresses of the alias of `ram`.
+pub(super) fn alias_mapping(ram: &GuestRam) -> Range<Hva> {
+    let start = ram.alias_hva(RamPage(0));
+    start..Hva(start.0 + ram.layout().bytes())
+}
+
 /// The alias mapping of a VM's RAM; keeps it mapped.
 pub(super) struct RamOwner(pub(super) Arc<GuestRam>);
 
@@ -19,7 +25,6 @@ pub(super) struct RamOwner(pub(super) Arc<GuestRam>);
 // accesses the mapping by volatile words; its callers use system calls and volatile accesses.
 unsafe impl HostMemory for RamOwner {
     fn hva_range(&self) -> Range<Hva> {
-        let start = self.0.alias_hva(RamPage(0));
-        start..Hva(start.0 + self.0.layout().bytes())
+        alias_mapping(&self.0)
     }
 }

@@ -64,7 +64,7 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     let vcpus = (0..spec.vcpus)
         .map(|id| {
             let core = machine.vm.create_vcpu(id).map_err(|e| refused(&e))?;
-            let vcpu = SoftVcpu::new(core, machine.vm.clone(), Arc::clone(&machine.ram));
+            let vcpu = SoftVcpu::new(core, machine.vm.clone(), &machine.ram);
             Ok(Box::new(vcpu) as Box<dyn Vcpu>)
         })
         .collect::<Result<_, MachineError>>()?;

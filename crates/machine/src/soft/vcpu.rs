@@ -1,9 +1,11 @@
 //! A vCPU of the soft engine.
 
+use super::memory::alias_mapping;
 use super::state::{decode, encode};
+use crate::translate::Translator;
 use crate::{Access, Exit, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState};
 use pageferry_hypervisor::hart::{self, Hart};
-use pageferry_hypervisor::{self as hypervisor, KickHandle, VcpuCore, Vm};
+use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -16,7 +18,7 @@ const A1: u8 = 11;
 pub(super) struct SoftVcpu {
     core: VcpuCore,
     vm: Vm,
-    ram: Arc<GuestRam>,
+    translator: Translator<SlotData>,
 }
 
 struct SoftKicker(KickHandle);
@@ -32,8 +34,13 @@ impl Kicker for SoftKicker {
 }
 
 impl SoftVcpu {
-    pub(super) fn new(core: VcpuCore, vm: Vm, ram: Arc<GuestRam>) -> Self {
-        Self { core, vm, ram }
+    pub(super) fn new(core: VcpuCore, vm: Vm, ram: &GuestRam) -> Self {
+        let translator = Translator::new(&vm.slot_table(), alias_mapping(ram));
+        Self {
+            core,
+            vm,
+            translator,
+        }
     }
 }
 
@@ -46,7 +53,7 @@ impl Vcpu for SoftVcpu {
         loop {
             return Ok(match self.core.run() {
                 hypervisor::Exit::MemoryFault { gpa, access, .. } => Exit::MemoryFault {
-                    page: self.ram.layout().page_of(gpa.gfn()).ok_or_else(|| {
+                    page: self.translator.page_of(gpa.gfn()).ok_or_else(|| {
                         MachineError::Guest {
                             vcpu: self.core.id(),
                             why: format!("memory is missing at {gpa}, where there is no RAM"),

@@ -25,7 +25,6 @@ use super::vm::VmShared;
 use crate::{MachineError, RamRegion};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
-use std::io;
 use std::sync::{Mutex, PoisonError};
 
 /// The most words one CLEAR is given: 64 Ki pages. It holds the MMU lock all the while.
@@ -66,12 +65,7 @@ impl DirtyLog {
             return Ok(());
         }
         for region in shared.ram.layout().regions() {
-            shared.set_region(region, on).map_err(|e| {
-                MachineError::os(
-                    "cannot switch the dirty log of a slot",
-                    io::Error::from_raw_os_error(e.errno()),
-                )
-            })?;
+            shared.set_region(region, on)?;
         }
         self.own.clear_range(0..self.own.pages());
         self.on.store(on, Ordering::Release);

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `sys` | the ioctls that kvm-ioctls lacks, and `KVM_RUN` |
 //! | `plain` | kernel structures as bytes |
-//! | `vm` | the VM: slots, shared parts, [`crate::Machine`] |
+//! | `vm` | the VM: shared parts, [`crate::Machine`] |
+//! | `slots` | the memory slots, here and in the kernel; memory beyond RAM |
 //! | `vcpu` | the vCPU: [`crate::Vcpu`] |
 //! | `run_page` | the page shared with the kernel |
 //! | `kick` | making a vCPU leave, from any thread |
@@ -27,6 +28,7 @@ mod poison;
 mod probe;
 mod run_page;
 mod signal;
+mod slots;
 mod start;
 mod state;
 mod sync;
@@ -36,4 +38,5 @@ mod vcpu;
 mod vm;
 
 pub use probe::probe_vm;
-pub use vm::{Irqchip, create, create_with};
+pub use slots::{KvmSlot, MemoryPlug};
+pub use vm::{Irqchip, create, create_pluggable, create_with};

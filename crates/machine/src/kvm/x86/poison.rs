@@ -85,18 +85,19 @@ pub(super) fn assist(
     if known.len() != shared.vcpus as usize {
         return Ok(());
     }
-    let layout = shared.ram.layout();
+    let mut translator = shared.translator();
     let mut spared: HashSet<RamPage> = known
         .iter()
         .flat_map(|k| &k.shared)
-        .filter_map(|gpa| layout.page_of(gpa.gfn()))
+        .filter_map(|gpa| translator.page_of(gpa.gfn()))
         .collect();
     if !shared.caps.second_level_paging {
         loop {
             if stop() || !armed.is_active() {
                 return Ok(());
             }
-            match find_tables(&known, &shared.ram, &armed.missing) {
+            let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
+            match find_tables(&known, &shared.ram, &armed.missing, page_of) {
                 Tables::All(tables) => break spared.extend(tables),
                 Tables::Unknowable => return Ok(()),
                 Tables::Missing(table) => {
@@ -148,8 +149,13 @@ fn mark(
     Ok(())
 }
 
-/// The page tables of all vCPUs.
-fn find_tables(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables {
+/// The page tables of all vCPUs; `page_of` tells where RAM has an address.
+fn find_tables(
+    known: &[Known],
+    ram: &GuestRam,
+    missing: &PageBitmap,
+    mut page_of: impl FnMut(Gpa) -> Option<RamPage>,
+) -> Tables {
     let mut seen = HashSet::new();
     let mut rest: Vec<(Gpa, u32)> = Vec::new();
     for Known { paging, .. } in known {
@@ -166,7 +172,7 @@ fn find_tables(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables 
     }
     let mut bytes = [0; PAGE_SIZE as usize];
     while let Some((table, level)) = rest.pop() {
-        let Some(page) = ram.layout().page_of(table.gfn()) else {
+        let Some(page) = page_of(table) else {
             continue;
         };
         if !seen.insert((page, level)) {
@@ -226,6 +232,10 @@ mod tests {
         ram
     }
 
+    fn find(known: &[Known], ram: &GuestRam, missing: &PageBitmap) -> Tables {
+        find_tables(known, ram, missing, |gpa| ram.layout().page_of(gpa.gfn()))
+    }
+
     #[test]
     fn all_tables_are_found_and_nothing_else() {
         let ram = ram();
@@ -233,7 +243,7 @@ mod tests {
         missing.set(RamPage(5));
         let expected = [1, 2, 3, 4].map(RamPage).into_iter().collect();
         assert_eq!(
-            find_tables(&[known(0x1000), known(0x1008)], &ram, &missing),
+            find(&[known(0x1000), known(0x1008)], &ram, &missing),
             Tables::All(expected)
         );
     }
@@ -243,7 +253,7 @@ mod tests {
         let missing = PageBitmap::new(16);
         missing.set(RamPage(3));
         assert_eq!(
-            find_tables(&[known(0x1000)], &ram(), &missing),
+            find(&[known(0x1000)], &ram(), &missing),
             Tables::Missing(RamPage(3))
         );
     }
@@ -256,7 +266,7 @@ mod tests {
         with_idt.paging.idt_limit = 0xfff;
         for unfit in [kernel, with_idt] {
             assert_eq!(
-                find_tables(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)),
+                find(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)),
                 Tables::Unknowable
             );
         }

@@ -18,10 +18,12 @@ use super::kick::Kick;
 use super::poison::Known;
 use super::run_page::{Mmio, RunPage};
 use super::signal::{self, PoisonCell};
+use super::slots::{KvmSlot, guest_mapping};
 use super::state::{self, Parts};
 use super::userfault;
 use super::vm::VmShared;
 use super::{exits, msr, start, sys};
+use crate::translate::Translator;
 use crate::{Access, Exit, Kicker, MachineError, StartState, Vcpu, VcpuState};
 use exits::Left;
 use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2};
@@ -38,6 +40,7 @@ pub(super) struct KvmVcpu {
     fd: VcpuFd,
     id: u32,
     shared: Arc<VmShared>,
+    translator: Translator<KvmSlot>,
     kick: Arc<Kick>,
     poison: PoisonCell,
     cpuid: Vec<kvm_cpuid_entry2>,
@@ -60,10 +63,11 @@ impl KvmVcpu {
         shared: Arc<VmShared>,
         run_bytes: usize,
     ) -> Result<Self, MachineError> {
-        let start = shared.ram.guest_hva(RamPage(0)).0;
+        let mapping = guest_mapping(&shared.ram);
         Ok(Self {
+            translator: shared.translator(),
             kick: Kick::new(RunPage::map(&fd, run_bytes)?),
-            poison: PoisonCell::new(start..start + shared.ram.pages() * PAGE_SIZE),
+            poison: PoisonCell::new(mapping.start.0..mapping.end.0),
             fd,
             id,
             shared,
@@ -99,7 +103,7 @@ impl KvmVcpu {
         match exits::read(self.page()) {
             Left::Mmio(access) => {
                 self.pending = true;
-                match self.shared.ram.layout().page_of(Gpa(access.gpa).gfn()) {
+                match self.translator.page_of(Gpa(access.gpa).gfn()) {
                     None => Ok(Some(exits::mmio(self.page(), access))),
                     Some(page) if self.shared.faults.active().is_some() => {
                         self.blocked = Some(access);
@@ -126,10 +130,10 @@ impl KvmVcpu {
             return Ok(());
         };
         let gpa = Gpa(access.gpa);
-        let ram = &self.shared.ram;
-        let Some(page) = ram.layout().page_of(gpa.gfn()) else {
+        let Some(page) = self.translator.page_of(gpa.gfn()) else {
             return Ok(());
         };
+        let ram = &self.shared.ram;
         if self
             .shared
             .faults
@@ -155,7 +159,7 @@ impl KvmVcpu {
 
     /// A vCPU touched a marker at `address`; `Ok(None)` means go on.
     fn poisoned(&mut self, address: u64) -> Result<Option<Exit>, MachineError> {
-        let Some(page) = self.shared.ram.page_at_guest_hva(Hva(address)) else {
+        let Some(page) = self.translator.page_at_hva(Hva(address)) else {
             return Ok(None);
         };
         if self.shared.faults.active().is_some() {
@@ -177,7 +181,7 @@ impl KvmVcpu {
             && self.page().exit_reason() == KVM_EXIT_MEMORY_FAULT
         {
             let (flags, gpa) = self.page().memory_fault();
-            let page = self.shared.ram.layout().page_of(Gpa(gpa).gfn());
+            let page = self.translator.page_of(Gpa(gpa).gfn());
             if let (Some(page), Some(armed)) = (page, self.shared.faults.active())
                 && (armed.missing.test(page) || errno == Errno::HWPOISON)
             {

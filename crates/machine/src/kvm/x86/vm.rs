@@ -1,24 +1,23 @@
-#![expect(unsafe_code, reason = "hands guest memory to KVM")]
 //! The VM: its slots, what its vCPUs share, and [`Machine`].
 
 use super::dirty::DirtyLog;
 use super::probe::{open, unavailable};
+use super::slots::{KvmSlot, MemoryPlug, Slots, guest_mapping};
 use super::userfault::FaultPath;
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal};
+use crate::translate::Translator;
 use crate::{
     Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
     MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
-    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES,
-    kvm_cpuid_entry2, kvm_enable_cap, kvm_userspace_memory_region,
+    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_enable_cap,
 };
 use kvm_ioctls::{Kvm, VcpuFd, VmFd};
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
-use std::io;
 use std::sync::{Arc, OnceLock};
 
 /// Three pages below the top of the hole that KVM takes on Intel hosts (`KVM_SET_TSS_ADDR`), and the page
@@ -51,6 +50,7 @@ pub(super) struct Caps {
 pub(super) struct VmShared {
     pub(super) vm: VmFd,
     pub(super) ram: Arc<GuestRam>,
+    pub(super) slots: Slots,
     pub(super) vcpus: u32,
     pub(super) caps: Caps,
     pub(super) supported_cpuid: Vec<kvm_cpuid_entry2>,
@@ -70,31 +70,14 @@ impl VmShared {
     }
 
     /// Tells KVM of a region, with or without its dirty log.
-    pub(super) fn set_region(
-        &self,
-        region: &RamRegion,
-        log: bool,
-    ) -> Result<(), kvm_ioctls::Error> {
-        set_region(&self.vm, &self.ram, region, log)
+    pub(super) fn set_region(&self, region: &RamRegion, log: bool) -> Result<(), MachineError> {
+        self.slots.set_ram(&self.vm, &self.ram, region, log)
     }
-}
 
-fn set_region(
-    vm: &VmFd,
-    ram: &GuestRam,
-    region: &RamRegion,
-    log: bool,
-) -> Result<(), kvm_ioctls::Error> {
-    let slot = kvm_userspace_memory_region {
-        slot: region.slot,
-        flags: if log { KVM_MEM_LOG_DIRTY_PAGES } else { 0 },
-        guest_phys_addr: region.gfn.gpa().0,
-        memory_size: region.pages * PAGE_SIZE,
-        userspace_addr: ram.guest_hva(region.first).0,
-    };
-    // SAFETY: the range is the guest's mapping of that region, which lives as long as `VmShared` (and
-    // with it every vCPU), and to which Rust never holds a reference; slots do not overlap.
-    unsafe { vm.set_user_memory_region(slot) }
+    /// A way to translate addresses, for one thread.
+    pub(super) fn translator(&self) -> Translator<KvmSlot> {
+        Translator::new(self.slots.table(), guest_mapping(&self.ram))
+    }
 }
 
 /// The VM without its vCPUs.
@@ -114,6 +97,17 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
 /// # Errors
 /// As [`create`].
 pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, MachineError> {
+    create_pluggable(spec, irqchip).map(|(machine, _)| machine)
+}
+
+/// [`create_with`], and the right to plug memory beyond RAM into the machine.
+///
+/// # Errors
+/// As [`create`].
+pub fn create_pluggable(
+    spec: MachineSpec,
+    irqchip: Irqchip,
+) -> Result<(NewMachine, MemoryPlug), MachineError> {
     if !(1..=MAX_VCPUS).contains(&spec.vcpus) {
         return Err(LayoutError::Vcpus(spec.vcpus).into());
     }
@@ -146,10 +140,12 @@ pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, Ma
             run_bytes,
         )?));
     }
-    Ok(NewMachine {
+    let plug = MemoryPlug::new(Arc::clone(&shared));
+    let machine = NewMachine {
         machine: Arc::new(KvmMachine(shared)),
         vcpus,
-    })
+    };
+    Ok((machine, plug))
 }
 
 fn new_vm(
@@ -193,13 +189,9 @@ fn new_vm(
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
     let ram = Arc::new(GuestRam::new(layout)?);
+    let slots = Slots::new(&vm);
     for region in ram.layout().regions() {
-        set_region(&vm, &ram, region, false).map_err(|e| {
-            MachineError::os(
-                "KVM refuses a memory slot",
-                io::Error::from_raw_os_error(e.errno()),
-            )
-        })?;
+        slots.set_ram(&vm, &ram, region, false)?;
     }
     let dirty = DirtyLog::new(manual, ram.pages());
     let faults = FaultPath::new();
@@ -207,6 +199,7 @@ fn new_vm(
     Ok(VmShared {
         vm,
         ram,
+        slots,
         vcpus,
         caps,
         supported_cpuid,

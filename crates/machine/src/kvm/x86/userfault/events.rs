@@ -1,22 +1,30 @@
 //! The stream of faults that come through userfaultfd.
 
+use crate::kvm::x86::slots::KvmSlot;
 use crate::kvm::x86::vm::VmShared;
+use crate::translate::Translator;
 use crate::{FaultEvent, FaultEvents, MachineError};
 use pageferry_userfault::uffd::{Event, Userfaultfd};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// The events of an armed machine.
-pub(super) struct Events(Arc<VmShared>);
+pub(super) struct Events {
+    shared: Arc<VmShared>,
+    translator: Translator<KvmSlot>,
+}
 
 impl Events {
     /// The events of a machine that is armed.
     pub(super) fn new(shared: Arc<VmShared>) -> Self {
-        Self(shared)
+        Self {
+            translator: shared.translator(),
+            shared,
+        }
     }
 
     fn uffd(&self) -> &Userfaultfd {
-        &self.0.faults.armed().expect("made by arming").uffd
+        &self.shared.faults.armed().expect("made by arming").uffd
     }
 }
 
@@ -34,7 +42,7 @@ impl FaultEvents for Events {
             match event {
                 None => return Ok(None),
                 Some(Event::PageFault(fault)) => {
-                    if let Some(page) = self.0.ram.page_at_guest_hva(fault.address) {
+                    if let Some(page) = self.translator.page_at_hva(fault.address) {
                         return Ok(Some(FaultEvent {
                             page,
                             write: fault.write,

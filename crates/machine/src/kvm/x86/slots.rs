@@ -1,0 +1,317 @@
+#![expect(unsafe_code, reason = "hands guest memory to KVM")]
+//! The VM's memory slots, here and in the kernel.
+//!
+//! **Guarantee.** The table and the kernel have the same slots: every change goes through [`Slots::change`], which
+//! checks it by the table's rules, tells the kernel, and commits it; what either refuses has not happened. A slot
+//! keeps its memory mapped until the kernel has let go of it and no reader can see it.
+//!
+//! **Mechanism.** `pageferry-memslot` with the mapping's owner in each slot. A slot that is deleted or moved is
+//! invalid in the table from before the kernel is told until it is done; a new one is in the table after the
+//! kernel has it. The rules are the kernel's own (a test compares them request by request on `/dev/kvm`), but for
+//! what only the host knows: the highest frame it maps, and whether it has memory for the slot.
+
+use super::vm::VmShared;
+use crate::{GuestRam, MachineError, RamRegion};
+use kvm_bindings::{KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
+use kvm_ioctls::VmFd;
+use pageferry_addr::{Gfn, Gpa, Hva, PAGE_SIZE, RamPage};
+use pageferry_memslot::{Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter};
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// KVM's slots on x86-64 (`KVM_USER_MEM_SLOTS`), where the kernel does not say.
+const MAX_SLOTS: u16 = 32_764;
+/// No x86-64 page table maps more than 52 bits (AMD64 APM vol. 2, 5.1); a host's KVM may map less, and says so.
+const GFN_LIMIT: Gfn = Gfn(1 << 40);
+
+/// What each slot keeps: its memory.
+#[derive(Clone, Debug)]
+pub struct KvmSlot {
+    /// Mapped as long as the slot can be reached.
+    memory: Arc<GuestRam>,
+}
+
+impl KvmSlot {
+    /// The memory that the slot shows to the guest.
+    #[must_use]
+    pub fn memory(&self) -> &Arc<GuestRam> {
+        &self.memory
+    }
+}
+
+/// The slots of one VM.
+pub(super) struct Slots {
+    writer: Mutex<SlotWriter<KvmSlot>>,
+    table: SlotTable<KvmSlot>,
+}
+
+impl Slots {
+    /// No slots yet, as many to come as `vm` allows.
+    pub(super) fn new(vm: &VmFd) -> Self {
+        let max_slots = u16::try_from(vm.check_extension_raw(KVM_CAP_NR_MEMSLOTS.into()));
+        let writer = SlotWriter::new(Limits {
+            max_slots: max_slots.ok().filter(|n| *n > 0).unwrap_or(MAX_SLOTS),
+            gfn_limit: GFN_LIMIT,
+            ..Limits::default()
+        })
+        .with_relax(std::thread::yield_now);
+        Self {
+            table: writer.table(),
+            writer: Mutex::new(writer),
+        }
+    }
+
+    pub(super) fn table(&self) -> &SlotTable<KvmSlot> {
+        &self.table
+    }
+
+    /// Does what `ask` wants of slot `id`, given the slot as it is, here and in the kernel, or neither.
+    fn change(
+        &self,
+        vm: &VmFd,
+        id: u16,
+        ask: impl FnOnce(Option<&Slot<KvmSlot>>) -> Result<Request<KvmSlot>, MachineError>,
+    ) -> Result<(), MachineError> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let request = ask(writer.view().by_id(id))?;
+        let region = kvm_userspace_memory_region {
+            slot: request.id.into(),
+            flags: request.flags.0,
+            guest_phys_addr: request.gpa.0,
+            memory_size: request.size,
+            userspace_addr: request.hva.0,
+        };
+        let update = writer.begin(request)?;
+        // SAFETY: the callers below ask for ranges of a `GuestRam`'s guest mapping, to which Rust never holds a
+        // reference, and which the slot's data keeps mapped: until the commit of the change that takes the slot
+        // away, and so beyond the call that takes it from the kernel. The table outlives the vCPUs, each of
+        // which holds `VmShared`. The rules that were checked keep slots apart.
+        unsafe { vm.set_user_memory_region(region) }.map_err(|e| {
+            MachineError::os(
+                "KVM refuses a memory slot",
+                io::Error::from_raw_os_error(e.errno()),
+            )
+        })?;
+        update.commit();
+        Ok(())
+    }
+
+    /// Creates the slot of a region of RAM, or switches its dirty log.
+    pub(super) fn set_ram(
+        &self,
+        vm: &VmFd,
+        ram: &Arc<GuestRam>,
+        region: &RamRegion,
+        log: bool,
+    ) -> Result<(), MachineError> {
+        let request = Request {
+            address_space: 0,
+            id: u16::try_from(region.slot).expect("RAM has few regions"),
+            gpa: region.gfn.gpa(),
+            size: region.pages * PAGE_SIZE,
+            hva: ram.guest_hva(region.first),
+            flags: if log {
+                SlotFlags::LOG_DIRTY_PAGES
+            } else {
+                SlotFlags::EMPTY
+            },
+            userfault_bitmap: None,
+            data: KvmSlot {
+                memory: Arc::clone(ram),
+            },
+        };
+        self.change(vm, request.id, |_| Ok(request))
+    }
+}
+
+/// The addresses of the guest's mapping of `ram`.
+pub(super) fn guest_mapping(ram: &GuestRam) -> Range<Hva> {
+    let start = ram.guest_hva(RamPage(0));
+    start..Hva(start.0 + ram.pages() * PAGE_SIZE)
+}
+
+/// Memory beyond RAM, plugged in and out of a machine of this engine while it runs: a device's window, a DAX
+/// window of virtio-fs, hotplugged memory that its driver manages.
+///
+/// It is shown to the guest and nothing more: it is in no dirty log, no missing bitmap and no migration, and
+/// [`Machine::ram`](crate::Machine::ram) does not know it. Clones are handles of the same machine.
+///
+/// Calls take turns. Each takes O(log n) here and what the kernel takes (10 to 14 us where this was measured); vCPUs go on
+/// meanwhile. After [`unplug`](Self::unplug) and [`relocate`](Self::relocate), no vCPU reaches the old place.
+#[derive(Clone)]
+pub struct MemoryPlug(Arc<VmShared>);
+
+impl MemoryPlug {
+    pub(super) fn new(shared: Arc<VmShared>) -> Self {
+        Self(shared)
+    }
+
+    /// Shows `memory`, all of it, to the guest from `gpa` on, as slot `id`; [`GuestRam::write`] and
+    /// [`GuestRam::read`] reach the same bytes. With `read_only`, guest writes leave as
+    /// [`Exit::MmioWrite`](crate::Exit::MmioWrite).
+    ///
+    /// One memory may be plugged several times, under several ids.
+    ///
+    /// # Errors
+    /// [`MachineError::WrongState`] if the id is RAM's or taken, [`MachineError::Slot`] for what breaks a rule of
+    /// slots (no overlap, page alignment, the number of slots), [`MachineError::Os`] for what the kernel refuses.
+    pub fn plug(
+        &self,
+        id: u16,
+        gpa: Gpa,
+        memory: Arc<GuestRam>,
+        read_only: bool,
+    ) -> Result<(), MachineError> {
+        let flags = if read_only {
+            SlotFlags::READONLY
+        } else {
+            SlotFlags::EMPTY
+        };
+        self.change(id, |old| match old {
+            Some(_) => Err(MachineError::WrongState(
+                "the slot is plugged already: unplug it first, or relocate it",
+            )),
+            None => Ok(Request {
+                address_space: 0,
+                id,
+                gpa,
+                size: memory.pages() * PAGE_SIZE,
+                hva: memory.guest_hva(RamPage(0)),
+                flags,
+                userfault_bitmap: None,
+                data: KvmSlot { memory },
+            }),
+        })
+    }
+
+    /// Takes slot `id` away from the guest and gives its memory. From now on an access there is MMIO.
+    ///
+    /// # Errors
+    /// [`MachineError::WrongState`] if the id is RAM's or not plugged, [`MachineError::Os`] if the kernel refuses.
+    pub fn unplug(&self, id: u16) -> Result<Arc<GuestRam>, MachineError> {
+        let mut memory = None;
+        self.change(id, |old| {
+            let old = old.ok_or(NOT_PLUGGED)?;
+            memory = Some(Arc::clone(&old.data.memory));
+            let size = 0;
+            Ok(Request { size, ..same(old) })
+        })?;
+        memory.ok_or(NOT_PLUGGED)
+    }
+
+    /// Moves slot `id` to `gpa`; the bytes go along.
+    ///
+    /// # Errors
+    /// As [`plug`](Self::plug), and [`MachineError::WrongState`] if the id is not plugged.
+    pub fn relocate(&self, id: u16, gpa: Gpa) -> Result<(), MachineError> {
+        self.change(id, |old| {
+            let old = old.ok_or(NOT_PLUGGED)?;
+            Ok(Request { gpa, ..same(old) })
+        })
+    }
+
+    /// All slots of the machine, RAM's included, to be read by any thread. A thread must not plug, unplug or
+    /// relocate while it holds a guard of this table: the change may wait for that guard.
+    #[must_use]
+    pub fn slot_table(&self) -> SlotTable<KvmSlot> {
+        self.0.slots.table().clone()
+    }
+
+    fn change(
+        &self,
+        id: u16,
+        ask: impl FnOnce(Option<&Slot<KvmSlot>>) -> Result<Request<KvmSlot>, MachineError>,
+    ) -> Result<(), MachineError> {
+        let regions = self.0.ram.layout().regions();
+        if regions.iter().any(|region| region.slot == id.into()) {
+            return Err(MachineError::WrongState(
+                "the slot is RAM's: choose an id above those of RAM's regions",
+            ));
+        }
+        self.0.slots.change(&self.0.vm, id, ask)
+    }
+}
+
+/// The request that asks for a slot as it is.
+fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
+    Request {
+        address_space: slot.address_space,
+        id: slot.id,
+        gpa: slot.range.start().gpa(),
+        size: slot.range.pages() * PAGE_SIZE,
+        hva: slot.hva,
+        flags: slot.flags,
+        userfault_bitmap: slot.userfault_bitmap,
+        data: slot.data.clone(),
+    }
+}
+
+const NOT_PLUGGED: MachineError = MachineError::WrongState("no such slot is plugged");
+
+impl fmt::Debug for MemoryPlug {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "MemoryPlug({:?})", self.0.slots.table().generation())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::RamLayout;
+
+    /// A host address of the kernel's own: the table has no rule against it, the kernel has.
+    #[test]
+    fn what_the_kernel_refuses_is_not_in_the_table() {
+        let Ok(kvm) = super::super::probe::open(c"/dev/kvm") else {
+            let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+            assert!(!required.split(',').any(|word| word == "kvm"));
+            println!("SKIPPED: /dev/kvm cannot be opened");
+            return;
+        };
+        let vm = kvm.create_vm().unwrap();
+        let slots = Slots::new(&vm);
+        let layout = RamLayout::for_memory(4 * PAGE_SIZE).unwrap();
+        let ram = Arc::new(GuestRam::new(layout).unwrap());
+        let region = ram.layout().regions()[0];
+        slots.set_ram(&vm, &ram, &region, false).unwrap();
+        let elsewhere = |id, old: Option<&Slot<KvmSlot>>, hva| {
+            assert!(old.is_none());
+            let memory = Arc::clone(&ram);
+            Ok(Request {
+                address_space: 0,
+                id,
+                gpa: Gpa(0x10_0000),
+                size: PAGE_SIZE,
+                hva,
+                flags: SlotFlags::EMPTY,
+                userfault_bitmap: None,
+                data: KvmSlot { memory },
+            })
+        };
+        let before = slots.table().generation();
+        let refused = slots.change(&vm, 1, |old| elsewhere(1, old, Hva(0xffff_8000_0000_0000)));
+        assert!(
+            matches!(refused, Err(MachineError::Os { .. })),
+            "{refused:?}"
+        );
+        assert_eq!(slots.table().generation(), before);
+        let mut reader = slots.table().reader();
+        let lookup = |reader: &mut pageferry_memslot::SlotReader<KvmSlot>| {
+            reader.pin().lookup(Gpa(0x10_0000).gfn()).is_some()
+        };
+        assert!(!lookup(&mut reader));
+        // The id is free, in both.
+        let hva = ram.guest_hva(RamPage(2));
+        slots.change(&vm, 1, |old| elsewhere(1, old, hva)).unwrap();
+        assert!(lookup(&mut reader));
+        // The log of RAM goes on and off, and a repetition changes nothing.
+        let after = slots.table().generation().number();
+        for (log, changes) in [(true, 1), (true, 1), (false, 2)] {
+            slots.set_ram(&vm, &ram, &region, log).unwrap();
+            assert_eq!(slots.table().generation().number(), after + changes);
+            assert_eq!(vm.get_dirty_log(0, 4 * PAGE_SIZE as usize).is_ok(), log);
+        }
+    }
+}
