@@ -83,7 +83,7 @@ fn measured(writer: &mut SlotWriter<()>, before: isize) -> (usize, usize) {
 
 #[test]
 fn a_slot_takes_less_than_256_bytes() {
-    for slots in [509, 8194, 32_764_u16] {
+    for slots in [10, 30, 50, 100, 509, 8194, 32_764_u16] {
         let before = LIVE.get();
         let mut writer = SlotWriter::<()>::new(Limits::default());
         for id in 0..slots {
@@ -121,7 +121,11 @@ fn a_slot_takes_less_than_256_bytes() {
             each(said_ordered),
             each(said_churned)
         );
-        assert!(each(ordered) < 256.0 && each(churned) < 256.0);
+        // A few nodes that are not full, and some kept for reuse, weigh more than few slots do.
+        assert!(ordered.max(churned) < 256 * usize::from(slots) + (16 << 10));
+        if slots >= 509 {
+            assert!(each(ordered) < 256.0 && each(churned) < 256.0);
+        }
         for (live, said) in [(ordered, said_ordered), (churned, said_churned)] {
             // Lists of what waits, or waits for reuse, are not said.
             assert!(said <= live && live - said < 64 << 10, "{live} and {said}");
