@@ -81,7 +81,11 @@ impl<S: Change> Whole<S> {
             self.reported = true;
             sink(Operation::SetUp, milliseconds(self.set_up));
         } else if self.set_up < SLOW_SET_UP {
-            sink(Operation::SetUp, milliseconds(build::<S>(&stage.layout).1));
+            let begun = Instant::now();
+            while begun.elapsed() < stage.sampler.sample {
+                let spent = build::<S>(&stage.layout).1;
+                sink(Operation::SetUp, milliseconds(spent));
+            }
         }
     }
 
