@@ -5,6 +5,11 @@
 //! There are two things, 0 and 1, and a word that says which of them is linked; to free one is to write to it, and
 //! loom reports a read that the write does not wait for. Each model gives what its threads saw, and the test names
 //! the outcomes that must be seen, so that a model which explores too little fails.
+//!
+//! What fails when a rule is broken (tried by hand):
+//! - no fence in `Domain::stamp`: `two_threads_move_the_epoch`;
+//! - no fence in `Reader::announce`, or freeing after one move of the epoch instead of two: all models;
+//! - no fence in `Domain::try_advance`, or `Guard::epoch` without its second look: `a_cache_is_good_in_its_epoch`.
 #![cfg(loom)]
 #![expect(
     unsafe_code,

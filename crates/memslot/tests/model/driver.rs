@@ -98,7 +98,7 @@ impl Pair {
         assert_eq!(generation.in_progress(), self.pending);
         assert_eq!(self.writer.table().generation(), generation);
         assert_eq!(self.writer.len(), self.model.slots().len());
-        assert_eq!(self.writer.is_empty(), self.writer.len() == 0);
+        assert_eq!(self.writer.is_empty(), self.model.slots().next().is_none());
         !matches!(kind, None | Some(Kind::Nothing))
     }
 }

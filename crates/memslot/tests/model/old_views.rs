@@ -102,7 +102,7 @@ fn run(pair: &mut Pair, plan: &Plan, seed: u64) {
     for operation in 0..plan.operations {
         if operation % plan.every == 0 {
             let keeper = &mut keepers[dice.below(plan.keepers as u64) as usize];
-            match (keeper.open, dice.below(8)) {
+            match (keeper.open, dice.below(4)) {
                 (false, _) => keeper.ask(Order::Open(Box::new(pair.model.clone()))),
                 (true, 0) => {
                     keeper.ask(Order::Check(operation));
@@ -114,16 +114,16 @@ fn run(pair: &mut Pair, plan: &Plan, seed: u64) {
         let growing = operation / 150 % 2 == 0;
         let (creations, deletions) = if growing { (5, 1) } else { (1, 5) };
         let request = churn.request(&pair.model, creations, deletions);
-        let end = [End::Set, End::Commit, End::Drop][dice.below(12).min(2) as usize];
+        let end = match dice.below(12) {
+            0..=5 => End::Set,
+            6..=10 => End::Commit,
+            _ => End::Drop,
+        };
         let waiting = pair.writer.retired();
-        changes += u64::from(pair.step(
-            request,
-            if end == End::Drop && dice.below(3) > 0 {
-                End::Set
-            } else {
-                end
-            },
-        ));
+        changes += u64::from(pair.step(request, end));
+        if operation % 16 == 0 {
+            pair.writer.reclaim();
+        }
         let some_open = keepers.iter().any(|keeper| keeper.open);
         freed_beside_views += usize::from(some_open && pair.writer.retired() < waiting);
     }
@@ -165,7 +165,7 @@ fn old_views_of_one_leaf() {
         keepers: 4,
         every: 3,
         compare: |view, model, shape, _| {
-            compare_all(view, model, shape.frames + 9, shape.host_pages)
+            compare_all(view, model, shape.frames + 9, shape.host_pages);
         },
     };
     for seed in 0..6 {
@@ -187,7 +187,7 @@ fn old_views_of_trees_that_grow_and_shrink() {
         keepers: 5,
         every: 8,
         compare: |view, model, shape, _| {
-            compare_all(view, model, shape.frames + 30, shape.host_pages)
+            compare_all(view, model, shape.frames + 30, shape.host_pages);
         },
     };
     for seed in 10..13 {
