@@ -1,24 +1,28 @@
-//! The same requests to the kernel's `KVM_SET_USER_MEMORY_REGION` and to `SlotWriter::set`: both must accept and
-//! refuse alike, and refuse for the same class of reason.
+//! The same requests to the kernel's `KVM_SET_USER_MEMORY_REGION`, to `SlotWriter::set` and to the soft engine's
+//! hypervisor: all must accept and refuse alike, and refuse for the same class of reason.
 //!
 //! What is compared is what both know. Left out, since a host's KVM differs from the table on purpose:
 //! - `KVM_MEM_GUEST_MEMFD` needs a guest_memfd and the newer ioctl, and `KVM_MEM_USERFAULT` a kernel that has it;
 //! - host addresses that no user may have are refused by the kernel only (the table knows no address space layout);
 //! - slots of terabytes are accepted by both, but the kernel allocates memory for them by their size;
 //! - private slots of KVM's own (`KVM_SET_TSS_ADDR`, the APIC page) are not made here: they take guest frames away;
+//! - the soft engine has one address space, and the frames of its own page tables: only requests inside both go to it;
 //! - the kernel asks the architecture for the highest frame *after* it has looked for overlaps, the table before.
 #![cfg(target_arch = "x86_64")]
-#![expect(unsafe_code, reason = "hands memory to KVM")]
+#![expect(unsafe_code, reason = "hands memory to KVM and to the hypervisor")]
 
 mod kvm_common;
 
 use kvm_bindings::{KVM_CAP_MULTI_ADDRESS_SPACE, KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
 use kvm_common::no_kvm;
 use kvm_ioctls::{Kvm, VmFd};
-use pageferry_addr::{Gfn, Gpa, Hva, PAGE_SIZE};
+use pageferry_addr::{Gfn, Gpa, Hva, PAGE_SIZE, RamPage};
+use pageferry_hypervisor::{HostMemory, Region, Vm, VmConfig, VmError};
 use pageferry_machine::{GuestRam, RamLayout};
 use pageferry_memslot::{Limits, Request, SlotError, SlotFlags, SlotWriter};
 use proptest::prelude::*;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// Pages of host memory that slots may share.
 const MEMORY_PAGES: u64 = 64;
@@ -94,18 +98,33 @@ fn sequences() -> impl Strategy<Value = Vec<Asked>> {
     proptest::collection::vec(asked(), 1..90)
 }
 
-/// A VM without vCPUs, and a table with its limits.
+/// Memory that lives as long as the soft engine's slots need it.
+struct Owner(Arc<GuestRam>);
+
+// SAFETY: 1. `GuestRam` maps its guest mapping readable and writable for life and seals the memfd against shrinking. 2.
+// The mapping came from `mmap`. 3. Nobody accesses it in these tests: there is no vCPU.
+unsafe impl HostMemory for Owner {
+    fn hva_range(&self) -> Range<Hva> {
+        let start = self.0.guest_hva(RamPage(0));
+        start..Hva(start.0 + MEMORY_PAGES * PAGE_SIZE)
+    }
+}
+
+/// A VM of KVM without vCPUs, a table with its limits, and a VM of the soft engine's hypervisor.
 struct Both {
     vm: VmFd,
     writer: SlotWriter<()>,
-    memory: GuestRam,
+    soft: Vm,
+    /// Whether it was asked all that KVM has done.
+    in_step: bool,
+    memory: Arc<GuestRam>,
 }
 
 impl Both {
     fn new() -> Self {
         let vm = Kvm::new().unwrap().create_vm().unwrap();
         let memory = RamLayout::for_memory(MEMORY_PAGES * PAGE_SIZE).unwrap();
-        let memory = GuestRam::new(memory).unwrap();
+        let memory = Arc::new(GuestRam::new(memory).unwrap());
         let offers = |cap: u32| u16::try_from(vm.check_extension_raw(cap.into())).unwrap();
         let limits = Limits {
             // 0: the capability is unknown, there is one.
@@ -116,6 +135,8 @@ impl Both {
         let mut both = Self {
             vm,
             writer: SlotWriter::new(limits),
+            soft: Vm::new(VmConfig::default()),
+            in_step: true,
             memory,
         };
         both.writer = SlotWriter::new(Limits {
@@ -148,7 +169,7 @@ impl Both {
             flags,
             guest_phys_addr: gpa,
             memory_size: size,
-            userspace_addr: self.memory.guest_hva(pageferry_addr::RamPage(0)).0,
+            userspace_addr: self.memory.guest_hva(RamPage(0)).0,
         }
     }
 
@@ -211,6 +232,44 @@ impl Both {
             "the log of slot {:#x}",
             slot
         );
+        self.ask_soft(asked, &region, told, logs)
+    }
+
+    /// Asks the soft engine too, and compares with what the kernel said.
+    fn ask_soft(
+        &mut self,
+        asked: &Asked,
+        region: &kvm_userspace_memory_region,
+        told: Result<(), i32>,
+        logs: bool,
+    ) -> Result<(), TestCaseError> {
+        if asked.address_space != 0 || matches!(asked.gpa, At::BelowLimit(_)) {
+            // It cannot follow: where the kernel did it, the two go apart.
+            self.in_step &= asked.address_space != 0 || told.is_err();
+            return Ok(());
+        }
+        if !self.in_step || asked.flags & SlotFlags::USERFAULT.0 != 0 {
+            return Ok(());
+        }
+        let soft = self.soft.set_user_memory_region(Region {
+            slot: asked.id,
+            flags: SlotFlags(asked.flags),
+            gpa: Gpa(region.guest_phys_addr),
+            size: region.memory_size,
+            hva: Hva(region.userspace_addr),
+            memory: Some(Arc::new(Owner(Arc::clone(&self.memory)))),
+            userfault: None,
+        });
+        let soft = soft.map_err(|e| match e {
+            VmError::Slot(SlotError::Overlap { .. }) => libc::EEXIST,
+            _ => libc::EINVAL,
+        });
+        prop_assert_eq!(told, soft, "{:x?}: kernel left, soft engine right", region);
+        let kept = self.writer.view().by_id(asked.id);
+        let words = kept.map_or(1, |slot| slot.range.pages().div_ceil(64));
+        let mut words = vec![0; words as usize];
+        let log = self.soft.read_dirty_log(asked.id, &mut words);
+        prop_assert_eq!(log.is_ok(), logs, "its log of slot {}", asked.id);
         Ok(())
     }
 }
