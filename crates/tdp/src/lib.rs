@@ -36,7 +36,7 @@
 extern crate alloc;
 
 mod counters;
-mod format;
+pub mod format;
 mod range;
 mod stage_two;
 mod sync;

@@ -1,0 +1,135 @@
+//! Arm's stage 2 tables with the 4 KiB granule.
+//!
+//! Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory
+//! System Architecture": "Translation table descriptor formats" (VMSAv8-64 descriptors, stage 2 attributes),
+//! "Concatenated translation tables", "Stage 2 data and instruction access permissions", "Hardware management
+//! of the Access flag" and "of the dirty state", "Stage 2 memory types and Cacheability attributes", and "Using
+//! break-before-make when updating translation table entries".
+
+use super::entry::{AccessedBy, DirtyBy, MemoryType};
+use super::layout::Layout;
+
+/// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48), whose hardware sets the Access flag and the
+/// dirty state if `HAFDBS`, and whose memory types are those of FEAT_S2FWB if `FWB`.
+///
+/// `HAFDBS` is VTCR_EL2.HA and HD; without it a clear AF is an Access flag fault. `FWB` is HCR_EL2.FWB.
+/// The manual's level is 4 minus the level here. Up to 43 bits the walk starts at the manual's level 1, in up to
+/// 16 concatenated tables, above at its level 0, as KVM sets VTCR_EL2 up.
+#[derive(Clone, Copy, Debug)]
+pub struct Arm64Stage2<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool>;
+
+/// 40 bits: three levels, a root of two concatenated tables; FEAT_S2FWB.
+pub type Arm64Ipa40<const HAFDBS: bool> = Arm64Stage2<40, HAFDBS, true>;
+/// 44 bits: four levels, a root of 32 entries; FEAT_S2FWB.
+pub type Arm64Ipa44<const HAFDBS: bool> = Arm64Stage2<44, HAFDBS, true>;
+/// 48 bits: four levels, a root of one full table; FEAT_S2FWB.
+pub type Arm64Ipa48<const HAFDBS: bool> = Arm64Stage2<48, HAFDBS, true>;
+
+/// Bit 0: the descriptor is valid; if clear, all others are the software's.
+const VALID: u64 = 1 << 0;
+/// Bit 1: a table above level 1, a page at level 1; clear in a block. Clear at level 1 is reserved.
+const TABLE_OR_PAGE: u64 = 1 << 1;
+/// MemAttr, bits 5:2.
+const MEM_ATTR: u64 = 0b1111 << 2;
+/// Normal, inner and outer write-back, without FWB.
+const NORMAL_WRITE_BACK: u64 = 0b1111 << 2;
+/// Write-back whatever stage 1 says, with FWB.
+const FORCED_WRITE_BACK: u64 = 0b0110 << 2;
+/// Normal, inner and outer non-cacheable; the same with FWB.
+const NORMAL_NON_CACHEABLE: u64 = 0b0101 << 2;
+/// Device-nGnRE; the same with FWB.
+const DEVICE: u64 = 0b0001 << 2;
+/// S2AP bit 0: loads are allowed.
+const S2AP_READ: u64 = 1 << 6;
+/// S2AP bit 1: stores are allowed; together with DBM: dirty.
+const S2AP_WRITE: u64 = 1 << 7;
+/// SH, bits 9:8: inner shareable.
+const INNER_SHAREABLE: u64 = 0b11 << 8;
+/// AF: accessed.
+const ACCESS_FLAG: u64 = 1 << 10;
+/// DBM: the hardware may set S2AP bit 1 at a store.
+const DIRTY_BIT_MODIFIER: u64 = 1 << 51;
+/// XN bit 1: fetches are not allowed at any exception level; bit 53 (FEAT_XNX) stays clear.
+const EXECUTE_NEVER: u64 = 1 << 54;
+/// Bits 58:55 are the software's (55 is NS in the Realm state).
+const HOST_WRITABLE: u64 = 1 << 56;
+const MMU_WRITABLE: u64 = 1 << 57;
+
+impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
+    for Arm64Stage2<IPA_BITS, HAFDBS, FWB>
+{
+    const NAME: &'static str = match HAFDBS {
+        true => "arm64 stage 2, HAFDBS",
+        false => "arm64 stage 2",
+    };
+    const LEVELS: u32 = {
+        assert!(
+            33 <= IPA_BITS && IPA_BITS <= 48,
+            "intermediate addresses of 33 to 48 bits"
+        );
+        if IPA_BITS <= 43 { 3 } else { 4 }
+    };
+    const ROOT_INDEX_BITS: u32 = if cfg!(loom) {
+        1
+    } else {
+        IPA_BITS - 12 - 9 * (Self::LEVELS - 1)
+    };
+
+    const ACCESSED_BY: AccessedBy = if HAFDBS {
+        AccessedBy::Hardware
+    } else {
+        AccessedBy::FaultOnClear
+    };
+    const DIRTY_BY: DirtyBy = if HAFDBS {
+        DirtyBy::Hardware
+    } else {
+        DirtyBy::WriteProtection
+    };
+    /// Required without FEAT_BBM level 2. Else two sizes in a TLB may conflict: an abort, or a translation made
+    /// of both, coherency and ordering lost.
+    const BREAK_BEFORE_MAKE: bool = true;
+    /// Descriptors that give a Translation fault or an Access flag fault are not cached.
+    const CACHES_NON_PRESENT: bool = false;
+
+    /// Bits 47:12; blocks have them from 21 or 30 on, with the rest reserved. The contiguous hint (52) is never
+    /// set: it binds 16 entries to change together, under break-before-make.
+    const PFN_SHIFT: u32 = 12;
+    const PFN_BITS: u32 = 36;
+    const PRESENT: u64 = VALID;
+    const HARDWARE_PRESENT: u64 = VALID;
+    const TABLE: u64 = VALID | TABLE_OR_PAGE;
+    const LEAF: u64 = VALID | S2AP_READ | INNER_SHAREABLE;
+    /// With hardware management DBM is the permission, and S2AP bit 1 the dirty state.
+    const WRITE: u64 = if HAFDBS {
+        DIRTY_BIT_MODIFIER
+    } else {
+        S2AP_WRITE
+    };
+    const EXECUTE: u64 = 0;
+    const NO_EXECUTE: u64 = EXECUTE_NEVER;
+    const ACCESSED: u64 = ACCESS_FLAG;
+    const DIRTY: u64 = if HAFDBS { S2AP_WRITE } else { 0 };
+    const MEMORY: u64 = MEM_ATTR;
+    const HOST_WRITABLE: u64 = HOST_WRITABLE;
+    const MMU_WRITABLE: u64 = MMU_WRITABLE;
+
+    #[inline]
+    fn memory_bits(memory: MemoryType) -> u64 {
+        match memory {
+            MemoryType::WriteBack if FWB => FORCED_WRITE_BACK,
+            MemoryType::WriteBack => NORMAL_WRITE_BACK,
+            MemoryType::WriteCombining => NORMAL_NON_CACHEABLE,
+            MemoryType::Device => DEVICE,
+        }
+    }
+
+    #[inline]
+    fn leaf_kind(level: u32) -> u64 {
+        if level > 1 { 0 } else { TABLE_OR_PAGE }
+    }
+
+    #[inline]
+    fn is_leaf_kind(entry: u64, level: u32) -> bool {
+        level == 1 || entry & TABLE_OR_PAGE == 0
+    }
+}

@@ -1,0 +1,130 @@
+//! Intel's extended page tables.
+//!
+//! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3C, chapter "VMX Support for
+//! Address Translation" (29 in the editions around 2024, 28 before), section "The Extended Page Table
+//! Mechanism": tables 29-1 (PML5E), 29-2 (PML4E), 29-3 (PDPTE of a 1-GByte page), 29-4 (PDPTE of a page
+//! directory), 29-5 (PDE of a 2-MByte page), 29-6 (PDE of a page table), 29-7 (PTE).
+
+use super::entry::{AccessedBy, DirtyBy, MemoryType};
+use super::layout::Layout;
+
+/// EPT with `LEVELS` (4 or 5), with accessed and dirty flags if `AD`.
+///
+/// `AD` is bit 6 of the EPT pointer, and to be had where IA32_VMX_EPT_VPID_CAP bit 21 says so. Leaves of 2 MiB
+/// and 1 GiB are that register's bits 16 and 17, five levels its bit 7.
+///
+/// The VM-execution controls "mode-based execute control" (bit 10), "EPT-violation #VE" (bit 63),
+/// "guest-paging verification" (57), "EPT paging-write control" (58), "sub-page write permissions" (61) and the
+/// EPT pointer's supervisor-shadow-stack control (60) must be off: entries leave their bits clear.
+#[derive(Clone, Copy, Debug)]
+pub struct Ept<const LEVELS: u32, const AD: bool>;
+
+/// EPT, four levels, with accessed and dirty flags.
+pub type Ept4 = Ept<4, true>;
+/// EPT, four levels, without accessed and dirty flags.
+pub type Ept4NoAd = Ept<4, false>;
+/// EPT, five levels, with accessed and dirty flags.
+pub type Ept5 = Ept<5, true>;
+/// EPT, five levels, without accessed and dirty flags.
+pub type Ept5NoAd = Ept<5, false>;
+
+/// Bit 0: loads are allowed. Bits 2:0 all clear: not present.
+const READ: u64 = 1 << 0;
+/// Bit 1: stores are allowed. Without bit 0 the entry is misconfigured.
+const WRITE: u64 = 1 << 1;
+/// Bit 2: fetches are allowed. Without bit 0 only processors with IA32_VMX_EPT_VPID_CAP bit 0 take it.
+const EXECUTE: u64 = 1 << 2;
+/// Bits 5:3: the memory type of a leaf; bit 6: the guest's PAT has no say in it.
+const MEMORY: u64 = 0b1111 << 3;
+/// Type 6: write-back; and bit 6, so that the guest cannot make uncached aliases of ordinary memory.
+const WRITE_BACK: u64 = 6 << 3 | 1 << 6;
+/// Type 1: write-combining.
+const WRITE_COMBINING: u64 = 1 << 3;
+/// Bit 7: the entry of level 2 or 3 is a leaf; ignored at level 1, reserved at levels 4 and 5.
+const PAGE: u64 = 1 << 7;
+/// Bit 8: accessed, in leaves and in table pointers; ignored where the flags are off.
+const ACCESSED: u64 = 1 << 8;
+/// Bit 9: dirty, in leaves; ignored where the flags are off.
+const DIRTY: u64 = 1 << 9;
+/// Bit 11: ignored at all levels. Leaves without permissions need a bit that says present; KVM takes this one.
+const PRESENT: u64 = 1 << 11;
+/// Bits 56:52, 59 and 62 are ignored whatever the controls: two of them for the class of writes, ...
+const HOST_WRITABLE: u64 = 1 << 52;
+const MMU_WRITABLE: u64 = 1 << 53;
+/// ... and 54 and 56 for saved read and execute permission, as KVM has them. The frame stays: a processor with
+/// the L1 Terminal Fault flaw reads the guest's own page through it, no other.
+const SAVED_SHIFT: u32 = 54;
+
+impl<const LEVELS: u32, const AD: bool> Layout for Ept<LEVELS, AD> {
+    const NAME: &'static str = match (LEVELS, AD) {
+        (4, true) => "EPT, 4 levels, A/D",
+        (4, false) => "EPT, 4 levels, no A/D",
+        (5, true) => "EPT, 5 levels, A/D",
+        _ => "EPT, 5 levels, no A/D",
+    };
+    const LEVELS: u32 = {
+        assert!(LEVELS == 4 || LEVELS == 5, "EPT walks have length 4 or 5");
+        LEVELS
+    };
+    /// Level 5 reaches 57 bits, guest-physical addresses only 52 (the limit of MAXPHYADDR).
+    const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(loom) {
+        40
+    } else {
+        LEVELS * Self::INDEX_BITS
+    };
+
+    const ACCESSED_BY: AccessedBy = if AD {
+        AccessedBy::Hardware
+    } else {
+        AccessedBy::SavedPermissions
+    };
+    const DIRTY_BY: DirtyBy = if AD {
+        DirtyBy::Hardware
+    } else {
+        DirtyBy::WriteProtection
+    };
+    /// Section "Caching Translation Information": either page size may be used until INVEPT, both are legal.
+    const BREAK_BEFORE_MAKE: bool = false;
+    /// Same section: no mapping is created from entries that are not present or misconfigured.
+    const CACHES_NON_PRESENT: bool = false;
+
+    /// Bits 51:12, of which those from MAXPHYADDR on are reserved.
+    const PFN_SHIFT: u32 = 12;
+    const PFN_BITS: u32 = 40;
+    const PRESENT: u64 = PRESENT;
+    /// Bit 10 is among them only under mode-based execute control, and always clear here.
+    const HARDWARE_PRESENT: u64 = READ | WRITE | EXECUTE;
+    /// Bits 7:3 are reserved. Accessed is set, so that the hardware never writes to a link.
+    const TABLE: u64 = PRESENT | READ | WRITE | EXECUTE | if AD { ACCESSED } else { 0 };
+    const LEAF: u64 = PRESENT | READ;
+    const WRITE: u64 = WRITE;
+    const EXECUTE: u64 = EXECUTE;
+    const NO_EXECUTE: u64 = 0;
+    const ACCESSED: u64 = if AD { ACCESSED } else { 0 };
+    const DIRTY: u64 = if AD { DIRTY } else { 0 };
+    const MEMORY: u64 = MEMORY;
+    const HOST_WRITABLE: u64 = HOST_WRITABLE;
+    const MMU_WRITABLE: u64 = MMU_WRITABLE;
+    const SAVED_SHIFT: u32 = if AD { 0 } else { SAVED_SHIFT };
+    const SAVED: u64 = if AD { 0 } else { READ | EXECUTE };
+
+    #[inline]
+    fn memory_bits(memory: MemoryType) -> u64 {
+        match memory {
+            MemoryType::WriteBack => WRITE_BACK,
+            MemoryType::WriteCombining => WRITE_COMBINING,
+            // Type 0: uncacheable.
+            MemoryType::Device => 0,
+        }
+    }
+
+    #[inline]
+    fn leaf_kind(level: u32) -> u64 {
+        if level > 1 { PAGE } else { 0 }
+    }
+
+    #[inline]
+    fn is_leaf_kind(entry: u64, level: u32) -> bool {
+        level == 1 || entry & PAGE != 0
+    }
+}

@@ -1,0 +1,108 @@
+//! x86-64's long-mode tables, as AMD's nested paging uses them.
+//!
+//! Source: AMD64 Architecture Programmer's Manual, volume 2, section 5.3 "Long-Mode Page Translation" (figures
+//! of the PML5E, PML4E, PDPE, PDE and PTE), 5.4 "Page-Translation-Table Entry Fields", and 15.25 "Nested
+//! Paging" (user access, global bit, memory types).
+
+use super::entry::{AccessedBy, DirtyBy, MemoryType};
+use super::layout::Layout;
+
+/// Nested paging with `LEVELS` (4 or 5) of long-mode tables.
+///
+/// EFER.NXE of the host must be set (bit 63), CR4.PKE has no effect on nested tables. 1 GiB leaves are CPUID
+/// Fn8000_0001_EDX bit 26. The host's PAT must have write-back in entry 0, UC- in 2 and UC in 3, as at reset.
+///
+/// Every nested walk counts as one by user mode (15.25), so that all entries have U/S, and the tables serve
+/// as ordinary ones of user mode as well.
+#[derive(Clone, Copy, Debug)]
+pub struct Npt<const LEVELS: u32>;
+
+/// Nested paging, four levels.
+pub type Npt4 = Npt<4>;
+/// Nested paging, five levels.
+pub type Npt5 = Npt<5>;
+
+/// Bit 0, P: the entry is in use; if clear, all others are the software's.
+const PRESENT: u64 = 1 << 0;
+/// Bit 1, R/W: stores are allowed.
+const WRITE: u64 = 1 << 1;
+/// Bit 2, U/S: user mode may use it.
+const USER: u64 = 1 << 2;
+/// Bit 3, PWT, and bit 4, PCD: the low bits of the index into the PAT; its high bit stays clear.
+const PWT: u64 = 1 << 3;
+const PCD: u64 = 1 << 4;
+/// Bit 5, A: accessed, in leaves and in table pointers.
+const ACCESSED: u64 = 1 << 5;
+/// Bit 6, D: dirty, in leaves.
+const DIRTY: u64 = 1 << 6;
+/// Bit 7, PS: the entry of level 2 or 3 is a leaf; at level 1 the PAT bit; reserved at levels 4 and 5.
+const PAGE: u64 = 1 << 7;
+/// Bits 11:9 are the software's at all levels; KVM takes these two as well.
+const HOST_WRITABLE: u64 = 1 << 9;
+const MMU_WRITABLE: u64 = 1 << 10;
+/// Bit 63, NX: fetches are not allowed.
+const NO_EXECUTE: u64 = 1 << 63;
+
+impl<const LEVELS: u32> Layout for Npt<LEVELS> {
+    const NAME: &'static str = match LEVELS {
+        4 => "NPT, 4 levels",
+        _ => "NPT, 5 levels",
+    };
+    const LEVELS: u32 = {
+        assert!(LEVELS == 4 || LEVELS == 5, "long mode has 4 or 5 levels");
+        LEVELS
+    };
+    /// Level 5 reaches 57 bits, guest-physical addresses only 52.
+    const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(loom) {
+        40
+    } else {
+        LEVELS * Self::INDEX_BITS
+    };
+
+    const ACCESSED_BY: AccessedBy = AccessedBy::Hardware;
+    const DIRTY_BY: DirtyBy = DirtyBy::Hardware;
+    /// Until the flush either size may be used. (Family 10h raises a machine check over two sizes in one TLB,
+    /// erratum 383, and is not supported.)
+    const BREAK_BEFORE_MAKE: bool = false;
+    /// Section 5.5 "Translation-Lookaside Buffer": entries with P clear are not cached.
+    const CACHES_NON_PRESENT: bool = false;
+
+    /// Bits 51:12; in leaves of 2 MiB and 1 GiB bit 12 is PAT, and those up to the page's size are reserved.
+    const PFN_SHIFT: u32 = 12;
+    const PFN_BITS: u32 = 40;
+    const PRESENT: u64 = PRESENT;
+    const HARDWARE_PRESENT: u64 = PRESENT;
+    /// Accessed is set, so that the hardware never writes to a link.
+    const TABLE: u64 = PRESENT | WRITE | USER | ACCESSED;
+    const LEAF: u64 = PRESENT | USER;
+    const WRITE: u64 = WRITE;
+    const EXECUTE: u64 = 0;
+    const NO_EXECUTE: u64 = NO_EXECUTE;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = DIRTY;
+    const MEMORY: u64 = PWT | PCD;
+    const HOST_WRITABLE: u64 = HOST_WRITABLE;
+    const MMU_WRITABLE: u64 = MMU_WRITABLE;
+
+    #[inline]
+    fn memory_bits(memory: MemoryType) -> u64 {
+        match memory {
+            // PAT entry 0: write-back.
+            MemoryType::WriteBack => 0,
+            // PAT entry 2, UC-: uncached, but write-combining where the guest's PAT asks for it.
+            MemoryType::WriteCombining => PCD,
+            // PAT entry 3: uncacheable.
+            MemoryType::Device => PCD | PWT,
+        }
+    }
+
+    #[inline]
+    fn leaf_kind(level: u32) -> u64 {
+        if level > 1 { PAGE } else { 0 }
+    }
+
+    #[inline]
+    fn is_leaf_kind(entry: u64, level: u32) -> bool {
+        level == 1 || entry & PAGE != 0
+    }
+}

@@ -1,0 +1,523 @@
+//! What can be done with the entries of any format: one set of functions moves the bits.
+
+use super::entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, Writes};
+use super::layout::{Layout, MMIO_GFN_SHIFT, MMIO_LOW_BITS, MMIO_LOW_SHIFT, low_bits};
+use pageferry_addr::{Gfn, Pfn};
+
+/// The operations on entries, the same for every [`Layout`].
+///
+/// Functions that take an entry and a level must get the level of the table the entry stands in. Those whose
+/// doc says *leaf* expect a present leaf; `debug_assert`s check it.
+///
+/// All are pure. An MMU that changes a live entry computes the new value from the one it has read, and stores it
+/// by compare-exchange: the hardware may set [`HARDWARE_UPDATES`](Layout::HARDWARE_UPDATES) in between.
+pub trait Format: Layout {
+    /// The entries of a table of `level`.
+    #[inline]
+    #[must_use]
+    fn entries(level: u32) -> usize {
+        1 << if level == Self::LEVELS {
+            Self::ROOT_INDEX_BITS
+        } else {
+            Self::INDEX_BITS
+        }
+    }
+
+    /// How many guest frames one entry of a table of `level` covers.
+    #[inline]
+    #[must_use]
+    fn frames_per_entry(level: u32) -> u64 {
+        1 << ((level - 1) * Self::INDEX_BITS)
+    }
+
+    /// Which entry of a table of `level` leads to `gfn`; bits of `gfn` above the format's are ignored.
+    #[inline]
+    #[must_use]
+    fn index(gfn: Gfn, level: u32) -> usize {
+        (gfn.0 >> ((level - 1) * Self::INDEX_BITS)) as usize & (Self::entries(level) - 1)
+    }
+
+    /// Whether tables of `level` may hold leaves.
+    #[inline]
+    #[must_use]
+    fn may_hold_leaves(level: u32) -> bool {
+        1 <= level && level <= Self::MAX_LEAF_LEVEL
+    }
+
+    /// The bits of the frame number that a leaf of `level` uses; those below are reserved there.
+    #[inline]
+    #[must_use]
+    fn pfn_mask(level: u32) -> u64 {
+        (low_bits(Self::PFN_BITS) & !(Self::frames_per_entry(level) - 1)) << Self::PFN_SHIFT
+    }
+
+    // Making entries.
+
+    /// A pointer to the next table, which fills frame `table` or starts there.
+    #[inline]
+    #[must_use]
+    fn table(table: Pfn) -> u64 {
+        frame_bits::<Self>(table, 1) | Self::TABLE
+    }
+
+    /// A leaf of `level` that says `leaf`, as far as it can be said: see [`canonical`](Self::canonical).
+    ///
+    /// Bits of the frame number below the leaf's size or above [`PFN_LIMIT`](Layout::PFN_LIMIT) are cut off.
+    #[inline]
+    #[must_use]
+    fn leaf(leaf: Leaf, level: u32) -> u64 {
+        const { Self::CHECKED };
+        debug_assert!(Self::may_hold_leaves(level), "no leaves at level {level}");
+        let leaf = Self::canonical(leaf);
+        let execute = if leaf.access.execute {
+            Self::EXECUTE
+        } else {
+            Self::NO_EXECUTE
+        };
+        let write = if leaf.access.write { Self::WRITE } else { 0 };
+        let dirty = if leaf.dirty { Self::DIRTY } else { 0 };
+        let entry = frame_bits::<Self>(leaf.pfn, level)
+            | Self::LEAF
+            | Self::leaf_kind(level)
+            | Self::memory_bits(leaf.memory)
+            | Self::ACCESSED
+            | class_bits::<Self>(leaf.writes)
+            | execute
+            | write
+            | dirty;
+        if leaf.accessed {
+            entry
+        } else {
+            Self::clear_accessed(entry)
+        }
+    }
+
+    /// What [`leaf`](Self::leaf) makes of `leaf`, the frame number aside.
+    ///
+    /// - Stores are allowed only where [`Writes::mmu_writable`] holds, and where permissions are put aside
+    ///   ([`AccessedBy::SavedPermissions`]) only in an accessed leaf.
+    /// - Only a leaf that allows stores is dirty; one that does is, where dirty state is known by write
+    ///   protection ([`DirtyBy::WriteProtection`], [`Writes::AllowedLoggedByFault`]).
+    #[inline]
+    #[must_use]
+    fn canonical(leaf: Leaf) -> Leaf {
+        let saved = Self::ACCESSED_BY == AccessedBy::SavedPermissions;
+        let write = leaf.access.write && leaf.writes.mmu_writable() && (leaf.accessed || !saved);
+        let by_fault = Self::DIRTY_BY == DirtyBy::WriteProtection
+            || leaf.writes == Writes::AllowedLoggedByFault;
+        let access = Access {
+            write,
+            ..leaf.access
+        };
+        Leaf {
+            access,
+            dirty: write && (leaf.dirty || by_fault),
+            ..leaf
+        }
+    }
+
+    /// A marker that no slot holds `gfn`, made under `generation`, of which only the low
+    /// [`MMIO_GENERATION_BITS`](Layout::MMIO_GENERATION_BITS) are kept. The hardware stops at it.
+    ///
+    /// The frame number is stored inverted: on a processor with the L1 Terminal Fault flaw a non-present
+    /// entry must not name memory that exists.
+    #[inline]
+    #[must_use]
+    fn mmio(gfn: Gfn, generation: u64) -> u64 {
+        let low = generation & low_bits(MMIO_LOW_BITS);
+        let high =
+            (generation >> MMIO_LOW_BITS) & low_bits(Self::MMIO_GENERATION_BITS - MMIO_LOW_BITS);
+        let frame = !gfn.0 & low_bits(Self::MMIO_GFN_BITS);
+        Self::MMIO
+            | low << MMIO_LOW_SHIFT
+            | frame << MMIO_GFN_SHIFT
+            | high << (MMIO_GFN_SHIFT + Self::MMIO_GFN_BITS)
+    }
+
+    /// The entry of `level` that means `meaning`; as for [`leaf`](Self::leaf), as far as it can be said.
+    #[must_use]
+    fn encode(meaning: Meaning, level: u32) -> u64 {
+        match meaning {
+            Meaning::NonPresent => Self::NON_PRESENT,
+            Meaning::Frozen => Self::FROZEN,
+            Meaning::Mmio { gfn, generation } => Self::mmio(gfn, generation),
+            Meaning::Table { table } => Self::table(table),
+            Meaning::Leaf(leaf) => Self::leaf(leaf, level),
+        }
+    }
+
+    // Reading entries.
+
+    /// Whether the entry is a leaf or a table pointer. A leaf whose permissions are put aside is present,
+    /// though the hardware stops at it.
+    #[inline]
+    #[must_use]
+    fn is_present(entry: u64) -> bool {
+        entry & Self::PRESENT != 0
+    }
+
+    /// Whether the entry is a translation.
+    #[inline]
+    #[must_use]
+    fn is_leaf(entry: u64, level: u32) -> bool {
+        Self::is_present(entry) && Self::is_leaf_kind(entry, level)
+    }
+
+    /// Whether the entry points to a table; entries of level 1 never do.
+    #[inline]
+    #[must_use]
+    fn is_table(entry: u64, level: u32) -> bool {
+        level > 1 && Self::is_present(entry) && !Self::is_leaf_kind(entry, level)
+    }
+
+    /// Whether the entry is [`FROZEN`](Layout::FROZEN).
+    #[inline]
+    #[must_use]
+    fn is_frozen(entry: u64) -> bool {
+        entry == Self::FROZEN
+    }
+
+    /// Whether the entry is an MMIO marker.
+    #[inline]
+    #[must_use]
+    fn is_mmio(entry: u64) -> bool {
+        entry & (Self::PRESENT | Self::HARDWARE_PRESENT | Self::MMIO) == Self::MMIO
+    }
+
+    /// The guest frame of an MMIO marker.
+    #[inline]
+    #[must_use]
+    fn mmio_gfn(marker: u64) -> Gfn {
+        debug_assert!(Self::is_mmio(marker));
+        Gfn((!marker >> MMIO_GFN_SHIFT) & low_bits(Self::MMIO_GFN_BITS))
+    }
+
+    /// The generation of an MMIO marker.
+    #[inline]
+    #[must_use]
+    fn mmio_generation(marker: u64) -> u64 {
+        debug_assert!(Self::is_mmio(marker));
+        let low = (marker >> MMIO_LOW_SHIFT) & low_bits(MMIO_LOW_BITS);
+        low | (marker >> (MMIO_GFN_SHIFT + Self::MMIO_GFN_BITS)) << MMIO_LOW_BITS
+    }
+
+    /// The frame of the next table.
+    #[inline]
+    #[must_use]
+    fn table_pfn(entry: u64) -> Pfn {
+        Self::pfn(entry, 1)
+    }
+
+    /// The first frame of a leaf of `level`.
+    #[inline]
+    #[must_use]
+    fn pfn(entry: u64, level: u32) -> Pfn {
+        debug_assert!(Self::is_present(entry));
+        Pfn((entry & Self::pfn_mask(level)) >> Self::PFN_SHIFT)
+    }
+
+    /// Whether stores through the leaf are let through, by the hardware setting the dirty bit if need be.
+    #[inline]
+    #[must_use]
+    fn is_writable(entry: u64) -> bool {
+        debug_assert!(Self::is_present(entry));
+        entry & Self::WRITE == Self::WRITE
+    }
+
+    /// Whether fetches through the leaf are allowed, now or when its permissions are back in place.
+    #[inline]
+    #[must_use]
+    fn is_executable(entry: u64) -> bool {
+        Self::set_accessed(entry) & (Self::EXECUTE | Self::NO_EXECUTE) == Self::EXECUTE
+    }
+
+    /// Whether the leaf was used.
+    #[inline]
+    #[must_use]
+    fn is_accessed(entry: u64) -> bool {
+        debug_assert!(Self::is_present(entry));
+        match Self::ACCESSED_BY {
+            AccessedBy::SavedPermissions => entry & Self::HARDWARE_PRESENT != 0,
+            AccessedBy::Hardware | AccessedBy::FaultOnClear => entry & Self::ACCESSED != 0,
+        }
+    }
+
+    /// Whether the leaf was stored to; where that is known by write protection, whether it lets stores
+    /// through.
+    #[inline]
+    #[must_use]
+    fn is_dirty(entry: u64) -> bool {
+        debug_assert!(Self::is_present(entry));
+        match Self::DIRTY_BY {
+            DirtyBy::Hardware => entry & Self::DIRTY != 0,
+            DirtyBy::WriteProtection => Self::is_writable(entry),
+        }
+    }
+
+    /// Who may make the leaf writable.
+    #[inline]
+    #[must_use]
+    fn writes(entry: u64) -> Writes {
+        debug_assert!(Self::is_present(entry));
+        match (
+            entry & Self::HOST_WRITABLE != 0,
+            entry & Self::MMU_WRITABLE != 0,
+        ) {
+            (false, false) => Writes::HostForbids,
+            (true, false) => Writes::MmuForbids,
+            (true, true) => Writes::Allowed,
+            (false, true) => Writes::AllowedLoggedByFault,
+        }
+    }
+
+    /// Whether the leaf may be made writable by the fast path: [`Writes::mmu_writable`], by one bit.
+    #[inline]
+    #[must_use]
+    fn mmu_writable(entry: u64) -> bool {
+        debug_assert!(Self::is_present(entry));
+        entry & Self::MMU_WRITABLE != 0
+    }
+
+    /// How the leaf's page is cached.
+    #[inline]
+    #[must_use]
+    fn memory(entry: u64) -> MemoryType {
+        debug_assert!(Self::is_present(entry));
+        let bits = entry & Self::MEMORY;
+        if bits == Self::memory_bits(MemoryType::WriteBack) {
+            MemoryType::WriteBack
+        } else if bits == Self::memory_bits(MemoryType::WriteCombining) {
+            MemoryType::WriteCombining
+        } else {
+            MemoryType::Device
+        }
+    }
+
+    /// Whether the hardware lets a load through the leaf, and what of `access` is set beside it, without
+    /// any fault: what a fault handler asks to know that a fault was spurious.
+    #[inline]
+    #[must_use]
+    fn allows(entry: u64, access: Access) -> bool {
+        let used = Self::ACCESSED_BY == AccessedBy::Hardware || Self::is_accessed(entry);
+        let write = !access.write || Self::is_writable(entry);
+        used && write && (!access.execute || Self::is_executable(entry))
+    }
+
+    /// What the entry means at `level`, or `None` for a value that nothing here makes: entries of a live
+    /// table always mean something.
+    #[must_use]
+    fn decode(entry: u64, level: u32) -> Option<Meaning> {
+        let meaning = if entry == Self::NON_PRESENT {
+            Meaning::NonPresent
+        } else if Self::is_frozen(entry) {
+            Meaning::Frozen
+        } else if Self::is_mmio(entry) {
+            let generation = Self::mmio_generation(entry);
+            Meaning::Mmio {
+                gfn: Self::mmio_gfn(entry),
+                generation,
+            }
+        } else if Self::is_table(entry, level) {
+            Meaning::Table {
+                table: Self::table_pfn(entry),
+            }
+        } else if Self::is_leaf(entry, level) && Self::may_hold_leaves(level) {
+            let (write, execute) = (Self::is_writable(entry), Self::is_executable(entry));
+            Meaning::Leaf(Leaf {
+                pfn: Self::pfn(entry, level),
+                access: Access { write, execute },
+                memory: Self::memory(entry),
+                accessed: Self::is_accessed(entry),
+                dirty: Self::is_dirty(entry),
+                writes: Self::writes(entry),
+            })
+        } else {
+            return None;
+        };
+        (Self::encode(meaning, level) == entry).then_some(meaning)
+    }
+
+    // Changing entries.
+
+    /// The leaf without permission to store, and clean: whether it was dirty is in the old value.
+    #[inline]
+    #[must_use]
+    fn write_protect(entry: u64) -> u64 {
+        debug_assert!(Self::is_present(entry));
+        entry & !(Self::WRITE | Self::DIRTY)
+    }
+
+    /// The leaf with permission to store, or `None` where its [`Writes`] forbids that.
+    ///
+    /// Permissions that were put aside are back in place. Where dirty state is known by write protection the
+    /// leaf now is dirty, and the caller's log has to say so.
+    #[inline]
+    #[must_use]
+    fn make_writable(entry: u64) -> Option<u64> {
+        if !Self::mmu_writable(entry) {
+            return None;
+        }
+        let dirty = if logged_by_fault::<Self>(entry) {
+            Self::DIRTY
+        } else {
+            0
+        };
+        let entry = match Self::ACCESSED_BY {
+            AccessedBy::SavedPermissions => Self::set_accessed(entry),
+            AccessedBy::Hardware | AccessedBy::FaultOnClear => entry,
+        };
+        Some(entry | Self::WRITE | dirty)
+    }
+
+    /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults; where
+    /// permissions are put aside, the one to store is gone, and with it the dirty state.
+    #[inline]
+    #[must_use]
+    fn clear_accessed(entry: u64) -> u64 {
+        debug_assert!(Self::is_present(entry));
+        match Self::ACCESSED_BY {
+            AccessedBy::SavedPermissions => {
+                let saved = (entry & Self::SAVED) << Self::SAVED_SHIFT;
+                (entry & !Self::HARDWARE_PRESENT) | saved
+            }
+            AccessedBy::Hardware | AccessedBy::FaultOnClear => entry & !Self::ACCESSED,
+        }
+    }
+
+    /// The leaf, accessed: what the fault of an access that [`clear_accessed`](Self::clear_accessed) stopped
+    /// stores.
+    #[inline]
+    #[must_use]
+    fn set_accessed(entry: u64) -> u64 {
+        debug_assert!(Self::is_present(entry));
+        match Self::ACCESSED_BY {
+            AccessedBy::SavedPermissions => {
+                let saved = entry & (Self::SAVED << Self::SAVED_SHIFT);
+                (entry & !saved) | saved >> Self::SAVED_SHIFT
+            }
+            AccessedBy::Hardware | AccessedBy::FaultOnClear => entry | Self::ACCESSED,
+        }
+    }
+
+    /// The leaf, clean, so that the next store is seen: by the hardware's dirty bit or, where dirty state is
+    /// known by write protection, by a fault.
+    #[inline]
+    #[must_use]
+    fn clear_dirty(entry: u64) -> u64 {
+        if Self::DIRTY_BY == DirtyBy::WriteProtection || logged_by_fault::<Self>(entry) {
+            Self::write_protect(entry)
+        } else {
+            entry & !Self::DIRTY
+        }
+    }
+
+    /// The leaf, dirty if it is writable: saves the hardware the update when a store is about to come.
+    #[inline]
+    #[must_use]
+    fn set_dirty(entry: u64) -> u64 {
+        if Self::is_writable(entry) {
+            entry | Self::DIRTY
+        } else {
+            entry
+        }
+    }
+
+    /// The leaf with another class of [`Writes`]; it loses the permission to store where the class forbids
+    /// it, and a writable one becomes dirty where the class says that dirty is what is writable.
+    #[inline]
+    #[must_use]
+    fn set_writes(entry: u64, writes: Writes) -> u64 {
+        debug_assert!(Self::is_present(entry));
+        let entry =
+            entry & !(Self::HOST_WRITABLE | Self::MMU_WRITABLE) | class_bits::<Self>(writes);
+        match writes {
+            Writes::HostForbids | Writes::MmuForbids => Self::write_protect(entry),
+            Writes::Allowed => entry,
+            Writes::AllowedLoggedByFault => Self::set_dirty(entry),
+        }
+    }
+
+    /// Leaf number `child` of the table of `level - 1` that translates as `entry`, a leaf of `level`, does.
+    /// All else is as in `entry`: all children of a dirty leaf are dirty.
+    #[inline]
+    #[must_use]
+    fn split(entry: u64, level: u32, child: usize) -> u64 {
+        debug_assert!(level > 1 && Self::is_leaf(entry, level));
+        debug_assert!(child < Self::entries(level - 1));
+        let first = Self::pfn(entry, level).0;
+        let pfn = Pfn(first + child as u64 * Self::frames_per_entry(level - 1));
+        with_frame::<Self>(entry, level, pfn, level - 1)
+    }
+
+    /// The leaf of `level + 1` that holds `entry`, a leaf of `level`, and is as it is: what the recovery of a
+    /// huge page installs. The caller knows that the whole of it is backed by consecutive frames.
+    #[inline]
+    #[must_use]
+    fn parent_of(entry: u64, level: u32) -> u64 {
+        debug_assert!(Self::is_leaf(entry, level) && Self::may_hold_leaves(level + 1));
+        with_frame::<Self>(entry, level, Self::pfn(entry, level), level + 1)
+    }
+
+    /// The leaf of `level + 1` that translates as all `children`, a whole table of `level`, do.
+    ///
+    /// It is accessed and dirty if one of them is. `None` where they are not a full table of leaves that map
+    /// consecutive frames from an aligned one on, with the same permissions, memory type and [`Writes`].
+    /// Leaves that dirty logging has write-protected differ in permission: pass each through
+    /// [`make_writable`](Self::make_writable) first where the log is off.
+    #[must_use]
+    fn join(children: impl IntoIterator<Item = u64>, level: u32) -> Option<u64> {
+        let parents = level + 1;
+        if !Self::may_hold_leaves(parents) {
+            return None;
+        }
+        let (mut parent, mut accessed, mut dirty, mut count) = (None, false, 0, 0);
+        for child in children {
+            if count == Self::entries(level) || !Self::is_leaf(child, level) {
+                return None;
+            }
+            accessed |= Self::is_accessed(child);
+            dirty |= child & Self::DIRTY;
+            let plain = Self::set_accessed(child) & !Self::DIRTY;
+            let whole = *parent.get_or_insert_with(|| Self::parent_of(plain, level));
+            if Self::split(whole, parents, count) != plain {
+                return None;
+            }
+            count += 1;
+        }
+        let parent = parent.filter(|_| count == Self::entries(level))? | dirty;
+        Some(if accessed {
+            parent
+        } else {
+            Self::clear_accessed(parent)
+        })
+    }
+}
+
+impl<F: Layout> Format for F {}
+
+#[inline]
+fn frame_bits<F: Format>(pfn: Pfn, level: u32) -> u64 {
+    (pfn.0 << F::PFN_SHIFT) & F::pfn_mask(level)
+}
+
+/// The leaf of another level and frame that is as `entry` in all else.
+#[inline]
+fn with_frame<F: Format>(entry: u64, level: u32, pfn: Pfn, new_level: u32) -> u64 {
+    let rest = entry & !(F::pfn_mask(level) | F::leaf_kind(level));
+    rest | F::leaf_kind(new_level) | frame_bits::<F>(pfn, new_level)
+}
+
+#[inline]
+fn class_bits<F: Format>(writes: Writes) -> u64 {
+    match writes {
+        Writes::HostForbids => 0,
+        Writes::MmuForbids => F::HOST_WRITABLE,
+        Writes::Allowed => F::HOST_WRITABLE | F::MMU_WRITABLE,
+        Writes::AllowedLoggedByFault => F::MMU_WRITABLE,
+    }
+}
+
+#[inline]
+fn logged_by_fault<F: Format>(entry: u64) -> bool {
+    entry & (F::HOST_WRITABLE | F::MMU_WRITABLE) == F::MMU_WRITABLE
+}

@@ -1,0 +1,114 @@
+//! RISC-V's G-stage tables: Sv48x4 and Sv57x4.
+//!
+//! Source: The RISC-V Instruction Set Manual, volume II, "Hypervisor" extension, section "Guest Physical
+//! Address Translation" (the root's two extra index bits, the U bit), "Supervisor-Level ISA", sections "Sv39"
+//! to "Sv57" (the entry's fields), extensions Svpbmt (bits 62:61), Svnapot (63), Svade and Svadu (A and D).
+
+use super::entry::{AccessedBy, DirtyBy, MemoryType};
+use super::layout::Layout;
+
+/// The G-stage with `LEVELS` (4: Sv48x4, 5: Sv57x4), whose hardware sets A and D if `SVADU`.
+///
+/// `SVADU` is menvcfg.ADUE, and without it a clear A, or D at a store, is a guest-page fault (Svade). Memory
+/// types other than [`MemoryType::WriteBack`] need Svpbmt and menvcfg.PBMTE.
+#[derive(Clone, Copy, Debug)]
+pub struct RiscvX4<const LEVELS: u32, const SVADU: bool>;
+
+/// Sv48x4, A and D set by hardware.
+pub type Sv48x4Svadu = RiscvX4<4, true>;
+/// Sv48x4, A and D set by software.
+pub type Sv48x4Svade = RiscvX4<4, false>;
+/// Sv57x4, A and D set by hardware.
+pub type Sv57x4Svadu = RiscvX4<5, true>;
+/// Sv57x4, A and D set by software.
+pub type Sv57x4Svade = RiscvX4<5, false>;
+
+/// V: the entry is in use; if clear, all others are the software's.
+const VALID: u64 = 1 << 0;
+/// R: loads are allowed. With R, W and X clear the entry points to a table.
+const READ: u64 = 1 << 1;
+/// W: stores are allowed. Reserved without R.
+const WRITE: u64 = 1 << 2;
+/// X: fetches are allowed.
+const EXECUTE: u64 = 1 << 3;
+/// U: user mode may use it. Every access by the guest counts as one by user mode, so leaves need it; reserved in
+/// table pointers, as A and D are.
+const USER: u64 = 1 << 4;
+/// A: accessed.
+const ACCESSED: u64 = 1 << 6;
+/// D: dirty.
+const DIRTY: u64 = 1 << 7;
+/// RSW, bits 9:8: the software's, and the only ones in a valid entry.
+const HOST_WRITABLE: u64 = 1 << 8;
+const MMU_WRITABLE: u64 = 1 << 9;
+/// PBMT, bits 62:61: 0 as the physical address says, 1 not cacheable, 2 I/O. Reserved in table pointers.
+const PBMT: u64 = 0b11 << 61;
+const PBMT_NC: u64 = 1 << 61;
+const PBMT_IO: u64 = 2 << 61;
+
+impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVADU> {
+    const NAME: &'static str = match (LEVELS, SVADU) {
+        (4, true) => "Sv48x4, Svadu",
+        (4, false) => "Sv48x4, Svade",
+        (5, true) => "Sv57x4, Svadu",
+        _ => "Sv57x4, Svade",
+    };
+    const LEVELS: u32 = {
+        assert!(LEVELS == 4 || LEVELS == 5, "Sv48x4 has 4 levels, Sv57x4 5");
+        LEVELS
+    };
+    const ROOT_INDEX_BITS: u32 = if cfg!(loom) { 1 } else { 11 };
+
+    const ACCESSED_BY: AccessedBy = if SVADU {
+        AccessedBy::Hardware
+    } else {
+        AccessedBy::FaultOnClear
+    };
+    const DIRTY_BY: DirtyBy = if SVADU {
+        DirtyBy::Hardware
+    } else {
+        DirtyBy::WriteProtection
+    };
+    /// Section "Supervisor Memory-Management Fence": until the fence either translation may be used.
+    const BREAK_BEFORE_MAKE: bool = false;
+    /// Entries with V clear may be cached; only Svvptc bounds how long.
+    const CACHES_NON_PRESENT: bool = true;
+
+    /// Bits 53:10; bits 60:54 are reserved, and 63 (N) is never set.
+    const PFN_SHIFT: u32 = 10;
+    const PFN_BITS: u32 = 44;
+    const PRESENT: u64 = VALID;
+    const HARDWARE_PRESENT: u64 = VALID;
+    const TABLE: u64 = VALID;
+    const LEAF: u64 = VALID | READ | USER;
+    /// Under Svade a store needs D as well, and the two go together.
+    const WRITE: u64 = if SVADU { WRITE } else { WRITE | DIRTY };
+    const EXECUTE: u64 = EXECUTE;
+    const NO_EXECUTE: u64 = 0;
+    const ACCESSED: u64 = ACCESSED;
+    const DIRTY: u64 = if SVADU { DIRTY } else { 0 };
+    const MEMORY: u64 = PBMT;
+    const HOST_WRITABLE: u64 = HOST_WRITABLE;
+    const MMU_WRITABLE: u64 = MMU_WRITABLE;
+    /// Guest frame numbers of Sv57x4 have 47 bits.
+    const MMIO_GFN_BITS: u32 = if LEVELS == 5 { 47 } else { 40 };
+
+    #[inline]
+    fn memory_bits(memory: MemoryType) -> u64 {
+        match memory {
+            MemoryType::WriteBack => 0,
+            MemoryType::WriteCombining => PBMT_NC,
+            MemoryType::Device => PBMT_IO,
+        }
+    }
+
+    #[inline]
+    fn leaf_kind(_level: u32) -> u64 {
+        0
+    }
+
+    #[inline]
+    fn is_leaf_kind(entry: u64, _level: u32) -> bool {
+        entry & (READ | WRITE | EXECUTE) != 0
+    }
+}
