@@ -27,7 +27,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             sizes: vec![10, 30, 50, 100, 509, 8194, 32_764],
-            rounds: 21,
+            rounds: 15,
             sample: Duration::from_millis(4),
         }
     }
