@@ -167,7 +167,7 @@ impl Both {
             At::Page(page) => page * PAGE_SIZE,
             At::Off(page, by) => page * PAGE_SIZE + by,
             At::BelowLimit(pages) => Gfn(self.writer.limits().gfn_limit.0 - pages).gpa().0,
-            At::Top => u64::MAX & !(PAGE_SIZE - 1),
+            At::Top => !(PAGE_SIZE - 1),
         }
     }
 

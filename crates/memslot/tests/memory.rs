@@ -49,6 +49,13 @@ fn bytes_of<T>(make: impl FnOnce() -> T) -> (usize, T) {
     (usize::try_from(bytes).expect("more than before"), made)
 }
 
+/// Does something whose allocations are not the table's: printing, which the test harness captures.
+fn uncounted(act: impl FnOnce()) {
+    let before = LIVE.get();
+    act();
+    LIVE.set(before);
+}
+
 fn request<D: Default>(id: u16) -> Request<D> {
     let number = u64::from(id);
     Request {
@@ -83,7 +90,7 @@ fn measured(writer: &mut SlotWriter<()>, before: isize) -> (usize, usize) {
 
 #[test]
 fn a_slot_takes_less_than_256_bytes() {
-    for slots in [509, 8194, 32_764_u16] {
+    for slots in [10, 30, 50, 100, 509, 8194, 32_764_u16] {
         let before = LIVE.get();
         let mut writer = SlotWriter::<()>::new(Limits::default());
         for id in 0..slots {
@@ -114,14 +121,20 @@ fn a_slot_takes_less_than_256_bytes() {
         drop(gone);
         let (churned, said_churned) = measured(&mut writer, before);
         let each = |bytes: usize| bytes as f64 / f64::from(slots);
-        println!(
-            "{slots} slots: {:.1} bytes each in order, {:.1} after churn; said to be {:.1} and {:.1}",
-            each(ordered),
-            each(churned),
-            each(said_ordered),
-            each(said_churned)
-        );
-        assert!(each(ordered) < 256.0 && each(churned) < 256.0);
+        uncounted(|| {
+            println!(
+                "{slots} slots: {:.1} bytes each in order, {:.1} after churn; said to be {:.1} and {:.1}",
+                each(ordered),
+                each(churned),
+                each(said_ordered),
+                each(said_churned)
+            );
+        });
+        // A few nodes that are not full, and some kept for reuse, weigh more than few slots do.
+        assert!(ordered.max(churned) < 256 * usize::from(slots) + (16 << 10));
+        if slots >= 509 {
+            assert!(each(ordered) < 256.0 && each(churned) < 256.0);
+        }
         for (live, said) in [(ordered, said_ordered), (churned, said_churned)] {
             // Lists of what waits, or waits for reuse, are not said.
             assert!(said <= live && live - said < 64 << 10, "{live} and {said}");
@@ -130,7 +143,7 @@ fn a_slot_takes_less_than_256_bytes() {
             writer.set(Request::delete(0, id)).unwrap();
         }
         let (emptied, _) = measured(&mut writer, before);
-        println!("{slots} slots: {emptied} bytes when all have gone");
+        uncounted(|| println!("{slots} slots: {emptied} bytes when all have gone"));
         drop(writer);
         assert_eq!(LIVE.get(), before, "the table leaves something behind");
     }

@@ -1,4 +1,6 @@
 //! What is measured of every scheme.
+//!
+//! What takes two threads has no figure where the two were never seen to run at once, as on one core.
 
 use serde::Serialize;
 

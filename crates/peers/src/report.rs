@@ -59,6 +59,10 @@ pub struct Report {
     pub cores: usize,
     /// How long the run took, in seconds.
     pub seconds: f64,
+    /// What a cache line takes from one core to another, in nanoseconds: the smallest, the median and the largest over
+    /// the rounds, or nothing where there was no second core. All figures with two threads hang on it, and on virtual
+    /// machines it changes with the cores the host gives.
+    pub line_transfer: Option<[f64; 3]>,
     /// The figures, by number of slots, scheme and operation.
     pub figures: Vec<Figure>,
     /// What is asked of the memslots, and whether this run met it.
@@ -66,10 +70,14 @@ pub struct Report {
 }
 
 impl Report {
-    pub(crate) fn new(figures: Vec<Figure>, spent: Duration) -> Self {
+    pub(crate) fn new(figures: Vec<Figure>, mut transfers: Vec<f64>, spent: Duration) -> Self {
+        transfers.sort_unstable_by(f64::total_cmp);
         let mut report = Self {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             seconds: spent.as_secs_f64(),
+            line_transfer: transfers
+                .last()
+                .map(|last| [transfers[0], transfers[transfers.len() / 2], *last]),
             figures,
             verdicts: Vec::new(),
         };
@@ -137,6 +145,13 @@ impl fmt::Display for Report {
              ratio: busy to gfn. {} cores, {:.0} s.",
             self.cores, self.seconds
         )?;
+        if let Some(ends) = self.line_transfer {
+            let [least, median, most] = ends.map(short);
+            writeln!(
+                f,
+                "A cache line from core to core: {median} ns ({least} to {most})."
+            )?;
+        }
         for slots in self.sizes() {
             let mut heading = format!("\n{:<NAME$}", format!("{slots} slots"));
             for operation in Operation::ALL {
@@ -202,9 +217,10 @@ mod tests {
             Figure::of(Operation::BesideWriter, "one", 10, vec![25.0]),
             Figure::of(Operation::ByGfn, "two", 10, vec![7.0]),
         ];
-        let report = Report::new(figures, Duration::from_secs(2));
+        let report = Report::new(figures, vec![70.0, 60.0, 90.0], Duration::from_secs(2));
         assert_eq!(report.busy_ratio("one", 10), Some(2.5));
         assert_eq!(report.busy_ratio("two", 10), None);
+        assert_eq!(report.line_transfer, Some([60.0, 70.0, 90.0]));
         let table = report.table();
         let row = |name: &str| table.lines().find(|line| line.starts_with(name));
         let (one, two) = (row("one").expect("one"), row("two").expect("two"));

@@ -1,7 +1,7 @@
 //! A whole run: every number of slots, every operation, every scheme, round by round.
 
 use crate::clock::{self, Sampler};
-use crate::company::Order;
+use crate::company::{self, Order};
 use crate::host;
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
@@ -76,7 +76,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     }
     let base = host::base().ok_or(RunError::AddressSpace)?;
     let (start, overhead) = (Instant::now(), clock::overhead());
-    let mut figures = Vec::new();
+    let (mut figures, mut transfers) = (Vec::new(), Vec::new());
     for &slots in &config.sizes {
         let layout = Layout::new(slots, base, u64::from(slots));
         let stage = Stage {
@@ -96,6 +96,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
                 "{slots} slots: round {round} of {}",
                 config.rounds
             ));
+            transfers.extend(company::line_transfer(overhead));
             for step in Operation::STEPS {
                 for (subject, samples) in subjects.iter_mut().zip(&mut samples) {
                     subject.measure(step, &stage, &mut |operation, sample| {
@@ -110,7 +111,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
             }
         }
     }
-    Ok(Report::new(figures, start.elapsed()))
+    Ok(Report::new(figures, transfers, start.elapsed()))
 }
 
 /// All schemes with the slots of `layout`, in the order of a table's rows.
@@ -144,22 +145,33 @@ mod tests {
         let report = run(&tiny(&[4, 40]), &mut |doing| said.push(doing.to_owned())).expect("a run");
         assert_eq!(said.len(), 6, "{said:?}");
         assert_eq!(report.sizes(), [4, 40]);
+        // Where this machine is too busy to run two threads at once, they have no figures.
+        let company = [Operation::Add, Operation::Delete, Operation::Move];
+        let company = [
+            &company[..],
+            &[Operation::BesideWriter, Operation::WriterRate],
+        ]
+        .concat();
+        let peers = [
+            VmMemory::NAME,
+            ArcSwapArray::NAME,
+            LockedTree::NAME,
+            ArcSwapImbl::NAME,
+        ];
         for slots in report.sizes() {
-            for operation in Operation::ALL {
-                let has = |scheme| report.value(operation, scheme, slots).is_some();
-                let by_id = operation == Operation::ById;
-                for scheme in [
-                    VmMemory::NAME,
-                    ArcSwapArray::NAME,
-                    LockedTree::NAME,
-                    ArcSwapImbl::NAME,
-                ] {
-                    assert_eq!(has(scheme), !by_id, "{operation:?} of {scheme}");
+            for operation in Operation::ALL.iter().filter(|o| !company.contains(o)) {
+                let has = |scheme| report.value(*operation, scheme, slots).is_some();
+                assert!(has(Memslots::NAME), "{operation:?}");
+                for scheme in peers {
+                    assert_eq!(
+                        has(scheme),
+                        *operation != Operation::ById,
+                        "{operation:?} of {scheme}"
+                    );
                 }
             }
         }
-        assert!(report.value(Operation::ById, Memslots::NAME, 40).is_some());
-        assert_eq!(report.verdicts.len(), 12, "{:#?}", report.verdicts);
+        assert!(report.verdicts.len() >= 7, "{:#?}", report.verdicts);
         assert!(report.value(Operation::ByGfn, Floor::NAME, 40).is_some());
         assert!(report.value(Operation::Add, Floor::NAME, 40).is_none());
         assert!(

@@ -1,10 +1,11 @@
 //! One scheme under measurement.
 
 use crate::clock::{self, Sampler};
-use crate::company::{Order, beside_reader, beside_writer};
+use crate::company::{Order, accompanied, beside_reader, beside_writer};
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
 use crate::scheme::{ByGfn, Change, Floor, Lookup, Reader, Scheme};
+use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,10 @@ pub(crate) trait Subject {
 const BATCH: usize = 16;
 /// How long to wait for the other thread to be seen on a core of its own.
 const PATIENCE: Duration = Duration::from_millis(20);
+/// How long to try for one sample beside a reader.
+const TRY: Duration = Duration::from_millis(60);
+/// Of a writer with fewer changes a second, a chunk of look-ups does not tell whether it is running.
+const SLOW_WRITER: f64 = 40_000.0;
 /// A set-up that took longer is not repeated.
 const SLOW_SET_UP: Duration = Duration::from_millis(150);
 
@@ -76,7 +81,11 @@ impl<S: Change> Whole<S> {
             self.reported = true;
             sink(Operation::SetUp, milliseconds(self.set_up));
         } else if self.set_up < SLOW_SET_UP {
-            sink(Operation::SetUp, milliseconds(build::<S>(&stage.layout).1));
+            let begun = Instant::now();
+            while begun.elapsed() < stage.sampler.sample {
+                let spent = build::<S>(&stage.layout).1;
+                sink(Operation::SetUp, milliseconds(spent));
+            }
         }
     }
 
@@ -86,10 +95,14 @@ impl<S: Change> Whole<S> {
         let mut samples = Vec::new();
         beside_reader(scheme.reader(), &stage.keys, |reader| {
             let begun = Instant::now();
-            while samples.is_empty() || begun.elapsed() < stage.sampler.sample {
+            while begun.elapsed() < stage.sampler.sample
+                || samples.is_empty() && begun.elapsed() < TRY
+            {
+                if !reader.meet(PATIENCE) {
+                    continue;
+                }
                 let (slots, _) = stage.order.batch(*number, BATCH);
                 *number += 1;
-                reader.meet(PATIENCE);
                 let start = Instant::now();
                 slots.iter().for_each(|slot| scheme.delete(*slot));
                 let deleted = start.elapsed();
@@ -106,16 +119,50 @@ impl<S: Change> Whole<S> {
         }
     }
 
+    /// Looks up while another thread changes.
+    fn beside_writer(&mut self, stage: &Stage, sink: Sink<'_>) {
+        let (keys, mut reader) = (&stage.keys, self.scheme.reader());
+        let mut chunks = Vec::new();
+        let (rate, ()) = beside_writer(&mut self.scheme, &stage.order, |writer| {
+            let last = Cell::new((Instant::now(), writer.done()));
+            let meet = || {
+                writer.meet(PATIENCE);
+                last.set((Instant::now(), writer.done()));
+            };
+            let look_up = |key: usize| reader.hold().by_gfn(keys.gfns[key]);
+            stage.sampler.look_ups(meet, look_up, |cost| {
+                let (then, before) = last.replace((Instant::now(), writer.done()));
+                let (now, after) = last.get();
+                chunks.push((cost, (after - before) as f64 / (now - then).as_secs_f64()));
+            });
+        });
+        let slow = rate < SLOW_WRITER;
+        let mut rates = Vec::new();
+        for (cost, rate) in accompanied(&chunks, slow) {
+            sink(Operation::BesideWriter, cost);
+            rates.push(rate);
+        }
+        rates.sort_unstable_by(f64::total_cmp);
+        if let Some(median) = rates.get(rates.len() / 2) {
+            let rate = if slow { rate } else { *median };
+            sink(Operation::WriterRate, rate / 1e3);
+        }
+    }
+
     /// Moves to free places and back, batch by batch.
     fn relocate(&mut self, stage: &Stage, sink: Sink<'_>) {
         let (scheme, number) = (&mut self.scheme, &mut self.batch);
         let mut samples = Vec::new();
         beside_reader(scheme.reader(), &stage.keys, |reader| {
             let begun = Instant::now();
-            while samples.is_empty() || begun.elapsed() < stage.sampler.sample {
+            while begun.elapsed() < stage.sampler.sample
+                || samples.is_empty() && begun.elapsed() < TRY
+            {
+                if !reader.meet(PATIENCE) {
+                    continue;
+                }
                 let (slots, places) = stage.order.batch(*number, BATCH);
                 *number += 1;
-                reader.meet(PATIENCE);
                 let mut moved = [slots[0]; BATCH];
                 let start = Instant::now();
                 for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
@@ -183,14 +230,7 @@ where
             Operation::Add | Operation::Delete => self.add_and_delete(stage, sink),
             Operation::Move => self.relocate(stage, sink),
             Operation::BesideWriter | Operation::WriterRate => {
-                let (rate, ()) = beside_writer(&mut self.scheme, &stage.order, |writer| {
-                    let meet = || {
-                        writer.meet(PATIENCE);
-                    };
-                    let look_up = |key: usize| reader.hold().by_gfn(keys.gfns[key]);
-                    sampler.look_ups(meet, look_up, |cost| sink(Operation::BesideWriter, cost));
-                });
-                sink(Operation::WriterRate, rate / 1e3);
+                self.beside_writer(stage, sink);
             }
             Operation::ByGfn | Operation::ByGfnHeld | Operation::Again | Operation::AgainHeld => {
                 by_gfn(reader, step, stage, sink);

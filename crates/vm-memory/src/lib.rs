@@ -13,6 +13,12 @@
 //! [`SlotError`](pageferry_memslot::SlotError)s with their values. A change can be made in two steps, to tell
 //! the kernel in between ([`RegionUpdate`]).
 //!
+//! **Cost**, measured beside `GuestMemoryMmap` in a `GuestMemoryAtomic` by `tests/measure.rs` (x86-64, two busy cores; ns,
+//! ours / theirs) with 10, 509 and 8194 regions. A look-up in the region of the last one: 1 / 10, 1 / 21, 1 / 42. Of
+//! regions in random order: 12 / 10, 29 / 25, 52 / 85. Reading a `u64` in one region: 14 / 27, 16 / 46, 13 / 68; in
+//! random order: 33 / 26, 53 / 54, 112 / 135. Inserting or removing a region: 210 / 140, 270 / 5800, 300 / 125 000. `memory()`
+//! and its drop: 17 / 5 at any size. While a snapshot is held, each change leaves about 2 KB behind, at any size.
+//!
 //! **Neighbours.** Below: `pageferry-memslot`, `pageferry-addr`, and `vm-memory`, whose `GuestRegionMmap` is
 //! the region most will use; any `GuestMemoryRegion` with a host address serves. This crate must not know
 //! hypervisors or devices, and it never touches guest memory itself: slices come from the regions.

@@ -18,7 +18,7 @@
 //! (2) Guard and view say `'static` but leave this file only as borrows of the `PinnedRef`. (3) The fields
 //! that change (`guard`, `view`, the reader inside its borrow) change while one thread owns the allocation:
 //! before the first `PinnedRef` exists and after the last is gone. In between, threads share the view,
-//! which only reads, and the count.
+//! which only reads, and two atomics: the count, and the slot that was found last.
 
 use crate::pool::{self, Pool};
 use crate::sync::{AtomicPtr, AtomicUsize, Ordering, fence};

@@ -19,7 +19,9 @@ use vm_memory::{
 /// removed regions. Take a new one for each unit of work, as with `GuestMemoryAtomic`; one to keep for long is
 /// better turned into a [`detach`](Self::detach)ed copy.
 ///
-/// Look-ups cost O(log n) in the regions, take no lock and write nothing that is shared.
+/// Look-ups cost O(log n) in the regions and take no lock. The region found last is looked at first; finding
+/// another one writes one word, which clones share: threads that work in different regions each take a
+/// snapshot of their own.
 pub struct SlotSnapshot<R: Send + Sync + 'static>(PinnedRef<R>);
 
 impl<R: Send + Sync + 'static> SlotSnapshot<R> {

@@ -6,9 +6,11 @@ use std::io::{Read, Seek, Write};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use vm_memory::bitmap::{AtomicBitmap, Bitmap};
+use vm_memory::iommu::{Error as IommuError, IotlbIterator, IovaRange};
 use vm_memory::{
     Address, ByteValued, Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend,
-    GuestMemoryError, GuestMemoryRegion, MemoryRegionAddress, Permissions,
+    GuestMemoryError, GuestMemoryRegion, Iommu, IommuMemory, Iotlb, MemoryRegionAddress,
+    Permissions,
 };
 
 against_both!(
@@ -32,6 +34,7 @@ against_both!(
     writes_are_tracked_in_the_regions_bitmap,
     memory_is_reached_through_the_iova_trait_too,
     the_highest_region_is_reached,
+    an_iommu_leads_into_the_regions,
 );
 
 fn a(addr: u64) -> GuestAddress {
@@ -504,4 +507,68 @@ fn the_highest_region_is_reached<K: Kind>() {
     memory.write_obj(3u8, a(top + 0xfff)).unwrap();
     assert_eq!(memory.write(&[1; 8], a(top + 0xffc)).unwrap(), 4);
     assert!(memory.find_region(a(u64::MAX)).is_none());
+}
+
+/// Mappings that are there from the start: IOVA 0xf_0000 is 0x1800, over an edge between regions, and a read-only page.
+#[derive(Debug)]
+struct Fixed(Iotlb);
+
+impl Fixed {
+    const WINDOW: u64 = 0xf_0000;
+    const READ_ONLY: u64 = 0xf_8000;
+
+    fn new() -> Self {
+        let mut iotlb = Iotlb::new();
+        let maps = [
+            (Self::WINDOW, 0x1800, 0x1000, Permissions::ReadWrite),
+            (Self::READ_ONLY, 0x8000, 0x1000, Permissions::Read),
+        ];
+        for (iova, to, len, allowed) in maps {
+            iotlb.set_mapping(a(iova), a(to), len, allowed).unwrap();
+        }
+        Self(iotlb)
+    }
+}
+
+impl Iommu for Fixed {
+    type IotlbGuard<'a> = &'a Iotlb;
+
+    fn translate(
+        &self,
+        iova: GuestAddress,
+        length: usize,
+        access: Permissions,
+    ) -> Result<IotlbIterator<&Iotlb>, IommuError> {
+        Iotlb::lookup(&self.0, iova, length, access).map_err(|fails| IommuError::CannotResolve {
+            iova_range: IovaRange { base: iova, length },
+            reason: format!("{fails:?}"),
+        })
+    }
+}
+
+fn an_iommu_leads_into_the_regions<K: Kind>() {
+    let space = map::<(), K>(&THREE);
+    let memory = (*space.memory()).clone();
+    let mut behind = IommuMemory::new(memory, Fixed::new(), true, ());
+    behind.write_slice(&[7; 0x1000], a(Fixed::WINDOW)).unwrap();
+    let mut seen = [0; 0x1002];
+    space.memory().read_slice(&mut seen, a(0x17ff)).unwrap();
+    assert!(seen[0] == 0 && seen[1..0x1001] == [7; 0x1000] && seen[0x1001] == 0);
+    assert!(behind.write_slice(&[7; 0x1001], a(Fixed::WINDOW)).is_err());
+    assert!(behind.read_obj::<u32>(a(Fixed::READ_ONLY)).is_ok());
+    assert!(matches!(
+        behind.write_obj(1u32, a(Fixed::READ_ONLY)),
+        Err(GuestMemoryError::IommuError(_))
+    ));
+    assert!(behind.read_obj::<u8>(a(0x1800)).is_err(), "no such IOVA");
+
+    // The region behind the read-only window is replaced: by a new snapshot, as a device reset would do it.
+    K::remove(&space, 0x8000, PAGE).unwrap();
+    assert_eq!(behind.read_obj::<u32>(a(Fixed::READ_ONLY)).unwrap(), 0);
+    assert!(K::insert(&space, Arc::new(region(0x8000, PAGE))));
+    space.memory().write_obj(9u32, a(0x8000)).unwrap();
+    behind = behind.with_replaced_backend((*space.memory()).clone());
+    assert_eq!(behind.read_obj::<u32>(a(Fixed::READ_ONLY)).unwrap(), 9);
+    behind.set_iommu_enabled(false);
+    assert_eq!(behind.read_obj::<u8>(a(0x1800)).unwrap(), 7);
 }

@@ -12,7 +12,7 @@ pub(crate) const PAGE: u64 = 0x1000;
 
 /// A changeable memory map of `GuestRegionMmap`s.
 pub(crate) trait Kind<B: NewBitmap + Send + Sync + 'static = ()> {
-    type Memory: GuestMemoryBackend<R = GuestRegionMmap<B>>;
+    type Memory: GuestMemoryBackend<R = GuestRegionMmap<B>> + Clone;
     type Space: GuestAddressSpace<M = Self::Memory> + Send + Sync + 'static;
 
     /// A map of these regions; `None` if they are refused.
