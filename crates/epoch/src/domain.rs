@@ -19,6 +19,14 @@
 //! with acquire order follows a3, so all the guard did happens before a4, and before the free, whose load
 //! of the epoch acquires a4.
 //!
+//! # Why what is old may go when it is quiet
+//!
+//! [`Domain::is_quiet`] fences (q1) and looks at all announcements (q2). Let somebody unlink things, take a stamp, move the
+//! epoch on to `n`, and then find it quiet. A guard that q2 did not see has ended, and all it did happens before; or its r3
+//! comes after q1, so its loads see the things unlinked, and its check of the epoch sees `n`. A guard of epoch `n`
+//! has read what a4 wrote, after the things were unlinked, so it has not reached them either. So nobody uses the
+//! things, or will: neither a guard, nor what a guard of epoch `n` has remembered for later (below).
+//!
 //! # Why what one guard reached may be used under a later one
 //!
 //! [`Guard::epoch`] gives the announced epoch `p` if it was still current after r3. What a guard of epoch `p`
@@ -177,6 +185,27 @@ impl Domain {
         self.epoch
             .compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed)
             .is_ok()
+    }
+}
+
+impl Domain {
+    /// Whether there is no guard at this moment. Then all that was retired before the last successful
+    /// [`try_advance`](Self::try_advance) by the caller, or before one that happened earlier, may be freed at
+    /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
+    pub fn is_quiet(&self) -> bool {
+        fence(Ordering::SeqCst);
+        let mut record = self.records.load(Ordering::Acquire);
+        while !record.is_null() {
+            // SAFETY: as in `register`.
+            let known = unsafe { &*record };
+            if known.announced.load(Ordering::Relaxed) != NONE {
+                return false;
+            }
+            record = known.next;
+        }
+        // All that guards did which have gone happens before what the caller does next.
+        fence(Ordering::Acquire);
+        true
     }
 }
 

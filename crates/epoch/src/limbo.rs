@@ -57,7 +57,8 @@ impl<T> Limbo<T> {
         self.waiting.is_empty()
     }
 
-    /// Takes the oldest thing out, whatever its stamp: for an owner who knows that no guard is left.
+    /// Takes the oldest thing out, whatever its stamp: for an owner who knows that no guard is left, or who moved the epoch
+    /// on after the last stamp and then found the domain [quiet](Domain::is_quiet).
     pub fn take(&mut self) -> Option<T> {
         self.waiting.pop_front().map(|(_, thing)| thing)
     }

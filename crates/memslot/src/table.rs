@@ -105,6 +105,8 @@ pub(crate) struct State<D> {
     pub(crate) len: usize,
     pub(crate) pages: u64,
     pub(crate) pending: Pending<D>,
+    /// Whether no reader had a guard when the writer looked last.
+    pub(crate) quiet: bool,
     pub(crate) relax: fn(),
 }
 
@@ -177,6 +179,7 @@ impl<D> Shared<D> {
                 len: 0,
                 pages: 0,
                 pending: Pending::Nothing,
+                quiet: true,
                 relax: core::hint::spin_loop,
             })),
         }

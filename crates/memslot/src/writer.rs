@@ -12,8 +12,8 @@ use core::fmt;
 use core::mem;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// How many replaced things make a batch: one fence and one look at every reader for each. An operation that completes a
-/// batch frees up to two.
+/// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
+/// completes a batch frees up to two.
 const BATCH: usize = 32;
 
 /// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
@@ -275,19 +275,50 @@ impl<D> SlotWriter<D> {
     }
 
     /// Frees some of what no reader uses any more; waits if too much is in use.
+    ///
+    /// As long as no reader has a guard whenever it looks, it looks at each operation: what was replaced can be
+    /// used for the next, while caches still hold it. Looking disturbs readers at work, so beside them it looks once a batch.
     fn free_some(&mut self) {
         let limit = self.shared.limits.max_retired;
-        if self.state().replaced.len() < BATCH {
+        let state = self.state();
+        let batch = if state.quiet { 1 } else { BATCH };
+        if state.replaced.len() < batch {
+            return;
+        }
+        let quiet = self.advance() && self.shared.domain.is_quiet();
+        self.state().quiet = quiet;
+        if quiet {
+            self.free_quietly(2 * BATCH);
             return;
         }
         self.retire();
-        self.advance();
         self.free(2 * BATCH);
         while self.state().limbo.len() > limit {
             if !self.advance() {
                 (self.state().relax)();
             }
             self.free(2 * BATCH);
+        }
+    }
+
+    /// Frees what was replaced, and some of what waits. The epoch has moved on since it was replaced, and then there was no guard.
+    fn free_quietly(&mut self, most: usize) {
+        let State {
+            replaced,
+            limbo,
+            pools,
+            ..
+        } = self.state();
+        while let Some(thing) = replaced.pop() {
+            // SAFETY: no reader knows of it any more, as `Domain::is_quiet` says, and it was replaced once.
+            unsafe { pools.free(thing) };
+        }
+        for _ in 0..most {
+            let Some(thing) = limbo.take() else {
+                return;
+            };
+            // SAFETY: as above.
+            unsafe { pools.free(thing) };
         }
     }
 
@@ -324,6 +355,10 @@ impl<D> SlotWriter<D> {
     ///
     /// When nobody holds a guard, nothing is left, and the data of all deleted slots has been dropped.
     pub fn reclaim(&mut self) -> usize {
+        if self.advance() && self.shared.domain.is_quiet() {
+            self.free_quietly(usize::MAX);
+            return 0;
+        }
         self.retire();
         // What was stamped in this epoch goes after two moves.
         for _ in 0..2 {
