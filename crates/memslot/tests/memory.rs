@@ -269,3 +269,36 @@ fn reclaim_drops_the_data_of_slots_that_have_gone() {
     drop(reader);
     assert_eq!(Arc::strong_count(&counted), 1);
 }
+
+/// What readers told each other of a slot is forgotten before the slot's memory serves another address space.
+#[test]
+fn a_shared_last_used_slot_is_not_found_in_memory_that_is_used_again() {
+    for moves in 0..9 {
+        let mut writer = SlotWriter::<()>::new(Limits {
+            address_spaces: 2,
+            shared_last_used: true,
+            ..Limits::default()
+        });
+        let frame = Gfn(8);
+        writer.set(request(1)).unwrap();
+        let table = writer.table();
+        assert!(table.reader().pin().lookup(frame).is_some());
+        writer.set(Request::delete(0, 1)).unwrap();
+        assert_eq!(writer.reclaim(), 0);
+        let other = Request {
+            address_space: 1,
+            ..request(1)
+        };
+        writer.set(other).unwrap();
+        for id in 2..2 + moves {
+            // Something to reclaim, so that the epoch moves.
+            writer.set(request(id)).unwrap();
+            assert!(writer.retired() > 0);
+            assert_eq!(writer.reclaim(), 0);
+            let mut reader = table.reader();
+            let guard = reader.pin();
+            assert!(guard.lookup(frame).is_none(), "after {id}");
+            assert!(guard.lookup_in(1, frame).is_some());
+        }
+    }
+}
