@@ -142,7 +142,7 @@ pub trait Layout: Copy + Debug + Send + Sync + 'static {
             Self::MEMORY,
             Self::HOST_WRITABLE,
             Self::MMU_WRITABLE,
-            if Self::SAVED_SHIFT == 0 { 0 } else { saved },
+            saved,
         ];
         let mut used = 0;
         let mut field = 0;

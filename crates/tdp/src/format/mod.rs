@@ -8,17 +8,18 @@
 //!
 //! **Mechanism.** A format is a type that holds nothing; [`Layout`] gives it the places of the fields as
 //! associated constants, and [`Format`], implemented for all layouts, moves the bits: its functions fold into
-//! a few masks where the format is known, and code that is generic over formats needs that bound only. Entries are plain `u64`: they are read and exchanged as such.
-//! What a concurrent MMU must know beyond the bits is an associated constant too: who sets the accessed and
-//! dirty state, which bits the hardware may change under the reader, whether size changes need
-//! break-before-make, whether faulting entries may be cached.
+//! a few masks where the format is known, and code that is generic over formats needs that bound only.
+//! Entries are plain `u64`: they are read and exchanged as such. What a concurrent MMU must know beyond the
+//! bits is an associated constant too: who sets the accessed and dirty state, which bits the hardware may
+//! change under the reader, whether size changes need break-before-make, whether faulting entries may be
+//! cached.
 //!
 //! | format | levels | accessed | dirty | root | guest-physical bits |
 //! |---|---|---|---|---|---|
 //! | [`Ept`] | 4, 5 | bit, or saved permissions | bit, or write protection | 4 KiB | 48, 52 |
 //! | [`Npt`] | 4, 5 | bit | bit | 4 KiB | 48, 52 |
 //! | [`RiscvX4`] | 4, 5 | bit; without Svadu a clear one faults | bit, or write protection | 16 KiB | 50, 59 |
-//! | [`Arm64Stage2`] | 3, 4 | bit; without HA a clear one faults | DBM, or write protection | 64 B to 64 KiB | 33 to 48 |
+//! | [`Arm64Stage2`] | 3, 4 | bit; without HA a clear one faults | bit, or write protection | 64 B..64 KiB | 33..48 |
 //!
 //! **Neighbours.** The walker, the function that changes entries and the fault handler are above; they must
 //! not know a bit's position. This module must not know atomics, locks, slots or table memory.

@@ -371,6 +371,10 @@ pub trait Format: Layout {
 
     /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults; where
     /// permissions are put aside, the one to store is gone, and with it the dirty state.
+    ///
+    /// Who ages pages does not flush. A stale translation may then still be stored through, by an entry that no
+    /// longer says so: a log that is read must flush for every page it reports, not only for the entries that
+    /// reading it has changed.
     #[inline]
     #[must_use]
     fn clear_accessed(entry: u64) -> u64 {
@@ -435,6 +439,28 @@ pub trait Format: Layout {
             Writes::Allowed => entry,
             Writes::AllowedLoggedByFault => Self::set_dirty(entry),
         }
+    }
+
+    /// Whether a TLB that has used `old` may let through what `new`, stored in its place, stops: another page, a
+    /// store or a fetch, a store that should set a clear dirty bit. The change counts only after a flush.
+    ///
+    /// - Accessed state is not asked about: what a stale translation lets through is not seen as an access.
+    /// - A leaf that loses [`Writes::mmu_writable`] needs a flush even if it was write-protected: who
+    ///   write-protected it for a log may not have flushed yet (as in KVM's `spte.h`).
+    /// - A leaf that becomes a table is said to need one. If the table translates the same and
+    ///   [`BREAK_BEFORE_MAKE`](Layout::BREAK_BEFORE_MAKE) does not hold, the caller may know better.
+    #[inline]
+    #[must_use]
+    fn needs_flush(old: u64, new: u64, level: u32) -> bool {
+        if !Self::is_leaf(old, level) {
+            return Self::is_table(old, level) && old != new;
+        }
+        if !Self::is_leaf(new, level) {
+            return true;
+        }
+        let moved = (old ^ new) & (Self::pfn_mask(level) | Self::MEMORY);
+        let lost = old & !new & (Self::WRITE | Self::DIRTY | Self::MMU_WRITABLE);
+        moved | lost != 0 || (Self::is_executable(old) && !Self::is_executable(new))
     }
 
     /// Leaf number `child` of the table of `level - 1` that translates as `entry`, a leaf of `level`, does.

@@ -240,6 +240,16 @@ fn riscv_without_svadu() {
 }
 
 #[test]
+fn riscv_permissions_decide_the_kind() {
+    // Table "Encoding of PTE R/W/X fields": R = W = X = 0 points to a table, all else is a leaf or reserved.
+    for low in 0..16u64 {
+        let (valid, any) = (low & 1 != 0, low & 0b1110 != 0);
+        assert_eq!(Sv48x4Svadu::is_leaf(low, 2), valid && any);
+        assert_eq!(Sv48x4Svadu::is_table(low, 2), valid && !any);
+    }
+}
+
+#[test]
 fn the_older_sv48x4_entries_are_the_same_beside_the_software_bits() {
     const RSW: u64 = 0x300;
     let pfn = Pfn(0x1_2345);
@@ -332,6 +342,8 @@ fn what_translates_nothing() {
     rows::<Npt5>();
     rows::<Sv48x4Svade>();
     rows::<Arm64Ipa48<true>>();
+    // What EPT takes as present is no marker, whoever made it.
+    assert!(!Ept4::is_mmio(0x48df_ffff_011f_f058 | 1 << 2));
     // Sv57x4: generation 9:4 = 5, 62:59 = 0xb; inverted guest frame 58:12.
     check_mmio::<Sv57x4Svade>(0x4000_0000_fee0, 0x2c5, 0x5bff_ffff_f011_f058);
     assert_eq!(Sv57x4Svade::MMIO_GENERATION_BITS, 10);

@@ -250,6 +250,8 @@ for_each_format!(
     the_processor_stops_at_what_translates_nothing,
     the_processor_follows_table_pointers,
     frames_never_reach_other_fields,
+    without_a_flush_nothing_is_let_through_that_the_entry_stops,
+    what_narrows_an_entry_needs_a_flush,
 );
 
 /// For all leaves at all levels: permissions, frame, memory type, and what the hardware then sets.
@@ -383,4 +385,81 @@ fn the_dirty_state_of_hardware_formats_is_the_hardwares() {
     check::<Npt<4>>();
     check::<RiscvX4<4, true>>();
     check::<Arm64Stage2<48, true, true>>();
+}
+
+/// A TLB holds what the processor found in `old` once accessed and dirty are set; it goes on using it.
+fn without_a_flush_nothing_is_let_through_that_the_entry_stops<F: Hardware>() {
+    run(leaf_place::<F>(), |(level, pfn)| {
+        let entries: Vec<u64> = leaves_of(pfn)
+            .into_iter()
+            .map(|leaf| F::leaf(leaf, level))
+            .collect();
+        let elsewhere = Pfn(pfn.0 ^ F::frames_per_entry(level));
+        let moved = leaves_of(elsewhere)
+            .into_iter()
+            .map(|leaf| F::leaf(leaf, level));
+        let others: Vec<u64> = entries.iter().copied().chain(moved).collect();
+        for &old in entries.iter().step_by(5) {
+            for &new in &others {
+                if F::needs_flush(old, new, level) {
+                    continue;
+                }
+                prop_assert_eq!(F::memory_type(old), F::memory_type(new));
+                for (kind, _) in KINDS {
+                    let Found::Page(frame, cached) = F::find(old, level, kind) else {
+                        continue;
+                    };
+                    if F::is_dirty(cached) != F::is_dirty(old) {
+                        continue;
+                    }
+                    // Accessed state aside, the walk of the new entry must end as the cached one.
+                    let Found::Page(now, updated) = F::find(F::set_accessed(new), level, kind)
+                    else {
+                        return Err(TestCaseError::fail(format!(
+                            "{kind:?}: {old:#x} to {new:#x}"
+                        )));
+                    };
+                    prop_assert_eq!(now, frame);
+                    let missed = kind == Kind::Store && F::is_dirty(updated) != F::is_dirty(new);
+                    prop_assert!(!missed, "a store is not seen: {old:#x} to {new:#x}");
+                }
+            }
+        }
+        Ok(())
+    });
+}
+
+fn what_narrows_an_entry_needs_a_flush<F: Hardware>() {
+    run(
+        (leaf::<F>(), 0..F::PFN_LIMIT.0),
+        |((level, leaf), other)| {
+            let (entry, said) = (F::leaf(leaf, level), F::canonical(leaf));
+            let flush = |new| F::needs_flush(entry, new, level);
+            for gone in [F::NON_PRESENT, F::FROZEN, F::mmio(Gfn(other), other)] {
+                prop_assert!(flush(gone));
+                prop_assert!(
+                    !F::needs_flush(gone, entry, level),
+                    "there was no translation"
+                );
+            }
+            prop_assert!(!flush(entry));
+            prop_assert_eq!(flush(F::write_protect(entry)), said.access.write);
+            prop_assert_eq!(flush(F::clear_dirty(entry)), said.dirty);
+            let tracked = pageferry_tdp::format::Writes::MmuForbids;
+            prop_assert_eq!(
+                flush(F::set_writes(entry, tracked)),
+                said.writes.mmu_writable()
+            );
+            let widened = F::make_writable(entry).unwrap_or(entry);
+            prop_assert!(!flush(F::set_dirty(F::set_accessed(widened))));
+            if level > 1 {
+                let table = F::table(Pfn(other));
+                prop_assert!(flush(table));
+                prop_assert!(F::needs_flush(table, entry, level));
+                prop_assert!(F::needs_flush(table, F::FROZEN, level));
+                prop_assert!(!F::needs_flush(table, table, level));
+            }
+            Ok(())
+        },
+    );
 }
