@@ -19,6 +19,9 @@
 //! with acquire order follows a3, so all the guard did happens before a4, and before the free, whose load
 //! of the epoch acquires a4.
 //!
+//! On x86, r2 and r3 are one locked exchange. That relies on what x86 does with it, not on the language's memory model, so
+//! models and Miri get the fence.
+//!
 //! # Why what is old may go when it is quiet
 //!
 //! [`Domain::is_quiet`] fences (q1) and looks at all announcements (q2). Let somebody unlink things, take a stamp, move the
@@ -157,7 +160,7 @@ impl Domain {
         Epoch(self.epoch.load(Ordering::Acquire))
     }
 
-    /// The stamp of all that the caller has unlinked before: see [`Limbo::retire`].
+    /// The stamp of all that the caller has unlinked before: see [`Limbo::retire`](crate::Limbo::retire).
     #[inline]
     #[must_use]
     pub fn stamp(&self) -> Epoch {
@@ -165,7 +168,7 @@ impl Domain {
         Epoch(self.epoch.load(Ordering::Relaxed))
     }
 
-    /// Moves the epoch on, unless a guard announces an older one. Any thread may call it; it looks at every reader's
+    /// Moves the epoch on, unless a guard announces an older one or another thread moves it at the same time. Any thread may call it; it looks at every reader's
     /// record once. Two advances after a stamp was taken, what has that stamp may be freed.
     pub fn try_advance(&self) -> bool {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
@@ -252,13 +255,13 @@ impl Reader {
     fn announce(&self) -> Epoch {
         let epoch = self.domain.epoch.load(Ordering::Relaxed);
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(loom)))]
+        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri))))]
         {
             // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
             self.record().announced.swap(epoch, Ordering::SeqCst);
             core::sync::atomic::compiler_fence(Ordering::SeqCst);
         }
-        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(loom))))]
+        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri)))))]
         {
             self.record().announced.store(epoch, Ordering::Release);
             fence(Ordering::SeqCst);

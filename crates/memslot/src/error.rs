@@ -6,8 +6,8 @@ use thiserror::Error;
 
 /// A refused request; the table it was applied to is unchanged.
 ///
-/// The rules, and the order in which they are checked, are those of `kvm_set_memory_region` in Linux's
-/// `virt/kvm/kvm_main.c`, which answers `EEXIST` for [`Overlap`](Self::Overlap) and `EINVAL` for the rest.
+/// The rules are those of `kvm_set_memory_region` in Linux's `virt/kvm/kvm_main.c`, which answers `EEXIST` for
+/// [`Overlap`](Self::Overlap) and `EINVAL` for the rest; see [`rules`](crate::rules).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SlotError {
     /// A flag nobody knows.

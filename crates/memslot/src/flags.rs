@@ -3,10 +3,10 @@
 use core::fmt;
 use core::ops::BitOr;
 
-/// A slot's flags as they come in a request, known or not; [`SlotTable::apply`](crate::SlotTable::apply)
+/// A slot's flags as they come in a request, known or not; [`SlotWriter::begin`](crate::SlotWriter::begin)
 /// refuses the unknown ones.
 ///
-/// Values: `include/uapi/linux/kvm.h`; `USERFAULT` as the KVM Userfault series (v1, 2024) numbers it.
+/// Values: `include/uapi/linux/kvm.h`; `USERFAULT` as the KVM Userfault series (2024) numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct SlotFlags(pub u32);
 

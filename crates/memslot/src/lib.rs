@@ -8,13 +8,14 @@
 //! value was wrong and what would be right.
 //!
 //! **Mechanism.** Each address space has three B+ trees over one set of slot records: by frame, by id, and by host
-//! address with the largest end below each child (an interval tree). A change copies a leaf of each tree and the record
-//! of the slot it changes, nothing else, and publishes each tree by one store; versions in the nodes let a reader's
+//! address with the largest end below each child (an interval tree). A change copies a leaf of each tree (seldom more of it) and
+//! the record of the slot it changes, no other slot, and publishes each tree by one store; versions in the nodes let a reader's
 //! view see all trees at one version. What was replaced is freed after a grace period. `table.rs` says in which
 //! order things become visible and why that suffices; `tree/` has the trees. The kernel keeps two sets of trees and
 //! waits for its readers at every change instead (Szmigiero, *Scalable memslots implementation*, v5, 2021).
 //!
-//! **Cost.** Pay as you go: a table without slots takes less than 1 KiB, a slot about 200 bytes with its index entries.
+//! **Cost.** Pay as you go: a table without slots takes less than 1 KiB, a slot about 200 bytes with its index entries, where not
+//! most slots of a full table have gone again.
 //! Figures are in `docs/performance.md`.
 //!
 //! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which knows when memory may be freed. The hypervisor

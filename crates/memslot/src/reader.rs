@@ -169,8 +169,11 @@ impl<D> SlotGuard<'_, D> {
         let generation = self.shared.generation();
         let version = generation.number() + u64::from(generation.in_progress());
         let view = view(self.shared, version, generation).space(address_space)?;
-        let again = || view.lookup(gfn).filter(|_| generation.in_progress());
-        view.lookup(gfn).or_else(again)
+        let found = view.lookup(gfn);
+        if found.is_none() && generation.in_progress() {
+            return view.lookup(gfn);
+        }
+        found
     }
 
     #[inline]

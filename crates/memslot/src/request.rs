@@ -19,7 +19,8 @@ pub struct Limits {
     /// different slots, as all of them write one cache line.
     pub shared_last_used: bool,
     /// How many replaced slots and tree nodes may wait for readers before a writer waits for them. One operation
-    /// replaces 3 to 30.
+    /// replaces 3 to 30. After such a wait [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once, operations only
+    /// some 64 each.
     pub max_retired: usize,
 }
 

@@ -1,7 +1,13 @@
 //! The rules a request must obey, for any structure that keeps slots.
 //!
 //! Source: `kvm_set_memory_region` and `check_memory_region_flags` in Linux's `virt/kvm/kvm_main.c`, and the KVM
-//! Userfault series for the flag `USERFAULT` and its bitmap. They are checked in the kernel's order.
+//! Userfault series for the flag `USERFAULT` and its bitmap. They are checked in an order that gives the kernel's answer,
+//! `EINVAL` or `EEXIST`, where several are broken.
+//!
+//! Stricter than the series is what concerns the bitmap: it must be given, in whole words, and stays while the flag stays,
+//! where the series ignores another one or takes it over, depending on what else changes. Looser is that a request for a
+//! slot with guest_memfd that asks for what is there does nothing, as in the series' third version; kernels without
+//! it refuse all changes of such slots.
 
 use crate::{Limits, Request, Slot, SlotError, SlotFlags};
 use pageferry_addr::{GfnRange, PAGE_MASK, PAGE_SHIFT};
@@ -71,13 +77,25 @@ pub fn check<'s, D: 's, E>(
             }
         }
     };
-    match overlap(space, range, id) {
-        Some((other, taken)) => Err(SlotError::Overlap {
+    if let Some((other, taken)) = overlap(space, range, id) {
+        return Err(SlotError::Overlap {
             range,
             other,
             taken,
-        }),
-        None => Ok(plan),
+        });
+    }
+    // After the overlap, as the kernel asks the architecture last (`kvm_arch_prepare_memory_region`).
+    if range.end() > limits.gfn_limit {
+        return Err(too_high(limits, request));
+    }
+    Ok(plan)
+}
+
+fn too_high<E>(limits: &Limits, request: &Request<E>) -> SlotError {
+    SlotError::GpaTooHigh {
+        gpa: request.gpa,
+        size: request.size,
+        limit: limits.gfn_limit,
     }
 }
 
@@ -152,10 +170,7 @@ const fn bitmap_bytes(size: u64) -> u64 {
 fn check_range<E>(limits: &Limits, request: &Request<E>) -> Result<GfnRange, SlotError> {
     let &Request { gpa, size, .. } = request;
     let pages = size >> PAGE_SHIFT;
-    let limit = limits.gfn_limit;
-    let range = GfnRange::new(gpa.gfn(), pages)
-        .filter(|range| range.end() <= limit)
-        .ok_or(SlotError::GpaTooHigh { gpa, size, limit })?;
+    let range = GfnRange::new(gpa.gfn(), pages).ok_or_else(|| too_high(limits, request))?;
     let max_pages = limits.max_slot_pages;
     if pages > max_pages {
         return Err(SlotError::TooManyPages { pages, max_pages });

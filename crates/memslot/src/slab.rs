@@ -2,11 +2,11 @@
 //! Where slot records live.
 //!
 //! **Guarantee.** A record keeps its address until it is freed, begins a cache line (what look-ups read of a record fits
-//! into one), and costs no more than its size rounded up to lines, plus a share of its chunk's head. Chunks without
-//! records are given back, but for one.
+//! into one), and costs its size rounded up to lines, plus a share of its chunk's head. Chunks without records are
+//! given back, but for one; a chunk of 2 KiB or more lives as long as one record in it.
 //!
-//! **Mechanism.** Chunks of a power of two, aligned to their size, so that a record's address tells its chunk. A chunk
-//! begins with the bits of its free places. Those with any are in a list.
+//! **Mechanism.** A chunk begins with the bits of its free places; those with any are in a list. A record knows its place, which
+//! tells where its chunk begins.
 //!
 //! **Neighbours.** Only the writer allocates and frees, so nothing here is atomic.
 
@@ -39,23 +39,21 @@ pub(crate) struct Slab<D> {
 
 impl<D> Slab<D> {
     const STRIDE: usize = size_of::<Place<D>>();
+    /// Where the first place is: behind the head, aligned as places are.
+    const FIRST: usize = LINE.next_multiple_of(align_of::<Place<D>>());
     /// At least 2 KiB, and room for at least 8 records.
     const CHUNK: usize = {
-        let wanted = LINE + 8 * Self::STRIDE;
-        if wanted <= 2048 {
-            2048
-        } else {
-            wanted.next_power_of_two()
-        }
+        let wanted = Self::FIRST + 8 * Self::STRIDE;
+        if wanted <= 2048 { 2048 } else { wanted }
     };
     const PLACES: usize = {
-        let places = (Self::CHUNK - LINE) / Self::STRIDE;
+        let places = (Self::CHUNK - Self::FIRST) / Self::STRIDE;
         if places < 64 { places } else { 64 }
     };
     const ALL_FREE: u64 = u64::MAX >> (64 - Self::PLACES);
     const LAYOUT: Layout = {
-        assert!(size_of::<Head<D>>() == LINE && align_of::<Place<D>>() <= Self::CHUNK);
-        match Layout::from_size_align(Self::CHUNK, Self::CHUNK) {
+        assert!(size_of::<Head<D>>() == LINE);
+        match Layout::from_size_align(Self::CHUNK, align_of::<Place<D>>()) {
             Ok(layout) => layout,
             Err(_) => panic!("a record is too large"),
         }
@@ -74,20 +72,23 @@ impl<D> Slab<D> {
     }
 
     /// Gives `slot` an address.
-    pub(crate) fn insert(&mut self, slot: Slot<D>) -> *mut Slot<D> {
+    pub(crate) fn insert(&mut self, mut slot: Slot<D>) -> *mut Slot<D> {
         if self.first.is_null() {
             self.grow();
         }
         let head = self.first;
         // SAFETY: chunks in the list are allocated and have a free place; nobody else has a reference to a head. Place `i`
-        // lies `LINE + i * STRIDE` bytes into its chunk, for `i` below `PLACES`.
+        // lies `FIRST + i * STRIDE` bytes into its chunk, for `i` below `PLACES`.
         unsafe {
             let index = (*head).free.trailing_zeros() as usize;
             (*head).free &= (*head).free - 1;
             if (*head).free == 0 {
                 self.unlink(head);
             }
-            let place = head.byte_add(LINE + index * Self::STRIDE).cast::<Slot<D>>();
+            let place = head
+                .byte_add(Self::FIRST + index * Self::STRIDE)
+                .cast::<Slot<D>>();
+            slot.place = index as u32;
             place.write(slot);
             place
         }
@@ -96,17 +97,18 @@ impl<D> Slab<D> {
     /// Drops a record and frees its place.
     ///
     /// # Safety
-    /// `slot` came from [`insert`](Self::insert) of this slab, was not removed since, and nobody uses it.
+    /// `slot` is the very pointer that [`insert`](Self::insert) of this slab gave, not one made from a reference to the
+    /// record; it was not removed since, and nobody uses it.
     pub(crate) unsafe fn remove(&mut self, slot: *const Slot<D>) {
         let slot = slot.cast_mut();
-        let head = slot
-            .map_addr(|address| address & !(Self::CHUNK - 1))
-            .cast::<Head<D>>();
-        // SAFETY: the record was written by `insert` and is read out once; its chunk begins at the multiple of the
-        // chunk's size below it, and is allocated as long as a record is in it.
+        // SAFETY: the record was written by `insert` and is read out once; its chunk begins as many places before it as it
+        // knows, and is allocated as long as a record is in it.
         let record = unsafe {
             let record = slot.read();
-            let index = (slot.addr() - head.addr() - LINE) / Self::STRIDE;
+            let index = record.place as usize;
+            let head = slot
+                .byte_sub(Self::FIRST + index * Self::STRIDE)
+                .cast::<Head<D>>();
             if (*head).free == 0 {
                 self.link(head);
             }
@@ -182,12 +184,11 @@ impl<D> Slab<D> {
 
 impl<D> Drop for Slab<D> {
     fn drop(&mut self) {
-        // Chunks that still hold records are not in the list if they are full; their owner has removed all.
+        // The owner has removed all records. (If dropping one panicked, others are left, and their memory with them.)
         let mut head = self.first;
         while !head.is_null() {
             // SAFETY: chunks in the list are allocated; each is freed once.
             unsafe {
-                debug_assert_eq!((*head).free, Self::ALL_FREE, "a record was left");
                 let next = (*head).next;
                 dealloc(head.cast(), Self::LAYOUT);
                 head = next;
@@ -256,6 +257,29 @@ mod tests {
         }
         assert_eq!(Rc::strong_count(&counted), 1);
         assert_eq!(slab.bytes(), Slab::<Rc<()>>::CHUNK, "one chunk is kept");
+    }
+
+    #[test]
+    fn records_are_aligned_as_their_data_is() {
+        #[derive(Debug, PartialEq)]
+        #[repr(align(256))]
+        struct Wide(u8);
+
+        let mut slab = Slab::new();
+        let records: Vec<_> = (0..40)
+            .map(|id| slab.insert(slot(id, Wide(id as u8))))
+            .collect();
+        for (id, &record) in records.iter().enumerate() {
+            // SAFETY: just inserted.
+            let record = unsafe { &*record };
+            assert_eq!((&raw const record.data).addr() % 256, 0);
+            assert_eq!((record.id, &record.data), (id as u16, &Wide(id as u8)));
+        }
+        for record in records {
+            // SAFETY: inserted above, removed once.
+            unsafe { slab.remove(record) };
+        }
+        assert_eq!(slab.bytes(), Slab::<Wide>::CHUNK);
     }
 
     #[test]

@@ -30,23 +30,35 @@ pub struct Slot<D> {
     pub address_space: u16,
     /// The slot's name inside its address space.
     pub id: u16,
+    /// Where in its chunk the record is; see `slab.rs`.
+    pub(crate) place: u32,
     /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
     /// word in which the first page's bit is. This crate never reads them.
     pub userfault_bitmap: Option<Hva>,
-    /// The user's own.
+    /// The user's own. Dropped by the writer, some operations after the slot was deleted or replaced: see
+    /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
     pub data: D,
     pub(crate) alive: Alive,
 }
 
 impl<D> Slot<D> {
     /// The slot that `request` asks for, at `range`. Tables make slots by themselves; this is for other
-    /// structures that keep slots.
+    /// structures that keep slots, once [`rules::check`](crate::rules::check) has allowed the request.
+    ///
+    /// # Panics
+    /// If the host addresses of `range`'s size do not fit 64 bits.
     #[must_use]
     pub fn new(request: Request<D>, range: GfnRange) -> Self {
         let bitmap = request.userfault_bitmap;
+        let bytes = range.pages().checked_mul(1 << PAGE_SHIFT);
+        assert!(
+            bytes.is_some_and(|bytes| request.hva.checked_add(bytes).is_some()),
+            "host addresses do not fit 64 bits"
+        );
         Self {
             address_space: request.address_space,
             id: request.id,
+            place: 0,
             range,
             hva: request.hva,
             flags: request.flags,
@@ -94,12 +106,12 @@ impl<D> Slot<D> {
         GfnRange::new(Gfn(self.range.start().0 + skipped), end - skipped)
     }
 
-    /// Whether the slot is being deleted or moved, or was: do not use it; look again when the
+    /// Whether the slot is being deleted or moved, or was: do not use it; let the writer go on and look again, when the
     /// [`Generation`](crate::Generation) has changed. The kernel's `KVM_MEMSLOT_INVALID`.
     ///
     /// The mark is set before anything else of such a change can be seen, on the record that all readers share, so
     /// that it shows under guards and views that are older than the change. It goes away only if the change is
-    /// given up.
+    /// given up, which changes the generation too.
     #[inline]
     #[must_use]
     pub fn is_invalid(&self) -> bool {

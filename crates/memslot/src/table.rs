@@ -33,7 +33,8 @@
 //! else shows that.
 //!
 //! The generation that a reader loaded before it looked something up is good as the key of what it derives:
-//! if the word is the same later, and has no "in progress", nothing has changed between.
+//! if the word is the same later, and has no "in progress", nothing has changed between. An operation that is given up
+//! takes a generation too, so that its mark does not come and go unnoticed.
 
 use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
@@ -58,7 +59,7 @@ pub struct Generation(u64);
 impl Generation {
     pub(crate) const IN_PROGRESS: u64 = 1 << 63;
 
-    /// How many operations are complete.
+    /// How many operations are complete or given up.
     #[inline]
     #[must_use]
     pub const fn number(self) -> u64 {
@@ -330,7 +331,8 @@ pub struct SlotTable<D> {
 }
 
 impl<D> SlotTable<D> {
-    /// A new reader, for one thread (a vCPU) at a time. Takes a small allocation, unless one has gone before.
+    /// A new reader, for one thread (a vCPU) at a time. Takes a small allocation, unless one has gone before; what it allocates
+    /// lives as long as the table, and each batch of changes looks at all of them. So make one a thread, not one a request.
     #[must_use]
     pub fn reader(&self) -> SlotReader<D> {
         SlotReader::new(Arc::clone(&self.shared))

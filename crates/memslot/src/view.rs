@@ -11,7 +11,9 @@ use pageferry_addr::{Gfn, GfnRange, Hva};
 /// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view) and
 /// [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever a writer does meanwhile.
 ///
-/// All take O(log n). Only the mark [`Slot::is_invalid`] may appear under a view.
+/// All take O(log n) steps, and under a guard that has seen many changes one step more for each change of the same part
+/// of a tree since; how many that can be [`Limits::max_retired`](crate::Limits::max_retired) bounds. Only the mark
+/// [`Slot::is_invalid`] may appear under a view.
 pub struct SlotView<'g, D> {
     shared: &'g Shared<D>,
     space: &'g Space<D>,
@@ -86,6 +88,11 @@ impl<'g, D> SlotView<'g, D> {
     #[must_use]
     pub fn by_id(self, id: u16) -> Option<&'g Slot<D>> {
         self.ids().get(u64::from(id))
+    }
+
+    /// The pointer that the trees have of the slot with this id, for the writer.
+    pub(crate) fn record(self, id: u16) -> Option<*const Slot<D>> {
+        self.ids().record(u64::from(id))
     }
 
     /// All slots that hold any frame of `range`, ascending by frame.

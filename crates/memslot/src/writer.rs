@@ -23,7 +23,8 @@ const BATCH: usize = 32;
 /// period has passed, and later operations free it in batches of some 64 slots and tree nodes. Only when
 /// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
 /// wait for that reader's guard to go, which is one grace period; it calls the function given to
-/// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore not write.
+/// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore neither
+/// write nor wait for a lock that the writer's thread holds.
 ///
 /// ```
 /// use pageferry_addr::{Gfn, Gpa, Hva};
@@ -127,7 +128,7 @@ impl<D> SlotWriter<D> {
         self.state_ref().pages
     }
 
-    /// How many operations are complete; requests that asked for what was there are none.
+    /// How many operations are complete or given up; requests that were refused or asked for what was there are none.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.generation()
@@ -141,8 +142,13 @@ impl<D> SlotWriter<D> {
         Ok(self.begin(request)?.commit())
     }
 
-    /// Checks a request and begins to do what it asks. Where it deletes or moves a slot, readers find that slot
-    /// [invalid](Slot::is_invalid) from now on; everything else they see when the update is committed.
+    /// Checks a request and begins to do what it asks. Where it deletes or moves a slot, look-ups that happen after this
+    /// find that slot [invalid](Slot::is_invalid); everything else they see when the update is committed. Look-ups that
+    /// run at the same time may have found it valid: who takes back what vCPUs have derived from the slot waits
+    /// for those first (makes every vCPU leave its guest, say), then zaps, flushes, and commits.
+    ///
+    /// An update that was forgotten (by `mem::forget`) is given up first, also where the request is refused. Waits as said at
+    /// [`SlotWriter`], also before a refusal.
     ///
     /// # Errors
     /// One [`SlotError`] for each rule; nothing has changed then.
@@ -159,9 +165,9 @@ impl<D> SlotWriter<D> {
                 &request,
                 self.pages(),
                 |space, id| {
-                    let slot = now.space(space)?.by_id(id);
-                    old = slot.map(core::ptr::from_ref);
-                    slot
+                    old = now.space(space)?.record(id);
+                    // SAFETY: in the tree, and nothing is freed while `now` borrows the writer.
+                    old.map(|slot| unsafe { &*slot })
                 },
                 |space, range, id| overlapping(now.space(space)?, range, id),
             )?
@@ -200,26 +206,27 @@ impl<D> SlotWriter<D> {
     /// Gives a pending update up.
     fn abort(&mut self) {
         let pending = mem::replace(&mut self.state().pending, Pending::Nothing);
-        match pending {
+        let new = match pending {
             Pending::Nothing => return,
-            Pending::Create { new } | Pending::Flags { new, .. } => {
-                // SAFETY: made by `begin`, and nobody else has seen it.
-                unsafe { self.state().pools.slots.remove(new) };
-            }
+            Pending::Create { new } | Pending::Flags { new, .. } => Some(new),
             Pending::Delete { old } => {
                 // SAFETY: in the trees, as nothing was committed.
                 unsafe { &*old }.unmark();
+                None
             }
             Pending::Move { old, new } => {
-                // SAFETY: as above, both.
-                unsafe {
-                    (*old).unmark();
-                    self.state().pools.slots.remove(new);
-                }
+                // SAFETY: as above.
+                unsafe { &*old }.unmark();
+                Some(new)
             }
-        }
+        };
+        // A new version in which all is as in the last, so that who waits for another generation need not wait for ever.
         self.shared
-            .set_generation(self.shared.generation().number());
+            .set_generation(self.shared.generation().number() + 1);
+        if let Some(new) = new {
+            // SAFETY: made by `begin`, and nobody else has seen it. Last, as it drops the user's data.
+            unsafe { self.state().pools.slots.remove(new) };
+        }
     }
 
     /// Does what was begun; gives what that was.
@@ -229,6 +236,7 @@ impl<D> SlotWriter<D> {
         // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
         let state = unsafe { shared.writer() };
         let pending = mem::replace(&mut state.pending, Pending::Nothing);
+        let half_done = HalfDone;
         let mut trees = Trees {
             space: &shared.spaces[space],
             version,
@@ -237,7 +245,10 @@ impl<D> SlotWriter<D> {
         // SAFETY: new records live until they are retired, which is after they were taken out; old ones are in the trees.
         let gone = unsafe {
             match pending {
-                Pending::Nothing => return pending,
+                Pending::Nothing => {
+                    mem::forget(half_done);
+                    return pending;
+                }
                 Pending::Create { new } => {
                     trees.put_by_gfn(new);
                     trees.put_elsewhere(new);
@@ -268,6 +279,7 @@ impl<D> SlotWriter<D> {
             }
         };
         shared.set_generation(version);
+        mem::forget(half_done);
         if let Some(slot) = gone {
             state.replaced.push(Garbage::Slot(slot));
         }
@@ -353,7 +365,9 @@ impl<D> SlotWriter<D> {
 
     /// Frees all that no reader can use any more, without waiting; gives how many slots and tree nodes are left.
     ///
-    /// When nobody holds a guard, nothing is left, and the data of all deleted slots has been dropped.
+    /// When nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has been dropped. Without it
+    /// that happens during later operations, or when the writer and the last reader have gone: call it after
+    /// a change where data owns something that should go soon.
     pub fn reclaim(&mut self) -> usize {
         if self.advance() && self.shared.domain.is_quiet() {
             self.free_quietly(usize::MAX);
@@ -379,8 +393,8 @@ impl<D> SlotWriter<D> {
     }
 
     /// The bytes that this table occupies: its fixed part, tree nodes and slots with their `D` (not what `D` points at),
-    /// what waits for a grace period or for reuse included; readers, 256 bytes each, and the allocator's
-    /// own overhead excluded.
+    /// what waits for a grace period or for reuse included; readers, 256 bytes each, the lists of what waits, and the
+    /// allocator's own overhead excluded.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         let state = self.state_ref();
@@ -388,6 +402,16 @@ impl<D> SlotWriter<D> {
             + size_of::<pageferry_epoch::Domain>()
             + self.shared.spaces.len() * size_of::<Space<D>>()
             + state.pools.bytes()
+    }
+}
+
+/// In the trees a change is half done: if something panics now (an allocator's error handler, or a bug), nobody may go on with them.
+struct HalfDone;
+
+impl Drop for HalfDone {
+    fn drop(&mut self) {
+        // Dropped by a panic only, where a second one ends the process.
+        panic!("a change of memory slots was interrupted");
     }
 }
 
@@ -468,6 +492,14 @@ impl<D> Trees<'_, D> {
     fn remove_elsewhere(&mut self, slot: &Slot<D>) {
         self.by_id(|edit| edit.remove(ById::key(slot)));
         self.by_hva(|edit| edit.remove(ByHva::key(slot)));
+    }
+}
+
+impl<D> Drop for SlotWriter<D> {
+    /// Gives up what was begun and forgotten, and frees what no reader uses.
+    fn drop(&mut self) {
+        self.abort();
+        self.reclaim();
     }
 }
 

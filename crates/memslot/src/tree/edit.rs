@@ -8,7 +8,7 @@
 //! Nodes may hold a quarter of what they could; below that they join a neighbour or share with it. The last node
 //! of a level may hold less: slots that come in ascending order fill all nodes but the last.
 
-use super::kind::{Ends, FANOUT, Order, Reach};
+use super::kind::{Ends, INNER, LEAF, Order, Reach};
 use super::node::{Cell, Entries, Head, Inner, Leaf, upper_bound};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
@@ -19,9 +19,14 @@ use core::ops::{Deref, DerefMut, Range};
 use core::ptr;
 
 /// Nodes with fewer entries are joined with a neighbour.
-const MIN: usize = FANOUT / 4;
+const fn least(full: usize) -> usize {
+    full / 4
+}
+
 /// Joined nodes have at most this many entries; else the neighbours share.
-const JOINED: usize = FANOUT * 3 / 4;
+const fn joined(full: usize) -> usize {
+    full * 3 / 4
+}
 
 /// A node that readers may still see and nobody who comes now.
 pub(crate) struct Replaced(*const Head);
@@ -242,6 +247,16 @@ fn len_of(node: *const Head) -> usize {
     unsafe { &*node }.len()
 }
 
+/// How many slots or children a node could have.
+fn full(node: *const Head) -> usize {
+    // SAFETY: as in `view`.
+    if unsafe { &*node }.level() == 0 {
+        LEAF
+    } else {
+        INNER
+    }
+}
+
 /// The least bound of where the slots below a node end.
 fn reach_of<O: Order, D>(node: *const Head) -> u64 {
     if !O::Reach::KEPT {
@@ -262,18 +277,18 @@ fn reach_of<O: Order, D>(node: *const Head) -> u64 {
 
 /// The children of an inner node in the making, one more than fit.
 struct Draft<O: Order> {
-    keys: [O::Key; FANOUT + 1],
-    nodes: [*const Head; FANOUT + 1],
-    reach: [u64; FANOUT + 1],
+    keys: [O::Key; INNER + 1],
+    nodes: [*const Head; INNER + 1],
+    reach: [u64; INNER + 1],
     len: usize,
 }
 
 impl<O: Order> Draft<O> {
     const fn new() -> Self {
         Self {
-            keys: [O::MOST; FANOUT + 1],
-            nodes: [ptr::null(); FANOUT + 1],
-            reach: [0; FANOUT + 1],
+            keys: [O::MOST; INNER + 1],
+            nodes: [ptr::null(); INNER + 1],
+            reach: [0; INNER + 1],
             len: 0,
         }
     }
@@ -452,11 +467,8 @@ impl<O: Order, D> Edit<'_, O, D> {
                     ptr::null()
                 })
             }),
-            reach: O::Reach::none(),
+            reach: O::Reach::new(&draft.reach[range]),
         };
-        for i in 0..len {
-            inner.reach.set(i, draft.reach[from + i]);
-        }
         let new = self.pool.inner();
         // SAFETY: the pool gives memory for an inner node that nobody else uses.
         unsafe { new.write(inner) };
@@ -468,10 +480,10 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: as in `view`.
         let level = unsafe { &*old }.level();
         self.retire(old);
-        if draft.len <= FANOUT {
+        if draft.len <= INNER {
             return Effect::One(self.inner(draft, 0..draft.len, level, old));
         }
-        let middle = if append { FANOUT } else { draft.len / 2 };
+        let middle = if append { INNER } else { draft.len / 2 };
         let first = self.inner(draft, 0..middle, level, ptr::null());
         let second = self.inner(draft, middle..draft.len, level, ptr::null());
         Effect::Two(first, draft.keys[middle], second)
@@ -492,10 +504,8 @@ impl<O: Order, D> Edit<'_, O, D> {
             View::Leaf(leaf) => self.put_in_leaf(node, leaf, new, last),
             View::Inner(inner) => {
                 let index = upper_bound(&inner.keys, new.key).saturating_sub(1);
-                if O::Reach::KEPT && inner.reach.get(index) < new.end {
-                    // Before the slot can be seen by anybody who needs it.
-                    inner.reach.set(index, new.end);
-                }
+                // Before the slot can be seen by anybody who needs it.
+                inner.reach.raise(index, new.end);
                 let last = last && index + 1 == inner.head.len();
                 let old = inner.cells[index].newest();
                 match self.put_below(old, new, last) {
@@ -540,20 +550,20 @@ impl<O: Order, D> Edit<'_, O, D> {
             copy.entries.slots[at - 1] = new.slot;
             return Effect::One(copy.done());
         }
-        if leaf.head.len() < FANOUT {
+        if leaf.head.len() < LEAF {
             let mut copy = self.leaf_like(leaf, node);
             insert(&mut copy, at, new);
             return Effect::One(copy.done());
         }
         let mut second = self.empty_leaf(ptr::null());
-        if last && at == FANOUT {
+        if last && at == LEAF {
             insert(&mut second, 0, new);
             return Effect::Two(node, new.key, second.done());
         }
-        let middle = FANOUT / 2;
+        let middle = LEAF / 2;
         let mut first = self.empty_leaf(ptr::null());
         append(&mut first, leaf, 0..middle);
-        append(&mut second, leaf, middle..FANOUT);
+        append(&mut second, leaf, middle..LEAF);
         if at <= middle {
             insert(&mut first, at, new);
         } else {
@@ -600,7 +610,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                     }
                     Effect::One(new) => {
                         self.retire_child(old);
-                        if len_of(new) < MIN && inner.head.len() > 1 {
+                        if len_of(new) < least(full(new)) && inner.head.len() > 1 {
                             return self.joined(node, inner, index, new);
                         }
                         let reach = reach_of::<O, D>(new);
@@ -630,7 +640,11 @@ impl<O: Order, D> Edit<'_, O, D> {
         let left = index.saturating_sub(1);
         let (first, second) = (draft.nodes[left], draft.nodes[left + 1]);
         let total = len_of(first) + len_of(second);
-        let middle = if total <= JOINED { total } else { total / 2 };
+        let middle = if total <= joined(full(first)) {
+            total
+        } else {
+            total / 2
+        };
         let (one, key, other) = match (view::<O, D>(&first), view::<O, D>(&second)) {
             (View::Leaf(first), View::Leaf(second)) => {
                 let mut one = self.empty_leaf(ptr::null());

@@ -4,11 +4,10 @@ use crate::Slot;
 use crate::sync::{AtomicU64, Ordering};
 use core::fmt::Debug;
 
-/// How many slots a leaf holds, and how many children an inner node. Few in the models, so that nodes split.
-#[cfg(not(loom))]
-pub(crate) const FANOUT: usize = 32;
-#[cfg(loom)]
-pub(crate) const FANOUT: usize = 4;
+/// How many slots a leaf holds. Few in the models, so that nodes split.
+pub(crate) const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
+/// How many children an inner node has. They are copied seldom, so they may be larger.
+pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
 /// An order of slots.
 pub(crate) trait Order: Sized + 'static {
@@ -84,8 +83,8 @@ impl Order for ByHva {
     type Key = u128;
     const LEAST: u128 = 0;
     const MOST: u128 = u128::MAX;
-    type Ends = [u64; FANOUT];
-    type Reach = [AtomicU64; FANOUT];
+    type Ends = [u64; LEAF];
+    type Reach = Bounds;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u128 {
@@ -119,8 +118,8 @@ impl Ends for () {
     fn copy_within(&mut self, _: core::ops::Range<usize>, _: usize) {}
 }
 
-impl Ends for [u64; FANOUT] {
-    const NONE: Self = [0; FANOUT];
+impl Ends for [u64; LEAF] {
+    const NONE: Self = [0; LEAF];
     #[inline]
     fn get(&self, index: usize) -> u64 {
         self[index]
@@ -135,41 +134,79 @@ impl Ends for [u64; FANOUT] {
     }
 }
 
-/// For each child a bound of the ends below it, or nothing.
+/// For each child of an inner node a bound of the ends below it, or nothing.
 ///
 /// The bound may be too high, which costs a look in vain. It is never too low for whoever reads it: it is raised
 /// before a slot that needs it can be seen, and lowered only in a new node.
 pub(crate) trait Reach {
     /// Whether there are bounds.
     const KEPT: bool;
-    fn none() -> Self;
-    fn get(&self, index: usize) -> u64;
-    fn set(&self, index: usize, end: u64);
+    /// Of children with these bounds.
+    fn new(bounds: &[u64]) -> Self;
+    /// Of one child.
+    fn get(&self, child: usize) -> u64;
+    /// Of all children up to and with this one.
+    fn up_to(&self, child: usize) -> u64;
+    /// Raises a child's bound to `end`, where it is lower.
+    fn raise(&self, child: usize, end: u64);
 }
 
 impl Reach for () {
     const KEPT: bool = false;
-    fn none() -> Self {}
+    fn new(_: &[u64]) -> Self {}
     #[inline]
     fn get(&self, _: usize) -> u64 {
         0
     }
     #[inline]
-    fn set(&self, _: usize, _: u64) {}
+    fn up_to(&self, _: usize) -> u64 {
+        0
+    }
+    #[inline]
+    fn raise(&self, _: usize, _: u64) {}
 }
 
-impl Reach for [AtomicU64; FANOUT] {
+/// [`Reach`] that is kept.
+pub(crate) struct Bounds {
+    each: [AtomicU64; INNER],
+    /// The highest so far: mostly a look at one tells that all children further left are out of reach.
+    up_to: [AtomicU64; INNER],
+}
+
+// All accesses are relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf and the version.
+impl Reach for Bounds {
     const KEPT: bool = true;
-    fn none() -> Self {
-        core::array::from_fn(|_| AtomicU64::new(0))
+
+    fn new(bounds: &[u64]) -> Self {
+        let mut highest = 0;
+        let bound = |child: usize| bounds.get(child).copied().unwrap_or(0);
+        Self {
+            each: core::array::from_fn(|child| AtomicU64::new(bound(child))),
+            up_to: core::array::from_fn(|child| {
+                highest = highest.max(bound(child));
+                AtomicU64::new(highest)
+            }),
+        }
     }
+
     #[inline]
-    fn get(&self, index: usize) -> u64 {
-        // Relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf and the version.
-        self[index].load(Ordering::Relaxed)
+    fn get(&self, child: usize) -> u64 {
+        self.each[child].load(Ordering::Relaxed)
     }
+
     #[inline]
-    fn set(&self, index: usize, end: u64) {
-        self[index].store(end, Ordering::Relaxed);
+    fn up_to(&self, child: usize) -> u64 {
+        self.up_to[child].load(Ordering::Relaxed)
+    }
+
+    #[inline]
+    fn raise(&self, child: usize, end: u64) {
+        if self.get(child) < end {
+            self.each[child].store(end, Ordering::Relaxed);
+            let lower = |up_to: &&AtomicU64| up_to.load(Ordering::Relaxed) < end;
+            for up_to in self.up_to[child..].iter().take_while(lower) {
+                up_to.store(end, Ordering::Relaxed);
+            }
+        }
     }
 }

@@ -7,10 +7,10 @@
 //! **Guarantee.** A look-up at a version gives what the tree held at that version, however many changes came since; a
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
-//! copies a leaf of at most [`FANOUT`] pointers, seldom an inner node, never a slot.
+//! copies a leaf of at most 32 slot pointers and, where a node is split, joined or ends lower, inner nodes above it; never a slot.
 //!
 //! **Mechanism.** Nodes are immutable but for their cells ([`node`]). A change makes a new leaf and publishes it by
-//! one store, in the cell of the lowest node above whose keys stay the same ([`edit`]). So readers elsewhere in
+//! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]). So readers elsewhere in
 //! the tree meet no cache line that has changed, other than in path copying, where all meet a new root.
 //!
 //! **Neighbours.** [`crate::table`] keeps three trees an address space and says which versions readers may use;
@@ -32,11 +32,12 @@ use node::{Cell, Head, Inner, Leaf, upper_bound};
 
 /// More levels than a tree of 2^16 slots can have: nodes other than the root and the last of each level are at least
 /// a quarter full.
-const MAX_LEVELS: usize = 16;
+const MAX_LEVELS: usize = 8;
 
 pub(crate) struct Tree<O: Order, D> {
     root: Cell,
-    order: PhantomData<(O, *const Slot<D>)>,
+    order: PhantomData<O>,
+    slots: PhantomData<fn() -> Slot<D>>,
 }
 
 /// The tree at a version; [`NEWEST`] for whatever is newest.
@@ -74,6 +75,7 @@ impl<O: Order, D> Tree<O, D> {
         Self {
             root: Cell::new(edit::alloc_head(Head::empty(0, core::ptr::null()))),
             order: PhantomData,
+            slots: PhantomData,
         }
     }
 
@@ -132,9 +134,30 @@ impl<'g, O: Order, D> At<'g, O, D> {
     /// The slot with this key.
     #[inline]
     pub(crate) fn get(self, key: O::Key) -> Option<&'g Slot<D>> {
-        match self.descend(key) {
-            Floor::Found(slot) if O::key(slot) == key => Some(slot),
-            _ => None,
+        let (leaf, index) = self.find(key)?;
+        Some(self.slot(leaf, index))
+    }
+
+    /// The pointer to the slot with this key, as it was put in: by it the slot may be freed one day.
+    pub(crate) fn record(self, key: O::Key) -> Option<*const Slot<D>> {
+        let (leaf, index) = self.find(key)?;
+        Some(leaf.entries.slots[index])
+    }
+
+    #[inline]
+    fn find(self, key: O::Key) -> Option<(&'g Leaf<O, D>, usize)> {
+        let mut cell = self.root;
+        loop {
+            match self.enter(cell) {
+                Node::Inner(inner) => {
+                    cell = &inner.cells[upper_bound(&inner.keys, key).saturating_sub(1)];
+                }
+                Node::Leaf(leaf) => {
+                    let index = upper_bound(&leaf.entries.keys, key).checked_sub(1)?;
+                    return (leaf.entries.keys[index] == key).then_some((leaf, index));
+                }
+                Node::Empty => return None,
+            }
         }
     }
 

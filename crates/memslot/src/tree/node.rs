@@ -9,7 +9,7 @@
 //! the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert, Sun: *Constant-time snapshots with
 //! applications to concurrent data structures*, 2021).
 
-use super::kind::{Ends, FANOUT, Order};
+use super::kind::{Ends, INNER, LEAF, Order};
 use crate::Slot;
 use crate::sync::{Alive, AtomicPtr, Ordering};
 use core::ptr;
@@ -33,7 +33,7 @@ pub(crate) struct Head {
 
 impl Head {
     pub(crate) fn new(born: u64, previous: *const Self, level: u8, len: usize) -> Self {
-        debug_assert!(len <= FANOUT);
+        debug_assert!(len <= INNER.max(LEAF));
         Self {
             born,
             previous,
@@ -66,9 +66,9 @@ impl Head {
 /// The part of a leaf that a change copies.
 pub(crate) struct Entries<O: Order, D> {
     /// Ascending; unused ones are `MOST`.
-    pub(crate) keys: [O::Key; FANOUT],
+    pub(crate) keys: [O::Key; LEAF],
     pub(crate) ends: O::Ends,
-    pub(crate) slots: [*const Slot<D>; FANOUT],
+    pub(crate) slots: [*const Slot<D>; LEAF],
 }
 
 impl<O: Order, D> Clone for Entries<O, D> {
@@ -82,9 +82,9 @@ impl<O: Order, D> Copy for Entries<O, D> {}
 impl<O: Order, D> Entries<O, D> {
     pub(crate) const fn none() -> Self {
         Self {
-            keys: [O::MOST; FANOUT],
+            keys: [O::MOST; LEAF],
             ends: O::Ends::NONE,
-            slots: [ptr::null(); FANOUT],
+            slots: [ptr::null(); LEAF],
         }
     }
 }
@@ -99,8 +99,8 @@ pub(crate) struct Leaf<O: Order, D> {
 pub(crate) struct Inner<O: Order> {
     pub(crate) head: Head,
     /// No key below child `i` is less than `keys[i]`, other than for child 0. Unused ones are `MOST`.
-    pub(crate) keys: [O::Key; FANOUT],
-    pub(crate) cells: [Cell; FANOUT],
+    pub(crate) keys: [O::Key; INNER],
+    pub(crate) cells: [Cell; INNER],
     pub(crate) reach: O::Reach,
 }
 
@@ -127,14 +127,12 @@ impl Cell {
 
 /// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is.
 #[inline]
-pub(crate) fn upper_bound<K: Copy + Ord>(keys: &[K; FANOUT], key: K) -> usize {
+pub(crate) fn upper_bound<K: Copy + Ord, const N: usize>(keys: &[K; N], key: K) -> usize {
     // Two counts without branches: which block, then where in it. Their comparisons do not wait for each other, as
     // those of a binary search do.
-    const BLOCK: usize = if FANOUT >= 8 { 8 } else { 1 };
+    const BLOCK: usize = if cfg!(loom) { 1 } else { 8 };
     let at_most = |k: &K| usize::from(*k <= key);
-    let blocks: usize = (1..FANOUT / BLOCK)
-        .map(|i| at_most(&keys[i * BLOCK - 1]))
-        .sum();
+    let blocks: usize = (1..N / BLOCK).map(|i| at_most(&keys[i * BLOCK - 1])).sum();
     let start = blocks * BLOCK;
     let block = keys[start..].first_chunk::<BLOCK>();
     start + block.map_or(0, |block| block.iter().map(at_most).sum())
@@ -146,8 +144,8 @@ mod tests {
 
     #[test]
     fn upper_bound_counts() {
-        for len in 0..=FANOUT as u64 {
-            let keys = core::array::from_fn(|i| {
+        for len in 0..=LEAF as u64 {
+            let keys: [u64; LEAF] = core::array::from_fn(|i| {
                 let i = i as u64;
                 if i < len { 10 * i } else { u64::MAX }
             });

@@ -1,7 +1,7 @@
 //! Walks over slots in ascending order.
 
-use super::kind::{ByHva, Order, Reach};
-use super::node::{Inner, Leaf, upper_bound};
+use super::kind::{ByHva, INNER, LEAF, Order, Reach};
+use super::node::{Cell, Inner, Leaf, upper_bound};
 use super::{At, MAX_LEVELS, Node};
 use crate::Slot;
 
@@ -54,16 +54,16 @@ impl<'g, O: Order, D> Ascending<'g, O, D> {
         };
         let mut cell = at.root;
         loop {
-            let above = |keys| after.map_or(0, |key| upper_bound(keys, key));
             match at.enter(cell) {
                 Node::Inner(inner) => {
-                    let index = above(&inner.keys).saturating_sub(1);
+                    let above = after.map_or(0, |key| upper_bound(&inner.keys, key));
+                    let index = above.saturating_sub(1);
                     walk.path.push(inner, index + 1);
                     cell = &inner.cells[index];
                 }
                 Node::Leaf(leaf) => {
                     walk.leaf = Some(leaf);
-                    walk.index = above(&leaf.entries.keys);
+                    walk.index = after.map_or(0, |key| upper_bound(&leaf.entries.keys, key));
                     return walk;
                 }
                 Node::Empty => return walk,
@@ -111,57 +111,99 @@ pub(crate) struct Overlapping<'g, D> {
     at: At<'g, ByHva, D>,
     /// Slots of interest end above this.
     start: u64,
-    /// And start below this.
-    end: u64,
-    path: Path<'g, ByHva>,
+    /// And have keys below this.
+    limit: u128,
+    /// The inner nodes above where the walk is, each with the bits of the children still to be visited.
+    levels: [(Option<&'g Inner<ByHva>>, u64); MAX_LEVELS],
+    depth: usize,
     leaf: Option<&'g Leaf<ByHva, D>>,
-    index: usize,
+    /// The bits of the slots of `leaf` still to be given.
+    slots: u64,
 }
 
 impl<'g, D> Overlapping<'g, D> {
     /// Those that share a byte with `start..end`; an empty range shares none.
+    #[inline]
     pub(crate) fn new(at: At<'g, ByHva, D>, start: u64, end: u64) -> Self {
         let mut walk = Self {
             at,
             start,
-            end,
-            path: Path::new(),
+            // A slot that starts at `end` or above is not wanted, whatever its id.
+            limit: ByHva::below(end),
+            levels: [(None, 0); MAX_LEVELS],
+            depth: 0,
             leaf: None,
-            index: 0,
+            slots: 0,
         };
         if start < end {
-            match at.enter(at.root) {
-                Node::Inner(inner) => walk.path.push(inner, 0),
-                Node::Leaf(leaf) => walk.leaf = Some(leaf),
-                Node::Empty => {}
-            }
+            walk.enter(at.root);
         }
         walk
     }
 
-    /// The next leaf in which there may be such a slot.
-    fn next_leaf(&mut self) -> Option<&'g Leaf<ByHva, D>> {
-        // A slot that starts at `end` or above is not wanted, whatever its id.
-        let limit = ByHva::below(self.end);
-        loop {
-            let start = self.start;
-            let (inner, next) = self.path.top()?;
-            // From the child that is next to the last that may start low enough: those that reach above `start`.
-            let candidates = (*next..inner.head.len())
-                .take_while(|&i| i == 0 || inner.keys[i] < limit)
-                .find(|&i| inner.reach.get(i) > start);
-            let Some(index) = candidates else {
-                self.path.pop();
-                continue;
-            };
-            *next = index + 1;
-            match self.at.enter(&inner.cells[index]) {
-                Node::Inner(inner) => self.path.push(inner, 0),
-                Node::Leaf(leaf) => return Some(leaf),
-                Node::Empty => {}
+    /// Begins with the node of `cell`.
+    #[inline]
+    fn enter(&mut self, cell: &'g Cell) {
+        let start = self.start;
+        match self.at.enter(cell) {
+            Node::Inner(inner) => {
+                // Child 0 may have any key below `keys[1]`.
+                let low = upper_bound(&inner.keys, self.limit - 1).max(1);
+                let last = low - 1;
+                // Where slots do not overlap it is the last or none.
+                let mut children = u64::from(inner.reach.get(last) > start) << last;
+                if last > 0 && inner.reach.up_to(last - 1) > start {
+                    children |= bits(last, |i| inner.reach.get(i) > start);
+                }
+                self.levels[self.depth] = (Some(inner), children);
+                self.depth += 1;
             }
+            Node::Leaf(leaf) => {
+                let low = upper_bound(&leaf.entries.keys, self.limit - 1);
+                let ends = &leaf.entries.ends;
+                // Unused ones end at 0.
+                let blocks = leaf.head.len().div_ceil(BLOCK);
+                let reaching = (0..blocks).fold(0, |all, block| {
+                    let ends = &ends[block * BLOCK..][..BLOCK];
+                    all | bits(BLOCK, |i| ends[i] > start) << (block * BLOCK)
+                });
+                self.slots = reaching & ((1_u64 << low) - 1);
+                self.leaf = Some(leaf);
+            }
+            Node::Empty => {}
         }
     }
+
+    /// Goes on to the next leaf in which there may be such a slot; false where there is none.
+    #[inline]
+    fn next_leaf(&mut self) -> bool {
+        self.leaf = None;
+        while self.leaf.is_none() {
+            let Some(top) = self.depth.checked_sub(1) else {
+                return false;
+            };
+            let (Some(inner), children) = self.levels[top] else {
+                return false;
+            };
+            if children == 0 {
+                self.depth = top;
+                continue;
+            }
+            self.levels[top].1 = children & (children - 1);
+            self.enter(&inner.cells[children.trailing_zeros() as usize]);
+        }
+        true
+    }
+}
+
+/// How many ends of a leaf are looked at together.
+const BLOCK: usize = if cfg!(loom) { 4 } else { 8 };
+
+/// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
+#[inline(always)]
+fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
+    const { assert!(LEAF < 64 && INNER <= 64) };
+    (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 
 impl<'g, D> Iterator for Overlapping<'g, D> {
@@ -169,21 +211,14 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
 
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
-        let limit = ByHva::below(self.end);
-        loop {
-            if let Some(leaf) = self.leaf {
-                let entries = &leaf.entries;
-                let found = (self.index..leaf.head.len())
-                    .take_while(|&i| entries.keys[i] < limit)
-                    .find(|&i| entries.ends[i] > self.start);
-                if let Some(index) = found {
-                    self.index = index + 1;
-                    return Some(self.at.slot(leaf, index));
-                }
+        while self.slots == 0 {
+            if !self.next_leaf() {
+                return None;
             }
-            self.leaf = self.next_leaf();
-            self.index = 0;
-            self.leaf?;
         }
+        let leaf = self.leaf?;
+        let index = self.slots.trailing_zeros() as usize;
+        self.slots &= self.slots - 1;
+        Some(self.at.slot(leaf, index))
     }
 }
