@@ -108,6 +108,7 @@ impl<'g, D> SlotView<'g, D> {
 
     /// All slots any byte of whose host memory lies in `hva`, ascending by host address, then id. They may overlap.
     /// For what of a slot lies there, see [`Slot::frames_in_hva`].
+    #[inline]
     pub fn iter_hva(self, hva: Range<Hva>) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
         Overlapping::new(self.by_hva(), hva.start.0, hva.end.0)
     }

@@ -728,6 +728,23 @@ fn insert<O: Order, D>(leaf: &mut Leaf<O, D>, at: usize, new: &New<O, D>) {
     entries.ends.set(at, new.end);
     entries.slots[at] = new.slot;
     leaf.head.len += 1;
+    note_overlap(leaf, at);
+}
+
+/// Takes note of whether the slot at `at`, which has just come, overlaps a neighbour. If others do not overlap each other, it
+/// overlaps none if it overlaps no neighbour.
+#[inline]
+fn note_overlap<O: Order, D>(leaf: &mut Leaf<O, D>, at: usize) {
+    if !O::Reach::KEPT {
+        return;
+    }
+    let entries = &mut leaf.entries;
+    let meets = |i: usize| entries.ends.get(i) > O::start(entries.keys[i + 1]);
+    let before = at > 0 && meets(at - 1);
+    let behind = at + 1 < leaf.head.len() && meets(at);
+    if before || behind {
+        entries.ends.overlap();
+    }
 }
 
 /// Adds the slots `range` of `from` at the end of `to`.
@@ -738,5 +755,6 @@ fn append<O: Order, D>(to: &mut Leaf<O, D>, from: &Leaf<O, D>, range: Range<usiz
         to.entries.ends.set(len, from.entries.ends.get(i));
         to.entries.slots[len] = from.entries.slots[i];
         to.head.len += 1;
+        note_overlap(to, len);
     }
 }

@@ -5,7 +5,7 @@ use crate::sync::{AtomicU64, Ordering};
 use core::fmt::Debug;
 
 /// How many slots a leaf holds. Few in the models, so that nodes split.
-pub(crate) const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
+pub(crate) const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
 /// How many children an inner node has. They are copied seldom, so they may be larger.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
@@ -24,6 +24,8 @@ pub(crate) trait Order: Sized + 'static {
 
     fn key<D>(slot: &Slot<D>) -> Self::Key;
     fn end<D>(slot: &Slot<D>) -> u64;
+    /// Where the slot with this key starts, in the measure of `end`.
+    fn start(key: Self::Key) -> u64;
 }
 
 /// By first guest frame. Slots do not overlap, so order by start is order by end.
@@ -44,6 +46,11 @@ impl Order for ByGfn {
     #[inline]
     fn end<D>(_: &Slot<D>) -> u64 {
         0
+    }
+
+    #[inline]
+    fn start(key: u64) -> u64 {
+        key
     }
 }
 
@@ -66,6 +73,11 @@ impl Order for ById {
     fn end<D>(_: &Slot<D>) -> u64 {
         0
     }
+
+    #[inline]
+    fn start(key: u64) -> u64 {
+        key
+    }
 }
 
 /// By host address, then id: an interval tree, since slots may share host memory.
@@ -83,7 +95,7 @@ impl Order for ByHva {
     type Key = u128;
     const LEAST: u128 = 0;
     const MOST: u128 = u128::MAX;
-    type Ends = [u64; LEAF];
+    type Ends = KeptEnds;
     type Reach = Bounds;
 
     #[inline]
@@ -95,6 +107,11 @@ impl Order for ByHva {
     fn end<D>(slot: &Slot<D>) -> u64 {
         slot.hva_range().end.0
     }
+
+    #[inline]
+    fn start(key: u128) -> u64 {
+        (key >> 16) as u64
+    }
 }
 
 /// The ends of a leaf's slots, or nothing where the order does not need them.
@@ -104,6 +121,8 @@ pub(crate) trait Ends: Copy {
     fn set(&mut self, index: usize, end: u64);
     /// Moves those in `from` so that they begin at `to`.
     fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize);
+    /// Says that a slot has come which overlaps a neighbour.
+    fn overlap(&mut self);
 }
 
 impl Ends for () {
@@ -116,21 +135,40 @@ impl Ends for () {
     fn set(&mut self, _: usize, _: u64) {}
     #[inline]
     fn copy_within(&mut self, _: core::ops::Range<usize>, _: usize) {}
+    #[inline]
+    fn overlap(&mut self) {}
 }
 
-impl Ends for [u64; LEAF] {
-    const NONE: Self = [0; LEAF];
+/// [`Ends`] that are kept.
+#[derive(Clone, Copy)]
+pub(crate) struct KeptEnds {
+    /// Unused ones are 0, or what was there before.
+    pub(crate) each: [u64; LEAF],
+    /// Whether no slot of the leaf overlaps another: then the ends ascend. Not set again when the slots in question go,
+    /// until the leaf is split or joined.
+    pub(crate) apart: bool,
+}
+
+impl Ends for KeptEnds {
+    const NONE: Self = Self {
+        each: [0; LEAF],
+        apart: true,
+    };
     #[inline]
     fn get(&self, index: usize) -> u64 {
-        self[index]
+        self.each[index]
     }
     #[inline]
     fn set(&mut self, index: usize, end: u64) {
-        self[index] = end;
+        self.each[index] = end;
     }
     #[inline]
     fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize) {
-        self.as_mut_slice().copy_within(from, to);
+        self.each.copy_within(from, to);
+    }
+    #[inline]
+    fn overlap(&mut self) {
+        self.apart = false;
     }
 }
 

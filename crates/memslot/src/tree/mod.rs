@@ -7,7 +7,7 @@
 //! **Guarantee.** A look-up at a version gives what the tree held at that version, however many changes came since; a
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
-//! copies a leaf of at most 32 slot pointers and, where a node is split, joined or ends lower, inner nodes above it; never a slot.
+//! copies a leaf of at most 16 slot pointers and, where a node is split, joined or ends lower, inner nodes above it; never a slot.
 //!
 //! **Mechanism.** Nodes are immutable but for their cells ([`node`]). A change makes a new leaf and publishes it by
 //! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]). So readers elsewhere in

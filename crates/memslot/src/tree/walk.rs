@@ -114,7 +114,7 @@ pub(crate) struct Overlapping<'g, D> {
     /// And have keys below this.
     limit: u128,
     /// The inner nodes above where the walk is, each with the bits of the children still to be visited.
-    levels: [(Option<&'g Inner<ByHva>>, u64); MAX_LEVELS],
+    levels: [(Option<&'g Inner<ByHva>>, u128); MAX_LEVELS],
     depth: usize,
     leaf: Option<&'g Leaf<ByHva, D>>,
     /// The bits of the slots of `leaf` still to be given.
@@ -151,9 +151,11 @@ impl<'g, D> Overlapping<'g, D> {
                 let low = upper_bound(&inner.keys, self.limit - 1).max(1);
                 let last = low - 1;
                 // Where slots do not overlap it is the last or none.
-                let mut children = u64::from(inner.reach.get(last) > start) << last;
+                let mut children = u128::from(inner.reach.get(last) > start) << last;
                 if last > 0 && inner.reach.up_to(last - 1) > start {
-                    children |= bits(last, |i| inner.reach.get(i) > start);
+                    for child in 0..last {
+                        children |= u128::from(inner.reach.get(child) > start) << child;
+                    }
                 }
                 self.levels[self.depth] = (Some(inner), children);
                 self.depth += 1;
@@ -161,13 +163,13 @@ impl<'g, D> Overlapping<'g, D> {
             Node::Leaf(leaf) => {
                 let low = upper_bound(&leaf.entries.keys, self.limit - 1);
                 let ends = &leaf.entries.ends;
-                // Unused ones end at 0.
-                let blocks = leaf.head.len().div_ceil(BLOCK);
-                let reaching = (0..blocks).fold(0, |all, block| {
-                    let ends = &ends[block * BLOCK..][..BLOCK];
-                    all | bits(BLOCK, |i| ends[i] > start) << (block * BLOCK)
-                });
-                self.slots = reaching & ((1_u64 << low) - 1);
+                self.slots = if ends.apart {
+                    // The ends ascend: those above `start` come last.
+                    let first = (0..low).rev().take_while(|&i| ends.each[i] > start);
+                    first.fold(0, |slots, i| slots | 1 << i)
+                } else {
+                    bits(LEAF, |i| ends.each[i] > start) & ((1_u64 << low) - 1)
+                };
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}
@@ -196,13 +198,10 @@ impl<'g, D> Overlapping<'g, D> {
     }
 }
 
-/// How many ends of a leaf are looked at together.
-const BLOCK: usize = if cfg!(loom) { 4 } else { 8 };
-
 /// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
 #[inline(always)]
 fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
-    const { assert!(LEAF < 64 && INNER <= 64) };
+    const { assert!(LEAF < 64 && INNER <= 128) };
     (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 

@@ -34,6 +34,10 @@ impl Pair {
 
     /// Asks both for the same, and compares what came of it; says whether anything changed.
     pub(crate) fn step(&mut self, request: Request<u32>, end: End) -> bool {
+        if mem::take(&mut self.pending) {
+            // Whatever was forgotten before is given up.
+            self.model.give_up();
+        }
         let plan = self.model.plan(&request);
         let old = self.model.get(request.address_space, request.id).copied();
         if end == End::Set {
@@ -43,7 +47,6 @@ impl Pair {
                 (Ok(change), None) => panic!("{request:?} must be refused, not {change:?}"),
                 (Err(error), Some(kind)) => panic!("{kind:?} by {request:?}: {error}"),
             }
-            self.pending = false;
             return self.done(&request, plan);
         }
         let done = self.update(&request, end, plan, old);
@@ -58,8 +61,6 @@ impl Pair {
         plan: Option<Kind>,
         old: Option<Plain>,
     ) -> Option<Kind> {
-        // Whatever was forgotten before is given up.
-        self.pending = false;
         let update = match (self.writer.begin(*request), plan) {
             (Ok(update), Some(_)) => update,
             (Err(_), None) => return None,
@@ -78,6 +79,9 @@ impl Pair {
             }
             End::Drop => {
                 drop(update);
+                if begun {
+                    self.model.give_up();
+                }
                 meanwhile(&mut self.reader, &self.model, old, false, false);
             }
             End::Forget => {

@@ -82,6 +82,11 @@ impl Model {
         self.slots.get(&(space, id))
     }
 
+    /// An operation that began and was given up: all is as before, in a new generation.
+    pub(crate) fn give_up(&mut self) {
+        self.generation += 1;
+    }
+
     pub(crate) fn generation(&self) -> u64 {
         self.generation
     }
