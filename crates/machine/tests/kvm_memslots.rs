@@ -6,8 +6,7 @@
 //! - host addresses that no user may have are refused by the kernel only (the table knows no address space layout);
 //! - slots of terabytes are accepted by both, but the kernel allocates memory for them by their size;
 //! - private slots of KVM's own (`KVM_SET_TSS_ADDR`, the APIC page) are not made here: they take guest frames away;
-//! - the soft engine has one address space, and the frames of its own page tables: only requests inside both go to it;
-//! - the kernel asks the architecture for the highest frame *after* it has looked for overlaps, the table before.
+//! - the soft engine has one address space, and the frames of its own page tables: only requests inside both go to it.
 #![cfg(target_arch = "x86_64")]
 #![expect(unsafe_code, reason = "hands memory to KVM and to the hypervisor")]
 
@@ -216,11 +215,6 @@ impl Both {
             SlotError::Overlap { .. } => libc::EEXIST,
             _ => libc::EINVAL,
         });
-        let straddles = matches!(asked.gpa, At::BelowLimit(_)) && ours == Err(libc::EINVAL);
-        if straddles && told == Err(libc::EEXIST) {
-            // Both too high and overlapping: the kernel looks for the one first, the table for the other.
-            return Ok(());
-        }
         prop_assert_eq!(told, ours, "{:x?}: kernel left, table right", region);
         let view = self.writer.view().space(address_space);
         let kept = view.and_then(|view| view.by_id(id));

@@ -177,7 +177,7 @@ fn look_up(stop: &AtomicBool, reader: &mut SlotReader<Data>) -> Seen {
         let guard = reader.pin();
         let before = guard.generation();
         let slot = guard.lookup(Gfn(gfn));
-        let invalid = slot.is_some_and(pageferry_memslot::Slot::is_invalid);
+        let invalid = slot.is_some_and(Slot::is_invalid);
         let after = guard.generation();
         seen.looks += 1;
         seen.invalid += u64::from(invalid);
