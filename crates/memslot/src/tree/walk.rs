@@ -4,6 +4,7 @@ use super::kind::{ByHva, INNER, LEAF, Order, Reach};
 use super::node::{Cell, Inner, Leaf, upper_bound};
 use super::{At, MAX_LEVELS, Node};
 use crate::Slot;
+use core::mem::MaybeUninit;
 
 /// The inner nodes above where a walk is, each with the children that are still to be visited.
 struct Path<'g, O: Order> {
@@ -113,8 +114,8 @@ pub(crate) struct Overlapping<'g, D> {
     start: u64,
     /// And have keys below this.
     limit: u128,
-    /// The inner nodes above where the walk is, each with the bits of the children still to be visited.
-    levels: [(Option<&'g Inner<ByHva>>, u128); MAX_LEVELS],
+    /// The inner nodes above where the walk is, each with the bits of the children still to be visited. Those below `depth` are there; the others are not even initialised, as mostly none is needed.
+    levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
     leaf: Option<&'g Leaf<ByHva, D>>,
     /// The bits of the slots of `leaf` still to be given.
@@ -130,7 +131,7 @@ impl<'g, D> Overlapping<'g, D> {
             start,
             // A slot that starts at `end` or above is not wanted, whatever its id.
             limit: ByHva::below(end),
-            levels: [(None, 0); MAX_LEVELS],
+            levels: [const { MaybeUninit::uninit() }; MAX_LEVELS],
             depth: 0,
             leaf: None,
             slots: 0,
@@ -151,13 +152,11 @@ impl<'g, D> Overlapping<'g, D> {
                 let low = upper_bound(&inner.keys, self.limit - 1).max(1);
                 let last = low - 1;
                 // Where slots do not overlap it is the last or none.
-                let mut children = u128::from(inner.reach.get(last) > start) << last;
+                let mut children = u64::from(inner.reach.get(last) > start) << last;
                 if last > 0 && inner.reach.up_to(last - 1) > start {
-                    for child in 0..last {
-                        children |= u128::from(inner.reach.get(child) > start) << child;
-                    }
+                    children |= bits(last, |i| inner.reach.get(i) > start);
                 }
-                self.levels[self.depth] = (Some(inner), children);
+                self.levels[self.depth].write((inner, children));
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
@@ -184,15 +183,16 @@ impl<'g, D> Overlapping<'g, D> {
             let Some(top) = self.depth.checked_sub(1) else {
                 return false;
             };
-            let (Some(inner), children) = self.levels[top] else {
-                return false;
-            };
-            if children == 0 {
+            // SAFETY: the levels below `depth` were written by `enter`.
+            let (inner, children) = unsafe { self.levels[top].assume_init_mut() };
+            if *children == 0 {
                 self.depth = top;
                 continue;
             }
-            self.levels[top].1 = children & (children - 1);
-            self.enter(&inner.cells[children.trailing_zeros() as usize]);
+            let child = children.trailing_zeros() as usize;
+            *children &= *children - 1;
+            let cell = &inner.cells[child];
+            self.enter(cell);
         }
         true
     }
@@ -201,7 +201,7 @@ impl<'g, D> Overlapping<'g, D> {
 /// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
 #[inline(always)]
 fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
-    const { assert!(LEAF < 64 && INNER <= 128) };
+    const { assert!(LEAF < 64 && INNER <= 64) };
     (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 
