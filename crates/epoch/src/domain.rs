@@ -174,15 +174,8 @@ impl Domain {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire);
         fence(Ordering::SeqCst);
-        let mut record = self.records.load(Ordering::Acquire);
-        while !record.is_null() {
-            // SAFETY: as in `register`.
-            let known = unsafe { &*record };
-            let announced = known.announced.load(Ordering::Relaxed);
-            if announced != NONE && announced != epoch {
-                return false;
-            }
-            record = known.next;
+        if self.any_announced(|announced| announced != NONE && announced != epoch) {
+            return false;
         }
         fence(Ordering::Acquire);
         self.epoch
@@ -197,18 +190,26 @@ impl Domain {
     /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
     pub fn is_quiet(&self) -> bool {
         fence(Ordering::SeqCst);
-        let mut record = self.records.load(Ordering::Acquire);
-        while !record.is_null() {
-            // SAFETY: as in `register`.
-            let known = unsafe { &*record };
-            if known.announced.load(Ordering::Relaxed) != NONE {
-                return false;
-            }
-            record = known.next;
+        if self.any_announced(|announced| announced != NONE) {
+            return false;
         }
         // All that guards did which have gone happens before what the caller does next.
         fence(Ordering::Acquire);
         true
+    }
+
+    /// Whether `found` holds for a reader's announcement. The caller fences, before and after.
+    fn any_announced(&self, found: impl Fn(u64) -> bool) -> bool {
+        let mut record = self.records.load(Ordering::Acquire);
+        while !record.is_null() {
+            // SAFETY: as in `register`.
+            let known = unsafe { &*record };
+            if found(known.announced.load(Ordering::Relaxed)) {
+                return true;
+            }
+            record = known.next;
+        }
+        false
     }
 }
 

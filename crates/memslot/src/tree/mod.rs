@@ -19,11 +19,13 @@
 mod edit;
 mod kind;
 mod node;
+mod pool;
 mod walk;
 
-pub(crate) use edit::{Edit, Pool, Replaced};
+pub(crate) use edit::Edit;
 pub(crate) use kind::{ByGfn, ByHva, ById, Order};
 pub(crate) use node::NEWEST;
+pub(crate) use pool::{Pool, Replaced};
 pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
@@ -73,7 +75,7 @@ impl<O: Order, D> Tree<O, D> {
     /// An empty tree, empty in all versions.
     pub(crate) fn new() -> Self {
         Self {
-            root: Cell::new(edit::alloc_head(Head::empty(0, core::ptr::null()))),
+            root: Cell::new(pool::alloc_head(Head::empty(0, core::ptr::null()))),
             order: PhantomData,
             slots: PhantomData,
         }
