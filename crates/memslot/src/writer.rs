@@ -366,7 +366,7 @@ impl<D> SlotWriter<D> {
     /// Frees all that no reader can use any more, without waiting; gives how many slots and tree nodes are left.
     ///
     /// When nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has been dropped. Without it
-    /// that happens during later operations, or when the writer and the last reader have gone: call it after
+    /// that happens during later operations, when the writer goes, or with the last reader's guard and the table: call it after
     /// a change where data owns something that should go soon.
     pub fn reclaim(&mut self) -> usize {
         if self.advance() && self.shared.domain.is_quiet() {

@@ -9,7 +9,7 @@
 //! of a level may hold less: slots that come in ascending order fill all nodes but the last.
 
 use super::kind::{Ends, INNER, LEAF, Order, Reach};
-use super::node::{Cell, Entries, Head, Inner, Leaf, upper_bound};
+use super::node::{Cell, Entries, Head, Inner, Leaf, Node, upper_bound};
 use super::pool::{Pool, Replaced, alloc_head};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
@@ -99,13 +99,13 @@ impl<O: Order, D> Tree<O, D> {
             slot: &mut dyn FnMut(*const Slot<D>),
         ) {
             match view::<O, D>(&node) {
-                View::Empty => {}
-                View::Leaf(leaf) => {
+                Node::Empty => {}
+                Node::Leaf(leaf) => {
                     for &pointer in &leaf.entries.slots[..leaf.head.len()] {
                         slot(pointer);
                     }
                 }
-                View::Inner(inner) => {
+                Node::Inner(inner) => {
                     for cell in &inner.cells[..inner.head.len()] {
                         // SAFETY: as for the caller: each node is in one cell.
                         unsafe { below(cell.newest(), pool, slot) };
@@ -120,26 +120,11 @@ impl<O: Order, D> Tree<O, D> {
     }
 }
 
-enum View<'a, O: Order, D> {
-    Empty,
-    Leaf(&'a Leaf<O, D>),
-    Inner(&'a Inner<O>),
-}
-
 /// The node behind a pointer that the writer got from a cell, or has just made. The borrow of the pointer stands
 /// for that of the node: the writer frees no node while it makes a change.
-fn view<'a, O: Order, D>(node: &'a *const Head) -> View<'a, O, D> {
+fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
     // SAFETY: nodes in cells, and new ones, are alive, and only the writer frees.
-    let head = unsafe { &**node };
-    if head.level() == 0 {
-        // SAFETY: level 0 is the head of a leaf.
-        View::Leaf(unsafe { &*node.cast::<Leaf<O, D>>() })
-    } else if head.is_empty_tree() {
-        View::Empty
-    } else {
-        // SAFETY: all others are heads of inner nodes.
-        View::Inner(unsafe { &*node.cast::<Inner<O>>() })
-    }
+    unsafe { Node::at(*node) }
 }
 
 /// How many slots or children a node has.
@@ -164,12 +149,12 @@ fn reach_of<O: Order, D>(node: *const Head) -> u64 {
         return 0;
     }
     match view::<O, D>(&node) {
-        View::Empty => 0,
-        View::Leaf(leaf) => (0..leaf.head.len())
+        Node::Empty => 0,
+        Node::Leaf(leaf) => (0..leaf.head.len())
             .map(|i| leaf.entries.ends.get(i))
             .max()
             .unwrap_or(0),
-        View::Inner(inner) => (0..inner.head.len())
+        Node::Inner(inner) => (0..inner.head.len())
             .map(|i| inner.reach.get(i))
             .max()
             .unwrap_or(0),
@@ -196,16 +181,10 @@ impl<O: Order> Draft<O> {
 
     fn of(inner: &Inner<O>) -> Self {
         let mut draft = Self::new();
-        draft.append(inner, inner.keys[0]);
-        draft
-    }
-
-    /// Adds the children of `inner`, of which the first is said to have keys from `first` on.
-    fn append(&mut self, inner: &Inner<O>, first: O::Key) {
         for i in 0..inner.head.len() {
-            let key = if i == 0 { first } else { inner.keys[i] };
-            self.push(key, inner.cells[i].newest(), inner.reach.get(i));
+            draft.push(inner.keys[i], inner.cells[i].newest(), inner.reach.get(i));
         }
+        draft
     }
 
     fn push(&mut self, key: O::Key, node: *const Head, reach: u64) {
@@ -289,7 +268,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// `node`, or where it is an inner node with one child only, a copy of that child, as a root in place of `old`.
     fn collapsed(&mut self, old: *const Head, mut node: *const Head) -> *const Head {
         loop {
-            let View::Inner(inner) = view::<O, D>(&node) else {
+            let Node::Inner(inner) = view::<O, D>(&node) else {
                 return node;
             };
             if inner.head.len() > 1 {
@@ -298,12 +277,12 @@ impl<O: Order, D> Edit<'_, O, D> {
             // A copy, since a node's `born` is when it came into its place, and the root is another place.
             let child = inner.cells[0].newest();
             let copy: *const Head = match view::<O, D>(&child) {
-                View::Leaf(leaf) => self.leaf_like(leaf, old).done(),
-                View::Inner(inner) => {
+                Node::Leaf(leaf) => self.leaf_like(leaf, old).done(),
+                Node::Inner(inner) => {
                     let draft = Draft::of(inner);
                     self.inner(&draft, 0..draft.len, inner.head.level(), old)
                 }
-                View::Empty => return node,
+                Node::Empty => return node,
             };
             self.retire(node);
             self.retire(child);
@@ -397,13 +376,13 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// `last`: there is no node to the right of this one on its level.
     fn put_below(&mut self, node: *const Head, new: &New<O, D>, last: bool) -> Effect<O> {
         match view::<O, D>(&node) {
-            View::Empty => {
+            Node::Empty => {
                 let mut leaf = self.empty_leaf(node);
                 insert(&mut leaf, 0, new);
                 Effect::One(leaf.done())
             }
-            View::Leaf(leaf) => self.put_in_leaf(node, leaf, new, last),
-            View::Inner(inner) => {
+            Node::Leaf(leaf) => self.put_in_leaf(node, leaf, new, last),
+            Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, new.key).saturating_sub(1);
                 // Before the slot can be seen by anybody who needs it.
                 inner.reach.raise(index, new.end);
@@ -433,7 +412,7 @@ impl<O: Order, D> Edit<'_, O, D> {
 
     /// Retires a node that was replaced, if it has not done so itself.
     fn retire_child(&mut self, old: *const Head) {
-        if !matches!(view::<O, D>(&old), View::Inner(_)) {
+        if !matches!(view::<O, D>(&old), Node::Inner(_)) {
             self.retire(old);
         }
     }
@@ -476,8 +455,8 @@ impl<O: Order, D> Edit<'_, O, D> {
 
     fn remove_below(&mut self, node: *const Head, key: O::Key) -> Effect<O> {
         match view::<O, D>(&node) {
-            View::Empty => unreachable!("no such slot"),
-            View::Leaf(leaf) => {
+            Node::Empty => unreachable!("no such slot"),
+            Node::Leaf(leaf) => {
                 let at = upper_bound(&leaf.entries.keys, key);
                 assert!(at > 0 && leaf.entries.keys[at - 1] == key, "no such slot");
                 if leaf.head.len() == 1 {
@@ -493,7 +472,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                 entries.keys[len - 1] = O::MOST;
                 Effect::One(new.done())
             }
-            View::Inner(inner) => {
+            Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, key).saturating_sub(1);
                 let old = inner.cells[index].newest();
                 match self.remove_below(old, key) {
@@ -547,7 +526,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             total / 2
         };
         let (one, key, other) = match (view::<O, D>(&first), view::<O, D>(&second)) {
-            (View::Leaf(first), View::Leaf(second)) => {
+            (Node::Leaf(first), Node::Leaf(second)) => {
                 let mut one = self.empty_leaf(ptr::null());
                 let len = first.head.len();
                 let (here, there) = (len.min(middle), middle.saturating_sub(len));
@@ -563,7 +542,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                 });
                 (one.done(), key, other)
             }
-            (View::Inner(first), View::Inner(second)) => self.shared(
+            (Node::Inner(first), Node::Inner(second)) => self.shared(
                 first,
                 second,
                 draft.keys[left],

@@ -23,9 +23,18 @@ pub(crate) trait Order: Sized + 'static {
     type Reach: Reach;
 
     fn key<D>(slot: &Slot<D>) -> Self::Key;
-    fn end<D>(slot: &Slot<D>) -> u64;
-    /// Where the slot with this key starts, in the measure of `end`.
-    fn start(key: Self::Key) -> u64;
+
+    /// Where the slot ends; of no use where ends are not kept.
+    #[inline]
+    fn end<D>(_slot: &Slot<D>) -> u64 {
+        0
+    }
+
+    /// Where the slot with this key starts, in the measure of `end`; likewise.
+    #[inline]
+    fn start(_key: Self::Key) -> u64 {
+        0
+    }
 }
 
 /// By first guest frame. Slots do not overlap, so order by start is order by end.
@@ -42,16 +51,6 @@ impl Order for ByGfn {
     fn key<D>(slot: &Slot<D>) -> u64 {
         slot.range.start().0
     }
-
-    #[inline]
-    fn end<D>(_: &Slot<D>) -> u64 {
-        0
-    }
-
-    #[inline]
-    fn start(key: u64) -> u64 {
-        key
-    }
 }
 
 /// By id.
@@ -67,16 +66,6 @@ impl Order for ById {
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
         u64::from(slot.id)
-    }
-
-    #[inline]
-    fn end<D>(_: &Slot<D>) -> u64 {
-        0
-    }
-
-    #[inline]
-    fn start(key: u64) -> u64 {
-        key
     }
 }
 

@@ -30,7 +30,7 @@ pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
 use core::marker::PhantomData;
-use node::{Cell, Head, Inner, Leaf, upper_bound};
+use node::{Cell, Head, Inner, Leaf, Node, upper_bound};
 
 /// More levels than a tree of 2^16 slots can have: nodes other than the root and the last of each level are at least
 /// a quarter full.
@@ -56,12 +56,6 @@ impl<O: Order, D> Clone for At<'_, O, D> {
     }
 }
 impl<O: Order, D> Copy for At<'_, O, D> {}
-
-enum Node<'g, O: Order, D> {
-    Empty,
-    Leaf(&'g Leaf<O, D>),
-    Inner(&'g Inner<O>),
-}
 
 /// What a look-up for "at or below" met in the one leaf that may hold the key.
 enum Floor<'g, O: Order, D> {
@@ -112,15 +106,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
             head = unsafe { &*node };
             head.alive.used();
         }
-        if head.level() == 0 {
-            // SAFETY: `repr(C)`: level 0 is the head of a leaf, made by `Edit::leaf`.
-            Node::Leaf(unsafe { &*node.cast::<Leaf<O, D>>() })
-        } else if head.is_empty_tree() {
-            Node::Empty
-        } else {
-            // SAFETY: all other levels are heads of inner nodes.
-            Node::Inner(unsafe { &*node.cast::<Inner<O>>() })
-        }
+        // SAFETY: as above; trees hold nodes of their own order only.
+        unsafe { Node::at(node) }
     }
 
     #[inline]

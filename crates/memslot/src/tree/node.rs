@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "tells by its head what a node is")]
 //! Nodes, how they are told apart, and the cells that point at them.
 //!
 //! A node begins with a [`Head`]; its `level` says what follows: nothing (an empty tree), a [`Leaf`] or an
@@ -102,6 +103,33 @@ pub(crate) struct Inner<O: Order> {
     pub(crate) keys: [O::Key; INNER],
     pub(crate) cells: [Cell; INNER],
     pub(crate) reach: O::Reach,
+}
+
+/// A node of any kind.
+pub(crate) enum Node<'g, O: Order, D> {
+    Empty,
+    Leaf(&'g Leaf<O, D>),
+    Inner(&'g Inner<O>),
+}
+
+impl<'g, O: Order, D> Node<'g, O, D> {
+    /// # Safety
+    /// `node` is a node of this order and data, by the pointer it was allocated with; during `'g` it is not freed, and nothing
+    /// of it changes but its cells and reach.
+    #[inline(always)]
+    pub(crate) unsafe fn at(node: *const Head) -> Self {
+        // SAFETY: alive, as the caller says; all nodes begin with their head (`repr(C)`).
+        let head = unsafe { &*node };
+        if head.level() == 0 {
+            // SAFETY: level 0 is the head of a leaf.
+            Self::Leaf(unsafe { &*node.cast::<Leaf<O, D>>() })
+        } else if head.is_empty_tree() {
+            Self::Empty
+        } else {
+            // SAFETY: all others are heads of inner nodes.
+            Self::Inner(unsafe { &*node.cast::<Inner<O>>() })
+        }
+    }
 }
 
 /// A place for a node.

@@ -1,8 +1,8 @@
 //! Walks over slots in ascending order.
 
 use super::kind::{ByHva, INNER, LEAF, Order, Reach};
-use super::node::{Cell, Inner, Leaf, upper_bound};
-use super::{At, MAX_LEVELS, Node};
+use super::node::{Cell, Inner, Leaf, Node, upper_bound};
+use super::{At, MAX_LEVELS};
 use crate::Slot;
 use core::mem::MaybeUninit;
 
