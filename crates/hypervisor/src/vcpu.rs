@@ -225,6 +225,13 @@ impl<M: Memslots> VcpuCore<M> {
         }
     }
 
+    /// Whether an instruction that retires now would be the one
+    /// [`VcpuCore::watch_first_instruction`] asked for.
+    #[must_use]
+    pub const fn watches_first_instruction(&self) -> bool {
+        matches!(self.first, First::Watched)
+    }
+
     /// How to kick this vCPU.
     #[must_use]
     pub fn kick_handle(&self) -> KickHandle {

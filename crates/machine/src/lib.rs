@@ -29,4 +29,4 @@ pub use error::MachineError;
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use ram::GuestRam;
 pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
-pub use vcpu::{Access, Exit, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
+pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};

@@ -11,7 +11,7 @@
 //! `epoch`. While a thread runs its vCPU it holds that vCPU's mutex, and it gives it up before it reports
 //! itself parked; so whoever paused the VM takes the vCPUs ([`VcpuThreads::with_vcpus`]) without waiting.
 
-use crate::{Access, Exit, HookVerdict, Kicker, MachineError, Vcpu, VcpuState};
+use crate::{Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, Vcpu, VcpuState};
 use pageferry_addr::{Gpa, RamPage};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -74,8 +74,8 @@ struct Shared {
     /// kick that follows every change makes the thread look again.
     hold: AtomicBool,
     hooks: Arc<dyn VcpuHooks>,
-    /// Per vCPU, once it has left the guest for the first time: when its first instruction ran, where
-    /// the engine can tell.
+    /// Per vCPU, once it has left the guest and no later exit can tell more: when its first instruction
+    /// ran, where the engine can tell. A first exit tells nothing if the first instruction waits for memory.
     first: Vec<OnceLock<Option<Instant>>>,
 }
 
@@ -222,13 +222,18 @@ impl VcpuThreads {
 
     /// When the first guest instruction of this VM in this process ran, where the engine can tell.
     ///
-    /// vCPUs that have not left the guest since are kicked and run on; this waits for them, at most
-    /// `limit`.
+    /// vCPUs that have not told of theirs are kicked and run on; this waits for them, at most `limit`, and
+    /// then says what the others told.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
-        self.kick_running();
+        let mut kicked = None;
         while self.shared.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
+            // Once more after a while: the exit for a kick may have come before the first instruction.
+            if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
+                self.kick_running();
+                kicked = Some(Instant::now());
+            }
             std::thread::sleep(Duration::from_micros(200));
         }
         self.shared
@@ -379,7 +384,14 @@ fn run_until_held(
     loop {
         let exit = vcpu.run()?;
         if shared.first[index].get().is_none() {
-            let _ = shared.first[index].set(vcpu.first_instruction());
+            let known = match vcpu.first_instruction() {
+                FirstInstruction::NotYet => None,
+                FirstInstruction::Untold => Some(None),
+                FirstInstruction::At(when) => Some(Some(when)),
+            };
+            if let Some(known) = known {
+                let _ = shared.first[index].set(known);
+            }
         }
         let verdict = match exit {
             Exit::MemoryFault { page, access } => {

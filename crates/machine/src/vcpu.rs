@@ -116,9 +116,20 @@ pub trait Vcpu: Send {
     /// When the kernel refuses.
     fn set_start(&mut self, start: &StartState) -> Result<(), MachineError>;
 
-    /// When the first guest instruction since the last [`Vcpu::restore`] ran, where the engine can tell
-    /// exactly; `None` where it cannot or none ran.
-    fn first_instruction(&self) -> Option<Instant>;
+    /// When the first guest instruction since the last [`Vcpu::restore`] ran.
+    fn first_instruction(&self) -> FirstInstruction;
+}
+
+/// What an engine knows of the first guest instruction that a vCPU ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FirstInstruction {
+    /// Nothing, now or later: the engine does not see single instructions, or the vCPU was not restored.
+    Untold,
+    /// None has retired so far. A vCPU may leave the guest many times in this state: its first
+    /// instruction may itself wait for memory.
+    NotYet,
+    /// The moment at which it retired.
+    At(Instant),
 }
 
 /// Where a guest program starts.

@@ -3,8 +3,8 @@
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_guest::{Isa, Workload};
 use pageferry_machine::{
-    Access, Delivery, Engine, GuestRam, HookVerdict, Kicker, MachineError, MachineSpec, NewMachine,
-    StartState, VcpuHooks, VcpuThreads, create,
+    Access, Delivery, Engine, FirstInstruction, GuestRam, HookVerdict, Kicker, MachineError,
+    MachineSpec, NewMachine, StartState, VcpuHooks, VcpuThreads, create,
 };
 use pageferry_userfault::PageBitmap;
 use std::convert::Infallible;
@@ -230,7 +230,9 @@ fn a_busy_vm_moves_and_loses_nothing() {
     verify(&workload, &new_ram);
     new_threads
         .with_vcpus(|vcpu| {
-            let first = vcpu.first_instruction().expect("it ran");
+            let FirstInstruction::At(first) = vcpu.first_instruction() else {
+                panic!("it ran");
+            };
             assert!(before < first && first < Instant::now());
             Ok::<_, Infallible>(())
         })

@@ -2,8 +2,8 @@
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
-    Access, Exit, HookVerdict, Kicker, MachineError, StartState, Vcpu, VcpuHooks, VcpuState,
-    VcpuThreads,
+    Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, StartState, Vcpu, VcpuHooks,
+    VcpuState, VcpuThreads,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,6 +30,8 @@ struct FakeVcpu {
     rounds: Arc<AtomicU64>,
     fault_every: Option<u64>,
     fail: Arc<AtomicBool>,
+    /// From which round on it has retired an instruction, and when that was.
+    first: Option<(u64, Instant)>,
 }
 
 impl Vcpu for FakeVcpu {
@@ -81,8 +83,14 @@ impl Vcpu for FakeVcpu {
     fn set_start(&mut self, _: &StartState) -> Result<(), MachineError> {
         Ok(())
     }
-    fn first_instruction(&self) -> Option<Instant> {
-        None
+    fn first_instruction(&self) -> FirstInstruction {
+        match self.first {
+            None => FirstInstruction::Untold,
+            Some((round, at)) if self.rounds.load(Ordering::Relaxed) >= round => {
+                FirstInstruction::At(at)
+            }
+            Some(_) => FirstInstruction::NotYet,
+        }
     }
 }
 
@@ -118,6 +126,14 @@ struct Fixture {
 }
 
 fn fixture(vcpus: u32, fault_every: Option<u64>) -> Fixture {
+    fixture_that_tells(vcpus, fault_every, |_| None)
+}
+
+fn fixture_that_tells(
+    vcpus: u32,
+    fault_every: Option<u64>,
+    first: impl Fn(u32) -> Option<(u64, Instant)>,
+) -> Fixture {
     let hooks = Arc::new(Hooks::default());
     let fail = Arc::new(AtomicBool::new(false));
     let rounds: Vec<_> = (0..vcpus).map(|_| Arc::new(AtomicU64::new(1))).collect();
@@ -128,6 +144,7 @@ fn fixture(vcpus: u32, fault_every: Option<u64>) -> Fixture {
             rounds: Arc::clone(rounds),
             fault_every,
             fail: Arc::clone(&fail),
+            first: first(id as u32),
         }) as Box<dyn Vcpu>
     });
     let threads =
@@ -276,4 +293,25 @@ fn stop_ends_the_threads_whatever_they_do() {
         vm.threads.resume();
         assert_eq!(total(&vm), at);
     }
+}
+
+#[test]
+fn the_first_instruction_is_told_though_first_exits_came_before_it() {
+    let at = Instant::now();
+    let told = |id| Some((1000, at + Duration::from_secs(u64::from(id))));
+    // Each leaves with a memory fault before anything has retired, then runs on without an exit.
+    let vm = fixture_that_tells(2, Some(250), told);
+    vm.threads.resume();
+    assert_eq!(vm.threads.first_instruction(LIMIT), Some(at));
+    vm.threads.stop();
+}
+
+#[test]
+fn engines_that_tell_no_first_instruction_are_not_waited_for() {
+    let vm = fixture(2, Some(10));
+    vm.threads.resume();
+    let asked = Instant::now();
+    assert_eq!(vm.threads.first_instruction(LIMIT), None);
+    assert!(asked.elapsed() < LIMIT);
+    vm.threads.stop();
 }

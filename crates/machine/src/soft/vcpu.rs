@@ -3,11 +3,12 @@
 use super::memory::alias_mapping;
 use super::state::{decode, encode};
 use crate::translate::Translator;
-use crate::{Access, Exit, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use crate::{
+    Access, Exit, FirstInstruction, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState,
+};
 use pageferry_hypervisor::hart::{self, Hart};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
 use std::sync::Arc;
-use std::time::Instant;
 
 /// SBI's answer to a call it does not have (RISC-V SBI specification, "Binary Encoding"): `SBI_ERR_NOT_SUPPORTED`.
 const SBI_NOT_SUPPORTED: u64 = -2i64 as u64;
@@ -111,7 +112,11 @@ impl Vcpu for SoftVcpu {
             .map_err(|e| MachineError::BadState(e.to_string()))
     }
 
-    fn first_instruction(&self) -> Option<Instant> {
-        self.core.first_instruction()
+    fn first_instruction(&self) -> FirstInstruction {
+        match self.core.first_instruction() {
+            Some(when) => FirstInstruction::At(when),
+            None if self.core.watches_first_instruction() => FirstInstruction::NotYet,
+            None => FirstInstruction::Untold,
+        }
     }
 }

@@ -24,7 +24,7 @@ use super::userfault;
 use super::vm::VmShared;
 use super::{exits, msr, start, sys};
 use crate::translate::Translator;
-use crate::{Access, Exit, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
 use exits::Left;
 use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
@@ -33,7 +33,6 @@ use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::ThreadId;
-use std::time::Instant;
 
 /// A vCPU of [`super::vm`].
 pub(super) struct KvmVcpu {
@@ -312,8 +311,8 @@ impl Vcpu for KvmVcpu {
         Ok(())
     }
 
-    fn first_instruction(&self) -> Option<Instant> {
+    fn first_instruction(&self) -> FirstInstruction {
         // KVM does not say when the guest was entered.
-        None
+        FirstInstruction::Untold
     }
 }
