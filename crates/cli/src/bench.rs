@@ -1,5 +1,6 @@
 //! `pageferry bench`: measurements, each beside its floor from the same run.
 
+mod demand_paging;
 mod memslot;
 
 use crate::args::{BenchArgs, BenchCommand, BenchFlags};
@@ -23,6 +24,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
         BenchCommand::Memslot(flags) => return memslot::memslot(flags),
+        BenchCommand::DemandPaging(flags) => return demand_paging::demand_paging(flags),
     };
     let setting = Setting {
         executable: std::env::current_exe().map_err(|e| {
