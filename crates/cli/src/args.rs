@@ -163,13 +163,13 @@ pub(crate) struct DemandFlags {
     /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416]
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(DemandSetting::MAX_VCPUS)))]
     pub(crate) vcpus: Vec<u32>,
-    /// Guest memory for each vCPU [default: 16M on soft, 1M on kvm, 64M of the model]
+    /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory_per_vcpu: Option<u64>,
     /// Every vCPU touches the pages of all
     #[arg(long, conflicts_with = "model")]
     pub(crate) overlap: bool,
-    /// How often each measurement is repeated; medians are printed [default: 5; of the model's inputs 11]
+    /// How often each measurement is repeated; medians are printed [default: 5; of the model's inputs 21]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: Option<u32>,
     /// Model many vCPUs on as many cores, from times measured on the soft engine in this run

@@ -7,25 +7,39 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The lock. Both words are in one cache line, which is all that moves between threads.
+/// The lock. Its words have a cache line each: asking for it does not take the line away from the one who lets it go, as with
+/// the kernel's queued locks, whose waiters are in a line of their own.
 #[derive(Debug, Default)]
-#[repr(align(128))]
 pub(crate) struct Ticket {
-    next: AtomicU32,
-    serving: AtomicU32,
+    next: Line,
+    serving: Line,
 }
 
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Line(AtomicU32);
+
 /// Lets the next one in when it is dropped.
-pub(crate) struct Held<'a>(&'a Ticket);
+pub(crate) struct Held<'a> {
+    lock: &'a Ticket,
+    ticket: u32,
+}
+
+impl Held<'_> {
+    /// How many had the lock before, modulo 2^32.
+    pub(crate) const fn ticket(&self) -> u32 {
+        self.ticket
+    }
+}
 
 impl Ticket {
     #[inline]
     pub(crate) fn lock(&self) -> Held<'_> {
         // Orders nothing: whoever waits acquires below.
-        let mine = self.next.fetch_add(1, Ordering::Relaxed);
+        let mine = self.next.0.fetch_add(1, Ordering::Relaxed);
         let mut spins = 0_u32;
         // Acquire: what was done under the lock before happens before what is done now.
-        while self.serving.load(Ordering::Acquire) != mine {
+        while self.serving.0.load(Ordering::Acquire) != mine {
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(256) {
                 std::thread::yield_now();
@@ -33,24 +47,27 @@ impl Ticket {
                 std::hint::spin_loop();
             }
         }
-        Held(self)
+        Held {
+            lock: self,
+            ticket: mine,
+        }
     }
 
     /// Whether somebody holds it; true for a moment only.
     #[cfg(test)]
     pub(crate) fn is_held(&self) -> bool {
-        self.next.load(Ordering::Relaxed) != self.serving.load(Ordering::Relaxed)
+        self.next.0.load(Ordering::Relaxed) != self.serving.0.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Held<'_> {
     #[inline]
     fn drop(&mut self) {
-        // Only the holder changes this word.
-        let served = self.0.serving.load(Ordering::Relaxed);
-        self.0
+        // Only the holder changes this word, and its ticket is what the word says now.
+        self.lock
             .serving
-            .store(served.wrapping_add(1), Ordering::Release);
+            .0
+            .store(self.ticket.wrapping_add(1), Ordering::Release);
     }
 }
 
@@ -85,6 +102,7 @@ mod tests {
             panic!("inside");
         }));
         assert!(caught.is_err());
-        drop(lock.lock());
+        assert_eq!(lock.lock().ticket(), 1);
+        assert_eq!(lock.lock().ticket(), 2);
     }
 }

@@ -146,19 +146,21 @@ impl fmt::Display for ModelReport {
         }
         writeln!(
             f,
-            "\nThe model beside real runs of this run\n  {:<8} {:<11} {:>5} {:>19} {:>19} {:>8}",
-            "missing", "MMU", "vCPUs", "measured ns a page", "modelled ns a page", "error"
+            "\nThe model beside real runs of this run, ns a page of a vCPU\n  {:<8} {:<11} {:>5} {:>9} {:>8} {:>8} {:>8} {:>8}",
+            "missing", "MMU", "vCPUs", "measured", "modelled", "error", "fastest", "error"
         )?;
         for check in &self.checks {
             writeln!(
                 f,
-                "  {:<8} {:<11} {:>5} {:>19} {:>19} {:>+6.1} %{}",
+                "  {:<8} {:<11} {:>5} {:>9} {:>8} {:>+6.1} % {:>8} {:>+6.1} %{}",
                 check.delivery.name(),
                 check.scheme.name(),
                 check.vcpus,
                 short(check.measured_ns.median),
                 short(check.modelled_ns),
                 check.error_percent,
+                short(check.measured_ns.min),
+                check.error_to_fastest_percent,
                 if check.by_construction {
                     "  (the guest's time is what is left of this)"
                 } else {

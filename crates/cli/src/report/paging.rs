@@ -100,8 +100,8 @@ fn figure(report: &ModelReport, curve: &Curve) -> Result<String, String> {
     ];
     let last = curve.points.last().ok_or("there is nothing to draw")?;
     let subtitle = format!(
-        "MODELLED from times measured on {} cores. At {} vCPUs, modelled: {:.0} % of the time is waiting, {:.0} % is saved. \
-         The talk, on KVM: {} %, {} %.",
+        "MODELLED from times measured on {} cores. {} vCPUs: {:.1} % of the time waiting, {:.1} % saved; the talk, on KVM: {} %, \
+         {} %",
         report.cores,
         last.vcpus,
         last.serialised.waiting_percent,
@@ -112,7 +112,7 @@ fn figure(report: &ModelReport, curve: &Curve) -> Result<String, String> {
     let mib = report.memory_per_vcpu as f64 / f64::from(1 << 20);
     charts::linear(&Linear {
         title: Some((
-            &format!("Time to page in {mib} MiB for each vCPU, one MMU lock against none"),
+            &format!("Time to page in {mib} MiB for each vCPU, faults one by one and in parallel"),
             &subtitle,
         )),
         x_desc: "vCPUs, each on a core of its own",
