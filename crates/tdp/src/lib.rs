@@ -35,12 +35,35 @@
 
 extern crate alloc;
 
+mod batch;
+mod change;
 mod counters;
+mod counts;
+mod fault;
 pub mod format;
+mod invalidate;
+mod log;
+mod mmu;
+mod pages;
+mod platform;
+mod protect;
 mod range;
+mod split;
 mod stage_two;
 mod sync;
 mod table;
+mod walk;
+mod worker;
+mod zap;
 
-pub use format::{Entry, Sv48x4};
+pub use counts::Stats;
+pub use fault::{Fault, How, Mapped, Refused, Target, largest_level};
+pub use format::Sv48x4;
+pub use invalidate::Ticket;
+pub use log::Log;
+pub use mmu::Mmu;
+pub use pages::OutOfTables;
+pub use platform::{Entry, Flush, Platform};
 pub use stage_two::{Leaf, MapOutcome, StageTwo};
+pub use worker::{Found, Worker};
+pub use zap::Invalidating;

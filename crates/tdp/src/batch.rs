@@ -1,0 +1,116 @@
+//! What changes leave behind: a flush that is owed, and tables that were cut off.
+//!
+//! **Guarantee.** The memory of a table that was cut off is given back after a TLB flush that came later, *and* after a
+//! grace period that began later still. Both wait in bounded amounts: a sweep stops for a flush when
+//! [`Batch::MOST_TABLES`] tables are in a batch.
+//!
+//! **Mechanism.** Each worker has one batch. Before the first change of a batch that TLBs may contradict, the worker
+//! counts the batch as open, in the MMU ([`Unflushed`]); when the batch is settled it flushes, and then counts it
+//! as closed. So who needs to know that nothing stale is left, whoever made the changes, looks at one number, and flushes
+//! itself where it is not 0.
+
+use crate::pages::Page;
+use crate::platform::{Flush, Platform};
+use crate::sync::{AtomicU64, Ordering};
+use alloc::vec::Vec;
+use pageferry_addr::{Gfn, GfnRange};
+
+/// How many batches have changed entries and not flushed yet.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Unflushed(AtomicU64);
+
+impl Unflushed {
+    pub(crate) fn new() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    /// Comes before the first change of a batch. Whoever sees that change sees this too: the change, a
+    /// read-modify-write with release order, comes after it.
+    fn open(&self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Comes after the flush.
+    fn close(&self) {
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Whether TLBs may contradict changes that happened before this call.
+    pub(crate) fn is_any(&self) -> bool {
+        // Acquire: what was flushed is over.
+        self.0.load(Ordering::Acquire) != 0
+    }
+}
+
+/// One worker's batch.
+#[derive(Debug)]
+pub(crate) struct Batch {
+    /// The frames whose translations changed, end excluded; empty where none did.
+    first: u64,
+    end: u64,
+    /// Whether permissions to store are all that was taken.
+    writes_only: bool,
+    tables: Vec<Page>,
+}
+
+impl Batch {
+    /// How many tables wait for one flush at most: 64 tables of 4 KiB, and at least one subtree.
+    pub(crate) const MOST_TABLES: usize = 64;
+
+    pub(crate) const fn new() -> Self {
+        Self {
+            first: u64::MAX,
+            end: 0,
+            writes_only: true,
+            tables: Vec::new(),
+        }
+    }
+
+    /// Whether nothing is owed.
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.end == 0 && self.tables.is_empty()
+    }
+
+    /// Whether it should be settled before more is cut off.
+    pub(crate) const fn is_full(&self) -> bool {
+        self.tables.len() >= Self::MOST_TABLES
+    }
+
+    /// Announces a change of entries for the `frames` frames from `gfn`, before it is made.
+    #[inline]
+    pub(crate) fn owe(&mut self, unflushed: &Unflushed, gfn: Gfn, frames: u64, writes_only: bool) {
+        if self.end == 0 {
+            unflushed.open();
+        }
+        self.first = self.first.min(gfn.0);
+        self.end = self.end.max(gfn.0 + frames);
+        self.writes_only &= writes_only;
+    }
+
+    /// Takes over a table that was cut off and whose entries are frozen.
+    pub(crate) fn keep(&mut self, page: Page) {
+        self.tables.push(page);
+    }
+
+    /// Flushes what is owed and empties the batch; gives the tables, for which a grace period may begin.
+    pub(crate) fn settle<P: Platform>(
+        &mut self,
+        unflushed: &Unflushed,
+        platform: &P,
+    ) -> impl Iterator<Item = Page> {
+        let owed = core::mem::replace(self, Self::new());
+        if owed.end != 0 {
+            let pages = owed.end - owed.first;
+            let range = GfnRange::new(Gfn(owed.first), pages);
+            let range = range.unwrap_or_else(|| unreachable!("frames below the format's limit"));
+            platform.flush(if owed.writes_only && owed.tables.is_empty() {
+                Flush::Writes(range)
+            } else {
+                Flush::Range(range)
+            });
+            unflushed.close();
+        }
+        owed.tables.into_iter()
+    }
+}
