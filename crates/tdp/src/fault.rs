@@ -20,7 +20,7 @@ use crate::log::Log;
 use crate::pages::{OutOfTables, Step, Table};
 use crate::platform::Platform;
 use crate::split::NotSplit;
-use crate::worker::{Worker, found};
+use crate::worker::{Found, Worker, found};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 
 /// What a vCPU tried to do, and where. A load is an access that neither writes nor executes.
@@ -56,6 +56,17 @@ pub struct Mapped {
     pub level: u32,
     /// What it took.
     pub how: How,
+}
+
+impl Mapped {
+    /// The leaf and its level.
+    #[must_use]
+    pub const fn found(self) -> Found {
+        Found {
+            leaf: self.leaf,
+            level: self.level,
+        }
+    }
 }
 
 /// What a fault did.
@@ -94,7 +105,7 @@ pub enum Refused {
     #[error("{:?} is mapped there", existing.leaf.pfn)]
     Conflict {
         /// What is mapped.
-        existing: crate::worker::Found,
+        existing: Found,
     },
     /// There is no memory for a table.
     #[error(transparent)]

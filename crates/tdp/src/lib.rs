@@ -65,5 +65,5 @@ pub use mmu::Mmu;
 pub use pages::OutOfTables;
 pub use platform::{Entry, Flush, Platform};
 pub use stage_two::{Leaf, MapOutcome, StageTwo};
-pub use worker::{Found, Worker};
+pub use worker::{Found, Look, Worker};
 pub use zap::Invalidating;

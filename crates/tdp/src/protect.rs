@@ -54,6 +54,42 @@ impl<F: Format, P: Platform> Worker<F, P> {
         })
     }
 
+    /// Makes the leaves of `range` tell of the next store to each by a fault, and flushes: the start of a log by write
+    /// protection. Leaves whose class is [`Writes::Allowed`] get
+    /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store. Gives how many frames had it. Held
+    /// shared, with turns.
+    pub fn log_by_fault(&mut self, range: GfnRange) -> u64 {
+        let changed = self.protect(range, u64::MAX, &(), by_fault::<F>, is_unlogged::<F>);
+        self.finish();
+        changed
+    }
+
+    /// [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as
+    /// [`write_protect_mask`](Self::write_protect_mask).
+    pub fn log_by_fault_mask(&mut self, base: Gfn, mask: u64) -> u64 {
+        let range = mask_range(base, mask);
+        range.map_or(0, |range| {
+            let mask = mask >> (range.start().0 - base.0);
+            let changed = self.protect(range, mask, &(), by_fault::<F>, is_unlogged::<F>);
+            self.finish();
+            changed
+        })
+    }
+
+    /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by faults. Gives how many
+    /// frames had it. Held shared, with turns.
+    pub fn unlog<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        let changed = self.protect(
+            range,
+            u64::MAX,
+            log,
+            |leaf| F::set_writes(leaf, Writes::Allowed),
+            |leaf| F::writes(leaf) == Writes::AllowedLoggedByFault,
+        );
+        self.finish();
+        changed
+    }
+
     /// Gives all leaves of `range` another class of [`Writes`], and flushes: [`Writes::MmuForbids`] makes every store
     /// fault until the class is changed back, for a tracker. Gives how many frames were of another class. Held
     /// shared, with turns.
@@ -120,6 +156,21 @@ impl<F: Format, P: Platform> Worker<F, P> {
         debug_assert!(swept.is_ok(), "no tables are needed");
         changed
     }
+}
+
+/// The leaf write-protected, of the class that is logged by faults if it may be stored to at all.
+fn by_fault<F: Format>(leaf: u64) -> u64 {
+    let leaf = F::write_protect(leaf);
+    if F::mmu_writable(leaf) {
+        F::set_writes(leaf, Writes::AllowedLoggedByFault)
+    } else {
+        leaf
+    }
+}
+
+/// Whether a store to the leaf would, or could come to, go unnoticed.
+fn is_unlogged<F: Format>(leaf: u64) -> bool {
+    F::is_writable(leaf) || F::writes(leaf) == Writes::Allowed
 }
 
 fn change_leaf<F: Format, P: Platform, L: Log>(

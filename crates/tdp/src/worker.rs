@@ -46,6 +46,17 @@ pub struct Found {
     pub level: u32,
 }
 
+/// What a walk on behalf of an access comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// The access goes through.
+    Allowed(Found),
+    /// There is a leaf, which does not let it through.
+    Denied(Found),
+    /// There is no leaf.
+    Absent,
+}
+
 /// Which sort of guard a sweep holds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hold {
@@ -117,14 +128,14 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
     }
 
-    /// What an MMU does that walks the tables in software, on behalf of a guest: finds the leaf that lets `access` to `gfn`
-    /// through, and, where the format's hardware sets accessed and dirty bits, sets them as that would: by
-    /// compare-exchange, without a lock, and without telling a log. `None` where the hardware would fault.
+    /// What an MMU does that walks the tables in software, on behalf of a guest: finds the leaf for `gfn` and, where it lets
+    /// `access` through and the format's hardware sets accessed and dirty bits, sets them as that would: by
+    /// compare-exchange, without a lock, and without telling a log.
     #[inline]
     #[must_use]
-    pub fn translate(&mut self, gfn: Gfn, access: Access) -> Option<Found> {
+    pub fn look(&mut self, gfn: Gfn, access: Access) -> Look {
         if gfn >= F::GFN_LIMIT {
-            return None;
+            return Look::Absent;
         }
         let guard = self.reader.pin();
         let mut table = self.mmu.top(&guard);
@@ -136,19 +147,33 @@ impl<F: Format, P: Platform> Worker<F, P> {
         };
         let level = table.level();
         loop {
-            if !F::is_leaf(value, level) || !F::allows(value, access) {
-                return None;
+            let Some(leaf) = found::<F>(value, level) else {
+                return Look::Absent;
+            };
+            if !F::allows(value, access) {
+                return Look::Denied(leaf);
             }
             let dirty = if access.write { F::DIRTY } else { 0 };
             let new = value | (F::ACCESSED | dirty) & F::HARDWARE_UPDATES;
             if new == value {
-                return found::<F>(value, level);
+                return Look::Allowed(leaf);
             }
             let set =
                 table
                     .entry(gfn)
                     .compare_exchange(value, new, Ordering::AcqRel, Ordering::Acquire);
             value = set.map_or_else(|now| now, |_| new);
+        }
+    }
+
+    /// The leaf that lets `access` to `gfn` through, as [`look`](Self::look) finds it; `None` where the hardware would
+    /// fault.
+    #[inline]
+    #[must_use]
+    pub fn translate(&mut self, gfn: Gfn, access: Access) -> Option<Found> {
+        match self.look(gfn, access) {
+            Look::Allowed(found) => Some(found),
+            Look::Denied(_) | Look::Absent => None,
         }
     }
 
