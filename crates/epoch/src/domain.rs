@@ -81,16 +81,11 @@ pub struct Domain {
     epoch: AtomicU64,
     /// Not 0 where somebody excludes, or is about to: see `exclusion.rs`. In the line of `epoch`, as sharing reads both.
     pub(crate) excluding: AtomicU64,
-    /// How many wait for exclusive work to end.
-    pub(crate) kept_out: Apart,
+    /// How many wait for exclusive work to end. It is written by those only, so it need not have a line of its own.
+    pub(crate) kept_out: AtomicU64,
     /// The records of all readers there ever were; freed with the domain.
     records: AtomicPtr<Record>,
 }
-
-/// In a cache line of its own.
-#[derive(Debug)]
-#[repr(align(64))]
-pub(crate) struct Apart(pub(crate) AtomicU64);
 
 /// One reader's announcement, in cache lines of its own.
 #[derive(Debug)]
@@ -115,7 +110,7 @@ impl Domain {
         Arc::new(Self {
             epoch: AtomicU64::new(1),
             excluding: AtomicU64::new(0),
-            kept_out: Apart(AtomicU64::new(0)),
+            kept_out: AtomicU64::new(0),
             records: AtomicPtr::new(ptr::null_mut()),
         })
     }

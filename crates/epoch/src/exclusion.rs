@@ -161,14 +161,14 @@ struct KeptOut<'d>(&'d Domain);
 
 impl<'d> KeptOut<'d> {
     fn new(domain: &'d Domain) -> Self {
-        domain.kept_out.0.fetch_add(1, Ordering::Relaxed);
+        domain.kept_out.fetch_add(1, Ordering::Relaxed);
         Self(domain)
     }
 }
 
 impl Drop for KeptOut<'_> {
     fn drop(&mut self) {
-        self.0.kept_out.0.fetch_sub(1, Ordering::Relaxed);
+        self.0.kept_out.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -249,7 +249,7 @@ impl Exclusive<'_> {
     #[inline]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
-        self.domain.kept_out.0.load(Ordering::Relaxed) != 0
+        self.domain.kept_out.load(Ordering::Relaxed) != 0
     }
 
     /// Lets go, lets in those who are counted as waiting, or another who excludes, and excludes again. What was found
@@ -258,7 +258,7 @@ impl Exclusive<'_> {
     pub fn yield_now(self, mut relax: impl FnMut()) -> Self {
         let domain = self.domain;
         drop(self);
-        while domain.kept_out.0.load(Ordering::Relaxed) != 0 && !domain.is_excluded() {
+        while domain.kept_out.load(Ordering::Relaxed) != 0 && !domain.is_excluded() {
             relax();
         }
         domain.exclude(relax)
