@@ -6,8 +6,9 @@
 //!
 //! **Mechanism.** Each worker has one batch. Before the first change of a batch that TLBs may contradict, the worker
 //! counts the batch as open, in the MMU ([`Unflushed`]); when the batch is settled it flushes, and then counts it
-//! as closed. So who needs to know that nothing stale is left, whoever made the changes, looks at one number, and flushes
-//! itself where it is not 0.
+//! as closed. So who needs to know that nothing stale is left, whoever made the changes, looks at what the MMU counts, and
+//! flushes itself where something is open. Two more things are counted there: roots that were replaced, as long
+//! as vCPUs may use them; and permissions to store that aging took without flushing.
 
 use crate::pages::Page;
 use crate::platform::{Flush, Platform};
@@ -15,31 +16,74 @@ use crate::sync::{AtomicU64, Ordering};
 use alloc::vec::Vec;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// How many batches have changed entries and not flushed yet.
+/// What TLBs may contradict, whoever has changed it.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct Unflushed(AtomicU64);
+pub(crate) struct Unflushed {
+    /// How many batches have changed entries and not flushed yet.
+    batches: AtomicU64,
+    /// How many roots were replaced that vCPUs may still use.
+    roots: AtomicU64,
+    /// How many leaves have lost the permission to store by aging, ever.
+    aged: AtomicU64,
+    /// The value of `aged` at the begin of a flush of everything that is over; only grows.
+    aged_flushed: AtomicU64,
+}
 
 impl Unflushed {
     pub(crate) fn new() -> Self {
-        Self(AtomicU64::new(0))
+        Self {
+            batches: AtomicU64::new(0),
+            roots: AtomicU64::new(0),
+            aged: AtomicU64::new(0),
+            aged_flushed: AtomicU64::new(0),
+        }
     }
 
     /// Comes before the first change of a batch. Whoever sees that change sees this too: the change, a
     /// read-modify-write with release order, comes after it.
     fn open(&self) {
-        self.0.fetch_add(1, Ordering::Relaxed);
+        self.batches.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Comes after the flush.
     fn close(&self) {
-        self.0.fetch_sub(1, Ordering::Release);
+        self.batches.fetch_sub(1, Ordering::Release);
     }
 
-    /// Whether TLBs may contradict changes that happened before this call.
-    pub(crate) fn is_any(&self) -> bool {
+    /// Comes before a root is replaced, and orders as [`open`](Self::open) does.
+    pub(crate) fn open_root(&self) {
+        self.roots.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Comes after [`Flush::Roots`].
+    pub(crate) fn close_root(&self) {
+        self.roots.fetch_sub(1, Ordering::Release);
+    }
+
+    /// Comes before a change that takes the permission to store and leaves the flush to whoever needs it, as KVM's
+    /// `tlbs_dirty` did. Orders as [`open`](Self::open) does.
+    pub(crate) fn leave(&self) {
+        self.aged.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Flushes if TLBs may contradict changes that happened before this call; `all` are all frames.
+    pub(crate) fn pay<P: Platform>(&self, platform: &P, all: GfnRange) {
         // Acquire: what was flushed is over.
-        self.0.load(Ordering::Acquire) != 0
+        let aged = self.aged.load(Ordering::Acquire);
+        let is_aged = self.aged_flushed.load(Ordering::Acquire) < aged;
+        let root = self.roots.load(Ordering::Acquire) != 0;
+        if root || is_aged || self.batches.load(Ordering::Acquire) != 0 {
+            // Who runs on a replaced root would fill its TLB from there again.
+            platform.flush(if root {
+                Flush::Roots
+            } else {
+                Flush::Range(all)
+            });
+            if is_aged {
+                self.aged_flushed.fetch_max(aged, Ordering::Release);
+            }
+        }
     }
 }
 

@@ -47,7 +47,8 @@ pub(crate) enum Carries {
     Nothing,
     /// The translations and their state: the new entry, or the table it links, says the same.
     All,
-    /// All but the accessed state, which ages without a flush.
+    /// All but the accessed state, which ages without a flush, and the permission to store where it goes with that: who
+    /// needs it gone flushes.
     AllButAge,
 }
 
@@ -89,6 +90,9 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                 .batch
                 .owe(unflushed, spot.first, frames, writes_only);
         }
+        if carries == Carries::AllButAge && F::is_writable(old) && !F::is_writable(new) {
+            self.mmu.unflushed.leave();
+        }
         // Release: what the entry leads to is filled. Acquire: what led to the old value.
         spot.entry
             .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)?;
@@ -122,7 +126,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
 
     /// Tells the log what a change from one leaf to another, or to none, means for the page.
     #[inline]
-    fn tell<G: Format>(&self, first: Gfn, level: u32, old: Option<u64>, new: Option<u64>) {
+    pub(crate) fn tell<G: Format>(&self, first: Gfn, level: u32, old: Option<u64>, new: Option<u64>) {
         let frames = G::frames_per_entry(level);
         let same_page = matches!((old, new), (Some(old), Some(new)) if G::pfn(old, level) == G::pfn(new, level));
         // Where dirty is what is writable, the log hears of it when it begins; else when its bit goes.

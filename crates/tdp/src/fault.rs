@@ -221,16 +221,19 @@ impl<F: Format, P: Platform> Worker<F, P> {
             .cache
             .fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
         let shared = self.reader.try_share().ok_or(Refused::Excluded)?;
-        if !mmu.invalidation.admits(ticket, gfn) {
+        let frames = F::frames_per_entry(target.level);
+        if !mmu.invalidation.admits(ticket, gfn, frames) {
             return Err(Refused::Invalidated);
         }
         let kit: &mut Kit = &mut self.kit;
         let mut session = Session { mmu, kit, log };
-        loop {
+        for _ in 0..Self::TRIES {
             if let Some(answer) = session.map(mmu.top(&shared), fault, target) {
                 return answer;
             }
         }
+        // What is frozen may stay so until a flush is over, and that may wait for this very vCPU.
+        Err(Refused::Invalidated)
     }
 }
 
@@ -262,7 +265,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
             // A store to a logged page must not make a large one writable.
             let limit = if logged { 1 } else { target.level };
             if F::is_leaf(value, level) {
-                if F::pfn(value, level) != pfn_at::<F>(target, level) {
+                let offset = fault.gfn.0 & (F::frames_per_entry(level) - 1);
+                if F::pfn(value, level).0 + offset != target.pfn.0 {
                     let existing = found::<F>(value, level)?;
                     return Some(Err(Refused::Conflict { existing }));
                 }
@@ -351,7 +355,8 @@ pub(crate) fn leaf_for<F: Format>(level: u32, fault: Fault, target: Target) -> u
     F::leaf(leaf, level)
 }
 
-/// The leaf `old` with what the target allows beside: nothing is taken away, and what `old` knows stays.
+/// The leaf `old` with what the target allows beside: nothing is taken away, as a fault flushes nothing, and what `old`
+/// knows stays. So does its memory type, and a class that lets the MMU allow stores.
 fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
     let leaf = Leaf {
         pfn: pfn_at::<F>(target, level),
@@ -359,10 +364,14 @@ fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
             write: target.access.write || F::is_writable(old),
             execute: target.access.execute || F::is_executable(old),
         },
-        memory: target.memory,
+        memory: F::memory(old),
         accessed: true,
         dirty: fault.access.write || F::is_dirty(old),
-        writes: target.writes,
+        writes: if F::mmu_writable(old) && !target.writes.mmu_writable() {
+            F::writes(old)
+        } else {
+            target.writes
+        },
     };
     F::leaf(leaf, level)
 }

@@ -48,19 +48,22 @@ impl Invalidation {
         Ticket(self.ended.load(Ordering::Acquire))
     }
 
-    /// Whether `gfn` is in a range that is being invalidated: exact under the lock, a hint without.
+    /// Whether some of the `frames` frames from `first` are in a range that is being invalidated: exact under the lock,
+    /// a hint without.
     #[inline]
-    pub(crate) fn covers(&self, gfn: Gfn) -> bool {
+    pub(crate) fn covers(&self, first: Gfn, frames: u64) -> bool {
         self.active.load(Ordering::Relaxed) != 0
-            && self.first.load(Ordering::Relaxed) <= gfn.0
-            && gfn.0 < self.end.load(Ordering::Relaxed)
+            && self.first.load(Ordering::Relaxed) < first.0 + frames
+            && first.0 < self.end.load(Ordering::Relaxed)
     }
 
-    /// Whether a fault at `gfn` with `ticket` may map what it looked up. The caller holds the shared side.
+    /// Whether a fault with `ticket` may map the page of `frames` frames, a power of two, around `gfn`. The caller holds
+    /// the shared side.
     #[inline]
-    pub(crate) fn admits(&self, ticket: Ticket, gfn: Gfn) -> bool {
+    pub(crate) fn admits(&self, ticket: Ticket, gfn: Gfn, frames: u64) -> bool {
         // The lock orders these loads.
-        self.ended.load(Ordering::Relaxed) == ticket.0 && !self.covers(gfn)
+        self.ended.load(Ordering::Relaxed) == ticket.0
+            && !self.covers(Gfn(gfn.0 & !(frames - 1)), frames)
     }
 
     /// Begins one more, of the frames `first..end`. The caller holds the exclusive side.

@@ -102,6 +102,7 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     /// and what comes after it begins at the new root.
     pub(crate) fn swap_root(&self, new: Page) -> OldRoot {
         let new = new.frame(&self.platform).0;
+        self.unflushed.open_root();
         // Release: the entries of the new one. Acquire: the old one's history.
         let old = Pfn(self.root.swap(new, Ordering::AcqRel));
         // SAFETY: `root` was the one link to it, and is replaced.
@@ -141,6 +142,7 @@ impl OldRoot {
         mut met: impl FnMut(Met),
     ) {
         mmu.platform.flush(Flush::Roots);
+        mmu.unflushed.close_root();
         let mut limbo = Limbo::new();
         limbo.retire(mmu.domain.stamp(), self.0);
         let root = loop {

@@ -34,13 +34,18 @@ impl<F: Format, P: Platform> Worker<F, P> {
     ///
     /// # Errors
     /// If there is no memory for tables; what was split by then stays so.
+    ///
+    /// # Panics
+    /// If `to` is 0: levels begin at 1.
     pub fn split<L: Log>(&mut self, range: GfnRange, to: u32, log: &L) -> Result<u64, OutOfTables> {
+        assert!(to >= 1, "there is no level below 1");
         let mut split = 0;
         let swept = self.sweep(range, to + 1, Hold::Shared, log, |session, spot| {
             if F::is_frozen(spot.value) {
                 return Then::Again;
             }
-            if !F::is_leaf(spot.value, spot.level) {
+            // At the root, which may hold leaves and be of a lower level than the walk's lowest.
+            if !F::is_leaf(spot.value, spot.level) || spot.level <= to {
                 return Then::On;
             }
             match session.split_here(spot) {
@@ -62,7 +67,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
     ///
     /// `allowed` answers for *all* frames of the page, mapped now or not: that what backs them is one piece and all of it
     /// may be touched; that they are neither logged nor tracked. It must be sure that this stays so until the call
-    /// is over.
+    /// is over, invalidations excepted: it is asked under the shared side, and not about pages that overlap what is being
+    /// invalidated, so it only has to look up what is behind them when it is asked.
+    ///
+    /// # Panics
+    /// If the format has no room for the target's frame, or the page and the frame are out of step.
     pub fn recover<L: Log>(
         &mut self,
         range: GfnRange,
@@ -80,9 +89,18 @@ impl<F: Format, P: Platform> Worker<F, P> {
             if !whole || !F::may_hold_leaves(level) || !F::is_table(spot.value, level) {
                 return Then::On;
             }
+            let frames = F::frames_per_entry(level);
+            if session.mmu.invalidation.covers(spot.first, frames) {
+                return Then::On;
+            }
             let Some(target) = allowed(spot.first, level).filter(|t| t.level >= level) else {
                 return Then::On;
             };
+            assert!(
+                target.pfn < F::PFN_LIMIT && target.pfn.0 & (frames - 1) == 0,
+                "{target:?} cannot be mapped at {:?}",
+                spot.first
+            );
             match session.merge_here(spot, target) {
                 Ok(()) => {
                     recovered += 1;

@@ -6,7 +6,7 @@
 //!
 //! **Mechanism.** A path of tables, one a level. A step goes *down* where the current entry is a link *now* (it is read
 //! again, as the caller or another worker may have changed it), else to the *side*, else *up*. As Linux's
-//! `arch/x86/kvm/mmu/tdp_iter.c`.
+//! `arch/x86/kvm/mmu/tdp_iter.c`; but an entry that was a link when it was met, and is none now, is met again.
 //!
 //! A walk lives as long as its guard. Who lets the guard go continues with a new walk, from [`Walk::at`] on.
 
@@ -32,6 +32,8 @@ pub(crate) struct Walk<'g, F: Format, P: Platform> {
     at: u64,
     end: u64,
     begun: bool,
+    /// Whether the current entry was a link when it was looked at.
+    link: bool,
 }
 
 impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
@@ -51,6 +53,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
             at: frames.start,
             end: frames.end.min(F::GFN_LIMIT.0),
             begun: false,
+            link: false,
         }
     }
 
@@ -71,23 +74,30 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
             self.begun = true;
             return (self.at < self.end).then(|| self.look());
         }
-        if self.level > self.lowest
-            && let Step::Down(table) = self.table().step(self.mmu.platform(), Gfn(self.at))
-        {
-            self.level -= 1;
-            self.path[self.level as usize - 1] = table;
-            return Some(self.look());
+        if self.level > self.lowest {
+            match self.table().step(self.mmu.platform(), Gfn(self.at)) {
+                Step::Down(table) => {
+                    self.level -= 1;
+                    self.path[self.level as usize - 1] = table;
+                    return Some(self.look());
+                }
+                // What was below it when it was met is in it now.
+                Step::Entry(_) if self.link => return Some(self.look()),
+                Step::Entry(_) => {}
+            }
         }
         self.side()
     }
 
     /// The current entry, as it is now.
     #[inline]
-    pub(crate) fn look(&self) -> Spot<'g> {
+    pub(crate) fn look(&mut self) -> Spot<'g> {
         let entry = self.table().entry(Gfn(self.at));
+        let value = entry.load(Ordering::Acquire);
+        self.link = F::is_table(value, self.level);
         Spot {
             entry,
-            value: entry.load(Ordering::Acquire),
+            value,
             level: self.level,
             first: Gfn(self.at & !(F::frames_per_entry(self.level) - 1)),
         }

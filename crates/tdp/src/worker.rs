@@ -11,7 +11,7 @@ use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::mmu::Mmu;
 use crate::pages::{Cache, OutOfTables, Step};
-use crate::platform::{Flush, Platform};
+use crate::platform::Platform;
 use crate::sync::Ordering;
 use crate::walk::Walk;
 use alloc::sync::Arc;
@@ -84,6 +84,8 @@ pub(crate) enum Then {
 impl<F: Format, P: Platform> Worker<F, P> {
     /// A vCPU's fault needs a table on each level below the root at most.
     pub(crate) const FAULT_TABLES: usize = F::LEVELS as usize - 1;
+    /// How often a fault begins again from the root where it met a frozen entry.
+    pub(crate) const TRIES: u32 = 8;
     /// After how many entries a sweep asks whether somebody waits for it.
     const ASK: u32 = 64;
     /// After how many entries a sweep lets go in any case, so that memory can be freed.
@@ -201,7 +203,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     #[inline]
     #[must_use]
     pub fn is_invalidating(&self, gfn: Gfn) -> bool {
-        self.mmu.invalidation.covers(gfn)
+        self.mmu.invalidation.covers(gfn, 1)
     }
 
     /// Waits until nobody holds the exclusive side: after a fault was refused with
@@ -237,11 +239,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// that happened before the call.
     pub fn flush(&mut self) {
         self.settle();
-        if self.mmu.unflushed.is_any() {
-            let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0);
-            let all = all.unwrap_or_else(|| unreachable!("frames below the format's limit"));
-            self.mmu.platform().flush(Flush::Range(all));
-        }
+        let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0);
+        let all = all.unwrap_or_else(|| unreachable!("frames below the format's limit"));
+        self.mmu.unflushed.pay(self.mmu.platform(), all);
     }
 
     /// Frees tables whose grace period is over, 64 at most; gives how many still wait.

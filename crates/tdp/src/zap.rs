@@ -2,7 +2,7 @@
 
 use crate::change::{Carries, Session, Spot};
 use crate::counts::LEAF_LEVELS;
-use crate::format::{DirtyBy, Format};
+use crate::format::Format;
 use crate::log::Log;
 use crate::mmu::{Met, new_root};
 use crate::pages::OutOfTables;
@@ -16,8 +16,13 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// past the range goes as a whole: what is outside comes back by a fault.
     ///
     /// Faults that looked their frame up before may map it again at any time: where that must not be, use
-    /// [`invalidate`](Self::invalidate), or see to it that no such fault is under way. Held shared, with turns.
+    /// [`invalidate`](Self::invalidate), or see to it that no such fault is under way. Held shared, with turns; but
+    /// where the format asks for break-before-make it is an invalidation, as no fault may put something else in
+    /// place before the flush.
     pub fn zap<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        if F::BREAK_BEFORE_MAKE {
+            return self.invalidate(&[range], log).zapped();
+        }
         let zapped = self.zap_holding(range, Hold::Shared, log);
         self.finish();
         zapped
@@ -63,6 +68,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
     ///
     /// Faults begin at the new root at once and are not delayed by the second half.
     ///
+    /// Dirty bits that are in the old tree reach `log` before this returns, not before: a log that is read meanwhile does
+    /// not have them. Who reads logs by dirty bits keeps these calls apart.
+    ///
     /// # Errors
     /// If there is no memory for a root; nothing has changed then.
     pub fn zap_all<L: Log>(&mut self, log: &L) -> Result<u64, OutOfTables> {
@@ -74,6 +82,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
         };
         let mut leaves = [0; LEAF_LEVELS];
         let (mut tables, mut zapped) = (0, 0);
+        let session = Session {
+            mmu,
+            kit: &mut self.kit,
+            log,
+        };
         old.dismantle(mmu, |met| match met {
             Met::Table => tables += 1,
             Met::Leaf {
@@ -84,9 +97,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
                 let frames = F::frames_per_entry(level);
                 leaves[level as usize - 1] += 1;
                 zapped += frames;
-                if F::DIRTY_BY == DirtyBy::Hardware && F::is_dirty(value) {
-                    log.dirtied(first, frames);
-                }
+                session.tell::<F>(first, level, Some(value), None);
             }
         });
         for (level, count) in (1..).zip(leaves) {
