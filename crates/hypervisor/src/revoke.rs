@@ -101,15 +101,22 @@
 use crate::clock::Clock;
 use crate::gate::Requests;
 use crate::hart::Reservations;
+use crate::platform::Harts;
 use crate::slots::Memslots;
-use crate::vcpu::Link;
 use pageferry_addr::GfnRange;
-use pageferry_tdp::StageTwo;
+use pageferry_tdp::format::Sv48x4Svadu;
+use pageferry_tdp::{Log, Mmu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The format of the second-stage tables.
+pub(crate) type Format = Sv48x4Svadu;
+
+/// What changes and reads them.
+pub(crate) type Worker = pageferry_tdp::Worker<Format, Harts>;
 
 /// What all handles and vCPUs of a VM share.
 pub(crate) struct Shared<M> {
-    pub(crate) tables: StageTwo,
+    pub(crate) mmu: Arc<Mmu<Format, Harts>>,
     pub(crate) clock: Clock,
     pub(crate) reservations: Reservations,
     writer: Mutex<Writer<M>>,
@@ -118,28 +125,25 @@ pub(crate) struct Shared<M> {
 /// What is changed by one thread at a time.
 pub(crate) struct Writer<M> {
     pub(crate) slots: M,
-    pub(crate) vcpus: Vcpus,
-}
-
-/// The vCPUs; those created later flush nothing, as they have seen nothing.
-pub(crate) struct Vcpus {
     /// Whether the id was given to a vCPU; as many as there are ids.
     pub(crate) used: Vec<bool>,
-    pub(crate) links: Vec<Arc<Link>>,
+    pub(crate) worker: Worker,
 }
 
 impl<M: Memslots> Shared<M> {
     pub(crate) fn new(slots: M, max_vcpus: u32) -> Self {
+        let Ok(mmu) = Mmu::new(Harts::default()) else {
+            unreachable!("the platform aborts where there is no memory");
+        };
+        let worker = mmu.worker();
         Self {
-            tables: StageTwo::new(),
+            mmu,
             clock: Clock::new(),
             reservations: Reservations::new(),
             writer: Mutex::new(Writer {
                 slots,
-                vcpus: Vcpus {
-                    used: vec![false; max_vcpus as usize],
-                    links: Vec::new(),
-                },
+                used: vec![false; max_vcpus as usize],
+                worker,
             }),
         }
     }
@@ -150,47 +154,31 @@ impl<M: Memslots> Shared<M> {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Quiesces, zaps the SPTEs of `ranges`, and flushes; gives how many there were.
-    pub(crate) fn unmap(&self, vcpus: &Vcpus, ranges: &[GfnRange]) -> u64 {
-        vcpus.request(Requests::QUIESCE);
-        let zapped = ranges.iter().map(|&range| self.tables.zap(range)).sum();
-        // Where nothing was mapped, no TLB and no decoded code knows anything: both are filled from SPTEs, and
-        // whoever removes SPTEs flushes before it lets the next writer in.
-        if zapped != 0 {
-            vcpus.request(Requests::FLUSH);
-        }
-        zapped
+    /// Waits until every vCPU that was inside its guest has left it.
+    pub(crate) fn quiesce(&self) {
+        self.mmu.platform().request(Requests::QUIESCE);
     }
 
-    /// Quiesces, write-protects `range`, and flushes: for the start of dirty logging.
-    pub(crate) fn protect(&self, vcpus: &Vcpus, range: GfnRange) {
-        vcpus.request(Requests::QUIESCE);
-        self.tables.write_protect(range);
-        vcpus.request(Requests::FLUSH_WRITES);
+    /// Makes every vCPU forget which pages are writable.
+    pub(crate) fn flush_writes(&self) {
+        self.mmu.platform().request(Requests::FLUSH_WRITES);
+    }
+
+    /// Quiesces, zaps the SPTEs of `range`, and flushes; gives how many frames had one.
+    pub(crate) fn unmap(&self, worker: &mut Worker, range: GfnRange, log: &impl Log) -> u64 {
+        self.quiesce();
+        // Where nothing was mapped it flushes nothing: TLBs and decoded code are filled from SPTEs, and whoever removes
+        // SPTEs flushes before it is done.
+        worker.zap(range, log)
     }
 
     /// Makes the page of the host address `address` one in which LR may reserve.
     pub(crate) fn watch(&self, address: u64) {
-        let writer = self.writer();
+        let _writer = self.writer();
         if !self.reservations.is_watched(address) {
             self.reservations.announce(address);
-            writer.vcpus.request(Requests::FLUSH_WRITES);
+            self.flush_writes();
             self.reservations.confirm(address);
-        }
-    }
-}
-
-impl Vcpus {
-    /// Makes the request at every gate and waits until all vCPUs that were inside have left.
-    pub(crate) fn request(&self, requests: Requests) {
-        // All are asked before any is waited for.
-        let tickets: Vec<_> = self
-            .links
-            .iter()
-            .filter_map(|link| link.gate.request(requests))
-            .collect();
-        for ticket in tickets {
-            ticket.wait();
         }
     }
 }

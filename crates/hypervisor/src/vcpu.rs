@@ -2,7 +2,7 @@
 
 use crate::gate::{Gate, Requests};
 use crate::hart::{Access, Hart, HartExit, HartState, StateError};
-use crate::memory::{Memory, USERFAULT};
+use crate::memory::{Again, Memory, USERFAULT};
 use crate::revoke::Shared;
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
@@ -147,9 +147,11 @@ impl<M: Memslots> VcpuCore<M> {
                     if let Some(address) = self.memory.unwatched.take() {
                         self.memory.vm.watch(address);
                     }
-                    if core::mem::take(&mut self.memory.invalid) {
-                        // The writer of the slots is between the halves of a change: let it go on.
-                        yield_now();
+                    match self.memory.again.take() {
+                        // The writer is between the halves of a change: let it go on.
+                        Some(Again::Slots) => yield_now(),
+                        Some(Again::Tables) => self.memory.worker.wait(),
+                        None => {}
                     }
                 }
                 HartExit::Budget => {}
