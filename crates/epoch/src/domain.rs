@@ -39,7 +39,7 @@
 //! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
 //! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
 
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::cell::Cell;
@@ -208,7 +208,7 @@ impl Domain {
 
     /// Whether `found` holds for a reader's announcement. The caller fences, before and after.
     pub(crate) fn any_announced(&self, found: impl Fn(u64) -> bool) -> bool {
-        self.any_announcement(|announced| found(announced.load(Ordering::Relaxed)))
+        self.any_announcement(|announced| found(announced.load(SCAN)))
     }
 
     /// Whether `found` holds for the word of a reader's announcement. It may wait for another value.
@@ -270,13 +270,13 @@ impl Reader {
         let epoch = self.domain.epoch.load(Ordering::Relaxed);
         let announcement = epoch << 1 | flags;
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri))))]
+        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri))))]
         {
             // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
             self.record().announced.swap(announcement, Ordering::SeqCst);
             core::sync::atomic::compiler_fence(Ordering::SeqCst);
         }
-        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri)))))]
+        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri)))))]
         {
             self.record()
                 .announced

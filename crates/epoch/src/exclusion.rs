@@ -31,7 +31,7 @@
 //! The count of those who wait is a hint: it orders nothing.
 
 use crate::domain::{Domain, Epoch, Guard, Reader, SHARES};
-use crate::sync::{Ordering, fence};
+use crate::sync::{Ordering, SCAN, fence};
 use core::fmt;
 use core::hint;
 use core::mem;
@@ -184,7 +184,7 @@ impl Domain {
             None => self.keep_out_later(&mut relax),
         };
         self.any_announcement(|announced| {
-            while announced.load(Ordering::Relaxed) & SHARES != 0 {
+            while announced.load(SCAN) & SHARES != 0 {
                 relax();
             }
             false
@@ -217,7 +217,7 @@ impl Domain {
     /// others in, also where the wait for those who are in ends by a panic.
     fn keep_out(&self) -> Option<Exclusive<'_>> {
         self.excluding
-            .compare_exchange(0, 1, Ordering::Relaxed, Ordering::Relaxed)
+            .compare_exchange(0, 1, SCAN, Ordering::Relaxed)
             .ok()?;
         // Acquires what other exclusive work did, too.
         fence(Ordering::SeqCst);

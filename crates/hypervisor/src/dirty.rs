@@ -108,6 +108,42 @@ impl<M: Memslots> Vm<M> {
         }
         Ok(pages)
     }
+
+    /// Protects the pages again that were harvested from the vCPUs' dirty rings, and makes room for others; gives how
+    /// many those were. As `KVM_RESET_DIRTY_RINGS`.
+    ///
+    /// When this returns, every vCPU has lost its right to write those pages unnoticed: copy them after it. Pages of slots
+    /// that have gone, moved, or shrunk meanwhile are passed over.
+    pub fn reset_dirty_rings(&self) -> u64 {
+        let mut writer = self.shared.writer();
+        let Writer {
+            slots,
+            worker,
+            rings,
+            ..
+        } = &mut *writer;
+        let (mut pages, mut changed) = (0, 0);
+        worker.deferred(|worker| {
+            for ring in rings {
+                let reset = ring.reset(|slot, offset, mask| {
+                    let slot = u16::try_from(slot).ok().and_then(|id| slots.by_id(id));
+                    if let Some(slot) = slot
+                        && offset < slot.range.pages()
+                    {
+                        let left = slot.range.pages() - offset;
+                        let inside = if left < 64 { (1 << left) - 1 } else { u64::MAX };
+                        let base = Gfn(slot.range.start().0 + offset);
+                        changed += worker.log_by_fault_mask(base, mask & inside);
+                    }
+                });
+                pages += u64::from(reset);
+            }
+        });
+        if pages != 0 && changed == 0 {
+            self.shared.flush_writes();
+        }
+        pages
+    }
 }
 
 /// Brings what the entries know into the log, and flushes where that is anything; gives how many pages that were.

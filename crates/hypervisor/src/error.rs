@@ -3,6 +3,7 @@
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
 use pageferry_memslot::SlotError;
+use pageferry_tdp::ring::BadRing;
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -76,6 +77,9 @@ pub enum VmError {
         /// The VM's limit.
         max: u32,
     },
+    /// The VM is to have dirty rings of a size that there is not.
+    #[error(transparent)]
+    DirtyRing(BadRing),
     /// The id is taken.
     #[error("vCPU {0} exists already")]
     VcpuExists(u32),

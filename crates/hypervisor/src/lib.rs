@@ -61,6 +61,8 @@ pub use pageferry_memslot::{
     SlotView,
 };
 #[cfg(not(loom))]
+pub use pageferry_tdp::ring::{DirtyPage, Harvester};
+#[cfg(not(loom))]
 pub use region::{HostMemory, Region, SlotData, UserfaultBits};
 #[cfg(not(loom))]
 pub use scalable::Scalable;

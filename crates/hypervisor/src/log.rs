@@ -5,6 +5,7 @@ use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, RamPage};
 use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::Log;
+use pageferry_tdp::ring::{DirtyPage, Producer};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 
@@ -37,17 +38,31 @@ impl DirtyLog {
 /// Where the pages of one slot are logged, if they are.
 #[derive(Clone, Copy)]
 pub(crate) struct SlotLog<'a> {
+    id: u16,
     frames: GfnRange,
     log: Option<&'a DirtyLog>,
+    ring: Option<&'a Producer>,
 }
 
 impl<'a> SlotLog<'a> {
     pub(crate) fn of(slot: &'a Slot<SlotData>) -> Self {
         let logged = slot.flags.contains(SlotFlags::LOG_DIRTY_PAGES);
         Self {
+            id: slot.id,
+            ring: None,
             frames: slot.range,
             log: slot.data.dirty.as_ref().filter(|_| logged),
         }
+    }
+
+    /// The same for a vCPU that has a ring: pages that it dirties go there.
+    pub(crate) const fn with_ring(self, ring: Option<&'a Producer>) -> Self {
+        Self { ring, ..self }
+    }
+
+    /// Whether the vCPU has to leave its guest before it may dirty another page.
+    pub(crate) fn is_ring_full(&self) -> bool {
+        self.log.is_some() && self.ring.is_some_and(Producer::is_soft_full)
     }
 
     /// Whether the log hears of a page by the fault that makes it writable, and not from a bit of its entry.
@@ -60,6 +75,8 @@ impl<'a> SlotLog<'a> {
     #[inline]
     pub(crate) fn admits_writes(&self, page: RamPage, store: bool) -> bool {
         match self.log {
+            // Who made the entry writable has the page in its ring, or is about to.
+            Some(_) if self.ring.is_some() => true,
             Some(log) if log.by == DirtyBy::WriteProtection => {
                 if store {
                     log.note(page);
@@ -87,7 +104,18 @@ impl Log for SlotLog<'_> {
     fn dirtied(&self, gfn: Gfn, pages: u64) {
         let Some(log) = self.log else { return };
         let part = self.part(gfn, pages);
-        if part.len() == 1 {
+        if let Some(ring) = self.ring {
+            let page = |offset| DirtyPage {
+                slot: self.id.into(),
+                offset,
+            };
+            let mut offsets = part.start as u64..part.end as u64;
+            // What does not fit is in the bitmap; but a vCPU whose ring is nearly full does not come here.
+            let left = offsets.find(|&offset| ring.push(page(offset)).is_err());
+            if let Some(first) = left {
+                log.bits.set_range(first as usize..part.end);
+            }
+        } else if part.len() == 1 {
             log.note(RamPage(part.start as u64));
         } else {
             log.bits.set_range(part);

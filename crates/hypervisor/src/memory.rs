@@ -41,6 +41,7 @@ use crate::tlb::Tlb;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
+use pageferry_tdp::ring::Producer;
 use pageferry_tdp::{Fault, Log as _, Look, Refused, Target, Ticket, largest_level};
 use std::sync::Arc;
 
@@ -52,6 +53,8 @@ pub(crate) struct Memory<M: Memslots> {
     pub(crate) vm: Arc<Shared<M>>,
     pub(crate) slots: M::Reader,
     pub(crate) worker: Worker,
+    /// Where pages of logged slots go that this vCPU dirties, if not into the slots' bitmaps.
+    ring: Option<Producer>,
     /// Why a fault has to come again, where it has.
     pub(crate) again: Option<Again>,
     /// The host address of an LR in a page that has to be watched first.
@@ -59,10 +62,11 @@ pub(crate) struct Memory<M: Memslots> {
 }
 
 impl<M: Memslots> Memory<M> {
-    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader) -> Self {
+    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader, ring: Option<Producer>) -> Self {
         Self {
             tlb: Tlb::new(),
             worker: vm.mmu.worker(),
+            ring,
             vm,
             slots,
             again: None,
@@ -98,11 +102,14 @@ impl<M: Memslots> Memory<M> {
             return Err(BusFault::Misaligned);
         }
         let gfn = Gpa(gpa).gfn();
-        let (vm, worker) = (&*self.vm, &mut self.worker);
+        let (vm, worker, ring) = (&*self.vm, &mut self.worker, self.ring.as_ref());
         // Before the slots are looked at.
         let ticket = worker.ticket();
         let reached = self.slots.lookup(gfn, |found| match found {
-            Found::Slot(slot) => vm.resolve(worker, ticket, slot, gfn, write),
+            Found::Slot(slot) => {
+                let log = SlotLog::of(slot).with_ring(ring);
+                vm.resolve(worker, ticket, (slot, &log), gfn, write)
+            }
             Found::Nothing => Err(Unreached::Mmio),
             Found::Invalid => Err(Unreached::Again(Again::Slots)),
         });
@@ -145,6 +152,8 @@ pub(crate) enum Again {
     Slots,
     /// Exclusive work on the tables goes on.
     Tables,
+    /// The vCPU's dirty ring is nearly full.
+    Ring,
 }
 
 impl<M: Memslots> Shared<M> {
@@ -158,7 +167,7 @@ impl<M: Memslots> Shared<M> {
         &self,
         worker: &mut Worker,
         ticket: Ticket,
-        slot: &Slot<SlotData>,
+        (slot, log): (&Slot<SlotData>, &SlotLog<'_>),
         gfn: Gfn,
         write: bool,
     ) -> Result<(Hva, bool), Unreached> {
@@ -169,7 +178,6 @@ impl<M: Memslots> Shared<M> {
         let index = gfn.0 - slot.range.start().0;
         let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
         let pfn = Pfn(hva.0 >> PAGE_SHIFT);
-        let log = SlotLog::of(slot);
         // Where nobody asks which pages are written to, a page may as well be dirty before it is: that saves a fault.
         let access = Access {
             write: write || !(readonly || log.is_on()),
@@ -178,7 +186,7 @@ impl<M: Memslots> Shared<M> {
         let leaf = match worker.look(gfn, access) {
             Look::Allowed(found) => found,
             Look::Denied(_) | Look::Absent => {
-                self.map(worker, ticket, (slot, gfn, pfn), access, &log)?
+                self.map(worker, ticket, (slot, gfn, pfn), access, log)?
             }
         };
         let offset = gfn.0 & (Format::frames_per_entry(leaf.level) - 1);
@@ -203,6 +211,9 @@ impl<M: Memslots> Shared<M> {
         log: &SlotLog<'_>,
     ) -> Result<pageferry_tdp::Found, Unreached> {
         let fault = Fault { gfn, access };
+        if access.write && log.is_ring_full() {
+            return Err(Unreached::Again(Again::Ring));
+        }
         if let Some(mapped) = worker.fast_fault(fault, log) {
             return Ok(mapped.found());
         }

@@ -105,6 +105,7 @@ use crate::platform::Harts;
 use crate::slots::Memslots;
 use pageferry_addr::GfnRange;
 use pageferry_tdp::format::Sv48x4Svadu;
+use pageferry_tdp::ring::Resetter;
 use pageferry_tdp::{Log, Mmu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -128,6 +129,8 @@ pub(crate) struct Writer<M> {
     /// Whether the id was given to a vCPU; as many as there are ids.
     pub(crate) used: Vec<bool>,
     pub(crate) worker: Worker,
+    /// The third ends of the vCPUs' dirty rings.
+    pub(crate) rings: Vec<Resetter>,
 }
 
 impl<M: Memslots> Shared<M> {
@@ -144,6 +147,7 @@ impl<M: Memslots> Shared<M> {
                 slots,
                 used: vec![false; max_vcpus as usize],
                 worker,
+                rings: Vec::new(),
             }),
         }
     }

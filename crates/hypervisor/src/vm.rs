@@ -13,6 +13,7 @@ use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_SHIFT, Pfn};
 use pageferry_memslot::{Generation, Limits, Request, Slot, SlotFlags, SlotTable};
 use pageferry_tdp::Log;
 use pageferry_tdp::format::{Access, Format as _, Layout as _};
+use pageferry_tdp::ring::{self, Harvester, Producer, Resetter};
 use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::Arc;
@@ -28,6 +29,10 @@ pub struct VmConfig {
     pub dirty_by: DirtyBy,
     /// What a log begins with and who clears it.
     pub dirty_protect: DirtyProtect,
+    /// How many entries each vCPU's dirty ring has, if there are rings (`KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`): a power
+    /// of two from 128 to [`ring::MAX_ENTRIES`]. Pages that vCPUs dirty then go there, known by write protection,
+    /// and not into the slots' bitmaps, which have what is found dirty otherwise.
+    pub dirty_ring: Option<u32>,
 }
 
 /// Who protects the pages that a log names again (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).
@@ -51,6 +56,7 @@ impl Default for VmConfig {
             max_slots: 32_764,
             dirty_by: DirtyBy::default(),
             dirty_protect: DirtyProtect::default(),
+            dirty_ring: None,
         }
     }
 }
@@ -167,17 +173,25 @@ impl<M: Memslots> Vm<M> {
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
         let mut writer = self.shared.writer();
         let max = self.config.max_vcpus;
-        let Writer { slots, used, .. } = &mut *writer;
+        let Writer {
+            slots, used, rings, ..
+        } = &mut *writer;
         let used = used
             .get_mut(id as usize)
             .ok_or(VmError::VcpuIdTooLarge { id, max })?;
-        if core::mem::replace(used, true) {
+        if *used {
             return Err(VmError::VcpuExists(id));
         }
+        let ring = self.config.dirty_ring.map(new_ring).transpose()?;
+        *used = true;
+        let ring = ring.map(|(producer, harvester, resetter)| {
+            rings.push(resetter);
+            (producer, harvester)
+        });
         let link = Arc::new(Link::default());
         self.shared.mmu.platform().add(Arc::clone(&link));
         let shared = Arc::clone(&self.shared);
-        Ok(VcpuCore::new(id, shared, slots.reader(), link))
+        Ok(VcpuCore::new(id, shared, slots.reader(), link, ring))
     }
 
     /// Creates, deletes or moves a memory slot, or changes its flags; the rules are those of
@@ -378,6 +392,14 @@ impl<M: Memslots> Vm<M> {
         Ok(data)
     }
 
+    /// Rings are filled by faults.
+    const fn dirty_by(&self) -> DirtyBy {
+        match self.config.dirty_ring {
+            Some(_) => DirtyBy::WriteProtection,
+            None => self.config.dirty_by,
+        }
+    }
+
     fn new_log(&self, pages: usize) -> DirtyLog {
         let bits = PageBitmap::new(pages);
         if self.config.dirty_protect == DirtyProtect::InitiallySet {
@@ -385,7 +407,7 @@ impl<M: Memslots> Vm<M> {
         }
         DirtyLog {
             bits: Arc::new(bits),
-            by: self.config.dirty_by,
+            by: self.dirty_by(),
         }
     }
 
@@ -401,7 +423,7 @@ impl<M: Memslots> Vm<M> {
             let Ok(_) = worker.split(range, 1, &()) else {
                 unreachable!("the platform aborts where there is no memory");
             };
-            match self.config.dirty_by {
+            match self.dirty_by() {
                 DirtyBy::WriteProtection => worker.log_by_fault(range),
                 DirtyBy::Bits => worker.clear_dirty(range, &()),
             }
@@ -450,6 +472,11 @@ fn first_word(bits: &UserfaultBits) -> Hva {
     let word = bits.first.index() / u64::BITS as usize;
     // Where a request has no whole page, the bit may lie behind the last word: nothing is read here.
     Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
+}
+
+/// A vCPU leaves its guest with room for all that one run can dirty.
+fn new_ring(entries: u32) -> Result<(Producer, Harvester, Resetter), VmError> {
+    ring::new(entries, ring::RESERVED_ENTRIES).map_err(VmError::DirtyRing)
 }
 
 fn check_memory(region: &Region) -> Result<(), VmError> {
