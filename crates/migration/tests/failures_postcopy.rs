@@ -130,6 +130,20 @@ const CASES: &[Case] = &[
         says: "a page came twice",
     },
     Case {
+        name: "gives up, says why and ends the urgent connection while it is sent pages",
+        play: |mut peer| {
+            peer.start();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Resources,
+                "the disk is full",
+            )));
+            peer.urgent.shutdown();
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "the disk is full",
+    },
+    Case {
         name: "is called off in post-copy",
         play: |mut peer| {
             peer.start();
