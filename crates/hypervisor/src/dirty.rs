@@ -29,9 +29,10 @@ impl<M: Memslots> Vm<M> {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, log) = log_of(slots, slot, into.len())?;
-        let mut changed = harvest(worker, slot, log);
+        let mut changed = harvest(slots, worker, slot, log);
         let mut pages = 0;
         worker.deferred(|worker| {
+            let _held = slots.exclude();
             for (w, word) in into.iter_mut().enumerate() {
                 *word = 0;
                 // A load is cheaper than a swap, and most words are 0.
@@ -58,7 +59,7 @@ impl<M: Memslots> Vm<M> {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, log) = log_of(slots, slot, into.len())?;
-        harvest(worker, slot, log);
+        harvest(slots, worker, slot, log);
         let mut pages = 0;
         for (word, bits) in into.iter_mut().zip(log.bits.words()) {
             *word = bits.load(Ordering::Acquire);
@@ -94,6 +95,7 @@ impl<M: Memslots> Vm<M> {
         }
         let (mut pages, mut changed) = (0, 0);
         worker.deferred(|worker| {
+            let _held = slots.exclude();
             for (w, mask) in (from..).zip(clear) {
                 if mask & words[w].load(Ordering::Relaxed) != 0 {
                     // First the bits, then the protection: see `revoke.rs`.
@@ -124,6 +126,7 @@ impl<M: Memslots> Vm<M> {
         } = &mut *writer;
         let (mut pages, mut changed) = (0, 0);
         worker.deferred(|worker| {
+            let _held = slots.exclude();
             for ring in rings {
                 let reset = ring.reset(|slot, offset, mask| {
                     let slot = u16::try_from(slot).ok().and_then(|id| slots.by_id(id));
@@ -147,9 +150,17 @@ impl<M: Memslots> Vm<M> {
 }
 
 /// Brings what the entries know into the log, and flushes where that is anything; gives how many pages that were.
-fn harvest(worker: &mut Worker, slot: &Slot<SlotData>, log: &DirtyLog) -> u64 {
+fn harvest<M: Memslots>(
+    slots: &M,
+    worker: &mut Worker,
+    slot: &Slot<SlotData>,
+    log: &DirtyLog,
+) -> u64 {
     match log.by {
-        DirtyBy::Bits => worker.clear_dirty(slot.range, &SlotLog::of(slot)),
+        DirtyBy::Bits => worker.deferred(|worker| {
+            let _held = slots.exclude();
+            worker.clear_dirty(slot.range, &SlotLog::of(slot))
+        }),
         DirtyBy::WriteProtection => 0,
     }
 }

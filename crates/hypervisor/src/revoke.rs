@@ -2,8 +2,8 @@
 //!
 //! Three places hold on to a translation: the memory slots (the truth), the second-stage tables (shared) and
 //! each vCPU's TLB and decoded code (private). A fault reads them in that order and fills them in that
-//! order, without a lock. Revoking goes the same way, one revocation at a time, under the [`Shared::writer`]
-//! mutex, which no vCPU takes inside its gate.
+//! order; it waits for nobody (the tables' own protocol is `docs/mmu.md`). Revoking goes the same way, one revocation at a
+//! time, under the [`Shared::writer`] mutex, which no vCPU takes inside its gate.
 //!
 //! # A slot goes or moves
 //!
@@ -48,21 +48,25 @@
 //!
 //! Commit. Its frames were nobody's, so there is nothing to take away: an MMIO exit is cached nowhere.
 //!
-//! # A slot gets `USERFAULT`; a notifier invalidates host pages
+//! # A slot gets `USERFAULT`
 //!
-//! For the flag: *commit*. For both then: *quiesce*, *zap*, *flush*, as above.
-//! - A fault that found the slot without the flag is over when the vCPUs are quiesced, and its SPTE is zapped; later
-//!   ones test the bit before they map. After the flush no TLB holds what came from zapped SPTEs.
-//! - A notifier changes no slot: a fault may map the page again at once. What it maps it has looked up after the
-//!   notifier began, and every translation from before is gone when the notifier returns.
+//! *Commit* the flag, then *quiesce*, *zap*, *flush*, as above. A fault that found the slot without the flag is over when the
+//! vCPUs are quiesced, and its SPTE is zapped; later ones test the bit before they map. After the flush no TLB holds what
+//! came from zapped SPTEs.
+//!
+//! # A notifier invalidates host pages
+//!
+//! It changes no slot, and needs no quiescence: the MMU's invalidation keeps faults out whose ticket is older than its end,
+//! and a fault takes its ticket before it looks at the slots (`docs/mmu.md`, "A fault against an invalidation"). Every
+//! translation from before is gone when it returns.
 //!
 //! A change of flags leaves each frame's host page what it was, so readers need not wait for it, and an SPTE that
 //! outlives the change (a flag that goes takes nothing away) leads to the right page.
 //!
 //! # Dirty logging starts
 //!
-//! Commit the flag; quiesce; *write-protect* the range; flush what TLBs know of writable pages. By the same argument,
-//! afterwards no SPTE of the range is writable and no TLB holds one that was, unless its fault saw
+//! Commit the flag; quiesce; split what is large; *write-protect* the range; flush what TLBs know of writable pages. By
+//! the same argument, afterwards no SPTE of the range is writable and no TLB holds one that was, unless its fault saw
 //! the slot's log. That is the invariant from which the log is complete:
 //!
 //! > (W) A TLB entry lets writes through only if, since the vCPU's last entry that flushed writes, its fault
@@ -81,6 +85,15 @@
 //! - A fault tests the bit after the SPTE became writable, and R takes the bit before it protects the
 //!   SPTE. So "writable but unlogged" cannot stay: if R's protection came before the SPTE became writable, so did
 //!   R's taking, and the fault sees the bit clear and sets it for the next read.
+//!
+//! With [`DirtyBy::Bits`](crate::DirtyBy::Bits) the entries' dirty bits take the place of the log's in this: a TLB entry lets writes
+//! through only if the SPTE was dirty when it was filled, and reading moves the bits to the log and flushes. With rings a page
+//! is pushed where its bit would be set, and a reset protects, then flushes. With
+//! [`DirtyProtect::InitiallySet`](crate::DirtyProtect::InitiallySet) all bits are set when logging starts, so that (W) holds with
+//! nothing protected.
+//!
+//! A log that stops leaves its class in the SPTEs until the writer has undone it, and small pages where large ones could be: both
+//! cost faults at most.
 //!
 //! A paused VM's log can be read without taking and protecting (`read_dirty_log`): bits stay, so a VM that
 //! goes on after all has lost nothing.

@@ -258,11 +258,11 @@ impl<M: Memslots> Vm<M> {
                         None => self.shared.unmap(worker, range, &()),
                     };
                 } else if came.contains(SlotFlags::LOG_DIRTY_PAGES) {
-                    self.start_log(worker, range);
+                    self.start_log(slots, worker, range);
                 } else if let Some(now) = now
                     && went.without(SlotFlags::READONLY) != SlotFlags::EMPTY
                 {
-                    self.recover(worker, now, range);
+                    self.recover(slots, worker, now, range);
                 }
             }
         }
@@ -289,6 +289,7 @@ impl<M: Memslots> Vm<M> {
         }
         let logs = ids.iter().filter_map(|&id| slots.by_id(id));
         let logs = SlotLogs(logs.map(SlotLog::of).collect());
+        let _held = slots.exclude();
         worker.invalidate(&ranges, &logs).zapped()
     }
 
@@ -412,13 +413,14 @@ impl<M: Memslots> Vm<M> {
     }
 
     /// The slot of `range` has just got its log: makes later stores tell.
-    fn start_log(&self, worker: &mut Worker, range: GfnRange) {
+    fn start_log(&self, slots: &M, worker: &mut Worker, range: GfnRange) {
         self.shared.quiesce();
         if self.config.dirty_protect == DirtyProtect::InitiallySet {
             // All pages are in the log. Clearing parts of it protects those.
             return;
         }
         worker.deferred(|worker| {
+            let _held = slots.exclude();
             // Eagerly, so that the faults to come need not.
             let Ok(_) = worker.split(range, 1, &()) else {
                 unreachable!("the platform aborts where there is no memory");
@@ -431,9 +433,10 @@ impl<M: Memslots> Vm<M> {
     }
 
     /// The slot has lost its log or its userfault bits: undoes what they asked of the tables.
-    fn recover(&self, worker: &mut Worker, slot: &Slot<SlotData>, range: GfnRange) {
+    fn recover(&self, slots: &M, worker: &mut Worker, slot: &Slot<SlotData>, range: GfnRange) {
         let log = SlotLog::of(slot);
         worker.deferred(|worker| {
+            let _held = slots.exclude();
             if !log.is_on() {
                 worker.unlog(range, &());
             }

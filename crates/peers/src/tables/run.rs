@@ -17,10 +17,13 @@ use std::time::Instant;
 /// What to measure and how often.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Pages of 4 KiB that each thread has: a multiple of `chunk`, at most [`Self::MOST_PAGES`].
+    /// Pages of 4 KiB that each thread has: a multiple of both chunks, at most [`Self::MOST_PAGES`].
     pub pages: u64,
-    /// Pages that are timed together: a multiple of 512.
+    /// Pages that are timed together with one thread: a multiple of 512.
     pub chunk: u64,
+    /// The same with two threads. They begin each chunk together, and on a busy machine short ones come to be done
+    /// by both at once.
+    pub pair_chunk: u64,
     /// How often everything is measured; figures are medians over the rounds. At least one. One more round is not counted.
     pub rounds: u32,
 }
@@ -35,6 +38,7 @@ impl Config {
         Self {
             pages: 1 << 15,
             chunk: 1 << 13,
+            pair_chunk: 1 << 12,
             rounds: 5,
         }
     }
@@ -46,6 +50,7 @@ impl Default for Config {
         Self {
             pages: 1 << 18,
             chunk: 1 << 16,
+            pair_chunk: 1 << 13,
             rounds: 9,
         }
     }
@@ -56,8 +61,8 @@ impl Default for Config {
 pub enum RunError {
     /// No rounds, or pages that are no multiple of chunks, or too many.
     #[error(
-        "cannot measure {pages} pages in chunks of {chunk}, {rounds} times: chunks are multiples of {TABLE_PAGES} pages, \
-         pages of chunks, {most} at most, and once is the least",
+        "cannot measure {pages} pages in chunks of {chunk} and {pair_chunk}, {rounds} times: chunks are multiples of \
+         {TABLE_PAGES} pages, pages of both chunks, {most} at most, and once is the least",
         most = Config::MOST_PAGES
     )]
     Config {
@@ -65,6 +70,8 @@ pub enum RunError {
         pages: u64,
         /// Pages a chunk.
         chunk: u64,
+        /// Pages a chunk of two threads.
+        pair_chunk: u64,
         /// Rounds.
         rounds: u32,
     },
@@ -86,18 +93,26 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     let &Config {
         pages,
         chunk,
+        pair_chunk,
         rounds,
     } = config;
-    let whole = chunk > 0 && chunk.is_multiple_of(TABLE_PAGES) && pages.is_multiple_of(chunk);
-    if !whole || pages == 0 || pages > Config::MOST_PAGES || rounds == 0 {
+    let whole =
+        |chunk: u64| chunk > 0 && chunk.is_multiple_of(TABLE_PAGES) && pages.is_multiple_of(chunk);
+    if !whole(chunk)
+        || !whole(pair_chunk)
+        || pages == 0
+        || pages > Config::MOST_PAGES
+        || rounds == 0
+    {
         return Err(RunError::Config {
             pages,
             chunk,
+            pair_chunk,
             rounds,
         });
     }
     let start = Instant::now();
-    let stage = Stage::new(pages, chunk);
+    let stage = Stage::new(pages, chunk, pair_chunk);
     // Twice what two threads' tables need: some wait for a grace period.
     pool::fill((4 * pages / TABLE_PAGES) as usize + 64);
     let subjects = subjects();

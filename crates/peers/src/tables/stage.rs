@@ -19,6 +19,8 @@ pub(super) struct Stage {
     pages: u64,
     /// Pages that are timed together; a multiple of a table's.
     chunk: u64,
+    /// The same with two threads.
+    pair_chunk: u64,
     /// As many frames of the first thread's pages, at random.
     random: Vec<Gfn>,
     /// What reading the clock costs.
@@ -30,7 +32,7 @@ const FIRST: Gfn = Gfn(1 << 20);
 /// Frames lie so far above what they back, as far as tables of 2 MiB pages need them aligned.
 const OFFSET: u64 = 1 << 23;
 /// Two threads that start a chunk further apart did not have a core each.
-const APART: Duration = Duration::from_micros(10);
+const APART: Duration = Duration::from_micros(2);
 /// After so many looks at the other thread, let the processor have something else.
 const SPINS: u32 = 1 << 14;
 
@@ -143,12 +145,13 @@ impl<S: Parallel> Subject for Both<S> {
 }
 
 impl Stage {
-    /// `pages` a thread, in chunks of `chunk`.
-    pub(super) fn new(pages: u64, chunk: u64) -> Self {
+    /// `pages` a thread, in chunks of `chunk`, and with two threads of `pair_chunk`.
+    pub(super) fn new(pages: u64, chunk: u64, pair_chunk: u64) -> Self {
         let mut random = Random::new(3);
         Self {
             pages,
             chunk,
+            pair_chunk,
             random: (0..pages)
                 .map(|_| Gfn(FIRST.0 + random.below(pages)))
                 .collect(),
@@ -156,17 +159,17 @@ impl Stage {
         }
     }
 
-    /// The chunks of the pages from `first` on.
-    fn chunks(&self, first: Gfn) -> impl Iterator<Item = GfnRange> + use<> {
-        let chunk = self.chunk;
+    /// The pages from `first` on, in chunks.
+    fn chunks(&self, first: Gfn, chunk: u64) -> impl Iterator<Item = GfnRange> + use<> {
         (0..self.pages / chunk).map(move |n| {
             let start = Gfn(first.0 + n * chunk);
             GfnRange::new(start, chunk).expect("pages within the address space")
         })
     }
 
-    fn cost(&self, spent: Duration) -> f64 {
-        clock::per_operation(spent, self.overhead, self.chunk as usize)
+    /// Nanoseconds for one of the pages of a chunk.
+    fn cost(&self, spent: Duration, chunk: u64) -> f64 {
+        clock::per_operation(spent, self.overhead, chunk as usize)
     }
 
     /// Does `work` for each chunk, and times that.
@@ -178,13 +181,13 @@ impl Stage {
         sink: Sink<'_>,
         mut work: impl FnMut(&mut W, GfnRange),
     ) {
-        for range in self.chunks(FIRST) {
+        for range in self.chunks(FIRST, self.chunk) {
             let before = worker.flushes();
             let time = Timed::of(|| work(worker, range));
             let flushes = (worker.flushes() - before) as f64 / self.chunk as f64;
             sink(Sample {
                 operation,
-                cost: self.cost(time.spent),
+                cost: self.cost(time.spent, self.chunk),
                 flushes,
                 disturbed: time.disturbed,
             });
@@ -242,15 +245,16 @@ impl Stage {
         let go_over = |first: Gfn| {
             let _leaving = Leaving(&meeting);
             let mut worker = S::worker(&shared);
-            let mut times = Vec::with_capacity((self.pages / self.chunk) as usize);
-            for (round, range) in (1..).zip(self.chunks(first)) {
+            let chunks = self.pages / self.pair_chunk;
+            let mut times = Vec::with_capacity(chunks as usize);
+            for (round, range) in (1..).zip(self.chunks(first, self.pair_chunk)) {
                 meeting.meet(round);
                 times.push(Timed::of(|| {
                     range.iter().for_each(|gfn| worker.map(gfn, frame(gfn)));
                 }));
             }
             // Tables that one of them gives back must not be in the other's times.
-            meeting.meet(self.pages / self.chunk + 1);
+            meeting.meet(chunks + 1);
             times
         };
         let (here, there) = thread::scope(|scope| {
@@ -263,7 +267,7 @@ impl Stage {
             let apart = a.start.max(b.start) - a.start.min(b.start);
             sink(Sample {
                 operation,
-                cost: self.cost((a.spent + b.spent) / 2),
+                cost: self.cost((a.spent + b.spent) / 2, self.pair_chunk),
                 flushes: 0.0,
                 disturbed: a.disturbed || b.disturbed || apart > APART,
             });

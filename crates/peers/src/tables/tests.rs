@@ -198,6 +198,7 @@ fn a_run_has_every_figure_of_every_scheme() {
     let config = Config {
         pages: 2 * TABLE_PAGES,
         chunk: TABLE_PAGES,
+        pair_chunk: TABLE_PAGES,
         rounds: 2,
     };
     let mut said = Vec::new();
@@ -245,27 +246,29 @@ fn a_run_has_every_figure_of_every_scheme() {
 
 #[test]
 fn what_cannot_be_measured_is_refused() {
-    let refused = |pages, chunk, rounds| {
+    for (pages, chunk, pair_chunk, rounds) in [
+        (0, 512, 512, 1),
+        (1024, 0, 512, 1),
+        (1024, 512, 0, 1),
+        (1024, 256, 512, 1),
+        (1024, 512, 256, 1),
+        (1024, 1536, 512, 1),
+        (1024, 512, 1536, 1),
+        (1024, 512, 512, 0),
+        (Config::MOST_PAGES + 512, 512, 512, 1),
+    ] {
         let config = Config {
             pages,
             chunk,
+            pair_chunk,
             rounds,
         };
-        run(&config, &mut |_| ()).err()
-    };
-    for (pages, chunk, rounds) in [
-        (0, 512, 1),
-        (1024, 0, 1),
-        (1024, 256, 1),
-        (1024, 1536, 1),
-        (1024, 512, 0),
-        (Config::MOST_PAGES + 512, 512, 1),
-    ] {
-        let expected = RunError::Config {
+        let refused = RunError::Config {
             pages,
             chunk,
+            pair_chunk,
             rounds,
         };
-        assert_eq!(refused(pages, chunk, rounds), Some(expected));
+        assert_eq!(run(&config, &mut |_| ()).err(), Some(refused));
     }
 }

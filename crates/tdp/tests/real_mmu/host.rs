@@ -62,6 +62,12 @@ impl Host {
         }
     }
 
+    /// Whether accessed bits may be set of pages that the program did not use: processors that walk the tables do so while
+    /// they speculate. Dirty bits are exact everywhere.
+    pub(crate) const fn speculates(&self) -> bool {
+        self.second_level_paging
+    }
+
     /// Whether leaves of 1 GiB are supported: CPUID `Fn8000_0001_EDX` bit 26.
     pub(crate) fn has_gib_leaves(&self) -> bool {
         self.cpuid

@@ -2,12 +2,14 @@
 
 use crate::code::{Routine, command};
 use crate::layout::{DATA_PFN, Seat};
-use crate::space::{DirtyLog, Faults, GuestMmu, GuestWorker, Linear, MmuSpace, leaves, vm_and_mmu};
+use crate::slot::{DirtyLog, Linear};
+use crate::space::{Faults, MmuSpace};
+use crate::tables::{GuestMmu, GuestWorker, leaves, vm_and_mmu};
 use crate::vcpu::Command;
 use crate::vm::Vm;
-use pageferry_addr::{Gfn, GfnRange, Pfn};
+use pageferry_addr::Gfn;
 use pageferry_tdp::Target;
-use pageferry_tdp::format::{Access, MemoryType, Writes};
+use pageferry_tdp::format::Writes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -260,162 +262,4 @@ fn a_copy_made_by_write_protection_is_complete() {
         );
     }
     println!("{faults:?}, {} flushes", vm.flushes.count());
-}
-
-const SHARED_PAGES: u64 = 512;
-const SHARED_FIRST: u64 = 0x5_0000;
-
-/// A frame behind each guest frame, of twice as many as there are.
-struct Moving(Vec<AtomicU64>);
-
-impl Moving {
-    fn new() -> Self {
-        Self(
-            (0..SHARED_PAGES)
-                .map(|page| AtomicU64::new(DATA_PFN + page))
-                .collect(),
-        )
-    }
-
-    fn target(&self, gfn: Gfn, _: Access) -> Option<Target> {
-        let page = gfn.checked_offset_from(Gfn(SHARED_FIRST))?;
-        let pfn = self.0.get(page as usize)?;
-        Some(Target {
-            pfn: Pfn(pfn.load(Ordering::Acquire)),
-            level: 1,
-            access: Access::READ_WRITE,
-            writes: Writes::Allowed,
-            memory: MemoryType::WriteBack,
-        })
-    }
-
-    /// As a host that migrates pages: invalidate, copy to another frame, wipe the old one, let go.
-    /// Gives how many were mapped.
-    fn migrate(&self, vm: &Vm, worker: &mut GuestWorker, first: u64, pages: u64) -> u64 {
-        let range = GfnRange::new(Gfn(SHARED_FIRST + first), pages).expect("a range");
-        let invalidating = worker.invalidate(&[range], &());
-        for page in first..first + pages {
-            let from = self.0[page as usize].load(Ordering::Relaxed);
-            let to = (from - DATA_PFN + SHARED_PAGES) % (2 * SHARED_PAGES) + DATA_PFN;
-            let word = vm.ram.word(from << 12).swap(u64::MAX / 2, Ordering::AcqRel);
-            vm.ram.word(to << 12).store(word, Ordering::Release);
-            self.0[page as usize].store(to, Ordering::Release);
-        }
-        invalidating.zapped()
-    }
-}
-
-/// Both vCPUs add 1 to every page, pass after pass, while `meanwhile` is called with the number of the round. No addition
-/// may be lost, which one would be that goes to a frame the host has taken away.
-/// `None` where there is no KVM.
-fn two_vcpus_add(mut meanwhile: impl FnMut(&Vm, &mut GuestWorker, &Moving, u64)) -> Option<()> {
-    const ROUNDS: u64 = 200;
-    const TIME: Duration = Duration::from_secs(2);
-    let (vm, mmu) = vm_and_mmu()?;
-    let moving = Moving::new();
-    let slot = |gfn: Gfn, access: Access| moving.target(gfn, access);
-    let stop = AtomicU64::new(0);
-    let passes = std::thread::scope(|scope| {
-        let guests = [0, 1].map(|number| {
-            let (mut vcpu, mmu, slot, stop) = (vm.vcpu(number), &mmu, &slot, &stop);
-            scope.spawn(move || {
-                let _stop = Stop(stop);
-                let mut space = MmuSpace::new(mmu, slot, &());
-                let gva = SHARED_FIRST << 12;
-                let add = Command::pages(Routine::Add, gva, SHARED_PAGES).with(1);
-                let mut passes = 0;
-                while passes == 0 || stop.load(Ordering::Acquire) == 0 {
-                    vcpu.complete(add, &mut space);
-                    passes += 1;
-                }
-                (passes, space.take_faults())
-            })
-        });
-        let mut worker = mmu.worker();
-        let (begin, mut rounds) = (Instant::now(), 0);
-        {
-            let _stop = Stop(&stop);
-            while rounds < ROUNDS && begin.elapsed() < TIME && stop.load(Ordering::Acquire) == 0 {
-                meanwhile(&vm, &mut worker, &moving, rounds);
-                rounds += 1;
-                // So that the guests get to use what they map.
-                std::thread::sleep(Duration::from_millis(2));
-            }
-        }
-        let guests = guests.map(|guest| guest.join().expect("the guest ends well"));
-        println!(
-            "{guests:?}; {rounds} rounds, {} flushes",
-            vm.flushes.count()
-        );
-        guests[0].0 + guests[1].0
-    });
-    for (page, pfn) in moving.0.iter().enumerate() {
-        let word = vm.ram.word(pfn.load(Ordering::Relaxed) << 12);
-        assert_eq!(word.load(Ordering::Relaxed), passes, "page {page}");
-    }
-    let stats = mmu.stats();
-    assert_eq!(
-        mmu.platform().in_use(),
-        stats.tables + 1,
-        "no table is lost"
-    );
-    Some(())
-}
-
-#[test]
-fn two_vcpus_fault_the_same_pages_in_at_once() {
-    let Some((vm, mmu)) = vm_and_mmu() else {
-        return;
-    };
-    let linear = Linear::new(0x6_0000, 4096, DATA_PFN, 1);
-    let barrier = std::sync::Barrier::new(2);
-    let faults = std::thread::scope(|scope| {
-        let guests = [0, 1].map(|number| {
-            let (mut vcpu, mmu, linear, barrier) = (vm.vcpu(number), &mmu, &linear, &barrier);
-            scope.spawn(move || {
-                let mut space = MmuSpace::new(mmu, linear, &());
-                barrier.wait();
-                let add = Command::pages(Routine::Add, linear.gva(), 4096).with(number + 1);
-                vcpu.complete(add, &mut space);
-                space.take_faults()
-            })
-        });
-        guests.map(|guest| guest.join().expect("the guest ends well"))
-    });
-    println!("{faults:?}");
-    assert_eq!(
-        faults[0].installed + faults[1].installed,
-        4096,
-        "each page once"
-    );
-    assert_eq!(leaves(&mmu, true), [4096, 0, 0]);
-    for page in 0..4096 {
-        let word = vm.ram.word(linear.gpa() + page * 4096);
-        assert_eq!(word.load(Ordering::Relaxed), 3, "page {page}");
-    }
-}
-
-#[test]
-fn no_store_of_two_vcpus_goes_to_a_frame_the_host_has_taken_away() {
-    let mut moved = 0;
-    let ran = two_vcpus_add(|vm, worker, moving, round| {
-        let first = round * 37 % SHARED_PAGES;
-        let pages = (SHARED_PAGES - first).min(round % 64 + 1);
-        moved += moving.migrate(vm, worker, first, pages);
-    });
-    println!("{moved} pages were moved while they were mapped");
-    assert!(ran.is_none() || moved > 0);
-}
-
-#[test]
-fn two_vcpus_go_on_while_everything_is_zapped() {
-    two_vcpus_add(|_, worker, _, round| {
-        if round % 3 == 0 {
-            worker.zap_all(&()).expect("a frame for the root");
-        } else {
-            let range = GfnRange::new(Gfn(SHARED_FIRST), SHARED_PAGES).expect("a range");
-            worker.zap(range, &());
-        }
-        worker.reclaim();
-    });
 }

@@ -2,7 +2,9 @@
 
 use crate::code::Routine;
 use crate::layout::{DATA_PFN, GIB_PFN};
-use crate::space::{Faults, Linear, MmuSpace, leaves, vm_and_mmu};
+use crate::slot::Linear;
+use crate::space::{Faults, MmuSpace};
+use crate::tables::{leaves, vm_and_mmu};
 use crate::vcpu::{Command, Outcome, PageFault};
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::Target;

@@ -2,7 +2,9 @@
 
 use crate::code::{Routine, callee};
 use crate::layout::DATA_PFN;
-use crate::space::{DirtyLog, Faults, Linear, MmuSpace, vm_and_mmu};
+use crate::slot::{DirtyLog, Linear};
+use crate::space::{Faults, MmuSpace};
+use crate::tables::vm_and_mmu;
 use crate::vcpu::{Command, Outcome, PageFault};
 use pageferry_addr::Gfn;
 use pageferry_tdp::Target;

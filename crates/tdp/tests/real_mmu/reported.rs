@@ -2,7 +2,9 @@
 
 use crate::code::Routine;
 use crate::layout::DATA_PFN;
-use crate::space::{DirtyLog, Faults, Linear, MmuSpace, speculates, vm_and_mmu};
+use crate::slot::{DirtyLog, Linear};
+use crate::space::{Faults, MmuSpace};
+use crate::tables::{GuestWorker, vm_and_mmu};
 use crate::vcpu::Command;
 use pageferry_addr::Gfn;
 use pageferry_tdp::format::Writes;
@@ -92,10 +94,7 @@ fn a_dirty_bit_that_is_lost_is_told_to_the_log() {
     let log = DirtyLog::new(slot.range);
     let mut space = MmuSpace::new(&mmu, &slot, &log);
     let each = |routine| Command::pages(routine, slot.gva(), PAGES);
-    type Loss = (
-        &'static str,
-        fn(&mut crate::space::GuestWorker, &Linear, &DirtyLog),
-    );
+    type Loss = (&'static str, fn(&mut GuestWorker, &Linear, &DirtyLog));
     let losses: [Loss; 5] = [
         ("zap", |worker, slot, log| {
             worker.zap(slot.range, log);
@@ -164,7 +163,7 @@ fn accessed_bits_are_the_pages_the_program_used() {
                 young.push(gfn.0 - start);
             }
         });
-        if speculates(&vm.host) {
+        if vm.host.speculates() {
             assert!(
                 used.iter().all(|page| young.contains(page)),
                 "round {round}"
