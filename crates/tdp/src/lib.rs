@@ -91,6 +91,7 @@ mod mmu;
 mod pages;
 mod platform;
 mod protect;
+pub mod ring;
 mod split;
 mod sync;
 mod walk;

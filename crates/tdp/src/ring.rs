@@ -106,7 +106,7 @@ struct Entry {
     offset: AtomicU64,
 }
 
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 const _: () = assert!(size_of::<Entry>() == 16 && core::mem::offset_of!(Entry, offset) == 8);
 
 impl Entry {
@@ -122,8 +122,13 @@ impl Entry {
 struct Ring {
     entries: Box<[Entry]>,
     /// How many entries were reset so far, from [`Ring::first`] on; it wraps.
-    reset: AtomicU32,
+    reset: Apart,
 }
+
+/// In a cache line of its own, since producers read what is beside it.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Apart(AtomicU32);
 
 impl Ring {
     fn len(&self) -> u32 {
@@ -160,7 +165,7 @@ pub fn new(entries: u32, reserve: u32) -> Result<(Producer, Harvester, Resetter)
     let first = Ring::first(entries);
     let ring = Arc::new(Ring {
         entries: (0..entries).map(empty).collect(),
-        reset: AtomicU32::new(first),
+        reset: Apart(AtomicU32::new(first)),
     });
     let producer = Producer {
         ring: Arc::clone(&ring),
@@ -222,7 +227,7 @@ impl Producer {
         if pushed.wrapping_sub(self.reset.get()) < limit {
             return true;
         }
-        self.reset.set(self.ring.reset.load(Ordering::Acquire)); // (z)
+        self.reset.set(self.ring.reset.0.load(Ordering::Acquire)); // (z)
         pushed.wrapping_sub(self.reset.get()) < limit
     }
 }
@@ -301,7 +306,7 @@ impl Resetter {
             entry.flags.store(EMPTY, Ordering::Relaxed);
             self.reset = self.reset.wrapping_add(1);
         }
-        self.ring.reset.store(end, Ordering::Release); // (z)
+        self.ring.reset.0.store(end, Ordering::Release); // (z)
     }
 }
 
