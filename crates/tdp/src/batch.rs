@@ -42,7 +42,7 @@ impl Unflushed {
 
     /// Comes before the first change of a batch. Whoever sees that change sees this too: the change, a
     /// read-modify-write with release order, comes after it.
-    fn open(&self) {
+    pub(crate) fn open(&self) {
         self.batches.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -61,19 +61,22 @@ impl Unflushed {
         self.roots.fetch_sub(1, Ordering::Release);
     }
 
-    /// Comes before a change that takes the permission to store and leaves the flush to whoever needs it, as KVM's
-    /// `tlbs_dirty` did. Orders as [`open`](Self::open) does.
-    pub(crate) fn leave(&self) {
+    /// Comes after a change that took the permission to store by aging and leaves the flush to whoever needs it, as KVM's
+    /// `tlbs_dirty` did; [`open`](Self::open) came before it. It is counted as aged before it is closed, so it is owed
+    /// at every moment; and counted after the change, as a flush before that pays for nothing.
+    pub(crate) fn close_aged(&self) {
         self.aged.fetch_add(1, Ordering::Relaxed);
+        self.close();
     }
 
     /// Flushes if TLBs may contradict changes that happened before this call; `all` are all frames.
     pub(crate) fn pay<P: Platform>(&self, platform: &P, all: GfnRange) {
-        // Acquire: what was flushed is over.
+        // Acquire: what was flushed is over. And first: whoever has closed what he aged has counted it before.
+        let open = self.batches.load(Ordering::Acquire) != 0;
         let aged = self.aged.load(Ordering::Acquire);
         let is_aged = self.aged_flushed.load(Ordering::Acquire) < aged;
         let root = self.roots.load(Ordering::Acquire) != 0;
-        if root || is_aged || self.batches.load(Ordering::Acquire) != 0 {
+        if open || is_aged || root {
             // Who runs on a replaced root would fill its TLB from there again.
             platform.flush(if root {
                 Flush::Roots

@@ -90,12 +90,19 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                 .batch
                 .owe(unflushed, spot.first, frames, writes_only);
         }
-        if carries == Carries::AllButAge && F::is_writable(old) && !F::is_writable(new) {
-            self.mmu.unflushed.leave();
+        let ages_stores =
+            carries == Carries::AllButAge && F::is_writable(old) && !F::is_writable(new);
+        if ages_stores {
+            self.mmu.unflushed.open();
         }
         // Release: what the entry leads to is filled. Acquire: what led to the old value.
-        spot.entry
-            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire)?;
+        let changed = spot
+            .entry
+            .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+        if ages_stores {
+            self.mmu.unflushed.close_aged();
+        }
+        changed?;
         self.account(spot.first, level, old, new, carries);
         Ok(())
     }
@@ -126,7 +133,13 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
 
     /// Tells the log what a change from one leaf to another, or to none, means for the page.
     #[inline]
-    pub(crate) fn tell<G: Format>(&self, first: Gfn, level: u32, old: Option<u64>, new: Option<u64>) {
+    pub(crate) fn tell<G: Format>(
+        &self,
+        first: Gfn,
+        level: u32,
+        old: Option<u64>,
+        new: Option<u64>,
+    ) {
         let frames = G::frames_per_entry(level);
         let same_page = matches!((old, new), (Some(old), Some(new)) if G::pfn(old, level) == G::pfn(new, level));
         // Where dirty is what is writable, the log hears of it when it begins; else when its bit goes.

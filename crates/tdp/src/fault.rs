@@ -213,7 +213,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
             target.pfn < F::PFN_LIMIT && F::may_hold_leaves(target.level) && offset == 0,
             "{target:?} cannot be mapped at {gfn:?}"
         );
-        if access.write && !target.access.write || access.execute && !target.access.execute {
+        let stores = target.access.write && target.writes.mmu_writable();
+        if access.write && !stores || access.execute && !target.access.execute {
             return Err(Refused::Denied);
         }
         let mmu = &*self.mmu;
