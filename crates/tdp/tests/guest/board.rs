@@ -44,7 +44,7 @@ impl Gate {
     /// What was requested since the last call, which [`acknowledge`](Self::acknowledge) must follow.
     pub(crate) fn requests(&self) -> Option<(u64, Vec<Flush>)> {
         let requested = self.requested.load(Ordering::SeqCst);
-        if requested == self.acknowledged.load(Ordering::Relaxed) {
+        if requested == self.acknowledged.load(Relaxed) {
             return None;
         }
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
@@ -70,7 +70,7 @@ pub(crate) struct Board<F> {
 const KEPT: usize = if cfg!(pageferry_tsan) {
     0
 } else if cfg!(shuttle) {
-    usize::MAX
+    1 << 20
 } else {
     1 << 10
 };
@@ -133,7 +133,7 @@ unsafe impl<F: Format> Platform for Board<F> {
         let poison = F::table(Self::NOWHERE);
         for index in 0..entries {
             // SAFETY: the caller gives the memory, of that many entries.
-            unsafe { table.add(index).as_ref() }.store(poison, Ordering::Relaxed);
+            unsafe { table.add(index).as_ref() }.store(poison, Relaxed);
         }
         let address = table.as_ptr().expose_provenance();
         let oldest = {

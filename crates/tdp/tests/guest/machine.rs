@@ -10,7 +10,6 @@ use pageferry_tdp::format::{DirtyBy, Format};
 use pageferry_tdp::{Log, Mmu};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-#[cfg(not(shuttle))]
 use std::time::{Duration, Instant};
 
 /// The log of the one slot there is, a bit a page.
@@ -63,10 +62,10 @@ impl SlotLog {
 #[derive(Clone, Copy)]
 pub(crate) enum Length {
     /// So many accesses a vCPU, and a few rounds of everybody else.
-    #[cfg(shuttle)]
+    #[cfg_attr(not(shuttle), expect(dead_code, reason = "for shuttle only"))]
     Accesses(u64),
     /// So long.
-    #[cfg(not(shuttle))]
+    #[cfg_attr(shuttle, expect(dead_code, reason = "for threads only"))]
     Time(Duration),
 }
 
@@ -98,7 +97,6 @@ pub(crate) struct Machine<F: Format> {
     /// Whether only pages of 4 KiB are mapped by faults.
     pub(crate) small: bool,
     length: Length,
-    #[cfg(not(shuttle))]
     begun: Instant,
     over: AtomicBool,
 }
@@ -118,7 +116,6 @@ impl<F: Format> Machine<F> {
             passes: Mutex::new(()),
             small,
             length,
-            #[cfg(not(shuttle))]
             begun: Instant::now(),
             over: AtomicBool::new(false),
         });
@@ -152,9 +149,7 @@ impl<F: Format> Machine<F> {
     /// Whether there is more to do for who has done something `done` times.
     pub(crate) fn goes_on(&self, done: u64) -> bool {
         match self.length {
-            #[cfg(shuttle)]
             Length::Accesses(accesses) => done < accesses,
-            #[cfg(not(shuttle))]
             Length::Time(time) => !self.over.load(Relaxed) && self.begun.elapsed() < time,
         }
     }
@@ -162,9 +157,7 @@ impl<F: Format> Machine<F> {
     /// How many rounds there are for others than vCPUs.
     pub(crate) fn goes_round(&self, done: u64) -> bool {
         match self.length {
-            #[cfg(shuttle)]
             Length::Accesses(_) => done < 2,
-            #[cfg(not(shuttle))]
             Length::Time(_) => self.goes_on(done),
         }
     }
