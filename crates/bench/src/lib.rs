@@ -14,12 +14,14 @@
 mod blackout;
 mod cores;
 pub mod demand_paging;
+pub mod dirty_log;
 mod exits;
 mod link;
 pub mod memslot;
 pub mod model;
 pub mod peer;
 mod row;
+mod serialised;
 mod soft;
 mod vm;
 
@@ -27,6 +29,7 @@ pub use blackout::blackout;
 pub use link::link;
 pub use peer::Peer;
 pub use row::{Conditions, Row, Samples};
+pub use serialised::{Serialised, SerialisedReader};
 pub use soft::soft;
 
 use std::path::PathBuf;

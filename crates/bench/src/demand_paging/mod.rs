@@ -9,8 +9,8 @@
 //! delivered by one of the ways of [`Delivery`], and is brought by copying 4 KiB. One thread a vCPU; all begin together
 //! (`race`).
 //!
-//! On the soft engine faults run in parallel, and, with as many vCPUs as there are cores, also with one exclusive lock around
-//! each ([`Scheme`]): what the parallel MMU is worth.
+//! On the soft engine faults run in parallel, and in turns with them also with one exclusive lock around each ([`Scheme`]): what
+//! the parallel MMU is worth.
 //!
 //! **Neighbours.** Below: `hypervisor` for the soft engine, `machine` for KVM, `guest` for the program. The command line
 //! shows [`DemandReport`]; [`crate::model`] measures its inputs with the same guests.
@@ -34,6 +34,7 @@ pub(crate) use soft::{Host, exit_and_entry};
 pub(crate) use ticket::Ticket;
 pub(crate) use watched::{Clock, Timed, Watched};
 
+use crate::serialised::Serialised;
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
 use pageferry_addr::PAGE_SIZE;
@@ -44,7 +45,7 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
-use watched::OneLock;
+use watched::InOrder;
 
 /// How the MMU lets vCPUs fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -52,8 +53,8 @@ use watched::OneLock;
 pub enum Scheme {
     /// All at once: the hypervisor as it is.
     Parallel,
-    /// One after the other, in the order in which they asked: one exclusive lock is held for the work of each fault behind the
-    /// look-up of its slot. KVM's MMU was like that before faults ran in parallel.
+    /// One after the other: one exclusive lock is held for each fault, as KVM's MMU had it before faults ran in parallel. Whoever
+    /// comes by when the lock is free takes it, which spares hand-overs that a lock in order has.
     Serialised,
 }
 
@@ -175,19 +176,18 @@ pub fn demand_paging(
         for &vcpus in &setting.vcpus {
             let pages = setting.memory_on(engine) / PAGE_SIZE;
             let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?;
-            let possible: Vec<&Way> = ways.iter().filter(|way| way.possible(vcpus)).collect();
-            let mut samples = vec![Taken::default(); possible.len()];
+            let mut samples = vec![Taken::default(); ways.len()];
             for round in 1..=setting.repeat {
                 tell(&format!(
                     "{engine}: {vcpus} vCPUs, round {round} of {}",
                     setting.repeat
                 ));
                 // In turns, so that what else the host does meets all of them.
-                for (way, taken) in possible.iter().zip(&mut samples) {
+                for (way, taken) in ways.iter().zip(&mut samples) {
                     taken.add(&plan, &way.run(host.as_ref(), &plan)?);
                 }
             }
-            for (way, taken) in possible.iter().zip(&samples) {
+            for (way, taken) in ways.iter().zip(&samples) {
                 report.add(way, &plan, taken);
             }
         }
@@ -214,12 +214,6 @@ pub(crate) struct Way {
 }
 
 impl Way {
-    /// Whether it is measured with so many vCPUs. A lock that is handed over in order needs a core for each vCPU: without one,
-    /// everybody waits for the scheduler to run the next in the order.
-    fn possible(self, vcpus: u32) -> bool {
-        self.scheme != Some(Scheme::Serialised) || vcpus <= cores()
-    }
-
     fn run(self, host: Option<&Arc<Host>>, plan: &Plan) -> Result<Race<()>, BenchError> {
         match (self.scheme, host) {
             (Some(scheme), Some(host)) => soft_touch(host, plan, scheme, self.delivery.is_some()),
@@ -238,8 +232,18 @@ pub(crate) fn soft_touch(
     let (before, end) = (|| {}, || ());
     match scheme {
         Scheme::Parallel => soft::touch::<Scalable, _>(host, plan, exits, &before, &end),
-        Scheme::Serialised => soft::touch::<Watched<OneLock>, _>(host, plan, exits, &before, &end),
+        Scheme::Serialised => soft::touch::<Serialised, _>(host, plan, exits, &before, &end),
     }
+}
+
+/// One run on the soft engine with one lock that is handed over in the order in which faults asked for it. With fewer cores than
+/// vCPUs the next in the order may have none, and what is measured is the scheduler.
+pub(crate) fn in_order_touch(
+    host: &Arc<Host>,
+    plan: &Plan,
+    exits: bool,
+) -> Result<Race<()>, BenchError> {
+    soft::touch::<Watched<InOrder>, _>(host, plan, exits, &|| {}, &|| ())
 }
 
 /// One run of one vCPU on the soft engine with a clock around every fault: what it measured.

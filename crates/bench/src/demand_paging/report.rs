@@ -90,24 +90,14 @@ fn delivery_name(delivery: Option<Delivery>) -> &'static str {
 
 impl DemandReport {
     pub(super) fn new(setting: &DemandSetting) -> Self {
-        let mut report = Self {
+        Self {
             modelled: false,
             cells: Vec::new(),
             unmeasured: Vec::new(),
             overlap: setting.overlap,
             cores: cores(),
             seconds: 0.0,
-        };
-        let beyond = setting.vcpus.iter().any(|&vcpus| vcpus > cores());
-        if beyond && setting.engines.contains(&Engine::Soft) {
-            report.unmeasured.push(Unmeasured {
-                what: "soft, serialised, with more vCPUs than cores".into(),
-                why: "a lock that is handed over in order then waits for the scheduler; --model says what it would be with \
-                      a core for each"
-                    .into(),
-            });
         }
-        report
     }
 
     pub(super) fn lacks(&mut self, engine: Engine, delivery: Delivery) {

@@ -33,9 +33,9 @@ fn every_way_of_the_soft_engine_has_its_figures() {
             .collect();
         for vcpus in [1, 2, 9] {
             for delivery in ["none", "exit"] {
-                assert!(seen.contains(&(vcpus, delivery, Some("parallel"))));
-                let serialised = seen.contains(&(vcpus, delivery, Some("serialised")));
-                assert_eq!(serialised, vcpus <= cores());
+                for scheme in ["parallel", "serialised"] {
+                    assert!(seen.contains(&(vcpus, delivery, Some(scheme))));
+                }
             }
         }
         for cell in &report.cells {
@@ -53,7 +53,7 @@ fn every_way_of_the_soft_engine_has_its_figures() {
             assert_eq!(rate.samples, 2);
             assert!(cell.vcpus > 1 || cell.scaling == 1.0);
         }
-        assert_eq!(report.unmeasured.is_empty(), cores() >= 9);
+        assert!(report.unmeasured.is_empty());
         let text = report.to_string();
         assert!(text.contains("serialised") && !report.modelled, "{text}");
     }
@@ -118,8 +118,8 @@ fn the_work_of_a_fault_is_where_lock_and_clock_stand() {
 }
 
 #[test]
-fn the_serialised_mmu_holds_its_lock_around_that_work() {
-    let mut lock = OneLock::default();
+fn the_lock_in_order_is_held_around_that_work() {
+    let mut lock = InOrder::default();
     let same = lock.clone();
     let inside = watched::Watch::found(&mut lock, || same.is_held());
     assert!(inside && !same.is_held());

@@ -2,7 +2,8 @@
     unsafe_code,
     reason = "promises that slots are found as the contract of a scheme says, by handing on one that does"
 )]
-//! The hypervisor's own scheme of memory slots with something around every fault: one lock, or a clock.
+//! The hypervisor's own scheme of memory slots with something around every fault: a lock that is handed over in order, or a
+//! clock.
 //!
 //! A fault looks its slot up and then does the rest of its work, walk and change of the tables, with what it found. A
 //! [`Memslots`] sees both: so a wrapper of it can stand around every fault of a [`pageferry_hypervisor::Vm`], without a change to
@@ -12,8 +13,7 @@
 use super::ticket::Ticket;
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{
-    Begun, Found, Limits, MemslotReader, MemslotUpdate, Memslots, Request, Scalable, Slot,
-    SlotData, SlotError,
+    Found, Limits, MemslotReader, Memslots, Request, Scalable, Slot, SlotData, SlotError,
 };
 use std::cell::RefCell;
 use std::ops::Range;
@@ -29,20 +29,21 @@ pub(crate) trait Watch: Clone + Default + Send + 'static {
     fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R;
 }
 
-/// One exclusive lock around the work of every fault, as KVM's MMU had it before faults ran in parallel. The look-up of
-/// the slot stays outside, as there.
+/// One exclusive lock around the work of every fault, first come, first served: what the model calls serialised. The
+/// look-up of the slot stays outside, as it did in KVM. Nothing sweeps the tables of these VMs while their vCPUs run, so
+/// nobody else takes it.
 #[derive(Clone, Default)]
-pub(crate) struct OneLock(Arc<Ticket>);
+pub(crate) struct InOrder(Arc<Ticket>);
 
 #[cfg(test)]
-impl OneLock {
+impl InOrder {
     /// Whether a fault is being worked on.
     pub(super) fn is_held(&self) -> bool {
         self.0.is_held()
     }
 }
 
-impl Watch for OneLock {
+impl Watch for InOrder {
     #[inline]
     fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R {
         let _held = self.0.lock();
@@ -130,7 +131,7 @@ pub(crate) struct WatchedReader<W> {
 // SAFETY: all of it is what `Scalable` does; the watch changes neither what is found nor when the caller learns it.
 unsafe impl<W: Watch> Memslots for Watched<W> {
     type Reader = WatchedReader<W>;
-    type Update<'a> = WatchedUpdate<'a>;
+    type Update<'a> = <Scalable as Memslots>::Update<'a>;
 
     fn new(limits: Limits) -> Self {
         Self {
@@ -146,8 +147,8 @@ unsafe impl<W: Watch> Memslots for Watched<W> {
         }
     }
 
-    fn begin(&mut self, request: Request<SlotData>) -> Result<WatchedUpdate<'_>, SlotError> {
-        self.slots.begin(request).map(WatchedUpdate)
+    fn begin(&mut self, request: Request<SlotData>) -> Result<Self::Update<'_>, SlotError> {
+        self.slots.begin(request)
     }
 
     fn by_id(&self, id: u16) -> Option<&Slot<SlotData>> {
@@ -164,19 +165,6 @@ unsafe impl<W: Watch> Memslots for Watched<W> {
 
     fn metadata_bytes(&self) -> usize {
         self.slots.metadata_bytes()
-    }
-}
-
-/// A change of [`Watched`].
-pub(crate) struct WatchedUpdate<'a>(<Scalable as Memslots>::Update<'a>);
-
-impl MemslotUpdate for WatchedUpdate<'_> {
-    fn begun(&self) -> Begun {
-        self.0.begun()
-    }
-
-    fn commit(self) {
-        self.0.commit();
     }
 }
 

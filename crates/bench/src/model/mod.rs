@@ -29,7 +29,7 @@ pub use parts::Parts;
 pub use queue::{Lock, Outcome, Spread, Step, System};
 pub use report::ModelReport;
 
-use crate::demand_paging::{Figure, Host, Plan, Scheme, soft_touch};
+use crate::demand_paging::{Figure, Host, Plan, Scheme, in_order_touch, soft_touch};
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
 use pageferry_addr::PAGE_SIZE;
@@ -210,7 +210,7 @@ pub struct Curve {
 pub struct Check {
     /// How pages came.
     pub delivery: Delivery,
-    /// How the MMU let vCPUs fault.
+    /// How the MMU let vCPUs fault. Serialised ones had the lock in the order in which they asked, as in the model.
     pub scheme: Scheme,
     /// How many vCPUs.
     pub vcpus: u32,
@@ -349,7 +349,11 @@ impl Real {
     fn round(&mut self, on: &Measured) -> Result<(), BenchError> {
         for ((delivery, scheme, vcpus), samples) in Self::cases().zip(&mut self.samples) {
             let plan = &on.plans[vcpus as usize - 1];
-            let race = soft_touch(&on.host, plan, scheme, delivery == Delivery::Exit)?;
+            let exits = delivery == Delivery::Exit;
+            let race = match scheme {
+                Scheme::Parallel => soft_touch(&on.host, plan, scheme, exits)?,
+                Scheme::Serialised => in_order_touch(&on.host, plan, exits)?,
+            };
             samples.push(race.whole.as_nanos() as f64 / plan.each as f64);
         }
         Ok(())

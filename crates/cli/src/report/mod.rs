@@ -14,6 +14,7 @@ mod paging;
 mod slots;
 mod stalls;
 mod table;
+mod tables;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
@@ -21,6 +22,7 @@ pub(crate) use halves::{PhaseAt, Received, Sent};
 pub(crate) use paging::{model_figure, model_page, paging_page};
 pub(crate) use slots::slots_page;
 pub(crate) use stalls::Stalls;
+pub(crate) use tables::tables_page;
 
 use crate::sampler::Sample;
 use pageferry_guest::Verdict;
