@@ -117,7 +117,7 @@ fn the_model_says_that_it_is_one() {
 #[test]
 fn what_cannot_be_measured_is_a_usage_error() {
     pageferry(&["bench", "demand-paging", "--vcpus", "0"]).assert_failed(2, "0 is not in 1..=1024");
-    pageferry(&["bench", "demand-paging", "--seed", "1"]).assert_failed(2, "--model");
+    pageferry(&["bench", "demand-paging", "--seed", "1"]).assert_failed(2, "required arguments");
     pageferry(&["bench", "demand-paging", "--model", "--overlap"])
         .assert_failed(2, "cannot be used with");
     let much = |vcpus| {
