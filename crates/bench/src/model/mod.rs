@@ -14,6 +14,10 @@
 //! them), other locks than the MMU's (the talk names those of the host's memory management as what remains), and
 //! overlapping touches. It takes the hypervisor here for what it is: KVM's faults and exits take longer, all of them.
 //! A hand-over is taken to cost the same however many wait.
+//! A clock keeps the processor from overlapping what it stands around with what is beside it: so the parts of a fault are upper
+//! bounds, and the guest's own time, which is the rest, a lower one (0 where nothing is left). The other way round, a real
+//! lock waits for the guest's last store to memory, which the lock measured alone does not. The checks show what that
+//! comes to: most where a fault is all a page takes ([`Delivery::None`], serialised).
 //!
 //! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command line shows
 //! [`ModelReport`].
