@@ -4,12 +4,14 @@
 //! What becomes visible when is said in [`crate::table`].
 
 use crate::rules::{self, Plan};
+use crate::slot::Predecessor;
 use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
 use crate::tree::{ByGfn, ByHva, ById, Edit, NEWEST, Order};
 use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView};
 use alloc::sync::Arc;
 use core::fmt;
 use core::mem;
+use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
 
 /// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
@@ -172,19 +174,27 @@ impl<D> SlotWriter<D> {
                 |space, range, id| overlapping(now.space(space)?, range, id),
             )?
         };
+        let version = self.shared.generation().number() + 1;
         let slots = &mut self.state().pools.slots;
-        let record = |range| slots.insert(Slot::new(request, range));
+        let record = |range, old: *const Slot<D>| {
+            let mut slot = Slot::new(request, range);
+            slot.born = version;
+            slot.previous = Predecessor(old);
+            slots.insert(slot)
+        };
         let pending = match (plan, old) {
-            (Plan::Create(range), None) => Pending::Create { new: record(range) },
+            (Plan::Create(range), None) => Pending::Create {
+                new: record(range, ptr::null()),
+            },
             (Plan::Delete, Some(old)) => Pending::Delete { old },
             (Plan::Move(range), Some(old)) => Pending::Move {
                 old,
-                new: record(range),
+                new: record(range, old),
             },
             (Plan::Flags, Some(old)) => Pending::Flags {
                 old,
                 // SAFETY: found in the tree just now, and nothing was freed since.
-                new: record(unsafe { &*old }.range),
+                new: record(unsafe { &*old }.range, old),
             },
             _ => Pending::Nothing,
         };
