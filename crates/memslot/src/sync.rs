@@ -62,7 +62,7 @@ pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr
 pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
     // SAFETY: as the caller says.
     let copy = |i: usize| unsafe {
-        let pointer = (*from.add(i)).load(Ordering::Relaxed);
+        let pointer = (*from.add(i)).unsync_load();
         to.add(i).write(AtomicPtr::new(pointer));
     };
     if to.cast_const() < from {

@@ -77,7 +77,6 @@ impl<O: Order, D> Pool<O, D> {
         if node.is_null() {
             handle_alloc_error(layout);
         }
-        #[expect(clippy::cast_ptr_alignment, reason = "the layout is that of a leaf")]
         node.cast()
     }
 

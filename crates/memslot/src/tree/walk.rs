@@ -161,12 +161,7 @@ impl<'g, D> Overlapping<'g, D> {
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
-                let (ends, up_to) = (leaf.ends(), leaf.up_to());
-                // Backwards until all further left end too low: where slots do not overlap, one or two steps.
-                let reaching = (0..leaf.rank(self.limit - 1))
-                    .rev()
-                    .take_while(|&i| up_to[i] > start);
-                self.slots = reaching.fold(0, |slots, i| slots | u64::from(ends[i] > start) << i);
+                self.slots = reaching(leaf, leaf.rank(self.limit - 1), start);
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}
@@ -194,6 +189,23 @@ impl<'g, D> Overlapping<'g, D> {
         }
         true
     }
+}
+
+/// The bits of those of the first `count` slots of a leaf that end above `start`.
+#[inline]
+fn reaching<D>(leaf: Leaf<'_, ByHva, D>, count: usize, start: u64) -> u64 {
+    let up_to = &leaf.up_to()[..count];
+    let mut slots = 0;
+    // Backwards until all further left end too low: where slots do not overlap, one step.
+    for (i, &highest) in up_to.iter().enumerate().rev() {
+        if highest <= start {
+            break;
+        }
+        let before = i.checked_sub(1).map_or(0, |before| up_to[before]);
+        // Who ends above all before it, is it that does so; else it takes a look.
+        slots |= u64::from(highest > before || leaf.ends()[i] > start) << i;
+    }
+    slots
 }
 
 /// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
