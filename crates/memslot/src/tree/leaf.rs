@@ -185,14 +185,20 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     /// How many keys are at most `key`.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn rank(self, key: O::Key) -> usize {
         // Of most leaves the compiler knows the room.
         if self.room() == O::LEAF {
             upper_bound(self.keys_of(O::LEAF), key)
         } else {
-            upper_bound(self.keys(), key)
+            self.rank_of_any(key)
         }
+    }
+
+    /// The same, for any room. Apart, so that the loop over an unknown number of keys is in few places.
+    #[inline(never)]
+    fn rank_of_any(self, key: O::Key) -> usize {
+        upper_bound(self.keys(), key)
     }
 
     /// The newest record of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose

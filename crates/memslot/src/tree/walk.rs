@@ -192,18 +192,16 @@ impl<'g, D> Overlapping<'g, D> {
 }
 
 /// The bits of those of the first `count` slots of a leaf that end above `start`.
-#[inline]
+#[inline(always)]
 fn reaching<D>(leaf: Leaf<'_, ByHva, D>, count: usize, start: u64) -> u64 {
-    let up_to = &leaf.up_to()[..count];
-    let mut slots = 0;
+    let (up_to, ends) = (&leaf.up_to()[..count], &leaf.ends()[..count]);
     // Backwards until all further left end too low: where slots do not overlap, one step.
-    for (i, &highest) in up_to.iter().enumerate().rev() {
+    let mut slots = 0;
+    for (i, (&highest, &end)) in up_to.iter().zip(ends).enumerate().rev() {
         if highest <= start {
             break;
         }
-        let before = i.checked_sub(1).map_or(0, |before| up_to[before]);
-        // Who ends above all before it, is it that does so; else it takes a look.
-        slots |= u64::from(highest > before || leaf.ends()[i] > start) << i;
+        slots |= u64::from(end > start) << i;
     }
     slots
 }
