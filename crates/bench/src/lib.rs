@@ -11,11 +11,13 @@
 //! not print, and must not know flags.
 
 mod blackout;
+pub mod dirty_log;
 mod exits;
 mod link;
 pub mod memslot;
 pub mod peer;
 mod row;
+mod serialised;
 mod soft;
 mod vm;
 
@@ -23,6 +25,7 @@ pub use blackout::blackout;
 pub use link::link;
 pub use peer::Peer;
 pub use row::{Conditions, Row, Samples};
+pub use serialised::{Serialised, SerialisedReader};
 pub use soft::soft;
 
 use std::path::PathBuf;

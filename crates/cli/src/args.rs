@@ -95,6 +95,15 @@ pub(crate) enum BenchCommand {
     /// is an error if it cannot. Every run checks what the guest wrote; a wrong value ends the command with 1.
     #[command(after_help = TABLE)]
     Memslot(MemslotFlags),
+    /// Nanoseconds a page of our second-stage page tables, beside the page tables of other public crates and beside
+    /// bare stores and compare-exchanges
+    ///
+    /// Every look-up that is timed is checked; a wrong translation ends the command with 1. Two threads need two cores
+    /// that are idle, or have no figures.
+    #[command(after_help = TABLE)]
+    Tdp(TdpFlags),
+    /// The phases of dirty logging, with one lock around every fault and without (the soft hypervisor)
+    DirtyLog(DirtyLogFlags),
     /// The other process of a benchmark
     #[command(hide = true)]
     Peer {
@@ -138,6 +147,43 @@ pub(crate) struct MemslotFlags {
     /// Write a self-contained HTML page with a chart for each test
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
+}
+
+/// `pageferry bench tdp`.
+#[derive(Debug, Args)]
+pub(crate) struct TdpFlags {
+    /// A second or two instead of about ten: 128 MiB a thread instead of a GiB, and noisier
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// How often everything is measured; medians are printed [default: 9, or 5 with --quick]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with bars for each operation
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+/// `pageferry bench dirty-log`.
+#[derive(Debug, Args)]
+pub(crate) struct DirtyLogFlags {
+    /// Virtual CPUs, each with a thread of its own
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) vcpus: u32,
+    /// Guest memory for each: a whole number and K, M or G (powers of 1024)
+    #[arg(long, default_value = "128M", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: u64,
+    /// Know dirty pages by the dirty bits of the tables, not by write protection
+    #[arg(long)]
+    pub(crate) dirty_bits: bool,
+    /// How often everything is done; medians are printed
+    #[arg(long, default_value_t = 11, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// What kind of machine.

@@ -1,6 +1,8 @@
 //! `pageferry bench`: measurements, each beside its floor from the same run.
 
+mod dirty_log;
 mod memslot;
+mod tdp;
 
 use crate::args::{BenchArgs, BenchCommand, BenchFlags};
 use crate::exit::{Exit, Failure};
@@ -23,6 +25,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
         BenchCommand::Memslot(flags) => return memslot::memslot(flags),
+        BenchCommand::Tdp(flags) => return tdp::tdp(flags),
+        BenchCommand::DirtyLog(flags) => return dirty_log::dirty_log(flags),
     };
     let setting = Setting {
         executable: std::env::current_exe().map_err(|e| {

@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
-use support::{LIMIT, Source, ask, assert_runs_on, pageferry, pages_done, status};
+use support::{LIMIT, Source, assert_runs_on, pageferry, pages_done, status, wait_for_no_clients};
 
 fn connect(source: &Source) -> UnixStream {
     let stream = UnixStream::connect(&source.socket).unwrap();
@@ -138,7 +138,8 @@ fn clients_that_vanish_or_do_not_read_harm_nothing() {
     let source = Source::start("16M");
     for _ in 0..50 {
         let mut stream = connect(&source);
-        stream.write_all(b"{\"command\":\"stat").unwrap();
+        // One too many at once may be sent away before it has said so much.
+        let _ = stream.write_all(b"{\"command\":\"stat");
     }
     let mut deaf = connect(&source);
     for _ in 0..20_000 {
@@ -151,11 +152,9 @@ fn clients_that_vanish_or_do_not_read_harm_nothing() {
             break;
         }
     }
-    assert!(
-        ask(&source.socket, "{\"command\":\"status\"}\n").is_some(),
-        "others are served"
-    );
+    support::wait_for("others to be served", || status(&source.socket));
     drop(deaf);
+    wait_for_no_clients(&source.process);
     source.assert_unharmed();
 }
 
@@ -167,9 +166,7 @@ fn more_clients_than_are_served_are_told() {
     assert!(answer(&mut last).contains("try again later"));
     drop(idle);
     drop(last);
-    support::wait_for("a free place", || {
-        status(&source.socket).filter(|s| s["state"] == "running")
-    });
+    wait_for_no_clients(&source.process);
     source.assert_unharmed();
 }
 

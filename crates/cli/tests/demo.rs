@@ -60,7 +60,7 @@ fn a_vm_moves_on_the_soft_engine() {
 
 #[test]
 fn a_vm_moves_without_any_precopy() {
-    let ended = pageferry(&[
+    let args = [
         "demo",
         "--engine",
         "soft",
@@ -71,12 +71,17 @@ fn a_vm_moves_without_any_precopy() {
         "--precopy-passes",
         "0",
         "--json",
-    ]);
-    ended.assert_ok();
-    let json = ended.json();
-    assert_complete(&json, "soft");
-    assert_eq!(json["pages"]["precopy"], 0);
-    assert!(json["stall_us"]["count"].as_u64().unwrap() > 0, "{json}");
+    ];
+    // Where the vCPUs get no turn for long, all pages may be there before the first is touched.
+    let stalled = (0..10).any(|_| {
+        let ended = pageferry(&args);
+        ended.assert_ok();
+        let json = ended.json();
+        assert_complete(&json, "soft");
+        assert_eq!(json["pages"]["precopy"], 0);
+        json["stall_us"]["count"].as_u64().unwrap() > 0
+    });
+    assert!(stalled, "no vCPU ever waited for a page");
 }
 
 #[test]
@@ -156,10 +161,16 @@ fn the_table_and_the_page_are_for_people() {
         "verified by the guest",
         "holds",
         "pre-copy",
-        "p99.9",
+        "stalls",
     ] {
         assert!(ended.stdout.contains(part), "{part} in {}", ended.stdout);
     }
+    // On a busy host every page may have come before a vCPU touched it.
+    assert!(
+        ended.stdout.contains("p99.9") != ended.stdout.contains("no vCPU touched a page"),
+        "{}",
+        ended.stdout
+    );
     let html = std::fs::read_to_string(page).unwrap();
     assert!(html.ends_with("</html>\n"));
     for part in [
@@ -254,7 +265,7 @@ fn a_kvm_vm_is_refused_without_kvm() {
     wait_for("the VM", || status(&vm).filter(|s| s["state"] == "running"));
     let address = format!("unix:{}", listen.display());
     let destination = without_kvm(&["receive", "--listen", &address], &dir).unwrap();
-    wait_for("the listener", || listen.exists().then_some(()));
+    destination.wait_until_said("listening on ");
     let migrate = ["migrate", "--vm", socket, "--to", &address];
     Process::start(&migrate, &dir)
         .end()

@@ -4,14 +4,15 @@
 mod support;
 
 use pageferry_migration::address::Address;
+use pageferry_migration::channel::Wait;
 use pageferry_migration::handshake::{Pair, connect_pair};
 use pageferry_migration::wire::{
-    Frame, HELLO_BYTES, Hello, HelloReply, SessionId, Setup, Status, VERSION,
+    Frame, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, SessionId, Setup, Status, VERSION,
 };
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
-use support::peer::{Peer, once};
+use support::peer::{Peer, nobody, once};
 use support::{Destination, Dir, LIMIT, Process, Source, pageferry, wait_for};
 
 /// A migration to `address` fails with `code`, and the VM is as before.
@@ -24,12 +25,8 @@ fn assert_refused(address: &str, code: i32, part: &str) {
 
 #[test]
 fn nobody_listens() {
-    let free = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .to_string();
-    assert_refused(&free, 6, "nobody listens there");
+    let (_taken, address) = nobody();
+    assert_refused(&address, 6, "nobody listens there");
     assert_refused("unix:/no/such/socket", 6, "no such socket");
     assert_refused("no.such.host.invalid:7", 6, "was not found");
 }
@@ -204,11 +201,8 @@ fn no_vm_at_the_socket_is_told() {
 
 /// A listening destination on TCP.
 fn destination(dir: &Dir) -> (Process, String) {
-    let probe = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = probe.local_addr().unwrap().to_string();
-    drop(probe);
-    let process = Process::start(&["receive", "--listen", &address], dir);
-    wait_for("the listener", || TcpStream::connect(&address).ok());
+    let process = Process::start(&["receive", "--listen", "127.0.0.1:0"], dir);
+    let address = process.wait_until_said("listening on tcp:");
     (process, address)
 }
 
@@ -261,7 +255,7 @@ fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
 }
 
 fn send(pair: &Pair, bytes: &[u8]) {
-    let wait = pageferry_migration::channel::Wait::block("test").within(Duration::from_secs(10));
+    let wait = Wait::block("test").within(LIMIT);
     pair.stream.write_all(bytes, &wait).unwrap();
 }
 
@@ -330,17 +324,24 @@ fn a_source_that_sends_garbage_or_stops_ends_the_destination_with_a_reason() {
             "Setup",
         ),
         (|pair| send(pair, &setup(|_| {})[..40]), 7, "stopped after"),
-        (|pair| send(pair, &setup(|_| {})), 13, "stays at the source"),
+        (
+            |pair| {
+                send(pair, &setup(|_| {}));
+                // It is set up before it is left alone.
+                let wait = Wait::block("SetupAck").within(LIMIT);
+                pair.stream
+                    .read_exact(&mut [0; HEADER_BYTES], &wait)
+                    .unwrap();
+            },
+            13,
+            "stays at the source",
+        ),
     ];
     for (act, code, part) in cases {
         let dir = Dir::new();
         let (process, address) = destination(&dir);
         let pair = pair(&address);
         act(&pair);
-        if code == 13 {
-            // It is set up before it is left alone.
-            std::thread::sleep(Duration::from_millis(300));
-        }
         drop(pair);
         process.end().assert_failed(code, part);
         dir.assert_empty();

@@ -74,16 +74,13 @@ fn a_port_of_the_systems_choice_is_told() {
     );
     wait_for("the destination", || status(&socket));
     // Said at once, and the process still listens.
-    std::thread::sleep(std::time::Duration::from_millis(100));
+    let port = process.wait_until_said("listening on tcp:127.0.0.1:");
+    assert_ne!(port.parse::<u16>().unwrap(), 0);
+    std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
     process.interrupt();
     let ended = process.end();
     assert_eq!(ended.code, Some(9), "{ended:?}");
-    let port = ended
-        .stdout
-        .trim()
-        .strip_prefix("listening on tcp:127.0.0.1:")
-        .unwrap_or_else(|| panic!("{ended:?}"));
-    assert_ne!(port.parse::<u16>().unwrap(), 0);
+    assert_eq!(ended.stdout, format!("listening on tcp:127.0.0.1:{port}\n"));
     dir.assert_empty();
 }
 

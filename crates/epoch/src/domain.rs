@@ -39,7 +39,7 @@
 //! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
 //! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
 
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::cell::Cell;
@@ -79,6 +79,10 @@ impl Epoch {
 #[repr(align(64))]
 pub struct Domain {
     epoch: AtomicU64,
+    /// Not 0 where somebody excludes, or is about to: see `exclusion.rs`. In the line of `epoch`, as sharing reads both.
+    pub(crate) excluding: AtomicU64,
+    /// How many wait for exclusive work to end. It is written by those only, so it need not have a line of its own.
+    pub(crate) kept_out: AtomicU64,
     /// The records of all readers there ever were; freed with the domain.
     records: AtomicPtr<Record>,
 }
@@ -87,7 +91,7 @@ pub struct Domain {
 #[derive(Debug)]
 #[repr(align(128))]
 struct Record {
-    /// The epoch of the reader's guard, or 0.
+    /// Twice the epoch of the reader's guard, and [`SHARES`] where it is a shared one; 0 without a guard.
     announced: AtomicU64,
     /// Whether a [`Reader`] owns the record.
     owned: AtomicBool,
@@ -96,6 +100,8 @@ struct Record {
 }
 
 const NONE: u64 = 0;
+/// In an announcement: the guard keeps exclusive work out.
+pub(crate) const SHARES: u64 = 1;
 
 impl Domain {
     /// A domain without readers.
@@ -103,6 +109,8 @@ impl Domain {
     pub fn new() -> Arc<Self> {
         Arc::new(Self {
             epoch: AtomicU64::new(1),
+            excluding: AtomicU64::new(0),
+            kept_out: AtomicU64::new(0),
             records: AtomicPtr::new(ptr::null_mut()),
         })
     }
@@ -174,7 +182,7 @@ impl Domain {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire);
         fence(Ordering::SeqCst);
-        if self.any_announced(|announced| announced != NONE && announced != epoch) {
+        if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
             return false;
         }
         fence(Ordering::Acquire);
@@ -199,12 +207,17 @@ impl Domain {
     }
 
     /// Whether `found` holds for a reader's announcement. The caller fences, before and after.
-    fn any_announced(&self, found: impl Fn(u64) -> bool) -> bool {
+    pub(crate) fn any_announced(&self, found: impl Fn(u64) -> bool) -> bool {
+        self.any_announcement(|announced| found(announced.load(SCAN)))
+    }
+
+    /// Whether `found` holds for the word of a reader's announcement. It may wait for another value.
+    pub(crate) fn any_announcement(&self, mut found: impl FnMut(&AtomicU64) -> bool) -> bool {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
             // SAFETY: as in `register`.
             let known = unsafe { &*record };
-            if found(known.announced.load(Ordering::Relaxed)) {
+            if found(&known.announced) {
                 return true;
             }
             record = known.next;
@@ -244,27 +257,30 @@ impl Reader {
     /// Takes a guard. Wait-free: one load, one exchange, one load.
     #[inline]
     pub fn pin(&mut self) -> Guard<'_> {
-        let epoch = self.announce();
+        let epoch = self.announce(0);
         Guard {
             reader: self,
             epoch,
         }
     }
 
-    /// Announces the current epoch; gives it where it is still current afterwards.
+    /// Announces the current epoch, and `flags`; gives it where it is still current afterwards.
     #[inline]
-    fn announce(&self) -> Epoch {
+    pub(crate) fn announce(&self, flags: u64) -> Epoch {
         let epoch = self.domain.epoch.load(Ordering::Relaxed);
+        let announcement = epoch << 1 | flags;
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri))))]
+        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri))))]
         {
             // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
-            self.record().announced.swap(epoch, Ordering::SeqCst);
+            self.record().announced.swap(announcement, Ordering::SeqCst);
             core::sync::atomic::compiler_fence(Ordering::SeqCst);
         }
-        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, miri)))))]
+        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri)))))]
         {
-            self.record().announced.store(epoch, Ordering::Release);
+            self.record()
+                .announced
+                .store(announcement, Ordering::Release);
             fence(Ordering::SeqCst);
         }
         if self.domain.epoch.load(Ordering::Relaxed) == epoch {
@@ -272,6 +288,12 @@ impl Reader {
         } else {
             Epoch::NEVER
         }
+    }
+
+    /// Ends what was announced. Release: what the guard did happens before whoever sees this.
+    #[inline]
+    pub(crate) fn withdraw(&self) {
+        self.record().announced.store(NONE, Ordering::Release);
     }
 
     /// The domain.
@@ -283,11 +305,10 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        let record = self.record();
         // A guard that was forgotten ends here.
-        record.announced.store(NONE, Ordering::Release);
+        self.withdraw();
         // Release: the next owner announces after this one has ended.
-        record.owned.store(false, Ordering::Release);
+        self.record().owned.store(false, Ordering::Release);
     }
 }
 
@@ -301,8 +322,8 @@ impl fmt::Debug for Reader {
 #[derive(Debug)]
 #[must_use = "what was reached may be freed as soon as the guard is dropped"]
 pub struct Guard<'reader> {
-    reader: &'reader Reader,
-    epoch: Epoch,
+    pub(crate) reader: &'reader Reader,
+    pub(crate) epoch: Epoch,
 }
 
 impl Guard<'_> {
@@ -319,8 +340,14 @@ impl Guard<'_> {
     /// reader that holds its guard for long calls it now and then, so that memory can be freed.
     #[inline]
     pub fn refresh(&mut self) {
+        self.refresh_as(0);
+    }
+
+    /// [`refresh`](Self::refresh) for a guard that announces `flags`.
+    #[inline]
+    pub(crate) fn refresh_as(&mut self, flags: u64) {
         if Epoch(self.reader.domain.epoch.load(Ordering::Relaxed)) != self.epoch {
-            self.epoch = self.reader.announce();
+            self.epoch = self.reader.announce(flags);
         }
     }
 }
@@ -328,9 +355,6 @@ impl Guard<'_> {
 impl Drop for Guard<'_> {
     #[inline]
     fn drop(&mut self) {
-        self.reader
-            .record()
-            .announced
-            .store(NONE, Ordering::Release);
+        self.reader.withdraw();
     }
 }

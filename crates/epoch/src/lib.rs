@@ -10,10 +10,15 @@
 //! only when every announced epoch is the current one; what was unlinked in epoch `e` is freed in `e + 2`. The
 //! orderings are argued in `domain.rs` and modelled with loom in `tests/loom.rs`.
 //!
+//! **Exclusion.** The same announcement can keep exclusive work out ([`Reader::share`], [`Domain::exclude`]): a
+//! readers/writer lock whose readers write nothing that another reader writes. `exclusion.rs` argues it, and
+//! `tests/loom_exclusion.rs` models it.
+//!
 //! A reader that keeps a guard for long does no harm but one: nothing that is retired meanwhile is freed.
 //!
 //! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes by it. This crate must not
-//! know what is freed, nor who waits for it; it allocates one record a reader and never blocks.
+//! know what is freed, nor who waits for it; it allocates one record a reader. It blocks only where a caller hands it
+//! something to do while it waits.
 //!
 //! ```
 //! use pageferry_epoch::{Domain, Limbo};
@@ -36,8 +41,10 @@
 extern crate alloc;
 
 mod domain;
+mod exclusion;
 mod limbo;
 mod sync;
 
 pub use domain::{Domain, Epoch, Guard, Reader};
+pub use exclusion::{Exclusive, Shared};
 pub use limbo::Limbo;

@@ -3,6 +3,7 @@
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
 use pageferry_memslot::SlotError;
+use pageferry_tdp::ring::BadRing;
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -54,6 +55,20 @@ pub enum VmError {
         /// The words of the buffer.
         given: usize,
     },
+    /// The part of a dirty log that is to be cleared does not begin at a word, or is not inside the log.
+    #[error(
+        "the dirty log of slot {slot} has {log} words of 64 pages: {words} from page {first} are not a part of it"
+    )]
+    DirtyLogPart {
+        /// The slot.
+        slot: u16,
+        /// The first page.
+        first: u64,
+        /// How many words were given.
+        words: usize,
+        /// The words of the log.
+        log: usize,
+    },
     /// The id is not one this VM has room for.
     #[error("vCPU {id} is too many: ids are below {max}")]
     VcpuIdTooLarge {
@@ -62,6 +77,9 @@ pub enum VmError {
         /// The VM's limit.
         max: u32,
     },
+    /// The VM is to have dirty rings of a size that there is not.
+    #[error(transparent)]
+    DirtyRing(BadRing),
     /// The id is taken.
     #[error("vCPU {0} exists already")]
     VcpuExists(u32),

@@ -29,7 +29,11 @@ mod error;
 mod gate;
 pub mod hart;
 #[cfg(not(loom))]
+mod log;
+#[cfg(not(loom))]
 mod memory;
+#[cfg(not(loom))]
+mod platform;
 #[cfg(not(loom))]
 mod region;
 #[cfg(not(loom))]
@@ -50,10 +54,14 @@ mod vm;
 pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
+pub use log::DirtyBy;
+#[cfg(not(loom))]
 pub use pageferry_memslot::{
     Generation, Limits, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader, SlotTable,
     SlotView,
 };
+#[cfg(not(loom))]
+pub use pageferry_tdp::ring::{DirtyPage, Harvester};
 #[cfg(not(loom))]
 pub use region::{HostMemory, Region, SlotData, UserfaultBits};
 #[cfg(not(loom))]
@@ -63,4 +71,4 @@ pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
 #[cfg(not(loom))]
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]
-pub use vm::{Capabilities, Vm, VmConfig};
+pub use vm::{Capabilities, DirtyProtect, Vm, VmConfig};

@@ -33,13 +33,16 @@
 //! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]; [`crate::VcpuCore`] flushes it at the gate.
 
 use crate::hart::{AmoInt, AmoOp, Bus, BusFault, GuestInt, MemoryFault, PAGE_WORDS, Reserved};
+use crate::log::SlotLog;
 use crate::region::SlotData;
-use crate::revoke::Shared;
+use crate::revoke::{Format, Shared, Worker};
 use crate::slots::{Found, MemslotReader, Memslots};
 use crate::tlb::Tlb;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 use pageferry_memslot::{Slot, SlotFlags};
-use pageferry_tdp::MapOutcome;
+use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
+use pageferry_tdp::ring::Producer;
+use pageferry_tdp::{Fault, Log as _, Look, Refused, Target, Ticket, largest_level};
 use std::sync::Arc;
 
 /// [`MemoryFault::flags`]: the page's userfault bit is set.
@@ -49,19 +52,24 @@ pub(crate) struct Memory<M: Memslots> {
     pub(crate) tlb: Tlb,
     pub(crate) vm: Arc<Shared<M>>,
     pub(crate) slots: M::Reader,
-    /// Whether a fault met a slot that is being deleted or moved.
-    pub(crate) invalid: bool,
+    pub(crate) worker: Worker,
+    /// Where pages of logged slots go that this vCPU dirties, if not into the slots' bitmaps.
+    ring: Option<Producer>,
+    /// Why a fault has to come again, where it has.
+    pub(crate) again: Option<Again>,
     /// The host address of an LR in a page that has to be watched first.
     pub(crate) unwatched: Option<u64>,
 }
 
 impl<M: Memslots> Memory<M> {
-    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader) -> Self {
+    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader, ring: Option<Producer>) -> Self {
         Self {
             tlb: Tlb::new(),
+            worker: vm.mmu.worker(),
+            ring,
             vm,
             slots,
-            invalid: false,
+            again: None,
             unwatched: None,
         }
     }
@@ -94,11 +102,16 @@ impl<M: Memslots> Memory<M> {
             return Err(BusFault::Misaligned);
         }
         let gfn = Gpa(gpa).gfn();
-        let vm = &*self.vm;
+        let (vm, worker, ring) = (&*self.vm, &mut self.worker, self.ring.as_ref());
+        // Before the slots are looked at.
+        let ticket = worker.ticket();
         let reached = self.slots.lookup(gfn, |found| match found {
-            Found::Slot(slot) => vm.resolve(slot, gfn, write),
+            Found::Slot(slot) => {
+                let log = SlotLog::of(slot).with_ring(ring);
+                vm.resolve(worker, ticket, (slot, &log), gfn, write)
+            }
             Found::Nothing => Err(Unreached::Mmio),
-            Found::Invalid => Err(Unreached::Invalid),
+            Found::Invalid => Err(Unreached::Again(Again::Slots)),
         });
         let (hva, may_write) = match reached {
             Ok(reached) => reached,
@@ -110,8 +123,8 @@ impl<M: Memslots> Memory<M> {
                     flags: USERFAULT,
                 }));
             }
-            Err(Unreached::Invalid) => {
-                self.invalid = true;
+            Err(Unreached::Again(again)) => {
+                self.again = Some(again);
                 return Err(BusFault::Requested);
             }
         };
@@ -128,8 +141,19 @@ enum Unreached {
     Mmio,
     /// The page's userfault bit is set.
     Missing,
-    /// The slot is being deleted or moved.
-    Invalid,
+    /// Something is being changed: leave the guest, and come again.
+    Again(Again),
+}
+
+/// What a fault has to wait for, outside the guest.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Again {
+    /// The slot is being deleted or moved, or its memory is being invalidated.
+    Slots,
+    /// Exclusive work on the tables goes on.
+    Tables,
+    /// The vCPU's dirty ring is nearly full.
+    Ring,
 }
 
 impl<M: Memslots> Shared<M> {
@@ -141,7 +165,9 @@ impl<M: Memslots> Shared<M> {
     #[inline]
     fn resolve(
         &self,
-        slot: &Slot<SlotData>,
+        worker: &mut Worker,
+        ticket: Ticket,
+        (slot, log): (&Slot<SlotData>, &SlotLog<'_>),
         gfn: Gfn,
         write: bool,
     ) -> Result<(Hva, bool), Unreached> {
@@ -152,42 +178,86 @@ impl<M: Memslots> Shared<M> {
         let index = gfn.0 - slot.range.start().0;
         let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
         let pfn = Pfn(hva.0 >> PAGE_SHIFT);
-        let logged = slot
-            .data
-            .dirty
-            .as_ref()
-            .map(|dirty| (dirty, RamPage(index)));
-
-        let spte_writable = match self.tables.walk(gfn) {
-            Some(leaf) if leaf.pfn == pfn && (leaf.writable || !write) => leaf.writable,
-            found => {
-                if let (None, Some(bits)) = (found, &slot.data.userfault) {
-                    // Acquire: if the bit is clear, the page's bytes are visible.
-                    if bits.bitmap.test(RamPage(bits.first.0 + index)) {
-                        return Err(Unreached::Missing);
-                    }
-                }
-                let writable = !readonly && (write || logged.is_none());
-                if let MapOutcome::Conflict { existing } = self.tables.map(gfn, pfn, writable) {
-                    panic!("{gfn:?} is mapped to {existing:?} while its slot says {pfn:?}");
-                }
-                writable
+        // Where nobody asks which pages are written to, a page may as well be dirty before it is: that saves a fault.
+        let access = Access {
+            write: write || !(readonly || log.is_on()),
+            execute: false,
+        };
+        let leaf = match worker.look(gfn, access) {
+            Look::Allowed(found) => found,
+            Look::Denied(_) | Look::Absent => {
+                self.map(worker, ticket, (slot, gfn, pfn), access, log)?
             }
         };
-        let may_write = match logged {
-            _ if !spte_writable => false,
-            None => true,
-            Some((dirty, page)) if write => {
-                // Mostly set already; then the line stays shared.
-                if !dirty.test(page) {
-                    dirty.set(page);
-                }
-                true
-            }
-            Some((dirty, page)) => dirty.test(page),
-        };
+        let offset = gfn.0 & (Format::frames_per_entry(leaf.level) - 1);
+        assert!(
+            leaf.leaf.pfn.0 + offset == pfn.0,
+            "{gfn:?} is mapped by {leaf:?} while its slot says {pfn:?}"
+        );
+        // A clean page is written to through the tables, which then say that it is dirty.
+        let dirty = leaf.leaf.access.write && leaf.leaf.dirty;
+        let may_write = dirty && log.admits_writes(RamPage(index), write);
         // Writes to a page with LR reservations always come here; see `hart::Reservations`, rule 1.
         Ok((hva, may_write && !self.reservations.is_announced(hva.0)))
+    }
+
+    /// The tables do not let `access` through: makes them, if the slot's bits do.
+    fn map(
+        &self,
+        worker: &mut Worker,
+        ticket: Ticket,
+        (slot, gfn, pfn): (&Slot<SlotData>, Gfn, Pfn),
+        access: Access,
+        log: &SlotLog<'_>,
+    ) -> Result<pageferry_tdp::Found, Unreached> {
+        let fault = Fault { gfn, access };
+        if access.write && log.is_ring_full() {
+            return Err(Unreached::Again(Again::Ring));
+        }
+        if let Some(mapped) = worker.fast_fault(fault, log) {
+            return Ok(mapped.found());
+        }
+        if let Some(bits) = &slot.data.userfault {
+            // Acquire: if the bit is clear, the page's bytes are visible.
+            let page = bits.first.0 + (gfn.0 - slot.range.start().0);
+            if bits.bitmap.test(RamPage(page)) {
+                return Err(Unreached::Missing);
+            }
+        }
+        match worker.fault(ticket, fault, target_of(slot, gfn, pfn, access, log), log) {
+            Ok(mapped) => Ok(mapped.found()),
+            Err(Refused::Excluded) => Err(Unreached::Again(Again::Tables)),
+            Err(Refused::Invalidated) => Err(Unreached::Again(Again::Slots)),
+            Err(refused) => panic!("{gfn:?}, whose slot says {pfn:?}: {refused}"),
+        }
+    }
+}
+
+/// What may be mapped for `gfn` in `slot`.
+pub(crate) fn target_of(
+    slot: &Slot<SlotData>,
+    gfn: Gfn,
+    pfn: Pfn,
+    access: Access,
+    log: &SlotLog<'_>,
+) -> Target {
+    let readonly = slot.flags.contains(SlotFlags::READONLY);
+    // Missing pages are 4 KiB each, and so are logged ones.
+    let small = slot.data.userfault.is_some() || log.is_on();
+    let backing = if small { 1 } else { slot.data.backing() };
+    Target {
+        pfn,
+        level: largest_level::<Format>(slot.range, gfn, pfn, backing),
+        access: Access {
+            write: !readonly && (access.write || !log.is_by_fault()),
+            execute: true,
+        },
+        writes: match () {
+            () if readonly => Writes::HostForbids,
+            () if log.is_by_fault() => Writes::AllowedLoggedByFault,
+            () => Writes::Allowed,
+        },
+        memory: MemoryType::WriteBack,
     }
 }
 

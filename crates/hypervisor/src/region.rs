@@ -4,8 +4,9 @@
 )]
 //! What a memory slot is made of: a guest range, the host memory behind it, and its userfault bits.
 
+use crate::log::DirtyLog;
 use core::ops::Range;
-use pageferry_addr::{Gpa, Hva, RamPage};
+use pageferry_addr::{Gpa, Hva, PageSize, RamPage};
 use pageferry_memslot::SlotFlags;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -27,6 +28,13 @@ use std::sync::Arc;
 pub unsafe trait HostMemory: Send + Sync {
     /// The addresses; both ends are page-aligned.
     fn hva_range(&self) -> Range<Hva>;
+
+    /// The size of the pages it is made of. Guests whose frames are in step with it are given translations of
+    /// that size where nothing asks for smaller ones. A translation is one piece: memory that comes or goes by
+    /// smaller pieces must not say more than those.
+    fn page_size(&self) -> PageSize {
+        PageSize::Size4K
+    }
 }
 
 /// Bits of the pages of one slot, inside a bitmap that may cover more than the slot: the one truth about
@@ -101,10 +109,18 @@ impl fmt::Debug for Region {
 pub struct SlotData {
     /// Keeps the slot's memory mapped.
     pub(crate) memory: Option<Arc<dyn HostMemory>>,
-    /// With the flag `LOG_DIRTY_PAGES`: the slot's page `i` is bit `i`.
-    pub(crate) dirty: Option<Arc<PageBitmap>>,
+    /// With the flag `LOG_DIRTY_PAGES`.
+    pub(crate) dirty: Option<DirtyLog>,
     /// With the flag `USERFAULT`.
     pub(crate) userfault: Option<UserfaultBits>,
+}
+
+impl SlotData {
+    /// The level of the largest page that what is behind the slot allows.
+    pub(crate) fn backing(&self) -> u32 {
+        let memory = self.memory.as_ref();
+        memory.map_or(1, |memory| memory.page_size().level())
+    }
 }
 
 impl fmt::Debug for SlotData {

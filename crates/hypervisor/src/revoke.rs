@@ -2,8 +2,8 @@
 //!
 //! Three places hold on to a translation: the memory slots (the truth), the second-stage tables (shared) and
 //! each vCPU's TLB and decoded code (private). A fault reads them in that order and fills them in that
-//! order, without a lock. Revoking goes the same way, one revocation at a time, under the [`Shared::writer`]
-//! mutex, which no vCPU takes inside its gate.
+//! order; it waits for nobody (the tables' own protocol is `docs/mmu.md`). Revoking goes the same way, one revocation at a
+//! time, under the [`Shared::writer`] mutex, which no vCPU takes inside its gate.
 //!
 //! # A slot goes or moves
 //!
@@ -48,21 +48,25 @@
 //!
 //! Commit. Its frames were nobody's, so there is nothing to take away: an MMIO exit is cached nowhere.
 //!
-//! # A slot gets `USERFAULT`; a notifier invalidates host pages
+//! # A slot gets `USERFAULT`
 //!
-//! For the flag: *commit*. For both then: *quiesce*, *zap*, *flush*, as above.
-//! - A fault that found the slot without the flag is over when the vCPUs are quiesced, and its SPTE is zapped; later
-//!   ones test the bit before they map. After the flush no TLB holds what came from zapped SPTEs.
-//! - A notifier changes no slot: a fault may map the page again at once. What it maps it has looked up after the
-//!   notifier began, and every translation from before is gone when the notifier returns.
+//! *Commit* the flag, then *quiesce*, *zap*, *flush*, as above. A fault that found the slot without the flag is over when the
+//! vCPUs are quiesced, and its SPTE is zapped; later ones test the bit before they map. After the flush no TLB holds what
+//! came from zapped SPTEs.
+//!
+//! # A notifier invalidates host pages
+//!
+//! It changes no slot, and needs no quiescence: the MMU's invalidation keeps faults out whose ticket is older than its end,
+//! and a fault takes its ticket before it looks at the slots (`docs/mmu.md`, "A fault against an invalidation"). Every
+//! translation from before is gone when it returns.
 //!
 //! A change of flags leaves each frame's host page what it was, so readers need not wait for it, and an SPTE that
 //! outlives the change (a flag that goes takes nothing away) leads to the right page.
 //!
 //! # Dirty logging starts
 //!
-//! Commit the flag; quiesce; *write-protect* the range; flush what TLBs know of writable pages. By the same argument,
-//! afterwards no SPTE of the range is writable and no TLB holds one that was, unless its fault saw
+//! Commit the flag; quiesce; split what is large; *write-protect* the range; flush what TLBs know of writable pages. By
+//! the same argument, afterwards no SPTE of the range is writable and no TLB holds one that was, unless its fault saw
 //! the slot's log. That is the invariant from which the log is complete:
 //!
 //! > (W) A TLB entry lets writes through only if, since the vCPU's last entry that flushed writes, its fault
@@ -81,6 +85,15 @@
 //! - A fault tests the bit after the SPTE became writable, and R takes the bit before it protects the
 //!   SPTE. So "writable but unlogged" cannot stay: if R's protection came before the SPTE became writable, so did
 //!   R's taking, and the fault sees the bit clear and sets it for the next read.
+//!
+//! With [`DirtyBy::Bits`](crate::DirtyBy::Bits) the entries' dirty bits take the place of the log's in this: a TLB entry lets writes
+//! through only if the SPTE was dirty when it was filled, and reading moves the bits to the log and flushes. With rings a page
+//! is pushed where its bit would be set, and a reset protects, then flushes. With
+//! [`DirtyProtect::InitiallySet`](crate::DirtyProtect::InitiallySet) all bits are set when logging starts, so that (W) holds with
+//! nothing protected.
+//!
+//! A log that stops leaves its class in the SPTEs until the writer has undone it, and small pages where large ones could be: both
+//! cost faults at most.
 //!
 //! A paused VM's log can be read without taking and protecting (`read_dirty_log`): bits stay, so a VM that
 //! goes on after all has lost nothing.
@@ -101,15 +114,23 @@
 use crate::clock::Clock;
 use crate::gate::Requests;
 use crate::hart::Reservations;
+use crate::platform::Harts;
 use crate::slots::Memslots;
-use crate::vcpu::Link;
 use pageferry_addr::GfnRange;
-use pageferry_tdp::StageTwo;
+use pageferry_tdp::format::Sv48x4Svadu;
+use pageferry_tdp::ring::Resetter;
+use pageferry_tdp::{Log, Mmu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The format of the second-stage tables.
+pub(crate) type Format = Sv48x4Svadu;
+
+/// What changes and reads them.
+pub(crate) type Worker = pageferry_tdp::Worker<Format, Harts>;
 
 /// What all handles and vCPUs of a VM share.
 pub(crate) struct Shared<M> {
-    pub(crate) tables: StageTwo,
+    pub(crate) mmu: Arc<Mmu<Format, Harts>>,
     pub(crate) clock: Clock,
     pub(crate) reservations: Reservations,
     writer: Mutex<Writer<M>>,
@@ -118,28 +139,28 @@ pub(crate) struct Shared<M> {
 /// What is changed by one thread at a time.
 pub(crate) struct Writer<M> {
     pub(crate) slots: M,
-    pub(crate) vcpus: Vcpus,
-}
-
-/// The vCPUs; those created later flush nothing, as they have seen nothing.
-pub(crate) struct Vcpus {
     /// Whether the id was given to a vCPU; as many as there are ids.
     pub(crate) used: Vec<bool>,
-    pub(crate) links: Vec<Arc<Link>>,
+    pub(crate) worker: Worker,
+    /// The third ends of the vCPUs' dirty rings.
+    pub(crate) rings: Vec<Resetter>,
 }
 
 impl<M: Memslots> Shared<M> {
     pub(crate) fn new(slots: M, max_vcpus: u32) -> Self {
+        let Ok(mmu) = Mmu::new(Harts::default()) else {
+            unreachable!("the platform aborts where there is no memory");
+        };
+        let worker = mmu.worker();
         Self {
-            tables: StageTwo::new(),
+            mmu,
             clock: Clock::new(),
             reservations: Reservations::new(),
             writer: Mutex::new(Writer {
                 slots,
-                vcpus: Vcpus {
-                    used: vec![false; max_vcpus as usize],
-                    links: Vec::new(),
-                },
+                used: vec![false; max_vcpus as usize],
+                worker,
+                rings: Vec::new(),
             }),
         }
     }
@@ -150,47 +171,31 @@ impl<M: Memslots> Shared<M> {
         self.writer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Quiesces, zaps the SPTEs of `ranges`, and flushes; gives how many there were.
-    pub(crate) fn unmap(&self, vcpus: &Vcpus, ranges: &[GfnRange]) -> u64 {
-        vcpus.request(Requests::QUIESCE);
-        let zapped = ranges.iter().map(|&range| self.tables.zap(range)).sum();
-        // Where nothing was mapped, no TLB and no decoded code knows anything: both are filled from SPTEs, and
-        // whoever removes SPTEs flushes before it lets the next writer in.
-        if zapped != 0 {
-            vcpus.request(Requests::FLUSH);
-        }
-        zapped
+    /// Waits until every vCPU that was inside its guest has left it.
+    pub(crate) fn quiesce(&self) {
+        self.mmu.platform().request(Requests::QUIESCE);
     }
 
-    /// Quiesces, write-protects `range`, and flushes: for the start of dirty logging.
-    pub(crate) fn protect(&self, vcpus: &Vcpus, range: GfnRange) {
-        vcpus.request(Requests::QUIESCE);
-        self.tables.write_protect(range);
-        vcpus.request(Requests::FLUSH_WRITES);
+    /// Makes every vCPU forget which pages are writable.
+    pub(crate) fn flush_writes(&self) {
+        self.mmu.platform().request(Requests::FLUSH_WRITES);
+    }
+
+    /// Quiesces, zaps the SPTEs of `range`, and flushes; gives how many frames had one.
+    pub(crate) fn unmap(&self, worker: &mut Worker, range: GfnRange, log: &impl Log) -> u64 {
+        self.quiesce();
+        // Where nothing was mapped it flushes nothing: TLBs and decoded code are filled from SPTEs, and whoever removes
+        // SPTEs flushes before it is done.
+        worker.zap(range, log)
     }
 
     /// Makes the page of the host address `address` one in which LR may reserve.
     pub(crate) fn watch(&self, address: u64) {
-        let writer = self.writer();
+        let _writer = self.writer();
         if !self.reservations.is_watched(address) {
             self.reservations.announce(address);
-            writer.vcpus.request(Requests::FLUSH_WRITES);
+            self.flush_writes();
             self.reservations.confirm(address);
-        }
-    }
-}
-
-impl Vcpus {
-    /// Makes the request at every gate and waits until all vCPUs that were inside have left.
-    pub(crate) fn request(&self, requests: Requests) {
-        // All are asked before any is waited for.
-        let tickets: Vec<_> = self
-            .links
-            .iter()
-            .filter_map(|link| link.gate.request(requests))
-            .collect();
-        for ticket in tickets {
-            ticket.wait();
         }
     }
 }

@@ -107,6 +107,12 @@ pub unsafe trait Memslots: Send + Sized + 'static {
     /// Calls `f` for each slot whose memory any byte of `hva` lies in.
     fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>));
 
+    /// What is held while a call of the VM changes entries of the tables for a log or a notifier. Nothing, unless the scheme keeps
+    /// faults out meanwhile, for comparison with the time when MMUs had one lock. It is let go before vCPUs are waited
+    /// for; but a sweep that cuts many tables off flushes in between, so that a look-up must not wait for it without a
+    /// limit.
+    fn exclude(&self) -> impl Sized {}
+
     /// Frees what no reader uses any more, the data of replaced slots above all. Called after each change for which all
     /// vCPUs have left their guests once.
     fn reclaim(&mut self) {}

@@ -2,12 +2,13 @@
 
 use crate::gate::{Gate, Requests};
 use crate::hart::{Access, Hart, HartExit, HartState, StateError};
-use crate::memory::{Memory, USERFAULT};
+use crate::memory::{Again, Memory, USERFAULT};
 use crate::revoke::Shared;
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
 use crate::sync::yield_now;
 use pageferry_addr::Gpa;
+use pageferry_tdp::ring::{Harvester, Producer};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
@@ -48,6 +49,9 @@ pub enum Exit {
         /// `a0` to `a7`.
         args: [u64; 8],
     },
+    /// The vCPU's dirty ring is nearly full, and the next store needs room in it. Entering again repeats the store:
+    /// harvest the ring and call [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) first.
+    DirtyRingFull,
     /// A WFI with nothing to wake it.
     Halted,
     /// Somebody kicked the vCPU.
@@ -100,15 +104,24 @@ pub struct VcpuCore<M: Memslots = Scalable> {
     memory: Memory<M>,
     link: Arc<Link>,
     first: First,
+    dirty_ring: Option<Harvester>,
 }
 
 impl<M: Memslots> VcpuCore<M> {
-    pub(crate) fn new(id: u32, vm: Arc<Shared<M>>, slots: M::Reader, link: Arc<Link>) -> Self {
+    pub(crate) fn new(
+        id: u32,
+        vm: Arc<Shared<M>>,
+        slots: M::Reader,
+        link: Arc<Link>,
+        ring: Option<(Producer, Harvester)>,
+    ) -> Self {
+        let (producer, dirty_ring) = ring.unzip();
         Self {
             id,
             hart: Hart::new(),
-            memory: Memory::new(vm, slots),
+            memory: Memory::new(vm, slots, producer),
             link,
+            dirty_ring,
             first: First::Unwatched,
         }
     }
@@ -117,6 +130,12 @@ impl<M: Memslots> VcpuCore<M> {
     #[must_use]
     pub const fn id(&self) -> u32 {
         self.id
+    }
+
+    /// The reader's end of the vCPU's dirty ring, for whichever thread is to harvest it: once, and only where the VM has
+    /// [`dirty_ring`](crate::VmConfig::dirty_ring).
+    pub const fn take_dirty_ring(&mut self) -> Option<Harvester> {
+        self.dirty_ring.take()
     }
 
     /// Runs the guest until it leaves for a reason the caller must see.
@@ -147,9 +166,12 @@ impl<M: Memslots> VcpuCore<M> {
                     if let Some(address) = self.memory.unwatched.take() {
                         self.memory.vm.watch(address);
                     }
-                    if core::mem::take(&mut self.memory.invalid) {
-                        // The writer of the slots is between the halves of a change: let it go on.
-                        yield_now();
+                    match self.memory.again.take() {
+                        // The writer is between the halves of a change: let it go on.
+                        Some(Again::Slots) => yield_now(),
+                        Some(Again::Tables) => self.memory.worker.wait(),
+                        Some(Again::Ring) => return Exit::DirtyRingFull,
+                        None => {}
                     }
                 }
                 HartExit::Budget => {}

@@ -1,15 +1,19 @@
 //! A virtual machine: its memory slots, its vCPUs, and the calls that change them.
 
 use crate::error::VmError;
+use crate::log::{DirtyBy, DirtyLog, SlotLog, SlotLogs};
+use crate::memory::target_of;
 use crate::region::{Region, SlotData, UserfaultBits};
-use crate::revoke::{Shared, Writer};
+use crate::revoke::{Format, Shared, Worker, Writer};
 use crate::scalable::Scalable;
 use crate::slots::{Begun, MemslotUpdate, Memslots};
 use crate::vcpu::{Link, VcpuCore};
 use core::ops::Range;
-use pageferry_addr::{Hva, PAGE_SHIFT};
-use pageferry_memslot::{Generation, Limits, Request, SlotFlags, SlotTable};
-use pageferry_tdp::Sv48x4;
+use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_SHIFT, Pfn};
+use pageferry_memslot::{Generation, Limits, Request, Slot, SlotFlags, SlotTable};
+use pageferry_tdp::Log;
+use pageferry_tdp::format::{Access, Format as _, Layout as _};
+use pageferry_tdp::ring::{self, Harvester, Producer, Resetter};
 use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::Arc;
@@ -21,6 +25,27 @@ pub struct VmConfig {
     pub max_vcpus: u32,
     /// The ids of its memory slots are below this.
     pub max_slots: u16,
+    /// How it is known that a page was written to, in slots that are logged.
+    pub dirty_by: DirtyBy,
+    /// What a log begins with and who clears it.
+    pub dirty_protect: DirtyProtect,
+    /// How many entries each vCPU's dirty ring has, if there are rings (`KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`): a power
+    /// of two from 128 to [`ring::MAX_ENTRIES`]. Pages that vCPUs dirty then go there, known by write protection,
+    /// and not into the slots' bitmaps, which have what is found dirty otherwise.
+    pub dirty_ring: Option<u32>,
+}
+
+/// Who protects the pages that a log names again (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DirtyProtect {
+    /// [`Vm::get_dirty_log`], all of them, in the call that tells them.
+    #[default]
+    ByGet,
+    /// [`Vm::clear_dirty_log`], those it is asked to, when the caller is about to copy them.
+    ByClear,
+    /// As `ByClear`; and a log begins with all pages dirty and none protected
+    /// (`KVM_DIRTY_LOG_INITIALLY_SET`), so that turning it on costs next to nothing.
+    InitiallySet,
 }
 
 impl Default for VmConfig {
@@ -29,6 +54,9 @@ impl Default for VmConfig {
         Self {
             max_vcpus: 1024,
             max_slots: 32_764,
+            dirty_by: DirtyBy::default(),
+            dirty_protect: DirtyProtect::default(),
+            dirty_ring: None,
         }
     }
 }
@@ -112,13 +140,19 @@ impl<M: Memslots> Vm<M> {
         let limits = Limits {
             address_spaces: 1,
             max_slots: config.max_slots,
-            gfn_limit: Sv48x4::GFN_LIMIT,
+            gfn_limit: Format::GFN_LIMIT,
             ..Limits::default()
         };
         Self {
             shared: Arc::new(Shared::new(M::new(limits), config.max_vcpus)),
             config,
         }
+    }
+
+    /// How it was made.
+    #[must_use]
+    pub const fn config(&self) -> VmConfig {
+        self.config
     }
 
     /// What this VM can do.
@@ -128,7 +162,7 @@ impl<M: Memslots> Vm<M> {
             max_vcpus: self.config.max_vcpus,
             max_slots: self.config.max_slots,
             slot_flags: SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY | SlotFlags::USERFAULT,
-            gpa_bits: PAGE_SHIFT + Sv48x4::GFN_LIMIT.0.trailing_zeros(),
+            gpa_bits: PAGE_SHIFT + Format::GFN_LIMIT.0.trailing_zeros(),
         }
     }
 
@@ -139,18 +173,25 @@ impl<M: Memslots> Vm<M> {
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
         let mut writer = self.shared.writer();
         let max = self.config.max_vcpus;
-        let Writer { slots, vcpus } = &mut *writer;
-        let used = vcpus
-            .used
+        let Writer {
+            slots, used, rings, ..
+        } = &mut *writer;
+        let used = used
             .get_mut(id as usize)
             .ok_or(VmError::VcpuIdTooLarge { id, max })?;
-        if core::mem::replace(used, true) {
+        if *used {
             return Err(VmError::VcpuExists(id));
         }
+        let ring = self.config.dirty_ring.map(new_ring).transpose()?;
+        *used = true;
+        let ring = ring.map(|(producer, harvester, resetter)| {
+            rings.push(resetter);
+            (producer, harvester)
+        });
         let link = Arc::new(Link::default());
-        vcpus.links.push(Arc::clone(&link));
+        self.shared.mmu.platform().add(Arc::clone(&link));
         let shared = Arc::clone(&self.shared);
-        Ok(VcpuCore::new(id, shared, slots.reader(), link))
+        Ok(VcpuCore::new(id, shared, slots.reader(), link, ring))
     }
 
     /// Creates, deletes or moves a memory slot, or changes its flags; the rules are those of
@@ -178,8 +219,8 @@ impl<M: Memslots> Vm<M> {
             return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
         }
         let mut writer = self.shared.writer();
-        let Writer { slots, vcpus } = &mut *writer;
-        let data = slot_data(slots, &region)?;
+        let Writer { slots, worker, .. } = &mut *writer;
+        let data = self.slot_data(slots, &region)?;
         let update = slots.begin(Request {
             address_space: 0,
             id: region.slot,
@@ -201,17 +242,27 @@ impl<M: Memslots> Vm<M> {
                 return Ok(());
             }
             Begun::Deleted { old } | Begun::Moved { old, .. } => {
-                self.shared.unmap(vcpus, &[old]);
+                // Its log goes with it.
+                self.shared.unmap(worker, old, &());
                 update.commit();
             }
             Begun::FlagsChanged { range, old, new } => {
                 update.commit();
                 let came = new.without(old);
+                let went = old.without(new);
+                let now = slots.by_id(region.slot);
                 if came.contains(SlotFlags::USERFAULT) {
-                    // What is unmapped needs no write protection.
-                    self.shared.unmap(vcpus, &[range]);
+                    // What is unmapped needs no write protection. What its dirty bits say is not lost.
+                    match now.map(SlotLog::of) {
+                        Some(log) => self.shared.unmap(worker, range, &log),
+                        None => self.shared.unmap(worker, range, &()),
+                    };
                 } else if came.contains(SlotFlags::LOG_DIRTY_PAGES) {
-                    self.shared.protect(vcpus, range);
+                    self.start_log(slots, worker, range);
+                } else if let Some(now) = now
+                    && went.without(SlotFlags::READONLY) != SlotFlags::EMPTY
+                {
+                    self.recover(slots, worker, now, range);
                 }
             }
         }
@@ -223,27 +274,66 @@ impl<M: Memslots> Vm<M> {
     /// before the host changes what is mapped there. Every translation that existed when the call began is
     /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
-        let writer = self.shared.writer();
+        let mut writer = self.shared.writer();
+        let Writer { slots, worker, .. } = &mut *writer;
         let mut ranges = Vec::new();
-        writer.slots.for_each_in_hva(hva.clone(), |slot| {
-            ranges.extend(slot.frames_in_hva(hva.clone()));
+        let mut ids = Vec::new();
+        slots.for_each_in_hva(hva.clone(), |slot| {
+            if let Some(frames) = slot.frames_in_hva(hva.clone()) {
+                ranges.push(frames);
+                ids.push(slot.id);
+            }
         });
         if ranges.is_empty() {
             return 0;
         }
-        self.shared.unmap(&writer.vcpus, &ranges)
+        let logs = ids.iter().filter_map(|&id| slots.by_id(id));
+        let logs = SlotLogs(logs.map(SlotLog::of).collect());
+        let _held = slots.exclude();
+        worker.invalidate(&ranges, &logs).zapped()
     }
 
-    /// How many pages are mapped in the second-stage tables; exact while no vCPU runs.
+    /// Whether the guest has used, since this was last cleared, a page whose host memory any byte of `hva` lies in; gives how many
+    /// such pages were used. With `clear`, they count as unused from now on. Takes no lock that a fault needs, and
+    /// flushes nothing: a use through a translation that a vCPU still has in its TLB is not seen.
+    pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
+        let mut writer = self.shared.writer();
+        let Writer { slots, worker, .. } = &mut *writer;
+        let mut ranges = Vec::new();
+        slots.for_each_in_hva(hva.clone(), |slot| {
+            ranges.extend(slot.frames_in_hva(hva.clone()));
+        });
+        ranges.iter().map(|&r| worker.age(r, clear, &())).sum()
+    }
+
+    /// How many pages of 4 KiB are mapped in the second-stage tables; exact while no vCPU runs.
     #[must_use]
     pub fn mapped_pages(&self) -> u64 {
-        self.shared.tables.mapped_pages()
+        let leaves = self.shared.mmu.stats().leaves;
+        let pages = |level| Format::frames_per_entry(level);
+        (1..).zip(leaves).map(|(level, n)| n * pages(level)).sum()
     }
 
-    /// How many of them are mapped writable; as exact.
+    /// How many leaves of 4 KiB, 2 MiB and 1 GiB those are.
+    #[must_use]
+    pub fn mapped_leaves(&self) -> [u64; 3] {
+        self.shared.mmu.stats().leaves
+    }
+
+    /// How many of the mapped pages are mapped writable; as exact. It looks at every entry.
     #[must_use]
     pub fn writable_pages(&self) -> u64 {
-        self.shared.tables.writable_pages()
+        let mut pages = 0;
+        let all = GfnRange::new(Gfn(0), Format::GFN_LIMIT.0);
+        let mut writer = self.shared.writer();
+        if let Some(all) = all {
+            writer.worker.scan(all, |_, found| {
+                if found.leaf.access.write {
+                    pages += Format::frames_per_entry(found.level);
+                }
+            });
+        }
+        pages
     }
 
     /// The bytes that the memory slots occupy themselves: slots and what finds them, logs and bitmaps excluded.
@@ -255,7 +345,7 @@ impl<M: Memslots> Vm<M> {
     /// The bytes of all second-stage tables.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.shared.tables.table_bytes()
+        self.shared.mmu.stats().table_bytes
     }
 
     /// The VM's clock: what the `time` CSR reads, in ticks of [`crate::hart::TIMEBASE_HZ`].
@@ -267,6 +357,97 @@ impl<M: Memslots> Vm<M> {
     /// Moves the VM's clock forward to `ticks`; does nothing if it is past that. For a VM that was somewhere else before.
     pub fn advance_time(&self, ticks: u64) {
         self.shared.clock.advance_to(ticks);
+    }
+
+    /// What the slot is to carry. Before the request is checked, so sizes may be absurd here.
+    fn slot_data(&self, slots: &M, region: &Region) -> Result<SlotData, VmError> {
+        let mut data = SlotData::default();
+        if region.size == 0 {
+            return Ok(data);
+        }
+        data.memory.clone_from(&region.memory);
+        let pages = region.size >> PAGE_SHIFT;
+        if region.flags.contains(SlotFlags::USERFAULT) {
+            let bits = region
+                .userfault
+                .clone()
+                .ok_or(VmError::NoUserfaultBitmap(region.slot))?;
+            let end = bits.first.checked_add(pages);
+            if end.is_none_or(|end| end.0 > bits.bitmap.pages() as u64) {
+                return Err(VmError::UserfaultBitmapTooSmall {
+                    slot: region.slot,
+                    bits: bits.bitmap.pages(),
+                    first: bits.first,
+                    pages,
+                });
+            }
+            data.userfault = Some(bits);
+        }
+        if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
+            let old = slots.by_id(region.slot);
+            let kept = old.and_then(|slot| slot.data.dirty.clone());
+            // Memory for a log only where there is memory to be logged.
+            check_memory(region)?;
+            data.dirty = Some(kept.unwrap_or_else(|| self.new_log(pages as usize)));
+        }
+        Ok(data)
+    }
+
+    /// Rings are filled by faults.
+    const fn dirty_by(&self) -> DirtyBy {
+        match self.config.dirty_ring {
+            Some(_) => DirtyBy::WriteProtection,
+            None => self.config.dirty_by,
+        }
+    }
+
+    fn new_log(&self, pages: usize) -> DirtyLog {
+        let bits = PageBitmap::new(pages);
+        if self.config.dirty_protect == DirtyProtect::InitiallySet {
+            bits.set_range(0..pages);
+        }
+        DirtyLog {
+            bits: Arc::new(bits),
+            by: self.dirty_by(),
+        }
+    }
+
+    /// The slot of `range` has just got its log: makes later stores tell.
+    fn start_log(&self, slots: &M, worker: &mut Worker, range: GfnRange) {
+        self.shared.quiesce();
+        if self.config.dirty_protect == DirtyProtect::InitiallySet {
+            // All pages are in the log. Clearing parts of it protects those.
+            return;
+        }
+        worker.deferred(|worker| {
+            let _held = slots.exclude();
+            // Eagerly, so that the faults to come need not.
+            let Ok(_) = worker.split(range, 1, &()) else {
+                unreachable!("the platform aborts where there is no memory");
+            };
+            match self.dirty_by() {
+                DirtyBy::WriteProtection => worker.log_by_fault(range),
+                DirtyBy::Bits => worker.clear_dirty(range, &()),
+            }
+        });
+    }
+
+    /// The slot has lost its log or its userfault bits: undoes what they asked of the tables.
+    fn recover(&self, slots: &M, worker: &mut Worker, slot: &Slot<SlotData>, range: GfnRange) {
+        let log = SlotLog::of(slot);
+        worker.deferred(|worker| {
+            let _held = slots.exclude();
+            if !log.is_on() {
+                worker.unlog(range, &());
+            }
+            if !log.is_on() && slot.data.userfault.is_none() && slot.data.backing() > 1 {
+                worker.recover(range, &(), |gfn, _| {
+                    let pages = gfn.0 - slot.range.start().0;
+                    let pfn = Pfn((slot.hva.0 >> PAGE_SHIFT) + pages);
+                    Some(target_of(slot, gfn, pfn, Access::READ_WRITE, &log))
+                });
+            }
+        });
     }
 }
 
@@ -284,7 +465,7 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Vm")
             .field("config", &self.config)
-            .field("tables", &self.shared.tables)
+            .field("tables", &self.shared.mmu)
             .finish_non_exhaustive()
     }
 }
@@ -296,38 +477,9 @@ fn first_word(bits: &UserfaultBits) -> Hva {
     Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
 }
 
-/// What the slot is to carry. Before the request is checked, so sizes may be absurd here.
-fn slot_data<M: Memslots>(slots: &M, region: &Region) -> Result<SlotData, VmError> {
-    let mut data = SlotData::default();
-    if region.size == 0 {
-        return Ok(data);
-    }
-    data.memory.clone_from(&region.memory);
-    let pages = region.size >> PAGE_SHIFT;
-    if region.flags.contains(SlotFlags::USERFAULT) {
-        let bits = region
-            .userfault
-            .clone()
-            .ok_or(VmError::NoUserfaultBitmap(region.slot))?;
-        let end = bits.first.checked_add(pages);
-        if end.is_none_or(|end| end.0 > bits.bitmap.pages() as u64) {
-            return Err(VmError::UserfaultBitmapTooSmall {
-                slot: region.slot,
-                bits: bits.bitmap.pages(),
-                first: bits.first,
-                pages,
-            });
-        }
-        data.userfault = Some(bits);
-    }
-    if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
-        let old = slots.by_id(region.slot);
-        let kept = old.and_then(|slot| slot.data.dirty.clone());
-        // Memory for a log only where there is memory to be logged.
-        check_memory(region)?;
-        data.dirty = Some(kept.unwrap_or_else(|| Arc::new(PageBitmap::new(pages as usize))));
-    }
-    Ok(data)
+/// A vCPU leaves its guest with room for all that one run can dirty.
+fn new_ring(entries: u32) -> Result<(Producer, Harvester, Resetter), VmError> {
+    ring::new(entries, ring::RESERVED_ENTRIES).map_err(VmError::DirtyRing)
 }
 
 fn check_memory(region: &Region) -> Result<(), VmError> {

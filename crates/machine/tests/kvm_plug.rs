@@ -11,7 +11,6 @@ use pageferry_machine::{
 use pageferry_memslot::SlotError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 /// Two places in the GiB that the flat tables map, above RAM.
 const HERE: Gpa = Gpa(0x1000_0000);
@@ -194,7 +193,7 @@ fn slots_change_under_a_running_vcpu() {
     start(new.machine.ram(), vcpu.as_mut(), 0, &TOUCH, [HERE.0, 0]);
     let (done, kicker) = (Arc::new(AtomicBool::new(false)), vcpu.kicker());
     let misses = Arc::new(std::sync::atomic::AtomicU64::new(0));
-    let watchdog = Watchdog::new(vcpu.kicker(), Duration::from_secs(20));
+    let watchdog = Watchdog::new(vcpu.kicker(), kvm_common::LIMIT);
     let thread = std::thread::spawn({
         let (done, misses) = (Arc::clone(&done), Arc::clone(&misses));
         move || {

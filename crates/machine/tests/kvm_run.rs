@@ -3,7 +3,7 @@
 
 mod kvm_common;
 
-use kvm_common::{DATA, Watchdog, machine, no_kvm, run, rung, start, wait_until};
+use kvm_common::{DATA, LIMIT, Watchdog, machine, no_kvm, run, rung, start, wait_until};
 use pageferry_machine::{DOORBELL_GPA, Exit, MachineError, MachineSpec, Vcpu, kvm};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 const SPIN: [u8; 2] = [0xeb, 0xfe];
 
 #[test]
-fn a_probe_vm_runs_within_a_second() {
+fn a_probe_vm_runs_again_and_again() {
     if no_kvm() {
         return;
     }
-    let begin = Instant::now();
-    kvm::probe_vm().unwrap();
-    assert!(begin.elapsed() < Duration::from_secs(1));
+    for _ in 0..20 {
+        kvm::probe_vm().unwrap();
+    }
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn a_triple_fault_is_an_error_that_says_where() {
         &[0x0f, 0x0b],
         [0, 0],
     ); // ud2
-    let watchdog = Watchdog::new(vcpus[0].kicker(), Duration::from_secs(10));
+    let watchdog = Watchdog::new(vcpus[0].kicker(), LIMIT);
     match vcpus[0].run() {
         Err(MachineError::Guest { vcpu: 0, why }) => {
             assert!(

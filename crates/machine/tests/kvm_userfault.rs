@@ -134,7 +134,7 @@ impl Source {
 
     /// Runs a vCPU until it rings.
     fn drive(&self, vcpu: &mut dyn Vcpu) -> u64 {
-        let watchdog = Watchdog::new(vcpu.kicker(), Duration::from_secs(30));
+        let watchdog = Watchdog::new(vcpu.kicker(), kvm_common::LIMIT);
         loop {
             match vcpu.run().unwrap() {
                 Exit::MemoryFault { page, .. } => {
@@ -650,7 +650,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
             let _stop = StopOnDrop(&stop);
             scope.spawn(|| source.serve(events, &stop));
             let vcpu = new.vcpus[0].as_mut();
-            let watchdog = Watchdog::new(vcpu.kicker(), Duration::from_secs(10));
+            let watchdog = Watchdog::new(vcpu.kicker(), kvm_common::LIMIT);
             let mut emulated = false;
             let rang = loop {
                 match vcpu.run().unwrap() {

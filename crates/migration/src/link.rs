@@ -25,7 +25,7 @@ pub(crate) use crate::channel::RawSlice;
 /// The longest a peer may take to accept an urgent page.
 const URGENT_SEND_LIMIT: Duration = Duration::from_secs(30);
 /// How long to look for the reason that a peer gave before it closed the connection.
-const REASON_LIMIT: Duration = Duration::from_millis(50);
+pub(crate) const REASON_LIMIT: Duration = Duration::from_millis(50);
 /// How long a side that gave up waits for the peer to read why.
 const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
 /// How long the source's urgent thread spins for the next request before it sleeps, in microseconds.

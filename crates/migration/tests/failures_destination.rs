@@ -5,7 +5,9 @@ mod failing;
 mod support;
 
 use failing::source::{Played, Template, WRONG, pages_frame};
-use failing::{Clean, Via, assert_sentence, encoded, kind, listen, soon};
+use failing::{
+    Clean, LONG, SHORT, SOON, Via, assert_sentence, encoded, kind, limit_for, listen, soon,
+};
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::wire::{
@@ -21,8 +23,6 @@ use std::time::{Duration, Instant};
 use support::{LIMIT, Vm, kvm_usable};
 
 const MIB: u64 = 1 << 20;
-/// How long the destination bears silence here.
-const SILENCE: Duration = Duration::from_millis(600);
 
 /// What the destination says to the source in the end.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -56,14 +56,15 @@ fn attempt(
     template: &Template,
     via: Via,
     delivery: Option<Delivery>,
+    silence: Duration,
     play: impl Fn(&mut Played<'_>) + Sync,
 ) -> Received {
     let listener = listen(via);
     let config = DestinationConfig {
         delivery,
         allocate: false,
-        handshake_limit: SILENCE,
-        silence_limit: SILENCE,
+        handshake_limit: silence,
+        silence_limit: silence,
     };
     let vm = Vm::empty(
         template.vm.machine.engine(),
@@ -147,7 +148,7 @@ fn discards(via: Via, ran: bool, cases: &[Case]) {
     let _clean = Clean::slate();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for case in cases {
-        let received = attempt(&template, via, None, case.play);
+        let received = attempt(&template, via, None, limit_for(case.kind), case.play);
         let failure = received.outcome.unwrap().expect_err(case.name);
         assert_error(case, &failure.error, received.told);
         assert_eq!(failure.vm, DestinationVm::Discarded, "{}", case.name);
@@ -156,7 +157,7 @@ fn discards(via: Via, ran: bool, cases: &[Case]) {
             assert_paused_unharmed(&received.vm, case.name);
         }
         // A thread that never ran may not even have begun; one that runs never parks by itself.
-        let until = Instant::now() + Duration::from_secs(1);
+        let until = Instant::now() + SOON;
         while !received.vm.threads.is_paused() {
             assert!(Instant::now() < until, "{}: it runs", case.name);
             std::thread::sleep(Duration::from_millis(1));
@@ -167,7 +168,7 @@ fn discards(via: Via, ran: bool, cases: &[Case]) {
 /// Each case ends with the VM paused and the unsent pages missing.
 fn pauses(template: &Template, via: Via, delivery: Option<Delivery>, cases: &[Case]) {
     for case in cases {
-        let received = attempt(template, via, delivery, case.play);
+        let received = attempt(template, via, delivery, limit_for(case.kind), case.play);
         let failure = received.outcome.unwrap().expect_err(case.name);
         assert_error(case, &failure.error, received.told);
         let missing = received.unsent;
@@ -1035,7 +1036,7 @@ fn what_is_no_offer_is_refused_before_there_is_a_vm() {
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for via in [Via::Tcp, Via::Unix] {
         for case in BEFORE_SETUP {
-            let received = attempt(&template, via, None, case.play);
+            let received = attempt(&template, via, None, limit_for(case.kind), case.play);
             let error = received.outcome.expect_err(case.name);
             assert_error(case, &error, received.told);
         }
@@ -1127,7 +1128,8 @@ fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
     let _clean = Clean::slate();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for (name, end) in ends {
-        let received = attempt(&template, Via::Tcp, None, |p| {
+        let limit = if name == "silence" { SHORT } else { LONG };
+        let received = attempt(&template, Via::Tcp, None, limit, |p| {
             p.start();
             p.push_rest();
             p.send(&Frame::DrainEnd(p.sent));
@@ -1142,7 +1144,7 @@ fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
 fn a_page_nobody_asked_for_is_as_welcome_as_any() {
     let _clean = Clean::slate();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
-    let received = attempt(&template, Via::Tcp, None, |p| {
+    let received = attempt(&template, Via::Tcp, None, LONG, |p| {
         p.start();
         let waited_for = p.request();
         for _ in 0..3 {
@@ -1162,7 +1164,7 @@ fn a_page_nobody_asked_for_is_as_welcome_as_any() {
 fn the_counts_must_hold_although_every_page_came() {
     let _clean = Clean::slate();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
-    let received = attempt(&template, Via::Tcp, None, |p| {
+    let received = attempt(&template, Via::Tcp, None, LONG, |p| {
         p.start();
         p.push_rest();
         p.send(&Frame::DrainEnd(DrainCounts::default()));

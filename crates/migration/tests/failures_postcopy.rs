@@ -5,11 +5,15 @@ mod failing;
 mod support;
 
 use failing::destination::Played;
-use failing::{Clean, Via, assert_sentence, kind, listen, patient, soon};
+use failing::{
+    Clean, LONG, Via, assert_sentence, kind, limit_for, listen, patient, soon, wait_until_over,
+};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
 use pageferry_migration::wire::{DrainCounts, ErrorCode, ErrorMessage, Frame, UrgentMessage};
 use pageferry_migration::{SourceConfig, SourceFailure, SourceReport, SourceVm};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use support::{Vm, kvm_usable, migrate_to};
 
@@ -23,10 +27,10 @@ struct Case {
     says: &'static str,
 }
 
-fn config(passes: u32) -> SourceConfig {
+fn config(passes: u32, limit: Duration) -> SourceConfig {
     SourceConfig {
         precopy_passes: passes,
-        answer_limit: Duration::from_millis(400),
+        answer_limit: limit,
         ..SourceConfig::default()
     }
 }
@@ -34,15 +38,23 @@ fn config(passes: u32) -> SourceConfig {
 fn attempt(
     vm: &Vm,
     via: Via,
-    passes: u32,
+    config: &SourceConfig,
     play: fn(Played),
 ) -> Result<SourceReport, SourceFailure> {
     let listener = listen(via);
     std::thread::scope(|scope| {
-        let player = scope.spawn(|| play(Played::accept(&listener)));
-        let outcome = soon("migrate", || {
-            migrate_to(vm, listener.local_addr(), &config(passes))
+        let over = Arc::new(AtomicBool::new(false));
+        let player = scope.spawn({
+            let (listener, over) = (&listener, Arc::clone(&over));
+            move || {
+                play(Played {
+                    over,
+                    ..Played::accept(listener)
+                });
+            }
         });
+        let outcome = soon("migrate", || migrate_to(vm, listener.local_addr(), config));
+        over.store(true, Ordering::Release);
         player.join().unwrap();
         outcome
     })
@@ -64,7 +76,8 @@ fn run(engine: Engine, via: Via, passes: u32, cases: &[Case]) {
         let vm = Vm::running(engine, 1, 8 * MIB);
         // Pages with data on every way: no socket's buffer takes them all.
         vm.wait_progress(vm.workload.layout().share_pages());
-        let failure = attempt(&vm, via, passes, case.play).expect_err(case.name);
+        let config = config(passes, limit_for(case.kind));
+        let failure = attempt(&vm, via, &config, case.play).expect_err(case.name);
         eprintln!("{}: {failure}", case.name);
         assert_eq!(
             (failure.vm, kind(&failure.error)),
@@ -117,6 +130,20 @@ const CASES: &[Case] = &[
         says: "a page came twice",
     },
     Case {
+        name: "gives up, says why and ends the urgent connection while it is sent pages",
+        play: |mut peer| {
+            peer.start();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Resources,
+                "the disk is full",
+            )));
+            peer.urgent.shutdown();
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "the disk is full",
+    },
+    Case {
         name: "is called off in post-copy",
         play: |mut peer| {
             peer.start();
@@ -133,8 +160,8 @@ const CASES: &[Case] = &[
             // Little enough in flight that the source notices.
             peer.stream.set_buffers(None, Some(4096)).unwrap();
             peer.start();
-            // An end behind what is not read would not be seen: the source is given time, not watched.
-            std::thread::sleep(Duration::from_millis(800));
+            // An end behind what is not read would not be seen.
+            wait_until_over(&peer.over);
         },
         kind: "Timeout",
         says: "in time",
@@ -282,7 +309,7 @@ fn a_destination_may_ask_twice_and_late() {
         let _clean = Clean::slate();
         let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
         vm.wait_progress(64);
-        let sent = attempt(&vm, via, passes, |mut peer| {
+        let sent = attempt(&vm, via, &config(passes, LONG), |mut peer| {
             peer.start();
             let Some(last) = peer.missing.last().copied() else {
                 return finish(&mut peer);

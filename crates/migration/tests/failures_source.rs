@@ -5,7 +5,10 @@ mod failing;
 mod support;
 
 use failing::destination::Played;
-use failing::{Clean, Via, assert_sentence, encoded, kind, listen, patient, soon};
+use failing::{
+    Clean, LONG, SHORT, SOON, Via, assert_sentence, encoded, kind, limit_for, listen, patient,
+    soon, wait_until_over,
+};
 use pageferry_machine::{Engine, MachineError};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::wire::{
@@ -26,19 +29,19 @@ const MIB: u64 = 1 << 20;
 struct Case {
     name: &'static str,
     passes: u32,
-    /// Plays the destination; may set the source's cancel flag.
+    /// Plays the destination; may set the source's cancel flag, which is also set when the source has ended.
     play: fn(&Listener, &AtomicBool),
     kind: &'static str,
     /// What the message must name.
     says: &'static str,
 }
 
-fn config(passes: u32) -> SourceConfig {
+fn config(passes: u32, limit: Duration) -> SourceConfig {
     SourceConfig {
         precopy_passes: passes,
-        connect_limit: Duration::from_millis(800),
-        setup_limit: Duration::from_millis(400),
-        answer_limit: Duration::from_millis(400),
+        connect_limit: limit,
+        setup_limit: limit,
+        answer_limit: limit,
         ..SourceConfig::default()
     }
 }
@@ -57,6 +60,7 @@ fn attempt(
         let outcome = soon("migrate", || {
             migrate(&vm.as_running(), to, b"test", config, &cancel, &Unobserved)
         });
+        cancel.store(true, Ordering::Release);
         player.join().unwrap();
         outcome
     })
@@ -99,7 +103,8 @@ fn run(engine: Engine, vcpus: u32, via: Via, cases: &[Case]) {
     let vm = Vm::running(engine, vcpus, 8 * MIB);
     vm.wait_progress(16);
     for case in cases {
-        assert_failed(case, attempt(&vm, via, &config(case.passes), case.play));
+        let config = config(case.passes, limit_for(case.kind));
+        assert_failed(case, attempt(&vm, via, &config, case.play));
         assert_runs_on(&vm, case.name);
     }
     // And it is as movable as ever.
@@ -639,7 +644,7 @@ fn the_vm_runs_on_when_nobody_listens() {
                 &vm.as_running(),
                 &to,
                 b"test",
-                &config(1),
+                &config(1, LONG),
                 &cancel,
                 &Unobserved,
             )
@@ -714,7 +719,7 @@ fn a_cancel_before_the_start_connects_to_nobody() {
             &vm.as_running(),
             listener.local_addr(),
             b"test",
-            &config(1),
+            &config(1, LONG),
             &cancel,
             &Unobserved,
         )
@@ -738,11 +743,11 @@ fn full_vm() -> Vm {
 fn the_vm_runs_on_when_the_destination_stops_reading() {
     let _clean = Clean::slate();
     let vm = full_vm();
-    let outcome = attempt(&vm, Via::Unix, &config(1), |listener, _| {
+    let outcome = attempt(&vm, Via::Unix, &config(1, SHORT), |listener, over| {
         let mut peer = Played::accept(listener);
         peer.set_up();
         peer.take();
-        std::thread::sleep(Duration::from_millis(900));
+        wait_until_over(over);
     });
     let failure = outcome.unwrap_err();
     assert_eq!(
@@ -771,10 +776,7 @@ fn a_cancel_is_heard_while_the_destination_does_not_read() {
             cancel.store(true, Ordering::Relaxed);
             let began = Instant::now();
             while !peer.has_ended() {
-                assert!(
-                    began.elapsed() < Duration::from_secs(3),
-                    "the cancel was not heard"
-                );
+                assert!(began.elapsed() < SOON, "the cancel was not heard");
                 std::thread::sleep(Duration::from_millis(5));
             }
         },
@@ -793,7 +795,7 @@ fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() 
     for via in [Via::Tcp, Via::Unix] {
         let _clean = Clean::slate();
         let vm = full_vm();
-        let outcome = attempt(&vm, via, &config(1), |listener, _| {
+        let outcome = attempt(&vm, via, &config(1, LONG), |listener, _| {
             let mut peer = Played::accept(listener);
             peer.set_up();
             peer.take();
@@ -825,7 +827,7 @@ fn every_kind_of_frame_is_refused_where_it_is_not_due() {
         Frame::PassAck(Pass { pass: 1, pages: 1 }),
         Frame::DrainAck(DrainCounts::default()),
     ] {
-        let outcome = attempt(&vm, Via::Tcp, &config(0), |listener, _| {
+        let outcome = attempt(&vm, Via::Tcp, &config(0, LONG), |listener, _| {
             let mut peer = Played::accept(listener);
             peer.set_up();
             peer.take_switch_over();

@@ -12,7 +12,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
-const LIMIT: Duration = Duration::from_secs(20);
+/// Longer than anything here takes, on a slow and shared host too.
+const LIMIT: Duration = Duration::from_secs(60);
 const WAIT: Wait<'static> = Wait::block("test").within(LIMIT);
 
 fn never() -> bool {
@@ -187,18 +188,16 @@ fn another_version_is_told_which_one_is_spoken() {
 #[test]
 fn a_silent_caller_is_sent_away_after_a_while() {
     let (ended, destination, strangers) = with_destination(|address| {
-        let silent = socket_of(address);
+        // Before the call: the destination may count from any moment behind it.
         let began = Instant::now();
+        let silent = socket_of(address);
         assert_eq!(read_to_end(silent), b"");
         let ended = began.elapsed();
         connect(address).unwrap();
         ended
     });
     assert!(destination.is_ok());
-    assert!(
-        ended >= HELLO_LIMIT - Duration::from_millis(100),
-        "{ended:?}"
-    );
+    assert!(ended >= HELLO_LIMIT, "{ended:?}");
     assert_eq!(strangers, ["no preamble within 5000 ms"]);
 }
 
@@ -338,7 +337,7 @@ fn a_source_waits_no_longer_than_it_is_told() {
         late,
         Err(HandshakeError::Channel(ChannelError::TimedOut { .. }))
     ));
-    assert!(began.elapsed() < Duration::from_secs(5));
+    assert!(began.elapsed() < LIMIT / 2);
     let stop = || began.elapsed() > Duration::from_millis(150);
     let stopped = connect_pair(listener.local_addr(), session, LIMIT, &stop);
     assert!(matches!(

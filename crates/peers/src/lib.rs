@@ -28,6 +28,7 @@ mod run;
 pub mod scheme;
 mod subject;
 mod sync;
+pub mod tables;
 mod verdict;
 
 pub use layout::{Layout, PlainSlot};

@@ -2,4 +2,4 @@
 //! measurement, so there is nothing here to run under a model checker.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
-pub(crate) use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
+pub(crate) use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock, RwLockReadGuard};

@@ -1,46 +1,109 @@
 //! Second-stage page tables: which host page backs a guest page, right now?
 //!
-//! **Guarantee.** Any number of threads look up, map, write-protect and zap at once, through `&StageTwo`.
-//! Each entry changes by itself and atomically: a look-up sees the entry before or after a change, two
-//! mappers of one page agree on one entry, and every change is counted exactly once. There are no locks:
-//! looking up is wait-free, changing lock-free but for the allocator where a table is missing.
+//! **Guarantee.** Any number of vCPUs fault into one set of tables at once, while other threads take translations away, log
+//! what guests write, and change the size of pages. A look-up sees each entry before or after a change. What was
+//! taken away is in no TLB when the call returns; what a guest wrote is in the log; and the memory of a table is freed when
+//! neither hardware nor a reader can reach it any more. vCPUs that fault at different places write no cache
+//! line that the other reads.
 //!
-//! **Mechanism.** The tables have the format of RISC-V's Sv48x4 ([`Sv48x4`], [`Entry`]), every entry one
-//! `AtomicU64`. A missing table is allocated outside and linked by compare-exchange; who loses the race
-//! frees the spare and uses the winner's. One function changes a leaf, by compare-exchange, and does all
-//! bookkeeping; everything else calls it (as `handle_changed_spte` of Linux's `arch/x86/kvm/mmu/tdp_mmu.c`).
+//! **Mechanism.** After Linux's TDP MMU (`arch/x86/kvm/mmu/tdp_mmu.c`). One function (`change.rs`) changes an entry of a live
+//! table, by compare-exchange, and does all the bookkeeping; everything else calls it. A walk (`walk.rs`) goes from the root to the
+//! entries of a range, in order. Faults and other work on single entries hold the shared side of the MMU lock,
+//! invalidations the exclusive one (`pageferry-epoch`: both sides rest on the announcement a guard makes anyway). Tables
+//! that are cut off have their entries frozen, and wait for a TLB flush and then a grace period (`batch.rs`). The
+//! whole protocol, with the order of steps and what each is for, is `docs/mmu.md`.
 //!
-//! **Reclamation.** A linked table is freed when its [`StageTwo`] is dropped and never before: zapping
-//! clears leaves and leaves tables where they are. A walker therefore follows links without any guard.
-//! What it costs: 4 KiB for each 2 MiB of guest memory that was ever mapped.
+//! - [`Mmu`]: what the vCPUs of a VM share; [`Worker`]: what each thread does it by.
+//! - [`format`]: EPT, NPT, Sv48x4 and Sv57x4, arm64 stage 2. [`Platform`]: table memory and TLB flushes.
+//! - [`Worker::fault`], [`Worker::fast_fault`]; [`Worker::invalidate`] for notifiers; [`Worker::zap`],
+//!   [`Worker::zap_all`]; [`Worker::log_by_fault`] and [`Worker::clear_dirty`] for [logs](Log); [`Worker::split`],
+//!   [`Worker::recover`]; [`Worker::age`].
 //!
-//! **What callers owe.** [`StageTwo`] lists the TLB flushes and the orderings that are theirs.
-//!
-//! **Neighbours.** `pageferry-addr` below, the hypervisor above. This crate must not know memory slots,
-//! vCPUs, TLBs or the contents of guest memory: it is told frame numbers and keeps them.
+//! **Neighbours.** `pageferry-addr` and `pageferry-epoch` below, the hypervisor above. This crate must not know memory
+//! slots, what TLBs are made of, or the contents of guest memory: it is told frames and keeps them. There is no struct
+//! per table and no reverse map: who knows a host page asks the memory slots for its guest frames.
 //!
 //! ```
-//! use pageferry_addr::{Gfn, GfnRange, Pfn};
-//! use pageferry_tdp::{MapOutcome, StageTwo};
+//! use core::ptr::NonNull;
+//! use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
+//! use pageferry_tdp::format::{Access, Ept4, MemoryType, Writes};
+//! use pageferry_tdp::{Entry, Fault, Flush, How, Mmu, Platform, Target};
+//! use std::alloc::{Layout, alloc_zeroed, dealloc};
 //!
-//! let tables = StageTwo::new();
-//! assert_eq!(tables.map(Gfn(0x80000), Pfn(7), false), MapOutcome::Installed);
-//! assert_eq!(tables.map(Gfn(0x80000), Pfn(7), true), MapOutcome::Upgraded);
-//! assert!(tables.walk(Gfn(0x80000)).unwrap().writable);
-//! let range = GfnRange::new(Gfn(0x80000), 512).unwrap();
-//! assert_eq!(tables.zap(range), 1);
-//! assert_eq!(tables.mapped_pages(), 0);
+//! /// Tables from the heap, for no hardware.
+//! struct Heap;
+//!
+//! fn layout(entries: usize) -> Layout {
+//!     Layout::from_size_align(entries * 8, entries * 8).unwrap()
+//! }
+//!
+//! // SAFETY: memory from the allocator, zeroed and aligned to its size, whose addresses are exposed; no hardware.
+//! unsafe impl Platform for Heap {
+//!     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
+//!         // SAFETY: not of size 0.
+//!         let table = NonNull::new(unsafe { alloc_zeroed(layout(entries)) })?;
+//!         table.as_ptr().expose_provenance();
+//!         Some(table.cast())
+//!     }
+//!     unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize) {
+//!         // SAFETY: from `allocate_table`.
+//!         unsafe { dealloc(table.as_ptr().cast(), layout(entries)) }
+//!     }
+//!     fn frame(&self, table: NonNull<Entry>) -> Pfn {
+//!         Pfn(table.as_ptr() as u64 >> PAGE_SHIFT)
+//!     }
+//!     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
+//!         NonNull::new(core::ptr::with_exposed_provenance_mut((table.0 << PAGE_SHIFT) as usize)).unwrap()
+//!     }
+//!     fn flush(&self, _: Flush) {}
+//! }
+//!
+//! let mmu = Mmu::<Ept4, _>::new(Heap)?;
+//! let mut vcpu = mmu.worker();
+//!
+//! let fault = Fault { gfn: Gfn(0x80123), access: Access::READ_WRITE };
+//! let ticket = vcpu.ticket(); // before the slot is looked up
+//! let target = Target {
+//!     pfn: Pfn(0x7123),
+//!     level: 2,
+//!     access: Access::ALL,
+//!     writes: Writes::Allowed,
+//!     memory: MemoryType::WriteBack,
+//! };
+//! let mapped = vcpu.fault(ticket, fault, target, &())?;
+//! assert_eq!((mapped.how, mapped.leaf.pfn), (How::Installed, Pfn(0x7000)));
+//! assert_eq!(vcpu.walk(Gfn(0x801ff)).unwrap().level, 2);
+//! assert_eq!(vcpu.zap(GfnRange::new(Gfn(0x80000), 512).unwrap(), &()), 512);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
 
 extern crate alloc;
 
-mod counters;
+mod batch;
+mod change;
+mod counts;
+mod fault;
 pub mod format;
-mod range;
-mod stage_two;
+mod invalidate;
+mod log;
+mod mmu;
+mod pages;
+mod platform;
+mod protect;
+pub mod ring;
+mod split;
 mod sync;
-mod table;
+mod walk;
+mod worker;
+mod zap;
 
-pub use format::{Entry, Sv48x4};
-pub use stage_two::{Leaf, MapOutcome, StageTwo};
+pub use counts::Stats;
+pub use fault::{Fault, How, Mapped, Refused, Target, largest_level};
+pub use invalidate::Ticket;
+pub use log::Log;
+pub use mmu::Mmu;
+pub use pages::OutOfTables;
+pub use platform::{Entry, Flush, Platform};
+pub use worker::{Found, Look, Worker};
+pub use zap::Invalidating;

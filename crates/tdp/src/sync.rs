@@ -1,6 +1,8 @@
-//! The one place that chooses atomics: the core's, or loom's when a model is checked.
+//! The one place that chooses atomics: the core's, or loom's or shuttle's when a model is checked.
 
-#[cfg(not(loom))]
-pub(crate) use core::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(any(loom, shuttle)))]
+pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+#[cfg(shuttle)]
+pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 /// Zeroed memory of a fixed number of pages.
-pub(super) struct Host {
+pub(crate) struct Host {
     start: NonNull<u8>,
     pages: u64,
 }
@@ -36,7 +36,7 @@ unsafe impl HostMemory for Host {
 }
 
 impl Host {
-    pub(super) fn new(pages: u64) -> Result<Arc<Self>, BenchError> {
+    pub(crate) fn new(pages: u64) -> Result<Arc<Self>, BenchError> {
         let bytes = (pages * PAGE_SIZE) as usize;
         let failed = |source: rustix::io::Errno| BenchError::Os {
             what: "cannot map memory for the slots",
@@ -63,13 +63,13 @@ impl Host {
     }
 
     /// The address of a page.
-    pub(super) fn hva(&self, page: u64) -> Hva {
+    pub(crate) fn hva(&self, page: u64) -> Hva {
         assert!(page <= self.pages, "page {page} of {}", self.pages);
         Hva(self.hva_range().start.0 + page * PAGE_SIZE)
     }
 
     /// The doubleword at byte `offset` of a page.
-    pub(super) fn word(&self, page: u64, offset: u64) -> &AtomicU64 {
+    pub(crate) fn word(&self, page: u64, offset: u64) -> &AtomicU64 {
         assert!(page < self.pages && offset < PAGE_SIZE && offset.is_multiple_of(8));
         let at = (page * PAGE_SIZE + offset) as usize;
         // SAFETY: inside the mapping by the assertion, and aligned, since the mapping is to pages; it lives as long as

@@ -11,7 +11,7 @@
 //! **Neighbours.** Below: the hypervisor and the slots. The command line shows [`MemslotReport`].
 
 mod array_copy;
-mod host;
+pub(crate) mod host;
 #[cfg(all(target_os = "linux", target_arch = "x86_64"))]
 mod kvm;
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]

@@ -19,8 +19,9 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the child may take to say where it listens, and to end.
-const LIMIT: Duration = Duration::from_secs(10);
+/// How long the child may take to say where it listens, and to end: far more than it needs, as a host that
+/// does much else may let it wait.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// The destination's process.
 #[derive(Debug)]
@@ -165,7 +166,7 @@ impl Child {
     /// The child does not do what it should: its own exit code and words, where it ended.
     fn failed(&mut self, why: &str) -> Failure {
         // One that is about to end is given the time to say why.
-        let deadline = Instant::now() + Duration::from_millis(500);
+        let deadline = Instant::now() + Duration::from_secs(2);
         let code = loop {
             match self.process.try_wait() {
                 Ok(Some(status)) => break status.code(),

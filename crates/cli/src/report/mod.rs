@@ -13,12 +13,14 @@ mod json;
 mod slots;
 mod stalls;
 mod table;
+mod tables;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use halves::{PhaseAt, Received, Sent};
 pub(crate) use slots::slots_page;
 pub(crate) use stalls::Stalls;
+pub(crate) use tables::tables_page;
 
 use crate::sampler::Sample;
 use pageferry_guest::Verdict;

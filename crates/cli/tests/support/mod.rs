@@ -10,6 +10,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -84,16 +85,43 @@ impl Ended {
 /// A running command. Dropping it kills it.
 pub(crate) struct Process {
     child: Child,
-    stdout: Option<JoinHandle<String>>,
-    stderr: Option<JoinHandle<String>>,
+    stdout: Output,
+    stderr: Output,
 }
 
-fn drain(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
-    std::thread::spawn(move || {
-        let mut text = Vec::new();
-        let _ = from.read_to_end(&mut text);
-        String::from_utf8_lossy(&text).into_owned()
-    })
+/// What a command writes to one of its outputs, taken as it comes.
+struct Output {
+    so_far: Arc<Mutex<Vec<u8>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Output {
+    fn of(mut from: impl Read + Send + 'static) -> Self {
+        let so_far = Arc::new(Mutex::new(Vec::new()));
+        let ours = Arc::clone(&so_far);
+        let thread = std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                ours.lock().unwrap().extend_from_slice(&bytes[..n]);
+            }
+        });
+        Self {
+            so_far,
+            thread: Some(thread),
+        }
+    }
+
+    fn so_far(&self) -> String {
+        String::from_utf8_lossy(&self.so_far.lock().unwrap()).into_owned()
+    }
+
+    /// All of it, once nobody can write to it any more.
+    fn whole(&mut self) -> String {
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+        self.so_far()
+    }
 }
 
 impl Process {
@@ -111,13 +139,25 @@ impl Process {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let stdout = drain(child.stdout.take().unwrap());
-        let stderr = drain(child.stderr.take().unwrap());
+        let stdout = Output::of(child.stdout.take().unwrap());
+        let stderr = Output::of(child.stderr.take().unwrap());
         Self {
             child,
-            stdout: Some(stdout),
-            stderr: Some(stderr),
+            stdout,
+            stderr,
         }
+    }
+
+    /// Waits until it has written a whole line that holds `part`, and returns what follows `part` in it.
+    #[track_caller]
+    pub(crate) fn wait_until_said(&self, part: &str) -> String {
+        wait_for(part, || {
+            [&self.stdout, &self.stderr].iter().find_map(|output| {
+                let text = output.so_far();
+                let (_, behind) = text.split_once(part)?;
+                Some(behind.split_once('\n')?.0.to_owned())
+            })
+        })
     }
 
     pub(crate) fn pid(&self) -> u32 {
@@ -148,15 +188,15 @@ impl Process {
             if Instant::now() > deadline {
                 let _ = self.child.kill();
                 let _ = self.child.wait();
-                let stderr = self.stderr.take().unwrap().join().unwrap();
+                let stderr = self.stderr.whole();
                 panic!("did not end within {LIMIT:?}; stderr: {stderr}");
             }
             std::thread::sleep(Duration::from_millis(5));
         };
         Ended {
             code: status.code(),
-            stdout: self.stdout.take().unwrap().join().unwrap(),
-            stderr: self.stderr.take().unwrap().join().unwrap(),
+            stdout: self.stdout.whole(),
+            stderr: self.stderr.whole(),
         }
     }
 }
@@ -190,10 +230,10 @@ pub(crate) fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T
     }
 }
 
-/// What the VM at `socket` says about itself, if there is one.
+/// What the VM at `socket` says about itself, if there is one and it has time for us.
 pub(crate) fn status(socket: &Path) -> Option<Value> {
     let answer = ask(socket, "{\"command\":\"status\"}\n")?;
-    Some(answer["result"].clone())
+    Some(answer["result"].clone()).filter(|result| !result.is_null())
 }
 
 /// One line to a control socket, and the first line of its answer.
@@ -228,6 +268,18 @@ pub(crate) fn assert_runs_on(socket: &Path) {
         (pages_done(socket) > before + 100).then_some(())
     });
     assert_eq!(status(socket).unwrap()["guest"]["errors"], 0);
+}
+
+/// Waits until nobody is served any more at the control socket of `process`, so that there is room.
+pub(crate) fn wait_for_no_clients(process: &Process) {
+    let tasks = PathBuf::from(format!("/proc/{}/task", process.pid()));
+    wait_for("its clients to be gone", || {
+        let busy = std::fs::read_dir(&tasks).unwrap().any(|task| {
+            std::fs::read_to_string(task.unwrap().path().join("comm"))
+                .is_ok_and(|name| name.trim_end() == "client")
+        });
+        (!busy).then_some(())
+    });
 }
 
 /// A small VM in a process of its own.
@@ -270,11 +322,25 @@ impl Source {
 
     /// `pageferry migrate` to `to`.
     pub(crate) fn migrate(&self, to: &str) -> Process {
+        self.migrate_with(to, &[])
+    }
+
+    /// `pageferry migrate` to `to` with more arguments.
+    pub(crate) fn migrate_with(&self, to: &str, more: &[&str]) -> Process {
         let socket = self.socket.to_str().unwrap();
-        Process::start(
-            &["migrate", "--vm", socket, "--to", to, "--json"],
-            &self.dir,
-        )
+        let mut args = vec!["migrate", "--vm", socket, "--to", to, "--json"];
+        args.extend(more);
+        Process::start(&args, &self.dir)
+    }
+
+    /// Waits until the guest has written all of its memory, so that no page of it is zero.
+    #[track_caller]
+    pub(crate) fn wait_until_all_is_written(&self) {
+        wait_for("the guest to have written all of it", || {
+            let passes = status(&self.socket)?["guest"]["pass"].clone();
+            let written = |pass: &Value| pass.as_u64().is_some_and(|pass| pass > 1);
+            passes.as_array()?.iter().all(written).then_some(())
+        });
     }
 
     /// Its guest runs on, all its memory is right, and it ends leaving nothing.
@@ -312,7 +378,8 @@ impl Destination {
         args.extend(more);
         let process = Process::start(&args, &dir);
         wait_for("the destination", || status(&socket));
-        wait_for("the listener", || listen.exists().then_some(()));
+        // Not when the socket's file is there: that is a moment before anybody listens.
+        process.wait_until_said("listening on ");
         Self {
             process,
             socket,

@@ -5,6 +5,7 @@ use pageferry_migration::wire::{
 };
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -17,6 +18,16 @@ pub(crate) fn once(act: impl FnOnce(TcpStream) + Send + 'static) -> (String, Joi
         act(stream);
     });
     (address, thread)
+}
+
+/// A port that nobody listens on, and that nobody else gets before the first is dropped.
+pub(crate) fn nobody() -> (OwnedFd, String) {
+    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+    let taken = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    let any = std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0);
+    bind(&taken, &any).unwrap();
+    let address = std::net::SocketAddr::try_from(getsockname(&taken).unwrap()).unwrap();
+    (taken, address.to_string())
 }
 
 fn shake(stream: &mut TcpStream) {

@@ -42,7 +42,8 @@ fn reader(vm: &impl TestVm) -> impl FnMut(RamPage, &mut PageBytes) -> Result<(),
 }
 
 const SHORT: Duration = Duration::from_millis(30);
-const LONG: Duration = Duration::from_secs(20);
+/// No guest takes longer for what it is waited for: hosts are slow and shared.
+const LIMIT: Duration = Duration::from_secs(120);
 
 fn control(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> Control {
     Control::parse(&vm.read(workload.control_page(vcpu))).unwrap()
@@ -51,14 +52,15 @@ fn control(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> Control {
 /// Runs until every vCPU has completed at least `passes` passes.
 fn run_passes(vm: &mut impl TestVm, workload: &Workload, passes: u64) {
     let wanted = passes * workload.layout().share_pages();
-    for _ in 0..500 {
+    let until = Instant::now() + LIMIT;
+    while Instant::now() < until {
         let stops = vm.run(SHORT);
         assert!(stops.iter().all(|stop| *stop == Stop::Kicked), "{stops:?}");
         if (0..stops.len() as u32).all(|vcpu| control(vm, workload, vcpu).done >= wanted) {
             return;
         }
     }
-    panic!("{passes} passes are not done after 500 times {SHORT:?}");
+    panic!("{passes} passes are not done after {LIMIT:?}");
 }
 
 /// The page a vCPU has chosen last: the one it visits, or has just visited.
@@ -173,7 +175,7 @@ pub(crate) fn the_guest_reports_every_kind_of_bad_page_and_goes_on<V: TestVm>() 
             vcpu: owner,
             event: Event::Error(kind),
         };
-        assert_eq!(run_until_doorbell(&mut vm, 500), [rung], "{kind}");
+        assert_eq!(run_until_doorbell(&mut vm, 4000), [rung], "{kind}");
         let after = control(&vm, &workload, owner);
         let report = after.first_error.unwrap();
         assert_eq!((after.errors, report.kind, report.page), (1, kind, victim));
@@ -205,7 +207,7 @@ fn corrupt_control<V: TestVm>(kind: ErrorKind) -> Option<Doorbell> {
         _ => bytes[DONE + 7] ^= 1,
     }
     vm.write(page, &bytes);
-    let rung = run_until_doorbell(&mut vm, 20);
+    let rung = run_until_doorbell(&mut vm, 60);
     assert_eq!(
         vm.run(SHORT),
         [Stop::Kicked],
@@ -253,8 +255,8 @@ pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm
                     event: Event::Finished,
                 })
             };
-            assert_eq!(vm.run(LONG), [finished(0), finished(1)]);
-            assert_eq!(vm.run(LONG), [finished(0), finished(1)], "they ring again");
+            assert_eq!(vm.run(LIMIT), [finished(0), finished(1)]);
+            assert_eq!(vm.run(LIMIT), [finished(0), finished(1)], "they ring again");
             let sum: u64 = range.clone().map(|page| page * page).sum();
             for vcpu in 0..2 {
                 let control = Control::parse(&vm.read(toucher.control_page(vcpu))).unwrap();
@@ -286,9 +288,15 @@ pub(crate) fn the_spinner_counts_between_kicks<V: TestVm>() {
     let spin = Spin::new(V::ISA, 1, 1 << 20).unwrap();
     let mut vm = V::boot(spin.program());
     let mut before = 0;
+    let until = Instant::now() + LIMIT;
     for _ in 0..5 {
-        assert_eq!(vm.run(SHORT), [Stop::Kicked]);
-        let done = Control::parse(&vm.read(spin.control_page(0))).unwrap().done;
+        let mut done = before;
+        // Its thread may not have had a turn in a short time.
+        while done == before {
+            assert!(Instant::now() < until, "it stands still at {before}");
+            assert_eq!(vm.run(SHORT), [Stop::Kicked]);
+            done = Control::parse(&vm.read(spin.control_page(0))).unwrap().done;
+        }
         assert!(done > before, "{done} after {before}");
         before = done;
     }

@@ -77,6 +77,9 @@ impl Vcpu for SoftVcpu {
                     self.core.hart_mut().set_x(A1, 0);
                     continue;
                 }
+                hypervisor::Exit::DirtyRingFull => {
+                    unreachable!("this engine's VMs log into bitmaps")
+                }
                 hypervisor::Exit::Halted => Exit::Halted,
                 hypervisor::Exit::Kicked => Exit::Kicked,
             });

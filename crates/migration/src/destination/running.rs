@@ -21,8 +21,9 @@ const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 /// limit ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)): on a link that falls silent the
 /// guest has stopped here before the source resumes it.
 const ACK_LIMIT: Duration = Duration::from_secs(5);
-/// How long a report waits for the vCPUs to tell when they began.
-const FIRST_LIMIT: Duration = Duration::from_millis(200);
+/// How long a report waits for the vCPUs to tell when they began. They are kicked and answer within
+/// microseconds, unless the host lets their threads wait; the guest runs on meanwhile.
+const FIRST_LIMIT: Duration = Duration::from_secs(5);
 /// How long the drain's end may wait for requested pages that are still on the urgent connection.
 const LAST_PAGES_LIMIT: Duration = Duration::from_secs(10);
 

@@ -13,7 +13,7 @@ use super::pool::Pool;
 use super::{Source, SourceConfig};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::link::UrgentLink;
+use crate::link::{REASON_LIMIT, UrgentLink, never};
 use crate::phase::Phase;
 use crate::sync::{AtomicU64, Ordering};
 use crate::wire::{DrainCounts, Frame, UrgentKind, urgent_reply_page, urgent_reply_zero};
@@ -93,7 +93,11 @@ impl Source<'_> {
         self.enter(Phase::Completion);
         self.link.send(&Frame::DrainEnd(counts))?;
         // The destination keeps the urgent connection until it has confirmed: its end is a failure.
-        match self.link.receive(self.config.answer_limit, urgent_ended) {
+        let answer = match self.link.receive(self.config.answer_limit, urgent_ended) {
+            Err(MigrationError::Cancelled) => self.said_before_urgent_ended(),
+            answer => answer,
+        };
+        match answer {
             Ok(Frame::DrainAck(taken)) if taken == counts => {}
             Ok(Frame::DrainAck(taken)) => {
                 return Err(MigrationError::Peer(format!(
@@ -101,12 +105,27 @@ impl Source<'_> {
                 )));
             }
             Ok(other) => return Err(self.link.unexpected("DrainAck", &other)),
-            Err(MigrationError::Cancelled) => return Err(urgent_lost()),
             Err(error) => return Err(error),
         }
         // The destination has every page and has said so. A last word that does not reach it changes nothing.
         let _ = self.link.send(&Frame::Complete);
         Ok(())
+    }
+
+    /// What the destination said on the stream before its urgent connection ended. It counts, although
+    /// this side heard of that end first: a destination that gives up says why and then ends both.
+    fn said_before_urgent_ended(&mut self) -> Result<Frame, MigrationError> {
+        match self.link.receive(REASON_LIMIT, never()) {
+            Ok(frame) => Ok(frame),
+            Err(
+                reason @ (MigrationError::PeerGaveUp { .. }
+                | MigrationError::PeerCancelled
+                | MigrationError::LinkLost(_)),
+            ) => Err(reason),
+            Err(_) => Err(MigrationError::LinkLost(
+                "the urgent connection ended in post-copy".into(),
+            )),
+        }
     }
 
     /// Pushes until no page is unsent.
@@ -146,7 +165,8 @@ impl Source<'_> {
                     self.observer
                         .progress(Phase::Postcopy, total - pool.unsent(), total);
                     if urgent_ended() {
-                        return Err(urgent_lost());
+                        let said = self.said_before_urgent_ended()?;
+                        return Err(self.link.unexpected("nothing", &said));
                     }
                 }
                 if let Some(hint) = pool.take_hint() {
@@ -157,10 +177,6 @@ impl Source<'_> {
         self.observer.progress(Phase::Postcopy, total, total);
         Ok(())
     }
-}
-
-fn urgent_lost() -> MigrationError {
-    MigrationError::LinkLost("the urgent connection ended in post-copy".into())
 }
 
 /// Returns when no page was asked for in a while, or none is left to ask for.

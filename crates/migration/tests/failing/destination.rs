@@ -9,6 +9,8 @@ use pageferry_migration::handshake::accept_pair;
 use pageferry_migration::wire::{
     DrainCounts, Frame, MissingBitmap, Pass, Side, SwitchOver, UrgentMessage,
 };
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Both connections of one migration.
 pub(crate) struct Played {
@@ -19,6 +21,8 @@ pub(crate) struct Played {
     pub(crate) missing: Vec<u64>,
     /// Pages that came on the stream after switch-over: with bytes, and as zero.
     pub(crate) pushed: (u64, u64),
+    /// Set by the test when the source has ended.
+    pub(crate) over: Arc<AtomicBool>,
 }
 
 impl Played {
@@ -31,6 +35,7 @@ impl Played {
             memory_pages: 0,
             missing: Vec::new(),
             pushed: (0, 0),
+            over: Arc::default(),
         }
     }
 

@@ -9,13 +9,34 @@ use pageferry_migration::MigrationError;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection, Listener, Wait};
 use pageferry_migration::wire::{Frame, FrameHeader, FrameType, HEADER_BYTES, RunList, Side};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// No wait of a played peer takes longer, unless the code under test is stuck.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
-/// How long any failure may take from its cause to the caller's answer.
-pub(crate) const SOON: Duration = Duration::from_secs(5);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+/// The limit under test where a failure is a limit that passes. Played peers must do what comes before the
+/// silence well within it, on a host that does much else.
+pub(crate) const SHORT: Duration = Duration::from_secs(1);
+/// The limit under test where a failure has another cause: far away, so that no busy host reaches it.
+pub(crate) const LONG: Duration = Duration::from_secs(40);
+/// How long any failure may take from its cause to the caller's answer: less than waiting for a limit that is
+/// not its cause.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+
+/// The limit for a case that ends in an error of this [`kind`].
+pub(crate) fn limit_for(kind: &str) -> Duration {
+    if kind == "Timeout" { SHORT } else { LONG }
+}
+
+/// Waits until `over`, with patience.
+pub(crate) fn wait_until_over(over: &AtomicBool) {
+    let until = Instant::now() + PATIENCE;
+    while !over.load(Ordering::Acquire) {
+        assert!(Instant::now() < until, "it is not over");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
 
 /// One test of a process at a time, and nothing left behind by it. To be made first, so that it is
 /// dropped last.
@@ -41,7 +62,7 @@ impl Drop for Clean {
         if std::thread::panicking() {
             return;
         }
-        let until = Instant::now() + Duration::from_secs(2);
+        let until = Instant::now() + SOON;
         loop {
             let (threads, open) = (our_threads(), descriptors());
             if threads.is_empty() && open.len() == self.descriptors {
@@ -117,7 +138,7 @@ pub(crate) fn listen(via: Via) -> Listener {
         },
         Via::Unix => {
             static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-            let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
             let name = format!("pageferry-fail-{}-{number}.sock", std::process::id());
             Address::unix(&std::env::temp_dir().join(name)).unwrap()
         }

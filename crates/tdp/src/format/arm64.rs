@@ -69,7 +69,7 @@ impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
         );
         if IPA_BITS <= 43 { 3 } else { 4 }
     };
-    const ROOT_INDEX_BITS: u32 = if cfg!(loom) {
+    const ROOT_INDEX_BITS: u32 = if cfg!(any(loom, shuttle)) {
         1
     } else {
         IPA_BITS - 12 - 9 * (Self::LEVELS - 1)

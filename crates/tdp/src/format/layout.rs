@@ -7,7 +7,7 @@ use pageferry_addr::{Gfn, Pfn};
 /// What distinguishes a page-table format from others; [`Format`](super::Format) is what can be done with it.
 ///
 /// Levels are numbered as KVM numbers them: entries of level 1 translate 4 KiB, of level 2 2 MiB, of level 3
-/// 1 GiB; the root is the table of level [`LEVELS`](Self::LEVELS). Under `cfg(loom)` tables shrink to two
+/// 1 GiB; the root is the table of level [`LEVELS`](Self::LEVELS). Under `cfg(loom)` and `cfg(shuttle)` tables shrink to two
 /// entries, so that a model's whole tree stays small; the levels and the bits remain.
 ///
 /// # What an implementor owes
@@ -23,7 +23,7 @@ pub trait Layout: Copy + Debug + Send + Sync + 'static {
     /// How many levels there are; the root is the table of this level.
     const LEVELS: u32;
     /// log2 of the entries of a table below the root.
-    const INDEX_BITS: u32 = if cfg!(loom) { 1 } else { 9 };
+    const INDEX_BITS: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 9 };
     /// log2 of the entries of the root.
     const ROOT_INDEX_BITS: u32 = Self::INDEX_BITS;
     /// The highest level that may hold leaves, all levels below included: 3, as no

@@ -24,8 +24,6 @@
 //! **Neighbours.** The walker, the function that changes entries and the fault handler are above; they must
 //! not know a bit's position. This module must not know atomics, locks, slots or table memory.
 //!
-//! [`Sv48x4`] and [`Entry`] are the older pair that [`StageTwo`](crate::StageTwo) uses.
-//!
 //! ```
 //! use pageferry_addr::Pfn;
 //! use pageferry_tdp::format::{Access, Ept4, Format, Leaf, MemoryType, Writes};
@@ -54,7 +52,6 @@ mod layout;
 mod npt;
 mod ops;
 mod riscv;
-mod sv48x4;
 
 pub use arm64::{Arm64Ipa40, Arm64Ipa44, Arm64Ipa48, Arm64Stage2};
 pub use entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, Writes};
@@ -63,4 +60,3 @@ pub use layout::Layout;
 pub use npt::{Npt, Npt4, Npt5};
 pub use ops::Format;
 pub use riscv::{RiscvX4, Sv48x4Svade, Sv48x4Svadu, Sv57x4Svade, Sv57x4Svadu};
-pub use sv48x4::{Entry, Sv48x4};

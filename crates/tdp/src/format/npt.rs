@@ -53,7 +53,7 @@ impl<const LEVELS: u32> Layout for Npt<LEVELS> {
         LEVELS
     };
     /// Level 5 reaches 57 bits, guest-physical addresses only 52.
-    const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(loom) {
+    const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(any(loom, shuttle)) {
         40
     } else {
         LEVELS * Self::INDEX_BITS

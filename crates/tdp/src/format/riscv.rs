@@ -57,7 +57,7 @@ impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVADU> {
         assert!(LEVELS == 4 || LEVELS == 5, "Sv48x4 has 4 levels, Sv57x4 5");
         LEVELS
     };
-    const ROOT_INDEX_BITS: u32 = if cfg!(loom) { 1 } else { 11 };
+    const ROOT_INDEX_BITS: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 11 };
 
     const ACCESSED_BY: AccessedBy = if SVADU {
         AccessedBy::Hardware

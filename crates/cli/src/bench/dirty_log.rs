@@ -1,0 +1,40 @@
+//! `pageferry bench dirty-log`: what logging costs with one lock around every fault, and without.
+
+use super::json;
+use crate::args::DirtyLogFlags;
+use crate::exit::{Exit, Failure};
+use crate::output;
+use pageferry_addr::PAGE_SIZE;
+use pageferry_bench::dirty_log::{Config, DirtyBy, run};
+
+/// Measures and prints.
+///
+/// # Errors
+/// What the measurement failed at; memory that is not whole pages is a wrong usage.
+pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), Failure> {
+    if flags.memory == 0 || !flags.memory.is_multiple_of(PAGE_SIZE) {
+        let message = format!(
+            "--memory {} is no whole number of {PAGE_SIZE}-byte pages",
+            flags.memory
+        );
+        return Err(Failure::new(Exit::Usage, message));
+    }
+    let config = Config {
+        vcpus: flags.vcpus,
+        pages: flags.memory / PAGE_SIZE,
+        rounds: flags.repeat,
+        dirty_by: if flags.dirty_bits {
+            DirtyBy::Bits
+        } else {
+            DirtyBy::WriteProtection
+        },
+        ..Config::default()
+    };
+    let report = run(config, &mut |doing| output::note(doing))?;
+    if flags.json {
+        json(&report)
+    } else {
+        output::result(&report.to_string());
+        Ok(())
+    }
+}

@@ -1,0 +1,94 @@
+#![expect(unsafe_code, reason = "gives the MMU its tables from the heap")]
+//! Where the MMU of a VM runs: table memory from the heap, and the vCPUs whose TLBs it flushes.
+//!
+//! **Guarantee.** When a request has returned, every vCPU that was inside its guest has left, and serves the request
+//! before it enters again.
+//!
+//! **Mechanism.** A request goes to every vCPU's [`Gate`](crate::Gate): all are asked before any is waited for. Frames
+//! of tables are addresses in this process: physical equals virtual.
+//!
+//! **Neighbours.** `pageferry-tdp` calls it for tables and flushes, `revoke.rs` for quiescence.
+
+use crate::gate::Requests;
+use crate::vcpu::Link;
+use pageferry_addr::{PAGE_SHIFT, Pfn};
+use pageferry_tdp::{Entry, Flush, Platform};
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// The vCPUs of a VM; those created later flush nothing, as they have seen nothing.
+#[derive(Default)]
+pub(crate) struct Harts {
+    links: RwLock<Vec<Arc<Link>>>,
+}
+
+impl Harts {
+    pub(crate) fn add(&self, link: Arc<Link>) {
+        let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
+        links.push(link);
+    }
+
+    /// Makes the request at every gate and waits until all vCPUs that were inside have left.
+    pub(crate) fn request(&self, requests: Requests) {
+        let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
+        // All are asked before any is waited for.
+        let tickets: Vec<_> = links
+            .iter()
+            .filter_map(|link| link.gate.request(requests))
+            .collect();
+        for ticket in tickets {
+            ticket.wait();
+        }
+    }
+}
+
+fn layout(entries: usize) -> Layout {
+    let bytes = entries * size_of::<u64>();
+    Layout::from_size_align(bytes, bytes)
+        .unwrap_or_else(|_| unreachable!("tables are powers of two of bytes"))
+}
+
+// SAFETY: 1. Memory from the allocator, zeroed, aligned to its size, and not used otherwise. 2. An address aligned to
+// 4096 or more loses nothing by the shift, and its provenance is exposed. Addresses of user space have at most 56 bits,
+// the entries' frames 44. 3. vCPUs use what they cached of the tables inside their gates only, and who enters after
+// the request has forgotten it. 4. Each vCPU holds the VM and with it the MMU.
+unsafe impl Platform for Harts {
+    /// Aborts the process where there is no memory, as all allocations do.
+    fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
+        let layout = layout(entries);
+        // SAFETY: tables are not of size 0.
+        let Some(table) = NonNull::new(unsafe { alloc_zeroed(layout) }) else {
+            handle_alloc_error(layout);
+        };
+        table.as_ptr().expose_provenance();
+        Some(table.cast())
+    }
+
+    unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize) {
+        // SAFETY: from `allocate_table` with as many entries, by the caller.
+        unsafe { dealloc(table.as_ptr().cast(), layout(entries)) };
+    }
+
+    fn frame(&self, table: NonNull<Entry>) -> Pfn {
+        Pfn(table.as_ptr().addr() as u64 >> PAGE_SHIFT)
+    }
+
+    fn pointer(&self, table: Pfn) -> NonNull<Entry> {
+        let address = (table.0 << PAGE_SHIFT) as usize;
+        NonNull::new(ptr::with_exposed_provenance_mut(address))
+            .unwrap_or_else(|| unreachable!("no table is at address 0"))
+    }
+
+    fn flush(&self, what: Flush) {
+        self.request(match what {
+            Flush::Writes(_) => Requests::FLUSH_WRITES,
+            // vCPUs read the root at each walk, so that dropping translations is all there is to do.
+            Flush::Range(_) | Flush::Roots => Requests::FLUSH,
+        });
+    }
+
+    fn relax(&self) {
+        std::thread::yield_now();
+    }
+}

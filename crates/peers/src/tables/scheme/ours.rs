@@ -1,0 +1,160 @@
+#![expect(
+    unsafe_code,
+    reason = "gives the MMU its table memory, which is a contract the compiler cannot check"
+)]
+//! `pageferry-tdp`: EPT tables with accessed and dirty flags, changed by faults and sweeps as a hypervisor's are.
+//!
+//! A page is mapped by the whole path of a fault: ticket, MMU lock (the shared side), check of the ticket, walk, links, leaf,
+//! counts. Looking up the memory slot and the host's frame is the hypervisor's and not here. There is no call that maps
+//! many pages of 4 KiB: a range is mapped by faults for pages of 2 MiB that are then split, as when a log begins.
+//! Unmapping is zapping, and every call that takes something away asks for a TLB flush before it returns; the
+//! platform here has no TLBs, and counts.
+
+use super::{Found, Parallel, Scheme, Worker};
+use crate::sync::{Arc, AtomicU64, Ordering};
+use crate::tables::pool::{self, ENTRIES};
+use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, PageSize, Pfn};
+use pageferry_tdp::format::{Access, Ept4, Format, MemoryType, Writes};
+use pageferry_tdp::{Entry, Fault, Flush, Mmu, Platform, Refused, Target, Worker as TdpWorker};
+use std::ptr::NonNull;
+
+/// `pageferry_tdp::Mmu` of [`Ept4`].
+#[derive(Debug)]
+pub struct Tdp;
+
+/// Where it runs: tables are from the pool, and flushes are counted.
+#[derive(Debug, Default)]
+pub struct Heap {
+    flushes: Flushes,
+}
+
+/// In a cache line of its own.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Flushes(AtomicU64);
+
+// SAFETY:
+// 1. The pool's tables are zeroed pages, aligned to their size, that nobody else has.
+// 2. A table's address is its physical one, and its provenance is exposed; user addresses have 47 bits, EPT's 52.
+// 3. There are no vCPUs, and no TLBs.
+unsafe impl Platform for Heap {
+    fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
+        (entries == ENTRIES).then(|| pool::take().cast())
+    }
+
+    unsafe fn free_table(&self, table: NonNull<Entry>, _: usize) {
+        // SAFETY: it came from `allocate_table`, and nobody uses it, as the trait demands of the caller.
+        unsafe { pool::give(table.cast()) };
+    }
+
+    fn frame(&self, table: NonNull<Entry>) -> Pfn {
+        Pfn(pool::address(table.cast()) >> PAGE_SHIFT)
+    }
+
+    #[inline]
+    fn pointer(&self, table: Pfn) -> NonNull<Entry> {
+        pool::at(table.0 << PAGE_SHIFT).cast()
+    }
+
+    fn flush(&self, _: Flush) {
+        self.flushes.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// A thread's way to the tables of [`Tdp`].
+#[derive(Debug)]
+pub struct Vcpu(TdpWorker<Ept4, Heap>);
+
+impl Scheme for Tdp {
+    const NAME: &'static str = "pageferry tdp";
+    type Alone = Vcpu;
+
+    fn alone() -> Vcpu {
+        Self::worker(&Self::shared())
+    }
+}
+
+impl Parallel for Tdp {
+    type Shared = Arc<Mmu<Ept4, Heap>>;
+    type Worker = Vcpu;
+
+    fn shared() -> Self::Shared {
+        Mmu::new(Heap::default()).expect("the pool has tables")
+    }
+
+    fn worker(shared: &Self::Shared) -> Vcpu {
+        Vcpu(shared.worker())
+    }
+}
+
+impl Vcpu {
+    #[inline]
+    fn fault(&mut self, gfn: Gfn, pfn: Pfn, level: u32) {
+        let fault = Fault {
+            gfn,
+            access: Access::READ_WRITE,
+        };
+        let target = Target {
+            pfn,
+            level,
+            access: Access::ALL,
+            writes: Writes::Allowed,
+            memory: MemoryType::WriteBack,
+        };
+        loop {
+            let ticket = self.0.ticket();
+            match self.0.fault(ticket, fault, target, &()) {
+                Ok(_) => return,
+                Err(Refused::Excluded | Refused::Invalidated) => self.0.wait(),
+                Err(refused) => panic!("{gfn:?} cannot be mapped: {refused}"),
+            }
+        }
+    }
+}
+
+impl Worker for Vcpu {
+    #[inline]
+    fn map(&mut self, gfn: Gfn, pfn: Pfn) {
+        self.fault(gfn, pfn, 1);
+    }
+
+    fn map_range(&mut self, range: GfnRange, pfn: Pfn) {
+        let large = PageSize::Size2M;
+        for page in 0..range.pages() / large.pages() {
+            let skipped = page * large.pages();
+            let gfn = Gfn(range.start().0 + skipped);
+            self.fault(gfn, Pfn(pfn.0 + skipped), large.level());
+        }
+        let split = self.0.split(range, 1, &());
+        split.expect("the pool has tables");
+    }
+
+    #[inline]
+    fn find(&mut self, gfn: Gfn) -> Option<Found> {
+        let found = self.0.walk(gfn)?;
+        let skipped = gfn.0 & (Ept4::frames_per_entry(found.level) - 1);
+        Some(Found {
+            pfn: Pfn(found.leaf.pfn.0 + skipped),
+            writable: found.leaf.access.write,
+        })
+    }
+
+    fn protect_range(&mut self, range: GfnRange) {
+        self.0.write_protect(range);
+    }
+
+    fn unmap_range(&mut self, range: GfnRange) {
+        self.0.zap(range, &());
+    }
+
+    #[inline]
+    fn unmap(&mut self, gfn: Gfn) {
+        if let Some(page) = GfnRange::new(gfn, 1) {
+            self.0.zap(page, &());
+        }
+    }
+
+    fn flushes(&self) -> u64 {
+        self.0.mmu().platform().flushes.0.load(Ordering::Relaxed)
+    }
+}

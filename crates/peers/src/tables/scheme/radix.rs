@@ -1,0 +1,89 @@
+#![expect(
+    unsafe_code,
+    reason = "an entry holds the address of the next table, and following it is a dereference"
+)]
+//! The tree of the floors: four levels of x86-64 tables, made on the way down, freed when all is dropped.
+
+use crate::sync::{AtomicU64, Ordering};
+use crate::tables::pool::{self, ENTRIES, FRAME, PRESENT, Table, WRITE};
+use pageferry_addr::Gfn;
+use std::ptr::NonNull;
+
+/// Four levels of tables.
+#[derive(Debug)]
+pub struct Radix {
+    root: NonNull<Table>,
+}
+
+// SAFETY: the tables are atomics, links are only made, and the memory is any thread's.
+unsafe impl Send for Radix {}
+// SAFETY: as above.
+unsafe impl Sync for Radix {}
+
+/// Where the entry for `gfn` is in a table of `level`.
+#[inline]
+pub(super) const fn index(gfn: Gfn, level: u32) -> usize {
+    (gfn.0 >> (9 * (level - 1))) as usize % ENTRIES
+}
+
+impl Radix {
+    pub(super) fn new() -> Self {
+        Self { root: pool::take() }
+    }
+
+    /// The entries of the table of level 1 that has `gfn`'s.
+    #[inline]
+    pub(super) fn leaves(&self, gfn: Gfn) -> Option<&[AtomicU64; ENTRIES]> {
+        self.descend(gfn, |_| None)
+    }
+
+    /// The same, where missing tables are made.
+    #[inline]
+    pub(super) fn leaves_or_new(&self, gfn: Gfn) -> &[AtomicU64; ENTRIES] {
+        let leaves = self.descend(gfn, |entry| Some(link(entry)));
+        leaves.expect("tables that were just made")
+    }
+
+    /// Goes down to level 1; `missing` may give what an entry that is no link has become.
+    #[inline]
+    fn descend(
+        &self,
+        gfn: Gfn,
+        missing: impl Fn(&AtomicU64) -> Option<u64>,
+    ) -> Option<&[AtomicU64; ENTRIES]> {
+        let mut table = self.root;
+        for level in [4, 3, 2] {
+            // SAFETY: tables are given back when `self` is dropped, not before.
+            let entry = unsafe { &table.as_ref().0[index(gfn, level)] };
+            let mut value = entry.load(Ordering::Acquire);
+            if value == 0 {
+                value = missing(entry)?;
+            }
+            table = pool::at(value & FRAME);
+        }
+        // SAFETY: as above.
+        Some(unsafe { &table.as_ref().0 })
+    }
+}
+
+/// Links a table into an empty entry; who comes second gives its own back.
+#[cold]
+fn link(entry: &AtomicU64) -> u64 {
+    let table = pool::take();
+    let value = pool::address(table) | PRESENT | WRITE;
+    match entry.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => value,
+        Err(other) => {
+            // SAFETY: it was taken above and is linked nowhere.
+            unsafe { pool::give(table) };
+            other
+        }
+    }
+}
+
+impl Drop for Radix {
+    fn drop(&mut self) {
+        // SAFETY: all tables are from the pool, and no reference into them outlives `self`.
+        unsafe { pool::give_tree(self.root) };
+    }
+}

@@ -1,0 +1,47 @@
+#![expect(
+    unsafe_code,
+    reason = "the standard library does not say how often a thread was switched out"
+)]
+//! How often the calling thread lost its core to others, which says what the machine did and not the scheme.
+
+use std::mem::MaybeUninit;
+
+/// Involuntary context switches of the calling thread so far (`ru_nivcsw` of getrusage(2)): a thread that waits for a
+/// mutex is switched too, but of its own will.
+pub(super) fn involuntary() -> i64 {
+    let mut usage = MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: the pointer is valid for one `rusage`.
+    unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
+    // SAFETY: zeros are a `rusage`, whether or not the call has filled it.
+    unsafe { usage.assume_init() }.ru_nivcsw
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn sleeping_is_not_losing_the_core_and_being_crowded_out_is() {
+        let before = involuntary();
+        thread::sleep(Duration::from_millis(2));
+        let slept = involuntary();
+        assert!(slept - before <= 1, "{before} then {slept}");
+        // More threads than cores, until one of them has lost its core.
+        let cores = thread::available_parallelism().map_or(1, usize::from);
+        let begun = Instant::now();
+        let lost = thread::scope(|scope| {
+            let spin = || {
+                while involuntary() == 0 && begun.elapsed() < Duration::from_secs(10) {}
+                involuntary()
+            };
+            let threads: Vec<_> = (0..2 * cores).map(|_| scope.spawn(spin)).collect();
+            threads
+                .into_iter()
+                .map(|t| t.join().expect("no panic"))
+                .max()
+        });
+        assert!(lost > Some(0), "ten seconds without a switch");
+    }
+}

@@ -1,0 +1,181 @@
+//! What is asked of the second-stage tables, held against a run's own figures.
+
+use super::Operation;
+use super::report::Report;
+use super::scheme::{CompareExchange, Komora, Scheme, Tdp};
+use serde::Serialize;
+use std::fmt;
+
+/// One bound and whether it held.
+#[derive(Clone, Debug, Serialize)]
+pub struct Verdict {
+    /// What is bounded.
+    pub name: String,
+    /// The most it may be.
+    pub limit: f64,
+    /// What it is.
+    pub measured: f64,
+    /// The unit of both: `ns`, or `x` for how many times as much as something else.
+    pub unit: &'static str,
+    /// Whether `measured` is at most `limit`.
+    pub met: bool,
+}
+
+impl Verdict {
+    fn new(name: String, limit: f64, measured: f64, unit: &'static str) -> Self {
+        Self {
+            name,
+            limit,
+            measured,
+            unit,
+            met: measured <= limit,
+        }
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:<6} {:<70} {:>8.2} {:<2} (at most {} {})",
+            if self.met { "met" } else { "MISSED" },
+            self.name,
+            self.measured,
+            self.unit,
+            self.limit,
+            self.unit
+        )
+    }
+}
+
+/// The scheme that is judged.
+const OURS: &str = Tdp::NAME;
+
+/// Bounds of single figures, in nanoseconds.
+const BOUNDS: [(Operation, f64); 6] = [
+    (Operation::MapPage, 25.0),
+    (Operation::MapOverlapping, 60.0),
+    (Operation::Find, 8.0),
+    (Operation::FindRandom, 8.0),
+    (Operation::ProtectRange, 8.0),
+    (Operation::UnmapRange, 8.0),
+];
+
+/// How many times what one thread alone takes each of two may take that have nothing in common.
+const PARTITIONED: f64 = 1.3;
+/// How many times the floor an operation on ranges may take.
+const OVER_FLOOR: f64 = 2.0;
+/// The operations on ranges.
+const RANGES: [Operation; 3] = [
+    Operation::MapRange,
+    Operation::ProtectRange,
+    Operation::UnmapRange,
+];
+
+/// All verdicts that the figures of `report` allow.
+pub(super) fn verdicts(report: &Report) -> Vec<Verdict> {
+    let mut all = Vec::new();
+    let ours = |operation| report.value(operation, OURS);
+    for (operation, limit) in BOUNDS {
+        if let Some(ours) = ours(operation) {
+            all.push(Verdict::new(operation.name().into(), limit, ours, "ns"));
+        }
+    }
+    let mut ratio = |name: String, limit, ours: Option<f64>, theirs: Option<f64>| {
+        if let (Some(ours), Some(theirs)) = (ours, theirs) {
+            all.push(Verdict::new(name, limit, ours / theirs, "x"));
+        }
+    };
+    let partitioned = Operation::MapPartitioned;
+    ratio(
+        format!("{}, to one thread alone", partitioned.name()),
+        PARTITIONED,
+        ours(partitioned),
+        ours(Operation::MapPage),
+    );
+    for operation in RANGES {
+        let name = format!("{}, to {}", operation.name(), CompareExchange::NAME);
+        let floor = report.value(operation, CompareExchange::NAME);
+        ratio(name, OVER_FLOOR, ours(operation), floor);
+    }
+    for operation in Operation::ALL.into_iter().filter(|o| o.threads() == 2) {
+        let name = format!("{}, to {}", operation.name(), Komora::NAME);
+        let theirs = report.value(operation, Komora::NAME);
+        ratio(name, 1.0, ours(operation), theirs);
+        for absent in &report.absent {
+            let name = format!("{}, to {}, elsewhere", operation.name(), absent.scheme);
+            ratio(name, 1.0, ours(operation), absent.value(operation));
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::report::Figure;
+    use super::super::stage::Sample;
+    use super::*;
+    use std::time::Duration;
+
+    fn report(figures: &[(Operation, &'static str, f64)]) -> Report {
+        let figure = |&(operation, scheme, cost): &_| {
+            let sample = Sample {
+                operation,
+                cost,
+                flushes: 0.0,
+                disturbed: false,
+            };
+            Figure::of(operation, scheme, &[sample]).expect("a figure")
+        };
+        Report::new(figures.iter().map(figure).collect(), 1, Duration::ZERO)
+    }
+
+    #[test]
+    fn bounds_and_ratios_are_those_of_the_run() {
+        let report = report(&[
+            (Operation::MapPage, OURS, 20.0),
+            (Operation::MapRange, OURS, 9.0),
+            (Operation::MapRange, CompareExchange::NAME, 5.0),
+            (Operation::UnmapRange, OURS, 9.0),
+            (Operation::MapPartitioned, OURS, 27.0),
+            (Operation::MapPartitioned, Komora::NAME, 18.0),
+        ]);
+        let seen: Vec<_> = report
+            .verdicts
+            .iter()
+            .map(|v| (v.name.as_str(), v.measured, v.unit, v.met))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                ("map a page", 20.0, "ns", true),
+                ("unmap a range", 9.0, "ns", false),
+                (
+                    "map a page, 2 threads partitioned, to one thread alone",
+                    1.35,
+                    "x",
+                    false
+                ),
+                ("map a range, to floor: compare-exchange", 1.8, "x", true),
+                (
+                    "map a page, 2 threads partitioned, to pagetable 0.4 (komora)",
+                    1.5,
+                    "x",
+                    false
+                ),
+                (
+                    "map a page, 2 threads partitioned, to asterinas ostd, elsewhere",
+                    27.0 / 26.0,
+                    "x",
+                    false
+                ),
+            ]
+        );
+    }
+
+    #[test]
+    fn nothing_is_said_of_what_was_not_measured() {
+        let report = report(&[(Operation::MapPage, Komora::NAME, 1.0)]);
+        assert!(report.verdicts.is_empty(), "{:?}", report.verdicts);
+    }
+}

@@ -1,0 +1,175 @@
+#![expect(
+    unsafe_code,
+    reason = "the workers' counts form a list without locks that lives as long as its MMU"
+)]
+//! What is mapped, counted by each worker in cache lines of its own.
+//!
+//! A worker adds what it does by plain loads and stores, since nobody else writes its record; a negative count is one of
+//! things that another worker made. The sum over all records is exact while no change is in flight.
+
+use crate::format::Format;
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use alloc::boxed::Box;
+use core::ptr::{self, NonNull};
+
+/// How many levels can hold leaves in any format.
+pub(crate) const LEAF_LEVELS: usize = 3;
+
+/// What is mapped, and what it costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Leaves by level: of 4 KiB, 2 MiB and 1 GiB.
+    pub leaves: [u64; LEAF_LEVELS],
+    /// Tables that are linked, the root excluded.
+    pub tables: u64,
+    /// Bytes of the linked tables and the root. Tables that are cached or wait to be freed are not in it.
+    pub table_bytes: u64,
+}
+
+/// One worker's record.
+#[derive(Debug)]
+#[repr(align(128))]
+pub(crate) struct Counts {
+    leaves: [AtomicU64; LEAF_LEVELS],
+    tables: AtomicU64,
+    owned: AtomicBool,
+    next: *mut Counts,
+}
+
+impl Counts {
+    fn new(next: *mut Self) -> Self {
+        Self {
+            leaves: core::array::from_fn(|_| AtomicU64::new(0)),
+            tables: AtomicU64::new(0),
+            owned: AtomicBool::new(true),
+            next,
+        }
+    }
+}
+
+/// The records of all workers there ever were.
+#[derive(Debug)]
+pub(crate) struct AllCounts {
+    first: AtomicPtr<Counts>,
+}
+
+/// The right to write one record. The MMU that the record is of must outlive it; who makes it sees to that.
+#[derive(Debug)]
+pub(crate) struct OwnCounts(NonNull<Counts>);
+
+// SAFETY: a record consists of atomics, of which only its owner writes the counts.
+unsafe impl Send for OwnCounts {}
+
+impl AllCounts {
+    pub(crate) fn new() -> Self {
+        Self {
+            first: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// A record that nobody writes; its counts go on from where they are.
+    ///
+    /// # Safety
+    /// The result is dropped before `self` is.
+    pub(crate) unsafe fn register(&self) -> OwnCounts {
+        let mut first = self.first.load(Ordering::Acquire);
+        let mut record = first;
+        while let Some(known) = NonNull::new(record) {
+            // SAFETY: records are freed with the list only, which is borrowed.
+            let counts = unsafe { known.as_ref() };
+            // Acquire: what the last owner counted.
+            if !counts.owned.load(Ordering::Relaxed) && !counts.owned.swap(true, Ordering::Acquire)
+            {
+                return OwnCounts(known);
+            }
+            record = counts.next;
+        }
+        let fresh = NonNull::from(Box::leak(Box::new(Counts::new(first))));
+        loop {
+            match self.first.compare_exchange(
+                first,
+                fresh.as_ptr(),
+                Ordering::AcqRel,
+                Ordering::Acquire,
+            ) {
+                Ok(_) => return OwnCounts(fresh),
+                Err(now) => {
+                    first = now;
+                    // SAFETY: not in the list yet, so nobody else knows it.
+                    unsafe { (*fresh.as_ptr()).next = now };
+                }
+            }
+        }
+    }
+
+    /// The sums: leaves by level, tables.
+    pub(crate) fn sum(&self) -> ([u64; LEAF_LEVELS], u64) {
+        let (mut leaves, mut tables) = ([0_u64; LEAF_LEVELS], 0_u64);
+        let mut record = self.first.load(Ordering::Acquire);
+        while let Some(known) = NonNull::new(record) {
+            // SAFETY: as in `register`.
+            let counts = unsafe { known.as_ref() };
+            for (sum, count) in leaves.iter_mut().zip(&counts.leaves) {
+                *sum = sum.wrapping_add(count.load(Ordering::Relaxed));
+            }
+            tables = tables.wrapping_add(counts.tables.load(Ordering::Relaxed));
+            record = counts.next;
+        }
+        // While changes are in flight a sum may be below zero for a moment.
+        let settled = |sum: u64| if sum > i64::MAX as u64 { 0 } else { sum };
+        (leaves.map(settled), settled(tables))
+    }
+}
+
+impl Drop for AllCounts {
+    fn drop(&mut self) {
+        let mut record = self.first.load(Ordering::Relaxed);
+        while !record.is_null() {
+            // SAFETY: leaked by `register`, in the list once, and nobody owns it any more.
+            record = unsafe { Box::from_raw(record) }.next;
+        }
+    }
+}
+
+impl OwnCounts {
+    const fn counts(&self) -> &Counts {
+        // SAFETY: the list outlives `self`, as `register` demands.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// Adds to the leaves of `level`, which holds leaves.
+    #[inline]
+    pub(crate) fn leaves(&mut self, level: u32, change: i64) {
+        add(&self.counts().leaves[level as usize - 1], change);
+    }
+
+    /// The frames that this record's leaves map, those that others made excluded: for differences.
+    pub(crate) fn frames<F: Format>(&self) -> i64 {
+        (1..=F::MAX_LEAF_LEVEL)
+            .zip(&self.counts().leaves)
+            .map(|(level, count)| {
+                let leaves = count.load(Ordering::Relaxed).cast_signed();
+                leaves * F::frames_per_entry(level).cast_signed()
+            })
+            .sum()
+    }
+
+    /// Adds to the tables.
+    #[inline]
+    pub(crate) fn tables(&mut self, change: i64) {
+        add(&self.counts().tables, change);
+    }
+}
+
+/// Two plain instructions: there is one writer.
+#[inline]
+fn add(count: &AtomicU64, change: i64) {
+    let now = count.load(Ordering::Relaxed).wrapping_add_signed(change);
+    count.store(now, Ordering::Relaxed);
+}
+
+impl Drop for OwnCounts {
+    fn drop(&mut self) {
+        self.counts().owned.store(false, Ordering::Release);
+    }
+}

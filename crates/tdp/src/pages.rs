@@ -1,0 +1,206 @@
+#![expect(
+    unsafe_code,
+    reason = "an entry holds the frame of the next table, and following it is a dereference"
+)]
+//! Table memory: pages that are owned, and tables that are reached.
+//!
+//! **Guarantee.** A [`Table`] that was reached under a guard stays readable and writable as long as the guard is
+//! held, even if it is cut off meanwhile.
+//!
+//! **Mechanism.** [`Table::step`] follows what it has itself loaded, with acquire order, from an entry of a table that was
+//! reached under the same guard. Links are made by the one function in `change.rs`, from pages of this
+//! platform; a page that was cut off goes through [`Batch`](crate::batch::Batch), which frees it after a flush
+//! and a grace period. So a link that was seen under a guard leads to memory that is not freed before the guard ends. Entries
+//! of tables that were cut off are frozen, which is no link.
+
+use crate::format::Format;
+use crate::platform::{Entry, Platform};
+use crate::sync::Ordering;
+use alloc::vec::Vec;
+use core::marker::PhantomData;
+use core::ptr::NonNull;
+use core::slice;
+use pageferry_addr::{Gfn, Pfn};
+use pageferry_epoch::Guard;
+
+/// Memory of one table that belongs to who holds this. Freed by [`Page::free`], and lost by a mere drop.
+#[derive(Debug)]
+pub(crate) struct Page {
+    table: NonNull<Entry>,
+    entries: usize,
+}
+
+// SAFETY: the memory is the holder's, or shared by atomics; see `Platform`, 1.
+unsafe impl Send for Page {}
+
+impl Page {
+    /// From the platform, all entries not present.
+    pub(crate) fn new<P: Platform>(platform: &P, entries: usize) -> Option<Self> {
+        let table = platform.allocate_table(entries)?;
+        Some(Self { table, entries })
+    }
+
+    /// Gives the memory back.
+    ///
+    /// # Safety
+    /// Nobody can reach the memory, neither the hardware nor a guard.
+    pub(crate) unsafe fn free<P: Platform>(self, platform: &P) {
+        // SAFETY: from `allocate_table` with `entries`, in `new` or before `from_link` took it over; the caller
+        // vouches for the rest.
+        unsafe { platform.free_table(self.table, self.entries) };
+    }
+
+    /// The page that the table `pfn`, with as many `entries`, is in.
+    ///
+    /// # Safety
+    /// `pfn` is from the link that held the table, which has been removed by the caller, once.
+    pub(crate) unsafe fn from_link<P: Platform>(platform: &P, pfn: Pfn, entries: usize) -> Self {
+        let table = platform.pointer(pfn);
+        Self { table, entries }
+    }
+
+    /// What to link.
+    pub(crate) fn frame<P: Platform>(&self, platform: &P) -> Pfn {
+        platform.frame(self.table)
+    }
+
+    /// The entries, to be filled before the page is linked, or read when nobody else can.
+    pub(crate) const fn entries(&self) -> &[Entry] {
+        // SAFETY: valid for `entries` by `Platform`, 1, as long as `self` holds the memory; all are atomics.
+        unsafe { slice::from_raw_parts(self.table.as_ptr(), self.entries) }
+    }
+}
+
+/// Pages for tables to come, of one size: filled where nothing is locked, used where something is.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    pages: Vec<Page>,
+}
+
+impl Cache {
+    pub(crate) const fn new() -> Self {
+        Self { pages: Vec::new() }
+    }
+
+    /// Sees to it that there are `count` pages.
+    #[inline]
+    pub(crate) fn fill<F: Format, P: Platform>(
+        &mut self,
+        platform: &P,
+        count: usize,
+    ) -> Result<(), OutOfTables> {
+        if self.pages.len() < count {
+            return self.fill_up::<F, P>(platform, count);
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn fill_up<F: Format, P: Platform>(
+        &mut self,
+        platform: &P,
+        count: usize,
+    ) -> Result<(), OutOfTables> {
+        while self.pages.len() < count {
+            let page = Page::new(platform, F::entries(1)).ok_or(OutOfTables)?;
+            self.pages.push(page);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn take(&mut self) -> Option<Page> {
+        self.pages.pop()
+    }
+
+    /// Puts a page back that was not linked. What was written into it is wiped.
+    pub(crate) fn put_back(&mut self, page: Page) {
+        for entry in page.entries() {
+            entry.store(0, Ordering::Relaxed);
+        }
+        self.pages.push(page);
+    }
+
+    /// Gives all pages back to the platform.
+    pub(crate) fn empty<P: Platform>(&mut self, platform: &P) {
+        for page in self.pages.drain(..) {
+            // SAFETY: pages in a cache were never linked.
+            unsafe { page.free(platform) };
+        }
+    }
+}
+
+/// The platform has no memory for tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no memory for page tables")]
+pub struct OutOfTables;
+
+/// A table that was reached under a guard.
+pub(crate) struct Table<'g, F> {
+    entries: &'g [Entry],
+    level: u32,
+    format: PhantomData<F>,
+}
+
+// By hand, since derived ones would ask for `F: Copy`.
+impl<F> Clone for Table<'_, F> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<F> Copy for Table<'_, F> {}
+
+/// What [`Table::step`] found.
+pub(crate) enum Step<'g, F> {
+    /// A table one level down.
+    Down(Table<'g, F>),
+    /// An entry that is no link.
+    Entry(u64),
+}
+
+impl<'g, F: Format> Table<'g, F> {
+    /// The root whose frame is `root`.
+    ///
+    /// # Safety
+    /// `root` was loaded, with acquire order, from where the MMU keeps its current root, under `guard`.
+    pub(crate) unsafe fn root<P: Platform>(_: &'g Guard<'_>, platform: &P, root: Pfn) -> Self {
+        let table = platform.pointer(root);
+        // SAFETY: a root is freed after it was replaced, a flush and a grace period, so not under the guard.
+        let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(F::LEVELS)) };
+        Self {
+            entries,
+            level: F::LEVELS,
+            format: PhantomData,
+        }
+    }
+
+    #[inline]
+    pub(crate) const fn level(self) -> u32 {
+        self.level
+    }
+
+    /// The entry for `gfn`.
+    #[inline]
+    pub(crate) fn entry(self, gfn: Gfn) -> &'g Entry {
+        &self.entries[F::index(gfn, self.level)]
+    }
+
+    /// Looks at the entry for `gfn`, and goes down where it is a link.
+    #[inline]
+    pub(crate) fn step<P: Platform>(self, platform: &P, gfn: Gfn) -> Step<'g, F> {
+        // Acquire: the table's entries as they were filled, and what was mapped before it was.
+        let value = self.entry(gfn).load(Ordering::Acquire);
+        if !F::is_table(value, self.level) {
+            return Step::Entry(value);
+        }
+        let table = platform.pointer(F::table_pfn(value));
+        // SAFETY: see the module's first lines. Links are to tables of `entries(level - 1)`, as only the root is
+        // larger.
+        let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(self.level - 1)) };
+        Step::Down(Self {
+            entries,
+            level: self.level - 1,
+            format: PhantomData,
+        })
+    }
+}

@@ -1,0 +1,209 @@
+//! Taking permissions and state from leaves: write protection, dirty bits, age.
+
+use crate::change::{Carries, Session, Spot};
+use crate::format::{Format, Writes};
+use crate::log::Log;
+use crate::platform::Platform;
+use crate::worker::{Hold, Then, Worker};
+use pageferry_addr::{Gfn, GfnRange};
+
+impl<F: Format, P: Platform> Worker<F, P> {
+    /// Takes the permission to store from all leaves of `range`, and flushes; gives how many frames had it. Held
+    /// shared, with turns.
+    ///
+    /// Who starts a log sees to it that no fault is under way that looked at the slot before it was logged.
+    pub fn write_protect(&mut self, range: GfnRange) -> u64 {
+        let changed = self.protect(range, u64::MAX, &(), F::write_protect, F::is_writable);
+        self.finish();
+        changed
+    }
+
+    /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is set in `mask` (bit 0 is
+    /// `base`): for a word of a log. Many words are best done inside [`deferred`](Self::deferred).
+    /// A large page is protected as a whole. `base` needs no alignment.
+    pub fn write_protect_mask(&mut self, base: Gfn, mask: u64) -> u64 {
+        let range = mask_range(base, mask);
+        range.map_or(0, |range| {
+            let mask = mask >> (range.start().0 - base.0);
+            let changed = self.protect(range, mask, &(), F::write_protect, F::is_writable);
+            self.finish();
+            changed
+        })
+    }
+
+    /// Tells `log` which leaves of `range` are dirty, makes them clean, and flushes; gives how many frames were. Held
+    /// shared, with turns.
+    ///
+    /// This is how a log is read where hardware sets dirty bits. Where being dirty is being writable, the log was told
+    /// when that began, and the leaves are write-protected.
+    pub fn clear_dirty<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        let changed = self.protect(range, u64::MAX, log, F::clear_dirty, F::is_dirty);
+        self.finish();
+        changed
+    }
+
+    /// [`clear_dirty`](Self::clear_dirty) for the frames of a mask, as
+    /// [`write_protect_mask`](Self::write_protect_mask).
+    pub fn clear_dirty_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
+        let range = mask_range(base, mask);
+        range.map_or(0, |range| {
+            let mask = mask >> (range.start().0 - base.0);
+            let changed = self.protect(range, mask, log, F::clear_dirty, F::is_dirty);
+            self.finish();
+            changed
+        })
+    }
+
+    /// Makes the leaves of `range` tell of the next store to each by a fault, and flushes: the start of a log by write
+    /// protection. Leaves whose class is [`Writes::Allowed`] get
+    /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store. Gives how many frames had it. Held
+    /// shared, with turns.
+    pub fn log_by_fault(&mut self, range: GfnRange) -> u64 {
+        let changed = self.protect(range, u64::MAX, &(), by_fault::<F>, is_unlogged::<F>);
+        self.finish();
+        changed
+    }
+
+    /// [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as
+    /// [`write_protect_mask`](Self::write_protect_mask).
+    pub fn log_by_fault_mask(&mut self, base: Gfn, mask: u64) -> u64 {
+        let range = mask_range(base, mask);
+        range.map_or(0, |range| {
+            let mask = mask >> (range.start().0 - base.0);
+            let changed = self.protect(range, mask, &(), by_fault::<F>, is_unlogged::<F>);
+            self.finish();
+            changed
+        })
+    }
+
+    /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by faults. Gives how many
+    /// frames had it. Held shared, with turns.
+    pub fn unlog<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        let changed = self.protect(
+            range,
+            u64::MAX,
+            log,
+            |leaf| F::set_writes(leaf, Writes::Allowed),
+            |leaf| F::writes(leaf) == Writes::AllowedLoggedByFault,
+        );
+        self.finish();
+        changed
+    }
+
+    /// Gives all leaves of `range` another class of [`Writes`], and flushes: [`Writes::MmuForbids`] makes every store
+    /// fault until the class is changed back, for a tracker. Gives how many frames were of another class. Held
+    /// shared, with turns.
+    pub fn set_writes<L: Log>(&mut self, range: GfnRange, writes: Writes, log: &L) -> u64 {
+        let changed = self.protect(
+            range,
+            u64::MAX,
+            log,
+            |leaf| F::set_writes(leaf, writes),
+            |leaf| F::writes(leaf) != writes,
+        );
+        self.finish();
+        changed
+    }
+
+    /// Gives how many frames of `range` are mapped by a leaf that says it was used, and, where `clear`, makes them say
+    /// that they were not. Takes no lock and flushes nothing: a TLB that still has the translation is not seen to
+    /// use it until it drops it by itself.
+    pub fn age<L: Log>(&mut self, range: GfnRange, clear: bool, log: &L) -> u64 {
+        let mut young = 0;
+        let swept = self.sweep(range, 1, Hold::Guard, log, |session, spot| {
+            let level = spot.level;
+            if !F::is_leaf(spot.value, level) || !F::is_accessed(spot.value) {
+                return Then::On;
+            }
+            if clear {
+                let aged = F::clear_accessed(spot.value);
+                if session.change(spot, aged, Carries::AllButAge).is_err() {
+                    return Then::Again;
+                }
+            }
+            young += F::frames_per_entry(level);
+            Then::On
+        });
+        debug_assert!(swept.is_ok(), "aging needs no tables");
+        young
+    }
+
+    /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in `mask`; bits beyond the
+    /// 64th are those of the last.
+    fn protect<L: Log>(
+        &mut self,
+        range: GfnRange,
+        mask: u64,
+        log: &L,
+        new: impl Fn(u64) -> u64,
+        applies: impl Fn(u64) -> bool,
+    ) -> u64 {
+        let mut changed = 0;
+        let swept = self.sweep(range, 1, Hold::Shared, log, |session, spot| {
+            let level = spot.level;
+            if !F::is_leaf(spot.value, level) {
+                return if F::is_frozen(spot.value) {
+                    Then::Again
+                } else {
+                    Then::On
+                };
+            }
+            if !is_marked::<F>(range, mask, spot) || !applies(spot.value) {
+                return Then::On;
+            }
+            change_leaf(session, spot, new(spot.value), &mut changed)
+        });
+        debug_assert!(swept.is_ok(), "no tables are needed");
+        changed
+    }
+}
+
+/// The leaf write-protected, of the class that is logged by faults if it may be stored to at all.
+fn by_fault<F: Format>(leaf: u64) -> u64 {
+    let leaf = F::write_protect(leaf);
+    if F::mmu_writable(leaf) {
+        F::set_writes(leaf, Writes::AllowedLoggedByFault)
+    } else {
+        leaf
+    }
+}
+
+/// Whether a store to the leaf would, or could come to, go unnoticed.
+fn is_unlogged<F: Format>(leaf: u64) -> bool {
+    F::is_writable(leaf) || F::writes(leaf) == Writes::Allowed
+}
+
+fn change_leaf<F: Format, P: Platform, L: Log>(
+    session: &mut Session<'_, F, P, L>,
+    spot: &Spot<'_>,
+    new: u64,
+    changed: &mut u64,
+) -> Then {
+    if session.change(spot, new, Carries::Nothing).is_err() {
+        return Then::Again;
+    }
+    *changed += F::frames_per_entry(spot.level);
+    Then::On
+}
+
+/// Whether one of the frames of `spot` has its bit set. `mask` counts from the range's start; all ones means all.
+#[inline]
+fn is_marked<F: Format>(range: GfnRange, mask: u64, spot: &Spot<'_>) -> bool {
+    if mask == u64::MAX {
+        return true;
+    }
+    let from = spot.first.0.saturating_sub(range.start().0);
+    let end = spot.first.0 + F::frames_per_entry(spot.level) - range.start().0;
+    let below_end = if end >= 64 { u64::MAX } else { (1 << end) - 1 };
+    from < 64 && (mask & below_end) >> from != 0
+}
+
+/// From the first frame that `mask` names to the last.
+fn mask_range(base: Gfn, mask: u64) -> Option<GfnRange> {
+    if mask == 0 {
+        return None;
+    }
+    let first = mask.trailing_zeros();
+    let pages = 64 - mask.leading_zeros() - first;
+    GfnRange::new(base.checked_add(first.into())?, pages.into())
+}

@@ -1,0 +1,120 @@
+//! The direct walk: from the root to every entry of a range, in order.
+//!
+//! **Guarantee.** Every entry that covers a frame of the range and is of the lowest level asked for, or no link, is met in
+//! the order of frames; links are met before what is below them (pre-order). An entry that changes while it is looked at
+//! is met as it was or as it became.
+//!
+//! **Mechanism.** A path of tables, one a level. A step goes *down* where the current entry is a link *now* (it is read
+//! again, as the caller or another worker may have changed it), else to the *side*, else *up*. As Linux's
+//! `arch/x86/kvm/mmu/tdp_iter.c`; but an entry that was a link when it was met, and is none now, is met again.
+//!
+//! A walk lives as long as its guard. Who lets the guard go continues with a new walk, from [`Walk::at`] on.
+
+use crate::change::Spot;
+use crate::format::Format;
+use crate::mmu::Mmu;
+use crate::pages::{Step, Table};
+use crate::platform::Platform;
+use crate::sync::Ordering;
+use core::ops::Range;
+use pageferry_addr::Gfn;
+use pageferry_epoch::Guard;
+
+/// The most levels a format has.
+const MOST_LEVELS: usize = 5;
+
+pub(crate) struct Walk<'g, F: Format, P: Platform> {
+    mmu: &'g Mmu<F, P>,
+    /// By level, from 1; entries below the current level are left over.
+    path: [Table<'g, F>; MOST_LEVELS],
+    level: u32,
+    lowest: u32,
+    at: u64,
+    end: u64,
+    begun: bool,
+    /// Whether the current entry was a link when it was looked at.
+    link: bool,
+}
+
+impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
+    /// Over `frames`, down to tables of level `lowest`.
+    pub(crate) fn new(
+        mmu: &'g Mmu<F, P>,
+        guard: &'g Guard<'_>,
+        frames: Range<u64>,
+        lowest: u32,
+    ) -> Self {
+        debug_assert!(lowest >= 1 && F::LEVELS as usize <= MOST_LEVELS);
+        Self {
+            mmu,
+            path: [mmu.top(guard); MOST_LEVELS],
+            level: F::LEVELS,
+            lowest,
+            at: frames.start,
+            end: frames.end.min(F::GFN_LIMIT.0),
+            begun: false,
+            link: false,
+        }
+    }
+
+    /// The frame at which the walk stands: where another may continue.
+    pub(crate) const fn at(&self) -> u64 {
+        self.at
+    }
+
+    #[inline]
+    fn table(&self) -> Table<'g, F> {
+        self.path[self.level as usize - 1]
+    }
+
+    /// The next entry.
+    #[inline]
+    pub(crate) fn next(&mut self) -> Option<Spot<'g>> {
+        if !self.begun {
+            self.begun = true;
+            return (self.at < self.end).then(|| self.look());
+        }
+        if self.level > self.lowest {
+            match self.table().step(self.mmu.platform(), Gfn(self.at)) {
+                Step::Down(table) => {
+                    self.level -= 1;
+                    self.path[self.level as usize - 1] = table;
+                    return Some(self.look());
+                }
+                // What was below it when it was met is in it now.
+                Step::Entry(_) if self.link => return Some(self.look()),
+                Step::Entry(_) => {}
+            }
+        }
+        self.side()
+    }
+
+    /// The current entry, as it is now.
+    #[inline]
+    pub(crate) fn look(&mut self) -> Spot<'g> {
+        let entry = self.table().entry(Gfn(self.at));
+        let value = entry.load(Ordering::Acquire);
+        self.link = F::is_table(value, self.level);
+        Spot {
+            entry,
+            value,
+            level: self.level,
+            first: Gfn(self.at & !(F::frames_per_entry(self.level) - 1)),
+        }
+    }
+
+    /// The entry after the current one and what is below it.
+    #[inline]
+    pub(crate) fn side(&mut self) -> Option<Spot<'g>> {
+        let frames = F::frames_per_entry(self.level);
+        self.at = (self.at & !(frames - 1)) + frames;
+        if self.at >= self.end {
+            return None;
+        }
+        // Up, where that was the table's last entry.
+        while self.level < F::LEVELS && F::index(Gfn(self.at), self.level) == 0 {
+            self.level += 1;
+        }
+        Some(self.look())
+    }
+}

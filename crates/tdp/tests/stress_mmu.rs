@@ -1,0 +1,42 @@
+//! Threads that do everything to one MMU at once, on real tables, for `PAGEFERRY_STRESS_SECONDS` (2 by default).
+#![cfg(not(any(loom, shuttle)))]
+
+mod guest;
+
+use guest::{Length, Machine, Role};
+use pageferry_tdp::format::{Arm64Ipa40, Ept4, Ept4NoAd, Format, Sv48x4Svade};
+use std::time::Duration;
+
+/// Four pieces of 2 MiB.
+const PAGES: u64 = 2048;
+
+fn run<F: Format>(share: u32, roles: &[Role]) {
+    let seconds = std::env::var("PAGEFERRY_STRESS_SECONDS");
+    let seconds: u64 = seconds.map_or(2, |s| s.parse().expect("a number of seconds"));
+    let length = Length::Time(Duration::from_secs(seconds) / share);
+    Machine::<F>::run(3, PAGES, roles, false, length);
+}
+
+/// One after the other, since all take all processors.
+#[test]
+fn everything_at_once() {
+    let logged = [
+        Role::Notifier,
+        Role::Logger,
+        Role::Ager,
+        Role::Zapper,
+        Role::Destroyer,
+    ];
+    run::<Ept4>(5, &logged);
+    run::<Ept4NoAd>(5, &logged);
+    run::<Sv48x4Svade>(5, &logged);
+    run::<Arm64Ipa40<true>>(5, &logged);
+    let resized = [
+        Role::Notifier,
+        Role::Resizer,
+        Role::Resizer,
+        Role::Zapper,
+        Role::Destroyer,
+    ];
+    run::<Ept4>(5, &resized);
+}
