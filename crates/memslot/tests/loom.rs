@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --release --test loom`
 //!
-//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is freed is watched: a reader that uses a slot or a node which the free did
-//! not wait for makes a model fail, as does a state that is neither old nor new. Each model gives what the reader
-//! saw, and the test names outcomes that must be among them.
+//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is freed is watched: a
+//! reader that uses a slot or a node which the free did not wait for makes a model fail, as does a state that is neither
+//! old nor new. Each model gives what the reader saw, and the test names outcomes that must be among them.
 //!
 //! What fails when a rule is broken (tried by hand):
 //! - the generation published before the cells, or nodes born a version early: `a_view_sees_a_move_wholly_or_not`,
@@ -15,7 +15,9 @@
 //!   `a_move_up_over_itself`, `a_moved_slot_is_never_valid_at_both_places`, `an_update_that_is_given_up`;
 //! - flags changed without a mark: `flags_change_at_once_and_stay_changed`;
 //! - a slot found last kept over epochs: `the_slot_found_last_is_not_found_after_it_has_gone`;
-//! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`.
+//! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`;
+//! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`, `a_view_outlives_changes`,
+//!   `flags_change_at_once_and_stay_changed`.
 #![cfg(loom)]
 
 use loom::thread;
