@@ -1,7 +1,8 @@
 //! How fast is it, beside its floor, in one run?
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it; a figure that is compared stands
-//! beside its baseline from the same run. Nothing is modelled.
+//! beside its baseline from the same run. What is simulated is in [`model`], driven by figures of the same run, and
+//! says so wherever it is shown.
 //!
 //! **Mechanism.** A benchmark is a function that returns [`Row`]s. What needs two processes starts a
 //! [`Peer`]: this executable again, in a role of [`peer::Role`]. Figures are medians of several samples,
@@ -11,10 +12,13 @@
 //! not print, and must not know flags.
 
 mod blackout;
+mod cores;
+pub mod demand_paging;
 pub mod dirty_log;
 mod exits;
 mod link;
 pub mod memslot;
+pub mod model;
 pub mod peer;
 mod row;
 mod serialised;

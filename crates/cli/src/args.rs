@@ -3,6 +3,7 @@
 use crate::exit::TABLE;
 use crate::size;
 use clap::{Args, Parser, Subcommand};
+use pageferry_bench::demand_paging::DemandSetting;
 use pageferry_machine::{Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use std::path::PathBuf;
@@ -95,6 +96,14 @@ pub(crate) enum BenchCommand {
     /// is an error if it cannot. Every run checks what the guest wrote; a wrong value ends the command with 1.
     #[command(after_help = TABLE)]
     Memslot(MemslotFlags),
+    /// How fast vCPUs get memory that they touch for the first time, all at once
+    ///
+    /// After demand_paging_test of the kernel's selftests: each vCPU stores to one word of each page of its memory, on the soft
+    /// engine with faults in parallel and, with a core for each vCPU, one after the other; on KVM by each delivery of
+    /// faults. With --model instead a MODEL of many more vCPUs, each on a core of its own, driven by times measured in the same run
+    /// and compared with real runs. With PAGEFERRY_REQUIRE=kvm in the environment it is an error if KVM cannot be measured.
+    #[command(after_help = TABLE)]
+    DemandPaging(DemandFlags),
     /// Nanoseconds a page of our second-stage page tables, beside the page tables of other public crates and beside
     /// bare stores and compare-exchanges
     ///
@@ -145,6 +154,46 @@ pub(crate) struct MemslotFlags {
     #[arg(long)]
     pub(crate) json: bool,
     /// Write a self-contained HTML page with a chart for each test
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+/// `pageferry bench demand-paging`.
+#[derive(Debug, Args)]
+pub(crate) struct DemandFlags {
+    /// Whose guests: kvm, soft, or auto for all that run here
+    #[arg(
+        long,
+        default_value = "auto",
+        value_name = "auto|kvm|soft",
+        conflicts_with = "model"
+    )]
+    pub(crate) engine: EngineChoice,
+    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(DemandSetting::MAX_VCPUS)))]
+    pub(crate) vcpus: Vec<u32>,
+    /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory_per_vcpu: Option<u64>,
+    /// Every vCPU touches the pages of all
+    #[arg(long, conflicts_with = "model")]
+    pub(crate) overlap: bool,
+    /// How often each measurement is repeated; medians are printed [default: 5; of the model's inputs 21]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
+    #[arg(long)]
+    pub(crate) model: bool,
+    /// Of the model: memory that all vCPUs share out among them, in a table of its own [default: 12T]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "model")]
+    pub(crate) total_memory: Option<u64>,
+    /// Of the model: names the sequence of random numbers [default: 2019]
+    #[arg(long, value_name = "N", requires = "model")]
+    pub(crate) seed: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with a chart; with --model a name that ends in .svg gets the figure alone
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
 }
@@ -360,6 +409,36 @@ mod tests {
         assert_eq!(slots("2"), None);
         assert_eq!(slots("10,32765"), None);
         assert_eq!(slots("10,"), None);
+    }
+
+    #[test]
+    fn demand_paging_takes_lists_and_sizes() {
+        let parse = |more: &[&str]| {
+            let words = ["pageferry", "bench", "demand-paging"].iter().chain(more);
+            match Cli::try_parse_from(words).ok()?.command {
+                Command::Bench(BenchArgs {
+                    command: BenchCommand::DemandPaging(flags),
+                }) => Some(flags),
+                other => panic!("bench demand-paging is {other:?}"),
+            }
+        };
+        let flags = parse(&["--vcpus", "1,64", "--memory-per-vcpu", "4M", "--overlap"]).unwrap();
+        assert_eq!(
+            (flags.vcpus, flags.memory_per_vcpu),
+            (vec![1, 64], Some(4 << 20))
+        );
+        assert!(flags.overlap && !flags.model && flags.repeat.is_none());
+        let flags = parse(&["--model", "--total-memory", "1T", "--seed", "3"]).unwrap();
+        assert_eq!((flags.total_memory, flags.seed), (Some(1 << 40), Some(3)));
+        for refused in [
+            &["--vcpus", "1025"][..],
+            &["--vcpus", "1,"],
+            &["--memory-per-vcpu", "1K"],
+            &["--total-memory", "1T"],
+            &["--model", "--engine", "kvm"],
+        ] {
+            assert!(parse(refused).is_none(), "{refused:?}");
+        }
     }
 
     #[test]

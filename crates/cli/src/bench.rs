@@ -1,5 +1,6 @@
 //! `pageferry bench`: measurements, each beside its floor from the same run.
 
+mod demand_paging;
 mod dirty_log;
 mod memslot;
 mod tdp;
@@ -25,6 +26,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
         BenchCommand::Memslot(flags) => return memslot::memslot(flags),
+        BenchCommand::DemandPaging(flags) => return demand_paging::demand_paging(flags),
         BenchCommand::Tdp(flags) => return tdp::tdp(flags),
         BenchCommand::DirtyLog(flags) => return dirty_log::dirty_log(flags),
     };

@@ -183,10 +183,16 @@ impl<M: Memslots> Shared<M> {
             write: write || !(readonly || log.is_on()),
             execute: false,
         };
-        let leaf = match worker.look(gfn, access) {
-            Look::Allowed(found) => found,
-            Look::Denied(_) | Look::Absent => {
-                self.map(worker, ticket, (slot, gfn, pfn), access, log)?
+        let leaf = loop {
+            match worker.look(gfn, access) {
+                Look::Allowed(found) => break found,
+                Look::Denied(_) | Look::Absent => {
+                    let found = self.map(worker, ticket, (slot, gfn, pfn), access, log)?;
+                    // What another vCPU's load has just mapped allows the store and is clean: the next walk marks it.
+                    if found.leaf.accessed && (found.leaf.dirty || !access.write) {
+                        break found;
+                    }
+                }
             }
         };
         let offset = gfn.0 & (Format::frames_per_entry(leaf.level) - 1);

@@ -172,10 +172,10 @@ fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
     Ok(())
 }
 
-/// A line of [`growth`].
+/// A line of [`growth`] and of [`linear`].
 pub(super) struct Line {
     pub(super) name: String,
-    /// Number and seconds, both above 0.
+    /// For [`growth`] number and seconds, both above 0; for [`linear`] none below 0.
     pub(super) points: Vec<(f64, f64)>,
 }
 
@@ -248,6 +248,81 @@ pub(super) fn growth(lines: &[Line]) -> Drawn<String> {
                 .map_err(say)?;
             let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
             chart.draw_series(dots).map_err(say)?;
+            entries.push(Entry::line(line.name.clone(), colour));
+        }
+        legend(&key, &entries)
+    })
+}
+
+/// A chart whose axes both begin at 0.
+pub(super) struct Linear<'a> {
+    /// What stands above it: a title and a line below that.
+    pub(super) title: Option<(&'a str, &'a str)>,
+    pub(super) x_desc: &'a str,
+    pub(super) y_desc: &'a str,
+    pub(super) lines: &'a [Line],
+}
+
+/// Lines over two linear axes.
+pub(super) fn linear(chart: &Linear<'_>) -> Drawn<String> {
+    /// Height of the title with its line.
+    const TITLE: u32 = 56;
+    let points = || chart.lines.iter().flat_map(|line| &line.points);
+    let sane = |&(x, y): &(f64, f64)| x.is_finite() && y.is_finite() && x >= 0.0 && y >= 0.0;
+    if points().next().is_none() || !points().all(sane) {
+        return Err("there is nothing to draw".into());
+    }
+    let most = |of: fn(&(f64, f64)) -> f64| points().map(of).fold(f64::MIN_POSITIVE, f64::max);
+    let (right, top) = (most(|point| point.0) * 1.02, most(|point| point.1) * 1.05);
+    let above = if chart.title.is_some() { TITLE } else { 0 };
+    draw((SIZE.0, SIZE.1 + above), |area| {
+        let (head, below) = area.split_vertically(above);
+        if let Some((title, line)) = chart.title {
+            let large = (FONT, 20).into_font().color(&INK);
+            head.draw(&Text::new(title.to_owned(), (14, 8), large))
+                .map_err(say)?;
+            head.draw(&Text::new(line.to_owned(), (14, 34), small()))
+                .map_err(say)?;
+        }
+        let (plot, key) = below.split_horizontally(SIZE.0 - KEY_WIDTH);
+        let mut built = ChartBuilder::on(&plot)
+            .margin(14)
+            .margin_right(36)
+            .x_label_area_size(46)
+            .y_label_area_size(96)
+            .build_cartesian_2d(0.0..right, 0.0..top)
+            .map_err(say)?;
+        built
+            .configure_mesh()
+            .x_labels(10)
+            .y_labels(8)
+            .x_label_formatter(&|x| thousands(*x))
+            .y_label_formatter(&|y| {
+                if top < 10.0 {
+                    format!("{y:.1}")
+                } else {
+                    thousands(*y)
+                }
+            })
+            .x_desc(chart.x_desc)
+            .y_desc(chart.y_desc)
+            .axis_style(INK)
+            .bold_line_style(GRID)
+            .light_line_style(TRANSPARENT)
+            .label_style(small())
+            .axis_desc_style(small())
+            .draw()
+            .map_err(say)?;
+        let mut entries = Vec::new();
+        for (index, line) in chart.lines.iter().enumerate() {
+            let colour = COLOURS[index % MAX_SERIES];
+            let points = line.points.iter().copied();
+            built
+                .draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))
+                .map_err(say)?;
+            built
+                .draw_series(points.map(|at| Circle::new(at, 3, colour.filled())))
+                .map_err(say)?;
             entries.push(Entry::line(line.name.clone(), colour));
         }
         legend(&key, &entries)
@@ -410,6 +485,33 @@ mod tests {
         assert!(!svg.contains("none\n"));
         assert!(growth(&[]).is_err());
         assert!(growth(&[line("zero", &[(10.0, 0.0)])]).is_err());
+    }
+
+    #[test]
+    fn linear_charts_have_their_title_and_begin_at_0() {
+        let lines = [Line {
+            name: "one".into(),
+            points: vec![(1.0, 20.0), (416.0, 1500.0)],
+        }];
+        let chart = |lines| {
+            linear(&Linear {
+                title: Some(("above", "MODELLED below")),
+                x_desc: "vCPUs",
+                y_desc: "milliseconds",
+                lines,
+            })
+        };
+        let svg = chart(&lines).expect("a chart");
+        assert_eq!(svg.matches("<circle").count(), 2);
+        for shown in ["above", "MODELLED below", "vCPUs", "1,000", "one"] {
+            assert!(svg.contains(shown), "{shown}");
+        }
+        assert!(chart(&[]).is_err());
+        let below = Line {
+            name: "below 0".into(),
+            points: vec![(1.0, -1.0)],
+        };
+        assert!(chart(&[below]).is_err());
     }
 
     #[test]

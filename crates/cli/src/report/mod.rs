@@ -10,6 +10,7 @@ mod conditions;
 mod halves;
 mod html;
 mod json;
+mod paging;
 mod slots;
 mod stalls;
 mod table;
@@ -18,6 +19,7 @@ mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use halves::{PhaseAt, Received, Sent};
+pub(crate) use paging::{model_figure, model_page, paging_page};
 pub(crate) use slots::slots_page;
 pub(crate) use stalls::Stalls;
 pub(crate) use tables::tables_page;

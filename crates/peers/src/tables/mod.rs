@@ -1,8 +1,9 @@
 //! Other public crates' page tables, measured beside the second-stage page tables.
 //!
-//! **Guarantee.** All schemes map the same frames to the same frames in the same order, take turns in one run, and, where
-//! they let a platform give them memory for tables, take it from one pool. Every figure was measured by the run that
-//! reports it, and each answer to a timed look-up was checked. What stands in a verdict from elsewhere says so.
+//! **Guarantee.** All schemes map the same frames to the same frames in the same order, take turns in one run, and take
+//! memory for tables that the system has backed before, from one pool where they let a platform give it. Every figure
+//! was measured by the run that reports it, and each answer to a timed look-up was checked. What stands in a verdict
+//! from elsewhere says so.
 //!
 //! **Mechanism.** [`scheme`] has the tables behind one static trait; [`run`] goes through rounds, steps and schemes, in this
 //! nesting. A thread has a GiB of guest frames of its own, and goes over it in chunks, each timed by itself. Two threads

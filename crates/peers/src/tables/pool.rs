@@ -40,6 +40,22 @@ fn fresh() -> NonNull<Table> {
     table
 }
 
+/// Has the system's allocator keep what it once had: one heap, never made smaller. For schemes that take tables from there,
+/// so that what the system does to back fresh memory is in nobody's figures. For the rest of the process's life; where
+/// the allocator is not glibc's, nothing is done.
+pub(super) fn keep_heap() {
+    #[cfg(target_env = "gnu")]
+    for (parameter, value) in [
+        (libc::M_ARENA_MAX, 1),
+        // The most that all versions of glibc take.
+        (libc::M_MMAP_THRESHOLD, 1 << 25),
+        (libc::M_TRIM_THRESHOLD, i32::MAX),
+    ] {
+        // SAFETY: any thread may tune the allocator at any time.
+        unsafe { libc::mallopt(parameter, value) };
+    }
+}
+
 /// Sees to it that `tables` tables wait in the pool, each touched once.
 pub(super) fn fill(tables: usize) {
     let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);

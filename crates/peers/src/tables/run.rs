@@ -114,6 +114,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     let start = Instant::now();
     let stage = Stage::new(pages, chunk, pair_chunk);
     // Twice what two threads' tables need: some wait for a grace period.
+    pool::keep_heap();
     pool::fill((4 * pages / TABLE_PAGES) as usize + 64);
     let subjects = subjects();
     let mut samples = vec![BTreeMap::<Operation, Vec<_>>::new(); subjects.len()];

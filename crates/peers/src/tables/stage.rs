@@ -195,9 +195,7 @@ impl Stage {
     }
 
     fn pages<W: Worker>(&self, worker: &mut W, sink: Sink<'_>) -> Result<(), Wrong> {
-        self.each(worker, Operation::MapPage, sink, |worker, range| {
-            range.iter().for_each(|gfn| worker.map(gfn, frame(gfn)));
-        });
+        self.each(worker, Operation::MapPage, sink, map_each);
         let mut right = true;
         self.each(worker, Operation::Find, sink, |worker, range| {
             for gfn in range.iter() {
@@ -250,7 +248,7 @@ impl Stage {
             for (round, range) in (1..).zip(self.chunks(first, self.pair_chunk)) {
                 meeting.meet(round);
                 times.push(Timed::of(|| {
-                    range.iter().for_each(|gfn| worker.map(gfn, frame(gfn)));
+                    map_each(&mut worker, range);
                 }));
             }
             // Tables that one of them gives back must not be in the other's times.
@@ -301,11 +299,18 @@ impl Timed {
     }
 }
 
+/// Maps all pages of `range` one by one. By itself, so that one thread and each of two run the same instructions: inlined
+/// here and there, the compiler makes loops of different speeds of it.
+#[inline(never)]
+fn map_each<W: Worker>(worker: &mut W, range: GfnRange) {
+    range.iter().for_each(|gfn| worker.map(gfn, frame(gfn)));
+}
+
 #[inline]
 fn is_mapped<W: Worker>(worker: &mut W, gfn: Gfn) -> bool {
-    worker
-        .find(gfn)
-        .is_some_and(|found| found.pfn == frame(gfn))
+    // All of it, as who fills a TLB needs it.
+    let found = hint::black_box(worker.find(gfn));
+    found.is_some_and(|found| found.pfn == frame(gfn))
 }
 
 /// Where two threads wait for each other, again and again.

@@ -2,8 +2,9 @@
 //!
 //! What it does not do: it is no page table of a processor, but a map from a number to an atomic word, with 65 536 entries a
 //! table: for these keys two loads instead of four. It frees no table before all are dropped, has no lock, no guard, no
-//! counts, no page sizes and no ranges (they are loops here), and takes its 512 KiB tables from the global allocator.
-//! With two threads it allocates in fewer than half of the chunks, so medians there do not show it.
+//! counts, no page sizes and no ranges (they are loops here), and takes its 512 KiB tables from the global allocator,
+//! which has them backed by memory already, as the pool's. With two threads it allocates in fewer than half of the
+//! chunks, so that medians do not show it there.
 //! What an entry means, and how it changes, is ours: present and writable as in the floors, by compare-exchange.
 
 use super::floor::{Change, Exchange};

@@ -16,6 +16,7 @@ use crate::tables::pool::{self, ENTRIES};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, PageSize, Pfn};
 use pageferry_tdp::format::{Access, Ept4, Format, MemoryType, Writes};
 use pageferry_tdp::{Entry, Fault, Flush, Mmu, Platform, Refused, Target, Worker as TdpWorker};
+use std::hint::black_box;
 use std::ptr::NonNull;
 
 /// `pageferry_tdp::Mmu` of [`Ept4`].
@@ -104,7 +105,11 @@ impl Vcpu {
         loop {
             let ticket = self.0.ticket();
             match self.0.fault(ticket, fault, target, &()) {
-                Ok(_) => return,
+                Ok(mapped) => {
+                    // A hypervisor fills a TLB with it.
+                    black_box(mapped);
+                    return;
+                }
                 Err(Refused::Excluded | Refused::Invalidated) => self.0.wait(),
                 Err(refused) => panic!("{gfn:?} cannot be mapped: {refused}"),
             }

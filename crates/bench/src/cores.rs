@@ -1,0 +1,44 @@
+//! The cores this process may use, one by one.
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+/// A set of each core alone, in order; none where the kernel does not say.
+pub(crate) fn each() -> Vec<CpuSet> {
+    let Ok(allowed) = sched_getaffinity(None) else {
+        return Vec::new();
+    };
+    let alone = |core| {
+        let mut one = CpuSet::new();
+        one.set(core);
+        one
+    };
+    (0..CpuSet::MAX_CPU)
+        .filter(|&core| allowed.is_set(core))
+        .map(alone)
+        .collect()
+}
+
+/// Keeps the calling thread on one core from now on. Where that is refused, it stays with the scheduler.
+pub(crate) fn stay_on(core: &CpuSet) {
+    let _ = sched_setaffinity(None, core);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_stays_where_it_is_put() {
+        let cores = each();
+        let Some(last) = cores.last().copied() else {
+            println!("SKIPPED: the kernel does not say which cores may be used");
+            return;
+        };
+        let seen = std::thread::spawn(move || {
+            stay_on(&last);
+            each()
+        });
+        let seen = seen.join().unwrap();
+        assert!(seen == [last] || seen == cores, "{seen:?}");
+    }
+}

@@ -1,0 +1,166 @@
+//! The same guests through the traits of `pageferry-machine`: on KVM.
+//!
+//! Host memory is allocated before, as on the soft engine; what userfaultfd delivers as events is served by one thread, as a
+//! migration does it, what it delivers as exits by the vCPU's own.
+
+use super::bring::Bring;
+use super::plan::Plan;
+use super::race::{Left, Race, Runner, race};
+use super::soft::first_word;
+use crate::BenchError;
+use crate::vm::isa_of;
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_guest::{Doorbell, Event, Isa};
+use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, StartState, Vcpu};
+use pageferry_migration::FAULT_SPIN;
+use pageferry_migration::channel::Spinner;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+struct OnMachine(Box<dyn Vcpu>);
+
+impl Runner for OnMachine {
+    fn run(&mut self) -> Result<Left, BenchError> {
+        let unexpected = |exit: Exit| {
+            Err(BenchError::Memslot(format!(
+                "unexpected exit of the guest: {exit:?}"
+            )))
+        };
+        match self.0.run()? {
+            Exit::MemoryFault { page, .. } => Ok(Left::Missing(page)),
+            Exit::Kicked => Ok(Left::Kicked),
+            exit @ Exit::MmioWrite { value, .. } => match Doorbell::parse(value as u32) {
+                Ok(bell) if bell.event == Event::Finished => Ok(Left::Finished),
+                _ => unexpected(exit),
+            },
+            exit => unexpected(exit),
+        }
+    }
+
+    fn kicker(&self) -> Box<dyn Fn() + Send + Sync> {
+        let kicker = self.0.kicker();
+        Box::new(move || kicker.kick())
+    }
+}
+
+/// The instruction set of guests on this engine.
+pub(super) fn isa(engine: Engine) -> Isa {
+    isa_of(engine)
+}
+
+/// Whether machines of `engine` have `delivery` on this host.
+pub(super) fn has(engine: Engine, delivery: Delivery) -> Result<bool, BenchError> {
+    let spec = MachineSpec {
+        vcpus: 1,
+        memory_bytes: 1 << 20,
+    };
+    let new = pageferry_machine::create(engine, spec)?;
+    Ok(new.machine.deliveries().contains(&delivery))
+}
+
+/// Lets all vCPUs touch all their pages; with a `delivery`, every page is missing at first.
+///
+/// # Errors
+/// [`BenchError::WrongValue`] where a page has not what was stored to it.
+pub(super) fn touch(
+    engine: Engine,
+    plan: &Plan,
+    delivery: Option<Delivery>,
+) -> Result<Race<()>, BenchError> {
+    let new = pageferry_machine::create(
+        engine,
+        MachineSpec {
+            vcpus: plan.vcpus(),
+            memory_bytes: plan.toucher.layout().memory_bytes(),
+        },
+    )?;
+    let (machine, mut vcpus) = (new.machine, new.vcpus);
+    let ram = machine.ram();
+    ram.allocate(&mut |_| true)?;
+    let program = plan.toucher.program();
+    for (gpa, piece) in program.image() {
+        let page = ram.layout().page_of(gpa.gfn());
+        let page = page.expect("a program lies in RAM");
+        ram.write_at(page, gpa.page_offset(), &piece);
+    }
+    for (id, vcpu) in (0..).zip(&mut vcpus) {
+        let start = program.start(id);
+        vcpu.set_start(&StartState {
+            entry: start.entry,
+            stack: start.stack,
+            args: start.args,
+            tables: start.tables,
+        })?;
+    }
+    let bring = delivery.map(|_| Bring::all(ram.pages(), plan));
+    let mut events = None;
+    if let (Some(delivery), Some(bring)) = (delivery, &bring) {
+        events = machine.arm_userfault(bring.missing().clone(), delivery)?;
+        machine.begin_postcopy()?;
+        machine.assist_postcopy(&|| false, &|_| {})?;
+    }
+    let install = |page: RamPage| {
+        let Some(bring) = &bring else {
+            return Err(BenchError::Memslot(format!("{page:?} is not missing")));
+        };
+        let in_place = machine.receives_in_place();
+        let show = || match in_place {
+            true => Ok(machine.install(page, 1)?),
+            // What is there was mapped when it was copied.
+            false => Ok(()),
+        };
+        let write = |bytes: &[u8; PAGE_SIZE as usize]| {
+            if in_place {
+                machine.ram().write(page, bytes);
+                show()
+            } else {
+                Ok(machine.install_copy(page, bytes)?)
+            }
+        };
+        bring.page(page, write, show)
+    };
+    let done = AtomicBool::new(false);
+    let runners = vcpus.into_iter().map(OnMachine).collect();
+    let outcome = std::thread::scope(|scope| {
+        let served = events.map(|mut events| {
+            let (install, done) = (&install, &done);
+            scope.spawn(move || serve(events.as_mut(), install, done))
+        });
+        let outcome = race(runners, &|| {}, &install, &|| ());
+        done.store(true, Ordering::Release);
+        match served.map(std::thread::ScopedJoinHandle::join) {
+            // Why a page was not installed says more than that the guests waited for it.
+            Some(Ok(Err(why))) => Err(why),
+            _ => outcome,
+        }
+    })?;
+    plan.check(|page| first_word(machine.ram(), page))?;
+    bring.as_ref().map_or(Ok(()), Bring::check)?;
+    Ok(outcome)
+}
+
+/// Installs the pages that events ask for, until `done`.
+fn serve(
+    events: &mut dyn FaultEvents,
+    install: &dyn Fn(RamPage) -> Result<(), BenchError>,
+    done: &AtomicBool,
+) -> Result<(), BenchError> {
+    let mut spinner = Spinner::new(FAULT_SPIN);
+    while !done.load(Ordering::Acquire) {
+        if let Some(event) = events.next()? {
+            install(event.page)?;
+            spinner = Spinner::new(FAULT_SPIN);
+        } else if !spinner.spin() {
+            let limit = Timespec {
+                tv_sec: 0,
+                tv_nsec: 5_000_000,
+            };
+            // Whatever it says, the loop looks again.
+            let _ = poll(
+                &mut [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)],
+                Some(&limit),
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,298 @@
+//! What the parts of a fault take here: the inputs of the model.
+//!
+//! What a fault does by itself is measured with one vCPU on the soft engine, by a clock around its work
+//! ([`crate::demand_paging`]); what two vCPUs cost each other, by two threads on two cores. Of what is repeated in
+//! batches the fastest batch counts: a thread that lost its core for a while says nothing about a cache line.
+
+use crate::demand_paging::{
+    Figure, Host, Plan, Scheme, Ticket, Timed, clocked_touch, exit_and_entry, soft_touch,
+};
+use crate::{BenchError, Samples, cores};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_userfault::PageBitmap;
+use rustix::thread::CpuSet;
+use serde::Serialize;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// The measured times, nanoseconds each.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Parts {
+    /// The guest's own instructions a page, its TLB and the touch itself: all of a touch but the fault.
+    pub guest_ns: Figure,
+    /// Finding the memory slot: outside the lock.
+    pub lookup_ns: Figure,
+    /// A fault that maps its page, behind the look-up: the walk and the change of the tables. Under the lock.
+    pub map_ns: Figure,
+    /// A fault that finds its page missing, behind the look-up: the walk and the test of the bit. Under the lock.
+    pub missing_ns: Figure,
+    /// Leaving the guest and entering it again.
+    pub exit_ns: Figure,
+    /// Copying 4 KiB into a page and clearing its bit.
+    pub copy_ns: Figure,
+    /// Taking and releasing the exclusive lock where nobody else wants it.
+    pub lock_ns: Figure,
+    /// From one holder of the lock to the next on another core.
+    pub handover_ns: Figure,
+    /// A cache line from one core to another.
+    pub line_ns: Figure,
+}
+
+/// Samples of [`Parts`], a sample a round.
+#[derive(Default)]
+pub(super) struct Rounds {
+    guest: Samples,
+    lookup: Samples,
+    map: Samples,
+    missing: Samples,
+    exit: Samples,
+    copy: Samples,
+    lock: Samples,
+    handover: Samples,
+    line: Samples,
+}
+
+/// The guests that are measured.
+pub(super) struct Measured {
+    pub(super) host: Arc<Host>,
+    /// With one vCPU and with two.
+    pub(super) plans: [Plan; 2],
+}
+
+impl Rounds {
+    /// One more of each.
+    pub(super) fn round(&mut self, on: &Measured) -> Result<(), BenchError> {
+        let [one, _] = &on.plans;
+        let clock = clock_ns();
+        let present = clocked_touch(&on.host, one, false)?;
+        let missing = clocked_touch(&on.host, one, true)?;
+        let of = |faults: &[Timed], which: fn(&Timed) -> Option<u32>| {
+            (usual(faults.iter().filter_map(which)) - clock).max(0.0)
+        };
+        let lookup = of(&present, |fault| Some(fault.lookup));
+        let map = of(&present, |fault| Some(fault.rest));
+        let test = of(&missing, |fault| fault.missing.then_some(fault.rest));
+        let touch = soft_touch(&on.host, one, Scheme::Parallel, false)?;
+        let all = touch.whole.as_nanos() as f64 / one.touches() as f64;
+        // Where the clock says more than all took, all was the fault.
+        self.guest.push((all - lookup - map).max(0.0));
+        self.lookup.push(lookup);
+        self.map.push(map);
+        self.missing.push(test);
+        self.exit.push(exit_and_entry(&on.host, one, 20_000)?);
+        self.copy.push(copy_ns(&on.host, one));
+        self.lock.push(lock_ns());
+        let cores = two_cores()?;
+        self.handover.push(handover_ns(cores)?);
+        self.line.push(line_ns(cores));
+        Ok(())
+    }
+
+    pub(super) fn parts(&self) -> Parts {
+        Parts {
+            guest_ns: Figure::of(&self.guest),
+            lookup_ns: Figure::of(&self.lookup),
+            map_ns: Figure::of(&self.map),
+            missing_ns: Figure::of(&self.missing),
+            exit_ns: Figure::of(&self.exit),
+            copy_ns: Figure::of(&self.copy),
+            lock_ns: Figure::of(&self.lock),
+            handover_ns: Figure::of(&self.handover),
+            line_ns: Figure::of(&self.line),
+        }
+    }
+}
+
+/// The mean of times without those beyond 100 times the median: in them the thread did not run.
+fn usual(times: impl Iterator<Item = u32>) -> f64 {
+    let mut times: Vec<u32> = times.collect();
+    times.sort_unstable();
+    let Some(median) = times.get(times.len() / 2) else {
+        return 0.0;
+    };
+    let limit = median.saturating_mul(100).max(1);
+    let kept = &times[..times.partition_point(|&time| time <= limit)];
+    kept.iter().map(|&time| f64::from(time)).sum::<f64>() / kept.len() as f64
+}
+
+/// What a pair of readings of the clock adds to the time between them.
+fn clock_ns() -> f64 {
+    let pair = || {
+        let first = Instant::now();
+        Instant::now().duration_since(first).as_nanos()
+    };
+    usual((0..10_000).map(|_| u32::try_from(pair()).unwrap_or(u32::MAX)))
+}
+
+/// The fastest of some batches, each given as nanoseconds an operation.
+fn fastest(batches: u32, mut batch: impl FnMut() -> f64) -> f64 {
+    (0..batches).map(|_| batch()).fold(f64::INFINITY, f64::min)
+}
+
+fn per_operation(began: Instant, operations: u32) -> f64 {
+    began.elapsed().as_nanos() as f64 / f64::from(operations)
+}
+
+/// Copies into each touched page once, as a vCPU does that brings it.
+fn copy_ns(host: &Host, plan: &Plan) -> f64 {
+    let bytes = [0x5a; PAGE_SIZE as usize];
+    let missing = PageBitmap::new(plan.touched.end as usize);
+    missing.set_range(plan.touched.start as usize..plan.touched.end as usize);
+    let began = Instant::now();
+    for page in plan.touched.clone() {
+        host.ram().write(RamPage(page), black_box(&bytes));
+        missing.clear(RamPage(page));
+    }
+    let pages = plan.touched.end - plan.touched.start;
+    began.elapsed().as_nanos() as f64 / pages as f64
+}
+
+const OPERATIONS: u32 = 2000;
+const BATCHES: u32 = 20;
+/// How long two threads may take to meet at a lock.
+const MEETING: Duration = Duration::from_secs(5);
+
+fn lock_ns() -> f64 {
+    let lock = Ticket::default();
+    fastest(BATCHES, || {
+        let began = Instant::now();
+        for _ in 0..OPERATIONS {
+            drop(black_box(&lock).lock());
+        }
+        per_operation(began, OPERATIONS)
+    })
+}
+
+/// A core for each of two threads.
+///
+/// # Errors
+/// Where this process may use one core only.
+fn two_cores() -> Result<[CpuSet; 2], BenchError> {
+    match cores::each()[..] {
+        [first, second, ..] => Ok([first, second]),
+        _ => Err(BenchError::TooFew(
+            "the model needs what two vCPUs cost each other, and here is one core only".into(),
+        )),
+    }
+}
+
+/// Runs `body` on two threads with a core each, both from the same moment, and gives what each of them says. `body` is told
+/// which thread it is.
+fn on_two_cores<T: Send>(cores: [CpuSet; 2], body: impl Fn(u32) -> T + Sync) -> [T; 2] {
+    let arrived = AtomicU32::new(0);
+    let run = |index: u32| {
+        cores::stay_on(&cores[index as usize]);
+        arrived.fetch_add(1, Ordering::AcqRel);
+        while arrived.load(Ordering::Acquire) < 2 {
+            std::thread::yield_now();
+        }
+        body(index)
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads = [0, 1].map(|index| scope.spawn(move || run(index)));
+        threads.map(|thread| thread.join().expect("measuring threads do not panic"))
+    })
+}
+
+/// A line on its own.
+#[repr(align(128))]
+#[derive(Default)]
+struct Line(AtomicU64);
+
+/// One way of a word that two threads change by turns.
+fn line_ns(cores: [CpuSet; 2]) -> f64 {
+    let line = Line::default();
+    let [first, _] = on_two_cores(cores, |index| {
+        let mut turn = u64::from(index);
+        let mut batch = || {
+            let began = Instant::now();
+            for _ in 0..OPERATIONS {
+                wait_until(&line.0, turn);
+                line.0.store(turn + 1, Ordering::Release);
+                turn += 2;
+            }
+            per_operation(began, 2 * OPERATIONS)
+        };
+        fastest(BATCHES, &mut batch)
+    });
+    first
+}
+
+fn wait_until(word: &AtomicU64, value: u64) {
+    let mut spins = 0_u32;
+    while word.load(Ordering::Acquire) != value {
+        spins = spins.wrapping_add(1);
+        if spins.is_multiple_of(1 << 14) {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// From one holder to the next where both always want the lock; it protects nothing, so its own line is all that moves.
+/// Batches in which one thread had it twice running too often do not count: the other was not there.
+///
+/// # Errors
+/// When no batch counts.
+fn handover_ns(cores: [CpuSet; 2]) -> Result<f64, BenchError> {
+    let lock = Ticket::default();
+    // Both take the lock until one has had its batches. On a busy host they may run one after the other for a while.
+    let (done, deadline) = (AtomicU32::new(0), Instant::now() + MEETING);
+    let best = on_two_cores(cores, |_| {
+        let (mut best, mut counted) = (f64::INFINITY, 0);
+        while counted < BATCHES && done.load(Ordering::Relaxed) == 0 && Instant::now() < deadline {
+            let (began, mut changes, mut last) = (Instant::now(), 0, 0_u32);
+            for _ in 0..OPERATIONS {
+                let ticket = lock.lock().ticket();
+                // The other had it once between.
+                changes += u32::from(ticket.wrapping_sub(last) == 2);
+                last = ticket;
+            }
+            // Two hand-overs for each of these.
+            if changes >= OPERATIONS * 9 / 10 {
+                best = f64::min(best, per_operation(began, 2 * changes));
+                counted += 1;
+            }
+        }
+        done.store(1, Ordering::Relaxed);
+        best
+    });
+    let [first, second] = best;
+    let best = f64::min(first, second);
+    if best.is_finite() {
+        Ok(best)
+    } else {
+        Err(BenchError::TooFew(
+            "two threads never met at a lock: other work has the cores".into(),
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_in_which_a_thread_did_not_run_are_left_out() {
+        assert_eq!(usual([10, 20, 30, 4_000_000].into_iter()), 20.0);
+        assert_eq!(usual([10, 10, 900].into_iter()), 920.0 / 3.0);
+        assert_eq!(usual([].into_iter()), 0.0);
+    }
+
+    #[test]
+    fn locks_and_lines_take_time() {
+        assert!(lock_ns() > 0.0);
+        match two_cores() {
+            Ok(cores) => {
+                let (line, handover) = (line_ns(cores), handover_ns(cores).unwrap());
+                assert!(line > 0.0 && line.is_finite(), "{line}");
+                assert!(handover > 0.0 && handover.is_finite(), "{handover}");
+            }
+            Err(why) => println!("SKIPPED: {why}"),
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! What the model says of given parts, and a small real run of all of it.
+
+use super::*;
+
+fn figure(median: f64) -> Figure {
+    Figure {
+        median,
+        min: median,
+        max: median,
+        samples: 1,
+    }
+}
+
+fn parts() -> Parts {
+    Parts {
+        guest_ns: figure(80.0),
+        lookup_ns: figure(20.0),
+        map_ns: figure(50.0),
+        missing_ns: figure(30.0),
+        exit_ns: figure(200.0),
+        copy_ns: figure(400.0),
+        lock_ns: figure(10.0),
+        handover_ns: figure(70.0),
+        line_ns: figure(60.0),
+    }
+}
+
+fn setting(vcpus: &[u32]) -> ModelSetting {
+    ModelSetting {
+        vcpus: vcpus.to_vec(),
+        memory_per_vcpu: 256 * PAGE_SIZE,
+        repeat: 1,
+        ..ModelSetting::default()
+    }
+}
+
+#[test]
+fn parallel_faults_scale_and_serialised_ones_stop_at_the_lock() {
+    let setting = ModelSetting {
+        spread: Spread::Constant,
+        ..setting(&[416, 1, 2, 416])
+    };
+    for delivery in Delivery::ALL {
+        let curve = curve(&setting, &parts(), delivery);
+        let vcpus: Vec<u32> = curve.points.iter().map(|point| point.vcpus).collect();
+        assert_eq!(vcpus, [1, 2, 416]);
+        let (one, all) = (curve.points[0], curve.points[2]);
+        // What a page takes one vCPU, and the lock alone.
+        let (page, held) = match delivery {
+            Delivery::None => (150.0, 120.0),
+            Delivery::Exit => (800.0, 220.0),
+        };
+        let near = |value: f64, expected: f64| (value / expected - 1.0).abs() < 0.02;
+        assert!(near(one.parallel.seconds, 256.0 * page * 1e-9), "{one:?}");
+        assert!(near(
+            one.serialised.pages_per_s,
+            1e9 / (page + 10.0 * curve.steps.len() as f64)
+        ));
+        assert!(near(all.parallel.seconds, one.parallel.seconds), "{all:?}");
+        assert!(
+            near(all.serialised.seconds, 256.0 * 416.0 * held * 1e-9),
+            "{all:?}"
+        );
+        assert!(one.serialised.waiting_percent < 1e-9);
+        assert!(all.serialised.waiting_percent > 95.0 && all.parallel.waiting_percent < 1.0);
+        assert!(near(
+            all.saved_percent,
+            100.0 * (1.0 - all.parallel.seconds / all.serialised.seconds)
+        ));
+        let pages = (12_u64 << 40) as f64 / PAGE_SIZE as f64;
+        assert!(near(
+            all.serialised.total_memory_seconds,
+            pages * held * 1e-9
+        ));
+        assert!(curve.points.iter().all(|point| point.modelled));
+    }
+}
+
+#[test]
+fn more_memory_takes_longer_at_the_same_rate() {
+    let time = |pages: u64| {
+        let setting = ModelSetting {
+            memory_per_vcpu: pages * PAGE_SIZE,
+            ..setting(&[64])
+        };
+        curve(&setting, &parts(), Delivery::Exit).points[0]
+            .serialised
+            .seconds
+    };
+    // Beyond what is simulated, and within it.
+    assert!((time(1 << 20) / time(1 << 18) - 4.0).abs() < 1e-9);
+    assert!((time(2000) / time(1000) - 2.0).abs() < 0.05);
+}
+
+#[test]
+fn a_seed_and_parts_name_one_curve() {
+    let setting = setting(&[7, 64]);
+    let once = || curve(&setting, &parts(), Delivery::Exit);
+    assert_eq!(once(), once());
+    let other = ModelSetting {
+        seed: 1,
+        ..setting.clone()
+    };
+    assert_ne!(once(), curve(&other, &parts(), Delivery::Exit));
+}
+
+#[test]
+fn a_real_run_has_inputs_checks_and_curves() {
+    if crate::demand_paging::cores() < 2 {
+        println!("SKIPPED: the model needs two cores");
+        return;
+    }
+    let report = model(&setting(&[1, 8]), &mut |_| {}).unwrap();
+    for (name, figure) in report.inputs() {
+        assert!(figure.median.is_finite() && figure.median >= 0.0, "{name}");
+    }
+    assert!(report.parts.exit_ns.median > 0.0 && report.parts.line_ns.median > 0.0);
+    assert_eq!(report.checks.len(), 8);
+    for check in &report.checks {
+        assert!(
+            check.measured_ns.median > 0.0 && check.modelled_ns > 0.0,
+            "{check:?}"
+        );
+    }
+    assert_eq!(
+        report
+            .checks
+            .iter()
+            .filter(|check| check.by_construction)
+            .count(),
+        1
+    );
+    let text = report.to_string();
+    assert!(text.starts_with("MODEL, not a measurement"), "{text}");
+    for part in [
+        "MODELLED: no page",
+        "MODELLED: each page",
+        "98 %",
+        "89 %",
+        "12 TiB",
+    ] {
+        assert!(text.contains(part), "{part} in {text}");
+    }
+}
+
+#[test]
+fn nothing_to_model_is_refused() {
+    for nothing in [
+        setting(&[]),
+        setting(&[0]),
+        ModelSetting {
+            memory_per_vcpu: 0,
+            ..setting(&[1])
+        },
+    ] {
+        let error = model(&nothing, &mut |_| {}).unwrap_err();
+        assert!(error.to_string().contains("nothing to model"));
+    }
+}
