@@ -7,7 +7,7 @@ use crate::revoke::{Worker, Writer};
 use crate::slots::Memslots;
 use crate::vm::{DirtyProtect, Vm};
 use core::sync::atomic::Ordering;
-use pageferry_addr::Gfn;
+use pageferry_addr::{Gfn, GfnRange};
 use pageferry_memslot::Slot;
 
 const BITS: usize = u64::BITS as usize;
@@ -38,7 +38,9 @@ impl<M: Memslots> Vm<M> {
                 // A load is cheaper than a swap, and most words are 0.
                 if log.bits.words()[w].load(Ordering::Relaxed) != 0 {
                     *word = log.bits.take_word(w);
-                    changed += protect(worker, slot, log, w, *word);
+                    if log.by == DirtyBy::WriteProtection {
+                        changed += protect(worker, slot, log, w, *word);
+                    }
                     pages += u64::from(word.count_ones());
                 }
             }
@@ -94,8 +96,23 @@ impl<M: Memslots> Vm<M> {
             });
         }
         let (mut pages, mut changed) = (0, 0);
+        let splits = self.config().dirty_protect == DirtyProtect::InitiallySet;
         worker.deferred(|worker| {
             let _held = slots.exclude();
+            let pages_left = slot.range.pages().saturating_sub(first);
+            let reached = pages_left.min((clear.len() * BITS) as u64);
+            if splits
+                && let Some(part) = slot
+                    .range
+                    .start()
+                    .checked_add(first)
+                    .and_then(|first| GfnRange::new(first, reached))
+            {
+                // What was large when the log began is so still. A dirty bit is to speak of one page.
+                let Ok(_) = worker.split(part, 1, &()) else {
+                    unreachable!("the platform aborts where there is no memory");
+                };
+            }
             for (w, mask) in (from..).zip(clear) {
                 if mask & words[w].load(Ordering::Relaxed) != 0 {
                     // First the bits, then the protection: see `revoke.rs`.
@@ -165,7 +182,8 @@ fn harvest<M: Memslots>(
     }
 }
 
-/// Makes the next store to each of 64 pages tell, where `taken` has its bit; gives how many pages' entries changed.
+/// Makes the next store to each of 64 pages tell, where `taken`, from the log, has its bit; gives how many pages' entries
+/// changed. No large page is there.
 fn protect(
     worker: &mut Worker,
     slot: &Slot<SlotData>,
@@ -176,8 +194,8 @@ fn protect(
     let base = Gfn(slot.range.start().0 + (word * BITS) as u64);
     match log.by {
         DirtyBy::WriteProtection => worker.log_by_fault_mask(base, taken),
-        // They were cleared when they were brought in.
-        DirtyBy::Bits => 0,
+        // Stores that the bits tell of come before the flush, and the caller copies the pages after it.
+        DirtyBy::Bits => worker.clear_dirty_mask(base, taken, &()),
     }
 }
 

@@ -8,8 +8,8 @@
 //! value was wrong and what would be right.
 //!
 //! **Mechanism.** Each address space has three B+ trees over one set of slot records: by frame, by id, and by host
-//! address with the largest end below each child (an interval tree). A change copies a leaf of each tree (seldom more of it) and
-//! the record of the slot it changes, no other slot, and publishes each tree by one store; versions in the nodes let a reader's
+//! address with the largest end below each child (an interval tree). A change makes a new record of the slot
+//! it changes, no other, copies a leaf of each tree in which the slot's place changes (seldom more of it), and publishes each tree by one store; versions in the nodes let a reader's
 //! view see all trees at one version. What was replaced is freed after a grace period. `table.rs` says in which
 //! order things become visible and why that suffices; `tree/` has the trees. The kernel keeps two sets of trees and
 //! waits for its readers at every change instead (Szmigiero, *Scalable memslots implementation*, v5, 2021).
@@ -65,6 +65,8 @@ mod slot;
 mod sync;
 mod table;
 mod tree;
+mod trees;
+mod update;
 mod view;
 mod writer;
 
@@ -74,5 +76,6 @@ pub use reader::{SlotGuard, SlotReader};
 pub use request::{Change, Limits, Request};
 pub use slot::Slot;
 pub use table::{Generation, SlotTable};
+pub use update::Update;
 pub use view::SlotView;
-pub use writer::{SlotWriter, Update};
+pub use writer::SlotWriter;

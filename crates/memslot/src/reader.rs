@@ -20,9 +20,16 @@ use pageferry_epoch::{Epoch, Guard, Reader};
 /// per-vCPU `last_used_slot`).
 pub struct SlotReader<D> {
     reader: Reader,
-    last: Cell<Last<D>>,
+    last: Memory<D>,
     // After `reader`, so that the record is given back before the domain can go.
     shared: Arc<Shared<D>>,
+}
+
+/// What a reader remembers.
+struct Memory<D> {
+    last: Cell<Last<D>>,
+    /// The epoch of the guard under which the slot was found; of the current one, if there is a guard.
+    epoch: Cell<Epoch>,
 }
 
 /// The slot found last.
@@ -31,9 +38,6 @@ struct Last<D> {
     /// What the slot holds: as in the record, but at hand. No pages where there is no slot.
     start: u64,
     pages: u64,
-    address_space: u16,
-    /// The epoch of the guard under which the slot was found; of the current one, if there is a guard.
-    epoch: Epoch,
 }
 
 impl<D> Last<D> {
@@ -41,8 +45,6 @@ impl<D> Last<D> {
         slot: ptr::null(),
         start: 0,
         pages: 0,
-        address_space: 0,
-        epoch: Epoch::NEVER,
     };
 }
 
@@ -62,7 +64,10 @@ impl<D> SlotReader<D> {
     pub(crate) fn new(shared: Arc<Shared<D>>) -> Self {
         Self {
             reader: shared.domain.register(),
-            last: Cell::new(Last::NOTHING),
+            last: Memory {
+                last: Cell::new(Last::NOTHING),
+                epoch: Cell::new(Epoch::NEVER),
+            },
             shared,
         }
     }
@@ -71,7 +76,7 @@ impl<D> SlotReader<D> {
     #[inline]
     pub fn pin(&mut self) -> SlotGuard<'_, D> {
         let guard = self.reader.pin();
-        forget_older(&self.last, guard.epoch());
+        self.last.forget_older(guard.epoch());
         SlotGuard {
             guard,
             last: &self.last,
@@ -80,14 +85,14 @@ impl<D> SlotReader<D> {
     }
 }
 
-/// A slot that was found in another epoch than the guard's may have been freed.
-#[inline]
-fn forget_older<D>(last: &Cell<Last<D>>, epoch: Epoch) {
-    if last.get().epoch != epoch {
-        last.set(Last {
-            epoch,
-            ..Last::NOTHING
-        });
+impl<D> Memory<D> {
+    /// A slot that was found in another epoch than the guard's may have been freed.
+    #[inline]
+    fn forget_older(&self, epoch: Epoch) {
+        if self.epoch.get() != epoch {
+            self.epoch.set(epoch);
+            self.last.set(Last::NOTHING);
+        }
     }
 }
 
@@ -104,7 +109,7 @@ impl<D> fmt::Debug for SlotReader<D> {
 #[must_use = "slots can be looked up as long as the guard lives"]
 pub struct SlotGuard<'r, D> {
     guard: Guard<'r>,
-    last: &'r Cell<Last<D>>,
+    last: &'r Memory<D>,
     shared: &'r Shared<D>,
 }
 
@@ -124,13 +129,13 @@ impl<D> SlotGuard<'_, D> {
     #[inline]
     #[must_use]
     pub fn lookup_in(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
-        let last = self.last.get();
-        if gfn.0.wrapping_sub(last.start) < last.pages && last.address_space == address_space {
+        let last = self.last.last.get();
+        if gfn.0.wrapping_sub(last.start) < last.pages {
             // SAFETY: the pointer was reached under this guard, or one of the same epoch other than `NEVER`, since `pin` and
             // `refresh` forget all others; so it is not freed. See `pageferry_epoch`.
             let slot = unsafe { &*last.slot };
             slot.alive.used();
-            if slot.is_current() {
+            if slot.is_current() && slot.address_space == address_space {
                 return Some(slot);
             }
         }
@@ -179,10 +184,8 @@ impl<D> SlotGuard<'_, D> {
     #[inline]
     fn remember<'g>(&'g self, slot: &'g Slot<D>) -> &'g Slot<D> {
         if self.guard.epoch() != Epoch::NEVER {
-            self.last.set(Last {
+            self.last.last.set(Last {
                 slot,
-                epoch: self.guard.epoch(),
-                address_space: slot.address_space,
                 start: slot.range.start().0,
                 pages: slot.range.pages(),
             });
@@ -210,7 +213,7 @@ impl<D> SlotGuard<'_, D> {
     #[inline]
     pub fn refresh(&mut self) {
         self.guard.refresh();
-        forget_older(self.last, self.guard.epoch());
+        self.last.forget_older(self.guard.epoch());
     }
 }
 

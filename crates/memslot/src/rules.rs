@@ -219,7 +219,7 @@ fn check_same<D, E>(old: &Slot<D>, request: &Request<E>, range: GfnRange) -> Res
 /// The bits change with the flag only: while it stays, somebody may wait on them.
 fn check_same_bitmap<D, E>(old: &Slot<D>, request: &Request<E>) -> Result<(), SlotError> {
     let stays = request.flags.contains(SlotFlags::USERFAULT);
-    match (old.userfault_bitmap, request.userfault_bitmap) {
+    match (old.userfault_bitmap(), request.userfault_bitmap) {
         (Some(old), Some(new)) if stays && old != new => Err(SlotError::BitmapChanged {
             id: request.id,
             old,

@@ -1,14 +1,31 @@
+#![expect(unsafe_code, reason = "a record knows which one it took the place of")]
 //! One slot.
 
 use crate::sync::{Alive, AtomicU32, Ordering};
 use crate::{Request, SlotFlags};
+use core::fmt;
 use core::ops::Range;
+use core::ptr;
 use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_MASK, PAGE_SHIFT};
 
 /// The slot is being deleted or moved, or was.
 const INVALID: u32 = 1;
 /// Another record takes this one's place: readers must not take it from their caches.
 const REPLACED: u32 = 2;
+
+/// The record that a record took the place of. Only trees follow it, whose tables are shared where `D` is.
+pub(crate) struct Predecessor<D>(pub(crate) *const Slot<D>);
+
+// SAFETY: an address. Who follows it is answerable for what it finds there: see `tree/mod.rs`.
+unsafe impl<D> Send for Predecessor<D> {}
+// SAFETY: as above.
+unsafe impl<D> Sync for Predecessor<D> {}
+
+impl<D> fmt::Debug for Predecessor<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("_")
+    }
+}
 
 /// A guest range and the host range of the same size that backs it.
 ///
@@ -32,9 +49,13 @@ pub struct Slot<D> {
     pub id: u16,
     /// Where in its chunk the record is; see `slab.rs`.
     pub(crate) place: u32,
-    /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
-    /// word in which the first page's bit is. This crate never reads them.
-    pub userfault_bitmap: Option<Hva>,
+    /// 0 without the flag `USERFAULT`.
+    bitmap: Hva,
+    /// The version in which the record came into its places.
+    pub(crate) born: u64,
+    /// What was in its place by id and by host address before, and, if its frames are the same, by frame; as in the head of a
+    /// tree's node.
+    pub(crate) previous: Predecessor<D>,
     /// The user's own. Dropped by the writer, some operations after the slot was deleted or replaced: see
     /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
     pub data: D,
@@ -49,7 +70,6 @@ impl<D> Slot<D> {
     /// If the host addresses of `range`'s size do not fit 64 bits.
     #[must_use]
     pub fn new(request: Request<D>, range: GfnRange) -> Self {
-        let bitmap = request.userfault_bitmap;
         let bytes = range.pages().checked_mul(1 << PAGE_SHIFT);
         assert!(
             bytes.is_some_and(|bytes| request.hva.checked_add(bytes).is_some()),
@@ -62,10 +82,24 @@ impl<D> Slot<D> {
             range,
             hva: request.hva,
             flags: request.flags,
-            userfault_bitmap: bitmap.filter(|_| request.flags.contains(SlotFlags::USERFAULT)),
+            bitmap: request.userfault_bitmap.unwrap_or(Hva(0)),
+            born: 0,
+            previous: Predecessor(ptr::null()),
             data: request.data,
             mark: AtomicU32::new(0),
             alive: Alive::new(),
+        }
+    }
+
+    /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
+    /// word in which the first page's bit is. This crate never reads them.
+    #[inline]
+    #[must_use]
+    pub const fn userfault_bitmap(&self) -> Option<Hva> {
+        if self.flags.contains(SlotFlags::USERFAULT) {
+            Some(self.bitmap)
+        } else {
+            None
         }
     }
 

@@ -1,3 +1,7 @@
+#![expect(
+    unsafe_code,
+    reason = "copies cells of which there is nobody else's store"
+)]
 //! The one place that chooses where atomics come from: `core`, or loom's model of it.
 
 #[cfg(not(loom))]
@@ -36,5 +40,34 @@ impl Alive {
     }
     pub(crate) fn freed(&self) {
         self.0.with_mut(|_| ());
+    }
+}
+
+/// Copies `count` cells that nobody stores to meanwhile; the ranges may overlap.
+///
+/// # Safety
+/// As for [`core::ptr::copy`]; what `to` held needs no drop.
+#[cfg(not(loom))]
+#[inline(always)]
+pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
+    // SAFETY: as the caller says; loads by others are no race with loads.
+    unsafe { core::ptr::copy(from, to, count) }
+}
+
+/// The same, as a model sees it: each cell is an object of its own.
+///
+/// # Safety
+/// As above.
+#[cfg(loom)]
+pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
+    // SAFETY: as the caller says.
+    let copy = |i: usize| unsafe {
+        let pointer = (*from.add(i)).unsync_load();
+        to.add(i).write(AtomicPtr::new(pointer));
+    };
+    if to.cast_const() < from {
+        (0..count).for_each(copy);
+    } else {
+        (0..count).rev().for_each(copy);
     }
 }

@@ -4,12 +4,15 @@
 //! What becomes visible when is said in [`crate::table`].
 
 use crate::rules::{self, Plan};
+use crate::slot::Predecessor;
 use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
-use crate::tree::{ByGfn, ByHva, ById, Edit, NEWEST, Order};
-use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView};
+use crate::tree::NEWEST;
+use crate::trees::Trees;
+use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
 use alloc::sync::Arc;
 use core::fmt;
 use core::mem;
+use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
 
 /// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
@@ -91,7 +94,7 @@ impl<D> SlotWriter<D> {
         unsafe { self.shared.writer() }
     }
 
-    fn state_ref(&self) -> &State<D> {
+    pub(crate) fn state_ref(&self) -> &State<D> {
         // SAFETY: as above.
         unsafe { self.shared.writer_ref() }
     }
@@ -172,19 +175,27 @@ impl<D> SlotWriter<D> {
                 |space, range, id| overlapping(now.space(space)?, range, id),
             )?
         };
+        let version = self.shared.generation().number() + 1;
         let slots = &mut self.state().pools.slots;
-        let record = |range| slots.insert(Slot::new(request, range));
+        let record = |range, old: *const Slot<D>| {
+            let mut slot = Slot::new(request, range);
+            slot.born = version;
+            slot.previous = Predecessor(old);
+            slots.insert(slot)
+        };
         let pending = match (plan, old) {
-            (Plan::Create(range), None) => Pending::Create { new: record(range) },
+            (Plan::Create(range), None) => Pending::Create {
+                new: record(range, ptr::null()),
+            },
             (Plan::Delete, Some(old)) => Pending::Delete { old },
             (Plan::Move(range), Some(old)) => Pending::Move {
                 old,
-                new: record(range),
+                new: record(range, old),
             },
             (Plan::Flags, Some(old)) => Pending::Flags {
                 old,
                 // SAFETY: found in the tree just now, and nothing was freed since.
-                new: record(unsafe { &*old }.range),
+                new: record(unsafe { &*old }.range, old),
             },
             _ => Pending::Nothing,
         };
@@ -197,14 +208,11 @@ impl<D> SlotWriter<D> {
             unsafe { &*old }.mark_invalid();
         }
         self.state().pending = pending;
-        Ok(Update {
-            writer: Some(self),
-            space,
-        })
+        Ok(Update::new(self, space))
     }
 
     /// Gives a pending update up.
-    fn abort(&mut self) {
+    pub(crate) fn abort(&mut self) {
         let pending = mem::replace(&mut self.state().pending, Pending::Nothing);
         let new = match pending {
             Pending::Nothing => return,
@@ -230,7 +238,7 @@ impl<D> SlotWriter<D> {
     }
 
     /// Does what was begun; gives what that was.
-    fn commit(&mut self, space: usize) -> Pending<D> {
+    pub(crate) fn commit(&mut self, space: usize) -> Pending<D> {
         let version = self.shared.generation().number() + 1;
         let shared = &*self.shared;
         // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
@@ -431,70 +439,6 @@ fn overlapping<D>(now: SlotView<'_, D>, range: GfnRange, id: u16) -> Option<(u16
     }
 }
 
-/// The three trees of one address space, under change.
-struct Trees<'a, D> {
-    space: &'a Space<D>,
-    version: u64,
-    state: &'a mut State<D>,
-}
-
-impl<D> Trees<'_, D> {
-    fn by_gfn(&mut self, change: impl FnOnce(&mut Edit<'_, ByGfn, D>)) {
-        let replaced = &mut self.state.replaced;
-        change(&mut Edit {
-            tree: &self.space.by_gfn,
-            version: self.version,
-            pool: &mut self.state.pools.by_gfn,
-            replaced: &mut |node| replaced.push(Garbage::ByGfn(node)),
-        });
-    }
-
-    fn by_id(&mut self, change: impl FnOnce(&mut Edit<'_, ById, D>)) {
-        let replaced = &mut self.state.replaced;
-        change(&mut Edit {
-            tree: &self.space.by_id,
-            version: self.version,
-            pool: &mut self.state.pools.by_id,
-            replaced: &mut |node| replaced.push(Garbage::ById(node)),
-        });
-    }
-
-    fn by_hva(&mut self, change: impl FnOnce(&mut Edit<'_, ByHva, D>)) {
-        let replaced = &mut self.state.replaced;
-        change(&mut Edit {
-            tree: &self.space.by_hva,
-            version: self.version,
-            pool: &mut self.state.pools.by_hva,
-            replaced: &mut |node| replaced.push(Garbage::ByHva(node)),
-        });
-    }
-
-    /// # Safety
-    /// As for [`Edit::put`].
-    unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
-        self.by_gfn(|edit| unsafe { edit.put(slot) });
-    }
-
-    /// # Safety
-    /// As for [`Edit::put`].
-    unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
-        self.by_id(|edit| unsafe { edit.put(slot) });
-        // SAFETY: as the caller promises.
-        self.by_hva(|edit| unsafe { edit.put(slot) });
-    }
-
-    fn remove_by_gfn(&mut self, slot: &Slot<D>) {
-        self.by_gfn(|edit| edit.remove(ByGfn::key(slot)));
-    }
-
-    fn remove_elsewhere(&mut self, slot: &Slot<D>) {
-        self.by_id(|edit| edit.remove(ById::key(slot)));
-        self.by_hva(|edit| edit.remove(ByHva::key(slot)));
-    }
-}
-
 impl<D> Drop for SlotWriter<D> {
     /// Gives up what was begun and forgotten, and frees what no reader uses.
     fn drop(&mut self) {
@@ -510,72 +454,5 @@ impl<D> fmt::Debug for SlotWriter<D> {
             .field("len", &self.len())
             .field("retired", &self.retired())
             .finish_non_exhaustive()
-    }
-}
-
-/// An operation that has begun. Dropping it gives it up: then nothing has happened.
-#[must_use = "dropping an update gives it up"]
-pub struct Update<'w, D> {
-    /// `None` once it was committed.
-    writer: Option<&'w mut SlotWriter<D>>,
-    space: usize,
-}
-
-impl<'w, D> Update<'w, D> {
-    /// What will be done.
-    #[must_use]
-    pub fn change(&self) -> Change<'_, D> {
-        let pending = self
-            .writer
-            .as_ref()
-            .map(|writer| writer.state_ref().pending);
-        // SAFETY: pending records are in the trees or not yet published, and the writer, which is borrowed, frees none.
-        pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
-    }
-
-    /// Does it. The records of the change can be used until the writer is used again.
-    pub fn commit(mut self) -> Change<'w, D> {
-        let Some(writer) = self.writer.take() else {
-            return Change::Nothing;
-        };
-        let done = writer.commit(self.space);
-        // SAFETY: the new record is in the trees and the old one in the limbo, from which the writer, borrowed for
-        // as long as the answer lives, takes nothing.
-        unsafe { change_of(done) }
-    }
-}
-
-/// # Safety
-/// The records live as long as the answer.
-unsafe fn change_of<'w, D>(pending: Pending<D>) -> Change<'w, D> {
-    // SAFETY: as the caller promises.
-    unsafe {
-        match pending {
-            Pending::Nothing => Change::Nothing,
-            Pending::Create { new } => Change::Created { new: &*new },
-            Pending::Delete { old } => Change::Deleted { old: &*old },
-            Pending::Move { old, new } => Change::Moved {
-                old: &*old,
-                new: &*new,
-            },
-            Pending::Flags { old, new } => Change::FlagsChanged {
-                old: &*old,
-                new: &*new,
-            },
-        }
-    }
-}
-
-impl<D> Drop for Update<'_, D> {
-    fn drop(&mut self) {
-        if let Some(writer) = &mut self.writer {
-            writer.abort();
-        }
-    }
-}
-
-impl<D> fmt::Debug for Update<'_, D> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Update").finish_non_exhaustive()
     }
 }

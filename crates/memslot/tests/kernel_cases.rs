@@ -230,7 +230,7 @@ fn flags_only_and_no_change_at_all() {
     };
     assert_eq!((old.data, new.data), (7, 8));
     assert!(new.flags == logged.flags && old.flags == SlotFlags::EMPTY);
-    assert_eq!(new.userfault_bitmap, Some(Hva(0x1000)));
+    assert_eq!(new.userfault_bitmap(), Some(Hva(0x1000)));
     // The old record is as good as before, but a reader finds the new one, though it found the old one last.
     assert!(!old.is_invalid());
     let found = guard.lookup(gfn(MEM_REGION_GPA)).unwrap();
@@ -245,7 +245,7 @@ fn flags_only_and_no_change_at_all() {
     let Ok(Change::FlagsChanged { new, .. }) = writer.set(off) else {
         panic!("flags differ");
     };
-    assert_eq!(new.userfault_bitmap, None);
+    assert_eq!(new.userfault_bitmap(), None);
     assert_eq!(writer.generation().number(), 3);
 }
 

@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --release --test loom`
 //!
-//! Nodes have four entries there. What is freed is watched: a reader that uses a slot or a node which the free did
-//! not wait for makes a model fail, as does a state that is neither old nor new. Each model gives what the reader
-//! saw, and the test names outcomes that must be among them.
+//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is freed is watched: a
+//! reader that uses a slot or a node which the free did not wait for makes a model fail, as does a state that is neither
+//! old nor new. Each model gives what the reader saw, and the test names outcomes that must be among them.
 //!
 //! What fails when a rule is broken (tried by hand):
 //! - the generation published before the cells, or nodes born a version early: `a_view_sees_a_move_wholly_or_not`,
@@ -15,7 +15,9 @@
 //!   `a_move_up_over_itself`, `a_moved_slot_is_never_valid_at_both_places`, `an_update_that_is_given_up`;
 //! - flags changed without a mark: `flags_change_at_once_and_stay_changed`;
 //! - a slot found last kept over epochs: `the_slot_found_last_is_not_found_after_it_has_gone`;
-//! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`.
+//! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`;
+//! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`, `a_view_outlives_changes`,
+//!   `flags_change_at_once_and_stay_changed`.
 #![cfg(loom)]
 
 use loom::thread;
@@ -472,6 +474,69 @@ fn a_leaf_splits_under_readers() {
         (new, new),
     ];
     assert_eq!(seen, BTreeSet::from(possible));
+}
+
+/// What a view has by id, of a tree whose form `write` changes: slot `changed`, and three others. There are `before`
+/// changes first.
+fn forms(
+    slots: Vec<Request<u32>>,
+    changed: u16,
+    others: [u16; 3],
+    write: impl Fn(&mut SlotWriter<u32>) + Send + Sync + 'static,
+) -> BTreeSet<(u64, bool)> {
+    let before = slots.len() as u64;
+    let mut model = Model::of(slots);
+    model.preemptions = 2;
+    model.explore(
+        1,
+        move |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            for id in others {
+                assert_eq!(view.by_id(id).map(|slot| slot.id), Some(id));
+            }
+            let there = view.by_id(changed).is_some();
+            (view.generation().number() - before, there)
+        },
+        write,
+    )
+}
+
+fn in_order(count: u16) -> Vec<Request<u32>> {
+    (0..count)
+        .map(|id| slot(id, u64::from(id) * 10, 1, 1))
+        .collect()
+}
+
+/// By id there is one leaf of up to eight slots, which has room for four at first.
+#[test]
+fn one_leaf_grows_under_a_view() {
+    let seen = forms(in_order(4), 4, [0, 1, 3], |writer| {
+        writer.set(slot(4, 40, 1, 1)).unwrap();
+        writer.reclaim();
+    });
+    assert_eq!(seen, BTreeSet::from([(0, false), (1, true)]));
+}
+
+#[test]
+fn one_leaf_becomes_a_tree_under_a_view() {
+    let seen = forms(in_order(8), 8, [0, 4, 7], |writer| {
+        writer.set(slot(8, 80, 1, 1)).unwrap();
+        writer.reclaim();
+    });
+    assert_eq!(seen, BTreeSet::from([(0, false), (1, true)]));
+}
+
+#[test]
+fn a_tree_becomes_one_leaf_under_a_view() {
+    let mut slots = in_order(9);
+    // Leaves of three slots, one and one, by id.
+    slots.extend([4, 5, 6, 0].map(|id| Request::delete(0, id)));
+    let seen = forms(slots, 7, [1, 3, 8], |writer| {
+        writer.set(Request::delete(0, 7)).unwrap();
+        writer.reclaim();
+    });
+    assert_eq!(seen, BTreeSet::from([(0, true), (1, false)]));
 }
 
 #[test]

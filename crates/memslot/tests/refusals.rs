@@ -361,7 +361,7 @@ fn a_bitmap_of_broken_words() {
             ..valid()
         };
         let table = table_of([without]);
-        assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap, None);
+        assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap(), None);
     }
 }
 
@@ -373,7 +373,10 @@ fn a_bitmap_past_64_bits() {
     assert_eq!(refused(&mut table_of([]), with_bitmap(Some(bitmap))), error);
     let fits = Hva(bitmap.0 - 8);
     let table = table_of([with_bitmap(Some(fits))]);
-    assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap, Some(fits));
+    assert_eq!(
+        table.view().by_id(3).unwrap().userfault_bitmap(),
+        Some(fits)
+    );
 }
 
 #[test]
@@ -394,7 +397,7 @@ fn another_bitmap_while_userfault_stays() {
     // Off and on again.
     table.set(valid()).unwrap();
     table.set(with_bitmap(Some(new))).unwrap();
-    assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap, Some(new));
+    assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap(), Some(new));
 }
 
 /// Which rule answers for a request that breaks several: each step repairs the rule that answered.

@@ -6,7 +6,9 @@ use crate::host;
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
 use crate::report::{Figure, Report};
-use crate::scheme::{ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, VmMemory};
+use crate::scheme::{
+    ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, RecordFloor, VmMemory,
+};
 use crate::subject::{Stage, Subject, Whole};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -118,6 +120,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
 fn subjects(layout: &Layout) -> Vec<Box<dyn Subject>> {
     vec![
         Box::new(Floor::new(layout.slots())),
+        Box::new(RecordFloor::new(layout.slots())),
         Box::new(Whole::<Memslots>::new(layout)),
         Box::new(Whole::<VmMemory>::new(layout)),
         Box::new(Whole::<ArcSwapArray>::new(layout)),
@@ -173,6 +176,11 @@ mod tests {
         }
         assert!(report.verdicts.len() >= 7, "{:#?}", report.verdicts);
         assert!(report.value(Operation::ByGfn, Floor::NAME, 40).is_some());
+        assert!(
+            report
+                .value(Operation::ByGfn, RecordFloor::NAME, 40)
+                .is_some()
+        );
         assert!(report.value(Operation::Add, Floor::NAME, 40).is_none());
         assert!(
             report

@@ -4,7 +4,7 @@ use crate::clock::{self, Sampler};
 use crate::company::{Order, accompanied, beside_reader, beside_writer};
 use crate::layout::{Keys, Layout};
 use crate::operation::Operation;
-use crate::scheme::{ByGfn, Change, Floor, Lookup, Reader, Scheme};
+use crate::scheme::{ByGfn, Change, Lookup, Payload, Reader, Scheme, SortedKeys};
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
@@ -262,7 +262,7 @@ fn by_gfn<R: Reader>(mut reader: R, step: Operation, stage: &Stage, sink: Sink<'
     }
 }
 
-impl Subject for Floor {
+impl<P: Payload> Subject for SortedKeys<P> {
     fn name(&self) -> &'static str {
         Self::NAME
     }

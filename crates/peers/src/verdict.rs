@@ -2,7 +2,7 @@
 
 use crate::operation::Operation;
 use crate::report::Report;
-use crate::scheme::{Floor, Memslots, Scheme, VmMemory};
+use crate::scheme::{Floor, Memslots, RecordFloor, Scheme, VmMemory};
 use serde::Serialize;
 use std::fmt;
 
@@ -86,13 +86,16 @@ pub(crate) fn verdicts(report: &Report) -> Vec<Verdict> {
     let Some(&most) = sizes.iter().max() else {
         return all;
     };
-    for operation in [Operation::ByGfn, Operation::ByGfnHeld] {
-        let ours = report.value(operation, OURS, most);
-        // The floor has no protection to hold: its plain look-up is the measure of both.
-        let floor = report.value(Operation::ByGfn, Floor::NAME, most);
-        if let (Some(ours), Some(floor)) = (ours, floor) {
-            let name = format!("{}, to the floor", operation.name());
-            all.push(Verdict::new(name, most, OVER_FLOOR, ours / floor, "x"));
+    // Both floors: the one that hands out an address, and the one that hands out a record as ours do.
+    for (floor, name) in [(Floor::NAME, "the floor"), (RecordFloor::NAME, "records")] {
+        // A floor has no protection to hold: its plain look-up is the measure of both.
+        let floor = report.value(Operation::ByGfn, floor, most);
+        for operation in [Operation::ByGfn, Operation::ByGfnHeld] {
+            let ours = report.value(operation, OURS, most);
+            if let (Some(ours), Some(floor)) = (ours, floor) {
+                let name = format!("{}, to {name}", operation.name());
+                all.push(Verdict::new(name, most, OVER_FLOOR, ours / floor, "x"));
+            }
         }
     }
     for (operation, limit) in BOUNDS {
@@ -153,6 +156,7 @@ mod tests {
         let report = report(&[
             (Operation::ByGfn, OURS, 10, 900.0),
             (Operation::ByGfn, Floor::NAME, 100, 20.0),
+            (Operation::ByGfn, RecordFloor::NAME, 100, 12.5),
             (Operation::ByGfn, OURS, 100, 25.0),
             (Operation::Add, OURS, 100, 501.0),
             (Operation::BesideWriter, OURS, 100, 50.0),
@@ -166,6 +170,7 @@ mod tests {
             seen,
             [
                 ("look-up by gfn, to the floor", 1.25, true),
+                ("look-up by gfn, to records", 2.0, false),
                 ("add", 501.0, false),
                 ("look-up beside a busy writer", 50.0, true),
                 ("look-up beside a busy writer, to a quiet one", 2.0, false),

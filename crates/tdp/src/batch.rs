@@ -65,7 +65,8 @@ impl Unflushed {
     /// `tlbs_dirty` did; [`open`](Self::open) came before it. It is counted as aged before it is closed, so it is owed
     /// at every moment; and counted after the change, as a flush before that pays for nothing.
     pub(crate) fn close_aged(&self) {
-        self.aged.fetch_add(1, Ordering::Relaxed);
+        // Release: who pays for it makes vCPUs see the change.
+        self.aged.fetch_add(1, Ordering::Release);
         self.close();
     }
 

@@ -73,7 +73,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     ///
     /// # Errors
     /// What the entry holds, where that is not what `spot` says.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn change(
         &mut self,
         spot: &Spot<'_>,
@@ -108,7 +108,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 
     /// The bookkeeping of a change that was made.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn account(&mut self, first: Gfn, level: u32, old: u64, new: u64, carries: Carries) {
         let (was_leaf, is_leaf) = (F::is_leaf(old, level), F::is_leaf(new, level));
         if was_leaf != is_leaf {
@@ -132,7 +132,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 
     /// Tells the log what a change from one leaf to another, or to none, means for the page.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn tell<G: Format>(
         &self,
         first: Gfn,

@@ -185,6 +185,12 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[F::index(gfn, self.level)]
     }
 
+    /// The entry at `index`.
+    #[inline(always)]
+    pub(crate) fn entry_at(self, index: usize) -> &'g Entry {
+        &self.entries[index]
+    }
+
     /// Looks at the entry for `gfn`, and goes down where it is a link.
     #[inline]
     pub(crate) fn step<P: Platform>(self, platform: &P, gfn: Gfn) -> Step<'g, F> {

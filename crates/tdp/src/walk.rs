@@ -62,13 +62,13 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         self.at
     }
 
-    #[inline]
+    #[inline(always)]
     fn table(&self) -> Table<'g, F> {
         self.path[self.level as usize - 1]
     }
 
     /// The next entry.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn next(&mut self) -> Option<Spot<'g>> {
         if !self.begun {
             self.begun = true;
@@ -90,7 +90,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     }
 
     /// The current entry, as it is now.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn look(&mut self) -> Spot<'g> {
         let entry = self.table().entry(Gfn(self.at));
         let value = entry.load(Ordering::Acquire);
@@ -104,14 +104,32 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     }
 
     /// The entry after the current one and what is below it.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn side(&mut self) -> Option<Spot<'g>> {
-        let frames = F::frames_per_entry(self.level);
-        self.at = (self.at & !(frames - 1)) + frames;
+        if self.level == 1 {
+            // Most entries are of this level, and all it takes is known here.
+            self.at += 1;
+            if self.at < self.end && F::index(Gfn(self.at), 1) != 0 {
+                let entry = self.path[0].entry_at(F::index(Gfn(self.at), 1));
+                return Some(Spot {
+                    entry,
+                    value: entry.load(Ordering::Acquire),
+                    level: 1,
+                    first: Gfn(self.at),
+                });
+            }
+        } else {
+            let frames = F::frames_per_entry(self.level);
+            self.at = (self.at & !(frames - 1)) + frames;
+        }
+        self.up()
+    }
+
+    /// From the start of the entry at which it now stands, up where it is the first of its table.
+    fn up(&mut self) -> Option<Spot<'g>> {
         if self.at >= self.end {
             return None;
         }
-        // Up, where that was the table's last entry.
         while self.level < F::LEVELS && F::index(Gfn(self.at), self.level) == 0 {
             self.level += 1;
         }

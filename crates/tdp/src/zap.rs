@@ -45,10 +45,17 @@ impl<F: Format, P: Platform> Worker<F, P> {
     pub fn invalidate<L: Log>(&mut self, ranges: &[GfnRange], log: &L) -> Invalidating<'_, F, P> {
         let first = ranges.iter().map(|r| r.start().0).min();
         let end = ranges.iter().map(|r| r.end().0).max();
+        let (mut first, mut end) = (first.unwrap_or(0), end.unwrap_or(0));
+        if F::BREAK_BEFORE_MAKE {
+            // A large page that reaches past the ranges goes as a whole: nothing may take its place before the flush.
+            let largest = F::frames_per_entry(F::MAX_LEAF_LEVEL);
+            first &= !(largest - 1);
+            end = end.div_ceil(largest).saturating_mul(largest);
+        }
         {
             let mmu = &*self.mmu;
             let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
-            mmu.invalidation.begin(first.unwrap_or(0), end.unwrap_or(0));
+            mmu.invalidation.begin(first, end);
         }
         // From here on a panic ends it.
         let mut invalidating = Invalidating {

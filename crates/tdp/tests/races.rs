@@ -160,6 +160,22 @@ fn a_large_page_does_not_cover_what_is_invalidated_beside_the_fault() {
 }
 
 #[test]
+fn nothing_takes_the_place_of_a_large_page_before_the_flush() {
+    let mmu = Mmu::<Arm64Ipa48<true>, _>::new(Hooked::default()).unwrap();
+    let (mut worker, mut vcpu) = (mmu.worker(), mmu.worker());
+    fault(&mut worker, 0x200, Access::READ, target(0x800, 2)).unwrap();
+    let (send, receive) = std::sync::mpsc::channel();
+    mmu.platform().at_next_flush(move || {
+        // Outside the range, but inside the large page that went with it.
+        send.send(fault(&mut vcpu, 0x20f, Access::READ, target(0x80f, 1)))
+            .unwrap();
+    });
+    assert_eq!(worker.zap(range(0x210, 1), &()), 512);
+    assert_eq!(receive.recv(), Ok(Err(Refused::Invalidated)));
+    fault(&mut worker, 0x20f, Access::READ, target(0x80f, 1)).unwrap();
+}
+
+#[test]
 fn recovery_leaves_what_is_being_invalidated() {
     let mmu = Mmu::<Ept4, _>::new(Hooked::default()).unwrap();
     let (mut worker, mut notifier) = (mmu.worker(), mmu.worker());

@@ -27,11 +27,15 @@ const CHUNK_PAGES: u64 = 512;
 pub(super) const ALL_PAGES: u64 = 131_072;
 /// Pages that the guest of the move tests writes to.
 const MOVE_PAGES: u64 = 50;
+/// How many moves, there and back, are timed together. What one takes hangs on what the guest does at that moment (a fault, an
+/// exit, or nothing that has to be waited for), and the guest's passes and single runs that wait for them would keep in step:
+/// then the median is that of one such moment, here this one and there that.
+const MOVES: u32 = 16;
 /// Where in a slot's first page the word is that the sweep reads.
 const TOKEN: u64 = 1024;
 
 /// Runs `test` on the stage for at least `at_least` and at least once; gives seconds a run: the mean, or the median where
-/// runs are timed one by one (the move tests, whose runs take microseconds).
+/// batches of runs are timed one by one (the move tests, whose runs take microseconds).
 ///
 /// # Errors
 /// If the guest is late, or a value it wrote is not where it should be.
@@ -202,11 +206,13 @@ fn moves<M: Memslots>(stage: &Stage<M>, test: Test, at_least: Duration) -> Resul
     let (began, mut runs) = (Instant::now(), Samples::default());
     while runs.is_empty() || began.elapsed() < at_least {
         // On a busy host the guest's thread may wait for a processor, and then there is nobody to interrupt: each
-        // run begins when the guest is at work.
+        // batch begins when the guest is at work.
         stage.wait_passes(1)?;
-        let run = Instant::now();
-        move_once(stage)?;
-        runs.push(run.elapsed().as_secs_f64());
+        let batch = Instant::now();
+        for _ in 0..MOVES {
+            move_once(stage)?;
+        }
+        runs.push(batch.elapsed().as_secs_f64() / f64::from(MOVES));
     }
     // One pass may have begun while the slot was away; the second began and ended with the slot in its place.
     stage.wait_passes(2)?;

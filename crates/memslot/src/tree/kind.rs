@@ -4,8 +4,6 @@ use crate::Slot;
 use crate::sync::{AtomicU64, Ordering};
 use core::fmt::Debug;
 
-/// How many slots a leaf holds. Few in the models, so that nodes split.
-pub(crate) const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
 /// How many children an inner node has. They are copied seldom, so they may be larger.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
@@ -17,9 +15,11 @@ pub(crate) trait Order: Sized + 'static {
     const LEAST: Self::Key;
     /// Above all keys.
     const MOST: Self::Key;
-    /// Where each slot of a leaf ends, for orders in which slots overlap.
-    type Ends: Ends;
-    /// A bound of where the slots below each child end, likewise.
+    /// How many slots a leaf below an inner node has room for.
+    const LEAF: usize;
+    /// How many a leaf may have room for that is all of its tree.
+    const FLAT: usize;
+    /// A bound of where the slots below each child end, for orders in which slots overlap. Then leaves keep ends too.
     type Reach: Reach;
 
     fn key<D>(slot: &Slot<D>) -> Self::Key;
@@ -27,12 +27,6 @@ pub(crate) trait Order: Sized + 'static {
     /// Where the slot ends; of no use where ends are not kept.
     #[inline]
     fn end<D>(_slot: &Slot<D>) -> u64 {
-        0
-    }
-
-    /// Where the slot with this key starts, in the measure of `end`; likewise.
-    #[inline]
-    fn start(_key: Self::Key) -> u64 {
         0
     }
 }
@@ -44,7 +38,8 @@ impl Order for ByGfn {
     type Key = u64;
     const LEAST: u64 = 0;
     const MOST: u64 = u64::MAX;
-    type Ends = ();
+    const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
+    const FLAT: usize = if cfg!(loom) { 4 } else { 128 };
     type Reach = ();
 
     #[inline]
@@ -60,7 +55,8 @@ impl Order for ById {
     type Key = u64;
     const LEAST: u64 = 0;
     const MOST: u64 = u64::MAX;
-    type Ends = ();
+    const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
+    const FLAT: usize = if cfg!(loom) { 8 } else { 64 };
     type Reach = ();
 
     #[inline]
@@ -84,7 +80,8 @@ impl Order for ByHva {
     type Key = u128;
     const LEAST: u128 = 0;
     const MOST: u128 = u128::MAX;
-    type Ends = KeptEnds;
+    const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
+    const FLAT: usize = if cfg!(loom) { 4 } else { 64 };
     type Reach = Bounds;
 
     #[inline]
@@ -95,69 +92,6 @@ impl Order for ByHva {
     #[inline]
     fn end<D>(slot: &Slot<D>) -> u64 {
         slot.hva_range().end.0
-    }
-
-    #[inline]
-    fn start(key: u128) -> u64 {
-        (key >> 16) as u64
-    }
-}
-
-/// The ends of a leaf's slots, or nothing where the order does not need them.
-pub(crate) trait Ends: Copy {
-    const NONE: Self;
-    fn get(&self, index: usize) -> u64;
-    fn set(&mut self, index: usize, end: u64);
-    /// Moves those in `from` so that they begin at `to`.
-    fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize);
-    /// Says that a slot has come which overlaps a neighbour.
-    fn overlap(&mut self);
-}
-
-impl Ends for () {
-    const NONE: Self = ();
-    #[inline]
-    fn get(&self, _: usize) -> u64 {
-        0
-    }
-    #[inline]
-    fn set(&mut self, _: usize, _: u64) {}
-    #[inline]
-    fn copy_within(&mut self, _: core::ops::Range<usize>, _: usize) {}
-    #[inline]
-    fn overlap(&mut self) {}
-}
-
-/// [`Ends`] that are kept.
-#[derive(Clone, Copy)]
-pub(crate) struct KeptEnds {
-    /// Unused ones are 0, or what was there before.
-    pub(crate) each: [u64; LEAF],
-    /// Whether no slot of the leaf overlaps another: then the ends ascend. Not set again when the slots in question go,
-    /// until the leaf is split or joined.
-    pub(crate) apart: bool,
-}
-
-impl Ends for KeptEnds {
-    const NONE: Self = Self {
-        each: [0; LEAF],
-        apart: true,
-    };
-    #[inline]
-    fn get(&self, index: usize) -> u64 {
-        self.each[index]
-    }
-    #[inline]
-    fn set(&mut self, index: usize, end: u64) {
-        self.each[index] = end;
-    }
-    #[inline]
-    fn copy_within(&mut self, from: core::ops::Range<usize>, to: usize) {
-        self.each.copy_within(from, to);
-    }
-    #[inline]
-    fn overlap(&mut self) {
-        self.apart = false;
     }
 }
 

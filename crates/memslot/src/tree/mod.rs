@@ -7,19 +7,25 @@
 //! **Guarantee.** A look-up at a version gives what the tree held at that version, however many changes came since; a
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
-//! copies a leaf of at most 16 slot pointers and, where a node is split, joined or ends lower, inner nodes above it; never a slot.
+//! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
+//! ends lower, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing.
 //!
-//! **Mechanism.** Nodes are immutable but for their cells ([`node`]). A change makes a new leaf and publishes it by
-//! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]). So readers elsewhere in
-//! the tree meet no cache line that has changed, other than in path copying, where all meet a new root.
+//! **Mechanism.** Nodes are immutable but for their cells ([`node`], [`leaf`]). A change makes a new leaf and publishes it by
+//! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]); a record with the key
+//! of another is stored over it. So readers elsewhere in
+//! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
+//! leaf, which has room for more than leaves below others have ([`shape`]).
 //!
 //! **Neighbours.** [`crate::table`] keeps three trees an address space and says which versions readers may use;
 //! freeing is its business too. The tree reports each node and slot that it has replaced ([`Replaced`]).
 
+mod draft;
 mod edit;
 mod kind;
+mod leaf;
 mod node;
 mod pool;
+mod shape;
 mod walk;
 
 pub(crate) use edit::Edit;
@@ -30,7 +36,8 @@ pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
 use core::marker::PhantomData;
-use node::{Cell, Head, Inner, Leaf, Node, upper_bound};
+use leaf::Leaf;
+use node::{Cell, Head, Inner, Node, upper_bound};
 
 /// More levels than a tree of 2^16 slots can have: nodes other than the root and the last of each level are at least
 /// a quarter full.
@@ -110,13 +117,20 @@ impl<'g, O: Order, D> At<'g, O, D> {
         unsafe { Node::at(node) }
     }
 
+    /// The slot of this version in the place where `record` is the newest.
     #[inline]
-    fn slot(self, leaf: &'g Leaf<O, D>, index: usize) -> &'g Slot<D> {
-        debug_assert!(index < leaf.head.len());
-        // SAFETY: the first `len` pointers of a leaf are slots, and live as long as the leaf: a slot is retired
-        // together with, or after, the last leaf that points at it.
-        let slot = unsafe { &*leaf.entries.slots[index] };
+    fn slot(self, record: *const Slot<D>) -> &'g Slot<D> {
+        // SAFETY: the cells of a leaf that are in use are never null, and a slot lives as long as a leaf that was reached
+        // holds it: it is retired together with, or after, what takes it out or its place. As with nodes, by the contract of
+        // `Tree::at` that holds for its predecessors down to the first that was born at or before `version`.
+        let mut slot = unsafe { &*record };
         slot.alive.used();
+        while slot.born > self.version {
+            debug_assert!(!slot.previous.0.is_null(), "younger than its leaf");
+            // SAFETY: as above. A record without predecessor was born with its leaf, or with one before.
+            slot = unsafe { &*slot.previous.0 };
+            slot.alive.used();
+        }
         slot
     }
 
@@ -124,17 +138,17 @@ impl<'g, O: Order, D> At<'g, O, D> {
     #[inline]
     pub(crate) fn get(self, key: O::Key) -> Option<&'g Slot<D>> {
         let (leaf, index) = self.find(key)?;
-        Some(self.slot(leaf, index))
+        Some(self.slot(leaf.record(index)))
     }
 
-    /// The pointer to the slot with this key, as it was put in: by it the slot may be freed one day.
+    /// The pointer to the newest record of the slot with this key, as it was put in: by it the slot may be freed one day.
     pub(crate) fn record(self, key: O::Key) -> Option<*const Slot<D>> {
         let (leaf, index) = self.find(key)?;
-        Some(leaf.entries.slots[index])
+        Some(leaf.record(index))
     }
 
     #[inline]
-    fn find(self, key: O::Key) -> Option<(&'g Leaf<O, D>, usize)> {
+    fn find(self, key: O::Key) -> Option<(Leaf<'g, O, D>, usize)> {
         let mut cell = self.root;
         loop {
             match self.enter(cell) {
@@ -142,8 +156,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell = &inner.cells[upper_bound(&inner.keys, key).saturating_sub(1)];
                 }
                 Node::Leaf(leaf) => {
-                    let index = upper_bound(&leaf.entries.keys, key).checked_sub(1)?;
-                    return (leaf.entries.keys[index] == key).then_some((leaf, index));
+                    let index = leaf.rank(key).checked_sub(1)?;
+                    return (leaf.keys()[index] == key).then_some((leaf, index));
                 }
                 Node::Empty => return None,
             }
@@ -161,27 +175,35 @@ impl<'g, O: Order, D> At<'g, O, D> {
     }
 
     /// The same in the newest state, or an error where one leaf alone cannot tell: two leaves read one after the
-    /// other may be of different versions. Look at a version then.
+    /// other may be of different versions. Look at a version then. For [`NEWEST`] only.
     #[inline]
     pub(crate) fn newest_floor(self, key: O::Key) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
-        let mut leftmost = true;
-        let mut cell = self.root;
-        loop {
-            match self.enter(cell) {
-                Node::Inner(inner) => {
-                    let index = upper_bound(&inner.keys, key).saturating_sub(1);
-                    leftmost &= index == 0;
-                    cell = &inner.cells[index];
-                }
-                Node::Leaf(leaf) => {
-                    return match upper_bound(&leaf.entries.keys, key) {
-                        0 if leftmost => Ok(None),
-                        0 => Err(TwoLeaves),
-                        above => Ok(Some(self.slot(leaf, above - 1))),
-                    };
-                }
-                Node::Empty => return Ok(None),
+        debug_assert_eq!(self.version, NEWEST);
+        let mut inner = match self.enter(self.root) {
+            Node::Inner(inner) => inner,
+            Node::Leaf(leaf) => {
+                let at = leaf.rank(key).checked_sub(1);
+                return Ok(at.map(|at| self.slot(leaf.record(at))));
             }
+            Node::Empty => return Ok(None),
+        };
+        // Below, nodes need not tell what they are, and whoever wants the newest does not ask since when they are there.
+        let mut leftmost = true;
+        for _ in 1..inner.head.level() {
+            let index = upper_bound(&inner.keys, key).saturating_sub(1);
+            leftmost &= index == 0;
+            // SAFETY: as in `enter`. The children of an inner node are a level lower, and at level 1 and above inner nodes.
+            inner = unsafe { &*inner.cells[index].newest().cast::<Inner<O>>() };
+            inner.head.alive.used();
+        }
+        let index = upper_bound(&inner.keys, key).saturating_sub(1);
+        // SAFETY: as above; the children at level 0 are leaves.
+        let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
+        leaf.head().alive.used();
+        match leaf.usual_floor(key) {
+            Some(record) => Ok(Some(self.slot(record))),
+            None if leftmost && index == 0 => Ok(None),
+            None => Err(TwoLeaves),
         }
     }
 
@@ -200,9 +222,9 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell = &inner.cells[index];
                 }
                 Node::Leaf(leaf) => {
-                    return match upper_bound(&leaf.entries.keys, key) {
+                    return match leaf.rank(key) {
                         0 => left,
-                        above => Floor::Found(self.slot(leaf, above - 1)),
+                        above => Floor::Found(self.slot(leaf.record(above - 1))),
                     };
                 }
                 Node::Empty => return Floor::Nothing,
@@ -216,7 +238,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         loop {
             match self.enter(cell) {
                 Node::Inner(inner) => cell = &inner.cells[inner.head.len() - 1],
-                Node::Leaf(leaf) => return Some(self.slot(leaf, leaf.head.len() - 1)),
+                Node::Leaf(leaf) => return Some(self.slot(leaf.record(leaf.len() - 1))),
                 Node::Empty => return None,
             }
         }

@@ -10,10 +10,9 @@
 //! the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert, Sun: *Constant-time snapshots with
 //! applications to concurrent data structures*, 2021).
 
-use super::kind::{Ends, INNER, LEAF, Order};
-use crate::Slot;
+use super::kind::{INNER, Order};
+use super::leaf::Leaf;
 use crate::sync::{Alive, AtomicPtr, Ordering};
-use core::ptr;
 
 /// A version that is newer than all.
 pub(crate) const NEWEST: u64 = u64::MAX;
@@ -29,19 +28,39 @@ pub(crate) struct Head {
     pub(crate) len: u8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
+    /// How many slots a leaf has room for.
+    room: u8,
     pub(crate) alive: Alive,
 }
 
 impl Head {
     pub(crate) fn new(born: u64, previous: *const Self, level: u8, len: usize) -> Self {
-        debug_assert!(len <= INNER.max(LEAF));
+        debug_assert!(len <= INNER);
         Self {
             born,
             previous,
             len: len as u8,
             level,
+            room: 0,
             alive: Alive::new(),
         }
+    }
+
+    pub(crate) fn leaf(born: u64, previous: *const Self, len: usize, room: usize) -> Self {
+        debug_assert!(len <= room && room <= 128);
+        Self {
+            born,
+            previous,
+            len: len as u8,
+            level: 0,
+            room: room as u8,
+            alive: Alive::new(),
+        }
+    }
+
+    #[inline]
+    pub(crate) const fn room(&self) -> usize {
+        self.room as usize
     }
 
     pub(crate) fn empty(born: u64, previous: *const Self) -> Self {
@@ -64,38 +83,6 @@ impl Head {
     }
 }
 
-/// The part of a leaf that a change copies.
-pub(crate) struct Entries<O: Order, D> {
-    /// Ascending; unused ones are `MOST`.
-    pub(crate) keys: [O::Key; LEAF],
-    pub(crate) ends: O::Ends,
-    pub(crate) slots: [*const Slot<D>; LEAF],
-}
-
-impl<O: Order, D> Clone for Entries<O, D> {
-    #[inline]
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-impl<O: Order, D> Copy for Entries<O, D> {}
-
-impl<O: Order, D> Entries<O, D> {
-    pub(crate) const fn none() -> Self {
-        Self {
-            keys: [O::MOST; LEAF],
-            ends: O::Ends::NONE,
-            slots: [ptr::null(); LEAF],
-        }
-    }
-}
-
-#[repr(C)]
-pub(crate) struct Leaf<O: Order, D> {
-    pub(crate) head: Head,
-    pub(crate) entries: Entries<O, D>,
-}
-
 #[repr(C)]
 pub(crate) struct Inner<O: Order> {
     pub(crate) head: Head,
@@ -108,7 +95,7 @@ pub(crate) struct Inner<O: Order> {
 /// A node of any kind.
 pub(crate) enum Node<'g, O: Order, D> {
     Empty,
-    Leaf(&'g Leaf<O, D>),
+    Leaf(Leaf<'g, O, D>),
     Inner(&'g Inner<O>),
 }
 
@@ -122,7 +109,7 @@ impl<'g, O: Order, D> Node<'g, O, D> {
         let head = unsafe { &*node };
         if head.level() == 0 {
             // SAFETY: level 0 is the head of a leaf.
-            Self::Leaf(unsafe { &*node.cast::<Leaf<O, D>>() })
+            Self::Leaf(unsafe { Leaf::at(node) })
         } else if head.is_empty_tree() {
             Self::Empty
         } else {
@@ -153,16 +140,22 @@ impl Cell {
     }
 }
 
-/// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is.
-#[inline]
-pub(crate) fn upper_bound<K: Copy + Ord, const N: usize>(keys: &[K; N], key: K) -> usize {
+/// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is. Their number is a power of two, 4 or
+/// more.
+#[inline(always)]
+pub(crate) fn upper_bound<K: Copy + Ord>(keys: &[K], key: K) -> usize {
     // Three counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all,
     // and fewer that wait for each other than a binary search has.
-    const { assert!(N.is_power_of_two() && N >= 4) };
-    let at_most = |index: usize| usize::from(keys[index & (N - 1)] <= key);
-    let sixteens: usize = (1..N / 16).map(|i| at_most(16 * i - 1)).sum();
+    let room = keys.len();
+    debug_assert!(room.is_power_of_two() && room >= 4);
+    // SAFETY: whatever the keys, `sixteens` is less than the number of sixteens, `fours` less than that of fours in one,
+    // and the last index at most 3 above: less than `room`.
+    let at_most = |index: usize| usize::from(unsafe { *keys.get_unchecked(index) } <= key);
+    let sixteens: usize = (1..room / 16).map(|i| at_most(16 * i - 1)).sum();
     let start = 16 * sixteens;
-    let fours: usize = (1..N.min(16) / 4).map(|i| at_most(start + 4 * i - 1)).sum();
+    let fours: usize = (1..room.min(16) / 4)
+        .map(|i| at_most(start + 4 * i - 1))
+        .sum();
     let start = start + 4 * fours;
     start + (0..4).map(|i| at_most(start + i)).sum::<usize>()
 }
@@ -170,17 +163,18 @@ pub(crate) fn upper_bound<K: Copy + Ord, const N: usize>(keys: &[K; N], key: K) 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use alloc::vec::Vec;
 
     #[test]
     fn upper_bound_counts() {
-        for len in 0..=LEAF as u64 {
-            let keys: [u64; LEAF] = core::array::from_fn(|i| {
-                let i = i as u64;
-                if i < len { 10 * i } else { u64::MAX }
-            });
-            for key in 0..10 * len + 20 {
-                let plain = keys.iter().filter(|&&k| k <= key).count();
-                assert_eq!(upper_bound(&keys, key), plain, "{len} {key}");
+        for room in [4, 8, 16, 32, 64, 128_u64] {
+            for len in 0..=room {
+                let key = |i| if i < len { 10 * i } else { u64::MAX };
+                let keys: Vec<u64> = (0..room).map(key).collect();
+                for key in (0..10 * len + 20).step_by(5) {
+                    let plain = keys.iter().filter(|&&k| k <= key).count();
+                    assert_eq!(upper_bound(&keys, key), plain, "{room} {len} {key}");
+                }
             }
         }
     }

@@ -3,10 +3,13 @@
 //! Nodes that come back are kept for the next changes, in numbers that follow those of the tree.
 
 use super::kind::Order;
-use super::node::{Head, Inner, Leaf};
+use super::leaf::{LEAST_ROOM, NewLeaf, ROOMS, drop_leaf, kind_of, layout_of};
+use super::node::{Head, Inner};
+use alloc::alloc::{alloc, dealloc, handle_alloc_error};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use core::mem::MaybeUninit;
+use core::marker::PhantomData;
+use core::mem::{self, MaybeUninit};
 use core::ptr;
 
 /// A node that readers may still see and nobody who comes now.
@@ -14,10 +17,13 @@ pub(crate) struct Replaced(pub(super) *const Head);
 
 /// Where nodes come from and go to; counts them.
 pub(crate) struct Pool<O: Order, D> {
-    leaves: Vec<*mut Leaf<O, D>>,
+    /// Leaves kept, of each kind of room: each begins with a pointer to the next.
+    leaves: [*mut Head; ROOMS],
+    kept: [u8; ROOMS],
+    live_leaves: u32,
     inners: Vec<*mut Inner<O>>,
     bytes: usize,
-    live_leaves: usize,
+    data: PhantomData<fn() -> D>,
 }
 
 pub(crate) fn alloc_head(head: Head) -> *const Head {
@@ -27,10 +33,12 @@ pub(crate) fn alloc_head(head: Head) -> *const Head {
 impl<O: Order, D> Pool<O, D> {
     pub(crate) const fn new() -> Self {
         Self {
-            leaves: Vec::new(),
+            leaves: [ptr::null_mut(); ROOMS],
+            kept: [0; ROOMS],
+            live_leaves: 0,
             inners: Vec::new(),
             bytes: 0,
-            live_leaves: 0,
+            data: PhantomData,
         }
     }
 
@@ -39,13 +47,52 @@ impl<O: Order, D> Pool<O, D> {
         self.bytes
     }
 
-    /// Memory for a leaf, not initialised.
-    pub(super) fn leaf(&mut self) -> *mut Leaf<O, D> {
+    /// A leaf with `room`, without slots.
+    #[inline]
+    pub(super) fn leaf(&mut self, room: usize) -> NewLeaf<O, D> {
         self.live_leaves += 1;
-        self.leaves.pop().unwrap_or_else(|| {
-            self.bytes += size_of::<Leaf<O, D>>();
-            Box::into_raw(Box::<MaybeUninit<Leaf<O, D>>>::new(MaybeUninit::uninit())).cast()
-        })
+        let kind = kind_of(room);
+        let mut node = self.leaves[kind];
+        if node.is_null() {
+            node = self.grow(room);
+        } else {
+            self.kept[kind] -= 1;
+            // SAFETY: a leaf that is kept begins with this pointer.
+            self.leaves[kind] = unsafe { node.cast::<*mut Head>().read() };
+        }
+        // SAFETY: memory for a leaf with this room that nobody uses.
+        unsafe { NewLeaf::new(node, room) }
+    }
+
+    #[cold]
+    fn grow(&mut self, room: usize) -> *mut Head {
+        // A tree has leaves of one room at a time: what is kept of others was left behind.
+        for kind in (0..ROOMS).filter(|&kind| kind != kind_of(room)) {
+            self.release(kind);
+        }
+        let layout = layout_of::<O, D>(room);
+        self.bytes += layout.size();
+        // SAFETY: the layout's size is not 0.
+        let node = unsafe { alloc(layout) };
+        if node.is_null() {
+            handle_alloc_error(layout);
+        }
+        node.cast()
+    }
+
+    /// Gives the leaves back that are kept of this kind of room.
+    fn release(&mut self, kind: usize) {
+        let layout = layout_of::<O, D>(LEAST_ROOM << kind);
+        let mut node = mem::replace(&mut self.leaves[kind], ptr::null_mut());
+        self.bytes -= usize::from(mem::take(&mut self.kept[kind])) * layout.size();
+        while !node.is_null() {
+            // SAFETY: a leaf that is kept begins with a pointer to the next; made for this room, and freed once.
+            unsafe {
+                let next = node.cast::<*mut Head>().read();
+                dealloc(node.cast(), layout);
+                node = next;
+            }
+        }
     }
 
     /// Memory for an inner node, not initialised.
@@ -70,15 +117,21 @@ impl<O: Order, D> Pool<O, D> {
             drop(unsafe { Box::from_raw(node) });
         } else if head.level() == 0 {
             self.live_leaves -= 1;
-            let leaf = node.cast::<Leaf<O, D>>();
-            if self.leaves.len() < (self.live_leaves / 8).clamp(4, 64) {
-                // SAFETY: a head has nothing to drop but what a model tracks.
-                unsafe { ptr::drop_in_place(leaf) };
-                self.leaves.push(leaf);
-            } else {
-                self.bytes -= size_of::<Leaf<O, D>>();
-                // SAFETY: made by `leaf` out of a box of this layout, and written whole since.
-                drop(unsafe { Box::from_raw(leaf) });
+            let room = head.room();
+            let kind = kind_of(room);
+            // SAFETY: as the caller says; the memory was made by `leaf` for this room.
+            unsafe {
+                drop_leaf::<O, D>(node);
+                let few = if room <= O::LEAF { 4 } else { 2 };
+                if u32::from(self.kept[kind]) < (self.live_leaves / 8).clamp(few, 64) {
+                    self.kept[kind] += 1;
+                    node.cast::<*mut Head>().write(self.leaves[kind]);
+                    self.leaves[kind] = node;
+                } else {
+                    let layout = layout_of::<O, D>(room);
+                    self.bytes -= layout.size();
+                    dealloc(node.cast(), layout);
+                }
             }
         } else {
             let inner = node.cast::<Inner<O>>();
@@ -97,12 +150,9 @@ impl<O: Order, D> Pool<O, D> {
 
 impl<O: Order, D> Drop for Pool<O, D> {
     fn drop(&mut self) {
-        for &leaf in &self.leaves {
-            // SAFETY: made by `leaf` out of a box of this layout; its content was dropped.
-            drop(unsafe { Box::from_raw(leaf.cast::<MaybeUninit<Leaf<O, D>>>()) });
-        }
+        (0..ROOMS).for_each(|kind| self.release(kind));
         for &inner in &self.inners {
-            // SAFETY: made by `inner`, likewise.
+            // SAFETY: made by `inner` out of a box of this layout; its content was dropped.
             drop(unsafe { Box::from_raw(inner.cast::<MaybeUninit<Inner<O>>>()) });
         }
     }

@@ -1,7 +1,8 @@
 //! Walks over slots in ascending order.
 
-use super::kind::{ByHva, INNER, LEAF, Order, Reach};
-use super::node::{Cell, Inner, Leaf, Node, upper_bound};
+use super::kind::{ByHva, INNER, Order, Reach};
+use super::leaf::Leaf;
+use super::node::{Cell, Inner, Node, upper_bound};
 use super::{At, MAX_LEVELS};
 use crate::Slot;
 use core::mem::MaybeUninit;
@@ -40,7 +41,7 @@ impl<'g, O: Order> Path<'g, O> {
 pub(crate) struct Ascending<'g, O: Order, D> {
     at: At<'g, O, D>,
     path: Path<'g, O>,
-    leaf: Option<&'g Leaf<O, D>>,
+    leaf: Option<Leaf<'g, O, D>>,
     index: usize,
 }
 
@@ -64,7 +65,7 @@ impl<'g, O: Order, D> Ascending<'g, O, D> {
                 }
                 Node::Leaf(leaf) => {
                     walk.leaf = Some(leaf);
-                    walk.index = after.map_or(0, |key| upper_bound(&leaf.entries.keys, key));
+                    walk.index = after.map_or(0, |key| leaf.rank(key));
                     return walk;
                 }
                 Node::Empty => return walk,
@@ -73,7 +74,7 @@ impl<'g, O: Order, D> Ascending<'g, O, D> {
     }
 
     #[cold]
-    fn next_leaf(&mut self) -> Option<&'g Leaf<O, D>> {
+    fn next_leaf(&mut self) -> Option<Leaf<'g, O, D>> {
         loop {
             let (inner, next) = self.path.top()?;
             if *next == inner.head.len() {
@@ -97,13 +98,13 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
         let mut leaf = self.leaf?;
-        while self.index >= leaf.head.len() {
+        while self.index >= leaf.len() {
             self.leaf = self.next_leaf();
             self.index = 0;
             leaf = self.leaf?;
         }
         self.index += 1;
-        Some(self.at.slot(leaf, self.index - 1))
+        Some(self.at.slot(leaf.record(self.index - 1)))
     }
 }
 
@@ -117,7 +118,7 @@ pub(crate) struct Overlapping<'g, D> {
     /// The inner nodes above where the walk is, each with the bits of the children still to be visited. Those below `depth` are there; the others are not even initialised, as mostly none is needed.
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
-    leaf: Option<&'g Leaf<ByHva, D>>,
+    leaf: Option<Leaf<'g, ByHva, D>>,
     /// The bits of the slots of `leaf` still to be given.
     slots: u64,
 }
@@ -160,15 +161,7 @@ impl<'g, D> Overlapping<'g, D> {
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
-                let low = upper_bound(&leaf.entries.keys, self.limit - 1);
-                let ends = &leaf.entries.ends;
-                self.slots = if ends.apart {
-                    // The ends ascend: those above `start` come last.
-                    let first = (0..low).rev().take_while(|&i| ends.each[i] > start);
-                    first.fold(0, |slots, i| slots | 1 << i)
-                } else {
-                    bits(LEAF, |i| ends.each[i] > start) & ((1_u64 << low) - 1)
-                };
+                self.slots = reaching(leaf, leaf.rank(self.limit - 1), start);
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}
@@ -198,10 +191,25 @@ impl<'g, D> Overlapping<'g, D> {
     }
 }
 
+/// The bits of those of the first `count` slots of a leaf that end above `start`.
+#[inline(always)]
+fn reaching<D>(leaf: Leaf<'_, ByHva, D>, count: usize, start: u64) -> u64 {
+    let (up_to, ends) = (&leaf.up_to()[..count], &leaf.ends()[..count]);
+    // Backwards until all further left end too low: where slots do not overlap, one step.
+    let mut slots = 0;
+    for (i, (&highest, &end)) in up_to.iter().zip(ends).enumerate().rev() {
+        if highest <= start {
+            break;
+        }
+        slots |= u64::from(end > start) << i;
+    }
+    slots
+}
+
 /// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
 #[inline(always)]
 fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
-    const { assert!(LEAF < 64 && INNER <= 64) };
+    const { assert!(ByHva::FLAT <= 64 && INNER <= 64) };
     (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 
@@ -218,6 +226,6 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
         let leaf = self.leaf?;
         let index = self.slots.trailing_zeros() as usize;
         self.slots &= self.slots - 1;
-        Some(self.at.slot(leaf, index))
+        Some(self.at.slot(leaf.record(index)))
     }
 }

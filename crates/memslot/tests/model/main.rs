@@ -1,6 +1,7 @@
 //! Operations on a table, against a plain model: every look-up, at every version that somebody still reads.
 
 mod driver;
+mod forms;
 mod full;
 mod old_views;
 mod plain;

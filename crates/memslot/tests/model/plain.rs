@@ -26,7 +26,7 @@ impl Plain {
             pages: slot.range.pages(),
             hva: slot.hva.0,
             flags: slot.flags.0,
-            bitmap: slot.userfault_bitmap.map(|bitmap| bitmap.0),
+            bitmap: slot.userfault_bitmap().map(|bitmap| bitmap.0),
             data: slot.data,
         }
     }

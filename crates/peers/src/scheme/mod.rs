@@ -13,7 +13,7 @@ mod rust_vmm;
 mod tests;
 
 pub use array::ArcSwapArray;
-pub use floor::Floor;
+pub use floor::{Floor, Payload, RecordFloor, SortedKeys};
 pub use locked::LockedTree;
 pub use ours::Memslots;
 pub use persistent::ArcSwapImbl;

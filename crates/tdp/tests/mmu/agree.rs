@@ -585,7 +585,7 @@ macro_rules! formats {
     ($($name:ident: $format:ty),+ $(,)?) => {
         proptest! {
             #![proptest_config(ProptestConfig {
-                cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(64),
+                cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(128),
                 failure_persistence: None,
                 max_shrink_iters: 2000,
                 ..ProptestConfig::default()

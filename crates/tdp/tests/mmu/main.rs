@@ -5,7 +5,7 @@
 //! leave with a plain [`model`]; the [`machine`] below them has a TLB that forgets only what it is told to flush, and sees
 //! whether entries that must be broken before they are made are. `starve` takes table memory away; `huge` builds the
 //! tables of a 12 TiB VM.
-#![cfg(not(loom))]
+#![cfg(not(any(loom, shuttle)))]
 
 mod agree;
 mod basic;

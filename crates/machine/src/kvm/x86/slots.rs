@@ -243,7 +243,7 @@ fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
         size: slot.range.pages() * PAGE_SIZE,
         hva: slot.hva,
         flags: slot.flags,
-        userfault_bitmap: slot.userfault_bitmap,
+        userfault_bitmap: slot.userfault_bitmap(),
         data: slot.data.clone(),
     }
 }

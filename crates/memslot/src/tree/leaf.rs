@@ -1,0 +1,450 @@
+#![expect(
+    unsafe_code,
+    reason = "the arrays of a leaf are as long as its head says"
+)]
+//! Leaves: the slots of a stretch of keys.
+//!
+//! A leaf is its [`Head`], then as many keys as it has room for, then (where the order keeps them) the end of each slot and
+//! the greatest end so far, then the cells of slots. Below inner nodes all leaves have the order's usual room,
+//! [`Order::LEAF`]; a leaf that is all of its tree has as much as it needs, up to [`Order::FLAT`], as searching one
+//! array takes less time than going down a level.
+//!
+//! Keys and ends never change after the leaf was published. A cell changes when another record takes the place of the one
+//! with the same key: the new record knows the old one, and since which version it has its place ([`Slot`]), as nodes do.
+
+use super::kind::{Order, Reach};
+use super::node::{Head, upper_bound};
+use crate::Slot;
+use crate::sync::{AtomicPtr, Ordering, copy_cells};
+use core::alloc::Layout;
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::{ptr, slice};
+
+/// The least room of a leaf; all others are this times a power of two.
+pub(crate) const LEAST_ROOM: usize = if cfg!(loom) { 4 } else { 16 };
+/// What leaves are aligned to.
+const ALIGN: usize = 16;
+/// How many kinds of room there are.
+pub(crate) const ROOMS: usize = 4;
+
+/// The least room for `len` slots.
+pub(crate) fn room_for(len: usize) -> usize {
+    len.next_power_of_two().max(LEAST_ROOM)
+}
+
+/// Which kind of room this is, from 0 on.
+pub(crate) const fn kind_of(room: usize) -> usize {
+    (room / LEAST_ROOM).trailing_zeros() as usize
+}
+
+/// One slot of a leaf.
+pub(crate) struct Entry<O: Order, D> {
+    pub(crate) key: O::Key,
+    /// Where the slot ends, where the order keeps ends.
+    pub(crate) end: u64,
+    pub(crate) slot: *const Slot<D>,
+}
+
+/// Where the parts of a leaf are, in bytes from its beginning.
+struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
+
+impl<O: Order, D> Parts<O, D> {
+    const KEYS: usize = size_of::<Head>().next_multiple_of(32);
+    const EACH_END: usize = if O::Reach::KEPT { size_of::<u64>() } else { 0 };
+
+    const fn ends(room: usize) -> usize {
+        Self::KEYS + room * size_of::<O::Key>()
+    }
+
+    const fn up_to(room: usize) -> usize {
+        Self::ends(room) + room * Self::EACH_END
+    }
+
+    const fn cells(room: usize) -> usize {
+        Self::up_to(room) + room * Self::EACH_END
+    }
+
+    const fn layout(room: usize) -> Layout {
+        let size = Self::cells(room) + room * size_of::<AtomicPtr<Slot<D>>>();
+        match Layout::from_size_align(size, ALIGN) {
+            Ok(layout) => layout,
+            Err(_) => panic!("a leaf is small"),
+        }
+    }
+}
+
+/// The memory of a leaf with `room`.
+pub(crate) const fn layout_of<O: Order, D>(room: usize) -> Layout {
+    Parts::<O, D>::layout(room)
+}
+
+/// A leaf that nothing of changes but its cells.
+pub(crate) struct Leaf<'g, O: Order, D> {
+    node: *const Head,
+    order: PhantomData<(O, &'g Slot<D>)>,
+}
+
+impl<O: Order, D> Clone for Leaf<'_, O, D> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<O: Order, D> Copy for Leaf<'_, O, D> {}
+
+impl<'g, O: Order, D> Leaf<'g, O, D> {
+    /// # Safety
+    /// `node` is a leaf of this order and data, by the pointer it was allocated with; during `'g` it is not freed.
+    #[inline(always)]
+    pub(crate) const unsafe fn at(node: *const Head) -> Self {
+        Self {
+            node,
+            order: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    pub(crate) const fn head(self) -> &'g Head {
+        // SAFETY: alive during `'g`.
+        unsafe { &*self.node }
+    }
+
+    #[inline]
+    pub(crate) const fn len(self) -> usize {
+        self.head().len()
+    }
+
+    #[inline]
+    pub(crate) const fn room(self) -> usize {
+        self.head().room()
+    }
+
+    /// # Safety
+    /// `count` elements of type `T` begin `offset` bytes into the leaf, and never change.
+    #[inline(always)]
+    unsafe fn array<T>(self, offset: usize, count: usize) -> &'g [T] {
+        // SAFETY: as the caller says; alive during `'g`, and allocated as one piece.
+        unsafe { slice::from_raw_parts(self.node.byte_add(offset).cast(), count) }
+    }
+
+    #[inline(always)]
+    fn keys_of(self, room: usize) -> &'g [O::Key] {
+        debug_assert_eq!(room, self.room());
+        // SAFETY: written whole by `NewLeaf::done`.
+        unsafe { self.array(Parts::<O, D>::KEYS, room) }
+    }
+
+    /// Ascending; unused ones are `MOST`.
+    #[inline]
+    pub(crate) fn keys(self) -> &'g [O::Key] {
+        self.keys_of(self.room())
+    }
+
+    /// Where each slot ends; empty where ends are not kept.
+    #[inline]
+    pub(crate) fn ends(self) -> &'g [u64] {
+        let len = if O::Reach::KEPT { self.len() } else { 0 };
+        // SAFETY: as above.
+        unsafe { self.array(Parts::<O, D>::ends(self.room()), len) }
+    }
+
+    /// The greatest end up to and with each slot, likewise.
+    #[inline]
+    pub(crate) fn up_to(self) -> &'g [u64] {
+        let len = if O::Reach::KEPT { self.len() } else { 0 };
+        // SAFETY: as above.
+        unsafe { self.array(Parts::<O, D>::up_to(self.room()), len) }
+    }
+
+    /// The greatest end of all, where ends are kept.
+    pub(crate) fn reach(self) -> u64 {
+        match self.len().checked_sub(1) {
+            Some(last) if O::Reach::KEPT => self.up_to()[last],
+            _ => 0,
+        }
+    }
+
+    #[inline(always)]
+    fn cells(self, room: usize) -> *const AtomicPtr<Slot<D>> {
+        // SAFETY: a part of the leaf.
+        unsafe { self.node.byte_add(Parts::<O, D>::cells(room)).cast() }
+    }
+
+    #[inline(always)]
+    fn cell(self, room: usize, index: usize) -> &'g AtomicPtr<Slot<D>> {
+        debug_assert!(room == self.room() && index < self.len());
+        // SAFETY: as above; what changes of a cell is behind its atomic.
+        unsafe { &*self.cells(room).add(index) }
+    }
+
+    /// The newest record of a slot. `Acquire`: what it says was written before.
+    #[inline(always)]
+    pub(crate) fn record(self, index: usize) -> *const Slot<D> {
+        self.cell(self.room(), index).load(Ordering::Acquire)
+    }
+
+    /// How many keys are at most `key`.
+    #[inline(always)]
+    pub(crate) fn rank(self, key: O::Key) -> usize {
+        // Of most leaves the compiler knows the room.
+        if self.room() == O::LEAF {
+            upper_bound(self.keys_of(O::LEAF), key)
+        } else {
+            self.rank_of_any(key)
+        }
+    }
+
+    /// The same, for any room. Apart, so that the loop over an unknown number of keys is in few places.
+    #[inline(never)]
+    fn rank_of_any(self, key: O::Key) -> usize {
+        upper_bound(self.keys(), key)
+    }
+
+    /// The newest record of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose
+    /// room is known: the head is not even read.
+    #[inline(always)]
+    pub(crate) fn usual_floor(self, key: O::Key) -> Option<*const Slot<D>> {
+        let at = upper_bound(self.keys_of(O::LEAF), key).checked_sub(1)?;
+        Some(self.cell(O::LEAF, at).load(Ordering::Acquire))
+    }
+
+    /// The writer's: publishes `slot`, whose key and end are those of the record at `index`, in its place.
+    pub(crate) fn patch(self, index: usize, slot: *const Slot<D>) {
+        self.cell(self.room(), index)
+            .store(slot.cast_mut(), Ordering::Release);
+    }
+
+    /// The writer's.
+    pub(crate) fn entry(self, index: usize) -> Entry<O, D> {
+        Entry {
+            key: self.keys()[index],
+            end: self.ends().get(index).copied().unwrap_or(0),
+            slot: self.record(index),
+        }
+    }
+}
+
+/// A leaf in the making, which nobody else sees.
+pub(crate) struct NewLeaf<O: Order, D> {
+    node: *mut Head,
+    room: usize,
+    len: usize,
+    order: PhantomData<(O, *const Slot<D>)>,
+}
+
+impl<O: Order, D> NewLeaf<O, D> {
+    /// One without slots.
+    ///
+    /// # Safety
+    /// `node` is memory for a leaf with `room`, which nobody else uses.
+    #[inline]
+    pub(crate) unsafe fn new(node: *mut Head, room: usize) -> Self {
+        Self {
+            node,
+            room,
+            len: 0,
+            order: PhantomData,
+        }
+    }
+
+    #[inline(always)]
+    fn part<T>(&self, offset: usize) -> *mut T {
+        // SAFETY: `offset` is that of a part of the leaf.
+        unsafe { self.node.byte_add(offset).cast() }
+    }
+
+    #[inline(always)]
+    fn keys(&self) -> *mut O::Key {
+        self.part(Parts::<O, D>::KEYS)
+    }
+
+    #[inline(always)]
+    fn ends(&self) -> *mut u64 {
+        self.part(Parts::<O, D>::ends(self.room))
+    }
+
+    #[inline(always)]
+    fn cells(&self) -> *mut AtomicPtr<Slot<D>> {
+        self.part(Parts::<O, D>::cells(self.room))
+    }
+
+    /// Writes a slot to place `at`.
+    ///
+    /// # Safety
+    /// `at` is less than the room.
+    #[inline]
+    unsafe fn write(&mut self, at: usize, entry: &Entry<O, D>) {
+        // SAFETY: each part has `room` places.
+        unsafe {
+            self.keys().add(at).write(entry.key);
+            if O::Reach::KEPT {
+                self.ends().add(at).write(entry.end);
+            }
+            let cell = AtomicPtr::new(entry.slot.cast_mut());
+            self.cells().add(at).write(cell);
+        }
+    }
+
+    /// Adds a slot behind those there are.
+    #[inline]
+    pub(crate) fn push(&mut self, entry: &Entry<O, D>) {
+        assert!(self.len < self.room, "a leaf is full");
+        // SAFETY: less than the room.
+        unsafe { self.write(self.len, entry) };
+        self.len += 1;
+    }
+
+    /// Adds the slots `range` of `from` behind those there are.
+    pub(crate) fn append(&mut self, from: Leaf<'_, O, D>, range: Range<usize>) {
+        let (at, count) = (self.len, range.len());
+        assert!(count <= self.room - at && range.end <= from.len());
+        // SAFETY: each part has `room` places, of which those up to `at + count` are used now; `from` is another leaf.
+        unsafe {
+            let keys = from.keys().as_ptr().add(range.start);
+            ptr::copy_nonoverlapping(keys, self.keys().add(at), count);
+            if O::Reach::KEPT {
+                let ends = from.ends().as_ptr().add(range.start);
+                ptr::copy_nonoverlapping(ends, self.ends().add(at), count);
+            }
+            let cells = from.cells(from.room()).add(range.start);
+            copy_cells(cells, self.cells().add(at), count);
+        }
+        self.len += count;
+    }
+
+    /// The leaf, to be published or freed: born at `version` in place of `previous`.
+    pub(crate) fn done(self, version: u64, previous: *const Head) -> *const Head {
+        for unused in self.len..self.room {
+            // SAFETY: there are `room` keys.
+            unsafe { self.keys().add(unused).write(O::MOST) };
+        }
+        self.finish(0, version, previous)
+    }
+
+    /// `from` with a slot more, at index `at`; there is room for it.
+    #[inline]
+    pub(crate) fn with(
+        mut self,
+        from: Leaf<'_, O, D>,
+        at: usize,
+        entry: &Entry<O, D>,
+        version: u64,
+    ) -> *const Head {
+        let len = from.len();
+        assert!(len < from.room() && at <= len, "a leaf is full");
+        self.copy(from);
+        // SAFETY: below `len` all is written, and there is one place more.
+        unsafe {
+            self.shift(at..len, at + 1);
+            self.write(at, entry);
+        }
+        self.len = len + 1;
+        self.finish(at, version, from.node)
+    }
+
+    /// `from` without the slot at index `at`.
+    #[inline]
+    pub(crate) fn without(mut self, from: Leaf<'_, O, D>, at: usize, version: u64) -> *const Head {
+        let len = from.len();
+        assert!(at < len, "no such slot");
+        self.copy(from);
+        // SAFETY: below `len` all is written.
+        unsafe {
+            self.shift(at + 1..len, at);
+            self.keys().add(len - 1).write(O::MOST);
+        }
+        self.len = len - 1;
+        self.finish(at, version, from.node)
+    }
+
+    /// Makes all but the head as in `from`, which has the same room.
+    #[inline]
+    fn copy(&mut self, from: Leaf<'_, O, D>) {
+        let room = self.room;
+        assert_eq!(room, from.room(), "room for a copy");
+        // Copies of a size that the compiler knows are faster.
+        // SAFETY: two leaves of this room.
+        unsafe {
+            match room {
+                _ if room == O::LEAF => self.copy_parts(from, O::LEAF),
+                LEAST_ROOM => self.copy_parts(from, LEAST_ROOM),
+                _ => self.copy_parts(from, room),
+            }
+        }
+    }
+
+    /// # Safety
+    /// `room` is that of both.
+    #[inline(always)]
+    unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
+        let before_cells = Parts::<O, D>::cells(room) - Parts::<O, D>::KEYS;
+        // SAFETY: all parts follow the keys, the cells last.
+        unsafe {
+            let source = from.node.byte_add(Parts::<O, D>::KEYS).cast::<u8>();
+            let target = self.part::<u8>(Parts::<O, D>::KEYS);
+            ptr::copy_nonoverlapping(source, target, before_cells);
+            let cells = self.part(Parts::<O, D>::cells(room));
+            // In a model those that are not used are no objects.
+            let count = if cfg!(loom) { from.len() } else { room };
+            copy_cells(from.cells(room), cells, count);
+        }
+    }
+
+    /// Moves the slots in `from` so that they begin at `to`.
+    ///
+    /// # Safety
+    /// There is room for them there.
+    #[inline]
+    unsafe fn shift(&mut self, from: Range<usize>, to: usize) {
+        let count = from.len();
+        if count == 0 {
+            return;
+        }
+        let (keys, ends, cells) = (self.keys(), self.ends(), self.cells());
+        // SAFETY: each part has `room` places.
+        unsafe {
+            ptr::copy(keys.add(from.start), keys.add(to), count);
+            if O::Reach::KEPT {
+                ptr::copy(ends.add(from.start), ends.add(to), count);
+            }
+            copy_cells(cells.add(from.start), cells.add(to), count);
+        }
+    }
+
+    /// Writes the head, and the greatest ends from index `changed` on.
+    #[inline]
+    fn finish(self, changed: usize, version: u64, previous: *const Head) -> *const Head {
+        // SAFETY: each part has `room` places; those below `len` are written, and the greatest ends below `changed`.
+        unsafe {
+            let head = Head::leaf(version, previous, self.len, self.room);
+            self.node.write(head);
+            if O::Reach::KEPT {
+                let up_to: *mut u64 = self.part(Parts::<O, D>::up_to(self.room));
+                let mut highest = changed.checked_sub(1).map_or(0, |i| up_to.add(i).read());
+                for i in changed..self.len {
+                    highest = highest.max(self.ends().add(i).read());
+                    up_to.add(i).write(highest);
+                }
+            }
+        }
+        self.node
+    }
+}
+
+/// Drops what a model tracks of a leaf; its memory can be used again.
+///
+/// # Safety
+/// As for [`Leaf::at`], and nobody uses the leaf any more.
+pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
+    // SAFETY: written whole, and dropped once.
+    unsafe {
+        let (room, len) = ((*node).room(), (*node).len());
+        if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {
+            let cells = node.byte_add(Parts::<O, D>::cells(room));
+            let cells = ptr::slice_from_raw_parts_mut(cells.cast::<AtomicPtr<Slot<D>>>(), len);
+            ptr::drop_in_place(cells);
+        }
+        ptr::drop_in_place(node);
+    }
+}

@@ -1,0 +1,224 @@
+//! How nodes are split, joined and shared, and how a tree gets a level more or less.
+
+use super::draft::Draft;
+use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
+use super::kind::{Order, Reach};
+use super::leaf::{Entry, Leaf, room_for};
+use super::node::{Head, Inner, Node};
+use core::ops::Range;
+use core::ptr;
+
+/// Joined nodes have at most this many entries; else the neighbours share.
+const fn joined(full: usize) -> usize {
+    full * 3 / 4
+}
+
+/// Slots of a leaf or two, with a new one among them or without: what new leaves are made of.
+struct Slots<'s, O: Order, D> {
+    first: Leaf<'s, O, D>,
+    second: Option<Leaf<'s, O, D>>,
+    /// The new one, and its index among all.
+    new: Option<(usize, &'s Entry<O, D>)>,
+}
+
+impl<O: Order, D> Slots<'_, O, D> {
+    fn len(&self) -> usize {
+        let second = self.second.map_or(0, Leaf::len);
+        self.first.len() + second + usize::from(self.new.is_some())
+    }
+
+    fn get(&self, index: usize) -> Entry<O, D> {
+        let old = match self.new {
+            Some((at, new)) if at == index => return Entry { ..*new },
+            Some((at, _)) if at < index => index - 1,
+            _ => index,
+        };
+        match (old.checked_sub(self.first.len()), self.second) {
+            (Some(beyond), Some(second)) => second.entry(beyond),
+            _ => self.first.entry(old),
+        }
+    }
+}
+
+impl<O: Order, D> Edit<'_, O, D> {
+    /// A leaf below an inner node, of those in `range`; it has a new place.
+    fn leaf_of(&mut self, slots: &Slots<'_, O, D>, range: Range<usize>) -> *const Head {
+        let mut leaf = self.pool.leaf(O::LEAF);
+        range.for_each(|i| leaf.push(&slots.get(i)));
+        leaf.done(self.version, ptr::null())
+    }
+
+    /// Two leaves in place of a full one, with `new` at `at`.
+    pub(super) fn split(
+        &mut self,
+        node: *const Head,
+        leaf: Leaf<'_, O, D>,
+        at: usize,
+        new: &Entry<O, D>,
+        last: bool,
+    ) -> Effect<O> {
+        let slots = Slots {
+            first: leaf,
+            second: None,
+            new: Some((at, new)),
+        };
+        let len = slots.len();
+        if last && at == len - 1 {
+            return Effect::Two(node, new.key, self.leaf_of(&slots, at..len));
+        }
+        let middle = len / 2;
+        let first = self.leaf_of(&slots, 0..middle);
+        let second = self.leaf_of(&slots, middle..len);
+        Effect::Two(first, slots.get(middle).key, second)
+    }
+
+    /// A root of two levels in place of `old`, which is one leaf and has no room for `new`.
+    pub(super) fn unfolded(
+        &mut self,
+        leaf: Leaf<'_, O, D>,
+        new: &Entry<O, D>,
+        old: *const Head,
+    ) -> *const Head {
+        let at = leaf.rank(new.key);
+        let slots = Slots {
+            first: leaf,
+            second: None,
+            new: Some((at, new)),
+        };
+        let len = slots.len();
+        // Where slots come in ascending order, leaves are filled; else three quarters.
+        let each = if at == len - 1 {
+            O::LEAF
+        } else {
+            len.div_ceil(len.div_ceil(joined(O::LEAF)))
+        };
+        let mut draft = Draft::new();
+        for start in (0..len).step_by(each) {
+            let leaf = self.leaf_of(&slots, start..len.min(start + each));
+            let key = if start == 0 {
+                O::LEAST
+            } else {
+                slots.get(start).key
+            };
+            draft.push(key, leaf, reach_of::<O, D>(leaf));
+        }
+        self.inner(&draft, 0..draft.len, 1, old)
+    }
+
+    /// Joins the children `left` and `left + 1` of `draft`, or lets them share.
+    pub(super) fn join(&mut self, draft: &mut Draft<O>, left: usize) {
+        let (first, second) = (draft.nodes[left], draft.nodes[left + 1]);
+        let total = len_of(first) + len_of(second);
+        let middle = if total <= joined(full::<O>(first)) {
+            total
+        } else {
+            total / 2
+        };
+        let (one, other) = match (view::<O, D>(&first), view::<O, D>(&second)) {
+            (Node::Leaf(first), Node::Leaf(second)) => {
+                let slots = Slots {
+                    first,
+                    second: Some(second),
+                    new: None,
+                };
+                let one = self.leaf_of(&slots, 0..middle);
+                let other = (middle < total)
+                    .then(|| (slots.get(middle).key, self.leaf_of(&slots, middle..total)));
+                (one, other)
+            }
+            (Node::Inner(first), Node::Inner(second)) => {
+                let (left_key, right_key) = (draft.keys[left], draft.keys[left + 1]);
+                self.shared(first, second, left_key, right_key, middle)
+            }
+            // Children of one node have one level.
+            _ => unreachable!("neighbours of different levels"),
+        };
+        draft.replace(left, one, reach_of::<O, D>(one));
+        match other {
+            Some((key, other)) => {
+                draft.keys[left + 1] = key;
+                draft.replace(left + 1, other, reach_of::<O, D>(other));
+            }
+            None => draft.remove(left + 1),
+        }
+        self.retire(first);
+        self.retire(second);
+    }
+
+    /// The children of two neighbours, the first `middle` of them in one node and the rest in another.
+    fn shared(
+        &mut self,
+        first: &Inner<O>,
+        second: &Inner<O>,
+        first_key: O::Key,
+        second_key: O::Key,
+        middle: usize,
+    ) -> (*const Head, Option<(O::Key, *const Head)>) {
+        let level = first.head.level();
+        let (mut one, mut other) = (Draft::new(), Draft::new());
+        for (inner, key) in [(first, first_key), (second, second_key)] {
+            for i in 0..inner.head.len() {
+                let key = if i == 0 { key } else { inner.keys[i] };
+                let draft = if one.len < middle {
+                    &mut one
+                } else {
+                    &mut other
+                };
+                draft.push(key, inner.cells[i].newest(), inner.reach.get(i));
+            }
+        }
+        let node = self.inner(&one, 0..one.len, level, ptr::null());
+        if other.len == 0 {
+            return (node, None);
+        }
+        let second = self.inner(&other, 0..other.len, level, ptr::null());
+        (node, Some((other.keys[0], second)))
+    }
+
+    /// `node`, or where it is an inner node with too little below it, what takes its place as a root in place of `old`: a
+    /// copy of its only child, or one leaf of all slots where that is at most half full.
+    pub(super) fn lowered(&mut self, old: *const Head, mut node: *const Head) -> *const Head {
+        // Copies, since a node's `born` is when it came into its place, and the root is another place.
+        loop {
+            let Node::Inner(inner) = view::<O, D>(&node) else {
+                return node;
+            };
+            let children = inner.head.len();
+            let copy = if inner.head.level() == 1 {
+                // Each but the last has no fewer than the least, so most roots have too many to look at each.
+                if children > O::FLAT / 2 / least(O::LEAF) + 1 {
+                    return node;
+                }
+                let lens = inner.cells[..children].iter().map(|c| len_of(c.newest()));
+                let total = lens.sum();
+                if children > 1 && total > O::FLAT / 2 {
+                    return node;
+                }
+                let mut leaf = self.pool.leaf(room_for(total));
+                for cell in &inner.cells[..children] {
+                    let child = cell.newest();
+                    if let Node::Leaf(child) = view::<O, D>(&child) {
+                        leaf.append(child, 0..child.len());
+                    }
+                    self.retire(child);
+                }
+                leaf.done(self.version, old)
+            } else {
+                if children > 1 {
+                    return node;
+                }
+                let child = inner.cells[0].newest();
+                let Node::Inner(below) = view::<O, D>(&child) else {
+                    return node;
+                };
+                let draft = Draft::of(below);
+                let level = below.head.level();
+                let copy = self.inner(&draft, 0..draft.len, level, old);
+                self.retire(child);
+                copy
+            };
+            self.retire(node);
+            node = copy;
+        }
+    }
+}

@@ -1,0 +1,80 @@
+#![expect(unsafe_code, reason = "hands out the records of a change")]
+//! An operation between its two halves.
+
+use crate::table::Pending;
+use crate::{Change, SlotWriter};
+use core::fmt;
+
+/// An operation that has begun. Dropping it gives it up: then nothing has happened.
+#[must_use = "dropping an update gives it up"]
+pub struct Update<'w, D> {
+    /// `None` once it was committed.
+    writer: Option<&'w mut SlotWriter<D>>,
+    space: usize,
+}
+
+impl<'w, D> Update<'w, D> {
+    pub(crate) const fn new(writer: &'w mut SlotWriter<D>, space: usize) -> Self {
+        Self {
+            writer: Some(writer),
+            space,
+        }
+    }
+
+    /// What will be done.
+    #[must_use]
+    pub fn change(&self) -> Change<'_, D> {
+        let pending = self
+            .writer
+            .as_ref()
+            .map(|writer| writer.state_ref().pending);
+        // SAFETY: pending records are in the trees or not yet published, and the writer, which is borrowed, frees none.
+        pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
+    }
+
+    /// Does it. The records of the change can be used until the writer is used again.
+    pub fn commit(mut self) -> Change<'w, D> {
+        let Some(writer) = self.writer.take() else {
+            return Change::Nothing;
+        };
+        let done = writer.commit(self.space);
+        // SAFETY: the new record is in the trees and the old one in the limbo, from which the writer, borrowed for
+        // as long as the answer lives, takes nothing.
+        unsafe { change_of(done) }
+    }
+}
+
+/// # Safety
+/// The records live as long as the answer.
+unsafe fn change_of<'w, D>(pending: Pending<D>) -> Change<'w, D> {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match pending {
+            Pending::Nothing => Change::Nothing,
+            Pending::Create { new } => Change::Created { new: &*new },
+            Pending::Delete { old } => Change::Deleted { old: &*old },
+            Pending::Move { old, new } => Change::Moved {
+                old: &*old,
+                new: &*new,
+            },
+            Pending::Flags { old, new } => Change::FlagsChanged {
+                old: &*old,
+                new: &*new,
+            },
+        }
+    }
+}
+
+impl<D> Drop for Update<'_, D> {
+    fn drop(&mut self) {
+        if let Some(writer) = &mut self.writer {
+            writer.abort();
+        }
+    }
+}
+
+impl<D> fmt::Debug for Update<'_, D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Update").finish_non_exhaustive()
+    }
+}
