@@ -368,8 +368,13 @@ impl<F: Format> Agree<F> {
             .map(|&(start, end)| self.model.zap(start, end))
             .sum();
         assert_eq!(invalidating.zapped(), zapped);
-        let start = ranges.iter().map(|ends| ends.0).min().unwrap();
-        let end = ranges.iter().map(|ends| ends.1).max().unwrap();
+        let mut start = ranges.iter().map(|ends| ends.0).min().unwrap();
+        let mut end = ranges.iter().map(|ends| ends.1).max().unwrap();
+        if self.model.rules.breaks {
+            // What a large page leaves is kept empty as well, until the flush.
+            start &= !(frames(3) - 1);
+            end = end.next_multiple_of(frames(3));
+        }
         assert_eq!(worker.is_invalidating(Gfn(gfn)), start <= gfn && gfn < end);
         // A fault meanwhile. The page it would map must be out of the way as a whole.
         let fault = Fault {

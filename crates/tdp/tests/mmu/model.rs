@@ -16,7 +16,7 @@ pub(crate) struct Rules {
     faults_unused: bool,
     /// Such a leaf has lost the permission to store.
     pub(crate) saved: bool,
-    breaks: bool,
+    pub(crate) breaks: bool,
 }
 
 impl Rules {
