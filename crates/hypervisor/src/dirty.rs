@@ -74,7 +74,8 @@ impl<M: Memslots> Vm<M> {
     /// `KVM_CLEAR_DIRTY_LOG`. Bit `i` of word `w` of `clear` is the slot's page `first + 64 * w + i`. Gives how many
     /// of them the log had.
     ///
-    /// When this returns, every vCPU has lost its right to write those pages unnoticed: copy them after it.
+    /// When this returns, every vCPU has lost its right to write those pages unnoticed: copy them after it. Large pages
+    /// that `clear` reaches are split, where [`DirtyProtect::InitiallySet`] has left any.
     ///
     /// # Errors
     /// If there is no such slot, it has no log, `first` is no multiple of 64, or `clear` reaches past the

@@ -272,7 +272,8 @@ impl<M: Memslots> Vm<M> {
 
     /// Unmaps the guest pages whose host memory any byte of `hva` lies in, and flushes: the call of an MMU notifier,
     /// before the host changes what is mapped there. Every translation that existed when the call began is
-    /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped.
+    /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped: large pages
+    /// go, and count, as a whole.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
@@ -294,8 +295,9 @@ impl<M: Memslots> Vm<M> {
     }
 
     /// Whether the guest has used, since this was last cleared, a page whose host memory any byte of `hva` lies in; gives how many
-    /// such pages were used. With `clear`, they count as unused from now on. Takes no lock that a fault needs, and
-    /// flushes nothing: a use through a translation that a vCPU still has in its TLB is not seen.
+    /// such pages were used. A page that is mapped by a larger one counts with all that this one maps. With `clear`, they
+    /// count as unused from now on. Takes no lock that a fault needs, and flushes nothing: a use through a translation
+    /// that a vCPU still has in its TLB is not seen.
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;

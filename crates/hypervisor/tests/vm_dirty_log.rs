@@ -216,19 +216,19 @@ impl Test {
     /// All vCPUs are out of their guests and the log is read and cleared: what it named must be what has changed.
     fn check(&mut self) {
         let now = self.memory();
-        for page in 0..PAGES as usize {
+        for (page, words) in now.iter().enumerate() {
             assert_eq!(
-                self.copy[page], now[page],
+                self.copy[page], *words,
                 "iteration {}: page {page} has changed and no log names it",
                 self.iteration
             );
-            let changed = now[page] != self.last[page];
+            let changed = *words != self.last[page];
             assert_eq!(
                 self.named[page], changed,
                 "iteration {}: page {page} changed: {changed}",
                 self.iteration
             );
-            let newest = now[page].iter().map(|word| word >> 32).max();
+            let newest = words.iter().map(|word| word >> 32).max();
             // A vCPU may have loaded the number before the last pause and stored it after that, but not two pauses later.
             assert!(
                 !changed || newest.is_some_and(|newest| newest + 1 >= self.iteration),
@@ -281,7 +281,7 @@ fn dirty_log_test(config: VmConfig) -> Outcome {
                 if notify.load(Ordering::Relaxed) {
                     let from = hva + random.next() % PAGES * PAGE;
                     let some = Hva(from)..Hva(from + random.next() % (64 * PAGE));
-                    vm.age_hva(some.clone(), random.next() % 2 == 0);
+                    vm.age_hva(some.clone(), random.next().is_multiple_of(2));
                     vm.invalidate_hva(some);
                 }
                 std::thread::yield_now();
