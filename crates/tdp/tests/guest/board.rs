@@ -6,6 +6,7 @@ use pageferry_addr::{PAGE_SHIFT, Pfn};
 use pageferry_tdp::format::Format;
 use pageferry_tdp::{Entry, Flush, Platform};
 use std::alloc::{Layout, alloc, dealloc};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
@@ -19,6 +20,8 @@ pub(crate) struct Gate {
     inside: AtomicBool,
     /// Whether it handles a fault with what it has read about the slot.
     pub(crate) faulting: AtomicBool,
+    /// Whether it stands still, since all shall, or has ended.
+    pub(crate) parked: AtomicBool,
     pending: PlainMutex<Vec<Flush>>,
 }
 
@@ -29,6 +32,7 @@ impl Gate {
             acknowledged: AtomicU64::new(0),
             inside: AtomicBool::new(false),
             faulting: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
             pending: PlainMutex::new(Vec::new()),
         }
     }
@@ -74,6 +78,21 @@ const KEPT: usize = if cfg!(pageferry_tsan) {
 } else {
     1 << 10
 };
+
+/// Lets others run now and then between reading a link and following it, on real threads: there is where tables
+/// must not go.
+fn dawdle() {
+    thread_local! {
+        static STEPS: Cell<u32> = const { Cell::new(0) };
+    }
+    if cfg!(not(shuttle)) {
+        let steps = STEPS.get().wrapping_add(1);
+        STEPS.set(steps);
+        if steps.is_multiple_of(61) {
+            thread::yield_now();
+        }
+    }
+}
 
 impl<F: Format> Board<F> {
     pub(crate) fn new(vcpus: usize) -> Self {
@@ -164,6 +183,7 @@ unsafe impl<F: Format> Platform for Board<F> {
             drop(freed);
             assert!(!is_freed, "a link leads to a freed table");
         }
+        dawdle();
         let address = (table.0 << PAGE_SHIFT) as usize;
         NonNull::new(ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
     }

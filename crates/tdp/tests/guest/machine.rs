@@ -61,7 +61,7 @@ impl SlotLog {
 /// How long a run is.
 #[derive(Clone, Copy)]
 pub(crate) enum Length {
-    /// So many accesses a vCPU, and a few rounds of everybody else.
+    /// So many accesses a vCPU, and a quarter as many rounds of everybody else.
     #[cfg_attr(not(shuttle), expect(dead_code, reason = "for shuttle only"))]
     Accesses(u64),
     /// So long.
@@ -90,9 +90,9 @@ pub(crate) struct Machine<F: Format> {
     pub(crate) mmu: Arc<Mmu<F, Board<F>>>,
     pub(crate) host: Host,
     pub(crate) log: SlotLog,
-    /// What the reader of the log has copied, by page; none before the log began.
-    pub(crate) copy: Mutex<Option<Vec<Vec<u64>>>>,
-    /// Keeps log passes by dirty bits apart from zaps of everything.
+    /// Whether all vCPUs shall stand still.
+    pub(crate) paused: AtomicBool,
+    /// Keeps log passes by dirty bits apart from zaps, which find dirty bits and tell the log a moment later.
     pub(crate) passes: Mutex<()>,
     /// Whether only pages of 4 KiB are mapped by faults.
     pub(crate) small: bool,
@@ -112,7 +112,7 @@ impl<F: Format> Machine<F> {
             mmu: Mmu::new(Board::new(vcpus)).expect("memory for a root"),
             host: Host::new(pages, vcpus),
             log: SlotLog::new(pages),
-            copy: Mutex::new(None),
+            paused: AtomicBool::new(false),
             passes: Mutex::new(()),
             small,
             length,
@@ -123,7 +123,7 @@ impl<F: Format> Machine<F> {
             .map(|number| {
                 let machine = Arc::clone(&machine);
                 thread::spawn(move || {
-                    let _end = End(&machine.over);
+                    let _end = End(&machine);
                     Vcpu::new(&machine, number).run();
                 })
             })
@@ -133,7 +133,7 @@ impl<F: Format> Machine<F> {
             .map(|&role| {
                 let machine = Arc::clone(&machine);
                 thread::spawn(move || {
-                    let _end = End(&machine.over);
+                    let _end = End(&machine);
                     Maintainer::new(&machine, role).run();
                 })
             })
@@ -157,7 +157,7 @@ impl<F: Format> Machine<F> {
     /// How many rounds there are for others than vCPUs.
     pub(crate) fn goes_round(&self, done: u64) -> bool {
         match self.length {
-            Length::Accesses(_) => done < 2,
+            Length::Accesses(accesses) => done < accesses / 4,
             Length::Time(_) => self.goes_on(done),
         }
     }
@@ -175,14 +175,6 @@ impl<F: Format> Machine<F> {
             }
         });
         assert_eq!(self.mmu.stats().leaves, leaves, "leaves are counted wrong");
-        let copy = self.copy.lock().unwrap().take();
-        if let Some(mut copy) = copy.filter(|_| self.log.is_on()) {
-            self.pass(&mut worker, &mut copy);
-            for (gfn, copied) in (0..).zip(&copy) {
-                let now = self.host.words(gfn).expect("nobody moves pages now");
-                assert_eq!(*copied, now, "page {gfn:#x} is not in the log");
-            }
-        }
         worker.zap_all(&()).expect("memory for a root");
         drop(worker);
         let stats = self.mmu.stats();
@@ -222,6 +214,27 @@ impl<F: Format> Machine<F> {
         }
     }
 
+    /// The last pass: all vCPUs stand still, and then every page must be as it was copied.
+    pub(crate) fn last_pass(
+        &self,
+        worker: &mut pageferry_tdp::Worker<F, Board<F>>,
+        copy: &mut [Vec<u64>],
+    ) {
+        self.paused.store(true, Ordering::SeqCst);
+        for gate in &self.mmu.platform().gates {
+            while !gate.parked.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+        }
+        self.pass(worker, copy);
+        let copied = copy.to_vec();
+        for (gfn, copied) in copied.iter().enumerate() {
+            self.copy_page(copy, gfn);
+            assert_eq!(*copied, copy[gfn], "page {gfn:#x} is not in the log");
+        }
+        self.paused.store(false, Ordering::SeqCst);
+    }
+
     /// Copies one page, when it is somewhere.
     pub(crate) fn copy_page(&self, copy: &mut [Vec<u64>], gfn: usize) {
         loop {
@@ -235,10 +248,13 @@ impl<F: Format> Machine<F> {
 }
 
 /// Ends the run, however its thread ends.
-struct End<'m>(&'m AtomicBool);
+struct End<'m, F: Format>(&'m Machine<F>);
 
-impl Drop for End<'_> {
+impl<F: Format> Drop for End<'_, F> {
     fn drop(&mut self) {
-        self.0.store(true, Relaxed);
+        self.0.over.store(true, Relaxed);
+        if thread::panicking() {
+            self.0.paused.store(false, Ordering::SeqCst);
+        }
     }
 }

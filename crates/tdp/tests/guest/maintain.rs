@@ -30,7 +30,7 @@ impl<'m, F: Format> Maintainer<'m, F> {
             done += 1;
             match self.role {
                 Role::Notifier => self.move_pages(),
-                Role::Logger => self.log(done),
+                Role::Logger => self.log(),
                 Role::Resizer => self.resize(),
                 Role::Ager => self.age(),
                 Role::Zapper => self.zap(),
@@ -69,7 +69,7 @@ impl<'m, F: Format> Maintainer<'m, F> {
         drop(invalidating);
     }
 
-    fn log(&mut self, round: u64) {
+    fn log(&mut self) {
         let machine = self.machine;
         let all = range(0, machine.host.pages());
         machine.log.switch(true);
@@ -88,14 +88,10 @@ impl<'m, F: Format> Maintainer<'m, F> {
             thread::yield_now();
             machine.pass(&mut self.worker, &mut copy);
         }
-        // What is copied is checked at the end, if the log is on then.
-        if machine.goes_round(round) {
-            machine.log.switch(false);
-            machine.mmu.platform().wait_for_faults();
-            self.recover();
-        } else {
-            *machine.copy.lock().unwrap() = Some(copy);
-        }
+        machine.last_pass(&mut self.worker, &mut copy);
+        machine.log.switch(false);
+        machine.mmu.platform().wait_for_faults();
+        self.recover();
     }
 
     fn recover(&mut self) {
@@ -129,14 +125,20 @@ impl<'m, F: Format> Maintainer<'m, F> {
             .age(range(first, pages), true, &self.machine.log);
     }
 
+    /// What keeps dirty bits that are on their way to the log apart from who reads it.
+    fn apart(&self) -> Option<impl Drop + use<'m, F>> {
+        let machine = self.machine;
+        (F::DIRTY_BY == DirtyBy::Hardware).then(|| machine.passes.lock().unwrap())
+    }
+
     fn zap(&mut self) {
         let (first, pages) = self.some();
+        let _apart = self.apart();
         self.worker.zap(range(first, pages), &self.machine.log);
     }
 
     fn zap_all(&mut self) {
-        let _apart =
-            (F::DIRTY_BY == DirtyBy::Hardware).then(|| self.machine.passes.lock().unwrap());
+        let _apart = self.apart();
         self.worker
             .zap_all(&self.machine.log)
             .expect("memory for a root");

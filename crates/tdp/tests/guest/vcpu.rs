@@ -82,14 +82,33 @@ impl<'m, F: Format> Vcpu<'m, F> {
         // A root that was replaced before is not told.
         self.gate().enter();
         self.root = self.machine.mmu.root();
-        let mut done = 0;
+        let (mut done, mut gfn) = (0, 0);
         while self.machine.goes_on(done) {
             done += 1;
-            let gfn = self.random.below(self.host().pages());
+            self.park();
+            // Often the same page again: that is what a translation that should be gone is good for.
+            if self.random.one_in(2) {
+                gfn = self.random.below(self.host().pages());
+            }
             let new = (!self.random.one_in(3)).then_some(done);
             self.access(gfn, new);
         }
         self.gate().leave();
+    }
+
+    /// Stands still while all shall.
+    fn park(&mut self) {
+        let paused = &self.machine.paused;
+        // Again after each time: who pauses may have seen it parked from the time before.
+        while paused.load(Ordering::SeqCst) {
+            self.gate().leave();
+            self.gate().parked.store(true, Ordering::SeqCst);
+            while paused.load(Ordering::SeqCst) {
+                thread::yield_now();
+            }
+            self.gate().parked.store(false, Ordering::SeqCst);
+            self.gate().enter();
+        }
     }
 
     /// One load, or store of `new`, which may take several faults.
@@ -315,5 +334,6 @@ impl<F: Format> Drop for Vcpu<'_, F> {
     fn drop(&mut self) {
         // Also after a panic: nobody shall wait for it.
         self.gate().leave();
+        self.gate().parked.store(true, Ordering::SeqCst);
     }
 }

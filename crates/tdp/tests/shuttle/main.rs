@@ -24,7 +24,7 @@ use std::time::Duration;
 const PAGES: u64 = 8;
 const SCENARIOS: u32 = 8;
 
-fn check<F: Format>(vcpus: usize, roles: &'static [Role], small: bool) {
+fn check<F: Format>(vcpus: usize, accesses: u64, roles: &'static [Role], small: bool) {
     let seconds = std::env::var("PAGEFERRY_SHUTTLE_SECONDS");
     let seconds: u64 = seconds.map_or(40, |s| s.parse().expect("a number of seconds"));
     let time = Duration::from_secs(seconds) / SCENARIOS / 2;
@@ -36,7 +36,7 @@ fn check<F: Format>(vcpus: usize, roles: &'static [Role], small: bool) {
     let count: &'static AtomicU64 = Box::leak(Box::new(count));
     let run = move || {
         count.fetch_add(1, Ordering::Relaxed);
-        Machine::<F>::run(vcpus, PAGES, roles, small, Length::Accesses(8));
+        Machine::<F>::run(vcpus, PAGES, roles, small, Length::Accesses(accesses));
     };
     let both = AssertUnwindSafe(|| {
         let random = Runner::new(RandomScheduler::new(usize::MAX), config.clone()).run(run);
@@ -53,40 +53,40 @@ fn check<F: Format>(vcpus: usize, roles: &'static [Role], small: bool) {
 
 #[test]
 fn faults_and_moving_frames() {
-    check::<Ept4>(2, &[Role::Notifier], false);
+    check::<Ept4>(2, 8, &[Role::Notifier], false);
 }
 
 #[test]
 fn faults_and_a_log_by_dirty_bits() {
-    check::<Ept4>(2, &[Role::Logger, Role::Ager], false);
+    check::<Ept4>(2, 8, &[Role::Logger, Role::Ager], false);
 }
 
 #[test]
 fn faults_and_a_log_by_write_protection() {
-    check::<Sv48x4Svade>(2, &[Role::Logger, Role::Zapper], false);
+    check::<Sv48x4Svade>(2, 8, &[Role::Logger, Role::Zapper], false);
 }
 
 #[test]
 fn a_log_where_aging_takes_permissions() {
-    check::<Ept4NoAd>(2, &[Role::Logger, Role::Ager], false);
+    check::<Ept4NoAd>(1, 16, &[Role::Logger, Role::Ager, Role::Ager], true);
 }
 
 #[test]
 fn pages_that_change_size_under_moving_frames() {
-    check::<Ept4>(1, &[Role::Resizer, Role::Notifier, Role::Zapper], false);
+    check::<Ept4>(1, 8, &[Role::Resizer, Role::Notifier, Role::Zapper], false);
 }
 
 #[test]
 fn break_before_make() {
-    check::<Arm64Ipa48<false>>(2, &[Role::Resizer, Role::Notifier], false);
+    check::<Arm64Ipa48<false>>(2, 8, &[Role::Resizer, Role::Notifier], false);
 }
 
 #[test]
 fn everything_zapped_under_moving_frames() {
-    check::<Ept4>(2, &[Role::Destroyer, Role::Notifier], true);
+    check::<Ept4>(2, 8, &[Role::Destroyer, Role::Notifier], true);
 }
 
 #[test]
 fn everything_zapped_under_a_log() {
-    check::<Sv48x4Svade>(2, &[Role::Destroyer, Role::Logger], true);
+    check::<Sv48x4Svade>(2, 8, &[Role::Destroyer, Role::Logger], true);
 }
