@@ -4,11 +4,13 @@ use pageferry_addr::Gfn;
 
 /// Is told what the MMU learns about pages while it changes their entries: a dirty log, above all.
 ///
-/// It is called after the entry has changed and, where the change is a fault's, before the fault returns: so
-/// before any TLB can hold the new translation. It must not call the MMU.
+/// It is called after the entry has changed and before the call that changed it returns. It must not call the MMU.
 ///
-/// The log is complete if its reader first takes its bits, then protects (or cleans) the pages, then flushes: see
-/// `docs/mmu.md`.
+/// A reader misses nothing for good if it takes these steps in order, and copies the pages then. By write protection: take
+/// the bits, protect those pages, flush. By dirty bits: [clean](crate::Worker::clear_dirty) the pages, which tells the
+/// log, and flush; take the bits. What a call that is still under way has found, or made writable (for other vCPUs
+/// too, whose TLBs may hold it at once), is in the log when that call is over: so before the last reading, vCPUs stand still
+/// outside their faults, and zaps are over. See `docs/mmu.md`.
 pub trait Log {
     /// Whether the pages are logged at all. Where they are, no page larger than the smallest becomes writable.
     fn is_on(&self) -> bool {
