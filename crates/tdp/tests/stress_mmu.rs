@@ -1,4 +1,16 @@
 //! Threads that do everything to one MMU at once, on real tables, for `PAGEFERRY_STRESS_SECONDS` (2 by default).
+//!
+//! Under ThreadSanitizer, for a minute (`rustup component add --toolchain nightly rust-src` once):
+//!
+//! ```sh
+//! PAGEFERRY_STRESS_SECONDS=60 RUSTFLAGS="-Zsanitizer=thread --cfg pageferry_tsan" \
+//!     cargo +nightly test -Zbuild-std --target x86_64-unknown-linux-gnu -p pageferry-tdp --test stress_mmu
+//! ```
+//!
+//! `pageferry_tsan` makes epochs acquire where they fence, which ThreadSanitizer does not understand; freed tables go
+//! back to the allocator at once; and the host copies a page that moves by plain loads, so that a store that is not
+//! ordered before the copy is a data race. With tables freed after the flush, without a grace period, it reports races
+//! between `free` and walks within ten seconds.
 #![cfg(not(any(loom, shuttle)))]
 
 mod guest;
