@@ -1,4 +1,28 @@
 //! Interleavings of the MMU's kernel: one entry and who changes it, a table and who still is in it when it goes.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-tdp --release --test loom_mmu`
+//!
+//! A format of two levels with tables of two entries; a vCPU that is in its guest holds its gate, and the platform's flush
+//! takes each gate once. Freed tables and host pages that were given away are cells that loom watches, so that what
+//! is not ordered is reported, and not only what is seen too late. Three preemptions, a second or less each, but for the
+//! one of aging, with two.
+//!
+//! What fails when a rule is broken (tried by hand; each model by the name it has below):
+//! - entries of a table that was cut off are read and not frozen: `a_fault_beside_a_zap_..`, `a_fault_beside_a_recovery_..`;
+//! - a store for the compare-exchange in `Session::change`: `two_faults_..`, `a_fault_beside_a_zap_..`,
+//!   `a_fault_beside_a_recovery_..`, `a_split_beside_the_hardware_..`;
+//! - no grace period in `Worker::reclaim`, or one epoch of it: `a_table_is_not_freed_before_who_walks_it_..`,
+//!   `a_fault_beside_a_zap_..`; none in `OldRoot::dismantle`: `a_tree_is_not_freed_..`;
+//! - no flush in `Batch::settle`: `a_table_is_not_freed_before_hardware_..`, and all about what is lost or given away;
+//! - the flush before the change: all about stores, `a_fault_beside_an_invalidation_..`, `who_protects_pays_..`;
+//! - the log told before the change: `no_store_is_lost_that_a_fast_fault_allows`;
+//! - the ticket checked before the lock, or not at all, or the range not looked at: `a_fault_beside_an_invalidation_..`;
+//! - roots swapped without the exclusive side: `a_fault_beside_a_fast_zap_..`; a swap that is not counted as owed, or no
+//!   `Flush::Roots`: `an_invalidation_beside_a_fast_zap_..`;
+//! - a fault that waits for a frozen entry: `a_split_by_break_before_make_..` (it never ends);
+//! - a link followed without acquire: `a_page_is_there_..`; an exchange without release and acquire: that and
+//!   `who_protects_pays_..`;
+//! - what was aged counted before the change, not at all, or without release: `who_protects_pays_for_who_ages`.
 #![cfg(loom)]
 #![expect(
     unsafe_code,
@@ -108,8 +132,12 @@ impl Machine {
     /// Tables that are not freed.
     fn live(&self) -> usize {
         let tables = self.tables.lock().unwrap().clone();
-        // SAFETY: as in `slot`; nobody frees when this is asked.
-        let live = |slot: &&NonNull<Slot>| unsafe { !slot.as_ref().freed.with(|freed| *freed) };
+        let live = |slot: &&NonNull<Slot>| {
+            // SAFETY: as in `slot`.
+            let freed = unsafe { &slot.as_ref().freed };
+            // SAFETY: loom reports whoever frees beside this.
+            !freed.with(|freed| unsafe { *freed })
+        };
         tables.iter().filter(live).count()
     }
 }
@@ -153,8 +181,8 @@ unsafe impl Platform for Machine {
 
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
         let slot = self.slot(table);
-        // SAFETY: loom reports whoever frees it beside this.
         assert!(
+            // SAFETY: loom reports whoever frees it beside this.
             !slot.freed.with(|freed| unsafe { *freed }),
             "a freed table is used"
         );
@@ -594,6 +622,28 @@ fn a_split_beside_the_hardware_keeps_its_dirty_bit() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
+/// Old and new say the same, so nobody notices.
+#[test]
+fn a_page_is_there_while_it_is_split() {
+    let seen = explore(|swap| {
+        let vm = Vm::<WithBits>::new();
+        vm.before(|worker| fault(worker, 0, Access::READ, target(OLD, 2), &()).unwrap());
+        let (found, split, workers) = vm.race(
+            swap,
+            |_, worker| {
+                worker
+                    .walk(Gfn(1))
+                    .map(|found| (found.leaf.pfn.0, found.level))
+            },
+            |_, worker| worker.split(range(BOTH), 1, &()),
+        );
+        assert_eq!(split, Ok(1));
+        vm.check(workers);
+        found
+    });
+    assert_eq!(seen, BTreeSet::from([Some((OLD, 2)), Some((OLD + 1, 1))]));
+}
+
 /// The flush between break and make waits for the vCPU, which must not wait for the entry.
 #[test]
 fn a_split_by_break_before_make_and_a_fault_do_not_wait_for_each_other() {
@@ -726,6 +776,24 @@ fn a_table_is_not_freed_before_who_walks_it_has_gone() {
         (found, left)
     });
     assert!(seen.is_superset(&BTreeSet::from([(true, 1), (true, 0), (false, 0)])));
+}
+
+/// The same for a tree whose root was replaced.
+#[test]
+fn a_tree_is_not_freed_before_who_walks_it_has_gone() {
+    let seen = explore(|swap| {
+        let vm = Vm::<WithBits>::new();
+        vm.before(|worker| fault(worker, 0, Access::READ, target(OLD, 1), &()).unwrap());
+        let (found, zapped, workers) = vm.race(
+            swap,
+            |_, worker| worker.walk(Gfn(0)).is_some(),
+            |_, worker| worker.zap_all(&()),
+        );
+        assert_eq!(zapped, Ok(1));
+        vm.check(workers);
+        found
+    });
+    assert_eq!(seen, BTreeSet::from([false, true]));
 }
 
 /// Hardware holds no guard: it is made to leave by the flush.
