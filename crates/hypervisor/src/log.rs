@@ -55,7 +55,17 @@ impl<'a> SlotLog<'a> {
         }
     }
 
-    /// The same for a vCPU that has a ring: pages that it dirties go there.
+    /// For a slot that leaves `frames`, and takes `kept` along where it is logged on.
+    pub(crate) const fn leaving(id: u16, frames: GfnRange, kept: Option<&'a DirtyLog>) -> Self {
+        Self {
+            id,
+            frames,
+            log: kept,
+            ring: None,
+        }
+    }
+
+    /// This log for a vCPU that has a ring: pages that it dirties go there.
     pub(crate) const fn with_ring(self, ring: Option<&'a Producer>) -> Self {
         Self { ring, ..self }
     }

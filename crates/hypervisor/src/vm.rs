@@ -221,6 +221,11 @@ impl<M: Memslots> Vm<M> {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
         let data = self.slot_data(slots, &region)?;
+        let logged = SlotFlags::LOG_DIRTY_PAGES;
+        let was_logged = slots
+            .by_id(region.slot)
+            .is_some_and(|old| old.flags.contains(logged));
+        let kept = data.dirty.clone().filter(|_| was_logged);
         let update = slots.begin(Request {
             address_space: 0,
             id: region.slot,
@@ -242,8 +247,9 @@ impl<M: Memslots> Vm<M> {
                 return Ok(());
             }
             Begun::Deleted { old } | Begun::Moved { old, .. } => {
-                // Its log goes with it.
-                self.shared.unmap(worker, old, &());
+                // A log that is kept hears of what the entries know, which is not in it yet; any other goes.
+                let log = SlotLog::leaving(region.slot, old, kept.as_ref());
+                self.shared.unmap(worker, old, &log);
                 update.commit();
             }
             Begun::FlagsChanged { range, old, new } => {

@@ -290,6 +290,41 @@ fn what_a_notifier_unmaps_stays_in_the_log() {
     }
 }
 
+#[test]
+fn a_slot_that_moves_takes_its_log_along() {
+    for by in BOTH {
+        let mut one = One::logging(config(by, DirtyProtect::ByGet), 70);
+        one.store([3, 69]);
+        one.load([9]);
+        let mut region = one.ram.region(1, MEMORY + 7 * PAGE, 0, 70);
+        region.flags = SlotFlags::LOG_DIRTY_PAGES;
+        one.vm.set_user_memory_region(region.clone()).unwrap();
+        assert_eq!(one.fetch(), [3, 69], "{by:?}");
+        // At frame 8 is now page 1.
+        one.store([8]);
+        assert_eq!(one.fetch(), [1], "{by:?}");
+        // The log of a slot that is deleted is gone, also for the next of its id.
+        one.store([8]);
+        one.vm.set_user_memory_region(Region::delete(1)).unwrap();
+        one.vm.set_user_memory_region(region).unwrap();
+        assert_eq!(one.fetch(), [0; 0], "{by:?}");
+    }
+}
+
+#[test]
+fn a_log_that_begins_with_a_move_does_not_know_what_was_before() {
+    for by in BOTH {
+        let mut one = One::new(config(by, DirtyProtect::ByGet), 70);
+        one.store([3]);
+        let mut region = one.ram.region(1, MEMORY + 7 * PAGE, 0, 70);
+        region.flags = SlotFlags::LOG_DIRTY_PAGES;
+        one.vm.set_user_memory_region(region).unwrap();
+        assert_eq!(one.fetch(), [0; 0], "{by:?}");
+        one.store([10]);
+        assert_eq!(one.fetch(), [3], "{by:?}");
+    }
+}
+
 fn ring_config(entries: u32) -> VmConfig {
     VmConfig {
         dirty_ring: Some(entries),
@@ -488,6 +523,32 @@ fn what_a_notifier_finds_dirty_is_in_a_ring_or_in_the_bitmap() {
     // It faults and is pushed again.
     one.store([2]);
     assert_eq!(harvest(&mut ring), [2]);
+}
+
+#[test]
+fn rings_get_what_is_stored_after_the_bitmap_was_cleared() {
+    let mut one = One::new(
+        VmConfig {
+            dirty_protect: DirtyProtect::InitiallySet,
+            ..ring_config(128)
+        },
+        64,
+    );
+    let mut ring = one.vcpu.take_dirty_ring().unwrap();
+    one.store([1, 2]);
+    one.log(true);
+    // The bitmap says so already.
+    one.store([1]);
+    assert_eq!(one.fetch().len(), 64);
+    assert_eq!(one.clear(0, &[0b010]), 1);
+    one.store([1, 2]);
+    assert_eq!(harvest(&mut ring), [1]);
+    assert_eq!(one.fetch().len(), 63);
+    assert_eq!(one.clear(0, &[u64::MAX]), 63);
+    assert_eq!(one.vm.reset_dirty_rings(), 1);
+    one.store([2, 1]);
+    assert_eq!(harvest(&mut ring), [2, 1]);
+    assert_eq!(one.fetch(), [0; 0]);
 }
 
 #[test]

@@ -325,7 +325,7 @@ fn log_and_check(test: &mut Test, fleet: &Fleet) -> u64 {
     }
     let begin = Instant::now();
     let mut iterations = 0;
-    while begin.elapsed() < Duration::from_millis(400) || iterations < 8 {
+    while begin.elapsed() < Duration::from_millis(300) || iterations < 8 {
         assert!(begin.elapsed() < LIMIT, "only {iterations} iterations");
         let (before, enough) = (test.counts(), test.random.next() % 2048);
         fleet.until("stores", || {
@@ -424,7 +424,7 @@ fn a_store_whose_fault_a_load_has_answered_is_logged() {
         let mut vcpus: Vec<_> = (0..2).map(|id| vm.create_vcpu(id).unwrap()).collect();
         let begin = Instant::now();
         let mut rounds = 0;
-        while begin.elapsed() < Duration::from_millis(700) || rounds < 20 {
+        while begin.elapsed() < Duration::from_millis(500) || rounds < 20 {
             let all = ram.hva()..Hva(ram.hva().0 + (1 + TOUCHED) * PAGE);
             vm.invalidate_hva(all);
             for (vcpu, pc) in vcpus.iter_mut().zip([0, 256]) {
