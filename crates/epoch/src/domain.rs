@@ -270,13 +270,19 @@ impl Reader {
         let epoch = self.domain.epoch.load(Ordering::Relaxed);
         let announcement = epoch << 1 | flags;
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri))))]
+        #[cfg(all(
+            any(target_arch = "x86_64", target_arch = "x86"),
+            not(any(loom, shuttle, miri))
+        ))]
         {
             // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
             self.record().announced.swap(announcement, Ordering::SeqCst);
             core::sync::atomic::compiler_fence(Ordering::SeqCst);
         }
-        #[cfg(not(all(any(target_arch = "x86_64", target_arch = "x86"), not(any(loom, shuttle, miri)))))]
+        #[cfg(not(all(
+            any(target_arch = "x86_64", target_arch = "x86"),
+            not(any(loom, shuttle, miri))
+        )))]
         {
             self.record()
                 .announced

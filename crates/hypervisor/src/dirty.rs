@@ -154,7 +154,7 @@ impl<M: Memslots> Vm<M> {
                         let left = slot.range.pages() - offset;
                         let inside = if left < 64 { (1 << left) - 1 } else { u64::MAX };
                         let base = Gfn(slot.range.start().0 + offset);
-                        changed += worker.log_by_fault_mask(base, mask & inside);
+                        changed += worker.log_by_fault_mask(base, mask & inside, &());
                     }
                 });
                 pages += u64::from(reset);
@@ -194,7 +194,7 @@ fn protect(
 ) -> u64 {
     let base = Gfn(slot.range.start().0 + (word * BITS) as u64);
     match log.by {
-        DirtyBy::WriteProtection => worker.log_by_fault_mask(base, taken),
+        DirtyBy::WriteProtection => worker.log_by_fault_mask(base, taken, &()),
         // Stores that the bits tell of come before the flush, and the caller copies the pages after it.
         DirtyBy::Bits => worker.clear_dirty_mask(base, taken, &()),
     }

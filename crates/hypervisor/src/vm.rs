@@ -434,7 +434,7 @@ impl<M: Memslots> Vm<M> {
                 unreachable!("the platform aborts where there is no memory");
             };
             match self.dirty_by() {
-                DirtyBy::WriteProtection => worker.log_by_fault(range),
+                DirtyBy::WriteProtection => worker.log_by_fault(range, &()),
                 DirtyBy::Bits => worker.clear_dirty(range, &()),
             }
         });

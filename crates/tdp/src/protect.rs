@@ -11,9 +11,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// Takes the permission to store from all leaves of `range`, and flushes; gives how many frames had it. Held
     /// shared, with turns.
     ///
+    /// A leaf that loses the permission loses its dirty bit too, where hardware sets that; `log` is told.
+    ///
     /// Who starts a log sees to it that no fault is under way that looked at the slot before it was logged.
-    pub fn write_protect(&mut self, range: GfnRange) -> u64 {
-        let changed = self.protect(range, u64::MAX, &(), F::write_protect, F::is_writable);
+    pub fn write_protect<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        let changed = self.protect(range, u64::MAX, log, F::write_protect, F::is_writable);
         self.finish();
         changed
     }
@@ -21,11 +23,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is set in `mask` (bit 0 is
     /// `base`): for a word of a log. Many words are best done inside [`deferred`](Self::deferred).
     /// A large page is protected as a whole. `base` needs no alignment.
-    pub fn write_protect_mask(&mut self, base: Gfn, mask: u64) -> u64 {
+    pub fn write_protect_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         let range = mask_range(base, mask);
         range.map_or(0, |range| {
             let mask = mask >> (range.start().0 - base.0);
-            let changed = self.protect(range, mask, &(), F::write_protect, F::is_writable);
+            let changed = self.protect(range, mask, log, F::write_protect, F::is_writable);
             self.finish();
             changed
         })
@@ -56,21 +58,21 @@ impl<F: Format, P: Platform> Worker<F, P> {
 
     /// Makes the leaves of `range` tell of the next store to each by a fault, and flushes: the start of a log by write
     /// protection. Leaves whose class is [`Writes::Allowed`] get
-    /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store. Gives how many frames had it. Held
-    /// shared, with turns.
-    pub fn log_by_fault(&mut self, range: GfnRange) -> u64 {
-        let changed = self.protect(range, u64::MAX, &(), by_fault::<F>, is_unlogged::<F>);
+    /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store, and the dirty bits that hardware set, which
+    /// `log` is told. Gives how many frames have changed. Held shared, with turns.
+    pub fn log_by_fault<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
+        let changed = self.protect(range, u64::MAX, log, by_fault::<F>, is_unlogged::<F>);
         self.finish();
         changed
     }
 
     /// [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as
     /// [`write_protect_mask`](Self::write_protect_mask).
-    pub fn log_by_fault_mask(&mut self, base: Gfn, mask: u64) -> u64 {
+    pub fn log_by_fault_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         let range = mask_range(base, mask);
         range.map_or(0, |range| {
             let mask = mask >> (range.start().0 - base.0);
-            let changed = self.protect(range, mask, &(), by_fault::<F>, is_unlogged::<F>);
+            let changed = self.protect(range, mask, log, by_fault::<F>, is_unlogged::<F>);
             self.finish();
             changed
         })

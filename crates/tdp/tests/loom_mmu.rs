@@ -54,7 +54,8 @@ type WithoutBits = Two<false, false>;
 /// With bits, and sizes change by break-before-make.
 type Breaking = Two<true, true>;
 
-impl<const AD: bool, const BREAKS: bool> Layout for Two<AD, BREAKS> {
+// SAFETY: EPT's, with fewer levels.
+unsafe impl<const AD: bool, const BREAKS: bool> Layout for Two<AD, BREAKS> {
     const NAME: &'static str = "two levels";
     const LEVELS: u32 = 2;
     const MAX_LEAF_LEVEL: u32 = 2;
@@ -525,7 +526,7 @@ fn no_store_is_lost_to_a_reader_of_the_log(mapped: bool) -> BTreeSet<(u64, u64, 
             };
             fault(worker, 0, access, target(OLD, 1), &vm.log).unwrap();
             if !mapped {
-                worker.write_protect(range(1));
+                worker.write_protect(range(1), &());
                 vm.log.take();
             }
         });
@@ -541,7 +542,7 @@ fn no_store_is_lost_to_a_reader_of_the_log(mapped: bool) -> BTreeSet<(u64, u64, 
             |vm, worker| {
                 let bit = vm.log.take() != 0;
                 if bit {
-                    worker.write_protect(range(1));
+                    worker.write_protect(range(1), &());
                 }
                 (vm.memory.load(Ordering::Relaxed), bit)
             },
@@ -851,7 +852,7 @@ fn who_protects_pays_for_who_ages() {
             |_, worker| worker.age(range(1), true, &()),
             |vm, worker| {
                 worker.flush();
-                worker.write_protect(range(1));
+                worker.write_protect(range(1), &());
                 let tlb = *vm.gate.lock().unwrap();
                 assert!(
                     !tlb.is_some_and(|cached| cached.write),

@@ -120,9 +120,9 @@ fn a_permission_that_aging_took_is_flushed_for_the_log() {
     assert_eq!(worker.age(range(0, 64), true, &()), 1);
     assert_eq!(mmu.platform().take_flushes(), [], "aging flushes nothing");
     // A TLB may still let stores through, so the log's reader needs a flush though the entry is not writable.
-    assert_eq!(worker.write_protect_mask(Gfn(0), 1 << 7), 0);
+    assert_eq!(worker.write_protect_mask(Gfn(0), 1 << 7, &()), 0);
     assert_eq!(mmu.platform().take_flushes().len(), 1);
-    worker.write_protect_mask(Gfn(0), 1 << 7);
+    worker.write_protect_mask(Gfn(0), 1 << 7, &());
     assert_eq!(mmu.platform().take_flushes(), [], "once");
 }
 

@@ -1,6 +1,6 @@
 //! The phases of KVM's `dirty_log_perf_test` (`tools/testing/selftests/kvm`), with one lock and without.
 //!
-//! Two VMs of the soft hypervisor, alike but for [`Serialised`](crate::serialised::Serialised), go through the same phases in
+//! Two VMs of the soft hypervisor, alike but for [`Serialised`], go through the same phases in
 //! turns: vCPUs write a word of every page of memory that is not mapped yet (*populate*); logging is turned
 //! on (*enable*); the vCPUs write every page again (*dirty*); the log is fetched (*get*) and cleared (*clear*); the last three once
 //! more and more; logging is turned off (*disable*). Each vCPU has its own part of the memory, or all write all of it.

@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! Arm's stage 2 tables with the 4 KiB granule.
 //!
 //! Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory
@@ -55,7 +56,9 @@ const EXECUTE_NEVER: u64 = 1 << 54;
 const HOST_WRITABLE: u64 = 1 << 56;
 const MMU_WRITABLE: u64 = 1 << 57;
 
-impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
+// link differ in what `is_leaf_kind` looks at.
+unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
     for Arm64Stage2<IPA_BITS, HAFDBS, FWB>
 {
     const NAME: &'static str = match HAFDBS {

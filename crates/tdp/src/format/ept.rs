@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! Intel's extended page tables.
 //!
 //! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3C, chapter "VMX Support for
@@ -55,7 +56,9 @@ const MMU_WRITABLE: u64 = 1 << 53;
 /// the L1 Terminal Fault flaw reads the guest's own page through it, no other.
 const SAVED_SHIFT: u32 = 54;
 
-impl<const LEVELS: u32, const AD: bool> Layout for Ept<LEVELS, AD> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
+// link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32, const AD: bool> Layout for Ept<LEVELS, AD> {
     const NAME: &'static str = match (LEVELS, AD) {
         (4, true) => "EPT, 4 levels, A/D",
         (4, false) => "EPT, 4 levels, no A/D",

@@ -1,3 +1,7 @@
+#![expect(
+    unsafe_code,
+    reason = "declares what an MMU that follows links relies on"
+)]
 //! What a format is: constants that say where the fields are and what the hardware does with them.
 
 use super::entry::{AccessedBy, DirtyBy, MemoryType};
@@ -10,11 +14,15 @@ use pageferry_addr::{Gfn, Pfn};
 /// 1 GiB; the root is the table of level [`LEVELS`](Self::LEVELS). Under `cfg(loom)` and `cfg(shuttle)` tables shrink to two
 /// entries, so that a model's whole tree stays small; the levels and the bits remain.
 ///
-/// # What an implementor owes
+/// # Safety
 ///
-/// Constants that satisfy [`CHECKED`](Self::CHECKED), or code that makes leaves does not compile; and that are
-/// the hardware's, which nothing checks.
-pub trait Layout: Copy + Debug + Send + Sync + 'static {
+/// An MMU follows what [`Format`](super::Format) takes for a link, so these hold:
+/// 1. The constants satisfy [`CHECKED`](Self::CHECKED), or code that makes leaves does not compile.
+/// 2. [`is_leaf_kind`](Self::is_leaf_kind) is false for every [`TABLE`](Self::TABLE) value with a frame number, and true for
+///    every [`LEAF`](Self::LEAF) value with [`leaf_kind`](Self::leaf_kind) of its level and whatever else a leaf may have.
+///    Both depend on their arguments only.
+/// 3. They are the hardware's: what it sets ([`HARDWARE_UPDATES`](Self::HARDWARE_UPDATES)), and what it takes for a link.
+pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     /// What to call it in messages.
     const NAME: &'static str;
 

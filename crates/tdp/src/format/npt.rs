@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! x86-64's long-mode tables, as AMD's nested paging uses them.
 //!
 //! Source: AMD64 Architecture Programmer's Manual, volume 2, section 5.3 "Long-Mode Page Translation" (figures
@@ -43,7 +44,9 @@ const MMU_WRITABLE: u64 = 1 << 10;
 /// Bit 63, NX: fetches are not allowed.
 const NO_EXECUTE: u64 = 1 << 63;
 
-impl<const LEVELS: u32> Layout for Npt<LEVELS> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
+// link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32> Layout for Npt<LEVELS> {
     const NAME: &'static str = match LEVELS {
         4 => "NPT, 4 levels",
         _ => "NPT, 5 levels",

@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! RISC-V's G-stage tables: Sv48x4 and Sv57x4.
 //!
 //! Source: The RISC-V Instruction Set Manual, volume II, "Hypervisor" extension, section "Guest Physical
@@ -46,7 +47,9 @@ const PBMT: u64 = 0b11 << 61;
 const PBMT_NC: u64 = 1 << 61;
 const PBMT_IO: u64 = 2 << 61;
 
-impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVADU> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
+// link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVADU> {
     const NAME: &'static str = match (LEVELS, SVADU) {
         (4, true) => "Sv48x4, Svadu",
         (4, false) => "Sv48x4, Svade",

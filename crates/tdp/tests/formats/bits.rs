@@ -2,7 +2,7 @@
 
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::{
-    Access, Arm64Ipa40, Arm64Ipa44, Arm64Ipa48, Arm64Stage2, Entry, Ept4, Ept4NoAd, Ept5, Ept5NoAd,
+    Access, Arm64Ipa40, Arm64Ipa44, Arm64Ipa48, Arm64Stage2, Ept4, Ept4NoAd, Ept5, Ept5NoAd,
     Format, Layout, Leaf, Meaning, MemoryType, Npt4, Npt5, Sv48x4Svade, Sv48x4Svadu, Sv57x4Svade,
     Sv57x4Svadu, Writes,
 };
@@ -247,19 +247,6 @@ fn riscv_permissions_decide_the_kind() {
         assert_eq!(Sv48x4Svadu::is_leaf(low, 2), valid && any);
         assert_eq!(Sv48x4Svadu::is_table(low, 2), valid && !any);
     }
-}
-
-#[test]
-fn the_older_sv48x4_entries_are_the_same_beside_the_software_bits() {
-    const RSW: u64 = 0x300;
-    let pfn = Pfn(0x1_2345);
-    assert_eq!(Sv48x4Svade::table(pfn), Entry::table(pfn).0);
-    assert_eq!(
-        Sv48x4Svade::leaf(ordinary(pfn.0), 1) & !RSW,
-        Entry::leaf(pfn, true).0
-    );
-    let read_only = Sv48x4Svade::write_protect(Sv48x4Svade::leaf(ordinary(pfn.0), 1));
-    assert_eq!(read_only & !RSW, Entry::leaf(pfn, false).0);
 }
 
 #[test]

@@ -202,7 +202,7 @@ impl<F: Format> Machine<F> {
             let bits = self.log.take();
             worker.deferred(|worker| {
                 for (word, &mask) in (0..).zip(&bits) {
-                    worker.write_protect_mask(Gfn(word * 64), mask);
+                    worker.write_protect_mask(Gfn(word * 64), mask, &());
                 }
             });
             bits

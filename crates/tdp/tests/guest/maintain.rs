@@ -78,7 +78,7 @@ impl<'m, F: Format> Maintainer<'m, F> {
         if F::DIRTY_BY == DirtyBy::Hardware {
             self.worker.clear_dirty(all, &());
         } else {
-            self.worker.write_protect(all);
+            self.worker.write_protect(all, &());
         }
         let mut copy = vec![Vec::new(); machine.host.pages() as usize];
         for gfn in 0..copy.len() {

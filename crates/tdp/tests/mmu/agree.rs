@@ -237,14 +237,14 @@ impl<F: Format> Agree<F> {
             Op::Protect(span) => {
                 let range = span.ends::<F>();
                 self.forget_bits(range, |_, _| true);
-                let protected = w.write_protect(whole::<F>(range));
+                let protected = w.write_protect(whole::<F>(range), &());
                 assert_eq!(protected, self.model.write_protect(range, |_, _| true));
                 self.untold();
             }
             Op::ProtectMask(at, mask) => {
                 let (base, range, marked) = masked::<F>(at, mask);
                 self.forget_bits(range, &marked);
-                let protected = w.write_protect_mask(base, mask);
+                let protected = w.write_protect_mask(base, mask, &());
                 assert_eq!(protected, self.model.write_protect(range, &marked));
                 self.untold();
             }
@@ -261,14 +261,14 @@ impl<F: Format> Agree<F> {
             Op::LogByFault(span) => {
                 let range = span.ends::<F>();
                 self.forget_bits(range, |_, _| true);
-                let logged = w.log_by_fault(whole::<F>(range));
+                let logged = w.log_by_fault(whole::<F>(range), &());
                 assert_eq!(logged, self.model.log_by_fault(range, |_, _| true));
                 self.untold();
             }
             Op::LogByFaultMask(at, mask) => {
                 let (base, range, marked) = masked::<F>(at, mask);
                 self.forget_bits(range, &marked);
-                let logged = w.log_by_fault_mask(base, mask);
+                let logged = w.log_by_fault_mask(base, mask, &());
                 assert_eq!(logged, self.model.log_by_fault(range, &marked));
                 self.untold();
             }

@@ -105,7 +105,7 @@ fn large_pages_are_mapped_split_and_recovered() {
         "a split changes no translation"
     );
     let log = Dirty::default();
-    assert_eq!(worker.write_protect(range(0x200, 0x200)), 512);
+    assert_eq!(worker.write_protect(range(0x200, 0x200), &()), 512);
     let small = Target {
         level: 1,
         ..large(0x2aa)
@@ -155,7 +155,7 @@ fn a_store_to_a_logged_page_splits_the_large_one() {
     );
     assert_eq!(log.take(), [0x201]);
     assert_eq!(mmu.stats().leaves, [512, 0, 0]);
-    assert_eq!(worker.write_protect(range(0x200, 512)), 1);
+    assert_eq!(worker.write_protect(range(0x200, 512), &()), 1);
     let write = Fault {
         gfn: Gfn(0x205),
         access: Access::READ_WRITE,

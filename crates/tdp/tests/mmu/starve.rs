@@ -167,7 +167,7 @@ fn zapping_and_recovering_need_no_tables() {
         fault(&mut worker, gfn, 1).unwrap();
     }
     scarce.allow(Some(0));
-    assert_eq!(worker.write_protect(range(0, 1024)), 1024);
+    assert_eq!(worker.write_protect(range(0, 1024), &()), 1024);
     let large = |gfn: Gfn, level| Some(target(gfn.0, level));
     assert_eq!(worker.recover(range(0, 512), &(), large), 1);
     assert_eq!(worker.zap(range(0, 1024), &()), 1024);

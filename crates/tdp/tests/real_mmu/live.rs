@@ -240,7 +240,7 @@ fn a_copy_made_by_write_protection_is_complete() {
             let dirty = log.take();
             worker.deferred(|worker| {
                 for &page in &dirty {
-                    worker.write_protect_mask(Gfn(linear.range.start().0 + page), 1);
+                    worker.write_protect_mask(Gfn(linear.range.start().0 + page), 1, &());
                 }
             });
             copy(&vm, &linear, &mut copies, &dirty);

@@ -63,9 +63,9 @@ fn a_store_to_a_write_protected_page_faults_and_is_logged_and_then_goes_through(
         }
         assert_eq!(space.take_faults(), Faults::default());
         assert_eq!(log.take(), stored);
-        assert_eq!(space.worker.write_protect(linear.range), count);
+        assert_eq!(space.worker.write_protect(linear.range, &()), count);
     }
-    assert_eq!(space.worker.write_protect(linear.range), 0);
+    assert_eq!(space.worker.write_protect(linear.range, &()), 0);
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn a_large_page_that_is_logged_by_faults_is_split_by_the_first_store() {
     let worker = &mut unlogged.worker;
     let changed = worker.deferred(|worker| {
         worker.set_writes(linear.range, Writes::AllowedLoggedByFault, &log);
-        worker.write_protect(linear.range)
+        worker.write_protect(linear.range, &())
     });
     assert_eq!(changed, 2 * PAGES);
     log.take();

@@ -145,7 +145,7 @@ impl Worker for Vcpu {
     }
 
     fn protect_range(&mut self, range: GfnRange) {
-        self.0.write_protect(range);
+        self.0.write_protect(range, &());
     }
 
     fn unmap_range(&mut self, range: GfnRange) {
