@@ -466,7 +466,7 @@ impl<F: Format> Agree<F> {
         }
         assert_eq!(w.walk(F::GFN_LIMIT), None);
         assert_eq!(self.mmu.stats(), self.model.stats());
-        self.parts.look();
+        self.parts.look(None);
     }
 
     /// The tables translate as the model does, if by smaller pages.

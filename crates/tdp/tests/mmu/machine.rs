@@ -89,21 +89,29 @@ impl Parts {
         }
     }
 
-    /// Compares the entries with what they were at the last look. Between two looks there was no flush, so none may have
-    /// changed from one thing that translates to another.
-    pub(crate) fn look(&self) {
+    /// Compares the entries with what they were since the last flush: none may have changed from one thing that
+    /// translates to another without one between. What is gone is forgotten where it is `flushed`.
+    pub(crate) fn look(&self, flushed: Option<GfnRange>) {
         let Some(Watched { root, take }) = *self.watched.lock().unwrap() else {
             return;
         };
         let mut now = Picture::new();
         take(root, &mut now);
-        let mut before = self.picture.lock().unwrap();
-        for (at, kind) in &now {
-            if let Some(old) = before.get(at).filter(|old| *old != kind) {
-                panic!("{old:x?} became {kind:x?} at {at:x?} without a fault and a flush between");
-            }
+        let mut seen = self.picture.lock().unwrap();
+        for (&at, &kind) in &now {
+            let old = *seen.entry(at).or_insert(kind);
+            assert_eq!(
+                old, kind,
+                "{at:x?} has changed without a fault and a flush between"
+            );
         }
-        *before = now;
+        if let Some(range) = flushed {
+            seen.retain(|at, _| {
+                let &(level, first) = at;
+                let end = first + (1 << (9 * (level - 1)));
+                now.contains_key(at) || first >= range.end().0 || end <= range.start().0
+            });
+        }
     }
 
     fn flush(&self, what: Flush) {
@@ -121,10 +129,10 @@ impl Parts {
             Flush::Roots => tlb.clear(),
         }
         drop(tlb);
-        if what == Flush::Roots {
-            self.picture.lock().unwrap().clear();
-        } else {
-            self.look();
+        match what {
+            Flush::Range(range) => self.look(Some(range)),
+            Flush::Writes(_) => self.look(None),
+            Flush::Roots => self.picture.lock().unwrap().clear(),
         }
     }
 }

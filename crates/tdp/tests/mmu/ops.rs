@@ -215,7 +215,7 @@ pub(crate) fn op() -> impl Strategy<Value = Op> {
         1 => Just(Op::ZapAll),
         3 => (prop::collection::vec(span(), 1..3), any_at(), grant())
             .prop_map(|(spans, at, grant)| Op::Invalidate(spans, at, grant)),
-        2 => prop::collection::vec(plain(), 2..5).prop_map(Op::Deferred),
+        5 => prop::collection::vec(plain(), 2..6).prop_map(Op::Deferred),
         4 => Just(Op::TakeLog),
         2 => any::<bool>().prop_map(Op::LogOn),
         1 => Just(Op::Flush),
