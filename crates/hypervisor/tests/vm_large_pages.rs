@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use vm_fleet::{
     A4, A5, Fleet, LARGE, LIMIT, LargeRam, T3, dirty_log, named, no_exit, run_until_halted, set,
 };
-use vm_support::{HostRam, PAGE, asm::*};
+use vm_support::{HostRam, PAGE, Random, asm::*};
 
 const VCPUS: u64 = 4;
 /// How many 2 MiB pages.
@@ -614,7 +614,8 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
     }
     let fleet = Fleet::of(&vcpus);
     let stored = AtomicU64::new(0);
-    let mut rounds = 0;
+    let (mut rounds, mut hits) = (0, 0);
+    let mut random = Random(23);
     std::thread::scope(|scope| {
         let _stop = fleet.stop_on_drop();
         let (fleet, stored) = (&fleet, &stored);
@@ -632,33 +633,44 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
             });
         }
         let begin = Instant::now();
-        while begin.elapsed() < Duration::from_secs(1) || rounds < 10 {
+        while begin.elapsed() < Duration::from_secs(1) || rounds < 10 || hits == 0 {
             assert!(begin.elapsed() < LIMIT, "only {rounds} rounds");
             let flags = [SlotFlags::EMPTY, SlotFlags::LOG_DIRTY_PAGES][rounds % 2];
             vm.set_user_memory_region(ram.region(1, MEMORY, flags))
                 .unwrap();
             let is_touched =
                 |page: u64| (0..VCPUS).any(|id| ram.get(page * PAGE + id * 64) != MARK);
-            let reached = || (0..PAGES).any(|page| page % 37 == 0 && is_touched(page));
-            fleet.until("a store to the slot", reached);
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
-            for page in (0..PAGES).step_by(37) {
-                (0..VCPUS).for_each(|id| ram.set(page * PAGE + id * 64, MARK));
+            let reached = || (0..PAGES).step_by(37).any(is_touched);
+            // Sometimes at once, among the first faults.
+            if random.next().is_multiple_of(4) {
+                fleet.until("a store to the slot", reached);
             }
-            let before = stored.load(Ordering::Relaxed);
-            fleet.until("vCPUs that meet no slot", || {
-                stored.load(Ordering::Relaxed) > before
-            });
-            let late = (0..PAGES).step_by(37).find(|page| is_touched(*page));
-            assert_eq!(
-                late, None,
-                "round {rounds}: written after its slot was deleted"
-            );
+            for _ in 0..random.next() % 2000 {
+                std::hint::spin_loop();
+            }
+            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            if reached() {
+                hits += 1;
+                for page in (0..PAGES).step_by(37) {
+                    (0..VCPUS).for_each(|id| ram.set(page * PAGE + id * 64, MARK));
+                }
+                let before = stored.load(Ordering::Relaxed);
+                fleet.until("vCPUs that meet no slot", || {
+                    stored.load(Ordering::Relaxed) > before
+                });
+                let late = (0..PAGES).step_by(37).find(|page| is_touched(*page));
+                assert_eq!(
+                    late, None,
+                    "round {rounds}: written after its slot was deleted"
+                );
+            }
+            let _paused = fleet.pause();
+            // Nor is it mapped; the code may not be, at first.
+            assert!(vm.mapped_pages() <= CODE, "round {rounds}: {vm:?}");
             rounds += 1;
         }
-        let _paused = fleet.pause();
-        assert_eq!(vm.mapped_leaves(), [CODE, 0, 0]);
     });
     drop(code);
-    println!("{rounds} rounds, {} sweeps", stored.into_inner());
+    println!("{rounds} rounds, {hits} with stores");
+    assert!(hits > 0);
 }

@@ -7,6 +7,7 @@ use crate::vm_support::{HostRam, PAGE};
 use pageferry_addr::{Gpa, Hva, PageSize};
 use pageferry_hypervisor::{Exit, HostMemory, KickHandle, Region, SlotFlags, VcpuCore, Vm};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,8 @@ pub(crate) struct Fleet {
     kicks: Vec<KickHandle>,
     state: Mutex<State>,
     changed: Condvar,
+    /// Whether it is paused or stopped, so that a thread whose vCPU leaves often need not lock the state.
+    wanted: AtomicBool,
 }
 
 /// All vCPUs are out of their guests as long as it lives.
@@ -50,6 +53,7 @@ impl Fleet {
             kicks: vcpus.iter().map(VcpuCore::kick_handle).collect(),
             state: Mutex::default(),
             changed: Condvar::new(),
+            wanted: AtomicBool::new(false),
         }
     }
 
@@ -72,6 +76,9 @@ impl Fleet {
             match vcpu.run() {
                 Exit::Kicked => {}
                 other => exit(vcpu, other),
+            }
+            if !self.wanted.load(Ordering::Acquire) {
+                continue;
             }
             let mut state = self.state();
             if state.paused && !state.stopped {
@@ -101,6 +108,7 @@ impl Fleet {
     pub(crate) fn pause(&self) -> Paused<'_> {
         self.state().paused = true;
         let paused = Paused(self);
+        self.wanted.store(true, Ordering::Release);
         self.kicks.iter().for_each(KickHandle::kick);
         self.wait_until("all vCPUs to be paused", |state| {
             state.parked == self.kicks.len()
@@ -133,7 +141,11 @@ impl Fleet {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
-        self.0.state().paused = false;
+        {
+            let mut state = self.0.state();
+            state.paused = false;
+            self.0.wanted.store(state.stopped, Ordering::Release);
+        }
         self.0.changed.notify_all();
         if !std::thread::panicking() {
             // Or the next pause would count those that are about to go.
@@ -145,7 +157,11 @@ impl Drop for Paused<'_> {
 
 impl Drop for Stop<'_> {
     fn drop(&mut self) {
-        self.0.state().stopped = true;
+        {
+            let mut state = self.0.state();
+            state.stopped = true;
+            self.0.wanted.store(true, Ordering::Release);
+        }
         self.0.changed.notify_all();
         self.0.kicks.iter().for_each(KickHandle::kick);
     }
