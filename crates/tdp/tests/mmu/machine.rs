@@ -115,6 +115,10 @@ impl Parts {
     }
 
     fn flush(&self, what: Flush) {
+        if std::thread::panicking() {
+            // A call that has failed settles what it owes on the way out; what failed is to be told, not this.
+            return;
+        }
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let mut tlb = self.tlb.lock().unwrap();
         match what {
