@@ -113,10 +113,16 @@ impl<'m, F: Format> Vcpu<'m, F> {
 
     /// One load, or store of `new`, which may take several faults.
     fn access(&mut self, gfn: u64, new: Option<u64>) {
+        let mut faults = 0_u32;
         loop {
             self.poll();
             let Some(pfn) = self.translate(gfn, new.is_some()) else {
                 self.fault(gfn, new.is_some());
+                faults += 1;
+                if faults.is_multiple_of(4) {
+                    // It may walk from a root that was replaced, and fault until it is told: for that others must run.
+                    thread::yield_now();
+                }
                 continue;
             };
             // Requests that come here are for after the access.
