@@ -208,20 +208,6 @@ impl<F: Format> Agree<F> {
         );
     }
 
-    /// Frames whose stores are only in dirty bits that a call without a log may drop: it says so, and whoever needs them
-    /// reads them before.
-    fn forget_bits(&mut self, (start, end): (u64, u64), marked: impl Fn(u64, u64) -> bool) {
-        let (model, bits) = (&self.model, &self.bits);
-        self.stored.retain(|&gfn| {
-            let Some((first, level, leaf)) = model.at(gfn) else {
-                return true;
-            };
-            let last = first + frames(level);
-            let touched = first < end && start < last && marked(first, last);
-            covers(bits, gfn) || model.rules.by_fault(&leaf) || !touched
-        });
-    }
-
     fn apply(&mut self, w: &mut W<F>, op: &Op) {
         match *op {
             Op::Guest(at, access, grant) => self.guest(w, at.gfn::<F>(), access, grant),
@@ -236,17 +222,13 @@ impl<F: Format> Agree<F> {
             Op::ZapAll => self.zap_all(w),
             Op::Protect(span) => {
                 let range = span.ends::<F>();
-                self.forget_bits(range, |_, _| true);
-                let protected = w.write_protect(whole::<F>(range), &());
+                let protected = w.write_protect(whole::<F>(range), &self.told);
                 assert_eq!(protected, self.model.write_protect(range, |_, _| true));
-                self.untold();
             }
             Op::ProtectMask(at, mask) => {
                 let (base, range, marked) = masked::<F>(at, mask);
-                self.forget_bits(range, &marked);
-                let protected = w.write_protect_mask(base, mask, &());
-                assert_eq!(protected, self.model.write_protect(range, &marked));
-                self.untold();
+                let protected = w.write_protect_mask(base, mask, &self.told);
+                assert_eq!(protected, self.model.write_protect(range, marked));
             }
             Op::Clean(span) => {
                 let range = span.ends::<F>();
@@ -260,17 +242,13 @@ impl<F: Format> Agree<F> {
             }
             Op::LogByFault(span) => {
                 let range = span.ends::<F>();
-                self.forget_bits(range, |_, _| true);
-                let logged = w.log_by_fault(whole::<F>(range), &());
+                let logged = w.log_by_fault(whole::<F>(range), &self.told);
                 assert_eq!(logged, self.model.log_by_fault(range, |_, _| true));
-                self.untold();
             }
             Op::LogByFaultMask(at, mask) => {
                 let (base, range, marked) = masked::<F>(at, mask);
-                self.forget_bits(range, &marked);
-                let logged = w.log_by_fault_mask(base, mask, &());
-                assert_eq!(logged, self.model.log_by_fault(range, &marked));
-                self.untold();
+                let logged = w.log_by_fault_mask(base, mask, &self.told);
+                assert_eq!(logged, self.model.log_by_fault(range, marked));
             }
             Op::Unlog(span) => {
                 let range = span.ends::<F>();
@@ -413,12 +391,6 @@ impl<F: Format> Agree<F> {
         }
         self.hear();
         self.stored.retain(|&gfn| !covers(&taken, gfn));
-    }
-
-    /// What the model told its log in a call that has none.
-    fn untold(&mut self) {
-        self.model.dirtied.clear();
-        self.model.accessed.clear();
     }
 
     /// Compares what the log was told since the last look, and keeps the bits.
