@@ -442,6 +442,8 @@ impl<M: Memslots> Vm<M> {
 
     /// The slot has lost its log or its userfault bits: undoes what they asked of the tables.
     fn recover(&self, slots: &M, worker: &mut Worker, slot: &Slot<SlotData>, range: GfnRange) {
+        // Faults that saw the flags may still map small pages.
+        self.shared.quiesce();
         let log = SlotLog::of(slot);
         worker.deferred(|worker| {
             let _held = slots.exclude();
