@@ -213,7 +213,7 @@ impl<M: Memslots> Vm<M> {
     /// # Errors
     /// [`VmError::Slot`] by the slots' rules (guest_memfd is refused as an unknown flag);
     /// [`VmError::NotOwned`]; and for a bitmap that is missing or too small. Nothing has changed then.
-    pub fn set_user_memory_region(&self, region: Region) -> Result<(), VmError> {
+    pub fn set_user_memory_region2(&self, region: Region) -> Result<(), VmError> {
         if region.flags.contains(SlotFlags::GUEST_MEMFD) {
             let unknown = SlotFlags::GUEST_MEMFD;
             return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
@@ -281,6 +281,20 @@ impl<M: Memslots> Vm<M> {
     /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped: large pages
     /// go, and count, as a whole.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
+        self.invalidate_hva_around(hva, || ()).0
+    }
+
+    /// Both halves of an MMU notifier, around a change of what is mapped at `hva`: unmaps and flushes as
+    /// [`invalidate_hva`](Self::invalidate_hva), calls `change`, and lets faults map there again only when that has returned. Gives
+    /// how many pages were unmapped, and what `change` gave.
+    ///
+    /// A vCPU that touches the range meanwhile comes again and again until `change` is over, so that should be soon. `change` must
+    /// not call this VM.
+    pub fn invalidate_hva_around<R>(
+        &self,
+        hva: Range<Hva>,
+        change: impl FnOnce() -> R,
+    ) -> (u64, R) {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
         let mut ranges = Vec::new();
@@ -292,12 +306,31 @@ impl<M: Memslots> Vm<M> {
             }
         });
         if ranges.is_empty() {
-            return 0;
+            return (0, change());
         }
         let logs = ids.iter().filter_map(|&id| slots.by_id(id));
         let logs = SlotLogs(logs.map(SlotLog::of).collect());
         let _held = slots.exclude();
-        worker.invalidate(&ranges, &logs).zapped()
+        let invalidating = worker.invalidate(&ranges, &logs);
+        let zapped = invalidating.zapped();
+        let changed = change();
+        drop(invalidating);
+        (zapped, changed)
+    }
+
+    /// Unmaps everything, fast: an empty root takes the place of the old, and vCPUs fault into it at once while the old tables are
+    /// taken apart. Gives how many pages of 4 KiB were mapped. What is dirty by the entries' bits goes into the logs.
+    pub fn zap_all(&self) -> u64 {
+        let mut writer = self.shared.writer();
+        let Writer { slots, worker, .. } = &mut *writer;
+        let mut ids = Vec::new();
+        slots.for_each_in_hva(Hva(0)..Hva(u64::MAX), |slot| ids.push(slot.id));
+        let logs = ids.iter().filter_map(|&id| slots.by_id(id));
+        let logs = logs.map(SlotLog::of).filter(Log::is_on);
+        match worker.zap_all(&SlotLogs(logs.collect())) {
+            Ok(zapped) => zapped,
+            Err(_) => unreachable!("the platform aborts where there is no memory"),
+        }
     }
 
     /// Whether the guest has used, since this was last cleared, a page whose host memory any byte of `hva` lies in; gives how many

@@ -12,7 +12,7 @@ fn log_dirty(vm: &Vm, ram: &Arc<HostRam>, pages: u64, on: bool) {
     if on {
         region.flags = SlotFlags::LOG_DIRTY_PAGES;
     }
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
 }
 
 #[test]

@@ -28,7 +28,7 @@ impl One {
     fn new(config: VmConfig, pages: u64) -> Self {
         let ram = HostRam::new(pages as usize);
         let (vm, vcpu) = vm_and_vcpu(config);
-        vm.set_user_memory_region(ram.region(1, MEMORY, 0, pages))
+        vm.set_user_memory_region2(ram.region(1, MEMORY, 0, pages))
             .unwrap();
         Self {
             vm,
@@ -49,7 +49,7 @@ impl One {
         if on {
             region.flags = SlotFlags::LOG_DIRTY_PAGES;
         }
-        self.vm.set_user_memory_region(region).unwrap();
+        self.vm.set_user_memory_region2(region).unwrap();
     }
 
     fn store(&mut self, pages: impl IntoIterator<Item = u64>) {
@@ -83,7 +83,7 @@ fn vm_and_vcpu(config: VmConfig) -> (Vm, VcpuCore) {
     code.code(STORE, &[addi(A0, A0, 1), sd(A0, A1, 0), WFI]);
     code.code(LOAD, &[ld(A2, A1, 0), WFI]);
     let vm = Vm::new(config);
-    vm.set_user_memory_region(code.region(0, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(code.region(0, 0, 0, 1)).unwrap();
     let vcpu = vm.create_vcpu(0).unwrap();
     (vm, vcpu)
 }
@@ -298,15 +298,15 @@ fn a_slot_that_moves_takes_its_log_along() {
         one.load([9]);
         let mut region = one.ram.region(1, MEMORY + 7 * PAGE, 0, 70);
         region.flags = SlotFlags::LOG_DIRTY_PAGES;
-        one.vm.set_user_memory_region(region.clone()).unwrap();
+        one.vm.set_user_memory_region2(region.clone()).unwrap();
         assert_eq!(one.fetch(), [3, 69], "{by:?}");
         // At frame 8 is now page 1.
         one.store([8]);
         assert_eq!(one.fetch(), [1], "{by:?}");
         // The log of a slot that is deleted is gone, also for the next of its id.
         one.store([8]);
-        one.vm.set_user_memory_region(Region::delete(1)).unwrap();
-        one.vm.set_user_memory_region(region).unwrap();
+        one.vm.set_user_memory_region2(Region::delete(1)).unwrap();
+        one.vm.set_user_memory_region2(region).unwrap();
         assert_eq!(one.fetch(), [0; 0], "{by:?}");
     }
 }
@@ -318,7 +318,7 @@ fn a_log_that_begins_with_a_move_does_not_know_what_was_before() {
         one.store([3]);
         let mut region = one.ram.region(1, MEMORY + 7 * PAGE, 0, 70);
         region.flags = SlotFlags::LOG_DIRTY_PAGES;
-        one.vm.set_user_memory_region(region).unwrap();
+        one.vm.set_user_memory_region2(region).unwrap();
         assert_eq!(one.fetch(), [0; 0], "{by:?}");
         one.store([10]);
         assert_eq!(one.fetch(), [3], "{by:?}");
@@ -448,7 +448,7 @@ fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
     assert_eq!(one.vm.reset_dirty_rings(), 1);
     one.store(0..64);
     let code = one.ram.region(2, 0x1000, 99, 1);
-    one.vm.set_user_memory_region(code).unwrap();
+    one.vm.set_user_memory_region2(code).unwrap();
     one.ram.code(
         99 * PAGE,
         &[atomic(AMOADD, D, A0, A1, A2), sd(A2, A1, -4), WFI],
@@ -471,7 +471,7 @@ fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
             let ram = &one.ram;
             let mut region = ram.region(1, MEMORY, 0, 100);
             region.flags = SlotFlags::LOG_DIRTY_PAGES;
-            one.vm.set_user_memory_region(region).unwrap();
+            one.vm.set_user_memory_region2(region).unwrap();
             let saved = one.vcpu.state();
             one.store((0..63).collect::<Vec<_>>());
             one.vcpu.set_state(&saved).unwrap();
@@ -491,20 +491,20 @@ fn rings_of_pages_that_are_gone_are_reset_all_the_same() {
     one.store([0, 50, 99]);
     assert_eq!(harvest(&mut ring), [0, 50, 99]);
     // The slot comes back smaller: 50 and 99 are past its end.
-    one.vm.set_user_memory_region(Region::delete(1)).unwrap();
+    one.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     let mut region = one.ram.region(1, MEMORY, 0, 50);
     region.flags = SlotFlags::LOG_DIRTY_PAGES;
-    one.vm.set_user_memory_region(region).unwrap();
+    one.vm.set_user_memory_region2(region).unwrap();
     // Behind it another, which is not to be touched.
     let behind = one.ram.region(2, MEMORY + 50 * PAGE, 50, 50);
-    one.vm.set_user_memory_region(behind).unwrap();
+    one.vm.set_user_memory_region2(behind).unwrap();
     one.store([0, 50, 99]);
     assert_eq!(one.vm.writable_pages(), 1 + 3);
     assert_eq!(one.vm.reset_dirty_rings(), 3);
     assert_eq!(one.vm.writable_pages(), 1 + 2, "page 0 is protected");
     one.store([0, 99]);
     assert_eq!(harvest(&mut ring), [0, 0]);
-    one.vm.set_user_memory_region(Region::delete(1)).unwrap();
+    one.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     assert_eq!(one.vm.reset_dirty_rings(), 2);
 }
 
@@ -581,7 +581,7 @@ fn a_read_only_slot_is_loaded_from_and_stores_to_it_leave() {
             };
         }
         let first = region.gpa.0;
-        vm.set_user_memory_region(region).unwrap();
+        vm.set_user_memory_region2(region).unwrap();
         let words = if backing == 1 { 1 } else { 8 };
         ram.set(5 * PAGE, 77);
         for _ in 0..2 {

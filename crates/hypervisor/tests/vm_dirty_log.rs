@@ -100,9 +100,9 @@ impl Test {
         control.code(0, &program());
         let ram = HostRam::new(PAGES as usize);
         let vm = Vm::new(config);
-        vm.set_user_memory_region(control.region(0, 0, 0, 2))
+        vm.set_user_memory_region2(control.region(0, 0, 0, 2))
             .unwrap();
-        vm.set_user_memory_region(ram.region(1, MEMORY, 0, PAGES))
+        vm.set_user_memory_region2(ram.region(1, MEMORY, 0, PAGES))
             .unwrap();
         let mut vcpus: Vec<_> = (0..VCPUS)
             .map(|id| {
@@ -147,7 +147,7 @@ impl Test {
         if on {
             region.flags = SlotFlags::LOG_DIRTY_PAGES;
         }
-        self.vm.set_user_memory_region(region).unwrap();
+        self.vm.set_user_memory_region2(region).unwrap();
     }
 
     fn words(&self, page: u64) -> Words {
@@ -484,11 +484,11 @@ fn a_store_whose_fault_a_load_has_answered_is_logged() {
             dirty_by,
             ..PROTECTED
         });
-        vm.set_user_memory_region(control.region(0, 0, 0, 2))
+        vm.set_user_memory_region2(control.region(0, 0, 0, 2))
             .unwrap();
         let mut region = ram.region(1, MEMORY, 0, TOUCHED);
         region.flags = SlotFlags::LOG_DIRTY_PAGES;
-        vm.set_user_memory_region(region).unwrap();
+        vm.set_user_memory_region2(region).unwrap();
         let mut vcpus: Vec<_> = (0..2).map(|id| vm.create_vcpu(id).unwrap()).collect();
         let fleet = Fleet::of(&vcpus);
         let (go, done) = (AtomicU64::new(0), AtomicU64::new(0));

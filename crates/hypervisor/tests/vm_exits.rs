@@ -39,7 +39,7 @@ fn a_missing_page_exits_until_its_bit_is_clear() {
         bitmap: Arc::clone(&bitmap),
         first: RamPage(50),
     });
-    vm.set_user_memory_region(region.clone()).unwrap();
+    vm.set_user_memory_region2(region.clone()).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     vcpu.hart_mut().set_x(11, 3 * PAGE);
     vcpu.hart_mut().set_x(12, 4 * PAGE);
@@ -69,8 +69,8 @@ fn a_missing_page_exits_until_its_bit_is_clear() {
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     let mut off = region.clone();
     off.flags = SlotFlags::EMPTY;
-    vm.set_user_memory_region(off).unwrap();
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(off).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     vcpu.hart_mut().set_pc(0).unwrap();
     assert_eq!(vcpu.run(), fault(3, Access::Load));
 }
@@ -88,7 +88,7 @@ fn a_store_over_two_pages_waits_for_both() {
         bitmap: Arc::clone(&bitmap),
         first: RamPage(0),
     });
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     vcpu.hart_mut().set_x(10, 0x1122_3344_5566_7788);
     vcpu.hart_mut().set_x(11, 2 * PAGE - 3);
@@ -142,7 +142,7 @@ fn a_read_only_slot_reads_and_its_writes_leave() {
     let vm = vm(&ram);
     let mut region = ram.region(1, MMIO, 2, 1);
     region.flags = SlotFlags::READONLY;
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     vcpu.hart_mut().set_x(11, MMIO);
     vcpu.hart_mut().set_x(12, 99);
@@ -193,7 +193,7 @@ fn the_first_instruction_is_noticed_when_it_retires() {
         bitmap: Arc::clone(&bitmap),
         first: RamPage(0),
     });
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     vcpu.hart_mut().set_x(11, PAGE);
     vcpu.watch_first_instruction();

@@ -65,12 +65,12 @@ fn nothing_is_written_through_a_stale_translation() {
                 bank.set(page * PAGE, 0);
             }
             let mut region = bank.region(1, WINDOW, 0, PAGES);
-            vm.set_user_memory_region(region.clone()).unwrap();
+            vm.set_user_memory_region2(region.clone()).unwrap();
             for _ in 0..random.next() % 4 {
                 match random.next() % 3 {
                     0 => {
                         region.flags = SlotFlags(region.flags.0 ^ SlotFlags::LOG_DIRTY_PAGES.0);
-                        vm.set_user_memory_region(region.clone()).unwrap();
+                        vm.set_user_memory_region2(region.clone()).unwrap();
                     }
                     1 => {
                         let from = bank.hva().0 + random.next() % PAGES * PAGE;
@@ -79,7 +79,7 @@ fn nothing_is_written_through_a_stale_translation() {
                     _ => std::thread::yield_now(),
                 }
             }
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            vm.set_user_memory_region2(Region::delete(1)).unwrap();
             const MARK: u64 = u64::MAX;
             for page in 0..PAGES {
                 touched += u64::from(bank.get(page * PAGE) != 0);
@@ -128,7 +128,7 @@ fn a_missing_page_is_never_read_before_its_bytes_are_there() {
         bitmap: Arc::clone(&bitmap),
         first: RamPage(0),
     });
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let exits = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for id in 0..VCPUS {
@@ -206,7 +206,7 @@ fn a_stack_by_lr_and_sc_keeps_its_nodes() {
     let vm = vm(&ram);
     let mut region = ram.region(0, 0, 0, 3);
     region.flags = SlotFlags::LOG_DIRTY_PAGES;
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let start = Instant::now();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..VCPUS)

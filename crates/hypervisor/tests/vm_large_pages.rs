@@ -79,9 +79,9 @@ impl Test {
         code.code(SWEEP, &sweep);
         let ram = LargeRam::new(LARGES);
         let vm = Vm::new(config);
-        vm.set_user_memory_region(code.region(0, 0, 0, CODE))
+        vm.set_user_memory_region2(code.region(0, 0, 0, CODE))
             .unwrap();
-        vm.set_user_memory_region(ram.region(1, MEMORY, SlotFlags::EMPTY))
+        vm.set_user_memory_region2(ram.region(1, MEMORY, SlotFlags::EMPTY))
             .unwrap();
         let vcpus = (0..VCPUS as u32)
             .map(|id| vm.create_vcpu(id).unwrap())
@@ -96,7 +96,7 @@ impl Test {
 
     fn flags(&self, flags: SlotFlags) {
         self.vm
-            .set_user_memory_region(self.ram.region(1, MEMORY, flags))
+            .set_user_memory_region2(self.ram.region(1, MEMORY, flags))
             .unwrap();
     }
 
@@ -252,7 +252,7 @@ fn logs_come_and_go_under_running_guests_on_large_pages() {
                 let before = swept();
                 fleet.until("the guests to use all pages", || swept() > before);
                 let set_flags = |flags| {
-                    vm.set_user_memory_region(ram.region(1, MEMORY, flags))
+                    vm.set_user_memory_region2(ram.region(1, MEMORY, flags))
                         .unwrap();
                 };
                 set_flags(SlotFlags::LOG_DIRTY_PAGES);
@@ -332,23 +332,23 @@ fn a_notifier_takes_large_pages_whole_and_they_come_back() {
 #[test]
 fn memory_out_of_step_is_mapped_by_small_pages() {
     let mut test = Test::new(VmConfig::default());
-    test.vm.set_user_memory_region(Region::delete(1)).unwrap();
+    test.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     // Guest frames that are not in step with the host's, then a slot that begins and ends inside large pages.
     let shifted = Region {
         gpa: Gpa(MEMORY + PAGE),
         ..test.ram.region(1, MEMORY, SlotFlags::EMPTY)
     };
-    test.vm.set_user_memory_region(shifted).unwrap();
+    test.vm.set_user_memory_region2(shifted).unwrap();
     test.one(STORE, 0, [5]);
     assert_eq!(test.vm.mapped_leaves(), [CODE + 1, 0, 0]);
-    test.vm.set_user_memory_region(Region::delete(1)).unwrap();
+    test.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     let inner = Region {
         gpa: Gpa(MEMORY + PAGE),
         hva: test.ram.hva(1),
         size: (PAGES - 2) * PAGE,
         ..test.ram.region(1, MEMORY, SlotFlags::EMPTY)
     };
-    test.vm.set_user_memory_region(inner).unwrap();
+    test.vm.set_user_memory_region2(inner).unwrap();
     test.one(STORE, 0, [1, LARGE, PAGES - 2]);
     assert_eq!(test.vm.mapped_leaves(), [CODE + 2, 1, 0]);
     // And none of it is made larger than it may be.
@@ -359,13 +359,13 @@ fn memory_out_of_step_is_mapped_by_small_pages() {
         size: (PAGES - 2) * PAGE,
         ..test.ram.region(1, MEMORY, SlotFlags::EMPTY)
     };
-    test.vm.set_user_memory_region(logged.clone()).unwrap();
+    test.vm.set_user_memory_region2(logged.clone()).unwrap();
     assert_eq!(test.vm.mapped_leaves(), [CODE + 2 + LARGE, 0, 0]);
     let plain = Region {
         flags: SlotFlags::EMPTY,
         ..logged
     };
-    test.vm.set_user_memory_region(plain).unwrap();
+    test.vm.set_user_memory_region2(plain).unwrap();
     assert_eq!(test.vm.mapped_leaves(), [CODE + 2, 1, 0]);
 }
 
@@ -388,7 +388,7 @@ fn pages_with_userfault_bits_are_small_until_the_flag_goes() {
             region(SlotFlags::USERFAULT),
             region(SlotFlags::USERFAULT | SlotFlags::LOG_DIRTY_PAGES),
         );
-        test.vm.set_user_memory_region(on.clone()).unwrap();
+        test.vm.set_user_memory_region2(on.clone()).unwrap();
         assert_eq!(test.vm.mapped_leaves(), [CODE, 0, 0], "all is unmapped");
         assert_eq!(
             test.vm.table_bytes(),
@@ -419,9 +419,9 @@ fn pages_with_userfault_bits_are_small_until_the_flag_goes() {
         assert_eq!(test.vm.mapped_leaves(), SPLIT);
         assert_eq!(test.vm.table_bytes(), bytes + LARGES * PAGE);
         // A log beside it comes and goes: they stay small.
-        test.vm.set_user_memory_region(logged).unwrap();
+        test.vm.set_user_memory_region2(logged).unwrap();
         test.all(STORE, 2);
-        test.vm.set_user_memory_region(on).unwrap();
+        test.vm.set_user_memory_region2(on).unwrap();
         assert_eq!(test.vm.mapped_leaves(), SPLIT, "{config:?}");
         assert_eq!(missing.count(), 0);
         test.flags(SlotFlags::EMPTY);
@@ -492,7 +492,7 @@ fn pages_are_aged_under_running_guests() {
         code,
         ram,
     } = Test::new(VmConfig::default());
-    vm.set_user_memory_region(ram.region(1, MEMORY, SlotFlags::LOG_DIRTY_PAGES))
+    vm.set_user_memory_region2(ram.region(1, MEMORY, SlotFlags::LOG_DIRTY_PAGES))
         .unwrap();
     // The second half is touched once, the first all the time, by more pages than a TLB has entries.
     for (id, vcpu) in (0..).zip(&mut vcpus) {
@@ -566,13 +566,13 @@ fn tables_go_when_what_they_map_goes() {
         "one table is still used"
     );
     test.all(STORE, 1);
-    test.vm.set_user_memory_region(Region::delete(1)).unwrap();
+    test.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     assert_eq!(test.vm.mapped_leaves(), [CODE, 0, 0]);
     assert_eq!(test.vm.table_bytes(), large);
     test.flags(SlotFlags::LOG_DIRTY_PAGES);
     test.all(STORE, 1);
     test.vm
-        .set_user_memory_region(test.ram.region(
+        .set_user_memory_region2(test.ram.region(
             1,
             MEMORY + PAGES * PAGE,
             SlotFlags::LOG_DIRTY_PAGES,
@@ -584,7 +584,7 @@ fn tables_go_when_what_they_map_goes() {
         test.flags(SlotFlags::LOG_DIRTY_PAGES);
         test.all(STORE, 1);
         assert_eq!(test.vm.table_bytes(), large + LARGES * PAGE);
-        test.vm.set_user_memory_region(Region::delete(1)).unwrap();
+        test.vm.set_user_memory_region2(Region::delete(1)).unwrap();
         assert_eq!(test.vm.table_bytes(), large);
     }
 }
@@ -608,7 +608,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
         ];
         set(vcpu, STORE, &registers);
     }
-    vm.set_user_memory_region(Region::delete(1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(1)).unwrap();
     for page in (0..PAGES).step_by(37) {
         (0..VCPUS).for_each(|id| ram.set(page * PAGE + id * 64, MARK));
     }
@@ -636,7 +636,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
         while begin.elapsed() < Duration::from_secs(1) || rounds < 10 || hits == 0 {
             assert!(begin.elapsed() < LIMIT, "only {rounds} rounds");
             let flags = [SlotFlags::EMPTY, SlotFlags::LOG_DIRTY_PAGES][rounds % 2];
-            vm.set_user_memory_region(ram.region(1, MEMORY, flags))
+            vm.set_user_memory_region2(ram.region(1, MEMORY, flags))
                 .unwrap();
             let is_touched =
                 |page: u64| (0..VCPUS).any(|id| ram.get(page * PAGE + id * 64) != MARK);
@@ -648,7 +648,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
             for _ in 0..random.next() % 2000 {
                 std::hint::spin_loop();
             }
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            vm.set_user_memory_region2(Region::delete(1)).unwrap();
             if reached() {
                 hits += 1;
                 for page in (0..PAGES).step_by(37) {

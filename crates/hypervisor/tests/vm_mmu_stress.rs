@@ -52,7 +52,7 @@ impl Test {
         code.code(STORE, &store);
         code.code(CHECK, &check);
         let vm = Vm::new(VmConfig::default());
-        vm.set_user_memory_region(code.region(0, 0, 0, 1)).unwrap();
+        vm.set_user_memory_region2(code.region(0, 0, 0, 1)).unwrap();
         let vcpus = (0..VCPUS as u32)
             .map(|id| vm.create_vcpu(id).unwrap())
             .collect();
@@ -66,7 +66,7 @@ impl Test {
     fn flags(&self, flags: SlotFlags) {
         for id in 0..VCPUS {
             self.vm
-                .set_user_memory_region(Region::delete(slot(id)))
+                .set_user_memory_region2(Region::delete(slot(id)))
                 .unwrap();
             self.create(id, flags);
         }
@@ -79,7 +79,7 @@ impl Test {
             size: SLOT_PAGES * PAGE,
             ..self.ram.region(slot(id), MEMORY, flags)
         };
-        self.vm.set_user_memory_region(region).unwrap();
+        self.vm.set_user_memory_region2(region).unwrap();
     }
 
     /// What is in page `page` of slot `id`, less the page's own address: what the last stores were tagged with.

@@ -211,7 +211,7 @@ fn what_a_slot_mapped_is_gone_before_its_end_is_committed() {
         vcpu.hart_mut().set_x(11, gpa);
         vcpu.run()
     };
-    let set = |region: Region| vm.set_user_memory_region(region).unwrap();
+    let set = |region: Region| vm.set_user_memory_region2(region).unwrap();
     let slot = |gfn: u64, flags: SlotFlags| {
         let mut region = ram.region(1, gfn * PAGE, 2, 2);
         region.flags = flags;
@@ -280,10 +280,10 @@ fn a_deletion_waits_for_a_fault_in_flight() {
     let ram = HostRam::new(3);
     ram.code(0, &[ld(A0, X0, 0), sd(A0, A1, 0), WFI]);
     let vm = vm_of::<Watched>(&ram);
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
-    vm.set_user_memory_region(ram.region(0, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
     for round in 1..=20 {
-        vm.set_user_memory_region(ram.region(1, 16 * PAGE, 2, 1))
+        vm.set_user_memory_region2(ram.region(1, 16 * PAGE, 2, 1))
             .unwrap();
         let mut vcpu = vcpu(&vm, round, 0);
         vcpu.hart_mut().set_x(11, 16 * PAGE);
@@ -307,7 +307,7 @@ fn a_deletion_waits_for_a_fault_in_flight() {
             Part::Commit => assert_eq!(watched.mapped_pages(), 1, "only the code's page"),
             Part::GiveUp | Part::Reclaim => {}
         })));
-        vm.set_user_memory_region(Region::delete(1)).unwrap();
+        vm.set_user_memory_region2(Region::delete(1)).unwrap();
         HOOK.set(None);
         assert_ne!(ram.get(2 * PAGE), 0, "the store was before the deletion");
         ram.set(2 * PAGE, 0);
@@ -323,7 +323,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
     ram.code(0, &[ld(A0, A1, 0), WFI]);
     ram.set(2 * PAGE, 77);
     let vm = vm_of::<Watched>(&ram);
-    vm.set_user_memory_region(ram.region(1, 16 * PAGE, 2, 2))
+    vm.set_user_memory_region2(ram.region(1, 16 * PAGE, 2, 2))
         .unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     let mut load = |gpa: u64| {
@@ -347,7 +347,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
     let mut region = ram.region(1, 17 * PAGE, 2, 2);
     region.memory = None;
     let told = parts(&vm, || {
-        let refused = vm.set_user_memory_region(region.clone()).unwrap_err();
+        let refused = vm.set_user_memory_region2(region.clone()).unwrap_err();
         assert!(matches!(
             refused,
             VmError::NotOwned {
@@ -370,7 +370,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
 
     // Neither does a request that breaks a rule begin anything.
     let told = parts(&vm, || {
-        let overlap = vm.set_user_memory_region(ram.region(2, 17 * PAGE, 0, 1));
+        let overlap = vm.set_user_memory_region2(ram.region(2, 17 * PAGE, 0, 1));
         assert!(matches!(
             overlap,
             Err(VmError::Slot(SlotError::Overlap { other: 1, .. }))
@@ -389,11 +389,11 @@ fn a_change_that_is_given_up_has_changed_nothing() {
                 resume_unwind(Box::new("the writer fails here"));
             }
         })));
-        let failed = catch_unwind(AssertUnwindSafe(|| vm.set_user_memory_region(request)));
+        let failed = catch_unwind(AssertUnwindSafe(|| vm.set_user_memory_region2(request)));
         HOOK.set(None);
         assert!(failed.is_err(), "{what}");
         as_it_was(what);
     }
-    vm.set_user_memory_region(Region::delete(1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(1)).unwrap();
     assert!(matches!(load(16 * PAGE).0, Exit::MmioRead { .. }));
 }

@@ -71,9 +71,9 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
         wait_for("all guests to run", || counts().all(|count| count > 0));
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(1) {
-            vm.set_user_memory_region(spare.region(1, WINDOW, 0, 2))
+            vm.set_user_memory_region2(spare.region(1, WINDOW, 0, 2))
                 .unwrap();
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            vm.set_user_memory_region2(Region::delete(1)).unwrap();
             changes += 2;
         }
         drop(stop);
@@ -150,10 +150,10 @@ fn a_guest_sees_a_deleted_slot_turn_into_mmio_and_nothing_else() {
         for round in 1..=300 {
             let page = round % 2;
             ram.set(page * PAGE + 8, round);
-            vm.set_user_memory_region(ram.region(1, WINDOW, page, 1))
+            vm.set_user_memory_region2(ram.region(1, WINDOW, page, 1))
                 .unwrap();
             wait(round);
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            vm.set_user_memory_region2(Region::delete(1)).unwrap();
             ram.set(page * PAGE + 8, POISON);
             wait(MMIO);
         }
@@ -174,7 +174,7 @@ fn a_guest_sees_a_moving_slot_at_one_place_or_the_other() {
         );
     }
     let place = |at: u64| ram.region(1, WINDOW + at * PAGE, 1, 2);
-    vm.set_user_memory_region(place(0)).unwrap();
+    vm.set_user_memory_region2(place(0)).unwrap();
     let mut vcpu = reporting(&vm, &code, WINDOW + PAGE + 8);
     let kick = vcpu.kick_handle();
     let (alarm, last) = (Alarm::default(), AtomicU64::new(0));
@@ -192,7 +192,7 @@ fn a_guest_sees_a_moving_slot_at_one_place_or_the_other() {
             wait_for("the guest to see the move", || {
                 last.load(Ordering::Acquire) == 2 - round % 2
             });
-            vm.set_user_memory_region(place(1 - round % 2)).unwrap();
+            vm.set_user_memory_region2(place(1 - round % 2)).unwrap();
         }
     });
 }
@@ -229,7 +229,7 @@ impl Abuse<'_> {
                 first: RamPage(100),
             });
         }
-        self.vm.set_user_memory_region(region).unwrap();
+        self.vm.set_user_memory_region2(region).unwrap();
     }
 
     /// Copies what the log names, as a migration does.
@@ -378,11 +378,11 @@ fn memory_stays_whole_under_everything_at_once() {
                     abuse.set();
                 }
                 3 => {
-                    vm.set_user_memory_region(spare.region(2, 0, 0, 1))
+                    vm.set_user_memory_region2(spare.region(2, 0, 0, 1))
                         .expect_err("the code is there");
-                    vm.set_user_memory_region(spare.region(2, WINDOW / 2, 0, 1))
+                    vm.set_user_memory_region2(spare.region(2, WINDOW / 2, 0, 1))
                         .unwrap();
-                    vm.set_user_memory_region(Region::delete(2)).unwrap();
+                    vm.set_user_memory_region2(Region::delete(2)).unwrap();
                 }
                 4 => {
                     abuse.harvest();

@@ -21,11 +21,11 @@ fn requests_that_break_a_rule_are_refused_and_change_nothing() {
         max_slots: 4,
         ..VmConfig::default()
     });
-    vm.set_user_memory_region(ram.region(0, 0, 0, 4)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 4)).unwrap();
     let set = |change: &dyn Fn(&mut Region)| {
         let mut region = ram.region(1, 0x10_0000, 4, 4);
         change(&mut region);
-        vm.set_user_memory_region(region).unwrap_err()
+        vm.set_user_memory_region2(region).unwrap_err()
     };
     assert!(matches!(
         set(&|r| r.slot = 4),
@@ -100,7 +100,7 @@ fn requests_that_break_a_rule_are_refused_and_change_nothing() {
     assert_eq!(vm.get_dirty_log(1, &mut log), Err(VmError::NoSuchSlot(1)));
     assert_eq!(vm.get_dirty_log(0, &mut log), Err(VmError::NoDirtyLog(0)));
     // And after all that the right request goes through.
-    vm.set_user_memory_region(ram.region(1, 0x10_0000, 4, 4))
+    vm.set_user_memory_region2(ram.region(1, 0x10_0000, 4, 4))
         .unwrap();
 }
 
@@ -115,8 +115,8 @@ fn a_slot_deleted_under_a_running_guest_is_out_of_reach_at_once() {
     let ram = HostRam::new(4);
     counting(&ram);
     let vm = vm(&HostRam::new(1));
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
-    vm.set_user_memory_region(ram.region(0, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     vcpu.hart_mut().set_x(11, DEVICE);
     let kick = vcpu.kick_handle();
@@ -139,11 +139,11 @@ fn a_slot_deleted_under_a_running_guest_is_out_of_reach_at_once() {
         for round in 0..300 {
             // Two places in host memory by turns.
             let page = 2 + round % 2;
-            vm.set_user_memory_region(ram.region(1, DEVICE, page, 1))
+            vm.set_user_memory_region2(ram.region(1, DEVICE, page, 1))
                 .unwrap();
             let start = ram.get(page * PAGE);
             wait_for("the guest to write", || ram.get(page * PAGE) != start);
-            vm.set_user_memory_region(Region::delete(1)).unwrap();
+            vm.set_user_memory_region2(Region::delete(1)).unwrap();
             let end = ram.get(page * PAGE);
             std::thread::yield_now();
             for _ in 0..200 {
@@ -163,11 +163,11 @@ fn a_slot_moves_with_its_bytes() {
     let ram = HostRam::new(8);
     counting(&ram);
     let vm = vm(&HostRam::new(1));
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
-    vm.set_user_memory_region(ram.region(0, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
     // Two pages that move by one page: over a part of themselves.
     let place = |at: u64| ram.region(1, DEVICE + at * PAGE, 4, 2);
-    vm.set_user_memory_region(place(0)).unwrap();
+    vm.set_user_memory_region2(place(0)).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     // The middle frame is in the slot at both places: first its second page, then its first.
     vcpu.hart_mut().set_x(11, DEVICE + PAGE);
@@ -185,7 +185,7 @@ fn a_slot_moves_with_its_bytes() {
             let [now, other] = [[5, 4], [4, 5]][round % 2];
             let start = ram.get(now * PAGE);
             wait_for("the guest to write", || ram.get(now * PAGE) != start);
-            vm.set_user_memory_region(place(1 - round as u64 % 2))
+            vm.set_user_memory_region2(place(1 - round as u64 % 2))
                 .unwrap();
             let end = ram.get(now * PAGE);
             wait_for("the guest to write elsewhere", || {
@@ -206,7 +206,7 @@ fn a_notifier_unmaps_what_host_memory_backs() {
     ram.code(0, &[sd(A0, A1, 0), WFI]);
     let vm = vm(&ram);
     // Page 5 has a second place.
-    vm.set_user_memory_region(ram.region(1, DEVICE, 5, 1))
+    vm.set_user_memory_region2(ram.region(1, DEVICE, 5, 1))
         .unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     for gpa in [4 * PAGE, 5 * PAGE, DEVICE] {
@@ -231,11 +231,11 @@ fn code_of_a_deleted_slot_runs_no_more() {
     ram.code(0, &[addi(A0, X0, 1), WFI]);
     ram.code(PAGE, &[addi(A0, X0, 2), WFI]);
     let vm = Vm::new(VmConfig::default());
-    vm.set_user_memory_region(ram.region(0, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     assert_eq!((vcpu.run(), vcpu.hart().x(10)), (Exit::Halted, 1));
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
-    vm.set_user_memory_region(ram.region(0, 0, 1, 1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(ram.region(0, 0, 1, 1)).unwrap();
     vcpu.hart_mut().set_pc(0).unwrap();
     assert_eq!((vcpu.run(), vcpu.hart().x(10)), (Exit::Halted, 2));
 }
@@ -272,38 +272,38 @@ fn a_slot_keeps_its_memory_alive_and_lets_it_go() {
     ram.code(0, &[WFI]);
     let vm = Vm::new(VmConfig::default());
     let (region, dropped) = owned(&ram, 0, 0, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
     assert_eq!(vcpu.run(), Exit::Halted);
     assert!(!dropped.load(Ordering::Relaxed));
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
     // Though the vCPU that has seen it has not entered again.
     assert!(dropped.load(Ordering::Relaxed));
 
     // A move brings the owner that comes with it.
     let (region, first) = owned(&ram, 0, 0, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let (region, second) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     assert!(first.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
     // A request that is refused or asks for what is there leaves the owner as it is.
     let (mut region, third) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region.clone()).unwrap();
+    vm.set_user_memory_region2(region.clone()).unwrap();
     region.flags = SlotFlags::READONLY;
-    assert!(vm.set_user_memory_region(region).is_err());
+    assert!(vm.set_user_memory_region2(region).is_err());
     assert!(third.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
     // A change of flags lets it go with one of the next changes, if not at once.
     let (region, third) = owned(&ram, 0, PAGE, SlotFlags::LOG_DIRTY_PAGES);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let (region, fourth) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     assert!(second.load(Ordering::Relaxed) && !fourth.load(Ordering::Relaxed));
-    vm.set_user_memory_region(Region::delete(0)).unwrap();
+    vm.set_user_memory_region2(Region::delete(0)).unwrap();
     assert!(third.load(Ordering::Relaxed) && fourth.load(Ordering::Relaxed));
 
     // The VM's end is the end of all.
     let (region, last) = owned(&ram, 0, 0, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     drop(vm);
     assert!(!last.load(Ordering::Relaxed), "the vCPU is left");
     drop(vcpu);
@@ -315,7 +315,7 @@ fn what_a_guard_has_found_stays_until_the_guard_goes() {
     let ram = HostRam::new(1);
     let vm = Vm::new(VmConfig::default());
     let (region, dropped) = owned(&ram, 7, 5 * PAGE, SlotFlags::EMPTY);
-    vm.set_user_memory_region(region).unwrap();
+    vm.set_user_memory_region2(region).unwrap();
     let table = vm.slot_table();
     let before = vm.generation();
     assert_eq!(table.generation(), before);
@@ -328,15 +328,15 @@ fn what_a_guard_has_found_stays_until_the_guard_goes() {
     assert_eq!(guard.view().iter_hva(at.clone()).count(), 1);
     let old = guard.view();
 
-    vm.set_user_memory_region(Region::delete(7)).unwrap();
+    vm.set_user_memory_region2(Region::delete(7)).unwrap();
     assert!(slot.is_invalid() && guard.lookup(Gfn(5)).is_none());
     assert_eq!(vm.generation().number(), before.number() + 1);
     assert_eq!(old.iter_hva(at.clone()).count(), 1, "the view's version");
     assert_eq!(guard.view().iter_hva(at).count(), 0);
     assert!(!dropped.load(Ordering::Relaxed), "the guard keeps it");
     drop(guard);
-    vm.set_user_memory_region(ram.region(1, 0, 0, 1)).unwrap();
-    vm.set_user_memory_region(Region::delete(1)).unwrap();
+    vm.set_user_memory_region2(ram.region(1, 0, 0, 1)).unwrap();
+    vm.set_user_memory_region2(Region::delete(1)).unwrap();
     assert!(dropped.load(Ordering::Relaxed));
 }
 
@@ -348,7 +348,7 @@ fn slots_cost_what_they_hold() {
     assert!(empty < 1024, "{empty}");
     let slots = 2000;
     for slot in 0..slots {
-        vm.set_user_memory_region(ram.region(slot, u64::from(slot) * PAGE, 0, 1))
+        vm.set_user_memory_region2(ram.region(slot, u64::from(slot) * PAGE, 0, 1))
             .unwrap();
     }
     let each = (vm.slot_metadata_bytes() - empty) / usize::from(slots);

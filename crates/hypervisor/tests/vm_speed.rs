@@ -73,9 +73,9 @@ fn misses_and_memory_fault_exits() {
     let mut touch_all = |missing: bool, unmap: bool| {
         if unmap {
             region.flags = SlotFlags::EMPTY;
-            vm.set_user_memory_region(region.clone()).unwrap();
+            vm.set_user_memory_region2(region.clone()).unwrap();
             region.flags = SlotFlags::USERFAULT;
-            vm.set_user_memory_region(region.clone()).unwrap();
+            vm.set_user_memory_region2(region.clone()).unwrap();
         }
         if missing {
             bitmap.set_range(1..1 + PAGES as usize);

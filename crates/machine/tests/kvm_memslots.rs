@@ -245,7 +245,7 @@ impl Both {
         if !self.in_step || asked.flags & SlotFlags::USERFAULT.0 != 0 {
             return Ok(());
         }
-        let soft = self.soft.set_user_memory_region(Region {
+        let soft = self.soft.set_user_memory_region2(Region {
             slot: asked.id,
             flags: SlotFlags(asked.flags),
             gpa: Gpa(region.guest_phys_addr),

@@ -99,7 +99,7 @@ impl<M: Memslots> Stage<M> {
                     first: region.first,
                 });
             }
-            vm.set_user_memory_region(Region {
+            vm.set_user_memory_region2(Region {
                 slot: u16::try_from(region.slot).expect("RAM has few regions"),
                 flags,
                 gpa: region.gfn.gpa(),

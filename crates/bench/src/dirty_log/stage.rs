@@ -118,7 +118,7 @@ impl<M: Memslots> Stage<M> {
             memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
             userfault: None,
         };
-        self.vm.set_user_memory_region(region).map_err(refused)
+        self.vm.set_user_memory_region2(region).map_err(refused)
     }
 
     fn set_log(&self, flags: SlotFlags) -> Result<(), BenchError> {

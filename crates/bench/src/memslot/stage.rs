@@ -93,14 +93,14 @@ impl<M: Memslots> Stage<M> {
                     .store(word, Ordering::Relaxed);
             }
         }
-        vm.set_user_memory_region(region(0, Gpa(0), 0, PROGRAM_PAGES))
+        vm.set_user_memory_region2(region(0, Gpa(0), 0, PROGRAM_PAGES))
             .map_err(refused)?;
         let vcpu = vm.create_vcpu(0).map_err(refused)?;
         let began = Instant::now();
         for index in 0..split.slots {
             let first = split.first(index);
             let (gpa, pages) = (Split::gpa(first), split.pages_of(index));
-            vm.set_user_memory_region(region(id(index), gpa, PROGRAM_PAGES + first, pages))
+            vm.set_user_memory_region2(region(id(index), gpa, PROGRAM_PAGES + first, pages))
                 .map_err(refused)?;
         }
         let setup = began.elapsed();
@@ -121,7 +121,7 @@ impl<M: Memslots> Stage<M> {
     /// Moves the `index`th slot to another guest address.
     pub(super) fn move_slot(&self, index: u32, gpa: Gpa) -> Result<(), BenchError> {
         self.vm
-            .set_user_memory_region(Region {
+            .set_user_memory_region2(Region {
                 slot: id(index),
                 flags: SlotFlags::EMPTY,
                 gpa,

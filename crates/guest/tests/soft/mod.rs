@@ -43,7 +43,7 @@ impl TestVm for Vm {
         let low = bytes.min(HOLE_START);
         for (slot, gpa, offset, size) in [(0, 0, 0, low), (1, HOLE_END, low, bytes - low)] {
             if size != 0 {
-                vm.set_user_memory_region(Region {
+                vm.set_user_memory_region2(Region {
                     slot,
                     flags: SlotFlags::EMPTY,
                     gpa: Gpa(gpa),

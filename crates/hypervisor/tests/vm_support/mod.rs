@@ -86,7 +86,7 @@ pub(crate) fn vm(ram: &Arc<HostRam>) -> Vm {
 /// The same, with slots kept by `M`.
 pub(crate) fn vm_of<M: Memslots>(ram: &Arc<HostRam>) -> Vm<M> {
     let vm = Vm::with_memslots(VmConfig::default());
-    vm.set_user_memory_region(ram.region(0, 0, 0, ram.0.len() as u64))
+    vm.set_user_memory_region2(ram.region(0, 0, 0, ram.0.len() as u64))
         .unwrap();
     vm
 }

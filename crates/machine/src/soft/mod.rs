@@ -95,7 +95,7 @@ impl SoftMachine {
                 first: region.first,
             });
             self.vm
-                .set_user_memory_region(Region {
+                .set_user_memory_region2(Region {
                     slot: slot_id(region),
                     flags,
                     gpa: region.gfn.gpa(),
