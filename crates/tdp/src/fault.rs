@@ -17,7 +17,7 @@ use crate::change::{Carries, Kit, Session, Spot};
 use crate::format::{Access, Format, Leaf, MemoryType, Writes};
 use crate::invalidate::Ticket;
 use crate::log::Log;
-use crate::pages::{OutOfTables, Step, Table};
+use crate::pages::{OutOfTables, Table};
 use crate::platform::Platform;
 use crate::split::NotSplit;
 use crate::worker::{Found, Worker, found};
@@ -154,13 +154,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
         let guard = self.reader.pin();
         let mmu = &*self.mmu;
-        let mut table = mmu.top(&guard);
-        let mut value = loop {
-            match table.step(mmu.platform(), gfn) {
-                Step::Down(below) => table = below,
-                Step::Entry(value) => break value,
-            }
-        };
+        let (table, mut value) = mmu.top(&guard).descend(mmu.platform(), gfn);
         let level = table.level();
         let mut session = Session {
             mmu,
@@ -249,13 +243,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     ) -> Option<Result<Mapped, Refused>> {
         let platform = self.mmu.platform();
         loop {
-            let value = match table.step(platform, fault.gfn) {
-                Step::Down(below) => {
-                    table = below;
-                    continue;
-                }
-                Step::Entry(value) => value,
-            };
+            let value;
+            (table, value) = table.descend(platform, fault.gfn);
             if F::is_frozen(value) {
                 platform.relax();
                 return None;

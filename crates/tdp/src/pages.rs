@@ -191,6 +191,18 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[index]
     }
 
+    /// Goes down from here to the entry for `gfn` that is no link; gives the table it stands in, and its value.
+    #[inline(always)]
+    pub(crate) fn descend<P: Platform>(self, platform: &P, gfn: Gfn) -> (Self, u64) {
+        let mut table = self;
+        loop {
+            match table.step(platform, gfn) {
+                Step::Down(below) => table = below,
+                Step::Entry(value) => return (table, value),
+            }
+        }
+    }
+
     /// Looks at the entry for `gfn`, and goes down where it is a link.
     #[inline]
     pub(crate) fn step<P: Platform>(self, platform: &P, gfn: Gfn) -> Step<'g, F> {

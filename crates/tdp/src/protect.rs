@@ -15,22 +15,14 @@ impl<F: Format, P: Platform> Worker<F, P> {
     ///
     /// Who starts a log sees to it that no fault is under way that looked at the slot before it was logged.
     pub fn write_protect<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
-        let changed = self.protect(range, u64::MAX, log, F::write_protect, F::is_writable);
-        self.finish();
-        changed
+        self.protect(range, u64::MAX, log, F::write_protect, F::is_writable)
     }
 
     /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is set in `mask` (bit 0 is
     /// `base`): for a word of a log. Many words are best done inside [`deferred`](Self::deferred).
     /// A large page is protected as a whole. `base` needs no alignment.
     pub fn write_protect_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
-        let range = mask_range(base, mask);
-        range.map_or(0, |range| {
-            let mask = mask >> (range.start().0 - base.0);
-            let changed = self.protect(range, mask, log, F::write_protect, F::is_writable);
-            self.finish();
-            changed
-        })
+        self.protect_mask(base, mask, log, F::write_protect, F::is_writable)
     }
 
     /// Tells `log` which leaves of `range` are dirty, makes them clean, and flushes; gives how many frames were. Held
@@ -39,21 +31,13 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// This is how a log is read where hardware sets dirty bits. Where being dirty is being writable, the log was told
     /// when that began, and the leaves are write-protected.
     pub fn clear_dirty<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
-        let changed = self.protect(range, u64::MAX, log, F::clear_dirty, F::is_dirty);
-        self.finish();
-        changed
+        self.protect(range, u64::MAX, log, F::clear_dirty, F::is_dirty)
     }
 
     /// [`clear_dirty`](Self::clear_dirty) for the frames of a mask, as
     /// [`write_protect_mask`](Self::write_protect_mask).
     pub fn clear_dirty_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
-        let range = mask_range(base, mask);
-        range.map_or(0, |range| {
-            let mask = mask >> (range.start().0 - base.0);
-            let changed = self.protect(range, mask, log, F::clear_dirty, F::is_dirty);
-            self.finish();
-            changed
-        })
+        self.protect_mask(base, mask, log, F::clear_dirty, F::is_dirty)
     }
 
     /// Makes the leaves of `range` tell of the next store to each by a fault, and flushes: the start of a log by write
@@ -61,50 +45,38 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store, and the dirty bits that hardware set, which
     /// `log` is told. Gives how many frames have changed. Held shared, with turns.
     pub fn log_by_fault<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
-        let changed = self.protect(range, u64::MAX, log, by_fault::<F>, is_unlogged::<F>);
-        self.finish();
-        changed
+        self.protect(range, u64::MAX, log, by_fault::<F>, is_unlogged::<F>)
     }
 
     /// [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as
     /// [`write_protect_mask`](Self::write_protect_mask).
     pub fn log_by_fault_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
-        let range = mask_range(base, mask);
-        range.map_or(0, |range| {
-            let mask = mask >> (range.start().0 - base.0);
-            let changed = self.protect(range, mask, log, by_fault::<F>, is_unlogged::<F>);
-            self.finish();
-            changed
-        })
+        self.protect_mask(base, mask, log, by_fault::<F>, is_unlogged::<F>)
     }
 
     /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by faults. Gives how many
     /// frames had it. Held shared, with turns.
     pub fn unlog<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
-        let changed = self.protect(
+        self.protect(
             range,
             u64::MAX,
             log,
             |leaf| F::set_writes(leaf, Writes::Allowed),
             |leaf| F::writes(leaf) == Writes::AllowedLoggedByFault,
-        );
-        self.finish();
-        changed
+        )
     }
 
     /// Gives all leaves of `range` another class of [`Writes`], and flushes: [`Writes::MmuForbids`] makes every store
     /// fault until the class is changed back, for a tracker. Gives how many frames were of another class. Held
     /// shared, with turns.
     pub fn set_writes<L: Log>(&mut self, range: GfnRange, writes: Writes, log: &L) -> u64 {
-        let changed = self.protect(
+        self.protect(
             range,
             u64::MAX,
             log,
             |leaf| F::set_writes(leaf, writes),
             |leaf| F::writes(leaf) != writes,
-        );
-        self.finish();
-        changed
+        )
     }
 
     /// Gives how many frames of `range` are mapped by a leaf that says it was used, and, where `clear`, makes them say
@@ -130,8 +102,23 @@ impl<F: Format, P: Platform> Worker<F, P> {
         young
     }
 
-    /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in `mask`; bits beyond the
-    /// 64th are those of the last.
+    /// [`protect`](Self::protect) for the frames that `mask` names, `base` being bit 0.
+    fn protect_mask<L: Log>(
+        &mut self,
+        base: Gfn,
+        mask: u64,
+        log: &L,
+        new: impl Fn(u64) -> u64,
+        applies: impl Fn(u64) -> bool,
+    ) -> u64 {
+        mask_range(base, mask).map_or(0, |range| {
+            let mask = mask >> (range.start().0 - base.0);
+            self.protect(range, mask, log, new, applies)
+        })
+    }
+
+    /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in `mask`, and flushes; bits
+    /// beyond the 64th are those of the last.
     fn protect<L: Log>(
         &mut self,
         range: GfnRange,
@@ -156,6 +143,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
             change_leaf(session, spot, new(spot.value), &mut changed)
         });
         debug_assert!(swept.is_ok(), "no tables are needed");
+        self.finish();
         changed
     }
 }

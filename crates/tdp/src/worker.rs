@@ -10,7 +10,7 @@ use crate::format::{Access, Format, Leaf};
 use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::mmu::Mmu;
-use crate::pages::{Cache, OutOfTables, Step};
+use crate::pages::{Cache, OutOfTables};
 use crate::platform::Platform;
 use crate::sync::Ordering;
 use crate::walk::Walk;
@@ -121,13 +121,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
             return None;
         }
         let guard = self.reader.pin();
-        let mut table = self.mmu.top(&guard);
-        loop {
-            match table.step(self.mmu.platform(), gfn) {
-                Step::Down(below) => table = below,
-                Step::Entry(value) => return found::<F>(value, table.level()),
-            }
-        }
+        let (table, value) = self.mmu.top(&guard).descend(self.mmu.platform(), gfn);
+        found::<F>(value, table.level())
     }
 
     /// What an MMU does that walks the tables in software, on behalf of a guest: finds the leaf for `gfn` and, where it lets
@@ -140,13 +135,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
             return Look::Absent;
         }
         let guard = self.reader.pin();
-        let mut table = self.mmu.top(&guard);
-        let mut value = loop {
-            match table.step(self.mmu.platform(), gfn) {
-                Step::Down(below) => table = below,
-                Step::Entry(value) => break value,
-            }
-        };
+        let (table, mut value) = self.mmu.top(&guard).descend(self.mmu.platform(), gfn);
         let level = table.level();
         loop {
             let Some(leaf) = found::<F>(value, level) else {
