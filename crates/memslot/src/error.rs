@@ -48,6 +48,18 @@ pub enum SlotError {
         /// In bytes.
         size: u64,
     },
+    /// No memory of the host can be there: the address has more than 60 bits, sign-extended as processors do, or the range
+    /// begins in the lower half of the address space and ends above it.
+    #[error(
+        "host range {hva} + {size:#x} is not canonical: it must lie in the lowest or the highest 2^59 bytes of the \
+         address space, without a tag"
+    )]
+    HvaNotCanonical {
+        /// The first address.
+        hva: Hva,
+        /// In bytes.
+        size: u64,
+    },
     /// There is no such address space.
     #[error("address space {address_space} does not exist; there are {count}, from 0")]
     NoSuchAddressSpace {

@@ -127,6 +127,9 @@ fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError
     if hva.checked_add(size).is_none() {
         return Err(SlotError::HvaOverflow { hva, size });
     }
+    if !is_canonical(hva.0, size) {
+        return Err(SlotError::HvaNotCanonical { hva, size });
+    }
     check_bitmap(request)?;
     if request.address_space >= limits.address_spaces {
         return Err(SlotError::NoSuchAddressSpace {
@@ -141,6 +144,17 @@ fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError
         });
     }
     Ok(())
+}
+
+/// How many bytes either half of the address space has in which host memory can be: as many as with addresses of 60 bits. (Those of
+/// processors have up to 57; above them are copies of the highest, or tags, which the kernel refuses too: `access_ok`.)
+pub(crate) const HALF: u64 = 1 << 59;
+
+/// Whether `size` bytes from `hva` on lie in the lowest [`HALF`] of the address space, or in the highest. They do not overflow.
+#[inline]
+pub(crate) const fn is_canonical(hva: u64, size: u64) -> bool {
+    let last = hva + size.saturating_sub(1);
+    last < HALF || hva >= HALF.wrapping_neg()
 }
 
 /// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot needs none.

@@ -59,6 +59,27 @@ impl<D> Trees<'_, D> {
         self.by_hva(|edit| unsafe { edit.put(slot) });
     }
 
+    /// The slot in place of its predecessor, in the tree by gfn.
+    ///
+    /// # Safety
+    /// As for [`Edit::put`].
+    pub(crate) unsafe fn replace_by_gfn(&mut self, slot: *const Slot<D>) {
+        // SAFETY: as the caller promises.
+        unsafe { self.space.by_gfn.replace(slot) };
+    }
+
+    /// The same in the others.
+    ///
+    /// # Safety
+    /// As for [`Edit::put`].
+    pub(crate) unsafe fn replace_elsewhere(&mut self, slot: *const Slot<D>) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            self.space.by_id.replace(slot);
+            self.space.by_hva.replace(slot);
+        }
+    }
+
     pub(crate) fn remove_by_gfn(&mut self, slot: &Slot<D>) {
         self.by_gfn(|edit| edit.remove(ByGfn::key(slot)));
     }

@@ -168,9 +168,12 @@ impl<D> SlotWriter<D> {
                 &request,
                 self.pages(),
                 |space, id| {
-                    old = now.space(space)?.record(id);
+                    let now = now.space(space)?;
+                    old = now.record(id);
                     // SAFETY: in the tree, and nothing is freed while `now` borrows the writer.
-                    old.map(|slot| unsafe { &*slot })
+                    let old = old.map(|slot| unsafe { &*slot });
+                    now.foresee(&request, old);
+                    old
                 },
                 |space, range, id| overlapping(now.space(space)?, range, id),
             )?
@@ -275,13 +278,13 @@ impl<D> SlotWriter<D> {
                     // First the new place, so that a look-up finds the slot at one of them.
                     trees.put_by_gfn(new);
                     trees.remove_by_gfn(&*old);
-                    trees.put_elsewhere(new);
+                    trees.replace_elsewhere(new);
                     Some(old)
                 }
                 Pending::Flags { old, new } => {
                     (*old).mark_replaced();
-                    trees.put_by_gfn(new);
-                    trees.put_elsewhere(new);
+                    trees.replace_by_gfn(new);
+                    trees.replace_elsewhere(new);
                     Some(old)
                 }
             }

@@ -1,5 +1,6 @@
 //! Every rule a request can break, one test each, with the values the error must carry.
 
+use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
 use pageferry_memslot::{Change, Limits, Request, SlotError, SlotFlags, SlotWriter};
 
@@ -109,6 +110,56 @@ fn a_host_range_that_wraps() {
 }
 
 #[test]
+fn a_host_range_that_is_not_canonical() {
+    let half = 1 << 59;
+    for hva in [
+        half,
+        half - 0x1000,
+        1 << 63,
+        u64::MAX - half - 0xfff,
+        0xff << 56 ^ half,
+    ] {
+        let hva = Hva(hva);
+        let request = Request { hva, ..valid() };
+        let error = SlotError::HvaNotCanonical { hva, size: MIB };
+        assert_eq!(refused(&mut table_of([]), request), error);
+    }
+}
+
+#[test]
+fn host_ranges_up_to_the_ends_of_both_halves() {
+    let half = 1 << 59;
+    let mut table = table_of([]);
+    let ends = [
+        0,
+        half - MIB,
+        0_u64.wrapping_sub(half),
+        u64::MAX - 0xfff - MIB,
+    ];
+    for (id, hva) in (0..).zip(ends) {
+        let request = Request {
+            id,
+            gpa: Gpa(u64::from(id) * MIB),
+            hva: Hva(hva),
+            ..valid()
+        };
+        assert!(table.set(request).is_ok(), "{hva:#x}");
+    }
+    let found = |range: Range<u64>| -> Vec<u16> {
+        let slots = table.view().iter_hva(Hva(range.start)..Hva(range.end));
+        slots.map(|slot| slot.id).collect()
+    };
+    assert_eq!(found(0..u64::MAX), [0, 1, 2, 3]);
+    assert_eq!(found(MIB..half - MIB), [] as [u16; 0]);
+    assert_eq!(found(MIB..half - MIB + 1), [1]);
+    assert_eq!(found(half..ends[2]), [] as [u16; 0]);
+    assert_eq!(found(half - 1..1 << 63), [1]);
+    assert_eq!(found(1 << 63..ends[2] + 1), [2]);
+    assert_eq!(found(ends[3] + MIB - 1..u64::MAX), [3]);
+    assert_eq!(found(ends[3] + MIB..u64::MAX), [] as [u16; 0]);
+}
+
+#[test]
 fn an_address_space_that_does_not_exist() {
     let request = Request {
         address_space: 1,
@@ -186,29 +237,32 @@ fn deleting_what_is_not_there() {
 #[test]
 fn a_total_past_64_bits() {
     // Only thousands of address spaces, each nearly full, can get there.
-    const PAGES: u64 = (1 << 52) - 1;
+    const PAGES: u64 = 1 << 47;
+    const EACH: u64 = 31;
     let mut table = SlotWriter::new(Limits {
-        address_spaces: 4097,
+        address_spaces: 5000,
         max_slot_pages: u64::MAX,
         ..Limits::default()
     });
-    let in_space = |address_space| Request {
-        address_space,
-        gpa: Gpa(0),
+    let nth = |n: u64| Request {
+        address_space: (n / EACH) as u16,
+        id: (n % EACH) as u16,
+        gpa: Gpa((n % EACH) * (PAGES << 12)),
         size: PAGES << 12,
         hva: Hva(0),
         ..valid()
     };
-    for address_space in 0..4096 {
-        table.set(in_space(address_space)).unwrap();
+    let most = u64::MAX / PAGES;
+    for n in 0..most {
+        table.set(nth(n)).unwrap();
     }
-    let total = 4096 * PAGES;
+    let total = most * PAGES;
     assert_eq!(table.pages(), total);
     let error = SlotError::TotalPagesOverflow {
         total,
         pages: PAGES,
     };
-    assert_eq!(refused(&mut table, in_space(4096)), error);
+    assert_eq!(refused(&mut table, nth(most)), error);
 }
 
 #[test]

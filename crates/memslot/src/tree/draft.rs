@@ -1,28 +1,28 @@
 //! The children of an inner node in the making.
 
-use super::kind::{INNER, Order, Reach};
+use super::kind::{INNER, MOST, Order, Reach};
 use super::node::{Head, Inner};
 use core::ptr;
 
 /// Children, one more than fit.
-pub(super) struct Draft<O: Order> {
-    pub(super) keys: [O::Key; INNER + 1],
+pub(super) struct Draft {
+    pub(super) keys: [u64; INNER + 1],
     pub(super) nodes: [*const Head; INNER + 1],
     pub(super) reach: [u64; INNER + 1],
     pub(super) len: usize,
 }
 
-impl<O: Order> Draft<O> {
+impl Draft {
     pub(super) const fn new() -> Self {
         Self {
-            keys: [O::MOST; INNER + 1],
+            keys: [MOST; INNER + 1],
             nodes: [ptr::null(); INNER + 1],
             reach: [0; INNER + 1],
             len: 0,
         }
     }
 
-    pub(super) fn of(inner: &Inner<O>) -> Self {
+    pub(super) fn of<O: Order>(inner: &Inner<O>) -> Self {
         let mut draft = Self::new();
         for i in 0..inner.head.len() {
             draft.push(inner.keys[i], inner.cells[i].newest(), inner.reach.get(i));
@@ -30,7 +30,7 @@ impl<O: Order> Draft<O> {
         draft
     }
 
-    pub(super) fn push(&mut self, key: O::Key, node: *const Head, reach: u64) {
+    pub(super) fn push(&mut self, key: u64, node: *const Head, reach: u64) {
         self.keys[self.len] = key;
         self.nodes[self.len] = node;
         self.reach[self.len] = reach;
@@ -42,7 +42,7 @@ impl<O: Order> Draft<O> {
         self.reach[index] = reach;
     }
 
-    pub(super) fn insert(&mut self, index: usize, key: O::Key, node: *const Head, reach: u64) {
+    pub(super) fn insert(&mut self, index: usize, key: u64, node: *const Head, reach: u64) {
         self.keys.copy_within(index..self.len, index + 1);
         self.nodes.copy_within(index..self.len, index + 1);
         self.reach.copy_within(index..self.len, index + 1);

@@ -10,9 +10,9 @@
 //! last node of a level may hold less: slots that come in ascending order fill all nodes but the last.
 
 use super::draft::Draft;
-use super::kind::{INNER, Order, Reach};
+use super::kind::{INNER, LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
-use super::node::{Cell, Head, Inner, Node, upper_bound};
+use super::node::{Cell, Head, Inner, NEWEST, Node, upper_bound};
 use super::pool::{Pool, Replaced, alloc_head};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
@@ -35,18 +35,30 @@ pub(crate) struct Edit<'e, O: Order, D> {
 }
 
 /// What becomes of a node.
-pub(super) enum Effect<O: Order> {
+pub(super) enum Effect {
     /// It stays; the change is published below it.
     Stays,
     /// Another takes its place.
     One(*const Head),
     /// Two take its place; the key is the least of the second.
-    Two(*const Head, O::Key, *const Head),
+    Two(*const Head, u64, *const Head),
     /// Nothing is left of it.
     Gone,
 }
 
 impl<O: Order, D> Tree<O, D> {
+    /// Stores `slot` over the slot with the same key and end, which it knows as its predecessor. The writer's.
+    ///
+    /// # Safety
+    /// `slot` is alive until it is removed or replaced and a grace period has passed.
+    pub(crate) unsafe fn replace(&self, slot: *const Slot<D>) {
+        // SAFETY: alive, as the caller says.
+        let key = O::key(unsafe { &*slot });
+        // SAFETY: only the writer frees nodes, and it is here.
+        let (leaf, index) = unsafe { self.at(NEWEST) }.find(key).expect("no such slot");
+        leaf.patch(index, slot);
+    }
+
     /// Frees all nodes; gives each slot pointer to `slot` first.
     ///
     /// # Safety
@@ -120,8 +132,7 @@ pub(super) fn reach_of<O: Order, D>(node: *const Head) -> u64 {
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// Puts `slot` in, in place of the slot with the same key if there is one. That must have the same end, and be what
-    /// `slot` knows as its predecessor.
+    /// Puts `slot` in; there must be none with the same key.
     ///
     /// # Safety
     /// `slot` is alive until it is removed or replaced and a grace period has passed.
@@ -135,7 +146,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             slot,
         };
         let effect = match view::<O, D>(&old) {
-            Node::Leaf(leaf) if leaf.len() == O::FLAT && !holds(leaf, new.key) => {
+            Node::Leaf(leaf) if leaf.len() == O::FLAT => {
                 Effect::One(self.unfolded(leaf, &new, old))
             }
             _ => self.put_below(old, &new, true),
@@ -144,20 +155,20 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// Takes the slot with this key out; it must be there.
-    pub(crate) fn remove(&mut self, key: O::Key) {
+    pub(crate) fn remove(&mut self, key: u64) {
         let old = self.tree.root.newest();
         let effect = self.remove_below(old, key, true);
         self.settle_root(old, effect);
     }
 
-    fn settle_root(&mut self, old: *const Head, effect: Effect<O>) {
+    fn settle_root(&mut self, old: *const Head, effect: Effect) {
         let root = match effect {
             Effect::Stays => return,
             Effect::One(node) => self.lowered(old, node),
             Effect::Gone => alloc_head(Head::empty(self.version, old)),
             Effect::Two(first, key, second) => {
                 let mut draft = Draft::new();
-                draft.push(O::LEAST, first, reach_of::<O, D>(first));
+                draft.push(LEAST, first, reach_of::<O, D>(first));
                 draft.push(key, second, reach_of::<O, D>(second));
                 // SAFETY: as in `view`.
                 let level = unsafe { &*first }.level() + 1;
@@ -183,7 +194,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// An inner node of the children `range` of `draft`.
     pub(super) fn inner(
         &mut self,
-        draft: &Draft<O>,
+        draft: &Draft,
         range: Range<usize>,
         level: u8,
         previous: *const Head,
@@ -193,13 +204,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         let has = |i: usize| i < len;
         let inner = Inner::<O> {
             head: Head::new(self.version, previous, level, len),
-            keys: core::array::from_fn(|i| {
-                if has(i) {
-                    draft.keys[from + i]
-                } else {
-                    O::MOST
-                }
-            }),
+            keys: core::array::from_fn(|i| if has(i) { draft.keys[from + i] } else { MOST }),
             cells: core::array::from_fn(|i| {
                 Cell::new(if has(i) {
                     draft.nodes[from + i]
@@ -216,7 +221,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// One or two inner nodes of `draft`, in place of `old`. `append` where the last child is the last of the tree.
-    fn inners(&mut self, draft: &Draft<O>, old: *const Head, append: bool) -> Effect<O> {
+    fn inners(&mut self, draft: &Draft, old: *const Head, append: bool) -> Effect {
         // SAFETY: as in `view`.
         let level = unsafe { &*old }.level();
         self.retire(old);
@@ -234,7 +239,7 @@ impl<O: Order, D> Edit<'_, O, D> {
 /// empty tree, and has if it is an inner node.
 impl<O: Order, D> Edit<'_, O, D> {
     /// `last`: there is no node to the right of this one on its level.
-    fn put_below(&mut self, node: *const Head, new: &Entry<O, D>, last: bool) -> Effect<O> {
+    fn put_below(&mut self, node: *const Head, new: &Entry<D>, last: bool) -> Effect {
         match view::<O, D>(&node) {
             Node::Empty => {
                 let mut leaf = self.pool.leaf(room_for(1));
@@ -274,14 +279,14 @@ impl<O: Order, D> Edit<'_, O, D> {
         &mut self,
         node: *const Head,
         leaf: Leaf<'_, O, D>,
-        new: &Entry<O, D>,
+        new: &Entry<D>,
         last: bool,
-    ) -> Effect<O> {
+    ) -> Effect {
         let at = leaf.rank(new.key);
-        if at > 0 && leaf.keys()[at - 1] == new.key {
-            leaf.patch(at - 1, new.slot);
-            return Effect::Stays;
-        }
+        debug_assert!(
+            at == 0 || leaf.keys()[at - 1] < new.key,
+            "a slot with this key"
+        );
         let len = leaf.len();
         if len < leaf.room() {
             let copy = self.pool.leaf(leaf.room());
@@ -299,7 +304,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// `root`: the node is the root.
-    fn remove_below(&mut self, node: *const Head, key: O::Key, root: bool) -> Effect<O> {
+    fn remove_below(&mut self, node: *const Head, key: u64, root: bool) -> Effect {
         match view::<O, D>(&node) {
             Node::Empty => unreachable!("no such slot"),
             Node::Leaf(leaf) => {
@@ -356,10 +361,4 @@ impl<O: Order, D> Edit<'_, O, D> {
             }
         }
     }
-}
-
-fn holds<O: Order, D>(leaf: Leaf<'_, O, D>, key: O::Key) -> bool {
-    leaf.rank(key)
-        .checked_sub(1)
-        .is_some_and(|at| leaf.keys()[at] == key)
 }

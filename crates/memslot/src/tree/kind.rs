@@ -1,20 +1,20 @@
 //! What a tree is ordered by: the three orders of an address space's slots.
 
 use crate::Slot;
+use crate::rules::{HALF, is_canonical};
 use crate::sync::{AtomicU64, Ordering};
-use core::fmt::Debug;
+use pageferry_addr::PAGE_SIZE;
 
 /// How many children an inner node has. They are copied seldom, so they may be larger.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
+/// Below or equal to all keys.
+pub(crate) const LEAST: u64 = 0;
+/// Above all keys.
+pub(crate) const MOST: u64 = u64::MAX;
+
 /// An order of slots.
 pub(crate) trait Order: Sized + 'static {
-    /// Unique among the slots of an address space.
-    type Key: Copy + Ord + Debug + Send + Sync;
-    /// Below or equal to all keys.
-    const LEAST: Self::Key;
-    /// Above all keys.
-    const MOST: Self::Key;
     /// How many slots a leaf below an inner node has room for.
     const LEAF: usize;
     /// How many a leaf may have room for that is all of its tree.
@@ -22,7 +22,8 @@ pub(crate) trait Order: Sized + 'static {
     /// A bound of where the slots below each child end, for orders in which slots overlap. Then leaves keep ends too.
     type Reach: Reach;
 
-    fn key<D>(slot: &Slot<D>) -> Self::Key;
+    /// Unique among the slots of an address space.
+    fn key<D>(slot: &Slot<D>) -> u64;
 
     /// Where the slot ends; of no use where ends are not kept.
     #[inline]
@@ -35,9 +36,6 @@ pub(crate) trait Order: Sized + 'static {
 pub(crate) struct ByGfn;
 
 impl Order for ByGfn {
-    type Key = u64;
-    const LEAST: u64 = 0;
-    const MOST: u64 = u64::MAX;
     const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 128 };
     type Reach = ();
@@ -52,9 +50,6 @@ impl Order for ByGfn {
 pub(crate) struct ById;
 
 impl Order for ById {
-    type Key = u64;
-    const LEAST: u64 = 0;
-    const MOST: u64 = u64::MAX;
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 8 } else { 64 };
     type Reach = ();
@@ -69,24 +64,33 @@ impl Order for ById {
 pub(crate) struct ByHva;
 
 impl ByHva {
-    /// The key below which all slots start that start below `hva`.
+    /// The key of a slot that begins at `hva`, which is page-aligned and [canonical](crate::rules::is_canonical): its lowest
+    /// 12 bits and its highest 4 tell nothing that the others do not, and the id has room.
     #[inline]
-    pub(crate) const fn below(hva: u64) -> u128 {
-        (hva as u128) << 16
+    const fn starting_at(hva: u64, id: u16) -> u64 {
+        hva << 4 | id as u64
+    }
+
+    /// The key below which all slots start that start below `hva`, which may be any address.
+    #[inline]
+    pub(crate) const fn below(hva: u64) -> u64 {
+        match hva.checked_next_multiple_of(PAGE_SIZE) {
+            Some(page) if is_canonical(page, 0) => Self::starting_at(page, 0),
+            // Between the two halves, in which slots are.
+            Some(_) => Self::starting_at(HALF, 0),
+            None => MOST,
+        }
     }
 }
 
 impl Order for ByHva {
-    type Key = u128;
-    const LEAST: u128 = 0;
-    const MOST: u128 = u128::MAX;
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 64 };
     type Reach = Bounds;
 
     #[inline]
-    fn key<D>(slot: &Slot<D>) -> u128 {
-        Self::below(slot.hva.0) | slot.id as u128
+    fn key<D>(slot: &Slot<D>) -> u64 {
+        Self::starting_at(slot.hva.0, slot.id)
     }
 
     #[inline]

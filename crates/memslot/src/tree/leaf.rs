@@ -12,10 +12,10 @@
 //! Keys and ends never change after the leaf was published. A cell changes when another record takes the place of the one
 //! with the same key: the new record knows the old one, and since which version it has its place ([`Slot`]), as nodes do.
 
-use super::kind::{Order, Reach};
+use super::kind::{MOST, Order, Reach};
 use super::node::{Head, upper_bound};
 use crate::Slot;
-use crate::sync::{AtomicPtr, Ordering, copy_cells};
+use crate::sync::{AtomicPtr, Ordering, copy_cells, prefetch};
 use core::alloc::Layout;
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -25,6 +25,8 @@ use core::{ptr, slice};
 pub(crate) const LEAST_ROOM: usize = if cfg!(loom) { 4 } else { 16 };
 /// What leaves are aligned to.
 const ALIGN: usize = 16;
+/// What caches load at once.
+const LINE: usize = 64;
 /// How many kinds of room there are.
 pub(crate) const ROOMS: usize = 4;
 
@@ -39,8 +41,8 @@ pub(crate) const fn kind_of(room: usize) -> usize {
 }
 
 /// One slot of a leaf.
-pub(crate) struct Entry<O: Order, D> {
-    pub(crate) key: O::Key,
+pub(crate) struct Entry<D> {
+    pub(crate) key: u64,
     /// Where the slot ends, where the order keeps ends.
     pub(crate) end: u64,
     pub(crate) slot: *const Slot<D>,
@@ -54,7 +56,7 @@ impl<O: Order, D> Parts<O, D> {
     const EACH_END: usize = if O::Reach::KEPT { size_of::<u64>() } else { 0 };
 
     const fn ends(room: usize) -> usize {
-        Self::KEYS + room * size_of::<O::Key>()
+        Self::KEYS + room * size_of::<u64>()
     }
 
     const fn up_to(room: usize) -> usize {
@@ -129,7 +131,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     #[inline(always)]
-    fn keys_of(self, room: usize) -> &'g [O::Key] {
+    fn keys_of(self, room: usize) -> &'g [u64] {
         debug_assert_eq!(room, self.room());
         // SAFETY: written whole by `NewLeaf::done`.
         unsafe { self.array(Parts::<O, D>::KEYS, room) }
@@ -137,7 +139,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// Ascending; unused ones are `MOST`.
     #[inline]
-    pub(crate) fn keys(self) -> &'g [O::Key] {
+    pub(crate) fn keys(self) -> &'g [u64] {
         self.keys_of(self.room())
     }
 
@@ -186,7 +188,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// How many keys are at most `key`.
     #[inline(always)]
-    pub(crate) fn rank(self, key: O::Key) -> usize {
+    pub(crate) fn rank(self, key: u64) -> usize {
         // Of most leaves the compiler knows the room.
         if self.room() == O::LEAF {
             upper_bound(self.keys_of(O::LEAF), key)
@@ -197,16 +199,25 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// The same, for any room. Apart, so that the loop over an unknown number of keys is in few places.
     #[inline(never)]
-    fn rank_of_any(self, key: O::Key) -> usize {
+    fn rank_of_any(self, key: u64) -> usize {
         upper_bound(self.keys(), key)
     }
 
     /// The newest record of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose
     /// room is known: the head is not even read.
     #[inline(always)]
-    pub(crate) fn usual_floor(self, key: O::Key) -> Option<*const Slot<D>> {
+    pub(crate) fn usual_floor(self, key: u64) -> Option<*const Slot<D>> {
         let at = upper_bound(self.keys_of(O::LEAF), key).checked_sub(1)?;
         Some(self.cell(O::LEAF, at).load(Ordering::Acquire))
+    }
+
+    /// Begins to load a leaf below an inner node into this core's cache.
+    #[inline]
+    pub(crate) fn prefetch(self) {
+        let size = Parts::<O, D>::layout(O::LEAF).size();
+        for offset in (0..size).step_by(LINE) {
+            prefetch(self.node.wrapping_byte_add(offset));
+        }
     }
 
     /// The writer's: publishes `slot`, whose key and end are those of the record at `index`, in its place.
@@ -216,7 +227,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     /// The writer's.
-    pub(crate) fn entry(self, index: usize) -> Entry<O, D> {
+    pub(crate) fn entry(self, index: usize) -> Entry<D> {
         Entry {
             key: self.keys()[index],
             end: self.ends().get(index).copied().unwrap_or(0),
@@ -255,7 +266,7 @@ impl<O: Order, D> NewLeaf<O, D> {
     }
 
     #[inline(always)]
-    fn keys(&self) -> *mut O::Key {
+    fn keys(&self) -> *mut u64 {
         self.part(Parts::<O, D>::KEYS)
     }
 
@@ -274,7 +285,7 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// # Safety
     /// `at` is less than the room.
     #[inline]
-    unsafe fn write(&mut self, at: usize, entry: &Entry<O, D>) {
+    unsafe fn write(&mut self, at: usize, entry: &Entry<D>) {
         // SAFETY: each part has `room` places.
         unsafe {
             self.keys().add(at).write(entry.key);
@@ -288,7 +299,7 @@ impl<O: Order, D> NewLeaf<O, D> {
 
     /// Adds a slot behind those there are.
     #[inline]
-    pub(crate) fn push(&mut self, entry: &Entry<O, D>) {
+    pub(crate) fn push(&mut self, entry: &Entry<D>) {
         assert!(self.len < self.room, "a leaf is full");
         // SAFETY: less than the room.
         unsafe { self.write(self.len, entry) };
@@ -317,7 +328,7 @@ impl<O: Order, D> NewLeaf<O, D> {
     pub(crate) fn done(self, version: u64, previous: *const Head) -> *const Head {
         for unused in self.len..self.room {
             // SAFETY: there are `room` keys.
-            unsafe { self.keys().add(unused).write(O::MOST) };
+            unsafe { self.keys().add(unused).write(MOST) };
         }
         self.finish(0, version, previous)
     }
@@ -328,7 +339,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         mut self,
         from: Leaf<'_, O, D>,
         at: usize,
-        entry: &Entry<O, D>,
+        entry: &Entry<D>,
         version: u64,
     ) -> *const Head {
         let len = from.len();
@@ -352,7 +363,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         // SAFETY: below `len` all is written.
         unsafe {
             self.shift(at + 1..len, at);
-            self.keys().add(len - 1).write(O::MOST);
+            self.keys().add(len - 1).write(MOST);
         }
         self.len = len - 1;
         self.finish(at, version, from.node)

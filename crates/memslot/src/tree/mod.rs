@@ -136,19 +136,19 @@ impl<'g, O: Order, D> At<'g, O, D> {
 
     /// The slot with this key.
     #[inline]
-    pub(crate) fn get(self, key: O::Key) -> Option<&'g Slot<D>> {
+    pub(crate) fn get(self, key: u64) -> Option<&'g Slot<D>> {
         let (leaf, index) = self.find(key)?;
         Some(self.slot(leaf.record(index)))
     }
 
     /// The pointer to the newest record of the slot with this key, as it was put in: by it the slot may be freed one day.
-    pub(crate) fn record(self, key: O::Key) -> Option<*const Slot<D>> {
+    pub(crate) fn record(self, key: u64) -> Option<*const Slot<D>> {
         let (leaf, index) = self.find(key)?;
         Some(leaf.record(index))
     }
 
     #[inline]
-    fn find(self, key: O::Key) -> Option<(Leaf<'g, O, D>, usize)> {
+    pub(super) fn find(self, key: u64) -> Option<(Leaf<'g, O, D>, usize)> {
         let mut cell = self.root;
         loop {
             match self.enter(cell) {
@@ -164,9 +164,26 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
+    /// For the writer, who will soon copy it: begins to load the leaf that has `key` or would have it into this core's
+    /// cache, where it is one of many.
+    #[inline]
+    pub(crate) fn prefetch(self, key: u64) {
+        let mut node = self.enter(self.root);
+        while let Node::Inner(inner) = node {
+            let cell = &inner.cells[upper_bound(&inner.keys, key).saturating_sub(1)];
+            if inner.head.level() == 1 {
+                // SAFETY: the children at level 1 are leaves; as in `enter`, they are alive.
+                let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(cell.newest()) };
+                leaf.prefetch();
+                return;
+            }
+            node = self.enter(cell);
+        }
+    }
+
     /// The slot with the greatest key that is at most `key`. Not for [`NEWEST`] beside a writer.
     #[inline]
-    pub(crate) fn floor(self, key: O::Key) -> Option<&'g Slot<D>> {
+    pub(crate) fn floor(self, key: u64) -> Option<&'g Slot<D>> {
         match self.descend(key) {
             Floor::Found(slot) => Some(slot),
             Floor::Nothing => None,
@@ -177,7 +194,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
     /// The same in the newest state, or an error where one leaf alone cannot tell: two leaves read one after the
     /// other may be of different versions. Look at a version then. For [`NEWEST`] only.
     #[inline]
-    pub(crate) fn newest_floor(self, key: O::Key) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
+    pub(crate) fn newest_floor(self, key: u64) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
         debug_assert_eq!(self.version, NEWEST);
         let mut inner = match self.enter(self.root) {
             Node::Inner(inner) => inner,
@@ -208,7 +225,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
     }
 
     #[inline]
-    fn descend(self, key: O::Key) -> Floor<'g, O, D> {
+    fn descend(self, key: u64) -> Floor<'g, O, D> {
         let mut left = Floor::Nothing;
         let mut cell = self.root;
         loop {

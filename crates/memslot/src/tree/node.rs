@@ -87,7 +87,7 @@ impl Head {
 pub(crate) struct Inner<O: Order> {
     pub(crate) head: Head,
     /// No key below child `i` is less than `keys[i]`, other than for child 0. Unused ones are `MOST`.
-    pub(crate) keys: [O::Key; INNER],
+    pub(crate) keys: [u64; INNER],
     pub(crate) cells: [Cell; INNER],
     pub(crate) reach: O::Reach,
 }
@@ -143,7 +143,7 @@ impl Cell {
 /// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is. Their number is a power of two, 4 or
 /// more.
 #[inline(always)]
-pub(crate) fn upper_bound<K: Copy + Ord>(keys: &[K], key: K) -> usize {
+pub(crate) fn upper_bound(keys: &[u64], key: u64) -> usize {
     // Three counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all,
     // and fewer that wait for each other than a binary search has.
     let room = keys.len();

@@ -2,7 +2,7 @@
 
 use super::draft::Draft;
 use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
-use super::kind::{Order, Reach};
+use super::kind::{LEAST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Head, Inner, Node};
 use core::ops::Range;
@@ -18,7 +18,7 @@ struct Slots<'s, O: Order, D> {
     first: Leaf<'s, O, D>,
     second: Option<Leaf<'s, O, D>>,
     /// The new one, and its index among all.
-    new: Option<(usize, &'s Entry<O, D>)>,
+    new: Option<(usize, &'s Entry<D>)>,
 }
 
 impl<O: Order, D> Slots<'_, O, D> {
@@ -27,7 +27,7 @@ impl<O: Order, D> Slots<'_, O, D> {
         self.first.len() + second + usize::from(self.new.is_some())
     }
 
-    fn get(&self, index: usize) -> Entry<O, D> {
+    fn get(&self, index: usize) -> Entry<D> {
         let old = match self.new {
             Some((at, new)) if at == index => return Entry { ..*new },
             Some((at, _)) if at < index => index - 1,
@@ -54,9 +54,9 @@ impl<O: Order, D> Edit<'_, O, D> {
         node: *const Head,
         leaf: Leaf<'_, O, D>,
         at: usize,
-        new: &Entry<O, D>,
+        new: &Entry<D>,
         last: bool,
-    ) -> Effect<O> {
+    ) -> Effect {
         let slots = Slots {
             first: leaf,
             second: None,
@@ -76,7 +76,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
-        new: &Entry<O, D>,
+        new: &Entry<D>,
         old: *const Head,
     ) -> *const Head {
         let at = leaf.rank(new.key);
@@ -96,7 +96,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         for start in (0..len).step_by(each) {
             let leaf = self.leaf_of(&slots, start..len.min(start + each));
             let key = if start == 0 {
-                O::LEAST
+                LEAST
             } else {
                 slots.get(start).key
             };
@@ -106,7 +106,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// Joins the children `left` and `left + 1` of `draft`, or lets them share.
-    pub(super) fn join(&mut self, draft: &mut Draft<O>, left: usize) {
+    pub(super) fn join(&mut self, draft: &mut Draft, left: usize) {
         let (first, second) = (draft.nodes[left], draft.nodes[left + 1]);
         let total = len_of(first) + len_of(second);
         let middle = if total <= joined(full::<O>(first)) {
@@ -150,10 +150,10 @@ impl<O: Order, D> Edit<'_, O, D> {
         &mut self,
         first: &Inner<O>,
         second: &Inner<O>,
-        first_key: O::Key,
-        second_key: O::Key,
+        first_key: u64,
+        second_key: u64,
         middle: usize,
-    ) -> (*const Head, Option<(O::Key, *const Head)>) {
+    ) -> (*const Head, Option<(u64, *const Head)>) {
         let level = first.head.level();
         let (mut one, mut other) = (Draft::new(), Draft::new());
         for (inner, key) in [(first, first_key), (second, second_key)] {

@@ -47,7 +47,7 @@ pub(crate) struct Ascending<'g, O: Order, D> {
 
 impl<'g, O: Order, D> Ascending<'g, O, D> {
     /// From the first key that is greater than `after`; from the very first if there is none.
-    pub(crate) fn new(at: At<'g, O, D>, after: Option<O::Key>) -> Self {
+    pub(crate) fn new(at: At<'g, O, D>, after: Option<u64>) -> Self {
         let mut walk = Self {
             at,
             path: Path::new(),
@@ -114,7 +114,7 @@ pub(crate) struct Overlapping<'g, D> {
     /// Slots of interest end above this.
     start: u64,
     /// And have keys below this.
-    limit: u128,
+    limit: u64,
     /// The inner nodes above where the walk is, each with the bits of the children still to be visited. Those below `depth` are there; the others are not even initialised, as mostly none is needed.
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,

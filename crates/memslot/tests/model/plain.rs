@@ -135,7 +135,10 @@ impl Model {
         let aligned = gpa % 4096 == 0 && size % 4096 == 0 && hva % 4096 == 0;
         let exists = request.address_space < self.limits.address_spaces
             && request.id < self.limits.max_slots;
-        if !(known && aligned && exists && u128::from(hva) + u128::from(size) < 1 << 64) {
+        let end = u128::from(hva) + u128::from(size);
+        let (half, last) = (1 << 59, end.max(u128::from(hva) + 1) - 1);
+        let canonical = last < half || u128::from(hva) >= (1 << 64) - half;
+        if !(known && aligned && exists && end < 1 << 64 && canonical) {
             return None;
         }
         let key = (request.address_space, request.id);
