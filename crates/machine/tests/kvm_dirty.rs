@@ -3,7 +3,7 @@
 
 mod kvm_common;
 
-use kvm_common::{DATA, machine, no_kvm, run, start, word};
+use kvm_common::{COUNT, DATA, drive_all, machine, no_kvm, run, start, word};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Exit, MachineError, NewMachine, Vcpu};
 use pageferry_userfault::PageBitmap;
@@ -17,16 +17,6 @@ use std::time::{Duration, Instant};
 const HAMMER: [u8; 26] = [
     0x4d, 0x31, 0xc0, 0x49, 0xff, 0xc0, 0x48, 0x89, 0xf9, 0x4c, 0x89, 0x01, 0x48, 0x81, 0xc1, 0,
     0x10, 0, 0, 0x48, 0x39, 0xf1, 0x72, 0xf1, 0xeb, 0xe9,
-];
-
-/// rdi: first byte, rsi: first byte behind. Adds one to a word of each page, once, and rings.
-///
-/// ```text
-/// l: inc qword [rdi]; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
-/// ```
-const COUNT: [u8; 25] = [
-    0x48, 0xff, 0x07, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
-    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
 /// A machine of two vCPUs, and what harvests have made of a copy of its memory.
@@ -95,16 +85,9 @@ impl Copied {
     fn harvest_beside(&mut self, drive: impl Fn(&mut dyn Vcpu) + Sync) -> usize {
         let mut vcpus = std::mem::take(&mut self.new.vcpus);
         let mut harvests = 0;
-        std::thread::scope(|scope| {
-            let drive = &drive;
-            let threads: Vec<_> = vcpus
-                .iter_mut()
-                .map(|vcpu| scope.spawn(move || drive(vcpu.as_mut())))
-                .collect();
-            while !threads.iter().all(|thread| thread.is_finished()) {
-                self.harvest(true);
-                harvests += 1;
-            }
+        drive_all(&mut vcpus, drive, || {
+            self.harvest(true);
+            harvests += 1;
         });
         self.new.vcpus = vcpus;
         harvests

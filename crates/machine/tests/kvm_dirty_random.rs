@@ -7,11 +7,10 @@
 
 mod kvm_common;
 
-use kvm_common::{DATA, LIMIT, machine, no_kvm, run, start};
+use kvm_common::{DATA, LIMIT, drive_beside, machine, no_kvm, run, start};
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_machine::{Exit, GuestRam, Kicker, NewMachine};
+use pageferry_machine::{Exit, GuestRam, NewMachine, Vcpu};
 use pageferry_userfault::PageBitmap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const VCPUS: u64 = 3;
@@ -55,15 +54,6 @@ fn words(ram: &GuestRam, page: RamPage) -> Words {
         let at = word_of(id as u64) as usize;
         u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
     })
-}
-
-/// Stops the vCPUs when it goes, also by a panic.
-struct KickOnDrop(Vec<Arc<dyn Kicker>>);
-
-impl Drop for KickOnDrop {
-    fn drop(&mut self) {
-        self.0.iter().for_each(|kicker| kicker.kick());
-    }
 }
 
 struct Test {
@@ -124,11 +114,8 @@ impl Test {
         let mut vcpus = std::mem::take(&mut self.new.vcpus);
         let ram = self.new.machine.ram().clone();
         let before = words(&ram, CONTROL);
-        std::thread::scope(|scope| {
-            let kick = KickOnDrop(vcpus.iter().map(|vcpu| vcpu.kicker()).collect());
-            for vcpu in &mut vcpus {
-                scope.spawn(move || assert_eq!(run(vcpu.as_mut()), Exit::Kicked));
-            }
+        let until_kicked = |vcpu: &mut dyn Vcpu| assert_eq!(run(vcpu), Exit::Kicked);
+        drive_beside(&mut vcpus, until_kicked, || {
             let end = Instant::now() + LIMIT;
             loop {
                 meanwhile(self);
@@ -143,7 +130,6 @@ impl Test {
                 assert!(Instant::now() < end, "{before:?}, then {now:?}");
                 std::thread::yield_now();
             }
-            drop(kick);
         });
         self.new.vcpus = vcpus;
     }

@@ -3,11 +3,9 @@
 
 mod kvm_common;
 
-use kvm_common::{Watchdog, no_kvm, run, rung, start, wait_until, word, write_tables};
+use kvm_common::{Watchdog, no_kvm, pluggable, run, rung, start, wait_until, word};
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
-use pageferry_machine::{
-    Exit, GuestRam, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu, kvm,
-};
+use pageferry_machine::{Exit, GuestRam, MachineError, Vcpu};
 use pageferry_memslot::SlotError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,20 +23,9 @@ const READ_RING_WRITE: [u8; 17] = [
 const TOUCH: [u8; 8] = [0x48, 0x8b, 0x07, 0x48, 0xff, 0xc1, 0xeb, 0xf8];
 
 fn memory(pages: u64, first_word: u64) -> Arc<GuestRam> {
-    let layout = RamLayout::for_memory(pages * PAGE_SIZE).unwrap();
-    let memory = GuestRam::new(layout).unwrap();
+    let memory = kvm_common::memory(pages);
     memory.write_at(RamPage(0), 0, &first_word.to_le_bytes());
-    Arc::new(memory)
-}
-
-fn pluggable() -> (NewMachine, kvm::MemoryPlug) {
-    let spec = MachineSpec {
-        vcpus: 1,
-        memory_bytes: 64 * PAGE_SIZE,
-    };
-    let (new, plug) = kvm::create_pluggable(spec, kvm::Irqchip::None).unwrap();
-    write_tables(new.machine.ram());
-    (new, plug)
+    memory
 }
 
 /// What the next load of [`READ_RING_WRITE`] gives: the value it rings with, or `None` if the load was MMIO. A
@@ -59,7 +46,7 @@ fn a_guest_sees_memory_come_move_and_go() {
     if no_kvm() {
         return;
     }
-    let (new, plug) = pluggable();
+    let (new, plug) = pluggable(1, 64);
     let mut vcpus = new.vcpus;
     let vcpu = vcpus[0].as_mut();
     start(new.machine.ram(), vcpu, 0, &READ_RING_WRITE, [HERE.0, 42]);
@@ -91,7 +78,7 @@ fn read_only_memory_is_read_by_the_guest_and_written_as_mmio() {
     if no_kvm() {
         return;
     }
-    let (new, plug) = pluggable();
+    let (new, plug) = pluggable(1, 64);
     let mut vcpus = new.vcpus;
     let vcpu = vcpus[0].as_mut();
     let rom = memory(1, 0xb105);
@@ -113,7 +100,7 @@ fn what_is_refused_has_not_happened() {
     if no_kvm() {
         return;
     }
-    let (new, plug) = pluggable();
+    let (new, plug) = pluggable(1, 64);
     let mut reader = plug.slot_table().reader();
     let mut slots = || {
         let guard = reader.pin();
@@ -161,7 +148,7 @@ fn memory_stays_mapped_as_long_as_anybody_sees_it() {
     if no_kvm() {
         return;
     }
-    let (_new, plug) = pluggable();
+    let (_new, plug) = pluggable(1, 64);
     let window = memory(4, 0);
     let weak = Arc::downgrade(&window);
     plug.plug(ID, HERE, window, false).unwrap();
@@ -188,7 +175,7 @@ fn slots_change_under_a_running_vcpu() {
     if no_kvm() {
         return;
     }
-    let (new, plug) = pluggable();
+    let (new, plug) = pluggable(1, 64);
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
     start(new.machine.ram(), vcpu.as_mut(), 0, &TOUCH, [HERE.0, 0]);
     let (done, kicker) = (Arc::new(AtomicBool::new(false)), vcpu.kicker());

@@ -3,7 +3,7 @@
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, StartState, Vcpu, kvm,
+    DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState, Vcpu, kvm,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +16,16 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 pub(crate) const CODE: RamPage = RamPage(5);
 /// The first page that no program and no table uses.
 pub(crate) const DATA: RamPage = RamPage(16);
+
+/// rdi: first byte, rsi: first byte behind. Adds one to a word of each page, once, and rings.
+///
+/// ```text
+/// l: inc qword [rdi]; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+/// ```
+pub(crate) const COUNT: [u8; 25] = [
+    0x48, 0xff, 0x07, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+];
 
 /// Whether a test that needs `word` cannot run here; prints why, or panics where it is required.
 pub(crate) fn skip(word: &str, why: &str) -> bool {
@@ -42,17 +52,32 @@ pub(crate) fn machine(vcpus: u32, pages: u64) -> NewMachine {
 
 /// [`machine`], with interrupt controllers or without.
 pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> NewMachine {
+    pluggable_with(vcpus, pages, irqchip).0
+}
+
+/// [`machine`], and the right to plug memory beyond RAM into it.
+pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug) {
+    pluggable_with(vcpus, pages, kvm::Irqchip::None)
+}
+
+fn pluggable_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> (NewMachine, kvm::MemoryPlug) {
     let spec = MachineSpec {
         vcpus,
         memory_bytes: pages * PAGE_SIZE,
     };
-    let new = kvm::create_with(spec, irqchip).unwrap();
+    let (new, plug) = kvm::create_pluggable(spec, irqchip).unwrap();
     write_tables(new.machine.ram());
-    new
+    (new, plug)
+}
+
+/// Memory to be plugged in.
+pub(crate) fn memory(pages: u64) -> Arc<GuestRam> {
+    let layout = RamLayout::for_memory(pages * PAGE_SIZE).unwrap();
+    Arc::new(GuestRam::new(layout).unwrap())
 }
 
 /// Tables in pages 1 to 4, accessed and dirty.
-pub(crate) fn write_tables(ram: &GuestRam) {
+fn write_tables(ram: &GuestRam) {
     const TABLE: u64 = 0x67;
     const LARGE: u64 = 0xe7;
     let entry = |page: u64, index: u64, value: u64| {
@@ -122,6 +147,49 @@ impl Drop for Watchdog {
         self.done.store(true, Ordering::Release);
         self.thread.take().map(JoinHandle::join);
     }
+}
+
+/// Stops the vCPUs when it goes, also by a panic.
+struct KickOnDrop(Vec<Arc<dyn Kicker>>);
+
+impl Drop for KickOnDrop {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|kicker| kicker.kick());
+    }
+}
+
+/// Has each vCPU driven by `drive` on a thread of its own while `meanwhile` goes on; then kicks them all.
+pub(crate) fn drive_beside<T>(
+    vcpus: &mut [Box<dyn Vcpu>],
+    drive: impl Fn(&mut dyn Vcpu) + Sync,
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    std::thread::scope(|scope| {
+        let drive = &drive;
+        let _kick = KickOnDrop(vcpus.iter().map(|vcpu| vcpu.kicker()).collect());
+        for vcpu in vcpus {
+            scope.spawn(move || drive(vcpu.as_mut()));
+        }
+        meanwhile()
+    })
+}
+
+/// Has each vCPU driven by `drive` on a thread of its own, and calls `meanwhile` until all have ended.
+pub(crate) fn drive_all(
+    vcpus: &mut [Box<dyn Vcpu>],
+    drive: impl Fn(&mut dyn Vcpu) + Sync,
+    mut meanwhile: impl FnMut(),
+) {
+    std::thread::scope(|scope| {
+        let drive = &drive;
+        let threads: Vec<_> = vcpus
+            .iter_mut()
+            .map(|vcpu| scope.spawn(move || drive(vcpu.as_mut())))
+            .collect();
+        while !threads.iter().all(|thread| thread.is_finished()) {
+            meanwhile();
+        }
+    });
 }
 
 /// Runs until the vCPU leaves; fails the test after [`LIMIT`].
