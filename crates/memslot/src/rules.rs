@@ -153,8 +153,8 @@ pub(crate) const HALF: u64 = 1 << 59;
 /// Whether `size` bytes from `hva` on lie in the lowest [`HALF`] of the address space, or in the highest. They do not overflow.
 #[inline]
 pub(crate) const fn is_canonical(hva: u64, size: u64) -> bool {
-    let last = hva + size.saturating_sub(1);
-    last < HALF || hva >= HALF.wrapping_neg()
+    let half = HALF.wrapping_neg();
+    hva + size.saturating_sub(1) < HALF || hva >= half
 }
 
 /// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot needs none.

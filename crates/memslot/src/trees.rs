@@ -1,26 +1,30 @@
 #![expect(unsafe_code, reason = "puts slots into trees by pointer")]
 //! The three trees of an address space under change.
 
-use crate::Slot;
 use crate::table::{Garbage, Space, State};
-use crate::tree::{ByGfn, ByHva, ById, Edit, Order};
+use crate::tree::{ByGfn, ByHva, ById, Edit, MOST, NEWEST, Order, Place, Tree};
+use crate::{Request, Slot};
+use core::mem;
+use pageferry_addr::GfnRange;
 
 /// The three trees of one address space, under change.
 pub(crate) struct Trees<'a, D> {
     pub(crate) space: &'a Space<D>,
     pub(crate) version: u64,
     pub(crate) state: &'a mut State<D>,
+    /// Of the request, as [`Places::of`] gave them.
+    pub(crate) places: &'a mut Places,
 }
 
 impl<D> Trees<'_, D> {
-    fn by_gfn(&mut self, change: impl FnOnce(&mut Edit<'_, ByGfn, D>)) {
+    fn by_gfn<T>(&mut self, change: impl FnOnce(&mut Edit<'_, ByGfn, D>) -> T) -> T {
         let replaced = &mut self.state.replaced;
         change(&mut Edit {
             tree: &self.space.by_gfn,
             version: self.version,
             pool: &mut self.state.pools.by_gfn,
             replaced: &mut |node| replaced.push(Garbage::ByGfn(node)),
-        });
+        })
     }
 
     fn by_id(&mut self, change: impl FnOnce(&mut Edit<'_, ById, D>)) {
@@ -46,17 +50,35 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
-        self.by_gfn(|edit| unsafe { edit.put(slot) });
+        let place = self.places.by_gfn.take();
+        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        let done = self.by_gfn(|edit| unsafe {
+            let done = place.as_ref().is_some_and(|place| edit.put_at(place, slot));
+            if !done {
+                edit.put(slot);
+            }
+            done
+        });
+        // Then the old place is good only if the change was of another leaf and nothing else.
+        let other = |old: &Place| done && place.is_some_and(|new| !new.is_in_leaf_of(old));
+        self.places.old = self.places.old.take().filter(other);
     }
 
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
-        self.by_id(|edit| unsafe { edit.put(slot) });
-        // SAFETY: as the caller promises.
-        self.by_hva(|edit| unsafe { edit.put(slot) });
+        let Places { by_id, by_hva, .. } = mem::take(self.places);
+        // SAFETY: as the caller promises; the trees are as they were when the places were found.
+        unsafe {
+            self.by_id(|edit| match by_id {
+                Some(place) if edit.put_at(&place, slot) => {}
+                _ => edit.put(slot),
+            });
+            self.by_hva(|edit| match by_hva {
+                Some(place) if edit.put_at(&place, slot) => {}
+                _ => edit.put(slot),
+            });
+        }
     }
 
     /// The slot in place of its predecessor, in the tree by gfn.
@@ -64,8 +86,8 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_by_gfn(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
-        unsafe { self.space.by_gfn.replace(slot) };
+        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        unsafe { replace(&self.space.by_gfn, self.places.old.as_ref(), slot) };
     }
 
     /// The same in the others.
@@ -73,19 +95,112 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_elsewhere(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises.
+        let Places { by_id, by_hva, .. } = &*self.places;
+        // SAFETY: as in `replace_by_gfn`.
         unsafe {
-            self.space.by_id.replace(slot);
-            self.space.by_hva.replace(slot);
+            replace(&self.space.by_id, by_id.as_ref(), slot);
+            replace(&self.space.by_hva, by_hva.as_ref(), slot);
         }
     }
 
     pub(crate) fn remove_by_gfn(&mut self, slot: &Slot<D>) {
-        self.by_gfn(|edit| edit.remove(ByGfn::key(slot)));
+        let (key, place) = (ByGfn::key(slot), self.places.old.take());
+        // SAFETY: `put_by_gfn` takes a place away that is not good any more.
+        self.by_gfn(|edit| match place {
+            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
+            _ => edit.remove(key),
+        });
     }
 
     pub(crate) fn remove_elsewhere(&mut self, slot: &Slot<D>) {
-        self.by_id(|edit| edit.remove(ById::key(slot)));
-        self.by_hva(|edit| edit.remove(ByHva::key(slot)));
+        let Places { by_id, by_hva, .. } = mem::take(self.places);
+        let key = ById::key(slot);
+        // SAFETY: the tree is as it was when the place was found.
+        self.by_id(|edit| match by_id {
+            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
+            _ => edit.remove(key),
+        });
+        let key = ByHva::key(slot);
+        // SAFETY: likewise.
+        self.by_hva(|edit| match by_hva {
+            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
+            _ => edit.remove(key),
+        });
+    }
+}
+
+/// # Safety
+/// As for [`Tree::replace`] and, where there is a place, [`Tree::replace_at`].
+unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *const Slot<D>) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        match place {
+            Some(place) => tree.replace_at(place, slot),
+            None => tree.replace(slot),
+        }
+    }
+}
+
+/// The places that a request is about, found before anything is changed.
+#[derive(Default)]
+pub(crate) struct Places {
+    /// Of the frames asked for.
+    by_gfn: Option<Place>,
+    /// Of the frames that the slot has now.
+    old: Option<Place>,
+    by_id: Option<Place>,
+    by_hva: Option<Place>,
+}
+
+impl Places {
+    /// The places for `request`, all of which begin to be loaded, and the slot with its id.
+    #[inline]
+    pub(crate) fn of<D>(space: &Space<D>, request: &Request<D>) -> (Self, Option<*const Slot<D>>) {
+        let &Request { id, gpa, hva, .. } = request;
+        // SAFETY: only the writer frees, and it is here.
+        let (gfns, ids, hvas) = unsafe {
+            let Space {
+                by_gfn,
+                by_id,
+                by_hva,
+                ..
+            } = space;
+            (by_gfn.at(NEWEST), by_id.at(NEWEST), by_hva.at(NEWEST))
+        };
+        let mut places = Self::default();
+        if request.size != 0 {
+            places.by_gfn = gfns.place(gpa.gfn().0);
+            // The request may be one that is refused.
+            places.by_hva = hvas.place(ByHva::starting_at(hva.0, id).min(MOST - 1));
+        }
+        places.by_id = ids.place(u64::from(id));
+        let id = u64::from(id);
+        // SAFETY: nothing has changed.
+        let find = |place: &Place| unsafe { space.by_id.record_at(place, id) };
+        let old = places.by_id.as_ref().and_then(find);
+        if let Some(old) = old {
+            // SAFETY: in the tree.
+            let old = unsafe { &*old };
+            places.old = gfns.place(ByGfn::key(old));
+            if request.size == 0 {
+                places.by_hva = hvas.place(ByHva::key(old));
+            }
+        }
+        (places, old)
+    }
+
+    /// Whether it is sure that no slot holds any of `range`, which begins at the frames asked for.
+    #[inline]
+    pub(crate) fn are_free<D>(&self, space: &Space<D>, range: GfnRange) -> bool {
+        let Some(place) = &self.by_gfn else {
+            return true;
+        };
+        // SAFETY: nothing has changed since it was found.
+        let Some(found) = (unsafe { space.by_gfn.neighbours(place, range.start().0) }) else {
+            return false;
+        };
+        // SAFETY: in the tree.
+        let ends = |slot: *const Slot<D>| unsafe { &*slot }.range.end() <= range.start();
+        found.next >= range.end().0 && found.below.is_none_or(ends)
     }
 }

@@ -1,9 +1,9 @@
 #![expect(unsafe_code, reason = "says which versions of the trees are alive")]
 //! All look-ups, at one version.
 
+use crate::Slot;
 use crate::table::{Generation, Shared, Space};
-use crate::tree::{Ascending, At, ByGfn, ByHva, ById, Order, Overlapping};
-use crate::{Request, Slot};
+use crate::tree::{Ascending, At, ByGfn, ByHva, ById, Overlapping};
 use core::fmt;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
@@ -88,26 +88,6 @@ impl<'g, D> SlotView<'g, D> {
     #[must_use]
     pub fn by_id(self, id: u16) -> Option<&'g Slot<D>> {
         self.ids().get(u64::from(id))
-    }
-
-    /// The pointer that the trees have of the slot with this id, for the writer.
-    pub(crate) fn record(self, id: u16) -> Option<*const Slot<D>> {
-        self.ids().record(u64::from(id))
-    }
-
-    /// For the writer: begins to load the leaves that `request` will need late, where the slot of its id is `old`. With
-    /// thousands of slots they are in no near cache, and to wait for one after the other is most of what a change takes.
-    #[inline]
-    pub(crate) fn foresee(self, request: &Request<D>, old: Option<&Slot<D>>) {
-        match old {
-            None => self.by_hva().prefetch(ByHva::below(request.hva.0)),
-            Some(old) => {
-                self.by_gfn().prefetch(ByGfn::key(old));
-                if request.size == 0 {
-                    self.by_hva().prefetch(ByHva::key(old));
-                }
-            }
-        }
     }
 
     /// All slots that hold any frame of `range`, ascending by frame.

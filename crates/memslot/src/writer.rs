@@ -7,7 +7,7 @@ use crate::rules::{self, Plan};
 use crate::slot::Predecessor;
 use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
 use crate::tree::NEWEST;
-use crate::trees::Trees;
+use crate::trees::{Places, Trees};
 use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
 use alloc::sync::Arc;
 use core::fmt;
@@ -160,24 +160,21 @@ impl<D> SlotWriter<D> {
         self.abort();
         self.free_some();
         let space = usize::from(request.address_space);
-        let mut old = None;
-        let plan = {
-            let now = self.view();
-            rules::check(
-                &self.shared.limits,
-                &request,
-                self.pages(),
-                |space, id| {
-                    let now = now.space(space)?;
-                    old = now.record(id);
-                    // SAFETY: in the tree, and nothing is freed while `now` borrows the writer.
-                    let old = old.map(|slot| unsafe { &*slot });
-                    now.foresee(&request, old);
-                    old
-                },
-                |space, range, id| overlapping(now.space(space)?, range, id),
-            )?
-        };
+        let here = self.shared.spaces.get(space);
+        let (places, old) = here.map_or_else(Default::default, |here| Places::of(here, &request));
+        let plan = rules::check(
+            &self.shared.limits,
+            &request,
+            self.pages(),
+            // SAFETY: in the tree, and nothing is freed meanwhile.
+            |_, _| old.map(|slot| unsafe { &*slot }),
+            |space, range, id| {
+                if here.is_some_and(|here| places.are_free(here, range)) {
+                    return None;
+                }
+                overlapping(self.view().space(space)?, range, id)
+            },
+        )?;
         let version = self.shared.generation().number() + 1;
         let slots = &mut self.state().pools.slots;
         let record = |range, old: *const Slot<D>| {
@@ -211,7 +208,7 @@ impl<D> SlotWriter<D> {
             unsafe { &*old }.mark_invalid();
         }
         self.state().pending = pending;
-        Ok(Update::new(self, space))
+        Ok(Update::new(self, space, places))
     }
 
     /// Gives a pending update up.
@@ -241,7 +238,7 @@ impl<D> SlotWriter<D> {
     }
 
     /// Does what was begun; gives what that was.
-    pub(crate) fn commit(&mut self, space: usize) -> Pending<D> {
+    pub(crate) fn commit(&mut self, space: usize, places: &mut Places) -> Pending<D> {
         let version = self.shared.generation().number() + 1;
         let shared = &*self.shared;
         // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
@@ -251,6 +248,7 @@ impl<D> SlotWriter<D> {
         let mut trees = Trees {
             space: &shared.spaces[space],
             version,
+            places,
             state,
         };
         // SAFETY: new records live until they are retired, which is after they were taken out; old ones are in the trees.

@@ -3,7 +3,7 @@
 use crate::Slot;
 use crate::rules::{HALF, is_canonical};
 use crate::sync::{AtomicU64, Ordering};
-use pageferry_addr::PAGE_SIZE;
+use pageferry_addr::PAGE_MASK;
 
 /// How many children an inner node has. They are copied seldom, so they may be larger.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
@@ -67,19 +67,17 @@ impl ByHva {
     /// The key of a slot that begins at `hva`, which is page-aligned and [canonical](crate::rules::is_canonical): its lowest
     /// 12 bits and its highest 4 tell nothing that the others do not, and the id has room.
     #[inline]
-    const fn starting_at(hva: u64, id: u16) -> u64 {
+    pub(crate) const fn starting_at(hva: u64, id: u16) -> u64 {
         hva << 4 | id as u64
     }
 
-    /// The key below which all slots start that start below `hva`, which may be any address.
+    /// The greatest key of a slot that begins at or below `hva`, which may be any address.
     #[inline]
-    pub(crate) const fn below(hva: u64) -> u64 {
-        match hva.checked_next_multiple_of(PAGE_SIZE) {
-            Some(page) if is_canonical(page, 0) => Self::starting_at(page, 0),
-            // Between the two halves, in which slots are.
-            Some(_) => Self::starting_at(HALF, 0),
-            None => MOST,
-        }
+    pub(crate) const fn up_to(hva: u64) -> u64 {
+        // Between the two halves, in which slots are: all of the lower.
+        let hva = if is_canonical(hva, 0) { hva } else { HALF - 1 };
+        // Ids are less than a number of 16 bits.
+        Self::starting_at(hva & !PAGE_MASK, u16::MAX - 1)
     }
 }
 

@@ -106,6 +106,12 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
+    /// The pointer it was allocated with.
+    #[inline(always)]
+    pub(crate) const fn node(self) -> *const Head {
+        self.node
+    }
+
     #[inline(always)]
     pub(crate) const fn head(self) -> &'g Head {
         // SAFETY: alive during `'g`.

@@ -24,13 +24,15 @@ mod edit;
 mod kind;
 mod leaf;
 mod node;
+mod place;
 mod pool;
 mod shape;
 mod walk;
 
 pub(crate) use edit::Edit;
-pub(crate) use kind::{ByGfn, ByHva, ById, Order};
+pub(crate) use kind::{ByGfn, ByHva, ById, MOST, Order};
 pub(crate) use node::NEWEST;
+pub(crate) use place::Place;
 pub(crate) use pool::{Pool, Replaced};
 pub(crate) use walk::{Ascending, Overlapping};
 
@@ -141,12 +143,6 @@ impl<'g, O: Order, D> At<'g, O, D> {
         Some(self.slot(leaf.record(index)))
     }
 
-    /// The pointer to the newest record of the slot with this key, as it was put in: by it the slot may be freed one day.
-    pub(crate) fn record(self, key: u64) -> Option<*const Slot<D>> {
-        let (leaf, index) = self.find(key)?;
-        Some(leaf.record(index))
-    }
-
     #[inline]
     pub(super) fn find(self, key: u64) -> Option<(Leaf<'g, O, D>, usize)> {
         let mut cell = self.root;
@@ -161,23 +157,6 @@ impl<'g, O: Order, D> At<'g, O, D> {
                 }
                 Node::Empty => return None,
             }
-        }
-    }
-
-    /// For the writer, who will soon copy it: begins to load the leaf that has `key` or would have it into this core's
-    /// cache, where it is one of many.
-    #[inline]
-    pub(crate) fn prefetch(self, key: u64) {
-        let mut node = self.enter(self.root);
-        while let Node::Inner(inner) = node {
-            let cell = &inner.cells[upper_bound(&inner.keys, key).saturating_sub(1)];
-            if inner.head.level() == 1 {
-                // SAFETY: the children at level 1 are leaves; as in `enter`, they are alive.
-                let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(cell.newest()) };
-                leaf.prefetch();
-                return;
-            }
-            node = self.enter(cell);
         }
     }
 

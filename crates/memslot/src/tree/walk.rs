@@ -113,8 +113,8 @@ pub(crate) struct Overlapping<'g, D> {
     at: At<'g, ByHva, D>,
     /// Slots of interest end above this.
     start: u64,
-    /// And have keys below this.
-    limit: u64,
+    /// And have keys up to this.
+    last: u64,
     /// The inner nodes above where the walk is, each with the bits of the children still to be visited. Those below `depth` are there; the others are not even initialised, as mostly none is needed.
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
@@ -131,7 +131,7 @@ impl<'g, D> Overlapping<'g, D> {
             at,
             start,
             // A slot that starts at `end` or above is not wanted, whatever its id.
-            limit: ByHva::below(end),
+            last: ByHva::up_to(end.wrapping_sub(1)),
             levels: [const { MaybeUninit::uninit() }; MAX_LEVELS],
             depth: 0,
             leaf: None,
@@ -150,7 +150,7 @@ impl<'g, D> Overlapping<'g, D> {
         match self.at.enter(cell) {
             Node::Inner(inner) => {
                 // Child 0 may have any key below `keys[1]`.
-                let low = upper_bound(&inner.keys, self.limit - 1).max(1);
+                let low = upper_bound(&inner.keys, self.last).max(1);
                 let last = low - 1;
                 // Where slots do not overlap it is the last or none.
                 let mut children = u64::from(inner.reach.get(last) > start) << last;
@@ -161,7 +161,7 @@ impl<'g, D> Overlapping<'g, D> {
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
-                self.slots = reaching(leaf, leaf.rank(self.limit - 1), start);
+                self.slots = reaching(leaf, leaf.rank(self.last), start);
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}

@@ -1,0 +1,198 @@
+#![expect(
+    unsafe_code,
+    reason = "goes back to a leaf that was found before, by pointer"
+)]
+//! Places: where a key is, found once and used for a check and for the change after it.
+//!
+//! Most changes are of one leaf and nothing else: it has room, or stays large enough. Then the way down that the checks of
+//! a request need is the way to the change too. All others go down again ([`super::edit`]).
+//!
+//! The writer finds all places that a request needs one after the other, before it looks into any: with
+//! thousands of slots each is a wait for memory, and so they are waited for together.
+
+use super::edit::{Edit, least};
+use super::kind::{MOST, Order, Reach};
+use super::leaf::{Entry, Leaf, room_for};
+use super::node::{Cell, Head, Node, upper_bound};
+use super::{At, Inner, NEWEST, Tree};
+use crate::Slot;
+
+/// Where in the newest state of a tree a key is or would be. Good until the tree changes.
+pub(crate) struct Place {
+    /// Where the leaf hangs.
+    cell: *const Cell,
+    leaf: *const Head,
+    /// No key of the leaves to the right is less than this.
+    next: u64,
+    /// Whether the leaf is all of its tree.
+    root: bool,
+    /// Whether there is no leaf to the left.
+    leftmost: bool,
+}
+
+impl Place {
+    /// Whether both are in one leaf.
+    pub(crate) fn is_in_leaf_of(&self, other: &Self) -> bool {
+        self.leaf == other.leaf
+    }
+}
+
+impl<'g, O: Order, D> At<'g, O, D> {
+    /// The place of `key`, and its leaf begins to be loaded; none in an empty tree. Of the newest state, for the writer.
+    #[inline]
+    pub(crate) fn place(self, key: u64) -> Option<Place> {
+        debug_assert_eq!(self.version, NEWEST);
+        let mut inner = match self.enter(self.root) {
+            Node::Inner(inner) => inner,
+            Node::Leaf(leaf) => {
+                return Some(Place {
+                    cell: self.root,
+                    leaf: leaf.node(),
+                    next: MOST,
+                    root: true,
+                    leftmost: true,
+                });
+            }
+            Node::Empty => return None,
+        };
+        let (mut next, mut leftmost) = (MOST, true);
+        loop {
+            let index = upper_bound(&inner.keys, key).saturating_sub(1);
+            leftmost &= index == 0;
+            // Unused keys are `MOST`: then what was found further up is as good.
+            next = inner.keys.get(index + 1).map_or(next, |&key| next.min(key));
+            let cell = &inner.cells[index];
+            let node = cell.newest();
+            if inner.head.level() == 1 {
+                // SAFETY: the children at level 1 are leaves, and the writer, who is here, frees none.
+                unsafe { Leaf::<'g, O, D>::at(node) }.prefetch();
+                return Some(Place {
+                    cell,
+                    leaf: node,
+                    next,
+                    root: false,
+                    leftmost,
+                });
+            }
+            // SAFETY: the children at other levels are inner nodes; as above.
+            inner = unsafe { &*node.cast::<Inner<O>>() };
+        }
+    }
+}
+
+impl<O: Order, D> Tree<O, D> {
+    /// The pointer to the record of the slot with this key, as it was put in: by it the slot may be freed one day.
+    ///
+    /// # Safety
+    /// `place` is that of `key` in this tree, which has not changed since.
+    #[inline]
+    pub(crate) unsafe fn record_at(&self, place: &Place, key: u64) -> Option<*const Slot<D>> {
+        // SAFETY: as the caller says, the leaf is alive.
+        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        let index = leaf.rank(key).checked_sub(1)?;
+        (leaf.keys()[index] == key).then(|| leaf.record(index))
+    }
+
+    /// Stores `slot` over the slot with the same key, as [`Tree::replace`].
+    ///
+    /// # Safety
+    /// As for both.
+    #[inline]
+    pub(crate) unsafe fn replace_at(&self, place: &Place, slot: *const Slot<D>) {
+        // SAFETY: as the caller says, slot and leaf are alive.
+        let (key, leaf): (_, Leaf<'_, O, D>) = unsafe { (O::key(&*slot), Leaf::at(place.leaf)) };
+        let index = leaf.rank(key).checked_sub(1);
+        let index = index.filter(|&index| leaf.keys()[index] == key);
+        leaf.patch(index.expect("no such slot"), slot);
+    }
+
+    /// The slots on both sides of `key`, where this leaf can tell: the record of the last with a key up to `key`, and a bound
+    /// below which no key of the next is.
+    ///
+    /// # Safety
+    /// As for [`record_at`](Self::record_at).
+    #[inline]
+    pub(crate) unsafe fn neighbours(&self, place: &Place, key: u64) -> Option<Neighbours<D>> {
+        // SAFETY: as the caller says, the leaf is alive.
+        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        let rank = leaf.rank(key);
+        if rank == 0 && !place.leftmost {
+            return None;
+        }
+        let above = leaf.keys()[..leaf.len()].get(rank).copied();
+        Some(Neighbours {
+            below: rank.checked_sub(1).map(|index| leaf.record(index)),
+            next: above.unwrap_or(place.next),
+        })
+    }
+}
+
+/// See [`Tree::neighbours`].
+pub(crate) struct Neighbours<D> {
+    pub(crate) below: Option<*const Slot<D>>,
+    pub(crate) next: u64,
+}
+
+impl<O: Order, D> Edit<'_, O, D> {
+    /// [`put`](Self::put), where only the leaf at `place` changes; else false, and nothing is done.
+    ///
+    /// # Safety
+    /// As for `put`; `place` is that of the slot's key, and the tree has not changed since.
+    pub(crate) unsafe fn put_at(&mut self, place: &Place, slot: *const Slot<D>) -> bool {
+        // SAFETY: alive, as the caller says.
+        let record = unsafe { &*slot };
+        // SAFETY: as above.
+        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        // Further up reaches might have to be raised.
+        let alone = place.root || !O::Reach::KEPT;
+        if !alone || leaf.len() == leaf.room() {
+            return false;
+        }
+        let new = Entry {
+            key: O::key(record),
+            end: O::end(record),
+            slot,
+        };
+        let at = leaf.rank(new.key);
+        debug_assert!(
+            at == 0 || leaf.keys()[at - 1] < new.key,
+            "a slot with this key"
+        );
+        let copy = self.pool.leaf(leaf.room());
+        // SAFETY: the node that has the cell is alive.
+        unsafe { self.exchange(place, copy.with(leaf, at, &new, self.version)) };
+        true
+    }
+
+    /// [`remove`](Self::remove), likewise.
+    ///
+    /// # Safety
+    /// `place` is that of `key`, and the tree has not changed since.
+    pub(crate) unsafe fn remove_at(&mut self, place: &Place, key: u64) -> bool {
+        // SAFETY: as the caller says, alive.
+        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        let (left, room) = (leaf.len() - 1, leaf.room());
+        let stays = if place.root {
+            left > 0 && (left >= least(room) || room == room_for(left))
+        } else {
+            !O::Reach::KEPT && left >= least(O::LEAF)
+        };
+        if !stays {
+            return false;
+        }
+        let at = leaf.rank(key);
+        assert!(at > 0 && leaf.keys()[at - 1] == key, "no such slot");
+        let copy = self.pool.leaf(room);
+        // SAFETY: the node that has the cell is alive.
+        unsafe { self.exchange(place, copy.without(leaf, at - 1, self.version)) };
+        true
+    }
+
+    /// # Safety
+    /// The tree has not changed since `place` was found.
+    unsafe fn exchange(&mut self, place: &Place, leaf: *const Head) {
+        // SAFETY: cells lie in the tree or in inner nodes, which are alive as long as the tree does not change.
+        unsafe { &*place.cell }.publish(leaf);
+        self.retire(place.leaf);
+    }
+}
