@@ -4,7 +4,6 @@
 use crate::table::{Garbage, Space, State};
 use crate::tree::{ByGfn, ByHva, ById, Edit, MOST, NEWEST, Order, Place, Tree};
 use crate::{Request, Slot};
-use core::mem;
 use pageferry_addr::GfnRange;
 
 /// The three trees of one address space, under change.
@@ -27,58 +26,62 @@ impl<D> Trees<'_, D> {
         })
     }
 
-    fn by_id(&mut self, change: impl FnOnce(&mut Edit<'_, ById, D>)) {
+    fn by_id<T>(&mut self, change: impl FnOnce(&mut Edit<'_, ById, D>) -> T) -> T {
         let replaced = &mut self.state.replaced;
         change(&mut Edit {
             tree: &self.space.by_id,
             version: self.version,
             pool: &mut self.state.pools.by_id,
             replaced: &mut |node| replaced.push(Garbage::ById(node)),
-        });
+        })
     }
 
-    fn by_hva(&mut self, change: impl FnOnce(&mut Edit<'_, ByHva, D>)) {
+    fn by_hva<T>(&mut self, change: impl FnOnce(&mut Edit<'_, ByHva, D>) -> T) -> T {
         let replaced = &mut self.state.replaced;
         change(&mut Edit {
             tree: &self.space.by_hva,
             version: self.version,
             pool: &mut self.state.pools.by_hva,
             replaced: &mut |node| replaced.push(Garbage::ByHva(node)),
-        });
+        })
     }
 
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
-        let place = self.places.by_gfn.take();
+        let place = self.places.by_gfn;
         // SAFETY: as the caller promises; the tree is as it was when the place was found.
-        let done = self.by_gfn(|edit| unsafe {
-            let done = place.as_ref().is_some_and(|place| edit.put_at(place, slot));
-            if !done {
-                edit.put(slot);
-            }
-            done
-        });
-        // Then the old place is good only if the change was of another leaf and nothing else.
-        let other = |old: &Place| done && place.is_some_and(|new| !new.is_in_leaf_of(old));
-        self.places.old = self.places.old.take().filter(other);
+        let alone = self.by_gfn(|edit| unsafe { put(edit, place, slot) });
+        // A leaf other than that of the new place is as it was, unless more than one leaf has changed.
+        self.places.old = self.places.old.filter(|_| alone);
+    }
+
+    /// `new` in, and `old` out: look-ups find the slot at one of both places.
+    ///
+    /// # Safety
+    /// As for [`Edit::put`].
+    pub(crate) unsafe fn move_by_gfn(&mut self, old: &Slot<D>, new: *const Slot<D>) {
+        if let (Some(to), Some(from)) = (self.places.by_gfn, self.places.old)
+            && to.is_in_leaf_of(&from)
+        {
+            let key = ByGfn::key(old);
+            // SAFETY: as the caller promises; the tree is as it was when the places were found.
+            self.by_gfn(|edit| unsafe { edit.move_at(&from, key, new) });
+            return;
+        }
+        // SAFETY: as the caller promises.
+        unsafe { self.put_by_gfn(new) };
+        self.remove_by_gfn(old);
     }
 
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
-        let Places { by_id, by_hva, .. } = mem::take(self.places);
-        // SAFETY: as the caller promises; the trees are as they were when the places were found.
-        unsafe {
-            self.by_id(|edit| match by_id {
-                Some(place) if edit.put_at(&place, slot) => {}
-                _ => edit.put(slot),
-            });
-            self.by_hva(|edit| match by_hva {
-                Some(place) if edit.put_at(&place, slot) => {}
-                _ => edit.put(slot),
-            });
-        }
+        let Places { by_id, by_hva, .. } = *self.places;
+        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        self.by_id(|edit| unsafe { put(edit, by_id, slot) });
+        // SAFETY: likewise.
+        self.by_hva(|edit| unsafe { put(edit, by_hva, slot) });
     }
 
     /// The slot in place of its predecessor, in the tree by gfn.
@@ -87,7 +90,7 @@ impl<D> Trees<'_, D> {
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_by_gfn(&mut self, slot: *const Slot<D>) {
         // SAFETY: as the caller promises; the tree is as it was when the place was found.
-        unsafe { replace(&self.space.by_gfn, self.places.old.as_ref(), slot) };
+        unsafe { replace(&self.space.by_gfn, self.places.old, slot) };
     }
 
     /// The same in the others.
@@ -95,54 +98,72 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_elsewhere(&mut self, slot: *const Slot<D>) {
-        let Places { by_id, by_hva, .. } = &*self.places;
+        let Places { by_id, by_hva, .. } = *self.places;
         // SAFETY: as in `replace_by_gfn`.
         unsafe {
-            replace(&self.space.by_id, by_id.as_ref(), slot);
-            replace(&self.space.by_hva, by_hva.as_ref(), slot);
+            replace(&self.space.by_id, by_id, slot);
+            replace(&self.space.by_hva, by_hva, slot);
         }
     }
 
     pub(crate) fn remove_by_gfn(&mut self, slot: &Slot<D>) {
-        let (key, place) = (ByGfn::key(slot), self.places.old.take());
+        let (key, place) = (ByGfn::key(slot), self.places.old);
         // SAFETY: `put_by_gfn` takes a place away that is not good any more.
-        self.by_gfn(|edit| match place {
-            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
-            _ => edit.remove(key),
-        });
+        self.by_gfn(|edit| unsafe { remove(edit, place, key) });
     }
 
     pub(crate) fn remove_elsewhere(&mut self, slot: &Slot<D>) {
-        let Places { by_id, by_hva, .. } = mem::take(self.places);
-        let key = ById::key(slot);
+        let Places { by_id, by_hva, .. } = *self.places;
         // SAFETY: the tree is as it was when the place was found.
-        self.by_id(|edit| match by_id {
-            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
-            _ => edit.remove(key),
-        });
-        let key = ByHva::key(slot);
+        self.by_id(|edit| unsafe { remove(edit, by_id, ById::key(slot)) });
         // SAFETY: likewise.
-        self.by_hva(|edit| match by_hva {
-            Some(place) if unsafe { edit.remove_at(&place, key) } => {}
-            _ => edit.remove(key),
-        });
+        self.by_hva(|edit| unsafe { remove(edit, by_hva, ByHva::key(slot)) });
+    }
+}
+
+/// Whether nothing but the leaf at `place` has changed.
+///
+/// # Safety
+/// As for [`Edit::put`] and, where there is a place, [`Edit::put_at`].
+unsafe fn put<O: Order, D>(
+    edit: &mut Edit<'_, O, D>,
+    place: Option<Place>,
+    slot: *const Slot<D>,
+) -> bool {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let done = place.is_some_and(|place| edit.put_at(&place, slot));
+        if !done {
+            edit.put(slot);
+        }
+        done
+    }
+}
+
+/// # Safety
+/// Where there is a place, as for [`Edit::remove_at`].
+unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<Place>, key: u64) {
+    // SAFETY: as the caller promises.
+    let done = place.is_some_and(|place| unsafe { edit.remove_at(&place, key) });
+    if !done {
+        edit.remove(key);
     }
 }
 
 /// # Safety
 /// As for [`Tree::replace`] and, where there is a place, [`Tree::replace_at`].
-unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *const Slot<D>) {
+unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<Place>, slot: *const Slot<D>) {
     // SAFETY: as the caller promises.
     unsafe {
         match place {
-            Some(place) => tree.replace_at(place, slot),
+            Some(place) => tree.replace_at(&place, slot),
             None => tree.replace(slot),
         }
     }
 }
 
 /// The places that a request is about, found before anything is changed.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 pub(crate) struct Places {
     /// Of the frames asked for.
     by_gfn: Option<Place>,

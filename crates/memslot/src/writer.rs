@@ -273,9 +273,7 @@ impl<D> SlotWriter<D> {
                     Some(old)
                 }
                 Pending::Move { old, new } => {
-                    // First the new place, so that a look-up finds the slot at one of them.
-                    trees.put_by_gfn(new);
-                    trees.remove_by_gfn(&*old);
+                    trees.move_by_gfn(&*old, new);
                     trees.replace_elsewhere(new);
                     Some(old)
                 }

@@ -195,11 +195,11 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// How many keys are at most `key`.
     #[inline(always)]
     pub(crate) fn rank(self, key: u64) -> usize {
-        // Of most leaves the compiler knows the room.
-        if self.room() == O::LEAF {
-            upper_bound(self.keys_of(O::LEAF), key)
-        } else {
-            self.rank_of_any(key)
+        // Of most leaves the compiler knows the room: of those of large trees, and of those of the smallest.
+        match self.room() {
+            room if room == O::LEAF => upper_bound(self.keys_of(O::LEAF), key),
+            LEAST_ROOM => upper_bound(self.keys_of(LEAST_ROOM), key),
+            _ => self.rank_of_any(key),
         }
     }
 
@@ -373,6 +373,33 @@ impl<O: Order, D> NewLeaf<O, D> {
         }
         self.len = len - 1;
         self.finish(at, version, from.node)
+    }
+
+    /// `from` with `entry` instead of the slot at index `at`; `rank` slots of `from` have keys below its key.
+    #[inline]
+    pub(crate) fn with_other(
+        mut self,
+        from: Leaf<'_, O, D>,
+        at: usize,
+        rank: usize,
+        entry: &Entry<D>,
+        version: u64,
+    ) -> *const Head {
+        let len = from.len();
+        assert!(at < len && rank <= len, "no such slot");
+        self.copy(from);
+        let to = rank - usize::from(rank > at);
+        // SAFETY: below `len` all is written, and no index is above.
+        unsafe {
+            if to > at {
+                self.shift(at + 1..to + 1, at);
+            } else {
+                self.shift(to..at, to + 1);
+            }
+            self.write(to, entry);
+        }
+        self.len = len;
+        self.finish(at.min(to), version, from.node)
     }
 
     /// Makes all but the head as in `from`, which has the same room.

@@ -18,6 +18,7 @@ use super::{At, Inner, NEWEST, Tree};
 use crate::Slot;
 
 /// Where in the newest state of a tree a key is or would be. Good until the tree changes.
+#[derive(Clone, Copy)]
 pub(crate) struct Place {
     /// Where the leaf hangs.
     cell: *const Cell,
@@ -186,6 +187,29 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: the node that has the cell is alive.
         unsafe { self.exchange(place, copy.without(leaf, at - 1, self.version)) };
         true
+    }
+
+    /// Puts `slot` in and takes the slot with key `old` out, which is in the same leaf. There must be none with the key of `slot`
+    /// already.
+    ///
+    /// # Safety
+    /// As for [`put_at`](Self::put_at); `place` is that of both keys. Reaches are not kept.
+    pub(crate) unsafe fn move_at(&mut self, place: &Place, old: u64, slot: *const Slot<D>) {
+        const { assert!(!O::Reach::KEPT) };
+        // SAFETY: as the caller says, alive.
+        let (record, leaf): (_, Leaf<'_, O, D>) = unsafe { (&*slot, Leaf::at(place.leaf)) };
+        let new = Entry {
+            key: O::key(record),
+            end: O::end(record),
+            slot,
+        };
+        let at = leaf.rank(old).checked_sub(1);
+        let at = at.filter(|&at| leaf.keys()[at] == old);
+        let (at, rank) = (at.expect("no such slot"), leaf.rank(new.key));
+        let copy = self.pool.leaf(leaf.room());
+        let leaf = copy.with_other(leaf, at, rank, &new, self.version);
+        // SAFETY: the node that has the cell is alive.
+        unsafe { self.exchange(place, leaf) };
     }
 
     /// # Safety
