@@ -11,47 +11,30 @@
 //! - no fence in `Reader::announce`, or freeing after one move of the epoch instead of two: all models;
 //! - no fence in `Domain::try_advance`, or `Guard::epoch` without its second look: `a_cache_is_good_in_its_epoch`.
 #![cfg(loom)]
-#![expect(
-    unsafe_code,
-    reason = "a cell that loom watches is shared between threads"
-)]
 
-use loom::cell::UnsafeCell;
+#[path = "loom_support/explore.rs"]
+mod explore;
+#[path = "loom_support/watched.rs"]
+mod watched;
+
+use explore::explore;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 use pageferry_epoch::{Domain, Epoch, Guard, Limbo, Reader};
 use std::collections::BTreeSet;
-use std::sync::Mutex;
-
-/// All that `model` can give.
-fn explore<O: Ord + Send + 'static>(model: impl Fn() -> O + Sync + Send + 'static) -> BTreeSet<O> {
-    let seen = std::sync::Arc::new(Mutex::new(BTreeSet::new()));
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    let outcomes = std::sync::Arc::clone(&seen);
-    builder.check(move || {
-        let outcome = model();
-        outcomes.lock().unwrap().insert(outcome);
-    });
-    std::mem::take(&mut seen.lock().unwrap())
-}
+use watched::Watched;
 
 struct Things {
     linked: AtomicUsize,
-    things: [UnsafeCell<()>; 2],
+    things: [Watched; 2],
 }
-
-// SAFETY: what is not shared correctly is what the models look for; the cells hold no data.
-unsafe impl Sync for Things {}
-// SAFETY: as above.
-unsafe impl Send for Things {}
 
 impl Things {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             linked: AtomicUsize::new(0),
-            things: [UnsafeCell::new(()), UnsafeCell::new(())],
+            things: [Watched::new(), Watched::new()],
         })
     }
 
@@ -63,7 +46,7 @@ impl Things {
     }
 
     fn use_it(&self, thing: usize) {
-        self.things[thing].with(|_| ());
+        self.things[thing].read();
     }
 
     /// Links the other thing, and retires this one.
@@ -78,7 +61,7 @@ impl Things {
             domain.try_advance();
         }
         while let Some(thing) = limbo.next_expired(domain) {
-            self.things[thing].with_mut(|_| ());
+            self.things[thing].write();
         }
         limbo.is_empty()
     }
@@ -96,7 +79,7 @@ fn spawn<O: 'static>(
 
 #[test]
 fn what_a_guard_reached_is_not_freed() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let reader = spawn(&things, domain.register(), |things, reader| {
             let guard = reader.pin();
@@ -115,7 +98,7 @@ fn what_a_guard_reached_is_not_freed() {
 
 #[test]
 fn each_of_two_readers_holds_its_own() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let look = |things: &Things, reader: &mut Reader| things.reach(&reader.pin());
         let readers =
@@ -136,7 +119,7 @@ fn each_of_two_readers_holds_its_own() {
 /// The reader registers while the writer is at work, so that a scan may miss it.
 #[test]
 fn a_reader_that_has_just_come() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let late = {
             let (things, domain) = (Arc::clone(&things), domain.clone());
@@ -154,7 +137,7 @@ fn a_reader_that_has_just_come() {
 /// A record that one reader leaves is another's: what the first did is over before the second announces.
 #[test]
 fn a_record_is_used_again() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let first = spawn(&things, domain.register(), |things, reader| {
             things.reach(&reader.pin())
@@ -178,7 +161,7 @@ fn a_record_is_used_again() {
 /// Whoever refreshes its guard lets go of what it reached before, and holds what it reaches afterwards.
 #[test]
 fn a_refreshed_guard_holds_what_comes_after() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let reader = spawn(&things, domain.register(), |things, reader| {
             let mut guard = reader.pin();
@@ -201,7 +184,7 @@ fn a_refreshed_guard_holds_what_comes_after() {
 /// What a guard reached is used under the next guard of the same epoch, without following the link again.
 #[test]
 fn a_cache_is_good_in_its_epoch() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let reader = spawn(&things, domain.register(), |things, reader| {
             let guard = reader.pin();
@@ -228,7 +211,7 @@ fn a_cache_is_good_in_its_epoch() {
 /// The epoch may be moved by anybody: what two threads find out together is as good as what one does.
 #[test]
 fn two_threads_move_the_epoch() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (things, domain) = (Things::new(), Domain::new());
         let reader = spawn(&things, domain.register(), |things, reader| {
             things.reach(&reader.pin())

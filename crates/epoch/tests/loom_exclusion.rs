@@ -21,25 +21,15 @@
     reason = "a cell that loom watches is shared between threads"
 )]
 
+#[path = "loom_support/explore.rs"]
+mod explore;
+
+use explore::explore;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
 use pageferry_epoch::{Domain, Exclusive, Reader, Shared};
 use std::collections::BTreeSet;
-use std::sync::Mutex;
-
-/// All that `model` can give.
-fn explore<O: Ord + Send + 'static>(model: impl Fn() -> O + Sync + Send + 'static) -> BTreeSet<O> {
-    let seen = std::sync::Arc::new(Mutex::new(BTreeSet::new()));
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    let outcomes = std::sync::Arc::clone(&seen);
-    builder.check(move || {
-        let outcome = model();
-        outcomes.lock().unwrap().insert(outcome);
-    });
-    std::mem::take(&mut seen.lock().unwrap())
-}
 
 struct Cell(UnsafeCell<u32>);
 
@@ -91,7 +81,7 @@ fn try_add(cell: &Cell, domain: &Domain) -> Option<u32> {
 
 #[test]
 fn one_shares_and_one_excludes() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), try_read);
         let added = try_add(&cell, &domain);
@@ -110,7 +100,7 @@ fn one_shares_and_one_excludes() {
 
 #[test]
 fn two_share_and_one_excludes() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharers =
             [domain.register(), domain.register()].map(|reader| spawn(&cell, reader, try_read));
@@ -131,7 +121,7 @@ fn two_share_and_one_excludes() {
 
 #[test]
 fn one_shares_and_two_exclude() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), try_read);
         let other = {
@@ -152,7 +142,7 @@ fn one_shares_and_two_exclude() {
 /// The reader registers while the excluder looks at all readers, so that it may be missed.
 #[test]
 fn a_sharer_that_has_just_come() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let late = {
             let (cell, domain) = (Arc::clone(&cell), domain.clone());
@@ -168,7 +158,7 @@ fn a_sharer_that_has_just_come() {
 /// A plain guard is not waited for, and seeing it is as good as seeing the end of the shared one before it.
 #[test]
 fn a_plain_guard_after_a_shared_one() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), |cell, reader| {
             let value = try_read(cell, reader);
@@ -186,7 +176,7 @@ fn a_plain_guard_after_a_shared_one() {
 /// A guard that goes on to another epoch goes on keeping exclusive work out.
 #[test]
 fn a_refreshed_guard_still_shares() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let moved = domain.clone();
         let sharer = spawn(&cell, domain.register(), move |cell, reader| {
@@ -207,7 +197,7 @@ fn a_refreshed_guard_still_shares() {
 /// The one who waits to exclude gets in as soon as the guard has gone, whatever it was doing.
 #[test]
 fn an_excluder_waits_for_a_sharer() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), try_read);
         let added = cell.add(&domain.exclude(thread::yield_now));
@@ -221,7 +211,7 @@ fn an_excluder_waits_for_a_sharer() {
 
 #[test]
 fn a_sharer_waits_for_an_excluder() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), |cell, reader| {
             cell.read(&reader.share(thread::yield_now))
@@ -236,7 +226,7 @@ fn a_sharer_waits_for_an_excluder() {
 /// The second exclusive work begins when the sharer has just seen the first one end.
 #[test]
 fn a_sharer_waits_for_one_exclusion_after_another() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), |cell, reader| {
             cell.read(&reader.share(thread::yield_now))
@@ -252,7 +242,7 @@ fn a_sharer_waits_for_one_exclusion_after_another() {
 /// Shared work that yields reads before and after, and never while another adds.
 #[test]
 fn a_sharer_yields_to_an_excluder() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), |cell, reader| {
             let mut shared = reader.try_share()?;

@@ -33,6 +33,8 @@ mod log;
 #[cfg(not(loom))]
 mod memory;
 #[cfg(not(loom))]
+mod notifier;
+#[cfg(not(loom))]
 mod platform;
 #[cfg(not(loom))]
 mod region;

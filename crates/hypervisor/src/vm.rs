@@ -1,17 +1,16 @@
 //! A virtual machine: its memory slots, its vCPUs, and the calls that change them.
 
 use crate::error::VmError;
-use crate::log::{DirtyBy, DirtyLog, SlotLog, SlotLogs};
+use crate::log::{DirtyBy, DirtyLog, SlotLog};
 use crate::memory::target_of;
 use crate::region::{Region, SlotData, UserfaultBits};
 use crate::revoke::{Format, Shared, Worker, Writer};
 use crate::scalable::Scalable;
 use crate::slots::{Begun, MemslotUpdate, Memslots};
 use crate::vcpu::{Link, VcpuCore};
-use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_SHIFT, Pfn};
 use pageferry_memslot::{Generation, Limits, Request, Slot, SlotFlags, SlotTable};
-use pageferry_tdp::Log;
+use pageferry_tdp::Log as _;
 use pageferry_tdp::format::{Access, Format as _, Layout as _};
 use pageferry_tdp::ring::{self, Harvester, Producer, Resetter};
 use pageferry_userfault::PageBitmap;
@@ -274,77 +273,6 @@ impl<M: Memslots> Vm<M> {
         }
         slots.reclaim();
         Ok(())
-    }
-
-    /// Unmaps the guest pages whose host memory any byte of `hva` lies in, and flushes: the call of an MMU notifier,
-    /// before the host changes what is mapped there. Every translation that existed when the call began is
-    /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped: large pages
-    /// go, and count, as a whole.
-    pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
-        self.invalidate_hva_around(hva, || ()).0
-    }
-
-    /// Both halves of an MMU notifier, around a change of what is mapped at `hva`: unmaps and flushes as
-    /// [`invalidate_hva`](Self::invalidate_hva), calls `change`, and lets faults map there again only when that has returned. Gives
-    /// how many pages were unmapped, and what `change` gave.
-    ///
-    /// A vCPU that touches the range meanwhile comes again and again until `change` is over, so that should be soon. `change` must
-    /// not call this VM.
-    pub fn invalidate_hva_around<R>(
-        &self,
-        hva: Range<Hva>,
-        change: impl FnOnce() -> R,
-    ) -> (u64, R) {
-        let mut writer = self.shared.writer();
-        let Writer { slots, worker, .. } = &mut *writer;
-        let mut ranges = Vec::new();
-        let mut ids = Vec::new();
-        slots.for_each_in_hva(hva.clone(), |slot| {
-            if let Some(frames) = slot.frames_in_hva(hva.clone()) {
-                ranges.push(frames);
-                ids.push(slot.id);
-            }
-        });
-        if ranges.is_empty() {
-            return (0, change());
-        }
-        let logs = ids.iter().filter_map(|&id| slots.by_id(id));
-        let logs = SlotLogs(logs.map(SlotLog::of).collect());
-        let _held = slots.exclude();
-        let invalidating = worker.invalidate(&ranges, &logs);
-        let zapped = invalidating.zapped();
-        let changed = change();
-        drop(invalidating);
-        (zapped, changed)
-    }
-
-    /// Unmaps everything, fast: an empty root takes the place of the old, and vCPUs fault into it at once while the old tables are
-    /// taken apart. Gives how many pages of 4 KiB were mapped. What is dirty by the entries' bits goes into the logs.
-    pub fn zap_all(&self) -> u64 {
-        let mut writer = self.shared.writer();
-        let Writer { slots, worker, .. } = &mut *writer;
-        let mut ids = Vec::new();
-        slots.for_each_in_hva(Hva(0)..Hva(u64::MAX), |slot| ids.push(slot.id));
-        let logs = ids.iter().filter_map(|&id| slots.by_id(id));
-        let logs = logs.map(SlotLog::of).filter(Log::is_on);
-        match worker.zap_all(&SlotLogs(logs.collect())) {
-            Ok(zapped) => zapped,
-            Err(_) => unreachable!("the platform aborts where there is no memory"),
-        }
-    }
-
-    /// Whether the guest has used, since this was last cleared, a page whose host memory any byte of `hva` lies in; gives how many
-    /// such pages were used. A page that is mapped by a larger one counts with all that this one maps. With `clear`, they
-    /// count as unused from now on. Takes no lock that a fault needs, and flushes nothing: a use through a translation
-    /// that a vCPU still has in its TLB is not seen.
-    pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
-        let mut writer = self.shared.writer();
-        let Writer { slots, worker, .. } = &mut *writer;
-        let mut ranges = Vec::new();
-        slots.for_each_in_hva(hva.clone(), |slot| {
-            ranges.extend(slot.frames_in_hva(hva.clone()));
-        });
-        ranges.iter().map(|&r| worker.age(r, clear, &())).sum()
     }
 
     /// How many pages of 4 KiB are mapped in the second-stage tables; exact while no vCPU runs.

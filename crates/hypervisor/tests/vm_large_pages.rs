@@ -12,6 +12,7 @@ use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use vm_fleet::programs::{self, CHECK, HALT, STORE};
 use vm_fleet::{
     A4, A5, Fleet, LARGE, LIMIT, LargeRam, T3, dirty_log, named, no_exit, run_until_halted, set,
 };
@@ -24,10 +25,8 @@ const PAGES: u64 = LARGES * LARGE;
 const MEMORY: u64 = 0x4000_0000;
 /// The one page of 4 KiB that is always mapped: the code.
 const CODE: u64 = 1;
-/// Programs, see [`Test::new`].
-const STORE: u64 = 0;
-const CHECK: u64 = 64;
-const SWEEP: u64 = 128;
+/// The program in [`Test::new`].
+const SWEEP: u64 = programs::OWN;
 
 const SPLIT: [u64; 3] = [CODE + PAGES, 0, 0];
 const WHOLE: [u64; 3] = [CODE, LARGES, 0];
@@ -42,25 +41,7 @@ struct Test {
 
 impl Test {
     fn new(config: VmConfig) -> Self {
-        let code = HostRam::new(1);
-        // Pages a1 to a2: stores its own address + a0 to each.
-        let store = [
-            add(T2, A0, A1),
-            sd(T2, A1, 0),
-            add(A1, A1, T1),
-            bltu(A1, A2, -12),
-            WFI,
-        ];
-        // The same, but loads and compares.
-        let check = [
-            add(T2, A0, A1),
-            ld(T3, A1, 0),
-            bne(T2, T3, 16),
-            add(A1, A1, T1),
-            bltu(A1, A2, -16),
-            WFI,
-            ECALL,
-        ];
+        let code = programs::code();
         // For ever: counts in a0, stores it to word a4 of pages a1 to a2 and loads it back; then to a5.
         let sweep = [
             addi(A0, A0, 1),
@@ -74,8 +55,6 @@ impl Test {
             jal(X0, -32),
             ECALL,
         ];
-        code.code(STORE, &store);
-        code.code(CHECK, &check);
         code.code(SWEEP, &sweep);
         let ram = LargeRam::new(LARGES);
         let vm = Vm::new(config);
@@ -105,11 +84,7 @@ impl Test {
         for (id, vcpu) in (0..).zip(&mut self.vcpus) {
             let first = MEMORY + id * PAGES / VCPUS * PAGE;
             let end = first + PAGES / VCPUS * PAGE;
-            set(
-                vcpu,
-                program,
-                &[(A0, tag), (A1, first), (A2, end), (T1, PAGE)],
-            );
+            programs::begin(vcpu, program, tag, first, end);
         }
         run_until_halted(&mut self.vcpus, no_exit);
     }
@@ -118,8 +93,7 @@ impl Test {
     fn one(&mut self, program: u64, tag: u64, pages: impl IntoIterator<Item = u64>) {
         for page in pages {
             let first = MEMORY + page * PAGE;
-            let registers = [(A0, tag), (A1, first), (A2, first + PAGE), (T1, PAGE)];
-            set(&mut self.vcpus[0], program, &registers);
+            programs::begin(&mut self.vcpus[0], program, tag, first, first + PAGE);
             assert_eq!(self.vcpus[0].run(), Exit::Halted, "page {page}");
         }
     }
@@ -134,7 +108,7 @@ impl Test {
         assert_eq!(self.vm.invalidate_hva(hva..Hva(hva.0 + 1)), 1);
         for vcpu in &mut self.vcpus {
             // Nothing to do.
-            set(vcpu, STORE + 16, &[]);
+            set(vcpu, HALT, &[]);
             assert_eq!(vcpu.run(), Exit::Halted);
         }
     }
@@ -400,7 +374,7 @@ fn pages_with_userfault_bits_are_small_until_the_flag_goes() {
         for (id, vcpu) in (0..).zip(&mut test.vcpus) {
             let first = MEMORY + id * PAGES / VCPUS * PAGE;
             let end = first + PAGES / VCPUS * PAGE;
-            set(vcpu, CHECK, &[(A0, 1), (A1, first), (A2, end), (T1, PAGE)]);
+            programs::begin(vcpu, CHECK, 1, first, end);
         }
         run_until_halted(&mut test.vcpus, |_, vcpu, exit| {
             let Exit::MemoryFault {
@@ -496,13 +470,7 @@ fn pages_are_aged_under_running_guests() {
         .unwrap();
     // The second half is touched once, the first all the time, by more pages than a TLB has entries.
     for (id, vcpu) in (0..).zip(&mut vcpus) {
-        let all = [
-            (A0, 1),
-            (A1, MEMORY),
-            (A2, MEMORY + PAGES * PAGE),
-            (T1, PAGE),
-        ];
-        set(vcpu, STORE, &all);
+        programs::begin(vcpu, STORE, 1, MEMORY, MEMORY + PAGES * PAGE);
         assert_eq!(vcpu.run(), Exit::Halted, "vCPU {id}");
         let half = [
             (A2, MEMORY + PAGES / 2 * PAGE),
@@ -543,7 +511,7 @@ fn pages_are_aged_under_running_guests() {
 fn tables_go_when_what_they_map_goes() {
     let mut test = Test::new(VmConfig::default());
     // The root and what leads to the code; then what leads to the memory, without and with tables of small pages.
-    set(&mut test.vcpus[0], STORE + 16, &[]);
+    set(&mut test.vcpus[0], HALT, &[]);
     assert_eq!(test.vcpus[0].run(), Exit::Halted);
     let code = test.vm.table_bytes();
     test.all(STORE, 1);

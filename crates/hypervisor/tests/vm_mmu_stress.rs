@@ -10,16 +10,15 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vm_fleet::{LARGE, LIMIT, LargeRam, T3, dirty_log, named, no_exit, run_until_halted, set};
-use vm_support::{HostRam, PAGE, Random, asm::*};
+use vm_fleet::programs::{self, CHECK, STORE};
+use vm_fleet::{LARGE, LIMIT, LargeRam, dirty_log, named, no_exit, run_until_halted};
+use vm_support::{PAGE, Random};
 
 /// One slot each.
 const VCPUS: u64 = 8;
 const SLOT_PAGES: u64 = 4 * LARGE;
 const PAGES: u64 = VCPUS * SLOT_PAGES;
 const MEMORY: u64 = 0x8000_0000;
-const STORE: u64 = 0;
-const CHECK: u64 = 64;
 /// How often the three passes are made at least.
 const ROUNDS: u64 = 2;
 
@@ -30,27 +29,7 @@ struct Test {
 
 impl Test {
     fn new() -> (Self, Vec<VcpuCore>) {
-        let code = HostRam::new(1);
-        // Pages a1 to a2: stores its own address + a0 to each.
-        let store = [
-            add(T2, A0, A1),
-            sd(T2, A1, 0),
-            add(A1, A1, T1),
-            bltu(A1, A2, -12),
-            WFI,
-        ];
-        // The same, but loads and compares.
-        let check = [
-            add(T2, A0, A1),
-            ld(T3, A1, 0),
-            bne(T2, T3, 16),
-            add(A1, A1, T1),
-            bltu(A1, A2, -16),
-            WFI,
-            ECALL,
-        ];
-        code.code(STORE, &store);
-        code.code(CHECK, &check);
+        let code = programs::code();
         let vm = Vm::new(VmConfig::default());
         vm.set_user_memory_region2(code.region(0, 0, 0, 1)).unwrap();
         let vcpus = (0..VCPUS as u32)
@@ -101,13 +80,7 @@ const fn gpa(id: u64, page: u64) -> u64 {
 fn start(vcpus: &mut [VcpuCore], program: u64, tag: u64, shift: u64) {
     for (id, vcpu) in (0..).zip(vcpus) {
         let id = (id + shift) % VCPUS;
-        let registers = [
-            (A0, tag),
-            (A1, gpa(id, 0)),
-            (A2, gpa(id, SLOT_PAGES)),
-            (T1, PAGE),
-        ];
-        set(vcpu, program, &registers);
+        programs::begin(vcpu, program, tag, gpa(id, 0), gpa(id, SLOT_PAGES));
     }
 }
 

@@ -74,6 +74,17 @@ impl MigrationError {
         matches!(self, Self::LinkLost(_))
     }
 
+    /// Whether the destination has said that its copy is no more and never counted.
+    pub(crate) fn is_discarded_there(&self) -> bool {
+        matches!(
+            self,
+            Self::PeerGaveUp {
+                code: ErrorCode::Discarded,
+                ..
+            }
+        )
+    }
+
     /// What the peer is told.
     pub(crate) fn wire_code(&self) -> ErrorCode {
         match self {

@@ -2,8 +2,9 @@
 //!
 //! **Guarantee.** A VM runs in one place at any time; no byte of its memory is lost; no vCPU ever sees a
 //! page before its right bytes are there. Until the destination has confirmed that the guest runs there,
-//! any failure leaves it running at the source; afterwards the source never resumes it, and a lost
-//! connection pauses it at the destination with a clear error (`docs/failures.md`).
+//! any failure leaves it running at the source; afterwards the source never resumes it, unless the destination says
+//! that it discarded its copy before it counted, and a lost connection pauses it at the destination with a clear error
+//! (`docs/failures.md`).
 //!
 //! **Mechanism.** [`source`] and [`destination`] are two processes joined by two connections
 //! ([`channel`]): a *stream* for set-up, pre-copy, switch-over and the background push, and an *urgent*

@@ -222,6 +222,19 @@ impl StreamLink {
         Err(error)
     }
 
+    /// Fails if the peer has spoken or ended although nothing is due from it. Does not wait.
+    pub(crate) fn check_silent(&mut self) -> Result<(), MigrationError> {
+        let now = Wait::block("frame").within(Duration::ZERO);
+        match self.connection.wait_readable(&now) {
+            Err(ChannelError::TimedOut { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
+            Ok(()) => {
+                let found = self.receive(REASON_LIMIT, never())?;
+                Err(self.unexpected("nothing", &found))
+            }
+        }
+    }
+
     /// The next frame, which must not be of pages.
     pub(crate) fn receive(
         &mut self,

@@ -6,7 +6,7 @@ mod support;
 
 use failing::source::{Played, Template, WRONG, pages_frame};
 use failing::{
-    Clean, LONG, SHORT, SOON, Via, assert_sentence, encoded, kind, limit_for, listen, soon,
+    Clean, LONG, SHORT, SOON, Took, Via, assert_sentence, encoded, kind, limit_for, listen, soon,
 };
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
@@ -216,6 +216,7 @@ fn offer(played: &Played<'_>, change: fn(&mut Setup)) {
 const PROTOCOL: Told = Told::Why(ErrorCode::Protocol);
 const REFUSED: Told = Told::Why(ErrorCode::SetupRefused);
 const GIVEN_UP: Told = Told::Why(ErrorCode::Internal);
+const DISCARDED: Told = Told::Why(ErrorCode::Discarded);
 
 const BEFORE_SETUP: &[Case] = &[
     Case {
@@ -658,7 +659,7 @@ const UNACKNOWLEDGED: &[Case] = &[
         play: |p| p.until_running(),
         kind: "Timeout",
         says: "in time",
-        told: GIVEN_UP,
+        told: DISCARDED,
     },
     Case {
         name: "resumed its own and says so",
@@ -671,7 +672,7 @@ const UNACKNOWLEDGED: &[Case] = &[
         },
         kind: "PeerGaveUp",
         says: "no answer in time",
-        told: GIVEN_UP,
+        told: DISCARDED,
     },
     Case {
         name: "pages instead of RunningAck",
@@ -681,9 +682,33 @@ const UNACKNOWLEDGED: &[Case] = &[
         },
         kind: "Peer",
         says: "pages where none belong",
-        told: PROTOCOL,
+        told: DISCARDED,
     },
 ];
+
+/// The source has waited too long and resumed its own guest, while this side was kept from starting its.
+const CALLED_OFF: &[Case] = &[Case {
+    name: "said why before the guest could start",
+    play: |p| {
+        p.set_up();
+        p.send_states();
+        // In one piece, so that both are there when the first is read.
+        let mut bytes = encoded(&p.template.switch_over());
+        bytes.extend(encoded(&Frame::Error(ErrorMessage::new(
+            ErrorCode::Internal,
+            "no answer in time",
+        ))));
+        p.send_bytes(&bytes);
+        let took = p.take().unwrap();
+        assert!(
+            matches!(&took, Took::Frame(Frame::Error(why)) if why.code() == ErrorCode::Discarded),
+            "not Running: {took:?}"
+        );
+    },
+    kind: "PeerGaveUp",
+    says: "no answer in time",
+    told: Told::Nothing,
+}];
 
 /// Failures that need no particular engine; some vCPU waits for a page in each.
 const POSTCOPY: &[Case] = &[
@@ -1063,6 +1088,12 @@ fn a_failure_in_switch_over_discards_the_vm() {
 fn a_start_that_the_source_does_not_acknowledge_does_not_count() {
     discards(Via::Tcp, true, UNACKNOWLEDGED);
     discards(Via::Unix, true, UNACKNOWLEDGED);
+}
+
+#[test]
+fn a_guest_that_the_source_has_resumed_is_not_started() {
+    discards(Via::Tcp, false, CALLED_OFF);
+    discards(Via::Unix, false, CALLED_OFF);
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Failures before the destination has said that the guest runs there: the source's VM runs on, unharmed,
-//! whatever the peer did, and can be migrated again.
+//! Failures before the destination has said that the guest runs there, and those where it says that it no longer
+//! does and never counted: the source's VM runs on, unharmed, whatever the peer did, and can be migrated again.
 
 mod failing;
 mod support;
@@ -569,6 +569,61 @@ const SWITCH_OVER: &[Case] = &[
     },
 ];
 
+/// The last word of a destination that did not hear RunningAck in time.
+fn discarded() -> Frame {
+    Frame::Error(ErrorMessage::new(
+        ErrorCode::Discarded,
+        "no acknowledgement in time",
+    ))
+}
+
+/// The destination has said that the guest runs there, and then that it no longer does.
+const DISCARDED: &[Case] = &[
+    Case {
+        name: "discarded the VM while the source was not scheduled",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            // All of it is there when the source looks.
+            let mut bytes = encoded(&Frame::Running { started_at_ns: 1 });
+            bytes.extend(encoded(&discarded()));
+            peer.send_bytes(&bytes);
+            peer.close();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+    Case {
+        name: "discarded the VM while RunningAck was under way",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.start();
+            peer.send(&discarded());
+            peer.stream.shutdown_write();
+            // Reads what comes as Pageferry does, so that the word is not overtaken by a reset.
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+    Case {
+        name: "discarded the VM after the whole push",
+        passes: 0,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.start();
+            peer.take_whole_push();
+            peer.send(&discarded());
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+];
+
 const CANCEL: &[Case] = &[
     Case {
         name: "cancelled while the destination has not answered",
@@ -694,6 +749,12 @@ fn the_vm_runs_on_after_a_failed_switch_over() {
 }
 
 #[test]
+fn the_vm_runs_on_if_the_destination_has_discarded_what_it_started() {
+    run(Engine::Soft, 2, Via::Tcp, DISCARDED);
+    run(Engine::Soft, 1, Via::Unix, DISCARDED);
+}
+
+#[test]
 fn the_vm_runs_on_after_a_cancel_and_the_destination_is_told() {
     run(Engine::Soft, 2, Via::Tcp, CANCEL);
 }
@@ -705,6 +766,7 @@ fn a_kvm_vm_runs_on_too() {
     }
     run(Engine::Kvm, 2, Via::Tcp, PRECOPY);
     run(Engine::Kvm, 2, Via::Unix, SWITCH_OVER);
+    run(Engine::Kvm, 1, Via::Tcp, DISCARDED);
     run(Engine::Kvm, 1, Via::Tcp, CANCEL);
 }
 

@@ -267,7 +267,7 @@ fn a_setup_that_breaks_its_own_rules_is_not_sent() {
 #[test]
 fn each_field_of_the_small_messages_is_checked() {
     use FrameType::*;
-    for code in [0, 6, u64::MAX, 0x1_0001] {
+    for code in [0, 7, u64::MAX, 0x1_0001] {
         assert_eq!(bad_field(changed(Error, 16, &code.to_le_bytes())), "code");
     }
     for text in [

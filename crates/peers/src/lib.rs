@@ -17,6 +17,7 @@
 //! array of keys that cannot be changed. None of the peers has an index by host address, because none of
 //! their structures takes overlapping ranges; they scan.
 
+mod bounds;
 mod clock;
 mod company;
 mod host;

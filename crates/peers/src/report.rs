@@ -1,7 +1,8 @@
 //! What a run found: figures, and whether they reach what is asked of the memslots.
 
+use crate::bounds;
 use crate::operation::Operation;
-use crate::verdict::{self, Verdict};
+use crate::verdict::Verdict;
 use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
@@ -81,7 +82,7 @@ impl Report {
             figures,
             verdicts: Vec::new(),
         };
-        report.verdicts = verdict::verdicts(&report);
+        report.verdicts = bounds::verdicts(&report);
         report
     }
 

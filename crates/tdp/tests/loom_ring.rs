@@ -12,47 +12,30 @@
 //! - relaxed order of either side of (z): `all_three_at_once` and `an_entry_is_used_again`;
 //! - relaxed order of either side of (h): `all_three_at_once` only.
 #![cfg(loom)]
-#![expect(
-    unsafe_code,
-    reason = "cells that loom watches are shared between threads"
-)]
 
-use loom::cell::UnsafeCell;
+#[path = "../../epoch/tests/loom_support/explore.rs"]
+mod explore;
+#[path = "../../epoch/tests/loom_support/watched.rs"]
+mod watched;
+
+use explore::explore;
 use loom::sync::Arc;
 use loom::thread;
 use pageferry_tdp::ring::{self, DirtyPage, Harvester, Producer, Resetter};
 use std::collections::BTreeSet;
-use std::sync::Mutex;
-
-/// All that `model` can give.
-fn explore<O: Ord + Send + 'static>(model: impl Fn() -> O + Sync + Send + 'static) -> BTreeSet<O> {
-    let seen = std::sync::Arc::new(Mutex::new(BTreeSet::new()));
-    let mut builder = loom::model::Builder::new();
-    builder.preemption_bound = Some(3);
-    let outcomes = std::sync::Arc::clone(&seen);
-    builder.check(move || {
-        let outcome = model();
-        outcomes.lock().unwrap().insert(outcome);
-    });
-    std::mem::take(&mut seen.lock().unwrap())
-}
+use watched::Watched;
 
 const ENTRIES: u32 = 2;
 
 /// Two cells for each page there is.
 struct Cells {
-    pushed: [UnsafeCell<()>; 3],
-    reset: [UnsafeCell<()>; 3],
+    pushed: [Watched; 3],
+    reset: [Watched; 3],
 }
-
-// SAFETY: the cells hold no data, and what is not ordered is what the models look for.
-unsafe impl Sync for Cells {}
-// SAFETY: as above.
-unsafe impl Send for Cells {}
 
 impl Cells {
     fn new() -> Arc<Self> {
-        let cells = || [(); 3].map(UnsafeCell::new);
+        let cells = || [(); 3].map(|()| Watched::new());
         Arc::new(Self {
             pushed: cells(),
             reset: cells(),
@@ -61,7 +44,7 @@ impl Cells {
 
     /// Pushes page `number`; says whether there was room.
     fn push(&self, producer: &Producer, number: u32) -> bool {
-        self.pushed[number as usize].with_mut(|_| ());
+        self.pushed[number as usize].write();
         let page = DirtyPage {
             slot: number,
             offset: 10 * u64::from(number),
@@ -69,7 +52,7 @@ impl Cells {
         let pushed = producer.push(page).is_ok();
         if pushed && number >= ENTRIES {
             // Who reset the page that had this entry is done with it.
-            self.reset[(number - ENTRIES) as usize].with(|_| ());
+            self.reset[(number - ENTRIES) as usize].read();
         }
         pushed
     }
@@ -78,7 +61,7 @@ impl Cells {
     fn harvest(&self, harvester: &mut Harvester) -> Option<u32> {
         let page = harvester.harvest()?;
         assert_eq!(page.offset, 10 * u64::from(page.slot));
-        self.pushed[page.slot as usize].with(|_| ());
+        self.pushed[page.slot as usize].read();
         Some(page.slot)
     }
 
@@ -87,8 +70,8 @@ impl Cells {
         let mut pages = Vec::new();
         let count = resetter.reset(|slot, base, mask| {
             assert_eq!((base, mask), (10 * u64::from(slot), 1));
-            self.pushed[slot as usize].with(|_| ());
-            self.reset[slot as usize].with_mut(|_| ());
+            self.pushed[slot as usize].read();
+            self.reset[slot as usize].write();
             pages.push(slot);
         });
         assert_eq!(count as usize, pages.len());
@@ -108,7 +91,7 @@ fn pushed(pages: u32) -> (Arc<Cells>, Producer, Harvester, Resetter) {
 
 #[test]
 fn a_page_is_harvested_whole() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let (cells, producer, mut harvester, _resetter) = pushed(0);
         let vcpu = {
             let cells = Arc::clone(&cells);
@@ -178,7 +161,7 @@ fn at_once<P>(
 /// The ring is full and harvested in part, while the producer wants an entry again.
 #[test]
 fn an_entry_is_used_again() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let mut ring = pushed(2);
         assert_eq!(ring.0.harvest(&mut ring.2), Some(0));
         let seen = at_once(ring, 2, |cells, producer| {
@@ -200,7 +183,7 @@ fn an_entry_is_used_again() {
 /// The same from an entry that is dirty only, and one that is empty.
 #[test]
 fn all_three_at_once() {
-    let seen = explore(|| {
+    let seen = explore(3, || {
         let seen = at_once(pushed(1), 2, |cells, producer| {
             [1, 2].map(|page| cells.push(producer, page))
         });

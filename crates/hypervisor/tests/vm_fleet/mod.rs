@@ -3,6 +3,8 @@
 #![expect(unsafe_code, reason = "test memory is put into slots")]
 #![expect(dead_code, reason = "no test file uses all of it")]
 
+pub(crate) mod programs;
+
 use crate::vm_support::{HostRam, PAGE};
 use pageferry_addr::{Gpa, Hva, PageSize};
 use pageferry_hypervisor::{Exit, HostMemory, KickHandle, Region, SlotFlags, VcpuCore, Vm};

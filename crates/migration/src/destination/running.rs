@@ -12,7 +12,7 @@ use crate::report::{DestinationReport, PhaseStart};
 use crate::source::RunningVm;
 use crate::sync::AtomicBool;
 use crate::sync::Ordering;
-use crate::wire::{DrainCounts, Frame};
+use crate::wire::{DrainCounts, ErrorCode, Frame};
 use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to park when the migration has failed.
@@ -102,7 +102,14 @@ impl Running<'_> {
             Ok(counts) => self.finish(counts),
             Err(error) => {
                 self.observer.phase(Phase::Failed);
-                self.link.say_error(error.wire_code(), &error);
+                // The source may have acknowledged meanwhile. Then it can resume its copy by this word only, which is
+                // said where this one stands still.
+                let code = if self.started_ns == 0 && self.vm.threads.is_paused() {
+                    ErrorCode::Discarded
+                } else {
+                    error.wire_code()
+                };
+                self.link.say_error(code, &error);
                 self.link.close_after_word();
                 core.link.shutdown();
                 let vm = if self.started_ns == 0 {
@@ -126,6 +133,9 @@ impl Running<'_> {
     }
 
     fn run(&mut self, placer: &mut Placer<'_>) -> Result<DrainCounts, MigrationError> {
+        // A source that waited too long for us has resumed its guest, and has said so: nothing else is due before
+        // RunningAck. Ours must not start beside it.
+        self.link.check_silent()?;
         let started_at_ns = monotonic_ns();
         self.vm.threads.resume();
         self.link.send(&Frame::Running { started_at_ns })?;

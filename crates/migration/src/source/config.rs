@@ -55,7 +55,8 @@ impl Default for SourceConfig {
 pub enum SourceVm {
     /// It runs on here, as if nothing had happened.
     Runs,
-    /// The destination had confirmed that it runs there. It is paused here and never resumed by us.
+    /// The destination had confirmed that it runs there, and has not said that it discarded it. It is paused here and
+    /// never resumed by us.
     GivenUp,
 }
 

@@ -1,8 +1,8 @@
 //! The source: the process a VM leaves.
 //!
 //! **Guarantee.** Until the destination has said that the guest runs there, any failure leaves the VM
-//! running here. From then on this side never resumes it, whatever happens. A page is kept until the
-//! destination has acknowledged all pages.
+//! running here. From then on this side resumes it only if the destination says that it has discarded its copy
+//! without ever hearing `RunningAck`. A page is kept until the destination has acknowledged all pages.
 //!
 //! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up; pre-copy passes by the
 //! dirty log (`precopy`); switch-over (`switchover`); post-copy (`postcopy`), where one thread
@@ -13,7 +13,8 @@
 //! |---|---|---|
 //! | set-up, pre-copy | runs on here | it never stopped; the dirty log is switched off again |
 //! | switch-over, before `Running` came | resumed here | a destination that started but has no `RunningAck` pauses its VM when the connection ends, before any page that only we have was read |
-//! | from `Running` on | paused here for good | the guest may have run there |
+//! | from `Running` on | paused here for good | the guest may have run there, and count |
+//! | the same, by the word `Discarded` | resumed here | that copy stands still, and did not hear that it counts |
 
 mod config;
 mod pages;
@@ -99,6 +100,13 @@ pub fn migrate(
             source.report.total_ns = monotonic_ns() - began_ns;
             Ok(source.report)
         }
+        // It waited too long for RunningAck, as this side was not scheduled or the link was slow. Nobody else has
+        // the VM now, and nothing here has changed since switch-over.
+        Err(error) if error.is_discarded_there() => {
+            source.call_off(&error);
+            observer.phase(Phase::Failed);
+            Err(runs(error))
+        }
         Err(error) => {
             observer.phase(Phase::Failed);
             source.link.say_error(error.wire_code(), &error);
@@ -180,7 +188,7 @@ impl Source<'_> {
         }
     }
 
-    /// Ends a migration that has not switched over: says why, and lets the VM run as before.
+    /// Ends a migration whose VM counts nowhere else: says why, and lets the VM run as before.
     fn call_off(&mut self, error: &MigrationError) {
         if matches!(error, MigrationError::Cancelled) {
             self.link.say_cancel();

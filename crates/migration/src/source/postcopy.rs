@@ -69,8 +69,9 @@ impl Source<'_> {
         urgent_ended: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let total = self.report.missing_at_start;
-        // SAFETY: (1) the destination runs the guest, so this side never resumes it: `migrate` calls
-        // `resume` only before it has `Running`. (2) Migration does not write the source's memory.
+        // SAFETY: (1) the destination runs the guest, so this side does not resume it while there are senders:
+        // `migrate` calls `resume` only before it has `Running`, or after post-copy has failed and its threads
+        // have ended. (2) Migration does not write the source's memory.
         let mut sender = unsafe { StoppedSender::new(ram) };
         if !self.config.push_background {
             wait_for_quiet(pool, urgent_ended);

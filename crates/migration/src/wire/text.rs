@@ -18,16 +18,20 @@ pub enum ErrorCode {
     Machine = 4,
     /// A program's own mistake.
     Internal = 5,
+    /// The destination started the guest, did not hear `RunningAck`, and has discarded the VM, whose vCPUs
+    /// stand still: it never counts there.
+    Discarded = 6,
 }
 
 impl ErrorCode {
     /// Every code, in the order of their numbers.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Protocol,
         Self::SetupRefused,
         Self::Resources,
         Self::Machine,
         Self::Internal,
+        Self::Discarded,
     ];
 
     pub(super) fn from_number(number: u64) -> Result<Self, WireError> {

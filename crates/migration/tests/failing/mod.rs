@@ -65,7 +65,8 @@ impl Drop for Clean {
         let until = Instant::now() + SOON;
         loop {
             let (threads, open) = (our_threads(), descriptors());
-            if threads.is_empty() && open.len() == self.descriptors {
+            // Fewer, where another test was asking for KVM when this one began.
+            if threads.is_empty() && open.len() <= self.descriptors {
                 return;
             }
             assert!(

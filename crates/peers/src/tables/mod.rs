@@ -17,6 +17,7 @@
 //! Asterinas, which has the other page tables known to take faults in parallel (CortenMM, SOSP 2025), is
 //! [not built](NOT_BUILT).
 
+mod bounds;
 mod operation;
 mod pool;
 mod report;
@@ -26,9 +27,8 @@ mod stage;
 mod switches;
 #[cfg(test)]
 mod tests;
-mod verdict;
 
+pub use crate::verdict::Verdict;
 pub use operation::Operation;
 pub use report::{Absent, Figure, NOT_BUILT, Report};
 pub use run::{Config, RunError, run};
-pub use verdict::Verdict;

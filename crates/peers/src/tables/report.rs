@@ -1,9 +1,10 @@
 //! What a run found: figures, and whether they reach what is asked of the second-stage tables.
 
 use super::Operation;
+use super::bounds;
 use super::scheme::{Scheme, Tdp};
 use super::stage::Sample;
-use super::verdict::{self, Verdict};
+use crate::verdict::Verdict;
 use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
@@ -128,7 +129,7 @@ impl Report {
             absent: NOT_BUILT.to_vec(),
             verdicts: Vec::new(),
         };
-        report.verdicts = verdict::verdicts(&report);
+        report.verdicts = bounds::verdicts(&report);
         report
     }
 

@@ -8,7 +8,7 @@
 //! `PAGEFERRY_SHUTTLE_SECONDS` is the time for all scenarios together, 40 by default. A failure prints its schedule, which
 //! `shuttle::replay` takes. Tables have two entries here, so that a tree has all its levels and few steps.
 //! "failing seed" beside a test that passes only says that its time was over. Shuttle knows sequential consistency only:
-//! orderings are for `loom_mmu.rs` and ThreadSanitizer.
+//! orderings are for `loom_mmu` and ThreadSanitizer.
 //!
 //! # What it catches
 //!

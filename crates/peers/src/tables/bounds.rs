@@ -3,50 +3,7 @@
 use super::Operation;
 use super::report::Report;
 use super::scheme::{CompareExchange, Komora, Scheme, Tdp};
-use serde::Serialize;
-use std::fmt;
-
-/// One bound and whether it held.
-#[derive(Clone, Debug, Serialize)]
-pub struct Verdict {
-    /// What is bounded.
-    pub name: String,
-    /// The most it may be.
-    pub limit: f64,
-    /// What it is.
-    pub measured: f64,
-    /// The unit of both: `ns`, or `x` for how many times as much as something else.
-    pub unit: &'static str,
-    /// Whether `measured` is at most `limit`.
-    pub met: bool,
-}
-
-impl Verdict {
-    fn new(name: String, limit: f64, measured: f64, unit: &'static str) -> Self {
-        Self {
-            name,
-            limit,
-            measured,
-            unit,
-            met: measured <= limit,
-        }
-    }
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:<6} {:<70} {:>8.2} {:<2} (at most {} {})",
-            if self.met { "met" } else { "MISSED" },
-            self.name,
-            self.measured,
-            self.unit,
-            self.limit,
-            self.unit
-        )
-    }
-}
+use crate::verdict::Verdict;
 
 /// The scheme that is judged.
 const OURS: &str = Tdp::NAME;
@@ -78,7 +35,7 @@ pub(super) fn verdicts(report: &Report) -> Vec<Verdict> {
     let ours = |operation| report.value(operation, OURS);
     for (operation, limit) in BOUNDS {
         if let Some(ours) = ours(operation) {
-            all.push(Verdict::new(operation.name().into(), limit, ours, "ns"));
+            all.push(Verdict::new(operation.name(), limit, ours, "ns"));
         }
     }
     let mut ratio = |name: String, limit, ours: Option<f64>, theirs: Option<f64>| {
