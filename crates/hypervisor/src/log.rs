@@ -99,10 +99,10 @@ impl<'a> SlotLog<'a> {
 
     /// The slot's pages among the `pages` from `gfn` on.
     fn part(&self, gfn: Gfn, pages: u64) -> Range<usize> {
-        let first = self.frames.start().0;
-        let from = gfn.0.max(first);
-        let end = (gfn.0 + pages).min(self.frames.end().0).max(from);
-        (from - first) as usize..(end - first) as usize
+        // An empty part is one inside the slot as well: what goes may be another slot's, on either side.
+        let (first, last) = (self.frames.start().0, self.frames.end().0);
+        let offset = |frame: u64| (frame.clamp(first, last) - first) as usize;
+        offset(gfn.0)..offset(gfn.0 + pages)
     }
 }
 

@@ -3,7 +3,7 @@
 mod vm_support;
 
 use pageferry_addr::Hva;
-use pageferry_hypervisor::Exit;
+use pageferry_hypervisor::{DirtyBy, Exit, SlotFlags, Vm, VmConfig};
 use std::sync::atomic::{AtomicU64, Ordering};
 use vm_support::{Alarm, HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm, wait_for};
 
@@ -105,4 +105,42 @@ fn everything_goes_at_once_and_comes_back_by_faults() {
         assert!((1..7).all(|page| ram.get(page * PAGE) == round));
     }
     assert_eq!(vm.zap_all(), 0);
+}
+
+/// Dirty bits of all slots go with their entries, and each log hears of its own.
+#[test]
+fn what_is_dirty_beside_a_logged_slot_stays_out_of_its_log() {
+    let ram = HostRam::new(1 + 3 * 2);
+    ram.code(0, &[sd(A0, A1, 0), sd(A0, A2, 0), sd(A0, A3, 0), ECALL]);
+    let all = ram.hva()..Hva(ram.hva().0 + 7 * PAGE);
+    for zap in [true, false] {
+        let vm = Vm::new(VmConfig {
+            dirty_by: DirtyBy::Bits,
+            ..VmConfig::default()
+        });
+        vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
+        // The second of three slots is logged; the guest stores to their last pages.
+        for slot in 1..=3 {
+            let first = 2 * u64::from(slot) - 1;
+            let mut region = ram.region(slot, u64::from(slot) << 20, first, 2);
+            if slot == 2 {
+                region.flags = SlotFlags::LOG_DIRTY_PAGES;
+            }
+            vm.set_user_memory_region2(region).unwrap();
+        }
+        let mut guest = vcpu(&vm, 0, 0);
+        for (register, slot) in [(11, 1), (12, 2), (13, 3)] {
+            guest.hart_mut().set_x(register, (slot << 20) + PAGE);
+        }
+        assert!(matches!(guest.run(), Exit::Ecall { .. }));
+        let gone = if zap {
+            vm.zap_all()
+        } else {
+            vm.invalidate_hva(all.clone())
+        };
+        assert_eq!(gone, 4, "three pages and the code's");
+        let mut log = [0];
+        assert_eq!(vm.get_dirty_log(2, &mut log).unwrap(), 1);
+        assert_eq!(log, [0b10]);
+    }
 }

@@ -2,127 +2,15 @@
 //! makes of the answers.
 
 mod vm_support;
+mod vm_watched;
 
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
-use pageferry_hypervisor::{
-    Begun, Exit, Found, Limits, MemslotReader, MemslotUpdate, Memslots, Region, Request, Scalable,
-    Slot, SlotData, SlotError, SlotFlags, Vm, VmError,
-};
-use std::cell::{Cell, RefCell};
-use std::ops::Range;
+use pageferry_hypervisor::{Begun, Exit, Region, SlotError, SlotFlags, Vm, VmError};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 use vm_support::{HostRam, PAGE, asm::*, vcpu, vm_of};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    Begin,
-    /// Before the new state is there.
-    Commit,
-    GiveUp,
-    Reclaim,
-}
-
-type Hook = Box<dyn Fn(Part, Begun)>;
-
-thread_local! {
-    /// How many look-ups of this thread are to find an invalid slot.
-    static DENIED: Cell<u32> = const { Cell::new(0) };
-    /// Is called when a look-up of this thread has found a slot, before the slot is used.
-    static PAUSE: RefCell<Option<Box<dyn FnOnce()>>> = const { RefCell::new(None) };
-    /// Is told the parts of this thread's changes.
-    static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
-}
-
-fn tell(part: Part, begun: Begun) {
-    HOOK.with_borrow(|hook| {
-        if let Some(hook) = hook {
-            hook(part, begun);
-        }
-    });
-}
-
-/// The default scheme, watched and disturbed.
-struct Watched(Scalable);
-struct WatchedReader(<Scalable as Memslots>::Reader);
-struct WatchedUpdate<'a>(Option<<Scalable as Memslots>::Update<'a>>);
-
-#[expect(unsafe_code, reason = "wraps a scheme of slots")]
-// SAFETY: the wrapped scheme's; `Invalid` in place of an answer gives no memory away.
-unsafe impl Memslots for Watched {
-    type Reader = WatchedReader;
-    type Update<'a> = WatchedUpdate<'a>;
-
-    fn new(limits: Limits) -> Self {
-        Self(Scalable::new(limits))
-    }
-
-    fn reader(&self) -> WatchedReader {
-        WatchedReader(self.0.reader())
-    }
-
-    fn begin(&mut self, request: Request<SlotData>) -> Result<WatchedUpdate<'_>, SlotError> {
-        let update = WatchedUpdate(Some(self.0.begin(request)?));
-        tell(Part::Begin, update.begun());
-        Ok(update)
-    }
-
-    fn by_id(&self, id: u16) -> Option<&Slot<SlotData>> {
-        self.0.by_id(id)
-    }
-
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
-        self.0.for_each_in_hva(hva, f);
-    }
-
-    fn reclaim(&mut self) {
-        tell(Part::Reclaim, Begun::Nothing);
-        self.0.reclaim();
-    }
-
-    fn metadata_bytes(&self) -> usize {
-        self.0.metadata_bytes()
-    }
-}
-
-impl MemslotReader for WatchedReader {
-    fn lookup<R>(&mut self, gfn: Gfn, f: impl FnOnce(Found<'_>) -> R) -> R {
-        match DENIED.get() {
-            0 => self.0.lookup(gfn, |found| {
-                if let (Found::Slot(_), Some(pause)) = (found, PAUSE.take()) {
-                    pause();
-                }
-                f(found)
-            }),
-            denied => {
-                DENIED.set(denied - 1);
-                f(Found::Invalid)
-            }
-        }
-    }
-}
-
-impl MemslotUpdate for WatchedUpdate<'_> {
-    fn begun(&self) -> Begun {
-        self.0.as_ref().unwrap().begun()
-    }
-
-    fn commit(mut self) {
-        tell(Part::Commit, self.begun());
-        self.0.take().unwrap().commit();
-    }
-}
-
-impl Drop for WatchedUpdate<'_> {
-    fn drop(&mut self) {
-        if let Some(update) = self.0.take() {
-            let begun = update.begun();
-            drop(update);
-            tell(Part::GiveUp, begun);
-        }
-    }
-}
+use vm_watched::{DENIED, HOOK, Part, Watched};
 
 /// Runs `change` and gives the parts it had, each with the pages that were mapped then.
 fn parts(vm: &Vm<Watched>, change: impl FnOnce()) -> Vec<(Part, Begun, u64)> {
@@ -271,50 +159,6 @@ fn what_a_slot_mapped_is_gone_before_its_end_is_committed() {
         ]
     );
     assert!(matches!(touch(17 * PAGE), Exit::MmioRead { .. }));
-}
-
-/// The one that must not slip through: a fault has found the slot and not yet mapped its page when the slot's deletion
-/// begins.
-#[test]
-fn a_deletion_waits_for_a_fault_in_flight() {
-    let ram = HostRam::new(3);
-    ram.code(0, &[ld(A0, X0, 0), sd(A0, A1, 0), WFI]);
-    let vm = vm_of::<Watched>(&ram);
-    vm.set_user_memory_region2(Region::delete(0)).unwrap();
-    vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
-    for round in 1..=20 {
-        vm.set_user_memory_region2(ram.region(1, 16 * PAGE, 2, 1))
-            .unwrap();
-        let mut vcpu = vcpu(&vm, round, 0);
-        vcpu.hart_mut().set_x(11, 16 * PAGE);
-        let (in_flight, wait_for_fault) = mpsc::channel();
-        let (go_on, wait_for_begin) = mpsc::channel();
-        let thread = std::thread::spawn(move || {
-            // The code's page, then the store's.
-            PAUSE.set(Some(Box::new(move || {
-                PAUSE.set(Some(Box::new(move || {
-                    in_flight.send(()).unwrap();
-                    wait_for_begin.recv_timeout(vm_support::LIMIT).unwrap();
-                    std::thread::sleep(Duration::from_millis(2));
-                })));
-            })));
-            vcpu.run()
-        });
-        wait_for_fault.recv_timeout(vm_support::LIMIT).unwrap();
-        let watched = vm.clone();
-        HOOK.set(Some(Box::new(move |part, _| match part {
-            Part::Begin => go_on.send(()).unwrap(),
-            Part::Commit => assert_eq!(watched.mapped_pages(), 1, "only the code's page"),
-            Part::GiveUp | Part::Reclaim => {}
-        })));
-        vm.set_user_memory_region2(Region::delete(1)).unwrap();
-        HOOK.set(None);
-        assert_ne!(ram.get(2 * PAGE), 0, "the store was before the deletion");
-        ram.set(2 * PAGE, 0);
-        assert_eq!(thread.join().unwrap(), Exit::Halted);
-        assert_eq!(ram.get(2 * PAGE), 0);
-        assert_eq!(vm.mapped_pages(), 1);
-    }
 }
 
 #[test]

@@ -266,6 +266,11 @@ impl LargeRam {
         self.ram.set(self.skip * PAGE + offset, value);
     }
 
+    /// As [`HostRam::replace`].
+    pub(crate) fn replace(&self, offset: u64, value: u64) -> u64 {
+        self.ram.replace(self.skip * PAGE + offset, value)
+    }
+
     /// Slot `slot` at `gpa` over all of it.
     pub(crate) fn region(self: &Arc<Self>, slot: u16, gpa: u64, flags: SlotFlags) -> Region {
         Region {

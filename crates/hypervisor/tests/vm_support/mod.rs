@@ -54,6 +54,17 @@ impl HostRam {
         self.word(offset).store(value, Ordering::Relaxed);
     }
 
+    /// Puts `value` into the doubleword at `offset`, which is the caller's alone now, and gives what was there.
+    pub(crate) fn replace(&self, offset: u64, value: u64) -> u64 {
+        let word = self.word(offset);
+        // For ThreadSanitizer plain accesses: they must be ordered after and before all of the guests'.
+        #[cfg(pageferry_tsan)]
+        // SAFETY: the word is this thread's, unless the hypervisor is wrong, which ThreadSanitizer then says.
+        return unsafe { word.as_ptr().replace(value) };
+        #[cfg(not(pageferry_tsan))]
+        word.swap(value, Ordering::Relaxed)
+    }
+
     pub(crate) fn code(&self, offset: u64, code: &[u32]) {
         for (i, pair) in code.chunks(2).enumerate() {
             let high = pair.get(1).copied().unwrap_or(0);

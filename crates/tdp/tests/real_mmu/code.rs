@@ -42,6 +42,13 @@ pub(crate) mod command {
 // rbx is its value; rax its result, which `top` stores to the doorbell.
 global_asm!(
     ".pushsection .rodata.real_mmu_guest, \"a\"",
+    // Global, since whoever uses a label may be compiled into another object than this one; hidden, as none leaves the program.
+    ".globl real_mmu_fault, real_mmu_fault_end, real_mmu_other, real_mmu_other_end, real_mmu_program",
+    ".globl real_mmu_next, real_mmu_load, real_mmu_store, real_mmu_verify, real_mmu_call",
+    ".globl real_mmu_add, real_mmu_spin, real_mmu_callee, real_mmu_callee_end",
+    ".hidden real_mmu_fault, real_mmu_fault_end, real_mmu_other, real_mmu_other_end",
+    ".hidden real_mmu_program, real_mmu_next, real_mmu_load, real_mmu_store, real_mmu_verify",
+    ".hidden real_mmu_call, real_mmu_add, real_mmu_spin, real_mmu_callee, real_mmu_callee_end",
     "real_mmu_fault:",
     "push rax",
     "push rcx",
