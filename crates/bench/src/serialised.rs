@@ -59,7 +59,7 @@ unsafe impl Memslots for Serialised {
         self.inner.by_id(id)
     }
 
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.inner.for_each_in_hva(hva, f);
     }
 

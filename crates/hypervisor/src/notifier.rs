@@ -38,12 +38,10 @@ impl<M: Memslots> Vm<M> {
     ) -> (u64, R) {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
-        let backed = backed_by(slots, &hva);
-        if backed.is_empty() {
+        let (ranges, logs) = backed_by(slots, &hva);
+        if ranges.is_empty() {
             return (0, change());
         }
-        let ranges: Vec<GfnRange> = backed.iter().map(|&(_, frames)| frames).collect();
-        let logs = logs_of(slots, &backed);
         let _held = slots.exclude();
         let invalidating = worker.invalidate(&ranges, &logs);
         let zapped = invalidating.zapped();
@@ -57,8 +55,8 @@ impl<M: Memslots> Vm<M> {
     pub fn zap_all(&self) -> u64 {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
-        let all = backed_by(slots, &(Hva(0)..Hva(u64::MAX)));
-        match worker.zap_all(&logs_of(slots, &all)) {
+        let (_, logs) = backed_by(slots, &(Hva(0)..Hva(u64::MAX)));
+        match worker.zap_all(&logs) {
             Ok(zapped) => zapped,
             Err(_) => unreachable!("the platform aborts where there is no memory"),
         }
@@ -71,25 +69,19 @@ impl<M: Memslots> Vm<M> {
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
-        let backed = backed_by(slots, &hva).into_iter();
-        backed.map(|(_, r)| worker.age(r, clear, &())).sum()
+        let (ranges, _) = backed_by(slots, &hva);
+        ranges.iter().map(|&r| worker.age(r, clear, &())).sum()
     }
 }
 
-/// The slots whose memory any byte of `hva` lies in, by id, and which of their frames.
-fn backed_by<M: Memslots>(slots: &M, hva: &Range<Hva>) -> Vec<(u16, GfnRange)> {
-    let mut found = Vec::new();
+/// The frames whose memory any byte of `hva` lies in, slot by slot, and the logs of those of the slots that are logged.
+fn backed_by<'a, M: Memslots>(slots: &'a M, hva: &Range<Hva>) -> (Vec<GfnRange>, SlotLogs<'a>) {
+    let (mut ranges, mut logs) = (Vec::new(), Vec::new());
     slots.for_each_in_hva(hva.clone(), |slot| {
         if let Some(frames) = slot.frames_in_hva(hva.clone()) {
-            found.push((slot.id, frames));
+            ranges.push(frames);
+            logs.extend(Some(SlotLog::of(slot)).filter(SlotLog::is_on));
         }
     });
-    found
-}
-
-/// The logs of those of the slots that are logged.
-fn logs_of<'a, M: Memslots>(slots: &'a M, found: &[(u16, GfnRange)]) -> SlotLogs<'a> {
-    let slots = found.iter().filter_map(|&(id, _)| slots.by_id(id));
-    let logs = slots.map(SlotLog::of).filter(SlotLog::is_on);
-    SlotLogs(logs.collect())
+    (ranges, SlotLogs(logs))
 }

@@ -61,7 +61,7 @@ unsafe impl Memslots for Scalable {
         self.0.view().by_id(id)
     }
 
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.0.view().iter_hva(hva).for_each(f);
     }
 

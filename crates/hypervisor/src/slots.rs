@@ -105,7 +105,7 @@ pub unsafe trait Memslots: Send + Sized + 'static {
     fn by_id(&self, id: u16) -> Option<&Slot<SlotData>>;
 
     /// Calls `f` for each slot whose memory any byte of `hva` lies in.
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>));
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>));
 
     /// What is held while a call of the VM changes entries of the tables for a log or a notifier. Nothing, unless the scheme keeps
     /// faults out meanwhile, for comparison with the time when MMUs had one lock. It is let go before vCPUs are waited

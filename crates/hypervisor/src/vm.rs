@@ -221,10 +221,9 @@ impl<M: Memslots> Vm<M> {
         let Writer { slots, worker, .. } = &mut *writer;
         let data = self.slot_data(slots, &region)?;
         let logged = SlotFlags::LOG_DIRTY_PAGES;
-        let was_logged = slots
-            .by_id(region.slot)
-            .is_some_and(|old| old.flags.contains(logged));
-        let kept = data.dirty.clone().filter(|_| was_logged);
+        let is_logged = |old: &Slot<SlotData>| old.flags.contains(logged);
+        let was_logged = |_: &_| slots.by_id(region.slot).is_some_and(is_logged);
+        let kept = data.dirty.clone().filter(was_logged);
         let update = slots.begin(Request {
             address_space: 0,
             id: region.slot,

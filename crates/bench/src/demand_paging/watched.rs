@@ -155,7 +155,7 @@ unsafe impl<W: Watch> Memslots for Watched<W> {
         self.slots.by_id(id)
     }
 
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.slots.for_each_in_hva(hva, f);
     }
 

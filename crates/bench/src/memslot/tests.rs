@@ -419,7 +419,7 @@ unsafe impl Memslots for Forgetful {
     fn by_id(&self, id: u16) -> Option<&Slot<SlotData>> {
         self.0.find_id(id)
     }
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.0.find_hva(&hva, f);
     }
     fn metadata_bytes(&self) -> usize {

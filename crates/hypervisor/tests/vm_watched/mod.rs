@@ -67,7 +67,7 @@ unsafe impl Memslots for Watched {
         self.0.by_id(id)
     }
 
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.0.for_each_in_hva(hva, f);
     }
 

@@ -155,7 +155,7 @@ unsafe impl Memslots for ArrayCopy<SlotData> {
         self.find_id(id)
     }
 
-    fn for_each_in_hva(&self, hva: Range<Hva>, f: impl FnMut(&Slot<SlotData>)) {
+    fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>)) {
         self.find_hva(&hva, f);
     }
 
