@@ -76,7 +76,11 @@ impl<D> ArrayCopy<D> {
     }
 
     /// Calls `f` for each slot whose memory any byte of `hva` lies in, by ascending frame. Looks at every slot.
-    pub(in crate::memslot) fn find_hva(&self, hva: &Range<Hva>, mut f: impl FnMut(&Slot<D>)) {
+    pub(in crate::memslot) fn find_hva<'a>(
+        &'a self,
+        hva: &Range<Hva>,
+        mut f: impl FnMut(&'a Slot<D>),
+    ) {
         for entry in &self.current.entries {
             if entry.overlaps_hva(hva) {
                 // SAFETY: point 1 of the module above: the entry is in the current version.
