@@ -39,7 +39,8 @@
 //! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
 //! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
 
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence};
+use crate::sync::full_fence_after_exchange;
+use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::cell::Cell;
@@ -172,7 +173,7 @@ impl Domain {
     #[inline]
     #[must_use]
     pub fn stamp(&self) -> Epoch {
-        fence(Ordering::SeqCst);
+        full_fence();
         Epoch(self.epoch.load(Ordering::Relaxed))
     }
 
@@ -181,7 +182,7 @@ impl Domain {
     pub fn try_advance(&self) -> bool {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire);
-        fence(Ordering::SeqCst);
+        full_fence();
         if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
             return false;
         }
@@ -197,7 +198,7 @@ impl Domain {
     /// [`try_advance`](Self::try_advance) by the caller, or before one that happened earlier, may be freed at
     /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
     pub fn is_quiet(&self) -> bool {
-        fence(Ordering::SeqCst);
+        full_fence();
         if self.any_announced(|announced| announced != NONE) {
             return false;
         }
@@ -270,24 +271,18 @@ impl Reader {
         let epoch = self.domain.epoch.load(Ordering::Relaxed);
         let announcement = epoch << 1 | flags;
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(
-            any(target_arch = "x86_64", target_arch = "x86"),
-            not(any(loom, shuttle, miri))
-        ))]
+        #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
         {
-            // A locked exchange is a full barrier on x86 and cheaper than a store and MFENCE.
+            // Cheaper than a store and a fence.
             self.record().announced.swap(announcement, Ordering::SeqCst);
-            core::sync::atomic::compiler_fence(Ordering::SeqCst);
+            full_fence_after_exchange();
         }
-        #[cfg(not(all(
-            any(target_arch = "x86_64", target_arch = "x86"),
-            not(any(loom, shuttle, miri))
-        )))]
+        #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri)))))]
         {
             self.record()
                 .announced
                 .store(announcement, Ordering::Release);
-            fence(Ordering::SeqCst);
+            full_fence();
         }
         if self.domain.epoch.load(Ordering::Relaxed) == epoch {
             Epoch(epoch)

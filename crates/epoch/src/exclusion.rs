@@ -31,7 +31,7 @@
 //! The count of those who wait is a hint: it orders nothing.
 
 use crate::domain::{Domain, Epoch, Guard, Reader, SHARES};
-use crate::sync::{Ordering, SCAN, fence};
+use crate::sync::{Ordering, SCAN, fence, full_fence_after_exchange};
 use core::fmt;
 use core::hint;
 use core::mem;
@@ -220,7 +220,7 @@ impl Domain {
             .compare_exchange(0, 1, SCAN, Ordering::Relaxed)
             .ok()?;
         // Acquires what other exclusive work did, too.
-        fence(Ordering::SeqCst);
+        full_fence_after_exchange();
         Some(Exclusive { domain: self })
     }
 

@@ -18,6 +18,8 @@ use pageferry_addr::{Gfn, GfnRange};
 /// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
 /// completes a batch frees up to two.
 const BATCH: usize = 32;
+/// The same while no reader is at work: those of two operations, which are still in a near cache when they are used again.
+const QUIET_BATCH: usize = 5;
 
 /// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
 /// slots, put it into a mutex.
@@ -295,12 +297,12 @@ impl<D> SlotWriter<D> {
 
     /// Frees some of what no reader uses any more; waits if too much is in use.
     ///
-    /// As long as no reader has a guard whenever it looks, it looks at each operation: what was replaced can be
-    /// used for the next, while caches still hold it. Looking disturbs readers at work, so beside them it looks once a batch.
+    /// As long as no reader has a guard whenever it looks, it looks every few operations: what was replaced can be
+    /// used for the next, while caches still hold it. Looking disturbs readers at work, so beside them it looks less often.
     fn free_some(&mut self) {
         let limit = self.shared.limits.max_retired;
         let state = self.state();
-        let batch = if state.quiet { 1 } else { BATCH };
+        let batch = if state.quiet { QUIET_BATCH } else { BATCH };
         if state.replaced.len() < batch {
             return;
         }
