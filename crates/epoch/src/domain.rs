@@ -19,8 +19,7 @@
 //! with acquire order follows a3, so all the guard did happens before a4, and before the free, whose load
 //! of the epoch acquires a4.
 //!
-//! On x86, r2 and r3 are one locked exchange. That relies on what x86 does with it, not on the language's memory model, so
-//! models and Miri get the fence.
+//! On x86, r2 and r3 are one locked exchange, and other fences locked instructions: see `sync.rs`.
 //!
 //! # Why what is old may go when it is quiet
 //!
@@ -39,7 +38,6 @@
 //! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
 //! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
 
-use crate::sync::full_fence_after_exchange;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
@@ -273,6 +271,7 @@ impl Reader {
         // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
         #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
         {
+            use crate::sync::full_fence_after_exchange;
             // Cheaper than a store and a fence.
             self.record().announced.swap(announcement, Ordering::SeqCst);
             full_fence_after_exchange();

@@ -1,4 +1,3 @@
-#![expect(unsafe_code, reason = "a locked instruction in place of a fence")]
 //! The one place that chooses where atomics come from: `core`, or the model of loom or shuttle.
 //!
 //! On x86-64 any locked instruction is a full barrier, and most take less time than the `MFENCE` that a sequentially
@@ -20,23 +19,42 @@ pub(crate) const SCAN: Ordering = if cfg!(pageferry_tsan) {
     Ordering::Relaxed
 };
 
+/// Whether a locked instruction stands for a fence.
+macro_rules! if_locked {
+    ($yes:block else $no:block) => {{
+        #[cfg(all(
+            target_arch = "x86_64",
+            not(any(loom, shuttle, miri, pageferry_tsan))
+        ))]
+        $yes
+        #[cfg(not(all(
+            target_arch = "x86_64",
+            not(any(loom, shuttle, miri, pageferry_tsan))
+        )))]
+        $no
+    }};
+}
+
 /// A sequentially consistent fence.
 #[inline(always)]
 pub(crate) fn full_fence() {
-    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri, pageferry_tsan))))]
-    // SAFETY: it changes no bit of a word on the stack, which is this thread's. Without `nomem` the compiler moves no access across.
+    if_locked!({ locked_nothing() } else { fence(Ordering::SeqCst) });
+}
+
+/// The same, right behind an operation by this thread that has read and written a word atomically.
+#[inline(always)]
+pub(crate) fn full_fence_after_exchange() {
+    if_locked!({ core::sync::atomic::compiler_fence(Ordering::SeqCst) } else { fence(Ordering::SeqCst) });
+}
+
+/// A locked instruction that changes nothing.
+#[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri, pageferry_tsan))))]
+#[expect(unsafe_code, reason = "the language has no name for that instruction")]
+#[inline(always)]
+fn locked_nothing() {
+    // SAFETY: it changes no bit of a word on the stack, which is this thread's. As it may touch any memory for all the
+    // compiler knows, no access is moved across.
     unsafe {
         core::arch::asm!("lock or dword ptr [rsp], 0", options(nostack));
     }
-    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri, pageferry_tsan)))))]
-    fence(Ordering::SeqCst);
-}
-
-/// The same, right behind an atomic operation by this thread that has read and written a word: on x86 that is one already.
-#[inline(always)]
-pub(crate) fn full_fence_after_exchange() {
-    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri, pageferry_tsan))))]
-    core::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri, pageferry_tsan)))))]
-    fence(Ordering::SeqCst);
 }
