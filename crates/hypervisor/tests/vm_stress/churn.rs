@@ -4,7 +4,6 @@ use crate::guest::PAGES;
 use crate::host::{self, Host, MISSING};
 use crate::vm_fleet::Fleet;
 use crate::vm_support::{HostRam, Random};
-use pageferry_addr::RamPage;
 use pageferry_hypervisor::{Region, SlotFlags, Vm};
 use std::fmt;
 use std::ops::Range;
@@ -94,7 +93,8 @@ fn notify(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random(11);
     while !fleet.is_stopped() {
         let pages = some_pages(&mut random);
-        let change = || host.take_for_a_while(&pages);
+        let wait = Duration::from_micros(random.next() % 200);
+        let change = || host.take_for_a_while(&pages, || std::thread::sleep(wait));
         let (unmapped, ()) = vm.invalidate_hva_around(host.hvas(&pages), change);
         counts.add(Done::Invalidations, 1);
         counts.add(Done::PagesUnmapped, unmapped);
@@ -108,17 +108,23 @@ fn change_slots(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random(12);
     let spare = HostRam::new(2);
     let delete = |slot| vm.set_user_memory_region2(Region::delete(slot)).unwrap();
+    // What was a slot's is the host's until the slot is back.
+    let away = |part, random: &mut Random| {
+        host.take_all(part);
+        pause(random, 300);
+        host.bring_all(part);
+    };
     while !fleet.is_stopped() {
         match random.next() % 3 {
             0 => {
                 delete(host::DELETED.slot);
-                pause(&mut random, 300);
+                away(host::DELETED, &mut random);
                 host.set(vm, host::DELETED, SlotFlags::EMPTY);
                 counts.add(Done::Deletions, 1);
             }
             1 => {
                 host.set_elsewhere(vm, host::MOVED);
-                pause(&mut random, 300);
+                away(host::MOVED, &mut random);
                 host.set(vm, host::MOVED, SlotFlags::EMPTY);
                 counts.add(Done::Moves, 2);
             }
@@ -164,8 +170,7 @@ fn miss(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
         host.take_missing();
         counts.add(Done::Userfaults, 1);
         pause(&mut random, 4000);
-        host.bring_all();
-        debug_assert!(!host.missing.test(RamPage(MISSING.first)));
+        host.bring_all(MISSING);
         host.set(vm, MISSING, SlotFlags::EMPTY);
         pause(&mut random, 2000);
     }

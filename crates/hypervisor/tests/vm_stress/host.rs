@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) const MEMORY: u64 = 0x4000_0000;
 /// Where a slot goes that is moved.
 const ELSEWHERE: u64 = 0x8000_0000;
-/// In the words of a page that the host has taken: no hart's.
-const POISON: u64 = 0xdead_dead_dead_dead;
+/// In a page that the host has taken: the words of no hart.
+const TAKEN: Words = [0xdead_dead_dead_dead; HARTS];
 
 /// A slot, and the pages of the guests' memory that it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub(crate) fn page_of(gpa: u64) -> String {
 /// The words of a page, one a hart.
 pub(crate) type Words = [u64; HARTS];
 
-/// The words of pages that the host has taken because they are missing, by page.
+/// The words of pages that the host has taken for longer, by page.
 type Away = Vec<Option<Words>>;
 
 pub(crate) struct Host {
@@ -79,7 +79,7 @@ pub(crate) struct Host {
 }
 
 impl Host {
-    /// Memory as pass 0 leaves it.
+    /// Memory as round 0 leaves it.
     pub(crate) fn new() -> Self {
         let ram = LargeRam::new(guest::PAGES / LARGE);
         for page in 0..guest::PAGES {
@@ -135,40 +135,53 @@ impl Host {
         })
     }
 
-    /// What a host does in a notifier's call: another page is there for a while, then the old one again.
-    pub(crate) fn take_for_a_while(&self, pages: &Range<u64>) {
-        let _away = self.away();
-        let taken: Vec<_> = pages
-            .clone()
-            .map(|page| self.replace(page, &[POISON; HARTS]))
-            .collect();
-        std::thread::yield_now();
-        for (page, words) in pages.clone().zip(taken) {
-            self.replace(page, &words);
+    /// Puts the words of a page back that the host had taken. Nobody has stored to it meanwhile.
+    fn give(&self, page: u64, words: &Words) {
+        let found = self.replace(page, words);
+        assert_eq!(found, TAKEN, "page {page} was stored to while it was taken");
+    }
+
+    /// What a host does in a notifier's call: something else is there for a while, then the old page again.
+    pub(crate) fn take_for_a_while(&self, pages: &Range<u64>, wait: impl FnOnce()) {
+        let away = self.away();
+        let here = || pages.clone().filter(|&page| away[page as usize].is_none());
+        let taken: Vec<_> = here().map(|page| self.replace(page, &TAKEN)).collect();
+        wait();
+        here()
+            .zip(taken)
+            .for_each(|(page, words)| self.give(page, &words));
+    }
+
+    /// Takes the pages of a part that are not taken yet and for which `which` says so.
+    fn take(&self, part: Part, which: impl Fn(u64) -> bool) {
+        let mut away = self.away();
+        for page in part.range().filter(|&page| which(page)) {
+            away[page as usize].get_or_insert_with(|| self.replace(page, &TAKEN));
         }
+    }
+
+    /// Takes the pages of a part that no guest can reach.
+    pub(crate) fn take_all(&self, part: Part) {
+        self.take(part, |_| true);
     }
 
     /// Takes the pages of `MISSING` whose bits are still set.
     pub(crate) fn take_missing(&self) {
-        let mut away = self.away();
-        for page in MISSING.range() {
-            if self.missing.test(RamPage(page)) {
-                away[page as usize] = Some(self.replace(page, &[POISON; HARTS]));
-            }
-        }
+        self.take(MISSING, |page| self.missing.test(RamPage(page)));
     }
 
     /// Brings a page, if it is missing.
     pub(crate) fn bring(&self, page: u64) -> bool {
         let mut away = self.away();
         if let Some(words) = away[page as usize].take() {
-            self.replace(page, &words);
+            self.give(page, &words);
         }
         self.missing.clear(RamPage(page))
     }
 
-    pub(crate) fn bring_all(&self) {
-        MISSING.range().for_each(|page| {
+    /// Gives all pages of a part back.
+    pub(crate) fn bring_all(&self, part: Part) {
+        part.range().for_each(|page| {
             self.bring(page);
         });
     }
@@ -188,15 +201,15 @@ impl Host {
         part.range().map(|page| self.words(page)).collect()
     }
 
-    /// No hart runs any more: each word is of the pass its hart was in, or of the one before.
+    /// No hart runs any more: each word is of a round that its hart has made last.
     pub(crate) fn check(&self, vcpus: &[VcpuCore]) {
         for page in 0..guest::PAGES {
             for (id, (word, vcpu)) in (0..).zip(self.read(page).into_iter().zip(vcpus)) {
-                let pass = guest::pass(vcpu);
-                let possible = [pass.saturating_sub(1), pass].map(|p| guest::value(id, page, p));
+                let mut possible = guest::rounds_now(vcpu).map(|r| guest::value(id, page, r));
                 assert!(
-                    possible.contains(&word),
-                    "page {page}, hart {id}: {word:#x} is none of {possible:#x?}"
+                    possible.any(|value| value == word),
+                    "page {page}, hart {id}: {word:#x} is of no round of {:?}",
+                    guest::rounds_now(vcpu)
                 );
             }
         }

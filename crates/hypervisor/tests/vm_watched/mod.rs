@@ -18,13 +18,14 @@ pub(crate) enum Part {
     Reclaim,
 }
 
-pub(crate) type Hook = Box<dyn Fn(Part, Begun)>;
+type Hook = Box<dyn Fn(Part, Begun)>;
+type Pause = Box<dyn FnOnce()>;
 
 thread_local! {
     /// How many look-ups of this thread are to find an invalid slot.
     pub(crate) static DENIED: Cell<u32> = const { Cell::new(0) };
     /// Is called when a look-up of this thread has found a slot at this frame, before the slot is used.
-    pub(crate) static PAUSE: RefCell<Option<(Gfn, Box<dyn FnOnce()>)>> = const { RefCell::new(None) };
+    pub(crate) static PAUSE: RefCell<Option<(Gfn, Pause)>> = const { RefCell::new(None) };
     /// Is called when this thread's vCPU has been asked to leave its guest by who changes slots, and has.
     pub(crate) static LEFT: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
     /// Is told the parts of this thread's changes.
