@@ -213,6 +213,8 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// room is known: the head is not even read.
     #[inline(always)]
     pub(crate) fn usual_floor(self, key: u64) -> Option<*const Slot<D>> {
+        // Cells lie in other lines than keys: wait for both at the same time.
+        self.prefetch_from(Parts::<O, D>::cells(O::LEAF));
         let at = upper_bound(self.keys_of(O::LEAF), key).checked_sub(1)?;
         Some(self.cell(O::LEAF, at).load(Ordering::Acquire))
     }
@@ -220,8 +222,14 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// Begins to load a leaf below an inner node into this core's cache.
     #[inline]
     pub(crate) fn prefetch(self) {
+        self.prefetch_from(0);
+    }
+
+    /// The same from `offset` on.
+    #[inline(always)]
+    fn prefetch_from(self, offset: usize) {
         let size = Parts::<O, D>::layout(O::LEAF).size();
-        for offset in (0..size).step_by(LINE) {
+        for offset in (offset..size).step_by(LINE) {
             prefetch(self.node.wrapping_byte_add(offset));
         }
     }

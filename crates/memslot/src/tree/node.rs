@@ -144,18 +144,22 @@ impl Cell {
 /// more.
 #[inline(always)]
 pub(crate) fn upper_bound(keys: &[u64], key: u64) -> usize {
-    // Three counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all,
-    // and fewer that wait for each other than a binary search has.
+    // Counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all, and fewer
+    // that wait for each other than a binary search has. Up to 32 keys have no first step, so that
+    // their cache lines are not waited for one after the other.
     let room = keys.len();
     debug_assert!(room.is_power_of_two() && room >= 4);
-    // SAFETY: whatever the keys, `sixteens` is less than the number of sixteens, `fours` less than that of fours in one,
-    // and the last index at most 3 above: less than `room`.
+    // SAFETY: whatever the keys, `sixteens` is less than the number of sixteens, `fours` less than that of fours in what is
+    // left, and the last index at most 3 above: less than `room`.
     let at_most = |index: usize| usize::from(unsafe { *keys.get_unchecked(index) } <= key);
-    let sixteens: usize = (1..room / 16).map(|i| at_most(16 * i - 1)).sum();
-    let start = 16 * sixteens;
-    let fours: usize = (1..room.min(16) / 4)
-        .map(|i| at_most(start + 4 * i - 1))
-        .sum();
+    let (start, left) = match room {
+        ..=32 => (0, room),
+        _ => {
+            let sixteens: usize = (1..room / 16).map(|i| at_most(16 * i - 1)).sum();
+            (16 * sixteens, 16)
+        }
+    };
+    let fours: usize = (1..left / 4).map(|i| at_most(start + 4 * i - 1)).sum();
     let start = start + 4 * fours;
     start + (0..4).map(|i| at_most(start + i)).sum::<usize>()
 }
