@@ -2,7 +2,6 @@
 //! An operation between its two halves.
 
 use crate::table::Pending;
-use crate::trees::Places;
 use crate::{Change, SlotWriter};
 use core::fmt;
 
@@ -12,17 +11,14 @@ pub struct Update<'w, D> {
     /// `None` once it was committed.
     writer: Option<&'w mut SlotWriter<D>>,
     space: usize,
-    places: Places,
 }
 
 impl<'w, D> Update<'w, D> {
-    /// `places` are those that [`Places::of`] gave, and nothing has changed since.
     #[inline]
-    pub(crate) const fn new(writer: &'w mut SlotWriter<D>, space: usize, places: Places) -> Self {
+    pub(crate) const fn new(writer: &'w mut SlotWriter<D>, space: usize) -> Self {
         Self {
             writer: Some(writer),
             space,
-            places,
         }
     }
 
@@ -42,7 +38,7 @@ impl<'w, D> Update<'w, D> {
         let Some(writer) = self.writer.take() else {
             return Change::Nothing;
         };
-        let done = writer.commit(self.space, &mut self.places);
+        let done = writer.commit(self.space);
         // SAFETY: the new record is in the trees and the old one in the limbo, from which the writer, borrowed for
         // as long as the answer lives, takes nothing.
         unsafe { change_of(done) }

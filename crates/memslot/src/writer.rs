@@ -60,6 +60,8 @@ const QUIET_BATCH: usize = 5;
 /// ```
 pub struct SlotWriter<D> {
     shared: Arc<Shared<D>>,
+    /// Of the operation that has begun. Not in what it hands out, which is moved about.
+    places: Places,
 }
 
 impl<D> SlotWriter<D> {
@@ -72,6 +74,7 @@ impl<D> SlotWriter<D> {
         assert!(limits.address_spaces > 0, "a VM has an address space");
         Self {
             shared: Arc::new(Shared::new(limits)),
+            places: Places::default(),
         }
     }
 
@@ -210,7 +213,8 @@ impl<D> SlotWriter<D> {
             unsafe { &*old }.mark_invalid();
         }
         self.state().pending = pending;
-        Ok(Update::new(self, space, places))
+        self.places = places;
+        Ok(Update::new(self, space))
     }
 
     /// Gives a pending update up.
@@ -240,9 +244,10 @@ impl<D> SlotWriter<D> {
     }
 
     /// Does what was begun; gives what that was.
-    pub(crate) fn commit(&mut self, space: usize, places: &mut Places) -> Pending<D> {
+    pub(crate) fn commit(&mut self, space: usize) -> Pending<D> {
         let version = self.shared.generation().number() + 1;
-        let shared = &*self.shared;
+        let Self { shared, places } = self;
+        let shared = &**shared;
         // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
         let state = unsafe { shared.writer() };
         let pending = mem::replace(&mut state.pending, Pending::Nothing);

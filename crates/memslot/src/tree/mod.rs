@@ -14,7 +14,8 @@
 //! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]); a record with the key
 //! of another is stored over it. So readers elsewhere in
 //! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
-//! leaf, which has room for more than leaves below others have ([`shape`]).
+//! leaf, which has room for more than leaves below others have ([`shape`]). Where a change is of one leaf and nothing else, it is made
+//! where the checks before it have found that leaf ([`place`]).
 //!
 //! **Neighbours.** [`crate::table`] keeps three trees an address space and says which versions readers may use;
 //! freeing is its business too. The tree reports each node and slot that it has replaced ([`Replaced`]).

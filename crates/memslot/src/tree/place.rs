@@ -31,6 +31,11 @@ pub(crate) struct Place {
     leftmost: bool,
 }
 
+// SAFETY: addresses, which the writer follows while it has the tree, on whatever thread it is.
+unsafe impl Send for Place {}
+// SAFETY: nothing is done by a shared reference to a place but what the contracts of the functions that take one allow.
+unsafe impl Sync for Place {}
+
 impl Place {
     /// Whether both are in one leaf.
     pub(crate) fn is_in_leaf_of(&self, other: &Self) -> bool {

@@ -111,6 +111,8 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
 /// All slots any byte of whose host memory lies in a range, ascending by start and id.
 pub(crate) struct Overlapping<'g, D> {
     at: At<'g, ByHva, D>,
+    /// Where to begin. Not before the first slot is asked for: a walk that has begun is large to move.
+    root: Option<&'g Cell>,
     /// Slots of interest end above this.
     start: u64,
     /// And have keys up to this.
@@ -127,8 +129,9 @@ impl<'g, D> Overlapping<'g, D> {
     /// Those that share a byte with `start..end`; an empty range shares none.
     #[inline]
     pub(crate) fn new(at: At<'g, ByHva, D>, start: u64, end: u64) -> Self {
-        let mut walk = Self {
+        Self {
             at,
+            root: (start < end).then_some(at.root),
             start,
             // A slot that starts at `end` or above is not wanted, whatever its id.
             last: ByHva::up_to(end.wrapping_sub(1)),
@@ -136,11 +139,7 @@ impl<'g, D> Overlapping<'g, D> {
             depth: 0,
             leaf: None,
             slots: 0,
-        };
-        if start < end {
-            walk.enter(at.root);
         }
-        walk
     }
 
     /// Begins with the node of `cell`.
@@ -172,6 +171,9 @@ impl<'g, D> Overlapping<'g, D> {
     #[inline]
     fn next_leaf(&mut self) -> bool {
         self.leaf = None;
+        if let Some(root) = self.root.take() {
+            self.enter(root);
+        }
         while self.leaf.is_none() {
             let Some(top) = self.depth.checked_sub(1) else {
                 return false;
