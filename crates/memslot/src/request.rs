@@ -54,7 +54,8 @@ pub struct Request<D> {
     pub gpa: Gpa,
     /// The size in bytes, in whole pages; zero deletes.
     pub size: u64,
-    /// The host address that backs `gpa`; page-aligned.
+    /// The host address that backs `gpa`; page-aligned. All of the host range lies in the lowest or in the highest 2^59 bytes of
+    /// the address space, as memory of all hosts there are does.
     pub hva: Hva,
     /// The flags the slot is to have.
     pub flags: SlotFlags,

@@ -251,6 +251,9 @@ impl<D> SlotWriter<D> {
         // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
         let state = unsafe { shared.writer() };
         let pending = mem::replace(&mut state.pending, Pending::Nothing);
+        if state.replaced.capacity() == 0 {
+            state.replaced.reserve(2 * QUIET_BATCH);
+        }
         let half_done = HalfDone;
         let mut trees = Trees {
             space: &shared.spaces[space],

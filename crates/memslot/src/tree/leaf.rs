@@ -430,16 +430,20 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// `room` is that of both.
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
-        let before_cells = Parts::<O, D>::cells(room) - Parts::<O, D>::KEYS;
-        // SAFETY: all parts follow the keys, the cells last.
+        let (start, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
+        // In a model cells are objects, and those that are not used are none.
+        let end = if cfg!(loom) {
+            cells
+        } else {
+            Parts::<O, D>::layout(room).size()
+        };
+        // SAFETY: all parts follow the keys, the cells last. Nobody stores to the cells meanwhile: that is the writer's.
         unsafe {
-            let source = from.node.byte_add(Parts::<O, D>::KEYS).cast::<u8>();
-            let target = self.part::<u8>(Parts::<O, D>::KEYS);
-            ptr::copy_nonoverlapping(source, target, before_cells);
-            let cells = self.part(Parts::<O, D>::cells(room));
-            // In a model those that are not used are no objects.
-            let count = if cfg!(loom) { from.len() } else { room };
-            copy_cells(from.cells(room), cells, count);
+            let source = from.node.byte_add(start).cast::<u8>();
+            ptr::copy_nonoverlapping(source, self.part::<u8>(start), end - start);
+            if cfg!(loom) {
+                copy_cells(from.cells(room), self.part(cells), from.len());
+            }
         }
     }
 
