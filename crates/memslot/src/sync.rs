@@ -1,13 +1,13 @@
 #![expect(
     unsafe_code,
-    reason = "copies cells of which there is nobody else's store"
+    reason = "copies atomics of which there is nobody else's store"
 )]
 //! The one place that chooses where atomics come from: `core`, or loom's model of it.
 
 #[cfg(not(loom))]
-pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(loom)]
-pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering, fence};
 
 /// Part of everything that is freed after a grace period: in loom's models it reports a use that a free does not
 /// wait for. Nothing otherwise.
@@ -57,28 +57,52 @@ pub(crate) fn prefetch<T>(at: *const T) {
     let _ = at;
 }
 
-/// Copies `count` cells that nobody stores to meanwhile; the ranges may overlap.
+/// A word or a pointer that only one thread stores to.
+pub(crate) trait Own {
+    /// Another with the value of this one, which nobody stores to meanwhile.
+    #[cfg(loom)]
+    fn copied(&self) -> Self;
+}
+
+#[cfg(not(loom))]
+impl<T> Own for AtomicPtr<T> {}
+#[cfg(not(loom))]
+impl Own for AtomicU64 {}
+
+#[cfg(loom)]
+impl<T> Own for AtomicPtr<T> {
+    fn copied(&self) -> Self {
+        // SAFETY: nobody stores to it meanwhile.
+        Self::new(unsafe { self.unsync_load() })
+    }
+}
+#[cfg(loom)]
+impl Own for AtomicU64 {
+    fn copied(&self) -> Self {
+        // SAFETY: as above.
+        Self::new(unsafe { self.unsync_load() })
+    }
+}
+
+/// Copies `count` of them, which nobody stores to meanwhile; the ranges may overlap.
 ///
 /// # Safety
 /// As for [`core::ptr::copy`]; what `to` held needs no drop.
 #[cfg(not(loom))]
 #[inline(always)]
-pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
+pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
     // SAFETY: as the caller says; loads by others are no race with loads.
     unsafe { core::ptr::copy(from, to, count) }
 }
 
-/// The same, as a model sees it: each cell is an object of its own.
+/// The same, as a model sees it: each is an object of its own.
 ///
 /// # Safety
 /// As above.
 #[cfg(loom)]
-pub(crate) unsafe fn copy_cells<T>(from: *const AtomicPtr<T>, to: *mut AtomicPtr<T>, count: usize) {
+pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
     // SAFETY: as the caller says.
-    let copy = |i: usize| unsafe {
-        let pointer = (*from.add(i)).unsync_load();
-        to.add(i).write(AtomicPtr::new(pointer));
-    };
+    let copy = |i: usize| unsafe { to.add(i).write((*from.add(i)).copied()) };
     if to.cast_const() < from {
         (0..count).for_each(copy);
     } else {

@@ -18,15 +18,16 @@
 //!
 //! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
 //! view sees an operation wholly or not at all. Each node and each record it meets tells whether it is too new, and what was in
-//! its place before ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
+//! its place before, if anything ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
 //! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, and
 //! if the guard's fence had come after the stamp's, the view would have loaded that version. So the epochs
 //! keep it ([`pageferry_epoch`]).
 //!
 //! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
-//! store, so they see it or not. During a move they may find the old record at the old place, which is invalid by
-//! then (2 before 3): they know that they have to look again. Who has seen the new record finds the old one
-//! invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
+//! store, so they see it or not; or it is a key and a cell behind all others of a leaf, without both of which there is
+//! no such slot, and who comes after somebody who has seen both sees both. During a move they may find the old record
+//! at the old place, which is invalid by then (2 before 3): they know that they have to look again. Who has seen the new
+//! record finds the old one invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
 //! progress makes, as single look-ups may have seen what it has done. That version is as safe as `g` is: what it
 //! replaces, and what later ones do, is stamped after `g + 1` was published.
 //!

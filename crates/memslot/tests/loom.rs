@@ -446,6 +446,95 @@ fn a_view_outlives_changes() {
     assert_eq!(seen, possible);
 }
 
+/// Two slots come behind the others into a leaf that stays; who sees the second sees the first too.
+#[test]
+fn slots_that_come_in_order_are_seen_in_order() {
+    let seen = Model::of([slot(1, 10, 1, 1)]).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            // Not the slot found last.
+            assert_eq!(see(&guard, 10), Valid(10, 1));
+            [see(&guard, 30), see(&guard, 20)]
+        },
+        |writer| {
+            writer.set(slot(2, 20, 1, 2)).unwrap();
+            writer.set(slot(3, 30, 1, 3)).unwrap();
+        },
+    );
+    let (first, second) = (Valid(20, 2), Valid(30, 3));
+    assert_eq!(
+        seen,
+        BTreeSet::from([[Nothing, Nothing], [Nothing, first], [second, first]])
+    );
+}
+
+/// The same under a view, which sees as many as had come when it was made, by whatever look-up, and goes on seeing them.
+#[test]
+fn a_view_sees_no_slot_that_comes_into_its_leaf() {
+    let mut model = Model::of([slot(1, 10, 1, 1)]);
+    model.preemptions = 2;
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            let come = view.generation().number() - 1;
+            for _ in 0..2 {
+                assert_eq!(all_of(view, 1, [10, 10]), [Valid(10, 1); 4]);
+                for (id, frame) in [(3, 20), (5, 30)] {
+                    // Their host memory is that of slot 1.
+                    let there = come >= u64::from(id / 2);
+                    let slot = if there { Valid(frame, 7) } else { Nothing };
+                    assert_eq!(all_of(view, id, [frame, frame]), [slot; 4]);
+                }
+                assert_eq!(view.iter().count() as u64, 1 + come);
+                assert_eq!(view.iter_hva(host(1)).count() as u64, 1 + come);
+            }
+            come
+        },
+        |writer| {
+            writer.set(slot(3, 20, 1, 7)).unwrap();
+            writer.set(slot(5, 30, 1, 7)).unwrap();
+            writer.reclaim();
+        },
+    );
+    assert_eq!(seen, BTreeSet::from([0, 1, 2]));
+}
+
+/// A slot comes into a leaf that stays, and another record takes its place: a view from before leads back to nothing.
+#[test]
+fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
+    let mut model = Model::of([slot(1, 10, 1, 1)]);
+    model.preemptions = 2;
+    let seen = model.explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            let all = all_of(view, 3, [20, 20]);
+            assert_eq!(all, [all[0]; 4]);
+            assert_eq!(all_of(view, 1, [10, 10]), [Valid(10, 1); 4]);
+            (view.generation().number() - 1, all[0])
+        },
+        |writer| {
+            writer.set(slot(3, 20, 1, 7)).unwrap();
+            let flags = SlotFlags::LOG_DIRTY_PAGES;
+            let data = 8;
+            writer
+                .set(Request {
+                    flags,
+                    data,
+                    ..slot(3, 20, 1, 7)
+                })
+                .unwrap();
+            writer.reclaim();
+        },
+    );
+    let possible = [(0, Nothing), (1, Valid(20, 7)), (2, Valid(20, 8))];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
+
 /// A leaf splits, and the root becomes another node, under a view and a look-up of the newest state.
 #[test]
 fn a_leaf_splits_under_readers() {

@@ -294,6 +294,7 @@ fn a_shared_last_used_slot_is_not_found_in_memory_that_is_used_again() {
         for id in 2..2 + moves {
             // Something to reclaim, so that the epoch moves.
             writer.set(request(id)).unwrap();
+            writer.set(Request::delete(0, id)).unwrap();
             assert!(writer.retired() > 0);
             assert_eq!(writer.reclaim(), 0);
             let mut reader = table.reader();

@@ -1,7 +1,8 @@
 //! Changes, all by the one writer.
 //!
-//! A record that takes the place of another with the same key and end is stored over it in its leaf. Any other change
-//! goes down to the leaf of its key and makes a new leaf. On the way up each inner node either publishes what
+//! A record that takes the place of another with the same key and end is stored over it in its leaf. A new slot behind all
+//! others of its leaf is put into that leaf, where there is room. Any other change goes down to the leaf of its key and makes
+//! a new leaf. On the way up each inner node either publishes what
 //! came in the cell of its child, which ends it, or, where its own keys must change (a child was split, joined or has
 //! gone) or a reach becomes lower, makes a new node of itself and passes that on. So the whole change becomes
 //! visible by the one store that ends it.
@@ -284,10 +285,13 @@ impl<O: Order, D> Edit<'_, O, D> {
     ) -> Effect {
         let at = leaf.rank(new.key);
         debug_assert!(
-            at == 0 || leaf.keys()[at - 1] < new.key,
+            at == 0 || leaf.key(at - 1) < new.key,
             "a slot with this key"
         );
         let len = leaf.len();
+        if leaf.extend(at, new) {
+            return Effect::Stays;
+        }
         if len < leaf.room() {
             let copy = self.pool.leaf(leaf.room());
             return Effect::One(copy.with(leaf, at, new, self.version));
@@ -309,7 +313,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             Node::Empty => unreachable!("no such slot"),
             Node::Leaf(leaf) => {
                 let at = leaf.rank(key);
-                assert!(at > 0 && leaf.keys()[at - 1] == key, "no such slot");
+                assert!(at > 0 && leaf.key(at - 1) == key, "no such slot");
                 let len = leaf.len();
                 if len == 1 {
                     return Effect::Gone;

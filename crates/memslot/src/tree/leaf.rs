@@ -9,13 +9,29 @@
 //! [`Order::LEAF`]; a leaf that is all of its tree has as much as it needs, up to [`Order::FLAT`], as searching one
 //! array takes less time than going down a level.
 //!
-//! Keys and ends never change after the leaf was published. A cell changes when another record takes the place of the one
-//! with the same key: the new record knows the old one, and since which version it has its place ([`Slot`]), as nodes do.
+//! What a place of a leaf says never changes after the leaf was published, but for the cell: that changes when another record takes
+//! the place of the one with the same key. The new record knows the old one, and since which version it has its place
+//! ([`Slot`]), as nodes do.
+//!
+//! # Slots that come behind the others
+//!
+//! A new slot (one without predecessor) whose key is greater than all others is put into the first unused place of the leaf
+//! in the tree: [`Leaf::extend`] stores ends, cell and key, in this order, then the number of slots. So slots that come in
+//! ascending order copy nothing until a leaf is full. Readers may be in that leaf:
+//!
+//! - A reader of an older version learns from the record that it was born later and had no predecessor: there is no
+//!   such slot. The first slot of a leaf has been there for as long as the leaf, so a walk downwards ends.
+//! - Who finds the key may not see the cell yet, as keys are loaded `Relaxed`. Then the cell is null, and there is no
+//!   such slot yet. Once the creation happened before a look-up, both are seen.
+//! - Keys of several such slots may be seen out of order: see [`upper_bound`]. Then the record that is found is that of a state
+//!   between the creations, all of which run beside the look-up.
+//! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
+//!   be too high for an older version, which costs a look in vain.
 
 use super::kind::{MOST, Order, Reach};
-use super::node::{Head, upper_bound};
+use super::node::{Head, Key, upper_bound};
 use crate::Slot;
-use crate::sync::{AtomicPtr, Ordering, copy_cells, prefetch};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, copy_own, fence, prefetch};
 use core::alloc::Layout;
 use core::marker::PhantomData;
 use core::ops::Range;
@@ -53,10 +69,14 @@ struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
 
 impl<O: Order, D> Parts<O, D> {
     const KEYS: usize = size_of::<Head>().next_multiple_of(32);
-    const EACH_END: usize = if O::Reach::KEPT { size_of::<u64>() } else { 0 };
+    const EACH_END: usize = if O::Reach::KEPT {
+        size_of::<AtomicU64>()
+    } else {
+        0
+    };
 
     const fn ends(room: usize) -> usize {
-        Self::KEYS + room * size_of::<u64>()
+        Self::KEYS + room * size_of::<AtomicU64>()
     }
 
     const fn up_to(room: usize) -> usize {
@@ -81,7 +101,7 @@ pub(crate) const fn layout_of<O: Order, D>(room: usize) -> Layout {
     Parts::<O, D>::layout(room)
 }
 
-/// A leaf that nothing of changes but its cells.
+/// A leaf in a tree, or one that was.
 pub(crate) struct Leaf<'g, O: Order, D> {
     node: *const Head,
     order: PhantomData<(O, &'g Slot<D>)>,
@@ -119,7 +139,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     #[inline]
-    pub(crate) const fn len(self) -> usize {
+    pub(crate) fn len(self) -> usize {
         self.head().len()
     }
 
@@ -129,46 +149,67 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     /// # Safety
-    /// `count` elements of type `T` begin `offset` bytes into the leaf, and never change.
+    /// `count` words begin `offset` bytes into the leaf.
     #[inline(always)]
-    unsafe fn array<T>(self, offset: usize, count: usize) -> &'g [T] {
+    unsafe fn array(self, offset: usize, count: usize) -> &'g [AtomicU64] {
         // SAFETY: as the caller says; alive during `'g`, and allocated as one piece.
         unsafe { slice::from_raw_parts(self.node.byte_add(offset).cast(), count) }
     }
 
     #[inline(always)]
-    fn keys_of(self, room: usize) -> &'g [u64] {
+    fn keys_of(self, room: usize) -> &'g [AtomicU64] {
         debug_assert_eq!(room, self.room());
-        // SAFETY: written whole by `NewLeaf::done`.
+        // SAFETY: written whole before the leaf was published.
         unsafe { self.array(Parts::<O, D>::KEYS, room) }
     }
 
     /// Ascending; unused ones are `MOST`.
     #[inline]
-    pub(crate) fn keys(self) -> &'g [u64] {
+    fn keys(self) -> &'g [AtomicU64] {
         self.keys_of(self.room())
+    }
+
+    /// The key of a slot; `MOST` of an unused place.
+    #[inline]
+    pub(crate) fn key(self, index: usize) -> u64 {
+        self.keys()[index].value()
     }
 
     /// Where each slot ends; empty where ends are not kept.
     #[inline]
-    pub(crate) fn ends(self) -> &'g [u64] {
-        let len = if O::Reach::KEPT { self.len() } else { 0 };
+    fn ends(self) -> &'g [AtomicU64] {
+        let room = if O::Reach::KEPT { self.room() } else { 0 };
         // SAFETY: as above.
-        unsafe { self.array(Parts::<O, D>::ends(self.room()), len) }
+        unsafe { self.array(Parts::<O, D>::ends(self.room()), room) }
     }
 
     /// The greatest end up to and with each slot, likewise.
     #[inline]
-    pub(crate) fn up_to(self) -> &'g [u64] {
-        let len = if O::Reach::KEPT { self.len() } else { 0 };
+    fn up_to(self) -> &'g [AtomicU64] {
+        let room = if O::Reach::KEPT { self.room() } else { 0 };
         // SAFETY: as above.
-        unsafe { self.array(Parts::<O, D>::up_to(self.room()), len) }
+        unsafe { self.array(Parts::<O, D>::up_to(self.room()), room) }
+    }
+
+    /// The ends of the slots with keys up to `key`, each with the greatest so far. Empty where they are not kept.
+    #[inline(always)]
+    pub(crate) fn ends_up_to(
+        self,
+        key: u64,
+    ) -> impl DoubleEndedIterator<Item = (u64, u64)> + ExactSizeIterator {
+        let count = self.rank(key);
+        // What was written before the keys that were found.
+        fence(Ordering::Acquire);
+        let (ends, up_to) = (&self.ends()[..count], &self.up_to()[..count]);
+        ends.iter()
+            .zip(up_to)
+            .map(|(end, up_to)| (end.value(), up_to.value()))
     }
 
     /// The greatest end of all, where ends are kept.
     pub(crate) fn reach(self) -> u64 {
         match self.len().checked_sub(1) {
-            Some(last) if O::Reach::KEPT => self.up_to()[last],
+            Some(last) if O::Reach::KEPT => self.up_to()[last].value(),
             _ => 0,
         }
     }
@@ -181,12 +222,12 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     #[inline(always)]
     fn cell(self, room: usize, index: usize) -> &'g AtomicPtr<Slot<D>> {
-        debug_assert!(room == self.room() && index < self.len());
+        debug_assert!(room == self.room() && index < room);
         // SAFETY: as above; what changes of a cell is behind its atomic.
         unsafe { &*self.cells(room).add(index) }
     }
 
-    /// The newest record of a slot. `Acquire`: what it says was written before.
+    /// The newest record of a slot; null where the slot is coming. `Acquire`: what it says was written before.
     #[inline(always)]
     pub(crate) fn record(self, index: usize) -> *const Slot<D> {
         self.cell(self.room(), index).load(Ordering::Acquire)
@@ -209,7 +250,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         upper_bound(self.keys(), key)
     }
 
-    /// The newest record of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose
+    /// [`record`](Self::record) of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose
     /// room is known: the head is not even read.
     #[inline(always)]
     pub(crate) fn usual_floor(self, key: u64) -> Option<*const Slot<D>> {
@@ -240,11 +281,33 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             .store(slot.cast_mut(), Ordering::Release);
     }
 
+    /// The writer's: puts a slot behind those there are, if its key is greater than theirs, it has no predecessor, and there is room.
+    /// False if not, and nothing is done.
+    #[inline]
+    pub(crate) fn extend(self, at: usize, new: &Entry<D>) -> bool {
+        let (len, room) = (self.len(), self.room());
+        // SAFETY: alive, as it is about to be found.
+        let predecessor = unsafe { &*new.slot }.previous.0;
+        if at < len || len == room || !predecessor.is_null() {
+            return false;
+        }
+        debug_assert!(at == len && (len == 0 || self.key(len - 1) < new.key));
+        if O::Reach::KEPT {
+            let highest = self.reach().max(new.end);
+            self.ends()[len].store(new.end, Ordering::Relaxed);
+            self.up_to()[len].store(highest, Ordering::Relaxed);
+        }
+        self.patch(len, new.slot);
+        self.keys()[len].store(new.key, Ordering::Release);
+        self.head().grow(len + 1);
+        true
+    }
+
     /// The writer's.
     pub(crate) fn entry(self, index: usize) -> Entry<D> {
         Entry {
-            key: self.keys()[index],
-            end: self.ends().get(index).copied().unwrap_or(0),
+            key: self.key(index),
+            end: self.ends().get(index).map_or(0, Key::value),
             slot: self.record(index),
         }
     }
@@ -280,13 +343,18 @@ impl<O: Order, D> NewLeaf<O, D> {
     }
 
     #[inline(always)]
-    fn keys(&self) -> *mut u64 {
+    fn keys(&self) -> *mut AtomicU64 {
         self.part(Parts::<O, D>::KEYS)
     }
 
     #[inline(always)]
-    fn ends(&self) -> *mut u64 {
+    fn ends(&self) -> *mut AtomicU64 {
         self.part(Parts::<O, D>::ends(self.room))
+    }
+
+    #[inline(always)]
+    fn up_to(&self) -> *mut AtomicU64 {
+        self.part(Parts::<O, D>::up_to(self.room))
     }
 
     #[inline(always)]
@@ -302,9 +370,9 @@ impl<O: Order, D> NewLeaf<O, D> {
     unsafe fn write(&mut self, at: usize, entry: &Entry<D>) {
         // SAFETY: each part has `room` places.
         unsafe {
-            self.keys().add(at).write(entry.key);
+            self.keys().add(at).write(AtomicU64::new(entry.key));
             if O::Reach::KEPT {
-                self.ends().add(at).write(entry.end);
+                self.ends().add(at).write(AtomicU64::new(entry.end));
             }
             let cell = AtomicPtr::new(entry.slot.cast_mut());
             self.cells().add(at).write(cell);
@@ -327,24 +395,44 @@ impl<O: Order, D> NewLeaf<O, D> {
         // SAFETY: each part has `room` places, of which those up to `at + count` are used now; `from` is another leaf.
         unsafe {
             let keys = from.keys().as_ptr().add(range.start);
-            ptr::copy_nonoverlapping(keys, self.keys().add(at), count);
+            copy_own(keys, self.keys().add(at), count);
             if O::Reach::KEPT {
                 let ends = from.ends().as_ptr().add(range.start);
-                ptr::copy_nonoverlapping(ends, self.ends().add(at), count);
+                copy_own(ends, self.ends().add(at), count);
             }
             let cells = from.cells(from.room()).add(range.start);
-            copy_cells(cells, self.cells().add(at), count);
+            copy_own(cells, self.cells().add(at), count);
         }
         self.len += count;
     }
 
     /// The leaf, to be published or freed: born at `version` in place of `previous`.
-    pub(crate) fn done(self, version: u64, previous: *const Head) -> *const Head {
+    pub(crate) fn done(mut self, version: u64, previous: *const Head) -> *const Head {
         for unused in self.len..self.room {
-            // SAFETY: there are `room` keys.
-            unsafe { self.keys().add(unused).write(MOST) };
+            // SAFETY: less than the room.
+            unsafe { self.clear(unused) };
         }
         self.finish(0, version, previous)
+    }
+
+    /// Makes place `at` an unused one.
+    ///
+    /// # Safety
+    /// `at` is less than the room.
+    #[inline]
+    unsafe fn clear(&mut self, at: usize) {
+        let unused = Entry {
+            key: MOST,
+            end: 0,
+            slot: ptr::null(),
+        };
+        // SAFETY: as the caller says, and each part has `room` places.
+        unsafe {
+            self.write(at, &unused);
+            if O::Reach::KEPT {
+                self.up_to().add(at).write(AtomicU64::new(0));
+            }
+        }
     }
 
     /// `from` with a slot more, at index `at`; there is room for it.
@@ -377,7 +465,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         // SAFETY: below `len` all is written.
         unsafe {
             self.shift(at + 1..len, at);
-            self.keys().add(len - 1).write(MOST);
+            self.clear(len - 1);
         }
         self.len = len - 1;
         self.finish(at, version, from.node)
@@ -431,19 +519,18 @@ impl<O: Order, D> NewLeaf<O, D> {
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
         let (start, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
-        // In a model cells are objects, and those that are not used are none.
-        let end = if cfg!(loom) {
-            cells
-        } else {
-            Parts::<O, D>::layout(room).size()
-        };
-        // SAFETY: all parts follow the keys, the cells last. Nobody stores to the cells meanwhile: that is the writer's.
+        // SAFETY: all parts follow the keys, the cells last. Nobody stores to them meanwhile: that is the writer's.
         unsafe {
-            let source = from.node.byte_add(start).cast::<u8>();
-            ptr::copy_nonoverlapping(source, self.part::<u8>(start), end - start);
             if cfg!(loom) {
-                copy_cells(from.cells(room), self.part(cells), from.len());
+                // In a model they are objects.
+                let words = (cells - start) / size_of::<AtomicU64>();
+                copy_own(from.keys().as_ptr(), self.keys(), words);
+                copy_own(from.cells(room), self.cells(), room);
+                return;
             }
+            let source = from.node.byte_add(start).cast::<u8>();
+            let size = Parts::<O, D>::layout(room).size() - start;
+            ptr::copy_nonoverlapping(source, self.part::<u8>(start), size);
         }
     }
 
@@ -460,11 +547,11 @@ impl<O: Order, D> NewLeaf<O, D> {
         let (keys, ends, cells) = (self.keys(), self.ends(), self.cells());
         // SAFETY: each part has `room` places.
         unsafe {
-            ptr::copy(keys.add(from.start), keys.add(to), count);
+            copy_own(keys.add(from.start), keys.add(to), count);
             if O::Reach::KEPT {
-                ptr::copy(ends.add(from.start), ends.add(to), count);
+                copy_own(ends.add(from.start), ends.add(to), count);
             }
-            copy_cells(cells.add(from.start), cells.add(to), count);
+            copy_own(cells.add(from.start), cells.add(to), count);
         }
     }
 
@@ -476,11 +563,12 @@ impl<O: Order, D> NewLeaf<O, D> {
             let head = Head::leaf(version, previous, self.len, self.room);
             self.node.write(head);
             if O::Reach::KEPT {
-                let up_to: *mut u64 = self.part(Parts::<O, D>::up_to(self.room));
-                let mut highest = changed.checked_sub(1).map_or(0, |i| up_to.add(i).read());
+                let (ends, up_to) = (self.ends(), self.up_to());
+                let before = changed.checked_sub(1);
+                let mut highest = before.map_or(0, |i| (*up_to.add(i)).value());
                 for i in changed..self.len {
-                    highest = highest.max(self.ends().add(i).read());
-                    up_to.add(i).write(highest);
+                    highest = highest.max((*ends.add(i)).value());
+                    up_to.add(i).write(AtomicU64::new(highest));
                 }
             }
         }
@@ -495,10 +583,15 @@ impl<O: Order, D> NewLeaf<O, D> {
 pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
     // SAFETY: written whole, and dropped once.
     unsafe {
-        let (room, len) = ((*node).room(), (*node).len());
+        let room = (*node).room();
         if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {
-            let cells = node.byte_add(Parts::<O, D>::cells(room));
-            let cells = ptr::slice_from_raw_parts_mut(cells.cast::<AtomicPtr<Slot<D>>>(), len);
+            let (keys, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
+            let words = (cells - keys) / size_of::<AtomicU64>();
+            let words: *mut [AtomicU64] =
+                ptr::slice_from_raw_parts_mut(node.byte_add(keys).cast(), words);
+            let cells: *mut [AtomicPtr<Slot<D>>] =
+                ptr::slice_from_raw_parts_mut(node.byte_add(cells).cast(), room);
+            ptr::drop_in_place(words);
             ptr::drop_in_place(cells);
         }
         ptr::drop_in_place(node);

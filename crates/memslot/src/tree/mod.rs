@@ -8,11 +8,12 @@
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
 //! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
-//! ends lower, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing.
+//! ends lower, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
+//! none does that puts a new slot behind all others.
 //!
-//! **Mechanism.** Nodes are immutable but for their cells ([`node`], [`leaf`]). A change makes a new leaf and publishes it by
-//! one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]); a record with the key
-//! of another is stored over it. So readers elsewhere in
+//! **Mechanism.** Nodes are immutable but for their cells and the unused places of leaves ([`node`], [`leaf`]). A change makes a
+//! new leaf and publishes it by one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]);
+//! a record with the key of another is stored over it, and a new slot behind all others of its leaf goes into an unused place. So readers elsewhere in
 //! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
 //! leaf, which has room for more than leaves below others have ([`shape`]). Where a change is of one leaf and nothing else, it is made
 //! where the checks before it have found that leaf ([`place`]).
@@ -120,28 +121,46 @@ impl<'g, O: Order, D> At<'g, O, D> {
         unsafe { Node::at(node) }
     }
 
-    /// The slot of this version in the place where `record` is the newest.
+    /// The slot of this version in the place where `record` is the newest; none where it has come later, or is coming.
     #[inline]
-    fn slot(self, record: *const Slot<D>) -> &'g Slot<D> {
-        // SAFETY: the cells of a leaf that are in use are never null, and a slot lives as long as a leaf that was reached
-        // holds it: it is retired together with, or after, what takes it out or its place. As with nodes, by the contract of
-        // `Tree::at` that holds for its predecessors down to the first that was born at or before `version`.
-        let mut slot = unsafe { &*record };
+    fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
+        // SAFETY: null, or a slot, which lives as long as a leaf that was reached holds it: it is retired together with, or after,
+        // what takes it out or its place. As with nodes, by the contract of `Tree::at` that holds for its predecessors
+        // down to the first that was born at or before `version`.
+        let mut slot = unsafe { record.as_ref() }?;
         slot.alive.used();
         while slot.born > self.version {
-            debug_assert!(!slot.previous.0.is_null(), "younger than its leaf");
-            // SAFETY: as above. A record without predecessor was born with its leaf, or with one before.
-            slot = unsafe { &*slot.previous.0 };
+            // SAFETY: as above.
+            slot = unsafe { slot.previous.0.as_ref() }?;
             slot.alive.used();
         }
-        slot
+        Some(slot)
+    }
+
+    /// The last slot of this version among the first `count` of a leaf. There is one, unless `count` is 0.
+    #[inline]
+    fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
+        let last = self.slot(leaf.record(count.checked_sub(1)?));
+        if last.is_some() {
+            last
+        } else {
+            self.earlier(leaf, count - 1)
+        }
+    }
+
+    /// The same, for where some have come later.
+    #[cold]
+    #[inline(never)]
+    fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
+        let slots = (0..count).rev().map(|index| leaf.record(index));
+        slots.flat_map(|record| self.slot(record)).next()
     }
 
     /// The slot with this key.
     #[inline]
     pub(crate) fn get(self, key: u64) -> Option<&'g Slot<D>> {
         let (leaf, index) = self.find(key)?;
-        Some(self.slot(leaf.record(index)))
+        self.slot(leaf.record(index))
     }
 
     #[inline]
@@ -154,7 +173,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                 }
                 Node::Leaf(leaf) => {
                     let index = leaf.rank(key).checked_sub(1)?;
-                    return (leaf.keys()[index] == key).then_some((leaf, index));
+                    return (leaf.key(index) == key).then_some((leaf, index));
                 }
                 Node::Empty => return None,
             }
@@ -179,8 +198,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         let mut inner = match self.enter(self.root) {
             Node::Inner(inner) => inner,
             Node::Leaf(leaf) => {
-                let at = leaf.rank(key).checked_sub(1);
-                return Ok(at.map(|at| self.slot(leaf.record(at))));
+                return Ok(self.last_of(leaf, leaf.rank(key)));
             }
             Node::Empty => return Ok(None),
         };
@@ -198,7 +216,10 @@ impl<'g, O: Order, D> At<'g, O, D> {
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
         match leaf.usual_floor(key) {
-            Some(record) => Ok(Some(self.slot(record))),
+            Some(record) => Ok(match self.slot(record) {
+                None => self.earlier(leaf, leaf.rank(key)),
+                found => found,
+            }),
             None if leftmost && index == 0 => Ok(None),
             None => Err(TwoLeaves),
         }
@@ -219,9 +240,9 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell = &inner.cells[index];
                 }
                 Node::Leaf(leaf) => {
-                    return match leaf.rank(key) {
-                        0 => left,
-                        above => Floor::Found(self.slot(leaf.record(above - 1))),
+                    return match self.last_of(leaf, leaf.rank(key)) {
+                        None => left,
+                        Some(slot) => Floor::Found(slot),
                     };
                 }
                 Node::Empty => return Floor::Nothing,
@@ -235,7 +256,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         loop {
             match self.enter(cell) {
                 Node::Inner(inner) => cell = &inner.cells[inner.head.len() - 1],
-                Node::Leaf(leaf) => return Some(self.slot(leaf.record(leaf.len() - 1))),
+                Node::Leaf(leaf) => return self.last_of(leaf, leaf.len()),
                 Node::Empty => return None,
             }
         }

@@ -12,7 +12,7 @@
 
 use super::kind::{INNER, Order};
 use super::leaf::Leaf;
-use crate::sync::{Alive, AtomicPtr, Ordering};
+use crate::sync::{Alive, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
 /// A version that is newer than all.
 pub(crate) const NEWEST: u64 = u64::MAX;
@@ -24,8 +24,8 @@ pub(crate) struct Head {
     pub(crate) born: u64,
     /// What was in its place before; used by readers of versions below `born` only, for whom it is not freed.
     pub(crate) previous: *const Head,
-    /// How many slots or children there are.
-    pub(crate) len: u8,
+    /// How many slots or children there are; of a leaf in the tree it may grow.
+    len: AtomicU8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
     /// How many slots a leaf has room for.
@@ -39,7 +39,7 @@ impl Head {
         Self {
             born,
             previous,
-            len: len as u8,
+            len: AtomicU8::new(len as u8),
             level,
             room: 0,
             alive: Alive::new(),
@@ -51,7 +51,7 @@ impl Head {
         Self {
             born,
             previous,
-            len: len as u8,
+            len: AtomicU8::new(len as u8),
             level: 0,
             room: room as u8,
             alive: Alive::new(),
@@ -67,9 +67,16 @@ impl Head {
         Self::new(born, previous, EMPTY, 0)
     }
 
+    /// `Acquire`: what is said of them was written before.
     #[inline]
-    pub(crate) const fn len(&self) -> usize {
-        self.len as usize
+    pub(crate) fn len(&self) -> usize {
+        self.len.load(Ordering::Acquire).into()
+    }
+
+    /// The writer's: there are `len` slots now.
+    #[inline]
+    pub(crate) fn grow(&self, len: usize) {
+        self.len.store(len as u8, Ordering::Release);
     }
 
     #[inline]
@@ -140,10 +147,33 @@ impl Cell {
     }
 }
 
+/// A key that is searched for others.
+pub(crate) trait Key {
+    fn value(&self) -> u64;
+}
+
+impl Key for u64 {
+    #[inline(always)]
+    fn value(&self) -> u64 {
+        *self
+    }
+}
+
+impl Key for AtomicU64 {
+    #[inline(always)]
+    fn value(&self) -> u64 {
+        self.load(Ordering::Relaxed)
+    }
+}
+
 /// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is. Their number is a power of two, 4 or
 /// more.
+///
+/// Where keys come in behind the others meanwhile ([`Leaf::extend`]), of which some are seen and some not, those up to the
+/// last that is seen are there; it counts no more than are at most `key` of these, and no less than there
+/// were before.
 #[inline(always)]
-pub(crate) fn upper_bound(keys: &[u64], key: u64) -> usize {
+pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
     // Counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all, and fewer
     // that wait for each other than a binary search has. Up to 32 keys have no first step, so that
     // their cache lines are not waited for one after the other.
@@ -151,7 +181,7 @@ pub(crate) fn upper_bound(keys: &[u64], key: u64) -> usize {
     debug_assert!(room.is_power_of_two() && room >= 4);
     // SAFETY: whatever the keys, `sixteens` is less than the number of sixteens, `fours` less than that of fours in what is
     // left, and the last index at most 3 above: less than `room`.
-    let at_most = |index: usize| usize::from(unsafe { *keys.get_unchecked(index) } <= key);
+    let at_most = |index: usize| usize::from(unsafe { keys.get_unchecked(index) }.value() <= key);
     let (start, left) = match room {
         ..=32 => (0, room),
         _ => {

@@ -96,7 +96,7 @@ impl<O: Order, D> Tree<O, D> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         let index = leaf.rank(key).checked_sub(1)?;
-        (leaf.keys()[index] == key).then(|| leaf.record(index))
+        (leaf.key(index) == key).then(|| leaf.record(index))
     }
 
     /// Stores `slot` over the slot with the same key, as [`Tree::replace`].
@@ -108,7 +108,7 @@ impl<O: Order, D> Tree<O, D> {
         // SAFETY: as the caller says, slot and leaf are alive.
         let (key, leaf): (_, Leaf<'_, O, D>) = unsafe { (O::key(&*slot), Leaf::at(place.leaf)) };
         let index = leaf.rank(key).checked_sub(1);
-        let index = index.filter(|&index| leaf.keys()[index] == key);
+        let index = index.filter(|&index| leaf.key(index) == key);
         leaf.patch(index.expect("no such slot"), slot);
     }
 
@@ -125,7 +125,7 @@ impl<O: Order, D> Tree<O, D> {
         if rank == 0 && !place.leftmost {
             return None;
         }
-        let above = leaf.keys()[..leaf.len()].get(rank).copied();
+        let above = (rank < leaf.len()).then(|| leaf.key(rank));
         Some(Neighbours {
             below: rank.checked_sub(1).map(|index| leaf.record(index)),
             next: above.unwrap_or(place.next),
@@ -161,12 +161,14 @@ impl<O: Order, D> Edit<'_, O, D> {
         };
         let at = leaf.rank(new.key);
         debug_assert!(
-            at == 0 || leaf.keys()[at - 1] < new.key,
+            at == 0 || leaf.key(at - 1) < new.key,
             "a slot with this key"
         );
-        let copy = self.pool.leaf(leaf.room());
-        // SAFETY: the node that has the cell is alive.
-        unsafe { self.exchange(place, copy.with(leaf, at, &new, self.version)) };
+        if !leaf.extend(at, &new) {
+            let copy = self.pool.leaf(leaf.room());
+            // SAFETY: the node that has the cell is alive.
+            unsafe { self.exchange(place, copy.with(leaf, at, &new, self.version)) };
+        }
         true
     }
 
@@ -187,7 +189,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             return false;
         }
         let at = leaf.rank(key);
-        assert!(at > 0 && leaf.keys()[at - 1] == key, "no such slot");
+        assert!(at > 0 && leaf.key(at - 1) == key, "no such slot");
         let copy = self.pool.leaf(room);
         // SAFETY: the node that has the cell is alive.
         unsafe { self.exchange(place, copy.without(leaf, at - 1, self.version)) };
@@ -209,7 +211,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             slot,
         };
         let at = leaf.rank(old).checked_sub(1);
-        let at = at.filter(|&at| leaf.keys()[at] == old);
+        let at = at.filter(|&at| leaf.key(at) == old);
         let (at, rank) = (at.expect("no such slot"), leaf.rank(new.key));
         let copy = self.pool.leaf(leaf.room());
         let leaf = copy.with_other(leaf, at, rank, &new, self.version);

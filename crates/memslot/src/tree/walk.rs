@@ -97,14 +97,19 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
 
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
-        let mut leaf = self.leaf?;
-        while self.index >= leaf.len() {
-            self.leaf = self.next_leaf();
-            self.index = 0;
-            leaf = self.leaf?;
+        loop {
+            let mut leaf = self.leaf?;
+            while self.index >= leaf.len() {
+                self.leaf = self.next_leaf();
+                self.index = 0;
+                leaf = self.leaf?;
+            }
+            self.index += 1;
+            let slot = self.at.slot(leaf.record(self.index - 1));
+            if slot.is_some() {
+                return slot;
+            }
         }
-        self.index += 1;
-        Some(self.at.slot(leaf.record(self.index - 1)))
     }
 }
 
@@ -160,7 +165,7 @@ impl<'g, D> Overlapping<'g, D> {
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
-                self.slots = reaching(leaf, leaf.rank(self.last), start);
+                self.slots = reaching(leaf, self.last, start);
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}
@@ -193,13 +198,12 @@ impl<'g, D> Overlapping<'g, D> {
     }
 }
 
-/// The bits of those of the first `count` slots of a leaf that end above `start`.
+/// The bits of those slots of a leaf with keys up to `last` that end above `start`.
 #[inline(always)]
-fn reaching<D>(leaf: Leaf<'_, ByHva, D>, count: usize, start: u64) -> u64 {
-    let (up_to, ends) = (&leaf.up_to()[..count], &leaf.ends()[..count]);
+fn reaching<D>(leaf: Leaf<'_, ByHva, D>, last: u64, start: u64) -> u64 {
     // Backwards until all further left end too low: where slots do not overlap, one step.
     let mut slots = 0;
-    for (i, (&highest, &end)) in up_to.iter().zip(ends).enumerate().rev() {
+    for (i, (end, highest)) in leaf.ends_up_to(last).enumerate().rev() {
         if highest <= start {
             break;
         }
@@ -220,14 +224,19 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
 
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
-        while self.slots == 0 {
-            if !self.next_leaf() {
-                return None;
+        loop {
+            while self.slots == 0 {
+                if !self.next_leaf() {
+                    return None;
+                }
+            }
+            let leaf = self.leaf?;
+            let index = self.slots.trailing_zeros() as usize;
+            self.slots &= self.slots - 1;
+            let slot = self.at.slot(leaf.record(index));
+            if slot.is_some() {
+                return slot;
             }
         }
-        let leaf = self.leaf?;
-        let index = self.slots.trailing_zeros() as usize;
-        self.slots &= self.slots - 1;
-        Some(self.at.slot(leaf.record(index)))
     }
 }
