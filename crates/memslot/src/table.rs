@@ -24,10 +24,9 @@
 //! keep it ([`pageferry_epoch`]).
 //!
 //! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
-//! store, so they see it or not; or it is a key and a cell behind all others of a leaf, without both of which there is
-//! no such slot, and who comes after somebody who has seen both sees both. During a move they may find the old record
-//! at the old place, which is invalid by then (2 before 3): they know that they have to look again. Who has seen the new
-//! record finds the old one invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
+//! store, of a node or a record, so they see it or not. During a move they may find the old record at the old place,
+//! which is invalid by then (2 before 3): they know that they have to look again. Who has seen the new record finds
+//! the old one invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
 //! progress makes, as single look-ups may have seen what it has done. That version is as safe as `g` is: what it
 //! replaces, and what later ones do, is stamped after `g + 1` was published.
 //!

@@ -16,15 +16,15 @@
 //! # Slots that come behind the others
 //!
 //! A new slot (one without predecessor) whose key is greater than all others is put into the first unused place of the leaf
-//! in the tree: [`Leaf::extend`] stores ends, cell and key, in this order, then the number of slots. So slots that come in
-//! ascending order copy nothing until a leaf is full. Readers may be in that leaf:
+//! in the tree: [`Leaf::extend`] stores ends, key and number of slots, and the cell last. So slots that come in ascending order
+//! copy nothing until a leaf is full. Readers may be in that leaf:
 //!
+//! - The cell makes the slot visible, as one store. Until then it is null, and whoever finds the key, or counts the
+//!   place, finds no slot there. Who has seen the slot (`Acquire`) sees key and number from then on, by whatever look-up.
 //! - A reader of an older version learns from the record that it was born later and had no predecessor: there is no
 //!   such slot. The first slot of a leaf has been there for as long as the leaf, so a walk downwards ends.
-//! - Who finds the key may not see the cell yet, as keys are loaded `Relaxed`. Then the cell is null, and there is no
-//!   such slot yet. Once the creation happened before a look-up, both are seen.
 //! - Keys of several such slots may be seen out of order: see [`upper_bound`]. Then the record that is found is that of a state
-//!   between the creations, all of which run beside the look-up.
+//!   between the creations, which all run beside the look-up.
 //! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
 //!   be too high for an older version, which costs a look in vain.
 
@@ -244,10 +244,16 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
-    /// The same, for any room. Apart, so that the loop over an unknown number of keys is in few places.
+    /// The same, for any room. Apart, so that all these are in few places.
     #[inline(never)]
     fn rank_of_any(self, key: u64) -> usize {
-        upper_bound(self.keys(), key)
+        const { assert!(ROOMS == 4) };
+        match kind_of(self.room()) {
+            0 => upper_bound(self.keys_of(LEAST_ROOM), key),
+            1 => upper_bound(self.keys_of(2 * LEAST_ROOM), key),
+            2 => upper_bound(self.keys_of(4 * LEAST_ROOM), key),
+            _ => upper_bound(self.keys_of(8 * LEAST_ROOM), key),
+        }
     }
 
     /// [`record`](Self::record) of the slot with the greatest key that is at most `key`. For leaves below inner nodes, whose
@@ -297,9 +303,10 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             self.ends()[len].store(new.end, Ordering::Relaxed);
             self.up_to()[len].store(highest, Ordering::Relaxed);
         }
-        self.patch(len, new.slot);
         self.keys()[len].store(new.key, Ordering::Release);
         self.head().grow(len + 1);
+        // From now on it is there.
+        self.patch(len, new.slot);
         true
     }
 
