@@ -37,13 +37,18 @@ impl<M: Memslots> Vm<M> {
         change: impl FnOnce() -> R,
     ) -> (u64, R) {
         let mut writer = self.shared.writer();
-        let Writer { slots, worker, .. } = &mut *writer;
-        let (ranges, logs) = backed_by(slots, &hva);
+        let Writer {
+            slots,
+            worker,
+            ranges,
+            ..
+        } = &mut *writer;
+        let logs = backed_by(slots, &hva, ranges);
         if ranges.is_empty() {
             return (0, change());
         }
         let _held = slots.exclude();
-        let invalidating = worker.invalidate(&ranges, &logs);
+        let invalidating = worker.invalidate(ranges, &logs);
         let zapped = invalidating.zapped();
         let changed = change();
         drop(invalidating);
@@ -55,7 +60,7 @@ impl<M: Memslots> Vm<M> {
     pub fn zap_all(&self) -> u64 {
         let mut writer = self.shared.writer();
         let Writer { slots, worker, .. } = &mut *writer;
-        let (_, logs) = backed_by(slots, &(Hva(0)..Hva(u64::MAX)));
+        let logs = backed_by(slots, &(Hva(0)..Hva(u64::MAX)), &mut Vec::new());
         match worker.zap_all(&logs) {
             Ok(zapped) => zapped,
             Err(_) => unreachable!("the platform aborts where there is no memory"),
@@ -68,20 +73,35 @@ impl<M: Memslots> Vm<M> {
     /// that a vCPU still has in its TLB is not seen.
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
         let mut writer = self.shared.writer();
-        let Writer { slots, worker, .. } = &mut *writer;
-        let (ranges, _) = backed_by(slots, &hva);
+        let Writer {
+            slots,
+            worker,
+            ranges,
+            ..
+        } = &mut *writer;
+        backed_by(slots, &hva, ranges);
         ranges.iter().map(|&r| worker.age(r, clear, &())).sum()
     }
 }
 
-/// The frames whose memory any byte of `hva` lies in, slot by slot, and the logs of those of the slots that are logged.
-fn backed_by<'a, M: Memslots>(slots: &'a M, hva: &Range<Hva>) -> (Vec<GfnRange>, SlotLogs<'a>) {
-    let (mut ranges, mut logs) = (Vec::new(), Vec::new());
+/// How many ranges there is room for between calls: most calls are about one slot.
+const RANGES_KEPT: usize = 64;
+
+/// Makes `ranges` the frames whose memory any byte of `hva` lies in, slot by slot; gives the logs of those of the slots that are
+/// logged.
+fn backed_by<'a, M: Memslots>(
+    slots: &'a M,
+    hva: &Range<Hva>,
+    ranges: &mut Vec<GfnRange>,
+) -> SlotLogs<'a> {
+    let mut logs = Vec::new();
+    ranges.clear();
+    ranges.shrink_to(RANGES_KEPT);
     slots.for_each_in_hva(hva.clone(), |slot| {
         if let Some(frames) = slot.frames_in_hva(hva.clone()) {
             ranges.push(frames);
             logs.extend(Some(SlotLog::of(slot)).filter(SlotLog::is_on));
         }
     });
-    (ranges, SlotLogs(logs))
+    SlotLogs(logs)
 }

@@ -144,6 +144,8 @@ pub(crate) struct Writer<M> {
     pub(crate) worker: Worker,
     /// The third ends of the vCPUs' dirty rings.
     pub(crate) rings: Vec<Resetter>,
+    /// Where notifiers gather frames, so that they need not allocate.
+    pub(crate) ranges: Vec<GfnRange>,
 }
 
 impl<M: Memslots> Shared<M> {
@@ -161,6 +163,7 @@ impl<M: Memslots> Shared<M> {
                 used: vec![false; max_vcpus as usize],
                 worker,
                 rings: Vec::new(),
+                ranges: Vec::new(),
             }),
         }
     }

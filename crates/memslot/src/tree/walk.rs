@@ -239,4 +239,27 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
             }
         }
     }
+
+    /// As [`next`](Self::next) again and again, without what is kept between; few slots are one leaf.
+    #[inline]
+    fn fold<B, F: FnMut(B, &'g Slot<D>) -> B>(self, init: B, mut f: F) -> B {
+        let mut folded = init;
+        if let Some(root) = self.root
+            && let Node::Leaf(leaf) = self.at.enter(root)
+        {
+            let mut slots = reaching(leaf, self.last, self.start);
+            while slots != 0 {
+                let record = leaf.record(slots.trailing_zeros() as usize);
+                slots &= slots - 1;
+                if let Some(slot) = self.at.slot(record) {
+                    folded = f(folded, slot);
+                }
+            }
+            return folded;
+        }
+        for slot in self {
+            folded = f(folded, slot);
+        }
+        folded
+    }
 }
