@@ -28,7 +28,7 @@
 //! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
 //!   be too high for an older version, which costs a look in vain.
 
-use super::kind::{MOST, Order, Reach};
+use super::kind::{ByHva, MOST, Order, Reach};
 use super::node::{Head, Key, upper_bound};
 use crate::Slot;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, copy_own, fence, prefetch};
@@ -191,21 +191,6 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { self.array(Parts::<O, D>::up_to(self.room()), room) }
     }
 
-    /// The ends of the slots with keys up to `key`, each with the greatest so far. Empty where they are not kept.
-    #[inline(always)]
-    pub(crate) fn ends_up_to(
-        self,
-        key: u64,
-    ) -> impl DoubleEndedIterator<Item = (u64, u64)> + ExactSizeIterator {
-        let count = self.rank(key);
-        // What was written before the keys that were found.
-        fence(Ordering::Acquire);
-        let (ends, up_to) = (&self.ends()[..count], &self.up_to()[..count]);
-        ends.iter()
-            .zip(up_to)
-            .map(|(end, up_to)| (end.value(), up_to.value()))
-    }
-
     /// The greatest end of all, where ends are kept.
     pub(crate) fn reach(self) -> u64 {
         match self.len().checked_sub(1) {
@@ -317,6 +302,23 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             end: self.ends().get(index).map_or(0, Key::value),
             slot: self.record(index),
         }
+    }
+}
+
+impl<D> Leaf<'_, ByHva, D> {
+    /// The ends of the slots with keys up to `key`, each with the greatest so far.
+    #[inline(always)]
+    pub(crate) fn ends_up_to(
+        self,
+        key: u64,
+    ) -> impl DoubleEndedIterator<Item = (u64, u64)> + ExactSizeIterator {
+        let count = self.rank(key);
+        // What was written before the keys that were found.
+        fence(Ordering::Acquire);
+        let (ends, up_to) = (&self.ends()[..count], &self.up_to()[..count]);
+        ends.iter()
+            .zip(up_to)
+            .map(|(end, up_to)| (end.value(), up_to.value()))
     }
 }
 
