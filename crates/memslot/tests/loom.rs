@@ -531,6 +531,42 @@ fn a_view_sees_no_slot_that_comes_into_its_leaf() {
     assert_eq!(seen, BTreeSet::from([0, 1, 2]));
 }
 
+/// A leaf whose neighbour goes takes over its frames, and a slot comes into it there: a view from before finds the neighbour.
+#[test]
+fn a_slot_comes_where_another_leaf_was() {
+    let mut slots = in_order(9);
+    // Leaves of one slot each, at frames 0, 40 and 80.
+    slots.extend([1, 2, 3, 5, 6, 7].map(|id| Request::delete(0, id)));
+    let before = slots.len() as u64;
+    let mut model = Model::of(slots);
+    model.preemptions = 2;
+    let seen = model.explore(
+        1,
+        move |reader| {
+            let guard = reader.pin();
+            let view = guard.view();
+            let starts: Vec<u64> = view.iter().map(|slot| slot.range.start().0).collect();
+            let below = view.lookup_or_below(Gfn(60)).unwrap();
+            (
+                view.generation().number() - before,
+                starts,
+                below.range.start().0,
+            )
+        },
+        |writer| {
+            writer.set(Request::delete(0, 4)).unwrap();
+            writer.set(slot(1, 50, 1, 7)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let possible = [
+        (0, vec![0, 40, 80], 40),
+        (1, vec![0, 80], 0),
+        (2, vec![0, 50, 80], 50),
+    ];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
+
 /// A slot comes into a leaf that stays, and another record takes its place: a view from before leads back to nothing.
 #[test]
 fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {

@@ -136,7 +136,7 @@ pub(crate) struct Bounds {
     up_to: [AtomicU64; INNER],
 }
 
-// All accesses are relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf and the version.
+// All accesses are relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf or its cell, and the version.
 impl Reach for Bounds {
     const KEPT: bool = true;
 

@@ -22,9 +22,14 @@
 //! - The cell makes the slot visible, as one store. Until then it is null, and whoever finds the key, or counts the
 //!   place, finds no slot there. Who has seen the slot (`Acquire`) sees key and number from then on, by whatever look-up.
 //! - A reader of an older version learns from the record that it was born later and had no predecessor: there is no
-//!   such slot. The first slot of a leaf has been there for as long as the leaf, so a walk downwards ends.
-//! - Keys of several such slots may be seen out of order: see [`upper_bound`]. Then the record that is found is that of a state
+//!   such slot. (A record with a predecessor elsewhere, of a slot that moves, comes by a copy of the leaf only.) The first slot of a
+//!   leaf has been there for as long as the leaf, which is never empty, so a walk downwards ends.
+//! - Keys of several such slots may be seen out of order: see [`upper_bound`]. Then what is found is the last slot of a state
 //!   between the creations, which all run beside the look-up.
+//! - Who finds a null cell takes the slot before, which may have been replaced since: *that* slot is the last up to the key no
+//!   longer, but by frame slots do not overlap. The frame is not in it, as it is not below the slot that comes, and "no slot holds
+//!   the frame" was true when the cell was null. So [`newest_floor`](super::At::newest_floor) is for who asks whether the
+//!   slot holds the frame.
 //! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
 //!   be too high for an older version, which costs a look in vain.
 
@@ -282,7 +287,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         if at < len || len == room || !predecessor.is_null() {
             return false;
         }
-        debug_assert!(at == len && (len == 0 || self.key(len - 1) < new.key));
+        debug_assert!(at == len && len > 0 && self.key(len - 1) < new.key);
         if O::Reach::KEPT {
             let highest = self.reach().max(new.end);
             self.ends()[len].store(new.end, Ordering::Relaxed);
@@ -533,7 +538,8 @@ impl<O: Order, D> NewLeaf<O, D> {
             if cfg!(loom) {
                 // In a model they are objects.
                 let words = (cells - start) / size_of::<AtomicU64>();
-                copy_own(from.keys().as_ptr(), self.keys(), words);
+                let keys: *const AtomicU64 = from.node.byte_add(start).cast();
+                copy_own(keys, self.keys(), words);
                 copy_own(from.cells(room), self.cells(), room);
                 return;
             }

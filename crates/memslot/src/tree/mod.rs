@@ -190,8 +190,9 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
-    /// The same in the newest state, or an error where one leaf alone cannot tell: two leaves read one after the
-    /// other may be of different versions. Look at a version then. For [`NEWEST`] only.
+    /// The same in the newest state, for who asks whether the slot holds `key`: where it does not, it may have been the last some
+    /// moments ago (see `leaf.rs`). An error where one leaf alone cannot tell: two leaves read one after the other may
+    /// be of different versions. Look at a version then. For [`NEWEST`] only.
     #[inline]
     pub(crate) fn newest_floor(self, key: u64) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
         debug_assert_eq!(self.version, NEWEST);

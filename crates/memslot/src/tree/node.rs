@@ -2,8 +2,8 @@
 //! Nodes, how they are told apart, and the cells that point at them.
 //!
 //! A node begins with a [`Head`]; its `level` says what follows: nothing (an empty tree), a [`Leaf`] or an
-//! [`Inner`]. Keys, ends and slot pointers of a node never change after it was published. What changes are the
-//! cells: one in each place of an inner node, and the root.
+//! [`Inner`]. After a node was published only cells change: one in each place of an inner node, and the root. (What changes of
+//! leaves, they say themselves.)
 //!
 //! A cell holds the newest node of its place. Each node tells the version in which it came into its place,
 //! `born`, and the node that was there before, `previous`. So a reader of an older version goes back until it finds
@@ -109,7 +109,7 @@ pub(crate) enum Node<'g, O: Order, D> {
 impl<'g, O: Order, D> Node<'g, O, D> {
     /// # Safety
     /// `node` is a node of this order and data, by the pointer it was allocated with; during `'g` it is not freed, and nothing
-    /// of it changes but its cells and reach.
+    /// of it changes but its cells and reach, or what [`Leaf::extend`] changes.
     #[inline(always)]
     pub(crate) unsafe fn at(node: *const Head) -> Self {
         // SAFETY: alive, as the caller says; all nodes begin with their head (`repr(C)`).
@@ -169,9 +169,9 @@ impl Key for AtomicU64 {
 /// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is. Their number is a power of two, 4 or
 /// more.
 ///
-/// Where keys come in behind the others meanwhile ([`Leaf::extend`]), of which some are seen and some not, those up to the
-/// last that is seen are there; it counts no more than are at most `key` of these, and no less than there
-/// were before.
+/// Where keys come in behind the others meanwhile ([`Leaf::extend`]), of which some are seen and some not, it counts no more
+/// than are there in the end, and no less than are seen whenever they are looked at. (Each step counts keys of ascending places: not to
+/// see one of them counts less, but never less than there were.)
 #[inline(always)]
 pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
     // Counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all, and fewer
@@ -198,6 +198,50 @@ pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
 mod tests {
     use super::*;
     use alloc::vec::Vec;
+    use core::cell::Cell;
+
+    /// A key that is seen when it was looked at some times.
+    struct Coming {
+        key: u64,
+        unseen: Cell<u32>,
+    }
+
+    impl Key for Coming {
+        fn value(&self) -> u64 {
+            let unseen = self.unseen.get();
+            self.unseen.set(unseen.saturating_sub(1));
+            if unseen == 0 { self.key } else { u64::MAX }
+        }
+    }
+
+    #[test]
+    fn upper_bound_counts_keys_that_are_coming_or_not() {
+        let mut random = 1_u64;
+        let mut below = |end: u64| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005) + 1;
+            (random >> 33) % end
+        };
+        for round in 0..40_000 {
+            let room = [4, 8, 16, 32, 64, 128][round % 6];
+            let before = below(room + 1);
+            let after = before + below(room + 1 - before);
+            let keys: Vec<Coming> = (0..room)
+                .map(|place| Coming {
+                    key: if place < after { 10 * place } else { u64::MAX },
+                    unseen: Cell::new(if place < before { 0 } else { below(3) as u32 }),
+                })
+                .collect();
+            let key = below(10 * room + 10);
+            let up_to = |len: u64| len.min(key / 10 + 1) as usize;
+            let counted = upper_bound(&keys, key);
+            assert!(
+                (up_to(before)..=up_to(after)).contains(&counted),
+                "room {room}, from {before} to {after} keys, {key}: {counted}"
+            );
+            // Once seen, always seen: looking again gives no less.
+            assert!(upper_bound(&keys, key) >= counted);
+        }
+    }
 
     #[test]
     fn upper_bound_counts() {
