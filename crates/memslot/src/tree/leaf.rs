@@ -33,13 +33,12 @@
 //! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
 //!   be too high for an older version, which costs a look in vain.
 
-use super::kind::{ByHva, MOST, Order, Reach};
+use super::kind::{ByHva, Order, Reach};
 use super::node::{Head, Key, upper_bound};
 use crate::Slot;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering, copy_own, fence, prefetch};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, fence, prefetch};
 use core::alloc::Layout;
 use core::marker::PhantomData;
-use core::ops::Range;
 use core::{ptr, slice};
 
 /// The least room of a leaf; all others are this times a power of two.
@@ -70,29 +69,29 @@ pub(crate) struct Entry<D> {
 }
 
 /// Where the parts of a leaf are, in bytes from its beginning.
-struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
+pub(super) struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
 
 impl<O: Order, D> Parts<O, D> {
-    const KEYS: usize = size_of::<Head>().next_multiple_of(32);
+    pub(super) const KEYS: usize = size_of::<Head>().next_multiple_of(32);
     const EACH_END: usize = if O::Reach::KEPT {
         size_of::<AtomicU64>()
     } else {
         0
     };
 
-    const fn ends(room: usize) -> usize {
+    pub(super) const fn ends(room: usize) -> usize {
         Self::KEYS + room * size_of::<AtomicU64>()
     }
 
-    const fn up_to(room: usize) -> usize {
+    pub(super) const fn up_to(room: usize) -> usize {
         Self::ends(room) + room * Self::EACH_END
     }
 
-    const fn cells(room: usize) -> usize {
+    pub(super) const fn cells(room: usize) -> usize {
         Self::up_to(room) + room * Self::EACH_END
     }
 
-    const fn layout(room: usize) -> Layout {
+    pub(super) const fn layout(room: usize) -> Layout {
         let size = Self::cells(room) + room * size_of::<AtomicPtr<Slot<D>>>();
         match Layout::from_size_align(size, ALIGN) {
             Ok(layout) => layout,
@@ -170,7 +169,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// Ascending; unused ones are `MOST`.
     #[inline]
-    fn keys(self) -> &'g [AtomicU64] {
+    pub(super) fn keys(self) -> &'g [AtomicU64] {
         self.keys_of(self.room())
     }
 
@@ -182,7 +181,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     /// Where each slot ends; empty where ends are not kept.
     #[inline]
-    fn ends(self) -> &'g [AtomicU64] {
+    pub(super) fn ends(self) -> &'g [AtomicU64] {
         let room = if O::Reach::KEPT { self.room() } else { 0 };
         // SAFETY: as above.
         unsafe { self.array(Parts::<O, D>::ends(self.room()), room) }
@@ -205,7 +204,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     #[inline(always)]
-    fn cells(self, room: usize) -> *const AtomicPtr<Slot<D>> {
+    pub(super) fn cells(self, room: usize) -> *const AtomicPtr<Slot<D>> {
         // SAFETY: a part of the leaf.
         unsafe { self.node.byte_add(Parts::<O, D>::cells(room)).cast() }
     }
@@ -324,270 +323,6 @@ impl<D> Leaf<'_, ByHva, D> {
         ends.iter()
             .zip(up_to)
             .map(|(end, up_to)| (end.value(), up_to.value()))
-    }
-}
-
-/// A leaf in the making, which nobody else sees.
-pub(crate) struct NewLeaf<O: Order, D> {
-    node: *mut Head,
-    room: usize,
-    len: usize,
-    order: PhantomData<(O, *const Slot<D>)>,
-}
-
-impl<O: Order, D> NewLeaf<O, D> {
-    /// One without slots.
-    ///
-    /// # Safety
-    /// `node` is memory for a leaf with `room`, which nobody else uses.
-    #[inline]
-    pub(crate) unsafe fn new(node: *mut Head, room: usize) -> Self {
-        Self {
-            node,
-            room,
-            len: 0,
-            order: PhantomData,
-        }
-    }
-
-    #[inline(always)]
-    fn part<T>(&self, offset: usize) -> *mut T {
-        // SAFETY: `offset` is that of a part of the leaf.
-        unsafe { self.node.byte_add(offset).cast() }
-    }
-
-    #[inline(always)]
-    fn keys(&self) -> *mut AtomicU64 {
-        self.part(Parts::<O, D>::KEYS)
-    }
-
-    #[inline(always)]
-    fn ends(&self) -> *mut AtomicU64 {
-        self.part(Parts::<O, D>::ends(self.room))
-    }
-
-    #[inline(always)]
-    fn up_to(&self) -> *mut AtomicU64 {
-        self.part(Parts::<O, D>::up_to(self.room))
-    }
-
-    #[inline(always)]
-    fn cells(&self) -> *mut AtomicPtr<Slot<D>> {
-        self.part(Parts::<O, D>::cells(self.room))
-    }
-
-    /// Writes a slot to place `at`.
-    ///
-    /// # Safety
-    /// `at` is less than the room.
-    #[inline]
-    unsafe fn write(&mut self, at: usize, entry: &Entry<D>) {
-        // SAFETY: each part has `room` places.
-        unsafe {
-            self.keys().add(at).write(AtomicU64::new(entry.key));
-            if O::Reach::KEPT {
-                self.ends().add(at).write(AtomicU64::new(entry.end));
-            }
-            let cell = AtomicPtr::new(entry.slot.cast_mut());
-            self.cells().add(at).write(cell);
-        }
-    }
-
-    /// Adds a slot behind those there are.
-    #[inline]
-    pub(crate) fn push(&mut self, entry: &Entry<D>) {
-        assert!(self.len < self.room, "a leaf is full");
-        // SAFETY: less than the room.
-        unsafe { self.write(self.len, entry) };
-        self.len += 1;
-    }
-
-    /// Adds the slots `range` of `from` behind those there are.
-    pub(crate) fn append(&mut self, from: Leaf<'_, O, D>, range: Range<usize>) {
-        let (at, count) = (self.len, range.len());
-        assert!(count <= self.room - at && range.end <= from.len());
-        // SAFETY: each part has `room` places, of which those up to `at + count` are used now; `from` is another leaf.
-        unsafe {
-            let keys = from.keys().as_ptr().add(range.start);
-            copy_own(keys, self.keys().add(at), count);
-            if O::Reach::KEPT {
-                let ends = from.ends().as_ptr().add(range.start);
-                copy_own(ends, self.ends().add(at), count);
-            }
-            let cells = from.cells(from.room()).add(range.start);
-            copy_own(cells, self.cells().add(at), count);
-        }
-        self.len += count;
-    }
-
-    /// The leaf, to be published or freed: born at `version` in place of `previous`.
-    pub(crate) fn done(mut self, version: u64, previous: *const Head) -> *const Head {
-        for unused in self.len..self.room {
-            // SAFETY: less than the room.
-            unsafe { self.clear(unused) };
-        }
-        self.finish(0, version, previous)
-    }
-
-    /// Makes place `at` an unused one.
-    ///
-    /// # Safety
-    /// `at` is less than the room.
-    #[inline]
-    unsafe fn clear(&mut self, at: usize) {
-        let unused = Entry {
-            key: MOST,
-            end: 0,
-            slot: ptr::null(),
-        };
-        // SAFETY: as the caller says, and each part has `room` places.
-        unsafe {
-            self.write(at, &unused);
-            if O::Reach::KEPT {
-                self.up_to().add(at).write(AtomicU64::new(0));
-            }
-        }
-    }
-
-    /// `from` with a slot more, at index `at`; there is room for it.
-    #[inline]
-    pub(crate) fn with(
-        mut self,
-        from: Leaf<'_, O, D>,
-        at: usize,
-        entry: &Entry<D>,
-        version: u64,
-    ) -> *const Head {
-        let len = from.len();
-        assert!(len < from.room() && at <= len, "a leaf is full");
-        self.copy(from);
-        // SAFETY: below `len` all is written, and there is one place more.
-        unsafe {
-            self.shift(at..len, at + 1);
-            self.write(at, entry);
-        }
-        self.len = len + 1;
-        self.finish(at, version, from.node)
-    }
-
-    /// `from` without the slot at index `at`.
-    #[inline]
-    pub(crate) fn without(mut self, from: Leaf<'_, O, D>, at: usize, version: u64) -> *const Head {
-        let len = from.len();
-        assert!(at < len, "no such slot");
-        self.copy(from);
-        // SAFETY: below `len` all is written.
-        unsafe {
-            self.shift(at + 1..len, at);
-            self.clear(len - 1);
-        }
-        self.len = len - 1;
-        self.finish(at, version, from.node)
-    }
-
-    /// `from` with `entry` instead of the slot at index `at`; `rank` slots of `from` have keys below its key.
-    #[inline]
-    pub(crate) fn with_other(
-        mut self,
-        from: Leaf<'_, O, D>,
-        at: usize,
-        rank: usize,
-        entry: &Entry<D>,
-        version: u64,
-    ) -> *const Head {
-        let len = from.len();
-        assert!(at < len && rank <= len, "no such slot");
-        self.copy(from);
-        let to = rank - usize::from(rank > at);
-        // SAFETY: below `len` all is written, and no index is above.
-        unsafe {
-            if to > at {
-                self.shift(at + 1..to + 1, at);
-            } else {
-                self.shift(to..at, to + 1);
-            }
-            self.write(to, entry);
-        }
-        self.len = len;
-        self.finish(at.min(to), version, from.node)
-    }
-
-    /// Makes all but the head as in `from`, which has the same room.
-    #[inline]
-    fn copy(&mut self, from: Leaf<'_, O, D>) {
-        let room = self.room;
-        assert_eq!(room, from.room(), "room for a copy");
-        // Copies of a size that the compiler knows are faster.
-        // SAFETY: two leaves of this room.
-        unsafe {
-            match room {
-                _ if room == O::LEAF => self.copy_parts(from, O::LEAF),
-                LEAST_ROOM => self.copy_parts(from, LEAST_ROOM),
-                _ => self.copy_parts(from, room),
-            }
-        }
-    }
-
-    /// # Safety
-    /// `room` is that of both.
-    #[inline(always)]
-    unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
-        let (start, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
-        // SAFETY: all parts follow the keys, the cells last. Nobody stores to them meanwhile: that is the writer's.
-        unsafe {
-            if cfg!(loom) {
-                // In a model they are objects.
-                let words = (cells - start) / size_of::<AtomicU64>();
-                let keys: *const AtomicU64 = from.node.byte_add(start).cast();
-                copy_own(keys, self.keys(), words);
-                copy_own(from.cells(room), self.cells(), room);
-                return;
-            }
-            let source = from.node.byte_add(start).cast::<u8>();
-            let size = Parts::<O, D>::layout(room).size() - start;
-            ptr::copy_nonoverlapping(source, self.part::<u8>(start), size);
-        }
-    }
-
-    /// Moves the slots in `from` so that they begin at `to`.
-    ///
-    /// # Safety
-    /// There is room for them there.
-    #[inline]
-    unsafe fn shift(&mut self, from: Range<usize>, to: usize) {
-        let count = from.len();
-        if count == 0 {
-            return;
-        }
-        let (keys, ends, cells) = (self.keys(), self.ends(), self.cells());
-        // SAFETY: each part has `room` places.
-        unsafe {
-            copy_own(keys.add(from.start), keys.add(to), count);
-            if O::Reach::KEPT {
-                copy_own(ends.add(from.start), ends.add(to), count);
-            }
-            copy_own(cells.add(from.start), cells.add(to), count);
-        }
-    }
-
-    /// Writes the head, and the greatest ends from index `changed` on.
-    #[inline]
-    fn finish(self, changed: usize, version: u64, previous: *const Head) -> *const Head {
-        // SAFETY: each part has `room` places; those below `len` are written, and the greatest ends below `changed`.
-        unsafe {
-            let head = Head::leaf(version, previous, self.len, self.room);
-            self.node.write(head);
-            if O::Reach::KEPT {
-                let (ends, up_to) = (self.ends(), self.up_to());
-                let before = changed.checked_sub(1);
-                let mut highest = before.map_or(0, |i| (*up_to.add(i)).value());
-                for i in changed..self.len {
-                    highest = highest.max((*ends.add(i)).value());
-                    up_to.add(i).write(AtomicU64::new(highest));
-                }
-            }
-        }
-        self.node
     }
 }
 

@@ -25,6 +25,7 @@ mod draft;
 mod edit;
 mod kind;
 mod leaf;
+mod new_leaf;
 mod node;
 mod place;
 mod pool;

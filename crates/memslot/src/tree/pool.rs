@@ -3,7 +3,8 @@
 //! Nodes that come back are kept for the next changes, in numbers that follow those of the tree.
 
 use super::kind::Order;
-use super::leaf::{LEAST_ROOM, NewLeaf, ROOMS, drop_leaf, kind_of, layout_of};
+use super::leaf::{LEAST_ROOM, ROOMS, drop_leaf, kind_of, layout_of};
+use super::new_leaf::NewLeaf;
 use super::node::{Head, Inner};
 use alloc::alloc::{alloc, dealloc, handle_alloc_error};
 use alloc::boxed::Box;
