@@ -85,6 +85,16 @@ impl Model {
         }
     }
 
+    /// All that a view, which is made beside `write`, can see; with fewer preemptions, as views look at more.
+    fn views<O: Ord + Debug + Send + 'static>(
+        mut self,
+        read: impl Fn(SlotView<'_, u32>) -> O + Send + Sync + 'static,
+        write: impl Fn(&mut SlotWriter<u32>) + Send + Sync + 'static,
+    ) -> BTreeSet<O> {
+        self.preemptions = 2;
+        self.explore(1, move |reader| read(reader.pin().view()), write)
+    }
+
     /// All that the readers can see.
     fn explore<O: Ord + Debug + Send + 'static>(
         self,
@@ -412,13 +422,8 @@ fn a_view_sees_a_move_wholly_or_not() {
 /// A slot moves behind all others of another leaf, which has room, and is not found there at its old time.
 #[test]
 fn a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not() {
-    let mut model = Model::of(in_order(6));
-    model.preemptions = 2;
-    let seen = model.explore(
-        1,
-        |reader| {
-            let guard = reader.pin();
-            let view = guard.view();
+    let seen = Model::of(in_order(6)).views(
+        |view| {
             let frames = [10, 60].map(|gfn| found(view.lookup(Gfn(gfn))));
             assert_eq!(view.iter().count(), 6);
             unmarked(frames)
@@ -454,13 +459,8 @@ fn a_view_sees_a_deletion_wholly_or_not() {
 /// A view stays at its version over two changes, of which the second uses memory that the first has left.
 #[test]
 fn a_view_outlives_changes() {
-    let mut model = Model::of([slot(1, 10, 1, 1)]);
-    model.preemptions = 2;
-    let seen = model.explore(
-        1,
-        |reader| {
-            let guard = reader.pin();
-            let view = guard.view();
+    let seen = Model::of([slot(1, 10, 1, 1)]).views(
+        |view| {
             let first = unmarked(all_of(view, 1, [10, 30]));
             let again = unmarked(all_of(view, 1, [10, 30]));
             assert_eq!(first, again);
@@ -538,13 +538,8 @@ fn a_slot_comes_where_another_leaf_was() {
     // Leaves of one slot each, at frames 0, 40 and 80.
     slots.extend([1, 2, 3, 5, 6, 7].map(|id| Request::delete(0, id)));
     let before = slots.len() as u64;
-    let mut model = Model::of(slots);
-    model.preemptions = 2;
-    let seen = model.explore(
-        1,
-        move |reader| {
-            let guard = reader.pin();
-            let view = guard.view();
+    let seen = Model::of(slots).views(
+        move |view| {
             let starts: Vec<u64> = view.iter().map(|slot| slot.range.start().0).collect();
             let below = view.lookup_or_below(Gfn(60)).unwrap();
             (
@@ -570,13 +565,8 @@ fn a_slot_comes_where_another_leaf_was() {
 /// A slot comes into a leaf that stays, and another record takes its place: a view from before leads back to nothing.
 #[test]
 fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
-    let mut model = Model::of([slot(1, 10, 1, 1)]);
-    model.preemptions = 2;
-    let seen = model.explore(
-        1,
-        |reader| {
-            let guard = reader.pin();
-            let view = guard.view();
+    let seen = Model::of([slot(1, 10, 1, 1)]).views(
+        |view| {
             let all = all_of(view, 3, [20, 20]);
             assert_eq!(all, [all[0]; 4]);
             assert_eq!(all_of(view, 1, [10, 10]), [Valid(10, 1); 4]);
@@ -639,13 +629,8 @@ fn forms(
     write: impl Fn(&mut SlotWriter<u32>) + Send + Sync + 'static,
 ) -> BTreeSet<(u64, bool)> {
     let before = slots.len() as u64;
-    let mut model = Model::of(slots);
-    model.preemptions = 2;
-    model.explore(
-        1,
-        move |reader| {
-            let guard = reader.pin();
-            let view = guard.view();
+    Model::of(slots).views(
+        move |view| {
             for id in others {
                 assert_eq!(view.by_id(id).map(|slot| slot.id), Some(id));
             }

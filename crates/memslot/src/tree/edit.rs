@@ -101,6 +101,14 @@ pub(super) fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
     unsafe { Node::at(*node) }
 }
 
+/// How many slots of a leaf have keys below `key`, which none has.
+#[inline]
+pub(super) fn rank_of_new<O: Order, D>(leaf: Leaf<'_, O, D>, key: u64) -> usize {
+    let at = leaf.rank(key);
+    debug_assert!(at == 0 || leaf.key(at - 1) < key, "a slot with this key");
+    at
+}
+
 /// How many slots or children a node has.
 pub(super) fn len_of(node: *const Head) -> usize {
     // SAFETY: as in `view`.
@@ -140,12 +148,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     pub(crate) unsafe fn put(&mut self, slot: *const Slot<D>) {
         let old = self.tree.root.newest();
         // SAFETY: alive, as the caller says.
-        let record = unsafe { &*slot };
-        let new = Entry {
-            key: O::key(record),
-            end: O::end(record),
-            slot,
-        };
+        let new = unsafe { Entry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
             Node::Leaf(leaf) if leaf.len() == O::FLAT => {
                 Effect::One(self.unfolded(leaf, &new, old))
@@ -283,18 +286,10 @@ impl<O: Order, D> Edit<'_, O, D> {
         new: &Entry<D>,
         last: bool,
     ) -> Effect {
-        let at = leaf.rank(new.key);
-        debug_assert!(
-            at == 0 || leaf.key(at - 1) < new.key,
-            "a slot with this key"
-        );
-        let len = leaf.len();
-        if leaf.extend(at, new) {
-            return Effect::Stays;
-        }
+        let (at, len) = (rank_of_new(leaf, new.key), leaf.len());
         if len < leaf.room() {
-            let copy = self.pool.leaf(leaf.room());
-            return Effect::One(copy.with(leaf, at, new, self.version));
+            let copy = self.put_in_room(leaf, at, new);
+            return copy.map_or(Effect::Stays, Effect::One);
         }
         // Only a leaf that is all of its tree grows: others are split when they are full.
         if ptr::eq(node, self.tree.root.newest()) {
@@ -305,6 +300,22 @@ impl<O: Order, D> Edit<'_, O, D> {
             return Effect::One(copy.done(self.version, node));
         }
         self.split(node, leaf, at, new, last)
+    }
+
+    /// Puts `new` at index `at` of `leaf`, which has room for it: gives the leaf that is to take its place, or none where it has the
+    /// slot itself now.
+    #[inline(always)]
+    pub(super) fn put_in_room(
+        &mut self,
+        leaf: Leaf<'_, O, D>,
+        at: usize,
+        new: &Entry<D>,
+    ) -> Option<*const Head> {
+        if leaf.extend(at, new) {
+            return None;
+        }
+        let copy = self.pool.leaf(leaf.room());
+        Some(copy.with(leaf, at, new, self.version))
     }
 
     /// `root`: the node is the root.

@@ -68,6 +68,23 @@ pub(crate) struct Entry<D> {
     pub(crate) slot: *const Slot<D>,
 }
 
+impl<D> Entry<D> {
+    /// That of `slot` in a tree of this order.
+    ///
+    /// # Safety
+    /// `slot` is alive.
+    #[inline]
+    pub(crate) unsafe fn of<O: Order>(slot: *const Slot<D>) -> Self {
+        // SAFETY: alive, as the caller says.
+        let record = unsafe { &*slot };
+        Self {
+            key: O::key(record),
+            end: O::end(record),
+            slot,
+        }
+    }
+}
+
 /// Where the parts of a leaf are, in bytes from its beginning.
 pub(super) struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
 
@@ -89,6 +106,11 @@ impl<O: Order, D> Parts<O, D> {
 
     pub(super) const fn cells(room: usize) -> usize {
         Self::up_to(room) + room * Self::EACH_END
+    }
+
+    /// How many words of keys and ends there are.
+    pub(super) const fn words(room: usize) -> usize {
+        (Self::cells(room) - Self::KEYS) / size_of::<AtomicU64>()
     }
 
     pub(super) const fn layout(room: usize) -> Layout {
@@ -276,14 +298,14 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             .store(slot.cast_mut(), Ordering::Release);
     }
 
-    /// The writer's: puts a slot behind those there are, if its key is greater than theirs, it has no predecessor, and there is room.
-    /// False if not, and nothing is done.
+    /// The writer's: puts a slot behind those there are, for which there is room, if its key is greater than theirs (so that `at` is
+    /// their number) and it has no predecessor. False if not, and nothing is done.
     #[inline]
     pub(crate) fn extend(self, at: usize, new: &Entry<D>) -> bool {
-        let (len, room) = (self.len(), self.room());
+        let len = self.len();
         // SAFETY: alive, as it is about to be found.
         let predecessor = unsafe { &*new.slot }.previous.0;
-        if at < len || len == room || !predecessor.is_null() {
+        if at < len || !predecessor.is_null() {
             return false;
         }
         debug_assert!(at == len && len > 0 && self.key(len - 1) < new.key);
@@ -335,14 +357,11 @@ pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
     unsafe {
         let room = (*node).room();
         if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {
-            let (keys, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
-            let words = (cells - keys) / size_of::<AtomicU64>();
-            let words: *mut [AtomicU64] =
-                ptr::slice_from_raw_parts_mut(node.byte_add(keys).cast(), words);
-            let cells: *mut [AtomicPtr<Slot<D>>] =
-                ptr::slice_from_raw_parts_mut(node.byte_add(cells).cast(), room);
-            ptr::drop_in_place(words);
-            ptr::drop_in_place(cells);
+            let words: *mut AtomicU64 = node.byte_add(Parts::<O, D>::KEYS).cast();
+            let cells: *mut AtomicPtr<Slot<D>> = node.byte_add(Parts::<O, D>::cells(room)).cast();
+            let count = Parts::<O, D>::words(room);
+            ptr::drop_in_place(ptr::slice_from_raw_parts_mut(words, count));
+            ptr::drop_in_place(ptr::slice_from_raw_parts_mut(cells, room));
         }
         ptr::drop_in_place(node);
     }

@@ -141,20 +141,18 @@ impl<'g, O: Order, D> At<'g, O, D> {
     /// The last slot of this version among the first `count` of a leaf. There is one, unless `count` is 0.
     #[inline]
     fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
-        let last = self.slot(leaf.record(count.checked_sub(1)?));
-        if last.is_some() {
-            last
-        } else {
-            self.earlier(leaf, count - 1)
-        }
+        let last = count.checked_sub(1)?;
+        self.slot(leaf.record(last))
+            .or_else(|| self.earlier(leaf, last))
     }
 
     /// The same, for where some have come later.
     #[cold]
     #[inline(never)]
     fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
-        let slots = (0..count).rev().map(|index| leaf.record(index));
-        slots.flat_map(|record| self.slot(record)).next()
+        (0..count)
+            .rev()
+            .find_map(|index| self.slot(leaf.record(index)))
     }
 
     /// The slot with this key.
@@ -218,10 +216,9 @@ impl<'g, O: Order, D> At<'g, O, D> {
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
         match leaf.usual_floor(key) {
-            Some(record) => Ok(match self.slot(record) {
-                None => self.earlier(leaf, leaf.rank(key)),
-                found => found,
-            }),
+            Some(record) => Ok(self
+                .slot(record)
+                .or_else(|| self.earlier(leaf, leaf.rank(key)))),
             None if leftmost && index == 0 => Ok(None),
             None => Err(TwoLeaves),
         }

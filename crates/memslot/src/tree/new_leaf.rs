@@ -218,14 +218,13 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// `room` is that of both.
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
-        let (start, cells) = (Parts::<O, D>::KEYS, Parts::<O, D>::cells(room));
+        let start = Parts::<O, D>::KEYS;
         // SAFETY: all parts follow the keys, the cells last. Nobody stores to them meanwhile: that is the writer's.
         unsafe {
             if cfg!(loom) {
                 // In a model they are objects.
-                let words = (cells - start) / size_of::<AtomicU64>();
-                let keys: *const AtomicU64 = from.node().byte_add(start).cast();
-                copy_own(keys, self.keys(), words);
+                let words: *const AtomicU64 = from.node().byte_add(start).cast();
+                copy_own(words, self.keys(), Parts::<O, D>::words(room));
                 copy_own(from.cells(room), self.cells(), room);
                 return;
             }

@@ -10,7 +10,7 @@
 //! The writer finds all places that a request needs one after the other, before it looks into any: with
 //! thousands of slots each is a wait for memory, and so they are waited for together.
 
-use super::edit::{Edit, least};
+use super::edit::{Edit, least, rank_of_new};
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Node, upper_bound};
@@ -146,28 +146,17 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// As for `put`; `place` is that of the slot's key, and the tree has not changed since.
     pub(crate) unsafe fn put_at(&mut self, place: &Place, slot: *const Slot<D>) -> bool {
         // SAFETY: alive, as the caller says.
-        let record = unsafe { &*slot };
-        // SAFETY: as above.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         // Further up reaches might have to be raised.
         let alone = place.root || !O::Reach::KEPT;
         if !alone || leaf.len() == leaf.room() {
             return false;
         }
-        let new = Entry {
-            key: O::key(record),
-            end: O::end(record),
-            slot,
-        };
-        let at = leaf.rank(new.key);
-        debug_assert!(
-            at == 0 || leaf.key(at - 1) < new.key,
-            "a slot with this key"
-        );
-        if !leaf.extend(at, &new) {
-            let copy = self.pool.leaf(leaf.room());
+        // SAFETY: as above.
+        let new = unsafe { Entry::of::<O>(slot) };
+        if let Some(leaf) = self.put_in_room(leaf, rank_of_new(leaf, new.key), &new) {
             // SAFETY: the node that has the cell is alive.
-            unsafe { self.exchange(place, copy.with(leaf, at, &new, self.version)) };
+            unsafe { self.exchange(place, leaf) };
         }
         true
     }
@@ -204,12 +193,8 @@ impl<O: Order, D> Edit<'_, O, D> {
     pub(crate) unsafe fn move_at(&mut self, place: &Place, old: u64, slot: *const Slot<D>) {
         const { assert!(!O::Reach::KEPT) };
         // SAFETY: as the caller says, alive.
-        let (record, leaf): (_, Leaf<'_, O, D>) = unsafe { (&*slot, Leaf::at(place.leaf)) };
-        let new = Entry {
-            key: O::key(record),
-            end: O::end(record),
-            slot,
-        };
+        let (new, leaf): (_, Leaf<'_, O, D>) =
+            unsafe { (Entry::of::<O>(slot), Leaf::at(place.leaf)) };
         let at = leaf.rank(old).checked_sub(1);
         let at = at.filter(|&at| leaf.key(at) == old);
         let (at, rank) = (at.expect("no such slot"), leaf.rank(new.key));
