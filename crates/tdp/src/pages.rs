@@ -185,10 +185,11 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[F::index(gfn, self.level)]
     }
 
-    /// The entry at `index`.
+    /// The entries from `index` on, `count` at most.
     #[inline(always)]
-    pub(crate) fn entry_at(self, index: usize) -> &'g Entry {
-        &self.entries[index]
+    pub(crate) fn entries_from(self, index: usize, count: usize) -> &'g [Entry] {
+        let end = self.entries.len().min(index + count);
+        &self.entries[index..end]
     }
 
     /// Goes down from here to the entry for `gfn` that is no link; gives the table it stands in, and its value.

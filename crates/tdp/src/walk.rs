@@ -14,7 +14,7 @@ use crate::change::Spot;
 use crate::format::Format;
 use crate::mmu::Mmu;
 use crate::pages::{Step, Table};
-use crate::platform::Platform;
+use crate::platform::{Entry, Platform};
 use crate::sync::Ordering;
 use core::ops::Range;
 use pageferry_addr::Gfn;
@@ -106,23 +106,23 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     /// The entry after the current one and what is below it.
     #[inline(always)]
     pub(crate) fn side(&mut self) -> Option<Spot<'g>> {
-        if self.level == 1 {
-            // Most entries are of this level, and all it takes is known here.
-            self.at += 1;
-            if self.at < self.end && F::index(Gfn(self.at), 1) != 0 {
-                let entry = self.path[0].entry_at(F::index(Gfn(self.at), 1));
-                return Some(Spot {
-                    entry,
-                    value: entry.load(Ordering::Acquire),
-                    level: 1,
-                    first: Gfn(self.at),
-                });
-            }
-        } else {
-            let frames = F::frames_per_entry(self.level);
-            self.at = (self.at & !(frames - 1)) + frames;
-        }
+        let frames = F::frames_per_entry(self.level);
+        self.at = (self.at & !(frames - 1)) + frames;
         self.up()
+    }
+
+    /// Where the current entry is of level 1: it and those after it in its table that the walk has to meet, `most` in all.
+    /// Most entries are of this level, and a plain loop over them is the fastest walk.
+    #[inline(always)]
+    pub(crate) fn run(&self, most: usize) -> &'g [Entry] {
+        let count = (self.end - self.at).min(most as u64) as usize;
+        self.table().entries_from(F::index(Gfn(self.at), 1), count)
+    }
+
+    /// Stands at the entry `count` behind the current one, in the same table.
+    #[inline(always)]
+    pub(crate) const fn skip(&mut self, count: u64) {
+        self.at += count;
     }
 
     /// From the start of the entry at which it now stands, up where it is the first of its table.

@@ -349,7 +349,10 @@ fn advance<F: Format, P: Platform, L: Log>(
     };
     let mut visited = 0;
     loop {
-        let next = match visit(session, &mut spot) {
+        let most = Worker::<F, P>::ASK - visited % Worker::<F, P>::ASK;
+        let (then, count) = visit_run(session, &mut walk, &mut spot, most, visit);
+        visited += count;
+        let next = match then {
             Then::On => walk.next(),
             Then::Side => walk.side(),
             Then::Again if F::is_frozen(spot.entry.load(Ordering::Acquire)) => {
@@ -364,12 +367,45 @@ fn advance<F: Format, P: Platform, L: Log>(
             return (end, false);
         };
         spot = next;
-        visited += 1;
         let ask = visited % Worker::<F, P>::ASK == 0;
         if session.kit.batch.is_full() || ask && (visited >= Worker::<F, P>::MOST || wanted()) {
             return (walk.at(), false);
         }
     }
+}
+
+/// Visits `spot`, at which the walk stands, and where it is of level 1 what comes after it in its table, `most` entries
+/// in all, until `visit` says something else than to go on. `spot` and the walk then are at the last one that was visited;
+/// gives what was said of it, and how many there were.
+///
+/// Most entries are of level 1. Here they are met by a plain loop, in which the level is known to the compiler.
+#[inline(always)]
+fn visit_run<'g, F: Format, P: Platform, L: Log>(
+    session: &mut Session<'_, F, P, L>,
+    walk: &mut Walk<'g, F, P>,
+    spot: &mut Spot<'g>,
+    most: u32,
+    visit: &mut impl FnMut(&mut Session<'_, F, P, L>, &mut Spot<'_>) -> Then,
+) -> (Then, u32) {
+    if spot.level > 1 {
+        return (visit(session, spot), 1);
+    }
+    let (first, mut then, mut count) = (walk.at(), Then::On, 0);
+    for entry in walk.run(most as usize) {
+        *spot = Spot {
+            entry,
+            value: entry.load(Ordering::Acquire),
+            level: 1,
+            first: Gfn(first + u64::from(count)),
+        };
+        count += 1;
+        then = visit(session, spot);
+        if then != Then::On {
+            break;
+        }
+    }
+    walk.skip(u64::from(count) - 1);
+    (then, count)
 }
 
 /// What an entry translates to.
