@@ -22,6 +22,7 @@ use crate::platform::Platform;
 use crate::split::NotSplit;
 use crate::worker::{Found, Worker, found};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
+use pageferry_epoch::Guard;
 
 /// What a vCPU tried to do, and where. A load is an access that neither writes nor executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -222,19 +223,56 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
         let kit: &mut Kit = &mut self.kit;
         let mut session = Session { mmu, kit, log };
-        for _ in 0..Self::TRIES {
-            if let Some(answer) = session.map(mmu.top(&shared), fault, target) {
+        if let Some(mapped) = session.install(mmu.top(&shared), fault, target) {
+            return Ok(mapped);
+        }
+        session.map_or_retry(&shared, fault, target)
+    }
+}
+
+impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
+    /// What most faults come to, by itself, as straight code: the tables are there, nothing is mapped, nobody interferes.
+    /// `None` where it is not so, and nothing has changed.
+    #[inline(always)]
+    fn install(&mut self, top: Table<'_, F>, fault: Fault, target: Target) -> Option<Mapped> {
+        let (table, value) = top.descend(self.mmu.platform(), fault.gfn);
+        if table.level() != 1 || F::is_present(value) || F::is_frozen(value) {
+            return None;
+        }
+        let spot = Spot {
+            entry: table.entry_at(F::index(fault.gfn, 1)),
+            value,
+            level: 1,
+            first: fault.gfn,
+        };
+        let leaf = F::canonical(new_leaf::<F>(1, fault, target));
+        self.change(&spot, F::leaf(leaf, 1), Carries::Nothing)
+            .ok()?;
+        Some(Mapped {
+            leaf,
+            level: 1,
+            how: How::Installed,
+        })
+    }
+
+    /// All that a fault can meet.
+    #[inline(never)]
+    fn map_or_retry(
+        &mut self,
+        guard: &Guard<'_>,
+        fault: Fault,
+        target: Target,
+    ) -> Result<Mapped, Refused> {
+        for _ in 0..Worker::<F, P>::TRIES {
+            if let Some(answer) = self.map(self.mmu.top(guard), fault, target) {
                 return answer;
             }
         }
         // What is frozen may stay so until a flush is over, and that may wait for this very vCPU.
         Err(Refused::Invalidated)
     }
-}
 
-impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     /// One walk from the root; `None` where it met what another worker is about to change.
-    #[inline]
     fn map(
         &mut self,
         mut table: Table<'_, F>,
@@ -331,18 +369,23 @@ fn pfn_at<F: Format>(target: Target, level: u32) -> Pfn {
     Pfn(target.pfn.0 & !(F::frames_per_entry(level) - 1))
 }
 
-/// A new leaf.
+/// What a new leaf says.
 #[inline]
-pub(crate) fn leaf_for<F: Format>(level: u32, fault: Fault, target: Target) -> u64 {
-    let leaf = Leaf {
+fn new_leaf<F: Format>(level: u32, fault: Fault, target: Target) -> Leaf {
+    Leaf {
         pfn: pfn_at::<F>(target, level),
         access: target.access,
         memory: target.memory,
         accessed: true,
         dirty: fault.access.write,
         writes: target.writes,
-    };
-    F::leaf(leaf, level)
+    }
+}
+
+/// A new leaf.
+#[inline]
+pub(crate) fn leaf_for<F: Format>(level: u32, fault: Fault, target: Target) -> u64 {
+    F::leaf(new_leaf::<F>(level, fault, target), level)
 }
 
 /// The leaf `old` with what the target allows beside: nothing is taken away, as a fault flushes nothing, and what `old`

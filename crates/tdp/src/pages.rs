@@ -185,6 +185,12 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[F::index(gfn, self.level)]
     }
 
+    /// The entry at `index`.
+    #[inline(always)]
+    pub(crate) fn entry_at(self, index: usize) -> &'g Entry {
+        &self.entries[index]
+    }
+
     /// The entries from `index` on, `count` at most.
     #[inline(always)]
     pub(crate) fn entries_from(self, index: usize, count: usize) -> &'g [Entry] {
@@ -196,12 +202,14 @@ impl<'g, F: Format> Table<'g, F> {
     #[inline(always)]
     pub(crate) fn descend<P: Platform>(self, platform: &P, gfn: Gfn) -> (Self, u64) {
         let mut table = self;
-        loop {
+        // As many turns as there are links at most: the level of each is known to the compiler where it begins at the root.
+        for _ in 1..F::LEVELS {
             match table.step(platform, gfn) {
                 Step::Down(below) => table = below,
                 Step::Entry(value) => return (table, value),
             }
         }
+        (table, table.entry(gfn).load(Ordering::Acquire))
     }
 
     /// Looks at the entry for `gfn`, and goes down where it is a link.
