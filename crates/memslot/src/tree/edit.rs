@@ -4,7 +4,7 @@
 //! others of its leaf is put into that leaf, where there is room. Any other change goes down to the leaf of its key and makes
 //! a new leaf. On the way up each inner node either publishes what
 //! came in the cell of its child, which ends it, or, where its own keys must change (a child was split, joined or has
-//! gone) or a reach becomes lower, makes a new node of itself and passes that on. So the whole change becomes
+//! gone) or a bound that reaches into the next child becomes lower, makes a new node of itself and passes that on. So the whole change becomes
 //! visible by the one store that ends it.
 //!
 //! Nodes may hold a quarter of what they could; below that they join a neighbour or share with it ([`super::shape`]). The
@@ -161,7 +161,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// Takes the slot with this key out; it must be there.
     pub(crate) fn remove(&mut self, key: u64) {
         let old = self.tree.root.newest();
-        let effect = self.remove_below(old, key, true);
+        let effect = self.remove_below(old, key, true, MOST);
         self.settle_root(old, effect);
     }
 
@@ -318,8 +318,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         Some(copy.with(leaf, at, new, self.version))
     }
 
-    /// `root`: the node is the root.
-    fn remove_below(&mut self, node: *const Head, key: u64, root: bool) -> Effect {
+    /// `root`: the node is the root. No key to the right of it is less than `next`.
+    fn remove_below(&mut self, node: *const Head, key: u64, root: bool, next: u64) -> Effect {
         match view::<O, D>(&node) {
             Node::Empty => unreachable!("no such slot"),
             Node::Leaf(leaf) => {
@@ -341,8 +341,10 @@ impl<O: Order, D> Edit<'_, O, D> {
             }
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, key).saturating_sub(1);
+                // Unused keys are `MOST`.
+                let next = inner.keys.get(index + 1).map_or(next, |&key| next.min(key));
                 let old = inner.cells[index].newest();
-                match self.remove_below(old, key, false) {
+                match self.remove_below(old, key, false, next) {
                     Effect::Stays => Effect::Stays,
                     Effect::Two(..) => unreachable!("a node with one slot less"),
                     Effect::Gone => {
@@ -363,11 +365,14 @@ impl<O: Order, D> Edit<'_, O, D> {
                             self.join(&mut draft, index.saturating_sub(1));
                             return self.inners(&draft, node, false);
                         }
-                        let reach = reach_of::<O, D>(new);
-                        if O::Reach::KEPT && reach < inner.reach.get(index) {
-                            let mut draft = Draft::of(inner);
-                            draft.replace(index, new, reach);
-                            return self.inners(&draft, node, false);
+                        let bound = inner.reach.get(index);
+                        if O::Reach::passes(bound, next) {
+                            let reach = reach_of::<O, D>(new);
+                            if reach < bound {
+                                let mut draft = Draft::of(inner);
+                                draft.replace(index, new, reach);
+                                return self.inners(&draft, node, false);
+                            }
                         }
                         inner.cells[index].publish(new);
                         Effect::Stays
@@ -375,5 +380,71 @@ impl<O: Order, D> Edit<'_, O, D> {
                 }
             }
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::super::kind::ByHva;
+    use super::*;
+    use crate::{Limits, Request, SlotWriter};
+    use pageferry_addr::{Gfn, Hva, PAGE_SIZE};
+
+    fn request(id: u16, hva: u64, pages: u64) -> Request<()> {
+        Request {
+            gpa: Gfn(u64::from(id) << 20).gpa(),
+            size: pages * PAGE_SIZE,
+            hva: Hva(hva),
+            ..Request::delete(0, id)
+        }
+    }
+
+    /// The children, at all levels below `node`, whose bounds pass the keys to the right of them.
+    fn passing(node: *const Head, next: u64) -> usize {
+        let Node::Inner(inner) = view::<ByHva, ()>(&node) else {
+            return 0;
+        };
+        let below = |child: usize| {
+            let next = inner.keys.get(child + 1).map_or(next, |&key| next.min(key));
+            let passes = <ByHva as Order>::Reach::passes(inner.reach.get(child), next);
+            usize::from(passes) + passing(inner.cells[child].newest(), next)
+        };
+        (0..inner.head.len()).map(below).sum()
+    }
+
+    #[test]
+    fn a_bound_that_passes_the_next_child_is_lowered_with_the_slot_it_was_for() {
+        const SLOTS: u16 = 3000;
+        const START: u64 = 1 << 30;
+        let mut writer = SlotWriter::new(Limits::default());
+        for id in 0..SLOTS {
+            let hva = START + u64::from(id) * PAGE_SIZE;
+            writer.set(request(id, hva, 1)).expect("a free place");
+        }
+        let table = writer.table();
+        let passing = || passing(table.shared.spaces[0].by_hva.root.newest(), MOST);
+        assert_eq!(passing(), 0);
+        // One that lies over all the others, and ones over some.
+        let over = [(0, u64::from(SLOTS)), (0, 40), (1000, 500), (2990, 20)];
+        for (number, (first, pages)) in (0..).zip(over) {
+            let hva = START + first * PAGE_SIZE;
+            writer
+                .set(request(SLOTS + number, hva, pages))
+                .expect("a free place");
+            assert!(passing() > 0, "{first}");
+            writer.set(Request::delete(0, SLOTS + number)).expect("it");
+            assert_eq!(passing(), 0, "{first}");
+        }
+        // What is put in and taken out in any order, ends of leaves among it, leaves none either.
+        let mut there = alloc::vec![true; usize::from(SLOTS)];
+        for step in 0..20_000_u64 {
+            let id = (step * step % u64::from(SLOTS)) as u16;
+            let there = &mut there[usize::from(id)];
+            *there = !*there;
+            let pages = u64::from(*there);
+            let hva = START + u64::from(id) * PAGE_SIZE;
+            writer.set(request(id, hva, pages)).expect("in or out");
+        }
+        assert_eq!(passing(), 0);
     }
 }

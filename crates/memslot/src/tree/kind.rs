@@ -100,12 +100,15 @@ impl Order for ByHva {
 /// For each child of an inner node a bound of the ends below it, or nothing.
 ///
 /// The bound may be too high, which costs a look in vain. It is never too low for whoever reads it: it is raised
-/// before a slot that needs it can be seen, and lowered only in a new node.
+/// before a slot that needs it can be seen, and lowered only in a new node. That is worth a node where the bound
+/// [passes](Self::passes) the keys of the next child; else who looks there belongs there.
 pub(crate) trait Reach {
     /// Whether there are bounds.
     const KEPT: bool;
     /// Of children with these bounds.
     fn new(bounds: &[u64]) -> Self;
+    /// Whether a slot that ends at `bound` overlaps what is at `key`.
+    fn passes(bound: u64, key: u64) -> bool;
     /// Of one child.
     fn get(&self, child: usize) -> u64;
     /// Of all children up to and with this one.
@@ -117,6 +120,10 @@ pub(crate) trait Reach {
 impl Reach for () {
     const KEPT: bool = false;
     fn new(_: &[u64]) -> Self {}
+    #[inline]
+    fn passes(_: u64, _: u64) -> bool {
+        false
+    }
     #[inline]
     fn get(&self, _: usize) -> u64 {
         0
@@ -150,6 +157,11 @@ impl Reach for Bounds {
                 AtomicU64::new(highest)
             }),
         }
+    }
+
+    #[inline]
+    fn passes(bound: u64, key: u64) -> bool {
+        ByHva::starting_at(bound, 0) > key
     }
 
     #[inline]

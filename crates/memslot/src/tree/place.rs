@@ -4,7 +4,7 @@
 )]
 //! Places: where a key is, found once and used for a check and for the change after it.
 //!
-//! Most changes are of one leaf and nothing else: it has room, or stays large enough. Then the way down that the checks of
+//! Most changes are of one leaf and nothing else: it has room, or stays large enough, and the bounds above it hold. Then the way down that the checks of
 //! a request need is the way to the change too. All others go down again ([`super::edit`]).
 //!
 //! The writer finds all places that a request needs one after the other, before it looks into any: with
@@ -25,6 +25,8 @@ pub(crate) struct Place {
     leaf: *const Head,
     /// No key of the leaves to the right is less than this.
     next: u64,
+    /// The bound of its ends in the node above, where those are kept.
+    reach: u64,
     /// Whether the leaf is all of its tree.
     root: bool,
     /// Whether there is no leaf to the left.
@@ -55,6 +57,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell: self.root,
                     leaf: leaf.node(),
                     next: MOST,
+                    reach: MOST,
                     root: true,
                     leftmost: true,
                 });
@@ -76,6 +79,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell,
                     leaf: node,
                     next,
+                    reach: inner.reach.get(index),
                     root: false,
                     leftmost,
                 });
@@ -147,13 +151,13 @@ impl<O: Order, D> Edit<'_, O, D> {
     pub(crate) unsafe fn put_at(&mut self, place: &Place, slot: *const Slot<D>) -> bool {
         // SAFETY: alive, as the caller says.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        // Further up reaches might have to be raised.
-        let alone = place.root || !O::Reach::KEPT;
-        if !alone || leaf.len() == leaf.room() {
-            return false;
-        }
         // SAFETY: as above.
         let new = unsafe { Entry::of::<O>(slot) };
+        // Else bounds further up have to be raised.
+        let is_bounded = place.root || !O::Reach::KEPT || new.end <= place.reach;
+        if !is_bounded || leaf.len() == leaf.room() {
+            return false;
+        }
         if let Some(leaf) = self.put_in_room(leaf, rank_of_new(leaf, new.key), &new) {
             // SAFETY: the node that has the cell is alive.
             unsafe { self.exchange(place, leaf) };
@@ -172,7 +176,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         let stays = if place.root {
             left > 0 && (left >= least(room) || room == room_for(left))
         } else {
-            !O::Reach::KEPT && left >= least(O::LEAF)
+            // Else bounds further up may have to be lowered.
+            left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
         };
         if !stays {
             return false;
