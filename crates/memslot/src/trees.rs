@@ -11,8 +11,8 @@ pub(crate) struct Trees<'a, D> {
     pub(crate) space: &'a Space<D>,
     pub(crate) version: u64,
     pub(crate) state: &'a mut State<D>,
-    /// Of the request, as [`Places::of`] gave them.
-    pub(crate) places: &'a mut Places,
+    /// Of the request, as [`Places::find`] left them.
+    pub(crate) places: &'a Places,
 }
 
 impl<D> Trees<'_, D> {
@@ -49,11 +49,9 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
-        let place = self.places.by_gfn;
+        let place = self.places.by_gfn.as_ref();
         // SAFETY: as the caller promises; the tree is as it was when the place was found.
-        let alone = self.by_gfn(|edit| unsafe { put(edit, place, slot) });
-        // A leaf other than that of the new place is as it was, unless more than one leaf has changed.
-        self.places.old = self.places.old.filter(|_| alone);
+        self.by_gfn(|edit| unsafe { put(edit, place, slot) });
     }
 
     /// `new` in, and `old` out: look-ups find the slot at one of both places.
@@ -61,23 +59,28 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn move_by_gfn(&mut self, old: &Slot<D>, new: *const Slot<D>) {
-        if let (Some(to), Some(from)) = (self.places.by_gfn, self.places.old)
-            && to.is_in_leaf_of(&from)
+        let (to, from) = (self.places.by_gfn.as_ref(), self.places.old.as_ref());
+        let key = ByGfn::key(old);
+        if let (Some(to), Some(from)) = (to, from)
+            && to.is_in_leaf_of(from)
         {
-            let key = ByGfn::key(old);
             // SAFETY: as the caller promises; the tree is as it was when the places were found.
-            self.by_gfn(|edit| unsafe { edit.move_at(&from, key, new) });
+            self.by_gfn(|edit| unsafe { edit.move_at(from, key, new) });
             return;
         }
-        // SAFETY: as the caller promises.
-        unsafe { self.put_by_gfn(new) };
-        self.remove_by_gfn(old);
+        // SAFETY: as the caller promises; a leaf other than that of the new place is as it was, unless more than one leaf
+        // has changed.
+        self.by_gfn(|edit| unsafe {
+            let alone = put(edit, to, new);
+            remove(edit, from.filter(|_| alone), key);
+        });
     }
 
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
-        let Places { by_id, by_hva, .. } = *self.places;
+        let Places { by_id, by_hva, .. } = self.places;
+        let (by_id, by_hva) = (by_id.as_ref(), by_hva.as_ref());
         // SAFETY: as the caller promises; the tree is as it was when the place was found.
         self.by_id(|edit| unsafe { put(edit, by_id, slot) });
         // SAFETY: likewise.
@@ -90,7 +93,7 @@ impl<D> Trees<'_, D> {
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_by_gfn(&mut self, slot: *const Slot<D>) {
         // SAFETY: as the caller promises; the tree is as it was when the place was found.
-        unsafe { replace(&self.space.by_gfn, self.places.old, slot) };
+        unsafe { replace(&self.space.by_gfn, self.places.old.as_ref(), slot) };
     }
 
     /// The same in the others.
@@ -98,22 +101,23 @@ impl<D> Trees<'_, D> {
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_elsewhere(&mut self, slot: *const Slot<D>) {
-        let Places { by_id, by_hva, .. } = *self.places;
+        let Places { by_id, by_hva, .. } = self.places;
         // SAFETY: as in `replace_by_gfn`.
         unsafe {
-            replace(&self.space.by_id, by_id, slot);
-            replace(&self.space.by_hva, by_hva, slot);
+            replace(&self.space.by_id, by_id.as_ref(), slot);
+            replace(&self.space.by_hva, by_hva.as_ref(), slot);
         }
     }
 
     pub(crate) fn remove_by_gfn(&mut self, slot: &Slot<D>) {
-        let (key, place) = (ByGfn::key(slot), self.places.old);
-        // SAFETY: `put_by_gfn` takes a place away that is not good any more.
+        let (key, place) = (ByGfn::key(slot), self.places.old.as_ref());
+        // SAFETY: the tree is as it was when the place was found.
         self.by_gfn(|edit| unsafe { remove(edit, place, key) });
     }
 
     pub(crate) fn remove_elsewhere(&mut self, slot: &Slot<D>) {
-        let Places { by_id, by_hva, .. } = *self.places;
+        let Places { by_id, by_hva, .. } = self.places;
+        let (by_id, by_hva) = (by_id.as_ref(), by_hva.as_ref());
         // SAFETY: the tree is as it was when the place was found.
         self.by_id(|edit| unsafe { remove(edit, by_id, ById::key(slot)) });
         // SAFETY: likewise.
@@ -127,12 +131,12 @@ impl<D> Trees<'_, D> {
 /// As for [`Edit::put`] and, where there is a place, [`Edit::put_at`].
 unsafe fn put<O: Order, D>(
     edit: &mut Edit<'_, O, D>,
-    place: Option<Place>,
+    place: Option<&Place>,
     slot: *const Slot<D>,
 ) -> bool {
     // SAFETY: as the caller promises.
     unsafe {
-        let done = place.is_some_and(|place| edit.put_at(&place, slot));
+        let done = place.is_some_and(|place| edit.put_at(place, slot));
         if !done {
             edit.put(slot);
         }
@@ -142,9 +146,9 @@ unsafe fn put<O: Order, D>(
 
 /// # Safety
 /// Where there is a place, as for [`Edit::remove_at`].
-unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<Place>, key: u64) {
+unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<&Place>, key: u64) {
     // SAFETY: as the caller promises.
-    let done = place.is_some_and(|place| unsafe { edit.remove_at(&place, key) });
+    let done = place.is_some_and(|place| unsafe { edit.remove_at(place, key) });
     if !done {
         edit.remove(key);
     }
@@ -152,11 +156,11 @@ unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<Place>, k
 
 /// # Safety
 /// As for [`Tree::replace`] and, where there is a place, [`Tree::replace_at`].
-unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<Place>, slot: *const Slot<D>) {
+unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *const Slot<D>) {
     // SAFETY: as the caller promises.
     unsafe {
         match place {
-            Some(place) => tree.replace_at(&place, slot),
+            Some(place) => tree.replace_at(place, slot),
             None => tree.replace(slot),
         }
     }
@@ -174,9 +178,13 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// The places for `request`, all of which begin to be loaded, and the slot with its id.
+    /// Finds the places for `request`, all of which begin to be loaded, and the slot with its id.
     #[inline]
-    pub(crate) fn of<D>(space: &Space<D>, request: &Request<D>) -> (Self, Option<*const Slot<D>>) {
+    pub(crate) fn find<D>(
+        &mut self,
+        space: &Space<D>,
+        request: &Request<D>,
+    ) -> Option<*const Slot<D>> {
         let &Request { id, gpa, hva, .. } = request;
         // SAFETY: only the writer frees, and it is here.
         let (gfns, ids, hvas) = unsafe {
@@ -188,26 +196,27 @@ impl Places {
             } = space;
             (by_gfn.at(NEWEST), by_id.at(NEWEST), by_hva.at(NEWEST))
         };
-        let mut places = Self::default();
-        if request.size != 0 {
-            places.by_gfn = gfns.place(gpa.gfn().0);
+        // The id's first, as its leaf is looked into here: it comes while the others are found.
+        self.by_id = ids.place(u64::from(id));
+        (self.by_gfn, self.by_hva) = if request.size == 0 {
+            (None, None)
+        } else {
             // The request may be one that is refused.
-            places.by_hva = hvas.place(ByHva::starting_at(hva.0, id).min(MOST - 1));
-        }
-        places.by_id = ids.place(u64::from(id));
+            let by_hva = ByHva::starting_at(hva.0, id).min(MOST - 1);
+            (gfns.place(gpa.gfn().0), hvas.place(by_hva))
+        };
+        self.old = None;
         let id = u64::from(id);
         // SAFETY: nothing has changed.
         let find = |place: &Place| unsafe { space.by_id.record_at(place, id) };
-        let old = places.by_id.as_ref().and_then(find);
-        if let Some(old) = old {
-            // SAFETY: in the tree.
-            let old = unsafe { &*old };
-            places.old = gfns.place(ByGfn::key(old));
-            if request.size == 0 {
-                places.by_hva = hvas.place(ByHva::key(old));
-            }
+        let found = self.by_id.as_ref().and_then(find)?;
+        // SAFETY: in the tree.
+        let old = unsafe { &*found };
+        self.old = gfns.place(ByGfn::key(old));
+        if request.size == 0 {
+            self.by_hva = hvas.place(ByHva::key(old));
         }
-        (places, old)
+        Some(found)
     }
 
     /// Whether it is sure that no slot holds any of `range`, which begins at the frames asked for.

@@ -166,7 +166,8 @@ impl<D> SlotWriter<D> {
         self.free_some();
         let space = usize::from(request.address_space);
         let here = self.shared.spaces.get(space);
-        let (places, old) = here.map_or_else(Default::default, |here| Places::of(here, &request));
+        // Where there is no such space, the request is refused, and no place is asked for.
+        let old = here.and_then(|here| self.places.find(here, &request));
         let plan = rules::check(
             &self.shared.limits,
             &request,
@@ -174,7 +175,7 @@ impl<D> SlotWriter<D> {
             // SAFETY: in the tree, and nothing is freed meanwhile.
             |_, _| old.map(|slot| unsafe { &*slot }),
             |space, range, id| {
-                if here.is_some_and(|here| places.are_free(here, range)) {
+                if here.is_some_and(|here| self.places.are_free(here, range)) {
                     return None;
                 }
                 overlapping(self.view().space(space)?, range, id)
@@ -213,7 +214,6 @@ impl<D> SlotWriter<D> {
             unsafe { &*old }.mark_invalid();
         }
         self.state().pending = pending;
-        self.places = places;
         Ok(Update::new(self, space))
     }
 
