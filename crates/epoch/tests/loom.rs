@@ -1,6 +1,6 @@
 //! Guards against a writer who unlinks, retires, moves the epoch on and frees.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --release --test loom`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --profile stress --test loom`
 //!
 //! There are two things, 0 and 1, and a word that says which of them is linked; to free one is to write to it, and
 //! loom reports a read that the write does not wait for. Each model gives what its threads saw, and the test names

@@ -1,6 +1,6 @@
 //! Shared guards against exclusive work.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --release --test loom_exclusion`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --profile stress --test loom_exclusion`
 //!
 //! Who shares reads a cell, who excludes adds 1 to it, and loom reports what is not ordered. Each model gives what its
 //! threads saw, and the test names the outcomes that must be seen. Where a model tries rather than waits, it ends

@@ -1,6 +1,6 @@
 //! Models of the gate and of what is built on it: a flush, a kick, and the completeness of the dirty log.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-hypervisor --release --test loom`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-hypervisor --profile stress --test loom`
 //!
 //! A vCPU's memory is modelled by what it comes down to: an SPTE and a dirty bit that are shared, a TLB entry
 //! that is the vCPU's own, and a page. Loom explores all interleavings with few preemptions and, in each, all values

@@ -1,6 +1,6 @@
 //! One reader, or two, against the writer, in all interleavings with few preemptions.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --release --test loom`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --profile stress --test loom`
 //!
 //! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is freed is watched: a
 //! reader that uses a slot or a node which the free did not wait for makes a model fail, as does a state that is neither

@@ -1,6 +1,6 @@
 //! A dirty ring's producer, harvester and resetter at once.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-tdp --release --test loom_ring`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-tdp --profile stress --test loom_ring`
 //!
 //! Page `n` has slot `n` and offset `10 * n`, so that a page that was put together from two is seen. Two cells a page show
 //! what is ordered: one is written before it is pushed and read by who harvests and who resets it; the other is written

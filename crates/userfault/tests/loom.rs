@@ -1,6 +1,6 @@
 //! All interleavings and all allowed reorderings of two or three threads on one page.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-userfault --release --test loom`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-userfault --profile stress --test loom`
 //!
 //! A page's bytes are stood for by a relaxed atomic: a reader that is not ordered behind the writer is
 //! shown the old value in some execution.

@@ -1,6 +1,6 @@
 //! Interleavings of the MMU's kernel: one entry and who changes it, a table and who still is in it when it goes.
 //!
-//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-tdp --release --test loom_mmu`
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-tdp --profile stress --test loom_mmu`
 //!
 //! A format of two levels with tables of two entries; a vCPU that is in its guest holds its gate, and the platform's flush
 //! takes each gate once. Freed tables and host pages that were given away are cells that loom watches, so that what

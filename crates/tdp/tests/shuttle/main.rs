@@ -2,7 +2,7 @@
 //! what they load, beside notifiers, readers of the log, splitting and recovery, aging, and zaps of everything.
 //!
 //! ```sh
-//! RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-tdp --release --test shuttle
+//! RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-tdp --profile stress --test shuttle
 //! ```
 //!
 //! `PAGEFERRY_SHUTTLE_SECONDS` is the time for all scenarios together, 40 by default. A failure prints its schedule, which
