@@ -69,6 +69,19 @@ pub enum VmError {
         /// The words of the log.
         log: usize,
     },
+    /// No store reaches a read-only slot, so none can be tracked.
+    #[error("slot {0} is read-only: its stores leave the guest as MMIO and are not tracked")]
+    ReadOnlySlot(u16),
+    /// The slot does not have all of the pages.
+    #[error("slot {slot} has {has} pages: {} to {} are not a part of them", .pages.start, .pages.end)]
+    PagesOutside {
+        /// The slot.
+        slot: u16,
+        /// The pages that were given, the last one excluded.
+        pages: Range<u64>,
+        /// How many pages the slot has.
+        has: u64,
+    },
     /// The id is not one this VM has room for.
     #[error("vCPU {id} is too many: ids are below {max}")]
     VcpuIdTooLarge {

@@ -5,7 +5,7 @@
 //! Guest memory as one vCPU sees it: its TLB, and the fault path behind it.
 //!
 //! **Guarantee.** Guest code reads and writes bytes inside memory slots only, and only where the slot's
-//! flags, its userfault bits and its dirty log let it. No lock is shared with other vCPUs on the way.
+//! flags, its userfault bits, its write-tracked pages and its dirty log let it. No lock is shared with other vCPUs on the way.
 //!
 //! **Mechanism.** A hit in the TLB is the whole access. A miss ([`Memory::fault`]) goes through the slots to the
 //! second-stage tables and fills the TLB, in an order that makes the dirty log complete:
@@ -47,6 +47,8 @@ use std::sync::Arc;
 
 /// [`MemoryFault::flags`]: the page's userfault bit is set.
 pub(crate) const USERFAULT: u64 = 1;
+/// [`MemoryFault::flags`]: the page is write-tracked.
+pub(crate) const WRITE_TRACKED: u64 = 2;
 
 pub(crate) struct Memory<M: Memslots> {
     pub(crate) tlb: Tlb,
@@ -116,11 +118,11 @@ impl<M: Memslots> Memory<M> {
         let (hva, may_write) = match reached {
             Ok(reached) => reached,
             Err(Unreached::Mmio) => return Err(BusFault::Mmio { gpa }),
-            Err(Unreached::Missing) => {
+            Err(Unreached::Held(flags)) => {
                 return Err(BusFault::Memory(MemoryFault {
                     gpa: gfn.gpa().0,
                     size: PAGE_SIZE,
-                    flags: USERFAULT,
+                    flags,
                 }));
             }
             Err(Unreached::Again(again)) => {
@@ -139,8 +141,8 @@ impl<M: Memslots> Memory<M> {
 enum Unreached {
     /// No slot is there, or a read-only one is stored to.
     Mmio,
-    /// The page's userfault bit is set.
-    Missing,
+    /// The VMM has the page for now: [`USERFAULT`] or [`WRITE_TRACKED`].
+    Held(u64),
     /// Something is being changed: leave the guest, and come again.
     Again(Again),
 }
@@ -179,7 +181,7 @@ impl<M: Memslots> Shared<M> {
         let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
         let pfn = Pfn(hva.0 >> PAGE_SHIFT);
         // Where nobody asks which pages are written to, a page may as well be dirty before it is: that saves a fault.
-        let access = Access {
+        let mut access = Access {
             write: write || !(readonly || log.is_on()),
             execute: false,
         };
@@ -187,7 +189,12 @@ impl<M: Memslots> Shared<M> {
             match worker.look(gfn, access) {
                 Look::Allowed(found) => break found,
                 Look::Denied(_) | Look::Absent => {
-                    let found = self.map(worker, ticket, (slot, gfn, pfn), access, log)?;
+                    let tracked = slot.data.tracked().is_some_and(|t| t.any(index, 1));
+                    if tracked && write {
+                        return Err(Unreached::Held(held_by(slot, gfn)));
+                    }
+                    access.write &= !tracked;
+                    let found = self.map(worker, ticket, (slot, gfn, pfn), access, log, tracked)?;
                     // What another vCPU's load has just mapped allows the store and is clean: the next walk marks it.
                     if found.leaf.accessed && (found.leaf.dirty || !access.write) {
                         break found;
@@ -215,6 +222,7 @@ impl<M: Memslots> Shared<M> {
         (slot, gfn, pfn): (&Slot<SlotData>, Gfn, Pfn),
         access: Access,
         log: &SlotLog<'_>,
+        tracked: bool,
     ) -> Result<pageferry_tdp::Found, Unreached> {
         let fault = Fault { gfn, access };
         if access.write && log.is_ring_full() {
@@ -223,14 +231,11 @@ impl<M: Memslots> Shared<M> {
         if let Some(mapped) = worker.fast_fault(fault, log) {
             return Ok(mapped.found());
         }
-        if let Some(bits) = &slot.data.userfault {
-            // Acquire: if the bit is clear, the page's bytes are visible.
-            let page = bits.first.0 + (gfn.0 - slot.range.start().0);
-            if bits.bitmap.test(RamPage(page)) {
-                return Err(Unreached::Missing);
-            }
+        if is_missing(slot, gfn) {
+            return Err(Unreached::Held(USERFAULT));
         }
-        match worker.fault(ticket, fault, target_of(slot, gfn, pfn, access, log), log) {
+        let target = target_of(slot, gfn, pfn, access, log, tracked);
+        match worker.fault(ticket, fault, target, log) {
             Ok(mapped) => Ok(mapped.found()),
             Err(Refused::Excluded) => Err(Unreached::Again(Again::Tables)),
             Err(Refused::Invalidated) => Err(Unreached::Again(Again::Slots)),
@@ -239,27 +244,57 @@ impl<M: Memslots> Shared<M> {
     }
 }
 
-/// What may be mapped for `gfn` in `slot`.
+/// Whether the page's userfault bit is set. Acquire: if it is clear, the page's bytes are visible.
+#[inline]
+fn is_missing(slot: &Slot<SlotData>, gfn: Gfn) -> bool {
+    slot.data.userfault.as_ref().is_some_and(|bits| {
+        let page = bits.first.0 + (gfn.0 - slot.range.start().0);
+        bits.bitmap.test(RamPage(page))
+    })
+}
+
+/// What keeps a store from a write-tracked page: nobody asks what a page held that is missing.
+#[cold]
+fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
+    if is_missing(slot, gfn) {
+        USERFAULT
+    } else {
+        WRITE_TRACKED
+    }
+}
+
+/// What may be mapped for `gfn` in `slot`, whose page there is `tracked` or not.
 pub(crate) fn target_of(
     slot: &Slot<SlotData>,
     gfn: Gfn,
     pfn: Pfn,
     access: Access,
     log: &SlotLog<'_>,
+    tracked: bool,
 ) -> Target {
     let readonly = slot.flags.contains(SlotFlags::READONLY);
     // Missing pages are 4 KiB each, and so are logged ones.
     let small = slot.data.userfault.is_some() || log.is_on();
     let backing = if small { 1 } else { slot.data.backing() };
+    let mut level = largest_level::<Format>(slot.range, gfn, pfn, backing);
+    if let Some(tracked) = slot.data.tracked() {
+        // A page that is tracked from now on is found by who tracks it: it waits for this fault.
+        let frames = |level| Format::frames_per_entry(level);
+        let first = |level| (gfn.0 & !(frames(level) - 1)) - slot.range.start().0;
+        while level > 1 && tracked.any(first(level), frames(level)) {
+            level -= 1;
+        }
+    }
     Target {
         pfn,
-        level: largest_level::<Format>(slot.range, gfn, pfn, backing),
+        level,
         access: Access {
-            write: !readonly && (access.write || !log.is_by_fault()),
+            write: !readonly && !tracked && (access.write || !log.is_by_fault()),
             execute: true,
         },
         writes: match () {
             () if readonly => Writes::HostForbids,
+            () if tracked => Writes::MmuForbids,
             () if log.is_by_fault() => Writes::AllowedLoggedByFault,
             () => Writes::Allowed,
         },

@@ -5,12 +5,13 @@
 //! What a memory slot is made of: a guest range, the host memory behind it, and its userfault bits.
 
 use crate::log::DirtyLog;
+use crate::track::Tracked;
 use core::ops::Range;
 use pageferry_addr::{Gpa, Hva, PageSize, RamPage};
 use pageferry_memslot::SlotFlags;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Host memory that slots may point at. A slot keeps its owner alive, so what a guest can reach stays
 /// mapped as long as it can reach it.
@@ -103,7 +104,8 @@ impl fmt::Debug for Region {
     }
 }
 
-/// What this crate keeps in every slot: who owns the memory, the dirty log, the userfault bits. Whoever keeps slots for
+/// What this crate keeps in every slot: who owns the memory, the dirty log, the userfault bits, which
+/// pages are write-tracked. Whoever keeps slots for
 /// it ([`crate::Memslots`]) carries it and never looks inside.
 #[derive(Clone, Default)]
 pub struct SlotData {
@@ -113,9 +115,33 @@ pub struct SlotData {
     pub(crate) dirty: Option<DirtyLog>,
     /// With the flag `USERFAULT`.
     pub(crate) userfault: Option<UserfaultBits>,
+    /// From the first time on that pages are tracked.
+    tracked: OnceLock<Arc<Tracked>>,
 }
 
 impl SlotData {
+    /// Where stores to pages of the slot are tracked, or were.
+    #[inline]
+    pub(crate) fn tracked(&self) -> Option<&Tracked> {
+        self.tracked.get().map(Arc::as_ref)
+    }
+
+    /// Where they will be tracked; the slot has `pages` pages.
+    pub(crate) fn track(&self, pages: usize) -> &Tracked {
+        self.tracked.get_or_init(|| Arc::new(Tracked::new(pages)))
+    }
+
+    /// Tracks what `old` does, from now on together: it is the same slot's.
+    pub(crate) fn track_as(&mut self, old: &Self) {
+        let on = |tracked: &&Arc<Tracked>| tracked.is_on();
+        self.tracked = old
+            .tracked
+            .get()
+            .filter(on)
+            .cloned()
+            .map_or_else(OnceLock::new, OnceLock::from);
+    }
+
     /// The level of the largest page that what is behind the slot allows.
     pub(crate) fn backing(&self) -> u32 {
         let memory = self.memory.as_ref();
@@ -129,6 +155,7 @@ impl fmt::Debug for SlotData {
             .field("owned", &self.memory.is_some())
             .field("logged", &self.dirty.is_some())
             .field("userfault", &self.userfault.is_some())
+            .field("tracked", &self.tracked().is_some_and(Tracked::is_on))
             .finish()
     }
 }

@@ -98,6 +98,27 @@
 //! A paused VM's log can be read without taking and protecting (`read_dirty_log`): bits stay, so a VM that
 //! goes on after all has lost nothing.
 //!
+//! # Stores are tracked
+//!
+//! *Set* the pages' bits; *quiesce*; split what is large; make the SPTEs [`Writes::MmuForbids`](pageferry_tdp::format::Writes); flush
+//! what TLBs know of writable pages. Claim:
+//!
+//! > (T) From then on, until a page's bit is cleared, its SPTE is not writable, and no TLB entry lets a store to it through.
+//!
+//! - A fault that found the bit clear is over when the vCPUs are quiesced, and the SPTE it made writable, or large, is there for
+//!   the sweep. Later ones find the bit set: they map the page without the permission, and no large page over it.
+//! - An SPTE of that class becomes writable by a fault that asked the bit, and by nothing else: the fast path
+//!   refuses it, logs that start and stop pass over it, and recovery, under the same mutex, asks the bits of all pages that it
+//!   joins. An SPTE that is zapped takes no bit with it.
+//! - A store may go through an SPTE that the sweep has not met yet, or a TLB entry filled from it. The flush waits for it, so it
+//!   is over when the call returns.
+//!
+//! Untracking clears the bit, with release. A fault that finds it clear acquires that, so its store comes after whatever the VMM has read of
+//! the page. It gives and takes nothing: a vCPU that knows the page as tracked leaves its guest, or faults, once more.
+//!
+//! A store that is refused has not come to the log. One that goes through later comes by the fault that makes the SPTE writable, which
+//! keeps (W) as for any other page. SPTEs that lose the permission to the tracker tell the log what their dirty bits say.
+//!
 //! # A page comes to be watched
 //!
 //! The first LR in a page makes all vCPUs drop what their TLBs know of writable pages, so that every store to that

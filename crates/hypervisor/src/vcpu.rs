@@ -2,7 +2,7 @@
 
 use crate::gate::{Gate, Requests};
 use crate::hart::{Access, Hart, HartExit, HartState, StateError};
-use crate::memory::{Again, Memory, USERFAULT};
+use crate::memory::{Again, Memory, USERFAULT, WRITE_TRACKED};
 use crate::revoke::Shared;
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
@@ -16,16 +16,19 @@ use std::time::Instant;
 /// Why [`VcpuCore::run`] returned. At every exit the hart's state is complete and can be saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The vCPU touched memory that is a slot's but is not there now. Entering again repeats the access.
+    /// The vCPU touched memory that is a slot's but is not there, or not to be stored to, now. Entering again repeats the
+    /// access.
     MemoryFault {
-        /// The first byte of the missing page.
+        /// The first byte of the page.
         gpa: Gpa,
-        /// How many bytes are missing.
+        /// How many bytes it has.
         size: u64,
         /// What the instruction tried to do.
         access: Access,
         /// Whether it is the page's userfault bit that is set.
         userfault: bool,
+        /// Whether it is that the page is [write-tracked](crate::Vm::track_writes), and the access a store.
+        write_tracked: bool,
     },
     /// A load where no slot is. It returns all ones unless [`VcpuCore::complete_mmio_read`] is called before the
     /// next entry.
@@ -181,6 +184,7 @@ impl<M: Memslots> VcpuCore<M> {
                         size: fault.size,
                         access,
                         userfault: fault.flags & USERFAULT != 0,
+                        write_tracked: fault.flags & WRITE_TRACKED != 0,
                     };
                 }
                 HartExit::MmioLoad { gpa, size } => {

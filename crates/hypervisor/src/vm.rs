@@ -72,6 +72,8 @@ pub struct Capabilities {
     pub slot_flags: SlotFlags,
     /// The bits of a guest-physical address.
     pub gpa_bits: u32,
+    /// Whether stores to chosen pages can be made to leave the guest: [`Vm::track_writes`].
+    pub write_tracking: bool,
 }
 
 /// A virtual machine. Cloning gives another handle to the same one.
@@ -162,6 +164,7 @@ impl<M: Memslots> Vm<M> {
             max_slots: self.config.max_slots,
             slot_flags: SlotFlags::LOG_DIRTY_PAGES | SlotFlags::READONLY | SlotFlags::USERFAULT,
             gpa_bits: PAGE_SHIFT + Format::GFN_LIMIT.0.trailing_zeros(),
+            write_tracking: true,
         }
     }
 
@@ -334,6 +337,10 @@ impl<M: Memslots> Vm<M> {
             return Ok(data);
         }
         data.memory.clone_from(&region.memory);
+        let old = slots.by_id(region.slot);
+        if let Some(old) = old {
+            data.track_as(&old.data);
+        }
         let pages = region.size >> PAGE_SHIFT;
         if region.flags.contains(SlotFlags::USERFAULT) {
             let bits = region
@@ -352,7 +359,6 @@ impl<M: Memslots> Vm<M> {
             data.userfault = Some(bits);
         }
         if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
-            let old = slots.by_id(region.slot);
             let kept = old.and_then(|slot| slot.data.dirty.clone());
             // Memory for a log only where there is memory to be logged.
             check_memory(region)?;
@@ -400,9 +406,16 @@ impl<M: Memslots> Vm<M> {
         });
     }
 
-    /// The slot has lost its log or its userfault bits: undoes what they asked of the tables.
-    fn recover(&self, slots: &M, worker: &mut Worker, slot: &Slot<SlotData>, range: GfnRange) {
-        // Faults that saw the flags may still map small pages.
+    /// The slot has lost its log or its userfault bits, or no page of it is tracked any more: undoes what these asked of
+    /// the tables.
+    pub(crate) fn recover(
+        &self,
+        slots: &M,
+        worker: &mut Worker,
+        slot: &Slot<SlotData>,
+        range: GfnRange,
+    ) {
+        // Faults that saw it otherwise may still map small pages.
         self.shared.quiesce();
         let log = SlotLog::of(slot);
         worker.deferred(|worker| {
@@ -414,7 +427,7 @@ impl<M: Memslots> Vm<M> {
                 worker.recover(range, &(), |gfn, _| {
                     let pages = gfn.0 - slot.range.start().0;
                     let pfn = Pfn((slot.hva.0 >> PAGE_SHIFT) + pages);
-                    Some(target_of(slot, gfn, pfn, Access::READ_WRITE, &log))
+                    Some(target_of(slot, gfn, pfn, Access::READ_WRITE, &log, false))
                 });
             }
         });

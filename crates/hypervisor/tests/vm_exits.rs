@@ -19,6 +19,7 @@ fn fault(page: u64, access: Access) -> Exit {
         size: PAGE,
         access,
         userfault: true,
+        write_tracked: false,
     }
 }
 

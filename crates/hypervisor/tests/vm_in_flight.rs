@@ -135,6 +135,25 @@ fn a_log_that_begins_waits_for_a_fault_in_flight() {
 }
 
 #[test]
+fn tracking_waits_for_a_fault_in_flight() {
+    while_a_store_is_in_flight(
+        |vm, _| assert_eq!(vm.track_writes(1, 0..1), Ok(1)),
+        |test| {
+            let tracked = |exit: &Exit| {
+                matches!(
+                    exit,
+                    Exit::MemoryFault {
+                        write_tracked: true,
+                        ..
+                    }
+                )
+            };
+            test.expect_exit(tracked);
+        },
+    );
+}
+
+#[test]
 fn a_deletion_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
         |vm, _| vm.set_user_memory_region2(Region::delete(1)).unwrap(),
