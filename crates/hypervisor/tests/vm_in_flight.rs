@@ -4,13 +4,19 @@
 //! The fault is held until another vCPU, which is asked after the held one, says that it has been asked to leave its guest: then
 //! the change is known to wait. Or until the change has returned, which it must not: the fault then goes on
 //! and maps by the old slot.
+//!
+//! Which pages are write-tracked is looked up later: there the fault is held when it asks how large the pages of the memory are,
+//! which is after that, and before it maps anything.
+#![expect(unsafe_code, reason = "test memory is put into slots")]
 
 mod vm_support;
 mod vm_watched;
 
-use pageferry_addr::{Gfn, RamPage};
-use pageferry_hypervisor::{Exit, Region, SlotFlags, UserfaultBits, Vm};
+use pageferry_addr::{Gfn, Hva, PageSize, RamPage};
+use pageferry_hypervisor::{Exit, HostMemory, Region, SlotFlags, UserfaultBits, Vm};
 use pageferry_userfault::PageBitmap;
+use std::cell::Cell;
+use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use vm_support::{Alarm, HostRam, LIMIT, PAGE, StopOnDrop, asm::*, vcpu, vm_of, wait_for};
 use vm_watched::{LEFT, PAUSE, Watched};
@@ -18,6 +24,37 @@ use vm_watched::{LEFT, PAUSE, Watched};
 /// Where the slot under test is: one page, which is page `MEMORY` of the host's.
 const PLACE: Gfn = Gfn(16);
 const MEMORY: u64 = 1;
+
+/// Where the fault is held.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    /// It has found the slot.
+    Slot,
+    /// It has found that the page is not tracked.
+    Size,
+}
+
+thread_local! {
+    /// Is called when this thread asks for the size of the memory's pages.
+    static ASKED: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
+}
+
+/// Memory that tells when its size is asked for.
+struct Telling(Arc<HostRam>);
+
+// SAFETY: it is `HostRam`, whose contract holds.
+unsafe impl HostMemory for Telling {
+    fn hva_range(&self) -> Range<Hva> {
+        self.0.hva_range()
+    }
+
+    fn page_size(&self) -> PageSize {
+        if let Some(asked) = ASKED.take() {
+            asked();
+        }
+        PageSize::Size4K
+    }
+}
 
 struct Test {
     ram: Arc<HostRam>,
@@ -55,13 +92,17 @@ impl Test {
 }
 
 fn region(ram: &Arc<HostRam>) -> Region {
-    ram.region(1, PLACE.gpa().0, MEMORY, 1)
+    Region {
+        memory: Some(Arc::new(Telling(Arc::clone(ram)))),
+        ..ram.region(1, PLACE.gpa().0, MEMORY, 1)
+    }
 }
 
 /// Makes `change` while a guest's first store to the slot's page is in flight. Then calls `check`; the guest goes on storing to
 /// the page, a higher number each time, until it leaves.
 #[track_caller]
 fn while_a_store_is_in_flight(
+    at: At,
     change: impl FnOnce(&Vm<Watched>, Region),
     check: impl FnOnce(&Test),
 ) {
@@ -89,7 +130,10 @@ fn while_a_store_is_in_flight(
                 in_flight.send(()).unwrap();
                 wait_for_change.recv_timeout(LIMIT).unwrap();
             };
-            PAUSE.set(Some((PLACE, Box::new(hold))));
+            match at {
+                At::Slot => PAUSE.set(Some((PLACE, Box::new(hold)))),
+                At::Size => ASKED.set(Some(Box::new(hold))),
+            }
             let exit = storing.run();
             // The test may be over.
             let _ = left.send(exit);
@@ -120,6 +164,7 @@ fn while_a_store_is_in_flight(
 #[test]
 fn a_log_that_begins_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
+        At::Slot,
         |vm, region| {
             let flags = SlotFlags::LOG_DIRTY_PAGES;
             vm.set_user_memory_region2(Region { flags, ..region })
@@ -137,6 +182,7 @@ fn a_log_that_begins_waits_for_a_fault_in_flight() {
 #[test]
 fn tracking_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
+        At::Size,
         |vm, _| assert_eq!(vm.track_writes(1, 0..1), Ok(1)),
         |test| {
             let tracked = |exit: &Exit| {
@@ -156,6 +202,7 @@ fn tracking_waits_for_a_fault_in_flight() {
 #[test]
 fn a_deletion_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
+        At::Slot,
         |vm, _| vm.set_user_memory_region2(Region::delete(1)).unwrap(),
         |test| {
             test.expect_exit(|exit| matches!(exit, Exit::MmioWrite { .. }));
@@ -167,6 +214,7 @@ fn a_deletion_waits_for_a_fault_in_flight() {
 #[test]
 fn a_move_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
+        At::Slot,
         |vm, region| {
             let gpa = Gfn(PLACE.0 + 1).gpa();
             vm.set_user_memory_region2(Region { gpa, ..region })
@@ -179,6 +227,7 @@ fn a_move_waits_for_a_fault_in_flight() {
 #[test]
 fn userfault_waits_for_a_fault_in_flight() {
     while_a_store_is_in_flight(
+        At::Slot,
         |vm, region| {
             let bitmap = PageBitmap::new(1);
             bitmap.set_range(0..1);

@@ -1,7 +1,7 @@
 //! What the host does to a VM whose harts run: one thread each.
 
 use crate::guest::PAGES;
-use crate::host::{self, Host, MISSING};
+use crate::host::{self, Host, MISSING, Part};
 use crate::vm_fleet::Fleet;
 use crate::vm_support::{HostRam, Random};
 use pageferry_hypervisor::{Region, SlotFlags, Vm};
@@ -37,6 +37,8 @@ done! {
     PagesYoung "pages found young"
     Userfaults "userfault flags"
     PagesBrought "pages brought"
+    PagesTracked "pages tracked"
+    Refusals "stores refused"
 }
 
 /// How often what was done.
@@ -72,7 +74,7 @@ impl fmt::Display for Counts {
 type Churn = fn(&Vm, &Host, &Counts, &Fleet);
 
 /// All of them.
-pub(crate) const ALL: [Churn; 4] = [notify, change_slots, zap_and_age, miss];
+pub(crate) const ALL: [Churn; 5] = [notify, change_slots, zap_and_age, miss, track];
 
 /// Lets the harts run for up to so many microseconds: the mixture is better for it, and nothing rests on it.
 pub(crate) fn pause(random: &mut Random, most: u64) {
@@ -173,5 +175,28 @@ fn miss(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
         host.bring_all(MISSING);
         host.set(vm, MISSING, SlotFlags::EMPTY);
         pause(&mut random, 2000);
+    }
+}
+
+/// Stores to pages leave the guest for a while, whatever becomes of their slot.
+fn track(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
+    let mut random = Random(15);
+    while !fleet.is_stopped() {
+        let part = Part::ALL[(random.next() % Part::ALL.len() as u64) as usize];
+        let first = random.next() % part.pages;
+        let pages = first..(first + 1 + random.next() % 32).min(part.pages);
+        // What is deleted, or about to be, is tracked no more.
+        let goes = part == host::DELETED;
+        match vm.track_writes(part.slot, pages.clone()) {
+            Ok(tracked) => counts.add(Done::PagesTracked, tracked),
+            Err(refused) => assert!(goes, "{refused}"),
+        }
+        if !goes {
+            let wait = || pause(&mut random, 300);
+            host.check_still(part.first + pages.start..part.first + pages.end, wait);
+        }
+        let untracked = vm.untrack_writes(part.slot, pages.clone());
+        assert!(goes || untracked == Ok(pages.end - pages.start));
+        pause(&mut random, 1500);
     }
 }

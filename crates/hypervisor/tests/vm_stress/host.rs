@@ -196,6 +196,16 @@ impl Host {
         self.read(page)
     }
 
+    /// While `wait` takes its time no hart stores to the pages.
+    pub(crate) fn check_still(&self, pages: Range<u64>, wait: impl FnOnce()) {
+        let _away = self.away();
+        let before: Vec<_> = pages.clone().map(|page| self.read(page)).collect();
+        wait();
+        for (page, words) in pages.zip(before) {
+            assert_eq!(self.read(page), words, "page {page} was stored to");
+        }
+    }
+
     /// What is in all of a part's pages.
     pub(crate) fn all(&self, part: Part) -> Vec<Words> {
         part.range().map(|page| self.words(page)).collect()

@@ -82,6 +82,14 @@ impl Test {
                 let brought = self.host.bring(host::page(gpa));
                 self.counts.add(Done::PagesBrought, u64::from(brought));
             }
+            // Until it is untracked, again.
+            Exit::MemoryFault {
+                write_tracked: true,
+                ..
+            } => {
+                self.counts.add(Done::Refusals, 1);
+                std::thread::yield_now();
+            }
             Exit::Ecall { .. } => panic!("a word is wrong: {}", guest::describe(vcpu)),
             other => panic!("{other:?}: {vcpu:?}"),
         }
