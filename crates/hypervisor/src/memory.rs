@@ -188,7 +188,7 @@ impl<M: Memslots> Shared<M> {
         let leaf = loop {
             match worker.look(gfn, access) {
                 Look::Allowed(found) => break found,
-                Look::Denied(_) | Look::Absent => {
+                Look::Denied(_) | Look::Absent | Look::Mmio { .. } => {
                     let tracked = slot.data.tracked().is_some_and(|t| t.any(index, 1));
                     if tracked && write {
                         return Err(Unreached::Held(held_by(slot, gfn)));

@@ -331,7 +331,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     /// Links an empty table at `spot`, which is no link and no leaf; where another was faster, its page goes back.
     /// Whether there was a page: there is one for each level, but tables that others cut off meanwhile cost one each.
     #[cold]
-    fn link(&mut self, spot: &Spot<'_>) -> bool {
+    pub(crate) fn link(&mut self, spot: &Spot<'_>) -> bool {
         let Some(page) = self.kit.cache.take() else {
             return false;
         };

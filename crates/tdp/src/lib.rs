@@ -17,7 +17,7 @@
 //! - [`format`]: EPT, NPT, Sv48x4 and Sv57x4, arm64 stage 2. [`Platform`]: table memory and TLB flushes.
 //! - [`Worker::fault`], [`Worker::fast_fault`]; [`Worker::invalidate`] for notifiers; [`Worker::zap`],
 //!   [`Worker::zap_all`]; [`Worker::log_by_fault`] and [`Worker::clear_dirty`] for [logs](Log); [`Worker::split`],
-//!   [`Worker::recover`]; [`Worker::age`].
+//!   [`Worker::recover`]; [`Worker::age`]; [`Worker::mark_mmio`].
 //!
 //! **Neighbours.** `pageferry-addr` and `pageferry-epoch` below, the hypervisor above. This crate must not know memory
 //! slots, what TLBs are made of, or the contents of guest memory: it is told frames and keeps them. There is no struct
@@ -87,6 +87,7 @@ mod fault;
 pub mod format;
 mod invalidate;
 mod log;
+mod mmio;
 mod mmu;
 mod pages;
 mod platform;
@@ -102,6 +103,7 @@ pub use counts::Stats;
 pub use fault::{Fault, How, Mapped, Refused, Target, largest_level};
 pub use invalidate::Ticket;
 pub use log::Log;
+pub use mmio::is_mmio_current;
 pub use mmu::Mmu;
 pub use pages::OutOfTables;
 pub use platform::{Entry, Flush, Platform};

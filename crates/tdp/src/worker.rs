@@ -55,6 +55,12 @@ pub enum Look {
     Denied(Found),
     /// There is no leaf.
     Absent,
+    /// There is no leaf, but a [marker](Worker::mark_mmio): no slot held the frame. It counts where it is
+    /// [current](crate::is_mmio_current), and is no more than `Absent` elsewhere.
+    Mmio {
+        /// The slots' generation when it was made, as far as the marker keeps it.
+        generation: u64,
+    },
 }
 
 /// Which sort of guard a sweep holds.
@@ -139,7 +145,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         let level = table.level();
         loop {
             let Some(leaf) = found::<F>(value, level) else {
-                return Look::Absent;
+                return absent::<F>(value);
             };
             if !F::allows(value, access) {
                 return Look::Denied(leaf);
@@ -164,7 +170,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     pub fn translate(&mut self, gfn: Gfn, access: Access) -> Option<Found> {
         match self.look(gfn, access) {
             Look::Allowed(found) => Some(found),
-            Look::Denied(_) | Look::Absent => None,
+            Look::Denied(_) | Look::Absent | Look::Mmio { .. } => None,
         }
     }
 
@@ -427,6 +433,17 @@ pub(crate) fn found<F: Format>(value: u64, level: u32) -> Option<Found> {
         writes: F::writes(value),
     };
     Some(Found { leaf, level })
+}
+
+/// What an entry says that is no leaf.
+#[inline]
+fn absent<F: Format>(value: u64) -> Look {
+    if F::is_mmio(value) {
+        let generation = F::mmio_generation(value);
+        Look::Mmio { generation }
+    } else {
+        Look::Absent
+    }
 }
 
 impl<F: Format, P: Platform> Drop for Worker<F, P> {

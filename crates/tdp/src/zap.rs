@@ -12,7 +12,7 @@ use core::fmt;
 use pageferry_addr::GfnRange;
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Removes all translations of `range` and flushes; gives how many frames had one. A large page that reaches
+    /// Removes all translations of `range`, and all MMIO markers, and flushes; gives how many frames had a translation. A large page that reaches
     /// past the range goes as a whole: what is outside comes back by a fault.
     ///
     /// Faults that looked their frame up before may map it again at any time: where that must not be, use
@@ -168,6 +168,9 @@ fn zap_here<F: Format, P: Platform, L: Log>(
             }
             Err(_) => Then::Again,
         };
+    }
+    if F::is_mmio(spot.value) {
+        return session.clear_marker(spot);
     }
     let whole = spot.first >= range.start() && spot.first.0 + frames <= range.end().0;
     if level == 2 && whole && F::is_table(spot.value, level) {

@@ -214,6 +214,14 @@ impl<F: Format> Agree<F> {
             Op::Fault(at, access, grant) => drop(self.fault(w, at.gfn::<F>(), access, grant)),
             Op::Fast(at, access) => drop(self.fast_fault(w, at.gfn::<F>(), access)),
             Op::Look(at, access) => drop(self.look(w, at.gfn::<F>(), access)),
+            Op::MarkMmio(at, generation) => self.mark_mmio(w, at.gfn::<F>(), generation),
+            Op::ForgetMmio(at) => {
+                let early = w.ticket();
+                assert_eq!(w.forget_mmio(), self.model.forget_markers(0, u64::MAX));
+                *self.parts.spare.lock().unwrap() = None;
+                let late = w.mark_mmio(early, Gfn(at.gfn::<F>()), 0);
+                assert_eq!(late, Err(Refused::Invalidated));
+            }
             Op::Zap(span) => {
                 let (start, end) = span.ends::<F>();
                 let zapped = w.zap(whole::<F>((start, end)), &self.told);
@@ -275,6 +283,20 @@ impl<F: Format> Agree<F> {
             Op::Reclaim => drop(w.reclaim()),
             Op::Starve(tables) => *self.parts.spare.lock().unwrap() = Some(tables),
         }
+    }
+
+    fn mark_mmio(&mut self, w: &mut W<F>, gfn: u64, generation: u64) {
+        let mark = |w: &mut W<F>| {
+            let ticket = w.ticket();
+            w.mark_mmio(ticket, Gfn(gfn), generation)
+        };
+        let mut marked = mark(w);
+        if matches!(marked, Err(Refused::OutOfTables(_))) {
+            self.compare(w);
+            *self.parts.spare.lock().unwrap() = None;
+            marked = mark(w);
+        }
+        assert_eq!(marked, self.model.mark_mmio(gfn, generation));
     }
 
     fn zap_all(&mut self, w: &mut W<F>) {
@@ -374,9 +396,15 @@ impl<F: Format> Agree<F> {
             let refused = worker.fault(worker.ticket(), fault, target, &self.told);
             assert_eq!(refused, Err(Refused::Invalidated));
         }
+        if start <= gfn && gfn < end {
+            let refused = worker.mark_mmio(worker.ticket(), Gfn(gfn), 1);
+            assert_eq!(refused, Err(Refused::Invalidated));
+        }
         drop(invalidating);
         self.generation += 1;
         let refused = worker.fault(early, fault, target, &self.told);
+        assert_eq!(refused, Err(Refused::Invalidated), "the ticket is old");
+        let refused = worker.mark_mmio(early, Gfn(gfn), 1);
         assert_eq!(refused, Err(Refused::Invalidated), "the ticket is old");
         assert!(!worker.is_invalidating(Gfn(gfn)));
     }
@@ -435,6 +463,10 @@ impl<F: Format> Agree<F> {
         for at in At::all() {
             let gfn = at.gfn::<F>();
             assert_eq!(w.walk(Gfn(gfn)), self.model.found(gfn), "{gfn:#x}");
+            if self.model.found(gfn).is_none() {
+                let seen = w.look(Gfn(gfn), Access::READ);
+                assert_eq!(seen, self.model.absent(gfn), "{gfn:#x}");
+            }
         }
         assert_eq!(w.walk(F::GFN_LIMIT), None);
         assert_eq!(self.mmu.stats(), self.model.stats());
@@ -510,6 +542,8 @@ impl<F: Format> Agree<F> {
                 | Op::Fault(..)
                 | Op::Fast(..)
                 | Op::Look(..)
+                | Op::MarkMmio(..)
+                | Op::ForgetMmio(_)
                 | Op::Age(..)
                 | Op::Reclaim
                 | Op::LogOn(_)

@@ -17,6 +17,8 @@ pub(crate) struct Rules {
     /// Such a leaf has lost the permission to store.
     pub(crate) saved: bool,
     pub(crate) breaks: bool,
+    /// How much of a generation a marker keeps.
+    generations: u64,
 }
 
 impl Rules {
@@ -29,6 +31,7 @@ impl Rules {
             faults_unused: F::ACCESSED_BY != AccessedBy::Hardware,
             saved: F::ACCESSED_BY == AccessedBy::SavedPermissions,
             breaks: F::BREAK_BEFORE_MAKE,
+            generations: (1 << F::MMIO_GENERATION_BITS) - 1,
         }
     }
 
@@ -61,6 +64,8 @@ pub(crate) struct Model {
     pub(crate) rules: Rules,
     /// By first frame.
     pub(crate) leaves: BTreeMap<u64, (u32, Leaf)>,
+    /// Generations of markers, by frame.
+    pub(crate) markers: BTreeMap<u64, u64>,
     /// Tables below the root, by level and first frame.
     pub(crate) tables: BTreeSet<(u32, u64)>,
     /// What the log has to be told, in this step: first frames and numbers of pages.
@@ -74,6 +79,7 @@ impl Model {
         Self {
             rules,
             leaves: BTreeMap::new(),
+            markers: BTreeMap::new(),
             tables: BTreeSet::new(),
             dirtied: Vec::new(),
             accessed: Vec::new(),
@@ -116,6 +122,7 @@ impl Model {
     /// Puts another leaf, or none, where one is or none. What that means to a log is told.
     fn put(&mut self, first: u64, level: u32, new: Option<Leaf>) {
         let new = new.map(|leaf| self.rules.settle(leaf));
+        self.forget_markers(first, first + frames(level));
         let old = match new {
             Some(leaf) => self.leaves.insert(first, (level, leaf)),
             None => self.leaves.remove(&first),
@@ -157,7 +164,7 @@ impl Model {
 
     pub(crate) fn look(&mut self, gfn: u64, access: Access) -> Look {
         let Some((first, level, mut leaf)) = self.at(gfn) else {
-            return Look::Absent;
+            return self.absent(gfn);
         };
         if !self.rules.allows(&leaf, access) {
             return Look::Denied(Found { leaf, level });
@@ -167,6 +174,45 @@ impl Model {
         // The hardware tells nobody.
         self.leaves.insert(first, (level, leaf));
         Look::Allowed(Found { leaf, level })
+    }
+
+    /// What a look finds at a frame that no leaf covers.
+    pub(crate) fn absent(&self, gfn: u64) -> Look {
+        match self.markers.get(&gfn) {
+            Some(&generation) => Look::Mmio { generation },
+            None => Look::Absent,
+        }
+    }
+
+    pub(crate) fn mark_mmio(&mut self, gfn: u64, generation: u64) -> Result<(), Refused> {
+        if let Some(existing) = self.found(gfn) {
+            return Err(Refused::Conflict { existing });
+        }
+        self.link_down(gfn, 1);
+        self.markers
+            .insert(gfn, generation & self.rules.generations);
+        Ok(())
+    }
+
+    /// Clears the markers of a range; gives how many there were.
+    pub(crate) fn forget_markers(&mut self, start: u64, end: u64) -> u64 {
+        let before = self.markers.len();
+        self.markers.retain(|gfn, _| !(start..end).contains(gfn));
+        (before - self.markers.len()) as u64
+    }
+
+    /// Links tables down to one of level `limit` for a frame that no leaf covers; gives the level of the last there is.
+    fn link_down(&mut self, gfn: u64, limit: u32) -> u32 {
+        let first = |level: u32| gfn & !(frames(level) - 1);
+        let mut level = self.rules.levels;
+        while level > 1 && self.tables.contains(&(level - 1, first(level))) {
+            level -= 1;
+        }
+        while level > limit {
+            level -= 1;
+            self.tables.insert((level, first(level + 1)));
+        }
+        level
     }
 
     pub(crate) fn fast_fault(&mut self, gfn: u64, access: Access) -> Option<(How, Found)> {
@@ -218,14 +264,7 @@ impl Model {
         };
         let how = loop {
             let Some((first, level, old)) = self.at(gfn) else {
-                let mut level = self.rules.levels;
-                while level > 1 && self.tables.contains(&(level - 1, aligned(level))) {
-                    level -= 1;
-                }
-                while level > limit {
-                    level -= 1;
-                    self.tables.insert((level, aligned(level + 1)));
-                }
+                let level = self.link_down(gfn, limit);
                 self.put(aligned(level), level, Some(wanted(level, None)));
                 break How::Installed;
             };
@@ -255,6 +294,7 @@ impl Model {
             self.put(first, level, None);
             zapped += frames(level);
         }
+        self.forget_markers(start, end);
         // Of the tables, those of the lowest level go if the range has them whole.
         let spared =
             |&(level, first): &(u32, u64)| level > 1 || first < start || first + frames(2) > end;

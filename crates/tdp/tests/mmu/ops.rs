@@ -93,6 +93,10 @@ pub(crate) enum Op {
     Fault(At, Access, Grant),
     Fast(At, Access),
     Look(At, Access),
+    /// A fault that found no slot.
+    MarkMmio(At, u64),
+    /// The generations repeat; a mark with a ticket from before is tried after it.
+    ForgetMmio(At),
     Zap(Span),
     ZapAll,
     Protect(Span),
@@ -176,6 +180,10 @@ fn grant() -> impl Strategy<Value = Grant> {
     })
 }
 
+fn generation() -> impl Strategy<Value = u64> {
+    prop_oneof![3 => 0..3_u64, 1 => any::<u64>()]
+}
+
 fn mask() -> impl Strategy<Value = u64> {
     prop_oneof![
         Just(u64::MAX),
@@ -193,6 +201,8 @@ fn plain() -> impl Strategy<Value = Op> {
         6 => (any_at(), access(), grant()).prop_map(|(at, access, grant)| Op::Fault(at, access, grant)),
         1 => (any_at(), access()).prop_map(|(at, access)| Op::Fast(at, access)),
         1 => (any_at(), access()).prop_map(|(at, access)| Op::Look(at, access)),
+        4 => (any_at(), generation()).prop_map(|(at, generation)| Op::MarkMmio(at, generation)),
+        1 => any_at().prop_map(Op::ForgetMmio),
         3 => span().prop_map(Op::Zap),
         2 => span().prop_map(Op::Protect),
         2 => (any_at(), mask()).prop_map(|(at, mask)| Op::ProtectMask(at, mask)),
