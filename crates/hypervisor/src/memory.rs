@@ -264,6 +264,7 @@ fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
 }
 
 /// What may be mapped for `gfn` in `slot`, whose page there is `tracked` or not.
+#[inline]
 pub(crate) fn target_of(
     slot: &Slot<SlotData>,
     gfn: Gfn,
@@ -277,13 +278,10 @@ pub(crate) fn target_of(
     let small = slot.data.userfault.is_some() || log.is_on();
     let backing = if small { 1 } else { slot.data.backing() };
     let mut level = largest_level::<Format>(slot.range, gfn, pfn, backing);
-    if let Some(tracked) = slot.data.tracked() {
-        // A page that is tracked from now on is found by who tracks it: it waits for this fault.
-        let frames = |level| Format::frames_per_entry(level);
-        let first = |level| (gfn.0 & !(frames(level) - 1)) - slot.range.start().0;
-        while level > 1 && tracked.any(first(level), frames(level)) {
-            level -= 1;
-        }
+    if let Some(tracked) = slot.data.tracked()
+        && level > 1
+    {
+        level = tracked.largest_level(slot, gfn, level);
     }
     Target {
         pfn,

@@ -55,6 +55,18 @@ impl Tracked {
             != 0
     }
 
+    /// The level, `level` at most, of the largest page around `gfn` none of which is tracked; or 1. A page that is tracked from now
+    /// on is found by who tracks it: it waits for this fault.
+    #[cold]
+    pub(crate) fn largest_level(&self, slot: &Slot<SlotData>, gfn: Gfn, mut level: u32) -> u32 {
+        let frames = |level| Format::frames_per_entry(level);
+        let first = |level| (gfn.0 & !(frames(level) - 1)) - slot.range.start().0;
+        while level > 1 && self.any(first(level), frames(level)) {
+            level -= 1;
+        }
+        level
+    }
+
     /// Whether any page is.
     pub(crate) fn is_on(&self) -> bool {
         self.extent().pages != 0
