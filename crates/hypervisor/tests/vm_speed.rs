@@ -3,7 +3,7 @@
 mod vm_support;
 
 use pageferry_addr::RamPage;
-use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits};
+use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits, Vm, VmConfig};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -105,4 +105,84 @@ fn misses_and_memory_fault_exits() {
         "TLB miss, SPTE present: {refills:.0} ns a page; SPTE absent: {faults:.0} ns; memory fault, exit and resume: {exits:.0} ns"
     );
     println!("exit and resume alone: {:.0} ns", exits - faults);
+}
+
+/// Loads where no slot is, beside few slots and many.
+#[test]
+#[ignore = "a measurement"]
+fn mmio_exits() {
+    const EXITS: u64 = 100_000;
+    let ram = HostRam::new(1);
+    ram.code(0, &[ld(A0, A1, 0), jal(X0, -4)]);
+    for slots in [10, 32_764] {
+        let vm = Vm::new(VmConfig::default());
+        for slot in 0..slots {
+            vm.set_user_memory_region2(ram.region(slot, u64::from(slot) * 2 * PAGE, 0, 1))
+                .unwrap();
+        }
+        let mut vcpu = vcpu(&vm, 0, 0);
+        vcpu.hart_mut().set_x(11, u64::from(slots) * PAGE + PAGE);
+        let time = best(|| {
+            let start = Instant::now();
+            for _ in 0..EXITS {
+                assert!(matches!(vcpu.run(), Exit::MmioRead { .. }));
+            }
+            start.elapsed()
+        });
+        let each = time.as_nanos() as f64 / EXITS as f64;
+        println!("MMIO exit and resume beside {slots} slots: {each:.0} ns");
+    }
+}
+
+/// What a background snapshot pays beside copying: for a page that a guest stores to, and for one that it does not.
+#[test]
+#[ignore = "a measurement"]
+fn write_tracking() {
+    const PAGES: u64 = 16 * 1024;
+    let ram = HostRam::new(1 + PAGES as usize);
+    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    let vm = vm(&ram);
+    let mut vcpu = vcpu(&vm, 0, 0);
+    let mut store = |untracks: bool| {
+        vcpu.hart_mut().set_pc(0).unwrap();
+        vcpu.hart_mut().set_x(11, PAGE);
+        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
+        vcpu.hart_mut().set_x(6, PAGE);
+        let start = Instant::now();
+        loop {
+            match vcpu.run() {
+                Exit::MemoryFault { gpa, .. } if untracks => {
+                    let page = gpa.0 / PAGE;
+                    assert_eq!(vm.untrack_writes(0, page..page + 1), Ok(1));
+                }
+                Exit::Halted => return start.elapsed(),
+                other => panic!("{other:?}"),
+            }
+        }
+    };
+    let track = || {
+        let start = Instant::now();
+        assert_eq!(vm.track_writes(0, 1..1 + PAGES), Ok(PAGES));
+        start.elapsed()
+    };
+    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    store(false);
+    let (mut tracked, mut stored, mut untracked) = (Duration::MAX, Duration::MAX, Duration::MAX);
+    for _ in 0..5 {
+        tracked = tracked.min(track());
+        stored = stored.min(store(true));
+        track();
+        let start = Instant::now();
+        for page in 1..=PAGES {
+            assert_eq!(vm.untrack_writes(0, page..page + 1), Ok(1));
+        }
+        untracked = untracked.min(start.elapsed());
+        store(false);
+    }
+    println!(
+        "tracking: {:.0} ns a page; untracking: {:.0} ns; exit, untracking and resume: {:.0} ns",
+        per_page(tracked),
+        per_page(untracked),
+        per_page(stored)
+    );
 }
