@@ -7,8 +7,8 @@ use crate::watched::Watched;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use pageferry_addr::Gfn;
-use pageferry_tdp::How;
 use pageferry_tdp::format::Access;
+use pageferry_tdp::{How, Look};
 use std::collections::BTreeSet;
 
 #[test]
@@ -82,6 +82,44 @@ fn a_fault_beside_an_invalidation_never_maps_what_is_given_away() {
         None,
         Some(Ok(OLD)),
         Some(Ok(NEW)),
+        refused("Excluded"),
+        refused("Invalidated"),
+    ];
+    assert_eq!(seen, BTreeSet::from(all));
+}
+
+/// The generations repeat: what is left is of the new one.
+#[test]
+fn no_marker_of_an_old_generation_outlives_the_sweep() {
+    let seen = explore_orders(|swap| {
+        let vm = Vm::<WithBits>::new();
+        let slots = Arc::new(AtomicU64::new(0));
+        let slots_too = slots.clone();
+        let (marked, cleared, mut workers) = vm.race(
+            swap,
+            move |_, worker| {
+                let ticket = worker.ticket();
+                let generation = slots.load(Ordering::Relaxed);
+                let marked = worker.mark_mmio(ticket, Gfn(0), generation);
+                marked.map(|()| generation)
+            },
+            move |_, worker| {
+                slots_too.store(1, Ordering::Relaxed);
+                worker.forget_mmio()
+            },
+        );
+        match workers[0].look(Gfn(0), Access::READ) {
+            Look::Absent | Look::Mmio { generation: 1 } => {}
+            old => panic!("{old:?} is left"),
+        }
+        vm.check(workers);
+        (marked.map_err(|refused| format!("{refused:?}")), cleared)
+    });
+    let refused = |why: &str| (Err(why.to_owned()), 0);
+    let all = [
+        (Ok(0), 1),
+        (Ok(1), 0),
+        (Ok(1), 1),
         refused("Excluded"),
         refused("Invalidated"),
     ];

@@ -20,6 +20,7 @@
 //! - roots swapped without the exclusive side: `a_fault_beside_a_fast_zap_..`; a swap that is not counted as owed, or no
 //!   `Flush::Roots`: `an_invalidation_beside_a_fast_zap_..`;
 //! - a fault that waits for a frozen entry: `a_split_by_break_before_make_..` (it never ends);
+//! - markers swept without moving the invalidation sequence on before, or with it moved on after: `no_marker_of_an_old_..`;
 //! - a link followed without acquire: `a_page_is_there_..`; an exchange without release and acquire: that and
 //!   `who_protects_pays_..`;
 //! - what was aged counted before the change, not at all, or without release: `who_protects_pays_for_who_ages`.
