@@ -23,10 +23,10 @@ use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::pages::Table;
 use crate::platform::Platform;
-use crate::worker::{Hold, Then, Worker, found};
+use crate::worker::{Hold, Look, Then, Worker, found};
 use pageferry_addr::{Gfn, GfnRange};
 
-/// Whether a marker's generation, as [`Look::Mmio`](crate::Look::Mmio) gives it, is `generation`, as far as markers keep
+/// Whether a marker's generation, as [`Look::Mmio`] gives it, is `generation`, as far as markers keep
 /// that.
 ///
 /// ```
@@ -41,6 +41,17 @@ use pageferry_addr::{Gfn, GfnRange};
 #[must_use]
 pub const fn is_mmio_current<F: Format>(found: u64, generation: u64) -> bool {
     (found ^ generation) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0
+}
+
+/// What an entry says that is no leaf.
+#[inline]
+pub(crate) fn absent<F: Format>(value: u64) -> Look {
+    if F::is_mmio(value) {
+        let generation = F::mmio_generation(value);
+        Look::Mmio { generation }
+    } else {
+        Look::Absent
+    }
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {

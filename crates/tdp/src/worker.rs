@@ -9,6 +9,7 @@ use crate::change::{Kit, Session, Spot};
 use crate::format::{Access, Format, Leaf};
 use crate::invalidate::Ticket;
 use crate::log::Log;
+use crate::mmio::absent;
 use crate::mmu::Mmu;
 use crate::pages::{Cache, OutOfTables};
 use crate::platform::Platform;
@@ -433,17 +434,6 @@ pub(crate) fn found<F: Format>(value: u64, level: u32) -> Option<Found> {
         writes: F::writes(value),
     };
     Some(Found { leaf, level })
-}
-
-/// What an entry says that is no leaf.
-#[inline]
-fn absent<F: Format>(value: u64) -> Look {
-    if F::is_mmio(value) {
-        let generation = F::mmio_generation(value);
-        Look::Mmio { generation }
-    } else {
-        Look::Absent
-    }
 }
 
 impl<F: Format, P: Platform> Drop for Worker<F, P> {
