@@ -1,8 +1,8 @@
 //! Write tracking: which pages of a slot no store may reach, and how they become so and cease to be.
 //!
 //! **Guarantee.** From the return of [`Vm::track_writes`] until a page is untracked no store of a guest to it goes through:
-//! plain, misaligned, AMO or SC. It leaves the guest before it has any effect, and is in no dirty log (of a store over two pages, the page that is not tracked
-//! may be). Loads and fetches go on.
+//! plain, misaligned, AMO or SC. It leaves the guest before it has any effect, and is in no dirty log (of a store over two
+//! pages, the page that is not tracked may be). Loads and fetches go on.
 //!
 //! **Mechanism.** The truth is a bit a page in the slot's [`Tracked`], which the fault path asks before it lets a leaf be
 //! stored to. The leaf of a tracked page is of the class [`Writes::MmuForbids`], which nothing but such a fault changes to one

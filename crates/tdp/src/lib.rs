@@ -103,7 +103,7 @@ pub use counts::Stats;
 pub use fault::{Fault, How, Mapped, Refused, Target, largest_level};
 pub use invalidate::Ticket;
 pub use log::Log;
-pub use mmio::is_mmio_current;
+pub use mmio::{is_mmio_current, must_forget_mmio};
 pub use mmu::Mmu;
 pub use pages::OutOfTables;
 pub use platform::{Entry, Flush, Platform};

@@ -10,11 +10,14 @@
 //!
 //! # When generations repeat
 //!
-//! A marker keeps the low [`MMIO_GENERATION_BITS`](crate::format::Layout::MMIO_GENERATION_BITS) of its generation. When those of
-//! the slots' generation have become 0, [`Worker::forget_mmio`] has to be called, after the slots have that generation and
-//! before they get the next. It first moves the invalidation sequence on, under the exclusive side: a fault that
-//! looked at the slots before makes its marker before that, where the sweep finds it, or is refused; one that
-//! took its ticket later has seen the new generation. Then it sweeps.
+//! A marker keeps the low [`MMIO_GENERATION_BITS`](crate::format::Layout::MMIO_GENERATION_BITS) of its generation, so one that
+//! nobody has met since would count again when those repeat. In each generation for which [`must_forget_mmio`] holds, twice a
+//! round, [`Worker::forget_mmio`] has to be called, after the slots have that generation and before they get the
+//! next. It first moves the invalidation sequence on, under the exclusive side: a fault that looked at the slots before
+//! makes its marker before that, where the sweep finds it, or is refused; one that took its ticket later has seen this
+//! generation. Then it sweeps. So markers of older generations are gone, and those of this one go half a round later, before they
+//! could count again. Once a round would not do: what is marked in the generation of the call would count in that of
+//! the next, until its sweep comes by.
 
 use crate::change::{Carries, Kit, Session, Spot};
 use crate::fault::{Refused, spot_of};
@@ -35,12 +38,31 @@ use pageferry_addr::{Gfn, GfnRange};
 ///
 /// let bits = Ept4::MMIO_GENERATION_BITS;
 /// assert!(is_mmio_current::<Ept4>(5, 5) && !is_mmio_current::<Ept4>(5, 6));
-/// assert!(is_mmio_current::<Ept4>(5, 5 + (1 << bits)), "forget_mmio comes in between");
+/// assert!(is_mmio_current::<Ept4>(5, 5 + (1 << bits)), "forgotten long before");
 /// ```
 #[inline]
 #[must_use]
 pub const fn is_mmio_current<F: Format>(found: u64, generation: u64) -> bool {
     (found ^ generation) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0
+}
+
+/// Whether markers have to be [forgotten](Worker::forget_mmio) in `generation`, before the next begins.
+///
+/// ```
+/// use pageferry_tdp::format::{Layout, Sv57x4Svadu};
+/// use pageferry_tdp::must_forget_mmio;
+///
+/// // After a generation, and before its bits repeat.
+/// let round = 1 << Sv57x4Svadu::MMIO_GENERATION_BITS;
+/// let is_forgotten = |made| (made + 1..made + round).any(must_forget_mmio::<Sv57x4Svadu>);
+/// assert!((0..3 * round).all(is_forgotten));
+/// let times = (0..round).filter(|&now| must_forget_mmio::<Sv57x4Svadu>(now)).count();
+/// assert_eq!(times, 2);
+/// ```
+#[inline]
+#[must_use]
+pub const fn must_forget_mmio<F: Format>(generation: u64) -> bool {
+    generation & ((1 << (F::MMIO_GENERATION_BITS - 1)) - 1) == 0
 }
 
 /// What an entry says that is no leaf.
@@ -82,8 +104,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
             .unwrap_or(Err(Refused::Invalidated))
     }
 
-    /// Clears all markers, and lets no fault that is under way make one; gives how many there were. See the module's
-    /// last paragraph. Held exclusive for a moment, then shared, with turns.
+    /// Clears all markers of older generations than the slots have now, for good: no fault that is under way makes one later.
+    /// Gives how many markers were cleared. Who does not call it where [`must_forget_mmio`] says so has markers that count
+    /// when they should not. Held exclusive for a moment, then shared, with turns.
     pub fn forget_mmio(&mut self) -> u64 {
         {
             let mmu = &*self.mmu;

@@ -133,7 +133,7 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     const MMIO: u64 = 1 << 3;
     /// The room for a guest frame number in an MMIO marker.
     const MMIO_GFN_BITS: u32 = 40;
-    /// The room for a generation in an MMIO marker. Before generations repeat in it, all markers must go.
+    /// The room for a generation in an MMIO marker. See [`must_forget_mmio`](crate::must_forget_mmio).
     const MMIO_GENERATION_BITS: u32 = MMIO_LOW_BITS + 63 - MMIO_GFN_SHIFT - Self::MMIO_GFN_BITS;
 
     /// Fails to compile where fields overlap or values are ambiguous; [`Format::leaf`](super::Format::leaf)

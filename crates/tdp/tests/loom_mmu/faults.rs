@@ -88,7 +88,7 @@ fn a_fault_beside_an_invalidation_never_maps_what_is_given_away() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// The generations repeat: what is left is of the new one.
+/// The slots change, and markers are forgotten: what is left is of the new generation.
 #[test]
 fn no_marker_of_an_old_generation_outlives_the_sweep() {
     let seen = explore_orders(|swap| {

@@ -95,7 +95,7 @@ pub(crate) enum Op {
     Look(At, Access),
     /// A fault that found no slot.
     MarkMmio(At, u64),
-    /// The generations repeat; a mark with a ticket from before is tried after it.
+    /// A mark with a ticket from before is tried after it.
     ForgetMmio(At),
     Zap(Span),
     ZapAll,
