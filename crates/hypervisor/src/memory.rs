@@ -186,20 +186,30 @@ impl<M: Memslots> Shared<M> {
             execute: false,
         };
         let leaf = loop {
-            match worker.look(gfn, access) {
-                Look::Allowed(found) => break found,
-                Look::Denied(_) | Look::Absent | Look::Mmio { .. } => {
-                    let tracked = slot.data.tracked().is_some_and(|t| t.any(index, 1));
-                    if tracked && write {
-                        return Err(Unreached::Held(held_by(slot, gfn)));
-                    }
-                    access.write &= !tracked;
-                    let found = self.map(worker, ticket, (slot, gfn, pfn), access, log, tracked)?;
-                    // What another vCPU's load has just mapped allows the store and is clean: the next walk marks it.
-                    if found.leaf.accessed && (found.leaf.dirty || !access.write) {
-                        break found;
-                    }
-                }
+            let seen = worker.look(gfn, access);
+            if let Look::Allowed(found) = seen {
+                break found;
+            }
+            let tracked = slot.data.tracked().is_some_and(|t| t.any(index, 1));
+            if tracked && write {
+                return Err(Unreached::Held(held_by(slot, gfn)));
+            }
+            access.write &= !tracked;
+            if access.write && log.is_ring_full() {
+                return Err(Unreached::Again(Again::Ring));
+            }
+            // A leaf that is there may allow more without the MMU lock.
+            let fast = match seen {
+                Look::Denied(_) => worker.fast_fault(Fault { gfn, access }, log),
+                _ => None,
+            };
+            let found = match fast {
+                Some(mapped) => mapped.found(),
+                None => self.map(worker, ticket, (slot, gfn, pfn), access, log, tracked)?,
+            };
+            // What another vCPU's load has just mapped allows the store and is clean: the next walk marks it.
+            if found.leaf.accessed && (found.leaf.dirty || !access.write) {
+                break found;
             }
         };
         let offset = gfn.0 & (Format::frames_per_entry(leaf.level) - 1);
@@ -224,16 +234,10 @@ impl<M: Memslots> Shared<M> {
         log: &SlotLog<'_>,
         tracked: bool,
     ) -> Result<pageferry_tdp::Found, Unreached> {
-        let fault = Fault { gfn, access };
-        if access.write && log.is_ring_full() {
-            return Err(Unreached::Again(Again::Ring));
-        }
-        if let Some(mapped) = worker.fast_fault(fault, log) {
-            return Ok(mapped.found());
-        }
         if is_missing(slot, gfn) {
             return Err(Unreached::Held(USERFAULT));
         }
+        let fault = Fault { gfn, access };
         let target = target_of(slot, gfn, pfn, access, log, tracked);
         match worker.fault(ticket, fault, target, log) {
             Ok(mapped) => Ok(mapped.found()),
