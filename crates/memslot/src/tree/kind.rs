@@ -101,7 +101,8 @@ impl Order for ByHva {
 ///
 /// The bound may be too high, which costs a look in vain. It is never too low for whoever reads it: it is raised
 /// before a slot that needs it can be seen, and lowered only in a new node. That is worth a node where the bound
-/// [passes](Self::passes) the keys of the next child; else who looks there belongs there.
+/// [passes](Self::passes) the keys of the next child; else who looks there belongs there. The last child of the tree
+/// has none next to it, and mostly `MOST` for a bound.
 pub(crate) trait Reach {
     /// Whether there are bounds.
     const KEPT: bool;

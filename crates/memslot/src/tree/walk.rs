@@ -192,6 +192,11 @@ impl<'g, D> Overlapping<'g, D> {
             let child = children.trailing_zeros() as usize;
             *children &= *children - 1;
             let cell = &inner.cells[child];
+            if inner.head.level() == 1 {
+                // Keys, ends and cells lie in different lines: wait for all at the same time.
+                // SAFETY: the children at level 1 are leaves, and those in cells are alive (see `At::enter`).
+                unsafe { Leaf::<'g, ByHva, D>::at(cell.newest()) }.prefetch();
+            }
             self.enter(cell);
         }
         true
