@@ -43,12 +43,16 @@ use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
 use pageferry_tdp::ring::Producer;
 use pageferry_tdp::{Fault, Log as _, Look, Refused, Target, Ticket, largest_level};
+use std::hint::spin_loop;
 use std::sync::Arc;
 
 /// [`MemoryFault::flags`]: the page's userfault bit is set.
 pub(crate) const USERFAULT: u64 = 1;
 /// [`MemoryFault::flags`]: the page is write-tracked.
 pub(crate) const WRITE_TRACKED: u64 = 2;
+
+/// How often a fault is tried before the vCPU leaves its guest for others' sake.
+const TRIES: u32 = 4;
 
 pub(crate) struct Memory<M: Memslots> {
     pub(crate) tlb: Tlb,
@@ -105,16 +109,24 @@ impl<M: Memslots> Memory<M> {
         }
         let gfn = Gpa(gpa).gfn();
         let (vm, worker, ring) = (&*self.vm, &mut self.worker, self.ring.as_ref());
-        // Before the slots are looked at.
-        let ticket = worker.ticket();
-        let reached = self.slots.lookup(gfn, |found| match found {
-            Found::Slot(slot) => {
-                let log = SlotLog::of(slot).with_ring(ring);
-                vm.resolve(worker, ticket, (slot, &log), gfn, write)
+        let mut tries = TRIES;
+        let reached = loop {
+            tries -= 1;
+            // Before the slots are looked at.
+            let ticket = worker.ticket();
+            let reached = self.slots.lookup(gfn, |found| match found {
+                Found::Slot(slot) => {
+                    let log = SlotLog::of(slot).with_ring(ring);
+                    vm.resolve(worker, ticket, (slot, &log), gfn, write)
+                }
+                Found::Nothing => Err(Unreached::Mmio),
+                Found::Invalid => Err(Unreached::Again(Again::Slots)),
+            });
+            match reached {
+                Err(Unreached::Again(Again::Stale | Again::Tables)) if tries > 0 => spin_loop(),
+                reached => break reached,
             }
-            Found::Nothing => Err(Unreached::Mmio),
-            Found::Invalid => Err(Unreached::Again(Again::Slots)),
-        });
+        };
         let (hva, may_write) = match reached {
             Ok(reached) => reached,
             Err(Unreached::Mmio) => return Err(BusFault::Mmio { gpa }),
@@ -152,6 +164,8 @@ enum Unreached {
 pub(crate) enum Again {
     /// The slot is being deleted or moved, or its memory is being invalidated.
     Slots,
+    /// Something was invalidated between the look at the slot and the tables. It is over, so the fault looks again at once, some times.
+    Stale,
     /// Exclusive work on the tables goes on.
     Tables,
     /// The vCPU's dirty ring is nearly full.
@@ -242,7 +256,10 @@ impl<M: Memslots> Shared<M> {
         match worker.fault(ticket, fault, target, log) {
             Ok(mapped) => Ok(mapped.found()),
             Err(Refused::Excluded) => Err(Unreached::Again(Again::Tables)),
-            Err(Refused::Invalidated) => Err(Unreached::Again(Again::Slots)),
+            Err(Refused::Invalidated) if worker.is_invalidating(gfn) => {
+                Err(Unreached::Again(Again::Slots))
+            }
+            Err(Refused::Invalidated) => Err(Unreached::Again(Again::Stale)),
             Err(refused) => panic!("{gfn:?}, whose slot says {pfn:?}: {refused}"),
         }
     }

@@ -2,10 +2,12 @@
 
 mod vm_support;
 
-use pageferry_addr::RamPage;
+use pageferry_addr::{Hva, RamPage};
 use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits, Vm, VmConfig};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread;
 use std::time::{Duration, Instant};
 use vm_support::{HostRam, PAGE, asm::*, vcpu, vm};
 
@@ -105,6 +107,56 @@ fn misses_and_memory_fault_exits() {
         "TLB miss, SPTE present: {refills:.0} ns a page; SPTE absent: {faults:.0} ns; memory fault, exit and resume: {exits:.0} ns"
     );
     println!("exit and resume alone: {:.0} ns", exits - faults);
+}
+
+/// Faults beside a notifier that is called for other memory all the time.
+#[test]
+#[ignore = "a measurement"]
+fn faults_beside_a_notifier() {
+    const PAGES: u64 = 16 * 1024;
+    let ram = HostRam::new(1 + PAGES as usize);
+    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    let vm = vm(&ram);
+    // A slot that is mapped nowhere, far from the others.
+    vm.set_user_memory_region2(ram.region(0, 0, 0, 1 + PAGES))
+        .unwrap();
+    let other = HostRam::new(1);
+    vm.set_user_memory_region2(other.region(1, 1 << 40, 0, 1))
+        .unwrap();
+    let (page, all) = (
+        other.region(1, 0, 0, 1).hva,
+        ram.region(0, 0, 0, 1 + PAGES).hva,
+    );
+    let mut vcpu = vcpu(&vm, 0, 0);
+    let mut touch_all = || {
+        vm.invalidate_hva(all..Hva(all.0 + (1 + PAGES) * PAGE));
+        vcpu.hart_mut().set_pc(0).unwrap();
+        vcpu.hart_mut().set_x(11, PAGE);
+        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
+        vcpu.hart_mut().set_x(6, PAGE);
+        let start = Instant::now();
+        assert_eq!(vcpu.run(), Exit::Halted);
+        start.elapsed()
+    };
+    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    let alone = per_page(best(&mut touch_all));
+    let (stop, calls) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (beside, each) = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Relaxed) {
+                vm.invalidate_hva(page..Hva(page.0 + PAGE));
+                calls.fetch_add(1, Relaxed);
+            }
+        });
+        let (start, before) = (Instant::now(), calls.load(Relaxed));
+        let beside = per_page(best(&mut touch_all));
+        let each = start.elapsed().as_nanos() as f64 / (calls.load(Relaxed) - before) as f64;
+        stop.store(true, Relaxed);
+        (beside, each)
+    });
+    println!(
+        "a fault alone: {alone:.0} ns; beside a notifier: {beside:.0} ns, and {each:.0} ns a call of that"
+    );
 }
 
 /// Loads where no slot is, beside few slots and many.

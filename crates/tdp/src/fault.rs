@@ -88,8 +88,8 @@ pub enum Refused {
     /// fault again.
     #[error("exclusive work on the tables goes on")]
     Excluded,
-    /// The range is being invalidated, or was since the ticket was taken: what was looked up may be old; or tables were cut
-    /// off again and again while the fault walked down. Fault again.
+    /// The range is being invalidated, or was since the ticket was taken, or so much was that this is not known: what was looked up
+    /// may be old; or tables were cut off again and again while the fault walked down. Fault again.
     #[error("the range was invalidated meanwhile")]
     Invalidated,
     /// A large page is in the way, and the format does not let it be split without a flush in between. Make it smaller

@@ -13,22 +13,60 @@
 //! - after end: a ticket from before end has an old number. One from after end was followed by a look-up after
 //!   end, which found what the host has now.
 //!
+//! KVM tries every fault with an old number again, wherever it was; beside a host that invalidates all the time, hardly one
+//! gets through. Here the ranges of the last [`KEPT`] invalidations are known, and a fault whose page lies in none of those
+//! that have ended since its ticket is as good as new: what it looked up was not taken away by them.
+//!
 //! Without the lock the same words are a hint that lets a fault give up early.
 
 use crate::sync::{AtomicU64, Ordering};
+use core::ops::Range;
 use pageferry_addr::Gfn;
 
 /// The moment at which a fault began, in invalidations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
+/// The ranges of how many invalidations are known after their end.
+const KEPT: usize = if cfg!(any(loom, shuttle)) { 2 } else { 16 };
+
+/// The first frame, and the first behind the last.
+#[derive(Debug)]
+struct Frames {
+    first: AtomicU64,
+    end: AtomicU64,
+}
+
+impl Frames {
+    fn none() -> Self {
+        Self {
+            first: AtomicU64::new(u64::MAX),
+            end: AtomicU64::new(0),
+        }
+    }
+
+    fn set(&self, first: u64, end: u64) {
+        self.first.store(first, Ordering::Relaxed);
+        self.end.store(end, Ordering::Relaxed);
+    }
+
+    /// Whether some of the `frames` frames from `first` on are among them.
+    #[inline]
+    fn overlap(&self, first: Gfn, frames: u64) -> bool {
+        self.first.load(Ordering::Relaxed) < first.0 + frames
+            && first.0 < self.end.load(Ordering::Relaxed)
+    }
+}
+
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Invalidation {
     ended: AtomicU64,
     active: AtomicU64,
-    first: AtomicU64,
-    end: AtomicU64,
+    /// What is in progress.
+    current: Frames,
+    /// What number `n` was of, at `n` modulo their count.
+    recent: [Frames; KEPT],
 }
 
 impl Invalidation {
@@ -36,8 +74,8 @@ impl Invalidation {
         Self {
             ended: AtomicU64::new(0),
             active: AtomicU64::new(0),
-            first: AtomicU64::new(u64::MAX),
-            end: AtomicU64::new(0),
+            current: Frames::none(),
+            recent: core::array::from_fn(|_| Frames::none()),
         }
     }
 
@@ -52,9 +90,7 @@ impl Invalidation {
     /// a hint without.
     #[inline]
     pub(crate) fn covers(&self, first: Gfn, frames: u64) -> bool {
-        self.active.load(Ordering::Relaxed) != 0
-            && self.first.load(Ordering::Relaxed) < first.0 + frames
-            && first.0 < self.end.load(Ordering::Relaxed)
+        self.active.load(Ordering::Relaxed) != 0 && self.current.overlap(first, frames)
     }
 
     /// Whether a fault with `ticket` may map the page of `frames` frames, a power of two, around `gfn`. The caller holds
@@ -62,8 +98,23 @@ impl Invalidation {
     #[inline]
     pub(crate) fn admits(&self, ticket: Ticket, gfn: Gfn, frames: u64) -> bool {
         // The lock orders these loads.
-        self.ended.load(Ordering::Relaxed) == ticket.0
-            && !self.covers(Gfn(gfn.0 & !(frames - 1)), frames)
+        let (ended, first) = (
+            self.ended.load(Ordering::Relaxed),
+            Gfn(gfn.0 & !(frames - 1)),
+        );
+        (ended == ticket.0 || self.spared(ticket.0..ended, first, frames))
+            && !self.covers(first, frames)
+    }
+
+    /// Whether it is sure that the invalidations of these numbers, which have ended, were of other frames.
+    #[cold]
+    fn spared(&self, numbers: Range<u64>, first: Gfn, frames: u64) -> bool {
+        let known = KEPT as u64;
+        let of = |number: u64| &self.recent[(number % known) as usize];
+        numbers.end - numbers.start <= known
+            && numbers
+                .into_iter()
+                .all(|number| !of(number).overlap(first, frames))
     }
 
     /// Begins one more, of the frames `first..end`. The caller holds the exclusive side.
@@ -72,18 +123,18 @@ impl Invalidation {
         let (old_first, old_end) = match active {
             0 => (u64::MAX, 0),
             _ => (
-                self.first.load(Ordering::Relaxed),
-                self.end.load(Ordering::Relaxed),
+                self.current.first.load(Ordering::Relaxed),
+                self.current.end.load(Ordering::Relaxed),
             ),
         };
-        self.first.store(old_first.min(first), Ordering::Relaxed);
-        self.end.store(old_end.max(end), Ordering::Relaxed);
+        self.current.set(old_first.min(first), old_end.max(end));
         self.active.store(active + 1, Ordering::Relaxed);
     }
 
-    /// Ends one. The caller holds the exclusive side.
-    pub(crate) fn end(&self) {
+    /// Ends one, that was of the frames `first..end`. The caller holds the exclusive side.
+    pub(crate) fn end(&self, first: u64, end: u64) {
         let ended = self.ended.load(Ordering::Relaxed);
+        self.recent[(ended % KEPT as u64) as usize].set(first, end);
         // Release: what the host did before this is found by look-ups after a ticket with the new number.
         self.ended.store(ended + 1, Ordering::Release);
         let active = self.active.load(Ordering::Relaxed);

@@ -113,7 +113,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
             let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
             // No frames: what is mapped stays.
             mmu.invalidation.begin(u64::MAX, 0);
-            mmu.invalidation.end();
+            // All frames: whatever was looked up before makes no marker.
+            mmu.invalidation.end(0, u64::MAX);
         }
         let mut cleared = 0;
         let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0);

@@ -9,6 +9,7 @@ use crate::pages::OutOfTables;
 use crate::platform::Platform;
 use crate::worker::{Hold, Then, Worker};
 use core::fmt;
+use core::ops::Range;
 use pageferry_addr::GfnRange;
 
 impl<F: Format, P: Platform> Worker<F, P> {
@@ -39,8 +40,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
 
     /// Begins to invalidate `ranges`: the first half of an MMU notifier, before the host changes what is behind them.
     ///
-    /// From now on until the result is dropped no fault maps anything in the ranges (nor between them), and faults that
-    /// looked their frame up earlier map nothing at all and are tried again. When this returns, what was mapped in
+    /// From now on until the result is dropped no fault maps anything in the ranges (nor between them), and faults there that
+    /// took their [`Ticket`](crate::Ticket) earlier map nothing later either, and are tried again. When this returns, what was mapped in
     /// the ranges is gone and flushed, with one flush for all. Held exclusive, with turns where faults wait.
     pub fn invalidate<L: Log>(&mut self, ranges: &[GfnRange], log: &L) -> Invalidating<'_, F, P> {
         let first = ranges.iter().map(|r| r.start().0).min();
@@ -60,6 +61,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         // From here on a panic ends it.
         let mut invalidating = Invalidating {
             worker: self,
+            frames: first..end,
             zapped: 0,
         };
         for &range in ranges {
@@ -119,6 +121,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
 #[must_use = "the ranges can be mapped again as soon as this is dropped"]
 pub struct Invalidating<'w, F: Format, P: Platform> {
     worker: &'w mut Worker<F, P>,
+    /// What faults map nothing of.
+    frames: Range<u64>,
     zapped: u64,
 }
 
@@ -135,7 +139,7 @@ impl<F: Format, P: Platform> Drop for Invalidating<'_, F, P> {
     fn drop(&mut self) {
         let mmu = &*self.worker.mmu;
         let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
-        mmu.invalidation.end();
+        mmu.invalidation.end(self.frames.start, self.frames.end);
     }
 }
 

@@ -213,3 +213,46 @@ fn what_an_invalidation_covers_is_not_mapped() {
     );
     fault(&mut worker, 0x10, Access::READ, target(0x20, 1, true), &()).unwrap();
 }
+
+#[test]
+fn an_old_ticket_is_good_where_nothing_was_invalidated() {
+    let mmu = Mmu::<Ept4, _>::new(Heap::default()).unwrap();
+    let (mut worker, mut other) = (mmu.worker(), mmu.worker());
+    let read = |gfn| Fault {
+        gfn: Gfn(gfn),
+        access: Access::READ,
+    };
+    let mut invalidate = |first, pages| drop(other.invalidate(&[range(first, pages)], &()));
+    let old = worker.ticket();
+    // Between two ranges of one invalidation nothing is mapped, and what is above and below both is.
+    invalidate(0x10, 1);
+    invalidate(0x20, 0x10);
+    for (gfn, level, good) in [
+        (0xf, 1, true),
+        (0x10, 1, false),
+        (0x11, 1, true),
+        (0x1f, 1, true),
+        (0x20, 1, false),
+        (0x2f, 1, false),
+        (0x30, 1, true),
+        (0x1ff, 2, false),
+        (0x200, 2, true),
+    ] {
+        let answer = worker.fault(old, read(gfn), target(gfn, level, true), &());
+        assert_eq!(
+            answer.is_ok(),
+            good,
+            "{gfn:#x} at level {level}: {answer:?}"
+        );
+    }
+    // So much has been invalidated since that it is not known any more what.
+    for _ in 2..16 {
+        invalidate(0x10, 1);
+    }
+    let late = |worker: &mut Worker<Ept4, Heap>, gfn| {
+        worker.fault(old, read(gfn), target(gfn, 1, true), &())
+    };
+    late(&mut worker, 0x40).unwrap();
+    invalidate(0x10, 1);
+    assert_eq!(late(&mut worker, 0x41), Err(Refused::Invalidated));
+}
