@@ -2,7 +2,7 @@
 //!
 //! **Guarantee.** A guest, whatever its code does, reaches host memory only inside its VM's memory slots, with
 //! the permissions the slots give; no page is mapped while its userfault bit is set; nothing a guest wrote
-//! is missing from the dirty log, and no store reaches a write-tracked page; and when a call that removes or restricts
+//! is missing from the dirty log, and no store through its slot reaches a write-tracked page; and when a call that removes or restricts
 //! memory has returned, no vCPU uses what was there before. vCPUs that fault at the same time share no lock and wait for nobody.
 //!
 //! **Mechanism.** A vCPU's life is [`VcpuCore::run`]: it enters the guest through its [`Gate`], interprets RV64

@@ -72,7 +72,8 @@ pub enum Begun {
 ///
 /// Guests reach host memory through what a scheme finds, so the VM's memory safety rests on these:
 /// 1. A [`Slot`] that a reader or [`by_id`](Self::by_id) finds was asked for by a request that was committed, its
-///    `range`, `hva` and `flags` are that request's, and its `data` is the one that came with it.
+///    `range`, `hva` and `flags` are that request's, and its `data` is the one that came with it: not a copy, so that
+///    what the VM sets in the data of a slot by id, readers find.
 /// 2. A look-up that happens after a [`commit`](MemslotUpdate::commit) finds no slot that the commit deleted or
 ///    replaced, and no slot at frames it was moved away from.
 /// 3. A look-up that happens after [`begin`](Self::begin) of a deletion or move, and before the update is

@@ -6,8 +6,8 @@
 //!
 //! **Mechanism.** The truth is a bit a page in the slot's [`Tracked`], which the fault path asks before it lets a leaf be
 //! stored to. The leaf of a tracked page is of the class [`Writes::MmuForbids`], which nothing but such a fault changes to one
-//! that allows stores; so a TLB miss that finds a leaf asks no bit. Rights come back by the next store's fault: untracking
-//! clears bits, and touches no entry and no vCPU.
+//! that allows stores; so a TLB miss that finds a leaf which lets the access through asks no bit. Rights come back by the next store's fault: untracking
+//! clears bits, and touches no entry and no vCPU; but where no page is tracked any more, large ones come back.
 //!
 //! **Neighbours.** `memory.rs` is the fault path, `revoke.rs` argues the order of the steps. What becomes of a page's contents
 //! (a background snapshot copies it) is the VMM's business.
@@ -32,7 +32,7 @@ pub(crate) struct Tracked {
     extent: Mutex<Extent>,
 }
 
-/// How much is tracked. Looked at with the VM's writer held only.
+/// How much is tracked. Changed with the VM's writer held only.
 #[derive(Default)]
 struct Extent {
     pages: usize,
@@ -141,7 +141,7 @@ impl<M: Memslots> Vm<M> {
     /// Lets stores to `pages` of `slot` through again; gives how many of them were tracked. What the caller has read of the pages
     /// before is older than any store that this lets through.
     ///
-    /// It costs a look at the slot and a bit a page, and waits for no vCPU; the next store to each page faults once. Several threads
+    /// It costs a look at the slot and a bit a page, and waits for no vCPU, unless another call of the VM does; the next store to each page faults once. Several threads
     /// may copy a page, since it is tracked, and untrack it: what that one copied to which this says that it was tracked is
     /// whole, what others copied may not be. Only the call that leaves no page of the slot tracked, in memory that is made of
     /// large pages, makes those large again between the first and the last page that were tracked.

@@ -5,7 +5,7 @@
 //! those of the tables themselves, and no fault waits for another.
 //!
 //! **Mechanism.** Pages for tables are taken before anything is held. Then, under the shared side of the MMU lock: the
-//! check that no invalidation came between ([`Ticket`]), and one walk down, which links what is missing, splits what is too
+//! check that no invalidation came between ([`Ticket`]), and a walk down, which links what is missing, splits what is too
 //! large, and puts the leaf in place by compare-exchange. Who loses an exchange looks again, and mostly finds that the
 //! winner has done the work. [`Worker::fast_fault`] does without the side and the check: it changes a leaf
 //! only by the permission that the leaf itself grants, so it needs no look at the slot's frame.

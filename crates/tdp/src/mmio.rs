@@ -1,11 +1,11 @@
 //! Markers of MMIO: the walk alone says that no slot holds a frame.
 //!
 //! **Guarantee.** A marker is found only where nothing is mapped, and says under which generation of the slots it was made. No
-//! fault whose [`Ticket`] is older than the end of an invalidation, or of [`Worker::forget_mmio`], makes one.
+//! fault makes one whose [`Ticket`] is older than an invalidation of the frame, or than [`Worker::forget_mmio`].
 //!
 //! **Mechanism.** As KVM's MMIO SPTEs. A marker is an entry of level 1 that is not present: nothing counts it, no TLB knows it,
-//! and whatever puts a leaf in its place, or cuts its table off, needs to know no more of it than of an empty entry. Only zaps
-//! see it, and clear it. It is *current* if its generation is that of the slots now, so that whoever changes slots has
+//! and whatever puts a leaf in its place, or cuts its table off, needs to know no more of it than of an empty entry. Beside
+//! look-ups only zaps see it, and clear it. It is *current* if its generation is that of the slots now, so that whoever changes slots has
 //! nothing to take back: all markers are stale then.
 //!
 //! # When generations repeat

@@ -67,7 +67,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 
     /// Gives all leaves of `range` another class of [`Writes`], and flushes: [`Writes::MmuForbids`] makes every store
-    /// fault until the class is changed back, for a tracker. Gives how many frames were of another class. Held
+    /// fault until the class is changed back, or a fault's target has another, for a tracker. Gives how many frames were of another class. Held
     /// shared, with turns.
     pub fn set_writes<L: Log>(&mut self, range: GfnRange, writes: Writes, log: &L) -> u64 {
         self.protect(

@@ -104,16 +104,16 @@ pub enum BusFault {
         /// The first byte of the access that is refused.
         gpa: u64,
     },
-    /// The memory is the guest's, but is not there now. The hart leaves the guest, the instruction is not
+    /// The memory is the guest's, but is not there, or not to be stored to, now. The hart leaves the guest, the instruction is not
     /// retired, and the next entry repeats it.
     Memory(MemoryFault),
 }
 
-/// Guest memory that is not there now: the contents of a memory-fault exit, as KVM's
+/// Guest memory that is not there, or not to be stored to, now: the contents of a memory-fault exit, as KVM's
 /// `KVM_EXIT_MEMORY_FAULT` has them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryFault {
-    /// Where the missing range begins, in bytes.
+    /// Where that range begins, in bytes.
     pub gpa: u64,
     /// How long it is, in bytes.
     pub size: u64,

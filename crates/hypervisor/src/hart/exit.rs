@@ -28,7 +28,7 @@ pub enum HartExit {
     },
     /// Memory of the guest is not there now. The instruction is not retired; the next entry repeats it.
     MemoryFault {
-        /// What is missing.
+        /// What is missing, or not to be stored to.
         fault: MemoryFault,
         /// What the instruction tried to do.
         access: Access,

@@ -53,6 +53,10 @@ impl Vcpu for SoftVcpu {
     fn run(&mut self) -> Result<Exit, MachineError> {
         loop {
             return Ok(match self.core.run() {
+                hypervisor::Exit::MemoryFault {
+                    write_tracked: true,
+                    ..
+                } => unreachable!("this engine's VMs track no stores"),
                 hypervisor::Exit::MemoryFault { gpa, access, .. } => Exit::MemoryFault {
                     page: self.translator.page_of(gpa.gfn()).ok_or_else(|| {
                         MachineError::Guest {

@@ -125,7 +125,7 @@ pub(super) fn full<O: Order>(node: *const Head) -> usize {
     }
 }
 
-/// The least bound of where the slots below a node end.
+/// Where the slots of a leaf end at most; of an inner node, the greatest of its bounds.
 pub(super) fn reach_of<O: Order, D>(node: *const Head) -> u64 {
     if !O::Reach::KEPT {
         return 0;

@@ -8,11 +8,11 @@
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
 //! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
-//! ends lower, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
+//! does not reach into the next any more, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
 //! none does that puts a new slot behind all others.
 //!
 //! **Mechanism.** Nodes are immutable but for their cells and the unused places of leaves ([`node`], [`leaf`]). A change makes a
-//! new leaf and publishes it by one store, in the cell of the lowest node above whose keys and reach stay the same ([`edit`]);
+//! new leaf and publishes it by one store, in the cell of the lowest node above whose keys and bounds stay good ([`edit`]);
 //! a record with the key of another is stored over it, and a new slot behind all others of its leaf goes into an unused place. So readers elsewhere in
 //! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
 //! leaf, which has room for more than leaves below others have ([`shape`]). Where a change is of one leaf and nothing else, it is made
