@@ -56,7 +56,7 @@
 //!
 //! # A notifier invalidates host pages
 //!
-//! It changes no slot, and needs no quiescence: the MMU's invalidation keeps faults out whose ticket is older than its end,
+//! It changes no slot, and needs no quiescence: the MMU's invalidation keeps faults of its frames out whose ticket is older than its end,
 //! and a fault takes its ticket before it looks at the slots (`docs/mmu.md`, "A fault against an invalidation"). Every
 //! translation from before is gone when it returns.
 //!
