@@ -37,6 +37,10 @@ use core::hint;
 use core::mem;
 use core::ops::Deref;
 
+/// How often who wants to exclude looks whether those who wait have come to their turn. A delay that orders nothing, so models
+/// go without.
+const GIVE_WAY: u32 = if cfg!(loom) { 0 } else { 8 };
+
 impl Reader {
     /// Takes a guard that keeps exclusive work out; calls `relax` while there is some, or somebody waits for it.
     ///
@@ -68,6 +72,43 @@ impl Reader {
             reader: self,
             epoch,
         }))
+    }
+
+    /// [`try_share`](Self::try_share), but where there is exclusive work it looks again, after each of at most `turns` calls of
+    /// `relax`, and counts as somebody who waits meanwhile: for those who must not wait for long, and would have to
+    /// begin something again if they had no success.
+    #[inline]
+    pub fn share_within(&mut self, turns: u32, relax: impl FnMut()) -> Option<Shared<'_>> {
+        let mut epoch = self.announce(SHARES);
+        if self.is_kept_out() {
+            epoch = self.announce_within(turns, relax)?;
+        }
+        Some(Shared(Guard {
+            reader: self,
+            epoch,
+        }))
+    }
+
+    /// Withdraws, and announces when there is no exclusive work, unless that takes more than `turns` calls of `relax`.
+    #[cold]
+    fn announce_within(&self, turns: u32, mut relax: impl FnMut()) -> Option<Epoch> {
+        self.withdraw();
+        if turns == 0 {
+            return None;
+        }
+        let _counted = KeptOut::new(self.domain());
+        for _ in 0..turns {
+            relax();
+            if self.domain().is_excluded() {
+                continue;
+            }
+            let epoch = self.announce(SHARES);
+            if !self.is_kept_out() {
+                return Some(epoch);
+            }
+            self.withdraw();
+        }
+        None
     }
 
     /// Waits without a guard, calling `relax`, until there is a moment without exclusive work, and counts as somebody who
@@ -176,9 +217,19 @@ impl Domain {
     /// Keeps shared guards out and waits until there are none, calling `relax` meanwhile; before that it waits for
     /// other exclusive work likewise. New shared guards are kept out from the beginning of the former on.
     ///
+    /// Where somebody waits already, it waits for those first, but for a moment only: a thread that excludes again and again
+    /// would leave the others gaps that are hard to meet.
+    ///
     /// A thread that holds a [`Shared`] or an [`Exclusive`] of the domain must not call it: it would wait for itself.
     /// With a plain guard it may; nothing is freed while it waits.
     pub fn exclude(&self, mut relax: impl FnMut()) -> Exclusive<'_> {
+        for _ in 0..GIVE_WAY {
+            if self.kept_out.load(Ordering::Relaxed) == 0 {
+                break;
+            }
+            // Whoever waits may have lost its core, so this is not to take long.
+            hint::spin_loop();
+        }
         let exclusive = match self.keep_out() {
             Some(exclusive) => exclusive,
             None => self.keep_out_later(&mut relax),

@@ -57,6 +57,49 @@ fn exclusive_work_keeps_shared_guards_and_other_exclusive_work_out() {
 }
 
 #[test]
+fn who_shares_within_some_turns_waits_no_longer() {
+    let domain = Domain::new();
+    let mut reader = domain.register();
+    let no_turn = || panic!("a turn more than there are");
+    drop(reader.share_within(0, no_turn).expect("nobody excludes"));
+    let exclusive = domain.exclude(|| panic!("waits"));
+    assert!(reader.share_within(0, no_turn).is_none());
+    let mut turns = 0;
+    let counted = || {
+        turns += 1;
+        assert!(exclusive.is_wanted(), "it counts as waiting");
+    };
+    assert!(reader.share_within(3, counted).is_none());
+    assert_eq!(turns, 3);
+    assert!(!exclusive.is_wanted() && domain.is_quiet(), "it has gone");
+    let (mut held, mut turns) = (Some(exclusive), 0);
+    let let_in = || {
+        turns += 1;
+        if turns == 4 {
+            held = None;
+        }
+    };
+    let shared = reader.share_within(9, let_in).expect("let in");
+    assert_eq!(turns, 4);
+    assert!(domain.try_exclude().is_none());
+    drop(shared);
+}
+
+#[test]
+fn who_excludes_gives_way_for_a_moment_only() {
+    let domain = Domain::new();
+    let mut reader = domain.register();
+    let mut held = Some(domain.exclude(|| panic!("waits")));
+    // Somebody waits whenever this excludes again, and does not come to its turn.
+    let again = || {
+        held = None;
+        held = Some(domain.exclude(|| panic!("nobody shares")));
+    };
+    assert!(reader.share_within(5, again).is_none());
+    assert!(domain.is_excluded());
+}
+
+#[test]
 fn a_shared_guard_is_a_guard() {
     let domain = Domain::new();
     let mut reader = domain.register();

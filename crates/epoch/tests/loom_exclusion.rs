@@ -14,7 +14,8 @@
 //! - no acquire fence in `try_exclude`: all that try; none in `exclude`, or no wait there:
 //!   `an_excluder_waits_for_a_sharer`;
 //! - `Shared::refresh` without the bit: `a_refreshed_guard_still_shares`;
-//! - `announce_later` without its second look: `a_sharer_waits_for_one_exclusion_after_another`.
+//! - `announce_later` without its second look: `a_sharer_waits_for_one_exclusion_after_another`; `announce_within` likewise:
+//!   `who_shares_within_a_turn`.
 #![cfg(loom)]
 #![expect(
     unsafe_code,
@@ -137,6 +138,24 @@ fn one_shares_and_two_exclude() {
             assert!(seen.contains(&outcome), "{outcome:?}");
         }
     }
+}
+
+#[test]
+fn who_shares_within_a_turn() {
+    let seen = explore(3, || {
+        let (cell, domain) = (Cell::new(), Domain::new());
+        let sharer = spawn(&cell, domain.register(), |cell, reader| {
+            let shared = reader.share_within(1, thread::yield_now);
+            shared.map(|shared| cell.read(&shared))
+        });
+        let added = [(); 2].map(|()| try_add(&cell, &domain));
+        (sharer.join().unwrap(), added)
+    });
+    for value in [0, 1, 2] {
+        assert!(seen.contains(&(Some(value), [Some(0), Some(1)])), "{value}");
+    }
+    assert!(seen.contains(&(None, [Some(0), Some(1)])));
+    assert!(seen.contains(&(Some(0), [None, Some(0)])));
 }
 
 /// The reader registers while the excluder looks at all readers, so that it may be missed.

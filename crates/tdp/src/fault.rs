@@ -10,8 +10,8 @@
 //! winner has done the work. [`Worker::fast_fault`] does without the side and the check: it changes a leaf
 //! only by the permission that the leaf itself grants, so it needs no look at the slot's frame.
 //!
-//! A fault never waits: where exclusive work goes on it is [refused](Refused::Excluded). So a platform may wait, in its
-//! flush, for vCPUs to come out of their faults.
+//! A fault waits a moment at most, as most exclusive work is over in less: then it is [refused](Refused::Excluded). So a platform
+//! may wait, in its flush, for vCPUs to come out of their faults.
 
 use crate::change::{Carries, Kit, Session, Spot};
 use crate::format::{Access, Format, Leaf, MemoryType, Writes};
@@ -216,7 +216,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         self.kit
             .cache
             .fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
-        let shared = self.reader.try_share().ok_or(Refused::Excluded)?;
+        let shared = self.reader.share_within(Self::SPINS, core::hint::spin_loop);
+        let shared = shared.ok_or(Refused::Excluded)?;
         let frames = F::frames_per_entry(target.level);
         if !mmu.invalidation.admits(ticket, gfn, frames) {
             return Err(Refused::Invalidated);

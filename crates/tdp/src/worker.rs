@@ -91,6 +91,8 @@ pub(crate) enum Then {
 impl<F: Format, P: Platform> Worker<F, P> {
     /// A vCPU's fault needs a table on each level below the root at most.
     pub(crate) const FAULT_TABLES: usize = F::LEVELS as usize - 1;
+    /// How often a fault looks whether exclusive work is over. Models go without.
+    pub(crate) const SPINS: u32 = if cfg!(any(loom, shuttle)) { 0 } else { 32 };
     /// How often a fault begins again from the root where it met a frozen entry.
     pub(crate) const TRIES: u32 = 8;
     /// After how many entries a sweep asks whether somebody waits for it.
