@@ -13,7 +13,7 @@
 //! A fault waits a moment at most, as most exclusive work is over in less: then it is [refused](Refused::Excluded). So a platform
 //! may wait, in its flush, for vCPUs to come out of their faults.
 
-use crate::change::{Carries, Kit, Session, Spot};
+use crate::change::{Carries, Session, Spot};
 use crate::format::{Access, Format, Leaf, MemoryType, Writes};
 use crate::invalidate::Ticket;
 use crate::log::Log;
@@ -22,7 +22,7 @@ use crate::platform::Platform;
 use crate::split::NotSplit;
 use crate::worker::{Found, Worker, found};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
-use pageferry_epoch::Guard;
+use pageferry_epoch::{Guard, Shared};
 
 /// What a vCPU tried to do, and where. A load is an access that neither writes nor executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,22 +212,35 @@ impl<F: Format, P: Platform> Worker<F, P> {
         if access.write && !stores || access.execute && !target.access.execute {
             return Err(Refused::Denied);
         }
-        let mmu = &*self.mmu;
-        self.kit
-            .cache
-            .fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
-        let shared = self.reader.share_within(Self::SPINS, core::hint::spin_loop);
-        let shared = shared.ok_or(Refused::Excluded)?;
         let frames = F::frames_per_entry(target.level);
-        if !mmu.invalidation.admits(ticket, gfn, frames) {
-            return Err(Refused::Invalidated);
-        }
-        let kit: &mut Kit = &mut self.kit;
-        let mut session = Session { mmu, kit, log };
-        if let Some(mapped) = session.install(mmu.top(&shared), fault, target) {
+        let (shared, mut session) = self.begin_fault(ticket, gfn, frames, log)?;
+        if let Some(mapped) = session.install(session.mmu.top(&shared), fault, target) {
             return Ok(mapped);
         }
         session.map_or_retry(&shared, fault, target)
+    }
+
+    /// What a fault needs to change the page of `frames` frames around `gfn`, under its ticket: tables, the shared side, and that
+    /// no invalidation came between.
+    #[inline(always)]
+    pub(crate) fn begin_fault<'w, L: Log>(
+        &'w mut self,
+        ticket: Ticket,
+        gfn: Gfn,
+        frames: u64,
+        log: &'w L,
+    ) -> Result<(Shared<'w>, Session<'w, F, P, L>), Refused> {
+        let Self {
+            mmu, kit, reader, ..
+        } = self;
+        kit.cache.fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
+        let shared = reader
+            .share_within(Self::SPINS, core::hint::spin_loop)
+            .ok_or(Refused::Excluded)?;
+        if !mmu.invalidation.admits(ticket, gfn, frames) {
+            return Err(Refused::Invalidated);
+        }
+        Ok((shared, Session { mmu, kit, log }))
     }
 }
 
@@ -240,12 +253,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
         if table.level() != 1 || F::is_present(value) || F::is_frozen(value) {
             return None;
         }
-        let spot = Spot {
-            entry: table.entry_at(F::index(fault.gfn, 1)),
-            value,
-            level: 1,
-            first: fault.gfn,
-        };
+        let spot = spot_of::<F>(table, fault.gfn, value);
         let leaf = F::canonical(new_leaf::<F>(1, fault, target));
         self.change(&spot, F::leaf(leaf, 1), Carries::Nothing)
             .ok()?;

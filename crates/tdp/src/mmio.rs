@@ -19,15 +19,15 @@
 //! could count again. Once a round would not do: what is marked in the generation of the call would count in that of
 //! the next, until its sweep comes by.
 
-use crate::change::{Carries, Kit, Session, Spot};
+use crate::change::{Carries, Session, Spot};
 use crate::fault::{Refused, spot_of};
 use crate::format::Format;
 use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::pages::Table;
 use crate::platform::Platform;
-use crate::worker::{Hold, Look, Then, Worker, found};
-use pageferry_addr::{Gfn, GfnRange};
+use crate::worker::{Hold, Look, Then, Worker, all_frames, found};
+use pageferry_addr::Gfn;
 
 /// Whether a marker's generation, as [`Look::Mmio`] gives it, is `generation`, as far as markers keep
 /// that.
@@ -90,17 +90,10 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// If the format has no room for `gfn`.
     pub fn mark_mmio(&mut self, ticket: Ticket, gfn: Gfn, generation: u64) -> Result<(), Refused> {
         assert!(gfn < F::GFN_LIMIT, "{gfn:?} is past the tables' reach");
-        let mmu = &*self.mmu;
-        let kit: &mut Kit = &mut self.kit;
-        kit.cache.fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
-        let shared = self.reader.try_share().ok_or(Refused::Excluded)?;
-        if !mmu.invalidation.admits(ticket, gfn, 1) {
-            return Err(Refused::Invalidated);
-        }
+        let (shared, mut session) = self.begin_fault(ticket, gfn, 1, &())?;
         let marker = F::mmio(gfn, generation);
-        let mut session = Session { mmu, kit, log: &() };
         (0..Self::TRIES)
-            .find_map(|_| session.mark(mmu.top(&shared), gfn, marker))
+            .find_map(|_| session.mark(session.mmu.top(&shared), gfn, marker))
             .unwrap_or(Err(Refused::Invalidated))
     }
 
@@ -117,8 +110,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
             mmu.invalidation.end(0, u64::MAX);
         }
         let mut cleared = 0;
-        let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0);
-        let all = all.unwrap_or_else(|| unreachable!("frames below the format's limit"));
+        let all = all_frames::<F>();
         let swept = self.sweep(all, 1, Hold::Shared, &(), |session, spot| {
             if F::is_frozen(spot.value) {
                 return Then::Again;

@@ -185,12 +185,6 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[F::index(gfn, self.level)]
     }
 
-    /// The entry at `index`.
-    #[inline(always)]
-    pub(crate) fn entry_at(self, index: usize) -> &'g Entry {
-        &self.entries[index]
-    }
-
     /// The entries from `index` on, `count` at most.
     #[inline(always)]
     pub(crate) fn entries_from(self, index: usize, count: usize) -> &'g [Entry] {

@@ -237,9 +237,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// that happened before the call.
     pub fn flush(&mut self) {
         self.settle();
-        let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0);
-        let all = all.unwrap_or_else(|| unreachable!("frames below the format's limit"));
-        self.mmu.unflushed.pay(self.mmu.platform(), all);
+        let platform = self.mmu.platform();
+        self.mmu.unflushed.pay(platform, all_frames::<F>());
     }
 
     /// Frees tables whose grace period is over, 64 at most; gives how many still wait.
@@ -415,6 +414,12 @@ fn visit_run<'g, F: Format, P: Platform, L: Log>(
     }
     walk.skip(u64::from(count) - 1);
     (then, count)
+}
+
+/// All frames that the format can map.
+pub(crate) fn all_frames<F: Format>() -> GfnRange {
+    GfnRange::new(Gfn(0), F::GFN_LIMIT.0)
+        .unwrap_or_else(|| unreachable!("frames below the format's limit"))
 }
 
 /// What an entry translates to.
