@@ -343,8 +343,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             }
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, key).saturating_sub(1);
-                // Unused keys are `MOST`.
-                let next = inner.keys.get(index + 1).map_or(next, |&key| next.min(key));
+                let next = inner.next_key(index, next);
                 let old = inner.cells[index].newest();
                 match self.remove_below(old, key, false, next) {
                     Effect::Stays => Effect::Stays,
@@ -407,7 +406,7 @@ mod tests {
             return 0;
         };
         let below = |child: usize| {
-            let next = inner.keys.get(child + 1).map_or(next, |&key| next.min(key));
+            let next = inner.next_key(child, next);
             let passes = <ByHva as Order>::Reach::passes(inner.reach.get(child), next);
             usize::from(passes) + passing(inner.cells[child].newest(), next)
         };

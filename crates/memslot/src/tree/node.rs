@@ -99,6 +99,15 @@ pub(crate) struct Inner<O: Order> {
     pub(crate) reach: O::Reach,
 }
 
+impl<O: Order> Inner<O> {
+    /// A bound below which no key to the right of a child is, where none to the right of this node is below `next`.
+    #[inline]
+    pub(crate) fn next_key(&self, child: usize, next: u64) -> u64 {
+        // Unused keys are `MOST`: then what was found further up is as good.
+        self.keys.get(child + 1).map_or(next, |&key| next.min(key))
+    }
+}
+
 /// A node of any kind.
 pub(crate) enum Node<'g, O: Order, D> {
     Empty,

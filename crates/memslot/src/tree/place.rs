@@ -25,7 +25,7 @@ pub(crate) struct Place {
     leaf: *const Head,
     /// No key of the leaves to the right is less than this.
     next: u64,
-    /// The bound of its ends in the node above, where those are kept.
+    /// The bound of its ends in the node above, where those are kept; `MOST` where there is none above.
     reach: u64,
     /// Whether the leaf is all of its tree.
     root: bool,
@@ -68,8 +68,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         loop {
             let index = upper_bound(&inner.keys, key).saturating_sub(1);
             leftmost &= index == 0;
-            // Unused keys are `MOST`: then what was found further up is as good.
-            next = inner.keys.get(index + 1).map_or(next, |&key| next.min(key));
+            next = inner.next_key(index, next);
             let cell = &inner.cells[index];
             let node = cell.newest();
             if inner.head.level() == 1 {
@@ -153,9 +152,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         // SAFETY: as above.
         let new = unsafe { Entry::of::<O>(slot) };
-        // Else bounds further up have to be raised.
-        let is_bounded = place.root || !O::Reach::KEPT || new.end <= place.reach;
-        if !is_bounded || leaf.len() == leaf.room() {
+        // Bounds further up may have to be raised.
+        if new.end > place.reach || leaf.len() == leaf.room() {
             return false;
         }
         if let Some(leaf) = self.put_in_room(leaf, rank_of_new(leaf, new.key), &new) {
