@@ -123,7 +123,7 @@ impl<M: Memslots> Memory<M> {
                 Found::Invalid => Err(Unreached::Again(Again::Slots)),
             });
             match reached {
-                Err(Unreached::Again(Again::Stale | Again::Tables)) if tries > 0 => spin_loop(),
+                Err(Unreached::Again(Again::Tables)) if tries > 0 => spin_loop(),
                 reached => break reached,
             }
         };
@@ -164,8 +164,6 @@ enum Unreached {
 pub(crate) enum Again {
     /// The slot is being deleted or moved, or its memory is being invalidated.
     Slots,
-    /// Something was invalidated between the look at the slot and the tables. It is over, so the fault looks again at once, some times.
-    Stale,
     /// Exclusive work on the tables goes on.
     Tables,
     /// The vCPU's dirty ring is nearly full.
@@ -256,10 +254,7 @@ impl<M: Memslots> Shared<M> {
         match worker.fault(ticket, fault, target, log) {
             Ok(mapped) => Ok(mapped.found()),
             Err(Refused::Excluded) => Err(Unreached::Again(Again::Tables)),
-            Err(Refused::Invalidated) if worker.is_invalidating(gfn) => {
-                Err(Unreached::Again(Again::Slots))
-            }
-            Err(Refused::Invalidated) => Err(Unreached::Again(Again::Stale)),
+            Err(Refused::Invalidated) => Err(Unreached::Again(Again::Slots)),
             Err(refused) => panic!("{gfn:?}, whose slot says {pfn:?}: {refused}"),
         }
     }

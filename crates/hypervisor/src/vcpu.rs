@@ -171,7 +171,7 @@ impl<M: Memslots> VcpuCore<M> {
                     }
                     match self.memory.again.take() {
                         // The writer is between the halves of a change: let it go on.
-                        Some(Again::Slots | Again::Stale) => yield_now(),
+                        Some(Again::Slots) => yield_now(),
                         Some(Again::Tables) => self.memory.worker.wait(),
                         Some(Again::Ring) => return Exit::DirtyRingFull,
                         None => {}
