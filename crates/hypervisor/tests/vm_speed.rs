@@ -3,7 +3,7 @@
 mod vm_support;
 
 use pageferry_addr::{Hva, RamPage};
-use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits, Vm, VmConfig};
+use pageferry_hypervisor::{Exit, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -14,6 +14,23 @@ use vm_support::{HostRam, PAGE, asm::*, vcpu, vm};
 /// The best of five.
 fn best(mut run: impl FnMut() -> Duration) -> Duration {
     (0..5).map(|_| run()).min().unwrap()
+}
+
+/// Stores to each page, from the second on.
+const STORE_TO_EACH: [u32; 4] = [sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI];
+
+/// Lets [`STORE_TO_EACH`] begin, for `pages` pages.
+fn begin(vcpu: &mut VcpuCore, pages: u64) {
+    let hart = vcpu.hart_mut();
+    hart.set_pc(0).unwrap();
+    for (register, value) in [(11, PAGE), (12, (1 + pages) * PAGE), (6, PAGE)] {
+        hart.set_x(register, value);
+    }
+}
+
+/// Nanoseconds for one of `pages` pages.
+fn per_page(time: Duration, pages: u64) -> f64 {
+    time.as_nanos() as f64 / pages as f64
 }
 
 #[test]
@@ -59,8 +76,7 @@ fn loads_and_stores_through_the_tlb() {
 fn misses_and_memory_fault_exits() {
     const PAGES: u64 = 16 * 1024;
     let ram = HostRam::new(1 + PAGES as usize);
-    // Stores to each page.
-    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    ram.code(0, &STORE_TO_EACH);
     for page in 1..=PAGES {
         ram.set(page * PAGE + 8, 1);
     }
@@ -82,10 +98,7 @@ fn misses_and_memory_fault_exits() {
         if missing {
             bitmap.set_range(1..1 + PAGES as usize);
         }
-        vcpu.hart_mut().set_pc(0).unwrap();
-        vcpu.hart_mut().set_x(11, PAGE);
-        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
-        vcpu.hart_mut().set_x(6, PAGE);
+        begin(&mut vcpu, PAGES);
         let start = Instant::now();
         loop {
             match vcpu.run() {
@@ -98,7 +111,7 @@ fn misses_and_memory_fault_exits() {
         }
         start.elapsed()
     };
-    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    let per_page = |time| per_page(time, PAGES);
     // Tables are there from the first run on.
     let exits = per_page(best(|| touch_all(true, true)));
     let faults = per_page(best(|| touch_all(false, true)));
@@ -115,7 +128,7 @@ fn misses_and_memory_fault_exits() {
 fn faults_beside_a_notifier() {
     const PAGES: u64 = 16 * 1024;
     let ram = HostRam::new(1 + PAGES as usize);
-    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    ram.code(0, &STORE_TO_EACH);
     let vm = vm(&ram);
     // A slot that the guest never touches.
     let other = HostRam::new(1);
@@ -128,15 +141,12 @@ fn faults_beside_a_notifier() {
     let mut vcpu = vcpu(&vm, 0, 0);
     let mut touch_all = || {
         vm.invalidate_hva(all..Hva(all.0 + (1 + PAGES) * PAGE));
-        vcpu.hart_mut().set_pc(0).unwrap();
-        vcpu.hart_mut().set_x(11, PAGE);
-        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
-        vcpu.hart_mut().set_x(6, PAGE);
+        begin(&mut vcpu, PAGES);
         let start = Instant::now();
         assert_eq!(vcpu.run(), Exit::Halted);
         start.elapsed()
     };
-    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    let per_page = |time| per_page(time, PAGES);
     let alone = per_page(best(&mut touch_all));
     let (stop, calls) = (AtomicBool::new(false), AtomicU64::new(0));
     let (beside, each) = thread::scope(|scope| {
@@ -190,14 +200,11 @@ fn mmio_exits() {
 fn write_tracking() {
     const PAGES: u64 = 16 * 1024;
     let ram = HostRam::new(1 + PAGES as usize);
-    ram.code(0, &[sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI]);
+    ram.code(0, &STORE_TO_EACH);
     let vm = vm(&ram);
     let mut vcpu = vcpu(&vm, 0, 0);
     let mut store = |untracks: bool| {
-        vcpu.hart_mut().set_pc(0).unwrap();
-        vcpu.hart_mut().set_x(11, PAGE);
-        vcpu.hart_mut().set_x(12, (1 + PAGES) * PAGE);
-        vcpu.hart_mut().set_x(6, PAGE);
+        begin(&mut vcpu, PAGES);
         let start = Instant::now();
         loop {
             match vcpu.run() {
@@ -215,7 +222,7 @@ fn write_tracking() {
         assert_eq!(vm.track_writes(0, 1..1 + PAGES), Ok(PAGES));
         start.elapsed()
     };
-    let per_page = |time: Duration| time.as_nanos() as f64 / PAGES as f64;
+    let per_page = |time| per_page(time, PAGES);
     store(false);
     let (mut tracked, mut stored, mut untracked) = (Duration::MAX, Duration::MAX, Duration::MAX);
     for _ in 0..5 {
