@@ -11,7 +11,8 @@
 //! address with the largest end below each child (an interval tree). A change makes a new record of the slot
 //! it changes, no other, copies a leaf of each tree in which the slot's place changes (seldom more of it), and publishes
 //! each tree by one store; a slot that comes behind all others of its leaf goes into an unused place of it, so that
-//! slots in ascending order copy next to nothing. Versions in the nodes and records let a reader's view see all trees at one
+//! slots in ascending order copy next to nothing; and one that goes leaves a tombstone in its place, over which it may come again. Versions
+//! in the nodes, records and tombstones let a reader's view see all trees at one
 //! version. What was replaced is freed after a grace period. `table.rs` says in which
 //! order things become visible and why that suffices; `tree/` has the trees. The kernel keeps two sets of trees and
 //! waits for its readers at every change instead (Szmigiero, *Scalable memslots implementation*, v5, 2021).

@@ -12,7 +12,8 @@
 //!    derived from the slot.) Where flags change, the old record is marked as replaced.
 //! 3. The trees are changed; what is new in them, nodes and the record, is born at version `g + 1`. A slot that moves is
 //!    put at its new place by frame before it is taken from the old. Where its key stays (by id and by host address, and
-//!    everywhere where flags change) the new record is stored over the old one, which it knows as its predecessor.
+//!    everywhere where flags change) the new record is stored over the old one, which it knows as its predecessor. Where a slot
+//!    goes, mostly a tombstone is stored over it, over which it may come again ([`crate::tree`]).
 //! 4. The generation word becomes `g + 1`.
 //! 5. Nodes and records that were replaced are stamped and retired: at once, or with those of some later operations.
 //!
@@ -39,7 +40,9 @@
 
 use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
-use crate::tree::{At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tree};
+use crate::tree::{
+    At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tombstone, Tombstones, Tree, tombstone,
+};
 use crate::{Limits, Slot, SlotReader, SlotView};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
@@ -117,6 +120,7 @@ pub(crate) struct Pools<D> {
     pub(crate) by_id: Pool<ById, D>,
     pub(crate) by_hva: Pool<ByHva, D>,
     pub(crate) slots: Slab<D>,
+    pub(crate) tombstones: Tombstones<D>,
 }
 
 /// What waits for readers.
@@ -125,6 +129,7 @@ pub(crate) enum Garbage<D> {
     ById(Replaced),
     ByHva(Replaced),
     Slot(*const Slot<D>),
+    Tombstone(*const Tombstone<D>),
 }
 
 /// An operation that has begun.
@@ -175,6 +180,7 @@ impl<D> Shared<D> {
                     by_id: Pool::new(),
                     by_hva: Pool::new(),
                     slots: Slab::new(),
+                    tombstones: Tombstones::new(),
                 },
                 limbo: Limbo::new(),
                 replaced: Vec::new(),
@@ -277,7 +283,8 @@ impl<D> Space<D> {
 
 impl<D> Pools<D> {
     pub(crate) const fn bytes(&self) -> usize {
-        self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes() + self.slots.bytes()
+        let trees = self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes();
+        trees + self.slots.bytes() + self.tombstones.bytes()
     }
 
     /// # Safety
@@ -290,6 +297,7 @@ impl<D> Pools<D> {
                 Garbage::ById(node) => self.by_id.free(node),
                 Garbage::ByHva(node) => self.by_hva.free(node),
                 Garbage::Slot(slot) => self.slots.remove(slot),
+                Garbage::Tombstone(tombstone) => self.tombstones.free(tombstone),
             }
         }
     }
@@ -312,15 +320,25 @@ impl<D> Drop for Shared<D> {
             // SAFETY: replaced once, and nobody is left.
             unsafe { state.pools.free(garbage) };
         }
+        let Pools {
+            by_gfn,
+            by_id,
+            by_hva,
+            slots,
+            tombstones,
+        } = &mut state.pools;
         for space in &mut self.spaces {
-            // SAFETY: nobody is left; each slot is in each of the three trees once, and freed by the last.
+            // SAFETY: nobody is left; each slot is in each of the three trees once, and freed by the last, and each tombstone by the
+            // last that it is in.
             unsafe {
-                space.by_gfn.free_all(&mut state.pools.by_gfn, &mut |_| ());
-                space.by_hva.free_all(&mut state.pools.by_hva, &mut |_| ());
-                let slots = &mut state.pools.slots;
-                space
-                    .by_id
-                    .free_all(&mut state.pools.by_id, &mut |slot| slots.remove(slot));
+                let mut held = |held, last: bool| match tombstone(held) {
+                    Some(tombstone) if (*tombstone).take() => tombstones.free(tombstone),
+                    None if last => slots.remove(held),
+                    _ => {}
+                };
+                space.by_gfn.free_all(by_gfn, &mut |slot| held(slot, false));
+                space.by_hva.free_all(by_hva, &mut |slot| held(slot, false));
+                space.by_id.free_all(by_id, &mut |slot| held(slot, true));
             }
         }
     }

@@ -2,7 +2,9 @@
 //! The three trees of an address space under change.
 
 use crate::table::{Garbage, Space, State};
-use crate::tree::{ByGfn, ByHva, ById, Edit, MOST, NEWEST, Order, Place, Tree};
+use crate::tree::{
+    ByGfn, ByHva, ById, Edit, MOST, NEWEST, Order, Out, Place, Replaced, Tombstone, Tree, is_slot,
+};
 use crate::{Request, Slot};
 use pageferry_addr::GfnRange;
 
@@ -22,7 +24,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_gfn,
             version: self.version,
             pool: &mut self.state.pools.by_gfn,
-            replaced: &mut |node| replaced.push(Garbage::ByGfn(node)),
+            out: &mut |out| replaced.push(garbage(out, Garbage::ByGfn)),
         })
     }
 
@@ -32,7 +34,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_id,
             version: self.version,
             pool: &mut self.state.pools.by_id,
-            replaced: &mut |node| replaced.push(Garbage::ById(node)),
+            out: &mut |out| replaced.push(garbage(out, Garbage::ById)),
         })
     }
 
@@ -42,7 +44,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_hva,
             version: self.version,
             pool: &mut self.state.pools.by_hva,
-            replaced: &mut |node| replaced.push(Garbage::ByHva(node)),
+            out: &mut |out| replaced.push(garbage(out, Garbage::ByHva)),
         })
     }
 
@@ -57,23 +59,38 @@ impl<D> Trees<'_, D> {
     /// `new` in, and `old` out: look-ups find the slot at one of both places.
     ///
     /// # Safety
-    /// As for [`Edit::put`].
-    pub(crate) unsafe fn move_by_gfn(&mut self, old: &Slot<D>, new: *const Slot<D>) {
+    /// As for [`Edit::put`]; `new` is seen by nobody else yet, and `old` is its predecessor.
+    pub(crate) unsafe fn move_by_gfn(&mut self, old: *const Slot<D>, new: *mut Slot<D>) {
         let (to, from) = (self.places.by_gfn.as_ref(), self.places.old.as_ref());
-        let key = ByGfn::key(old);
-        if let (Some(to), Some(from)) = (to, from)
+        // SAFETY: alive, as the caller says.
+        let (slot, key) = unsafe { (&*old, ByGfn::key(&*new)) };
+        // SAFETY: nothing has changed since the place was found.
+        let before = to.and_then(|to| unsafe { self.space.by_gfn.held_at(to, key) });
+        if let (Some(to), Some(from), None) = (to, from, before)
             && to.is_in_leaf_of(from)
         {
             // SAFETY: as the caller promises; the tree is as it was when the places were found.
-            self.by_gfn(|edit| unsafe { edit.move_at(from, key, new) });
+            self.by_gfn(|edit| unsafe { edit.move_at(to, from, ByGfn::key(slot), new) });
             return;
         }
-        // SAFETY: as the caller promises; a leaf other than that of the new place is as it was, unless more than one leaf
-        // has changed.
+        let tombstone = Tombstone::moved(self.version, slot, old);
+        let tombstone = self.state.pools.tombstones.make(tombstone);
+        // SAFETY: as the caller promises; the tree is as it was when the places were found, and a leaf other than that of the new place
+        // still is after that has changed, unless more than one leaf has.
         self.by_gfn(|edit| unsafe {
+            if let (Some(to), Some(from), Some(_)) = (to, from, before) {
+                if edit.swap_at(to, from, slot, new, tombstone) {
+                    return;
+                }
+                if to.is_in_leaf_of(from) {
+                    edit.move_at(to, from, ByGfn::key(slot), new);
+                    return;
+                }
+            }
             let alone = put(edit, to, new);
-            remove(edit, from.filter(|_| alone), key);
+            remove(edit, from.filter(|_| alone), ByGfn::key(slot), tombstone);
         });
+        self.free_unused(tombstone);
     }
 
     /// # Safety
@@ -109,19 +126,41 @@ impl<D> Trees<'_, D> {
         }
     }
 
-    pub(crate) fn remove_by_gfn(&mut self, slot: &Slot<D>) {
-        let (key, place) = (ByGfn::key(slot), self.places.old.as_ref());
-        // SAFETY: the tree is as it was when the place was found.
-        self.by_gfn(|edit| unsafe { remove(edit, place, key) });
+    /// # Safety
+    /// `slot` is in the trees.
+    pub(crate) unsafe fn remove(&mut self, slot: *const Slot<D>) {
+        let Places {
+            old, by_id, by_hva, ..
+        } = self.places;
+        let (by_gfn, by_id, by_hva) = (old.as_ref(), by_id.as_ref(), by_hva.as_ref());
+        // SAFETY: alive, as the caller says.
+        let old = unsafe { &*slot };
+        let tombstone = Tombstone::deleted(self.version, old, slot);
+        let tombstone = self.state.pools.tombstones.make(tombstone);
+        // SAFETY: the trees are as they were when the places were found.
+        unsafe {
+            self.by_gfn(|edit| remove(edit, by_gfn, ByGfn::key(old), tombstone));
+            self.by_id(|edit| remove(edit, by_id, ById::key(old), tombstone));
+            self.by_hva(|edit| remove(edit, by_hva, ByHva::key(old), tombstone));
+        }
+        self.free_unused(tombstone);
     }
 
-    pub(crate) fn remove_elsewhere(&mut self, slot: &Slot<D>) {
-        let Places { by_id, by_hva, .. } = self.places;
-        let (by_id, by_hva) = (by_id.as_ref(), by_hva.as_ref());
-        // SAFETY: the tree is as it was when the place was found.
-        self.by_id(|edit| unsafe { remove(edit, by_id, ById::key(slot)) });
-        // SAFETY: likewise.
-        self.by_hva(|edit| unsafe { remove(edit, by_hva, ByHva::key(slot)) });
+    /// Where a tombstone that was made for a change is in no tree.
+    fn free_unused(&mut self, tombstone: *const Tombstone<D>) {
+        // SAFETY: just made; if it is in no tree now, it was not.
+        unsafe {
+            if (*tombstone).is_nowhere() {
+                self.state.pools.tombstones.free(tombstone);
+            }
+        }
+    }
+}
+
+fn garbage<D>(out: Out<D>, node: impl FnOnce(Replaced) -> Garbage<D>) -> Garbage<D> {
+    match out {
+        Out::Node(replaced) => node(replaced),
+        Out::Tombstone(tombstone) => Garbage::Tombstone(tombstone),
     }
 }
 
@@ -146,9 +185,14 @@ unsafe fn put<O: Order, D>(
 
 /// # Safety
 /// Where there is a place, as for [`Edit::remove_at`].
-unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<&Place>, key: u64) {
+unsafe fn remove<O: Order, D>(
+    edit: &mut Edit<'_, O, D>,
+    place: Option<&Place>,
+    key: u64,
+    tombstone: *const Tombstone<D>,
+) {
     // SAFETY: as the caller promises.
-    let done = place.is_some_and(|place| unsafe { edit.remove_at(place, key) });
+    let done = place.is_some_and(|place| unsafe { edit.remove_at(place, key, tombstone) });
     if !done {
         edit.remove(key);
     }
@@ -178,7 +222,7 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// Finds the places for `request`, all of which begin to be loaded, and the slot with its id.
+    /// Finds the places for `request`, all of which begin to be loaded, and the slot with its id, or its tombstone.
     #[inline]
     pub(crate) fn find<D>(
         &mut self,
@@ -207,9 +251,15 @@ impl Places {
         };
         self.old = None;
         let id = u64::from(id);
+        let place = self.by_id.as_mut()?;
         // SAFETY: nothing has changed.
-        let find = |place: &Place| unsafe { space.by_id.record_at(place, id) };
-        let found = self.by_id.as_ref().and_then(find)?;
+        let found = unsafe {
+            space.by_id.look_into(place, id);
+            space.by_id.held_at(place, id)
+        }?;
+        if !is_slot(found) {
+            return Some(found);
+        }
         // SAFETY: in the tree.
         let old = unsafe { &*found };
         self.old = gfns.place(ByGfn::key(old));
@@ -221,12 +271,17 @@ impl Places {
 
     /// Whether it is sure that no slot holds any of `range`, which begins at the frames asked for.
     #[inline]
-    pub(crate) fn are_free<D>(&self, space: &Space<D>, range: GfnRange) -> bool {
-        let Some(place) = &self.by_gfn else {
+    pub(crate) fn are_free<D>(&mut self, space: &Space<D>, range: GfnRange) -> bool {
+        let Some(place) = &mut self.by_gfn else {
             return true;
         };
+        let start = range.start().0;
         // SAFETY: nothing has changed since it was found.
-        let Some(found) = (unsafe { space.by_gfn.neighbours(place, range.start().0) }) else {
+        let found = unsafe {
+            space.by_gfn.look_into(place, start);
+            space.by_gfn.neighbours(place, start)
+        };
+        let Some(found) = found else {
             return false;
         };
         // SAFETY: in the tree.

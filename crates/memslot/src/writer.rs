@@ -6,7 +6,7 @@
 use crate::rules::{self, Plan};
 use crate::slot::Predecessor;
 use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
-use crate::tree::NEWEST;
+use crate::tree::{NEWEST, tombstone};
 use crate::trees::{Places, Trees};
 use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
 use alloc::sync::Arc;
@@ -167,18 +167,24 @@ impl<D> SlotWriter<D> {
         let space = usize::from(request.address_space);
         let here = self.shared.spaces.get(space);
         // Where there is no such space, the request is refused, and no place is asked for.
-        let old = here.and_then(|here| self.places.find(here, &request));
+        let held = here.and_then(|here| self.places.find(here, &request));
+        let (old, gone) = match held.and_then(tombstone) {
+            Some(gone) => (None, Some(gone)),
+            None => (held, None),
+        };
+        let pages = self.pages();
         let plan = rules::check(
             &self.shared.limits,
             &request,
-            self.pages(),
+            pages,
             // SAFETY: in the tree, and nothing is freed meanwhile.
             |_, _| old.map(|slot| unsafe { &*slot }),
             |space, range, id| {
                 if here.is_some_and(|here| self.places.are_free(here, range)) {
                     return None;
                 }
-                overlapping(self.view().space(space)?, range, id)
+                let now = view(&self.shared, NEWEST, self.shared.generation());
+                overlapping(now.space(space)?, range, id)
             },
         )?;
         let version = self.shared.generation().number() + 1;
@@ -190,9 +196,14 @@ impl<D> SlotWriter<D> {
             slots.insert(slot)
         };
         let pending = match (plan, old) {
-            (Plan::Create(range), None) => Pending::Create {
-                new: record(range, ptr::null()),
-            },
+            (Plan::Create(range), None) => {
+                // One that comes again to where it was goes where its tombstone is.
+                // SAFETY: in a tree, and nothing was freed since.
+                let again = gone.filter(|&gone| unsafe { &*gone }.start() == range.start().0);
+                Pending::Create {
+                    new: record(range, again.map_or(ptr::null(), crate::tree::held)),
+                }
+            }
             (Plan::Delete, Some(old)) => Pending::Delete { old },
             (Plan::Move(range), Some(old)) => Pending::Move {
                 old,
@@ -276,14 +287,13 @@ impl<D> SlotWriter<D> {
                     None
                 }
                 Pending::Delete { old } => {
-                    trees.remove_by_gfn(&*old);
-                    trees.remove_elsewhere(&*old);
+                    trees.remove(old);
                     trees.state.len -= 1;
                     trees.state.pages -= (*old).range.pages();
                     Some(old)
                 }
                 Pending::Move { old, new } => {
-                    trees.move_by_gfn(&*old, new);
+                    trees.move_by_gfn(old, new);
                     trees.replace_elsewhere(new);
                     Some(old)
                 }

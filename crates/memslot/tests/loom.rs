@@ -22,7 +22,8 @@
 //!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
 //! - its cell stored before its key or the number of slots: `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - a slot that moves put there too: `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`.
+//! - a slot that moves put there too: `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`;
+//! - TOMBSTONES
 #![cfg(loom)]
 
 use loom::thread;
@@ -325,8 +326,9 @@ fn a_move_down_over_itself() {
     overlapping_move(12, 10);
 }
 
-/// The same where the two places are in two leaves: frames from 40 on are in the second.
-fn overlapping_move_between_leaves(from: u64, to: u64) {
+/// The same where the two places are in two leaves: frames from 40 on are in the second. The new place may be that of a slot
+/// that was there.
+fn overlapping_move_between_leaves(from: u64, to: u64, before: bool) {
     let mut slots: Vec<_> = [0, 10, 20, 30, 40, 50]
         .iter()
         .enumerate()
@@ -334,6 +336,10 @@ fn overlapping_move_between_leaves(from: u64, to: u64) {
         .collect();
     slots.push(Request::delete(0, 4));
     slots.push(Request::delete(0, 1));
+    if before {
+        slots.push(slot(1, to, 1, 0));
+        slots.push(Request::delete(0, 1));
+    }
     slots.push(slot(1, from, 4, 1));
     let seen = Model::of(slots).explore(
         1,
@@ -362,12 +368,22 @@ fn overlapping_move_between_leaves(from: u64, to: u64) {
 
 #[test]
 fn a_move_up_over_itself_into_the_next_leaf() {
-    overlapping_move_between_leaves(38, 40);
+    overlapping_move_between_leaves(38, 40, false);
+}
+
+#[test]
+fn a_move_up_over_itself_and_a_tombstone_into_the_next_leaf() {
+    overlapping_move_between_leaves(38, 40, true);
 }
 
 #[test]
 fn a_move_down_over_itself_into_the_leaf_before() {
-    overlapping_move_between_leaves(40, 38);
+    overlapping_move_between_leaves(40, 38, false);
+}
+
+#[test]
+fn a_move_down_over_itself_and_a_tombstone_into_the_leaf_before() {
+    overlapping_move_between_leaves(40, 38, true);
 }
 
 /// The newest state and a view that is taken afterwards, of a slot that goes far.
@@ -480,6 +496,114 @@ fn a_view_outlives_changes() {
         [Nothing; 4],
     ]);
     assert_eq!(seen, possible);
+}
+
+/// Slots with nothing in between but tombstones: 0 to `count` but those in `gone`, which were there.
+fn with_tombstones(count: u16, gone: &[u16]) -> Vec<Request<u32>> {
+    let mut slots = in_order(count);
+    slots.extend(gone.iter().map(|&id| Request::delete(0, id)));
+    slots
+}
+
+/// A slot goes, comes again to where it was, and goes again.
+#[test]
+fn a_view_sees_a_slot_that_goes_and_comes_again() {
+    let slots = in_order(3);
+    let seen = Model::of(slots).views(
+        |view| {
+            let all = unmarked(all_of(view, 1, [10, 10]));
+            assert_eq!(all, [all[0]; 4]);
+            (view.generation().number() - 3, all[0])
+        },
+        |writer| {
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.set(slot(1, 10, 1, 2)).unwrap();
+            writer.reclaim();
+            writer.set(Request::delete(0, 1)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let possible = [
+        (0, Valid(10, 1)),
+        (1, Nothing),
+        (2, Valid(10, 2)),
+        (3, Nothing),
+    ];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
+
+/// A slot moves to where another was until then, and back, and is deleted: by frame it is stored over tombstones of its own and of others.
+#[test]
+fn a_view_sees_a_slot_that_moves_over_tombstones() {
+    let seen = Model::of(in_order(4)).views(
+        |view| {
+            let places = [10, 20].map(|gfn| unmarked([found(view.lookup(Gfn(gfn)))])[0]);
+            let by_id = [1, 2].map(|id| unmarked([found(view.by_id(id))])[0]);
+            assert_eq!(view.iter_hva(host(1)).count(), 2);
+            (view.generation().number() - 4, places, by_id)
+        },
+        |writer| {
+            writer.set(Request::delete(0, 2)).unwrap();
+            writer.set(slot(1, 20, 1, 7)).unwrap();
+            writer.reclaim();
+            writer.set(slot(1, 10, 1, 8)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (one, two) = (Valid(10, 1), Valid(20, 1));
+    let possible = [
+        (0, [one, two], [one, two]),
+        (1, [one, Nothing], [one, Nothing]),
+        (2, [Nothing, Valid(20, 7)], [Valid(20, 7), Nothing]),
+        (3, [Valid(10, 8), Nothing], [Valid(10, 8), Nothing]),
+    ];
+    assert_eq!(seen, BTreeSet::from(possible));
+}
+
+/// The newest state of the same: at one of the two places, and never at both.
+#[test]
+fn a_slot_that_moves_to_a_tombstone_is_seen_in_one_place() {
+    let seen = Model::of(with_tombstones(4, &[2])).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 20), see(&guard, 10), see(&guard, 20)]
+        },
+        |writer| {
+            writer.set(slot(1, 20, 1, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let (old, new) = (Valid(10, 1), Valid(20, 2));
+    for [first, at_old, last] in &seen {
+        assert!(*first == Nothing || *at_old != old && *last == new);
+        assert!(
+            *at_old != Nothing || *last == new,
+            "gone and nowhere: {seen:?}"
+        );
+    }
+    assert!(seen.contains(&[Nothing, old, Nothing]) && seen.contains(&[new, Nothing, new]));
+}
+
+/// A slot comes over tombstones of smaller ones, and goes; look-ups of its last frames meet them or not.
+#[test]
+fn a_slot_that_comes_over_tombstones_is_seen_or_not() {
+    let seen = Model::of(with_tombstones(4, &[1, 2])).explore(
+        1,
+        |reader| {
+            let guard = reader.pin();
+            [see(&guard, 21), see(&guard, 10)]
+        },
+        |writer| {
+            writer.set(slot(1, 10, 15, 2)).unwrap();
+            writer.reclaim();
+        },
+    );
+    let new = Valid(10, 2);
+    assert_eq!(
+        seen,
+        BTreeSet::from([[Nothing, Nothing], [Nothing, new], [new, new]])
+    );
 }
 
 /// Two slots come behind the others into a leaf that stays; who sees the second sees the first too.

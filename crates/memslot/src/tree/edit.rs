@@ -1,7 +1,8 @@
 //! Changes, all by the one writer.
 //!
 //! A record that takes the place of another with the same key and end is stored over it in its leaf. A new slot behind all
-//! others of its leaf is put into that leaf, where there is room. Any other change goes down to the leaf of its key and makes
+//! others of its leaf is put into that leaf, where there is room. For those that go and come again see
+//! [`tombstone`](super::tombstone). Any other change goes down to the leaf of its key and makes
 //! a new leaf. On the way up each inner node either publishes what
 //! came in the cell of its child, which ends it, or, where its own keys must change (a child was split, joined or has
 //! gone) or a bound that reaches into the next child becomes lower, makes a new node of itself and passes that on. So the whole change becomes
@@ -14,7 +15,8 @@ use super::draft::Draft;
 use super::kind::{INNER, LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Inner, NEWEST, Node, upper_bound};
-use super::pool::{Pool, Replaced, alloc_head};
+use super::pool::{Out, Pool, Replaced, alloc_head};
+use super::tombstone::{Tombstone, is_slot, tombstone};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
 use core::ops::Range;
@@ -31,8 +33,8 @@ pub(crate) struct Edit<'e, O: Order, D> {
     /// The version in which the change becomes visible to readers of versions.
     pub(crate) version: u64,
     pub(crate) pool: &'e mut Pool<O, D>,
-    /// Takes the nodes that were replaced.
-    pub(crate) replaced: &'e mut dyn FnMut(Replaced),
+    /// Takes what is not in the tree any more.
+    pub(crate) out: &'e mut dyn FnMut(Out<D>),
 }
 
 /// What becomes of a node.
@@ -57,10 +59,11 @@ impl<O: Order, D> Tree<O, D> {
         let key = O::key(unsafe { &*slot });
         // SAFETY: only the writer frees nodes, and it is here.
         let (leaf, index) = unsafe { self.at(NEWEST) }.find(key).expect("no such slot");
+        debug_assert!(is_slot(leaf.record(index)), "no such slot");
         leaf.patch(index, slot);
     }
 
-    /// Frees all nodes; gives each slot pointer to `slot` first.
+    /// Frees all nodes; gives what each place of a leaf holds to `slot` first.
     ///
     /// # Safety
     /// Nobody uses the tree any more, and it is not used again. All replaced nodes are freed by somebody else.
@@ -99,14 +102,6 @@ impl<O: Order, D> Tree<O, D> {
 pub(super) fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
     // SAFETY: nodes in cells, and new ones, are alive, and only the writer frees.
     unsafe { Node::at(*node) }
-}
-
-/// How many slots of a leaf have keys below `key`, which none has.
-#[inline]
-pub(super) fn rank_of_new<O: Order, D>(leaf: Leaf<'_, O, D>, key: u64) -> usize {
-    let at = leaf.rank(key);
-    debug_assert!(at == 0 || leaf.key(at - 1) < key, "a slot with this key");
-    at
 }
 
 /// How many slots or children a node has.
@@ -150,7 +145,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: alive, as the caller says.
         let new = unsafe { Entry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
-            Node::Leaf(leaf) if leaf.len() == O::FLAT => {
+            Node::Leaf(leaf) if leaf.len() == O::FLAT && leaf.tombstones() == 0 => {
                 Effect::One(self.unfolded(leaf, &new, old))
             }
             _ => self.put_below(old, &new, true),
@@ -185,7 +180,42 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     pub(super) fn retire(&mut self, node: *const Head) {
-        (self.replaced)(Replaced(node));
+        (self.out)(Out::Node(Replaced(node)));
+    }
+
+    /// The tombstone, if it is one, that a place held is in this tree no more.
+    pub(super) fn release_held(&mut self, held: *const Slot<D>) {
+        if let Some(tombstone) = tombstone(held) {
+            self.release(tombstone);
+        }
+    }
+
+    fn release(&mut self, tombstone: *const Tombstone<D>) {
+        // SAFETY: it was in the tree, and only the writer frees.
+        if unsafe { &*tombstone }.take() {
+            (self.out)(Out::Tombstone(tombstone));
+        }
+    }
+
+    /// The same of all those of a leaf, which is about to go.
+    pub(super) fn release_all(&mut self, leaf: Leaf<'_, O, D>) {
+        for index in 0..leaf.len() {
+            self.release_held(leaf.record(index));
+        }
+    }
+
+    /// A leaf with `room` to take the place of `leaf`, as [`NewLeaf::rebuilt`](super::new_leaf::NewLeaf::rebuilt).
+    pub(super) fn rebuilt(
+        &mut self,
+        leaf: Leaf<'_, O, D>,
+        room: usize,
+        without: Option<usize>,
+        new: Option<&Entry<D>>,
+    ) -> *const Head {
+        self.release_all(leaf);
+        self.pool
+            .leaf(room)
+            .rebuilt(leaf, without, new, self.version)
     }
 
     /// Retires a node that was replaced, if it has not done so itself.
@@ -288,10 +318,9 @@ impl<O: Order, D> Edit<'_, O, D> {
         new: &Entry<D>,
         last: bool,
     ) -> Effect {
-        let (at, len) = (rank_of_new(leaf, new.key), leaf.len());
-        if len < leaf.room() {
-            let copy = self.put_in_room(leaf, at, new);
-            return copy.map_or(Effect::Stays, Effect::One);
+        let (at, len) = (leaf.rank(new.key), leaf.len());
+        if let Some(effect) = self.put_in_room(leaf, at, new) {
+            return effect;
         }
         // Only a leaf that is all of its tree grows: others are split when they are full.
         if ptr::eq(node, self.tree.root.newest()) {
@@ -304,20 +333,54 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.split(node, leaf, at, new, last)
     }
 
-    /// Puts `new` at index `at` of `leaf`, which has room for it: gives the leaf that is to take its place, or none where it has the
-    /// slot itself now.
+    /// Puts `new`, which has index `at`, into `leaf` or into one that is to take its place; nothing where it is full of slots.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
         leaf: Leaf<'_, O, D>,
         at: usize,
         new: &Entry<D>,
-    ) -> Option<*const Head> {
-        if leaf.extend(at, new) {
-            return None;
+    ) -> Option<Effect> {
+        let len = leaf.len();
+        let comes_last = at == len && len < leaf.room() && leaf.key(at - 1) < new.key;
+        if comes_last && leaf.extend(new) {
+            return Some(Effect::Stays);
         }
-        let copy = self.pool.leaf(leaf.room());
-        Some(copy.with(leaf, at, new, self.version))
+        self.put_among(leaf, at, new)
+    }
+
+    /// The same, where it does not come behind all others for the first time.
+    #[inline(never)]
+    fn put_among(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> Option<Effect> {
+        let (len, room) = (leaf.len(), leaf.room());
+        let same = at.checked_sub(1).filter(|&at| leaf.key(at) == new.key);
+        // SAFETY: alive, as it is about to be found.
+        let own_keys = O::own_keys(unsafe { &*new.slot });
+        if at < len && leaf.key(at) < own_keys {
+            // Look-ups of the slot are not to meet tombstones.
+            return Some(Effect::One(self.rebuilt(leaf, room, None, Some(new))));
+        }
+        let copy = if let Some(index) = same {
+            let held = leaf.record(index);
+            let stays = leaf.may_hold(index, new) && knows::<O, D>(new.slot, held);
+            assert!(!is_slot(held), "a slot with this key");
+            self.release_held(held);
+            if stays {
+                leaf.raise(index, new.slot);
+                return Some(Effect::Stays);
+            }
+            let copy = self.pool.leaf(room);
+            copy.with_other(leaf, index, index, new, self.version)
+        } else if len == room {
+            if leaf.tombstones() == 0 {
+                return None;
+            }
+            self.rebuilt(leaf, room, None, Some(new))
+        } else {
+            let copy = self.pool.leaf(room);
+            copy.with(leaf, at, new, self.version)
+        };
+        Some(Effect::One(copy))
     }
 
     /// `root`: the node is the root. No key to the right of it is less than `next`.
@@ -325,21 +388,17 @@ impl<O: Order, D> Edit<'_, O, D> {
         match view::<O, D>(&node) {
             Node::Empty => unreachable!("no such slot"),
             Node::Leaf(leaf) => {
-                let at = leaf.rank(key);
-                assert!(at > 0 && leaf.key(at - 1) == key, "no such slot");
-                let len = leaf.len();
-                if len == 1 {
+                let at = leaf.index_of(key);
+                assert!(at.is_some(), "no such slot");
+                let left = leaf.len() - leaf.tombstones() - 1;
+                if left == 0 {
+                    self.release_all(leaf);
                     return Effect::Gone;
                 }
                 let room = leaf.room();
-                if root && len - 1 < least(room) && room > room_for(len - 1) {
-                    let mut copy = self.pool.leaf(room / 2);
-                    copy.append(leaf, 0..at - 1);
-                    copy.append(leaf, at..len);
-                    return Effect::One(copy.done(self.version, node));
-                }
-                let copy = self.pool.leaf(room);
-                Effect::One(copy.without(leaf, at - 1, self.version))
+                let smaller = root && left < least(room) && room > room_for(left);
+                let room = if smaller { room / 2 } else { room };
+                Effect::One(self.rebuilt(leaf, room, at, None))
             }
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, key).saturating_sub(1);
@@ -381,6 +440,22 @@ impl<O: Order, D> Edit<'_, O, D> {
                 }
             }
         }
+    }
+}
+
+/// Whether readers of older versions come from `slot` past the tombstone `held`, over which it is about to be stored.
+pub(super) fn knows<O: Order, D>(slot: *const Slot<D>, held: *const Slot<D>) -> bool {
+    // SAFETY: alive, as it is about to be put in.
+    let previous = unsafe { &*slot }.previous.0;
+    let Some(left) = tombstone(previous) else {
+        return false;
+    };
+    // SAFETY: its predecessor is not freed before it is published.
+    let left = unsafe { &*left };
+    if left.moved {
+        O::BY_FRAME && left.before == held
+    } else {
+        previous == held
     }
 }
 

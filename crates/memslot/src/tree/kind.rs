@@ -21,6 +21,8 @@ pub(crate) trait Order: Sized + 'static {
     const FLAT: usize;
     /// A bound of where the slots below each child end, for orders in which slots overlap. Then leaves keep ends too.
     type Reach: Reach;
+    /// Whether a slot's key changes when it moves.
+    const BY_FRAME: bool;
 
     /// Unique among the slots of an address space.
     fn key<D>(slot: &Slot<D>) -> u64;
@@ -29,6 +31,12 @@ pub(crate) trait Order: Sized + 'static {
     #[inline]
     fn end<D>(_slot: &Slot<D>) -> u64 {
         0
+    }
+
+    /// Above all keys that no other slot has while this one is there.
+    #[inline]
+    fn own_keys<D>(slot: &Slot<D>) -> u64 {
+        Self::key(slot)
     }
 }
 
@@ -39,10 +47,16 @@ impl Order for ByGfn {
     const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 128 };
     type Reach = ();
+    const BY_FRAME: bool = true;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
         slot.range.start().0
+    }
+
+    #[inline]
+    fn own_keys<D>(slot: &Slot<D>) -> u64 {
+        slot.range.end().0
     }
 }
 
@@ -53,6 +67,7 @@ impl Order for ById {
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 8 } else { 64 };
     type Reach = ();
+    const BY_FRAME: bool = false;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
@@ -85,6 +100,7 @@ impl Order for ByHva {
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 64 };
     type Reach = Bounds;
+    const BY_FRAME: bool = false;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {

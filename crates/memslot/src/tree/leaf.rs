@@ -5,13 +5,13 @@
 //! Leaves: the slots of a stretch of keys.
 //!
 //! A leaf is its [`Head`], then as many keys as it has room for, then (where the order keeps them) the end of each slot and
-//! the greatest end so far, then the cells of slots. Below inner nodes all leaves have the order's usual room,
+//! the greatest end so far, then the cells of slots, and how many tombstones are among them. Below inner nodes all leaves have the order's usual room,
 //! [`Order::LEAF`]; a leaf that is all of its tree has as much as it needs, up to [`Order::FLAT`], as searching one
 //! array takes less time than going down a level.
 //!
 //! What a place of a leaf says never changes after the leaf was published, but for the cell: that changes when another record takes
-//! the place of the one with the same key. The new record knows the old one, and since which version it has its place
-//! ([`Slot`]), as nodes do.
+//! the place of the one with the same key, or a [tombstone](super::tombstone), which says that the slot has gone. The new one knows the old
+//! one, and since which version it has its place ([`Slot`]), as nodes do.
 //!
 //! # Slots that come behind the others
 //!
@@ -19,22 +19,24 @@
 //! in the tree: [`Leaf::extend`] stores ends, key and number of slots, and the cell last. So slots that come in ascending order
 //! copy nothing until a leaf is full. Readers may be in that leaf:
 //!
-//! - The cell makes the slot visible, as one store. Until then it is null, and whoever finds the key, or counts the
+//! - The cell makes the slot visible, as one store. Until then it holds nothing, and whoever finds the key, or counts the
 //!   place, finds no slot there. Who has seen the slot (`Acquire`) sees key and number from then on, by whatever look-up.
 //! - A reader of an older version learns from the record that it was born later and had no predecessor: there is no
-//!   such slot. (A record with a predecessor elsewhere, of a slot that moves, comes by a copy of the leaf only.) The first slot of a
-//!   leaf has been there for as long as the leaf, which is never empty, so a walk downwards ends.
+//!   such slot. (A record with a predecessor elsewhere, of a slot that moves, comes by a copy of the leaf, or over a tombstone.) In each
+//!   version a leaf has a slot at least, so a walk downwards ends.
 //! - Keys of several such slots may be seen out of order: see [`upper_bound`]. Then what is found is the last slot of a state
 //!   between the creations, which all run beside the look-up.
-//! - Who finds a null cell takes the slot before, which may have been replaced since: *that* slot is the last up to the key no
-//!   longer, but by frame slots do not overlap. The frame is not in it, as it is not below the slot that comes, and "no slot holds
-//!   the frame" was true when the cell was null. So [`newest_floor`](super::At::newest_floor) is for who asks whether the
-//!   slot holds the frame.
+//! - Who finds nothing in a cell, or a tombstone, takes the slot before, which may have been replaced since: *that* slot is the last up to the
+//!   key no longer, but by frame slots do not overlap. If it does not hold the frame, then no slot did at some moment of the
+//!   look-up: the cells were looked at from the right to the left, and between one slot that held the frame and the next, the first must
+//!   have gone before the second came. (One slot that moves over itself would be no such case. It does so by a copy of the leaf,
+//!   or from leaf to leaf.) So [`newest_floor`](super::At::newest_floor) is for who asks whether the slot holds the frame.
 //! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
 //!   be too high for an older version, which costs a look in vain.
 
 use super::kind::{ByHva, Order, Reach};
 use super::node::{Head, Key, upper_bound};
+use super::tombstone::{Tombstone, held, is_slot};
 use crate::Slot;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, fence, prefetch};
 use core::alloc::Layout;
@@ -67,6 +69,15 @@ pub(crate) struct Entry<D> {
     pub(crate) end: u64,
     pub(crate) slot: *const Slot<D>,
 }
+
+// By hand, since derived ones would ask for `D: Copy`.
+impl<D> Clone for Entry<D> {
+    #[inline]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D> Copy for Entry<D> {}
 
 impl<D> Entry<D> {
     /// That of `slot` in a tree of this order.
@@ -113,8 +124,12 @@ impl<O: Order, D> Parts<O, D> {
         (Self::cells(room) - Self::KEYS) / size_of::<AtomicU64>()
     }
 
+    pub(super) const fn count(room: usize) -> usize {
+        Self::cells(room) + room * size_of::<AtomicPtr<Slot<D>>>()
+    }
+
     pub(super) const fn layout(room: usize) -> Layout {
-        let size = Self::cells(room) + room * size_of::<AtomicPtr<Slot<D>>>();
+        let size = Self::count(room) + size_of::<AtomicU64>();
         match Layout::from_size_align(size, ALIGN) {
             Ok(layout) => layout,
             Err(_) => panic!("a leaf is small"),
@@ -238,7 +253,8 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { &*self.cells(room).add(index) }
     }
 
-    /// The newest record of a slot; null where the slot is coming. `Acquire`: what it says was written before.
+    /// What a place holds: the newest record of a slot, or a [tombstone](super::tombstone); nothing where the slot is coming.
+    /// `Acquire`: what it says was written before.
     #[inline(always)]
     pub(crate) fn record(self, index: usize) -> *const Slot<D> {
         self.cell(self.room(), index).load(Ordering::Acquire)
@@ -298,17 +314,17 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
             .store(slot.cast_mut(), Ordering::Release);
     }
 
-    /// The writer's: puts a slot behind those there are, for which there is room, if its key is greater than theirs (so that `at` is
-    /// their number) and it has no predecessor. False if not, and nothing is done.
+    /// The writer's: puts a slot, whose key is greater than theirs, behind those there are, for which there is room, if it has no
+    /// predecessor. False if it has, and nothing is done.
     #[inline]
-    pub(crate) fn extend(self, at: usize, new: &Entry<D>) -> bool {
+    pub(crate) fn extend(self, new: &Entry<D>) -> bool {
         let len = self.len();
         // SAFETY: alive, as it is about to be found.
         let predecessor = unsafe { &*new.slot }.previous.0;
-        if at < len || !predecessor.is_null() {
+        if !predecessor.is_null() {
             return false;
         }
-        debug_assert!(at == len && len > 0 && self.key(len - 1) < new.key);
+        debug_assert!(len > 0 && self.key(len - 1) < new.key);
         if O::Reach::KEPT {
             let highest = self.reach().max(new.end);
             self.ends()[len].store(new.end, Ordering::Relaxed);
@@ -319,6 +335,52 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         // From now on it is there.
         self.patch(len, new.slot);
         true
+    }
+
+    /// The writer's: how many tombstones there are. Behind the cells, where no reader looks.
+    #[inline]
+    fn count(self) -> &'g AtomicU64 {
+        let offset = Parts::<O, D>::count(self.room());
+        // SAFETY: a part of the leaf, written before it was published.
+        unsafe { &*self.node.byte_add(offset).cast() }
+    }
+
+    /// The writer's: how many places are those of slots that have gone.
+    #[inline]
+    pub(crate) fn tombstones(self) -> usize {
+        self.count().value() as usize
+    }
+
+    /// The writer's: stores a tombstone over the slot at `index`.
+    #[inline]
+    pub(crate) fn bury(self, index: usize, tombstone: *const Tombstone<D>) {
+        debug_assert!(is_slot(self.record(index)));
+        self.count()
+            .store(self.count().value() + 1, Ordering::Relaxed);
+        self.patch(index, held(tombstone));
+    }
+
+    /// The writer's: stores a slot over the tombstone at `index`.
+    #[inline]
+    pub(crate) fn raise(self, index: usize, slot: *const Slot<D>) {
+        debug_assert!(!is_slot(self.record(index)));
+        self.count()
+            .store(self.count().value() - 1, Ordering::Relaxed);
+        self.patch(index, slot);
+    }
+
+    /// The writer's: whether a slot can be stored over the tombstone with its key.
+    #[inline]
+    pub(crate) fn may_hold(self, index: usize, new: &Entry<D>) -> bool {
+        let end = self.ends().get(index);
+        end.is_none_or(|end| end.value() == new.end)
+    }
+
+    /// The writer's: where the slot with this key is, or its tombstone.
+    #[inline]
+    pub(crate) fn index_of(self, key: u64) -> Option<usize> {
+        let index = self.rank(key).checked_sub(1)?;
+        (self.key(index) == key).then_some(index)
     }
 
     /// The writer's.
@@ -359,7 +421,9 @@ pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
         if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {
             let words: *mut AtomicU64 = node.byte_add(Parts::<O, D>::KEYS).cast();
             let cells: *mut AtomicPtr<Slot<D>> = node.byte_add(Parts::<O, D>::cells(room)).cast();
+            let tombstones: *mut AtomicU64 = node.byte_add(Parts::<O, D>::count(room)).cast();
             let count = Parts::<O, D>::words(room);
+            ptr::drop_in_place(tombstones);
             ptr::drop_in_place(ptr::slice_from_raw_parts_mut(words, count));
             ptr::drop_in_place(ptr::slice_from_raw_parts_mut(cells, room));
         }

@@ -9,11 +9,12 @@
 //! and, at an older version, one for each change of the same place since. A change takes O(log n) and
 //! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
 //! does not reach into the next any more, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
-//! none does that puts a new slot behind all others.
+//! none does that puts a new slot behind all others, takes a slot out, or puts one where it was before.
 //!
 //! **Mechanism.** Nodes are immutable but for their cells and the unused places of leaves ([`node`], [`leaf`]). A change makes a
 //! new leaf and publishes it by one store, in the cell of the lowest node above whose keys and bounds stay good ([`edit`]);
-//! a record with the key of another is stored over it, and a new slot behind all others of its leaf goes into an unused place. So readers elsewhere in
+//! a record with the key of another is stored over it, a new slot behind all others of its leaf goes into an unused place, and what
+//! goes leaves a tombstone ([`tombstone`](mod@tombstone)). So readers elsewhere in
 //! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
 //! leaf, which has room for more than leaves below others have ([`shape`]). Where a change is of one leaf and nothing else, it is made
 //! where the checks before it have found that leaf ([`place`]).
@@ -30,19 +31,22 @@ mod node;
 mod place;
 mod pool;
 mod shape;
+mod tombstone;
 mod walk;
 
 pub(crate) use edit::Edit;
 pub(crate) use kind::{ByGfn, ByHva, ById, MOST, Order};
 pub(crate) use node::NEWEST;
 pub(crate) use place::Place;
-pub(crate) use pool::{Pool, Replaced};
+pub(crate) use pool::{Out, Pool, Replaced};
+pub(crate) use tombstone::{Tombstone, Tombstones, held, is_slot, tombstone};
 pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
 use core::marker::PhantomData;
 use leaf::Leaf;
 use node::{Cell, Head, Inner, Node, upper_bound};
+use tombstone::Held;
 
 /// More levels than a tree of 2^16 slots can have: nodes other than the root and the last of each level are at least
 /// a quarter full.
@@ -122,23 +126,63 @@ impl<'g, O: Order, D> At<'g, O, D> {
         unsafe { Node::at(node) }
     }
 
-    /// The slot of this version in the place where `record` is the newest; none where it has come later, or is coming.
+    /// The slot of this version in the place that holds `newest`; none where it has come later, is coming, or has gone.
     #[inline]
-    fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
-        // SAFETY: null, or a slot, which lives as long as a leaf that was reached holds it: it is retired together with, or after,
-        // what takes it out or its place. As with nodes, by the contract of `Tree::at` that holds for its predecessors
-        // down to the first that was born at or before `version`.
-        let mut slot = unsafe { record.as_ref() }?;
+    fn slot(self, newest: *const Slot<D>) -> Option<&'g Slot<D>> {
+        if !is_slot(newest) {
+            return self.before(newest);
+        }
+        // SAFETY: it lives as long as a leaf that was reached holds it: it is retired together with, or after, what takes it out or
+        // its place.
+        let slot = unsafe { &*newest };
         slot.alive.used();
-        while slot.born > self.version {
-            // SAFETY: as above.
-            slot = unsafe { slot.previous.0.as_ref() }?;
-            slot.alive.used();
+        if slot.born > self.version {
+            return self.before(newest);
         }
         Some(slot)
     }
 
-    /// The last slot of this version among the first `count` of a leaf. There is one, unless `count` is 0.
+    /// The same, where `held` is no slot or too new.
+    #[cold]
+    #[inline(never)]
+    fn before(self, mut held: *const Slot<D>) -> Option<&'g Slot<D>> {
+        // The slot that `held` is the predecessor of, if that is how we came to it.
+        let mut by_slot = false;
+        loop {
+            match Held::of(held) {
+                Held::Nothing => return None,
+                Held::Slot(slot) => {
+                    // SAFETY: as in `slot`. As with nodes, by the contract of `Tree::at` that holds for its predecessors
+                    // down to the first that was born at or before `version`.
+                    let slot = unsafe { &*slot };
+                    slot.alive.used();
+                    if slot.born <= self.version {
+                        return Some(slot);
+                    }
+                    held = slot.previous.0;
+                    by_slot = true;
+                }
+                Held::Tombstone(tombstone) => {
+                    // SAFETY: likewise.
+                    let tombstone = unsafe { &*tombstone };
+                    tombstone.alive.used();
+                    // A slot that moved knows the one that it left elsewhere, in the tree by frame, in its own version.
+                    let elsewhere = by_slot && tombstone.moved;
+                    if !elsewhere && tombstone.born <= self.version {
+                        return None;
+                    }
+                    held = if elsewhere && O::BY_FRAME {
+                        tombstone.before
+                    } else {
+                        tombstone.was
+                    };
+                    by_slot = false;
+                }
+            }
+        }
+    }
+
+    /// The last slot of this version among the first `count` of a leaf. There is one where `count` is all of it.
     #[inline]
     fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
         let last = count.checked_sub(1)?;
@@ -146,7 +190,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
             .or_else(|| self.earlier(leaf, last))
     }
 
-    /// The same, for where some have come later.
+    /// The same, for where some have come later or gone.
     #[cold]
     #[inline(never)]
     fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
@@ -215,13 +259,14 @@ impl<'g, O: Order, D> At<'g, O, D> {
         // SAFETY: as above; the children at level 0 are leaves.
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
-        match leaf.usual_floor(key) {
-            Some(record) => Ok(self
-                .slot(record)
-                .or_else(|| self.earlier(leaf, leaf.rank(key)))),
-            None if leftmost && index == 0 => Ok(None),
-            None => Err(TwoLeaves),
+        let found = leaf.usual_floor(key).and_then(|newest| {
+            self.slot(newest)
+                .or_else(|| self.earlier(leaf, leaf.rank(key)))
+        });
+        if found.is_none() && !(leftmost && index == 0) {
+            return Err(TwoLeaves);
         }
+        Ok(found)
     }
 
     #[inline]

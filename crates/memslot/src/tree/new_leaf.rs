@@ -7,6 +7,7 @@
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, LEAST_ROOM, Leaf, Parts};
 use super::node::{Head, Key};
+use super::tombstone::{is_slot, nothing};
 use crate::Slot;
 use crate::sync::{AtomicPtr, AtomicU64, copy_own};
 use core::marker::PhantomData;
@@ -18,6 +19,7 @@ pub(crate) struct NewLeaf<O: Order, D> {
     node: *mut Head,
     room: usize,
     len: usize,
+    tombstones: usize,
     order: PhantomData<(O, *const Slot<D>)>,
 }
 
@@ -32,6 +34,7 @@ impl<O: Order, D> NewLeaf<O, D> {
             node,
             room,
             len: 0,
+            tombstones: 0,
             order: PhantomData,
         }
     }
@@ -104,6 +107,10 @@ impl<O: Order, D> NewLeaf<O, D> {
             copy_own(cells, self.cells().add(at), count);
         }
         self.len += count;
+        if from.tombstones() > 0 {
+            let held = range.map(|index| from.record(index));
+            self.tombstones += held.filter(|&held| !is_slot(held)).count();
+        }
     }
 
     /// The leaf, to be published or freed: born at `version` in place of `previous`.
@@ -124,7 +131,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         let unused = Entry {
             key: MOST,
             end: 0,
-            slot: ptr::null(),
+            slot: nothing(),
         };
         // SAFETY: as the caller says, and each part has `room` places.
         unsafe {
@@ -153,25 +160,11 @@ impl<O: Order, D> NewLeaf<O, D> {
             self.write(at, entry);
         }
         self.len = len + 1;
+        self.tombstones = from.tombstones();
         self.finish(at, version, from.node())
     }
 
-    /// `from` without the slot at index `at`.
-    #[inline]
-    pub(crate) fn without(mut self, from: Leaf<'_, O, D>, at: usize, version: u64) -> *const Head {
-        let len = from.len();
-        assert!(at < len, "no such slot");
-        self.copy(from);
-        // SAFETY: below `len` all is written.
-        unsafe {
-            self.shift(at + 1..len, at);
-            self.clear(len - 1);
-        }
-        self.len = len - 1;
-        self.finish(at, version, from.node())
-    }
-
-    /// `from` with `entry` instead of the slot at index `at`; `rank` slots of `from` have keys below its key.
+    /// `from` with `entry` instead of the slot or tombstone at index `at`; `rank` slots of `from` have keys below its key.
     #[inline]
     pub(crate) fn with_other(
         mut self,
@@ -195,7 +188,33 @@ impl<O: Order, D> NewLeaf<O, D> {
             self.write(to, entry);
         }
         self.len = len;
+        let gone = usize::from(!is_slot(from.record(at)));
+        self.tombstones = from.tombstones() - gone;
         self.finish(at.min(to), version, from.node())
+    }
+
+    /// The slots of `from`, but for that at index `without`, and with `new`; of tombstones none.
+    pub(crate) fn rebuilt(
+        mut self,
+        from: Leaf<'_, O, D>,
+        without: Option<usize>,
+        mut new: Option<&Entry<D>>,
+        version: u64,
+    ) -> *const Head {
+        for index in (0..from.len()).filter(|&index| Some(index) != without) {
+            let entry = from.entry(index);
+            if !is_slot(entry.slot) {
+                continue;
+            }
+            if let Some(first) = new.take_if(|new| new.key < entry.key) {
+                self.push(first);
+            }
+            self.push(&entry);
+        }
+        if let Some(last) = new {
+            self.push(last);
+        }
+        self.done(version, from.node())
     }
 
     /// Makes all but the head as in `from`, which has the same room.
@@ -229,7 +248,7 @@ impl<O: Order, D> NewLeaf<O, D> {
                 return;
             }
             let source = from.node().byte_add(start).cast::<u8>();
-            let size = Parts::<O, D>::layout(room).size() - start;
+            let size = Parts::<O, D>::count(room) - start;
             ptr::copy_nonoverlapping(source, self.part::<u8>(start), size);
         }
     }
@@ -262,6 +281,8 @@ impl<O: Order, D> NewLeaf<O, D> {
         unsafe {
             let head = Head::leaf(version, previous, self.len, self.room);
             self.node.write(head);
+            let count: *mut AtomicU64 = self.part(Parts::<O, D>::count(self.room));
+            count.write(AtomicU64::new(self.tombstones as u64));
             if O::Reach::KEPT {
                 let (ends, up_to) = (self.ends(), self.up_to());
                 let before = changed.checked_sub(1);

@@ -10,12 +10,14 @@
 //! The writer finds all places that a request needs one after the other, before it looks into any: with
 //! thousands of slots each is a wait for memory, and so they are waited for together.
 
-use super::edit::{Edit, least, rank_of_new};
+use super::edit::{Edit, Effect, knows, least};
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Node, upper_bound};
+use super::tombstone::{Tombstone, held, is_slot};
 use super::{At, Inner, NEWEST, Tree};
 use crate::Slot;
+use crate::slot::Predecessor;
 
 /// Where in the newest state of a tree a key is or would be. Good until the tree changes.
 #[derive(Clone, Copy)]
@@ -31,6 +33,8 @@ pub(crate) struct Place {
     root: bool,
     /// Whether there is no leaf to the left.
     leftmost: bool,
+    /// How many keys of the leaf are at most the key, once it was looked into.
+    rank: Option<u8>,
 }
 
 // SAFETY: addresses, which the writer follows while it has the tree, on whatever thread it is.
@@ -42,6 +46,24 @@ impl Place {
     /// Whether both are in one leaf.
     pub(crate) fn is_in_leaf_of(&self, other: &Self) -> bool {
         self.leaf == other.leaf
+    }
+
+    #[inline]
+    fn rank<O: Order, D>(&self, leaf: Leaf<'_, O, D>, key: u64) -> usize {
+        match self.rank {
+            Some(rank) => {
+                debug_assert_eq!(usize::from(rank), leaf.rank(key));
+                rank.into()
+            }
+            None => leaf.rank(key),
+        }
+    }
+
+    /// Where the slot with the key, or its tombstone, is.
+    #[inline]
+    fn index<O: Order, D>(&self, leaf: Leaf<'_, O, D>, key: u64) -> Option<usize> {
+        let index = self.rank(leaf, key).checked_sub(1)?;
+        (leaf.key(index) == key).then_some(index)
     }
 }
 
@@ -60,6 +82,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     reach: MOST,
                     root: true,
                     leftmost: true,
+                    rank: None,
                 });
             }
             Node::Empty => return None,
@@ -81,6 +104,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     reach: inner.reach.get(index),
                     root: false,
                     leftmost,
+                    rank: None,
                 });
             }
             // SAFETY: the children at other levels are inner nodes; as above.
@@ -90,16 +114,29 @@ impl<'g, O: Order, D> At<'g, O, D> {
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// The pointer to the record of the slot with this key, as it was put in: by it the slot may be freed one day.
+    /// Looks into the leaf.
     ///
     /// # Safety
     /// `place` is that of `key` in this tree, which has not changed since.
     #[inline]
-    pub(crate) unsafe fn record_at(&self, place: &Place, key: u64) -> Option<*const Slot<D>> {
+    pub(crate) unsafe fn look_into(&self, place: &mut Place, key: u64) {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let index = leaf.rank(key).checked_sub(1)?;
-        (leaf.key(index) == key).then(|| leaf.record(index))
+        // A leaf has 128 places at most.
+        place.rank = Some(leaf.rank(key) as u8);
+    }
+
+    /// What the place of this key holds: the pointer to the slot's record, as it was put in, by which it may be freed one day,
+    /// or a tombstone.
+    ///
+    /// # Safety
+    /// As for [`look_into`](Self::look_into).
+    #[inline]
+    pub(crate) unsafe fn held_at(&self, place: &Place, key: u64) -> Option<*const Slot<D>> {
+        // SAFETY: as the caller says, the leaf is alive.
+        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        let index = place.index(leaf, key);
+        index.map(|index| leaf.record(index))
     }
 
     /// Stores `slot` over the slot with the same key, as [`Tree::replace`].
@@ -110,28 +147,35 @@ impl<O: Order, D> Tree<O, D> {
     pub(crate) unsafe fn replace_at(&self, place: &Place, slot: *const Slot<D>) {
         // SAFETY: as the caller says, slot and leaf are alive.
         let (key, leaf): (_, Leaf<'_, O, D>) = unsafe { (O::key(&*slot), Leaf::at(place.leaf)) };
-        let index = leaf.rank(key).checked_sub(1);
-        let index = index.filter(|&index| leaf.key(index) == key);
-        leaf.patch(index.expect("no such slot"), slot);
+        let index = place.index(leaf, key).expect("no such slot");
+        debug_assert!(is_slot(leaf.record(index)), "no such slot");
+        leaf.patch(index, slot);
     }
 
     /// The slots on both sides of `key`, where this leaf can tell: the record of the last with a key up to `key`, and a bound
     /// below which no key of the next is.
     ///
     /// # Safety
-    /// As for [`record_at`](Self::record_at).
+    /// As for [`held_at`](Self::held_at).
     #[inline]
     pub(crate) unsafe fn neighbours(&self, place: &Place, key: u64) -> Option<Neighbours<D>> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let rank = leaf.rank(key);
-        if rank == 0 && !place.leftmost {
+        let (rank, len) = (place.rank(leaf, key), leaf.len());
+        let (mut below, mut above) = (rank, rank);
+        while below > 0 && !is_slot(leaf.record(below - 1)) {
+            below -= 1;
+        }
+        while above < len && !is_slot(leaf.record(above)) {
+            above += 1;
+        }
+        if below == 0 && !place.leftmost {
             return None;
         }
-        let above = (rank < leaf.len()).then(|| leaf.key(rank));
+        let next = (above < len).then(|| leaf.key(above));
         Some(Neighbours {
-            below: rank.checked_sub(1).map(|index| leaf.record(index)),
-            next: above.unwrap_or(place.next),
+            below: below.checked_sub(1).map(|index| leaf.record(index)),
+            next: next.unwrap_or(place.next),
         })
     }
 }
@@ -153,58 +197,119 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: as above.
         let new = unsafe { Entry::of::<O>(slot) };
         // Bounds further up may have to be raised.
-        if new.end > place.reach || leaf.len() == leaf.room() {
+        if new.end > place.reach {
             return false;
         }
-        if let Some(leaf) = self.put_in_room(leaf, rank_of_new(leaf, new.key), &new) {
-            // SAFETY: the node that has the cell is alive.
-            unsafe { self.exchange(place, leaf) };
+        match self.put_in_room(leaf, place.rank(leaf, new.key), &new) {
+            None => return false,
+            Some(Effect::One(leaf)) => {
+                // SAFETY: the node that has the cell is alive.
+                unsafe { self.exchange(place, leaf) };
+            }
+            Some(_) => {}
         }
         true
     }
 
-    /// [`remove`](Self::remove), likewise.
+    /// [`remove`](Self::remove), likewise; with `tombstone` in the slot's place, where it is best to leave one.
     ///
     /// # Safety
-    /// `place` is that of `key`, and the tree has not changed since.
-    pub(crate) unsafe fn remove_at(&mut self, place: &Place, key: u64) -> bool {
+    /// `place` is that of `key`, and the tree has not changed since; `tombstone` is alive until it is
+    /// [given back](super::Out) and a grace period has passed.
+    pub(crate) unsafe fn remove_at(
+        &mut self,
+        place: &Place,
+        key: u64,
+        tombstone: *const Tombstone<D>,
+    ) -> bool {
         // SAFETY: as the caller says, alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let (left, room) = (leaf.len() - 1, leaf.room());
-        let stays = if place.root {
-            left > 0 && (left >= least(room) || room == room_for(left))
-        } else {
-            // Else bounds further up may have to be lowered.
-            left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
-        };
-        if !stays {
-            return false;
+        let at = place.index(leaf, key).expect("no such slot");
+        match after_removal(place, leaf) {
+            After::Elsewhere => return false,
+            After::Tombstone => {
+                // SAFETY: alive, as the caller says.
+                unsafe { &*tombstone }.put();
+                leaf.bury(at, tombstone);
+            }
+            After::Copy => {
+                let copy = self.rebuilt(leaf, leaf.room(), Some(at), None);
+                // SAFETY: the node that has the cell is alive.
+                unsafe { self.exchange(place, copy) };
+            }
         }
-        let at = leaf.rank(key);
-        assert!(at > 0 && leaf.key(at - 1) == key, "no such slot");
-        let copy = self.pool.leaf(room);
-        // SAFETY: the node that has the cell is alive.
-        unsafe { self.exchange(place, copy.without(leaf, at - 1, self.version)) };
         true
     }
 
-    /// Puts `slot` in and takes the slot with key `old` out, which is in the same leaf. There must be none with the key of `slot`
-    /// already.
+    /// Puts `slot`, which moves, in at `to` by storing it over a tombstone, and takes its record `old` out at `from` by storing
+    /// `tombstone` over it. False where that cannot be, and nothing is done.
     ///
     /// # Safety
-    /// As for [`put_at`](Self::put_at); `place` is that of both keys. Reaches are not kept.
-    pub(crate) unsafe fn move_at(&mut self, place: &Place, old: u64, slot: *const Slot<D>) {
+    /// As for `put_at` and `remove_at`; `slot` and `tombstone`, which is that of its move, are seen by nobody else yet.
+    pub(crate) unsafe fn swap_at(
+        &mut self,
+        to: &Place,
+        from: &Place,
+        old: &Slot<D>,
+        slot: *mut Slot<D>,
+        tombstone: *mut Tombstone<D>,
+    ) -> bool {
+        const { assert!(!O::Reach::KEPT && O::BY_FRAME) };
+        // SAFETY: as the caller says, alive.
+        let (leaf, left): (Leaf<'_, O, D>, Leaf<'_, O, D>) =
+            unsafe { (Leaf::at(to.leaf), Leaf::at(from.leaf)) };
+        // SAFETY: alive, and nobody stores to it.
+        let (key, own_keys) = unsafe { (O::key(&*slot), O::own_keys(&*slot)) };
+        let Some(index) = to.index(leaf, key) else {
+            return false;
+        };
+        let before = leaf.record(index);
+        assert!(!is_slot(before), "a slot with this key");
+        // In one leaf, look-ups must not miss a slot that moves over itself. It does not: with the old place above the new, the new covers
+        // it; with the new above, its tombstone would be in what the old covers, where there is none.
+        let covers = index + 1 < leaf.len() && leaf.key(index + 1) < own_keys;
+        if covers || !matches!(after_removal(from, left), After::Tombstone) {
+            return false;
+        }
+        let at = from.index(left, O::key(old)).expect("no such slot");
+        // SAFETY: nobody else sees them yet.
+        unsafe {
+            (*tombstone).before = before;
+            (*slot).previous = Predecessor(held(tombstone));
+        }
+        debug_assert!(knows::<O, D>(slot, before));
+        leaf.raise(index, slot);
+        // SAFETY: alive, as the caller says.
+        unsafe { &*tombstone }.put();
+        left.bury(at, tombstone);
+        self.release_held(before);
+        true
+    }
+
+    /// The same where both are in one leaf, of which it makes another; without a tombstone.
+    ///
+    /// # Safety
+    /// As for [`put_at`](Self::put_at) and [`remove_at`](Self::remove_at); `old` is the key of what is at `from`.
+    pub(crate) unsafe fn move_at(
+        &mut self,
+        to: &Place,
+        from: &Place,
+        old: u64,
+        slot: *const Slot<D>,
+    ) {
         const { assert!(!O::Reach::KEPT) };
         // SAFETY: as the caller says, alive.
-        let (new, leaf): (_, Leaf<'_, O, D>) =
-            unsafe { (Entry::of::<O>(slot), Leaf::at(place.leaf)) };
-        let at = leaf.rank(old).checked_sub(1);
-        let at = at.filter(|&at| leaf.key(at) == old);
-        let (at, rank) = (at.expect("no such slot"), leaf.rank(new.key));
-        let copy = self.pool.leaf(leaf.room());
-        let leaf = copy.with_other(leaf, at, rank, &new, self.version);
+        let (new, leaf): (_, Leaf<'_, O, D>) = unsafe { (Entry::of::<O>(slot), Leaf::at(to.leaf)) };
+        let at = from.index(leaf, old).expect("no such slot");
+        let rank = to.rank(leaf, new.key);
+        let leaf = if leaf.tombstones() == 0 {
+            let copy = self.pool.leaf(leaf.room());
+            copy.with_other(leaf, at, rank, &new, self.version)
+        } else {
+            self.rebuilt(leaf, leaf.room(), Some(at), Some(&new))
+        };
         // SAFETY: the node that has the cell is alive.
-        unsafe { self.exchange(place, leaf) };
+        unsafe { self.exchange(to, leaf) };
     }
 
     /// # Safety
@@ -213,5 +318,34 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: cells lie in the tree or in inner nodes, which are alive as long as the tree does not change.
         unsafe { &*place.cell }.publish(leaf);
         self.retire(place.leaf);
+    }
+}
+
+/// How a slot goes from a leaf.
+enum After {
+    /// Nodes above the leaf may change too.
+    Elsewhere,
+    Tombstone,
+    Copy,
+}
+
+/// How one of the slots of the leaf at `place` is to go.
+#[inline]
+fn after_removal<O: Order, D>(place: &Place, leaf: Leaf<'_, O, D>) -> After {
+    let (len, room) = (leaf.len(), leaf.room());
+    let tombstones = leaf.tombstones() + 1;
+    let left = len - tombstones;
+    let stays = if place.root {
+        left > 0 && (left >= least(room) || room == room_for(left))
+    } else {
+        // Else bounds further up may have to be lowered.
+        left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
+    };
+    if !stays {
+        After::Elsewhere
+    } else if tombstones <= left {
+        After::Tombstone
+    } else {
+        After::Copy
     }
 }

@@ -6,6 +6,7 @@ use super::kind::Order;
 use super::leaf::{LEAST_ROOM, ROOMS, drop_leaf, kind_of, layout_of};
 use super::new_leaf::NewLeaf;
 use super::node::{Head, Inner};
+use super::tombstone::Tombstone;
 use alloc::alloc::{alloc, dealloc, handle_alloc_error};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -15,6 +16,13 @@ use core::ptr;
 
 /// A node that readers may still see and nobody who comes now.
 pub(crate) struct Replaced(pub(super) *const Head);
+
+/// What a change has taken out of a tree.
+pub(crate) enum Out<D> {
+    Node(Replaced),
+    /// It is in no other tree either.
+    Tombstone(*const Tombstone<D>),
+}
 
 /// Where nodes come from and go to; counts them.
 pub(crate) struct Pool<O: Order, D> {

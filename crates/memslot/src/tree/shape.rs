@@ -2,9 +2,10 @@
 
 use super::draft::Draft;
 use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
-use super::kind::{LEAST, Order, Reach};
+use super::kind::{LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Head, Inner, Node};
+use super::tombstone::is_slot;
 use core::ops::Range;
 use core::ptr;
 
@@ -13,42 +14,57 @@ const fn joined(full: usize) -> usize {
     full * 3 / 4
 }
 
-/// Slots of a leaf or two, with a new one among them or without: what new leaves are made of.
-struct Slots<'s, O: Order, D> {
-    first: Leaf<'s, O, D>,
-    second: Option<Leaf<'s, O, D>>,
-    /// The new one, and its index among all.
-    new: Option<(usize, &'s Entry<D>)>,
+/// The most slots of which new leaves are made at once: those of a leaf that is all of its tree, and a new one.
+const MOST_SLOTS: usize = if cfg!(loom) { 9 } else { 129 };
+
+/// The slots of a leaf or two, and a new one among them, or none: what new leaves are made of. Without tombstones.
+struct Slots<D> {
+    entries: [Entry<D>; MOST_SLOTS],
+    len: usize,
 }
 
-impl<O: Order, D> Slots<'_, O, D> {
-    fn len(&self) -> usize {
-        let second = self.second.map_or(0, Leaf::len);
-        self.first.len() + second + usize::from(self.new.is_some())
+impl<D> Slots<D> {
+    fn new() -> Self {
+        let none = Entry {
+            key: MOST,
+            end: 0,
+            slot: ptr::null(),
+        };
+        Self {
+            entries: [none; MOST_SLOTS],
+            len: 0,
+        }
     }
 
-    fn get(&self, index: usize) -> Entry<D> {
-        let old = match self.new {
-            Some((at, new)) if at == index => return Entry { ..*new },
-            Some((at, _)) if at < index => index - 1,
-            _ => index,
-        };
-        match (old.checked_sub(self.first.len()), self.second) {
-            (Some(beyond), Some(second)) => second.entry(beyond),
-            _ => self.first.entry(old),
+    fn push(&mut self, entry: Entry<D>) {
+        self.entries[self.len] = entry;
+        self.len += 1;
+    }
+
+    /// Those of `leaf`, and `new`, behind those there are.
+    fn add<O: Order>(&mut self, leaf: Leaf<'_, O, D>, mut new: Option<&Entry<D>>) {
+        let entries = (0..leaf.len()).map(|index| leaf.entry(index));
+        for entry in entries.filter(|entry| is_slot(entry.slot)) {
+            if let Some(first) = new.take_if(|new| new.key < entry.key) {
+                self.push(*first);
+            }
+            self.push(entry);
+        }
+        if let Some(last) = new {
+            self.push(*last);
         }
     }
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
     /// A leaf below an inner node, of those in `range`; it has a new place.
-    fn leaf_of(&mut self, slots: &Slots<'_, O, D>, range: Range<usize>) -> *const Head {
+    fn leaf_of(&mut self, slots: &Slots<D>, range: Range<usize>) -> *const Head {
         let mut leaf = self.pool.leaf(O::LEAF);
-        range.for_each(|i| leaf.push(&slots.get(i)));
+        slots.entries[range].iter().for_each(|slot| leaf.push(slot));
         leaf.done(self.version, ptr::null())
     }
 
-    /// Two leaves in place of a full one, with `new` at `at`.
+    /// Two leaves in place of one that is full of slots, with `new` at `at`.
     pub(super) fn split(
         &mut self,
         node: *const Head,
@@ -57,22 +73,21 @@ impl<O: Order, D> Edit<'_, O, D> {
         new: &Entry<D>,
         last: bool,
     ) -> Effect {
-        let slots = Slots {
-            first: leaf,
-            second: None,
-            new: Some((at, new)),
-        };
-        let len = slots.len();
-        if last && at == len - 1 {
-            return Effect::Two(node, new.key, self.leaf_of(&slots, at..len));
+        if last && at == leaf.len() {
+            let mut second = self.pool.leaf(O::LEAF);
+            second.push(new);
+            return Effect::Two(node, new.key, second.done(self.version, ptr::null()));
         }
+        let mut slots = Slots::new();
+        slots.add(leaf, Some(new));
+        let len = slots.len;
         let middle = len / 2;
         let first = self.leaf_of(&slots, 0..middle);
         let second = self.leaf_of(&slots, middle..len);
-        Effect::Two(first, slots.get(middle).key, second)
+        Effect::Two(first, slots.entries[middle].key, second)
     }
 
-    /// A root of two levels in place of `old`, which is one leaf and has no room for `new`.
+    /// A root of two levels in place of `old`, which is one leaf, full of slots, and has no room for `new`.
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
@@ -80,12 +95,9 @@ impl<O: Order, D> Edit<'_, O, D> {
         old: *const Head,
     ) -> *const Head {
         let at = leaf.rank(new.key);
-        let slots = Slots {
-            first: leaf,
-            second: None,
-            new: Some((at, new)),
-        };
-        let len = slots.len();
+        let mut slots = Slots::new();
+        slots.add(leaf, Some(new));
+        let len = slots.len;
         // Where slots come in ascending order, leaves are filled; else three quarters.
         let each = if at == len - 1 {
             O::LEAF
@@ -98,7 +110,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             let key = if start == 0 {
                 LEAST
             } else {
-                slots.get(start).key
+                slots.entries[start].key
             };
             draft.push(key, leaf, reach_of::<O, D>(leaf));
         }
@@ -108,26 +120,34 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// Joins the children `left` and `left + 1` of `draft`, or lets them share.
     pub(super) fn join(&mut self, draft: &mut Draft, left: usize) {
         let (first, second) = (draft.nodes[left], draft.nodes[left + 1]);
-        let total = len_of(first) + len_of(second);
-        let middle = if total <= joined(full::<O>(first)) {
-            total
-        } else {
-            total / 2
+        let middle_of = |total| {
+            if total <= joined(full::<O>(first)) {
+                total
+            } else {
+                total / 2
+            }
         };
         let (one, other) = match (view::<O, D>(&first), view::<O, D>(&second)) {
             (Node::Leaf(first), Node::Leaf(second)) => {
-                let slots = Slots {
-                    first,
-                    second: Some(second),
-                    new: None,
-                };
+                let mut slots = Slots::new();
+                for leaf in [first, second] {
+                    self.release_all(leaf);
+                    slots.add(leaf, None);
+                }
+                let total = slots.len;
+                let middle = middle_of(total);
                 let one = self.leaf_of(&slots, 0..middle);
-                let other = (middle < total)
-                    .then(|| (slots.get(middle).key, self.leaf_of(&slots, middle..total)));
+                let other = (middle < total).then(|| {
+                    (
+                        slots.entries[middle].key,
+                        self.leaf_of(&slots, middle..total),
+                    )
+                });
                 (one, other)
             }
             (Node::Inner(first), Node::Inner(second)) => {
                 let (left_key, right_key) = (draft.keys[left], draft.keys[left + 1]);
+                let middle = middle_of(first.head.len() + second.head.len());
                 self.shared(first, second, left_key, right_key, middle)
             }
             // Children of one node have one level.

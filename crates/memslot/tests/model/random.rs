@@ -3,6 +3,7 @@
 use crate::plain::{Model, Plain};
 use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{Request, SlotFlags};
+use std::collections::VecDeque;
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 pub(crate) struct Random(pub u64);
@@ -40,6 +41,8 @@ pub(crate) struct Shape {
 pub(crate) struct Churn {
     pub(crate) shape: Shape,
     pub(crate) random: Random,
+    /// Slots as they were before they were deleted or moved, of late.
+    past: VecDeque<Plain>,
 }
 
 impl Churn {
@@ -47,10 +50,12 @@ impl Churn {
         Self {
             shape,
             random: Random(seed),
+            past: VecDeque::new(),
         }
     }
 
-    /// A request; of eight, `creations` create, and as many as are left delete, move or change flags.
+    /// A request; of eight, `creations` create, and as many as are left delete, move or change flags. Half of those that
+    /// create ask for what there was some changes ago.
     pub(crate) fn request(
         &mut self,
         model: &Model,
@@ -61,12 +66,30 @@ impl Churn {
         let index = self.random.below(model.slots().len().max(1) as u64);
         match model.slots().nth(index as usize) {
             Some(old) if choice >= creations => {
+                self.past.truncate(5);
+                self.past.push_front(*old);
                 if choice < creations + deletions {
                     return Request::delete(old.space, old.id);
                 }
                 self.changed(*old)
             }
+            _ if !self.past.is_empty() && self.random.below(2) == 0 => {
+                let index = self.random.below(self.past.len() as u64);
+                self.again(self.past[index as usize])
+            }
             _ => self.created(),
+        }
+    }
+
+    /// What `past` was; a move, if the slot is there.
+    fn again(&mut self, past: Plain) -> Request<u32> {
+        Request {
+            gpa: Gfn(past.start).gpa(),
+            size: past.pages * 4096,
+            hva: Hva(past.hva),
+            flags: SlotFlags(past.flags),
+            data: self.random.next() as u32,
+            ..Request::delete(past.space, past.id)
         }
     }
 
@@ -95,13 +118,11 @@ impl Churn {
             2 => random.below(self.shape.frames),
             _ => old.start,
         };
-        Request {
-            gpa: Gfn(start).gpa(),
-            size: old.pages * 4096,
-            hva: Hva(old.hva),
-            flags: SlotFlags([old.flags, old.flags ^ 1][random.below(2) as usize]),
-            data: random.next() as u32,
-            ..Request::delete(old.space, old.id)
-        }
+        let flags = [old.flags, old.flags ^ 1][random.below(2) as usize];
+        self.again(Plain {
+            start,
+            flags,
+            ..old
+        })
     }
 }

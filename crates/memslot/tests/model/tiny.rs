@@ -61,6 +61,10 @@ enum Step {
     Delete {
         index: usize,
     },
+    /// A slot as it was before some request of late.
+    Again {
+        index: usize,
+    },
     Nothing {
         index: usize,
     },
@@ -138,6 +142,7 @@ fn steps(world: World) -> impl Strategy<Value = Vec<(Step, End)>> {
         2 => (index.clone(), 0..16u32, 0..3u64).prop_map(|(index, flags, bitmap)| Step::Flags { index, flags, bitmap }),
         2 => index.clone().prop_map(|index| Step::Delete { index }),
         1 => index.prop_map(|index| Step::Nothing { index }),
+        4 => (0..6usize).prop_map(|index| Step::Again { index }),
         1 => Just(Step::Reclaim),
     ];
     let end = prop_oneof![
@@ -163,7 +168,7 @@ fn same(slot: &Plain) -> Request<u32> {
     }
 }
 
-fn request_of(step: &Step, model: &Model) -> Option<Request<u32>> {
+fn request_of(step: &Step, model: &Model, past: &[Plain]) -> Option<Request<u32>> {
     let existing = |index: usize| model.slots().nth(index % model.slots().len().max(1));
     Some(match *step {
         Step::Any(request) => request,
@@ -204,12 +209,13 @@ fn request_of(step: &Step, model: &Model) -> Option<Request<u32>> {
             data: 1,
             ..same(existing(index)?)
         },
+        Step::Again { index } => same(past.iter().rev().nth(index)?),
         Step::Reclaim => return None,
     })
 }
 
 fn run(world: World, steps: &[(Step, End)]) {
-    let mut pair = Pair::new(limits(world));
+    let (mut pair, mut past) = (Pair::new(limits(world)), Vec::new());
     let compare = |pair: &mut Pair| {
         compare_all(
             pair.writer.view(),
@@ -226,7 +232,8 @@ fn run(world: World, steps: &[(Step, End)]) {
         if matches!(step, Step::Reclaim) {
             assert_eq!(pair.writer.reclaim(), 0, "nobody reads");
         }
-        if let Some(request) = request_of(step, &pair.model) {
+        if let Some(request) = request_of(step, &pair.model, &past) {
+            past.extend(pair.model.get(request.address_space, request.id));
             pair.step(request, *end);
         }
         if count % world.every == 0 {
