@@ -63,27 +63,18 @@ impl<D> Trees<'_, D> {
     pub(crate) unsafe fn move_by_gfn(&mut self, old: *const Slot<D>, new: *mut Slot<D>) {
         let (to, from) = (self.places.by_gfn.as_ref(), self.places.old.as_ref());
         // SAFETY: alive, as the caller says.
-        let (slot, key) = unsafe { (&*old, ByGfn::key(&*new)) };
-        // SAFETY: nothing has changed since the place was found.
-        let before = to.and_then(|to| unsafe { self.space.by_gfn.held_at(to, key) });
-        if let (Some(to), Some(from), None) = (to, from, before)
-            && to.is_in_leaf_of(from)
-        {
-            // SAFETY: as the caller promises; the tree is as it was when the places were found.
-            self.by_gfn(|edit| unsafe { edit.move_at(to, from, ByGfn::key(slot), new) });
-            return;
-        }
+        let slot = unsafe { &*old };
         let tombstone = Tombstone::moved(self.version, slot, old);
         let tombstone = self.state.pools.tombstones.make(tombstone);
         // SAFETY: as the caller promises; the tree is as it was when the places were found, and a leaf other than that of the new place
         // still is after that has changed, unless more than one leaf has.
         self.by_gfn(|edit| unsafe {
-            if let (Some(to), Some(from), Some(_)) = (to, from, before) {
+            if let (Some(to), Some(from)) = (to, from) {
                 if edit.swap_at(to, from, slot, new, tombstone) {
                     return;
                 }
                 if to.is_in_leaf_of(from) {
-                    edit.move_at(to, from, ByGfn::key(slot), new);
+                    edit.move_at(to, from, slot, new, tombstone);
                     return;
                 }
             }

@@ -145,8 +145,15 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: alive, as the caller says.
         let new = unsafe { Entry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
-            Node::Leaf(leaf) if leaf.len() == O::FLAT && leaf.tombstones() == 0 => {
-                Effect::One(self.unfolded(leaf, &new, old))
+            Node::Leaf(leaf) => {
+                let at = leaf.rank(new.key);
+                match self.put_in_room(leaf, at, &new) {
+                    Some(effect) => effect,
+                    None if leaf.room() == O::FLAT => {
+                        Effect::One(self.unfolded(leaf, at, &new, old))
+                    }
+                    None => Effect::One(self.grown(leaf, at, &new)),
+                }
             }
             _ => self.put_below(old, &new, true),
         };
@@ -318,22 +325,25 @@ impl<O: Order, D> Edit<'_, O, D> {
         new: &Entry<D>,
         last: bool,
     ) -> Effect {
-        let (at, len) = (leaf.rank(new.key), leaf.len());
+        let at = leaf.rank(new.key);
         if let Some(effect) = self.put_in_room(leaf, at, new) {
             return effect;
-        }
-        // Only a leaf that is all of its tree grows: others are split when they are full.
-        if ptr::eq(node, self.tree.root.newest()) {
-            let mut copy = self.pool.leaf(room_for(len + 1));
-            copy.append(leaf, 0..at);
-            copy.push(new);
-            copy.append(leaf, at..len);
-            return Effect::One(copy.done(self.version, node));
         }
         self.split(node, leaf, at, new, last)
     }
 
-    /// Puts `new`, which has index `at`, into `leaf` or into one that is to take its place; nothing where it is full of slots.
+    /// A leaf with more room than `leaf`, which is full and all of its tree (others are split), with `new` at index `at`.
+    pub(super) fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
+        let len = leaf.len();
+        let mut copy = self.pool.leaf(room_for(len + 1));
+        copy.append(leaf, 0..at);
+        copy.push(new);
+        copy.append(leaf, at..len);
+        copy.done(self.version, leaf.node())
+    }
+
+    /// Puts `new`, which has index `at`, into `leaf` or into one that is to take its place; nothing where it is
+    /// full, but for few tombstones.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
@@ -372,7 +382,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             let copy = self.pool.leaf(room);
             copy.with_other(leaf, index, index, new, self.version)
         } else if len == room {
-            if leaf.tombstones() == 0 {
+            if !leaf.is_worth_rebuilding() {
                 return None;
             }
             self.rebuilt(leaf, room, None, Some(new))

@@ -351,6 +351,12 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         self.count().value() as usize
     }
 
+    /// The writer's: whether there are so many tombstones that there would be room for some slots without them.
+    #[inline]
+    pub(crate) fn is_worth_rebuilding(self) -> bool {
+        8 * self.tombstones() >= self.room()
+    }
+
     /// The writer's: stores a tombstone over the slot at `index`.
     #[inline]
     pub(crate) fn bury(self, index: usize, tombstone: *const Tombstone<D>) {

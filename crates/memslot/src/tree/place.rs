@@ -286,30 +286,53 @@ impl<O: Order, D> Edit<'_, O, D> {
         true
     }
 
-    /// The same where both are in one leaf, of which it makes another; without a tombstone.
+    /// The same where both are in one leaf, of which it makes another, with the tombstone or without.
     ///
     /// # Safety
-    /// As for [`put_at`](Self::put_at) and [`remove_at`](Self::remove_at); `old` is the key of what is at `from`.
+    /// As for `swap_at`.
     pub(crate) unsafe fn move_at(
         &mut self,
         to: &Place,
         from: &Place,
-        old: u64,
+        old: &Slot<D>,
         slot: *const Slot<D>,
+        tombstone: *const Tombstone<D>,
     ) {
-        const { assert!(!O::Reach::KEPT) };
+        const { assert!(!O::Reach::KEPT && O::BY_FRAME) };
         // SAFETY: as the caller says, alive.
         let (new, leaf): (_, Leaf<'_, O, D>) = unsafe { (Entry::of::<O>(slot), Leaf::at(to.leaf)) };
-        let at = from.index(leaf, old).expect("no such slot");
-        let rank = to.rank(leaf, new.key);
-        let leaf = if leaf.tombstones() == 0 {
-            let copy = self.pool.leaf(leaf.room());
-            copy.with_other(leaf, at, rank, &new, self.version)
+        // SAFETY: as above.
+        let own_keys = O::own_keys(unsafe { &*slot });
+        let at = from.index(leaf, O::key(old)).expect("no such slot");
+        let (rank, len, room) = (to.rank(leaf, new.key), leaf.len(), leaf.room());
+        let comes_again = to.index(leaf, new.key).is_some();
+        let covers = rank < len && leaf.key(rank) < own_keys;
+        let full = len == room;
+        let grows = full && to.root && room < O::FLAT && !leaf.is_worth_rebuilding();
+        let stays = matches!(after_removal(from, leaf), After::Tombstone);
+        let node = if comes_again || covers || !stays || full && !grows {
+            if leaf.tombstones() == 0 {
+                let copy = self.pool.leaf(room);
+                copy.with_other(leaf, at, rank, &new, self.version)
+            } else {
+                self.rebuilt(leaf, room, Some(at), Some(&new))
+            }
         } else {
-            self.rebuilt(leaf, leaf.room(), Some(at), Some(&new))
+            let node = if grows {
+                self.grown(leaf, rank, &new)
+            } else {
+                let copy = self.pool.leaf(room);
+                copy.with(leaf, rank, &new, self.version)
+            };
+            // SAFETY: just made.
+            let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(node) };
+            // SAFETY: alive, as the caller says.
+            unsafe { &*tombstone }.put();
+            leaf.bury(at + usize::from(rank <= at), tombstone);
+            node
         };
         // SAFETY: the node that has the cell is alive.
-        unsafe { self.exchange(to, leaf) };
+        unsafe { self.exchange(to, node) };
     }
 
     /// # Safety

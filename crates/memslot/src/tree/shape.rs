@@ -64,7 +64,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         leaf.done(self.version, ptr::null())
     }
 
-    /// Two leaves in place of one that is full of slots, with `new` at `at`.
+    /// Two leaves in place of one that is full, with `new` at `at`.
     pub(super) fn split(
         &mut self,
         node: *const Head,
@@ -78,6 +78,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             second.push(new);
             return Effect::Two(node, new.key, second.done(self.version, ptr::null()));
         }
+        self.release_all(leaf);
         let mut slots = Slots::new();
         slots.add(leaf, Some(new));
         let len = slots.len;
@@ -87,19 +88,21 @@ impl<O: Order, D> Edit<'_, O, D> {
         Effect::Two(first, slots.entries[middle].key, second)
     }
 
-    /// A root of two levels in place of `old`, which is one leaf, full of slots, and has no room for `new`.
+    /// A root of two levels in place of `old`, which is one leaf and has no room for `new`, at index `at`.
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
+        at: usize,
         new: &Entry<D>,
         old: *const Head,
     ) -> *const Head {
-        let at = leaf.rank(new.key);
+        let comes_last = at == leaf.len();
+        self.release_all(leaf);
         let mut slots = Slots::new();
         slots.add(leaf, Some(new));
         let len = slots.len;
         // Where slots come in ascending order, leaves are filled; else three quarters.
-        let each = if at == len - 1 {
+        let each = if comes_last {
             O::LEAF
         } else {
             len.div_ceil(len.div_ceil(joined(O::LEAF)))
