@@ -382,7 +382,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             let copy = self.pool.leaf(room);
             copy.with_other(leaf, index, index, new, self.version)
         } else if len == room {
-            if !leaf.is_worth_rebuilding() {
+            if leaf.tombstones() == 0 || room != O::LEAF && leaf.is_full_of_slots() {
                 return None;
             }
             self.rebuilt(leaf, room, None, Some(new))

@@ -31,14 +31,14 @@
 //!   look-up: the cells were looked at from the right to the left, and between one slot that held the frame and the next, the first must
 //!   have gone before the second came. (One slot that moves over itself would be no such case. It does so by a copy of the leaf,
 //!   or from leaf to leaf.) So [`newest_floor`](super::At::newest_floor) is for who asks whether the slot holds the frame.
-//! - Ends are read after a fence that the `Release` of a key pairs with, of that key or a later one. The greatest end so far may
-//!   be too high for an older version, which costs a look in vain.
+//! - An end is read after its key (`Acquire`, `Release`). The greatest end so far is read before: until it comes it is `MOST`, and so
+//!   nobody passes by a slot that is coming. It may be too high for an older version, which costs a look in vain.
 
 use super::kind::{ByHva, Order, Reach};
 use super::node::{Head, Key, upper_bound};
 use super::tombstone::{Tombstone, held, is_slot};
 use crate::Slot;
-use crate::sync::{AtomicPtr, AtomicU64, Ordering, fence, prefetch};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, prefetch};
 use core::alloc::Layout;
 use core::marker::PhantomData;
 use core::{ptr, slice};
@@ -224,12 +224,18 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { self.array(Parts::<O, D>::ends(self.room()), room) }
     }
 
-    /// The greatest end up to and with each slot, likewise.
+    /// The greatest end up to and with each slot, likewise; `MOST` of unused places.
     #[inline]
     fn up_to(self) -> &'g [AtomicU64] {
-        let room = if O::Reach::KEPT { self.room() } else { 0 };
+        self.up_to_of(self.room())
+    }
+
+    #[inline(always)]
+    fn up_to_of(self, room: usize) -> &'g [AtomicU64] {
+        debug_assert_eq!(room, self.room());
+        let count = if O::Reach::KEPT { room } else { 0 };
         // SAFETY: as above.
-        unsafe { self.array(Parts::<O, D>::up_to(self.room()), room) }
+        unsafe { self.array(Parts::<O, D>::up_to(room), count) }
     }
 
     /// The greatest end of all, where ends are kept.
@@ -302,8 +308,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// The same from `offset` on.
     #[inline(always)]
     fn prefetch_from(self, offset: usize) {
-        let size = Parts::<O, D>::layout(O::LEAF).size();
-        for offset in (offset..size).step_by(LINE) {
+        for offset in (offset..Parts::<O, D>::count(O::LEAF)).step_by(LINE) {
             prefetch(self.node.wrapping_byte_add(offset));
         }
     }
@@ -351,10 +356,10 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         self.count().value() as usize
     }
 
-    /// The writer's: whether there are so many tombstones that there would be room for some slots without them.
+    /// The writer's: whether there are so few tombstones that without them there would hardly be room for more slots.
     #[inline]
-    pub(crate) fn is_worth_rebuilding(self) -> bool {
-        8 * self.tombstones() >= self.room()
+    pub(crate) fn is_full_of_slots(self) -> bool {
+        8 * self.tombstones() < self.room()
     }
 
     /// The writer's: stores a tombstone over the slot at `index`.
@@ -400,19 +405,35 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 }
 
 impl<D> Leaf<'_, ByHva, D> {
-    /// The ends of the slots with keys up to `key`, each with the greatest so far.
+    /// Where the first slot is that ends above `start`, which is less than `MOST`; there may be none, and then no key there, or one
+    /// that is coming. No slot before it does.
     #[inline(always)]
-    pub(crate) fn ends_up_to(
-        self,
-        key: u64,
-    ) -> impl DoubleEndedIterator<Item = (u64, u64)> + ExactSizeIterator {
-        let count = self.rank(key);
-        // What was written before the keys that were found.
-        fence(Ordering::Acquire);
-        let (ends, up_to) = (&self.ends()[..count], &self.up_to()[..count]);
-        ends.iter()
-            .zip(up_to)
-            .map(|(end, up_to)| (end.value(), up_to.value()))
+    pub(crate) fn first_above(self, start: u64) -> usize {
+        // The greatest end so far is greater from the first such slot on.
+        match self.room() {
+            LEAST_ROOM => upper_bound(self.up_to_of(LEAST_ROOM), start),
+            _ => self.first_above_in_any(start),
+        }
+    }
+
+    /// The same, for any room.
+    #[inline(never)]
+    fn first_above_in_any(self, start: u64) -> usize {
+        const { assert!(ByHva::FLAT <= 4 * LEAST_ROOM) };
+        match kind_of(self.room()) {
+            0 => upper_bound(self.up_to_of(LEAST_ROOM), start),
+            1 => upper_bound(self.up_to_of(2 * LEAST_ROOM), start),
+            _ => upper_bound(self.up_to_of(4 * LEAST_ROOM), start),
+        }
+    }
+
+    /// Whether the slot at `index` has a key up to `last`, and whether it ends above `start`; nothing where it has not, nor one behind
+    /// it.
+    #[inline(always)]
+    pub(crate) fn overlaps(self, index: usize, start: u64, last: u64) -> Option<bool> {
+        // What was written before a key is read after it.
+        let key = self.keys().get(index)?.load(Ordering::Acquire);
+        (key <= last).then(|| self.ends()[index].value() > start)
     }
 }
 

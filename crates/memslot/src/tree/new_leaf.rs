@@ -137,7 +137,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         unsafe {
             self.write(at, &unused);
             if O::Reach::KEPT {
-                self.up_to().add(at).write(AtomicU64::new(0));
+                self.up_to().add(at).write(AtomicU64::new(MOST));
             }
         }
     }

@@ -308,7 +308,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         let comes_again = to.index(leaf, new.key).is_some();
         let covers = rank < len && leaf.key(rank) < own_keys;
         let full = len == room;
-        let grows = full && to.root && room < O::FLAT && !leaf.is_worth_rebuilding();
+        let grows = full && to.root && room < O::FLAT && leaf.is_full_of_slots();
         let stays = matches!(after_removal(from, leaf), After::Tombstone);
         let node = if comes_again || covers || !stays || full && !grows {
             if leaf.tombstones() == 0 {

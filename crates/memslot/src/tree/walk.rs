@@ -126,8 +126,8 @@ pub(crate) struct Overlapping<'g, D> {
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
     leaf: Option<Leaf<'g, ByHva, D>>,
-    /// The bits of the slots of `leaf` still to be given.
-    slots: u64,
+    /// Where in `leaf` to go on.
+    index: usize,
 }
 
 impl<'g, D> Overlapping<'g, D> {
@@ -143,7 +143,7 @@ impl<'g, D> Overlapping<'g, D> {
             levels: [const { MaybeUninit::uninit() }; MAX_LEVELS],
             depth: 0,
             leaf: None,
-            slots: 0,
+            index: 0,
         }
     }
 
@@ -165,7 +165,7 @@ impl<'g, D> Overlapping<'g, D> {
                 self.depth += 1;
             }
             Node::Leaf(leaf) => {
-                self.slots = reaching(leaf, self.last, start);
+                self.index = leaf.first_above(start);
                 self.leaf = Some(leaf);
             }
             Node::Empty => {}
@@ -203,20 +203,6 @@ impl<'g, D> Overlapping<'g, D> {
     }
 }
 
-/// The bits of those slots of a leaf with keys up to `last` that end above `start`.
-#[inline(always)]
-fn reaching<D>(leaf: Leaf<'_, ByHva, D>, last: u64, start: u64) -> u64 {
-    // Backwards until all further left end too low: where slots do not overlap, one step.
-    let mut slots = 0;
-    for (i, (end, highest)) in leaf.ends_up_to(last).enumerate().rev() {
-        if highest <= start {
-            break;
-        }
-        slots |= u64::from(end > start) << i;
-    }
-    slots
-}
-
 /// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
 #[inline(always)]
 fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
@@ -224,23 +210,37 @@ fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
     (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 
+/// The next slot of `leaf` from `index` on.
+#[inline(always)]
+fn next_in<'g, D>(
+    walk: (At<'g, ByHva, D>, u64, u64),
+    leaf: Leaf<'g, ByHva, D>,
+    index: &mut usize,
+) -> Option<&'g Slot<D>> {
+    let (at, start, last) = walk;
+    loop {
+        let overlaps = leaf.overlaps(*index, start, last)?;
+        *index += 1;
+        if overlaps && let Some(slot) = at.slot(leaf.record(*index - 1)) {
+            return Some(slot);
+        }
+    }
+}
+
 impl<'g, D> Iterator for Overlapping<'g, D> {
     type Item = &'g Slot<D>;
 
     #[inline]
     fn next(&mut self) -> Option<&'g Slot<D>> {
+        let walk = (self.at, self.start, self.last);
         loop {
-            while self.slots == 0 {
-                if !self.next_leaf() {
-                    return None;
-                }
+            if let Some(leaf) = self.leaf
+                && let Some(slot) = next_in(walk, leaf, &mut self.index)
+            {
+                return Some(slot);
             }
-            let leaf = self.leaf?;
-            let index = self.slots.trailing_zeros() as usize;
-            self.slots &= self.slots - 1;
-            let slot = self.at.slot(leaf.record(index));
-            if slot.is_some() {
-                return slot;
+            if !self.next_leaf() {
+                return None;
             }
         }
     }
@@ -252,13 +252,10 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
         if let Some(root) = self.root
             && let Node::Leaf(leaf) = self.at.enter(root)
         {
-            let mut slots = reaching(leaf, self.last, self.start);
-            while slots != 0 {
-                let record = leaf.record(slots.trailing_zeros() as usize);
-                slots &= slots - 1;
-                if let Some(slot) = self.at.slot(record) {
-                    folded = f(folded, slot);
-                }
+            let walk = (self.at, self.start, self.last);
+            let mut index = leaf.first_above(self.start);
+            while let Some(slot) = next_in(walk, leaf, &mut index) {
+                folded = f(folded, slot);
             }
             return folded;
         }
