@@ -1,5 +1,6 @@
 //! Operations on a table, against a plain model: every look-up, at every version that somebody still reads.
 
+mod again;
 mod driver;
 mod forms;
 mod full;
