@@ -78,6 +78,9 @@ impl<O: Order, D> Edit<'_, O, D> {
             second.push(new);
             return Effect::Two(node, new.key, second.done(self.version, ptr::null()));
         }
+        if leaf.tombstones() == 0 {
+            return self.split_slots(leaf, at, new);
+        }
         self.release_all(leaf);
         let mut slots = Slots::new();
         slots.add(leaf, Some(new));
@@ -86,6 +89,32 @@ impl<O: Order, D> Edit<'_, O, D> {
         let first = self.leaf_of(&slots, 0..middle);
         let second = self.leaf_of(&slots, middle..len);
         Effect::Two(first, slots.entries[middle].key, second)
+    }
+
+    /// The same of a leaf without tombstones, parts of which can be copied as they are.
+    fn split_slots(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> Effect {
+        let (len, version) = (leaf.len(), self.version);
+        let [mut first, mut second] = [(), ()].map(|()| self.pool.leaf(O::LEAF));
+        let middle = len.div_ceil(2);
+        let key = if at < middle {
+            first.append(leaf, 0..at);
+            first.push(new);
+            first.append(leaf, at..middle - 1);
+            second.append(leaf, middle - 1..len);
+            leaf.key(middle - 1)
+        } else {
+            first.append(leaf, 0..middle);
+            second.append(leaf, middle..at);
+            second.push(new);
+            second.append(leaf, at..len);
+            if at == middle {
+                new.key
+            } else {
+                leaf.key(middle)
+            }
+        };
+        let [first, second] = [first, second].map(|half| half.done(version, ptr::null()));
+        Effect::Two(first, key, second)
     }
 
     /// A root of two levels in place of `old`, which is one leaf and has no room for `new`, at index `at`.
