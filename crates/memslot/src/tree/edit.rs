@@ -333,7 +333,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// A leaf with more room than `leaf`, which is full and all of its tree (others are split), with `new` at index `at`.
-    pub(super) fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
+    fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
         let len = leaf.len();
         let mut copy = self.pool.leaf(room_for(len + 1));
         copy.append(leaf, 0..at);
@@ -343,7 +343,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 
     /// Puts `new`, which has index `at`, into `leaf` or into one that is to take its place; nothing where it is
-    /// full, but for few tombstones.
+    /// full of slots.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
@@ -382,7 +382,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             let copy = self.pool.leaf(room);
             copy.with_other(leaf, index, index, new, self.version)
         } else if len == room {
-            if leaf.tombstones() == 0 || room != O::LEAF && leaf.is_full_of_slots() {
+            if leaf.tombstones() == 0 {
                 return None;
             }
             self.rebuilt(leaf, room, None, Some(new))

@@ -356,12 +356,6 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         self.count().value() as usize
     }
 
-    /// The writer's: whether there are so few tombstones that without them there would hardly be room for more slots.
-    #[inline]
-    pub(crate) fn is_full_of_slots(self) -> bool {
-        8 * self.tombstones() < self.room()
-    }
-
     /// The writer's: stores a tombstone over the slot at `index`.
     #[inline]
     pub(crate) fn bury(self, index: usize, tombstone: *const Tombstone<D>) {

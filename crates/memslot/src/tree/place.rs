@@ -307,10 +307,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         let (rank, len, room) = (to.rank(leaf, new.key), leaf.len(), leaf.room());
         let comes_again = to.index(leaf, new.key).is_some();
         let covers = rank < len && leaf.key(rank) < own_keys;
-        let full = len == room;
-        let grows = full && to.root && room < O::FLAT && leaf.is_full_of_slots();
         let stays = matches!(after_removal(from, leaf), After::Tombstone);
-        let node = if comes_again || covers || !stays || full && !grows {
+        let node = if comes_again || covers || !stays || len == room {
             if leaf.tombstones() == 0 {
                 let copy = self.pool.leaf(room);
                 copy.with_other(leaf, at, rank, &new, self.version)
@@ -318,12 +316,8 @@ impl<O: Order, D> Edit<'_, O, D> {
                 self.rebuilt(leaf, room, Some(at), Some(&new))
             }
         } else {
-            let node = if grows {
-                self.grown(leaf, rank, &new)
-            } else {
-                let copy = self.pool.leaf(room);
-                copy.with(leaf, rank, &new, self.version)
-            };
+            let copy = self.pool.leaf(room);
+            let node = copy.with(leaf, rank, &new, self.version);
             // SAFETY: just made.
             let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(node) };
             // SAFETY: alive, as the caller says.
