@@ -17,8 +17,8 @@
 //! order things become visible and why that suffices; `tree/` has the trees. The kernel keeps two sets of trees and
 //! waits for its readers at every change instead (Szmigiero, *Scalable memslots implementation*, v5, 2021).
 //!
-//! **Cost.** Pay as you go: a table without slots takes less than 1 KiB, a slot about 200 bytes with its index entries, where not
-//! most slots of a full table have gone again.
+//! **Cost.** Pay as you go: a table without slots takes less than 1 KiB, a slot about 150 to 200 bytes with its index entries. Where many
+//! of a full table's slots have gone again, more a slot: measured, 215 bytes with a quarter gone, 340 with half.
 //! Figures are in `docs/performance.md`.
 //!
 //! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which knows when memory may be freed. The hypervisor

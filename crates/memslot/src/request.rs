@@ -18,8 +18,8 @@ pub struct Limits {
     /// themselves. Good for readers that come and go and use one slot mostly; bad for readers at work in
     /// different slots, as all of them write one cache line.
     pub shared_last_used: bool,
-    /// How many replaced slots and tree nodes may wait for readers before a writer waits for them. One operation
-    /// replaces 3 to 30. After such a wait [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once, operations only
+    /// How many replaced slots, tree nodes and tombstones may wait for readers before a writer waits for them. One operation
+    /// replaces 1 to 4 mostly, and seldom as many as some dozens. After such a wait [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once, operations only
     /// some 64 each.
     pub max_retired: usize,
 }

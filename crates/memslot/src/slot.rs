@@ -13,7 +13,7 @@ const INVALID: u32 = 1;
 /// Another record takes this one's place: readers must not take it from their caches.
 const REPLACED: u32 = 2;
 
-/// The record that a record took the place of. Only trees follow it, whose tables are shared where `D` is.
+/// The record that a record took the place of, or a tombstone. Only trees follow it, whose tables are shared where `D` is.
 pub(crate) struct Predecessor<D>(pub(crate) *const Slot<D>);
 
 // SAFETY: an address. Who follows it is answerable for what it finds there: see `tree/mod.rs`.
@@ -53,8 +53,8 @@ pub struct Slot<D> {
     bitmap: Hva,
     /// The version in which the record came into its places.
     pub(crate) born: u64,
-    /// What was in its place by id and by host address before, and, if its frames are the same, by frame; as in the head of a
-    /// tree's node.
+    /// What was in its places before, where it was stored over something; as in the head of a tree's node. A record: by id and by host
+    /// address, and, if its frames are the same, by frame. A tombstone: see `tree/tombstone.rs`.
     pub(crate) previous: Predecessor<D>,
     /// The user's own. Dropped by the writer, some operations after the slot was deleted or replaced: see
     /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).

@@ -10,22 +10,22 @@
 //! 1. The generation word gets its bit "update in progress".
 //! 2. Where a slot is deleted or moved, its record is marked invalid. (Here the caller takes back what it
 //!    derived from the slot.) Where flags change, the old record is marked as replaced.
-//! 3. The trees are changed; what is new in them, nodes and the record, is born at version `g + 1`. A slot that moves is
+//! 3. The trees are changed; what is new in them, nodes, the record and a tombstone, is born at version `g + 1`. A slot that moves is
 //!    put at its new place by frame before it is taken from the old. Where its key stays (by id and by host address, and
 //!    everywhere where flags change) the new record is stored over the old one, which it knows as its predecessor. Where a slot
 //!    goes, mostly a tombstone is stored over it, over which it may come again ([`crate::tree`]).
 //! 4. The generation word becomes `g + 1`.
-//! 5. Nodes and records that were replaced are stamped and retired: at once, or with those of some later operations.
+//! 5. Nodes, records and tombstones that were replaced are stamped and retired: at once, or with those of some later operations.
 //!
 //! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
-//! view sees an operation wholly or not at all. Each node and each record it meets tells whether it is too new, and what was in
+//! view sees an operation wholly or not at all. Each node, record and tombstone it meets tells whether it is too new, and what was in
 //! its place before, if anything ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
 //! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, and
 //! if the guard's fence had come after the stamp's, the view would have loaded that version. So the epochs
 //! keep it ([`pageferry_epoch`]).
 //!
 //! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
-//! store, of a node or a record, so they see it or not. During a move they may find the old record at the old place,
+//! store, of a node, a record or a tombstone, so they see it or not. During a move they may find the old record at the old place,
 //! which is invalid by then (2 before 3): they know that they have to look again. Who has seen the new record finds
 //! the old one invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
 //! progress makes, as single look-ups may have seen what it has done. That version is as safe as `g` is: what it

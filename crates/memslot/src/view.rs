@@ -11,7 +11,7 @@ use pageferry_addr::{Gfn, GfnRange, Hva};
 /// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view) and
 /// [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever a writer does meanwhile.
 ///
-/// All take O(log n) steps, and under a guard that has seen many changes one step more for each change of the same part
+/// All take O(log n) steps, and under a guard that has seen many changes one or two steps more for each change of the same part
 /// of a tree since; how many that can be [`Limits::max_retired`](crate::Limits::max_retired) bounds. Only the mark
 /// [`Slot::is_invalid`] may appear under a view.
 pub struct SlotView<'g, D> {

@@ -18,14 +18,14 @@ use pageferry_addr::{Gfn, GfnRange};
 /// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
 /// completes a batch frees up to two.
 const BATCH: usize = 32;
-/// The same while no reader is at work: those of two operations, which are still in a near cache when they are used again.
+/// The same while no reader is at work: those of few operations, which are still in a near cache when they are used again.
 const QUIET_BATCH: usize = 5;
 
 /// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
 /// slots, put it into a mutex.
 ///
 /// An operation takes O(log n), and does not wait for readers: what it replaces waits in a limbo until a grace
-/// period has passed, and later operations free it in batches of some 64 slots and tree nodes. Only when
+/// period has passed, and later operations free it in batches of some 64 slots, tree nodes and tombstones. Only when
 /// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
 /// wait for that reader's guard to go, which is one grace period; it calls the function given to
 /// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore neither
@@ -390,7 +390,7 @@ impl<D> SlotWriter<D> {
         domain.try_advance()
     }
 
-    /// Frees all that no reader can use any more, without waiting; gives how many slots and tree nodes are left.
+    /// Frees all that no reader can use any more, without waiting; gives how many slots, tree nodes and tombstones are left.
     ///
     /// When nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has been dropped. Without it
     /// that happens during later operations, when the writer goes, or with the last reader's guard and the table: call it after
@@ -412,14 +412,14 @@ impl<D> SlotWriter<D> {
         self.retired()
     }
 
-    /// How many slots and tree nodes wait for a grace period.
+    /// How many slots, tree nodes and tombstones wait for a grace period.
     #[must_use]
     pub fn retired(&self) -> usize {
         let state = self.state_ref();
         state.limbo.len() + state.replaced.len()
     }
 
-    /// The bytes that this table occupies: its fixed part, tree nodes and slots with their `D` (not what `D` points at),
+    /// The bytes that this table occupies: its fixed part, tree nodes, tombstones and slots with their `D` (not what `D` points at),
     /// what waits for a grace period or for reuse included; readers, 256 bytes each, the lists of what waits, and the
     /// allocator's own overhead excluded.
     #[must_use]

@@ -18,12 +18,17 @@
 //! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`;
 //! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`, `a_view_outlives_changes`,
 //!   `flags_change_at_once_and_stay_changed`;
-//! - a slot that comes into a leaf found in whatever version, or ends read without a fence: `a_view_sees_no_slot_that_comes_into_its_leaf`,
+//! - a slot that comes into a leaf found in whatever version, or its end read before its key: `a_view_sees_no_slot_that_comes_into_its_leaf`,
 //!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
 //! - its cell stored before its key or the number of slots: `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
 //! - a slot that moves put there too: `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`;
-//! - TOMBSTONES
+//! - the tombstone that a moved slot left taken for what was at its new place: `a_view_sees_a_slot_that_moves_over_tombstones`;
+//! - a tombstone taken for a slot that is still there: nine, among them `a_view_sees_a_deletion_wholly_or_not` and
+//!   `a_view_sees_a_slot_that_goes_and_comes_again`;
+//! - the old place buried before the new has the slot, `a_slot_that_moves_to_a_tombstone_is_seen_in_one_place` and moves from leaf to leaf;
+//! - "nothing" believed of a leaf that has only tombstones up to a frame: the moves over itself from leaf to leaf;
+//! - a tombstone freed when the trees do not have it any more: all that store over one.
 #![cfg(loom)]
 
 use loom::thread;

@@ -105,9 +105,12 @@ pub(super) fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
 }
 
 /// How many slots or children a node has.
-pub(super) fn len_of(node: *const Head) -> usize {
-    // SAFETY: as in `view`.
-    unsafe { &*node }.len()
+pub(super) fn slots_of<O: Order, D>(node: *const Head) -> usize {
+    match view::<O, D>(&node) {
+        Node::Empty => 0,
+        Node::Leaf(leaf) => leaf.len() - leaf.tombstones(),
+        Node::Inner(inner) => inner.head.len(),
+    }
 }
 
 /// How many slots or children a node below an inner node could have.
@@ -400,7 +403,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             Node::Leaf(leaf) => {
                 let at = leaf.index_of(key);
                 assert!(at.is_some(), "no such slot");
-                let left = leaf.len() - leaf.tombstones() - 1;
+                let left = slots_of::<O, D>(node) - 1;
                 if left == 0 {
                     self.release_all(leaf);
                     return Effect::Gone;
@@ -429,7 +432,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                     }
                     Effect::One(new) => {
                         self.retire_child(old);
-                        if len_of(new) < least(full::<O>(new)) && inner.head.len() > 1 {
+                        if slots_of::<O, D>(new) < least(full::<O>(new)) && inner.head.len() > 1 {
                             let mut draft = Draft::of(inner);
                             draft.replace(index, new, 0);
                             self.join(&mut draft, index.saturating_sub(1));

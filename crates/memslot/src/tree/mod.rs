@@ -6,7 +6,8 @@
 //!
 //! **Guarantee.** A look-up at a version gives what the tree held at that version, however many changes came since; a
 //! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
-//! and, at an older version, one for each change of the same place since. A change takes O(log n) and
+//! and, at an older version, one or two for each change since of the places that are looked at: of one, or, where a slot at or
+//! below a key is asked for, of those to the left of it in one leaf that hold none at that version. A change takes O(log n) and
 //! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
 //! does not reach into the next any more, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
 //! none does that puts a new slot behind all others, takes a slot out, or puts one where it was before.

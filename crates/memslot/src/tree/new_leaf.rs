@@ -91,8 +91,9 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.len += 1;
     }
 
-    /// Adds the slots `range` of `from` behind those there are.
+    /// Adds the slots `range` of `from`, which has no tombstones, behind those there are.
     pub(crate) fn append(&mut self, from: Leaf<'_, O, D>, range: Range<usize>) {
+        debug_assert_eq!(from.tombstones(), 0);
         let (at, count) = (self.len, range.len());
         assert!(count <= self.room - at && range.end <= from.len());
         // SAFETY: each part has `room` places, of which those up to `at + count` are used now; `from` is another leaf.
@@ -107,10 +108,14 @@ impl<O: Order, D> NewLeaf<O, D> {
             copy_own(cells, self.cells().add(at), count);
         }
         self.len += count;
-        if from.tombstones() > 0 {
-            let held = range.map(|index| from.record(index));
-            self.tombstones += held.filter(|&held| !is_slot(held)).count();
-        }
+    }
+
+    /// Adds the slots of `from` behind those there are, without its tombstones.
+    pub(crate) fn append_slots(&mut self, from: Leaf<'_, O, D>) {
+        let entries = (0..from.len()).map(|index| from.entry(index));
+        entries
+            .filter(|entry| is_slot(entry.slot))
+            .for_each(|entry| self.push(&entry));
     }
 
     /// The leaf, to be published or freed: born at `version` in place of `previous`.

@@ -24,11 +24,11 @@ pub(crate) struct Head {
     pub(crate) born: u64,
     /// What was in its place before; used by readers of versions below `born` only, for whom it is not freed.
     pub(crate) previous: *const Head,
-    /// How many slots or children there are; of a leaf in the tree it may grow.
+    /// How many children there are, or slots and tombstones; of a leaf in the tree it may grow.
     len: AtomicU8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
-    /// How many slots a leaf has room for.
+    /// How many of them a leaf has room for.
     room: u8,
     pub(crate) alive: Alive,
 }

@@ -214,7 +214,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// [`remove`](Self::remove), likewise; with `tombstone` in the slot's place, where it is best to leave one.
     ///
     /// # Safety
-    /// `place` is that of `key`, and the tree has not changed since; `tombstone` is alive until it is
+    /// `place` is that of `key`, and the tree has not changed since; `tombstone` is alive, and if it was put into the tree, until it is
     /// [given back](super::Out) and a grace period has passed.
     pub(crate) unsafe fn remove_at(
         &mut self,
@@ -265,10 +265,12 @@ impl<O: Order, D> Edit<'_, O, D> {
         };
         let before = leaf.record(index);
         assert!(!is_slot(before), "a slot with this key");
-        // In one leaf, look-ups must not miss a slot that moves over itself. It does not: with the old place above the new, the new covers
-        // it; with the new above, its tombstone would be in what the old covers, where there is none.
+        // In one leaf, look-ups would miss a slot that moves over itself: they see the tombstone at the new place, and later the one at the
+        // old. (That cannot be here, as no tombstone lies in a slot of its leaf; but nothing else would go wrong if one did.)
+        let over_itself =
+            left.node() == leaf.node() && (O::key(old)..O::own_keys(old)).contains(&key);
         let covers = index + 1 < leaf.len() && leaf.key(index + 1) < own_keys;
-        if covers || !matches!(after_removal(from, left), After::Tombstone) {
+        if covers || over_itself || !matches!(after_removal(from, left), After::Tombstone) {
             return false;
         }
         let at = from.index(left, O::key(old)).expect("no such slot");

@@ -1,10 +1,10 @@
 //! How nodes are split, joined and shared, and how a tree gets a level more or less.
 
 use super::draft::Draft;
-use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
+use super::edit::{Edit, Effect, full, least, reach_of, slots_of, view};
 use super::kind::{LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
-use super::node::{Head, Inner, Node};
+use super::node::{Cell, Head, Inner, Node};
 use super::tombstone::is_slot;
 use core::ops::Range;
 use core::ptr;
@@ -64,7 +64,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         leaf.done(self.version, ptr::null())
     }
 
-    /// Two leaves in place of one that is full, with `new` at `at`.
+    /// Two leaves in place of one that is full of slots, with `new` at `at`.
     pub(super) fn split(
         &mut self,
         node: *const Head,
@@ -78,21 +78,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             second.push(new);
             return Effect::Two(node, new.key, second.done(self.version, ptr::null()));
         }
-        if leaf.tombstones() == 0 {
-            return self.split_slots(leaf, at, new);
-        }
-        self.release_all(leaf);
-        let mut slots = Slots::new();
-        slots.add(leaf, Some(new));
-        let len = slots.len;
-        let middle = len / 2;
-        let first = self.leaf_of(&slots, 0..middle);
-        let second = self.leaf_of(&slots, middle..len);
-        Effect::Two(first, slots.entries[middle].key, second)
-    }
-
-    /// The same of a leaf without tombstones, parts of which can be copied as they are.
-    fn split_slots(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> Effect {
+        debug_assert_eq!(leaf.tombstones(), 0);
         let (len, version) = (leaf.len(), self.version);
         let [mut first, mut second] = [(), ()].map(|()| self.pool.leaf(O::LEAF));
         let middle = len.div_ceil(2);
@@ -117,7 +103,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         Effect::Two(first, key, second)
     }
 
-    /// A root of two levels in place of `old`, which is one leaf and has no room for `new`, at index `at`.
+    /// A root of two levels in place of `old`, which is one leaf, full of slots, and has no room for `new`, at index `at`.
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
@@ -126,7 +112,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         old: *const Head,
     ) -> *const Head {
         let comes_last = at == leaf.len();
-        self.release_all(leaf);
+        debug_assert_eq!(leaf.tombstones(), 0);
         let mut slots = Slots::new();
         slots.add(leaf, Some(new));
         let len = slots.len;
@@ -241,8 +227,8 @@ impl<O: Order, D> Edit<'_, O, D> {
                 if children > O::FLAT / 2 / least(O::LEAF) + 1 {
                     return node;
                 }
-                let lens = inner.cells[..children].iter().map(|c| len_of(c.newest()));
-                let total = lens.sum();
+                let slots_of = |cell: &Cell| slots_of::<O, D>(cell.newest());
+                let total = inner.cells[..children].iter().map(slots_of).sum();
                 if children > 1 && total > O::FLAT / 2 {
                     return node;
                 }
@@ -250,7 +236,9 @@ impl<O: Order, D> Edit<'_, O, D> {
                 for cell in &inner.cells[..children] {
                     let child = cell.newest();
                     if let Node::Leaf(child) = view::<O, D>(&child) {
-                        leaf.append(child, 0..child.len());
+                        // No tombstones: those at the beginning of one leaf may lie in the last slot of the leaf before.
+                        self.release_all(child);
+                        leaf.append_slots(child);
                     }
                     self.retire(child);
                 }

@@ -7,8 +7,9 @@
 //! A slot that goes seldom takes its place with it: a tombstone is stored over it, and nothing is copied. When the same slot comes
 //! again (a device's window, a slot that moves to and fro) it is stored over the tombstone. A leaf
 //! that is full, or would hold more tombstones than slots, is copied without them. So is one in which a slot comes whose frames
-//! hold those of a tombstone: look-ups of frames go from the right to the left until they find a slot, and what lies in a slot
-//! would be looked at each time.
+//! hold those of a tombstone of the same leaf: look-ups of frames go from the right to the left until they find a slot, and what lies in a
+//! slot would be looked at each time. (The last slot of a leaf may hold those of the first tombstones of the next. So leaves that become
+//! one leave theirs behind.)
 //!
 //! A tombstone is one more thing in the chain of what was in a place ([`Slot`]): it is born in the version in which the slot
 //! went, and knows its record. A slot that is stored over a tombstone knows it as its predecessor, so that readers of older versions
@@ -19,7 +20,7 @@
 //!   tombstone at its old place, and may be stored over another at its new. Then its predecessor is the one it leaves, which
 //!   tells both ways on: the old record, and what was [before](Tombstone::before) it at the new place.
 //!
-//! It is retired when it is in no leaf of the newest trees any more. Who comes to it by a slot that was stored over it, or from
+//! It is retired when it is in no leaf of the newest trees any more; if it never was in one, it is freed at once. Who comes to it by a slot that was stored over it, or from
 //! a slot that moved, looks at a version before that slot's, and has its guard since then: so it is not freed before.
 
 use crate::Slot;
@@ -306,9 +307,45 @@ mod tests {
             assert!(most >= usize::from(slots / 8), "{slots}: at most {most}");
             for id in 0..slots {
                 let _ = writer.set(Request::delete(0, id));
+                look(&writer);
+                // Some come again while the tree becomes lower, over what was in the next leaf.
+                let id = (u64::from(id) * 7 % u64::from(slots)) as u16;
+                let again = request(id, home(id) + 4, 2 + below(3) * 15);
+                if writer.set(again).is_ok() {
+                    look(&writer);
+                    writer.set(Request::delete(0, id)).expect("it");
+                }
+            }
+            look(&writer);
+            for id in 0..slots {
+                let _ = writer.set(Request::delete(0, id));
             }
             assert_eq!(look(&writer), 0);
         }
+    }
+
+    /// A slot that is the last of its leaf lies over a tombstone, which is the first of the next; then all become one leaf.
+    #[test]
+    fn leaves_that_become_one_leave_their_tombstones_behind() {
+        let mut writer = SlotWriter::new(Limits::default());
+        let home = |id: u16| u64::from(id) * 8;
+        for id in 0..129 {
+            writer.set(request(id, home(id), 2)).expect("free");
+        }
+        for first in [0, 33, 65, 97] {
+            for id in first..first + 17 {
+                writer.set(Request::delete(0, id)).expect("it");
+            }
+        }
+        writer.set(Request::delete(0, 32)).expect("it");
+        let across = request(0, home(32) - 4, 8);
+        writer.set(across).expect("free");
+        assert!(look(&writer) > 0);
+        // The last leaf goes, and the rest fits into one.
+        writer.set(Request::delete(0, 128)).expect("it");
+        look(&writer);
+        let there = writer.view().lookup(Gfn(home(32) + 2));
+        assert_eq!(there.map(|slot| slot.range.start()), Some(across.gpa.gfn()));
     }
 
     #[test]
