@@ -2,7 +2,7 @@
 //!
 //! A record that takes the place of another with the same key and end is stored over it in its leaf. A new slot behind all
 //! others of its leaf is put into that leaf, where there is room. For those that go and come again see
-//! [`tombstone`](super::tombstone). Any other change goes down to the leaf of its key and makes
+//! [`tombstone`](mod@super::tombstone). Any other change goes down to the leaf of its key and makes
 //! a new leaf. On the way up each inner node either publishes what
 //! came in the cell of its child, which ends it, or, where its own keys must change (a child was split, joined or has
 //! gone) or a bound that reaches into the next child becomes lower, makes a new node of itself and passes that on. So the whole change becomes

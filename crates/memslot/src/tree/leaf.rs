@@ -10,7 +10,7 @@
 //! array takes less time than going down a level.
 //!
 //! What a place of a leaf says never changes after the leaf was published, but for the cell: that changes when another record takes
-//! the place of the one with the same key, or a [tombstone](super::tombstone), which says that the slot has gone. The new one knows the old
+//! the place of the one with the same key, or a [tombstone](mod@super::tombstone), which says that the slot has gone. The new one knows the old
 //! one, and since which version it has its place ([`Slot`]), as nodes do.
 //!
 //! # Slots that come behind the others
@@ -259,7 +259,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { &*self.cells(room).add(index) }
     }
 
-    /// What a place holds: the newest record of a slot, or a [tombstone](super::tombstone); nothing where the slot is coming.
+    /// What a place holds: the newest record of a slot, or a [tombstone](mod@super::tombstone); nothing where the slot is coming.
     /// `Acquire`: what it says was written before.
     #[inline(always)]
     pub(crate) fn record(self, index: usize) -> *const Slot<D> {
