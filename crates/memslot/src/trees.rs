@@ -275,8 +275,11 @@ impl Places {
         let Some(found) = found else {
             return false;
         };
-        // SAFETY: in the tree.
-        let ends = |slot: *const Slot<D>| unsafe { &*slot }.range.end() <= range.start();
+        let ends = |slot: *const Slot<D>| {
+            debug_assert!(is_slot(slot));
+            // SAFETY: in the tree.
+            unsafe { &*slot }.range.end() <= range.start()
+        };
         found.next >= range.end().0 && found.below.is_none_or(ends)
     }
 }

@@ -18,7 +18,7 @@
 //! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`;
 //! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`, `a_view_outlives_changes`,
 //!   `flags_change_at_once_and_stay_changed`;
-//! - a slot that comes into a leaf found in whatever version, or its end read before its key: `a_view_sees_no_slot_that_comes_into_its_leaf`,
+//! - a slot that comes into a leaf found in whatever version: `a_view_sees_no_slot_that_comes_into_its_leaf`,
 //!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
 //! - its cell stored before its key or the number of slots: `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;

@@ -31,8 +31,9 @@
 //!   look-up: the cells were looked at from the right to the left, and between one slot that held the frame and the next, the first must
 //!   have gone before the second came. (One slot that moves over itself would be no such case. It does so by a copy of the leaf,
 //!   or from leaf to leaf.) So [`newest_floor`](super::At::newest_floor) is for who asks whether the slot holds the frame.
-//! - An end is read after its key (`Acquire`, `Release`). The greatest end so far is read before: until it comes it is `MOST`, and so
-//!   nobody passes by a slot that is coming. It may be too high for an older version, which costs a look in vain.
+//! - Walks by host address read keys, ends and greatest ends in any order. All of a slot that a version has was there before that
+//!   version was published, and whatever is read of one that is coming, it is not looked for. The greatest end so far may be too high
+//!   for an older version, which costs a look in vain. (Until it comes it is `MOST`: no slot before it is passed by.)
 
 use super::kind::{ByHva, Order, Reach};
 use super::node::{Head, Key, upper_bound};
@@ -425,8 +426,7 @@ impl<D> Leaf<'_, ByHva, D> {
     /// it.
     #[inline(always)]
     pub(crate) fn overlaps(self, index: usize, start: u64, last: u64) -> Option<bool> {
-        // What was written before a key is read after it.
-        let key = self.keys().get(index)?.load(Ordering::Acquire);
+        let key = self.keys().get(index)?.value();
         (key <= last).then(|| self.ends()[index].value() > start)
     }
 }
