@@ -244,10 +244,7 @@ impl Places {
         let id = u64::from(id);
         let place = self.by_id.as_mut()?;
         // SAFETY: nothing has changed.
-        let found = unsafe {
-            space.by_id.look_into(place, id);
-            space.by_id.held_at(place, id)
-        }?;
+        let found = unsafe { space.by_id.held_at(place, id) }?;
         if !is_slot(found) {
             return Some(found);
         }
@@ -266,13 +263,8 @@ impl Places {
         let Some(place) = &mut self.by_gfn else {
             return true;
         };
-        let start = range.start().0;
         // SAFETY: nothing has changed since it was found.
-        let found = unsafe {
-            space.by_gfn.look_into(place, start);
-            space.by_gfn.neighbours(place, start)
-        };
-        let Some(found) = found else {
+        let Some(found) = (unsafe { space.by_gfn.neighbours(place, range.start().0) }) else {
             return false;
         };
         let ends = |slot: *const Slot<D>| {

@@ -16,7 +16,7 @@ use super::kind::{INNER, LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Inner, NEWEST, Node, upper_bound};
 use super::pool::{Out, Pool, Replaced, alloc_head};
-use super::tombstone::{Tombstone, is_slot, tombstone};
+use super::tombstone::{is_slot, tombstone};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
 use core::ops::Range;
@@ -195,14 +195,10 @@ impl<O: Order, D> Edit<'_, O, D> {
 
     /// The tombstone, if it is one, that a place held is in this tree no more.
     pub(super) fn release_held(&mut self, held: *const Slot<D>) {
-        if let Some(tombstone) = tombstone(held) {
-            self.release(tombstone);
-        }
-    }
-
-    fn release(&mut self, tombstone: *const Tombstone<D>) {
-        // SAFETY: it was in the tree, and only the writer frees.
-        if unsafe { &*tombstone }.take() {
+        if let Some(tombstone) = tombstone(held)
+            // SAFETY: it was in the tree, and only the writer frees.
+            && unsafe { &*tombstone }.take()
+        {
             (self.out)(Out::Tombstone(tombstone));
         }
     }
@@ -366,7 +362,7 @@ impl<O: Order, D> Edit<'_, O, D> {
     #[inline(never)]
     fn put_among(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> Option<Effect> {
         let (len, room) = (leaf.len(), leaf.room());
-        let same = at.checked_sub(1).filter(|&at| leaf.key(at) == new.key);
+        let same = leaf.index_at(at, new.key);
         // SAFETY: alive, as it is about to be found.
         let own_keys = O::own_keys(unsafe { &*new.slot });
         if at < len && leaf.key(at) < own_keys {

@@ -358,9 +358,14 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     }
 
     /// The writer's: stores a tombstone over the slot at `index`.
+    ///
+    /// # Safety
+    /// It is alive until it is [given back](super::Out) and a grace period has passed.
     #[inline]
-    pub(crate) fn bury(self, index: usize, tombstone: *const Tombstone<D>) {
+    pub(crate) unsafe fn bury(self, index: usize, tombstone: *const Tombstone<D>) {
         debug_assert!(is_slot(self.record(index)));
+        // SAFETY: alive, as the caller says.
+        unsafe { &*tombstone }.put();
         self.count()
             .store(self.count().value() + 1, Ordering::Relaxed);
         self.patch(index, held(tombstone));
@@ -382,11 +387,39 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         end.is_none_or(|end| end.value() == new.end)
     }
 
-    /// The writer's: where the slot with this key is, or its tombstone.
+    /// Where the slot with this key is, or its tombstone.
     #[inline]
     pub(crate) fn index_of(self, key: u64) -> Option<usize> {
-        let index = self.rank(key).checked_sub(1)?;
+        self.index_at(self.rank(key), key)
+    }
+
+    /// The same for who knows the rank of the key.
+    #[inline]
+    pub(crate) fn index_at(self, rank: usize, key: u64) -> Option<usize> {
+        let index = rank.checked_sub(1)?;
         (self.key(index) == key).then_some(index)
+    }
+
+    /// The writer's: visits the slots in order, but for that at index `without`, and with `new` among them; tombstones are none.
+    pub(crate) fn each_slot(
+        self,
+        without: Option<usize>,
+        mut new: Option<&Entry<D>>,
+        mut visit: impl FnMut(&Entry<D>),
+    ) {
+        for index in (0..self.len()).filter(|&index| Some(index) != without) {
+            let entry = self.entry(index);
+            if !is_slot(entry.slot) {
+                continue;
+            }
+            if let Some(first) = new.take_if(|new| new.key < entry.key) {
+                visit(first);
+            }
+            visit(&entry);
+        }
+        if let Some(last) = new {
+            visit(last);
+        }
     }
 
     /// The writer's.

@@ -216,8 +216,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     cell = &inner.cells[upper_bound(&inner.keys, key).saturating_sub(1)];
                 }
                 Node::Leaf(leaf) => {
-                    let index = leaf.rank(key).checked_sub(1)?;
-                    return (leaf.key(index) == key).then_some((leaf, index));
+                    return leaf.index_of(key).map(|index| (leaf, index));
                 }
                 Node::Empty => return None,
             }

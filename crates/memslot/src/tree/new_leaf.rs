@@ -110,14 +110,6 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.len += count;
     }
 
-    /// Adds the slots of `from` behind those there are, without its tombstones.
-    pub(crate) fn append_slots(&mut self, from: Leaf<'_, O, D>) {
-        let entries = (0..from.len()).map(|index| from.entry(index));
-        entries
-            .filter(|entry| is_slot(entry.slot))
-            .for_each(|entry| self.push(&entry));
-    }
-
     /// The leaf, to be published or freed: born at `version` in place of `previous`.
     pub(crate) fn done(mut self, version: u64, previous: *const Head) -> *const Head {
         for unused in self.len..self.room {
@@ -203,22 +195,10 @@ impl<O: Order, D> NewLeaf<O, D> {
         mut self,
         from: Leaf<'_, O, D>,
         without: Option<usize>,
-        mut new: Option<&Entry<D>>,
+        new: Option<&Entry<D>>,
         version: u64,
     ) -> *const Head {
-        for index in (0..from.len()).filter(|&index| Some(index) != without) {
-            let entry = from.entry(index);
-            if !is_slot(entry.slot) {
-                continue;
-            }
-            if let Some(first) = new.take_if(|new| new.key < entry.key) {
-                self.push(first);
-            }
-            self.push(&entry);
-        }
-        if let Some(last) = new {
-            self.push(last);
-        }
+        from.each_slot(without, new, |entry| self.push(entry));
         self.done(version, from.node())
     }
 

@@ -62,8 +62,16 @@ impl Place {
     /// Where the slot with the key, or its tombstone, is.
     #[inline]
     fn index<O: Order, D>(&self, leaf: Leaf<'_, O, D>, key: u64) -> Option<usize> {
-        let index = self.rank(leaf, key).checked_sub(1)?;
-        (leaf.key(index) == key).then_some(index)
+        leaf.index_at(self.rank(leaf, key), key)
+    }
+
+    /// Looks into the leaf, and remembers what it finds.
+    #[inline]
+    fn look_into<O: Order, D>(&mut self, leaf: Leaf<'_, O, D>, key: u64) -> usize {
+        let rank = leaf.rank(key);
+        // A leaf has 128 places at most.
+        self.rank = Some(rank as u8);
+        rank
     }
 }
 
@@ -114,28 +122,16 @@ impl<'g, O: Order, D> At<'g, O, D> {
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// Looks into the leaf.
-    ///
-    /// # Safety
-    /// `place` is that of `key` in this tree, which has not changed since.
-    #[inline]
-    pub(crate) unsafe fn look_into(&self, place: &mut Place, key: u64) {
-        // SAFETY: as the caller says, the leaf is alive.
-        let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        // A leaf has 128 places at most.
-        place.rank = Some(leaf.rank(key) as u8);
-    }
-
     /// What the place of this key holds: the pointer to the slot's record, as it was put in, by which it may be freed one day,
     /// or a tombstone.
     ///
     /// # Safety
-    /// As for [`look_into`](Self::look_into).
+    /// `place` is that of `key` in this tree, which has not changed since.
     #[inline]
-    pub(crate) unsafe fn held_at(&self, place: &Place, key: u64) -> Option<*const Slot<D>> {
+    pub(crate) unsafe fn held_at(&self, place: &mut Place, key: u64) -> Option<*const Slot<D>> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let index = place.index(leaf, key);
+        let index = leaf.index_at(place.look_into(leaf, key), key);
         index.map(|index| leaf.record(index))
     }
 
@@ -158,10 +154,10 @@ impl<O: Order, D> Tree<O, D> {
     /// # Safety
     /// As for [`held_at`](Self::held_at).
     #[inline]
-    pub(crate) unsafe fn neighbours(&self, place: &Place, key: u64) -> Option<Neighbours<D>> {
+    pub(crate) unsafe fn neighbours(&self, place: &mut Place, key: u64) -> Option<Neighbours<D>> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let (rank, len) = (place.rank(leaf, key), leaf.len());
+        let (rank, len) = (place.look_into(leaf, key), leaf.len());
         let (mut below, mut above) = (rank, rank);
         while below > 0 && !is_slot(leaf.record(below - 1)) {
             below -= 1;
@@ -227,11 +223,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         let at = place.index(leaf, key).expect("no such slot");
         match after_removal(place, leaf) {
             After::Elsewhere => return false,
-            After::Tombstone => {
-                // SAFETY: alive, as the caller says.
-                unsafe { &*tombstone }.put();
-                leaf.bury(at, tombstone);
-            }
+            // SAFETY: as the caller says.
+            After::Tombstone => unsafe { leaf.bury(at, tombstone) },
             After::Copy => {
                 let copy = self.rebuilt(leaf, leaf.room(), Some(at), None);
                 // SAFETY: the node that has the cell is alive.
@@ -281,9 +274,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         }
         debug_assert!(knows::<O, D>(slot, before));
         leaf.raise(index, slot);
-        // SAFETY: alive, as the caller says.
-        unsafe { &*tombstone }.put();
-        left.bury(at, tombstone);
+        // SAFETY: as the caller says.
+        unsafe { left.bury(at, tombstone) };
         self.release_held(before);
         true
     }
@@ -322,9 +314,8 @@ impl<O: Order, D> Edit<'_, O, D> {
             let node = copy.with(leaf, rank, &new, self.version);
             // SAFETY: just made.
             let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(node) };
-            // SAFETY: alive, as the caller says.
-            unsafe { &*tombstone }.put();
-            leaf.bury(at + usize::from(rank <= at), tombstone);
+            // SAFETY: as the caller says.
+            unsafe { leaf.bury(at + usize::from(rank <= at), tombstone) };
             node
         };
         // SAFETY: the node that has the cell is alive.

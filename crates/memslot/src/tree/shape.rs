@@ -5,7 +5,6 @@ use super::edit::{Edit, Effect, full, least, reach_of, slots_of, view};
 use super::kind::{LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Inner, Node};
-use super::tombstone::is_slot;
 use core::ops::Range;
 use core::ptr;
 
@@ -36,23 +35,12 @@ impl<D> Slots<D> {
         }
     }
 
-    fn push(&mut self, entry: Entry<D>) {
-        self.entries[self.len] = entry;
-        self.len += 1;
-    }
-
     /// Those of `leaf`, and `new`, behind those there are.
-    fn add<O: Order>(&mut self, leaf: Leaf<'_, O, D>, mut new: Option<&Entry<D>>) {
-        let entries = (0..leaf.len()).map(|index| leaf.entry(index));
-        for entry in entries.filter(|entry| is_slot(entry.slot)) {
-            if let Some(first) = new.take_if(|new| new.key < entry.key) {
-                self.push(*first);
-            }
-            self.push(entry);
-        }
-        if let Some(last) = new {
-            self.push(*last);
-        }
+    fn add<O: Order>(&mut self, leaf: Leaf<'_, O, D>, new: Option<&Entry<D>>) {
+        leaf.each_slot(None, new, |entry| {
+            self.entries[self.len] = *entry;
+            self.len += 1;
+        });
     }
 }
 
@@ -238,7 +226,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                     if let Node::Leaf(child) = view::<O, D>(&child) {
                         // No tombstones: those at the beginning of one leaf may lie in the last slot of the leaf before.
                         self.release_all(child);
-                        leaf.append_slots(child);
+                        child.each_slot(None, None, |slot| leaf.push(slot));
                     }
                     self.retire(child);
                 }

@@ -47,7 +47,7 @@ pub(crate) struct Tombstone<D> {
     pub(super) moved: bool,
     /// In how many trees it stands. The writer's.
     places: AtomicU8,
-    pub(crate) alive: Alive,
+    pub(super) alive: Alive,
 }
 
 /// What is in a place of a leaf, or was before something else.
