@@ -391,23 +391,22 @@ fn a_move_down_over_itself_and_a_tombstone_into_the_leaf_before() {
     overlapping_move_between_leaves(40, 38, true);
 }
 
-/// The newest state and a view that is taken afterwards, of a slot that goes far.
-#[test]
-fn a_moved_slot_is_never_valid_at_both_places() {
-    let slots = (0..5).map(|i| slot(i, u64::from(i) * 10, 1, 1));
+/// Slot 1 of `slots` moves from frame 10 to `to`: the newest state is at one of the two places, and never valid at both.
+fn moves_far(slots: Vec<Request<u32>>, to: u64) {
     let seen = Model::of(slots).explore(
         1,
-        |reader| {
+        move |reader| {
             let guard = reader.pin();
-            [see(&guard, 90), see(&guard, 10), see(&guard, 90)]
+            [see(&guard, to), see(&guard, 10), see(&guard, to)]
         },
-        |writer| {
-            writer.set(slot(1, 90, 1, 2)).unwrap();
+        move |writer| {
+            writer.set(slot(1, to, 1, 2)).unwrap();
             writer.reclaim();
         },
     );
-    let (old, new) = (Valid(10, 1), Valid(90, 2));
+    let (old, new) = (Valid(10, 1), Valid(to, 2));
     for [first, at_old, last] in &seen {
+        assert!(*first == Nothing || *first == new, "{seen:?}");
         if *first == new {
             assert!(*at_old != old && *last == new, "{seen:?}");
         }
@@ -416,6 +415,16 @@ fn a_moved_slot_is_never_valid_at_both_places() {
         }
     }
     assert!(seen.contains(&[Nothing, old, Nothing]) && seen.contains(&[new, Nothing, new]));
+}
+
+#[test]
+fn a_moved_slot_is_never_valid_at_both_places() {
+    moves_far(in_order(5), 90);
+}
+
+#[test]
+fn a_slot_that_moves_to_a_tombstone_is_seen_in_one_place() {
+    moves_far(with_tombstones(4, &[2]), 20);
 }
 
 /// All look-ups of one view give one version: here of a slot that moves in all trees of two levels.
@@ -563,31 +572,6 @@ fn a_view_sees_a_slot_that_moves_over_tombstones() {
         (3, [Valid(10, 8), Nothing], [Valid(10, 8), Nothing]),
     ];
     assert_eq!(seen, BTreeSet::from(possible));
-}
-
-/// The newest state of the same: at one of the two places, and never at both.
-#[test]
-fn a_slot_that_moves_to_a_tombstone_is_seen_in_one_place() {
-    let seen = Model::of(with_tombstones(4, &[2])).explore(
-        1,
-        |reader| {
-            let guard = reader.pin();
-            [see(&guard, 20), see(&guard, 10), see(&guard, 20)]
-        },
-        |writer| {
-            writer.set(slot(1, 20, 1, 2)).unwrap();
-            writer.reclaim();
-        },
-    );
-    let (old, new) = (Valid(10, 1), Valid(20, 2));
-    for [first, at_old, last] in &seen {
-        assert!(*first == Nothing || *at_old != old && *last == new);
-        assert!(
-            *at_old != Nothing || *last == new,
-            "gone and nowhere: {seen:?}"
-        );
-    }
-    assert!(seen.contains(&[Nothing, old, Nothing]) && seen.contains(&[new, Nothing, new]));
 }
 
 /// A slot comes over tombstones of smaller ones, and goes; look-ups of its last frames meet them or not.
