@@ -6,7 +6,7 @@
 //!
 //! # Why nothing is freed too early
 //!
-//! A reader takes a guard by (r1) loading the epoch, (r2) announcing it, (r3) a sequentially consistent fence,
+//! A reader takes a guard by (r1) loading the epoch, (r2) announcing it, (r3) a sequentially consistent fence (but see below),
 //! and only then loads shared pointers. A writer unlinks something by (w1) a store, then takes a stamp: (w2) such
 //! a fence, (w3) a load of the epoch `e`. Whoever moves the epoch on does (a1) a load of it, (a2) a fence, (a3)
 //! loads of all announcements, and (a4) a compare-exchange to the next, if each is none or equal to what a1 gave.
@@ -21,6 +21,19 @@
 //!
 //! On x86, r2 and r3 are one locked exchange, and other fences locked instructions: see `sync.rs`.
 //!
+//! What is said of the thing and of w1 holds of any store w1 and what is retired after it: it is not freed while there is a guard
+//! whose loads did not see w1.
+//!
+//! # Why guards without a fence are as good
+//!
+//! In a domain with a barrier most guards are *light*: they have no r3. Then `mode.rs` promises for each a2 and each q1 (below) that the
+//! loads of the announcements find what the guard has announced, or a later announcement of that reader; or else the guard's loads see
+//! what came before that a2 or q1. For what follows below that is what r3 is for. For what is above it takes two steps, in place of the
+//! comparison with w2. Let a light guard have reached the thing, so its loads did not see w1. First, `p` is at most `e`: w1 was seen by
+//! all processors when w3 loaded `e`, thus before any saw a greater epoch; had r1, which acquires, given one, the guard would
+//! have seen w1. Second, whoever moves the epoch on from `e + 1` has read that in a1, so w1 came before its a2, and the guard's loads do
+//! not see what came before that; so its a3 finds `p`, or the guard's end.
+//!
 //! # Why what is old may go when it is quiet
 //!
 //! [`Domain::is_quiet`] fences (q1) and looks at all announcements (q2). Let somebody unlink things, take a stamp, move the
@@ -31,19 +44,22 @@
 //!
 //! # Why what one guard reached may be used under a later one
 //!
-//! [`Guard::epoch`] gives the announced epoch `p` if it was still current after r3. What a guard of epoch `p`
+//! [`Guard::epoch`] gives the announced epoch `p` if it is still current, so it was after r3. What a guard of epoch `p`
 //! reached was unlinked, if at all, with a stamp of `p` or later (above), so it is not freed before epoch
 //! `p + 2`. A later guard of the same reader, or another, whose `epoch` gives `p` as well keeps the epoch at
 //! `p + 1` at most: whoever moves it on from `p + 1` had read that value before its fence, so that fence comes
 //! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
 //! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
 
-use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence};
+use crate::Barrier;
+use crate::mode::{CALM, Mode, Seen};
+use crate::sync::{
+    AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence, light_fence,
+};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::cell::Cell;
 use core::fmt;
-use core::marker::PhantomData;
 use core::ptr;
 
 /// The count of epochs at some moment; 64 bits do not wrap.
@@ -78,8 +94,8 @@ impl Epoch {
 #[repr(align(64))]
 pub struct Domain {
     epoch: AtomicU64,
-    /// Not 0 where somebody excludes, or is about to: see `exclusion.rs`. In the line of `epoch`, as sharing reads both.
-    pub(crate) excluding: AtomicU64,
+    /// Whether readers fence, and whether somebody excludes. In the line of `epoch`, as guards read both.
+    pub(crate) mode: Mode,
     /// How many wait for exclusive work to end. It is written by those only, so it need not have a line of its own.
     pub(crate) kept_out: AtomicU64,
     /// The records of all readers there ever were; freed with the domain.
@@ -103,12 +119,23 @@ const NONE: u64 = 0;
 pub(crate) const SHARES: u64 = 1;
 
 impl Domain {
-    /// A domain without readers.
+    /// A domain without readers. Taking a guard is an exchange that is a full memory barrier.
     #[must_use]
     pub fn new() -> Arc<Self> {
+        Self::with_barrier(None)
+    }
+
+    /// A domain without readers, most of whose guards need no memory barrier: `barrier` makes one in all threads where somebody
+    /// moves the epoch on or excludes.
+    ///
+    /// Readers go through barriers of their own as long as no one of them has 500 guards between two such demands; so
+    /// frequent demands do not call `barrier` each time. Without a barrier it is [`new`](Self::new). It is not used on processors other than x86-64,
+    /// AArch64 and RISC-V, nor under Miri and ThreadSanitizer, which cannot see it.
+    #[must_use]
+    pub fn with_barrier(barrier: Option<Barrier>) -> Arc<Self> {
         Arc::new(Self {
             epoch: AtomicU64::new(1),
-            excluding: AtomicU64::new(0),
+            mode: Mode::new(barrier),
             kept_out: AtomicU64::new(0),
             records: AtomicPtr::new(ptr::null_mut()),
         })
@@ -135,7 +162,7 @@ impl Domain {
         loop {
             let raw = Box::into_raw(record);
             // Release: who finds the record finds what is in it. A scan that misses it because it came too
-            // early is as one that finds no announcement: the reader's fence comes after its own.
+            // early is as one that finds no announcement: this comes before the announcement.
             match self
                 .records
                 .compare_exchange(first, raw, Ordering::AcqRel, Ordering::Relaxed)
@@ -155,7 +182,8 @@ impl Domain {
         Reader {
             domain: Arc::clone(self),
             record,
-            unshared: PhantomData,
+            may_be_light: self.mode.has_barrier(),
+            calm: Cell::new(Calm::NOT),
         }
     }
 
@@ -180,8 +208,9 @@ impl Domain {
     pub fn try_advance(&self) -> bool {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire);
-        full_fence();
+        self.mode.demand();
         if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
+            self.mode.ask_again();
             return false;
         }
         fence(Ordering::Acquire);
@@ -196,7 +225,7 @@ impl Domain {
     /// [`try_advance`](Self::try_advance) by the caller, or before one that happened earlier, may be freed at
     /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
     pub fn is_quiet(&self) -> bool {
-        full_fence();
+        self.mode.demand();
         if self.any_announced(|announced| announced != NONE) {
             return false;
         }
@@ -240,7 +269,26 @@ impl Drop for Domain {
 pub struct Reader {
     domain: Arc<Domain>,
     record: *const Record,
-    unshared: PhantomData<Cell<()>>,
+    /// Whether the domain has a barrier.
+    may_be_light: bool,
+    /// Makes the reader `!Sync`, too, as pinning it by `&mut` asks for.
+    calm: Cell<Calm>,
+}
+
+/// How many guards in a row have fenced in vain.
+#[derive(Clone, Copy)]
+struct Calm {
+    mode: Seen,
+    epoch: Epoch,
+    guards: u32,
+}
+
+impl Calm {
+    const NOT: Self = Self {
+        mode: Seen::NEVER,
+        epoch: Epoch::NEVER,
+        guards: 0,
+    };
 }
 
 // SAFETY: the record is shared by atomics only and lives as long as `domain`; a reader is used from one thread
@@ -253,40 +301,63 @@ impl Reader {
         unsafe { &*self.record }
     }
 
-    /// Takes a guard. Wait-free: one load, one exchange, one load.
+    /// Takes a guard. Wait-free: some loads and one exchange, or one store ([`Domain::with_barrier`]).
     #[inline]
     pub fn pin(&mut self) -> Guard<'_> {
-        let epoch = self.announce(0);
+        let announced = self.announce(0);
         Guard {
             reader: self,
-            epoch,
+            announced,
         }
     }
 
-    /// Announces the current epoch, and `flags`; gives it where it is still current afterwards.
+    /// Announces the current epoch, and `flags`.
     #[inline]
-    pub(crate) fn announce(&self, flags: u64) -> Epoch {
-        let epoch = self.domain.epoch.load(Ordering::Relaxed);
-        let announcement = epoch << 1 | flags;
-        // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
-        #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
-        {
-            use crate::sync::full_fence_after_exchange;
-            // Cheaper than a store and a fence.
-            self.record().announced.swap(announcement, Ordering::SeqCst);
-            full_fence_after_exchange();
-        }
-        #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri)))))]
-        {
-            self.record()
-                .announced
-                .store(announcement, Ordering::Release);
-            full_fence();
-        }
-        if self.domain.epoch.load(Ordering::Relaxed) == epoch {
-            Epoch(epoch)
+    pub(crate) fn announce(&self, flags: u64) -> Announced {
+        let (domain, announced) = (&*self.domain, &self.record().announced);
+        // Acquire: a light guard sees what was unlinked before this epoch.
+        let epoch = Epoch(domain.epoch.load(Ordering::Acquire));
+        let announcement = epoch.0 << 1 | flags;
+        // Models of domains without a barrier go without the load.
+        let asks = self.may_be_light || !cfg!(loom);
+        if asks && domain.mode.load(Ordering::Relaxed).is_light() {
+            // Release: what an earlier guard of this reader did happens before whoever sees this announcement. (l1 to l4)
+            announced.store(announcement, Ordering::Release);
+            light_fence();
+            if domain.mode.load(Ordering::Acquire).is_light() {
+                return Announced { epoch, light: true };
+            }
+            fence_after_all();
+        } else if self.may_be_light {
+            self.announce_calmly(epoch, announcement);
         } else {
-            Epoch::NEVER
+            announce_and_fence(announced, announcement);
+        }
+        Announced {
+            epoch,
+            light: false,
+        }
+    }
+
+    /// Announces with a fence where that need not be so, if it was in vain often enough.
+    #[inline(never)]
+    fn announce_calmly(&self, epoch: Epoch, announcement: u64) {
+        announce_and_fence(&self.record().announced, announcement);
+        let mode = self.domain.mode.load(Ordering::Relaxed);
+        let calm = self.calm.get();
+        if calm.mode != mode || calm.epoch != epoch {
+            self.calm.set(Calm {
+                mode,
+                epoch,
+                guards: 1,
+            });
+        } else if calm.guards < CALM {
+            self.calm.set(Calm {
+                guards: calm.guards + 1,
+                ..calm
+            });
+        } else {
+            self.domain.mode.turn_light(mode);
         }
     }
 
@@ -318,22 +389,63 @@ impl fmt::Debug for Reader {
     }
 }
 
+/// Announces, and goes through a full memory barrier.
+#[inline]
+fn announce_and_fence(announced: &AtomicU64, announcement: u64) {
+    // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
+    #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
+    {
+        use crate::sync::full_fence_after_exchange;
+        // Cheaper than a store and a fence.
+        announced.swap(announcement, Ordering::SeqCst);
+        full_fence_after_exchange();
+    }
+    #[cfg(not(all(target_arch = "x86_64", not(any(loom, shuttle, miri)))))]
+    {
+        announced.store(announcement, Ordering::Release);
+        full_fence();
+    }
+}
+
+/// What a guard does that began light and is not.
+#[cold]
+fn fence_after_all() {
+    full_fence();
+}
+
+/// What a reader announced just now.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Announced {
+    epoch: Epoch,
+    /// Whether that was without a fence. Then nobody excluded, and who does so from then on finds it.
+    pub(crate) light: bool,
+}
+
 /// Witness that nothing the reader reaches is freed.
 #[derive(Debug)]
 #[must_use = "what was reached may be freed as soon as the guard is dropped"]
 pub struct Guard<'reader> {
     pub(crate) reader: &'reader Reader,
-    pub(crate) epoch: Epoch,
+    pub(crate) announced: Announced,
 }
 
 impl Guard<'_> {
-    /// The epoch this guard holds, or [`Epoch::NEVER`] where it moved on while the guard was taken. What a
-    /// guard reached may be used under any guard of the same domain that has the same epoch, other than
-    /// `NEVER`; see the module's first lines.
+    /// The epoch this guard holds, or [`Epoch::NEVER`] where that has moved on since. What a guard reached may be used
+    /// under any guard of the same domain that has had the same epoch, other than `NEVER`; see the module's first
+    /// lines. One load.
     #[inline]
     #[must_use]
-    pub const fn epoch(&self) -> Epoch {
-        self.epoch
+    pub fn epoch(&self) -> Epoch {
+        let Announced { epoch, .. } = self.announced;
+        if self.has_moved_on() {
+            Epoch::NEVER
+        } else {
+            epoch
+        }
+    }
+
+    fn has_moved_on(&self) -> bool {
+        self.reader.domain.epoch.load(Ordering::Relaxed) != self.announced.epoch.0
     }
 
     /// As if the guard were dropped and taken again, at the price of one load where the epoch has not moved. A
@@ -346,8 +458,8 @@ impl Guard<'_> {
     /// [`refresh`](Self::refresh) for a guard that announces `flags`.
     #[inline]
     pub(crate) fn refresh_as(&mut self, flags: u64) {
-        if Epoch(self.reader.domain.epoch.load(Ordering::Relaxed)) != self.epoch {
-            self.epoch = self.reader.announce(flags);
+        if self.has_moved_on() {
+            self.announced = self.reader.announce(flags);
         }
     }
 }

@@ -5,33 +5,34 @@
 //! for. Whoever excludes comes before those who want to share from then on.
 //!
 //! **Mechanism.** A readers/writer lock whose readers write no cache line that another reader writes. A shared guard
-//! has one bit more in its announcement, in the reader's own line. To exclude is to set one word that sharers
+//! has one bit more in its announcement, in the reader's own line. To exclude is to set one bit of a word that sharers
 //! read, in the line of the epoch that they read anyway, and to wait for every announcement that has the bit. So
 //! sharing costs one load more than a plain guard, however many share; excluding costs a look at every reader.
 //!
 //! # Why the two sides keep each other out
 //!
-//! A sharer (s1) announces with the bit, (s2) fences, sequentially consistent, and (s3) loads the word `excluding`;
-//! it has a guard where that gives 0, and withdraws otherwise. An excluder (x1) changes the word from 0 to 1 by
+//! A sharer (s1) announces with the bit, (s2) fences, sequentially consistent, and (s3) loads the word;
+//! it has a guard where nobody excludes, and withdraws otherwise. An excluder (x1) sets the word's bit by
 //! compare-exchange, (x2) fences likewise, (x3) loads each announcement until it has seen it once without the bit, and
-//! then (x4) fences with acquire order. At its end it (x5) stores 0 with release order.
+//! then (x4) fences with acquire order. At its end it (x5) takes the word's bit away with release order.
 //!
 //! *One of them sees the other.* If s2 precedes x2 in the order of fences, x3 finds the reader's record and reads s1
-//! or something later: it waits until the guard has ended. If x2 precedes s2, s3 reads 1 or something later; if that
-//! is 0, exclusive work had already ended. A 0 that somebody else stored before x1 it cannot be. Hence it does no harm
-//! that x3 looks at one reader after the other: who is passed has no guard, and gets none before x5.
+//! or something later: it waits until the guard has ended. If x2 precedes s2, s3 sees x1 or something later; if that
+//! has no such bit, exclusive work had already ended. A word from before x1 it cannot be. Hence it does no harm
+//! that x3 looks at one reader after the other: who is passed has no guard, and gets none before x5. Light guards do not
+//! fence at s2; `mode.rs`, whose word it is, says why that is as good.
 //!
 //! *What happens before.* A guard ends with a release store, and so does what the reader announces next, so whatever
 //! x3 has read instead of the bit, x4 orders all that the guard did before what the excluder does. In the other
-//! direction s3 acquires x5. Each x1 reads what the x5 before it wrote, and x2 acquires that, so exclusive work is one
-//! chain, and reading the last x5 is reading all of them.
+//! direction s3 acquires x5. All that changes the word does so by exchanges that acquire and release, so exclusive work is one
+//! chain, and reading what is later than an x5 is as good as reading it.
 //!
 //! A refreshed guard announces another epoch with the same bit, by one store, so x3 sees no gap.
 //!
 //! The count of those who wait is a hint: it orders nothing.
 
-use crate::domain::{Domain, Epoch, Guard, Reader, SHARES};
-use crate::sync::{Ordering, SCAN, fence, full_fence_after_exchange};
+use crate::domain::{Announced, Domain, Guard, Reader, SHARES};
+use crate::sync::{Ordering, SCAN, fence};
 use core::fmt;
 use core::hint;
 use core::mem;
@@ -47,13 +48,13 @@ impl Reader {
     /// A thread that holds an [`Exclusive`] of the domain must not call it: it would wait for itself.
     #[inline]
     pub fn share(&mut self, relax: impl FnMut()) -> Shared<'_> {
-        let mut epoch = self.announce(SHARES);
-        if self.is_kept_out() {
-            epoch = self.announce_later(relax);
+        let mut announced = self.announce(SHARES);
+        if self.is_kept_out(announced) {
+            announced = self.announce_later(relax);
         }
         Shared(Guard {
             reader: self,
-            epoch,
+            announced,
         })
     }
 
@@ -63,14 +64,14 @@ impl Reader {
     /// Without success it still is, for a moment, in the way of [`Domain::try_exclude`].
     #[inline]
     pub fn try_share(&mut self) -> Option<Shared<'_>> {
-        let epoch = self.announce(SHARES);
-        if self.is_kept_out() {
+        let announced = self.announce(SHARES);
+        if self.is_kept_out(announced) {
             self.withdraw();
             return None;
         }
         Some(Shared(Guard {
             reader: self,
-            epoch,
+            announced,
         }))
     }
 
@@ -79,19 +80,19 @@ impl Reader {
     /// begin something again if they had no success.
     #[inline]
     pub fn share_within(&mut self, turns: u32, relax: impl FnMut()) -> Option<Shared<'_>> {
-        let mut epoch = self.announce(SHARES);
-        if self.is_kept_out() {
-            epoch = self.announce_within(turns, relax)?;
+        let mut announced = self.announce(SHARES);
+        if self.is_kept_out(announced) {
+            announced = self.announce_within(turns, relax)?;
         }
         Some(Shared(Guard {
             reader: self,
-            epoch,
+            announced,
         }))
     }
 
     /// Withdraws, and announces when there is no exclusive work, unless that takes more than `turns` calls of `relax`.
     #[cold]
-    fn announce_within(&self, turns: u32, mut relax: impl FnMut()) -> Option<Epoch> {
+    fn announce_within(&self, turns: u32, mut relax: impl FnMut()) -> Option<Announced> {
         self.withdraw();
         if turns == 0 {
             return None;
@@ -102,9 +103,9 @@ impl Reader {
             if self.domain().is_excluded() {
                 continue;
             }
-            let epoch = self.announce(SHARES);
-            if !self.is_kept_out() {
-                return Some(epoch);
+            let announced = self.announce(SHARES);
+            if !self.is_kept_out(announced) {
+                return Some(announced);
             }
             self.withdraw();
         }
@@ -126,25 +127,25 @@ impl Reader {
     /// Withdraws, and announces when there is no exclusive work. It counts as waiting until it has succeeded, so that
     /// [`Exclusive::yield_now`] does not come before it again.
     #[cold]
-    fn announce_later(&self, mut relax: impl FnMut()) -> Epoch {
+    fn announce_later(&self, mut relax: impl FnMut()) -> Announced {
         let _counted = KeptOut::new(self.domain());
         loop {
             self.withdraw();
             while self.domain().is_excluded() {
                 relax();
             }
-            let epoch = self.announce(SHARES);
-            if !self.is_kept_out() {
-                return epoch;
+            let announced = self.announce(SHARES);
+            if !self.is_kept_out(announced) {
+                return announced;
             }
         }
     }
 
-    /// Whether an announcement that was just made is no guard. (s3)
+    /// Whether what was just announced is no guard. (s3)
     #[inline]
-    fn is_kept_out(&self) -> bool {
+    fn is_kept_out(&self, announced: Announced) -> bool {
         // Acquire: what exclusive work did happens before what the guard does.
-        self.domain().excluding.load(Ordering::Acquire) != 0
+        !announced.light && self.domain().mode.load(Ordering::Acquire).is_excluded()
     }
 }
 
@@ -183,7 +184,7 @@ impl Shared<'_> {
     /// Also where `relax` panics there is a guard afterwards: the wait goes on without it, and then the panic.
     pub fn yield_now(&mut self, relax: impl FnMut()) {
         let again = ShareAgain(&mut self.0);
-        again.0.epoch = again.0.reader.announce_later(relax);
+        again.0.announced = again.0.reader.announce_later(relax);
         mem::forget(again);
     }
 }
@@ -193,7 +194,7 @@ struct ShareAgain<'guard, 'reader>(&'guard mut Guard<'reader>);
 
 impl Drop for ShareAgain<'_, '_> {
     fn drop(&mut self) {
-        self.0.epoch = self.0.reader.announce_later(hint::spin_loop);
+        self.0.announced = self.0.reader.announce_later(hint::spin_loop);
     }
 }
 
@@ -261,18 +262,16 @@ impl Domain {
     #[inline]
     #[must_use]
     pub fn is_excluded(&self) -> bool {
-        self.excluding.load(Ordering::Relaxed) != 0
+        self.mode.load(Ordering::Relaxed).is_excluded()
     }
 
     /// Keeps new shared guards out, unless somebody else does (x1, x2). Those who are in stay. Dropping the result lets
     /// others in, also where the wait for those who are in ends by a panic.
     fn keep_out(&self) -> Option<Exclusive<'_>> {
-        self.excluding
-            .compare_exchange(0, 1, SCAN, Ordering::Relaxed)
-            .ok()?;
-        // Acquires what other exclusive work did, too.
-        full_fence_after_exchange();
-        Some(Exclusive { domain: self })
+        let owed = self.mode.exclude()?;
+        let exclusive = Exclusive { domain: self };
+        self.mode.pay(owed);
+        Some(exclusive)
     }
 
     #[cold]
@@ -324,7 +323,6 @@ impl fmt::Debug for Exclusive<'_> {
 
 impl Drop for Exclusive<'_> {
     fn drop(&mut self) {
-        // Release: what was done happens before what those do who come now. (x5)
-        self.domain.excluding.store(0, Ordering::Release);
+        self.domain.mode.include();
     }
 }

@@ -1,4 +1,4 @@
-//! The one place that chooses where atomics come from: `core`, or the model of loom or shuttle.
+//! The one place that chooses where atomics come from: `core`, or the model of loom, shuttle or `tso.rs`.
 //!
 //! On x86-64 any locked instruction is a full barrier, and most take less time than the `MFENCE` that a sequentially
 //! consistent fence is there. (Intel SDM volume 3A, 10.2.2 and 10.2.3.9; AMD64 APM volume 2, 7.4.2.) That is what the
@@ -8,8 +8,13 @@
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
-#[cfg(shuttle)]
+#[cfg(all(shuttle, not(pageferry_tso)))]
 pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
+#[cfg(pageferry_tso)]
+pub(crate) use {
+    crate::tso::{AtomicBool, AtomicU64, fence},
+    shuttle::sync::atomic::{AtomicPtr, Ordering},
+};
 
 /// How an announcement is read that a fence follows. ThreadSanitizer knows no fences (`--cfg pageferry_tsan`): for it the
 /// load itself acquires.
@@ -18,6 +23,29 @@ pub(crate) const SCAN: Ordering = if cfg!(pageferry_tsan) {
 } else {
     Ordering::Relaxed
 };
+
+/// Whether readers can do without fences where somebody else makes them: see `mode.rs`. In models other than that of `tso.rs` they fence all the same.
+pub(crate) const MAY_BE_LIGHT: bool = cfg!(any(
+    loom,
+    shuttle,
+    all(
+        any(
+            target_arch = "x86_64",
+            target_arch = "aarch64",
+            target_arch = "riscv64"
+        ),
+        not(any(miri, pageferry_tsan))
+    )
+));
+
+/// Where a fence would be if readers had to fence. It keeps the compiler from moving accesses across.
+#[inline(always)]
+pub(crate) fn light_fence() {
+    #[cfg(not(any(loom, shuttle)))]
+    core::sync::atomic::compiler_fence(Ordering::SeqCst);
+    #[cfg(all(any(loom, shuttle), not(pageferry_tso)))]
+    fence(Ordering::SeqCst);
+}
 
 /// Whether a locked instruction stands for a fence.
 macro_rules! if_locked {

@@ -1,6 +1,7 @@
 //! Shared guards and exclusive work: who keeps whom out, who is told that somebody waits, and that all come in.
+#![expect(unsafe_code, reason = "a barrier's maker promises that it is one")]
 
-use pageferry_epoch::{Domain, Epoch};
+use pageferry_epoch::{Barrier, Domain, Epoch, Limbo, Reader};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -262,4 +263,41 @@ fn many_share_and_some_exclude() {
     });
     assert_eq!(words[0].load(Ordering::Relaxed), 2 * ROUNDS);
     assert!(domain.is_quiet() && !domain.is_excluded());
+}
+
+/// A barrier that fails: whoever asked hears of it, nobody is kept out, nothing is freed, and the domain goes on.
+#[test]
+fn a_barrier_that_panics_leaves_nothing_behind() {
+    static FAILS: AtomicU64 = AtomicU64::new(1);
+    // SAFETY: one thread uses the domain, and its own accesses are in order.
+    let barrier = unsafe {
+        Barrier::new(|| {
+            let failing = FAILS.load(Ordering::Relaxed) != 0;
+            assert!(!failing, "no barrier");
+        })
+    };
+    let domain = Domain::with_barrier(Some(barrier));
+    let (mut reader, mut limbo) = (domain.register(), Limbo::new());
+    let calm = |reader: &mut Reader| (0..1000).for_each(|_| drop(reader.pin()));
+    calm(&mut reader);
+    limbo.retire(domain.stamp(), "a thing");
+    let panics = |f: &dyn Fn()| catch_unwind(AssertUnwindSafe(f)).is_err();
+    let may_be_light = cfg!(any(
+        target_arch = "x86_64",
+        target_arch = "aarch64",
+        target_arch = "riscv64"
+    ));
+    let epoch = domain.epoch();
+    assert_eq!(panics(&|| assert!(domain.try_advance())), may_be_light);
+    assert_eq!(panics(&|| drop(domain.exclude(|| ()))), may_be_light);
+    assert_eq!(panics(&|| drop(domain.try_exclude())), may_be_light);
+    if may_be_light {
+        assert_eq!(domain.epoch(), epoch);
+        assert_eq!(limbo.next_expired(&domain), None);
+    }
+    drop(reader.try_share().expect("nobody excludes"));
+    FAILS.store(0, Ordering::Relaxed);
+    assert!(domain.try_advance() && domain.try_advance());
+    drop(domain.try_exclude().expect("nobody shares"));
+    assert_eq!(limbo.next_expired(&domain), Some("a thing"));
 }

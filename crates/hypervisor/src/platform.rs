@@ -12,7 +12,7 @@
 use crate::gate::Requests;
 use crate::vcpu::Link;
 use pageferry_addr::{PAGE_SHIFT, Pfn};
-use pageferry_tdp::{Entry, Flush, Platform};
+use pageferry_tdp::{Barrier, Entry, Flush, Platform};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, PoisonError, RwLock};
@@ -86,6 +86,10 @@ unsafe impl Platform for Harts {
             // vCPUs read the root at each walk, so that dropping translations is all there is to do.
             Flush::Range(_) | Flush::Roots => Requests::FLUSH,
         });
+    }
+
+    fn barrier(&self) -> Option<Barrier> {
+        Barrier::membarrier()
     }
 
     fn relax(&self) {

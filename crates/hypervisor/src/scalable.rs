@@ -12,7 +12,7 @@ use crate::slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
 use core::ops::Range;
 use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{
-    Change, Limits, Request, Slot, SlotError, SlotReader, SlotTable, SlotWriter, Update,
+    Barrier, Change, Limits, Request, Slot, SlotError, SlotReader, SlotTable, SlotWriter, Update,
 };
 
 /// Slots in `pageferry-memslot`'s trees.
@@ -46,7 +46,8 @@ unsafe impl Memslots for Scalable {
     type Update<'a> = ScalableUpdate<'a>;
 
     fn new(limits: Limits) -> Self {
-        Self(SlotWriter::new(limits).with_relax(std::thread::yield_now))
+        let writer = SlotWriter::with_barrier(limits, Barrier::membarrier());
+        Self(writer.with_relax(std::thread::yield_now))
     }
 
     fn reader(&self) -> ScalableReader {

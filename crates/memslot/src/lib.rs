@@ -82,3 +82,5 @@ pub use table::{Generation, SlotTable};
 pub use update::Update;
 pub use view::SlotView;
 pub use writer::SlotWriter;
+
+pub use pageferry_epoch::Barrier;

@@ -146,7 +146,7 @@ impl<D> SlotGuard<'_, D> {
     fn find(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let space = self.shared.spaces.get(usize::from(address_space))?;
         if space.shares_last_used()
-            && let Some(slot) = space.last_used(&self.guard)
+            && let Some(slot) = space.last_used(&self.guard, self.epoch())
             && slot.range.contains(gfn)
             && slot.is_current()
         {
@@ -159,7 +159,7 @@ impl<D> SlotGuard<'_, D> {
         };
         let slot = found?;
         if space.shares_last_used() {
-            space.remember(&self.guard, slot);
+            space.remember(self.epoch(), slot);
         }
         Some(self.remember(slot))
     }
@@ -181,9 +181,15 @@ impl<D> SlotGuard<'_, D> {
         found
     }
 
+    /// The epoch of the guard as it was when it was taken: it counts for what is remembered however often the guard is asked.
+    #[inline]
+    fn epoch(&self) -> Epoch {
+        self.last.epoch.get()
+    }
+
     #[inline]
     fn remember<'g>(&'g self, slot: &'g Slot<D>) -> &'g Slot<D> {
-        if self.guard.epoch() != Epoch::NEVER {
+        if self.epoch() != Epoch::NEVER {
             self.last.last.set(Last {
                 slot,
                 start: slot.range.start().0,

@@ -20,9 +20,8 @@
 //! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
 //! view sees an operation wholly or not at all. Each node, record and tombstone it meets tells whether it is too new, and what was in
 //! its place before, if anything ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
-//! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, and
-//! if the guard's fence had come after the stamp's, the view would have loaded that version. So the epochs
-//! keep it ([`pageferry_epoch`]).
+//! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, which
+//! the guard's loads did not see. So the epochs keep it ([`pageferry_epoch`]).
 //!
 //! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
 //! store, of a node, a record or a tombstone, so they see it or not. During a move they may find the old record at the old place,
@@ -43,7 +42,7 @@ use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 use crate::tree::{
     At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tombstone, Tombstones, Tree, tombstone,
 };
-use crate::{Limits, Slot, SlotReader, SlotView};
+use crate::{Barrier, Limits, Slot, SlotReader, SlotView};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -166,10 +165,10 @@ unsafe impl<D: Send + Sync> Send for Shared<D> {}
 unsafe impl<D: Send + Sync> Sync for Shared<D> {}
 
 impl<D> Shared<D> {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: Limits, barrier: Option<Barrier>) -> Self {
         Self {
             generation: Apart(AtomicU64::new(0)),
-            domain: Domain::new(),
+            domain: Domain::with_barrier(barrier),
             limits,
             spaces: (0..limits.address_spaces)
                 .map(|_| Space::new(limits.shared_last_used))
@@ -256,27 +255,31 @@ impl<D> Space<D> {
         self.last_used.is_some()
     }
 
-    /// The slot that some reader of the guard's epoch found last.
+    /// The slot that some reader of `epoch` found last; `guard` has had that epoch, unless it is `NEVER`.
     #[cold]
-    pub(crate) fn last_used<'g>(&'g self, guard: &'g Guard<'_>) -> Option<&'g Slot<D>> {
+    pub(crate) fn last_used<'g>(
+        &'g self,
+        _guard: &'g Guard<'_>,
+        epoch: Epoch,
+    ) -> Option<&'g Slot<D>> {
         let places = self.last_used.as_ref()?;
-        if guard.epoch() == Epoch::NEVER {
+        if epoch == Epoch::NEVER {
             return None;
         }
-        let slot = places[guard.epoch().modulo_3()].load(Ordering::Acquire);
+        let slot = places[epoch.modulo_3()].load(Ordering::Acquire);
         // SAFETY: null, or a record that a reader put there whose guard had this very epoch: places are emptied before
         // the epoch comes to them, and by then those who used them three epochs before have gone. What was
         // reached under a guard of the same epoch may be used.
         unsafe { slot.as_ref() }
     }
 
-    /// Tells other readers of `slot`, which was reached under `guard`.
+    /// Tells other readers of `slot`, which was reached under a guard that had `epoch`, unless it is `NEVER`.
     #[cold]
-    pub(crate) fn remember(&self, guard: &Guard<'_>, slot: *const Slot<D>) {
+    pub(crate) fn remember(&self, epoch: Epoch, slot: *const Slot<D>) {
         if let Some(places) = &self.last_used
-            && guard.epoch() != Epoch::NEVER
+            && epoch != Epoch::NEVER
         {
-            places[guard.epoch().modulo_3()].store(slot.cast_mut(), Ordering::Release);
+            places[epoch.modulo_3()].store(slot.cast_mut(), Ordering::Release);
         }
     }
 }

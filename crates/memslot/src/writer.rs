@@ -8,7 +8,7 @@ use crate::slot::Predecessor;
 use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
 use crate::tree::{NEWEST, tombstone};
 use crate::trees::{Places, Trees};
-use crate::{Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
+use crate::{Barrier, Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
 use alloc::sync::Arc;
 use core::fmt;
 use core::mem;
@@ -71,9 +71,20 @@ impl<D> SlotWriter<D> {
     /// If `limits` allows no address space.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
+        Self::with_barrier(limits, None)
+    }
+
+    /// The same with readers that most of the time need no memory barrier of their own: a guard is two stores then, instead
+    /// of an exchange and a store. Where there is a reader and changes are rare, a change may call `barrier`, which takes
+    /// microseconds; changes one after the other do not, and readers pay themselves for the next 500 guards or so.
+    ///
+    /// # Panics
+    /// As [`new`](Self::new).
+    #[must_use]
+    pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
         assert!(limits.address_spaces > 0, "a VM has an address space");
         Self {
-            shared: Arc::new(Shared::new(limits)),
+            shared: Arc::new(Shared::new(limits, barrier)),
             places: Places::default(),
         }
     }

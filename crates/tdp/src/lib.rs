@@ -109,3 +109,5 @@ pub use pages::OutOfTables;
 pub use platform::{Entry, Flush, Platform};
 pub use worker::{Found, Look, Worker};
 pub use zap::Invalidating;
+
+pub use pageferry_epoch::Barrier;

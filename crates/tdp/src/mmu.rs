@@ -47,8 +47,8 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         let root = new_root::<F, P>(&platform)?;
         Ok(Arc::new(Self {
             root: AtomicU64::new(root.frame(&platform).0),
+            domain: Domain::with_barrier(platform.barrier()),
             platform,
-            domain: Domain::new(),
             invalidation: Invalidation::new(),
             unflushed: Unflushed::new(),
             counts: AllCounts::new(),

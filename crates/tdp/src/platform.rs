@@ -4,6 +4,7 @@
 )]
 //! What an MMU needs from where it runs.
 
+use crate::Barrier;
 use crate::sync::AtomicU64;
 use core::ptr::NonNull;
 use pageferry_addr::{GfnRange, Pfn};
@@ -60,6 +61,12 @@ pub unsafe trait Platform: Send + Sync {
     /// It is never called inside [`Worker::fault`](crate::Worker::fault) or
     /// [`fast_fault`](crate::Worker::fast_fault), so it may wait for vCPUs to leave those.
     fn flush(&self, what: Flush);
+
+    /// A memory barrier in all threads, so that workers need none of their own where nobody frees tables or works exclusively.
+    /// Asked for once, when an [`Mmu`](crate::Mmu) is made. `None` by default: each fault and each walk goes through a barrier then.
+    fn barrier(&self) -> Option<Barrier> {
+        None
+    }
 
     /// Called again and again while something is waited for that other threads do: spin, or yield the processor.
     fn relax(&self) {

@@ -81,3 +81,5 @@ pub use error::RegionError;
 pub use memory::SlotMemory;
 pub use snapshot::{SlotMemoryGuard, SlotSnapshot};
 pub use writer::{KernelSlot, RegionUpdate, SlotMemoryWriter};
+
+pub use pageferry_memslot::Barrier;

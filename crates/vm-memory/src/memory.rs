@@ -4,7 +4,7 @@ use crate::pinned::{Pinned, PinnedRef};
 use crate::pool::Pool;
 use crate::writer::Writer;
 use crate::{RegionError, SlotMemoryGuard, SlotMemoryWriter, SlotSnapshot};
-use pageferry_memslot::{Generation, Limits, SlotTable};
+use pageferry_memslot::{Barrier, Generation, Limits, SlotTable};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::{GuestAddressSpace, GuestMemoryRegion};
@@ -50,7 +50,15 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     /// it, nor may a snapshot be held for as long as the machine runs: the change would wait for ever.
     #[must_use]
     pub fn with_limits(limits: Limits) -> Self {
-        let writer = Writer::new(limits);
+        Self::with_barrier(limits, None)
+    }
+
+    /// [`with_limits`](Self::with_limits) where taking a snapshot needs no memory barrier most of the time: see
+    /// [`SlotWriter::with_barrier`](pageferry_memslot::SlotWriter::with_barrier). [`Barrier::membarrier`] is behind the feature
+    /// `membarrier`, as a VMM that filters its system calls must allow that one.
+    #[must_use]
+    pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
+        let writer = Writer::new(limits, barrier);
         Self {
             shared: Arc::new(Shared {
                 table: writer.table(),

@@ -2,7 +2,7 @@
 
 use crate::RegionError;
 use pageferry_addr::{Gpa, Hva};
-use pageferry_memslot::{Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter, Update};
+use pageferry_memslot::{Barrier, Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter, Update};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::{Arc, MutexGuard};
@@ -40,9 +40,9 @@ pub(crate) struct Writer<R: Send + Sync + 'static> {
 }
 
 impl<R: Send + Sync + 'static> Writer<R> {
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: Limits, barrier: Option<Barrier>) -> Self {
         Self {
-            slots: SlotWriter::new(limits).with_relax(std::thread::yield_now),
+            slots: SlotWriter::with_barrier(limits, barrier).with_relax(std::thread::yield_now),
             ids: Ids::default(),
         }
     }

@@ -2,8 +2,11 @@
 
 use pageferry_addr::Hva;
 use pageferry_memslot::{Limits, SlotError, SlotFlags};
-use pageferry_vm_memory::{RegionError, SlotMemory, SlotSnapshot};
+use pageferry_vm_memory::{Barrier, RegionError, SlotMemory, SlotSnapshot};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 use vm_memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap,
 };
@@ -171,7 +174,7 @@ fn a_mapping_goes_when_nobody_can_see_it() {
     // From another thread, through a clone.
     let clone = held.clone();
     drop(held);
-    std::thread::spawn(move || clone.write_slice(b"and here", a(0x1000)).unwrap())
+    thread::spawn(move || clone.write_slice(b"and here", a(0x1000)).unwrap())
         .join()
         .unwrap();
     assert_eq!(writer.reclaim(), 0);
@@ -233,4 +236,59 @@ fn memory_and_snapshots_go_where_their_threads_go() {
     shared::<Memory>();
     shared::<SlotSnapshot<GuestRegionMmap>>();
     shared::<<Memory as GuestAddressSpace>::T>();
+}
+
+/// Snapshots without fences, of memory whose regions come and go, and are unmapped when they have gone: a device that were let into
+/// one then would fault.
+#[test]
+fn snapshots_without_fences_keep_what_they_show() {
+    let barrier = Barrier::membarrier();
+    if barrier.is_none() {
+        let required = std::env::var("PAGEFERRY_REQUIRE").is_ok_and(|all| !all.is_empty());
+        assert!(!required, "membarrier(2) is refused");
+        eprintln!("skipped: this kernel refuses membarrier(2)");
+        return;
+    }
+    /// Stops the device, also where a change panics.
+    struct Stop<'a>(&'a AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let memory = Memory::with_barrier(Limits::default(), barrier);
+    memory.lock().insert_region(region(0, 1)).unwrap();
+    let (stop, plugged) = (AtomicBool::new(false), a(0x10_0000));
+    let written = thread::scope(|scope| {
+        let device = scope.spawn(|| {
+            let (mut looks, mut written) = (0_u64, 0_u64);
+            while !stop.load(Ordering::Relaxed) {
+                let snapshot = memory.memory();
+                looks += 1;
+                if snapshot.find_region(plugged).is_some() {
+                    snapshot.write_obj(looks, plugged).unwrap();
+                    assert_eq!(snapshot.read_obj::<u64>(plugged).unwrap(), looks);
+                    written += 1;
+                } else {
+                    snapshot.write_obj(looks, a(0)).unwrap();
+                }
+            }
+            written
+        });
+        let stopping = Stop(&stop);
+        for _ in 0..2000 {
+            let mut writer = memory.lock();
+            writer.insert_region(region(plugged.0, 4)).unwrap();
+            drop(writer);
+            // Long enough for the device to need no fences any more.
+            let begun = Instant::now();
+            while begun.elapsed() < Duration::from_micros(100) {
+                std::hint::spin_loop();
+            }
+            memory.lock().remove_region(plugged, 4 * PAGE).unwrap();
+        }
+        drop(stopping);
+        device.join().expect("found memory where it was shown")
+    });
+    assert!(written > 0);
 }

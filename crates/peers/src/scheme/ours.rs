@@ -6,7 +6,7 @@
 use super::{ByGfn, Change, Lookup, Reader, Scheme};
 use crate::layout::PlainSlot;
 use pageferry_addr::{Gfn, Hva, PAGE_SIZE};
-use pageferry_memslot::{Limits, Request, SlotFlags, SlotGuard, SlotReader, SlotWriter};
+use pageferry_memslot::{Barrier, Limits, Request, SlotFlags, SlotGuard, SlotReader, SlotWriter};
 use std::ops::ControlFlow;
 
 /// `SlotWriter` and its readers, without data of the user's in the slots.
@@ -49,7 +49,8 @@ impl Scheme for Memslots {
 
 impl Change for Memslots {
     fn empty() -> Self {
-        Self(SlotWriter::new(Limits::default()))
+        let barrier = Barrier::membarrier();
+        Self(SlotWriter::with_barrier(Limits::default(), barrier))
     }
 
     fn add(&mut self, slot: PlainSlot) {

@@ -4,7 +4,7 @@
 use super::sync::{AtomicBool, AtomicU64, Ordering, thread};
 use pageferry_addr::{PAGE_SHIFT, Pfn};
 use pageferry_tdp::format::Format;
-use pageferry_tdp::{Entry, Flush, Platform};
+use pageferry_tdp::{Barrier, Entry, Flush, Platform};
 use std::alloc::{Layout, alloc, dealloc};
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -186,6 +186,16 @@ unsafe impl<F: Format> Platform for Board<F> {
         dawdle();
         let address = (table.0 << PAGE_SHIFT) as usize;
         NonNull::new(ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
+    }
+
+    /// Under shuttle all accesses are seen at once, and nothing is needed.
+    fn barrier(&self) -> Option<Barrier> {
+        #[cfg(shuttle)]
+        // SAFETY: as said.
+        let barrier = Some(unsafe { Barrier::new(|| ()) });
+        #[cfg(not(shuttle))]
+        let barrier = Barrier::membarrier();
+        barrier
     }
 
     fn flush(&self, what: Flush) {

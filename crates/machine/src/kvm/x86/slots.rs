@@ -15,7 +15,7 @@ use crate::{GuestRam, MachineError, RamRegion};
 use kvm_bindings::{KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_SIZE, RamPage};
-use pageferry_memslot::{Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter};
+use pageferry_memslot::{Barrier, Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter};
 use std::fmt;
 use std::io;
 use std::ops::Range;
@@ -51,12 +51,13 @@ impl Slots {
     /// No slots yet, as many to come as `vm` allows.
     pub(super) fn new(vm: &VmFd) -> Self {
         let max_slots = u16::try_from(vm.check_extension_raw(KVM_CAP_NR_MEMSLOTS.into()));
-        let writer = SlotWriter::new(Limits {
+        let limits = Limits {
             max_slots: max_slots.ok().filter(|n| *n > 0).unwrap_or(MAX_SLOTS),
             gfn_limit: GFN_LIMIT,
             ..Limits::default()
-        })
-        .with_relax(std::thread::yield_now);
+        };
+        let writer = SlotWriter::with_barrier(limits, Barrier::membarrier())
+            .with_relax(std::thread::yield_now);
         Self {
             table: writer.table(),
             writer: Mutex::new(writer),

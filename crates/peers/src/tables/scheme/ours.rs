@@ -15,7 +15,9 @@ use crate::sync::{Arc, AtomicU64, Ordering};
 use crate::tables::pool::{self, ENTRIES};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, PageSize, Pfn};
 use pageferry_tdp::format::{Access, Ept4, Format, MemoryType, Writes};
-use pageferry_tdp::{Entry, Fault, Flush, Mmu, Platform, Refused, Target, Worker as TdpWorker};
+use pageferry_tdp::{
+    Barrier, Entry, Fault, Flush, Mmu, Platform, Refused, Target, Worker as TdpWorker,
+};
 use std::hint::black_box;
 use std::ptr::NonNull;
 
@@ -55,6 +57,10 @@ unsafe impl Platform for Heap {
     #[inline]
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
         pool::at(table.0 << PAGE_SHIFT).cast()
+    }
+
+    fn barrier(&self) -> Option<Barrier> {
+        Barrier::membarrier()
     }
 
     fn flush(&self, _: Flush) {

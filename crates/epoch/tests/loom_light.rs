@@ -1,0 +1,185 @@
+//! Readers that turn a domain light, against who frees and who excludes.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --profile stress --test loom_light`
+//!
+//! Loom has no barrier in all threads: here light guards fence after all, and the barrier is a fence. So these are models of the
+//! turns, and of the orders that the language knows; `tso.rs` is one of the barrier. Each names outcomes in which it was called.
+//!
+//! What fails when a rule is broken (tried by hand): see the list at the end of each model.
+#![cfg(loom)]
+#![expect(unsafe_code, reason = "a barrier's maker promises that it is one")]
+
+#[path = "loom_support/explore.rs"]
+mod explore;
+#[path = "loom_support/watched.rs"]
+mod watched;
+
+use explore::explore;
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicUsize, Ordering, fence};
+use loom::thread;
+use pageferry_epoch::{Barrier, Domain, Limbo, Reader};
+use std::cell::Cell;
+use watched::Watched;
+
+std::thread_local! {
+    /// Calls of the barrier in this run; all threads of a model run on one.
+    static CALLS: Cell<u32> = const { Cell::new(0) };
+}
+
+fn domain() -> std::sync::Arc<Domain> {
+    CALLS.set(0);
+    // SAFETY: with guards that fence a fence is as good.
+    let barrier = unsafe {
+        Barrier::new(|| {
+            CALLS.set(CALLS.get() + 1);
+            fence(Ordering::SeqCst);
+        })
+    };
+    Domain::with_barrier(Some(barrier))
+}
+
+/// Guards until the domain is light: the first is calm, the second turns it.
+fn turn(reader: &mut Reader) {
+    for _ in 0..2 {
+        drop(reader.pin());
+    }
+}
+
+#[test]
+fn a_light_guard_keeps_what_it_reached() {
+    let seen = explore(3, || {
+        let domain = domain();
+        let things = Arc::new((AtomicUsize::new(0), [Watched::new(), Watched::new()]));
+        let mut reader = domain.register();
+        turn(&mut reader);
+        let reading = {
+            let things = Arc::clone(&things);
+            thread::spawn(move || {
+                let _guard = reader.pin();
+                let thing = things.0.load(Ordering::Acquire);
+                things.1[thing].read();
+                thing
+            })
+        };
+        let mut limbo = Limbo::new();
+        things.0.store(1, Ordering::Release);
+        limbo.retire(domain.stamp(), 0);
+        for _ in 0..2 {
+            domain.try_advance();
+        }
+        let freed = limbo.next_expired(&domain);
+        if let Some(thing) = freed {
+            things.1[thing].write();
+        }
+        (reading.join().unwrap(), freed.is_some(), CALLS.get())
+    });
+    // The first who asks calls the barrier, and readers fence from then on.
+    for (thing, freed) in [(0, false), (0, true), (1, false), (1, true)] {
+        assert!(seen.contains(&(thing, freed, 1)), "{thing} {freed}");
+    }
+    assert!(seen.iter().all(|&(.., calls)| calls == 1));
+}
+
+/// The second guard or the third turns the domain, maybe beside who excludes.
+#[test]
+fn who_shares_turns_the_domain_beside_who_excludes() {
+    let seen = explore(3, || {
+        let domain = domain();
+        let cell = Arc::new(Watched::new());
+        let mut reader = domain.register();
+        drop(reader.pin());
+        let sharing = {
+            let cell = Arc::clone(&cell);
+            thread::spawn(move || {
+                let share = |_| {
+                    let shared = reader.try_share()?;
+                    cell.read();
+                    drop(shared);
+                    Some(())
+                };
+                (0..2).filter_map(share).count()
+            })
+        };
+        let excluded = (0..2).filter(|_| {
+            let exclusive = domain.try_exclude();
+            if exclusive.is_some() {
+                cell.write();
+            }
+            exclusive.is_some()
+        });
+        let excluded = excluded.count();
+        (sharing.join().unwrap(), excluded, CALLS.get())
+    });
+    assert!(seen.contains(&(2, 2, 0)), "the exclusions came first");
+    assert!(seen.contains(&(2, 2, 1)), "the domain was light");
+    assert!(seen.iter().any(|&(shared, ..)| shared < 2), "kept out");
+}
+
+/// One reader turns the domain after exclusive work of which the other, which is light, knows by that turn only.
+#[test]
+fn a_light_guard_comes_after_what_came_before_the_turn() {
+    let seen = explore(2, || {
+        let domain = domain();
+        let cell = Arc::new(Watched::new());
+        let (mut turning, mut sharing) = (domain.register(), domain.register());
+        let turning = thread::spawn(move || turn(&mut turning));
+        let sharing = {
+            let cell = Arc::clone(&cell);
+            thread::spawn(move || {
+                let shared = sharing.try_share();
+                if shared.is_some() {
+                    cell.read();
+                }
+                shared.is_some()
+            })
+        };
+        let exclusive = domain.try_exclude();
+        if exclusive.is_some() {
+            cell.write();
+        }
+        let excluded = exclusive.is_some();
+        drop(exclusive);
+        turning.join().unwrap();
+        (sharing.join().unwrap(), excluded, CALLS.get())
+    });
+    assert!(seen.contains(&(true, true, 0)) && seen.contains(&(true, true, 1)));
+}
+
+/// Two who demand: the one may meet the other's barrier.
+#[test]
+fn two_demand_at_once_of_a_light_reader() {
+    let seen = explore(2, || {
+        let domain = domain();
+        let cell = Arc::new(Watched::new());
+        let mut reader = domain.register();
+        turn(&mut reader);
+        let sharing = {
+            let cell = Arc::clone(&cell);
+            thread::spawn(move || {
+                let shared = reader.try_share();
+                if shared.is_some() {
+                    cell.read();
+                }
+                shared.is_some()
+            })
+        };
+        let demanding = {
+            let domain = domain.clone();
+            thread::spawn(move || domain.try_advance())
+        };
+        let exclusive = domain.try_exclude();
+        if exclusive.is_some() {
+            cell.write();
+        }
+        let excluded = exclusive.is_some();
+        drop(exclusive);
+        let moved = demanding.join().unwrap();
+        (sharing.join().unwrap(), excluded, moved, CALLS.get())
+    });
+    assert!(
+        seen.iter().any(|&(.., calls)| calls == 2),
+        "one met the other's barrier"
+    );
+    assert!(seen.contains(&(true, true, true, 1)));
+}
