@@ -75,8 +75,12 @@ unsafe impl Platform for Harts {
     }
 
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
-        let address = (table.0 << PAGE_SHIFT) as usize;
-        NonNull::new(ptr::with_exposed_provenance_mut(address))
+        self.pointer_at(table.0 << PAGE_SHIFT)
+    }
+
+    #[inline]
+    fn pointer_at(&self, address: u64) -> NonNull<Entry> {
+        NonNull::new(ptr::with_exposed_provenance_mut(address as usize))
             .unwrap_or_else(|| unreachable!("no table is at address 0"))
     }
 

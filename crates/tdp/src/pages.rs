@@ -214,7 +214,7 @@ impl<'g, F: Format> Table<'g, F> {
         if !F::is_table(value, self.level) {
             return Step::Entry(value);
         }
-        let table = platform.pointer(F::table_pfn(value));
+        let table = platform.pointer_at(F::table_address(value));
         // SAFETY: see the module's first lines. Links are to tables of `entries(level - 1)`, as only the root is
         // larger.
         let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(self.level - 1)) };

@@ -7,7 +7,7 @@
 use crate::Barrier;
 use crate::sync::AtomicU64;
 use core::ptr::NonNull;
-use pageferry_addr::{GfnRange, Pfn};
+use pageferry_addr::{GfnRange, PAGE_SHIFT, Pfn};
 
 /// An entry of a table, as the hardware sees it: eight bytes that are read and exchanged as one.
 ///
@@ -35,7 +35,7 @@ pub enum Flush {
 ///    [`free_table`](Self::free_table).
 /// 2. [`frame`](Self::frame) of such a pointer is a frame number that the format can hold, different for different
 ///    tables, and [`pointer`](Self::pointer) of it is that pointer again, with its provenance, as long as it
-///    is not freed.
+///    is not freed; and so is [`pointer_at`](Self::pointer_at) of the frame's first address.
 /// 3. When [`flush`](Self::flush) has returned, no vCPU uses, or can come to use, what it had cached of entries as they
 ///    were before the call. Whatever a vCPU stored through such an entry happens before the return.
 /// 4. When the [`Mmu`](crate::Mmu) is dropped, no vCPU uses its root any more.
@@ -55,6 +55,13 @@ pub unsafe trait Platform: Send + Sync {
 
     /// The inverse of [`frame`](Self::frame).
     fn pointer(&self, table: Pfn) -> NonNull<Entry>;
+
+    /// [`pointer`](Self::pointer) of the frame that begins at physical `address`, which is what entries of most formats hold: walks ask for
+    /// it at each level, and where memory is at a fixed distance from its physical address this needs no shifts.
+    #[inline]
+    fn pointer_at(&self, address: u64) -> NonNull<Entry> {
+        self.pointer(Pfn(address >> PAGE_SHIFT))
+    }
 
     /// Flushes the TLBs of all vCPUs and waits until that is done.
     ///

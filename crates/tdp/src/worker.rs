@@ -425,6 +425,16 @@ pub(crate) fn all_frames<F: Format>() -> GfnRange {
 /// What an entry translates to.
 #[inline]
 pub(crate) fn found<F: Format>(value: u64, level: u32) -> Option<Found> {
+    // The same either way, but most leaves are decoded with a level that the compiler knows.
+    if level == 1 {
+        decode::<F>(value, 1)
+    } else {
+        decode::<F>(value, level)
+    }
+}
+
+#[inline(always)]
+fn decode<F: Format>(value: u64, level: u32) -> Option<Found> {
     if !F::is_leaf(value, level) {
         return None;
     }

@@ -2,7 +2,7 @@
 
 use super::entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, Writes};
 use super::layout::{Layout, MMIO_GFN_SHIFT, MMIO_LOW_BITS, MMIO_LOW_SHIFT, low_bits};
-use pageferry_addr::{Gfn, Pfn};
+use pageferry_addr::{Gfn, PAGE_SHIFT, Pfn};
 
 /// The operations on entries, the same for every [`Layout`].
 ///
@@ -206,6 +206,14 @@ pub trait Format: Layout {
     #[must_use]
     fn table_pfn(entry: u64) -> Pfn {
         Self::pfn(entry, 1)
+    }
+
+    /// The physical address of the next table, in bytes.
+    #[inline]
+    #[must_use]
+    fn table_address(entry: u64) -> u64 {
+        debug_assert!(Self::is_present(entry));
+        (entry & Self::pfn_mask(1)) >> Self::PFN_SHIFT << PAGE_SHIFT
     }
 
     /// The first frame of a leaf of `level`.

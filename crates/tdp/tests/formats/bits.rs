@@ -88,6 +88,7 @@ fn check_table<F: Format>(table: u64, entry: u64) {
         assert!(F::is_table(entry, level) && !F::is_leaf(entry, level));
     }
     assert_eq!(F::table_pfn(entry), Pfn(table));
+    assert_eq!(F::table_address(entry), table << 12);
     assert!(!F::is_table(entry, 1));
 }
 

@@ -56,7 +56,12 @@ unsafe impl Platform for Heap {
 
     #[inline]
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
-        pool::at(table.0 << PAGE_SHIFT).cast()
+        self.pointer_at(table.0 << PAGE_SHIFT)
+    }
+
+    #[inline]
+    fn pointer_at(&self, address: u64) -> NonNull<Entry> {
+        pool::at(address).cast()
     }
 
     fn barrier(&self) -> Option<Barrier> {
@@ -112,8 +117,8 @@ impl Vcpu {
             let ticket = self.0.ticket();
             match self.0.fault(ticket, fault, target, &()) {
                 Ok(mapped) => {
-                    // A hypervisor fills a TLB with it.
-                    black_box(mapped);
+                    // What a hypervisor fills a TLB with, and what `find` gives.
+                    black_box((mapped.leaf.pfn, mapped.leaf.access.write));
                     return;
                 }
                 Err(Refused::Excluded | Refused::Invalidated) => self.0.wait(),
