@@ -131,6 +131,21 @@ impl Domain {
     /// Readers go through barriers of their own as long as no one of them has 500 guards between two such demands; so
     /// frequent demands do not call `barrier` each time. Without a barrier it is [`new`](Self::new). It is not used on processors other than x86-64,
     /// AArch64 and RISC-V, nor under Miri and ThreadSanitizer, which cannot see it.
+    ///
+    /// ```
+    /// # #[cfg(feature = "membarrier")]
+    /// # {
+    /// use pageferry_epoch::{Barrier, Domain};
+    ///
+    /// // `None` where the kernel has no such barrier: then readers go through one of their own each time.
+    /// let domain = Domain::with_barrier(Barrier::membarrier());
+    /// let mut reader = domain.register();
+    /// let guard = reader.pin();
+    /// // What is reached here stays until the guard goes.
+    /// drop(guard);
+    /// assert!(domain.try_advance());
+    /// # }
+    /// ```
     #[must_use]
     pub fn with_barrier(barrier: Option<Barrier>) -> Arc<Self> {
         Arc::new(Self {
