@@ -53,14 +53,14 @@ impl Barrier {
         // SAFETY: registered for this process, and reaches all its threads that run: membarrier(2).
         Some(unsafe {
             Self::new(|| {
-                let mut done = membarrier(MembarrierCommand::PrivateExpedited);
-                while done == Err(Errno::NOMEM) {
+                while let Err(error) = membarrier(MembarrierCommand::PrivateExpedited) {
+                    assert_eq!(
+                        error,
+                        Errno::NOMEM,
+                        "a process that may register for membarrier(2) goes on allowing MEMBARRIER_CMD_PRIVATE_EXPEDITED"
+                    );
                     sched_yield();
-                    done = membarrier(MembarrierCommand::PrivateExpedited);
                 }
-                done.expect(
-                    "a process that may register for membarrier(2) goes on allowing MEMBARRIER_CMD_PRIVATE_EXPEDITED",
-                );
             })
         })
     }

@@ -197,7 +197,6 @@ impl Domain {
         Reader {
             domain: Arc::clone(self),
             record,
-            may_be_light: self.mode.has_barrier(),
             calm: Cell::new(Calm::NOT),
         }
     }
@@ -284,8 +283,6 @@ impl Drop for Domain {
 pub struct Reader {
     domain: Arc<Domain>,
     record: *const Record,
-    /// Whether the domain has a barrier.
-    may_be_light: bool,
     /// Makes the reader `!Sync`, too, as pinning it by `&mut` asks for.
     calm: Cell<Calm>,
 }
@@ -334,7 +331,7 @@ impl Reader {
         let epoch = Epoch(domain.epoch.load(Ordering::Acquire));
         let announcement = epoch.0 << 1 | flags;
         // Models of domains without a barrier go without the load.
-        let asks = self.may_be_light || !cfg!(loom);
+        let asks = domain.mode.has_barrier() || !cfg!(loom);
         if asks && domain.mode.load(Ordering::Relaxed).is_light() {
             // Release: what an earlier guard of this reader did happens before whoever sees this announcement. (l1 to l4)
             announced.store(announcement, Ordering::Release);
@@ -343,7 +340,7 @@ impl Reader {
                 return Announced { epoch, light: true };
             }
             fence_after_all();
-        } else if self.may_be_light {
+        } else if domain.mode.has_barrier() {
             self.announce_calmly(epoch, announcement);
         } else {
             announce_and_fence(announced, announcement);

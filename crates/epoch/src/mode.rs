@@ -91,7 +91,7 @@ impl Seen {
 
 /// What the word was when somebody excluded.
 #[must_use]
-pub(crate) struct Owed(Seen);
+pub(crate) struct Owed(u64);
 
 impl Mode {
     pub(crate) fn new(barrier: Option<Barrier>) -> Self {
@@ -119,12 +119,16 @@ impl Mode {
         }
     }
 
-    /// What follows `LIGHT` having been taken away.
-    #[cold]
-    fn turn(&self) {
-        self.everywhere();
-        // Release: who finds readers that fence comes after the barrier.
-        self.word.fetch_and(!TURNING, Ordering::AcqRel);
+    /// The barrier that is needed where the word was `before`, and lacks `LIGHT` now. (d3)
+    #[inline]
+    fn turn(&self, before: u64) {
+        if before & (LIGHT | TURNING) != 0 {
+            self.everywhere();
+        }
+        if before & LIGHT != 0 {
+            // Release: who finds readers that fence comes after the barrier.
+            self.word.fetch_and(!TURNING, Ordering::AcqRel);
+        }
     }
 
     /// Fences, in all threads where readers do not. (d1 to d3)
@@ -137,13 +141,11 @@ impl Mode {
         while word & LIGHT != 0 {
             let turning = (word & !LIGHT | TURNING) + DEMAND;
             match self.exchange(word, turning) {
-                Ok(()) => return self.turn(),
+                Ok(()) => break,
                 Err(now) => word = now,
             }
         }
-        if word & TURNING != 0 {
-            self.everywhere();
-        }
+        self.turn(word);
     }
 
     /// Exchanges the word, if it is what it was taken for. Acquires what other exchanges released, and passes it on.
@@ -156,24 +158,20 @@ impl Mode {
     /// Keeps shared guards out, unless somebody does. (x1) Announcements are found when what is owed has been
     /// [paid](Self::pay).
     pub(crate) fn exclude(&self) -> Option<Owed> {
+        if self.load(Ordering::Relaxed).is_light() {
+            self.demand();
+        }
         let mut word = self.word.load(Ordering::Relaxed);
-        let mut turned = false;
         loop {
             if word & EXCLUDED != 0 {
                 return None;
-            }
-            if word & LIGHT != 0 && !turned {
-                self.demand();
-                turned = true;
-                word = self.word.load(Ordering::Relaxed);
-                continue;
             }
             let mut excluded = (word | EXCLUDED) + DEMAND;
             if word & LIGHT != 0 {
                 excluded = excluded & !LIGHT | TURNING;
             }
             match self.exchange(word, excluded) {
-                Ok(()) => return Some(Owed(Seen(word))),
+                Ok(()) => return Some(Owed(word)),
                 Err(now) => word = now,
             }
         }
@@ -183,12 +181,7 @@ impl Mode {
     #[inline]
     pub(crate) fn pay(&self, owed: Owed) {
         full_fence_after_exchange();
-        let Owed(Seen(before)) = owed;
-        if before & LIGHT != 0 {
-            self.turn();
-        } else if before & TURNING != 0 {
-            self.everywhere();
-        }
+        self.turn(owed.0);
     }
 
     /// Lets shared guards in again. (x5)

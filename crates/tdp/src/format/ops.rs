@@ -212,8 +212,7 @@ pub trait Format: Layout {
     #[inline]
     #[must_use]
     fn table_address(entry: u64) -> u64 {
-        debug_assert!(Self::is_present(entry));
-        (entry & Self::pfn_mask(1)) >> Self::PFN_SHIFT << PAGE_SHIFT
+        Self::table_pfn(entry).0 << PAGE_SHIFT
     }
 
     /// The first frame of a leaf of `level`.
