@@ -62,6 +62,19 @@ impl Far {
     }
 }
 
+/// Calls `guard` until it is to stop, with the number of the call; now and then announcements come late. Gives how many there were.
+fn until(stop: &AtomicBool, mut guard: impl FnMut(u64)) -> u64 {
+    let (mut guards, mut far) = (0_u64, Far::new());
+    while !stop.load(Ordering::Relaxed) {
+        guards += 1;
+        if guards.is_multiple_of(16) {
+            far.write();
+        }
+        guard(guards);
+    }
+    guards
+}
+
 /// Longer than readers take to turn a domain light.
 fn pause() {
     let end = Instant::now() + Duration::from_micros(100);
@@ -149,12 +162,7 @@ fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
             let (mut reader, stop, exclusive) = (domain.register(), &stop, &exclusive);
             let sharing = &sharing;
             scope.spawn(move || {
-                let (mut guards, mut far) = (0_u64, Far::new());
-                while !stop.load(Ordering::Relaxed) {
-                    guards += 1;
-                    if guards.is_multiple_of(16) {
-                        far.write();
-                    }
+                until(stop, |guards| {
                     let shared = reader.share(thread::yield_now);
                     sharing.store(guards, Ordering::Relaxed);
                     for _ in 0..16 {
@@ -162,8 +170,7 @@ fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
                     }
                     sharing.store(0, Ordering::Relaxed);
                     drop(shared);
-                }
-                guards
+                })
             })
         };
         let stopping = Stop(&stop);
@@ -203,19 +210,14 @@ fn what_is_retired_is_not_read(barrier: Barrier) {
             let mut reader = domain.register();
             let (linked, freed, stop) = (&linked, &freed, &stop);
             scope.spawn(move || {
-                let (mut guards, mut far) = (0_u64, Far::new());
-                while !stop.load(Ordering::Relaxed) {
-                    guards += 1;
-                    if guards.is_multiple_of(16) {
-                        far.write();
-                    }
+                until(stop, |_| {
                     let guard = reader.pin();
                     let thing = linked.load(Ordering::Acquire);
                     for _ in 0..16 {
                         assert!(!freed[thing].load(Ordering::Relaxed), "{thing} is free");
                     }
                     drop(guard);
-                }
+                })
             })
         };
         let stopping = Stop(&stop);

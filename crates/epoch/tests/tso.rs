@@ -46,40 +46,27 @@ impl Room {
     fn share(&self, reader: &mut Reader) {
         let _shared = reader.share(thread::yield_now);
         self.sharers.fetch_add(1, Ordering::SeqCst);
-        assert_eq!(
-            self.excluders.load(Ordering::SeqCst),
-            0,
-            "shared while exclusive"
-        );
-        thread::sleep(std::time::Duration::ZERO);
-        assert_eq!(
-            self.excluders.load(Ordering::SeqCst),
-            0,
-            "shared while exclusive"
-        );
+        nobody_comes(&self.excluders, "shared while exclusive");
         self.sharers.fetch_sub(1, Ordering::SeqCst);
     }
 
     fn exclude(&self, domain: &Domain) {
         let _exclusive = domain.exclude(thread::yield_now);
         self.excluders.fetch_add(1, Ordering::SeqCst);
-        assert_eq!(
-            self.sharers.load(Ordering::SeqCst),
-            0,
-            "exclusive while shared"
-        );
-        thread::sleep(std::time::Duration::ZERO);
-        assert_eq!(
-            self.sharers.load(Ordering::SeqCst),
-            0,
-            "exclusive while shared"
-        );
+        nobody_comes(&self.sharers, "exclusive while shared");
         assert_eq!(
             self.excluders.fetch_sub(1, Ordering::SeqCst),
             1,
             "exclusive twice"
         );
     }
+}
+
+/// There is none of `others`, and none after others have had the chance to run.
+fn nobody_comes(others: &atomic::AtomicU64, met: &str) {
+    assert_eq!(others.load(Ordering::SeqCst), 0, "{met}");
+    thread::sleep(std::time::Duration::ZERO);
+    assert_eq!(others.load(Ordering::SeqCst), 0, "{met}");
 }
 
 /// Sharers of so many guards each, beside one thread that excludes.
