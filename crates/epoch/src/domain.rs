@@ -102,6 +102,20 @@ pub struct Domain {
     records: AtomicPtr<Record>,
 }
 
+/// What came of [`Domain::try_advance_seldom`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Attempt {
+    /// The epoch is as it was: a guard announces an older one.
+    Held,
+    /// Another thread has moved the epoch on at the same time.
+    Raced,
+    /// The epoch has moved on, and some guard announces the one before.
+    Moved,
+    /// The epoch has moved on, and no guard was seen. There may be one by now: see [`Domain::is_quiet`].
+    MovedAlone,
+}
+
 /// One reader's announcement, in cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
@@ -129,7 +143,7 @@ impl Domain {
     /// moves the epoch on or excludes.
     ///
     /// Readers go through barriers of their own as long as no one of them has 500 guards between two such demands; so
-    /// frequent demands do not call `barrier` each time. Without a barrier it is [`new`](Self::new). It is not used on processors other than x86-64,
+    /// frequent demands do not call `barrier` each time. Who knows that it demands seldom says so ([`try_advance_seldom`](Self::try_advance_seldom)). Without a barrier it is [`new`](Self::new). It is not used on processors other than x86-64,
     /// AArch64 and RISC-V, nor under Miri and ThreadSanitizer, which cannot see it.
     ///
     /// ```
@@ -154,6 +168,13 @@ impl Domain {
             kept_out: AtomicU64::new(0),
             records: AtomicPtr::new(ptr::null_mut()),
         })
+    }
+
+    /// Whether readers may go without barriers of their own: it was made [with](Self::with_barrier) one, on processors where that is enough.
+    #[inline]
+    #[must_use]
+    pub fn has_barrier(&self) -> bool {
+        self.mode.has_barrier()
     }
 
     /// A new reader, for one thread at a time. Takes the record of one that has gone, or allocates one.
@@ -220,26 +241,48 @@ impl Domain {
     /// Moves the epoch on, unless a guard announces an older one or another thread moves it at the same time. Any thread may call it; it looks at every reader's
     /// record once. Two advances after a stamp was taken, what has that stamp may be freed.
     pub fn try_advance(&self) -> bool {
+        let attempt = self.advance(Mode::demand);
+        if attempt == Attempt::Held {
+            self.mode.ask_again();
+        }
+        matches!(attempt, Attempt::Moved | Attempt::MovedAlone)
+    }
+
+    /// [`try_advance`](Self::try_advance) for who calls it seldom, having much to free each time: in a domain
+    /// [with a barrier](Self::with_barrier) readers go on without barriers of their own, and each call pays for one in all threads, where they do.
+    /// It pays where a reader takes some hundred guards or more between two calls.
+    pub fn try_advance_seldom(&self) -> Attempt {
+        self.advance(Mode::demand_of_light)
+    }
+
+    fn advance(&self, demand: impl FnOnce(&Mode)) -> Attempt {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire);
-        self.mode.demand();
-        if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
-            self.mode.ask_again();
-            return false;
+        demand(&self.mode);
+        let mut alone = true;
+        if self.any_announced(|announced| {
+            alone &= announced == NONE;
+            announced != NONE && announced >> 1 != epoch
+        }) {
+            return Attempt::Held;
         }
         fence(Ordering::Acquire);
-        self.epoch
-            .compare_exchange(epoch, epoch + 1, Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok()
+        let (both, failed) = (Ordering::AcqRel, Ordering::Relaxed);
+        match self.epoch.compare_exchange(epoch, epoch + 1, both, failed) {
+            Ok(_) if alone => Attempt::MovedAlone,
+            Ok(_) => Attempt::Moved,
+            Err(_) => Attempt::Raced,
+        }
     }
 }
 
 impl Domain {
     /// Whether there is no guard at this moment. Then all that was retired before the last successful
     /// [`try_advance`](Self::try_advance) by the caller, or before one that happened earlier, may be freed at
-    /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
+    /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once, and leaves
+    /// readers without barriers of their own where they are ([`try_advance_seldom`](Self::try_advance_seldom)).
     pub fn is_quiet(&self) -> bool {
-        self.mode.demand();
+        self.mode.demand_of_light();
         if self.any_announced(|announced| announced != NONE) {
             return false;
         }
@@ -249,7 +292,7 @@ impl Domain {
     }
 
     /// Whether `found` holds for a reader's announcement. The caller fences, before and after.
-    pub(crate) fn any_announced(&self, found: impl Fn(u64) -> bool) -> bool {
+    pub(crate) fn any_announced(&self, mut found: impl FnMut(u64) -> bool) -> bool {
         self.any_announcement(|announced| found(announced.load(SCAN)))
     }
 

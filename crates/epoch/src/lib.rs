@@ -61,6 +61,6 @@ mod sync;
 pub mod tso;
 
 pub use barrier::Barrier;
-pub use domain::{Domain, Epoch, Guard, Reader};
+pub use domain::{Attempt, Domain, Epoch, Guard, Reader};
 pub use exclusion::{Exclusive, Shared};
 pub use limbo::Limbo;

@@ -26,7 +26,8 @@
 //!
 //! *Demands.* Who wants to find announcements (d1) fences, (d2) loads the word, with acquire order, and where that has `LIGHT`, exchanges it
 //! for `TURNING`. Where there is `TURNING` now it (d3) calls H. Then (d4) it loads the announcements. Who has taken `LIGHT` away
-//! takes `TURNING` away after H. To exclude is such a demand, too, whose d2 is an exchange. It comes after one that is none, where there is
+//! takes `TURNING` away after H. Who demands seldom may leave `LIGHT` where it is, if H is called for it as well: then that is all there
+//! is to show, by what H promises. To exclude is such a demand, too, whose d2 is an exchange. It comes after one that is none, where there is
 //! `LIGHT`: nobody is kept out for as long as a barrier takes, unless readers turn just then.
 //!
 //! *Turning back.* A reader exchanges a word that has none of the three bits for the same with `LIGHT` (b), and fences.
@@ -146,6 +147,14 @@ impl Mode {
             }
         }
         self.turn(word);
+    }
+
+    /// Fences, in all threads where readers do not, and lets them go on so. (d1 to d3, where d2 changes nothing)
+    pub(crate) fn demand_of_light(&self) {
+        full_fence();
+        if self.barrier.is_some() && self.word.load(Ordering::Acquire) & (LIGHT | TURNING) != 0 {
+            self.everywhere();
+        }
     }
 
     /// Exchanges the word, if it is what it was taken for. Acquires what other exchanges released, and passes it on.

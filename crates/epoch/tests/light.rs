@@ -2,7 +2,7 @@
 #![cfg(not(any(loom, shuttle)))]
 #![expect(unsafe_code, reason = "a barrier's maker promises that it is one")]
 
-use pageferry_epoch::{Barrier, Domain, Limbo, Reader};
+use pageferry_epoch::{Attempt, Barrier, Domain, Limbo, Reader};
 use rustix::thread::{MembarrierCommand, membarrier};
 use std::hint;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -101,7 +101,13 @@ fn light_guards() {
     assert!(Barrier::membarrier().is_some());
     demands_turn_and_calm_readers_turn_back(barrier);
     shared_and_exclusive_work_do_not_meet(barrier);
-    what_is_retired_is_not_read(barrier);
+    what_is_retired_is_not_read(barrier, Domain::try_advance);
+    what_is_retired_is_not_read(barrier, |domain| {
+        matches!(
+            domain.try_advance_seldom(),
+            Attempt::Moved | Attempt::MovedAlone
+        )
+    });
 }
 
 fn demands_turn_and_calm_readers_turn_back(barrier: Barrier) {
@@ -144,10 +150,27 @@ fn demands_turn_and_calm_readers_turn_back(barrier: Barrier) {
     drop(held);
     let now = 2 * u64::from(light);
     assert_eq!(calls(), now, "nor do those that are in vain");
+    guards(&mut reader, 1000);
+    for moves in 1..=3 {
+        assert_eq!(domain.try_advance_seldom(), Attempt::MovedAlone);
+        assert!(domain.is_quiet());
+        assert_eq!(calls(), now + 2 * moves * u64::from(light), "readers stay light");
+    }
+    let held = holds.pin();
+    assert_eq!(domain.try_advance_seldom(), Attempt::Moved);
+    assert_eq!(domain.try_advance_seldom(), Attempt::Held);
+    assert!(!domain.is_quiet());
+    drop(held);
+    assert!(domain.try_advance());
+    let now = now + 10 * u64::from(light);
+    assert_eq!(calls(), now, "and fence after a demand that is not seldom");
+    assert_eq!(domain.try_advance_seldom(), Attempt::MovedAlone);
+    assert!(domain.is_quiet());
     let plain = Domain::new();
     guards(&mut plain.register(), 5000);
     assert!(plain.try_advance() && plain.is_quiet());
-    assert_eq!(calls(), 2 * u64::from(light));
+    assert_eq!(plain.try_advance_seldom(), Attempt::MovedAlone);
+    assert_eq!(calls(), now, "without guards that are light no barrier");
 }
 
 /// A sharer as fast as can be, and an excluder who lets it turn light each time. With a barrier that is only a fence this fails within
@@ -197,7 +220,7 @@ fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
 }
 
 /// Things that are linked one after the other, and freed; readers see none that is free.
-fn what_is_retired_is_not_read(barrier: Barrier) {
+fn what_is_retired_is_not_read(barrier: Barrier, try_advance: fn(&Domain) -> bool) {
     const THINGS: usize = 64;
     let domain = Domain::with_barrier(Some(barrier));
     let linked = AtomicUsize::new(0);
@@ -234,7 +257,7 @@ fn what_is_retired_is_not_read(barrier: Barrier) {
             if uses.is_multiple_of(4) {
                 pause();
             }
-            domain.try_advance();
+            try_advance(&domain);
             while let Some(thing) = limbo.next_expired(&domain) {
                 freed[thing].store(true, Ordering::Relaxed);
             }

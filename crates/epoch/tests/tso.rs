@@ -18,7 +18,7 @@
 #![cfg(all(shuttle, pageferry_tso))]
 
 use pageferry_epoch::tso::{self, AtomicU64};
-use pageferry_epoch::{Domain, Epoch, Limbo, Reader};
+use pageferry_epoch::{Attempt, Domain, Epoch, Limbo, Reader};
 use shuttle::thread;
 use std::sync::Arc;
 use std::sync::atomic::{self, Ordering};
@@ -159,12 +159,22 @@ impl Things {
     }
 
     /// Links one thing after the other, retires the one before, and frees what may be freed.
-    fn write(&self, domain: &Domain, asks_whether_quiet: bool) {
+    fn write(&self, domain: &Domain, by: By) {
         let mut limbo = Limbo::new();
         for thing in 1..Self::MOST {
             self.linked.store(thing as u64, Ordering::Release);
             limbo.retire(domain.stamp(), thing - 1);
-            let quiet = domain.try_advance() && asks_whether_quiet && domain.is_quiet();
+            let quiet = match by {
+                By::Epochs => {
+                    domain.try_advance();
+                    false
+                }
+                By::Quiet => domain.try_advance() && domain.is_quiet(),
+                By::Seldom => {
+                    let alone = domain.try_advance_seldom() == Attempt::MovedAlone;
+                    alone && domain.is_quiet()
+                }
+            };
             while let Some(thing) = if quiet {
                 limbo.take()
             } else {
@@ -176,8 +186,19 @@ impl Things {
     }
 }
 
+/// How a writer learns what may be freed.
+#[derive(Clone, Copy)]
+enum By {
+    /// The epoch moves on; readers fence after that.
+    Epochs,
+    /// The same, and then there is no guard.
+    Quiet,
+    /// The same, and readers stay light.
+    Seldom,
+}
+
 /// One writer, beside readers that do `read` a few times, and another who excludes.
-fn beside_a_writer(asks_whether_quiet: bool, read: fn(&Things, &mut Reader, &mut Remembered)) {
+fn beside_a_writer(by: By, read: fn(&Things, &mut Reader, &mut Remembered)) {
     let (domain, things) = (domain(), Things::new());
     let readers = [5, 3].map(|guards| {
         let (mut reader, things) = (domain.register(), Arc::clone(&things));
@@ -192,7 +213,7 @@ fn beside_a_writer(asks_whether_quiet: bool, read: fn(&Things, &mut Reader, &mut
         let domain = Arc::clone(&domain);
         thread::spawn(move || drop(domain.exclude(thread::yield_now)))
     };
-    things.write(&domain, asks_whether_quiet);
+    things.write(&domain, by);
     join(readers.into_iter().chain([excluding]));
 }
 
@@ -218,16 +239,22 @@ fn remember(things: &Things, reader: &mut Reader, remembered: &mut Remembered) {
 
 #[test]
 fn what_is_retired_is_not_read() {
-    check(|| beside_a_writer(false, read));
+    check(|| beside_a_writer(By::Epochs, read));
 }
 
 #[test]
 fn what_is_freed_when_it_is_quiet_is_not_read() {
-    check(|| beside_a_writer(true, read));
+    check(|| beside_a_writer(By::Quiet, read));
+}
+
+#[test]
+fn what_is_freed_beside_readers_that_stay_light_is_not_read() {
+    check(|| beside_a_writer(By::Seldom, read));
 }
 
 #[test]
 fn what_is_remembered_is_not_freed() {
-    check(|| beside_a_writer(false, remember));
-    check(|| beside_a_writer(true, remember));
+    check(|| beside_a_writer(By::Epochs, remember));
+    check(|| beside_a_writer(By::Quiet, remember));
+    check(|| beside_a_writer(By::Seldom, remember));
 }

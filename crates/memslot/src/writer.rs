@@ -14,10 +14,17 @@ use core::fmt;
 use core::mem;
 use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
+use pageferry_epoch::Attempt;
 
 /// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
 /// completes a batch frees up to two.
 const BATCH: usize = 32;
+/// The same where a look is a barrier in all threads, so that readers need none of their own.
+const SELDOM_BATCH: usize = 256;
+/// How many things of which no reader can know any more each operation frees then: more than most replace.
+const SHARE: usize = 8;
+/// With more slots than these what waits for a larger batch would leave the near caches, and cost a change more than readers save.
+const FEW: usize = 1024;
 /// The same while no reader is at work: those of few operations, which are still in a near cache when they are used again.
 const QUIET_BATCH: usize = 5;
 
@@ -25,7 +32,7 @@ const QUIET_BATCH: usize = 5;
 /// slots, put it into a mutex.
 ///
 /// An operation takes O(log n), and does not wait for readers: what it replaces waits in a limbo until a grace
-/// period has passed, and later operations free it in batches of some 64 slots, tree nodes and tombstones. Only when
+/// period has passed, and later operations free it in batches of up to some 64 slots, tree nodes and tombstones. Only when
 /// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
 /// wait for that reader's guard to go, which is one grace period; it calls the function given to
 /// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore neither
@@ -75,8 +82,8 @@ impl<D> SlotWriter<D> {
     }
 
     /// The same with readers that most of the time need no memory barrier of their own: a guard is two stores then, instead
-    /// of an exchange and a store. Where there is a reader and changes are rare, a change may call `barrier`, which takes
-    /// microseconds; changes one after the other do not, and readers pay themselves for the next 500 guards or so.
+    /// of an exchange and a store. Beside readers at work a change now and then calls `barrier`, which takes microseconds: with up
+    /// to 1024 slots one in a hundred or so; with more slots readers pay themselves while changes come one after the other.
     ///
     /// # Panics
     /// As [`new`](Self::new).
@@ -330,12 +337,29 @@ impl<D> SlotWriter<D> {
     /// used for the next, while caches still hold it. Looking disturbs readers at work, so beside them it looks less often.
     fn free_some(&mut self) {
         let limit = self.shared.limits.max_retired;
+        let has_barrier = self.shared.domain.has_barrier();
         let state = self.state();
-        let batch = if state.quiet { QUIET_BATCH } else { BATCH };
-        if state.replaced.len() < batch {
+        let seldom = has_barrier && !state.quiet && state.len <= FEW;
+        let batch = if state.quiet {
+            QUIET_BATCH
+        } else if seldom {
+            SELDOM_BATCH.min(limit).max(BATCH)
+        } else {
+            BATCH
+        };
+        if seldom && !state.limbo.is_empty() {
+            self.free(SHARE);
+        }
+        if self.state().replaced.len() < batch {
             return;
         }
-        let quiet = self.advance() && self.shared.domain.is_quiet();
+        let alone = if seldom {
+            self.prepare_to_advance();
+            self.shared.domain.try_advance_seldom() == Attempt::MovedAlone
+        } else {
+            self.advance()
+        };
+        let quiet = alone && self.shared.domain.is_quiet();
         self.state().quiet = quiet;
         if quiet {
             self.free_quietly(2 * BATCH);
@@ -395,10 +419,14 @@ impl<D> SlotWriter<D> {
     }
 
     fn advance(&mut self) -> bool {
-        let domain = &self.shared.domain;
-        self.shared.forget_last_used(domain.epoch().next());
+        self.prepare_to_advance();
+        self.shared.domain.try_advance()
+    }
+
+    fn prepare_to_advance(&self) {
         // Only the writer moves the epoch, so this is the next.
-        domain.try_advance()
+        let next = self.shared.domain.epoch().next();
+        self.shared.forget_last_used(next);
     }
 
     /// Frees all that no reader can use any more, without waiting; gives how many slots, tree nodes and tombstones are left.
