@@ -154,7 +154,11 @@ fn demands_turn_and_calm_readers_turn_back(barrier: Barrier) {
     for moves in 1..=3 {
         assert_eq!(domain.try_advance_seldom(), Attempt::MovedAlone);
         assert!(domain.is_quiet());
-        assert_eq!(calls(), now + 2 * moves * u64::from(light), "readers stay light");
+        assert_eq!(
+            calls(),
+            now + 2 * moves * u64::from(light),
+            "readers stay light"
+        );
     }
     let held = holds.pin();
     assert_eq!(domain.try_advance_seldom(), Attempt::Moved);

@@ -8,6 +8,7 @@
 //! What fails when a rule is broken (tried by hand):
 //! - no barrier in `Mode::turn`, or after `TURNING` was taken away: all that retire, and some that exclude;
 //! - no barrier where there is `TURNING`: in `demand` all that retire, in `pay` `.._beside_other_demands`;
+//! - none in `demand_of_light`, or none where there is `TURNING`: `.._beside_readers_that_stay_light_..` and `what_is_remembered_is_not_freed`;
 //! - no second look at the word in `Reader::announce`: all that exclude, and `what_is_remembered_is_not_freed`;
 //! - no fence in `fence_after_all`: `what_is_remembered_is_not_freed`;
 //! - readers that turn light while somebody excludes, `LIGHT` left or no barrier where it comes between the demand and the exchange of who

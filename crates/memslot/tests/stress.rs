@@ -1,13 +1,14 @@
 //! Readers that check what they see, against a writer at full speed.
 //!
 //! Takes about six seconds; `PAGEFERRY_STRESS_SECONDS` asks for more.
+#![expect(unsafe_code, reason = "a barrier's maker promises that it is one")]
 
 use pageferry_addr::{Gfn, GfnRange, Hva};
 use pageferry_memslot::{
     Barrier, Generation, Limits, Request, Slot, SlotFlags, SlotReader, SlotView, SlotWriter,
 };
 use std::array;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -353,6 +354,57 @@ fn what_readers_see_is_one_state_and_alive() {
     }
     // Readers are light again after each pause.
     run(long, barrier, Duration::from_micros(50));
+}
+
+/// Beside a reader at work many changes share one barrier, and what they replaced is freed all the same.
+#[test]
+fn changes_beside_a_reader_at_work_share_barriers() {
+    static BARRIERS: AtomicU64 = AtomicU64::new(0);
+    // SAFETY: one thread uses this table, and a fence is a barrier in that.
+    let barrier = unsafe {
+        Barrier::new(|| {
+            BARRIERS.fetch_add(1, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+        })
+    };
+    let mut writer = SlotWriter::with_barrier(Limits::default(), Some(barrier));
+    let mut reader = writer.table().reader();
+    let mut most = 0;
+    let request = |id: u16| Request {
+        gpa: Gfn(u64::from(id) * 8).gpa(),
+        size: 1 << 12,
+        ..Request::delete(0, id)
+    };
+    let changes: u16 = 20_000;
+    for change in 0..changes {
+        // Some of each kind before the next, and the reader is calm between.
+        let id = change % 50;
+        for _ in 0..20 {
+            drop(reader.pin());
+        }
+        let guard = reader.pin();
+        let asked = match change / 50 % 2 {
+            0 => request(id),
+            _ => Request::delete(0, id),
+        };
+        let _: &Request<()> = &asked;
+        writer.set(asked).unwrap();
+        most = most.max(writer.retired());
+        drop(guard);
+    }
+    let barriers = BARRIERS.load(Ordering::Relaxed);
+    println!("{barriers} barriers, {most} waited at most");
+    assert!(barriers < u64::from(changes) / 100);
+    let known = cfg!(any(
+        target_arch = "x86_64",
+        target_arch = "aarch64",
+        target_arch = "riscv64"
+    ));
+    if known && !cfg!(miri) {
+        assert!(barriers > u64::from(changes) / 500, "readers are light");
+    }
+    assert!(most < 1000);
+    assert_eq!(writer.reclaim(), 0);
 }
 
 /// So long; with a pause now and then.
