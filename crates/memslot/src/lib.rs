@@ -61,6 +61,7 @@ extern crate alloc;
 mod error;
 mod flags;
 mod reader;
+mod reclaim;
 mod request;
 pub mod rules;
 mod slab;
