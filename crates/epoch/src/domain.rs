@@ -116,6 +116,14 @@ pub enum Attempt {
     MovedAlone,
 }
 
+impl Attempt {
+    /// Whether this attempt has moved the epoch on.
+    #[must_use]
+    pub const fn has_moved(self) -> bool {
+        matches!(self, Self::Moved | Self::MovedAlone)
+    }
+}
+
 /// One reader's announcement, in cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
@@ -245,7 +253,7 @@ impl Domain {
         if attempt == Attempt::Held {
             self.mode.ask_again();
         }
-        matches!(attempt, Attempt::Moved | Attempt::MovedAlone)
+        attempt.has_moved()
     }
 
     /// [`try_advance`](Self::try_advance) for who calls it seldom, having much to free each time: in a domain
