@@ -1,12 +1,13 @@
-//! Sequences of operations on memory slots: no panic, and every look-up gives what a plain model gives, in the
-//! newest version and in an old one that a reader keeps.
+//! Sequences of operations on memory slots: no panic, and every look-up gives what a plain model
+//! gives, in the newest version and in an old one that a reader keeps.
 //!
-//! Six bytes are one step: what to do and how it ends, an id, a frame, a size, a host page, and flags.
+//! Six bytes are one step: what to do and how it ends, an id, a frame, a size, a host page, and
+//! flags.
 #![no_main]
 
-#[path = "../../crates/memslot/tests/model/driver.rs"]
+#[path = "../../crates/memslot/tests/it/model/driver.rs"]
 mod driver;
-#[path = "../../crates/memslot/tests/model/plain.rs"]
+#[path = "../../crates/memslot/tests/it/model/plain.rs"]
 mod plain;
 
 use driver::{End, Pair};

@@ -64,14 +64,14 @@ word!(
 word!(
     /// A frame number on the host's side of a second-stage table, in base pages.
     ///
-    /// What address space it counts in is the table's platform's choice.
+    /// The platform of the table chooses the address space in which it counts.
     Pfn, "pfn"
 );
 word!(
     /// The index of a base page in a VM's RAM, counted from its first byte and without holes.
     ///
-    /// Bitmaps of page states are indexed by it. A [`Gfn`] counts guest-physical address space, which
-    /// has holes; the two are translated by the VM's memory layout.
+    /// Bitmaps of page states are indexed by it. A [`Gfn`] counts guest-physical address space, which has holes. The VM's
+    /// memory layout translates between the two.
     RamPage, "ram page"
 );
 
@@ -104,7 +104,7 @@ impl Gfn {
 
     /// The address of the frame's first byte.
     ///
-    /// Frame numbers above [`Gfn::MAX`] lose their top bits, as an address has no room for them.
+    /// A frame number above [`Gfn::MAX`] loses its top bits, as an address has no room for them.
     ///
     /// ```
     /// use pageferry_addr::{Gfn, Gpa};

@@ -6,8 +6,8 @@
 //! **Mechanism.** One-word newtypes over `u64` ([`Gpa`], [`Gfn`], [`Hva`], [`Pfn`], [`RamPage`]),
 //! [`PageSize`] for the leaf sizes of a page table, and the half-open ranges [`GfnRange`].
 //!
-//! **Neighbours.** Every other room uses this one. It must not know any of them: no slots, no tables,
-//! no system calls.
+//! **Neighbours.** Every other crate of Pageferry uses this one. It must not know any of them: no
+//! slots, no tables, no system calls.
 #![no_std]
 
 mod frame;
@@ -17,3 +17,8 @@ mod range;
 pub use frame::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 pub use page_size::PageSize;
 pub use range::GfnRange;
+
+/// The examples of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

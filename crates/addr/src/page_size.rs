@@ -1,4 +1,4 @@
-//! The leaf sizes of the page tables Pageferry knows.
+//! The leaf sizes of page tables.
 
 use crate::{Gfn, PAGE_SHIFT};
 

@@ -10,7 +10,7 @@ pub struct GfnRange {
 }
 
 impl GfnRange {
-    /// The range `[start, start + pages)`, or `None` where it would leave the 64-bit address space.
+    /// The range `[start, start + pages)`, or `None` if it would leave the 64-bit address space.
     ///
     /// ```
     /// use pageferry_addr::{Gfn, GfnRange};
@@ -34,7 +34,7 @@ impl GfnRange {
         self.start
     }
 
-    /// The first frame behind the range.
+    /// The first frame after the range.
     #[inline]
     #[must_use]
     pub const fn end(self) -> Gfn {
@@ -48,7 +48,7 @@ impl GfnRange {
         self.pages
     }
 
-    /// Whether there are none.
+    /// Whether there are no frames.
     #[inline]
     #[must_use]
     pub const fn is_empty(self) -> bool {
@@ -62,7 +62,7 @@ impl GfnRange {
         self.start.0 <= gfn.0 && gfn.0 < self.end().0
     }
 
-    /// The frames both ranges have, or `None` where they have none.
+    /// The frames that both ranges have, or `None` if they have none in common.
     #[inline]
     #[must_use]
     pub fn intersection(self, other: Self) -> Option<Self> {

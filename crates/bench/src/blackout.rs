@@ -1,10 +1,10 @@
-//! `bench blackout`: how long no vCPU runs anywhere when a busy VM moves, and what the move costs in
-//! memory.
+//! `bench blackout`: how long no vCPU runs anywhere when a busy VM moves, and what the move costs
+//! in memory.
 
 use crate::link::receive;
 use crate::peer::{Guest, Peer, Role, overhead_bytes};
 use crate::vm::isa_of;
-use crate::{BenchError, Conditions, Row, Samples, Setting};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
 
 /// The VM that is moved.
@@ -44,7 +44,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
             let first = report
                 .first_instruction_ns
                 .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
-                .ok_or_else(|| BenchError::TooFew("no sign of the first instruction".into()))?;
+                .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
             blackouts.push(first.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
             handovers.push(report.started_ns.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
             missing.push(sent.missing_at_start as f64);
@@ -63,7 +63,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
         rows.push(
             blackouts
                 .row("blackout", engine.name(), "ms", conditions(how))
-                .aiming_at("median < 5 ms"),
+                .aiming_at("median < 5 ms", Bound::Below(5.0)),
         );
         rows.push(handovers.row(
             "blackout.handover",
@@ -83,12 +83,12 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
         rows.push(
             at_source
                 .row("overhead.source", engine.name(), "B", conditions(note))
-                .aiming_at(bound.as_str()),
+                .aiming_at(bound.as_str(), Bound::Below(OVERHEAD_BOUND as f64)),
         );
         rows.push(
             at_destination
                 .row("overhead.destination", engine.name(), "B", conditions(note))
-                .aiming_at(bound.as_str()),
+                .aiming_at(bound.as_str(), Bound::Below(OVERHEAD_BOUND as f64)),
         );
     }
     Ok(rows)

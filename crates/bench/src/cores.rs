@@ -18,7 +18,8 @@ pub(crate) fn each() -> Vec<CpuSet> {
         .collect()
 }
 
-/// Keeps the calling thread on one core from now on. Where that is refused, it stays with the scheduler.
+/// Keeps the calling thread on one core from now on. Where that is refused, it stays with the
+/// scheduler.
 pub(crate) fn stay_on(core: &CpuSet) {
     let _ = sched_setaffinity(None, core);
 }
@@ -31,7 +32,7 @@ mod tests {
     fn a_thread_stays_where_it_is_put() {
         let cores = each();
         let Some(last) = cores.last().copied() else {
-            println!("SKIPPED: the kernel does not say which cores may be used");
+            pageferry_testkit::skip("cores", "the kernel does not say which may be used");
             return;
         };
         let seen = std::thread::spawn(move || {

@@ -1,7 +1,7 @@
-//! The engine's bare exit-and-resume: a fault on a page whose bytes are in place already, resolved at
-//! once by whoever the delivery tells, without any network.
+//! The engine's bare exit-and-resume: a fault on a page whose bytes are in place already, resolved
+//! at once by whoever the delivery tells, without any network.
 
-use crate::vm::{Faults, Vm, toucher};
+use crate::vm::{Faults, LIMIT, create, fill, toucher};
 use crate::{BenchError, Samples};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Access, Delivery, Engine, FaultEvents, HookVerdict, Kicker, Machine};
@@ -65,8 +65,8 @@ fn serve(faults: &Instantly, events: &mut dyn FaultEvents, done: &AtomicBool) {
     }
 }
 
-/// Microseconds from one fault to the next of a vCPU that does nothing but touch missing pages, for each
-/// fault but the last.
+/// Microseconds from one fault to the next of a vCPU that does nothing but touch missing pages, for
+/// each fault but the last.
 pub(crate) fn exit_and_resume(
     engine: Engine,
     delivery: Delivery,
@@ -76,7 +76,7 @@ pub(crate) fn exit_and_resume(
         vm: OnceLock::new(),
         came_ns: Mutex::new(Vec::new()),
     });
-    let vm = Vm::create(
+    let vm = create(
         engine,
         1,
         memory_bytes,
@@ -84,9 +84,9 @@ pub(crate) fn exit_and_resume(
     )?;
     let program = toucher(engine, memory_bytes, u64::MAX)?;
     let pages = vm.machine.ram().pages();
-    vm.machine.ram().allocate(&mut |_| true)?;
+    vm.machine.ram().allocate()?;
     let data = program.layout().data();
-    vm.fill(data.clone());
+    fill(&vm, data.clone());
     vm.load(program.program())?;
     let missing = Arc::new(PageBitmap::new(pages as usize));
     missing.set_range(data.start as usize..data.end as usize);
@@ -101,10 +101,10 @@ pub(crate) fn exit_and_resume(
             let (faults, done) = (&faults, &done);
             scope.spawn(move || serve(faults, events.as_mut(), done));
         }
-        let run = || {
+        let run = || -> Result<(), BenchError> {
             vm.machine.assist_postcopy(&|| false, &|_| {})?;
             vm.threads.resume();
-            vm.wait_finished()
+            Ok(vm.wait_finished(LIMIT)?)
         };
         let outcome = run();
         done.store(true, Ordering::Release);

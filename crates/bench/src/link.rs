@@ -1,10 +1,10 @@
-//! `bench link`: an urgent page's whole stall beside what it is made of, and the background push beside
-//! the bare link.
+//! `bench link`: an urgent page's whole stall beside what it is made of, and the background push
+//! beside the bare link.
 
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::peer::{BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, Sent, listen};
-use crate::vm::{Faults, Vm};
-use crate::{BenchError, Conditions, Row, Samples, Setting};
+use crate::vm::{Faults, LIMIT, Vm, create};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::channel::{Spinner, Wait};
 use pageferry_migration::{
@@ -72,7 +72,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
                     Conditions::here(1, PUSH_MEMORY, "all pages data, pushed once from cold memory, checksummed, verified, installed; the guest is quiet"),
                 )
                 .against("link.bulk_rate", bulk)
-                .aiming_at("ratio >= 0.6"),
+                .aiming_at("ratio >= 0.6", Bound::RatioAtLeast(0.6)),
         );
     }
     Ok(rows)
@@ -80,7 +80,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
 
 /// The deliveries to measure: all that the engine has here.
 fn deliveries(engine: Engine) -> Result<Vec<Delivery>, BenchError> {
-    let vm = Vm::create(engine, 1, 16 << 20, Resolver::new() as Arc<dyn Faults>)?;
+    let vm = create(engine, 1, 16 << 20, Resolver::new() as Arc<dyn Faults>)?;
     Ok(vm.machine.deliveries())
 }
 
@@ -112,7 +112,7 @@ fn stall_rows(
         let came: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
         let gaps = gaps_us(&came);
         if gaps.len() < 1000 {
-            return Err(BenchError::TooFew(format!(
+            return Err(BenchError::Busy(format!(
                 "only {} faults on {engine} by {delivery}",
                 gaps.len()
             )));
@@ -139,7 +139,7 @@ fn stall_rows(
         ));
         stall = stall
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
-            .aiming_at("ratio <= 1.6");
+            .aiming_at("ratio <= 1.6", Bound::RatioAtMost(1.6));
     }
     rows.push(stall);
     rows.push(p99.row(
@@ -157,8 +157,8 @@ fn stall_rows(
     Ok(())
 }
 
-/// Moves a VM here whose vCPU then touches its pages once; a quiet guest's are pushed, those of a toucher
-/// only when it asks.
+/// Moves a VM here whose vCPU then touches its pages once; a quiet guest's are pushed, those of a
+/// toucher only when it asks.
 fn fetch(
     setting: &Setting,
     engine: Engine,
@@ -176,7 +176,7 @@ fn fetch(
     };
     let mut peer = Peer::start(setting, &role)?;
     let (report, vm) = receive(&mut peer, delivery)?;
-    vm.wait_finished()?;
+    vm.wait_finished(LIMIT)?;
     Ok((report, peer.hear_sent()?))
 }
 
@@ -194,14 +194,14 @@ pub(crate) fn receive(
         delivery,
         ..DestinationConfig::default()
     };
-    let deadline = Instant::now() + crate::vm::LIMIT;
+    let deadline = Instant::now() + LIMIT;
     let late = || Instant::now() > deadline;
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
     let incoming =
         Incoming::accept(&listener, config, &late, &mut |_| {}).map_err(|e| failed(&e))?;
     let offer = incoming.offer().clone();
     let resolver = Resolver::new();
-    let vm = Vm::create(
+    let vm = create(
         offer.engine,
         offer.vcpus,
         offer.memory_bytes,
@@ -231,7 +231,7 @@ fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
                 Some(bytes) => got += bytes,
                 None if spinner.spin() => {}
                 None if Instant::now() > deadline => {
-                    return Err(BenchError::TooFew("no reply in time".into()));
+                    return Err(BenchError::Busy("no reply in time".into()));
                 }
                 None => connection
                     .wait_readable(&Wait::block("reply").within(Duration::from_secs(5)))?,

@@ -1,9 +1,9 @@
 //! The benchmarks' other process: this executable, started again in a role.
 //!
-//! The two talk in lines: the peer prints what it has to say on its standard output and ends when its
-//! standard input ends, so that none is left behind.
+//! The two talk in lines: the peer prints what it has to say on its standard output and ends when
+//! its standard input ends, so that none is left behind.
 
-use crate::vm::{Faults, Vm, isa_of, toucher};
+use crate::vm::{Faults, create, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_guest::Workload;
 use pageferry_machine::Engine;
@@ -158,7 +158,7 @@ impl Role {
         else {
             return Err(BenchError::Peer("not a source".into()));
         };
-        let vm = Vm::create(
+        let vm = create(
             *engine,
             *vcpus,
             *memory_bytes,
@@ -174,7 +174,7 @@ impl Role {
             Guest::Toucher | Guest::Quiet => {
                 let pages = if *guest == Guest::Quiet { 1 } else { u64::MAX };
                 let program = toucher(*engine, *memory_bytes, pages)?;
-                vm.fill(0..vm.machine.ram().pages());
+                fill(&vm, 0..vm.machine.ram().pages());
                 vm.load(program.program())?;
             }
         }
@@ -220,8 +220,8 @@ pub(crate) struct Sent {
     pub(crate) overhead_bytes: u64,
 }
 
-/// The memory of this process that is not guest memory: private pages, files, page tables. Guest memory is
-/// a memfd and counts as shared.
+/// The memory of this process that is not guest memory: private pages, files, page tables. Guest
+/// memory is a memfd and counts as shared.
 pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
     let status = std::fs::read_to_string("/proc/self/status").map_err(|source| BenchError::Os {
         what: "cannot read /proc/self/status",

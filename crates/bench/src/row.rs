@@ -1,5 +1,6 @@
 //! What a benchmark says: rows of figures with their conditions.
 
+use crate::kit::Samples;
 use serde::Serialize;
 
 /// One figure. The names of the keys are stable.
@@ -25,8 +26,23 @@ pub struct Row {
     pub samples: usize,
     /// What to reach: a bound of `ratio` if there is one, else of `value`.
     pub target: Option<String>,
+    /// Whether it was reached.
+    pub met: Option<bool>,
     /// The conditions of the measurement.
     pub conditions: Conditions,
+}
+
+/// What a row is to reach.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Bound {
+    /// The most its ratio may be.
+    RatioAtMost(f64),
+    /// The least its ratio may be.
+    RatioAtLeast(f64),
+    /// What its median must stay below.
+    Below(f64),
+    /// The least its median may be.
+    AtLeast(f64),
 }
 
 /// The conditions of a measurement.
@@ -65,46 +81,7 @@ impl Conditions {
     }
 }
 
-/// Samples of one figure.
-#[derive(Clone, Debug, Default)]
-pub struct Samples(Vec<f64>);
-
 impl Samples {
-    /// Adds one.
-    pub fn push(&mut self, sample: f64) {
-        self.0.push(sample);
-    }
-
-    /// The sample at quantile `q` (0 to 1) of those in order; 0 where there are none.
-    #[must_use]
-    pub fn quantile(&self, q: f64) -> f64 {
-        let mut sorted = self.0.clone();
-        sorted.sort_unstable_by(f64::total_cmp);
-        let last = sorted.len().saturating_sub(1);
-        sorted
-            .get((q * last as f64).round() as usize)
-            .copied()
-            .unwrap_or(0.0)
-    }
-
-    /// The median.
-    #[must_use]
-    pub fn median(&self) -> f64 {
-        self.quantile(0.5)
-    }
-
-    /// How many.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// A row of these samples.
     #[must_use]
     pub fn row(
@@ -125,14 +102,9 @@ impl Samples {
             max: self.quantile(1.0),
             samples: self.len(),
             target: None,
+            met: None,
             conditions,
         }
-    }
-}
-
-impl FromIterator<f64> for Samples {
-    fn from_iter<I: IntoIterator<Item = f64>>(samples: I) -> Self {
-        Self(samples.into_iter().collect())
     }
 }
 
@@ -145,10 +117,16 @@ impl Row {
         self
     }
 
-    /// The row with what is to be reached.
+    /// The row with what is to be reached, in words and as a bound.
     #[must_use]
-    pub fn aiming_at(mut self, target: impl Into<String>) -> Self {
+    pub fn aiming_at(mut self, target: impl Into<String>, bound: Bound) -> Self {
         self.target = Some(target.into());
+        self.met = match bound {
+            Bound::RatioAtMost(most) => self.ratio.map(|ratio| ratio <= most),
+            Bound::RatioAtLeast(least) => self.ratio.map(|ratio| ratio >= least),
+            Bound::Below(most) => Some(self.value < most),
+            Bound::AtLeast(least) => Some(self.value >= least),
+        };
         self
     }
 }
@@ -158,23 +136,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_and_ends_are_those_of_the_sorted_samples() {
-        let samples: Samples = [5.0, 1.0, 3.0].into_iter().collect();
-        assert_eq!(
-            (
-                samples.median(),
-                samples.quantile(0.0),
-                samples.quantile(1.0)
-            ),
-            (3.0, 1.0, 5.0)
-        );
-        assert_eq!(Samples::default().median(), 0.0);
-    }
-
-    #[test]
     fn a_ratio_to_nothing_is_no_ratio() {
         let row = || Samples::from_iter([6.0]).row("case", "subject", "us", Conditions::default());
         assert_eq!(row().against("b", 4.0).ratio, Some(1.5));
         assert_eq!(row().against("b", 0.0).ratio, None);
+    }
+
+    #[test]
+    fn a_target_is_met_or_missed_by_its_bound() {
+        let row = || Samples::from_iter([6.0]).row("case", "subject", "us", Conditions::default());
+        let met = |bound| row().against("b", 4.0).aiming_at("words", bound).met;
+        assert_eq!(met(Bound::RatioAtMost(1.5)), Some(true));
+        assert_eq!(met(Bound::RatioAtMost(1.4)), Some(false));
+        assert_eq!(met(Bound::RatioAtLeast(1.6)), Some(false));
+        assert_eq!(
+            (met(Bound::Below(6.0)), met(Bound::AtLeast(6.0))),
+            (Some(false), Some(true))
+        );
+        assert_eq!(row().aiming_at("words", Bound::RatioAtMost(2.0)).met, None);
     }
 }

@@ -4,12 +4,13 @@
 )]
 //! The serialised MMU, for comparison: one lock around every fault, as KVM had before the series.
 //!
-//! A scheme of memory slots that is [`Scalable`] in all but this: a fault holds one lock, the VM's, from its look at the
-//! slots until its entry is in the tables, and so does whoever sweeps the tables for a log or a notifier. The code
-//! under the lock is the same, so what differs is the lock.
+//! A scheme of memory slots that is [`Scalable`] in all but this: a fault holds one lock, the VM's,
+//! from its look at the slots until its entry is in the tables, and so does whoever sweeps the
+//! tables for a log or a notifier. The code under the lock is the same, so what differs is the
+//! lock.
 //!
-//! The lock spins, as the kernel's did, and then yields. A vCPU that does not get it for long leaves its guest and comes
-//! again, since who holds it may wait for that vCPU to leave.
+//! The lock spins, as the kernel's did, and then yields. A vCPU that does not get it for long
+//! leaves its guest and comes again, since who holds it may wait for that vCPU to leave.
 
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{

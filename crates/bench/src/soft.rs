@@ -1,7 +1,7 @@
 //! `bench soft`: guest instructions a second of our own hypervisor on the demo's workload.
 
-use crate::vm::{Faults, Vm, isa_of};
-use crate::{BenchError, Conditions, Row, Samples, Setting};
+use crate::vm::{Faults, create, isa_of};
+use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::{Control, Workload};
 use pageferry_machine::Engine;
 use pageferry_migration::Resolver;
@@ -38,7 +38,7 @@ pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
                     "instructions/s",
                     Conditions::here(vcpus, MEMORY, note),
                 )
-                .aiming_at(">= 60e6"),
+                .aiming_at(">= 60e6", Bound::AtLeast(60e6)),
         );
     }
     Ok(rows)
@@ -46,7 +46,7 @@ pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
 
 fn rate(vcpus: u32) -> Result<f64, BenchError> {
     let workload = Workload::new(isa_of(Engine::Soft), vcpus, MEMORY)?;
-    let vm = Vm::create(
+    let vm = create(
         Engine::Soft,
         vcpus,
         MEMORY,
@@ -69,6 +69,6 @@ fn rate(vcpus: u32) -> Result<f64, BenchError> {
     let (after, took) = (done()?, began.elapsed());
     let a_page = workload
         .instructions_per_page()
-        .ok_or_else(|| BenchError::TooFew("the program's instructions are not counted".into()))?;
+        .ok_or_else(|| BenchError::Setting("the program's instructions are not counted".into()))?;
     Ok((after - before) as f64 * a_page / took.as_secs_f64())
 }

@@ -1,92 +1,18 @@
 //! VMs of the benchmarks.
 
+pub(crate) use pageferry_harness::{Faults, Vm, isa_of};
+
 use crate::BenchError;
-use pageferry_addr::{Gpa, RamPage};
-use pageferry_guest::{
-    Doorbell, Event, Isa, Layout, Program, Touch, TouchAccess, TouchOrder, Toucher,
-};
-use pageferry_machine::{
-    Access, Engine, HookVerdict, Kicker, Machine, MachineError, MachineSpec, StartState, VcpuHooks,
-    VcpuThreads,
-};
-use pageferry_migration::RunningVm;
+use pageferry_addr::RamPage;
+use pageferry_guest::{Layout, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_harness::{BootError, WaitError};
+use pageferry_machine::{Engine, MachineSpec};
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The longest a benchmark's guest may take for its task.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
-
-/// Brings the pages that a benchmark's vCPUs touch.
-pub(crate) trait Faults: Send + Sync {
-    fn memory_fault(
-        &self,
-        vcpu: u32,
-        page: RamPage,
-        access: Access,
-        kicker: &dyn Kicker,
-    ) -> HookVerdict;
-    fn pausing(&self) {}
-}
-
-impl Faults for pageferry_migration::Resolver {
-    fn memory_fault(
-        &self,
-        vcpu: u32,
-        page: RamPage,
-        access: Access,
-        kicker: &dyn Kicker,
-    ) -> HookVerdict {
-        Self::memory_fault(self, vcpu, page, access, kicker)
-    }
-    fn pausing(&self) {
-        Self::pausing(self);
-    }
-}
-
-struct Hooks {
-    faults: Arc<dyn Faults>,
-    finished: AtomicU32,
-}
-
-impl VcpuHooks for Hooks {
-    fn memory_fault(
-        &self,
-        vcpu: u32,
-        page: RamPage,
-        access: Access,
-        kicker: &dyn Kicker,
-    ) -> HookVerdict {
-        self.faults.memory_fault(vcpu, page, access, kicker)
-    }
-    fn mmio_write(&self, _: u32, _: Gpa, value: u64) -> HookVerdict {
-        match Doorbell::parse(value as u32) {
-            Ok(bell) if bell.event == Event::Finished => {
-                self.finished.fetch_add(1, Ordering::SeqCst);
-                HookVerdict::Park
-            }
-            _ => HookVerdict::Resume,
-        }
-    }
-    fn failed(&self, _: u32, _: &MachineError) {}
-    fn pausing(&self) {
-        self.faults.pausing();
-    }
-}
-
-/// A VM with its threads.
-pub(crate) struct Vm {
-    pub(crate) machine: Arc<dyn Machine>,
-    pub(crate) threads: VcpuThreads,
-    hooks: Arc<Hooks>,
-}
-
-pub(crate) fn isa_of(engine: Engine) -> Isa {
-    match engine {
-        Engine::Kvm => Isa::X86_64,
-        Engine::Soft => Isa::Rv64,
-    }
-}
 
 /// A toucher whose only vCPU stores to each of the first `pages` data pages once, in random order.
 pub(crate) fn toucher(
@@ -106,83 +32,43 @@ pub(crate) fn toucher(
     Ok(Toucher::new(layout, Vec::from([only]), touch)?)
 }
 
-impl Vm {
-    pub(crate) fn create(
-        engine: Engine,
-        vcpus: u32,
-        memory_bytes: u64,
-        faults: Arc<dyn Faults>,
-    ) -> Result<Self, BenchError> {
-        let new = pageferry_machine::create(
-            engine,
-            MachineSpec {
-                vcpus,
-                memory_bytes,
-            },
-        )?;
-        let hooks = Arc::new(Hooks {
-            faults,
-            finished: AtomicU32::new(0),
-        });
-        Ok(Self {
-            machine: new.machine,
-            threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as Arc<dyn VcpuHooks>)?,
-            hooks,
-        })
-    }
+/// A VM whose missing pages `faults` brings.
+pub(crate) fn create(
+    engine: Engine,
+    vcpus: u32,
+    memory_bytes: u64,
+    faults: Arc<dyn Faults>,
+) -> Result<Vm, BenchError> {
+    let spec = MachineSpec {
+        vcpus,
+        memory_bytes,
+    };
+    Ok(Vm::create(engine, spec, Some(faults))?)
+}
 
-    /// Puts a program into memory and its start values into the vCPUs.
-    pub(crate) fn load(&self, program: &Program) -> Result<(), BenchError> {
-        let ram = self.machine.ram();
-        for (gpa, bytes) in program.image() {
-            let page = ram
-                .layout()
-                .page_of(gpa.gfn())
-                .expect("a program lies in RAM");
-            ram.write_at(page, gpa.page_offset(), &bytes);
-        }
-        self.threads.with_vcpus(|vcpu| {
-            let start = program.start(vcpu.id());
-            vcpu.set_start(&StartState {
-                entry: start.entry,
-                stack: start.stack,
-                args: start.args,
-                tables: start.tables,
-            })
-        })?;
-        Ok(())
+/// Fills the pages of a VM with bytes that are not zero.
+pub(crate) fn fill(vm: &Vm, pages: Range<u64>) {
+    let mut bytes = [0x5a; 4096];
+    for page in pages {
+        bytes[8..16].copy_from_slice(&page.to_le_bytes());
+        vm.machine.ram().write(RamPage(page), &bytes);
     }
+}
 
-    /// Fills the pages with bytes that are not zero.
-    pub(crate) fn fill(&self, pages: std::ops::Range<u64>) {
-        let mut bytes = [0x5a; 4096];
-        for page in pages {
-            bytes[8..16].copy_from_slice(&page.to_le_bytes());
-            self.machine.ram().write(RamPage(page), &bytes);
+impl From<BootError> for BenchError {
+    fn from(error: BootError) -> Self {
+        match error {
+            BootError::Machine(error) => error.into(),
+            BootError::Outside(_) => Self::Setting(error.to_string()),
         }
     }
+}
 
-    pub(crate) fn running(&self) -> RunningVm<'_> {
-        RunningVm {
-            machine: &self.machine,
-            threads: &self.threads,
+impl From<WaitError> for BenchError {
+    fn from(error: WaitError) -> Self {
+        match error {
+            WaitError::Failed(why) => Self::Stopped(why),
+            WaitError::Late(_) => Self::Busy(error.to_string()),
         }
-    }
-
-    /// Waits until every vCPU's program has ended.
-    pub(crate) fn wait_finished(&self) -> Result<(), BenchError> {
-        let deadline = Instant::now() + LIMIT;
-        while (self.hooks.finished.load(Ordering::SeqCst) as usize) < self.threads.count() {
-            if let Some(why) = self.threads.failures().first() {
-                return Err(BenchError::TooFew(format!("the guest failed: {why}")));
-            }
-            if Instant::now() > deadline {
-                return Err(BenchError::TooFew(
-                    "the guest did not finish in time".into(),
-                ));
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
-        Ok(())
     }
 }

@@ -20,7 +20,7 @@ pub(crate) enum Exit {
     Usage = 2,
     /// The engine that was asked for does not run here.
     Engine = 3,
-    /// userfaultfd, or the fault delivery that was asked for, is not to be had.
+    /// userfaultfd, or the fault delivery that was asked for, is not available.
     Delivery = 4,
     /// The address or the socket is in use, or cannot be listened on.
     Address = 5,
@@ -36,15 +36,17 @@ pub(crate) enum Exit {
     LinkLost = 10,
     /// No VM listens on the control socket, or it did not do what it was told.
     NoVm = 11,
-    /// The host refused something, or a bug.
+    /// This host or the peer's refused something, or a bug.
     Internal = 12,
     /// The connection broke, or the peer fell silent, before the switch-over: the VM runs on.
     BrokenOff = 13,
     /// A vCPU cannot go on, or the guest makes no progress.
     Guest = 14,
+    /// Other work has the cores: nothing can be measured now.
+    Busy = 15,
 }
 
-/// The table in every command's help.
+/// What `pageferry help exit-codes` prints.
 pub(crate) const TABLE: &str = "\
 Exit codes:
    0  done; for a demo: both verifications hold
@@ -55,16 +57,17 @@ Exit codes:
    5  the address or socket is in use or cannot be listened on
    6  the address refuses connections or cannot be reached
    7  the peer speaks another protocol, another version, or sent damaged data
-   8  the peer refused (mismatched machine, busy, unknown guest)
+   8  the peer refused (mismatched machine, busy, unknown guest, its limits)
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
   10  the connection broke after the switch-over: the VM is paused, incomplete
   11  no VM listens on that control socket, or it refused the request
-  12  the host refused something (the message says what), or a bug
+  12  this host or the peer's refused something (the message says what), or a bug
   13  the connection broke before the switch-over: the VM runs on at the source
-  14  the guest stopped or makes no progress";
+  14  the guest stopped or makes no progress
+  15  this host is too busy to measure: try again when it is idle";
 
 impl Exit {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Verification,
         Self::Usage,
         Self::Engine,
@@ -79,6 +82,7 @@ impl Exit {
         Self::Internal,
         Self::BrokenOff,
         Self::Guest,
+        Self::Busy,
     ];
 
     /// The class of another Pageferry process's exit code.
@@ -103,6 +107,7 @@ impl Exit {
             Self::Internal => "internal",
             Self::BrokenOff => "broken-off",
             Self::Guest => "guest",
+            Self::Busy => "busy",
         }
     }
 
@@ -202,7 +207,12 @@ impl From<DestinationFailure> for Failure {
     }
 }
 
-/// The class of a socket that could not be opened.
+/// A socket that cannot be listened on.
+pub(crate) fn of_listen(error: &OpenError) -> Failure {
+    Failure::new(Exit::Address, error.to_string())
+}
+
+/// The class of a socket that could not be connected.
 fn of_open(error: &OpenError) -> Exit {
     match error {
         OpenError::InUse { .. }
@@ -235,6 +245,11 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
             code: ErrorCode::Protocol,
             ..
         } => Exit::Protocol,
+        // The peer did not refuse: it, or its host, failed.
+        MigrationError::PeerGaveUp {
+            code: ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal,
+            ..
+        } => Exit::Internal,
         MigrationError::Refused(_)
         | MigrationError::PeerGaveUp { .. }
         | MigrationError::Mismatch(_) => Exit::Refused,
@@ -247,6 +262,22 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_peer_that_gave_up_is_classed_by_its_reason() {
+        for code in ErrorCode::ALL {
+            let error = MigrationError::PeerGaveUp {
+                code,
+                message: "why".into(),
+            };
+            let expected = match code {
+                ErrorCode::Protocol => Exit::Protocol,
+                ErrorCode::SetupRefused | ErrorCode::Discarded | ErrorCode::Busy => Exit::Refused,
+                ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
+            };
+            assert_eq!(of_migration(&error), expected, "{code:?}");
+        }
+    }
 
     #[test]
     fn every_code_is_in_the_table_and_has_its_own_name() {

@@ -1,23 +1,30 @@
 //! `pageferry`: the command line of Pageferry.
 //!
-//! **Guarantee.** Each command ends with one of the documented exit codes ([`exit`]); a failure is one
-//! sentence on stderr; results are on stdout, progress is on stderr. No process, socket or temporary
-//! file is left behind, however a command ends (short of SIGKILL, and even then a demo's child ends).
+//! **Guarantee.** Each command ends with one of the documented exit codes ([`exit`]); a failure is
+//! one sentence on stderr; results are on stdout, progress is on stderr. No process, socket or
+//! temporary file is left behind, however a command ends (short of SIGKILL, and even then a demo's
+//! child ends).
 //!
-//! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest program.
-//! [`run`] and [`receive`] own one ([`host`]) and serve its control socket ([`control`]), to which
-//! [`migrate`] and [`status`] speak. [`demo`] is a source that starts its own destination. [`report`] turns what a
-//! migration did into a table, JSON or HTML; [`probe`] asks the host.
+//! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
+//! program. [`run`] and [`receive`] own one ([`host`]) and serve its control socket ([`control`]),
+//! to which [`migrate`] and [`status`] speak. [`demo`] is a source that starts its own destination.
+//! [`report`] turns what a migration did into a table, JSON or HTML; [`probe`] asks the host.
 //!
-//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above. It must not
-//! know wire formats, page tables or ioctls, and has no unsafe code.
+//! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
+//! It must not know wire formats, page tables or ioctls, and has no unsafe code.
 
 mod args;
+#[cfg(feature = "bench")]
 mod bench;
+#[cfg(not(feature = "bench"))]
+#[path = "bench/absent.rs"]
+mod bench;
+mod cgroup;
 mod control;
 mod demo;
 mod exit;
 mod host;
+mod manual;
 mod memory;
 mod migrate;
 mod output;
@@ -41,7 +48,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match dispatch(&cli) {
+    match dispatch(&cli).and_then(|()| output::check()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::error(&failure);
@@ -51,7 +58,8 @@ fn main() -> ExitCode {
 }
 
 fn dispatch(cli: &Cli) -> Result<(), Failure> {
-    let interrupts = Interrupts::install()?;
+    let interrupts =
+        Interrupts::install(matches!(cli.command, Command::Run(_) | Command::Receive(_)))?;
     match &cli.command {
         Command::Demo(args) => demo::demo(args, &interrupts),
         Command::Run(args) => run::run(args, &interrupts),
@@ -64,5 +72,14 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Quit(args) => status::quit(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
         Command::Bench(args) => bench::bench(args),
+        Command::Completions(args) => {
+            manual::completions(args);
+            Ok(())
+        }
+        Command::Man(args) => manual::man(args),
+        Command::ExitCodes => {
+            output::result(&format!("{}\n", exit::TABLE));
+            Ok(())
+        }
     }
 }

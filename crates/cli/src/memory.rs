@@ -1,5 +1,6 @@
 //! Memory of this process and of the host, as the kernel counts it.
 
+use crate::cgroup;
 use std::fs;
 
 /// What this process uses beyond guest memory, in bytes. Guest memory is a memfd, so it counts as
@@ -34,28 +35,16 @@ impl Overhead {
     }
 }
 
-/// How many bytes the host would give without swapping, where it says so; of a container with a memory
-/// limit, what is left of the limit.
+/// How many bytes the host would give without swapping, where it says so. Where a control group has
+/// a memory limit, no more than what is left of that.
 pub(crate) fn available_bytes() -> Option<u64> {
     let host = kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
-    Some(cgroup_left().map_or(host, |left| left.min(host)))
+    Some(cgroup::left().map_or(host, |left| left.min(host)))
 }
 
 /// How much memory the host has, in bytes.
 pub(crate) fn host_bytes() -> Option<u64> {
     kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
-}
-
-/// What is left of this control group's own limit (cgroup v2, as seen from inside a container).
-fn cgroup_left() -> Option<u64> {
-    let number = |name: &str| -> Option<u64> {
-        fs::read_to_string(format!("/sys/fs/cgroup/{name}"))
-            .ok()?
-            .trim()
-            .parse()
-            .ok()
-    };
-    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
 }
 
 /// The value of a line like `RssAnon:     123 kB`, in bytes.

@@ -29,7 +29,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     };
     let feed = Feed::new();
     let display = Display::start(&feed);
-    let served = Cell::new(0);
+    let (served, stopped_watching) = (Cell::new(0), Cell::new(false));
     let stop = || {
         let count = interrupts.count();
         if count == served.get() {
@@ -37,6 +37,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         }
         served.set(count);
         if count > 1 {
+            stopped_watching.set(true);
             return true;
         }
         match ask(path, &Request::Cancel, CANCEL_LIMIT, &Interrupts::default()) {
@@ -50,10 +51,18 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     let mut show = |event| match event {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
+        Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
         Event::Note(text) => feed.note(text),
     };
     let answer = client.call(&request, LIMIT, &stop, &mut show);
     display.finish();
+    if stopped_watching.get() {
+        let message = format!(
+            "stopped watching; the migration may still be under way: `pageferry status --vm {}` says how it is",
+            path.display()
+        );
+        return Err(Failure::new(Exit::Cancelled, message));
+    }
     let report: Report = serde_json::from_value(answer?)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's report is not readable: {e}")))?;
     if args.json {

@@ -1,16 +1,36 @@
 //! What people and programs read: results on stdout, words on stderr.
 //!
-//! A reader that went away is no failure of a command whose work is done, so writes that fail are
-//! dropped here (and only here).
+//! A reader that went away is no failure of a command whose work is done. Any other failed write of
+//! a result is: the command ends with it ([`check`]).
 
 use crate::exit::Failure;
 use serde_json::Value;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
+use std::sync::OnceLock;
+
+/// The first write of a result that failed.
+static FAILED: OnceLock<String> = OnceLock::new();
 
 /// Writes `text` to stdout as it is.
 pub(crate) fn result(text: &str) {
     let mut out = std::io::stdout().lock();
-    let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    if let Err(error) = written
+        && error.kind() != ErrorKind::BrokenPipe
+    {
+        let _ = FAILED.set(error.to_string());
+    }
+}
+
+/// Says whether all results were written.
+///
+/// # Errors
+/// `Exit::Internal` with the reason of the first write that failed.
+pub(crate) fn check() -> Result<(), Failure> {
+    match FAILED.get() {
+        None => Ok(()),
+        Some(why) => Err(Failure::os("cannot write the result to stdout", why)),
+    }
 }
 
 /// Writes one JSON object to stdout, in lines.

@@ -2,8 +2,11 @@
 
 use crate::args::ReceiveArgs;
 use crate::control::server::ControlServer;
-use crate::exit::{Exit, Failure};
-use crate::host::{Activity, Ended, Host, HostService, Jobs, Watch, has_switched_over};
+use crate::exit::{Exit, Failure, of_listen, of_migration};
+use crate::host::{
+    Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, has_switched_over,
+    wait_for_outcome,
+};
 use crate::output;
 use crate::progress::{Display, Feed};
 use crate::report::{Conditions, Received, Report, Verified};
@@ -13,16 +16,17 @@ use crate::size;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_host_memory};
 use pageferry_machine::EngineChoice;
 use pageferry_migration::channel::Listener;
-use pageferry_migration::handshake::Stranger;
+use pageferry_migration::handshake::{Stranger, refuse_callers};
 use pageferry_migration::{
     DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
-    MigrationError, Resolver,
+    MigrationError, Offer, Resolver,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 
-/// Waits for a VM, receives it, and runs it until somebody wants the end.
+/// Waits for a VM, receives it, and runs it until somebody wants the end. A source that fails
+/// before the switch-over is reported, and the next one is waited for.
 ///
 /// # Errors
 /// What keeps a VM from coming; [`Exit::LinkLost`] when one came in part.
@@ -38,56 +42,151 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         )?),
         None => None,
     };
-    let listener = Listener::bind(&args.listen)?;
+    let listener = Listener::bind(&args.listen).map_err(|e| of_listen(&e))?;
     announce(args, &listener);
+    let feed = Feed::new();
+    loop {
+        let Some(incoming) = accept(&listener, &host, args, interrupts)? else {
+            // Asked for over the control socket: what was wanted.
+            return Ok(());
+        };
+        let display = args.child_of.is_none().then(|| Display::start(&feed));
+        let mut stops = StopRequests::new(interrupts, Some(&host));
+        let taken = while_busy(&listener, || {
+            take_in(&host, incoming, args, &feed, &mut stops)
+        });
+        if let Some(display) = display {
+            display.finish();
+        }
+        let failure = match taken {
+            Ok(vm) => {
+                drop(listener);
+                return keep(args, &host, &vm, &jobs, interrupts);
+            }
+            Err(failure) => failure,
+        };
+        match host.activity() {
+            Activity::Waiting if goes_on(args, &host, interrupts) => {
+                host.set_sampler(None);
+                host.set_vm(None);
+                output::note(&format!("{failure}; still listening"));
+            }
+            Activity::Incomplete { .. } if failure.exit == Exit::LinkLost && server.is_some() => {
+                // Said as an error when the command ends.
+                output::note(&format!(
+                    "{failure}; it stays here until `pageferry quit` or Ctrl-C"
+                ));
+                stops.wait_for_next();
+                return Err(failure);
+            }
+            _ => return Err(failure),
+        }
+    }
+}
+
+/// Whether a destination whose source failed waits for the next one. A demo has one source only.
+fn goes_on(args: &ReceiveArgs, host: &Host, interrupts: &Interrupts) -> bool {
+    args.child_of.is_none() && !interrupts.any() && !host.quits()
+}
+
+/// Waits for a source that offers a VM; `None` if the end was asked for over the control socket.
+fn accept(
+    listener: &Listener,
+    host: &Host,
+    args: &ReceiveArgs,
+    interrupts: &Interrupts,
+) -> Result<Option<Incoming>, Failure> {
     let config = DestinationConfig {
         delivery: args.delivery.delivery.0,
         allocate: !args.sparse,
         ..DestinationConfig::default()
     };
     let stop = || interrupts.any() || host.quits();
-    let mut turned_away = |stranger: &Stranger| {
-        output::note(&format!(
-            "turned away {}: {}; still listening",
-            stranger.peer, stranger.why
-        ));
-    };
-    let incoming = match Incoming::accept(&listener, config, &stop, &mut turned_away) {
-        Ok(incoming) => incoming,
-        // Asked for over the control socket: what was wanted.
-        Err(MigrationError::Cancelled) if host.quits() => return Ok(()),
-        Err(MigrationError::Cancelled) => {
-            return Err(Failure::new(
-                Exit::Cancelled,
-                "cancelled while waiting for a source",
-            ));
-        }
-        Err(e) => return Err(Failure::new(crate::exit::of_migration(&e), e.to_string())),
-    };
-    drop(listener);
-    let feed = Feed::new();
-    let display = args.child_of.is_none().then(|| Display::start(&feed));
-    let taken = take_in(&host, incoming, args, &feed, interrupts);
-    if let Some(display) = display {
-        display.finish();
-    }
-    let vm = match taken {
-        Ok(vm) => vm,
-        Err(failure) => {
-            if failure.exit == Exit::LinkLost
-                && server.is_some()
-                && matches!(host.activity(), Activity::Incomplete { .. })
-            {
-                // Said as an error when the command ends.
-                output::note(&format!(
-                    "{failure}; it stays here until `pageferry quit` or Ctrl-C"
+    loop {
+        match Incoming::accept(listener, config.clone(), &stop, &mut turned_away) {
+            Ok(incoming) => return Ok(Some(incoming)),
+            Err(MigrationError::Cancelled) if host.quits() => return Ok(None),
+            Err(MigrationError::Cancelled) => {
+                return Err(Failure::new(
+                    Exit::Cancelled,
+                    "cancelled while waiting for a source",
                 ));
-                host.wait_for_end(interrupts);
             }
-            return Err(failure);
+            // This host's own trouble would not end by waiting for another source.
+            Err(e @ (MigrationError::Channel(_) | MigrationError::Os { .. })) => {
+                return Err(Failure::new(of_migration(&e), e.to_string()));
+            }
+            Err(e) if !goes_on(args, host, interrupts) => {
+                return Err(Failure::new(of_migration(&e), e.to_string()));
+            }
+            Err(e) => output::note(&format!("turned away a source: {e}; still listening")),
         }
-    };
-    keep(args, &host, &vm, &jobs, interrupts)
+    }
+}
+
+fn turned_away(stranger: &Stranger) {
+    output::note(&format!(
+        "turned away {}: {}; still listening",
+        stranger.peer, stranger.why
+    ));
+}
+
+/// Does `work`, and meanwhile tells every other source that this destination is busy.
+fn while_busy<T>(listener: &Listener, work: impl FnOnce() -> T) -> T {
+    let done = AtomicBool::new(false);
+    /// Set also by a panic, so that the scope can end.
+    struct Done<'a>(&'a AtomicBool);
+    impl Drop for Done<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    std::thread::scope(|scope| {
+        let _done = Done(&done);
+        // Without the thread other sources wait for an answer in vain, and nothing worse happens.
+        let _ = std::thread::Builder::new()
+            .name("busy".into())
+            .spawn_scoped(scope, || {
+                let stop = || done.load(Ordering::Acquire);
+                let mut busy = |stranger: &Stranger| {
+                    output::note(&format!("turned away {}: {}", stranger.peer, stranger.why));
+                };
+                let _ = refuse_callers(listener, &stop, &mut busy);
+            });
+        work()
+    })
+}
+
+/// Checks the offered VM against what this destination is to take, before anything is allocated.
+fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
+    let refuse = |message| Err(Failure::new(Exit::Refused, message));
+    let max_vcpus = args.max_vcpus.unwrap_or_else(default_max_vcpus);
+    if offer.vcpus > max_vcpus {
+        return refuse(format!(
+            "the VM has {} vCPUs, and this destination takes at most {max_vcpus} (--max-vcpus)",
+            offer.vcpus
+        ));
+    }
+    if let Some(max) = args.max_memory
+        && offer.memory_bytes > max
+    {
+        return refuse(format!(
+            "the VM has {} of memory, and this destination takes at most {} (--max-memory)",
+            size::human(offer.memory_bytes),
+            size::human(max)
+        ));
+    }
+    Ok(())
+}
+
+/// Eight vCPUs a core, and 64 at least: each has a thread, whose stack and scheduling cost this
+/// host.
+fn default_max_vcpus() -> u32 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    u32::try_from(cores)
+        .unwrap_or(u32::MAX)
+        .saturating_mul(8)
+        .max(64)
 }
 
 /// Runs the VM that came until the end, and says then what its migration did.
@@ -161,6 +260,7 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
         Exit::Usage => Failure::new(Exit::Refused, e.message),
         _ => e,
     };
+    check_limits(incoming.offer(), args)?;
     let guest = GuestDescription::of_offer(incoming.offer())?;
     check_host_memory(guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
@@ -184,7 +284,7 @@ fn take_in(
     incoming: Incoming,
     args: &ReceiveArgs,
     feed: &Arc<Feed>,
-    interrupts: &Interrupts,
+    stops: &mut StopRequests<'_>,
 ) -> Result<Arc<Vm>, Failure> {
     if args.child_of.is_none() {
         let offer = incoming.offer();
@@ -201,7 +301,7 @@ fn take_in(
             return Err(failure);
         }
     };
-    host.set_vm(&vm);
+    host.set_vm(Some(&vm));
     let watched = Arc::clone(host);
     let runs = move || match watched.activity() {
         Activity::Arriving(phase) => has_switched_over(phase),
@@ -210,7 +310,7 @@ fn take_in(
     host.set_sampler(Some(Sampler::start(&vm, runs)));
     let stop = Arc::new(AtomicBool::new(false));
     let outcome = start(host, incoming, &vm, resolver, &stop, feed)?;
-    match watch(host, &outcome, &stop, feed, interrupts)? {
+    match wait(host, &outcome, &stop, feed, stops)? {
         Ok(report) => {
             let workload = vm.workload();
             host.set_received(Received::new(&report, |page| workload.is_data(page)));
@@ -223,6 +323,9 @@ fn take_in(
         Err(failure) => {
             match failure.vm {
                 DestinationVm::PausedIncomplete { missing } => {
+                    // A request that came before anybody can know of this does not drop what is
+                    // here.
+                    stops.forget();
                     host.set_activity(Activity::Incomplete { missing });
                 }
                 DestinationVm::Discarded => host.set_activity(Activity::Waiting),
@@ -262,46 +365,23 @@ fn start(
     Ok(outcome)
 }
 
-/// Waits for the outcome and does what an interrupt asks for.
-fn watch(
+/// Waits for the outcome and answers requests to stop.
+fn wait(
     host: &Host,
     outcome: &Receiver<Outcome>,
     stop: &AtomicBool,
     feed: &Feed,
-    interrupts: &Interrupts,
+    stops: &mut StopRequests<'_>,
 ) -> Result<Outcome, Failure> {
-    let asked = || interrupts.count() + u32::from(host.quits());
-    let mut seen = 0;
-    let mut told = false;
-    loop {
-        match outcome.recv_timeout(Interrupts::POLL) {
-            Ok(outcome) => return Ok(outcome),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::new(
-                    Exit::Internal,
-                    "the migration's thread ended without an outcome",
-                ));
-            }
-        }
-        let now = asked();
-        if now == seen {
-            continue;
-        }
-        seen = now;
-        let after =
-            matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase));
-        if after && told {
-            let message =
-                "given up after the switch-over: the VM ran here, and ends here with pages missing";
-            return Err(Failure::new(Exit::LinkLost, message));
-        } else if after {
-            told = true;
+    let answers = Answers {
+        switched_over: &|| matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase)),
+        cancel: &|_| stop.store(true, Ordering::Release),
+        finishing: &|| {
             feed.note("the VM runs here and nowhere else: it ends when all of it is here (again: end it now)");
-        } else {
-            stop.store(true, Ordering::Release);
-        }
-    }
+        },
+    };
+    wait_for_outcome(outcome, stops, &answers)
+        .map_err(|none| none.failure("the VM ran here, and ends here with pages missing"))
 }
 
 /// For tests: changes a page, and has the host verify before the guest can repair anything.

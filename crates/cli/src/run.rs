@@ -23,7 +23,7 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let server = ControlServer::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
     let vm = Arc::new(Vm::create(&guest, None)?);
     vm.boot()?;
-    host.set_vm(&vm);
+    host.set_vm(Some(&vm));
     host.set_activity(Activity::Here);
     output::note(&format!(
         "a VM with {} vCPUs and {} runs on {engine} ({because}); control socket {}",

@@ -1,7 +1,7 @@
 //! How far each vCPU is, sampled beside the running guest, for the timeline.
 //!
-//! The sampler reads the vCPUs' control pages through the VMM's own mapping, after asking whether the
-//! page is there, and never touches the vCPUs themselves.
+//! The sampler reads the vCPUs' control pages through the VMM's own mapping, after asking whether
+//! the page is there, and never touches the vCPUs themselves.
 
 use crate::vm::Vm;
 use pageferry_migration::monotonic_ns;
@@ -44,8 +44,8 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Begins to sample `vm` once `ready` holds. Before, pages of a VM that is being received may be
-    /// neither missing nor there, and are left alone.
+    /// Begins to sample `vm` once `ready` holds. Before, pages of a VM that is being received may
+    /// be neither missing nor there, and are left alone.
     pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
         let shared = Arc::<Shared>::default();
         let (vm, ours) = (Arc::clone(vm), Arc::clone(&shared));

@@ -1,8 +1,8 @@
 //! Ctrl-C and its siblings, counted.
 //!
-//! SIGINT, SIGTERM and SIGHUP are one thing to Pageferry: somebody wants it to stop. How often that was
-//! said is a number which every wait polls; what it means depends on what is under way. SIGPIPE stays
-//! ignored, as the Rust runtime sets it: a vanished reader is an error of a write.
+//! SIGINT and SIGTERM ask a command to stop. So does SIGHUP, except for a process that owns a VM: a
+//! terminal that closes must not end a VM. The signals are counted, and every wait polls the count.
+//! SIGPIPE stays ignored, as the Rust runtime sets it: a vanished reader is an error of a write.
 
 use crate::exit::{Exit, Failure};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -21,24 +21,31 @@ impl Interrupts {
     /// How often a wait looks for an interrupt.
     pub(crate) const POLL: Duration = Duration::from_millis(20);
 
-    /// Takes over the signals of this process.
+    /// Takes over the signals of this process. With `owns_vm`, SIGHUP has no effect.
     ///
     /// # Errors
     /// When the host refuses the handlers or a thread.
-    pub(crate) fn install() -> Result<Self, Failure> {
+    pub(crate) fn install(owns_vm: bool) -> Result<Self, Failure> {
         let cannot = |e| Failure::os("cannot handle signals", e);
         let interrupts = Self::default();
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(cannot)?;
-        let count = Arc::clone(&interrupts.count);
+        let counted = interrupts.clone();
         std::thread::Builder::new()
             .name("signals".into())
             .spawn(move || {
-                for _ in &mut signals {
-                    count.fetch_add(1, Ordering::Release);
+                for signal in &mut signals {
+                    if signal != SIGHUP || !owns_vm {
+                        counted.add();
+                    }
                 }
             })
             .map_err(cannot)?;
         Ok(interrupts)
+    }
+
+    /// Counts one more.
+    pub(crate) fn add(&self) {
+        self.count.fetch_add(1, Ordering::Release);
     }
 
     /// How often so far.

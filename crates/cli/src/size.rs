@@ -1,7 +1,7 @@
 //! Sizes of memory as people write them: `512M`, `2G`, `4096K`, `1048576`.
 //!
-//! The suffixes are powers of 1024. What is returned is a size a machine can have, in bytes; whether the
-//! host has that much is another question ([`crate::vm::check_host_memory`]).
+//! The suffixes are powers of 1024. What is returned is a size a machine can have, in bytes;
+//! whether the host has that much is another question ([`crate::vm::check_host_memory`]).
 
 use pageferry_addr::PAGE_SIZE;
 
@@ -51,7 +51,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
 
 fn no_size(text: &str) -> String {
     format!(
-        "'{text}' is no size: write a whole number and K, M, G or T (powers of 1024), like 512M"
+        "invalid size '{text}': expected a whole number and K, M, G or T (powers of 1024), like 512M"
     )
 }
 
@@ -105,13 +105,13 @@ mod tests {
             ("17T", "at most 16T"),
             ("99999999999999999999G", "at most 16T"),
             ("18446744073709551615T", "at most 16T"),
-            ("", "is no size"),
-            ("M", "is no size"),
-            ("-1M", "is no size"),
-            ("1.5G", "is no size"),
-            ("512Q", "is no size"),
-            ("5 1M", "is no size"),
-            ("１M", "is no size"),
+            ("", "invalid size"),
+            ("M", "invalid size"),
+            ("-1M", "invalid size"),
+            ("1.5G", "invalid size"),
+            ("512Q", "invalid size"),
+            ("5 1M", "invalid size"),
+            ("１M", "invalid size"),
         ] {
             let error = parse(text).expect_err(text);
             assert!(error.contains(part), "{text}: {error}");

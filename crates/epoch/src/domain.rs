@@ -4,70 +4,111 @@
 )]
 //! The epoch, and the readers that announce it.
 //!
+//! # Steps
+//!
+//! | step | by | what |
+//! |---|---|---|
+//! | r1 | a reader that takes a guard | loads the epoch `p` |
+//! | r2 | the same | announces `p` |
+//! | r3 | the same | a sequentially consistent fence; a light guard has none (see below) |
+//! | w1 | a writer | a store that unlinks something |
+//! | w2 | the same, taking a stamp | a sequentially consistent fence |
+//! | w3 | the same | loads the epoch: the stamp `e` |
+//! | a1 | a thread that advances the epoch | loads the epoch |
+//! | a2 | the same | a sequentially consistent fence |
+//! | a3 | the same | loads all announcements, and gives up unless each is none or the epoch of a1 |
+//! | a4 | the same | moves the epoch to the next by compare-exchange |
+//! | q1 | a thread that asks whether the domain is quiet | a sequentially consistent fence |
+//! | q2 | the same | loads all announcements |
+//!
+//! A guard loads shared pointers after r3. On x86-64, r2 and r3 are one locked exchange, and the
+//! other fences are locked instructions: see `sync.rs`.
+//!
 //! # Why nothing is freed too early
 //!
-//! A reader takes a guard by (r1) loading the epoch, (r2) announcing it, (r3) a sequentially consistent fence (but see below),
-//! and only then loads shared pointers. A writer unlinks something by (w1) a store, then takes a stamp: (w2) such
-//! a fence, (w3) a load of the epoch `e`. Whoever moves the epoch on does (a1) a load of it, (a2) a fence, (a3)
-//! loads of all announcements, and (a4) a compare-exchange to the next, if each is none or equal to what a1 gave.
+//! Something unlinked with stamp `e` is freed in epoch `e + 2` or later. Let a guard have reached
+//! it.
 //!
-//! Let a guard have reached the thing. Then r3 precedes w2 in the order of fences, or the guard's loads would have
-//! seen w1. So w3 gives at least what r1 gave: the announced epoch `p` is at most `e`. The thing is freed in epoch
-//! `e + 2` or later, so somebody moves the epoch from `e + 1` on, after w3; its a2 comes after r3 too (it
-//! read an epoch at least as new as w3, whose fence came after r3), so its a3 sees the announcement of `p`, or the guard's
-//! end. `p` is not `e + 1`, so it must have seen the end. That store has release order and a fence
-//! with acquire order follows a3, so all the guard did happens before a4, and before the free, whose load
-//! of the epoch acquires a4.
+//! 1. r3 precedes w2 in the order of fences. Otherwise the guard's loads would have seen w1.
+//! 2. So w3 returns at least what r1 returned: `p` is at most `e`.
+//! 3. Some thread moves the epoch on from `e + 1`, after w3.
+//! 4. That thread's a2 comes after r3: its a1 read an epoch at least as new as w3's, and the fence
+//!    of w3 came after r3.
+//! 5. So its a3 sees the announcement of `p`, or the end of the guard.
+//! 6. `p` is not `e + 1`, so its a3 saw the end.
+//! 7. The end is a release store, and a fence with acquire order follows a3. So all that the guard
+//!    did happens before a4.
+//! 8. The free loads the epoch that a4 wrote, with acquire order. So all that the guard did happens
+//!    before the free.
 //!
-//! On x86, r2 and r3 are one locked exchange, and other fences locked instructions: see `sync.rs`.
+//! The same holds for any store w1 and whatever is retired after it: it is not freed while there is
+//! a guard whose loads did not see w1.
 //!
-//! What is said of the thing and of w1 holds of any store w1 and what is retired after it: it is not freed while there is a guard
-//! whose loads did not see w1.
+//! # Why light guards are as good
 //!
-//! # Why guards without a fence are as good
+//! In a domain with a barrier most guards are *light*: they have no r3. `mode.rs` proves this
+//! promise for each a2 and each q1: either the loads of announcements that follow it see what the
+//! guard announced (or a later announcement of that reader), or the guard's loads see what came
+//! before that a2 or q1. The sections on quiet domains and on later guards use r3 for no more than
+//! that. The section above also compares r3 with w2. Two steps replace steps 1 to 5. Let a light
+//! guard have reached the thing, so its loads did not see w1.
 //!
-//! In a domain with a barrier most guards are *light*: they have no r3. Then `mode.rs` promises for each a2 and each q1 (below) that the
-//! loads of the announcements find what the guard has announced, or a later announcement of that reader; or else the guard's loads see
-//! what came before that a2 or q1. For what follows below that is what r3 is for. For what is above it takes two steps, in place of the
-//! comparison with w2. Let a light guard have reached the thing, so its loads did not see w1. First, `p` is at most `e`: w1 was seen by
-//! all processors when w3 loaded `e`, thus before any saw a greater epoch; had r1, which acquires, given one, the guard would
-//! have seen w1. Second, whoever moves the epoch on from `e + 1` has read that in a1, so w1 came before its a2, and the guard's loads do
-//! not see what came before that; so its a3 finds `p`, or the guard's end.
+//! 1. All processors see w1 before any sees an epoch above `e`, as w3 loaded `e` after the fence
+//!    w2.
+//! 2. r1 has acquire order. Had it returned an epoch above `e`, the guard would have seen w1. So
+//!    `p` is at most `e`.
+//! 3. The thread that moves the epoch on from `e + 1` read that epoch in its a1, so w1 came before
+//!    its a2.
+//! 4. The guard's loads do not see what came before that a2. So, by the promise, its a3 sees `p` or
+//!    the end of the guard.
 //!
-//! # Why what is old may go when it is quiet
+//! # Why everything retired may go when the domain is quiet
 //!
-//! [`Domain::is_quiet`] fences (q1) and looks at all announcements (q2). Let somebody unlink things, take a stamp, move the
-//! epoch on to `n`, and then find it quiet. A guard that q2 did not see has ended, and all it did happens before; or its r3
-//! comes after q1, so its loads see the things unlinked, and its check of the epoch sees `n`. A guard of epoch `n`
-//! has read what a4 wrote, after the things were unlinked, so it has not reached them either. So nobody uses the
-//! things, or will: neither a guard, nor what a guard of epoch `n` has remembered for later (below).
+//! Let a writer unlink things, take a stamp, move the epoch on to `n`, and then find the domain
+//! quiet.
 //!
-//! # Why what one guard reached may be used under a later one
+//! 1. A guard that q2 did not see has ended, or its r3 comes after q1.
+//! 2. If it has ended, all that it did happens before what the writer does next.
+//! 3. If its r3 comes after q1, its loads see that the things are unlinked, and its check of the
+//!    epoch sees `n`.
+//! 4. A guard of epoch `n` has read what a4 wrote, after the things were unlinked. So it has not
+//!    reached them either.
+//! 5. So no guard uses the things, and no reader remembers them under epoch `n` (next section).
 //!
-//! [`Guard::epoch`] gives the announced epoch `p` if it is still current, so it was after r3. What a guard of epoch `p`
-//! reached was unlinked, if at all, with a stamp of `p` or later (above), so it is not freed before epoch
-//! `p + 2`. A later guard of the same reader, or another, whose `epoch` gives `p` as well keeps the epoch at
-//! `p + 1` at most: whoever moves it on from `p + 1` had read that value before its fence, so that fence comes
-//! after the guard's r3 (else the guard's check, a load after r3, would have seen `p + 1`), so it sees the
-//! announcement of `p`, which is not `p + 1`. Hence caches of pointers need no more than to remember the epoch.
+//! # Why a later guard of the same epoch may use what an earlier one reached
+//!
+//! [`Guard::epoch`] returns the announced epoch `p` if the epoch is still `p` when it looks, after
+//! r3.
+//!
+//! 1. What such a guard reached was unlinked, if at all, with a stamp of `p` or later (first
+//!    section). So it is not freed before epoch `p + 2`.
+//! 2. Let a later guard, of this or another reader, also have `p` from [`Guard::epoch`].
+//! 3. A thread that moves the epoch on from `p + 1` read `p + 1` before its a2.
+//! 4. That a2 comes after the later guard's r3. Otherwise the guard's check, a load after r3, would
+//!    have seen `p + 1`.
+//! 5. So that thread sees the announcement of `p`, which is not `p + 1`, and gives up. The epoch
+//!    stays at `p + 1` at most while the later guard lasts.
+//!
+//! Hence a cache of pointers need only remember the epoch.
 
 use crate::Barrier;
-use crate::mode::{CALM, Mode, Seen};
+use crate::mode::{Mode, QUIET_GUARDS, Seen};
 use crate::sync::{
     AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence, light_fence,
 };
+use alloc::alloc::{Layout, alloc};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use core::cell::Cell;
 use core::fmt;
 use core::ptr;
 
-/// The count of epochs at some moment; 64 bits do not wrap.
+/// An epoch: a count of advances, in 64 bits that do not wrap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Epoch(u64);
 
 impl Epoch {
-    /// An epoch that never is: less than all others.
+    /// An epoch that no domain is ever in: less than all others.
     pub const NEVER: Self = Self(0);
 
     /// Whether what was unlinked in `self` may be freed in `now`.
@@ -75,8 +116,8 @@ impl Epoch {
         now.0 >= self.0 + 2
     }
 
-    /// Which of three consecutive epochs this is: 0, 1 or 2. For tables with one place an epoch, whose places of the
-    /// epoch after next nobody uses any more.
+    /// The epoch modulo 3. A table with one place an epoch needs three places: when an epoch
+    /// begins, nobody uses the place of the epoch after it any more.
     #[must_use]
     pub const fn modulo_3(self) -> usize {
         (self.0 % 3) as usize
@@ -89,51 +130,73 @@ impl Epoch {
     }
 }
 
+/// The allocator refused memory. Nothing has changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfMemory {
+    /// How much was asked for.
+    pub bytes: usize,
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = self.bytes;
+        write!(
+            f,
+            "the allocator refused {bytes} bytes; nothing has changed: free memory and try again"
+        )
+    }
+}
+
+impl core::error::Error for OutOfMemory {}
+
 /// Readers, and the epoch that they announce. Shared by `Arc`.
 #[derive(Debug)]
 #[repr(align(64))]
 pub struct Domain {
     epoch: AtomicU64,
-    /// Whether readers fence, and whether somebody excludes. In the line of `epoch`, as guards read both.
+    /// Whether readers fence, and whether a thread excludes. In the line of `epoch`, as guards
+    /// read both.
     pub(crate) mode: Mode,
-    /// How many wait for exclusive work to end. It is written by those only, so it need not have a line of its own.
+    /// How many threads wait for exclusive work to end. Only those write it, so it needs no line
+    /// of its own.
     pub(crate) kept_out: AtomicU64,
     /// The records of all readers there ever were; freed with the domain.
     records: AtomicPtr<Record>,
-}
-
-/// What came of [`Domain::try_advance_seldom`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[must_use]
-pub enum Attempt {
-    /// The epoch is as it was: a guard announces an older one.
-    Held,
-    /// Another thread has moved the epoch on at the same time.
-    Raced,
-    /// The epoch has moved on, and some guard announces the one before.
-    Moved,
-    /// The epoch has moved on, and no guard was seen. There may be one by now: see [`Domain::is_quiet`].
-    MovedAlone,
-}
-
-impl Attempt {
-    /// Whether this attempt has moved the epoch on.
-    #[must_use]
-    pub const fn has_moved(self) -> bool {
-        matches!(self, Self::Moved | Self::MovedAlone)
-    }
 }
 
 /// One reader's announcement, in cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Record {
-    /// Twice the epoch of the reader's guard, and [`SHARES`] where it is a shared one; 0 without a guard.
+    /// Twice the epoch of the reader's guard, plus [`SHARES`] for a shared guard; 0 without a
+    /// guard.
     announced: AtomicU64,
     /// Whether a [`Reader`] owns the record.
     owned: AtomicBool,
-    /// The record that was the first before this one came; never changes.
+    /// The record that was first in the list before this one; never changes.
     next: *mut Record,
+}
+
+impl Record {
+    /// A record that a reader owns.
+    fn new() -> Result<Box<Self>, OutOfMemory> {
+        const LAYOUT: Layout = Layout::new::<Record>();
+        // SAFETY: the layout's size is not 0.
+        let memory: *mut Self = unsafe { alloc(LAYOUT) }.cast();
+        if memory.is_null() {
+            let bytes = LAYOUT.size();
+            return Err(OutOfMemory { bytes });
+        }
+        // SAFETY: just allocated by the global allocator, with the layout of a record, as a box is.
+        unsafe {
+            memory.write(Self {
+                announced: AtomicU64::new(NONE),
+                owned: AtomicBool::new(true),
+                next: ptr::null_mut(),
+            });
+            Ok(Box::from_raw(memory))
+        }
+    }
 }
 
 const NONE: u64 = 0;
@@ -141,29 +204,30 @@ const NONE: u64 = 0;
 pub(crate) const SHARES: u64 = 1;
 
 impl Domain {
-    /// A domain without readers. Taking a guard is an exchange that is a full memory barrier.
+    /// A domain without readers, all of whose guards fence.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Self::with_barrier(None)
     }
 
-    /// A domain without readers, most of whose guards need no memory barrier: `barrier` makes one in all threads where somebody
-    /// moves the epoch on or excludes.
+    /// A domain without readers, most of whose guards need no fence: a thread that advances the
+    /// epoch or excludes calls `barrier`, which fences in all threads.
     ///
-    /// Readers go through barriers of their own as long as no one of them has 500 guards between two such demands; so
-    /// frequent demands do not call `barrier` each time. Who knows that it demands seldom says so ([`try_advance_seldom`](Self::try_advance_seldom)). Without a barrier it is [`new`](Self::new). It is not used on processors other than x86-64,
-    /// AArch64 and RISC-V, nor under Miri and ThreadSanitizer, which cannot see it.
+    /// Readers fence themselves until one of them has taken some 500 guards between two such calls,
+    /// so frequent advances do not call `barrier` each time. Without a barrier this is
+    /// [`new`](Self::new). The barrier is used on x86-64 only, and not under ThreadSanitizer,
+    /// which cannot see it.
     ///
     /// ```
     /// # #[cfg(feature = "membarrier")]
     /// # {
     /// use pageferry_epoch::{Barrier, Domain};
     ///
-    /// // `None` where the kernel has no such barrier: then readers go through one of their own each time.
+    /// // `None` where the kernel has no such barrier. Then each guard fences.
     /// let domain = Domain::with_barrier(Barrier::membarrier());
     /// let mut reader = domain.register();
     /// let guard = reader.pin();
-    /// // What is reached here stays until the guard goes.
+    /// // What is reached here stays until the guard is dropped.
     /// drop(guard);
     /// assert!(domain.try_advance());
     /// # }
@@ -178,46 +242,46 @@ impl Domain {
         })
     }
 
-    /// Whether readers may go without barriers of their own: it was made [with](Self::with_barrier) one, on processors where that is enough.
-    #[inline]
-    #[must_use]
-    pub fn has_barrier(&self) -> bool {
-        self.mode.has_barrier()
-    }
-
-    /// A new reader, for one thread at a time. Takes the record of one that has gone, or allocates one.
+    /// A new reader, for one thread at a time: [`try_register`](Self::try_register) for callers
+    /// that do not handle a lack of memory.
+    ///
+    /// # Panics
+    /// If the allocator refuses a record.
     #[must_use]
     pub fn register(self: &Arc<Self>) -> Reader {
+        self.try_register()
+            .unwrap_or_else(|error| panic!("no reader: {error}"))
+    }
+
+    /// A new reader, for one thread at a time. It takes the record of a reader that was dropped, or
+    /// allocates one.
+    ///
+    /// # Errors
+    /// If the allocator refuses a record.
+    pub fn try_register(self: &Arc<Self>) -> Result<Reader, OutOfMemory> {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
             // SAFETY: records in the list are freed with the domain only, which is borrowed here.
             let known = unsafe { &*record };
             if !known.owned.load(Ordering::Relaxed) && !known.owned.swap(true, Ordering::Acquire) {
-                return self.reader(record);
+                return Ok(self.reader(record));
             }
             record = known.next;
         }
+        let raw = Box::into_raw(Record::new()?);
         let mut first = self.records.load(Ordering::Relaxed);
-        let mut record = Box::new(Record {
-            announced: AtomicU64::new(NONE),
-            owned: AtomicBool::new(true),
-            next: first,
-        });
         loop {
-            let raw = Box::into_raw(record);
-            // Release: who finds the record finds what is in it. A scan that misses it because it came too
-            // early is as one that finds no announcement: this comes before the announcement.
+            // SAFETY: made above, and not shared before the exchange succeeds.
+            unsafe { (*raw).next = first };
+            // Release: a thread that finds the record finds what is in it. A scan that comes too
+            // early to find the record is as good as one that finds no announcement,
+            // which comes after this.
             match self
                 .records
                 .compare_exchange(first, raw, Ordering::AcqRel, Ordering::Relaxed)
             {
-                Ok(_) => return self.reader(raw),
-                Err(now) => {
-                    first = now;
-                    // SAFETY: made by `into_raw` above and not shared, as the exchange failed.
-                    record = unsafe { Box::from_raw(raw) };
-                    record.next = first;
-                }
+                Ok(_) => return Ok(self.reader(raw)),
+                Err(now) => first = now,
             }
         }
     }
@@ -226,7 +290,7 @@ impl Domain {
         Reader {
             domain: Arc::clone(self),
             record,
-            calm: Cell::new(Calm::NOT),
+            streak: Cell::new(Streak::NONE),
         }
     }
 
@@ -234,67 +298,48 @@ impl Domain {
     #[inline]
     #[must_use]
     pub fn epoch(&self) -> Epoch {
-        // Acquire: all that guards did which the epoch waited for happens before what is done next.
+        // Acquire: what the guards did for which the epoch waited happens before what the caller
+        // does next.
         Epoch(self.epoch.load(Ordering::Acquire))
     }
 
-    /// The stamp of all that the caller has unlinked before: see [`Limbo::retire`](crate::Limbo::retire).
+    /// The stamp of all that the caller has unlinked before: see
+    /// [`Limbo::retire`](crate::Limbo::retire).
     #[inline]
     #[must_use]
     pub fn stamp(&self) -> Epoch {
-        full_fence();
-        Epoch(self.epoch.load(Ordering::Relaxed))
+        full_fence(); // (w2)
+        Epoch(self.epoch.load(Ordering::Relaxed)) // (w3)
     }
 
-    /// Moves the epoch on, unless a guard announces an older one or another thread moves it at the same time. Any thread may call it; it looks at every reader's
-    /// record once. Two advances after a stamp was taken, what has that stamp may be freed.
+    /// Moves the epoch on, unless a guard announces an older one or another thread moves it at the
+    /// same time. Any thread may call it. It looks at every reader's record once. Two advances
+    /// after a stamp was taken, what has that stamp may be freed.
     pub fn try_advance(&self) -> bool {
-        let attempt = self.advance(Mode::demand);
-        if attempt == Attempt::Held {
-            self.mode.ask_again();
-        }
-        attempt.has_moved()
-    }
-
-    /// [`try_advance`](Self::try_advance) for who calls it seldom, having much to free each time: in a domain
-    /// [with a barrier](Self::with_barrier) readers go on without barriers of their own, and each call pays for one in all threads, where they do.
-    /// It pays where a reader takes some hundred guards or more between two calls.
-    pub fn try_advance_seldom(&self) -> Attempt {
-        self.advance(Mode::demand_of_light)
-    }
-
-    fn advance(&self, demand: impl FnOnce(&Mode)) -> Attempt {
         // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
-        let epoch = self.epoch.load(Ordering::Acquire);
-        demand(&self.mode);
-        let mut alone = true;
-        if self.any_announced(|announced| {
-            alone &= announced == NONE;
-            announced != NONE && announced >> 1 != epoch
-        }) {
-            return Attempt::Held;
+        let epoch = self.epoch.load(Ordering::Acquire); // (a1)
+        self.mode.fence_before_scan(); // (a2)
+        if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
+            self.mode.count_failed_scan();
+            return false;
         }
         fence(Ordering::Acquire);
         let (both, failed) = (Ordering::AcqRel, Ordering::Relaxed);
-        match self.epoch.compare_exchange(epoch, epoch + 1, both, failed) {
-            Ok(_) if alone => Attempt::MovedAlone,
-            Ok(_) => Attempt::Moved,
-            Err(_) => Attempt::Raced,
-        }
+        self.epoch
+            .compare_exchange(epoch, epoch + 1, both, failed) // (a4)
+            .is_ok()
     }
-}
 
-impl Domain {
-    /// Whether there is no guard at this moment. Then all that was retired before the last successful
-    /// [`try_advance`](Self::try_advance) by the caller, or before one that happened earlier, may be freed at
-    /// once, whatever its stamp: see [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once, and leaves
-    /// readers without barriers of their own where they are ([`try_advance_seldom`](Self::try_advance_seldom)).
+    /// Whether there is no guard at this moment. If so, everything that was retired before the
+    /// caller's last successful [`try_advance`](Self::try_advance), or before an advance that
+    /// happened earlier, may be freed at once, whatever its stamp: see
+    /// [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
     pub fn is_quiet(&self) -> bool {
-        self.mode.demand_of_light();
+        self.mode.fence_before_scan(); // (q1)
         if self.any_announced(|announced| announced != NONE) {
             return false;
         }
-        // All that guards did which have gone happens before what the caller does next.
+        // All that ended guards did happens before what the caller does next.
         fence(Ordering::Acquire);
         true
     }
@@ -304,7 +349,8 @@ impl Domain {
         self.any_announcement(|announced| found(announced.load(SCAN)))
     }
 
-    /// Whether `found` holds for the word of a reader's announcement. It may wait for another value.
+    /// Whether `found` holds for the word of a reader's announcement. `found` may wait for another
+    /// value.
     pub(crate) fn any_announcement(&self, mut found: impl FnMut(&AtomicU64) -> bool) -> bool {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
@@ -334,28 +380,28 @@ impl Drop for Domain {
 pub struct Reader {
     domain: Arc<Domain>,
     record: *const Record,
-    /// Makes the reader `!Sync`, too, as pinning it by `&mut` asks for.
-    calm: Cell<Calm>,
+    /// Also makes the reader `!Sync`, as pinning by `&mut` requires.
+    streak: Cell<Streak>,
 }
 
-/// How many guards in a row have fenced in vain.
+/// How many guards in a row have fenced although no thread scanned: word and epoch stayed the same.
 #[derive(Clone, Copy)]
-struct Calm {
+struct Streak {
     mode: Seen,
     epoch: Epoch,
     guards: u32,
 }
 
-impl Calm {
-    const NOT: Self = Self {
+impl Streak {
+    const NONE: Self = Self {
         mode: Seen::NEVER,
         epoch: Epoch::NEVER,
         guards: 0,
     };
 }
 
-// SAFETY: the record is shared by atomics only and lives as long as `domain`; a reader is used from one thread
-// at a time since it is not `Sync` and pinning it takes `&mut`.
+// SAFETY: the record is shared by atomics only and lives as long as `domain`. One thread at a time
+// uses a reader, since it is not `Sync` and pinning it takes `&mut`.
 unsafe impl Send for Reader {}
 
 impl Reader {
@@ -364,7 +410,8 @@ impl Reader {
         unsafe { &*self.record }
     }
 
-    /// Takes a guard. Wait-free: some loads and one exchange, or one store ([`Domain::with_barrier`]).
+    /// Takes a guard. Wait-free: a few loads, and one exchange or one store
+    /// ([`Domain::with_barrier`]).
     #[inline]
     pub fn pin(&mut self) -> Guard<'_> {
         let announced = self.announce(0);
@@ -378,21 +425,22 @@ impl Reader {
     #[inline]
     pub(crate) fn announce(&self, flags: u64) -> Announced {
         let (domain, announced) = (&*self.domain, &self.record().announced);
-        // Acquire: a light guard sees what was unlinked before this epoch.
+        // Acquire: a light guard sees what was unlinked before this epoch. (r1)
         let epoch = Epoch(domain.epoch.load(Ordering::Acquire));
         let announcement = epoch.0 << 1 | flags;
         // Models of domains without a barrier go without the load.
         let asks = domain.mode.has_barrier() || !cfg!(loom);
         if asks && domain.mode.load(Ordering::Relaxed).is_light() {
-            // Release: what an earlier guard of this reader did happens before whoever sees this announcement. (l1 to l4)
+            // Release: what an earlier guard of this reader did happens before a scan that sees
+            // this. (l1 to l4)
             announced.store(announcement, Ordering::Release);
             light_fence();
             if domain.mode.load(Ordering::Acquire).is_light() {
                 return Announced { epoch, light: true };
             }
-            fence_after_all();
+            fence_late();
         } else if domain.mode.has_barrier() {
-            self.announce_calmly(epoch, announcement);
+            self.announce_and_count(epoch, announcement);
         } else {
             announce_and_fence(announced, announcement);
         }
@@ -402,29 +450,30 @@ impl Reader {
         }
     }
 
-    /// Announces with a fence where that need not be so, if it was in vain often enough.
+    /// Announces and fences in a domain with a barrier. After enough guards without a scan between
+    /// them it turns the domain light.
     #[inline(never)]
-    fn announce_calmly(&self, epoch: Epoch, announcement: u64) {
+    fn announce_and_count(&self, epoch: Epoch, announcement: u64) {
         announce_and_fence(&self.record().announced, announcement);
         let mode = self.domain.mode.load(Ordering::Relaxed);
-        let calm = self.calm.get();
-        if calm.mode != mode || calm.epoch != epoch {
-            self.calm.set(Calm {
+        let streak = self.streak.get();
+        if streak.mode != mode || streak.epoch != epoch {
+            self.streak.set(Streak {
                 mode,
                 epoch,
                 guards: 1,
             });
-        } else if calm.guards < CALM {
-            self.calm.set(Calm {
-                guards: calm.guards + 1,
-                ..calm
+        } else if streak.guards < QUIET_GUARDS {
+            self.streak.set(Streak {
+                guards: streak.guards + 1,
+                ..streak
             });
         } else {
             self.domain.mode.turn_light(mode);
         }
     }
 
-    /// Ends what was announced. Release: what the guard did happens before whoever sees this.
+    /// Ends the announcement. Release: what the guard did happens before a scan that sees this.
     #[inline]
     pub(crate) fn withdraw(&self) {
         self.record().announced.store(NONE, Ordering::Release);
@@ -439,7 +488,7 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // A guard that was forgotten ends here.
+        // A guard that was forgotten (`mem::forget`) ends here.
         self.withdraw();
         // Release: the next owner announces after this one has ended.
         self.record().owned.store(false, Ordering::Release);
@@ -452,10 +501,11 @@ impl fmt::Debug for Reader {
     }
 }
 
-/// Announces, and goes through a full memory barrier.
+/// Announces, and fences. (r2, r3)
 #[inline]
 fn announce_and_fence(announced: &AtomicU64, announcement: u64) {
-    // Release: what an earlier guard of this reader did happens before whoever sees this announcement.
+    // Release: what an earlier guard of this reader did happens before a scan that sees this
+    // announcement.
     #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
     {
         use crate::sync::full_fence_after_exchange;
@@ -470,21 +520,22 @@ fn announce_and_fence(announced: &AtomicU64, announcement: u64) {
     }
 }
 
-/// What a guard does that began light and is not.
+/// The fence of a guard that began light and found that readers must fence.
 #[cold]
-fn fence_after_all() {
+fn fence_late() {
     full_fence();
 }
 
-/// What a reader announced just now.
+/// What a reader has announced.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Announced {
     epoch: Epoch,
-    /// Whether that was without a fence. Then nobody excluded, and who does so from then on finds it.
+    /// Whether that was without a fence. Then no thread excluded, and a thread that excludes later
+    /// finds it.
     pub(crate) light: bool,
 }
 
-/// Witness that nothing the reader reaches is freed.
+/// While it lives, nothing that the reader reaches is freed.
 #[derive(Debug)]
 #[must_use = "what was reached may be freed as soon as the guard is dropped"]
 pub struct Guard<'reader> {
@@ -493,9 +544,9 @@ pub struct Guard<'reader> {
 }
 
 impl Guard<'_> {
-    /// The epoch this guard holds, or [`Epoch::NEVER`] where that has moved on since. What a guard reached may be used
-    /// under any guard of the same domain that has had the same epoch, other than `NEVER`; see the module's first
-    /// lines. One load.
+    /// The epoch that this guard announces, or [`Epoch::NEVER`] if the epoch has moved on since.
+    /// What a guard reached may be used under any guard of the same domain with the same epoch,
+    /// other than `NEVER`. One load.
     #[inline]
     #[must_use]
     pub fn epoch(&self) -> Epoch {
@@ -511,8 +562,8 @@ impl Guard<'_> {
         self.reader.domain.epoch.load(Ordering::Relaxed) != self.announced.epoch.0
     }
 
-    /// As if the guard were dropped and taken again, at the price of one load where the epoch has not moved. A
-    /// reader that holds its guard for long calls it now and then, so that memory can be freed.
+    /// Drops the guard and takes it again, for one load if the epoch has not moved. A reader that
+    /// holds a guard for long calls this now and then, so that memory can be freed.
     #[inline]
     pub fn refresh(&mut self) {
         self.refresh_as(0);

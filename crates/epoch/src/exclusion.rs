@@ -1,35 +1,51 @@
 //! Shared and exclusive work, by the announcements that guards make anyway.
 //!
-//! **Guarantee.** While an [`Exclusive`] is held there is neither a [`Shared`] guard of its domain nor another
-//! `Exclusive`, and what the one did happens before what the next does. Plain guards are neither kept out nor waited
-//! for. Whoever excludes comes before those who want to share from then on.
+//! **Guarantee.** While an [`Exclusive`] is held there is neither a [`Shared`] guard of its domain
+//! nor another `Exclusive`, and what the one did happens before what the next does. Exclusive work
+//! neither keeps plain guards out nor waits for them. A thread that excludes comes before those
+//! that want to share from then on.
 //!
-//! **Mechanism.** A readers/writer lock whose readers write no cache line that another reader writes. A shared guard
-//! has one bit more in its announcement, in the reader's own line. To exclude is to set one bit of a word that sharers
-//! read, in the line of the epoch that they read anyway, and to wait for every announcement that has the bit. So
-//! sharing costs one load more than a plain guard, however many share; excluding costs a look at every reader.
+//! **Mechanism.** A readers/writer lock whose readers write no cache line that another reader
+//! writes. A shared guard has one bit more in its announcement, in the reader's own line. To
+//! exclude is to set one bit of a word that sharers read, in the line of the epoch that they read
+//! anyway, and to wait for every announcement that has the bit. So sharing costs one load more than
+//! a plain guard, however many share. Excluding costs a look at every reader.
 //!
-//! # Why the two sides keep each other out
+//! # Steps
 //!
-//! A sharer (s1) announces with the bit, (s2) fences, sequentially consistent, and (s3) loads the word;
-//! it has a guard where nobody excludes, and withdraws otherwise. An excluder (x1) sets the word's bit by
-//! compare-exchange, (x2) fences likewise, (x3) loads each announcement until it has seen it once without the bit, and
-//! then (x4) fences with acquire order. At its end it (x5) takes the word's bit away with release order.
+//! | step | by | what |
+//! |---|---|---|
+//! | s1 | a sharer | announces with the bit |
+//! | s2 | the same | a sequentially consistent fence; a light guard has none (`mode.rs`) |
+//! | s3 | the same | loads the word; it has a guard if nobody excludes, and withdraws otherwise |
+//! | x1 | a thread that excludes | sets the word's bit by compare-exchange |
+//! | x2 | the same | a sequentially consistent fence |
+//! | x3 | the same | loads each announcement until it has seen it once without the bit |
+//! | x4 | the same | a fence with acquire order |
+//! | x5 | the same, at its end | removes the word's bit with release order |
 //!
-//! *One of them sees the other.* If s2 precedes x2 in the order of fences, x3 finds the reader's record and reads s1
-//! or something later: it waits until the guard has ended. If x2 precedes s2, s3 sees x1 or something later; if that
-//! has no such bit, exclusive work had already ended. A word from before x1 it cannot be. Hence it does no harm
-//! that x3 looks at one reader after the other: who is passed has no guard, and gets none before x5. Light guards do not
-//! fence at s2; `mode.rs`, whose word it is, says why that is as good.
+//! # Why one of the two sees the other
 //!
-//! *What happens before.* A guard ends with a release store, and so does what the reader announces next, so whatever
-//! x3 has read instead of the bit, x4 orders all that the guard did before what the excluder does. In the other
-//! direction s3 acquires x5. All that changes the word does so by exchanges that acquire and release, so exclusive work is one
-//! chain, and reading what is later than an x5 is as good as reading it.
+//! 1. Let s2 precede x2 in the order of fences. Then x3 finds the reader's record and reads s1 or
+//!    something later. So it waits until the guard has ended.
+//! 2. Let x2 precede s2. Then s3 sees x1 or something later. If that has no such bit, the exclusive
+//!    work had already ended. It cannot be a word from before x1.
+//! 3. So x3 may look at one reader after the other: a reader that it has passed has no guard, and
+//!    gets none before x5.
+//!
+//! Light guards do not fence at s2. `mode.rs`, whose word it is, says why they are as good.
+//!
+//! # What happens before what
+//!
+//! 1. A guard ends with a release store, and the reader's next announcement is one too. So whatever
+//!    x3 reads instead of the bit, x4 orders all that the guard did before what the excluding
+//!    thread does.
+//! 2. In the other direction s3 acquires x5.
+//! 3. All changes of the word are exchanges that acquire and release. So exclusive work is one
+//!    chain, and reading a word later than an x5 is as good as reading that x5.
 //!
 //! A refreshed guard announces another epoch with the same bit, by one store, so x3 sees no gap.
-//!
-//! The count of those who wait is a hint: it orders nothing.
+//! The count of waiting threads is a hint: it orders nothing.
 
 use crate::domain::{Announced, Domain, Guard, Reader, SHARES};
 use crate::sync::{Ordering, SCAN, fence};
@@ -38,14 +54,16 @@ use core::hint;
 use core::mem;
 use core::ops::Deref;
 
-/// How often who wants to exclude looks whether those who wait have come to their turn. A delay that orders nothing, so models
-/// go without.
+/// How often a thread that wants to exclude checks whether waiting threads have had their turn. The
+/// delay orders nothing, so models have none.
 const GIVE_WAY: u32 = if cfg!(loom) { 0 } else { 8 };
 
 impl Reader {
-    /// Takes a guard that keeps exclusive work out; calls `relax` while there is some, or somebody waits for it.
+    /// Takes a guard that keeps exclusive work out. Calls `relax` while there is exclusive work or
+    /// a thread waits for it.
     ///
-    /// A thread that holds an [`Exclusive`] of the domain must not call it: it would wait for itself.
+    /// A thread that holds an [`Exclusive`] of the domain must not call it: it would wait for
+    /// itself.
     #[inline]
     pub fn share(&mut self, relax: impl FnMut()) -> Shared<'_> {
         let mut announced = self.announce(SHARES);
@@ -58,10 +76,10 @@ impl Reader {
         })
     }
 
-    /// Takes a guard that keeps exclusive work out, unless there is some or somebody waits for it. Wait-free: what
-    /// [`pin`](Self::pin) does, and one load.
+    /// Takes a guard that keeps exclusive work out, unless there is exclusive work or a thread
+    /// waits for it. Wait-free: what [`pin`](Self::pin) does, and one load.
     ///
-    /// Without success it still is, for a moment, in the way of [`Domain::try_exclude`].
+    /// A call that fails can still make [`Domain::try_exclude`] fail, for a moment.
     #[inline]
     pub fn try_share(&mut self) -> Option<Shared<'_>> {
         let announced = self.announce(SHARES);
@@ -75,9 +93,9 @@ impl Reader {
         }))
     }
 
-    /// [`try_share`](Self::try_share), but where there is exclusive work it looks again, after each of at most `turns` calls of
-    /// `relax`, and counts as somebody who waits meanwhile: for those who must not wait for long, and would have to
-    /// begin something again if they had no success.
+    /// [`try_share`](Self::try_share), but beside exclusive work it tries again after each of at
+    /// most `turns` calls of `relax`, and counts as waiting meanwhile. For callers that must
+    /// not wait for long, and that would have to start over if it failed.
     #[inline]
     pub fn share_within(&mut self, turns: u32, relax: impl FnMut()) -> Option<Shared<'_>> {
         let mut announced = self.announce(SHARES);
@@ -90,7 +108,8 @@ impl Reader {
         }))
     }
 
-    /// Withdraws, and announces when there is no exclusive work, unless that takes more than `turns` calls of `relax`.
+    /// Withdraws, and announces again when there is no exclusive work; gives up after `turns` calls
+    /// of `relax`.
     #[cold]
     fn announce_within(&self, turns: u32, mut relax: impl FnMut()) -> Option<Announced> {
         self.withdraw();
@@ -112,9 +131,9 @@ impl Reader {
         None
     }
 
-    /// Waits without a guard, calling `relax`, until there is a moment without exclusive work, and counts as somebody who
-    /// waits meanwhile. For those who had no success with [`try_share`](Self::try_share) and shall not try again in vain;
-    /// what exclusive work did is ordered before their next success, not before this returns.
+    /// Waits without a guard, calling `relax`, until there is a moment without exclusive work;
+    /// counts as waiting meanwhile. For callers whose [`try_share`](Self::try_share) failed.
+    /// What exclusive work did is ordered before their next success, not before this returns.
     pub fn wait_included(&self, mut relax: impl FnMut()) {
         if self.domain().is_excluded() {
             let _counted = KeptOut::new(self.domain());
@@ -124,8 +143,8 @@ impl Reader {
         }
     }
 
-    /// Withdraws, and announces when there is no exclusive work. It counts as waiting until it has succeeded, so that
-    /// [`Exclusive::yield_now`] does not come before it again.
+    /// Withdraws, and announces again when there is no exclusive work. It counts as waiting until
+    /// it succeeds, so that [`Exclusive::yield_now`] does not overtake it.
     #[cold]
     fn announce_later(&self, mut relax: impl FnMut()) -> Announced {
         let _counted = KeptOut::new(self.domain());
@@ -141,7 +160,7 @@ impl Reader {
         }
     }
 
-    /// Whether what was just announced is no guard. (s3)
+    /// Whether exclusive work keeps out what was just announced. (s3)
     #[inline]
     fn is_kept_out(&self, announced: Announced) -> bool {
         // Acquire: what exclusive work did happens before what the guard does.
@@ -164,24 +183,25 @@ impl<'reader> Deref for Shared<'reader> {
 }
 
 impl Shared<'_> {
-    /// Whether somebody waits to exclude: long shared work [yields](Self::yield_now) then. One load.
+    /// Whether a thread waits to exclude. Long shared work [yields](Self::yield_now) then. One
+    /// load.
     #[inline]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.0.reader.domain().is_excluded()
     }
 
-    /// [`Guard::refresh`], without letting exclusive work in: what was reached before may be freed, what is locked
-    /// stays so.
+    /// [`Guard::refresh`], without letting exclusive work in. What was reached before may be freed.
     #[inline]
     pub fn refresh(&mut self) {
         self.0.refresh_as(SHARES);
     }
 
-    /// As if the guard were dropped and taken again by [`Reader::share`]: whoever waits to exclude gets in before.
-    /// What was reached or found before may have changed and may have been freed.
+    /// Drops the guard and takes it again by [`Reader::share`]. A thread that waits to exclude
+    /// comes first. What was reached or found before may have changed and may have been freed.
     ///
-    /// Also where `relax` panics there is a guard afterwards: the wait goes on without it, and then the panic.
+    /// There is a guard afterwards even if `relax` panics: the wait continues without `relax`, and
+    /// then the panic.
     pub fn yield_now(&mut self, relax: impl FnMut()) {
         let again = ShareAgain(&mut self.0);
         again.0.announced = again.0.reader.announce_later(relax);
@@ -189,7 +209,7 @@ impl Shared<'_> {
     }
 }
 
-/// Announces again, however a wait ends, since the guard is there to be used afterwards.
+/// Announces again however a wait ends, since the guard is used afterwards.
 struct ShareAgain<'guard, 'reader>(&'guard mut Guard<'reader>);
 
 impl Drop for ShareAgain<'_, '_> {
@@ -198,7 +218,7 @@ impl Drop for ShareAgain<'_, '_> {
     }
 }
 
-/// Counts somebody who waits, until it is dropped.
+/// Counts a waiting thread until it is dropped.
 struct KeptOut<'d>(&'d Domain);
 
 impl<'d> KeptOut<'d> {
@@ -215,20 +235,20 @@ impl Drop for KeptOut<'_> {
 }
 
 impl Domain {
-    /// Keeps shared guards out and waits until there are none, calling `relax` meanwhile; before that it waits for
-    /// other exclusive work likewise. New shared guards are kept out from the beginning of the former on.
+    /// Waits for other exclusive work, then keeps new shared guards out and waits until there are
+    /// none. Calls `relax` while it waits.
     ///
-    /// Where somebody waits already, it waits for those first, but for a moment only: a thread that excludes again and again
-    /// would leave the others gaps that are hard to meet.
+    /// If other threads wait already, it lets them go first, but only for a moment. Otherwise a
+    /// thread that excludes again and again would leave the others gaps that are hard to hit.
     ///
-    /// A thread that holds a [`Shared`] or an [`Exclusive`] of the domain must not call it: it would wait for itself.
-    /// With a plain guard it may; nothing is freed while it waits.
+    /// A thread that holds a [`Shared`] or an [`Exclusive`] of the domain must not call it: it
+    /// would wait for itself. With a plain guard it may; nothing is freed while it waits.
     pub fn exclude(&self, mut relax: impl FnMut()) -> Exclusive<'_> {
         for _ in 0..GIVE_WAY {
             if self.kept_out.load(Ordering::Relaxed) == 0 {
                 break;
             }
-            // Whoever waits may have lost its core, so this is not to take long.
+            // A waiting thread may have lost its core, so this must not take long.
             hint::spin_loop();
         }
         let exclusive = match self.keep_out() {
@@ -245,9 +265,9 @@ impl Domain {
         exclusive
     }
 
-    /// Excludes where that needs no wait: `None` where there is other exclusive work, somebody waits for it, or there is a
-    /// shared guard. It does not stay in the queue: shared guards are kept out only while it looks at the readers, and a
-    /// [`Reader::try_share`] that comes at that moment has no success.
+    /// Excludes if that needs no wait: `None` if there is other exclusive work, a thread waits for
+    /// it, or there is a shared guard. It does not queue. It keeps shared guards out only while
+    /// it looks at the readers, and a [`Reader::try_share`] at that moment fails.
     pub fn try_exclude(&self) -> Option<Exclusive<'_>> {
         let exclusive = self.keep_out()?;
         if self.any_announced(|announced| announced & SHARES != 0) {
@@ -257,20 +277,21 @@ impl Domain {
         Some(exclusive)
     }
 
-    /// Whether there is exclusive work or somebody waits for shared guards to end: whether [`Reader::try_share`] would
-    /// fail. A hint that orders nothing.
+    /// Whether there is exclusive work, or a thread waits for shared guards to end: whether
+    /// [`Reader::try_share`] would fail. A hint that orders nothing.
     #[inline]
     #[must_use]
     pub fn is_excluded(&self) -> bool {
         self.mode.load(Ordering::Relaxed).is_excluded()
     }
 
-    /// Keeps new shared guards out, unless somebody else does (x1, x2). Those who are in stay. Dropping the result lets
-    /// others in, also where the wait for those who are in ends by a panic.
+    /// Keeps new shared guards out, unless another thread does (x1, x2). Present ones stay.
+    /// Dropping the result lets others in, also if the wait for the present ones ends by a
+    /// panic.
     fn keep_out(&self) -> Option<Exclusive<'_>> {
-        let owed = self.mode.exclude()?;
+        let before = self.mode.exclude()?;
         let exclusive = Exclusive { domain: self };
-        self.mode.pay(owed);
+        self.mode.fence_after_exclude(before);
         Some(exclusive)
     }
 
@@ -295,16 +316,17 @@ pub struct Exclusive<'d> {
 }
 
 impl Exclusive<'_> {
-    /// Whether somebody waits, to share or to exclude: long exclusive work [yields](Self::yield_now) then. One load.
+    /// Whether a thread waits, to share or to exclude. Long exclusive work
+    /// [yields](Self::yield_now) then. One load.
     #[inline]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.domain.kept_out.load(Ordering::Relaxed) != 0
     }
 
-    /// Lets go, lets in those who are counted as waiting, or another who excludes, and excludes again. What was found
-    /// before may have changed. It lasts at least until each of those who wait has noticed, so as long as their
-    /// `relax` takes.
+    /// Ends, lets in the threads that wait, or another one that excludes, and excludes again. What
+    /// was found before may have changed. It lasts at least until each waiting thread has
+    /// noticed, so as long as their `relax` takes.
     pub fn yield_now(self, mut relax: impl FnMut()) -> Self {
         let domain = self.domain;
         drop(self);

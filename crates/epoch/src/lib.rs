@@ -1,28 +1,33 @@
 //! Epochs: when may memory be freed that a reader may still see?
 //!
-//! **Guarantee.** A reader that holds a [`Guard`] may use whatever it reached through shared pointers while it
-//! held it: what a writer unlinks and then puts into a [`Limbo`] comes out only after every guard has gone that
-//! existed when it was unlinked (a *grace period*). Readers are wait-free: taking a guard is one exchange, or one store in a
-//! domain with a barrier, dropping it one store, and neither looks at anything another reader writes.
+//! **Guarantee.** A reader that holds a [`Guard`] may use whatever it reached through shared
+//! pointers while it held it. What a writer unlinks and then puts into a [`Limbo`] comes out only
+//! after a *grace period*: when every guard has ended that existed when it was unlinked. Readers
+//! are wait-free. Taking a guard is one exchange, or one store in a domain with a barrier; dropping
+//! it is one store. Neither reads anything that another reader writes.
 //!
-//! **Mechanism.** Epoch-based reclamation (K. Fraser, *Practical lock-freedom*, 2004). A [`Domain`] counts
-//! epochs. A guard announces the epoch it was taken in, in a cache line of the reader's own. The epoch moves on
-//! only when every announced epoch is the current one; what was unlinked in epoch `e` is freed in `e + 2`. The
-//! orderings are argued in `domain.rs` and modelled with loom in `tests/loom.rs`.
+//! **Mechanism.** Epoch-based reclamation (K. Fraser, *Practical lock-freedom*, 2004). A [`Domain`]
+//! counts epochs. A guard announces the epoch in which it was taken, in a cache line of the
+//! reader's own. The epoch moves on only when every announced epoch is the current one. What was
+//! unlinked in epoch `e` is freed in `e + 2`. The module `domain` argues the orderings, and models
+//! under loom check them.
 //!
-//! **Barrier.** A guard needs a full memory barrier, which takes longer than all else it does. A domain that has a [`Barrier`] for all threads
-//! at once ([`Domain::with_barrier`]; `membarrier(2)` in a Linux process) spares its readers theirs while nobody frees
-//! or excludes often. `mode.rs` argues it, and `tests/tso.rs` runs the code on a model of processors with store buffers.
+//! **Barrier.** A guard needs a full fence, which takes longer than all else it does. A domain with
+//! a [`Barrier`] for all threads at once ([`Domain::with_barrier`]; `membarrier(2)` in a Linux
+//! process) spares its readers theirs while nobody frees or excludes often. That works on x86-64;
+//! elsewhere readers always fence. The module `mode` argues it, and a model of processors with
+//! store buffers checks it.
 //!
-//! **Exclusion.** The same announcement can keep exclusive work out ([`Reader::share`], [`Domain::exclude`]): a
-//! readers/writer lock whose readers write nothing that another reader writes. `exclusion.rs` argues it, and
-//! `tests/loom_exclusion.rs` models it.
+//! **Exclusion.** The same announcement can keep exclusive work out ([`Reader::share`],
+//! [`Domain::exclude`]): a readers/writer lock whose readers write nothing that another reader
+//! writes. The module `exclusion` argues it, and models under loom check it.
 //!
-//! A reader that keeps a guard for long does no harm but one: nothing that is retired meanwhile is freed.
+//! A guard that is kept for long does one kind of harm: nothing that is retired meanwhile is freed.
 //!
-//! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes by it. This crate must not
-//! know what is freed, nor who waits for it; it allocates one record a reader. It blocks only where a caller hands it
-//! something to do while it waits.
+//! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes by it,
+//! `pageferry-tdp` page tables. This crate must not know what is freed, nor by whom. It allocates
+//! one record a reader, and returns an error if that is refused ([`Domain::try_register`]). It
+//! blocks only if a caller passes it something to do while it waits.
 //!
 //! ```
 //! use pageferry_epoch::{Domain, Limbo};
@@ -61,6 +66,11 @@ mod sync;
 pub mod tso;
 
 pub use barrier::Barrier;
-pub use domain::{Attempt, Domain, Epoch, Guard, Reader};
+pub use domain::{Domain, Epoch, Guard, OutOfMemory, Reader};
 pub use exclusion::{Exclusive, Shared};
 pub use limbo::Limbo;
+
+/// The examples of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,13 +1,14 @@
-//! What was unlinked and waits to be freed.
+//! Unlinked things that wait to be freed.
 
-use crate::{Domain, Epoch};
+use crate::{Domain, Epoch, OutOfMemory};
 use alloc::collections::VecDeque;
 
-/// Things that nobody can reach any more who comes now, but that readers who came earlier may still use; oldest
-/// first. It belongs to one writer; several writers have one each.
+/// Unlinked things, oldest first. New guards cannot reach them, but older ones may still use them.
+/// A limbo belongs to one writer; several writers have one each.
 ///
-/// It only keeps things: what comes out by [`next_expired`](Self::next_expired) is the caller's to free, in amounts
-/// the caller chooses. Dropping a limbo drops what is in it, so its owner must know then that no guard is left.
+/// It only keeps things. The caller frees what comes out by [`next_expired`](Self::next_expired),
+/// as much at a time as it likes. Dropping a limbo drops what is in it, so no guard may be left
+/// then.
 #[derive(Debug)]
 pub struct Limbo<T> {
     waiting: VecDeque<(Epoch, T)>,
@@ -22,8 +23,20 @@ impl<T> Limbo<T> {
         }
     }
 
-    /// Puts `thing` in. `stamp` is one that [`Domain::stamp`] gave *after* `thing` was unlinked, and at least as
-    /// new as the one before.
+    /// Makes room for `additional` things, so that retiring them allocates nothing.
+    ///
+    /// # Errors
+    /// If the allocator refuses the room.
+    pub fn try_reserve(&mut self, additional: usize) -> Result<(), OutOfMemory> {
+        let bytes = additional.saturating_mul(size_of::<(Epoch, T)>());
+        self.waiting
+            .try_reserve(additional)
+            .map_err(|_| OutOfMemory { bytes })
+    }
+
+    /// Puts `thing` in. `stamp` comes from a [`Domain::stamp`] *after* `thing` was unlinked, and is
+    /// at least as new as the one before. It allocates unless there is
+    /// [room](Self::try_reserve).
     #[inline]
     pub fn retire(&mut self, stamp: Epoch, thing: T) {
         debug_assert!(self.waiting.back().is_none_or(|&(last, _)| last <= stamp));
@@ -36,7 +49,8 @@ impl<T> Limbo<T> {
         self.next_expired_in(domain.epoch())
     }
 
-    /// [`next_expired`](Self::next_expired) for many: with an epoch that [`Domain::epoch`] gave.
+    /// [`next_expired`](Self::next_expired) for many things, with an epoch that [`Domain::epoch`]
+    /// returned.
     #[inline]
     pub fn next_expired_in(&mut self, now: Epoch) -> Option<T> {
         if self.waiting.front()?.0.is_over_in(now) {
@@ -57,8 +71,9 @@ impl<T> Limbo<T> {
         self.waiting.is_empty()
     }
 
-    /// Takes the oldest thing out, whatever its stamp: for an owner who knows that no guard is left, or who moved the epoch
-    /// on after the last stamp and then found the domain [quiet](Domain::is_quiet).
+    /// Takes the oldest thing out, whatever its stamp. For an owner that knows that no guard is
+    /// left, or that advanced the epoch after the last stamp and then found the domain
+    /// [quiet](Domain::is_quiet).
     pub fn take(&mut self) -> Option<T> {
         self.waiting.pop_front().map(|(_, thing)| thing)
     }

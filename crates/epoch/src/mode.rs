@@ -1,68 +1,100 @@
-//! Whether readers fence, or have it done for them.
+//! Whether readers fence, or leave it to the threads that scan.
 //!
-//! A guard needs a full fence between its announcement and what it loads then: tens of cycles, at each guard. In a domain that
-//! has a [`Barrier`] readers may leave it out, and be *light*: whoever frees or excludes then makes all threads go through a
-//! fence (*heavy*, microseconds). That pays where there are many guards to each such demand. Where demands come one after the
-//! other it does not, so a domain turns: the first demand makes readers fence, and a reader that has fenced [`CALM`]
-//! guards in a row, while nobody moved the epoch on, excluded, or tried in vain, turns them light again. So one reader pays at most
-//! about twice what it would pay if it knew what comes. With many processors a barrier costs more, as it interrupts each that runs a
-//! thread of the process, but so many readers have fenced then, each of which counts for itself. (Linux's `percpu_rw_semaphore` and
-//! `rcu_sync` turn likewise; there, back after a grace period.)
+//! A guard needs a full fence between its announcement and the loads that follow. The fence takes
+//! tens of cycles. In a domain with a [`Barrier`] readers may leave it out: their guards are
+//! *light*. A thread that *scans*, that is reads all announcements to advance the epoch, to find
+//! the domain quiet or to exclude, then calls the barrier, which fences in all threads and takes
+//! microseconds.
+//!
+//! That pays where there are many guards to each scan. So a domain turns to and fro:
+//!
+//! - A scan makes readers fence.
+//! - A reader that has fenced [`QUIET_GUARDS`] times in a row without a scan turns the domain
+//!   light.
+//!
+//! So one reader pays at most about twice what it would pay if it knew the future. With many
+//! processors a barrier costs more, as it interrupts each that runs a thread of the process; but
+//! then as many readers have fenced, each of which counts for itself. Linux's `percpu_rw_semaphore`
+//! and `rcu_sync` turn likewise.
 //!
 //! # The word
 //!
-//! [`LIGHT`]: readers need not fence. [`TURNING`]: somebody has taken `LIGHT` away, and the heavy barrier that must follow is not
-//! over yet. [`EXCLUDED`]: somebody excludes, or is about to (`exclusion.rs`). Above them is a count of demands that changed the
-//! word, which does not wrap.
+//! | bits | meaning |
+//! |---|---|
+//! | [`LIGHT`] | readers need not fence |
+//! | [`TURNING`] | a scan took `LIGHT` away, and the barrier that must follow is not over yet |
+//! | [`EXCLUDED`] | a thread excludes, or is about to (`exclusion.rs`) |
+//! | above | a count of scans that changed the word; it does not wrap |
+//!
+//! # Steps
+//!
+//! | step | by | what |
+//! |---|---|---|
+//! | l1 | the reader of a light guard | loads the word and finds `LIGHT` |
+//! | l2 | the same | announces |
+//! | l3 | the same | nothing but a compiler fence, which keeps l2 before what follows |
+//! | l4 | the same | loads the word with acquire order |
+//! | d1 | a thread that scans | a sequentially consistent fence |
+//! | d2 | the same | loads the word with acquire order; exchanges `LIGHT`, if set, for `TURNING` |
+//! | d3 | the same | calls the barrier if the word had `LIGHT` or `TURNING`; then removes `TURNING` if it set it |
+//! | d4 | the same | loads the announcements |
+//! | b | a reader | sets `LIGHT` in a word that has none of the three bits, and fences |
+//!
+//! If l4 does not find `LIGHT`, the reader fences after all, and the guard is not light. To exclude
+//! is a scan whose d2 is an exchange that also sets `EXCLUDED`. Where the word has `LIGHT`, an
+//! ordinary d1 to d3 comes first, so that sharers are not kept out for as long as a barrier takes.
 //!
 //! # Why a light guard is as good as one that fences
 //!
-//! *Readers.* A light guard is (l1) a load of the word, which gives `LIGHT`, (l2) the announcement, (l3) nothing but a promise of
-//! the compiler to keep l2 before what follows, (l4) a load of the word, with acquire order. If l4 does not give `LIGHT`, the guard
-//! fences now; then it is one that fences, and nothing here is about it. Only what l4 gives counts.
+//! *The barrier.* It gives every thread a fence at some moment of the call. Either l3 comes before
+//! that moment, and then loads after the call see l2 or a later announcement of that reader. Or
+//! that moment comes before l3, and then l4 and the guard's loads see what came before the call.
 //!
-//! *The barrier.* Let H be a heavy barrier. Either l3 comes before H: then whatever follows H finds l2, or what the reader
-//! announced later. Or H comes before l3: then l4, and all that the guard loads, sees what came before H.
+//! *The promise.* Let a guard be light, so its l4 read a `LIGHT` that some b wrote. Let the d4 of a
+//! scan miss its l2.
 //!
-//! *Demands.* Who wants to find announcements (d1) fences, (d2) loads the word, with acquire order, and where that has `LIGHT`, exchanges it
-//! for `TURNING`. Where there is `TURNING` now it (d3) calls H. Then (d4) it loads the announcements. Who has taken `LIGHT` away
-//! takes `TURNING` away after H. Who demands seldom may leave `LIGHT` where it is, if H is called for it as well: then that is all there
-//! is to show, by what H promises. To exclude is such a demand, too, whose d2 is an exchange. It comes after one that is none, where there is
-//! `LIGHT`: nobody is kept out for as long as a barrier takes, unless readers turn just then.
+//! 1. The first exchange that took that `LIGHT` away was followed by a barrier H.
+//! 2. l3 came before H. Otherwise l4 would have seen the exchange.
+//! 3. A d4 after H would have found l2. So the d4 of our scan does not come after H.
+//! 4. Until H is over the word has `LIGHT` or `TURNING`, as b leaves `TURNING` alone: it needs a
+//!    word without. So a scan whose d2 comes between b and the end of H calls a barrier too.
+//! 5. By the same argument as in steps 2 and 3, that barrier would have made d4 find l2.
+//! 6. So the d2 of our scan found a word from before b.
+//! 7. If the scan *excludes*, its d2 set `EXCLUDED`, and b does not come while that bit is set. So
+//!    the exclusive work was over before b. Each exchange of the word acquires what the one before
+//!    released, so that work happens before the guard.
+//! 8. If the scan *advances the epoch* or asks whether the domain is *quiet*, what came before d1
+//!    is seen by all processors when d2 loads. b is seen later than that, and l4 reads b. So the
+//!    guard's loads see what came before d1. The guard does not count for this scan, like a guard
+//!    that fences after d1.
 //!
-//! *Turning back.* A reader exchanges a word that has none of the three bits for the same with `LIGHT` (b), and fences.
-//!
-//! Let a guard be light, so l4 read `LIGHT` as some b wrote it, and let a demand's d4 miss its l2. The first exchange that took that
-//! `LIGHT` away was followed by a barrier H', and l3 came before H', or l4 would have seen the exchange. So had d4 come after H',
-//! it would have found l2; and likewise if d3 was a barrier, after somebody else's exchange. What remains is a demand whose d2
-//! found a word from before b.
-//! - *An exclusion* sets `EXCLUDED` by d2, and b does not come while that stays. So it was over before b, and the guard comes
-//!   after it: by the word, each exchange of which acquires what the one before released, down to l4.
-//! - *Moving the epoch on, or finding it quiet* may not be over yet. But what came before the fence d1 is seen by all
-//!   processors when d2 loads; b is seen later than that, and l4 reads b; so the guard's loads see what came before d1. The guard does not
-//!   count for this demand, as one that fences does not whose fence comes after d1. That is what `domain.rs` asks for.
-//!
-//! The last step, and one in `domain.rs`, take it that a store is seen by all other processors at the same time. x86-64, AArch64
-//! (ARMv8) and RISC-V promise that (*multi-copy atomicity*); the language's memory model does not, and has no heavy barrier
-//! either. So elsewhere, and under Miri and ThreadSanitizer, readers always fence. Loom and shuttle check the turns with readers
-//! that fence after all. `tests/tso.rs` runs this code on processors with store buffers, with guards that are really light, and fails where a
-//! rule is missing.
+//! Step 8 and one step in `domain.rs` need this: all other processors see a store at the same time
+//! (*multi-copy atomicity*). x86-64 promises it. So do AArch64 and RISC-V, but the argument has
+//! been checked on a model of x86-64 only: `tests/tso.rs` runs this code on processors with store
+//! buffers, with guards that are really light, and fails where a rule is missing. So light guards
+//! exist on x86-64 only. The language's memory model promises nothing like it and has no such
+//! barrier. Loom and Miri check the turns with light guards that fence after all; under
+//! ThreadSanitizer readers always fence.
 
 use crate::Barrier;
 use crate::sync::{AtomicU64, MAY_BE_LIGHT, Ordering, full_fence, full_fence_after_exchange};
 
 /// Readers need not fence.
 const LIGHT: u64 = 1;
-/// `LIGHT` was taken away just now, and the barrier after that is not over.
+/// A scan took `LIGHT` away, and its barrier is not over yet.
 const TURNING: u64 = 2;
 /// Shared guards are kept out.
 const EXCLUDED: u64 = 4;
-/// One demand more that changed the word, for those who would turn back.
-const DEMAND: u64 = 8;
+/// One more scan that changed the word. A reader that would turn the domain light notices it.
+const SCAN: u64 = 8;
 
-/// After how many guards that fenced while nobody demanded anything a reader turns the domain: a heavy barrier costs about as much
-/// as so many fences.
-pub(crate) const CALM: u32 = if cfg!(any(loom, shuttle)) { 1 } else { 512 };
+/// After how many guards that fenced without a scan between them a reader turns the domain light: a
+/// heavy barrier costs about as much as so many fences.
+pub(crate) const QUIET_GUARDS: u32 = if cfg!(any(loom, shuttle, miri)) {
+    1
+} else {
+    512
+};
 
 /// The word of a domain.
 #[derive(Debug)]
@@ -71,12 +103,12 @@ pub(crate) struct Mode {
     barrier: Option<Barrier>,
 }
 
-/// What the word was at some moment.
+/// A value of the word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Seen(u64);
 
 impl Seen {
-    /// What no word is.
+    /// A value that the word never has.
     pub(crate) const NEVER: Self = Self(LIGHT | TURNING);
 
     #[inline]
@@ -90,9 +122,9 @@ impl Seen {
     }
 }
 
-/// What the word was when somebody excluded.
+/// The word before a thread excluded.
 #[must_use]
-pub(crate) struct Owed(u64);
+pub(crate) struct Unfenced(u64);
 
 impl Mode {
     pub(crate) fn new(barrier: Option<Barrier>) -> Self {
@@ -112,113 +144,107 @@ impl Mode {
         Seen(self.word.load(order))
     }
 
-    /// A heavy barrier. (H)
+    /// The barrier that is needed if the word was `before` and lacks `LIGHT` now. (d3)
+    #[inline]
+    fn finish_turn(&self, before: u64) {
+        if before & (LIGHT | TURNING) != 0 {
+            self.call_barrier();
+        }
+        if before & LIGHT != 0 {
+            // Release: a scan that finds neither bit comes after the barrier.
+            self.word.fetch_and(!TURNING, Ordering::AcqRel);
+        }
+    }
+
     #[cold]
-    fn everywhere(&self) {
+    fn call_barrier(&self) {
         if let Some(barrier) = self.barrier {
             barrier.everywhere();
         }
     }
 
-    /// The barrier that is needed where the word was `before`, and lacks `LIGHT` now. (d3)
-    #[inline]
-    fn turn(&self, before: u64) {
-        if before & (LIGHT | TURNING) != 0 {
-            self.everywhere();
-        }
-        if before & LIGHT != 0 {
-            // Release: who finds readers that fence comes after the barrier.
-            self.word.fetch_and(!TURNING, Ordering::AcqRel);
-        }
-    }
-
-    /// Fences, in all threads where readers do not. (d1 to d3)
-    pub(crate) fn demand(&self) {
+    /// Fences for a scan, in all threads if readers do not fence. (d1 to d3)
+    pub(crate) fn fence_before_scan(&self) {
         full_fence();
         if self.barrier.is_none() {
             return;
         }
         let mut word = self.word.load(Ordering::Acquire);
         while word & LIGHT != 0 {
-            let turning = (word & !LIGHT | TURNING) + DEMAND;
+            let turning = (word & !LIGHT | TURNING) + SCAN;
             match self.exchange(word, turning) {
                 Ok(()) => break,
                 Err(now) => word = now,
             }
         }
-        self.turn(word);
+        self.finish_turn(word);
     }
 
-    /// Fences, in all threads where readers do not, and lets them go on so. (d1 to d3, where d2 changes nothing)
-    pub(crate) fn demand_of_light(&self) {
-        full_fence();
-        if self.barrier.is_some() && self.word.load(Ordering::Acquire) & (LIGHT | TURNING) != 0 {
-            self.everywhere();
-        }
-    }
-
-    /// Exchanges the word, if it is what it was taken for. Acquires what other exchanges released, and passes it on.
+    /// Exchanges the word if it is `known`. Acquires what other exchanges released, and passes it
+    /// on.
     fn exchange(&self, known: u64, new: u64) -> Result<(), u64> {
         let (both, failed) = (Ordering::AcqRel, Ordering::Acquire);
         self.word.compare_exchange(known, new, both, failed)?;
         Ok(())
     }
 
-    /// Keeps shared guards out, unless somebody does. (x1) Announcements are found when what is owed has been
-    /// [paid](Self::pay).
-    pub(crate) fn exclude(&self) -> Option<Owed> {
+    /// Keeps shared guards out, unless another thread does. (x1) The caller must
+    /// [fence](Self::fence_after_exclude) before it scans.
+    pub(crate) fn exclude(&self) -> Option<Unfenced> {
         if self.load(Ordering::Relaxed).is_light() {
-            self.demand();
+            self.fence_before_scan();
         }
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
             if word & EXCLUDED != 0 {
                 return None;
             }
-            let mut excluded = (word | EXCLUDED) + DEMAND;
+            let mut excluded = (word | EXCLUDED) + SCAN;
             if word & LIGHT != 0 {
                 excluded = excluded & !LIGHT | TURNING;
             }
             match self.exchange(word, excluded) {
-                Ok(()) => return Some(Owed(word)),
+                Ok(()) => return Some(Unfenced(word)),
                 Err(now) => word = now,
             }
         }
     }
 
-    /// Fences for who excluded just now, in all threads where readers do not. (x2, d3)
+    /// Fences for the thread that has just excluded, in all threads if readers do not fence. (x2,
+    /// d3)
     #[inline]
-    pub(crate) fn pay(&self, owed: Owed) {
+    pub(crate) fn fence_after_exclude(&self, before: Unfenced) {
         full_fence_after_exchange();
-        self.turn(owed.0);
+        self.finish_turn(before.0);
     }
 
     /// Lets shared guards in again. (x5)
     pub(crate) fn include(&self) {
-        // Release: what was done happens before what those do who come now.
+        // Release: what the exclusive work did happens before what later guards do.
         if self.barrier.is_some() {
             self.word.fetch_and(!EXCLUDED, Ordering::AcqRel);
         } else {
-            // Then nobody changes the word but who excludes.
+            // Without a barrier only the excluding thread changes the word.
             let word = self.word.load(Ordering::Relaxed);
             self.word.store(word & !EXCLUDED, Ordering::Release);
         }
     }
 
-    /// Tells readers of a demand that came to nothing, so that they do not turn light beside who asks again and again.
-    pub(crate) fn ask_again(&self) {
+    /// Counts a scan that failed, so that readers do not turn light beside a thread that scans
+    /// again and again.
+    pub(crate) fn count_failed_scan(&self) {
         if self.barrier.is_some() {
-            self.word.fetch_add(DEMAND, Ordering::AcqRel);
+            self.word.fetch_add(SCAN, Ordering::AcqRel);
         }
     }
 
-    /// Lets readers be light, unless the word is not as it was `seen` any more. (b)
+    /// Turns the domain light, unless the word is no longer what the reader has `seen`. (b)
     #[cold]
     pub(crate) fn turn_light(&self, seen: Seen) {
         if seen.0 & (LIGHT | TURNING | EXCLUDED) == 0 {
-            // Without success somebody demanded something meanwhile, or another reader was first.
+            // If it fails, a scan came in between, or another reader was first.
             let _ = self.exchange(seen.0, seen.0 | LIGHT);
-            // Nor does this thread see it before others do.
+            // This thread sees it no earlier than others do.
             full_fence();
         }
     }

@@ -1,8 +1,10 @@
-//! The one place that chooses where atomics come from: `core`, or the model of loom, shuttle or `tso.rs`.
+//! The one place that chooses where atomics come from: `core`, or a model (loom, shuttle,
+//! `tso.rs`).
 //!
-//! On x86-64 any locked instruction is a full barrier, and most take less time than the `MFENCE` that a sequentially
-//! consistent fence is there. (Intel SDM volume 3A, 10.2.2 and 10.2.3.9; AMD64 APM volume 2, 7.4.2.) That is what the
-//! processor does and not what the language's memory model says, so models, Miri and ThreadSanitizer get the fence.
+//! On x86-64 any locked instruction is a full barrier, and most are faster than `MFENCE`, to which
+//! a sequentially consistent fence compiles there (Intel SDM volume 3A, 10.2.2 and 10.2.3.9; AMD64
+//! APM volume 2, 7.4.2). The processor promises that; the language's memory model does not. So
+//! models, Miri and ThreadSanitizer get the fence.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};
@@ -16,34 +18,34 @@ pub(crate) use {
     shuttle::sync::atomic::{AtomicPtr, Ordering},
 };
 
-/// How an announcement is read that a fence follows. ThreadSanitizer knows no fences (`--cfg pageferry_tsan`): for it the
-/// load itself acquires.
+/// The order of a load of an announcement that a fence follows. ThreadSanitizer (`--cfg
+/// pageferry_tsan`) does not know fences, so there the load itself acquires.
 pub(crate) const SCAN: Ordering = if cfg!(pageferry_tsan) {
     Ordering::Acquire
 } else {
     Ordering::Relaxed
 };
 
-/// Whether readers can do without fences where somebody else makes them: see `mode.rs`. In models other than that of `tso.rs` they fence all the same.
+/// Whether readers may leave fences to the threads that scan (`mode.rs`).
+///
+/// On x86-64 only: its memory model is the one on which `tests/tso.rs` checks the argument. AArch64
+/// and RISC-V would do by their manuals, but no model here checks it there. ThreadSanitizer does
+/// not see a heavy barrier. Under loom, shuttle and Miri, which have none, light guards fence all
+/// the same, other than in the model of `tso.rs`. So those check the turns.
 pub(crate) const MAY_BE_LIGHT: bool = cfg!(any(
     loom,
     shuttle,
-    all(
-        any(
-            target_arch = "x86_64",
-            target_arch = "aarch64",
-            target_arch = "riscv64"
-        ),
-        not(any(miri, pageferry_tsan))
-    )
+    miri,
+    all(target_arch = "x86_64", not(pageferry_tsan))
 ));
 
-/// Where a fence would be if readers had to fence. It keeps the compiler from moving accesses across.
+/// Stands where readers would fence if they had to. It keeps the compiler from moving accesses
+/// across.
 #[inline(always)]
 pub(crate) fn light_fence() {
-    #[cfg(not(any(loom, shuttle)))]
+    #[cfg(not(any(loom, shuttle, miri)))]
     core::sync::atomic::compiler_fence(Ordering::SeqCst);
-    #[cfg(all(any(loom, shuttle), not(pageferry_tso)))]
+    #[cfg(all(any(loom, shuttle, miri), not(pageferry_tso)))]
     fence(Ordering::SeqCst);
 }
 
@@ -69,7 +71,7 @@ pub(crate) fn full_fence() {
     if_locked!({ locked_nothing() } else { fence(Ordering::SeqCst) });
 }
 
-/// The same, right behind an operation by this thread that has read and written a word atomically.
+/// The same, directly after an atomic read-modify-write by this thread.
 #[inline(always)]
 pub(crate) fn full_fence_after_exchange() {
     if_locked!({ core::sync::atomic::compiler_fence(Ordering::SeqCst) } else { fence(Ordering::SeqCst) });
@@ -80,8 +82,8 @@ pub(crate) fn full_fence_after_exchange() {
 #[expect(unsafe_code, reason = "the language has no name for that instruction")]
 #[inline(always)]
 fn locked_nothing() {
-    // SAFETY: it changes no bit of a word on the stack, which is this thread's. As it may touch any memory for all the
-    // compiler knows, no access is moved across.
+    // SAFETY: it changes no bit of a word on the stack, which is this thread's. The compiler must
+    // assume that it touches any memory, so it moves no access across.
     unsafe {
         core::arch::asm!("lock or dword ptr [rsp], 0", options(nostack));
     }

@@ -1,10 +1,12 @@
-//! Atomics of a processor with store buffers, for models: x86-TSO (P. Sewell and others, *x86-TSO: a rigorous and usable
-//! programmer's model for x86 multiprocessors*, 2010) on top of shuttle's scheduler.
+//! Atomics of a processor with store buffers, for models: x86-TSO (P. Sewell and others, *x86-TSO:
+//! a rigorous and usable programmer's model for x86 multiprocessors*, 2010) on top of shuttle's
+//! scheduler.
 //!
-//! A store goes to its thread's buffer, first in, first out, and comes to memory at some later moment that chance chooses. A
-//! load sees the thread's own buffer, then memory. An exchange and a full fence empty the thread's buffer first. So a fence that is
-//! not there is missed, which models in which each access is seen at once cannot tell. Orders other than that are not modelled: on
-//! this processor all loads acquire and all stores release.
+//! A store goes to its thread's buffer, first in, first out, and reaches memory at some later,
+//! random moment. A load sees the thread's own buffer, then memory. An exchange and a full fence
+//! empty the thread's buffer first. So this model notices a missing fence, which models in which
+//! each access is seen at once cannot. It does not model weaker orders: on this processor all loads
+//! acquire and all stores release.
 //!
 //! Exists with `--cfg shuttle --cfg pageferry_tso` only.
 
@@ -37,15 +39,16 @@ struct Buffer {
     stores: VecDeque<Store>,
 }
 
-/// How many accesses, of any thread, a store waits in a buffer that is not emptied, on average.
+/// How many accesses of any thread a store stays in its buffer, on average, if nothing empties the
+/// buffer.
 const SLOWNESS: u32 = 12;
 
 std::thread_local! {
-    /// Of all threads of the model, which all run on one of the host's.
+    /// The buffers of all threads of the model, which run on one thread of the host.
     static BUFFERS: RefCell<Vec<Buffer>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Another thread may run now, and stores come to memory.
+/// Lets another thread run, and some stores reach memory.
 fn point() {
     shuttle::sync::atomic::AtomicBool::new(false).load(Ordering::SeqCst);
     BUFFERS.with_borrow_mut(|buffers| {
@@ -60,7 +63,7 @@ fn point() {
     });
 }
 
-/// What `body` does with the running thread's buffer.
+/// Runs `body` on the running thread's buffer.
 fn own<R>(body: impl FnOnce(&mut VecDeque<Store>) -> R) -> R {
     let me = shuttle::thread::current().id();
     BUFFERS.with_borrow_mut(|buffers| {

@@ -1,8 +1,9 @@
 //! The machine code, assembled at run time for either instruction set on any host.
 //!
-//! The code of a program is the same for all its vCPUs and does not depend on where it lies. It starts
-//! with the control page's address in the first argument and the doorbell's in the second; the x86-64
-//! code, short of registers, has the doorbell's address built in. Nothing is pushed on the stack.
+//! The code of a program is the same for all its vCPUs and does not depend on where it lies. It
+//! starts with the control page's address in the first argument and the doorbell's in the second;
+//! the x86-64 code, short of registers, has the doorbell's address built in. Nothing is pushed on
+//! the stack.
 
 mod rv64_toucher;
 mod rv64_workload;

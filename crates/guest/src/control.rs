@@ -1,7 +1,8 @@
 //! The control page: where a vCPU's program publishes how far it is and what it has found.
 //!
-//! Offsets are bytes from the start of the page; every field is a little-endian `u64`. The layout is
-//! the same for both instruction sets and for all programs; a field a program does not use stays zero.
+//! Offsets are bytes from the start of the page; every field is a little-endian `u64`. The layout
+//! is the same for both instruction sets and for all programs; a field a program does not use stays
+//! zero.
 
 use crate::layout::{MAX_MEMORY_BYTES, MAX_VCPUS};
 use crate::{ErrorKind, GuestError};

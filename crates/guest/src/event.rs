@@ -13,10 +13,11 @@ pub enum ErrorKind {
     /// versions, a flipped bit, someone else's bytes). Words: the checksum of the contents, and the
     /// checksum in the page.
     Torn,
-    /// Whole, but another vCPU's, or another page's. Words: the tag or the index, expected and found.
+    /// Whole, but another vCPU's, or another page's. Words: the tag or the index, expected and
+    /// found.
     Foreign,
-    /// Whole and the right page, but of another pass than the one before. Words: the sequence expected,
-    /// and the sequence in the page.
+    /// Whole and the right page, but of another pass than the one before. Words: the sequence
+    /// expected, and the sequence in the page.
     Stale,
 }
 
@@ -71,17 +72,18 @@ pub(crate) const EVENT_FINISHED: u32 = 2;
 /// Why a program rang.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// It has found a page error, and goes on. Its control page counts errors and describes the first.
+    /// It has found a page error, and goes on. Its control page counts errors and describes the
+    /// first.
     Error(ErrorKind),
     /// It has done what it was asked for. Entered again, it only rings again.
     Finished,
 }
 
-/// A value stored to the doorbell ([`crate::DOORBELL_GPA`]): bits 0 to 15 the vCPU, 16 to 23 the event
-/// (1 error, 2 finished), 24 to 31 the error's kind.
+/// A value stored to the doorbell ([`crate::DOORBELL_GPA`]): bits 0 to 15 the vCPU, 16 to 23 the
+/// event (1 error, 2 finished), 24 to 31 the error's kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Doorbell {
-    /// Who rang.
+    /// The vCPU that rang.
     pub vcpu: u32,
     /// Why.
     pub event: Event,

@@ -1,9 +1,9 @@
 //! Where everything lies: the plan of a program's memory.
 //!
-//! RAM starts at guest-physical address 0; what does not fit below 3 GiB continues at 4 GiB. In order
-//! of RAM page index the plan is: one page left zero (so that a null pointer reads nothing of worth),
-//! the code page, a control page for every vCPU, a stack page for every vCPU, the page tables (x86-64
-//! only), the data pages in equal shares, and what the division leaves over.
+//! RAM starts at guest-physical address 0; what does not fit below 3 GiB continues at 4 GiB. In
+//! order of RAM page index the plan is: one page left zero (so that a null pointer reads nothing of
+//! worth), the code page, a control page for every vCPU, a stack page for every vCPU, the page
+//! tables (x86-64 only), the data pages in equal shares, and what the division leaves over.
 
 use crate::tables;
 use crate::{GuestError, Isa};

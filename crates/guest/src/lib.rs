@@ -1,43 +1,51 @@
-//! The programs that run inside test and demo virtual machines, as machine code, without an operating
-//! system: written once per instruction set (x86-64, RV64IMA) behind one interface.
+//! Programs that run inside test and demo virtual machines, as machine code, without an operating
+//! system.
 //!
-//! **Guarantee.** The programs of both instruction sets compute the same bytes, those of [`model`]. A guest
-//! that runs the [`Workload`] finds by itself, at its next visit, any page that is lost, stale, torn or
-//! foreign ([`ErrorKind`]); and [`Workload::verify`] finds in a paused VM any byte of RAM that is not what
-//! the vCPUs' own progress says it must be.
+//! Each program exists for both instruction sets (x86-64, RV64IMA), behind one interface.
 //!
-//! **Mechanism.** [`Layout`] plans the memory: code, page tables, a control page a vCPU, and data pages in
-//! equal shares. The code is assembled at run time, on any host. Every vCPU publishes in its control page
-//! how far it is, and stores to the *doorbell*, an address without memory, when there is something to say.
+//! **Guarantee.** The programs of both instruction sets compute the same bytes, those of [`model`].
+//! A guest that runs the [`Workload`] finds any page that is lost, stale, torn or foreign
+//! ([`ErrorKind`]) at its next visit. [`Workload::verify`] compares all RAM of a paused VM with the
+//! progress of its vCPUs, and finds every byte that differs.
 //!
-//! **Neighbours.** Only `addr` is below. Above are the engines' tests, the demo and the measurements. It must
-//! not know machines, hypervisors or migration: it gives bytes, addresses and start values, and is given
-//! bytes of pages.
+//! **Mechanism.** [`Layout`] plans the memory: code, page tables, a control page a vCPU, and data
+//! pages in equal shares. The code is assembled at run time, on any host. Every vCPU publishes its
+//! progress in its control page. To report something, it stores to the *doorbell*, an address
+//! without memory.
+//!
+//! **Neighbours.** Only `addr` is below. Above are the engines' tests, the demo and the
+//! measurements. This crate knows no machines, hypervisors or migration: it gives bytes, addresses
+//! and start values, and reads the bytes of pages.
 //!
 //! # Use
 //!
-//! 1. Plan a program: [`Workload::new`], [`Toucher::new`] or [`Spin::new`]; [`Program`] is what they share.
-//! 2. Give a VM RAM as [`Layout`] says: from guest-physical address 0, all zero, with the part above 3 GiB moved up
-//!    to 4 GiB, and no memory slot at [`DOORBELL_GPA`]. Write the pieces of [`Program::image`] into it.
-//! 3. Give each vCPU its [`Program::start`] values, and on x86-64 64-bit mode in ring 3 with flat segments (CR0 = PG, NE,
-//!    ET, PE; CR4 = PAE; EFER = LMA, LME; CS long, DPL 3) with CR3 = [`Start::tables`]; on RV64 VS-mode with `vsatp` = 0.
-//!    Interrupts, segment tables and traps are never used: a fault of the program's own is a triple fault.
+//! 1. Plan a program: [`Workload::new`], [`Toucher::new`] or [`Spin::new`]. [`Program`] is their
+//!    common part.
+//! 2. Give a VM RAM as [`Layout`] says: from guest-physical address 0, all zero, with the part
+//!    above 3 GiB moved up to 4 GiB, and no memory slot at [`DOORBELL_GPA`]. Write the pieces of
+//!    [`Program::image`] into it.
+//! 3. Give each vCPU its [`Program::start`] values, and on x86-64 64-bit mode in ring 3 with flat
+//!    segments (CR0 = PG, NE, ET, PE; CR4 = PAE; EFER = LMA, LME; CS long, DPL 3) with CR3 =
+//!    [`Start::tables`]; on RV64 VS-mode with `vsatp` = 0. Interrupts, segment tables and traps are
+//!    never used: a fault of the program's own is a triple fault.
 //! 4. Run. A 32-bit store to the doorbell is read with [`Doorbell::parse`]; enter again to go on.
-//! 5. Read [`Program::control_page`] with [`Control::parse`] whenever it pleases, and call [`Workload::verify`] when
-//!    no vCPU runs.
+//! 5. Read [`Program::control_page`] with [`Control::parse`] at any time. Call [`Workload::verify`]
+//!    while no vCPU runs.
 //!
 //! # The workload
 //!
-//! Each vCPU for ever, pass after pass, visits all pages of its share in an [`Order`] that is a permutation of
-//! them and another one in each pass. At a visit in pass *p* it checks that the page is whole, its own, and of sequence
-//! *p* - 1 (all zero in the first pass), reports if not, and rewrites all 512 words with sequence *p*; [`model`] has the page's
-//! format. Then it compares the count in its control page with the one in its registers, as control pages can be lost
-//! and stale like any other page, and adds one.
+//! Each vCPU visits all pages of its share, pass after pass, without end. The [`Order`] is a
+//! permutation of them, another one in each pass. At a visit in pass *p* the vCPU
+//! 1. checks that the page is whole, its own, and of sequence *p* - 1 (all zero in the first pass),
+//!    and reports if not,
+//! 2. rewrites all 512 words with sequence *p* ([`model`] has the page's format),
+//! 3. compares the count in its control page with the one in its registers, since control pages can
+//!    be lost and stale like any other page, and adds one.
 //!
 //! # The control page
 //!
-//! Little-endian 64-bit words at these offsets; everything else in the page stays zero. *Constant* words are
-//! part of the image. The offsets are constants of [`control`].
+//! Little-endian 64-bit words at these offsets; everything else in the page stays zero. *Constant*
+//! words are part of the image. The offsets are constants of [`control`].
 //!
 //! | offset | word | workload | toucher | spinner |
 //! |---|---|---|---|---|
@@ -60,9 +68,10 @@
 //! | `0xa0` | first error: word found | yes | 0 | 0 |
 //! | `0xa8` | first error: pass in which it was found | yes | 0 | 0 |
 //!
-//! The workload stores in this order: page in progress, the page's words in ascending order, pages done, no page in
-//! progress. So in a pause at any instruction, *pages done* says exactly which pages have which sequence, and at most one page a
-//! vCPU, the next one and only if named, is a prefix of its new and a suffix of its old contents.
+//! The workload stores in this order: page in progress, the page's words in ascending order, pages
+//! done, no page in progress. So in a pause at any instruction, *pages done* says exactly which
+//! pages have which sequence, and at most one page a vCPU, the next one and only if named, is a
+//! prefix of its new and a suffix of its old contents.
 
 mod code;
 pub mod control;

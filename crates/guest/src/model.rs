@@ -10,13 +10,13 @@
 //! | 3 to 510 | payload: a generator's outputs, seeded by owner, index and sequence |
 //! | 511 | checksum over words 0 to 510, in order |
 //!
-//! Words are written in ascending order. A page that is half rewritten therefore is a prefix of its new
-//! contents and a suffix of its old ones, and its checksum, written last, is still the old one.
+//! Words are written in ascending order. A page that is half rewritten therefore is a prefix of its
+//! new contents and a suffix of its old ones, and its checksum, written last, is still the old one.
 //! A page that no pass has written (sequence 0) is all zero.
 //!
-//! The checksum is a polynomial with an odd multiplier modulo 2^64: a change of any one word changes it
-//! for certain, anything else but for one chance in about 2^64 for contents that are not made to
-//! collide. It guards against lost work, not against an adversary.
+//! The checksum is a polynomial with an odd multiplier modulo 2^64: a change of any one word
+//! changes it for certain, anything else but for one chance in about 2^64 for contents that are not
+//! made to collide. It guards against lost work, not against an adversary.
 
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, IN_PROGRESS,
@@ -82,8 +82,8 @@ pub fn checksum(page: &PageBytes) -> u64 {
     })
 }
 
-/// Checks that a page is `owner`'s page `index` as pass `sequence` left it, with what the page itself
-/// carries: header and checksum.
+/// Checks that a page is `owner`'s page `index` as pass `sequence` left it, with what the page
+/// itself carries: header and checksum.
 ///
 /// # Errors
 /// What is wrong with it.
@@ -122,8 +122,8 @@ pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Res
     Ok(())
 }
 
-/// One visit in pass `pass` (from 1): checks that the page is as the pass before left it, then rewrites
-/// it, whatever the check said.
+/// One visit in pass `pass` (from 1): checks that the page is as the pass before left it, then
+/// rewrites it, whatever the check said.
 ///
 /// # Errors
 /// What the check found wrong.
@@ -173,8 +173,8 @@ impl ModelVcpu {
         self.order.steps()
     }
 
-    /// One visit: finds the next page in `ram` (indexed by RAM page), visits it and keeps the control
-    /// page, exactly as the machine code does. Returns the page.
+    /// One visit: finds the next page in `ram` (indexed by RAM page), visits it and keeps the
+    /// control page, exactly as the machine code does. Returns the page.
     ///
     /// # Panics
     /// When `ram` is shorter than the workload's memory.

@@ -3,10 +3,10 @@
 //! **Guarantee.** In every pass every page is visited exactly once, and passes differ.
 //!
 //! **Mechanism.** A linear congruential generator modulo a power of two has its full period if its
-//! increment is odd and its multiplier is 1 modulo 4 (Hull and Dobell, "Random Number Generators", SIAM
-//! Review 4, 1962). Its state is passed through `s ^ (s >> shift)`, a bijection, as the low bits of such
-//! a generator alternate; values outside the share are skipped. Start and increment of a pass are a hash
-//! of the pass's number and the vCPU.
+//! increment is odd and its multiplier is 1 modulo 4 (Hull and Dobell, "Random Number Generators",
+//! SIAM Review 4, 1962). Its state is passed through `s ^ (s >> shift)`, a bijection, as the low
+//! bits of such a generator alternate; values outside the share are skipped. Start and increment of
+//! a pass are a hash of the pass's number and the vCPU.
 
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, tag};
 
@@ -77,7 +77,8 @@ impl Order {
         self.state
     }
 
-    /// How often the generator has been advanced: once for each visit, and once for each value skipped.
+    /// How often the generator has been advanced: once for each visit, and once for each value
+    /// skipped.
     #[must_use]
     pub fn steps(&self) -> u64 {
         self.steps

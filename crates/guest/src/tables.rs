@@ -1,8 +1,8 @@
 //! Flat x86-64 page tables: every address is mapped to itself.
 //!
-//! 2 MiB leaves, for ring 3, writable, with the accessed and dirty bits set from the start, so that the
-//! CPU never writes to a table and a table page stays what the image made it. Mapped are RAM and the
-//! 2 MiB around the doorbell, nothing else. Entry format: Intel SDM volume 3, section 5.5.
+//! 2 MiB leaves, for ring 3, writable, with the accessed and dirty bits set from the start, so that
+//! the CPU never writes to a table and a table page stays what the image made it. Mapped are RAM
+//! and the 2 MiB around the doorbell, nothing else. Entry format: Intel SDM volume 3, section 5.5.
 
 use crate::layout::{DOORBELL_GPA, HOLE_END, HOLE_START, Layout};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};

@@ -54,7 +54,8 @@ pub struct Toucher {
 forward_to_program!(Toucher);
 
 impl Toucher {
-    /// Plans a toucher; `ranges` holds the pages of every vCPU, as RAM page indices. They may overlap.
+    /// Plans a toucher; `ranges` holds the pages of every vCPU, as RAM page indices. They may
+    /// overlap.
     ///
     /// # Errors
     /// When there is not one range for every vCPU, or one is empty or leaves the data pages.

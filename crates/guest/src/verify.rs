@@ -1,17 +1,19 @@
 //! Checks the whole memory of a paused VM against what its vCPUs say they have done.
 //!
-//! **Guarantee.** A verdict that holds means: every byte of RAM is what the workload's machine code, run
-//! on memory that keeps what is written to it, would have left there, given the number of pages each
-//! control page says is done. (Not judged: the order generator's state in a control page, a hint.)
+//! **Guarantee.** A verdict that holds means: every byte of RAM is what the workload's machine
+//! code, run on memory that keeps what is written to it, would have left there, given the number of
+//! pages each control page says is done. (Not judged: the order generator's state in a control
+//! page, a hint.)
 //!
-//! **Mechanism.** The number of pages done gives the pass and, by replaying the pass's [`Order`], the set
-//! of pages already visited in it: those must have this pass's contents, all others those of the pass
-//! before. The next page in the order may be a prefix of its new and a suffix of its old contents, and
-//! only if the control page names it as in progress. Code and page tables must be as in the image; every
-//! page no program writes must be zero.
+//! **Mechanism.** The number of pages done gives the pass and, by replaying the pass's [`Order`],
+//! the set of pages already visited in it: those must have this pass's contents, all others those
+//! of the pass before. The next page in the order may be a prefix of its new and a suffix of its
+//! old contents, and only if the control page names it as in progress. Code and page tables must be
+//! as in the image; every page no program writes must be zero.
 //!
-//! A destination that restored an *older* control page together with equally old data pages would pass
-//! this check alone; the guest's own check catches it, as it compares with counts kept in registers.
+//! A destination that restored an *older* control page together with equally old data pages would
+//! pass this check alone; the guest's own check catches it, as it compares with counts kept in
+//! registers.
 
 mod verdict;
 
@@ -78,7 +80,8 @@ impl Place {
 }
 
 impl Workload {
-    /// Verifies the memory of a VM whose vCPUs do not run. `read_page` gives the bytes of a RAM page.
+    /// Verifies the memory of a VM whose vCPUs do not run. `read_page` gives the bytes of a RAM
+    /// page.
     ///
     /// ```
     /// use pageferry_guest::{Isa, Layout, Workload, model::ModelVcpu};
@@ -251,8 +254,8 @@ fn is_zero(bytes: &PageBytes) -> bool {
     bytes.iter().all(|&byte| byte == 0)
 }
 
-/// What is wrong with a data page that should be as pass `sequence` left it, or, if it may be `half`
-/// rewritten, on its way from there to the next.
+/// What is wrong with a data page that should be as pass `sequence` left it, or, if it may be
+/// `half` rewritten, on its way from there to the next.
 fn judge(
     bytes: &PageBytes,
     vcpu: u32,

@@ -9,8 +9,8 @@ use std::ops::Range;
 
 /// The demo workload for a number of vCPUs and an amount of memory.
 ///
-/// Two workloads made with the same numbers are the same to the last byte, so a migration's destination
-/// makes its own to verify what arrived.
+/// Two workloads made with the same numbers are the same to the last byte, so a migration's
+/// destination makes its own to verify what arrived.
 ///
 /// ```
 /// use pageferry_guest::{Isa, Workload};
@@ -63,12 +63,13 @@ impl Workload {
         self.layout().data().contains(&page.0)
     }
 
-    /// How many instructions the RV64 program retires for a page, on average over a pass; `None` for
-    /// x86-64, where nobody counts them.
+    /// How many instructions the RV64 program retires for a page, on average over a pass; `None`
+    /// for x86-64, where nobody counts them.
     ///
-    /// Exact for the second and every later pass without errors, but for two things: pages above the hole take
-    /// one instruction more, and the end of a pass cuts off on average half the values the order
-    /// generator would still skip. The first pass, which only looks for zero, takes fewer.
+    /// Exact for the second and every later pass without errors, but for two things: pages above
+    /// the hole take one instruction more, and the end of a pass cuts off on average half the
+    /// values the order generator would still skip. The first pass, which only looks for zero,
+    /// takes fewer.
     #[must_use]
     pub fn instructions_per_page(&self) -> Option<f64> {
         if self.layout().isa() != Isa::Rv64 {

@@ -1,11 +1,14 @@
-//! Reading the dirty log. Why nothing is lost is argued in `revoke.rs`.
+//! Reading the dirty log. `revoke.rs` proves that nothing is lost.
 
+use crate::config::DirtyProtect;
+use crate::dirty_log::{DirtyBy, DirtyLog};
 use crate::error::VmError;
-use crate::log::{DirtyBy, DirtyLog, SlotLog};
+use crate::log::SlotLog;
+use crate::platform::Worker;
 use crate::region::SlotData;
-use crate::revoke::{Worker, Writer};
 use crate::slots::Memslots;
-use crate::vm::{DirtyProtect, Vm};
+use crate::state::Writer;
+use crate::vm::Vm;
 use core::sync::atomic::Ordering;
 use pageferry_addr::{Gfn, GfnRange};
 use pageferry_memslot::Slot;
@@ -13,12 +16,14 @@ use pageferry_memslot::Slot;
 const BITS: usize = u64::BITS as usize;
 
 impl<M: Memslots> Vm<M> {
-    /// Fetches the dirty log of `slot`; gives how many pages it names. Unless [`DirtyProtect`] leaves that to
-    /// [`clear_dirty_log`](Self::clear_dirty_log), it clears the log and protects the pages it names again.
+    /// Fetches the dirty log of `slot`; returns how many pages it names. It clears the log and
+    /// protects those pages again, unless [`DirtyProtect`] leaves that to
+    /// [`clear_dirty_log`](Self::clear_dirty_log).
     ///
-    /// Bit `i` of word `w` is the slot's page `64 * w + i`, as in `KVM_GET_DIRTY_LOG`. When this returns, every
-    /// write made before the call is in `into` or was in an earlier log. Where the log was cleared, every vCPU
-    /// has lost its right to write the pages in `into` unnoticed; so who copies them now copies what was logged.
+    /// Bit `i` of word `w` is the slot's page `64 * w + i`, as in `KVM_GET_DIRTY_LOG`. When this
+    /// returns, every write made before the call is in `into`, or was in an earlier log. If the log
+    /// was cleared, no vCPU can write the pages in `into` unnoticed any more. So a caller that
+    /// copies them now copies what was logged.
     ///
     /// # Errors
     /// If there is no such slot, it has no log, or `into` has another number of words than the log.
@@ -26,7 +31,7 @@ impl<M: Memslots> Vm<M> {
         if self.config().dirty_protect != DirtyProtect::ByGet {
             return self.read_dirty_log(slot, into);
         }
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, log) = log_of(slots, slot, into.len())?;
         let mut changed = harvest(slots, worker, slot, log);
@@ -46,19 +51,20 @@ impl<M: Memslots> Vm<M> {
             }
         });
         if pages != 0 && changed == 0 {
-            // Who took the permission to store, in an entry that had none now, may not have flushed.
-            self.shared.flush_writes();
+            // An entry had lost the permission to store already. The call that took it may not have
+            // flushed.
+            self.state.flush_writes();
         }
         Ok(pages)
     }
 
-    /// Copies the dirty log of `slot` and leaves its bits; gives how many pages it names. Beside running vCPUs the copy
-    /// may miss pages, but the log does not: the bits stay for the next call.
+    /// Copies the dirty log of `slot` and leaves its bits; returns how many pages it names. Beside
+    /// running vCPUs the copy may miss pages. The log does not: the bits stay for the next call.
     ///
     /// # Errors
     /// As [`Vm::get_dirty_log`].
     pub fn read_dirty_log(&self, slot: u16, into: &mut [u64]) -> Result<u64, VmError> {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, log) = log_of(slots, slot, into.len())?;
         harvest(slots, worker, slot, log);
@@ -70,18 +76,18 @@ impl<M: Memslots> Vm<M> {
         Ok(pages)
     }
 
-    /// Takes pages out of the dirty log of `slot` and protects them again, so that the next store to each is logged; as
-    /// `KVM_CLEAR_DIRTY_LOG`. Bit `i` of word `w` of `clear` is the slot's page `first + 64 * w + i`. Gives how many
-    /// of them the log had.
+    /// Takes pages out of the dirty log of `slot` and protects them again, so that the next store
+    /// to each is logged, as `KVM_CLEAR_DIRTY_LOG` does. Bit `i` of word `w` of `clear` is the
+    /// slot's page `first + 64 * w + i`. Returns how many of them the log had.
     ///
-    /// When this returns, every vCPU has lost its right to write those pages unnoticed: copy them after it. Large pages
-    /// that `clear` reaches are split, where [`DirtyProtect::InitiallySet`] has left any.
+    /// When this returns, no vCPU can write those pages unnoticed any more: copy them after it. It
+    /// splits large pages that `clear` reaches, where [`DirtyProtect::InitiallySet`] has left any.
     ///
     /// # Errors
-    /// If there is no such slot, it has no log, `first` is no multiple of 64, or `clear` reaches past the
-    /// last word of the log. Nothing has changed then.
+    /// If there is no such slot, it has no log, `first` is no multiple of 64, or `clear` reaches
+    /// past the last word of the log. Nothing has changed then.
     pub fn clear_dirty_log(&self, slot: u16, first: u64, clear: &[u64]) -> Result<u64, VmError> {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let id = slot;
         let (slot, log) = find_log(slots, id)?;
@@ -109,7 +115,8 @@ impl<M: Memslots> Vm<M> {
                     .checked_add(first)
                     .and_then(|first| GfnRange::new(first, reached))
             {
-                // What was large when the log began is so still. A dirty bit is to speak of one page.
+                // Pages that were large when the log began still are. A dirty bit must name one
+                // page.
                 let Ok(_) = worker.split(part, 1, &()) else {
                     unreachable!("the platform aborts where there is no memory");
                 };
@@ -124,18 +131,18 @@ impl<M: Memslots> Vm<M> {
             }
         });
         if pages != 0 && changed == 0 {
-            self.shared.flush_writes();
+            self.state.flush_writes();
         }
         Ok(pages)
     }
 
-    /// Protects the pages again that were harvested from the vCPUs' dirty rings, and makes room for others; gives how
-    /// many those were. As `KVM_RESET_DIRTY_RINGS`.
+    /// Protects the pages again that were harvested from the vCPUs' dirty rings, and makes room for
+    /// others, as `KVM_RESET_DIRTY_RINGS` does. Returns how many pages those were.
     ///
-    /// When this returns, every vCPU has lost its right to write those pages unnoticed: copy them after it. Pages of slots
-    /// that have gone, moved, or shrunk meanwhile are passed over.
+    /// When this returns, no vCPU can write those pages unnoticed any more: copy them after it.
+    /// Pages of slots that were deleted, moved, or made smaller meanwhile are passed over.
     pub fn reset_dirty_rings(&self) -> u64 {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer {
             slots,
             worker,
@@ -161,13 +168,13 @@ impl<M: Memslots> Vm<M> {
             }
         });
         if pages != 0 && changed == 0 {
-            self.shared.flush_writes();
+            self.state.flush_writes();
         }
         pages
     }
 }
 
-/// Brings what the entries know into the log, and flushes where that is anything; gives how many pages that were.
+/// Moves the entries' dirty bits to the log, and flushes if there were any; returns how many.
 fn harvest<M: Memslots>(
     slots: &M,
     worker: &mut Worker,
@@ -183,8 +190,8 @@ fn harvest<M: Memslots>(
     }
 }
 
-/// Makes the next store to each of 64 pages tell, where `taken`, from the log, has its bit; gives how many pages' entries
-/// changed. No large page is there.
+/// Makes the next store to each page of `taken`, 64 bits from the log, be logged again; returns how
+/// many pages' entries changed. No large page is there.
 fn protect(
     worker: &mut Worker,
     slot: &Slot<SlotData>,
@@ -195,7 +202,8 @@ fn protect(
     let base = Gfn(slot.range.start().0 + (word * BITS) as u64);
     match log.by {
         DirtyBy::WriteProtection => worker.log_by_fault_mask(base, taken, &()),
-        // Stores that the bits tell of come before the flush, and the caller copies the pages after it.
+        // Stores that the bits report come before the flush, and the caller copies the pages after
+        // it.
         DirtyBy::Bits => worker.clear_dirty_mask(base, taken, &()),
     }
 }

@@ -55,7 +55,8 @@ pub enum VmError {
         /// The words of the buffer.
         given: usize,
     },
-    /// The part of a dirty log that is to be cleared does not begin at a word, or is not inside the log.
+    /// The part of a dirty log that is to be cleared does not begin at a word, or is not inside the
+    /// log.
     #[error(
         "the dirty log of slot {slot} has {log} words of 64 pages: {words} from page {first} are not a part of it"
     )]

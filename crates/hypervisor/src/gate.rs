@@ -1,52 +1,61 @@
-//! The gate between a vCPU's thread and its guest, through which other threads reach in.
+//! The gate between a vCPU's thread and its guest, through which other threads reach the vCPU.
 //!
-//! **Guarantee.** When [`Gate::request`] followed by [`Ticket::wait`] has returned, every entry of the vCPU
-//! into the guest that began before the request has ended, all its accesses to guest memory and tables
-//! happen before the return, and any later entry begins only after the vCPU has taken the request (flushed
-//! its TLB, looked at the new slots). A kick is never lost, whether the vCPU is inside, outside, or on
-//! its way.
+//! **Guarantee.** When [`Gate::request`] and then [`Ticket::wait`] have returned:
+//! 1. Every entry into the guest that began before the request has ended.
+//! 2. All accesses of those entries to guest memory and tables happen before the return.
+//! 3. A later entry begins only after the vCPU has taken the request: it has flushed its TLB, or
+//!    has looked at the new slots.
 //!
-//! **Mechanism.** One word a vCPU: the open requests, one bit "inside the guest", and a count of entries.
-//! KVM has the same protocol in two words (`vcpu->mode` and `vcpu->requests`, see
-//! `Documentation/virt/kvm/vcpu-requests.rst`): each side writes its own word and reads the other's, which
-//! needs a sequentially consistent fence on both sides. Here both sides change *one* word by
-//! read-modify-write operations, and those are totally ordered:
+//! No kick is lost, whether the vCPU is inside, outside, or on its way.
 //!
-//! - The vCPU enters by compare-exchange from "no request, outside" to "inside, one more entry". So an entry
-//!   cannot succeed while a request is open.
-//! - A requester sets its bit by `fetch_or` and learns from the old value whether the vCPU is inside.
-//!   If the `fetch_or` comes first, the entry fails and the vCPU takes the request before it tries
-//!   again. If the entry comes first, the requester sees the inside bit and waits for this entry to end.
-//! - Ends: the vCPU polls ([`Gate::has_requests`], one relaxed load) and leaves by `fetch_and` with
-//!   release order; [`Ticket::has_left`] reads it with acquire order. So what the vCPU did inside happens
-//!   before what the requester does next.
-//! - Begins: taking a request is a `fetch_and` with acquire order that reads the requester's release, or a
-//!   later read-modify-write of the same release sequence. So what the requester did before (zapped
-//!   SPTEs, published slots) happens before everything in later entries.
+//! **Mechanism.** Each vCPU has one word: the open requests, one bit "inside the guest", and a
+//! count of entries. KVM has the same protocol in two words (`vcpu->mode` and `vcpu->requests`, see
+//! `Documentation/virt/kvm/vcpu-requests.rst`). There each side writes its own word and reads the
+//! other's, so both need a sequentially consistent fence. Here both sides change *one* word by
+//! read-modify-write operations, which are totally ordered:
 //!
-//! A second word, the *bell*, exists only so that an interpreter has something small to poll. A requester
-//! rings it after its `fetch_or`; the vCPU silences it before each read-modify-write of the first word by which it
-//! enters or takes requests. If the requester's `fetch_or` comes after that one, it acquires the silencing,
-//! so the ring comes later in the bell's order and stays. If it comes before, the request is taken or
-//! keeps the vCPU out, and a ring that comes late costs one needless exit. No request goes unheard.
+//! - The vCPU enters by a compare-exchange from "no request, outside" to "inside, one more entry".
+//!   So no entry succeeds while a request is open.
+//! - A requester sets its bit by `fetch_or`, and learns from the old value whether the vCPU is
+//!   inside. If the `fetch_or` comes first, the entry fails, and the vCPU takes the request before
+//!   it tries again. If the entry comes first, the requester sees the inside bit and waits for that
+//!   entry to end.
+//! - The end of an entry: the vCPU polls ([`Gate::has_requests`], one relaxed load) and leaves by a
+//!   `fetch_and` with release order. [`Ticket::has_left`] reads it with acquire order. So
+//!   everything that the vCPU did inside happens before the requester's next step.
+//! - The begin of an entry: the vCPU takes requests by a `fetch_and` with acquire order. It reads
+//!   the requester's release, or a later read-modify-write of the same release sequence. So
+//!   everything that the requester did before (zapped SPTEs, published slots) happens before all
+//!   later entries.
 //!
-//! The count tells a vCPU that has left and entered again from one that never left, so a requester
-//! waits for one exit at most, even if others keep on making requests.
+//! **The poll flag** is a second word, so that an interpreter has something small to poll. A
+//! requester sets it after its `fetch_or`. The vCPU clears it before each read-modify-write of the
+//! first word by which it enters or takes requests. Two cases:
+//! 1. The requester's `fetch_or` comes after that read-modify-write. Then it acquires the clearing,
+//!    so the setting comes later in the flag's order and stays.
+//! 2. It comes before. Then the vCPU takes the request, or the request keeps the vCPU out. A flag
+//!    that is set late costs one needless exit.
 //!
-//! **Neighbours.** [`crate::VcpuCore`] enters and leaves, `VmShared` requests flushes, [`crate::KickHandle`]
-//! kicks. It knows nothing of TLBs, tables or slots. Modelled with loom in `tests/loom.rs`.
+//! So no request goes unnoticed.
+//!
+//! The count of entries tells a vCPU that has left and entered again from one that never left. So a
+//! requester waits for one exit at most, even if others keep making requests.
+//!
+//! **Neighbours.** [`crate::VcpuCore`] enters and leaves. The VM requests flushes, and
+//! [`crate::KickHandle`] kicks. The gate knows nothing of TLBs, tables or slots. A loom model
+//! checks it.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, sleep, spin_loop, yield_now};
 use core::time::Duration;
 
-/// What can be asked of a vCPU. A set: requests of several threads merge.
+/// A set of requests to a vCPU. Requests of several threads merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Requests(u64);
 
 impl Requests {
     /// Return from `run` with [`crate::Exit::Kicked`].
     pub const KICK: Self = Self(1);
-    /// Leave the guest once: whatever the vCPU began with old slots is over then.
+    /// Leave the guest once. Everything that the vCPU began with old slots is over then.
     pub const QUIESCE: Self = Self(1 << 1);
     /// Forget that pages are writable (after write protection).
     pub const FLUSH_WRITES: Self = Self(1 << 2);
@@ -71,17 +80,17 @@ impl core::ops::BitOr for Requests {
 }
 
 const INSIDE: u64 = 1 << 4;
-/// One entry, in the count that fills the rest of the word: 2^59 entries do not wrap in practice
-/// (at one entry a nanosecond, 18 years), and a wrap would need an exact hit to matter.
+/// One entry, in the count that fills the rest of the word. 2^59 entries take 18 years at one a
+/// nanosecond. Even a wrap would matter only if it hit the same count exactly.
 const ENTRY: u64 = 1 << 5;
 
-/// The word of one vCPU. See the module's first lines.
+/// The gate of one vCPU. The module's documentation gives its protocol.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct Gate {
     word: AtomicU64,
     /// Not 0 where the vCPU should leave.
-    bell: AtomicU32,
+    poll: AtomicU32,
 }
 
 impl Default for Gate {
@@ -96,12 +105,13 @@ impl Gate {
     pub fn new() -> Self {
         Self {
             word: AtomicU64::new(0),
-            bell: AtomicU32::new(0),
+            poll: AtomicU32::new(0),
         }
     }
 
-    /// Enters the guest, or takes the open requests, in which case the vCPU stays outside, serves them, and
-    /// tries again. Only the vCPU's own thread calls this, and only while it is outside.
+    /// Enters the guest if no request is open. Otherwise it takes the open requests: the vCPU stays
+    /// outside, serves them, and tries again. Only the vCPU's own thread calls this, while it is
+    /// outside.
     ///
     /// # Errors
     /// The requests taken.
@@ -112,7 +122,7 @@ impl Gate {
     pub fn enter(&self) -> Result<Inside<'_>, Requests> {
         let mut word = self.word.load(Ordering::Relaxed);
         loop {
-            self.bell.store(0, Ordering::Relaxed);
+            self.poll.store(0, Ordering::Relaxed);
             assert!(word & INSIDE == 0, "a vCPU entered its guest twice");
             if word & Requests::ALL != 0 {
                 let old = self.word.fetch_and(!Requests::ALL, Ordering::AcqRel);
@@ -131,19 +141,20 @@ impl Gate {
         }
     }
 
-    /// Whether a vCPU inside should leave: its poll, one relaxed load. May say so without need.
+    /// Whether a vCPU inside should leave: one relaxed load. It may be true without need.
     #[inline]
     #[must_use]
     pub fn has_requests(&self) -> bool {
-        self.bell.load(Ordering::Relaxed) != 0
+        self.poll.load(Ordering::Relaxed) != 0
     }
 
-    /// What [`Gate::has_requests`] loads, for a loop that polls on its own: leave when it is not 0.
+    /// The word that [`Gate::has_requests`] loads, for a loop that polls on its own: leave when it
+    /// is not 0.
     #[cfg(not(loom))]
     #[must_use]
     #[inline]
-    pub const fn bell(&self) -> &AtomicU32 {
-        &self.bell
+    pub const fn poll_flag(&self) -> &AtomicU32 {
+        &self.poll
     }
 
     /// Whether a kick waits to be taken.
@@ -152,10 +163,10 @@ impl Gate {
         self.word.load(Ordering::Relaxed) & Requests::KICK.0 != 0
     }
 
-    /// Makes a request. If the vCPU is inside it will leave soon: the ticket says when it has.
+    /// Makes a request. If the vCPU is inside, it leaves soon, and the ticket tells when it has.
     pub fn request(&self, requests: Requests) -> Option<Ticket<'_>> {
         let old = self.word.fetch_or(requests.0, Ordering::AcqRel);
-        self.bell.store(1, Ordering::Relaxed);
+        self.poll.store(1, Ordering::Relaxed);
         (old & INSIDE != 0).then_some(Ticket {
             gate: self,
             entry: old & !Requests::ALL,
@@ -185,15 +196,16 @@ pub struct Ticket<'gate> {
 }
 
 impl Ticket<'_> {
-    /// Whether that entry has ended. If so, what the vCPU did in it happens before this returns.
+    /// Whether that entry has ended. If so, everything that the vCPU did in it happens before the
+    /// return.
     #[must_use]
     pub fn has_left(&self) -> bool {
         self.gate.word.load(Ordering::Acquire) & !Requests::ALL != self.entry
     }
 
-    /// Waits until that entry has ended: spins for some microseconds, then yields, then sleeps in naps
-    /// of at most a millisecond. A vCPU inside polls every few dozen instructions, so this takes
-    /// long only when its thread waits for a processor.
+    /// Waits until that entry has ended: it spins for some microseconds, then yields, then sleeps
+    /// for at most a millisecond at a time. A vCPU inside polls every few dozen instructions. So
+    /// this takes long only when that vCPU's thread waits for a processor.
     pub fn wait(&self) {
         const SPINS: u32 = if cfg!(loom) { 0 } else { 200 };
         const YIELDS: u32 = if cfg!(loom) { 0 } else { 50 };

@@ -1,29 +1,90 @@
-//! A hypervisor in one process: "KVM in a process", without the kernel's help and without privileges.
+//! A hypervisor in one process: "KVM in a process", without the kernel's help and without
+//! privileges.
 //!
-//! **Guarantee.** A guest, whatever its code does, reaches host memory only inside its VM's memory slots, with
-//! the permissions the slots give; no page is mapped while its userfault bit is set; nothing a guest wrote
-//! is missing from the dirty log, and no store through its slot reaches a write-tracked page; and when a call that removes or restricts
-//! memory has returned, no vCPU uses what was there before. vCPUs that fault at the same time share no lock and wait for nobody.
+//! **Guarantee.** Whatever its code does, a guest is confined to the memory slots of its VM:
+//! - It reaches host memory only inside those slots, with the permissions that they give.
+//! - No page is mapped while its userfault bit is set.
+//! - Every page that a guest wrote is in the dirty log, if its slot has one.
+//! - No store through its slot reaches a write-tracked page.
+//! - When a call that removes or restricts memory has returned, no vCPU uses what was there before.
 //!
-//! **Mechanism.** A vCPU's life is [`VcpuCore::run`]: it enters the guest through its [`Gate`], interprets RV64
-//! machine code ([`hart`]), and finds memory through its own software TLB. A TLB miss asks the memory slots
-//! (by a wait-free look-up, under a guard that lasts as long as the fault) and the second-stage tables that all
-//! vCPUs of the [`Vm`] share; then it fills the TLB or leaves the guest with an [`Exit`], on the vCPU's own
-//! thread. Whoever takes something away (a slot, a write permission) says so in the slots, then goes through every
-//! vCPU's gate and the tables; the order of steps and why it suffices is written down once, in `revoke.rs`.
-//! Who keeps the slots is a type parameter with a default: [`Memslots`], [`Scalable`].
-//! The frame space of the second-stage tables is the process's own virtual pages: the PPN of a leaf is
-//! a host-virtual address shifted right by 12.
+//! vCPUs that fault at the same time share no lock, and none waits for another.
 //!
-//! **Neighbours.** Below: `memslot` (which host range backs a guest range), `tdp` (the tables), `userfault` (the
-//! bitmaps), `addr`. Above: `machine`, which puts the traits of all engines over [`Vm`] and [`VcpuCore`]. The
-//! calls are those of KVM's API, so that both engines compare call by call. It must not know that migration
-//! exists, where pages come from, or what an exit is good for; it owns no thread and does no system call.
+//! **Mechanism.** [`VcpuCore::run`] enters the guest through the vCPU's [`Gate`] and interprets
+//! RV64 machine code ([`hart`]). Each vCPU finds memory through a software TLB of its own. On a
+//! miss, the fault path looks the frame up in the memory slots. The look-up is wait-free, under a
+//! guard that lasts as long as the fault. Then it reads the second-stage tables, which all vCPUs of
+//! the [`Vm`] share, and fills the TLB. Where it cannot, the vCPU leaves the guest with an [`Exit`]
+//! on its own thread.
+//!
+//! A call that takes something away (a slot, a write permission) first changes the slots. Then it
+//! goes through every vCPU's gate and the tables. `revoke.rs` gives the order of the steps and
+//! proves it.
+//!
+//! A frame of the second-stage tables is a virtual page of this process: the PPN of a leaf is a
+//! host virtual address shifted right by 12. A type parameter with a default chooses the scheme
+//! that keeps the slots: [`Memslots`], [`Scalable`].
+//!
+//! **Neighbours.** Below: `memslot` (which host range backs a guest range), `tdp` (the tables),
+//! `userfault` (the bitmaps), `addr`. Above: `machine`, which puts the traits of all engines over
+//! [`Vm`] and [`VcpuCore`]. The calls are those of KVM's API, so that both engines compare call by
+//! call. This crate does not know that migration exists, where pages come from, or what an exit is
+//! for. It owns no thread, and needs nothing of the kernel but `membarrier` and a clock.
+//!
+//! # Example
+//!
+//! A guest adds two numbers and stores the sum where no slot is, which leaves the guest:
+//!
+//! ```
+//! use pageferry_addr::{Gpa, Hva};
+//! use pageferry_hypervisor::{Exit, HostMemory, Region, SlotFlags, Vm, VmConfig};
+//! use std::ops::Range;
+//! use std::sync::Arc;
+//! use std::sync::atomic::{AtomicU32, Ordering};
+//!
+//! #[repr(align(4096))]
+//! struct Page([AtomicU32; 1024]);
+//!
+//! // SAFETY: the page lives as long as the value and holds only atomics; its provenance is exposed.
+//! unsafe impl HostMemory for Page {
+//!     fn hva_range(&self) -> Range<Hva> {
+//!         let start = self.0.as_ptr().expose_provenance() as u64;
+//!         Hva(start)..Hva(start + 4096)
+//!     }
+//! }
+//!
+//! let page = Arc::new(Page([const { AtomicU32::new(0) }; 1024]));
+//! // add a0, a0, a1; sw a0, 0(a2)
+//! for (word, code) in page.0.iter().zip([0x00b5_0533, 0x00a6_2023]) {
+//!     word.store(code, Ordering::Relaxed);
+//! }
+//! let vm = Vm::new(VmConfig::default());
+//! vm.set_user_memory_region2(Region {
+//!     slot: 0,
+//!     flags: SlotFlags::EMPTY,
+//!     gpa: Gpa(0),
+//!     size: 4096,
+//!     hva: page.hva_range().start,
+//!     memory: Some(page),
+//!     userfault: None,
+//! })?;
+//! let mut vcpu = vm.create_vcpu(0)?;
+//! for (register, value) in [(10, 2), (11, 40), (12, 0x1000_0000)] {
+//!     vcpu.hart_mut().set_x(register, value);
+//! }
+//! let exit = vcpu.run();
+//! assert_eq!(exit, Exit::MmioWrite { gpa: Gpa(0x1000_0000), size: 4, value: 42 });
+//! # Ok::<(), pageferry_hypervisor::VmError>(())
+//! ```
 
 #[cfg(not(loom))]
 mod clock;
 #[cfg(not(loom))]
+mod config;
+#[cfg(not(loom))]
 mod dirty;
+#[cfg(not(loom))]
+mod dirty_log;
 #[cfg(not(loom))]
 mod error;
 mod gate;
@@ -44,21 +105,27 @@ mod revoke;
 mod scalable;
 #[cfg(not(loom))]
 mod slots;
+#[cfg(not(loom))]
+mod state;
 mod sync;
 #[cfg(not(loom))]
 mod tlb;
 #[cfg(not(loom))]
 mod track;
 #[cfg(not(loom))]
+mod tracked;
+#[cfg(not(loom))]
 mod vcpu;
 #[cfg(not(loom))]
 mod vm;
 
 #[cfg(not(loom))]
+pub use config::{Capabilities, DirtyProtect, VmConfig};
+#[cfg(not(loom))]
+pub use dirty_log::DirtyBy;
+#[cfg(not(loom))]
 pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
-#[cfg(not(loom))]
-pub use log::DirtyBy;
 #[cfg(not(loom))]
 pub use pageferry_memslot::{
     Generation, Limits, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader, SlotTable,
@@ -75,4 +142,9 @@ pub use slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
 #[cfg(not(loom))]
 pub use vcpu::{Exit, KickHandle, VcpuCore};
 #[cfg(not(loom))]
-pub use vm::{Capabilities, DirtyProtect, Vm, VmConfig};
+pub use vm::Vm;
+
+/// Runs the examples of the README.
+#[cfg(all(doctest, not(loom)))]
+#[doc = include_str!("../README.md")]
+mod readme {}

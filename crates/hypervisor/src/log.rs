@@ -1,41 +1,14 @@
-//! The dirty log of one slot, as the MMU tells it.
+//! The dirty logs of slots, as the MMU tells them of dirty pages.
 
+use crate::dirty_log::{DirtyBy, DirtyLog};
 use crate::region::SlotData;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, RamPage};
 use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::Log;
 use pageferry_tdp::ring::{DirtyPage, Producer};
-use pageferry_userfault::PageBitmap;
-use std::sync::Arc;
 
-/// How it is known that a page was written to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum DirtyBy {
-    /// Pages are write-protected; the fault of the first store to each says so.
-    #[default]
-    WriteProtection,
-    /// The dirty bits of the second-stage entries, which the hardware sets; reading the log reads and clears them.
-    Bits,
-}
-
-/// A slot's log: its page `i` is bit `i`.
-#[derive(Clone)]
-pub(crate) struct DirtyLog {
-    pub(crate) bits: Arc<PageBitmap>,
-    pub(crate) by: DirtyBy,
-}
-
-impl DirtyLog {
-    fn note(&self, page: RamPage) {
-        // Mostly set already; then the line stays shared.
-        if !self.bits.test(page) {
-            self.bits.set(page);
-        }
-    }
-}
-
-/// Where the pages of one slot are logged, if they are.
+/// The log of one slot's pages, or none.
 #[derive(Clone, Copy)]
 pub(crate) struct SlotLog<'a> {
     id: u16,
@@ -55,7 +28,7 @@ impl<'a> SlotLog<'a> {
         }
     }
 
-    /// For a slot that leaves `frames`, and takes `kept` along where it is logged on.
+    /// For a slot that leaves `frames`. It keeps the log `kept`, if it stays logged.
     pub(crate) const fn leaving(id: u16, frames: GfnRange, kept: Option<&'a DirtyLog>) -> Self {
         Self {
             id,
@@ -65,7 +38,7 @@ impl<'a> SlotLog<'a> {
         }
     }
 
-    /// This log for a vCPU that has a ring: pages that it dirties go there.
+    /// This log for a vCPU with a ring, which gets the pages that the vCPU dirties.
     pub(crate) const fn with_ring(self, ring: Option<&'a Producer>) -> Self {
         Self { ring, ..self }
     }
@@ -75,17 +48,19 @@ impl<'a> SlotLog<'a> {
         self.log.is_some() && self.ring.is_some_and(Producer::is_soft_full)
     }
 
-    /// Whether the log hears of a page by the fault that makes it writable, and not from a bit of its entry.
+    /// Whether the fault that makes a page writable logs it, and not a bit of its entry.
     pub(crate) fn is_by_fault(&self) -> bool {
         self.log
             .is_some_and(|log| log.by == DirtyBy::WriteProtection)
     }
 
-    /// Whether a TLB may let stores to a page through whose entry is writable and dirty. A fault by a store makes it so.
+    /// Whether a TLB may let stores to `page` through, whose entry is writable and dirty. The fault
+    /// of a store logs the page first.
     #[inline]
     pub(crate) fn admits_writes(&self, page: RamPage, store: bool) -> bool {
         match self.log {
-            // Who made the entry writable has the page in its ring, or is about to.
+            // The vCPU that made the entry writable has pushed the page to its ring, or is about
+            // to.
             Some(_) if self.ring.is_some() => true,
             Some(log) if log.by == DirtyBy::WriteProtection => {
                 if store {
@@ -99,7 +74,8 @@ impl<'a> SlotLog<'a> {
 
     /// The slot's pages among the `pages` from `gfn` on.
     fn part(&self, gfn: Gfn, pages: u64) -> Range<usize> {
-        // An empty part is one inside the slot as well: what goes may be another slot's, on either side.
+        // The pages may belong to another slot, on either side: the empty part then lies inside the
+        // slot.
         let (first, last) = (self.frames.start().0, self.frames.end().0);
         let offset = |frame: u64| (frame.clamp(first, last) - first) as usize;
         offset(gfn.0)..offset(gfn.0 + pages)
@@ -120,7 +96,8 @@ impl Log for SlotLog<'_> {
                 offset,
             };
             let mut offsets = part.start as u64..part.end as u64;
-            // What does not fit is in the bitmap; but a vCPU whose ring is nearly full does not come here.
+            // Pages that do not fit go into the bitmap. A vCPU whose ring is nearly full does not
+            // get here.
             let left = offsets.find(|&offset| ring.push(page(offset)).is_err());
             if let Some(first) = left {
                 log.bits.set_range(first as usize..part.end);
@@ -133,17 +110,101 @@ impl Log for SlotLog<'_> {
     }
 }
 
-/// The logs of several slots.
-pub(crate) struct SlotLogs<'a>(pub(crate) Vec<SlotLog<'a>>);
+/// The logs of several slots, in the order of their frames. Slots do not overlap.
+pub(crate) struct SlotLogs<'a>(Vec<SlotLog<'a>>);
+
+impl<'a> SlotLogs<'a> {
+    /// Those of `logs` that are on.
+    pub(crate) fn new(mut logs: Vec<SlotLog<'a>>) -> Self {
+        logs.retain(SlotLog::is_on);
+        logs.sort_unstable_by_key(|log| log.frames.start());
+        Self(logs)
+    }
+
+    /// The logs of the slots that hold any of the `pages` frames from `gfn` on: a search, since a
+    /// notifier tells the log of each dirty page and a VM may have 32 764 slots.
+    fn around(&self, gfn: Gfn, pages: u64) -> &[SlotLog<'a>] {
+        let first = self.0.partition_point(|log| log.frames.end() <= gfn);
+        let rest = &self.0[first..];
+        let count = rest.partition_point(|log| log.frames.start().0 < gfn.0 + pages);
+        &rest[..count]
+    }
+}
 
 impl Log for SlotLogs<'_> {
     fn is_on(&self) -> bool {
-        self.0.iter().any(SlotLog::is_on)
+        !self.0.is_empty()
     }
 
     fn dirtied(&self, gfn: Gfn, pages: u64) {
-        for log in &self.0 {
+        for log in self.around(gfn, pages) {
             log.dirtied(gfn, pages);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_userfault::PageBitmap;
+    use std::sync::Arc;
+
+    /// Slot `i` has four frames, from `6 * i + 1` on.
+    const SLOTS: u64 = 5000;
+    const FRAMES: u64 = 4;
+
+    fn frames(slot: u64) -> GfnRange {
+        GfnRange::new(Gfn(6 * slot + 1), FRAMES).unwrap()
+    }
+
+    fn dirty_logs() -> Vec<DirtyLog> {
+        let bits = |_| Arc::new(PageBitmap::new(FRAMES as usize));
+        let by = DirtyBy::Bits;
+        (0..SLOTS)
+            .map(bits)
+            .map(|bits| DirtyLog { bits, by })
+            .collect()
+    }
+
+    /// In the order of host addresses, which is not that of frames.
+    fn logs_of(dirty: &[DirtyLog]) -> SlotLogs<'_> {
+        let log = |slot: u64| {
+            let kept = slot.is_multiple_of(2).then(|| &dirty[slot as usize]);
+            SlotLog::leaving(slot as u16, frames(slot), kept)
+        };
+        SlotLogs::new((0..SLOTS).map(|i| log(i * 3 % SLOTS)).collect())
+    }
+
+    #[test]
+    fn a_dirty_page_visits_the_log_of_its_own_slot_only() {
+        let dirty = dirty_logs();
+        let logs = logs_of(&dirty);
+        for slot in 0..SLOTS {
+            let (first, logged) = (frames(slot).start().0, usize::from(slot.is_multiple_of(2)));
+            for gfn in first..first + FRAMES {
+                assert_eq!(logs.around(Gfn(gfn), 1).len(), logged, "slot {slot}");
+            }
+            assert!(logs.around(Gfn(first - 1), 1).is_empty());
+            assert!(logs.around(Gfn(first + FRAMES), 1).is_empty());
+        }
+    }
+
+    #[test]
+    fn each_log_gets_its_slots_part_of_what_was_dirtied() {
+        let dirty = dirty_logs();
+        let logs = logs_of(&dirty);
+        // From the third frame of slot 10 to the second of slot 14.
+        let (first, end) = (frames(10).start().0 + 2, frames(14).start().0 + 2);
+        logs.dirtied(Gfn(first), end - first);
+        for (slot, log) in (0..).zip(&dirty) {
+            let expected = match slot {
+                10 => 0b1100,
+                12 => 0b1111,
+                14 => 0b0011,
+                _ => 0,
+            };
+            assert_eq!(log.bits.snapshot()[0], expected, "slot {slot}");
+        }
+        assert!(logs.is_on() && !SlotLogs::new(Vec::new()).is_on());
     }
 }

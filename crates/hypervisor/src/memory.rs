@@ -4,39 +4,54 @@
 )]
 //! Guest memory as one vCPU sees it: its TLB, and the fault path behind it.
 //!
-//! **Guarantee.** Guest code reads and writes bytes inside memory slots only, and only where the slot's
-//! flags, its userfault bits, its write-tracked pages and its dirty log let it. No lock is shared with other vCPUs on the way.
+//! **Guarantee.** Guest code reads and writes bytes inside memory slots only. The slot's flags, its
+//! userfault bits, its write-tracked pages and its dirty log decide which accesses go through. The
+//! path takes no lock that another vCPU takes.
 //!
-//! **Mechanism.** A hit in the TLB is the whole access. A miss ([`Memory::fault`]) goes through the slots to the
-//! second-stage tables and fills the TLB, in an order that makes the dirty log complete:
-//! first the SPTE becomes writable, then the dirty bit is set, then the TLB learns that the page is writable.
-//! The log's reader goes the other way: takes the bit, write-protects the SPTE, flushes what TLBs know of
-//! writable pages. So whenever a TLB entry lets a write through, the dirty bit was set after the last reader who
-//! took it began to wait for this vCPU, or that reader still waits for this vCPU and will report the page.
-//! The whole argument is in `revoke.rs`.
+//! **Mechanism.** A hit in the TLB is the whole access. A miss ([`VcpuMemory::fault`]) looks the
+//! frame up in the slots, maps it in the second-stage tables, and fills the TLB. [`MemslotReader`]
+//! is the only part that depends on the scheme of slots.
+//!
+//! The dirty log is complete because of the order of the steps. The fault path
+//! 1. makes the SPTE writable,
+//! 2. sets the dirty bit,
+//! 3. lets the TLB know that the page is writable.
+//!
+//! The thread that reads the log goes the other way. It
+//! 1. takes the bit,
+//! 2. write-protects the SPTE,
+//! 3. flushes what TLBs know of writable pages.
+//!
+//! So wherever a TLB entry lets a write through, one of two things holds. Either the dirty bit was
+//! set after the last reader that took it began to wait for this vCPU. Or that reader still waits
+//! for this vCPU, and will report the page. `revoke.rs` has the whole proof.
 //!
 //! # Why accesses through the TLB are sound
 //!
-//! 1. *Mapped.* The TLB is filled with addresses inside a slot's host range only. The slot held its
-//!    [`HostMemory`](crate::HostMemory) then, and before a slot lets its owner go, the slot is invalid and
-//!    unmapped and every vCPU has left its guest and flushed its TLB (`revoke.rs`, and the contract of
-//!    [`Memslots`]). The vCPU accesses memory only inside its gate.
-//! 2. *Aligned.* A hit is aligned to its size (the tag's comparison says so), so no access leaves its page.
-//! 3. *Raced.* Other vCPUs and the VMM access the same bytes; by the contract of `HostMemory` all use atomics,
-//!    volatile accesses or system calls. Accesses of different widths to the same bytes may race; Rust's
-//!    memory model leaves those open where both sides are visible to it. Here the addresses come from
-//!    integers, the memory is a mapping and no Rust object, and every access becomes one machine
-//!    instruction, so what holds is the host's own memory model, in which they are defined.
-//! 4. *Ordered.* Relaxed accesses give the guest what RVWMO asks of plain loads and stores; its fences, LR, SC
-//!    and AMOs become the host's.
+//! 1. *Mapped.* The TLB is filled only with addresses inside a slot's host range. The slot held its
+//!    [`HostMemory`](crate::HostMemory) then. Before a slot lets go of it, the slot is invalid and
+//!    unmapped, and every vCPU has left its guest and flushed its TLB (`revoke.rs`, and the
+//!    contract of [`Memslots`](crate::Memslots)). The vCPU accesses memory only inside its gate.
+//! 2. *Aligned.* The comparison of tags makes only accesses hit that are aligned to their size. So
+//!    no access leaves its page.
+//! 3. *Raced.* Other vCPUs and the VMM access the same bytes. By the contract of `HostMemory` all
+//!    use atomics, volatile accesses or system calls. Accesses of different widths to the same
+//!    bytes may race, and Rust's memory model leaves that open where it sees both sides. Here the
+//!    addresses come from integers, the memory is a mapping and no Rust object, and each access
+//!    becomes one machine instruction. So the host's own memory model applies, which defines such
+//!    races.
+//! 4. *Ordered.* Relaxed accesses give the guest what RVWMO asks of plain loads and stores. Its
+//!    fences, LR, SC and AMOs become the host's.
 //!
-//! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]; [`crate::VcpuCore`] flushes it at the gate.
+//! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]. [`crate::VcpuCore`] flushes it at
+//! the gate.
 
 use crate::hart::{AmoInt, AmoOp, Bus, BusFault, GuestInt, MemoryFault, PAGE_WORDS, Reserved};
 use crate::log::SlotLog;
+use crate::platform::{Format, Worker};
 use crate::region::SlotData;
-use crate::revoke::{Format, Shared, Worker};
-use crate::slots::{Found, MemslotReader, Memslots};
+use crate::slots::{Found, MemslotReader};
+use crate::state::VmState;
 use crate::tlb::Tlb;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 use pageferry_memslot::{Slot, SlotFlags};
@@ -51,29 +66,30 @@ pub(crate) const USERFAULT: u64 = 1;
 /// [`MemoryFault::flags`]: the page is write-tracked.
 pub(crate) const WRITE_TRACKED: u64 = 2;
 
-/// How often a fault is tried before the vCPU leaves its guest for others' sake.
+/// How often a fault tries before the vCPU leaves its guest, so that other threads can go on.
 const TRIES: u32 = 4;
 
-pub(crate) struct Memory<M: Memslots> {
+pub(crate) struct VcpuMemory<R> {
     pub(crate) tlb: Tlb,
-    pub(crate) vm: Arc<Shared<M>>,
-    pub(crate) slots: M::Reader,
+    pub(crate) state: Arc<VmState>,
+    pub(crate) slots: R,
     pub(crate) worker: Worker,
-    /// Where pages of logged slots go that this vCPU dirties, if not into the slots' bitmaps.
+    /// The ring for pages of logged slots that this vCPU dirties; without one they go into the
+    /// slots' bitmaps.
     ring: Option<Producer>,
-    /// Why a fault has to come again, where it has.
+    /// Why the last fault must be retried, if it must.
     pub(crate) again: Option<Again>,
     /// The host address of an LR in a page that has to be watched first.
     pub(crate) unwatched: Option<u64>,
 }
 
-impl<M: Memslots> Memory<M> {
-    pub(crate) fn new(vm: Arc<Shared<M>>, slots: M::Reader, ring: Option<Producer>) -> Self {
+impl<R: MemslotReader> VcpuMemory<R> {
+    pub(crate) fn new(state: Arc<VmState>, slots: R, ring: Option<Producer>) -> Self {
         Self {
             tlb: Tlb::new(),
-            worker: vm.mmu.worker(),
+            worker: state.mmu.worker(),
             ring,
-            vm,
+            state,
             slots,
             again: None,
             unwatched: None,
@@ -96,11 +112,14 @@ impl<M: Memslots> Memory<M> {
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this store.
         let cell = unsafe { cell::<T>(pointer) };
         let write = || T::store(cell, value);
-        self.vm.reservations.write(pointer as u64, T::BYTES, write);
+        self.state
+            .reservations
+            .write(pointer as u64, T::BYTES, write);
         Ok(())
     }
 
-    /// The TLB has no answer for `size` bytes at `gpa`: finds one, remembers it and gives the host address.
+    /// Translates an access of `size` bytes at `gpa` that missed the TLB, fills the TLB, and
+    /// returns the host address.
     #[cold]
     #[inline(never)]
     fn fault(&mut self, gpa: u64, size: u64, write: bool) -> Result<*mut u8, BusFault> {
@@ -108,16 +127,16 @@ impl<M: Memslots> Memory<M> {
             return Err(BusFault::Misaligned);
         }
         let gfn = Gpa(gpa).gfn();
-        let (vm, worker, ring) = (&*self.vm, &mut self.worker, self.ring.as_ref());
+        let (state, worker, ring) = (&*self.state, &mut self.worker, self.ring.as_ref());
         let mut tries = TRIES;
         let reached = loop {
             tries -= 1;
-            // Before the slots are looked at.
+            // Taken before the look-up of the slot.
             let ticket = worker.ticket();
             let reached = self.slots.lookup(gfn, |found| match found {
                 Found::Slot(slot) => {
                     let log = SlotLog::of(slot).with_ring(ring);
-                    vm.resolve(worker, ticket, (slot, &log), gfn, write)
+                    state.resolve(worker, ticket, (slot, &log), gfn, write)
                 }
                 Found::Nothing => Err(Unreached::Mmio),
                 Found::Invalid => Err(Unreached::Again(Again::Slots)),
@@ -155,7 +174,7 @@ enum Unreached {
     Mmio,
     /// The VMM has the page for now: [`USERFAULT`] or [`WRITE_TRACKED`].
     Held(u64),
-    /// Something is being changed: leave the guest, and come again.
+    /// Something is being changed: leave the guest, and retry.
     Again(Again),
 }
 
@@ -170,12 +189,13 @@ pub(crate) enum Again {
     Ring,
 }
 
-impl<M: Memslots> Shared<M> {
-    /// Maps the page of `gfn`, which `slot` holds, as far as an access needs it. Gives the page's host address, and
-    /// whether the TLB may let writes to it through.
+impl VmState {
+    /// Maps the page of `gfn`, which `slot` holds, with the rights that an access needs. Returns
+    /// the page's host address, and whether the TLB may let writes to it through.
     ///
     /// # Panics
-    /// If another slot's page is mapped there. It was zapped before `slot` was committed; see `revoke.rs`.
+    /// If another slot's page is mapped there. It was zapped before `slot` was committed; see
+    /// `revoke.rs`.
     #[inline]
     fn resolve(
         &self,
@@ -192,7 +212,7 @@ impl<M: Memslots> Shared<M> {
         let index = gfn.0 - slot.range.start().0;
         let hva = Hva(slot.hva.0 + (index << PAGE_SHIFT));
         let pfn = Pfn(hva.0 >> PAGE_SHIFT);
-        // Where nobody asks which pages are written to, a page may as well be dirty before it is: that saves a fault.
+        // Without a log, the page is marked dirty at once: that saves a fault at the first store.
         let mut access = Access {
             write: write || !(readonly || log.is_on()),
             execute: false,
@@ -210,7 +230,7 @@ impl<M: Memslots> Shared<M> {
             if access.write && log.is_ring_full() {
                 return Err(Unreached::Again(Again::Ring));
             }
-            // A leaf that is there may allow more without the MMU lock.
+            // The fast path gives a present leaf more rights without the MMU lock.
             let fast = match seen {
                 Look::Denied(_) => worker.fast_fault(Fault { gfn, access }, log),
                 _ => None,
@@ -219,7 +239,8 @@ impl<M: Memslots> Shared<M> {
                 Some(mapped) => mapped.found(),
                 None => self.map(worker, ticket, (slot, gfn, pfn), access, log, tracked)?,
             };
-            // What another vCPU's load has just mapped allows the store and is clean: the next walk marks it.
+            // A leaf that another vCPU's load has just mapped allows the store, but is clean. The
+            // next walk marks it dirty.
             if found.leaf.accessed && (found.leaf.dirty || !access.write) {
                 break found;
             }
@@ -229,14 +250,14 @@ impl<M: Memslots> Shared<M> {
             leaf.leaf.pfn.0 + offset == pfn.0,
             "{gfn:?} is mapped by {leaf:?} while its slot says {pfn:?}"
         );
-        // A clean page is written to through the tables, which then say that it is dirty.
+        // The first store to a clean page goes through the tables, which then mark it dirty.
         let dirty = leaf.leaf.access.write && leaf.leaf.dirty;
         let may_write = dirty && log.admits_writes(RamPage(index), write);
         // Writes to a page with LR reservations always come here; see `hart::Reservations`, rule 1.
         Ok((hva, may_write && !self.reservations.is_announced(hva.0)))
     }
 
-    /// The tables do not let `access` through: makes them, if the slot's bits do.
+    /// Makes the tables let `access` through, unless the page's userfault bit is set.
     fn map(
         &self,
         worker: &mut Worker,
@@ -269,7 +290,8 @@ fn is_missing(slot: &Slot<SlotData>, gfn: Gfn) -> bool {
     })
 }
 
-/// What keeps a store from a write-tracked page: nobody asks what a page held that is missing.
+/// Why a store may not reach a write-tracked page. Missing comes first: a missing page has no
+/// contents yet.
 #[cold]
 fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
     if is_missing(slot, gfn) {
@@ -279,7 +301,7 @@ fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
     }
 }
 
-/// What may be mapped for `gfn` in `slot`, whose page there is `tracked` or not.
+/// The mapping that `slot` allows for `gfn`, whose page is `tracked` or not.
 #[inline]
 pub(crate) fn target_of(
     slot: &Slot<SlotData>,
@@ -290,14 +312,14 @@ pub(crate) fn target_of(
     tracked: bool,
 ) -> Target {
     let readonly = slot.flags.contains(SlotFlags::READONLY);
-    // Missing pages are 4 KiB each, and so are logged ones.
+    // Missing pages and logged pages are mapped by 4 KiB.
     let small = slot.data.userfault.is_some() || log.is_on();
     let backing = if small { 1 } else { slot.data.backing() };
     let mut level = largest_level::<Format>(slot.range, gfn, pfn, backing);
     if let Some(tracked) = slot.data.tracked()
         && level > 1
     {
-        level = tracked.largest_level(slot, gfn, level);
+        level = tracked.largest_level(slot.range.start(), gfn, level);
     }
     Target {
         pfn,
@@ -316,10 +338,11 @@ pub(crate) fn target_of(
     }
 }
 
-impl<M: Memslots> Memory<M> {
-    /// Stores bytes at `pointer`, which was translated for writing and has as many left in its page.
+impl<R: MemslotReader> VcpuMemory<R> {
+    /// Stores bytes at `pointer`, which was translated for writing and has as many left in its
+    /// page.
     fn write_bytes(&self, pointer: *mut u8, bytes: &[u8]) {
-        self.vm
+        self.state
             .reservations
             .write(pointer as u64, bytes.len() as u64, || {
                 for (i, &byte) in bytes.iter().enumerate() {
@@ -331,15 +354,15 @@ impl<M: Memslots> Memory<M> {
 }
 
 /// # Safety
-/// `pointer` came from the TLB or the fault path for an access of `T::BYTES`, since the vCPU last entered
-/// its guest, and the reference is dropped before it leaves.
+/// `pointer` came from the TLB or the fault path for an access of `T::BYTES`, since the vCPU last
+/// entered its guest, and the reference is dropped before it leaves.
 #[inline(always)]
 unsafe fn cell<'a, T: GuestInt>(pointer: *mut u8) -> &'a T::Atomic {
     // SAFETY: mapped, aligned and shared as the module's first lines say, points 1 to 3.
     unsafe { &*pointer.cast::<T::Atomic>() }
 }
 
-impl<M: Memslots> Bus for Memory<M> {
+impl<R: MemslotReader> Bus for VcpuMemory<R> {
     #[inline(always)]
     fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
         let pointer = self.read_pointer(gpa, T::BYTES)?;
@@ -363,8 +386,8 @@ impl<M: Memslots> Bus for Memory<M> {
             return Ok(());
         };
         let end = gpa.checked_add(last).ok_or(BusFault::Access { gpa })?;
-        // All or nothing: both pages are writable before the first byte goes. The pointers stay good: no flush comes
-        // between, as the vCPU stays inside.
+        // All or nothing: both pages are writable before the first byte is stored. The pointers
+        // stay valid, since the vCPU stays inside and so takes no flush.
         let in_first = bytes.len().min((PAGE_SIZE - (gpa & PAGE_MASK)) as usize);
         let (head, tail) = bytes.split_at(in_first);
         let first = self.fault(gpa, 1, true)?;
@@ -381,26 +404,30 @@ impl<M: Memslots> Bus for Memory<M> {
 
     fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
         if let Some(pointer) = self.tlb.write(gpa, T::BYTES) {
-            // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
+            // SAFETY: just translated for writing `T::BYTES`; the reference lives for this
+            // operation.
             return Ok(T::amo(unsafe { cell::<T>(pointer) }, op, operand));
         }
         let pointer = self.fault(gpa, T::BYTES, true)?;
         // SAFETY: as above.
         let cell = unsafe { cell::<T>(pointer) };
         let write = || T::amo(cell, op, operand);
-        Ok(self.vm.reservations.write(pointer as u64, T::BYTES, write))
+        Ok(self
+            .state
+            .reservations
+            .write(pointer as u64, T::BYTES, write))
     }
 
     fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
         let pointer = self.read_pointer(gpa, T::BYTES)?;
         let address = pointer as u64;
-        if !self.vm.reservations.is_watched(address) {
+        if !self.state.reservations.is_watched(address) {
             self.unwatched = Some(address);
             return Err(BusFault::Requested);
         }
         // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
         let cell = unsafe { cell::<T>(pointer) };
-        Ok(self.vm.reservations.load_reserved(address, cell))
+        Ok(self.state.reservations.load_reserved(address, cell))
     }
 
     fn store_conditional<T: AmoInt>(
@@ -412,7 +439,7 @@ impl<M: Memslots> Bus for Memory<M> {
         let pointer = self.fault(gpa, T::BYTES, true)?;
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
         let cell = unsafe { cell::<T>(pointer) };
-        let reservations = &self.vm.reservations;
+        let reservations = &self.state.reservations;
         Ok(reservations.store_conditional(pointer as u64, cell, reserved, value))
     }
 
@@ -427,6 +454,6 @@ impl<M: Memslots> Bus for Memory<M> {
     }
 
     fn time(&mut self) -> u64 {
-        self.vm.clock.ticks()
+        self.state.clock.ticks()
     }
 }

@@ -1,42 +1,45 @@
 //! The calls of an MMU notifier: the host takes pages back, or asks which were used.
 //!
-//! **Guarantee.** When a call that takes away has returned, no vCPU has a translation from before it, and each page whose
-//! entry knew it dirty is in its slot's log. [`Vm::age_hva`] takes nothing away.
+//! **Guarantee.** When a call that takes pages away has returned, no vCPU has a translation from
+//! before it. Each page whose entry was dirty is in its slot's log. [`Vm::age_hva`] takes nothing
+//! away.
 //!
-//! **Mechanism.** The slots are found by host address, their frames handed to the tables' worker, under the writer's
-//! mutex. Faults are kept out by the invalidation's sequence, or meet an empty root (`docs/mmu.md`).
+//! **Mechanism.** The slots are found by host address, and the tables' worker gets their frames,
+//! under the writer's mutex. The sequence of invalidations refuses faults of those frames, or
+//! faults meet an empty root.
 //!
-//! **Neighbours.** `revoke.rs` argues what else is taken away, and in which order; `vm.rs` has the other calls.
+//! **Neighbours.** `revoke.rs` says what else is taken away, and in which order. `vm.rs` has the
+//! other calls.
 
 use crate::log::{SlotLog, SlotLogs};
-use crate::revoke::Writer;
 use crate::slots::Memslots;
+use crate::state::Writer;
 use crate::vm::Vm;
 use core::ops::Range;
 use pageferry_addr::{GfnRange, Hva};
-use pageferry_tdp::Log as _;
 
 impl<M: Memslots> Vm<M> {
-    /// Unmaps the guest pages whose host memory any byte of `hva` lies in, and flushes: the call of an MMU notifier,
-    /// before the host changes what is mapped there. Every translation that existed when the call began is
-    /// gone when it returns; later touches fault and map what the slots say. Gives how many were unmapped: large pages
-    /// go, and count, as a whole.
+    /// Unmaps the guest pages that `hva` backs, if only by a byte, and flushes: an MMU notifier's
+    /// call, before the host changes what is mapped there. Every translation that existed when the
+    /// call began is gone when it returns. Later touches fault, and map what the slots say. Returns
+    /// how many pages were unmapped. Large pages are unmapped, and counted, as a whole.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
         self.invalidate_hva_around(hva, || ()).0
     }
 
-    /// Both halves of an MMU notifier, around a change of what is mapped at `hva`: unmaps and flushes as
-    /// [`invalidate_hva`](Self::invalidate_hva), calls `change`, and lets faults map there again only when that has returned. Gives
-    /// how many pages were unmapped, and what `change` gave.
+    /// Both halves of an MMU notifier, around a change of what is mapped at `hva`. It unmaps and
+    /// flushes as [`invalidate_hva`](Self::invalidate_hva) does, then calls `change`. Faults map
+    /// there again only when `change` has returned. Returns how many pages were unmapped, and the
+    /// value of `change`.
     ///
-    /// A vCPU that touches the range meanwhile comes again and again until `change` is over, so that should be soon. `change` must
-    /// not call this VM.
+    /// A vCPU that touches the range meanwhile retries until `change` is over, so keep `change`
+    /// short. It must not call this VM.
     pub fn invalidate_hva_around<R>(
         &self,
         hva: Range<Hva>,
         change: impl FnOnce() -> R,
     ) -> (u64, R) {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer {
             slots,
             worker,
@@ -55,10 +58,11 @@ impl<M: Memslots> Vm<M> {
         (zapped, changed)
     }
 
-    /// Unmaps everything, fast: an empty root takes the place of the old, and vCPUs fault into it at once while the old tables are
-    /// taken apart. Gives how many pages of 4 KiB were mapped. What is dirty by the entries' bits goes into the logs.
+    /// Unmaps everything, fast: an empty root replaces the old one. vCPUs fault into it at once,
+    /// while the old tables are taken apart. Returns how many pages of 4 KiB were mapped. Pages
+    /// that are dirty by the entries' bits go into the logs.
     pub fn zap_all(&self) -> u64 {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let logs = backed_by(slots, &(Hva(0)..Hva(u64::MAX)), &mut Vec::new());
         match worker.zap_all(&logs) {
@@ -67,12 +71,14 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    /// Whether the guest has used, since this was last cleared, a page whose host memory any byte of `hva` lies in; gives how many
-    /// such pages were used. A page that is mapped by a larger one counts with all that this one maps. With `clear`, they
-    /// count as unused from now on. Takes no lock that a fault needs, and flushes nothing: a use through a translation
-    /// that a vCPU still has in its TLB is not seen.
+    /// How many of the guest pages that `hva` backs, if only by a byte, the guest has used since
+    /// this was last cleared. A page that a larger one maps counts with all that this one maps.
+    /// With `clear`, they count as unused from now on.
+    ///
+    /// It takes no lock that a fault needs, and flushes nothing. So it does not see a use through a
+    /// translation that a vCPU still has in its TLB.
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer {
             slots,
             worker,
@@ -84,11 +90,10 @@ impl<M: Memslots> Vm<M> {
     }
 }
 
-/// How many ranges there is room for between calls: most calls are about one slot.
+/// How many ranges keep their space between calls. Most calls concern one slot.
 const RANGES_KEPT: usize = 64;
 
-/// Makes `ranges` the frames whose memory any byte of `hva` lies in, slot by slot; gives the logs of those of the slots that are
-/// logged.
+/// Puts the frames that `hva` backs into `ranges`, slot by slot. Returns the logs of those slots.
 fn backed_by<'a, M: Memslots>(
     slots: &'a M,
     hva: &Range<Hva>,
@@ -100,8 +105,8 @@ fn backed_by<'a, M: Memslots>(
     slots.for_each_in_hva(hva.clone(), |slot| {
         if let Some(frames) = slot.frames_in_hva(hva.clone()) {
             ranges.push(frames);
-            logs.extend(Some(SlotLog::of(slot)).filter(SlotLog::is_on));
+            logs.push(SlotLog::of(slot));
         }
     });
-    SlotLogs(logs)
+    SlotLogs::new(logs)
 }

@@ -1,41 +1,47 @@
 #![expect(unsafe_code, reason = "gives the MMU its tables from the heap")]
-//! Where the MMU of a VM runs: table memory from the heap, and the vCPUs whose TLBs it flushes.
+//! The platform of a VM's MMU: table memory from the heap, and the vCPUs whose TLBs it flushes.
 //!
-//! **Guarantee.** When a request has returned, every vCPU that was inside its guest has left, and serves the request
-//! before it enters again.
+//! **Guarantee.** When a request has returned, every vCPU that was inside its guest has left, and
+//! serves the request before it enters again.
 //!
-//! **Mechanism.** A request goes to every vCPU's [`Gate`](crate::Gate): all are asked before any is waited for. Frames
-//! of tables are addresses in this process: physical equals virtual.
+//! **Mechanism.** A request goes to every vCPU's [`Gate`]. All are asked before any is waited for.
+//! A frame of a table is an address in this process: physical equals virtual.
 //!
 //! **Neighbours.** `pageferry-tdp` calls it for tables and flushes, `revoke.rs` for quiescence.
 
-use crate::gate::Requests;
-use crate::vcpu::Link;
+use crate::gate::{Gate, Requests};
 use pageferry_addr::{PAGE_SHIFT, Pfn};
+use pageferry_tdp::format::Sv48x4Svadu;
 use pageferry_tdp::{Barrier, Entry, Flush, Platform};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, PoisonError, RwLock};
 
-/// The vCPUs of a VM; those created later flush nothing, as they have seen nothing.
+/// The format of the second-stage tables.
+pub(crate) type Format = Sv48x4Svadu;
+
+/// Changes and reads the tables.
+pub(crate) type Worker = pageferry_tdp::Worker<Format, Harts>;
+
+/// The gates of a VM's vCPUs; those created later flush nothing, as they have seen nothing.
 #[derive(Default)]
 pub(crate) struct Harts {
-    links: RwLock<Vec<Arc<Link>>>,
+    gates: RwLock<Vec<Arc<Gate>>>,
 }
 
 impl Harts {
-    pub(crate) fn add(&self, link: Arc<Link>) {
-        let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
-        links.push(link);
+    pub(crate) fn add(&self, gate: Arc<Gate>) {
+        let mut gates = self.gates.write().unwrap_or_else(PoisonError::into_inner);
+        gates.push(gate);
     }
 
     /// Makes the request at every gate and waits until all vCPUs that were inside have left.
     pub(crate) fn request(&self, requests: Requests) {
-        let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
+        let gates = self.gates.read().unwrap_or_else(PoisonError::into_inner);
         // All are asked before any is waited for.
-        let tickets: Vec<_> = links
+        let tickets: Vec<_> = gates
             .iter()
-            .filter_map(|link| link.gate.request(requests))
+            .filter_map(|gate| gate.request(requests))
             .collect();
         for ticket in tickets {
             ticket.wait();
@@ -49,10 +55,12 @@ fn layout(entries: usize) -> Layout {
         .unwrap_or_else(|_| unreachable!("tables are powers of two of bytes"))
 }
 
-// SAFETY: 1. Memory from the allocator, zeroed, aligned to its size, and not used otherwise. 2. An address aligned to
-// 4096 or more loses nothing by the shift, and its provenance is exposed. Addresses of user space have at most 56 bits,
-// the entries' frames 44. 3. vCPUs use what they cached of the tables inside their gates only, and who enters after
-// the request has forgotten it. 4. Each vCPU holds the VM and with it the MMU.
+// SAFETY: 1. Memory from the allocator, zeroed, aligned to its size, and not used otherwise. 2. An
+// address aligned to 4096 or more loses nothing by the shift, and its provenance is exposed.
+// Addresses of user space have at most 56 bits, the entries' frames 44. 3. vCPUs use what they
+// cached of the tables inside their gates only, and a vCPU that enters after the request has
+// dropped it.
+// 4. Each vCPU holds the VM and with it the MMU.
 unsafe impl Platform for Harts {
     /// Aborts the process where there is no memory, as all allocations do.
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
@@ -87,7 +95,8 @@ unsafe impl Platform for Harts {
     fn flush(&self, what: Flush) {
         self.request(match what {
             Flush::Writes(_) => Requests::FLUSH_WRITES,
-            // vCPUs read the root at each walk, so that dropping translations is all there is to do.
+            // vCPUs read the root at each walk, so that dropping translations is all there is to
+            // do.
             Flush::Range(_) | Flush::Roots => Requests::FLUSH,
         });
     }

@@ -2,10 +2,10 @@
     unsafe_code,
     reason = "declares the contract of the memory that slots point at"
 )]
-//! What a memory slot is made of: a guest range, the host memory behind it, and its userfault bits.
+//! The parts of a memory slot: a guest range, the host memory behind it, and its userfault bits.
 
-use crate::log::DirtyLog;
-use crate::track::Tracked;
+use crate::dirty_log::DirtyLog;
+use crate::tracked::Tracked;
 use core::ops::Range;
 use pageferry_addr::{Gpa, Hva, PageSize, RamPage};
 use pageferry_memslot::SlotFlags;
@@ -13,37 +13,40 @@ use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-/// Host memory that slots may point at. A slot keeps its owner alive, so what a guest can reach stays
-/// mapped as long as it can reach it.
+/// Host memory that slots may point at. A slot keeps it alive, so memory stays mapped as long as a
+/// guest can reach it.
 ///
 /// # Safety
 ///
-/// As long as the value lives, and not only while somebody uses it:
-/// 1. All bytes of [`hva_range`](Self::hva_range), which never changes, are mapped, readable, and (if the
-///    memory is put into a slot without `READONLY`) writable, without a fault that ends the process. A touch
-///    may take long or make the thread sleep.
-/// 2. The range's provenance is exposed (by `expose_provenance`, or as memory that came from `mmap`).
-/// 3. Nobody holds a Rust reference to any byte of it, other than shared references to atomics, and
-///    everybody who accesses it does so by atomics, volatile accesses or system calls: guests read and write
-///    it at any time, by relaxed atomics of 1, 2, 4 or 8 bytes.
+/// As long as the value lives, used or not:
+/// 1. All bytes of [`hva_range`](Self::hva_range), which never changes, are mapped, readable, and
+///    (if the memory is put into a slot without `READONLY`) writable, without a fault that ends the
+///    process. A touch may take long or make the thread sleep.
+/// 2. The range's provenance is exposed (by `expose_provenance`, or as memory that came from
+///    `mmap`).
+/// 3. No Rust reference to any byte of it exists, other than shared references to atomics. All
+///    accesses are atomics, volatile accesses or system calls. Guests read and write it at any
+///    time, by relaxed atomics of 1, 2, 4 or 8 bytes.
 pub unsafe trait HostMemory: Send + Sync {
     /// The addresses; both ends are page-aligned.
     fn hva_range(&self) -> Range<Hva>;
 
-    /// The size of the pages it is made of. Guests whose frames are in step with it are given translations of
-    /// that size where nothing asks for smaller ones. A translation is one piece: memory that comes or goes by
-    /// smaller pieces must not say more than those.
+    /// The size of the pages it is made of. A guest gets translations of that size where its frames
+    /// are aligned alike and nothing needs smaller ones. A translation is mapped and unmapped as a
+    /// whole. So memory that is mapped and unmapped by smaller pieces must not return more than
+    /// those.
     fn page_size(&self) -> PageSize {
         PageSize::Size4K
     }
 }
 
-/// Bits of the pages of one slot, inside a bitmap that may cover more than the slot: the one truth about
-/// which pages are missing, shared with whoever brings them.
+/// The bits of one slot's pages, inside a bitmap that may cover more than the slot. It is the one
+/// truth about which pages are missing, shared with the threads that bring them.
 ///
-/// The slot's page `i` is missing where bit `first + i` is set. Whoever makes a page present puts its bytes
-/// in place and then clears the bit with release order ([`PageBitmap::clear`]). Bits that are *set* after
-/// the slot got its `USERFAULT` flag may go unnoticed for pages that are mapped by then.
+/// The slot's page `i` is missing where bit `first + i` is set. A thread that makes a page present
+/// first puts its bytes in place, then clears the bit with release order ([`PageBitmap::clear`]). A
+/// bit that is *set* after the slot got its `USERFAULT` flag may go unnoticed, if the page is
+/// mapped by then.
 #[derive(Clone)]
 pub struct UserfaultBits {
     /// The bitmap.
@@ -52,7 +55,7 @@ pub struct UserfaultBits {
     pub first: RamPage,
 }
 
-/// What is asked of one memory slot, with the meaning of `KVM_SET_USER_MEMORY_REGION2`.
+/// A request for one memory slot, with the meaning of `KVM_SET_USER_MEMORY_REGION2`.
 #[derive(Clone)]
 pub struct Region {
     /// The slot's id.
@@ -65,9 +68,9 @@ pub struct Region {
     pub size: u64,
     /// The host address that backs `gpa`; page-aligned.
     pub hva: Hva,
-    /// Who owns the host memory. Needed unless the slot is deleted.
+    /// The owner of the host memory. Needed unless the slot is deleted.
     pub memory: Option<Arc<dyn HostMemory>>,
-    /// Which pages are missing. Needed with the flag `USERFAULT`, ignored without it.
+    /// The bits of missing pages. Needed with the flag `USERFAULT`, ignored without it.
     pub userfault: Option<UserfaultBits>,
 }
 
@@ -104,9 +107,8 @@ impl fmt::Debug for Region {
     }
 }
 
-/// What this crate keeps in every slot: who owns the memory, the dirty log, the userfault bits, which
-/// pages are write-tracked. Whoever keeps slots for
-/// it ([`crate::Memslots`]) carries it and never looks inside.
+/// The data that this crate keeps in every slot: the memory's owner, the dirty log, the userfault
+/// bits, the write-tracked pages. A scheme ([`crate::Memslots`]) stores it and never looks inside.
 #[derive(Clone, Default)]
 pub struct SlotData {
     /// Keeps the slot's memory mapped.
@@ -120,18 +122,18 @@ pub struct SlotData {
 }
 
 impl SlotData {
-    /// Where stores to pages of the slot are tracked, or were.
+    /// The slot's tracked pages, if any were ever tracked.
     #[inline]
     pub(crate) fn tracked(&self) -> Option<&Tracked> {
         self.tracked.get().map(Arc::as_ref)
     }
 
-    /// Where they will be tracked; the slot has `pages` pages.
+    /// The slot's tracked pages, from now on; the slot has `pages` pages.
     pub(crate) fn track(&self, pages: usize) -> &Tracked {
         self.tracked.get_or_init(|| Arc::new(Tracked::new(pages)))
     }
 
-    /// Tracks what `old` does, from now on together: it is the same slot's.
+    /// Shares the tracked pages of `old`, an earlier record of the same slot.
     pub(crate) fn track_as(&mut self, old: &Self) {
         let on = |tracked: &&Arc<Tracked>| tracked.is_on();
         self.tracked = old
@@ -142,7 +144,7 @@ impl SlotData {
             .map_or_else(OnceLock::new, OnceLock::from);
     }
 
-    /// The level of the largest page that what is behind the slot allows.
+    /// The level of the largest page that the slot's memory allows.
     pub(crate) fn backing(&self) -> u32 {
         let memory = self.memory.as_ref();
         memory.map_or(1, |memory| memory.page_size().level())

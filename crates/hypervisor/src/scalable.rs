@@ -2,10 +2,10 @@
     unsafe_code,
     reason = "promises that slots are found as the contract of a scheme says"
 )]
-//! The scheme of memory slots that VMs have by default: `pageferry-memslot`, whose operations all take O(log n).
+//! The default scheme of memory slots: `pageferry-memslot`, whose operations all take O(log n).
 //!
-//! A fault pins its vCPU's reader for the one look-up it makes and unpins it before it uses the translation, so a
-//! vCPU that stays in its guest keeps nothing from being freed.
+//! A fault pins its vCPU's reader for the one look-up it makes and unpins it before it uses the
+//! translation, so a vCPU that stays in its guest keeps nothing from being freed.
 
 use crate::region::SlotData;
 use crate::slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
@@ -38,9 +38,10 @@ pub struct ScalableReader(SlotReader<SlotData>);
 #[derive(Debug)]
 pub struct ScalableUpdate<'a>(Update<'a, SlotData>);
 
-// SAFETY: 1. and 4. The crate below makes slots from committed requests only and never changes what they say. 2. and
-// 3. It marks and publishes with release order, and look-ups of the newest state acquire. 5. `begun` repeats what
-// the update says it will do, and dropping one gives it up.
+// SAFETY: 1. and 4. The crate below makes slots from committed requests only and never changes what
+// they say. 2. and
+// 3. It marks and publishes with release order, and look-ups of the newest state acquire. 5.
+//    `begun` repeats what the update says it will do, and dropping one gives it up.
 unsafe impl Memslots for Scalable {
     type Reader = ScalableReader;
     type Update<'a> = ScalableUpdate<'a>;

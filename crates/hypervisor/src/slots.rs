@@ -2,48 +2,50 @@
     unsafe_code,
     reason = "declares the contract of what keeps the memory slots"
 )]
-//! Who keeps the memory slots: the seam between the hypervisor and a scheme of slots.
+//! The seam between the hypervisor and the scheme that keeps its memory slots.
 //!
-//! **Guarantee.** A look-up takes no lock that a change of the slots holds, and finds the slots as they are: a
-//! vCPU that enters its guest after a change began and the vCPU's gate was requested sees that change or
-//! a later one.
+//! **Guarantee.** A look-up takes no lock that a change of the slots holds, and finds the current
+//! slots. A vCPU that enters its guest after a change began, and after the request at its gate,
+//! sees that change or a later one.
 //!
-//! **Mechanism.** [`Memslots`] is what the writer of the slots owns (under its mutex), [`MemslotReader`] what each vCPU
-//! owns. A change has two halves, as the kernel's: [`Memslots::begin`] makes the slot that goes or moves
-//! *invalid*, which tells faults to come again; then the VM revokes what vCPUs have of it; then
-//! [`MemslotUpdate::commit`] puts the new state in place. Why this order suffices is said in `revoke.rs`. All is
-//! static dispatch: a VM is compiled for one scheme, [`Scalable`](crate::Scalable) unless its user names another.
+//! **Mechanism.** The thread that changes the slots owns [`Memslots`], under its mutex. Each vCPU
+//! owns a [`MemslotReader`]. A change has two halves, as in the kernel. [`Memslots::begin`] makes
+//! the slot that is deleted or moved *invalid*, which makes faults retry. Then the VM revokes what
+//! vCPUs have of it. Then [`MemslotUpdate::commit`] puts the new state in place. `revoke.rs` proves
+//! that this order suffices. All is static dispatch: a VM is compiled for one scheme,
+//! [`Scalable`](crate::Scalable) unless its user names another.
 //!
-//! **Neighbours.** [`crate::Vm`] changes slots, the fault path in `memory.rs` reads them. A scheme knows nothing of
-//! vCPUs, tables and flushes. Other schemes than `Scalable` exist for measurements and tests.
+//! **Neighbours.** [`crate::Vm`] changes slots, and the fault path in `memory.rs` reads them. A
+//! scheme knows nothing of vCPUs, tables and flushes. Schemes other than `Scalable` exist for
+//! measurements and tests.
 
 use crate::region::SlotData;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
 use pageferry_memslot::{Limits, Request, Slot, SlotError, SlotFlags};
 
-/// What a look-up of a frame found.
+/// The result of looking a frame up.
 #[derive(Clone, Copy, Debug)]
 pub enum Found<'a> {
-    /// No slot holds the frame: it is a device's, or nobody's.
+    /// No slot holds the frame: it belongs to a device, or to nothing.
     Nothing,
-    /// A slot holds it that is being deleted or moved: look again, after the guest was left once.
+    /// The slot that holds it is being deleted or moved: leave the guest once, then look again.
     Invalid,
     /// This slot holds it.
     Slot(&'a Slot<SlotData>),
 }
 
-/// What a change will do: from [`MemslotUpdate::begun`].
+/// The effect of a change: from [`MemslotUpdate::begun`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Begun {
-    /// Nothing: the request asks for what is there.
+    /// None: the request asks for the present state.
     Nothing,
-    /// A slot comes.
+    /// A slot is created.
     Created {
         /// Its frames.
         new: GfnRange,
     },
-    /// A slot goes; it is invalid from now on.
+    /// A slot is deleted; it is invalid from now on.
     Deleted {
         /// Its frames.
         old: GfnRange,
@@ -66,25 +68,28 @@ pub enum Begun {
     },
 }
 
-/// A scheme of memory slots, in the hands of the one who changes them: one value a VM, one change at a time.
+/// A scheme of memory slots, as its writer sees it: one value a VM, one change at a time.
 ///
 /// # Safety
 ///
 /// Guests reach host memory through what a scheme finds, so the VM's memory safety rests on these:
-/// 1. A [`Slot`] that a reader or [`by_id`](Self::by_id) finds was asked for by a request that was committed, its
-///    `range`, `hva` and `flags` are that request's, and its `data` is the one that came with it: not a copy, so that
-///    what the VM sets in the data of a slot by id, readers find.
-/// 2. A look-up that happens after a [`commit`](MemslotUpdate::commit) finds no slot that the commit deleted or
-///    replaced, and no slot at frames it was moved away from.
-/// 3. A look-up that happens after [`begin`](Self::begin) of a deletion or move, and before the update is
-///    committed or dropped, finds [`Found::Invalid`] or [`Found::Nothing`] at every frame of the old slot.
-/// 4. A slot that is not deleted or replaced keeps its `data`, and so does one that is, until its commit begins.
-/// 5. [`begun`](MemslotUpdate::begun) tells the frames and flags that the commit removes and adds, as they are, and an
-///    update that is dropped changes nothing.
+/// 1. A [`Slot`] that a reader or [`by_id`](Self::by_id) finds was asked for by a request that was
+///    committed, its `range`, `hva` and `flags` are that request's, and its `data` is the one that
+///    came with it: not a copy, so that what the VM sets in the data of a slot by id, readers find.
+/// 2. A look-up that happens after a [`commit`](MemslotUpdate::commit) finds no slot that the
+///    commit deleted or replaced, and no slot at frames it was moved away from.
+/// 3. A look-up that happens after [`begin`](Self::begin) of a deletion or move, and before the
+///    update is committed or dropped, finds [`Found::Invalid`] or [`Found::Nothing`] at every frame
+///    of the old slot.
+/// 4. A slot that is not deleted or replaced keeps its `data`, and so does one that is, until its
+///    commit begins.
+/// 5. [`begun`](MemslotUpdate::begun) tells the frames and flags that the commit removes and adds,
+///    as they are, and an update that is dropped changes nothing.
 ///
-/// "Happens after" is that of the memory model: the VM orders look-ups behind a change by the vCPUs' gates.
+/// "Happens after" is that of the memory model: the VM orders look-ups behind a change by the
+/// vCPUs' gates.
 pub unsafe trait Memslots: Send + Sized + 'static {
-    /// What each vCPU looks slots up with.
+    /// The reader with which each vCPU looks slots up.
     type Reader: MemslotReader;
     /// A change that has begun.
     type Update<'a>: MemslotUpdate;
@@ -95,8 +100,8 @@ pub unsafe trait Memslots: Send + Sized + 'static {
     /// A reader for one more vCPU.
     fn reader(&self) -> Self::Reader;
 
-    /// Begins a change: checks `request` by the rules of `KVM_SET_USER_MEMORY_REGION2` and, where a slot goes or moves,
-    /// makes it invalid for readers.
+    /// Begins a change: checks `request` by the rules of `KVM_SET_USER_MEMORY_REGION2` and, where a
+    /// slot goes or moves, makes it invalid for readers.
     ///
     /// # Errors
     /// By those rules; nothing has changed then.
@@ -108,36 +113,37 @@ pub unsafe trait Memslots: Send + Sized + 'static {
     /// Calls `f` for each slot whose memory any byte of `hva` lies in.
     fn for_each_in_hva<'a>(&'a self, hva: Range<Hva>, f: impl FnMut(&'a Slot<SlotData>));
 
-    /// What is held while a call of the VM changes entries of the tables for a log or a notifier. Nothing, unless the scheme keeps
-    /// faults out meanwhile, for comparison with the time when MMUs had one lock. It is let go before vCPUs are waited
-    /// for; but a sweep that cuts many tables off flushes in between, so that a look-up must not wait for it without a
-    /// limit.
+    /// A guard that the VM holds while it changes entries of the tables for a log or a notifier. It
+    /// is empty, unless the scheme keeps faults out meanwhile, to compare with MMUs that have one
+    /// lock. The VM drops it before it waits for vCPUs. But a sweep that cuts many tables off
+    /// flushes in between, so a look-up must not wait for the guard without a limit.
     fn exclude(&self) -> impl Sized {}
 
-    /// Frees what no reader uses any more, the data of replaced slots above all. Called after each change for which all
-    /// vCPUs have left their guests once.
+    /// Frees what no reader uses any more, above all the data of replaced slots. The VM calls it
+    /// after each change for which all vCPUs have left their guests once.
     fn reclaim(&mut self) {}
 
-    /// The bytes that the scheme has allocated to keep its slots, as good as it knows.
+    /// The bytes that the scheme has allocated to keep its slots, as far as it knows.
     fn metadata_bytes(&self) -> usize;
 }
 
-/// A change between its two halves. Dropping it gives the change up: all is as before, and the slot that was
-/// to go or to move is valid again.
+/// A change between its two halves. Dropping it gives the change up: all is as before, and the slot
+/// that was to be deleted or moved is valid again.
 pub trait MemslotUpdate {
-    /// What the change will do.
+    /// The effect of the change.
     fn begun(&self) -> Begun;
 
     /// Puts the new state in place. Does nothing after [`Begun::Nothing`].
     fn commit(self);
 }
 
-/// One vCPU's eyes: used by one thread at a time.
+/// Looks slots up for one vCPU. One thread at a time uses it.
 pub trait MemslotReader: Send {
-    /// Calls `f` with what holds `gfn` now. The slot may go as soon as `f` has returned.
+    /// Calls `f` with the slot that holds `gfn` now. The slot may be dropped as soon as `f` has
+    /// returned.
     fn lookup<R>(&mut self, gfn: Gfn, f: impl FnOnce(Found<'_>) -> R) -> R;
 
-    /// Lets go of what the reader keeps of older versions. Called outside the guest, after a change asked all vCPUs to
-    /// leave. For schemes that keep nothing it has nothing to do.
+    /// Drops what the reader keeps of older versions. The vCPU calls it outside the guest, after a
+    /// change made all vCPUs leave. Schemes whose readers keep nothing do nothing.
     fn refresh(&mut self) {}
 }

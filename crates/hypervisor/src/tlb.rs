@@ -1,15 +1,17 @@
 //! The software TLB of one vCPU.
 //!
-//! **Guarantee.** A hit costs one compare and one add, takes no lock and writes nothing that another thread
-//! sees. An entry leads to host memory that was mapped when it was filled, and stays valid until the vCPU
-//! takes a flush request at its [`crate::Gate`]: whoever revokes a mapping waits for that.
+//! **Guarantee.** A hit costs one comparison and one addition. It takes no lock and writes nothing
+//! that another thread sees. An entry leads to host memory that was mapped when the entry was
+//! filled. It stays valid until the vCPU takes a flush request at its [`crate::Gate`], for which
+//! each revocation waits.
 //!
-//! **Mechanism.** Direct-mapped: the low bits of the frame number choose the entry. Reads (and fetches) and
-//! writes have a tag each, so that write protection is a write tag that does not match. A tag is the address
-//! of the page; it is compared with the accessed address under a mask that keeps the page number *and* the
-//! bits below the access size. So a misaligned access never hits and needs no test of its own.
+//! **Mechanism.** The TLB is direct-mapped: the low bits of the frame number choose the entry.
+//! Reads (with fetches) and writes have a tag each, so write protection is a write tag that never
+//! matches. A tag is the address of the page. It is compared with the accessed address under a mask
+//! that keeps the page number *and* the bits below the access size. So a misaligned access never
+//! hits, and needs no test of its own.
 //!
-//! **Neighbours.** Owned and filled by [`crate::VcpuCore`]'s view of memory. It knows no slots and no tables.
+//! **Neighbours.** The vCPU's view of memory owns and fills it. It knows no slots and no tables.
 
 use pageferry_addr::{Gpa, Hva, PAGE_MASK};
 
@@ -50,8 +52,8 @@ impl Tlb {
         &self.entries[(Gpa(gpa).gfn().0 as usize) % ENTRIES]
     }
 
-    /// Where a read of `size` bytes (1, 2, 4 or 8) at `gpa` goes, if the page is cached and the address is
-    /// aligned to `size`.
+    /// Where a read of `size` bytes (1, 2, 4 or 8) at `gpa` goes, if the page is cached and the
+    /// address is aligned to `size`.
     #[inline(always)]
     pub(crate) fn read(&self, gpa: u64, size: u64) -> Option<*mut u8> {
         let entry = self.entry(gpa);

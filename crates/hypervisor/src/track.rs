@@ -1,121 +1,57 @@
-//! Write tracking: which pages of a slot no store may reach, and how they become so and cease to be.
+//! Write tracking: calls that make stores to chosen pages leave the guest, and let them through
+//! again.
 //!
-//! **Guarantee.** From the return of [`Vm::track_writes`] until a page is untracked no store of a guest to it goes through:
-//! plain, misaligned, AMO or SC. It leaves the guest before it has any effect, and is in no dirty log (of a store over two
-//! pages, the page that is not tracked may be). Loads and fetches go on.
+//! **Guarantee.** From the return of [`Vm::track_writes`] until a page is untracked, no guest store
+//! to it goes through: plain, misaligned, AMO or SC. The store leaves the guest before it has any
+//! effect, and is in no dirty log. (Of a store over two pages, the page that is not tracked may
+//! be.) Loads and fetches go through.
 //!
-//! **Mechanism.** The truth is a bit a page in the slot's [`Tracked`], which the fault path asks before it lets a leaf be
-//! stored to. The leaf of a tracked page is of the class [`Writes::MmuForbids`], which nothing but such a fault changes to one
-//! that allows stores; so a TLB miss that finds a leaf which lets the access through asks no bit. Rights come back by the next store's fault: untracking
-//! clears bits, and touches no entry and no vCPU; but where no page is tracked any more, large ones come back.
+//! **Mechanism.** The truth is one bit a page in the slot's [`Tracked`](crate::tracked::Tracked).
+//! The fault path tests it before it makes a leaf writable. The leaf of a tracked page has the
+//! class [`Writes::MmuForbids`], which only such a fault changes to a class that allows stores. So
+//! a TLB miss tests no bit if its leaf lets the access through.
 //!
-//! **Neighbours.** `memory.rs` is the fault path, `revoke.rs` argues the order of the steps. What becomes of a page's contents
-//! (a background snapshot copies it) is the VMM's business.
+//! Untracking clears bits, and touches no entry and no vCPU. The fault of the next store gives the
+//! right back. When a slot's last tracked page is untracked, large pages come back.
+//!
+//! **Neighbours.** `memory.rs` is the fault path, and `revoke.rs` proves the order of the steps.
+//! The VMM decides what becomes of a page's contents; a background snapshot copies them.
 
 use crate::error::VmError;
 use crate::log::SlotLog;
+use crate::platform::Format;
 use crate::region::SlotData;
-use crate::revoke::{Format, Writer};
 use crate::slots::Memslots;
+use crate::state::Writer;
 use crate::vm::Vm;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange};
 use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::format::{Format as _, Writes};
-use pageferry_userfault::PageBitmap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// The tracked pages of one slot. The records that one slot has in turn share it.
-pub(crate) struct Tracked {
-    /// The slot's page `i` is bit `i`. Set with the VM's writer held only.
-    bits: PageBitmap,
-    extent: Mutex<Extent>,
-}
-
-/// How much is tracked. Changed with the VM's writer held only.
-#[derive(Default)]
-struct Extent {
-    pages: usize,
-    /// The pages that were tracked since none was: in no other have large pages gone.
-    span: Range<usize>,
-}
-
-impl Tracked {
-    pub(crate) fn new(pages: usize) -> Self {
-        Self {
-            bits: PageBitmap::new(pages),
-            extent: Mutex::default(),
-        }
-    }
-
-    /// Whether one of the `count` pages from `page` on is tracked.
-    pub(crate) fn any(&self, page: u64, count: u64) -> bool {
-        self.bits
-            .count_range(page as usize..(page + count) as usize)
-            != 0
-    }
-
-    /// The level, `level` at most, of the largest page around `gfn` none of which is tracked; or 1. A page that is tracked from now
-    /// on is found by who tracks it: it waits for this fault.
-    #[cold]
-    pub(crate) fn largest_level(&self, slot: &Slot<SlotData>, gfn: Gfn, mut level: u32) -> u32 {
-        let frames = |level| Format::frames_per_entry(level);
-        let first = |level| (gfn.0 & !(frames(level) - 1)) - slot.range.start().0;
-        while level > 1 && self.any(first(level), frames(level)) {
-            level -= 1;
-        }
-        level
-    }
-
-    /// Whether any page is.
-    pub(crate) fn is_on(&self) -> bool {
-        self.extent().pages != 0
-    }
-
-    fn extent(&self) -> MutexGuard<'_, Extent> {
-        self.extent.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn add(&self, pages: Range<usize>) -> usize {
-        let mut extent = self.extent();
-        extent.span = if extent.pages == 0 {
-            pages.clone()
-        } else {
-            extent.span.start.min(pages.start)..extent.span.end.max(pages.end)
-        };
-        let added = self.bits.set_range(pages);
-        extent.pages += added;
-        added
-    }
-
-    /// Gives how many of `pages` were tracked and, if these were the last, the span.
-    fn remove(&self, pages: Range<usize>) -> (usize, Option<Range<usize>>) {
-        let mut extent = self.extent();
-        // Releases what the caller has read of them: a store that finds the bit clear comes after.
-        let removed = self.bits.clear_range(pages);
-        extent.pages -= removed;
-        let last = removed != 0 && extent.pages == 0;
-        (removed, last.then(|| extent.span.clone()))
-    }
-}
 
 impl<M: Memslots> Vm<M> {
-    /// Tracks the stores to `pages` of `slot` (its first page is 0): from the return of this on, a store of a guest to one of
-    /// them leaves the guest with [`Exit::MemoryFault`](crate::Exit::MemoryFault), which says that the page is write-tracked,
-    /// and has not happened. Gives how many pages were not tracked before. As `UFFDIO_WRITEPROTECT`, which QEMU's background
-    /// snapshots use; but it is the slot's pages that are tracked, as by KVM's `page_track`, and not the host's: a store through
-    /// another slot over the same memory, or by the VMM, is not seen.
+    /// Tracks the stores to `pages` of `slot`, whose first page is 0; returns how many pages were
+    /// not tracked before. From its return on, a guest store to one of them does not happen. It
+    /// leaves the guest with [`Exit::MemoryFault`](crate::Exit::MemoryFault), which says that the
+    /// page is write-tracked.
     ///
-    /// A store that goes through while this runs is over when it returns: all vCPUs agree about which stores came before. Each page
-    /// can then be copied as it was at that moment, at any time until it is [untracked](Self::untrack_writes).
+    /// It serves what `UFFDIO_WRITEPROTECT` serves in QEMU's background snapshots. But it tracks
+    /// the slot's pages, as KVM's `page_track` does, and not the host's. So it sees no store
+    /// through another slot over the same memory, and none by the VMM.
     ///
-    /// Large pages that hold a tracked one are split. A dirty log, `USERFAULT` and notifiers do not change what is tracked; a missing
-    /// page is brought first. Tracking stays with a slot that moves or gets other flags, and goes with one that is deleted.
+    /// A store that goes through while this runs is over when it returns: all vCPUs agree on which
+    /// stores came before. Each page can then be copied as it was at that moment, until it is
+    /// [untracked](Self::untrack_writes).
+    ///
+    /// It splits large pages that hold a tracked one. A dirty log, `USERFAULT` and notifiers do not
+    /// change which pages are tracked; a missing page is brought first. A slot that moves or gets
+    /// other flags keeps its tracked pages. Deleting the slot ends its tracking.
     ///
     /// # Errors
-    /// If there is no such slot, it is read-only, or it does not have all of `pages`. Nothing has changed then.
+    /// If there is no such slot, it is read-only, or it does not have all of `pages`. Nothing has
+    /// changed then.
     pub fn track_writes(&self, slot: u16, pages: Range<u64>) -> Result<u64, VmError> {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, frames) = part_of(slots, slot, &pages)?;
         if slot.flags.contains(SlotFlags::READONLY) {
@@ -126,8 +62,9 @@ impl<M: Memslots> Vm<M> {
         }
         let tracked = slot.data.track(slot.range.pages() as usize);
         let added = tracked.add(pages.start as usize..pages.end as usize);
-        // Faults that looked at the bits before are over. What they made writable is there to be found.
-        self.shared.quiesce();
+        // Faults that tested the bits before are over. The sweep sees the entries that they made
+        // writable.
+        self.state.quiesce();
         worker.deferred(|worker| {
             let _held = slots.exclude();
             let Ok(_) = worker.split(frames, 1, &()) else {
@@ -138,21 +75,26 @@ impl<M: Memslots> Vm<M> {
         Ok(added as u64)
     }
 
-    /// Lets stores to `pages` of `slot` through again; gives how many of them were tracked. What the caller has read of the pages
-    /// before is older than any store that this lets through.
+    /// Lets stores to `pages` of `slot` through again; returns how many of them were tracked.
+    /// Everything that the caller has read of the pages before is older than any store that this
+    /// lets through.
     ///
-    /// It costs a look at the slot and a bit a page, and waits for no vCPU, unless another call of the VM does; the next store to each page faults once. Several threads
-    /// may copy a page, since it is tracked, and untrack it: what that one copied to which this says that it was tracked is
-    /// whole, what others copied may not be. Only the call that leaves no page of the slot tracked, in memory that is made of
-    /// large pages, makes those large again between the first and the last page that were tracked.
+    /// It looks the slot up and clears a bit a page. It waits for no vCPU, unless another call of
+    /// the VM does. The next store to each page faults once.
     ///
-    /// A vCPU may have met the tracked page just before: it leaves the guest although the page is not tracked any more, and has
-    /// to be entered again, which repeats the store.
+    /// Several threads may copy a tracked page, and then untrack it. Only the thread whose call
+    /// returns that the page was tracked has a whole copy.
+    ///
+    /// If a call leaves no page of the slot tracked, and the memory is made of large pages, it
+    /// makes those large again, between the first and the last page that were tracked.
+    ///
+    /// A vCPU may have met the tracked page just before. It then leaves the guest although the page
+    /// is no longer tracked. Enter it again, which repeats the store.
     ///
     /// # Errors
     /// If there is no such slot, or it does not have all of `pages`. Nothing has changed then.
     pub fn untrack_writes(&self, slot: u16, pages: Range<u64>) -> Result<u64, VmError> {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let (slot, _) = part_of(slots, slot, &pages)?;
         let Some(tracked) = slot.data.tracked() else {

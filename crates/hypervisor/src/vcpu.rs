@@ -2,43 +2,44 @@
 
 use crate::gate::{Gate, Requests};
 use crate::hart::{Access, Hart, HartExit, HartState, StateError};
-use crate::memory::{Again, Memory, USERFAULT, WRITE_TRACKED};
-use crate::revoke::Shared;
+use crate::memory::{Again, USERFAULT, VcpuMemory, WRITE_TRACKED};
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
+use crate::state::Changes;
 use crate::sync::yield_now;
 use pageferry_addr::Gpa;
-use pageferry_tdp::ring::{Harvester, Producer};
+use pageferry_tdp::ring::Harvester;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Why [`VcpuCore::run`] returned. At every exit the hart's state is complete and can be saved.
+/// The reason why [`VcpuCore::run`] returned. At every exit the hart's state is complete and can be
+/// saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The vCPU touched memory that is a slot's but is not there, or not to be stored to, now. Entering again repeats the
-    /// access.
+    /// The vCPU touched a page of a slot that is missing, or write-tracked. Entering again repeats
+    /// the access.
     MemoryFault {
         /// The first byte of the page.
         gpa: Gpa,
         /// How many bytes it has.
         size: u64,
-        /// What the instruction tried to do.
+        /// The access that the instruction tried.
         access: Access,
-        /// Whether it is the page's userfault bit that is set.
+        /// Whether the page's userfault bit is set.
         userfault: bool,
-        /// Whether it is that the page is [write-tracked](crate::Vm::track_writes), and the access a store.
+        /// Whether the page is [write-tracked](crate::Vm::track_writes), and the access a store.
         write_tracked: bool,
     },
-    /// A load where no slot is. It returns all ones unless [`VcpuCore::complete_mmio_read`] is called before the
-    /// next entry.
+    /// A load where no slot is. It returns all ones unless [`VcpuCore::complete_mmio_read`] is
+    /// called before the next entry.
     MmioRead {
         /// The address, naturally aligned.
         gpa: Gpa,
         /// How many bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// A store where no slot is, or into a read-only slot. It is done as far as the vCPU is concerned.
+    /// A store where no slot is, or into a read-only slot. The vCPU has completed it.
     MmioWrite {
         /// The address, naturally aligned.
         gpa: Gpa,
@@ -52,37 +53,33 @@ pub enum Exit {
         /// `a0` to `a7`.
         args: [u64; 8],
     },
-    /// The vCPU's dirty ring is nearly full, and the next store needs room in it. Entering again repeats the store:
-    /// harvest the ring and call [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) first.
+    /// The vCPU's dirty ring is nearly full, and the next store needs room in it. Entering again
+    /// repeats the store: harvest the ring and call
+    /// [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) first.
     DirtyRingFull,
     /// A WFI with nothing to wake it.
     Halted,
-    /// Somebody kicked the vCPU.
+    /// Another thread kicked the vCPU.
     Kicked,
-}
-
-/// What other threads hold of a vCPU.
-#[derive(Default)]
-pub(crate) struct Link {
-    pub(crate) gate: Gate,
 }
 
 /// Kicks a vCPU, from any thread.
 #[derive(Clone)]
-pub struct KickHandle(Arc<Link>);
+pub struct KickHandle(Arc<Gate>);
 
 impl KickHandle {
-    /// Makes the vCPU return from [`VcpuCore::run`] with [`Exit::Kicked`]: soon, if it is inside the guest, else at its
-    /// next entry. A kick is kept until such an exit takes it; kicks that were not taken merge into one.
+    /// Makes the vCPU return from [`VcpuCore::run`] with [`Exit::Kicked`]: soon, if it is inside
+    /// the guest, else at its next entry. A kick is kept until such an exit takes it; kicks that
+    /// were not taken merge into one.
     pub fn kick(&self) {
-        // Nobody waits for a kicked vCPU here, so the ticket is of no use.
-        let _ = self.0.gate.request(Requests::KICK);
+        // A kick does not wait for the vCPU, so the ticket has no use.
+        let _ = self.0.request(Requests::KICK);
     }
 
     /// Whether a kick is waiting to be taken.
     #[must_use]
     pub fn is_kicked(&self) -> bool {
-        self.0.gate.is_kicked()
+        self.0.is_kicked()
     }
 }
 
@@ -92,7 +89,7 @@ impl fmt::Debug for KickHandle {
     }
 }
 
-/// When the first instruction is to be noticed.
+/// Whether the first instruction to retire is watched for.
 #[derive(Clone, Copy)]
 enum First {
     Unwatched,
@@ -104,8 +101,10 @@ enum First {
 pub struct VcpuCore<M: Memslots = Scalable> {
     id: u32,
     hart: Hart,
-    memory: Memory<M>,
-    link: Arc<Link>,
+    memory: VcpuMemory<M::Reader>,
+    /// Keeps the slots alive, and with them the memory that the TLB leads to.
+    changes: Arc<Changes<M>>,
+    gate: Arc<Gate>,
     first: First,
     dirty_ring: Option<Harvester>,
 }
@@ -113,17 +112,17 @@ pub struct VcpuCore<M: Memslots = Scalable> {
 impl<M: Memslots> VcpuCore<M> {
     pub(crate) fn new(
         id: u32,
-        vm: Arc<Shared<M>>,
-        slots: M::Reader,
-        link: Arc<Link>,
-        ring: Option<(Producer, Harvester)>,
+        memory: VcpuMemory<M::Reader>,
+        changes: Arc<Changes<M>>,
+        gate: Arc<Gate>,
+        dirty_ring: Option<Harvester>,
     ) -> Self {
-        let (producer, dirty_ring) = ring.unzip();
         Self {
             id,
             hart: Hart::new(),
-            memory: Memory::new(vm, slots, producer),
-            link,
+            memory,
+            changes,
+            gate,
             dirty_ring,
             first: First::Unwatched,
         }
@@ -135,8 +134,8 @@ impl<M: Memslots> VcpuCore<M> {
         self.id
     }
 
-    /// The reader's end of the vCPU's dirty ring, for whichever thread is to harvest it: once, and only where the VM has
-    /// [`dirty_ring`](crate::VmConfig::dirty_ring).
+    /// The reader's end of the vCPU's dirty ring, for whichever thread is to harvest it: once, and
+    /// only where the VM has [`dirty_ring`](crate::VmConfig::dirty_ring).
     pub const fn take_dirty_ring(&mut self) -> Option<Harvester> {
         self.dirty_ring.take()
     }
@@ -144,7 +143,7 @@ impl<M: Memslots> VcpuCore<M> {
     /// Runs the guest until it leaves for a reason the caller must see.
     pub fn run(&mut self) -> Exit {
         loop {
-            let gate = &self.link.gate;
+            let gate = &*self.gate;
             let inside = match gate.enter() {
                 Ok(inside) => inside,
                 Err(requests) => {
@@ -159,7 +158,7 @@ impl<M: Memslots> VcpuCore<M> {
             let watched = matches!(self.first, First::Watched);
             let before = self.hart.instret();
             let budget = watched.then_some(1);
-            let exit = self.hart.run(&mut self.memory, gate.bell(), budget);
+            let exit = self.hart.run(&mut self.memory, gate.poll_flag(), budget);
             if watched && self.hart.instret() != before {
                 self.first = First::Ran(Instant::now());
             }
@@ -167,7 +166,8 @@ impl<M: Memslots> VcpuCore<M> {
             match exit {
                 HartExit::Requested => {
                     if let Some(address) = self.memory.unwatched.take() {
-                        self.memory.vm.watch(address);
+                        let _turn = self.changes.lock();
+                        self.memory.state.watch(address);
                     }
                     match self.memory.again.take() {
                         // The writer is between the halves of a change: let it go on.
@@ -206,8 +206,8 @@ impl<M: Memslots> VcpuCore<M> {
         }
     }
 
-    /// Gives the load of the last [`Exit::MmioRead`] its value. Without such an exit since the last entry it does
-    /// nothing.
+    /// Gives the load of the last [`Exit::MmioRead`] its value. It does nothing if the last entry
+    /// ended otherwise.
     pub fn complete_mmio_read(&mut self, value: u64) {
         self.hart.complete_mmio_load(value);
     }
@@ -237,12 +237,14 @@ impl<M: Memslots> VcpuCore<M> {
         self.hart.set_state(state)
     }
 
-    /// Watches for the next instruction to retire: [`VcpuCore::first_instruction`] then says when it did.
+    /// Watches for the next instruction to retire: [`VcpuCore::first_instruction`] then says when
+    /// it did.
     pub const fn watch_first_instruction(&mut self) {
         self.first = First::Watched;
     }
 
-    /// When the first instruction retired since [`VcpuCore::watch_first_instruction`]; `None` if none has.
+    /// When the first instruction retired since [`VcpuCore::watch_first_instruction`]; `None` if
+    /// none has.
     #[must_use]
     pub const fn first_instruction(&self) -> Option<Instant> {
         match self.first {
@@ -261,13 +263,13 @@ impl<M: Memslots> VcpuCore<M> {
     /// How to kick this vCPU.
     #[must_use]
     pub fn kick_handle(&self) -> KickHandle {
-        KickHandle(Arc::clone(&self.link))
+        KickHandle(Arc::clone(&self.gate))
     }
 }
 
-/// Does what was requested while the vCPU is outside.
+/// Serves requests while the vCPU is outside.
 #[cold]
-fn serve<M: Memslots>(hart: &mut Hart, memory: &mut Memory<M>, requests: Requests) {
+fn serve<R: MemslotReader>(hart: &mut Hart, memory: &mut VcpuMemory<R>, requests: Requests) {
     if requests.contains(Requests::FLUSH) {
         memory.tlb.flush();
         hart.invalidate_code();
@@ -278,8 +280,8 @@ fn serve<M: Memslots>(hart: &mut Hart, memory: &mut Memory<M>, requests: Request
         memory.slots.refresh();
     }
     if requests != Requests::KICK {
-        // The requester waits until every vCPU has left. Where there are more of them than processors, one
-        // that was preempted inside its guest must get a processor for that: offer it this one.
+        // The requester waits until every vCPU has left. Where vCPUs outnumber processors, one that
+        // was preempted inside its guest needs a processor to leave: offer it this one.
         yield_now();
     }
 }

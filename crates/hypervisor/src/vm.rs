@@ -1,85 +1,30 @@
 //! A virtual machine: its memory slots, its vCPUs, and the calls that change them.
 
+use crate::config::{Capabilities, DirtyProtect, VmConfig};
+use crate::dirty_log::{DirtyBy, DirtyLog};
 use crate::error::VmError;
-use crate::log::{DirtyBy, DirtyLog, SlotLog};
-use crate::memory::target_of;
+use crate::gate::Gate;
+use crate::log::SlotLog;
+use crate::memory::{VcpuMemory, target_of};
+use crate::platform::{Format, Worker};
 use crate::region::{Region, SlotData, UserfaultBits};
-use crate::revoke::{Format, Shared, Worker, Writer};
 use crate::scalable::Scalable;
 use crate::slots::{Begun, MemslotUpdate, Memslots};
-use crate::vcpu::{Link, VcpuCore};
+use crate::state::{Changes, VmState, Writer};
+use crate::vcpu::VcpuCore;
 use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_SHIFT, Pfn};
 use pageferry_memslot::{Generation, Limits, Request, Slot, SlotFlags, SlotTable};
 use pageferry_tdp::Log as _;
-use pageferry_tdp::format::{Access, Format as _, Layout as _};
+use pageferry_tdp::format::{Access, EntryLayout as _, Format as _};
 use pageferry_tdp::ring::{self, Harvester, Producer, Resetter};
 use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::Arc;
 
-/// How large a VM may become.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct VmConfig {
-    /// The ids of its vCPUs are below this.
-    pub max_vcpus: u32,
-    /// The ids of its memory slots are below this.
-    pub max_slots: u16,
-    /// How it is known that a page was written to, in slots that are logged.
-    pub dirty_by: DirtyBy,
-    /// What a log begins with and who clears it.
-    pub dirty_protect: DirtyProtect,
-    /// How many entries each vCPU's dirty ring has, if there are rings (`KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`): a power
-    /// of two from 128 to [`ring::MAX_ENTRIES`]. Pages that vCPUs dirty then go there, known by write protection,
-    /// and not into the slots' bitmaps, which have what is found dirty otherwise.
-    pub dirty_ring: Option<u32>,
-}
-
-/// Who protects the pages that a log names again (`KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-pub enum DirtyProtect {
-    /// [`Vm::get_dirty_log`], all of them, in the call that tells them.
-    #[default]
-    ByGet,
-    /// [`Vm::clear_dirty_log`], those it is asked to, when the caller is about to copy them.
-    ByClear,
-    /// As `ByClear`; and a log begins with all pages dirty and none protected
-    /// (`KVM_DIRTY_LOG_INITIALLY_SET`), so that turning it on costs next to nothing.
-    InitiallySet,
-}
-
-impl Default for VmConfig {
-    /// 1024 vCPUs and 32 764 memory slots, as KVM on x86-64.
-    fn default() -> Self {
-        Self {
-            max_vcpus: 1024,
-            max_slots: 32_764,
-            dirty_by: DirtyBy::default(),
-            dirty_protect: DirtyProtect::default(),
-            dirty_ring: None,
-        }
-    }
-}
-
-/// What this hypervisor can do: the answers of `KVM_CHECK_EXTENSION`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Capabilities {
-    /// The most vCPUs of this VM (`KVM_CAP_MAX_VCPUS`).
-    pub max_vcpus: u32,
-    /// The most memory slots of this VM (`KVM_CAP_NR_MEMSLOTS`).
-    pub max_slots: u16,
-    /// The flags a slot may have.
-    pub slot_flags: SlotFlags,
-    /// The bits of a guest-physical address.
-    pub gpa_bits: u32,
-    /// Whether stores to chosen pages can be made to leave the guest: [`Vm::track_writes`].
-    pub write_tracking: bool,
-}
-
 /// A virtual machine. Cloning gives another handle to the same one.
 ///
-/// Calls that change or revoke something may come from any thread, also one whose vCPU is outside its guest. They
-/// take turns, and they return when every vCPU obeys them. How is argued in `revoke.rs`.
+/// Any thread may make calls that change or revoke something, also a thread whose vCPU is outside
+/// its guest. Calls take turns. A call returns when every vCPU obeys it.
 ///
 /// ```
 /// use pageferry_hypervisor::{Exit, Vm, VmConfig};
@@ -91,7 +36,8 @@ pub struct Capabilities {
 /// # Ok::<(), pageferry_hypervisor::VmError>(())
 /// ```
 pub struct Vm<M: Memslots = Scalable> {
-    pub(crate) shared: Arc<Shared<M>>,
+    pub(crate) state: Arc<VmState>,
+    pub(crate) changes: Arc<Changes<M>>,
     config: VmConfig,
 }
 
@@ -102,13 +48,16 @@ impl Vm {
         Self::with_memslots(config)
     }
 
-    /// A handle to the memory slots, for threads that read them: device emulation that translates addresses, a
-    /// migration that walks them. Its readers see every change at once and as a whole, and wait for nobody.
+    /// A handle to the memory slots, for threads that read them: device emulation that translates
+    /// addresses, a migration that walks them. Its readers see every change at once and as a whole,
+    /// and are wait-free.
     ///
-    /// What a [`SlotGuard`](crate::SlotGuard) found stays: as long as the guard is held, neither the slot nor the owner
-    /// of its memory is dropped, even if the slot is deleted meanwhile. Slots that are being deleted or moved are
-    /// [invalid](crate::Slot::is_invalid). Hold a guard for short, and none while calling this VM or running a vCPU of
-    /// it: a change that finds thousands of replaced slots waiting for a guard waits for it too.
+    /// A slot that a [`SlotGuard`](crate::SlotGuard) found stays: while the guard is held, neither
+    /// the slot nor its memory's owner is dropped, even if the slot is deleted meanwhile. Slots
+    /// that are being deleted or moved are [invalid](crate::Slot::is_invalid).
+    ///
+    /// Hold a guard briefly, and hold none while you call this VM or run a vCPU of it. A change
+    /// that finds thousands of replaced slots waiting for a guard waits for that guard too.
     ///
     /// ```
     /// use pageferry_addr::{Gfn, Hva};
@@ -123,14 +72,14 @@ impl Vm {
     /// ```
     #[must_use]
     pub fn slot_table(&self) -> SlotTable<SlotData> {
-        self.shared.writer().slots.table()
+        self.changes.lock().slots.table()
     }
 
-    /// How often the memory slots have changed. Waits for a change in progress; [`Vm::slot_table`]'s generation does
-    /// not, and says so.
+    /// How often the memory slots have changed. It waits for a change in progress, which
+    /// [`Vm::slot_table`]'s generation does not.
     #[must_use]
     pub fn generation(&self) -> Generation {
-        self.shared.writer().slots.writer().generation()
+        self.changes.lock().slots.writer().generation()
     }
 }
 
@@ -144,8 +93,11 @@ impl<M: Memslots> Vm<M> {
             gfn_limit: Format::GFN_LIMIT,
             ..Limits::default()
         };
+        let state = Arc::new(VmState::new());
+        let changes = Changes::new(M::new(limits), config.max_vcpus, state.mmu.worker());
         Self {
-            shared: Arc::new(Shared::new(M::new(limits), config.max_vcpus)),
+            state,
+            changes: Arc::new(changes),
             config,
         }
     }
@@ -173,7 +125,7 @@ impl<M: Memslots> Vm<M> {
     /// # Errors
     /// If the id is too large or used.
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let max = self.config.max_vcpus;
         let Writer {
             slots, used, rings, ..
@@ -186,41 +138,47 @@ impl<M: Memslots> Vm<M> {
         }
         let ring = self.config.dirty_ring.map(new_ring).transpose()?;
         *used = true;
-        let ring = ring.map(|(producer, harvester, resetter)| {
-            rings.push(resetter);
-            (producer, harvester)
-        });
-        let link = Arc::new(Link::default());
-        self.shared.mmu.platform().add(Arc::clone(&link));
-        let shared = Arc::clone(&self.shared);
-        Ok(VcpuCore::new(id, shared, slots.reader(), link, ring))
+        let (producer, harvester) = ring
+            .map(|(producer, harvester, resetter)| {
+                rings.push(resetter);
+                (producer, harvester)
+            })
+            .unzip();
+        let gate = Arc::new(Gate::new());
+        self.state.mmu.platform().add(Arc::clone(&gate));
+        let memory = VcpuMemory::new(Arc::clone(&self.state), slots.reader(), producer);
+        let changes = Arc::clone(&self.changes);
+        Ok(VcpuCore::new(id, memory, changes, gate, harvester))
     }
 
     /// Creates, deletes or moves a memory slot, or changes its flags; the rules are those of
     /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
-    /// When this returns, no vCPU uses what was there before: memory of a deleted or moved slot is no longer
-    /// reached through its old place; with `LOG_DIRTY_PAGES` newly set, every later write is logged; with
-    /// `USERFAULT` newly set, every later touch of a page whose bit is set leaves the guest. A slot that stays
-    /// logged keeps its log. A slot that keeps `USERFAULT` keeps its bitmap: to give it another, take the flag off and set
-    /// it again.
+    /// When this returns, no vCPU uses what was there before:
+    /// - No access reaches the memory of a deleted or moved slot through its old place.
+    /// - With `LOG_DIRTY_PAGES` newly set, every later write is logged.
+    /// - With `USERFAULT` newly set, every later touch of a page whose bit is set leaves the guest.
     ///
-    /// A vCPU that touches a slot while it is deleted or moved waits outside its guest, for as long as the call takes.
+    /// A slot that stays logged keeps its log. A slot that keeps `USERFAULT` keeps its bitmap. To
+    /// replace the bitmap, take the flag off and set it again.
     ///
-    /// The memory's owner is kept while the slot exists. When a deletion or a move has returned no vCPU reaches what
-    /// was there, and the owner the slot had until then is dropped by the time this returns, unless a reader of
-    /// [`Vm::slot_table`] held a guard then. In that case, and where only flags changed, it is dropped by one of
-    /// the next changes, or with the VM and the last reader.
+    /// A vCPU that touches a slot while it is deleted or moved waits outside its guest until the
+    /// call returns.
+    ///
+    /// The slot keeps its memory's owner. A deletion or a move drops the old owner before it
+    /// returns, unless a reader of [`Vm::slot_table`] holds a guard. In that case, and if only
+    /// flags changed, one of the next changes drops it, or the VM and the last reader do.
     ///
     /// # Errors
     /// [`VmError::Slot`] by the slots' rules (guest_memfd is refused as an unknown flag);
-    /// [`VmError::NotOwned`]; and for a bitmap that is missing or too small. Nothing has changed then.
+    /// [`VmError::NotOwned`]; and for a bitmap that is missing or too small. Nothing has changed
+    /// then.
     pub fn set_user_memory_region2(&self, region: Region) -> Result<(), VmError> {
         if region.flags.contains(SlotFlags::GUEST_MEMFD) {
             let unknown = SlotFlags::GUEST_MEMFD;
             return Err(pageferry_memslot::SlotError::UnknownFlags { unknown }.into());
         }
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
         let data = self.slot_data(slots, &region)?;
         let logged = SlotFlags::LOG_DIRTY_PAGES;
@@ -248,9 +206,9 @@ impl<M: Memslots> Vm<M> {
                 return Ok(());
             }
             Begun::Deleted { old } | Begun::Moved { old, .. } => {
-                // A log that is kept hears of what the entries know, which is not in it yet; any other goes.
+                // A log that is kept gets the entries' dirty bits, which are not in it yet.
                 let log = SlotLog::leaving(region.slot, old, kept.as_ref());
-                self.shared.unmap(worker, old, &log);
+                self.state.unmap(worker, old, &log);
                 update.commit();
             }
             Begun::FlagsChanged { range, old, new } => {
@@ -259,10 +217,10 @@ impl<M: Memslots> Vm<M> {
                 let went = old.without(new);
                 let now = slots.by_id(region.slot);
                 if came.contains(SlotFlags::USERFAULT) {
-                    // What is unmapped needs no write protection. What its dirty bits say is not lost.
+                    // Unmapped pages need no write protection. Their dirty bits go into the log.
                     match now.map(SlotLog::of) {
-                        Some(log) => self.shared.unmap(worker, range, &log),
-                        None => self.shared.unmap(worker, range, &()),
+                        Some(log) => self.state.unmap(worker, range, &log),
+                        None => self.state.unmap(worker, range, &()),
                     };
                 } else if came.contains(SlotFlags::LOG_DIRTY_PAGES) {
                     self.start_log(slots, worker, range);
@@ -280,7 +238,7 @@ impl<M: Memslots> Vm<M> {
     /// How many pages of 4 KiB are mapped in the second-stage tables; exact while no vCPU runs.
     #[must_use]
     pub fn mapped_pages(&self) -> u64 {
-        let leaves = self.shared.mmu.stats().leaves;
+        let leaves = self.state.mmu.stats().leaves;
         let pages = |level| Format::frames_per_entry(level);
         (1..).zip(leaves).map(|(level, n)| n * pages(level)).sum()
     }
@@ -288,7 +246,7 @@ impl<M: Memslots> Vm<M> {
     /// How many leaves of 4 KiB, 2 MiB and 1 GiB those are.
     #[must_use]
     pub fn mapped_leaves(&self) -> [u64; 3] {
-        self.shared.mmu.stats().leaves
+        self.state.mmu.stats().leaves
     }
 
     /// How many of the mapped pages are mapped writable; as exact. It looks at every entry.
@@ -296,7 +254,7 @@ impl<M: Memslots> Vm<M> {
     pub fn writable_pages(&self) -> u64 {
         let mut pages = 0;
         let all = GfnRange::new(Gfn(0), Format::GFN_LIMIT.0);
-        let mut writer = self.shared.writer();
+        let mut writer = self.changes.lock();
         if let Some(all) = all {
             writer.worker.scan(all, |_, found| {
                 if found.leaf.access.write {
@@ -307,30 +265,32 @@ impl<M: Memslots> Vm<M> {
         pages
     }
 
-    /// The bytes that the memory slots occupy themselves: slots and what finds them, logs and bitmaps excluded.
+    /// The bytes that the memory slots occupy themselves: slots and what finds them, logs and
+    /// bitmaps excluded.
     #[must_use]
     pub fn slot_metadata_bytes(&self) -> usize {
-        self.shared.writer().slots.metadata_bytes()
+        self.changes.lock().slots.metadata_bytes()
     }
 
     /// The bytes of all second-stage tables.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
-        self.shared.mmu.stats().table_bytes
+        self.state.mmu.stats().table_bytes
     }
 
-    /// The VM's clock: what the `time` CSR reads, in ticks of [`crate::hart::TIMEBASE_HZ`].
+    /// The VM's clock, which the `time` CSR reads, in ticks of [`crate::hart::TIMEBASE_HZ`].
     #[must_use]
     pub fn time(&self) -> u64 {
-        self.shared.clock.ticks()
+        self.state.clock.ticks()
     }
 
-    /// Moves the VM's clock forward to `ticks`; does nothing if it is past that. For a VM that was somewhere else before.
+    /// Moves the VM's clock forward to `ticks`, for a VM that has arrived by migration. It does
+    /// nothing if the clock is past that.
     pub fn advance_time(&self, ticks: u64) {
-        self.shared.clock.advance_to(ticks);
+        self.state.clock.advance_to(ticks);
     }
 
-    /// What the slot is to carry. Before the request is checked, so sizes may be absurd here.
+    /// The data for a requested slot. The request is not checked yet, so sizes may be absurd.
     fn slot_data(&self, slots: &M, region: &Region) -> Result<SlotData, VmError> {
         let mut data = SlotData::default();
         if region.size == 0 {
@@ -360,14 +320,14 @@ impl<M: Memslots> Vm<M> {
         }
         if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
             let kept = old.and_then(|slot| slot.data.dirty.clone());
-            // Memory for a log only where there is memory to be logged.
+            // Allocates a log only for memory that exists.
             check_memory(region)?;
             data.dirty = Some(kept.unwrap_or_else(|| self.new_log(pages as usize)));
         }
         Ok(data)
     }
 
-    /// Rings are filled by faults.
+    /// How logs learn of dirty pages. Faults fill rings.
     const fn dirty_by(&self) -> DirtyBy {
         match self.config.dirty_ring {
             Some(_) => DirtyBy::WriteProtection,
@@ -386,9 +346,9 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    /// The slot of `range` has just got its log: makes later stores tell.
+    /// The slot of `range` has just got its log: makes later stores be logged.
     fn start_log(&self, slots: &M, worker: &mut Worker, range: GfnRange) {
-        self.shared.quiesce();
+        self.state.quiesce();
         if self.config.dirty_protect == DirtyProtect::InitiallySet {
             // All pages are in the log. Clearing parts of it protects those.
             return;
@@ -406,8 +366,8 @@ impl<M: Memslots> Vm<M> {
         });
     }
 
-    /// The slot has lost its log or its userfault bits, or no page of it is tracked any more: undoes what these asked of
-    /// the tables.
+    /// The slot has lost its log or its userfault bits, or its last tracked page: undoes what these
+    /// changed in the tables.
     pub(crate) fn recover(
         &self,
         slots: &M,
@@ -415,8 +375,8 @@ impl<M: Memslots> Vm<M> {
         slot: &Slot<SlotData>,
         range: GfnRange,
     ) {
-        // Faults that saw it otherwise may still map small pages.
-        self.shared.quiesce();
+        // Faults that saw the old state may still map small pages.
+        self.state.quiesce();
         let log = SlotLog::of(slot);
         worker.deferred(|worker| {
             let _held = slots.exclude();
@@ -438,7 +398,8 @@ impl<M: Memslots> Vm<M> {
 impl<M: Memslots> Clone for Vm<M> {
     fn clone(&self) -> Self {
         Self {
-            shared: Arc::clone(&self.shared),
+            state: Arc::clone(&self.state),
+            changes: Arc::clone(&self.changes),
             config: self.config,
         }
     }
@@ -448,7 +409,7 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Vm")
             .field("config", &self.config)
-            .field("tables", &self.shared.mmu)
+            .field("tables", &self.state.mmu)
             .finish_non_exhaustive()
     }
 }
@@ -456,11 +417,12 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
 /// The address of the word in which the bit of the slot's first page is.
 fn first_word(bits: &UserfaultBits) -> Hva {
     let word = bits.first.index() / u64::BITS as usize;
-    // Where a request has no whole page, the bit may lie behind the last word: nothing is read here.
+    // If a request has no whole page, the bit may lie behind the last word. This reads nothing.
     Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
 }
 
-/// A vCPU leaves its guest with room for all that one run can dirty.
+/// A ring from which a vCPU leaves its guest while there is still room for all that one run can
+/// dirty.
 fn new_ring(entries: u32) -> Result<(Producer, Harvester, Resetter), VmError> {
     ring::new(entries, ring::RESERVED_ENTRIES).map_err(VmError::DirtyRing)
 }

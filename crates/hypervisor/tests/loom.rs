@@ -1,10 +1,11 @@
-//! Models of the gate and of what is built on it: a flush, a kick, and the completeness of the dirty log.
+//! Models of the gate and of what is built on it: a flush, a kick, and the completeness of the
+//! dirty log.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-hypervisor --profile stress --test loom`
 //!
-//! A vCPU's memory is modelled by what it comes down to: an SPTE and a dirty bit that are shared, a TLB entry
-//! that is the vCPU's own, and a page. Loom explores all interleavings with few preemptions and, in each, all values
-//! an atomic load may return under the C11 model.
+//! A vCPU's memory is modelled by what it comes down to: an SPTE and a dirty bit that are shared, a
+//! TLB entry that is the vCPU's own, and a page. Loom explores all interleavings with few
+//! preemptions and, in each, all values an atomic load may return under the C11 model.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -23,7 +24,8 @@ fn check(max_preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
 fn a_flushed_translation_is_not_used() {
     check(3, || {
         let gate = Arc::new(Gate::new());
-        // The SPTE: does the guest's page exist? And the host page, into which the host writes 1 once it has it back.
+        // The SPTE: does the guest's page exist? And the host page, into which the host writes 1
+        // once it has it back.
         let spte = Arc::new(AtomicBool::new(true));
         let page = Arc::new(AtomicU64::new(0));
         let vcpu = {
@@ -57,8 +59,8 @@ fn a_flushed_translation_is_not_used() {
     });
 }
 
-/// Two threads publish something each and quiesce at once: once its ticket says so, each knows that no entry
-/// goes on that has not seen its publication.
+/// Two threads publish something each and quiesce at once: once its ticket says so, each knows that
+/// no entry goes on that has not seen its publication.
 #[test]
 fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
     check(3, || {
@@ -91,8 +93,9 @@ fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
             );
             move || {
                 version.store(1, Ordering::Relaxed);
-                // Two threads that wait in loops would give loom runs in which only they have turns. One look
-                // is enough: the claim is about what holds when the entry has ended.
+                // Two threads that wait in loops would give loom runs in which only they have
+                // turns. One look is enough: the claim is about what holds when the entry has
+                // ended.
                 if gate
                     .request(Requests::QUIESCE)
                     .is_none_or(|ticket| ticket.has_left())
@@ -132,7 +135,8 @@ fn a_kick_is_heard_inside_or_taken_outside() {
                             );
                             break;
                         }
-                        // Runs until the bell rings. If it never did, loom would find a run without end.
+                        // Runs until the bell rings. If it never did, loom would find a run without
+                        // end.
                         Ok(_inside) => {
                             while !gate.has_requests() {
                                 thread::yield_now();
@@ -151,7 +155,8 @@ fn a_kick_is_heard_inside_or_taken_outside() {
 
 const WRITABLE: u64 = 1;
 
-/// The vCPU's fault path as `Memory::fault` has it, slots aside. Gives whether its TLB lets writes through.
+/// The vCPU's fault path as `Memory::fault` has it, slots aside. Gives whether its TLB lets writes
+/// through.
 fn guest_fault(spte: &AtomicU64, dirty: &AtomicU64, write: bool) -> bool {
     let mut writable = spte.load(Ordering::Acquire) == WRITABLE;
     if write && !writable {
@@ -243,8 +248,9 @@ fn no_write_of_two_vcpus_is_missing_from_the_log() {
     dirty_model(2, 2, 3);
 }
 
-/// One vCPU reads and then writes a page that another one is about to make writable. The first log that is read
-/// after the write names the page, although the other vCPU may not have got as far as its dirty bit.
+/// One vCPU reads and then writes a page that another one is about to make writable. The first log
+/// that is read after the write names the page, although the other vCPU may not have got as far as
+/// its dirty bit.
 #[test]
 fn the_first_log_after_a_write_names_it() {
     check(3, || {

@@ -1,4 +1,4 @@
-//! How a vCPU's touch of a missing page reaches us.
+//! How faults on missing pages are delivered.
 
 use crate::MachineError;
 use pageferry_addr::RamPage;
@@ -14,10 +14,11 @@ pub enum Delivery {
     /// `UFFDIO_POISON` markers: the vCPU exits on its own thread with SIGBUS (Linux 6.6 and later);
     /// pages not marked yet come as userfaultfd minor events.
     Poison,
-    /// userfaultfd minor faults: the page's bytes are put into the page cache through the second
-    /// mapping and made visible by `UFFDIO_CONTINUE`.
+    /// userfaultfd minor faults: the page's bytes go into the page cache through the second
+    /// mapping. `UFFDIO_CONTINUE` makes them visible.
     Minor,
-    /// userfaultfd missing faults: missing pages are holes in the page cache, filled by `UFFDIO_COPY`.
+    /// userfaultfd missing faults: missing pages are holes in the page cache, filled by
+    /// `UFFDIO_COPY`.
     Missing,
 }
 
@@ -48,17 +49,17 @@ impl FromStr for Delivery {
             .into_iter()
             .find(|d| d.name() == text)
             .ok_or_else(|| {
-                format!("'{text}' is no fault delivery: use exit, poison, minor or missing")
+                format!("unknown fault delivery '{text}': expected exit, poison, minor or missing")
             })
     }
 }
 
-/// A fault that userfaultfd reported: some thread sleeps in the kernel until the page is made present.
+/// A fault that userfaultfd reported. A thread sleeps in the kernel until the page is made present.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultEvent {
     /// The page.
     pub page: RamPage,
-    /// Whether the toucher wanted to write.
+    /// Whether the access was a write.
     pub write: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The machine as the rooms above see it, and the choice of an engine.
+//! The trait of machines, and the choice of an engine.
 
 use crate::{Delivery, FaultEvents, GuestRam, MachineError, Vcpu};
 use pageferry_addr::RamPage;
@@ -7,7 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// Who runs the guest.
+/// The engine that runs the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// The kernel's KVM.
@@ -33,7 +33,7 @@ impl fmt::Display for Engine {
     }
 }
 
-/// What the user asked for.
+/// The user's choice of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum EngineChoice {
     /// KVM if a probe VM really runs here, else soft.
@@ -51,7 +51,9 @@ impl FromStr for EngineChoice {
             "auto" => Ok(Self::Auto),
             "kvm" => Ok(Self::Only(Engine::Kvm)),
             "soft" => Ok(Self::Only(Engine::Soft)),
-            _ => Err(format!("'{text}' is no engine: use auto, kvm or soft")),
+            _ => Err(format!(
+                "unknown engine '{text}': expected auto, kvm or soft"
+            )),
         }
     }
 }
@@ -92,7 +94,7 @@ pub struct MachineSpec {
     pub memory_bytes: u64,
 }
 
-/// A machine with its vCPUs, which belong to whoever runs them.
+/// A machine with its vCPUs, which the caller runs.
 pub struct NewMachine {
     /// The machine.
     pub machine: Arc<dyn Machine>,
@@ -113,12 +115,13 @@ pub fn create(engine: Engine, spec: MachineSpec) -> Result<NewMachine, MachineEr
 
 /// A virtual machine without its vCPUs: memory, its slots and its logs.
 ///
-/// The life of a machine that receives a migration: [`Machine::arm_userfault`] before any vCPU has run,
-/// then for every page that arrives [`Machine::install`] (or [`Machine::install_copy`]) and only then
-/// the page's bit is cleared in the missing bitmap, by the caller; [`Machine::disarm_userfault`] when
-/// none is missing.
+/// A machine that receives a migration lives as follows:
+/// 1. [`Machine::arm_userfault`], before any vCPU has run.
+/// 2. For every page that arrives, [`Machine::install`] (or [`Machine::install_copy`]). Only then
+///    the caller clears the page's bit in the missing bitmap.
+/// 3. [`Machine::disarm_userfault`], when no page is missing.
 pub trait Machine: Send + Sync {
-    /// Who runs it.
+    /// The engine that runs it.
     fn engine(&self) -> Engine;
 
     /// Its memory.
@@ -134,9 +137,9 @@ pub trait Machine: Send + Sync {
 
     /// Adds the pages written since the last call to `dirty` and returns how many were added newly.
     ///
-    /// With `rearm`, writes from now on are logged again, and none that happens while the call runs is
-    /// lost: it is in this harvest or in the next. Without, the VM must be paused, and the log is read
-    /// but not re-armed (cheaper: for switch-over).
+    /// With `rearm`, writes from now on are logged again. A write that happens while the call runs
+    /// is in this harvest or in the next. Without `rearm`, the VM must be paused. The log is then
+    /// read but not re-armed, which is cheaper, for switch-over.
     ///
     /// # Errors
     /// When the dirty log is not on, or the kernel refuses.
@@ -145,8 +148,9 @@ pub trait Machine: Send + Sync {
     /// The deliveries this machine can use on this host, best first.
     fn deliveries(&self) -> Vec<Delivery>;
 
-    /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one truth:
-    /// the engine reads it at each fault. No vCPU may have run since the machine was created.
+    /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one
+    /// truth: the engine reads it at each fault. No vCPU may have run since the machine was
+    /// created.
     ///
     /// Returns the stream of events where the delivery (also) uses one.
     ///
@@ -158,34 +162,37 @@ pub trait Machine: Send + Sync {
         delivery: Delivery,
     ) -> Result<Option<Box<dyn FaultEvents>>, MachineError>;
 
-    /// Whether arriving bytes are written into their final place ([`GuestRam::alias`]) and then made
-    /// visible by [`Machine::install`] (true), or handed to [`Machine::install_copy`] (false).
+    /// Whether arriving bytes are written into their final place ([`GuestRam::alias`]) and then
+    /// made visible by [`Machine::install`] (true), or handed to [`Machine::install_copy`] (false).
     fn receives_in_place(&self) -> bool;
 
-    /// Makes `pages` pages from `first`, whose bytes are in their final place, accessible to vCPUs, and
-    /// wakes threads that sleep in the kernel on them. Repeating it is harmless. Pages whose bit in the
-    /// missing bitmap is set and whose bytes are *not* in place must not be named.
+    /// Makes `pages` pages from `first` accessible to vCPUs, and wakes threads that sleep on them
+    /// in the kernel. Their bytes must be in their final place. Repeating it is harmless. Do not
+    /// name a page whose bit in the missing bitmap is set and whose bytes are *not* in place.
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
     fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError>;
 
-    /// Puts `bytes` (one page) into `page`, makes it accessible and wakes sleepers, atomically for vCPUs.
+    /// Puts `bytes` (one page) into `page`, makes it accessible and wakes sleepers, atomically for
+    /// vCPUs.
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
     fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError>;
 
-    /// Called once the missing bitmap has its final contents and before any vCPU runs: lets the delivery
-    /// prepare the missing pages (punch holes). Must be quick: it is part of the blackout.
+    /// Lets the delivery prepare the missing pages (punch holes). Call it once, when the missing
+    /// bitmap has its final contents, and before any vCPU runs. It is quick, as it is part of the
+    /// blackout.
     ///
     /// # Errors
     /// When the kernel refuses.
     fn begin_postcopy(&self) -> Result<(), MachineError>;
 
-    /// Work of the delivery that may run beside the guest once it runs (mark missing pages with poison).
-    /// Returns when done; polls `stop`. Where it needs to look into a missing page first (a guest's page
-    /// table), it says so by `want`, which may be called again for the same page and need not wait.
+    /// Work of the delivery that may run beside the guest (marking missing pages with poison). It
+    /// polls `stop`, and returns when the work is done. If it must first read a missing page (a
+    /// guest's page table), it calls `want`, which need not wait and may be called again for the
+    /// same page.
     ///
     /// # Errors
     /// When the kernel refuses.

@@ -1,4 +1,4 @@
-//! What can go wrong with a machine.
+//! The errors of machines.
 
 use crate::{Delivery, LayoutError};
 use std::io;
@@ -24,7 +24,7 @@ pub enum MachineError {
     /// A memory slot breaks a rule of slots.
     #[error(transparent)]
     Slot(#[from] pageferry_memslot::SlotError),
-    /// The guest did something the engine cannot carry on from.
+    /// The engine cannot go on after what the guest did.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {
         /// The vCPU.
@@ -32,7 +32,7 @@ pub enum MachineError {
         /// What it did.
         why: String,
     },
-    /// The bytes of a vCPU state are not one.
+    /// The bytes are no vCPU state.
     #[error("the vCPU state is not usable: {0}")]
     BadState(String),
     /// A fault delivery this machine does not have.

@@ -1,7 +1,7 @@
 //! Where RAM lies in guest-physical address space.
 //!
-//! RAM starts at address 0. Below 4 GiB a hole is left for devices, from 3 GiB on; RAM that does not fit
-//! below the hole continues at 4 GiB. Both engines use the same layout.
+//! RAM starts at address 0. Below 4 GiB a hole is left for devices, from 3 GiB on; RAM that does
+//! not fit below the hole continues at 4 GiB. Both engines use the same layout.
 
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
 

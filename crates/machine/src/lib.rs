@@ -1,16 +1,38 @@
-//! What is a virtual machine to the rooms above?
+//! Virtual machines behind two traits, [`Machine`] and [`Vcpu`], with two engines: KVM and soft.
 //!
-//! **Guarantee.** A migration, a demo or a benchmark is written once against [`Machine`] and [`Vcpu`] and
-//! runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only, and what a running guest
-//! may change at the same moment is never behind a Rust reference.
+//! **Guarantee.** A migration, a demo or a benchmark is written once against [`Machine`] and
+//! [`Vcpu`], and runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only. No
+//! Rust reference exists to memory that a running guest may change.
 //!
-//! **Mechanism.** Two engines: [`kvm`] (the kernel's, `/dev/kvm`) and [`soft`] (`pageferry-hypervisor`, in
-//! this process). One thread a vCPU, owned by [`VcpuThreads`], which starts, pauses and resumes them and
-//! hands their exits to [`VcpuHooks`].
+//! **Mechanism.** The engines are [`kvm`] (the kernel's, `/dev/kvm`) and [`soft`]
+//! (`pageferry-hypervisor`, in this process). Each vCPU has a thread, which [`VcpuThreads`] owns.
+//! It starts, pauses and resumes the threads, and hands their exits to [`VcpuHooks`].
 //!
-//! **Neighbours.** Below: `hypervisor`, `memslot`, `userfault`, `addr`. Above: `migration`, `bench`, `cli`.
-//! It must not know that migration exists: a missing page is a bit in a bitmap, and who brings its bytes
-//! is the hook's affair.
+//! **Neighbours.** Below: `hypervisor`, `memslot`, `userfault`, `addr`. Above: `migration`,
+//! `bench`, `cli`. This crate does not know that migration exists: a missing page is a bit in a
+//! bitmap, and the hook brings its bytes.
+//!
+//! # Example
+//!
+//! A guest on the soft engine stores to an address without memory, which leaves the guest:
+//!
+//! ```
+//! use pageferry_addr::{Gpa, RamPage};
+//! use pageferry_machine::{DOORBELL_GPA, Engine, Exit, MachineSpec, StartState, create};
+//!
+//! let mut new = create(Engine::Soft, MachineSpec { vcpus: 1, memory_bytes: 1 << 20 })?;
+//! // sw a0, 0(a1)
+//! new.machine.ram().write_at(RamPage(1), 0, &0x00a5_a023_u32.to_le_bytes());
+//! new.vcpus[0].set_start(&StartState {
+//!     entry: 0x1000,
+//!     stack: 0,
+//!     args: [42, DOORBELL_GPA.0],
+//!     tables: Gpa(0),
+//! })?;
+//! let exit = new.vcpus[0].run()?;
+//! assert_eq!(exit, Exit::MmioWrite { gpa: DOORBELL_GPA, value: 42, size: 4 });
+//! # Ok::<(), pageferry_machine::MachineError>(())
+//! ```
 
 mod delivery;
 mod engine;
@@ -30,3 +52,8 @@ pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use ram::GuestRam;
 pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
 pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
+
+/// Runs the examples of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -4,15 +4,15 @@
 )]
 //! Guest RAM: a memfd mapped twice.
 //!
-//! The **guest's mapping** is what memory slots point at; userfaultfd may make a touch of it sleep. The
-//! **alias** is the VMM's own view of the same pages; touching it never faults into userfaultfd, so bytes
-//! can be put in their final place before the guest can see them. Whoever reads or writes guest memory
-//! through the alias first asks the missing bitmap; this room cannot check that.
+//! Memory slots point at the **guest's mapping**, where userfaultfd may make a touch sleep. The
+//! **alias** is the VMM's own view of the same pages. Touching it never faults into userfaultfd. So
+//! bytes can be put in their final place before the guest can see them. Callers test the missing
+//! bitmap before they read or write guest memory through the alias. This crate cannot check that.
 //!
-//! A guest may write any byte at any time. So no Rust reference to guest memory is ever handed out:
-//! copies go through volatile words ([`GuestRam::read`], [`GuestRam::write`]), or through raw pointers
-//! given to system calls ([`GuestRam::alias`]). A caller that needs a stable view (checksums) copies
-//! first, or reads a VM whose vCPUs are parked.
+//! A guest may write any byte at any time. So this module never returns a Rust reference to guest
+//! memory: copies go through volatile words ([`GuestRam::read`], [`GuestRam::write`]), or through
+//! raw pointers given to system calls ([`GuestRam::alias`]). A caller that needs a stable view
+//! (checksums) copies first, or reads a VM whose vCPUs are parked.
 
 use crate::{MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
@@ -28,8 +28,8 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: a mapping is plain address space; it belongs to no thread, and the accesses made through it
-// are volatile or by system call (see the module's first lines).
+// SAFETY: a mapping is plain address space; it belongs to no thread, and the accesses made through
+// it are volatile or by system call (see the module's first lines).
 unsafe impl Send for Mapping {}
 // SAFETY: as for Send.
 unsafe impl Sync for Mapping {}
@@ -89,7 +89,7 @@ impl GuestRam {
         .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
         rustix::fs::ftruncate(&fd, layout.bytes())
             .map_err(|e| MachineError::os("cannot size the memfd for guest memory", e))?;
-        // Nobody who is handed the memfd can shrink it under the mappings (SIGBUS).
+        // No holder of the memfd can shrink it under the mappings (SIGBUS).
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
             .map_err(|e| MachineError::os("cannot seal the memfd of guest memory", e))?;
         let guest = Mapping::new(fd.as_fd(), bytes)?;
@@ -206,8 +206,8 @@ impl GuestRam {
             if at.align_offset(8) == 0 && rest.len() >= 8 {
                 let (word, tail) = rest.split_at(8);
                 let value = u64::from_ne_bytes(word.try_into().expect("8 bytes"));
-                // SAFETY: the bytes lie in the mapping (`alias` checked the whole extent), the pointer
-                // is aligned, and the write is volatile.
+                // SAFETY: the bytes lie in the mapping (`alias` checked the whole extent), the
+                // pointer is aligned, and the write is volatile.
                 unsafe { at.cast::<u64>().write_volatile(value) };
                 at = at.wrapping_add(8);
                 rest = tail;
@@ -226,27 +226,27 @@ impl GuestRam {
     }
 
     /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
-    /// Calls `progress` with the pages done so far and stops early when it returns false.
     ///
     /// # Errors
     /// When the host has not enough memory.
-    pub fn allocate(&self, progress: &mut dyn FnMut(u64) -> bool) -> Result<(), MachineError> {
-        const STEP: u64 = 16 << 20;
-        let bytes = self.layout.bytes();
-        let mut done = 0;
-        while done < bytes && progress(done / PAGE_SIZE) {
-            let step = STEP.min(bytes - done);
-            let at = self.alias(RamPage(done / PAGE_SIZE), step / PAGE_SIZE);
-            // SAFETY: populating shared pages changes no byte; the range is ours.
-            unsafe { rustix::mm::madvise(at.cast(), step as usize, Advice::LinuxPopulateWrite) }
-                .map_err(|e| MachineError::os("cannot allocate guest memory", e))?;
-            done += step;
-        }
-        Ok(())
+    pub fn allocate(&self) -> Result<(), MachineError> {
+        self.allocate_range(RamPage(0), self.pages())
     }
 
-    /// The next pages at or behind `from` that have memory; those before them are zero, and looking at
-    /// them would allocate them.
+    /// Allocates `pages` pages from `first`. Changes no byte, so others may write them meanwhile.
+    ///
+    /// # Errors
+    /// When the host has not enough memory.
+    pub fn allocate_range(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        let at = self.alias(first, pages);
+        let bytes = (pages * PAGE_SIZE) as usize;
+        // SAFETY: populating shared pages changes no byte; `alias` checked that the range is ours.
+        unsafe { rustix::mm::madvise(at.cast(), bytes, Advice::LinuxPopulateWrite) }
+            .map_err(|e| MachineError::os("cannot allocate guest memory", e))
+    }
+
+    /// The next pages at or behind `from` that have memory; those before them are zero, and looking
+    /// at them would allocate them.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn a_hole_reads_as_zero_and_pages_translate_back() {
         let ram = ram(8);
-        ram.allocate(&mut |_| true).unwrap();
+        ram.allocate().unwrap();
         ram.write(RamPage(3), &[7; 4096]);
         ram.punch_hole(RamPage(3), 1).unwrap();
         let mut page = [1; 4096];

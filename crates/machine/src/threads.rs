@@ -1,15 +1,18 @@
 //! The vCPU threads: start, pause, resume, stop.
 //!
-//! **Guarantee.** When [`VcpuThreads::pause`] returns `Ok`, no vCPU runs and none will until
-//! [`VcpuThreads::resume`]; no request to pause or resume is lost, whatever the threads are doing.
+//! **Guarantee.** When [`VcpuThreads::pause`] has returned `Ok`, no vCPU runs, and none will until
+//! [`VcpuThreads::resume`]. No request to pause or resume is lost, whatever the threads are doing.
 //!
-//! **Mechanism.** What the VM should do is one word (`want`) under one mutex with two condition
-//! variables, one for the threads and one for the controller. A thread leaves the guest only by an exit;
-//! `pause` writes `want` first and kicks second, and a kick is kept by its vCPU until it is taken
-//! ([`crate::Kicker::kick`]), so a thread that read the old `want` before entering the guest comes out
-//! again at once. A thread that a hook parked stays parked until the next `resume`, which advances
-//! `epoch`. While a thread runs its vCPU it holds that vCPU's mutex, and it gives it up before it reports
-//! itself parked; so whoever paused the VM takes the vCPUs ([`VcpuThreads::with_vcpus`]) without waiting.
+//! **Mechanism.** One word (`want`) holds the wanted state of the VM. It lies under one mutex with
+//! two condition variables, one for the threads and one for the controller.
+//!
+//! - A thread leaves the guest only by an exit. `pause` first writes `want`, then kicks. A vCPU
+//!   keeps a kick until it is taken ([`crate::Kicker::kick`]). So a thread that read the old `want`
+//!   before it entered the guest leaves it at once.
+//! - A thread that a hook parked stays parked until the next `resume`, which advances `epoch`.
+//! - While a thread runs its vCPU it holds that vCPU's mutex. It releases the mutex before it
+//!   reports itself parked. So a thread that paused the VM takes the vCPUs
+//!   ([`VcpuThreads::with_vcpus`]) without waiting.
 
 use crate::{Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, Vcpu, VcpuState};
 use pageferry_addr::{Gpa, RamPage};
@@ -70,12 +73,13 @@ struct Shared {
     state: Mutex<State>,
     threads: Condvar,
     controller: Condvar,
-    /// A copy of `want != Run` that a thread reads after each exit without the mutex. It may lag: the
-    /// kick that follows every change makes the thread look again.
+    /// A copy of `want != Run` that a thread reads after each exit without the mutex. It may lag:
+    /// the kick that follows every change makes the thread look again.
     hold: AtomicBool,
     hooks: Arc<dyn VcpuHooks>,
-    /// Per vCPU, once it has left the guest and no later exit can tell more: when its first instruction
-    /// ran, where the engine can tell. A first exit tells nothing if the first instruction waits for memory.
+    /// Per vCPU, once it has left the guest and no later exit can tell more: when its first
+    /// instruction ran, where the engine can tell. A first exit tells nothing if the first
+    /// instruction waits for memory.
     first: Vec<OnceLock<Option<Instant>>>,
 }
 
@@ -185,8 +189,8 @@ impl VcpuThreads {
     /// Pauses all vCPUs and waits until they are parked.
     ///
     /// # Errors
-    /// [`MachineError::Timeout`] when a vCPU does not leave the guest within `limit`; the request stands,
-    /// and the vCPU parks when it leaves.
+    /// [`MachineError::Timeout`] when a vCPU does not leave the guest within `limit`; the request
+    /// stands, and the vCPU parks when it leaves.
     pub fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
         self.hold(Want::Pause);
         let deadline = Instant::now() + limit;
@@ -222,14 +226,15 @@ impl VcpuThreads {
 
     /// When the first guest instruction of this VM in this process ran, where the engine can tell.
     ///
-    /// vCPUs that have not told of theirs are kicked and run on; this waits for them, at most `limit`, and
-    /// then says what the others told.
+    /// vCPUs that have not told of theirs are kicked and run on; this waits for them, at most
+    /// `limit`, and then says what the others told.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
         let mut kicked = None;
         while self.shared.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
-            // Once more after a while: the exit for a kick may have come before the first instruction.
+            // Once more after a while: the exit for a kick may have come before the first
+            // instruction.
             if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
                 self.kick_running();
                 kicked = Some(Instant::now());
@@ -290,9 +295,9 @@ impl VcpuThreads {
 
     /// Stops all vCPUs for good and joins their threads. Repeating it is harmless.
     ///
-    /// A vCPU that sleeps inside the kernel on a page that never comes may take no kick (KVM's own access to
-    /// guest memory, after a lost migration). After 5 s its thread is left alone: it owns what it uses, and
-    /// never enters the guest again.
+    /// A vCPU that sleeps inside the kernel on a page that never comes may take no kick (KVM's own
+    /// access to guest memory, after a lost migration). After 5 s its thread is left alone: it owns
+    /// what it uses, and never enters the guest again.
     pub fn stop(&self) {
         self.hold(Want::Stop);
         let handles = std::mem::take(&mut *lock(&self.handles));
@@ -304,7 +309,8 @@ impl VcpuThreads {
                 std::thread::sleep(Duration::from_micros(200));
             }
             if handle.is_finished() {
-                // A panic of a vCPU thread was reported by the panic hook; there is nothing left to undo.
+                // A panic of a vCPU thread was reported by the panic hook; there is nothing left to
+                // undo.
                 let _ = handle.join();
             }
         }

@@ -1,15 +1,15 @@
-//! Which page of RAM lies behind a guest's address, or a host's?
+//! The page of RAM behind a guest's address, or a host's.
 //!
-//! **Guarantee.** The answer comes from the memory slots the engine runs the guest on, in the newest state: an
-//! address translates if and only if a slot shows RAM there. Asking takes no lock and waits for nobody, also
-//! while slots are added, moved or removed.
+//! **Guarantee.** The answer comes from the current memory slots that the engine runs the guest on:
+//! an address translates if and only if a slot shows RAM there. A look-up takes no lock and waits
+//! for no thread, also while slots are added, moved or removed.
 //!
-//! **Mechanism.** Each thread has a [`Translator`] with a reader of the engine's slot table, which remembers the
-//! slot it found last. The slot gives the host address; RAM is one mapping without holes, so the
-//! distance from its start is the page's index. [`RamLayout`](crate::RamLayout) says where RAM *goes*, for
-//! those who set machines up; this says where it *is*.
+//! **Mechanism.** Each thread has a [`Translator`] with a reader of the engine's slot table, which
+//! remembers the last slot that it found. The slot gives the host address. RAM is one mapping
+//! without holes, so the distance from its start is the page's index.
+//! [`RamLayout`](crate::RamLayout) plans the places of RAM. The slots are its present places.
 //!
-//! **Neighbours.** Below: `pageferry-memslot`. The engines make translators; nobody else sees them.
+//! **Neighbours.** Below: `pageferry-memslot`. Only the engines make translators.
 
 use pageferry_addr::{Gfn, Hva, PAGE_SIZE, RamPage};
 use pageferry_memslot::{SlotReader, SlotTable};
@@ -31,15 +31,16 @@ impl<D> Translator<D> {
         }
     }
 
-    /// The page of RAM at a guest frame; `None` where there is no slot, or one with other memory, or one that is
-    /// being removed or moved.
+    /// The page of RAM at a guest frame; `None` where there is no slot, or one with other memory,
+    /// or one that is being removed or moved.
     pub(crate) fn page_of(&mut self, gfn: Gfn) -> Option<RamPage> {
         let guard = self.reader.pin();
         let slot = guard.lookup(gfn).filter(|slot| !slot.is_invalid())?;
         page_at(&self.ram, slot.hva_of(gfn)?)
     }
 
-    /// The page of RAM at a host address of the engine's mapping; `None` where no slot shows it to the guest.
+    /// The page of RAM at a host address of the engine's mapping; `None` where no slot shows it to
+    /// the guest.
     pub(crate) fn page_at_hva(&mut self, hva: Hva) -> Option<RamPage> {
         let page = page_at(&self.ram, hva)?;
         let guard = self.reader.pin();

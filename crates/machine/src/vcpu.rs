@@ -1,10 +1,10 @@
-//! A vCPU as the rooms above see it.
+//! The trait of vCPUs, and their exits.
 
 use crate::MachineError;
 use pageferry_addr::{Gpa, RamPage};
 use std::time::Instant;
 
-/// What a vCPU tried to do to memory.
+/// The kind of an access to memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// A load.
@@ -15,15 +15,15 @@ pub enum Access {
     Execute,
 }
 
-/// Why a vCPU left the guest.
+/// The reason why a vCPU left the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// It touched a page whose bit in the missing bitmap is set, and the engine delivers such faults as
-    /// exits. Entering again after the bit is clear repeats the access.
+    /// It touched a page whose bit in the missing bitmap is set, and the engine delivers such
+    /// faults as exits. Entering again after the bit is clear repeats the access.
     MemoryFault {
         /// The page.
         page: RamPage,
-        /// What it tried to do.
+        /// The access that it tried.
         access: Access,
     },
     /// It stored to an address no memory slot covers.
@@ -48,7 +48,7 @@ pub enum Exit {
     Kicked,
 }
 
-/// What a hook wants of the vCPU next.
+/// The answer of a hook: how the vCPU goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HookVerdict {
     /// Go on.
@@ -59,8 +59,8 @@ pub enum HookVerdict {
 
 /// The whole state of a vCPU, in its engine's own versioned encoding.
 ///
-/// Opaque above the engine; at most [`VcpuState::MAX_BYTES`] long. The engine that restores it checks
-/// every byte: it comes from another process.
+/// Opaque above the engine; at most [`VcpuState::MAX_BYTES`] long. The engine that restores it
+/// checks every byte: it comes from another process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VcpuState(pub Vec<u8>);
 
@@ -71,8 +71,8 @@ impl VcpuState {
 
 /// Makes a vCPU leave the guest, from any thread.
 pub trait Kicker: Send + Sync {
-    /// Makes the vCPU leave the guest soon, or, if it is not in the guest, makes its next entry return
-    /// at once with [`Exit::Kicked`]. Never lost: one kick gives at least one such exit.
+    /// Makes the vCPU leave the guest soon. If it is not in the guest, its next entry returns at
+    /// once with [`Exit::Kicked`]. No kick is lost: each gives at least one such exit.
     fn kick(&self);
 
     /// Whether a kick is waiting to be taken. Hooks that wait on a vCPU's behalf poll this.
@@ -89,8 +89,9 @@ pub trait Vcpu: Send {
     /// Always called from one thread, the one that called it first.
     ///
     /// # Errors
-    /// When the guest did something the engine cannot carry on from (a triple fault, an emulation
-    /// failure) or the kernel refused; the state stays as it was at that point.
+    /// When the engine cannot go on after what the guest did (a triple fault, an emulation
+    /// failure), or the kernel refused. The state stays as it was then. After a triple fault on an
+    /// AMD host, KVM has reset it.
     fn run(&mut self) -> Result<Exit, MachineError>;
 
     /// How to kick this vCPU.
@@ -105,12 +106,12 @@ pub trait Vcpu: Send {
     /// Replaces the whole state.
     ///
     /// # Errors
-    /// When the bytes are not a state of this engine and version, or a value that matters cannot be set.
-    /// The vCPU must then not be run.
+    /// When the bytes are not a state of this engine and version, or a value that matters cannot be
+    /// set. The vCPU must then not be run.
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError>;
 
-    /// Sets up the state in which a guest program starts: `entry` and up to two arguments
-    /// (x86-64: rip, rdi, rsi in ring 3 with flat 64-bit tables at `tables`; RV64: pc, a0, a1 in VS-mode).
+    /// Sets up the state in which a guest program starts: `entry` and up to two arguments (x86-64:
+    /// rip, rdi, rsi in ring 3 with flat 64-bit tables at `tables`; RV64: pc, a0, a1 in VS-mode).
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -123,7 +124,8 @@ pub trait Vcpu: Send {
 /// What an engine knows of the first guest instruction that a vCPU ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FirstInstruction {
-    /// Nothing, now or later: the engine does not see single instructions, or the vCPU was not restored.
+    /// Nothing, now or later: the engine does not see single instructions, or the vCPU was not
+    /// restored.
     Untold,
     /// None has retired so far. A vCPU may leave the guest many times in this state: its first
     /// instruction may itself wait for memory.
@@ -135,7 +137,8 @@ pub enum FirstInstruction {
 /// Where a guest program starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartState {
-    /// Guest-virtual (and, as all tables here are flat, guest-physical) address of the first instruction.
+    /// Guest-virtual (and, as all tables here are flat, guest-physical) address of the first
+    /// instruction.
     pub entry: u64,
     /// Top of the stack.
     pub stack: u64,

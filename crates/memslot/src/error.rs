@@ -2,14 +2,19 @@
 
 use crate::SlotFlags;
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
+use pageferry_epoch::OutOfMemory;
 use thiserror::Error;
 
-/// A refused request; the table it was applied to is unchanged.
+/// A refused request. The table is unchanged.
 ///
-/// The rules are those of `kvm_set_memory_region` in Linux's `virt/kvm/kvm_main.c`, which answers `EEXIST` for
-/// [`Overlap`](Self::Overlap) and `EINVAL` for the rest; see [`rules`](crate::rules).
+/// The rules are those of `kvm_set_memory_region` in Linux's `virt/kvm/kvm_main.c`. It answers
+/// `EEXIST` for [`Overlap`](Self::Overlap), `ENOMEM` for [`OutOfMemory`](Self::OutOfMemory) and
+/// `EINVAL` for the rest; see [`rules`](crate::rules).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SlotError {
+    /// The allocator refused memory that the request needs.
+    #[error("{0}")]
+    OutOfMemory(#[from] OutOfMemory),
     /// A flag nobody knows.
     #[error("unknown slot flags {unknown}; known are {}", SlotFlags::KNOWN)]
     UnknownFlags {
@@ -48,8 +53,8 @@ pub enum SlotError {
         /// In bytes.
         size: u64,
     },
-    /// No memory of the host can be there: the address has more than 60 bits, sign-extended as processors do, or the range
-    /// begins in the lower half of the address space and ends above it.
+    /// The host has no memory there: the address has more than 60 bits, sign-extended as processors
+    /// do, or the range begins in the lower half of the address space and ends above it.
     #[error(
         "host range {hva} + {size:#x} is not canonical: it must lie in the lowest or the highest 2^59 bytes of the \
          address space, without a tag"

@@ -3,8 +3,8 @@
 use core::fmt;
 use core::ops::BitOr;
 
-/// A slot's flags as they come in a request, known or not; [`SlotWriter::begin`](crate::SlotWriter::begin)
-/// refuses the unknown ones.
+/// A slot's flags as they come in a request, known or not;
+/// [`SlotWriter::begin`](crate::SlotWriter::begin) refuses the unknown ones.
 ///
 /// Values: `include/uapi/linux/kvm.h`; `USERFAULT` as the KVM Userfault series (2024) numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -17,7 +17,8 @@ impl SlotFlags {
     pub const LOG_DIRTY_PAGES: Self = Self(1 << 0);
     /// Guest writes leave the guest (`KVM_MEM_READONLY`); fixed when the slot is created.
     pub const READONLY: Self = Self(1 << 1);
-    /// A guest_memfd backs the slot's private memory (`KVM_MEM_GUEST_MEMFD`); fixed when the slot is created.
+    /// A guest_memfd backs the slot's private memory (`KVM_MEM_GUEST_MEMFD`); fixed when the slot
+    /// is created.
     pub const GUEST_MEMFD: Self = Self(1 << 2);
     /// A touch of a page whose userfault bit is set leaves the guest (`KVM_MEM_USERFAULT`).
     pub const USERFAULT: Self = Self(1 << 3);

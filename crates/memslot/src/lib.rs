@@ -1,30 +1,32 @@
 //! Memory slots: which host range backs a guest range?
 //!
-//! **Guarantee.** Slots obey the rules of Linux's `KVM_SET_USER_MEMORY_REGION2`: they never overlap by
-//! guest frame inside an address space, may overlap by host address, and keep size and host address for
-//! life. Every look-up (by guest frame, exact or nearest below; by id; over a frame range; over a host range)
-//! and every change takes O(log n). Readers are wait-free and see an operation wholly or not at all; while a slot is
-//! being deleted or moved they find it invalid and know to retry. A refused request changes nothing and says which
-//! value was wrong and what would be right.
+//! **Guarantee.** Slots obey the rules of Linux's `KVM_SET_USER_MEMORY_REGION2`. Inside an address
+//! space they never overlap by guest frame. They may overlap by host address. They keep size and
+//! host address for life. Every look-up (by guest frame, exact or nearest below; by id; over a
+//! frame range; over a host range) and every change takes O(log n). Readers are wait-free and see
+//! an operation wholly or not at all. While a slot is being deleted or moved they find it invalid
+//! and know that they must retry. A refused request changes nothing, and its error says which value
+//! was wrong and what would be right. A lack of memory is such an error.
 //!
-//! **Mechanism.** Each address space has three B+ trees over one set of slot records: by frame, by id, and by host
-//! address with the largest end below each child (an interval tree). A change makes a new record of the slot
-//! it changes, no other, copies a leaf of each tree in which the slot's place changes (seldom more of it), and publishes
-//! each tree by one store; a slot that comes behind all others of its leaf goes into an unused place of it, so that
-//! slots in ascending order copy next to nothing; and one that goes leaves a tombstone in its place, over which it may come again. Versions
-//! in the nodes, records and tombstones let a reader's view see all trees at one
-//! version. What was replaced is freed after a grace period. `table.rs` says in which
-//! order things become visible and why that suffices; `tree/` has the trees. The kernel keeps two sets of trees and
-//! waits for its readers at every change instead (Szmigiero, *Scalable memslots implementation*, v5, 2021).
+//! **Mechanism.** Each address space has three B+ trees over one set of slot records: by frame, by
+//! id, and by host address with the largest end below each child (an interval tree). A change makes
+//! a new record of the slot it changes, and copies a leaf of each tree in which the slot's place
+//! changes. One store publishes each tree. Slots that come in ascending order fill unused places,
+//! so they copy next to nothing. Nodes and records carry versions, so that a reader's view sees all
+//! trees at one version. What was replaced is freed after a grace period. The module `table`
+//! says in which order things become visible and why that suffices. The kernel keeps two sets of
+//! trees instead and waits for its readers at every change (Szmigiero, *Scalable memslots
+//! implementation*, v5, 2021).
 //!
-//! **Cost.** Pay as you go: a table without slots takes less than 1 KiB, a slot about 150 to 200 bytes with its index entries. Where many
-//! of a full table's slots have gone again, more a slot: measured, 215 bytes with a quarter gone, 340 with half.
-//! Figures are in `docs/performance.md`.
+//! **Cost.** A table without slots takes less than 1 KiB. A slot takes about 150 to 200 bytes with
+//! its index entries. In a full table from which many slots have gone again, a slot takes more:
+//! measured, 215 bytes with a quarter gone, 340 with half.
 //!
-//! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which knows when memory may be freed. The hypervisor
-//! above keeps its own data in every slot (the `D` of [`Slot`]: dirty log, userfault bitmap) and zaps second-stage
-//! mappings as [`Change`] tells it. This crate must not know page tables, vCPUs, bitmaps or system calls; it never
-//! touches the memory that slots describe.
+//! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which knows when memory may be
+//! freed. The hypervisor above keeps its own data in every slot (the `D` of [`Slot`]: dirty log,
+//! userfault bitmap) and zaps second-stage mappings as [`Change`] tells it. This crate must not
+//! know page tables, vCPUs, bitmaps or system calls. It never touches the memory that slots
+//! describe.
 //!
 //! ```
 //! use pageferry_addr::{Gfn, Gpa, Hva};
@@ -84,4 +86,9 @@ pub use update::Update;
 pub use view::SlotView;
 pub use writer::SlotWriter;
 
-pub use pageferry_epoch::Barrier;
+pub use pageferry_epoch::{Barrier, OutOfMemory};
+
+/// The examples of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

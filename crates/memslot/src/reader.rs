@@ -4,7 +4,7 @@
 )]
 //! Readers, their guards, and the slot each found last.
 
-use crate::table::{Generation, Shared, view};
+use crate::table::{Generation, SharedTable, view};
 use crate::tree::TwoLeaves;
 use crate::{Slot, SlotView};
 use alloc::sync::Arc;
@@ -12,35 +12,37 @@ use core::cell::Cell;
 use core::fmt;
 use core::ptr;
 use pageferry_addr::Gfn;
-use pageferry_epoch::{Epoch, Guard, Reader};
+use pageferry_epoch::{Epoch, Guard, OutOfMemory, Reader};
 
-/// One reader of a table: a vCPU, or any thread. It can be sent to another thread and serves one at a time.
+/// One reader of a table: a vCPU, or any thread. It can be sent to another thread and serves one at
+/// a time.
 ///
-/// It remembers the slot it found last by gfn, so that looking it up again costs about a nanosecond (the kernel's
-/// per-vCPU `last_used_slot`).
+/// It remembers the slot it found last by gfn, so that looking it up again costs about a nanosecond
+/// (the kernel's per-vCPU `last_used_slot`).
 pub struct SlotReader<D> {
     reader: Reader,
-    last: Memory<D>,
+    last: LastUsed<D>,
     // After `reader`, so that the record is given back before the domain can go.
-    shared: Arc<Shared<D>>,
+    shared: Arc<SharedTable<D>>,
 }
 
-/// What a reader remembers.
-struct Memory<D> {
-    last: Cell<Last<D>>,
-    /// The epoch of the guard under which the slot was found; of the current one, if there is a guard.
+/// A reader's cache: the slot that it found last by gfn.
+struct LastUsed<D> {
+    cached: Cell<Cached<D>>,
+    /// The epoch of the guard under which the slot was found; that of the current guard if there
+    /// is one.
     epoch: Cell<Epoch>,
 }
 
 /// The slot found last.
-struct Last<D> {
+struct Cached<D> {
     slot: *const Slot<D>,
-    /// What the slot holds: as in the record, but at hand. No pages where there is no slot.
+    /// The frames of the slot, copied from the record. No pages if there is no slot.
     start: u64,
     pages: u64,
 }
 
-impl<D> Last<D> {
+impl<D> Cached<D> {
     const NOTHING: Self = Self {
         slot: ptr::null(),
         start: 0,
@@ -48,31 +50,32 @@ impl<D> Last<D> {
     };
 }
 
-impl<D> Clone for Last<D> {
+impl<D> Clone for Cached<D> {
     #[inline]
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<D> Copy for Last<D> {}
+impl<D> Copy for Cached<D> {}
 
-// SAFETY: the pointer in `last` is used under a guard of this reader only, and is good on any thread; slots are shared
-// (`D: Sync`), and the last handle drops them (`D: Send`).
+// SAFETY: the pointer in `last` is used under a guard of this reader only, and is valid on any
+// thread. Slots are shared (`D: Sync`), and the last handle drops them (`D: Send`).
 unsafe impl<D: Send + Sync> Send for SlotReader<D> {}
 
 impl<D> SlotReader<D> {
-    pub(crate) fn new(shared: Arc<Shared<D>>) -> Self {
-        Self {
-            reader: shared.domain.register(),
-            last: Memory {
-                last: Cell::new(Last::NOTHING),
+    pub(crate) fn new(shared: Arc<SharedTable<D>>) -> Result<Self, OutOfMemory> {
+        Ok(Self {
+            reader: shared.domain.try_register()?,
+            last: LastUsed {
+                cached: Cell::new(Cached::NOTHING),
                 epoch: Cell::new(Epoch::NEVER),
             },
             shared,
-        }
+        })
     }
 
-    /// Begins to read. Wait-free: a few nanoseconds, no cache line that others write often.
+    /// Takes a guard. Wait-free: a few nanoseconds, and it reads no cache line that others write
+    /// often.
     #[inline]
     pub fn pin(&mut self) -> SlotGuard<'_, D> {
         let guard = self.reader.pin();
@@ -85,13 +88,13 @@ impl<D> SlotReader<D> {
     }
 }
 
-impl<D> Memory<D> {
-    /// A slot that was found in another epoch than the guard's may have been freed.
+impl<D> LastUsed<D> {
+    /// Forgets a slot that was found in another epoch than the guard's, as it may have been freed.
     #[inline]
     fn forget_older(&self, epoch: Epoch) {
         if self.epoch.get() != epoch {
             self.epoch.set(epoch);
-            self.last.set(Last::NOTHING);
+            self.cached.set(Cached::NOTHING);
         }
     }
 }
@@ -102,37 +105,42 @@ impl<D> fmt::Debug for SlotReader<D> {
     }
 }
 
-/// Witness that nothing a reader sees is freed. What was looked up through it lives no longer than it.
+/// While it lives, nothing that the reader sees is freed. Look-ups borrow from it.
 ///
-/// Hold it for as long as slots are in use and no longer: while any guard is held, what was replaced since it was
-/// taken stays in memory, and a writer that has replaced too much ([`crate::Limits::max_retired`]) waits.
+/// Hold it as long as slots are in use and no longer. While any guard is held, what was replaced
+/// since it was taken stays in memory, and a writer that has replaced too much
+/// ([`crate::Limits::max_retired`]) waits.
 #[must_use = "slots can be looked up as long as the guard lives"]
 pub struct SlotGuard<'r, D> {
     guard: Guard<'r>,
-    last: &'r Memory<D>,
-    shared: &'r Shared<D>,
+    last: &'r LastUsed<D>,
+    shared: &'r SharedTable<D>,
 }
 
 impl<D> SlotGuard<'_, D> {
-    /// The slot that holds `gfn` in address space 0, newest state: see [`lookup_in`](Self::lookup_in).
+    /// The slot that holds `gfn` in address space 0, newest state: see
+    /// [`lookup_in`](Self::lookup_in).
     #[inline]
     #[must_use]
     pub fn lookup(&self, gfn: Gfn) -> Option<&Slot<D>> {
         self.lookup_in(0, gfn)
     }
 
-    /// The slot that holds `gfn`, as of some moment during the call: before or after any one operation.
+    /// The slot that holds `gfn`, as of some moment during the call: before or after any one
+    /// operation.
     ///
-    /// While that slot is being deleted or moved the answer is the old slot, and [`Slot::is_invalid`]: leave, let the
-    /// writer finish, and look again. `None` also where there is no such address space. O(1) where it is the slot
-    /// that this reader found last, else O(log n).
+    /// While that slot is being deleted or moved the answer is the old slot, and
+    /// [`Slot::is_invalid`]: leave, let the writer finish, and look again. `None` also if there
+    /// is no such address space. O(1) if it is the slot that this reader found last, otherwise
+    /// O(log n).
     #[inline]
     #[must_use]
     pub fn lookup_in(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
-        let last = self.last.last.get();
+        let last = self.last.cached.get();
         if gfn.0.wrapping_sub(last.start) < last.pages {
-            // SAFETY: the pointer was reached under this guard, or one of the same epoch other than `NEVER`, since `pin` and
-            // `refresh` forget all others; so it is not freed. See `pageferry_epoch`.
+            // SAFETY: the pointer was reached under this guard, or one of the same epoch other than
+            // `NEVER`, since `pin` and `refresh` forget all others. So the slot is not
+            // freed: see `pageferry_epoch`.
             let slot = unsafe { &*last.slot };
             slot.alive.used();
             if slot.is_current() && slot.address_space == address_space {
@@ -164,11 +172,11 @@ impl<D> SlotGuard<'_, D> {
         Some(self.remember(slot))
     }
 
-    /// Where one leaf alone cannot tell.
+    /// The look-up if one leaf alone cannot tell.
     ///
-    /// An operation that is in progress may have changed the tree already, and this reader may have seen that. So it
-    /// asks for the version that the operation makes. A move makes that in two steps, of which a look-up may
-    /// miss the first and meet the second; looking again, it meets both.
+    /// An operation in progress may have changed the tree already, and this reader may have seen
+    /// that. So it asks for the version that the operation makes. A move makes that in two
+    /// steps. A look-up may miss the first and meet the second; a second look meets both.
     #[cold]
     fn find_in_two_leaves(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let generation = self.shared.generation();
@@ -181,7 +189,7 @@ impl<D> SlotGuard<'_, D> {
         found
     }
 
-    /// The epoch of the guard as it was when it was taken: it counts for what is remembered however often the guard is asked.
+    /// The epoch of the guard when it was taken. That counts for what is remembered.
     #[inline]
     fn epoch(&self) -> Epoch {
         self.last.epoch.get()
@@ -190,7 +198,7 @@ impl<D> SlotGuard<'_, D> {
     #[inline]
     fn remember<'g>(&'g self, slot: &'g Slot<D>) -> &'g Slot<D> {
         if self.epoch() != Epoch::NEVER {
-            self.last.last.set(Last {
+            self.last.cached.set(Cached {
                 slot,
                 start: slot.range.start().0,
                 pages: slot.range.pages(),
@@ -214,8 +222,8 @@ impl<D> SlotGuard<'_, D> {
         self.shared.generation()
     }
 
-    /// As if the guard were dropped and taken again, at the price of one load where nothing has been freed lately.
-    /// For readers that stay for long; nothing that was looked up before can be in use.
+    /// Drops the guard and takes it again, for one load if nothing has been freed lately. For
+    /// readers that stay for long. Nothing that was looked up before can be in use.
     #[inline]
     pub fn refresh(&mut self) {
         self.guard.refresh();

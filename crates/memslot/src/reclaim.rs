@@ -1,60 +1,39 @@
-#![expect(unsafe_code, reason = "frees slots, tree nodes and tombstones")]
+#![expect(unsafe_code, reason = "frees slots and tree nodes")]
 //! When what the writer replaced is freed.
 //!
-//! Readers may see it as long as they hold guards of before; [`crate::table`] says why that is enough.
+//! Readers may use it while they hold guards from before. [`crate::table`] says why that is enough.
 
 use crate::SlotWriter;
-use crate::table::State;
-use pageferry_epoch::Attempt;
+use crate::table::WriterState;
+use pageferry_epoch::OutOfMemory;
 
-/// How many replaced things make a batch beside readers at work: one look at every reader for each. An operation that
-/// completes a batch frees up to two.
+/// How many replaced things make a batch beside readers at work: the writer looks at every reader
+/// once a batch. An operation that completes a batch frees up to two batches.
 const BATCH: usize = 32;
-/// The same where a look is a barrier in all threads, so that readers need none of their own.
-const SELDOM_BATCH: usize = 256;
-/// How many things of which no reader can know any more each operation frees then: more than most replace.
-const SHARE: usize = 8;
-/// With more slots than these what waits for a larger batch would leave the near caches, and cost a change more than readers save.
-const FEW: usize = 1024;
-/// The same while no reader is at work: those of few operations, which are still in a near cache when they are used again.
-pub(crate) const QUIET_BATCH: usize = 5;
+/// The same while no reader is at work: the things of a few operations, which caches still hold
+/// when they are reused.
+const QUIET_BATCH: usize = 5;
 
 impl<D> SlotWriter<D> {
     /// Frees some of what no reader uses any more; waits if too much is in use.
     ///
-    /// As long as no reader has a guard whenever it looks, it looks every few operations: what was replaced can be
-    /// used for the next, while caches still hold it. Looking disturbs readers at work, so beside them it looks less often.
-    pub(crate) fn free_some(&mut self) {
+    /// As long as no reader has a guard whenever the writer looks, it looks every few operations.
+    /// Then the next operations reuse what was replaced while caches still hold it. Looking
+    /// disturbs readers at work, so beside them the writer looks less often.
+    pub(crate) fn free_some(&mut self) -> Result<(), OutOfMemory> {
         let limit = self.shared.limits.max_retired;
-        let has_barrier = self.shared.domain.has_barrier();
         let state = self.state();
-        let seldom = has_barrier && !state.quiet && state.len <= FEW;
-        let batch = if state.quiet {
-            QUIET_BATCH
-        } else if seldom {
-            SELDOM_BATCH.min(limit).max(BATCH)
-        } else {
-            BATCH
-        };
-        if seldom && !state.limbo.is_empty() {
-            self.free(SHARE);
+        let batch = if state.quiet { QUIET_BATCH } else { BATCH };
+        if state.replaced.len() < batch {
+            return Ok(());
         }
-        if self.state().replaced.len() < batch {
-            return;
-        }
-        let alone = if seldom {
-            self.prepare_to_advance();
-            self.shared.domain.try_advance_seldom() == Attempt::MovedAlone
-        } else {
-            self.advance()
-        };
-        let quiet = alone && self.shared.domain.is_quiet();
+        let quiet = self.advance() && self.shared.domain.is_quiet();
         self.state().quiet = quiet;
         if quiet {
             self.free_quietly(2 * BATCH);
-            return;
+            return Ok(());
         }
-        self.retire();
+        self.retire()?;
         self.free(2 * BATCH);
         while self.state().limbo.len() > limit {
             if !self.advance() {
@@ -62,18 +41,21 @@ impl<D> SlotWriter<D> {
             }
             self.free(2 * BATCH);
         }
+        Ok(())
     }
 
-    /// Frees what was replaced, and some of what waits. The epoch has moved on since it was replaced, and then there was no guard.
+    /// Frees all that was replaced, and `most` of what waits. Since it was replaced the epoch has
+    /// moved on, and then no reader had a guard.
     fn free_quietly(&mut self, most: usize) {
-        let State {
+        let WriterState {
             replaced,
             limbo,
             pools,
             ..
         } = self.state();
         while let Some(thing) = replaced.pop() {
-            // SAFETY: no reader knows of it any more, as `Domain::is_quiet` says, and it was replaced once.
+            // SAFETY: no reader knows of it any more, as `Domain::is_quiet` says, and it was
+            // replaced once.
             unsafe { pools.free(thing) };
         }
         for _ in 0..most {
@@ -85,16 +67,20 @@ impl<D> SlotWriter<D> {
         }
     }
 
-    /// Stamps all that was replaced. The stamp is newer than need be for most of it, which does no harm.
-    fn retire(&mut self) {
+    /// Stamps all that was replaced. For most of it the stamp is newer than it need be, which does
+    /// no harm.
+    fn retire(&mut self) -> Result<(), OutOfMemory> {
+        let state = self.state();
+        state.limbo.try_reserve(state.replaced.len())?;
         let stamp = self.shared.domain.stamp();
         let state = self.state();
         for thing in state.replaced.drain(..) {
             state.limbo.retire(stamp, thing);
         }
+        Ok(())
     }
 
-    /// Frees the oldest things of which no reader can know any more.
+    /// Frees the oldest things that no reader can use any more, up to `most`.
     fn free(&mut self, most: usize) {
         let now = self.shared.domain.epoch();
         let state = self.state();
@@ -108,28 +94,30 @@ impl<D> SlotWriter<D> {
     }
 
     fn advance(&mut self) -> bool {
-        self.prepare_to_advance();
-        self.shared.domain.try_advance()
-    }
-
-    fn prepare_to_advance(&self) {
         // Only the writer moves the epoch, so this is the next.
         let next = self.shared.domain.epoch().next();
         self.shared.forget_last_used(next);
+        self.shared.domain.try_advance()
     }
 
-    /// Frees all that no reader can use any more, without waiting; gives how many slots, tree nodes and tombstones are left.
+    /// Frees all that no reader can use any more, without waiting. Returns how many slots and tree
+    /// nodes are left.
     ///
-    /// When nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has been dropped. Without it
-    /// that happens during later operations, when the writer goes, or with the last reader's guard and the table: call it after
-    /// a change where data owns something that should go soon.
+    /// If nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has
+    /// been dropped. Without a call that happens during later operations, when the writer is
+    /// dropped, or when the last reader's guard and the table are. Call it after a change if
+    /// data owns something that should go soon.
     pub fn reclaim(&mut self) -> usize {
         if self.advance() && self.shared.domain.is_quiet() {
             self.free_quietly(usize::MAX);
             return 0;
         }
-        self.retire();
-        // What was stamped in this epoch goes after two moves.
+        if self.retire().is_err() {
+            // Without memory for the list they wait for the next call.
+            self.free(usize::MAX);
+            return self.retired();
+        }
+        // What was stamped in this epoch goes after two advances.
         for _ in 0..2 {
             self.free(usize::MAX);
             if self.state().limbo.is_empty() || !self.advance() {
@@ -140,7 +128,7 @@ impl<D> SlotWriter<D> {
         self.retired()
     }
 
-    /// How many slots, tree nodes and tombstones wait for a grace period.
+    /// How many slots and tree nodes wait for a grace period.
     #[must_use]
     pub fn retired(&self) -> usize {
         let state = self.state_ref();

@@ -1,4 +1,4 @@
-//! What can be asked of a table, within which limits, and what came of it.
+//! Requests, the limits of a table, and the changes that requests make.
 
 use crate::{Slot, SlotFlags};
 use pageferry_addr::{Gfn, Gpa, Hva};
@@ -14,20 +14,21 @@ pub struct Limits {
     pub max_slot_pages: u64,
     /// The first frame no slot may hold: one past what the second-stage tables can map.
     pub gfn_limit: Gfn,
-    /// Whether readers of an address space tell each other which slot they found last, besides remembering it
-    /// themselves. Good for readers that come and go and use one slot mostly; bad for readers at work in
-    /// different slots, as all of them write one cache line.
+    /// Whether readers of an address space share which slot they found last, besides remembering
+    /// it themselves. Good for readers that come and go and mostly use one slot. Bad for
+    /// readers at work in different slots, as all of them write one cache line.
     pub shared_last_used: bool,
-    /// How many replaced slots, tree nodes and tombstones may wait for readers before a writer waits for them. One operation
-    /// replaces 1 to 4 mostly, and seldom as many as some dozens. After such a wait [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once, operations only
-    /// some 64 each.
+    /// How many replaced slots and tree nodes may wait for readers before a writer waits for them.
+    /// One operation usually replaces 1 to 4, and rarely some dozens. After such a wait
+    /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once; operations free
+    /// only some 64 each.
     pub max_retired: usize,
 }
 
 impl Default for Limits {
     /// One address space, 32 764 slots (x86-64's `KVM_USER_MEM_SLOTS`) of at most 2^31 - 1 pages
-    /// (`KVM_MEM_MAX_NR_PAGES`), anywhere in 64 bits of guest-physical address space; no shared last-used
-    /// slot; 4096 retired things (about 3 MB).
+    /// (`KVM_MEM_MAX_NR_PAGES`), anywhere in 64 bits of guest-physical address space. No shared
+    /// last-used slot, and 4096 retired things (about 3 MB).
     fn default() -> Self {
         Self {
             address_spaces: 1,
@@ -42,8 +43,9 @@ impl Default for Limits {
 
 /// A request with the meaning of `KVM_SET_USER_MEMORY_REGION2`.
 ///
-/// Where no slot has `id`, it creates one. Where one has, a size of zero deletes it, another `gpa` moves it
-/// (and sets its flags), other `flags` alone change its flags, and no difference does nothing.
+/// If no slot has `id`, it creates one. If one has, a size of zero deletes it, another `gpa` moves
+/// it (and sets its flags), other `flags` alone change its flags, and a request without a
+/// difference does nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<D> {
     /// The address space, counted from 0.
@@ -54,15 +56,16 @@ pub struct Request<D> {
     pub gpa: Gpa,
     /// The size in bytes, in whole pages; zero deletes.
     pub size: u64,
-    /// The host address that backs `gpa`; page-aligned. All of the host range lies in the lowest or in the highest 2^59 bytes of
-    /// the address space, as memory of all hosts there are does.
+    /// The host address that backs `gpa`; page-aligned. The whole host range lies in the lowest or
+    /// in the highest 2^59 bytes of the address space, as the memory of all existing hosts
+    /// does.
     pub hva: Hva,
     /// The flags the slot is to have.
     pub flags: SlotFlags,
-    /// With the flag `USERFAULT`: the address of the 64-bit word in which the first page's bit is; a multiple of 8.
-    /// Ignored without the flag, as in the KVM Userfault series.
+    /// With the flag `USERFAULT`: the address of the 64-bit word in which the first page's bit is;
+    /// a multiple of 8. Ignored without the flag, as in the KVM Userfault series.
     pub userfault_bitmap: Option<Hva>,
-    /// What the new slot carries; dropped where the request makes none.
+    /// What the new slot carries. Dropped if the request makes no slot.
     pub data: D,
 }
 
@@ -83,11 +86,11 @@ impl<D: Default> Request<D> {
     }
 }
 
-/// What a request does, so that its caller can bring everything derived from slots in step.
+/// What a request does, so that its caller can update everything derived from slots.
 ///
-/// For `Deleted` and `Moved` the second-stage mappings of `old.range` must be zapped and flushed before the old
-/// slot's memory is put to another use; for `FlagsChanged` the flags say what is due (write protection
-/// when dirty logging starts, a zap when userfault starts).
+/// For `Deleted` and `Moved` the caller must zap and flush the second-stage mappings of `old.range`
+/// before it puts the old slot's memory to another use. For `FlagsChanged` the flags say what is
+/// due: write protection when dirty logging starts, a zap when userfault starts.
 #[derive(Debug)]
 pub enum Change<'table, D> {
     /// The request asked for what is there.

@@ -1,13 +1,16 @@
 //! The rules a request must obey, for any structure that keeps slots.
 //!
-//! Source: `kvm_set_memory_region` and `check_memory_region_flags` in Linux's `virt/kvm/kvm_main.c`, and the KVM
-//! Userfault series for the flag `USERFAULT` and its bitmap. They are checked in an order that gives the kernel's answer,
-//! `EINVAL` or `EEXIST`, where several are broken.
+//! Source: `kvm_set_memory_region` and `check_memory_region_flags` in Linux's
+//! `virt/kvm/kvm_main.c`, and the KVM Userfault series for the flag `USERFAULT` and its bitmap.
+//! They are checked in an order that gives the kernel's answer, `EINVAL` or `EEXIST`, if a request
+//! breaks several.
 //!
-//! Stricter than the series is what concerns the bitmap: it must be given, in whole words, and stays while the flag stays,
-//! where the series ignores another one or takes it over, depending on what else changes. Looser is that a request for a
-//! slot with guest_memfd that asks for what is there does nothing, as in the series' third version; kernels without
-//! it refuse all changes of such slots.
+//! Two differences:
+//! - The bitmap is stricter than in the series. It must be given, in whole words, and stays while
+//!   the flag stays. The series ignores another bitmap or takes it over, depending on what else
+//!   changes.
+//! - A request for a slot with guest_memfd that asks for what is there does nothing, as in the
+//!   series' third version. Kernels without the series refuse all changes of such slots.
 
 use crate::{Limits, Request, Slot, SlotError, SlotFlags};
 use pageferry_addr::{GfnRange, PAGE_MASK, PAGE_SHIFT};
@@ -29,9 +32,10 @@ pub enum Plan {
 
 /// Whether `request` is allowed beside the slots there are, and what it does.
 ///
-/// `total_pages` are the pages of all slots in all address spaces. `by_id` gives the slot of an address space and
-/// id; `overlap` gives id and frames of a slot of an address space that holds some of the given frames and is not
-/// the one with the given id. Both are called at most once, and only for address spaces and ids within `limits`.
+/// `total_pages` are the pages of all slots in all address spaces. `by_id` returns the slot of an
+/// address space and id. `overlap` returns id and frames of another slot of an address space than
+/// the one with the given id, if one holds some of the given frames. Both are called at most once,
+/// and only for address spaces and ids within `limits`.
 ///
 /// # Errors
 /// One [`SlotError`] for each rule.
@@ -84,7 +88,8 @@ pub fn check<'s, D: 's, E>(
             taken,
         });
     }
-    // After the overlap, as the kernel asks the architecture last (`kvm_arch_prepare_memory_region`).
+    // After the overlap, as the kernel asks the architecture last
+    // (`kvm_arch_prepare_memory_region`).
     if range.end() > limits.gfn_limit {
         return Err(too_high(limits, request));
     }
@@ -146,18 +151,21 @@ fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError
     Ok(())
 }
 
-/// How many bytes either half of the address space has in which host memory can be: as many as with addresses of 60 bits. (Those of
-/// processors have up to 57; above them are copies of the highest, or tags, which the kernel refuses too: `access_ok`.)
+/// How many bytes either half of the address space has in which host memory can be: as many as with
+/// addresses of 60 bits. (Those of processors have up to 57; above them are copies of the highest,
+/// or tags, which the kernel refuses too: `access_ok`.)
 pub(crate) const HALF: u64 = 1 << 59;
 
-/// Whether `size` bytes from `hva` on lie in the lowest [`HALF`] of the address space, or in the highest. They do not overflow.
+/// Whether `size` bytes from `hva` on lie in the lowest [`HALF`] of the address space, or in the
+/// highest. They do not overflow.
 #[inline]
 pub(crate) const fn is_canonical(hva: u64, size: u64) -> bool {
     let half = HALF.wrapping_neg();
     hva + size.saturating_sub(1) < HALF || hva >= half
 }
 
-/// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot needs none.
+/// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot
+/// needs none.
 fn check_bitmap<E>(request: &Request<E>) -> Result<(), SlotError> {
     let wanted = request.flags.contains(SlotFlags::USERFAULT) && request.size != 0;
     if !wanted {
@@ -192,8 +200,8 @@ fn check_range<E>(limits: &Limits, request: &Request<E>) -> Result<GfnRange, Slo
     Ok(range)
 }
 
-/// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as in the
-/// KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
+/// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as
+/// in the KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
 fn check_same<D, E>(old: &Slot<D>, request: &Request<E>, range: GfnRange) -> Result<(), SlotError> {
     let id = request.id;
     if range.pages() != old.range.pages() {

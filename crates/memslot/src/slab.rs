@@ -1,20 +1,22 @@
 #![expect(unsafe_code, reason = "places slot records in chunks of memory")]
 //! Where slot records live.
 //!
-//! **Guarantee.** A record keeps its address until it is freed, begins a cache line (what look-ups read of a record fits
-//! into one), and costs its size rounded up to lines, plus a share of its chunk's head. Chunks without records are
-//! given back, but for one; a chunk of 2 KiB or more lives as long as one record in it.
+//! **Guarantee.** A record keeps its address until it is freed. It begins a cache line, and
+//! look-ups read that line only. It costs its size rounded up to lines, and a share of its chunk's
+//! head. A chunk without records is given back, unless it is the only one. A chunk of 2 KiB or more
+//! lives as long as any record in it.
 //!
-//! **Mechanism.** A chunk begins with the bits of its free places; those with any are in a list. A record knows its place, which
-//! tells where its chunk begins.
+//! **Mechanism.** A chunk begins with the bits of its free places. Chunks with free places are in a
+//! list. A record knows its place, which tells where its chunk begins.
 //!
 //! **Neighbours.** Only the writer allocates and frees, so nothing here is atomic.
 
 use crate::Slot;
-use alloc::alloc::{Layout, alloc, dealloc, handle_alloc_error};
+use alloc::alloc::{Layout, alloc, dealloc};
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
 use core::ptr;
+use pageferry_epoch::OutOfMemory;
 
 const LINE: usize = 64;
 
@@ -32,7 +34,7 @@ struct Place<D>(MaybeUninit<Slot<D>>);
 
 /// The records of one table.
 pub(crate) struct Slab<D> {
-    /// A chunk with free places; the others hang on it.
+    /// The list of chunks with free places.
     first: *mut Head<D>,
     chunks: usize,
 }
@@ -72,13 +74,14 @@ impl<D> Slab<D> {
     }
 
     /// Gives `slot` an address.
-    pub(crate) fn insert(&mut self, mut slot: Slot<D>) -> *mut Slot<D> {
+    pub(crate) fn insert(&mut self, mut slot: Slot<D>) -> Result<*mut Slot<D>, OutOfMemory> {
         if self.first.is_null() {
-            self.grow();
+            self.grow()?;
         }
         let head = self.first;
-        // SAFETY: chunks in the list are allocated and have a free place; nobody else has a reference to a head. Place `i`
-        // lies `FIRST + i * STRIDE` bytes into its chunk, for `i` below `PLACES`.
+        // SAFETY: chunks in the list are allocated and have a free place; nobody else has a
+        // reference to a head. Place `i` lies `FIRST + i * STRIDE` bytes into its chunk,
+        // for `i` below `PLACES`.
         unsafe {
             let index = (*head).free.trailing_zeros() as usize;
             (*head).free &= (*head).free - 1;
@@ -90,19 +93,19 @@ impl<D> Slab<D> {
                 .cast::<Slot<D>>();
             slot.place = index as u32;
             place.write(slot);
-            place
+            Ok(place)
         }
     }
 
     /// Drops a record and frees its place.
     ///
     /// # Safety
-    /// `slot` is the very pointer that [`insert`](Self::insert) of this slab gave, not one made from a reference to the
-    /// record; it was not removed since, and nobody uses it.
+    /// `slot` is the very pointer that [`insert`](Self::insert) of this slab gave, not one made
+    /// from a reference to the record; it was not removed since, and nobody uses it.
     pub(crate) unsafe fn remove(&mut self, slot: *const Slot<D>) {
         let slot = slot.cast_mut();
-        // SAFETY: the record was written by `insert` and is read out once; its chunk begins as many places before it as it
-        // knows, and is allocated as long as a record is in it.
+        // SAFETY: the record was written by `insert` and is read out once; its chunk begins as many
+        // places before it as it knows, and is allocated as long as a record is in it.
         let record = unsafe {
             let record = slot.read();
             let index = record.place as usize;
@@ -127,7 +130,7 @@ impl<D> Slab<D> {
     }
 
     #[cold]
-    fn grow(&mut self) {
+    fn grow(&mut self) -> Result<(), OutOfMemory> {
         // SAFETY: the layout's size is not 0.
         let chunk = unsafe { alloc(Self::LAYOUT) };
         #[expect(
@@ -136,7 +139,8 @@ impl<D> Slab<D> {
         )]
         let head = chunk.cast::<Head<D>>();
         if head.is_null() {
-            handle_alloc_error(Self::LAYOUT);
+            let bytes = Self::CHUNK;
+            return Err(OutOfMemory { bytes });
         }
         self.chunks += 1;
         // SAFETY: just allocated, large and aligned enough for a head.
@@ -149,6 +153,7 @@ impl<D> Slab<D> {
             });
             self.link(head);
         }
+        Ok(())
     }
 
     /// # Safety
@@ -184,7 +189,8 @@ impl<D> Slab<D> {
 
 impl<D> Drop for Slab<D> {
     fn drop(&mut self) {
-        // The owner has removed all records. (If dropping one panicked, others are left, and their memory with them.)
+        // The owner has removed all records. (If dropping one panicked, the others are left, with
+        // their memory.)
         let mut head = self.first;
         while !head.is_null() {
             // SAFETY: chunks in the list are allocated; each is freed once.
@@ -205,6 +211,7 @@ mod tests {
     use alloc::rc::Rc;
     use alloc::vec::Vec;
     use pageferry_addr::{Gfn, GfnRange};
+    use pageferry_testkit::Random;
 
     fn slot<D>(id: u16, data: D) -> Slot<D> {
         let none = Request::<()>::delete(0, id);
@@ -226,19 +233,17 @@ mod tests {
         let counted = Rc::new(());
         let mut slab = Slab::new();
         let mut held: Vec<*mut Slot<Rc<()>>> = Vec::new();
-        let mut random = 1_u64;
-        for step in 0..20_000_u64 {
-            random = random
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1);
-            let grow = if step < 10_000 { 6 } else { 3 };
-            if held.is_empty() || (random >> 33) % 9 < grow {
+        let mut random = Random::new(1);
+        let steps = if cfg!(miri) { 400 } else { 20_000 };
+        for step in 0..steps {
+            let grow = if step < steps / 2 { 6 } else { 3 };
+            if held.is_empty() || random.below(9) < grow {
                 let id = (step % 60_000) as u16;
-                let record = slab.insert(slot(id, Rc::clone(&counted)));
+                let record = slab.insert(slot(id, Rc::clone(&counted))).unwrap();
                 assert_eq!(record.addr() % LINE, 0);
                 held.push(record);
             } else {
-                let victim = held.swap_remove((random >> 40) as usize % held.len());
+                let victim = held.swap_remove(random.below(held.len() as u64) as usize);
                 // SAFETY: inserted above, removed once.
                 unsafe { slab.remove(victim) };
             }
@@ -267,7 +272,7 @@ mod tests {
 
         let mut slab = Slab::new();
         let records: Vec<_> = (0..40)
-            .map(|id| slab.insert(slot(id, Wide(id as u8))))
+            .map(|id| slab.insert(slot(id, Wide(id as u8))).unwrap())
             .collect();
         for (id, &record) in records.iter().enumerate() {
             // SAFETY: just inserted.
@@ -285,7 +290,7 @@ mod tests {
     #[test]
     fn large_records_fit() {
         let mut slab = Slab::new();
-        let record = slab.insert(slot(7, Some([3_u64; 500])));
+        let record = slab.insert(slot(7, Some([3_u64; 500]))).unwrap();
         // SAFETY: just inserted.
         assert_eq!(unsafe { &*record }.data, Some([3; 500]));
         // SAFETY: just inserted, removed once.

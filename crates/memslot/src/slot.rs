@@ -10,13 +10,14 @@ use pageferry_addr::{Gfn, GfnRange, Hva, PAGE_MASK, PAGE_SHIFT};
 
 /// The slot is being deleted or moved, or was.
 const INVALID: u32 = 1;
-/// Another record takes this one's place: readers must not take it from their caches.
+/// Another record takes this one's place: caches must not answer with it.
 const REPLACED: u32 = 2;
 
-/// The record that a record took the place of, or a tombstone. Only trees follow it, whose tables are shared where `D` is.
+/// The record whose place a record took. Only trees follow it; their tables are shared only if `D`
+/// may be.
 pub(crate) struct Predecessor<D>(pub(crate) *const Slot<D>);
 
-// SAFETY: an address. Who follows it is answerable for what it finds there: see `tree/mod.rs`.
+// SAFETY: an address. The code that follows it shows that the record lives: see `tree/mod.rs`.
 unsafe impl<D> Send for Predecessor<D> {}
 // SAFETY: as above.
 unsafe impl<D> Sync for Predecessor<D> {}
@@ -29,10 +30,10 @@ impl<D> fmt::Debug for Predecessor<D> {
 
 /// A guest range and the host range of the same size that backs it.
 ///
-/// What a slot says never changes; a request that changes a slot puts another record in its place. The one thing
-/// that changes is a mark, [`is_invalid`](Self::is_invalid). `data` is the user's own (a hypervisor's dirty
-/// log and userfault bitmap, say), which this crate carries and never looks at.
-// In this order, what a fault reads is at the beginning.
+/// A record never changes, other than a mark, [`is_invalid`](Self::is_invalid): a request that
+/// changes a slot puts another record in its place. `data` is the user's own (a hypervisor's dirty
+/// log and userfault bitmap, say). This crate carries it and never looks at it.
+// In this order, a fault reads the beginning of the record only.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Slot<D> {
@@ -53,18 +54,19 @@ pub struct Slot<D> {
     bitmap: Hva,
     /// The version in which the record came into its places.
     pub(crate) born: u64,
-    /// What was in its places before, where it was stored over something; as in the head of a tree's node. A record: by id and by host
-    /// address, and, if its frames are the same, by frame. A tombstone: see `tree/tombstone.rs`.
+    /// The record that was in its place before: by id and by host address, and by frame if its
+    /// frames are the same. As in the head of a tree's node.
     pub(crate) previous: Predecessor<D>,
-    /// The user's own. Dropped by the writer, some operations after the slot was deleted or replaced: see
-    /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
+    /// The user's own. Dropped by the writer, some operations after the slot was deleted or
+    /// replaced: see [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
     pub data: D,
     pub(crate) alive: Alive,
 }
 
 impl<D> Slot<D> {
-    /// The slot that `request` asks for, at `range`. Tables make slots by themselves; this is for other
-    /// structures that keep slots, once [`rules::check`](crate::rules::check) has allowed the request.
+    /// The slot that `request` asks for, at `range`. Tables make their own slots. This is for other
+    /// structures that keep slots, once [`rules::check`](crate::rules::check) has allowed the
+    /// request.
     ///
     /// # Panics
     /// If the host addresses of `range`'s size do not fit 64 bits.
@@ -91,8 +93,8 @@ impl<D> Slot<D> {
         }
     }
 
-    /// Where the bits of missing pages are, if and only if the slot has the flag `USERFAULT`: the address of the 64-bit
-    /// word in which the first page's bit is. This crate never reads them.
+    /// The address of the bits of missing pages, if and only if the slot has the flag `USERFAULT`:
+    /// that of the 64-bit word with the first page's bit. This crate never reads them.
     #[inline]
     #[must_use]
     pub const fn userfault_bitmap(&self) -> Option<Hva> {
@@ -140,12 +142,13 @@ impl<D> Slot<D> {
         GfnRange::new(Gfn(self.range.start().0 + skipped), end - skipped)
     }
 
-    /// Whether the slot is being deleted or moved, or was: do not use it; let the writer go on and look again, when the
-    /// [`Generation`](crate::Generation) has changed. The kernel's `KVM_MEMSLOT_INVALID`.
+    /// Whether the slot is being deleted or moved, or was. Then do not use it: let the writer go
+    /// on, and look again when the [`Generation`](crate::Generation) has changed. The kernel's
+    /// `KVM_MEMSLOT_INVALID`.
     ///
-    /// The mark is set before anything else of such a change can be seen, on the record that all readers share, so
-    /// that it shows under guards and views that are older than the change. It goes away only if the change is
-    /// given up, which changes the generation too.
+    /// The mark is set before anything else of such a change can be seen, on the record that all
+    /// readers share. So it shows under guards and views that are older than the change. It
+    /// goes away only if the change is given up, which changes the generation too.
     #[inline]
     #[must_use]
     pub fn is_invalid(&self) -> bool {

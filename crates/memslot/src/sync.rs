@@ -9,8 +9,8 @@ pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, O
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// Part of everything that is freed after a grace period: in loom's models it reports a use that a free does not
-/// wait for. Nothing otherwise.
+/// Part of everything that is freed after a grace period. In loom's models it reports a use that a
+/// free did not wait for. Otherwise it is empty.
 #[cfg(not(loom))]
 #[derive(Debug)]
 pub(crate) struct Alive;
@@ -43,8 +43,8 @@ impl Alive {
     }
 }
 
-/// Tells the processor that memory will be used soon. It does nothing that a program could see; on other processors than
-/// those of x86-64 nothing at all.
+/// Tells the processor that memory will be used soon. It has no visible effect, and does nothing
+/// outside x86-64.
 #[inline(always)]
 pub(crate) fn prefetch<T>(at: *const T) {
     #[cfg(all(target_arch = "x86_64", not(any(loom, miri))))]
@@ -59,7 +59,7 @@ pub(crate) fn prefetch<T>(at: *const T) {
 
 /// A word or a pointer that only one thread stores to.
 pub(crate) trait Own {
-    /// Another with the value of this one, which nobody stores to meanwhile.
+    /// A copy, while nobody stores to it.
     #[cfg(loom)]
     fn copied(&self) -> Self;
 }
@@ -84,18 +84,18 @@ impl Own for AtomicU64 {
     }
 }
 
-/// Copies `count` of them, which nobody stores to meanwhile; the ranges may overlap.
+/// Copies `count` of them, while nobody stores to them. The ranges may overlap.
 ///
 /// # Safety
 /// As for [`core::ptr::copy`]; what `to` held needs no drop.
 #[cfg(not(loom))]
 #[inline(always)]
 pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
-    // SAFETY: as the caller says; loads by others are no race with loads.
+    // SAFETY: as the caller says; loads do not race with loads.
     unsafe { core::ptr::copy(from, to, count) }
 }
 
-/// The same, as a model sees it: each is an object of its own.
+/// The same for loom, where each is an object of its own.
 ///
 /// # Safety
 /// As above.

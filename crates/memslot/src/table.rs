@@ -4,58 +4,69 @@
 )]
 //! What the writer and the readers of a table share.
 //!
-//! # What readers may see, and when memory goes
+//! # In what order an operation becomes visible
 //!
-//! An operation becomes visible in this order, all by stores with release order:
+//! All by stores with release order. Let `g` be the generation before.
+//!
 //! 1. The generation word gets its bit "update in progress".
-//! 2. Where a slot is deleted or moved, its record is marked invalid. (Here the caller takes back what it
-//!    derived from the slot.) Where flags change, the old record is marked as replaced.
-//! 3. The trees are changed; what is new in them, nodes, the record and a tombstone, is born at version `g + 1`. A slot that moves is
-//!    put at its new place by frame before it is taken from the old. Where its key stays (by id and by host address, and
-//!    everywhere where flags change) the new record is stored over the old one, which it knows as its predecessor. Where a slot
-//!    goes, mostly a tombstone is stored over it, over which it may come again ([`crate::tree`]).
+//! 2. If a slot is deleted or moved, its record is marked invalid. (Here the caller takes back what
+//!    it derived from the slot.) If flags change, the old record is marked as replaced.
+//! 3. The trees are changed. New nodes and the new record are born at version `g + 1`. A slot that
+//!    moves is put at its new place by frame before it is taken from the old one. Where its key
+//!    stays, the new record is stored over the old one, which is its predecessor: by id and by host
+//!    address, and in all trees if flags change.
 //! 4. The generation word becomes `g + 1`.
-//! 5. Nodes, records and tombstones that were replaced are stamped and retired: at once, or with those of some later operations.
+//! 5. Replaced nodes and records are stamped and retired: at once, or with those of some later
+//!    operations.
 //!
-//! *Views* load the generation word, strip the bit, and look at that version: `g` before 4, `g + 1` after. So a
-//! view sees an operation wholly or not at all. Each node, record and tombstone it meets tells whether it is too new, and what was in
-//! its place before, if anything ([`crate::tree`]). What it is led back to was retired, if at all, after the view's
-//! guard was taken: it was replaced in a version above the view's, thus stamped after that version was published, which
-//! the guard's loads did not see. So the epochs keep it ([`pageferry_epoch`]).
+//! # What readers may see, and when memory is freed
 //!
-//! *Look-ups of the newest state* follow the cells wherever they are. By gfn, a change other than a move is one
-//! store, of a node, a record or a tombstone, so they see it or not. During a move they may find the old record at the old place,
-//! which is invalid by then (2 before 3): they know that they have to look again. Who has seen the new record finds
-//! the old one invalid or gone. A look-up that needs two leaves reads them at one version instead: the one that an operation in
-//! progress makes, as single look-ups may have seen what it has done. That version is as safe as `g` is: what it
-//! replaces, and what later ones do, is stamped after `g + 1` was published.
+//! *Views* load the generation word, strip the bit, and look at that version: `g` before step 4, `g
+//! + 1` after. So a view sees an operation wholly or not at all.
 //!
-//! *Caches* remember a record and check its mark: whatever was deleted, moved or replaced is marked before anything
-//! else shows that.
+//! 1. Each node and record that a view meets tells whether it is too new, and what was in its place
+//!    before, if anything ([`crate::tree`]).
+//! 2. What a view goes back to was replaced in a version above the view's.
+//! 3. So it was stamped after that version was published, which the loads of the view's guard did
+//!    not see.
+//! 4. So the epochs keep it while the guard lasts ([`pageferry_epoch`]).
 //!
-//! The generation that a reader loaded before it looked something up is good as the key of what it derives:
-//! if the word is the same later, and has no "in progress", nothing has changed between. An operation that is given up
-//! takes a generation too, so that its mark does not come and go unnoticed.
+//! *Look-ups of the newest state* follow the cells as they are.
+//!
+//! 1. By frame, a change other than a move is one store, of a node or a record. A look-up sees it
+//!    or not.
+//! 2. During a move a look-up may find the old record at the old place. That record is invalid by
+//!    then (step 2 before step 3), so the reader knows that it has to look again. A reader that has
+//!    seen the new record finds the old one invalid or gone.
+//! 3. A look-up that needs two leaves reads them at one version instead: the one that an operation
+//!    in progress makes, as single look-ups may have seen what it has done. That version is as safe
+//!    as `g`: what it replaces, and what later ones replace, is stamped after `g + 1` was
+//!    published.
+//!
+//! *Caches* remember a record and check its mark. A record that was deleted, moved or replaced is
+//! marked before anything else shows that.
+//!
+//! The *generation* that a reader loaded before a look-up is a good key for what it derives. If the
+//! word is the same later, without "in progress", nothing has changed in between. An operation that
+//! is given up takes a generation too, so its mark does not come and go unnoticed.
 
 use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
-use crate::tree::{
-    At, ByGfn, ByHva, ById, NEWEST, Pool, Replaced, Tombstone, Tombstones, Tree, tombstone,
-};
-use crate::{Barrier, Limits, Slot, SlotReader, SlotView};
+use crate::tree::{At, ByGfn, ByHva, ById, NEWEST, NodePool, Replaced, Tree};
+use crate::{Barrier, Limits, Slot, SlotError, SlotReader, SlotView};
 use alloc::boxed::Box;
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::ptr;
-use pageferry_epoch::{Domain, Epoch, Guard, Limbo};
+use pageferry_epoch::{Domain, Epoch, Guard, Limbo, OutOfMemory};
 
 /// How often a table has changed, and whether it is changing now.
 ///
-/// A reader that derives something from slots (a cached MMIO address, say) loads it *before* it looks, and uses
-/// what it derived as long as it loads the same again and [`in_progress`](Self::in_progress) is false: the kernel's
-/// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`.
+/// A reader that derives something from slots (a cached MMIO address, say) loads it *before* it
+/// looks. It may use what it derived as long as it loads the same again and
+/// [`in_progress`](Self::in_progress) is false: the kernel's `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Generation(u64);
 
@@ -77,7 +88,8 @@ impl Generation {
     }
 }
 
-/// On cache lines of its own: what the writer writes at each change, beside what all readers read.
+/// On cache lines of its own, since the writer writes one of these at each change, and readers read
+/// the other.
 #[repr(align(128))]
 struct Apart<T>(T);
 
@@ -86,26 +98,26 @@ pub(crate) struct Space<D> {
     pub(crate) by_gfn: Tree<ByGfn, D>,
     pub(crate) by_id: Tree<ById, D>,
     pub(crate) by_hva: Tree<ByHva, D>,
-    /// The slot that some reader found last, one place for each of three epochs.
+    /// The slot that some reader found last: one place for each of three epochs.
     last_used: Option<Box<[AtomicPtr<Slot<D>>; 3]>>,
 }
 
-pub(crate) struct Shared<D> {
+pub(crate) struct SharedTable<D> {
     generation: Apart<AtomicU64>,
     pub(crate) domain: Arc<Domain>,
     pub(crate) limits: Limits,
     pub(crate) spaces: Box<[Space<D>]>,
-    /// The writer's; see [`Shared::writer`].
-    state: Apart<UnsafeCell<State<D>>>,
+    /// The writer's; see [`SharedTable::writer`].
+    state: Apart<UnsafeCell<WriterState<D>>>,
 }
 
 /// What only the writer uses.
-pub(crate) struct State<D> {
+pub(crate) struct WriterState<D> {
     pub(crate) pools: Pools<D>,
     pub(crate) limbo: Limbo<Garbage<D>>,
-    /// What was replaced and has no stamp yet.
+    /// What was replaced and has no stamp yet. Changes find room here.
     pub(crate) replaced: Vec<Garbage<D>>,
-    /// Slots, and their pages.
+    /// How many slots there are, and their pages.
     pub(crate) len: usize,
     pub(crate) pages: u64,
     pub(crate) pending: Pending<D>,
@@ -115,11 +127,10 @@ pub(crate) struct State<D> {
 }
 
 pub(crate) struct Pools<D> {
-    pub(crate) by_gfn: Pool<ByGfn, D>,
-    pub(crate) by_id: Pool<ById, D>,
-    pub(crate) by_hva: Pool<ByHva, D>,
+    pub(crate) by_gfn: NodePool<ByGfn, D>,
+    pub(crate) by_id: NodePool<ById, D>,
+    pub(crate) by_hva: NodePool<ByHva, D>,
     pub(crate) slots: Slab<D>,
-    pub(crate) tombstones: Tombstones<D>,
 }
 
 /// What waits for readers.
@@ -128,7 +139,6 @@ pub(crate) enum Garbage<D> {
     ById(Replaced),
     ByHva(Replaced),
     Slot(*const Slot<D>),
-    Tombstone(*const Tombstone<D>),
 }
 
 /// An operation that has begun.
@@ -158,13 +168,14 @@ impl<D> Clone for Pending<D> {
 }
 impl<D> Copy for Pending<D> {}
 
-// SAFETY: readers get `&Slot<D>` on any thread (`D: Sync`), and the last handle, on any thread, drops the slots (`D:
-// Send`). Cells and marks are atomics; `state` is used by the one writer, which is unique, and by `drop`.
-unsafe impl<D: Send + Sync> Send for Shared<D> {}
+// SAFETY: readers get `&Slot<D>` on any thread (`D: Sync`), and the last handle, on any thread,
+// drops the slots (`D: Send`). Cells and marks are atomics. Only the one writer, which is unique,
+// and `drop` use `state`.
+unsafe impl<D: Send + Sync> Send for SharedTable<D> {}
 // SAFETY: as above.
-unsafe impl<D: Send + Sync> Sync for Shared<D> {}
+unsafe impl<D: Send + Sync> Sync for SharedTable<D> {}
 
-impl<D> Shared<D> {
+impl<D> SharedTable<D> {
     pub(crate) fn new(limits: Limits, barrier: Option<Barrier>) -> Self {
         Self {
             generation: Apart(AtomicU64::new(0)),
@@ -173,13 +184,12 @@ impl<D> Shared<D> {
             spaces: (0..limits.address_spaces)
                 .map(|_| Space::new(limits.shared_last_used))
                 .collect(),
-            state: Apart(UnsafeCell::new(State {
+            state: Apart(UnsafeCell::new(WriterState {
                 pools: Pools {
-                    by_gfn: Pool::new(),
-                    by_id: Pool::new(),
-                    by_hva: Pool::new(),
+                    by_gfn: NodePool::new(),
+                    by_id: NodePool::new(),
+                    by_hva: NodePool::new(),
                     slots: Slab::new(),
-                    tombstones: Tombstones::new(),
                 },
                 limbo: Limbo::new(),
                 replaced: Vec::new(),
@@ -197,7 +207,7 @@ impl<D> Shared<D> {
     /// # Safety
     /// The caller is the one writer, by `&mut` while it uses the reference.
     #[expect(clippy::mut_from_ref, reason = "exclusive by the caller's promise")]
-    pub(crate) unsafe fn writer(&self) -> &mut State<D> {
+    pub(crate) unsafe fn writer(&self) -> &mut WriterState<D> {
         // SAFETY: nobody else has one, as the caller promises.
         unsafe { &mut *self.state.0.get() }
     }
@@ -206,7 +216,7 @@ impl<D> Shared<D> {
     ///
     /// # Safety
     /// The caller is the one writer.
-    pub(crate) unsafe fn writer_ref(&self) -> &State<D> {
+    pub(crate) unsafe fn writer_ref(&self) -> &WriterState<D> {
         // SAFETY: the writer, which the caller borrows, makes no other reference meanwhile.
         unsafe { &*self.state.0.get() }
     }
@@ -220,8 +230,9 @@ impl<D> Shared<D> {
         self.generation.0.store(word, Ordering::Release);
     }
 
-    /// Before the epoch moves to `next`: the places of the shared last-used slots that readers of that epoch
-    /// will use still hold what those of three epochs before put there.
+    /// Empties the places of the shared last-used slots that readers of epoch `next` will use. To
+    /// be called before the epoch moves there: they still hold what readers put there three
+    /// epochs before.
     pub(crate) fn forget_last_used(&self, next: Epoch) {
         for space in &self.spaces {
             if let Some(places) = &space.last_used {
@@ -245,8 +256,9 @@ impl<D> Space<D> {
     /// The newest state of the tree by gfn.
     #[inline]
     pub(crate) fn newest<'g>(&'g self, _: &'g Guard<'_>) -> At<'g, ByGfn, D> {
-        // SAFETY: the guard, which lasts as long as `'g`, keeps all that the cells hold from now on: nodes are
-        // retired with a stamp taken after the store that replaced them.
+        // SAFETY: the guard, which lasts as long as `'g`, keeps all that the cells hold from now
+        // on, since nodes are retired with a stamp that is taken after the store that
+        // replaced them.
         unsafe { self.by_gfn.at(NEWEST) }
     }
 
@@ -255,7 +267,8 @@ impl<D> Space<D> {
         self.last_used.is_some()
     }
 
-    /// The slot that some reader of `epoch` found last; `guard` has had that epoch, unless it is `NEVER`.
+    /// The slot that some reader of `epoch` found last; `guard` has had that epoch, unless it is
+    /// `NEVER`.
     #[cold]
     pub(crate) fn last_used<'g>(
         &'g self,
@@ -267,13 +280,15 @@ impl<D> Space<D> {
             return None;
         }
         let slot = places[epoch.modulo_3()].load(Ordering::Acquire);
-        // SAFETY: null, or a record that a reader put there whose guard had this very epoch: places are emptied before
-        // the epoch comes to them, and by then those who used them three epochs before have gone. What was
-        // reached under a guard of the same epoch may be used.
+        // SAFETY: null, or a record that a reader put there whose guard had this very epoch. Places
+        // are emptied before the epoch comes to them, and by then the readers of three
+        // epochs before have gone. What was reached under a guard of the same epoch may be
+        // used.
         unsafe { slot.as_ref() }
     }
 
-    /// Tells other readers of `slot`, which was reached under a guard that had `epoch`, unless it is `NEVER`.
+    /// Tells other readers of `slot`, which was reached under a guard that had `epoch`, unless it
+    /// is `NEVER`.
     #[cold]
     pub(crate) fn remember(&self, epoch: Epoch, slot: *const Slot<D>) {
         if let Some(places) = &self.last_used
@@ -284,10 +299,20 @@ impl<D> Space<D> {
     }
 }
 
+impl<D> WriterState<D> {
+    /// Makes room for what a change replaces.
+    #[inline]
+    pub(crate) fn reserve_replaced(&mut self, count: usize) -> Result<(), OutOfMemory> {
+        let bytes = count * size_of::<Garbage<D>>();
+        self.replaced
+            .try_reserve(count)
+            .map_err(|_| OutOfMemory { bytes })
+    }
+}
+
 impl<D> Pools<D> {
     pub(crate) const fn bytes(&self) -> usize {
-        let trees = self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes();
-        trees + self.slots.bytes() + self.tombstones.bytes()
+        self.by_gfn.bytes() + self.by_id.bytes() + self.by_hva.bytes() + self.slots.bytes()
     }
 
     /// # Safety
@@ -300,13 +325,12 @@ impl<D> Pools<D> {
                 Garbage::ById(node) => self.by_id.free(node),
                 Garbage::ByHva(node) => self.by_hva.free(node),
                 Garbage::Slot(slot) => self.slots.remove(slot),
-                Garbage::Tombstone(tombstone) => self.tombstones.free(tombstone),
             }
         }
     }
 }
 
-impl<D> Drop for Shared<D> {
+impl<D> Drop for SharedTable<D> {
     fn drop(&mut self) {
         // Every reader and the writer hold the table, so there is none, and no guard.
         let state = self.state.0.get_mut();
@@ -328,20 +352,14 @@ impl<D> Drop for Shared<D> {
             by_id,
             by_hva,
             slots,
-            tombstones,
         } = &mut state.pools;
         for space in &mut self.spaces {
-            // SAFETY: nobody is left; each slot is in each of the three trees once, and freed by the last, and each tombstone by the
-            // last that it is in.
+            // SAFETY: nobody is left. Each slot is in each of the three trees once, and freed by
+            // the last.
             unsafe {
-                let mut held = |held, last: bool| match tombstone(held) {
-                    Some(tombstone) if (*tombstone).take() => tombstones.free(tombstone),
-                    None if last => slots.remove(held),
-                    _ => {}
-                };
-                space.by_gfn.free_all(by_gfn, &mut |slot| held(slot, false));
-                space.by_hva.free_all(by_hva, &mut |slot| held(slot, false));
-                space.by_id.free_all(by_id, &mut |slot| held(slot, true));
+                space.by_gfn.free_all(by_gfn, &mut |_| ());
+                space.by_hva.free_all(by_hva, &mut |_| ());
+                space.by_id.free_all(by_id, &mut |slot| slots.remove(slot));
             }
         }
     }
@@ -349,15 +367,29 @@ impl<D> Drop for Shared<D> {
 
 /// A handle to a table, from which readers come. Cloning gives another handle to the same table.
 pub struct SlotTable<D> {
-    pub(crate) shared: Arc<Shared<D>>,
+    pub(crate) shared: Arc<SharedTable<D>>,
 }
 
 impl<D> SlotTable<D> {
-    /// A new reader, for one thread (a vCPU) at a time. Takes a small allocation, unless one has gone before; what it allocates
-    /// lives as long as the table, and each batch of changes looks at all of them. So make one a thread, not one a request.
+    /// A new reader, for one thread (a vCPU) at a time: [`try_reader`](Self::try_reader) for
+    /// callers that do not handle a lack of memory.
+    ///
+    /// # Panics
+    /// If the allocator refuses the reader's record.
     #[must_use]
     pub fn reader(&self) -> SlotReader<D> {
-        SlotReader::new(Arc::clone(&self.shared))
+        self.try_reader()
+            .unwrap_or_else(|error| panic!("no reader: {error}"))
+    }
+
+    /// A new reader, for one thread (a vCPU) at a time. It takes a small allocation, unless a
+    /// reader has gone before. The allocation lives as long as the table, and each batch of
+    /// changes looks at all of them. So make one reader a thread, not one a request.
+    ///
+    /// # Errors
+    /// [`SlotError::OutOfMemory`] if the allocator refuses it.
+    pub fn try_reader(&self) -> Result<SlotReader<D>, SlotError> {
+        Ok(SlotReader::new(Arc::clone(&self.shared))?)
     }
 
     /// How often the table has changed, and whether it is changing now.
@@ -390,7 +422,11 @@ impl<D> fmt::Debug for SlotTable<D> {
     }
 }
 
-/// A view of address space 0 for [`SlotView`]'s makers.
-pub(crate) fn view<D>(shared: &Shared<D>, version: u64, generation: Generation) -> SlotView<'_, D> {
+/// A view of address space 0.
+pub(crate) fn view<D>(
+    shared: &SharedTable<D>,
+    version: u64,
+    generation: Generation,
+) -> SlotView<'_, D> {
     SlotView::new(shared, &shared.spaces[0], version, generation)
 }

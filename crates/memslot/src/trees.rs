@@ -1,19 +1,20 @@
 #![expect(unsafe_code, reason = "puts slots into trees by pointer")]
 //! The three trees of an address space under change.
 
-use crate::table::{Garbage, Space, State};
-use crate::tree::{
-    ByGfn, ByHva, ById, Edit, MOST, NEWEST, Order, Out, Place, Replaced, Tombstone, Tree, is_slot,
-};
+use crate::rules::Plan;
+use crate::table::{Garbage, Space, WriterState};
+use crate::tree::{ByGfn, ByHva, ById, Edit, Incoming, MOST, NEWEST, Need, Order, Place, Tree};
 use crate::{Request, Slot};
+use alloc::vec::Vec;
 use pageferry_addr::GfnRange;
+use pageferry_epoch::OutOfMemory;
 
 /// The three trees of one address space, under change.
 pub(crate) struct Trees<'a, D> {
     pub(crate) space: &'a Space<D>,
     pub(crate) version: u64,
-    pub(crate) state: &'a mut State<D>,
-    /// Of the request, as [`Places::find`] left them.
+    pub(crate) state: &'a mut WriterState<D>,
+    /// The places of the request, as [`Places::find`] left them.
     pub(crate) places: &'a Places,
 }
 
@@ -24,7 +25,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_gfn,
             version: self.version,
             pool: &mut self.state.pools.by_gfn,
-            out: &mut |out| replaced.push(garbage(out, Garbage::ByGfn)),
+            replaced: &mut |node| keep(replaced, Garbage::ByGfn(node)),
         })
     }
 
@@ -34,7 +35,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_id,
             version: self.version,
             pool: &mut self.state.pools.by_id,
-            out: &mut |out| replaced.push(garbage(out, Garbage::ById)),
+            replaced: &mut |node| keep(replaced, Garbage::ById(node)),
         })
     }
 
@@ -44,7 +45,7 @@ impl<D> Trees<'_, D> {
             tree: &self.space.by_hva,
             version: self.version,
             pool: &mut self.state.pools.by_hva,
-            out: &mut |out| replaced.push(garbage(out, Garbage::ByHva)),
+            replaced: &mut |node| keep(replaced, Garbage::ByHva(node)),
         })
     }
 
@@ -56,32 +57,26 @@ impl<D> Trees<'_, D> {
         self.by_gfn(|edit| unsafe { put(edit, place, slot) });
     }
 
-    /// `new` in, and `old` out: look-ups find the slot at one of both places.
+    /// Puts `new` in, and takes `old` out: look-ups find the slot at one of both places.
     ///
     /// # Safety
-    /// As for [`Edit::put`]; `new` is seen by nobody else yet, and `old` is its predecessor.
-    pub(crate) unsafe fn move_by_gfn(&mut self, old: *const Slot<D>, new: *mut Slot<D>) {
+    /// As for [`Edit::put`]; `old` is in the tree.
+    pub(crate) unsafe fn move_by_gfn(&mut self, old: &Slot<D>, new: *const Slot<D>) {
         let (to, from) = (self.places.by_gfn.as_ref(), self.places.old.as_ref());
-        // SAFETY: alive, as the caller says.
-        let slot = unsafe { &*old };
-        let tombstone = Tombstone::moved(self.version, slot, old);
-        let tombstone = self.state.pools.tombstones.make(tombstone);
-        // SAFETY: as the caller promises; the tree is as it was when the places were found, and a leaf other than that of the new place
-        // still is after that has changed, unless more than one leaf has.
+        let key = ByGfn::key(old);
+        if let (Some(to), Some(from)) = (to, from)
+            && to.is_in_leaf_of(from)
+        {
+            // SAFETY: as the caller promises; the tree is as it was when the places were found.
+            self.by_gfn(|edit| unsafe { edit.move_at(to, from, key, new) });
+            return;
+        }
+        // SAFETY: as the caller promises. The leaf of the old place is another one, so it is as it
+        // was unless more than one leaf has changed.
         self.by_gfn(|edit| unsafe {
-            if let (Some(to), Some(from)) = (to, from) {
-                if edit.swap_at(to, from, slot, new, tombstone) {
-                    return;
-                }
-                if to.is_in_leaf_of(from) {
-                    edit.move_at(to, from, slot, new, tombstone);
-                    return;
-                }
-            }
             let alone = put(edit, to, new);
-            remove(edit, from.filter(|_| alone), ByGfn::key(slot), tombstone);
+            remove(edit, from.filter(|_| alone), key);
         });
-        self.free_unused(tombstone);
     }
 
     /// # Safety
@@ -117,48 +112,39 @@ impl<D> Trees<'_, D> {
         }
     }
 
-    /// # Safety
-    /// `slot` is in the trees.
-    pub(crate) unsafe fn remove(&mut self, slot: *const Slot<D>) {
+    /// Takes `slot`, which is in them, out of all three.
+    pub(crate) fn remove(&mut self, slot: &Slot<D>) {
         let Places {
             old, by_id, by_hva, ..
         } = self.places;
         let (by_gfn, by_id, by_hva) = (old.as_ref(), by_id.as_ref(), by_hva.as_ref());
-        // SAFETY: alive, as the caller says.
-        let old = unsafe { &*slot };
-        let tombstone = Tombstone::deleted(self.version, old, slot);
-        let tombstone = self.state.pools.tombstones.make(tombstone);
         // SAFETY: the trees are as they were when the places were found.
         unsafe {
-            self.by_gfn(|edit| remove(edit, by_gfn, ByGfn::key(old), tombstone));
-            self.by_id(|edit| remove(edit, by_id, ById::key(old), tombstone));
-            self.by_hva(|edit| remove(edit, by_hva, ByHva::key(old), tombstone));
+            self.by_gfn(|edit| remove(edit, by_gfn, ByGfn::key(slot)));
+            self.by_id(|edit| remove(edit, by_id, ById::key(slot)));
+            self.by_hva(|edit| remove(edit, by_hva, ByHva::key(slot)));
         }
-        self.free_unused(tombstone);
     }
 
-    /// Where a tombstone that was made for a change is in no tree.
-    fn free_unused(&mut self, tombstone: *const Tombstone<D>) {
-        // SAFETY: just made; if it is in no tree now, it was not.
-        unsafe {
-            if (*tombstone).is_nowhere() {
-                self.state.pools.tombstones.free(tombstone);
-            }
-        }
+    /// Gives back what was reserved and not used.
+    pub(crate) fn trim(&mut self) {
+        let pools = &mut self.state.pools;
+        pools.by_gfn.trim(|| self.space.by_gfn.room());
+        pools.by_id.trim(|| self.space.by_id.room());
+        pools.by_hva.trim(|| self.space.by_hva.room());
     }
 }
 
-fn garbage<D>(out: Out<D>, node: impl FnOnce(Replaced) -> Garbage<D>) -> Garbage<D> {
-    match out {
-        Out::Node(replaced) => node(replaced),
-        Out::Tombstone(tombstone) => Garbage::Tombstone(tombstone),
-    }
+/// Keeps what was replaced; there is room.
+fn keep<D>(replaced: &mut Vec<Garbage<D>>, garbage: Garbage<D>) {
+    debug_assert!(replaced.len() < replaced.capacity(), "room was reserved");
+    replaced.push(garbage);
 }
 
-/// Whether nothing but the leaf at `place` has changed.
+/// Puts `slot` in; returns whether nothing but the leaf at `place` has changed.
 ///
 /// # Safety
-/// As for [`Edit::put`] and, where there is a place, [`Edit::put_at`].
+/// As for [`Edit::put`] and, if there is a place, [`Edit::put_at`].
 unsafe fn put<O: Order, D>(
     edit: &mut Edit<'_, O, D>,
     place: Option<&Place>,
@@ -175,22 +161,17 @@ unsafe fn put<O: Order, D>(
 }
 
 /// # Safety
-/// Where there is a place, as for [`Edit::remove_at`].
-unsafe fn remove<O: Order, D>(
-    edit: &mut Edit<'_, O, D>,
-    place: Option<&Place>,
-    key: u64,
-    tombstone: *const Tombstone<D>,
-) {
+/// If there is a place, as for [`Edit::remove_at`].
+unsafe fn remove<O: Order, D>(edit: &mut Edit<'_, O, D>, place: Option<&Place>, key: u64) {
     // SAFETY: as the caller promises.
-    let done = place.is_some_and(|place| unsafe { edit.remove_at(place, key, tombstone) });
+    let done = place.is_some_and(|place| unsafe { edit.remove_at(place, key) });
     if !done {
         edit.remove(key);
     }
 }
 
 /// # Safety
-/// As for [`Tree::replace`] and, where there is a place, [`Tree::replace_at`].
+/// As for [`Tree::replace`] and, if there is a place, [`Tree::replace_at`].
 unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *const Slot<D>) {
     // SAFETY: as the caller promises.
     unsafe {
@@ -201,19 +182,19 @@ unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *
     }
 }
 
-/// The places that a request is about, found before anything is changed.
+/// The places of a request, found before anything is changed.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Places {
-    /// Of the frames asked for.
+    /// Of the requested frames.
     by_gfn: Option<Place>,
-    /// Of the frames that the slot has now.
+    /// Of the slot's present frames.
     old: Option<Place>,
     by_id: Option<Place>,
     by_hva: Option<Place>,
 }
 
 impl Places {
-    /// Finds the places for `request`, all of which begin to be loaded, and the slot with its id, or its tombstone.
+    /// Finds the places for `request`, begins to load them, and finds the slot with its id.
     #[inline]
     pub(crate) fn find<D>(
         &mut self,
@@ -231,12 +212,12 @@ impl Places {
             } = space;
             (by_gfn.at(NEWEST), by_id.at(NEWEST), by_hva.at(NEWEST))
         };
-        // The id's first, as its leaf is looked into here: it comes while the others are found.
+        // The id first: its leaf is looked into here, and is loaded while the others are found.
         self.by_id = ids.place(u64::from(id));
         (self.by_gfn, self.by_hva) = if request.size == 0 {
             (None, None)
         } else {
-            // The request may be one that is refused.
+            // The request has not been checked yet, so its address may be any.
             let by_hva = ByHva::starting_at(hva.0, id).min(MOST - 1);
             (gfns.place(gpa.gfn().0), hvas.place(by_hva))
         };
@@ -244,10 +225,7 @@ impl Places {
         let id = u64::from(id);
         let place = self.by_id.as_mut()?;
         // SAFETY: nothing has changed.
-        let found = unsafe { space.by_id.held_at(place, id) }?;
-        if !is_slot(found) {
-            return Some(found);
-        }
+        let found = unsafe { space.by_id.record_at(place, id) }?;
         // SAFETY: in the tree.
         let old = unsafe { &*found };
         self.old = gfns.place(ByGfn::key(old));
@@ -257,7 +235,8 @@ impl Places {
         Some(found)
     }
 
-    /// Whether it is sure that no slot holds any of `range`, which begins at the frames asked for.
+    /// Whether these places show that no slot holds any of `range`, which begins at the requested
+    /// frames.
     #[inline]
     pub(crate) fn are_free<D>(&mut self, space: &Space<D>, range: GfnRange) -> bool {
         let Some(place) = &mut self.by_gfn else {
@@ -267,11 +246,66 @@ impl Places {
         let Some(found) = (unsafe { space.by_gfn.neighbours(place, range.start().0) }) else {
             return false;
         };
-        let ends = |slot: *const Slot<D>| {
-            debug_assert!(is_slot(slot));
-            // SAFETY: in the tree.
-            unsafe { &*slot }.range.end() <= range.start()
-        };
+        // SAFETY: in the tree.
+        let ends = |slot: *const Slot<D>| unsafe { &*slot }.range.end() <= range.start();
         found.next >= range.end().0 && found.below.is_none_or(ends)
+    }
+
+    /// Reserves all that `plan` takes, so that the change cannot fail.
+    #[inline]
+    pub(crate) fn reserve<D, E>(
+        &mut self,
+        space: &Space<D>,
+        state: &mut WriterState<D>,
+        plan: Plan,
+        request: &Request<E>,
+        old: Option<&Slot<D>>,
+    ) -> Result<(), OutOfMemory> {
+        let Self {
+            by_gfn: place,
+            old: from,
+            by_id,
+            by_hva,
+        } = self;
+        let incoming = |key| Incoming {
+            key,
+            has_predecessor: old.is_some(),
+        };
+        // SAFETY: nothing has changed since the places were found.
+        let needs = unsafe {
+            match (plan, old) {
+                (Plan::Create(range), _) => {
+                    let gfn = incoming(range.start().0);
+                    let id = incoming(request.id.into());
+                    let hva = incoming(ByHva::starting_at(request.hva.0, request.id));
+                    (
+                        space.by_gfn.need_to_put(place.as_mut(), gfn),
+                        space.by_id.need_to_put(by_id.as_mut(), id),
+                        space.by_hva.need_to_put(by_hva.as_mut(), hva),
+                    )
+                }
+                (Plan::Delete, Some(old)) => (
+                    (space.by_gfn).need_to_remove(from.as_ref(), ByGfn::key(old)),
+                    (space.by_id).need_to_remove(by_id.as_ref(), ById::key(old)),
+                    (space.by_hva).need_to_remove(by_hva.as_ref(), ByHva::key(old)),
+                ),
+                (Plan::Move(range), Some(old)) => {
+                    let (new, from) = (incoming(range.start().0), from.as_ref());
+                    let need =
+                        space
+                            .by_gfn
+                            .need_to_move(place.as_mut(), new, from, ByGfn::key(old));
+                    (need, Need::NOTHING, Need::NOTHING)
+                }
+                _ => (Need::NOTHING, Need::NOTHING, Need::NOTHING),
+            }
+        };
+        let (by_gfn, by_id, by_hva) = needs;
+        // And the record of the slot.
+        let replaced = by_gfn.replaced + by_id.replaced + by_hva.replaced + 1;
+        state.reserve_replaced(replaced)?;
+        state.pools.by_gfn.reserve(&by_gfn)?;
+        state.pools.by_id.reserve(&by_id)?;
+        state.pools.by_hva.reserve(&by_hva)
     }
 }

@@ -1,11 +1,11 @@
 #![expect(unsafe_code, reason = "hands out the records of a change")]
-//! An operation between its two halves.
+//! An operation that has begun and is not committed.
 
 use crate::table::Pending;
 use crate::{Change, SlotWriter};
 use core::fmt;
 
-/// An operation that has begun. Dropping it gives it up: then nothing has happened.
+/// An operation that has begun. Dropping it gives it up, and nothing has happened.
 #[must_use = "dropping an update gives it up"]
 pub struct Update<'w, D> {
     /// `None` once it was committed.
@@ -22,25 +22,27 @@ impl<'w, D> Update<'w, D> {
         }
     }
 
-    /// What will be done.
+    /// What the commit will do.
     #[must_use]
     pub fn change(&self) -> Change<'_, D> {
         let pending = self
             .writer
             .as_ref()
             .map(|writer| writer.state_ref().pending);
-        // SAFETY: pending records are in the trees or not yet published, and the writer, which is borrowed, frees none.
+        // SAFETY: pending records are in the trees or not yet published, and the writer, which is
+        // borrowed, frees none.
         pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
     }
 
-    /// Does it. The records of the change can be used until the writer is used again.
+    /// Completes the operation. It allocates nothing and cannot fail. The records of the change can
+    /// be used until the writer is used again.
     pub fn commit(mut self) -> Change<'w, D> {
         let Some(writer) = self.writer.take() else {
             return Change::Nothing;
         };
         let done = writer.commit(self.space);
-        // SAFETY: the new record is in the trees and the old one in the limbo, from which the writer, borrowed for
-        // as long as the answer lives, takes nothing.
+        // SAFETY: the new record is in the trees, and the old one waits to be freed. The writer
+        // frees nothing while the answer borrows it.
         unsafe { change_of(done) }
     }
 }

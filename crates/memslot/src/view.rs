@@ -2,20 +2,22 @@
 //! All look-ups, at one version.
 
 use crate::Slot;
-use crate::table::{Generation, Shared, Space};
+use crate::table::{Generation, SharedTable, Space};
 use crate::tree::{Ascending, At, ByGfn, ByHva, ById, Overlapping};
 use core::fmt;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
 
-/// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view) and
-/// [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever a writer does meanwhile.
+/// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view)
+/// and [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever
+/// a writer does meanwhile.
 ///
-/// All take O(log n) steps, and under a guard that has seen many changes one or two steps more for each change of the same part
-/// of a tree since; how many that can be [`Limits::max_retired`](crate::Limits::max_retired) bounds. Only the mark
-/// [`Slot::is_invalid`] may appear under a view.
+/// All take O(log n) steps. Under a guard that is older than some changes they take one or two
+/// steps more for each change of the same part of a tree;
+/// [`Limits::max_retired`](crate::Limits::max_retired) bounds their number. Only
+/// the mark [`Slot::is_invalid`] may appear under a view.
 pub struct SlotView<'g, D> {
-    shared: &'g Shared<D>,
+    shared: &'g SharedTable<D>,
     space: &'g Space<D>,
     version: u64,
     generation: Generation,
@@ -24,7 +26,7 @@ pub struct SlotView<'g, D> {
 impl<'g, D> SlotView<'g, D> {
     #[inline]
     pub(crate) fn new(
-        shared: &'g Shared<D>,
+        shared: &'g SharedTable<D>,
         space: &'g Space<D>,
         version: u64,
         generation: Generation,
@@ -37,7 +39,8 @@ impl<'g, D> SlotView<'g, D> {
         }
     }
 
-    /// The same version of another address space, or `None` where there is no such space. A new view is of space 0.
+    /// The same version of another address space, or `None` if there is no such space. A new view
+    /// is of space 0.
     #[must_use]
     pub fn space(self, address_space: u16) -> Option<Self> {
         let space = self.shared.spaces.get(usize::from(address_space))?;
@@ -52,8 +55,8 @@ impl<'g, D> SlotView<'g, D> {
 
     #[inline]
     fn by_gfn(self) -> At<'g, ByGfn, D> {
-        // SAFETY: whoever makes a view has a guard, taken before it loaded the version, or the writer, for `'g`; so
-        // nothing of this version or newer is freed. See `table.rs`.
+        // SAFETY: the maker of a view has, for `'g`, the writer or a guard that was taken before it
+        // loaded the version. So nothing of this version or newer is freed. See `table.rs`.
         unsafe { self.space.by_gfn.at(self.version) }
     }
 
@@ -77,7 +80,8 @@ impl<'g, D> SlotView<'g, D> {
             .filter(|slot| slot.range.contains(gfn))
     }
 
-    /// The slot that holds `gfn`, or else the nearest one below it: the kernel's approximate look-up.
+    /// The slot that holds `gfn`, or else the nearest one below it: the kernel's approximate
+    /// look-up.
     #[inline]
     #[must_use]
     pub fn lookup_or_below(self, gfn: Gfn) -> Option<&'g Slot<D>> {
@@ -101,8 +105,8 @@ impl<'g, D> SlotView<'g, D> {
             .chain(rest.take_while(move |slot| slot.range.start() < range.end()))
     }
 
-    /// All slots any byte of whose host memory lies in `hva`, ascending by host address, then id. They may overlap.
-    /// For what of a slot lies there, see [`Slot::frames_in_hva`].
+    /// All slots with a byte of host memory in `hva`, ascending by host address, then id. They may
+    /// overlap. [`Slot::frames_in_hva`] tells which of their frames lie there.
     #[inline]
     pub fn iter_hva(self, hva: Range<Hva>) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
         Overlapping::new(self.by_hva(), hva.start.0, hva.end.0)

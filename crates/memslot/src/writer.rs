@@ -3,11 +3,10 @@
 //!
 //! What becomes visible when is said in [`crate::table`].
 
-use crate::reclaim::QUIET_BATCH;
 use crate::rules::{self, Plan};
 use crate::slot::Predecessor;
-use crate::table::{Garbage, Generation, Pending, Shared, Space, State, view};
-use crate::tree::{NEWEST, tombstone};
+use crate::table::{Garbage, Generation, Pending, SharedTable, Space, WriterState, view};
+use crate::tree::NEWEST;
 use crate::trees::{Places, Trees};
 use crate::{Barrier, Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
 use alloc::sync::Arc;
@@ -16,15 +15,19 @@ use core::mem;
 use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// The one who may change a table: there is one to a table, and changing takes `&mut`. Where several threads change
-/// slots, put it into a mutex.
+/// The right to change a table. A table has one writer, and changing takes `&mut`. If several
+/// threads change slots, put it into a mutex.
 ///
-/// An operation takes O(log n), and does not wait for readers: what it replaces waits in a limbo until a grace
-/// period has passed, and later operations free it in batches of up to some 64 slots, tree nodes and tombstones. Only when
-/// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, does the next operation
-/// wait for that reader's guard to go, which is one grace period; it calls the function given to
-/// [`with_relax`](Self::with_relax) meanwhile. A thread that holds a guard of the same table must therefore neither
-/// write nor wait for a lock that the writer's thread holds.
+/// An operation takes O(log n), and does not wait for readers. What it replaces waits for a grace
+/// period, and later operations free it in batches of up to some 64 slots and tree nodes. If
+/// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, the
+/// next operation waits for that guard to go, which is one grace period. Meanwhile it calls the
+/// function given to [`with_relax`](Self::with_relax). So a thread that holds a guard of the same
+/// table must neither write nor wait for a lock that the writer's thread holds.
+///
+/// A lack of memory is an error ([`SlotError::OutOfMemory`]), and then nothing has changed: an
+/// operation reserves all it needs before it begins. Only making a table may abort the process for
+/// want of memory.
 ///
 /// ```
 /// use pageferry_addr::{Gfn, Gpa, Hva};
@@ -54,8 +57,8 @@ use pageferry_addr::{Gfn, GfnRange};
 /// # Ok::<(), pageferry_memslot::SlotError>(())
 /// ```
 pub struct SlotWriter<D> {
-    pub(crate) shared: Arc<Shared<D>>,
-    /// Of the operation that has begun. Not in what it hands out, which is moved about.
+    pub(crate) shared: Arc<SharedTable<D>>,
+    /// Of the operation that has begun. Here and not in [`Update`], which is moved about.
     places: Places,
 }
 
@@ -69,9 +72,10 @@ impl<D> SlotWriter<D> {
         Self::with_barrier(limits, None)
     }
 
-    /// The same with readers that most of the time need no memory barrier of their own: a guard is two stores then, instead
-    /// of an exchange and a store. Beside readers at work a change now and then calls `barrier`, which takes microseconds: with up
-    /// to 1024 slots one in a hundred or so; with more slots readers pay themselves while changes come one after the other.
+    /// The same with readers that usually need no fence of their own: then a guard is two stores,
+    /// instead of an exchange and a store. A batch of changes beside readers at work calls
+    /// `barrier`, which takes microseconds, unless readers fence again by then: they do for
+    /// some hundred guards after each batch.
     ///
     /// # Panics
     /// As [`new`](Self::new).
@@ -79,13 +83,13 @@ impl<D> SlotWriter<D> {
     pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
         assert!(limits.address_spaces > 0, "a VM has an address space");
         Self {
-            shared: Arc::new(Shared::new(limits, barrier)),
+            shared: Arc::new(SharedTable::new(limits, barrier)),
             places: Places::default(),
         }
     }
 
-    /// What to do again and again while waiting for a grace period, such as yielding the processor; it should be short.
-    /// Without it the writer spins.
+    /// Sets what the writer calls again and again while it waits for a grace period, such as
+    /// yielding the processor. It should be short. Without it the writer spins.
     #[must_use]
     pub fn with_relax(mut self, relax: fn()) -> Self {
         self.state().relax = relax;
@@ -100,12 +104,12 @@ impl<D> SlotWriter<D> {
         }
     }
 
-    pub(crate) fn state(&mut self) -> &mut State<D> {
+    pub(crate) fn state(&mut self) -> &mut WriterState<D> {
         // SAFETY: `self` is the one writer: made with the table, and not `Clone`.
         unsafe { self.shared.writer() }
     }
 
-    pub(crate) fn state_ref(&self) -> &State<D> {
+    pub(crate) fn state_ref(&self) -> &WriterState<D> {
         // SAFETY: as above.
         unsafe { self.shared.writer_ref() }
     }
@@ -142,7 +146,8 @@ impl<D> SlotWriter<D> {
         self.state_ref().pages
     }
 
-    /// How many operations are complete or given up; requests that were refused or asked for what was there are none.
+    /// How many operations are complete or given up. Requests that were refused, or that asked for
+    /// what was there, do not count.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.generation()
@@ -156,81 +161,83 @@ impl<D> SlotWriter<D> {
         Ok(self.begin(request)?.commit())
     }
 
-    /// Checks a request and begins to do what it asks. Where it deletes or moves a slot, look-ups that happen after this
-    /// find that slot [invalid](Slot::is_invalid); everything else they see when the update is committed. Look-ups that
-    /// run at the same time may have found it valid: who takes back what vCPUs have derived from the slot waits
-    /// for those first (makes every vCPU leave its guest, say), then zaps, flushes, and commits.
+    /// Checks a request and begins to do what it asks. If it deletes or moves a slot, look-ups that
+    /// happen after this find that slot [invalid](Slot::is_invalid). They see everything else
+    /// when the update is committed. Look-ups that run at the same time may have found the slot
+    /// valid. So a caller that takes back what vCPUs have derived from it waits for those first
+    /// (makes every vCPU leave its guest, say), then zaps, flushes, and commits.
     ///
-    /// An update that was forgotten (by `mem::forget`) is given up first, also where the request is refused. Waits as said at
-    /// [`SlotWriter`], also before a refusal.
+    /// An update that was forgotten (by `mem::forget`) is given up first, also if the request is
+    /// refused. It may wait as [`SlotWriter`] says, also before a refusal.
     ///
     /// # Errors
-    /// One [`SlotError`] for each rule; nothing has changed then.
+    /// One [`SlotError`] for each rule, and one for a lack of memory. Nothing has changed then.
     pub fn begin(&mut self, request: Request<D>) -> Result<Update<'_, D>, SlotError> {
         // An update that was forgotten instead of dropped.
         self.abort();
-        self.free_some();
+        self.free_some()?;
         let space = usize::from(request.address_space);
-        let here = self.shared.spaces.get(space);
-        // Where there is no such space, the request is refused, and no place is asked for.
-        let held = here.and_then(|here| self.places.find(here, &request));
-        let (old, gone) = match held.and_then(tombstone) {
-            Some(gone) => (None, Some(gone)),
-            None => (held, None),
-        };
-        let pages = self.pages();
+        let Self { shared, places } = self;
+        let shared = &**shared;
+        // SAFETY: `self` is the one writer and does not use its state otherwise while `state`
+        // lives.
+        let state = unsafe { shared.writer() };
+        let here = shared.spaces.get(space);
+        // If there is no such space, the request is refused, and no place is asked for.
+        let old = here.and_then(|here| places.find(here, &request));
+        // SAFETY: in the tree, and nothing is freed meanwhile.
+        let old_slot = old.map(|old| unsafe { &*old });
         let plan = rules::check(
-            &self.shared.limits,
+            &shared.limits,
             &request,
-            pages,
-            // SAFETY: in the tree, and nothing is freed meanwhile.
-            |_, _| old.map(|slot| unsafe { &*slot }),
+            state.pages,
+            |_, _| old_slot,
             |space, range, id| {
-                if here.is_some_and(|here| self.places.are_free(here, range)) {
+                if here.is_some_and(|here| places.are_free(here, range)) {
                     return None;
                 }
-                let now = view(&self.shared, NEWEST, self.shared.generation());
+                let now = view(shared, NEWEST, shared.generation());
                 overlapping(now.space(space)?, range, id)
             },
         )?;
-        let version = self.shared.generation().number() + 1;
-        let slots = &mut self.state().pools.slots;
+        if let Some(here) = here {
+            places.reserve(here, state, plan, &request, old_slot)?;
+        }
+        let version = shared.generation().number() + 1;
+        let slots = &mut state.pools.slots;
         let record = |range, old: *const Slot<D>| {
             let mut slot = Slot::new(request, range);
             slot.born = version;
             slot.previous = Predecessor(old);
             slots.insert(slot)
         };
+        // The pointer by which the record was put in, as it is freed by that one day, and not one
+        // of the reference.
         let pending = match (plan, old) {
-            (Plan::Create(range), None) => {
-                // One that comes again to where it was goes where its tombstone is.
-                // SAFETY: in a tree, and nothing was freed since.
-                let again = gone.filter(|&gone| unsafe { &*gone }.start() == range.start().0);
-                Pending::Create {
-                    new: record(range, again.map_or(ptr::null(), crate::tree::held)),
-                }
-            }
+            (Plan::Create(range), None) => Pending::Create {
+                new: record(range, ptr::null())?,
+            },
             (Plan::Delete, Some(old)) => Pending::Delete { old },
             (Plan::Move(range), Some(old)) => Pending::Move {
                 old,
-                new: record(range, old),
+                new: record(range, old)?,
             },
             (Plan::Flags, Some(old)) => Pending::Flags {
                 old,
-                // SAFETY: found in the tree just now, and nothing was freed since.
-                new: record(unsafe { &*old }.range, old),
+                // SAFETY: as above.
+                new: record(unsafe { &*old }.range, old)?,
             },
             _ => Pending::Nothing,
         };
         if !matches!(pending, Pending::Nothing) {
-            let word = self.shared.generation().number() | Generation::IN_PROGRESS;
-            self.shared.set_generation(word);
+            let word = shared.generation().number() | Generation::IN_PROGRESS;
+            shared.set_generation(word);
         }
         if let Pending::Delete { old } | Pending::Move { old, .. } = pending {
             // SAFETY: as above.
             unsafe { &*old }.mark_invalid();
         }
-        self.state().pending = pending;
+        state.pending = pending;
         Ok(Update::new(self, space))
     }
 
@@ -251,26 +258,26 @@ impl<D> SlotWriter<D> {
                 Some(new)
             }
         };
-        // A new version in which all is as in the last, so that who waits for another generation need not wait for ever.
+        // A new version that equals the last, so that a reader that waits for another generation
+        // does not wait for ever.
         self.shared
             .set_generation(self.shared.generation().number() + 1);
         if let Some(new) = new {
-            // SAFETY: made by `begin`, and nobody else has seen it. Last, as it drops the user's data.
+            // SAFETY: made by `begin`, and nobody else has seen it. Last, as it drops the user's
+            // data.
             unsafe { self.state().pools.slots.remove(new) };
         }
     }
 
-    /// Does what was begun; gives what that was.
+    /// Does what was begun, and returns it. It allocates nothing.
     pub(crate) fn commit(&mut self, space: usize) -> Pending<D> {
         let version = self.shared.generation().number() + 1;
         let Self { shared, places } = self;
         let shared = &**shared;
-        // SAFETY: `self` is the one writer and does not use its state otherwise while `state` lives.
+        // SAFETY: `self` is the one writer and does not use its state otherwise while `state`
+        // lives.
         let state = unsafe { shared.writer() };
         let pending = mem::replace(&mut state.pending, Pending::Nothing);
-        if state.replaced.capacity() == 0 {
-            state.replaced.reserve(2 * QUIET_BATCH);
-        }
         let half_done = HalfDone;
         let mut trees = Trees {
             space: &shared.spaces[space],
@@ -278,7 +285,8 @@ impl<D> SlotWriter<D> {
             places,
             state,
         };
-        // SAFETY: new records live until they are retired, which is after they were taken out; old ones are in the trees.
+        // SAFETY: new records live until they are retired, which is after they were taken out; old
+        // ones are in the trees.
         let gone = unsafe {
             match pending {
                 Pending::Nothing => {
@@ -293,13 +301,13 @@ impl<D> SlotWriter<D> {
                     None
                 }
                 Pending::Delete { old } => {
-                    trees.remove(old);
+                    trees.remove(&*old);
                     trees.state.len -= 1;
                     trees.state.pages -= (*old).range.pages();
                     Some(old)
                 }
                 Pending::Move { old, new } => {
-                    trees.move_by_gfn(old, new);
+                    trees.move_by_gfn(&*old, new);
                     trees.replace_elsewhere(new);
                     Some(old)
                 }
@@ -312,6 +320,7 @@ impl<D> SlotWriter<D> {
             }
         };
         shared.set_generation(version);
+        trees.trim();
         mem::forget(half_done);
         if let Some(slot) = gone {
             state.replaced.push(Garbage::Slot(slot));
@@ -319,32 +328,35 @@ impl<D> SlotWriter<D> {
         pending
     }
 
-    /// The bytes that this table occupies: its fixed part, tree nodes, tombstones and slots with their `D` (not what `D` points at),
-    /// what waits for a grace period or for reuse included; readers, 256 bytes each, the lists of what waits, and the
-    /// allocator's own overhead excluded.
+    /// The bytes that this table occupies: its fixed part, tree nodes, and slots with their `D`
+    /// (not what `D` points at). That includes what waits for a grace period or for reuse. It
+    /// leaves out readers (256 bytes each), the lists of what waits, and the allocator's own
+    /// overhead.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         let state = self.state_ref();
-        size_of::<Shared<D>>()
+        size_of::<SharedTable<D>>()
             + size_of::<pageferry_epoch::Domain>()
             + self.shared.spaces.len() * size_of::<Space<D>>()
             + state.pools.bytes()
     }
 }
 
-/// In the trees a change is half done: if something panics now (an allocator's error handler, or a bug), nobody may go on with them.
+/// A change of the trees is half done. If something panics now, which is a bug, nobody may go on
+/// with them.
 struct HalfDone;
 
 impl Drop for HalfDone {
     fn drop(&mut self) {
-        // Dropped by a panic only, where a second one ends the process.
+        // Only a panic drops it, and a second panic ends the process.
         panic!("a change of memory slots was interrupted");
     }
 }
 
 /// A slot of `now` other than `id` that holds some of `range`.
 fn overlapping<D>(now: SlotView<'_, D>, range: GfnRange, id: u16) -> Option<(u16, GfnRange)> {
-    // Slots do not overlap each other, so those that end above the start are the last ones that begin below the end.
+    // Slots do not overlap each other. So those that end above the start are the last ones that
+    // begin below the end.
     let mut below = range.end();
     loop {
         let slot = now.lookup_or_below(Gfn(below.0.checked_sub(1)?))?;

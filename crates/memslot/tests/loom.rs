@@ -2,33 +2,34 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --profile stress --test loom`
 //!
-//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is freed is watched: a
-//! reader that uses a slot or a node which the free did not wait for makes a model fail, as does a state that is neither
-//! old nor new. Each model gives what the reader saw, and the test names outcomes that must be among them.
+//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is
+//! freed is watched: a reader that uses a slot or a node which the free did not wait for makes a
+//! model fail, as does a state that is neither old nor new. Each model gives what the reader saw,
+//! and the test names outcomes that must be among them.
 //!
 //! What fails when a rule is broken (tried by hand):
-//! - the generation published before the cells, or nodes born a version early: `a_view_sees_a_move_wholly_or_not`,
-//!   `a_view_sees_a_deletion_wholly_or_not`, `a_view_outlives_changes`, `a_leaf_splits_under_readers`;
+//! - the generation published before the cells, or nodes born a version early:
+//!   `a_view_sees_a_move_wholly_or_not`, `a_view_sees_a_deletion_wholly_or_not`,
+//!   `a_view_outlives_changes`, `a_leaf_splits_under_readers`;
 //! - in a move, taken from the old place before it is put at the new: the four moves over itself,
 //!   `a_moved_slot_is_never_valid_at_both_places`;
 //! - marked invalid after the publication: `a_slot_that_goes_is_seen_valid_then_invalid_then_not`,
-//!   `a_move_up_over_itself`, `a_moved_slot_is_never_valid_at_both_places`, `an_update_that_is_given_up`;
+//!   `a_move_up_over_itself`, `a_moved_slot_is_never_valid_at_both_places`,
+//!   `an_update_that_is_given_up`;
 //! - flags changed without a mark: `flags_change_at_once_and_stay_changed`;
 //! - a slot found last kept over epochs: `the_slot_found_last_is_not_found_after_it_has_gone`;
-//! - two leaves read at the last complete version: `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`, `a_view_outlives_changes`,
-//!   `flags_change_at_once_and_stay_changed`;
-//! - a slot that comes into a leaf found in whatever version: `a_view_sees_no_slot_that_comes_into_its_leaf`,
-//!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
-//! - its cell stored before its key or the number of slots: `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
+//! - two leaves read at the last complete version:
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - a slot that moves put there too: `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`;
-//! - the tombstone that a moved slot left taken for what was at its new place: `a_view_sees_a_slot_that_moves_over_tombstones`;
-//! - a tombstone taken for a slot that is still there: nine, among them `a_view_sees_a_deletion_wholly_or_not` and
-//!   `a_view_sees_a_slot_that_goes_and_comes_again`;
-//! - the old place buried before the new has the slot, `a_slot_that_moves_to_a_tombstone_is_seen_in_one_place` and moves from leaf to leaf;
-//! - "nothing" believed of a leaf that has only tombstones up to a frame: the moves over itself from leaf to leaf;
-//! - a tombstone freed when the trees do not have it any more: all that store over one.
+//! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`,
+//!   `a_view_outlives_changes`, `flags_change_at_once_and_stay_changed`;
+//! - a slot that comes into a leaf found in whatever version:
+//!   `a_view_sees_no_slot_that_comes_into_its_leaf`,
+//!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
+//! - its cell stored before its key or the number of slots:
+//!   `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
+//!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
+//! - a slot that moves put there too:
+//!   `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`;
 #![cfg(loom)]
 
 use loom::thread;
@@ -91,7 +92,8 @@ impl Model {
         }
     }
 
-    /// All that a view, which is made beside `write`, can see; with fewer preemptions, as views look at more.
+    /// All that a view, which is made beside `write`, can see; with fewer preemptions, as views
+    /// look at more.
     fn views<O: Ord + Debug + Send + 'static>(
         mut self,
         read: impl Fn(SlotView<'_, u32>) -> O + Send + Sync + 'static,
@@ -176,7 +178,8 @@ fn a_slot_that_comes_is_seen_or_not() {
     );
 }
 
-/// Looks twice for a new slot that is the last of one leaf, where a look-up of its last frame goes to the next.
+/// Looks twice for a new slot that is the last of one leaf, where a look-up of its last frame goes
+/// to the next.
 fn comes_before_the_next_leaf(frames: [u64; 2]) {
     let starts = [0, 10, 20, 30, 40, 50];
     let mut slots: Vec<_> = (0..6)
@@ -331,9 +334,8 @@ fn a_move_down_over_itself() {
     overlapping_move(12, 10);
 }
 
-/// The same where the two places are in two leaves: frames from 40 on are in the second. The new place may be that of a slot
-/// that was there.
-fn overlapping_move_between_leaves(from: u64, to: u64, before: bool) {
+/// The same with the two places in two leaves: frames from 40 on are in the second.
+fn overlapping_move_between_leaves(from: u64, to: u64) {
     let mut slots: Vec<_> = [0, 10, 20, 30, 40, 50]
         .iter()
         .enumerate()
@@ -341,10 +343,6 @@ fn overlapping_move_between_leaves(from: u64, to: u64, before: bool) {
         .collect();
     slots.push(Request::delete(0, 4));
     slots.push(Request::delete(0, 1));
-    if before {
-        slots.push(slot(1, to, 1, 0));
-        slots.push(Request::delete(0, 1));
-    }
     slots.push(slot(1, from, 4, 1));
     let seen = Model::of(slots).explore(
         1,
@@ -373,25 +371,16 @@ fn overlapping_move_between_leaves(from: u64, to: u64, before: bool) {
 
 #[test]
 fn a_move_up_over_itself_into_the_next_leaf() {
-    overlapping_move_between_leaves(38, 40, false);
-}
-
-#[test]
-fn a_move_up_over_itself_and_a_tombstone_into_the_next_leaf() {
-    overlapping_move_between_leaves(38, 40, true);
+    overlapping_move_between_leaves(38, 40);
 }
 
 #[test]
 fn a_move_down_over_itself_into_the_leaf_before() {
-    overlapping_move_between_leaves(40, 38, false);
+    overlapping_move_between_leaves(40, 38);
 }
 
-#[test]
-fn a_move_down_over_itself_and_a_tombstone_into_the_leaf_before() {
-    overlapping_move_between_leaves(40, 38, true);
-}
-
-/// Slot 1 of `slots` moves from frame 10 to `to`: the newest state is at one of the two places, and never valid at both.
+/// Slot 1 of `slots` moves from frame 10 to `to`: the newest state is at one of the two places, and
+/// never valid at both.
 fn moves_far(slots: Vec<Request<u32>>, to: u64) {
     let seen = Model::of(slots).explore(
         1,
@@ -422,11 +411,6 @@ fn a_moved_slot_is_never_valid_at_both_places() {
     moves_far(in_order(5), 90);
 }
 
-#[test]
-fn a_slot_that_moves_to_a_tombstone_is_seen_in_one_place() {
-    moves_far(with_tombstones(4, &[2]), 20);
-}
-
 /// All look-ups of one view give one version: here of a slot that moves in all trees of two levels.
 #[test]
 fn a_view_sees_a_move_wholly_or_not() {
@@ -449,7 +433,8 @@ fn a_view_sees_a_move_wholly_or_not() {
     assert_eq!(seen, possible);
 }
 
-/// A slot moves behind all others of another leaf, which has room, and is not found there at its old time.
+/// A slot moves behind all others of another leaf, which has room, and is not found there at its
+/// old time.
 #[test]
 fn a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not() {
     let seen = Model::of(in_order(6)).views(
@@ -486,7 +471,8 @@ fn a_view_sees_a_deletion_wholly_or_not() {
     assert_eq!(seen, possible);
 }
 
-/// A view stays at its version over two changes, of which the second uses memory that the first has left.
+/// A view stays at its version over two changes, of which the second uses memory that the first has
+/// left.
 #[test]
 fn a_view_outlives_changes() {
     let seen = Model::of([slot(1, 10, 1, 1)]).views(
@@ -510,13 +496,6 @@ fn a_view_outlives_changes() {
         [Nothing; 4],
     ]);
     assert_eq!(seen, possible);
-}
-
-/// Slots with nothing in between but tombstones: 0 to `count` but those in `gone`, which were there.
-fn with_tombstones(count: u16, gone: &[u16]) -> Vec<Request<u32>> {
-    let mut slots = in_order(count);
-    slots.extend(gone.iter().map(|&id| Request::delete(0, id)));
-    slots
 }
 
 /// A slot goes, comes again to where it was, and goes again.
@@ -546,9 +525,9 @@ fn a_view_sees_a_slot_that_goes_and_comes_again() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A slot moves to where another was until then, and back, and is deleted: by frame it is stored over tombstones of its own and of others.
+/// A slot moves to where another was until then, and back.
 #[test]
-fn a_view_sees_a_slot_that_moves_over_tombstones() {
+fn a_view_sees_a_slot_that_moves_to_where_another_was() {
     let seen = Model::of(in_order(4)).views(
         |view| {
             let places = [10, 20].map(|gfn| unmarked([found(view.lookup(Gfn(gfn)))])[0]);
@@ -572,27 +551,6 @@ fn a_view_sees_a_slot_that_moves_over_tombstones() {
         (3, [Valid(10, 8), Nothing], [Valid(10, 8), Nothing]),
     ];
     assert_eq!(seen, BTreeSet::from(possible));
-}
-
-/// A slot comes over tombstones of smaller ones, and goes; look-ups of its last frames meet them or not.
-#[test]
-fn a_slot_that_comes_over_tombstones_is_seen_or_not() {
-    let seen = Model::of(with_tombstones(4, &[1, 2])).explore(
-        1,
-        |reader| {
-            let guard = reader.pin();
-            [see(&guard, 21), see(&guard, 10)]
-        },
-        |writer| {
-            writer.set(slot(1, 10, 15, 2)).unwrap();
-            writer.reclaim();
-        },
-    );
-    let new = Valid(10, 2);
-    assert_eq!(
-        seen,
-        BTreeSet::from([[Nothing, Nothing], [Nothing, new], [new, new]])
-    );
 }
 
 /// Two slots come behind the others into a leaf that stays; who sees the second sees the first too.
@@ -644,7 +602,8 @@ fn a_view_sees_no_slot_that_comes_into_its_leaf() {
     assert_eq!(seen, BTreeSet::from([0, 1, 2]));
 }
 
-/// A leaf whose neighbour goes takes over its frames, and a slot comes into it there: a view from before finds the neighbour.
+/// A leaf whose neighbour goes takes over its frames, and a slot comes into it there: a view from
+/// before finds the neighbour.
 #[test]
 fn a_slot_comes_where_another_leaf_was() {
     let mut slots = in_order(9);
@@ -675,7 +634,8 @@ fn a_slot_comes_where_another_leaf_was() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A slot comes into a leaf that stays, and another record takes its place: a view from before leads back to nothing.
+/// A slot comes into a leaf that stays, and another record takes its place: a view from before
+/// leads back to nothing.
 #[test]
 fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
     let seen = Model::of([slot(1, 10, 1, 1)]).views(
@@ -703,7 +663,8 @@ fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A leaf splits, and the root becomes another node, under a view and a look-up of the newest state.
+/// A leaf splits, and the root becomes another node, under a view and a look-up of the newest
+/// state.
 #[test]
 fn a_leaf_splits_under_readers() {
     let slots = (0..4).map(|i| slot(i, u64::from(i) * 10, 1, 1));
@@ -733,8 +694,8 @@ fn a_leaf_splits_under_readers() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// What a view has by id, of a tree whose form `write` changes: slot `changed`, and three others. There are `before`
-/// changes first.
+/// What a view has by id, of a tree whose form `write` changes: slot `changed`, and three others.
+/// There are `before` changes first.
 fn forms(
     slots: Vec<Request<u32>>,
     changed: u16,

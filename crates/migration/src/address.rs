@@ -1,7 +1,7 @@
 //! Where a side listens or connects to: TCP or a unix socket.
 //!
-//! **Guarantee.** Every accepted text names exactly one kind of address, and what is shown parses to
-//! the same address. **Mechanism.** Text only: names are resolved when a connection is made.
+//! **Guarantee.** Every accepted text names exactly one kind of address, and what is shown parses
+//! to the same address. **Mechanism.** Text only: names are resolved when a connection is made.
 //! **Neighbours.** [`channel`](crate::channel) binds and connects; no sockets here.
 
 use core::fmt;

@@ -1,5 +1,5 @@
-//! Why a migration failed. What that means for the VM is said by [`SourceFailure`](crate::SourceFailure)
-//! and [`DestinationFailure`](crate::DestinationFailure).
+//! Why a migration failed. What that means for the VM is said by
+//! [`SourceFailure`](crate::SourceFailure) and [`DestinationFailure`](crate::DestinationFailure).
 
 use crate::channel::ChannelError;
 use crate::wire::{ErrorCode, Status, WireError};
@@ -72,6 +72,18 @@ impl MigrationError {
     /// Whether a connection ended, which may be the echo of a failure elsewhere.
     pub(crate) fn is_lost(&self) -> bool {
         matches!(self, Self::LinkLost(_))
+    }
+
+    /// Whether the destination serves somebody else now, so that trying again may succeed.
+    pub(crate) fn is_busy(&self) -> bool {
+        matches!(
+            self,
+            Self::Refused(Status::Busy)
+                | Self::PeerGaveUp {
+                    code: ErrorCode::Busy,
+                    ..
+                }
+        )
     }
 
     /// Whether the destination has said that its copy is no more and never counted.

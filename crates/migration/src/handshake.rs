@@ -1,22 +1,24 @@
 //! How the two connections of a migration come about.
 //!
-//! **Guarantee.** Both sides end with a stream and an urgent connection of the same session, version and
-//! capabilities, or with an error and no connection. At the destination no stranger gets in the way of a
-//! pair that is being made: not one who sends garbage, names another session, stops half way or sends
-//! nothing at all.
+//! **Guarantee.** Both sides end with a stream and an urgent connection of the same session,
+//! version and capabilities, or with an error and no connection. At the destination no stranger
+//! keeps a source out: neither by garbage, nor by another session, nor by stopping half way or
+//! saying nothing at all.
 //!
-//! **Mechanism.** The source connects, says [`Hello`] and waits for [`HelloReply`], first for the stream,
-//! then for the urgent connection. The destination looks at all its callers at once ([`accept_pair`]), a
-//! bounded number of them, each for a bounded time.
+//! **Mechanism.** The source connects, says [`Hello`] and waits for [`HelloReply`], first for the
+//! stream, then for the urgent connection. The destination looks at all its callers at once
+//! ([`accept_pair`]), a bounded number of them, each for a bounded time.
 //!
-//! **Neighbours.** [`wire`](crate::wire) has the two messages, [`channel`](crate::channel) the sockets.
-//! It must not know what is sent afterwards. It does not authenticate: whoever can connect can migrate.
+//! **Neighbours.** [`wire`](crate::wire) has the two messages, [`channel`](crate::channel) the
+//! sockets. It must not know what is sent afterwards. It does not authenticate: whoever can connect
+//! can migrate.
 
 mod acceptor;
 mod caller;
 
 use std::time::{Duration, Instant};
 
+use self::acceptor::{Acceptor, Mode};
 use crate::address::Address;
 use crate::channel::{ChannelError, Connection, Listener, Wait};
 use crate::wire::{
@@ -97,9 +99,13 @@ pub enum StrangerError {
     /// Its preamble was good and came at the wrong time.
     #[error("{0}")]
     Refused(Status),
-    /// Its stream connection was accepted and the urgent one did not come, or the first ended before.
+    /// Its stream connection was accepted and the urgent one did not come, or the first ended
+    /// before.
     #[error("the urgent connection of its session did not follow")]
     HalfPair,
+    /// Both of its connections were accepted, and it said nothing.
+    #[error("its session was accepted, and no message followed")]
+    SilentSession,
 }
 
 impl SessionId {
@@ -197,11 +203,11 @@ fn read_reply(
             }
             Ok(None) => connection.wait_readable(&wait.less(started.elapsed()))?,
             Err(ChannelError::Closed { .. }) if filled > 0 => {
-                return Err(WireError::Truncated {
+                return Err(ChannelError::Wire(WireError::Truncated {
                     what: "HelloReply",
                     needed: HELLO_BYTES as u64,
                     got: filled as u64,
-                }
+                })
                 .into());
             }
             Err(error) => return Err(error.into()),
@@ -210,19 +216,44 @@ fn read_reply(
     Ok(bytes)
 }
 
-/// Waits on `listener` for the two connections of one migration: for at most `limit` (without one, for
-/// ever), and until `stop` returns true, which is asked every 50 ms.
+/// Waits on `listener` for the two connections of one migration: for at most `limit` (without one,
+/// for ever), and until `stop` returns true, which is asked every 50 ms.
 ///
 /// `stranger` hears of every caller that was not accepted.
 ///
 /// # Errors
-/// [`ChannelError::TimedOut`], [`ChannelError::Interrupted`], and [`ChannelError::Open`] if the host has
-/// no descriptors left.
+/// [`ChannelError::TimedOut`], [`ChannelError::Interrupted`], and [`ChannelError::Open`] if the
+/// host has no descriptors left.
 pub fn accept_pair(
     listener: &Listener,
     limit: Option<Duration>,
     stop: &dyn Fn() -> bool,
     stranger: &mut dyn FnMut(&Stranger),
 ) -> Result<Pair, HandshakeError> {
-    acceptor::Acceptor::new(listener, stranger).run(limit, stop)
+    Acceptor::new(listener, Mode::Paired, stranger).run(limit, stop)
+}
+
+/// As [`accept_pair`] without a limit, for the first session whose source has begun to speak.
+pub(crate) fn accept_speaking(
+    listener: &Listener,
+    stop: &dyn Fn() -> bool,
+    stranger: &mut dyn FnMut(&Stranger),
+) -> Result<Pair, HandshakeError> {
+    Acceptor::new(listener, Mode::Speaking, stranger).run(None, stop)
+}
+
+/// Answers every source that calls at `listener` that this destination is busy, until `stop`
+/// returns true. A source that hears that tries again for a while.
+///
+/// # Errors
+/// [`ChannelError::Open`] if the host has no descriptors left.
+pub fn refuse_callers(
+    listener: &Listener,
+    stop: &dyn Fn() -> bool,
+    stranger: &mut dyn FnMut(&Stranger),
+) -> Result<(), HandshakeError> {
+    match Acceptor::new(listener, Mode::Refusing, stranger).run(None, stop) {
+        Err(HandshakeError::Channel(ChannelError::Interrupted { .. })) | Ok(_) => Ok(()),
+        Err(error) => Err(error),
+    }
 }

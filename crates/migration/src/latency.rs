@@ -1,11 +1,11 @@
 #![expect(unsafe_code, reason = "one system call that libraries do not wrap")]
 //! Threads that somebody waits for ask the scheduler for short slices.
 //!
-//! Linux 6.12 and later take a slice for ordinary threads in `sched_attr.sched_runtime` (0.1 to 100 ms;
-//! `kernel/sched/syscalls.c`, `__setparam_fair`). A thread with a shorter slice has an earlier deadline, so
-//! when it wakes it runs before those that compute; its share of the processor stays the same, and no
-//! privilege is needed. Without it a page that has arrived may wait for a whole slice (about 3 ms) of
-//! another vCPU. Older kernels ignore the field.
+//! Linux 6.12 and later take a slice for ordinary threads in `sched_attr.sched_runtime` (0.1 to 100
+//! ms; `kernel/sched/syscalls.c`, `__setparam_fair`). A thread with a shorter slice has an earlier
+//! deadline, so when it wakes it runs before those that compute; its share of the processor stays
+//! the same, and no privilege is needed. Without it a page that has arrived may wait for a whole
+//! slice (about 3 ms) of another vCPU. Older kernels ignore the field.
 
 use std::mem::size_of;
 
@@ -31,12 +31,12 @@ const _: () = assert!(size_of::<SchedAttr>() == 48);
 /// `SCHED_OTHER`: the policy of ordinary threads.
 const SCHED_OTHER: u32 = 0;
 
-/// Asks for short slices for the calling thread. Threads of another policy than the ordinary one are left
-/// as they are. A kernel that refuses costs latency, nothing else.
+/// Asks for short slices for the calling thread. Threads of another policy than the ordinary one
+/// are left as they are. A kernel that refuses costs latency, nothing else.
 pub(crate) fn prefer_short_slices() {
     let mut attr = SchedAttr::default();
-    // SAFETY: the kernel writes at most the 48 bytes announced to a live structure of that size; the
-    // thread is the calling one.
+    // SAFETY: the kernel writes at most the 48 bytes announced to a live structure of that size;
+    // the thread is the calling one.
     let got = unsafe {
         libc::syscall(
             libc::SYS_sched_getattr,
@@ -54,8 +54,8 @@ pub(crate) fn prefer_short_slices() {
     }
 }
 
-/// Lets all others go first: for work beside the guest that nobody waits for. Linux counts the nice value
-/// by thread (`setpriority(2)`, notes).
+/// Lets all others go first: for work beside the guest that nobody waits for. Linux counts the nice
+/// value by thread (`setpriority(2)`, notes).
 pub(crate) fn stand_back() {
     // A host that refuses loses some latency, nothing else.
     let _ = rustix::process::setpriority_process(None, 10);

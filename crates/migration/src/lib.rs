@@ -1,18 +1,27 @@
 //! How does a running virtual machine move?
 //!
-//! **Guarantee.** A VM runs in one place at any time; no byte of its memory is lost; no vCPU ever sees a
-//! page before its right bytes are there. Until the destination has confirmed that the guest runs there,
-//! any failure leaves it running at the source; afterwards the source never resumes it, unless the destination says
-//! that it discarded its copy before it counted, and a lost connection pauses it at the destination with a clear error
-//! (`docs/failures.md`).
+//! **Guarantee.** A VM runs in one place at any time, and no byte of its memory is lost. No vCPU
+//! sees a page before its right bytes are there. Until the destination has confirmed that the guest
+//! runs there, any failure leaves the guest running at the source. After that, the source resumes
+//! it in one case only: the destination says that it discarded its copy before that copy counted. A
+//! connection that is lost after the switch-over pauses the VM at the destination, with an error
+//! that says how many pages are missing.
 //!
 //! **Mechanism.** [`source`] and [`destination`] are two processes joined by two connections
-//! ([`channel`]): a *stream* for set-up, pre-copy, switch-over and the background push, and an *urgent*
-//! one for the pages that vCPUs wait for. The byte formats are in [`wire`] and `docs/wire-format.md`.
-//! The phases are those of [`Phase`].
+//! ([`channel`]). The *stream* carries set-up, pre-copy, switch-over and the background push. The
+//! *urgent* connection carries the pages that vCPUs wait for. [`wire`] has the byte formats, and
+//! [`Phase`] the phases in their order.
 //!
-//! **Neighbours.** Below: `machine` (the VM), `userfault` (page states). Above: `bench`, `cli`. It must
-//! not know which engine runs the guest, nor what the guest does.
+//! | phase | source | destination |
+//! |---|---|---|
+//! | set-up | offers the VM | builds such a machine and acknowledges |
+//! | pre-copy | sends pages while the guest runs | allocates memory and takes the pages |
+//! | switch-over | stops the guest, sends the missing bitmap and the vCPU states | starts the guest |
+//! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
+//! | completion | compares counts | compares counts |
+//!
+//! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `bench` and
+//! `cli`. This crate must not know which engine runs the guest, nor what the guest does.
 
 pub mod address;
 pub mod channel;
@@ -38,6 +47,6 @@ pub use phase::{Observer, Phase, Unobserved};
 pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};
 pub use source::{RunningVm, SourceConfig, SourceFailure, SourceVm, migrate};
 
-/// The version of the vCPU states' encoding that both sides must share; each engine's states carry a
-/// finer version of their own.
+/// The version of the vCPU states' encoding that both sides must share; each engine's states carry
+/// a finer version of their own.
 pub const STATE_FORMAT: u16 = 1;

@@ -2,7 +2,8 @@
     unsafe_code,
     reason = "passes on the contract of receiving into memory given by address"
 )]
-//! The two connections of a migration as its phases use them: frames in, frames out, one error type.
+//! The two connections of a migration as its phases use them: frames in, frames out, one error
+//! type.
 
 use crate::address::Address;
 use crate::channel::{ChannelError, Connection, Listener, Wait};
@@ -12,7 +13,7 @@ use crate::handshake::{self, HandshakeError, Stranger};
 use crate::source::SourceConfig;
 use crate::wire::{
     self, ErrorCode, ErrorMessage, Frame, FrameHasher, FrameHeader, FrameType, HEADER_BYTES,
-    RunList, SessionId, Side, URGENT_BYTES, UrgentMessage,
+    RunList, SessionId, Side, URGENT_BYTES, UrgentMessage, WireError,
 };
 use pageferry_machine::Engine;
 use std::fmt::Display;
@@ -28,14 +29,16 @@ const URGENT_SEND_LIMIT: Duration = Duration::from_secs(30);
 pub(crate) const REASON_LIMIT: Duration = Duration::from_millis(50);
 /// How long a side that gave up waits for the peer to read why.
 const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
-/// How long the source's urgent thread spins for the next request before it sleeps, in microseconds.
-/// While a guest faults, requests come every few dozen; a sleeping hop would cost each of them 70 more.
+/// How long the source's urgent thread spins for the next request before it sleeps, in
+/// microseconds. While a guest faults, requests come every few dozen; a sleeping hop would cost
+/// each of them 70 more.
 pub const URGENT_SPIN_MICROS: u32 = 100;
-/// How long readers of the stream spin for the next byte, in microseconds: near switch-over each sleeping
-/// hop would be part of the blackout, and in the push it would leave the sender waiting for room.
+/// How long readers of the stream spin for the next byte, in microseconds: near switch-over each
+/// sleeping hop would be part of the blackout, and in the push it would leave the sender waiting
+/// for room.
 pub(crate) const SWITCH_OVER_SPIN_MICROS: u32 = 100;
-/// How long a request waits for room in the socket's buffer: there always is some, unless the source
-/// does not read.
+/// How long a request waits for room in the socket's buffer: there always is some, unless the
+/// source does not read.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 
 /// A stop condition that never comes.
@@ -62,6 +65,10 @@ pub(crate) fn machine_engine(engine: wire::Engine) -> Engine {
 impl From<ChannelError> for MigrationError {
     fn from(error: ChannelError) -> Self {
         match error {
+            // A peer that stops within a message has not damaged it: the connection was cut.
+            ChannelError::Wire(error @ WireError::Truncated { .. }) => {
+                Self::LinkLost(error.to_string())
+            }
             ChannelError::Wire(error) => Self::Wire(error),
             ChannelError::Interrupted { .. } => Self::Cancelled,
             ChannelError::TimedOut { what, .. } => Self::Timeout(what),
@@ -109,7 +116,12 @@ pub(crate) struct StreamLink {
 }
 
 impl StreamLink {
-    fn new(connection: Connection, from: Side, memory_pages: u64, send_limit: Duration) -> Self {
+    pub(crate) fn new(
+        connection: Connection,
+        from: Side,
+        memory_pages: u64,
+        send_limit: Duration,
+    ) -> Self {
         Self {
             connection,
             from,
@@ -151,7 +163,7 @@ impl StreamLink {
         stop: &dyn Fn() -> bool,
         stranger: &mut dyn FnMut(&Stranger),
     ) -> Result<(Self, UrgentLink), MigrationError> {
-        let pair = handshake::accept_pair(listener, None, stop, stranger)?;
+        let pair = handshake::accept_speaking(listener, stop, stranger)?;
         Ok((
             Self::new(pair.stream, Side::Source, 0, config.silence_limit),
             UrgentLink::new(pair.urgent),
@@ -193,8 +205,8 @@ impl StreamLink {
         self.sent(sent)
     }
 
-    /// Sends a frame that is encoded already, unless `stop` returns true while the peer does not take it:
-    /// then, as after every error of sending, no frame follows it.
+    /// Sends a frame that is encoded already, unless `stop` returns true while the peer does not
+    /// take it: then, as after every error of sending, no frame follows it.
     pub(crate) fn send_vectored(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -207,32 +219,48 @@ impl StreamLink {
         self.sent(sent)
     }
 
-    /// What an outcome of sending means. A peer that gives up says why and closes: the reason is what
-    /// counts, not that the rest could not be sent.
+    /// What an outcome of sending means. A peer that gives up says why and closes: the reason is
+    /// what counts, not that the rest could not be sent.
     fn sent(&mut self, outcome: Result<(), ChannelError>) -> Result<(), MigrationError> {
         let Err(error) = outcome else { return Ok(()) };
         self.torn = true;
         let error = MigrationError::from(error);
-        if error.is_lost()
-            && let Err(reason @ (MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled)) =
-                self.receive_any(REASON_LIMIT, never())
-        {
-            return Err(reason);
+        if !error.is_lost() {
+            return Err(error);
         }
-        Err(error)
+        // What the peer said before it gave up comes first.
+        loop {
+            match self.receive_any(REASON_LIMIT, never()) {
+                Ok(Received::Frame(_)) => {}
+                Err(
+                    reason @ (MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled),
+                ) => return Err(reason),
+                Ok(Received::Pages(_)) | Err(_) => return Err(error),
+            }
+        }
+    }
+
+    /// Waits until a frame has begun to come, or the peer has ended, for at most `limit`.
+    pub(crate) fn wait_for_frame(
+        &self,
+        limit: Duration,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<bool, MigrationError> {
+        let wait = Wait::block("frame").within(limit).unless(stop);
+        match self.connection.wait_readable(&wait) {
+            Err(ChannelError::TimedOut { .. }) => Ok(false),
+            Err(error) => Err(error.into()),
+            Ok(()) => Ok(true),
+        }
     }
 
     /// Fails if the peer has spoken or ended although nothing is due from it. Does not wait.
     pub(crate) fn check_silent(&mut self) -> Result<(), MigrationError> {
-        let now = Wait::block("frame").within(Duration::ZERO);
-        match self.connection.wait_readable(&now) {
-            Err(ChannelError::TimedOut { .. }) => Ok(()),
-            Err(error) => Err(error.into()),
-            Ok(()) => {
-                let found = self.receive(REASON_LIMIT, never())?;
-                Err(self.unexpected("nothing", &found))
-            }
+        if !self.wait_for_frame(Duration::ZERO, never())? {
+            return Ok(());
         }
+        let found = self.receive(REASON_LIMIT, never())?;
+        Err(self.unexpected("nothing", &found))
     }
 
     /// The next frame, which must not be of pages.
@@ -366,8 +394,8 @@ impl StreamLink {
         }
     }
 
-    /// Ends the connection so that the peer can still read the last word: what it sent and nobody read
-    /// would otherwise turn into a reset that overtakes it.
+    /// Ends the connection so that the peer can still read the last word: what it sent and nobody
+    /// read would otherwise turn into a reset that overtakes it.
     pub(crate) fn close_after_word(&self) {
         self.connection.shutdown_write();
         let mut rest = [0; 4096];

@@ -56,6 +56,11 @@ pub trait Observer: Send + Sync {
 
     /// Pages are done in this phase, of `total`.
     fn progress(&self, phase: Phase, done: u64, total: u64);
+
+    /// The destination has allocated `done` of its `total` pages, beside whatever the phase is.
+    fn allocated(&self, done: u64, total: u64) {
+        let _ = (done, total);
+    }
 }
 
 /// An observer that ignores everything.

@@ -81,10 +81,12 @@ pub struct DestinationReport {
     /// When the first guest instruction ran, where the engine can tell exactly. Elsewhere
     /// [`DestinationReport::first_touch_ns`] gives a time a little after it.
     pub first_instruction_ns: Option<u64>,
-    /// Stalls of faults on missing pages, in nanoseconds: from the fault's arrival at Pageferry to the
-    /// moment the vCPU may go on. Faults on pages that were there and only not mapped are not in it.
+    /// Stalls of faults on missing pages, in nanoseconds: from the fault's arrival at Pageferry to
+    /// the moment the vCPU may go on. Faults on pages that were there and only not mapped are
+    /// not in it.
     pub stalls: Histogram<u64>,
-    /// Faults on missing pages (at most [`DestinationReport::MAX_FAULT_RECORDS`]), each vCPU's in order.
+    /// Faults on missing pages (at most [`DestinationReport::MAX_FAULT_RECORDS`]), each vCPU's in
+    /// order.
     pub faults: Vec<FaultRecord>,
     /// The first faults of all kinds, in order; those that were only mapped have no stall.
     pub first_faults: Vec<FaultRecord>,
@@ -102,9 +104,10 @@ impl DestinationReport {
     /// How many faults of all kinds a report keeps from the start on.
     pub const MAX_FIRST_FAULTS: usize = 256;
 
-    /// When the guest first touched a page for which `is_data` holds, among the first faults: an upper
-    /// bound of the time of its first instruction where nothing is mapped at the start (KVM), as long
-    /// as `is_data` leaves out the pages a vCPU needs before its first instruction (code, tables).
+    /// When the guest first touched a page for which `is_data` holds, among the first faults: an
+    /// upper bound of the time of its first instruction where nothing is mapped at the start
+    /// (KVM), as long as `is_data` leaves out the pages a vCPU needs before its first
+    /// instruction (code, tables).
     #[must_use]
     pub fn first_touch_ns(&self, is_data: impl Fn(RamPage) -> bool) -> Option<u64> {
         self.first_faults

@@ -1,6 +1,6 @@
 //! Time for one operation, from batches.
 
-use crate::layout::KEYS;
+use crate::slots::KEYS;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,8 @@ pub(crate) fn per_operation(spent: Duration, overhead: Duration, count: usize) -
     spent.saturating_sub(overhead).as_nanos() as f64 / count as f64
 }
 
-/// How long a chunk of look-ups runs: far shorter than a time slice, so that on a busy machine most chunks
-/// are not interrupted and their median is that of undisturbed ones.
+/// How long a chunk of look-ups runs: far shorter than a time slice, so that on a busy machine most
+/// chunks are not interrupted and their median is that of undisturbed ones.
 const CHUNK: Duration = Duration::from_micros(100);
 /// After so many chunks [`Sampler::look_ups`] calls `before` again.
 const CHUNKS: usize = 8;
@@ -36,11 +36,12 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn; a sample a chunk.
+    /// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn; a sample
+    /// a chunk.
     ///
-    /// Calls `before` before the first chunk and now and then later, untimed. Beforehand all keys are looked up
-    /// once, or as many as fit into the time of [`WARM_UP`] samples, so that the caches hold what this scheme needs and not
-    /// what the one before it did.
+    /// Calls `before` before the first chunk and now and then later, untimed. Beforehand all keys
+    /// are looked up once, or as many as fit into the time of [`WARM_UP`] samples, so that the
+    /// caches hold what this scheme needs and not what the one before it did.
     #[inline]
     pub(crate) fn look_ups<T>(
         self,

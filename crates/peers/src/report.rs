@@ -1,137 +1,130 @@
-//! What a run found: figures, and whether they reach what is asked of the memslots.
+//! What a comparison found: figures, and whether ours keep their bounds.
 
-use crate::bounds;
-use crate::operation::Operation;
-use crate::verdict::Verdict;
+use crate::run::Sample;
+use pageferry_bench::kit::Verdict;
 use serde::Serialize;
-use std::fmt::{self, Write};
 use std::time::Duration;
+
+/// What a scheme is measured at.
+pub trait Operation: Copy + Ord + Serialize {
+    /// A name for a sentence.
+    fn name(self) -> &'static str;
+    /// The unit of its figures.
+    fn unit(self) -> &'static str;
+    /// How many threads do it at once.
+    fn threads(self) -> u32;
+}
 
 /// One figure. The names of the keys are stable.
 #[derive(Clone, Debug, Serialize)]
-pub struct Figure {
+pub struct Figure<O> {
     /// What was measured.
-    pub operation: Operation,
+    pub operation: O,
     /// Of which scheme.
     pub scheme: &'static str,
-    /// With how many slots.
-    pub slots: u32,
+    /// With how many slots, where the comparison is of slots.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub slots: Option<u32>,
     /// The median.
     pub value: f64,
-    /// The mean, which also has what few samples bear for all (memory given back, a thread descheduled).
+    /// The mean. It includes costs that few samples bear for all, such as memory given back.
     pub mean: f64,
-    /// Its unit.
+    /// The unit of both.
     pub unit: &'static str,
     /// The smallest sample.
     pub min: f64,
     /// The largest.
     pub max: f64,
-    /// How many samples the median is of; a sample is itself the mean of a batch of operations.
+    /// How many samples the median is of. A sample is itself the mean of a batch of operations.
     pub samples: usize,
+    /// How many more were left out: a thread lost its core to another process meanwhile, or the
+    /// two did not begin together. Where all samples with one thread are like that, none is
+    /// left out.
+    pub left_out: usize,
+    /// TLB flushes that were asked for, an operation. Flushes are counted here, not done.
+    pub flushes: f64,
 }
 
-impl Figure {
-    /// The figure of `samples`, which must not be empty.
+impl<O: Operation> Figure<O> {
+    /// The figure of `samples`; none where no sample is fit for it.
     pub(crate) fn of(
-        operation: Operation,
+        operation: O,
         scheme: &'static str,
-        slots: u32,
-        mut samples: Vec<f64>,
-    ) -> Self {
-        samples.sort_unstable_by(f64::total_cmp);
-        Self {
+        slots: Option<u32>,
+        samples: &[Sample<O>],
+    ) -> Option<Self> {
+        let all = operation.threads() == 1 && samples.iter().all(|sample| sample.disturbed);
+        let fit = samples.iter().filter(|sample| all || !sample.disturbed);
+        let mut values: Vec<f64> = fit.map(|sample| sample.value).collect();
+        values.sort_unstable_by(f64::total_cmp);
+        let flushes: f64 = samples.iter().map(|sample| sample.flushes).sum();
+        Some(Self {
             operation,
             scheme,
             slots,
-            value: samples[samples.len() / 2],
-            mean: samples.iter().sum::<f64>() / samples.len() as f64,
+            value: *values.get(values.len() / 2)?,
+            mean: values.iter().sum::<f64>() / values.len() as f64,
             unit: operation.unit(),
-            min: samples[0],
-            max: samples[samples.len() - 1],
-            samples: samples.len(),
-        }
+            min: *values.first()?,
+            max: *values.last()?,
+            samples: values.len(),
+            left_out: samples.len() - values.len(),
+            flushes: flushes / samples.len() as f64,
+        })
     }
 }
 
-/// What a run found.
+/// What a run found. `E` is what one comparison has beside the others.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
-    /// Cores this process may run on. A figure with two threads says little on fewer than two.
+pub struct Report<O, E> {
+    /// Cores this process may run on. There are no figures with two threads where the two never
+    /// ran at once.
     pub cores: usize,
     /// How long the run took, in seconds.
     pub seconds: f64,
-    /// What a cache line takes from one core to another, in nanoseconds: the smallest, the median and the largest over
-    /// the rounds, or nothing where there was no second core. All figures with two threads hang on it, and on virtual
-    /// machines it changes with the cores the host gives.
-    pub line_transfer: Option<[f64; 3]>,
-    /// The figures, by number of slots, scheme and operation.
-    pub figures: Vec<Figure>,
-    /// What is asked of the memslots, and whether this run met it.
+    /// What only this comparison has.
+    #[serde(flatten)]
+    pub extra: E,
+    /// The figures.
+    pub figures: Vec<Figure<O>>,
+    /// What is asked of ours, and whether this run met it.
     pub verdicts: Vec<Verdict>,
 }
 
-impl Report {
-    pub(crate) fn new(figures: Vec<Figure>, mut transfers: Vec<f64>, spent: Duration) -> Self {
-        transfers.sort_unstable_by(f64::total_cmp);
+impl<O: Operation, E> Report<O, E> {
+    /// A report that `verdicts` judges.
+    pub(crate) fn judged(
+        figures: Vec<Figure<O>>,
+        extra: E,
+        spent: Duration,
+        verdicts: impl FnOnce(&Self) -> Vec<Verdict>,
+    ) -> Self {
         let mut report = Self {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             seconds: spent.as_secs_f64(),
-            line_transfer: transfers
-                .last()
-                .map(|last| [transfers[0], transfers[transfers.len() / 2], *last]),
+            extra,
             figures,
             verdicts: Vec::new(),
         };
-        report.verdicts = bounds::verdicts(&report);
+        report.verdicts = verdicts(&report);
         report
     }
 
-    /// The median of `operation` by `scheme` with `slots` slots, if it was measured.
-    #[must_use]
-    pub fn value(&self, operation: Operation, scheme: &str, slots: u32) -> Option<f64> {
-        self.figures
-            .iter()
-            .find(|figure| {
-                figure.operation == operation && figure.scheme == scheme && figure.slots == slots
-            })
-            .map(|figure| figure.value)
-    }
-
-    /// How many times as long a look-up of `scheme` takes beside a busy writer as alone.
-    #[must_use]
-    pub fn busy_ratio(&self, scheme: &str, slots: u32) -> Option<f64> {
-        let quiet = self.value(Operation::ByGfn, scheme, slots)?;
-        Some(self.value(Operation::BesideWriter, scheme, slots)? / quiet)
-    }
-
-    /// How many nanoseconds of a reader's time each change of the busy writer costs, which its rate leaves out: a scheme whose changes
-    /// take long disturbs a reader seldom. No scheme costs less than one move of a cache line, unless the reader needs nothing that
-    /// changes.
-    #[must_use]
-    pub fn lost_a_change(&self, scheme: &str, slots: u32) -> Option<f64> {
-        let quiet = self.value(Operation::ByGfn, scheme, slots)?;
-        let busy = self.value(Operation::BesideWriter, scheme, slots)?;
-        let a_change = 1e6 / self.value(Operation::WriterRate, scheme, slots)?;
-        Some((a_change * (busy - quiet) / busy).max(0.0))
-    }
-
-    /// The numbers of slots, in the order they were measured.
-    #[must_use]
-    pub fn sizes(&self) -> Vec<u32> {
-        let mut sizes: Vec<u32> = self.figures.iter().map(|figure| figure.slots).collect();
-        sizes.dedup();
-        sizes
-    }
-
-    /// The figures and the verdicts as text of at most 130 columns.
-    #[must_use]
-    pub fn table(&self) -> String {
-        self.to_string()
+    /// The median of `operation` by `scheme`, with so many slots where there are slots, if it was
+    /// measured.
+    pub(crate) fn median(&self, operation: O, scheme: &str, slots: Option<u32>) -> Option<f64> {
+        let found = self.figures.iter().find(|figure| {
+            figure.operation == operation && figure.scheme == scheme && figure.slots == slots
+        });
+        found.map(|figure| figure.value)
     }
 }
 
-/// Three digits, and a `k` or `M` where the number needs it.
-fn short(value: f64) -> String {
+/// Three digits, and a `k` or `M` where the number needs it; a dash for none.
+pub(crate) fn short(value: Option<f64>) -> String {
+    let Some(value) = value else {
+        return "-".to_owned();
+    };
     let (scaled, suffix) = match value {
         v if v >= 999_500.0 => (value / 1e6, "M"),
         v if v >= 9_995.0 => (value / 1e3, "k"),
@@ -145,63 +138,39 @@ fn short(value: f64) -> String {
     format!("{scaled:.digits$}{suffix}")
 }
 
-/// The width of a scheme's name.
-const NAME: usize = 20;
-
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "ns an operation (set-up: ms for all slots; writer: 1000 changes a second). held: inside one guard; \
-             first: one slot is enough;\nadd, delete, move: a reader beside; busy: gfn beside that writer; \
-             ratio: busy to gfn; lost: of the reader's time to each change. {} cores, {:.0} s.",
-            self.cores, self.seconds
-        )?;
-        if let Some(ends) = self.line_transfer {
-            let [least, median, most] = ends.map(short);
-            writeln!(
-                f,
-                "A cache line from core to core: {median} ns ({least} to {most})."
-            )?;
-        }
-        for slots in self.sizes() {
-            let mut heading = format!("\n{:<NAME$}", format!("{slots} slots"));
-            for operation in Operation::ALL {
-                write!(heading, " {:>7}", operation.heading())?;
-            }
-            writeln!(f, "{heading}  ratio    lost")?;
-            let mut schemes: Vec<&str> = self
-                .figures
-                .iter()
-                .filter(|figure| figure.slots == slots)
-                .map(|figure| figure.scheme)
-                .collect();
-            schemes.dedup();
-            for scheme in schemes {
-                write!(f, "{scheme:<NAME$}")?;
-                for operation in Operation::ALL {
-                    let value = self.value(operation, scheme, slots);
-                    write!(f, " {:>7}", value.map_or_else(|| "-".to_owned(), short))?;
-                }
-                let ratio = self.busy_ratio(scheme, slots);
-                let lost = self.lost_a_change(scheme, slots);
-                let [ratio, lost] = [ratio, lost].map(|v| v.map_or_else(|| "-".to_owned(), short));
-                writeln!(f, " {ratio:>6} {lost:>7}")?;
-            }
-        }
-        if !self.verdicts.is_empty() {
-            writeln!(f)?;
-        }
-        for verdict in &self.verdicts {
-            writeln!(f, "{verdict}")?;
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+    enum Test {
+        Alone,
+        Together,
+    }
+
+    impl Operation for Test {
+        fn name(self) -> &'static str {
+            "test"
+        }
+
+        fn unit(self) -> &'static str {
+            "ns"
+        }
+
+        fn threads(self) -> u32 {
+            1 + u32::from(self == Self::Together)
+        }
+    }
+
+    fn figure(operation: Test, values: &[(f64, bool)]) -> Option<Figure<Test>> {
+        let sample = |&(value, disturbed): &_| Sample {
+            flushes: 0.5,
+            disturbed,
+            ..Sample::new(operation, value)
+        };
+        let samples: Vec<_> = values.iter().map(sample).collect();
+        Figure::of(operation, "a", None, &samples)
+    }
 
     #[test]
     fn numbers_have_three_digits() {
@@ -209,44 +178,28 @@ mod tests {
             0.512, 1.234, 12.34, 99.96, 512.4, 9994.0, 9996.0, 66_900.0, 2.23e6,
         ];
         assert_eq!(
-            shown.map(short),
+            shown.map(|value| short(Some(value))),
             [
                 "0.51", "1.23", "12.3", "100", "512", "9994", "10.0k", "66.9k", "2.23M"
             ]
         );
+        assert_eq!(short(None), "-");
     }
 
     #[test]
-    fn a_figure_is_the_median_with_its_ends() {
-        let figure = Figure::of(Operation::Add, "a", 10, vec![6.0, 1.0, 2.0]);
+    fn a_figure_is_the_median_of_what_was_not_disturbed() {
+        let values = [(6.0, false), (1.0, false), (90.0, true), (2.0, false)];
+        let figure = figure(Test::Alone, &values).expect("a figure");
         assert_eq!((figure.value, figure.mean), (2.0, 3.0));
-        assert_eq!((figure.value, figure.min, figure.max), (2.0, 1.0, 6.0));
-        assert_eq!((figure.samples, figure.unit), (3, "ns"));
+        assert_eq!((figure.min, figure.max, figure.flushes), (1.0, 6.0, 0.5));
+        assert_eq!((figure.samples, figure.left_out, figure.unit), (3, 1, "ns"));
     }
 
     #[test]
-    fn a_table_has_a_row_a_scheme_and_dashes_for_what_it_lacks() {
-        let figures = vec![
-            Figure::of(Operation::ByGfn, "one", 10, vec![10.0]),
-            Figure::of(Operation::BesideWriter, "one", 10, vec![25.0]),
-            Figure::of(Operation::WriterRate, "one", 10, vec![500.0]),
-            Figure::of(Operation::ByGfn, "two", 10, vec![7.0]),
-        ];
-        let report = Report::new(figures, vec![70.0, 60.0, 90.0], Duration::from_secs(2));
-        assert_eq!(report.busy_ratio("one", 10), Some(2.5));
-        assert_eq!(report.busy_ratio("two", 10), None);
-        // Of the 2000 ns between two changes a look-up takes 15 of each 25 ns longer.
-        assert_eq!(report.lost_a_change("one", 10), Some(1200.0));
-        assert_eq!(report.lost_a_change("two", 10), None);
-        assert_eq!(report.line_transfer, Some([60.0, 70.0, 90.0]));
-        let table = report.table();
-        let row = |name: &str| table.lines().find(|line| line.starts_with(name));
-        let (one, two) = (row("one").expect("one"), row("two").expect("two"));
-        assert!(
-            one.contains("10.0") && one.ends_with("2.50    1200"),
-            "{one}"
-        );
-        assert!(two.contains("7.00") && two.ends_with('-'), "{two}");
-        assert!(table.lines().all(|line| line.len() <= 150), "{table}");
+    fn one_thread_has_a_figure_in_any_case_and_two_have_none_of_disturbed_samples() {
+        let disturbed = [(7.0, true), (9.0, true)];
+        let alone = figure(Test::Alone, &disturbed).expect("a figure");
+        assert_eq!((alone.value, alone.samples, alone.left_out), (9.0, 2, 0));
+        assert!(figure(Test::Together, &disturbed).is_none());
     }
 }

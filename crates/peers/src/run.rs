@@ -1,207 +1,149 @@
-//! A whole run: every number of slots, every operation, every scheme, round by round.
+//! The runner of all comparisons: rounds of steps, in which the schemes take turns.
+//!
+//! A disturbance of the machine meets all schemes, because each step is done by one scheme after
+//! the other before the next step begins.
 
-use crate::clock::{self, Sampler};
-use crate::company::{self, Order};
-use crate::host;
-use crate::layout::{Keys, Layout};
-use crate::operation::Operation;
-use crate::report::{Figure, Report};
-use crate::scheme::{
-    ArcSwapArray, ArcSwapImbl, Floor, LockedTree, Memslots, RecordFloor, VmMemory,
-};
-use crate::subject::{Stage, Subject, Whole};
+use crate::report::{Figure, Operation};
+use crate::slots::SlotSet;
+use crate::tables::{self, scheme::TABLE_PAGES};
 use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
 
-/// What to measure and for how long.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// The numbers of slots, each in [`Layout::MIN_SLOTS`]`..=`[`Layout::MAX_SLOTS`].
-    pub sizes: Vec<u32>,
-    /// How often everything is measured; figures are medians over the rounds. At least one.
-    pub rounds: u32,
-    /// How long one sample of one operation runs.
-    pub sample: Duration,
+/// What is compared: the inputs that all schemes get.
+pub(crate) trait Comparison {
+    /// What a scheme is measured at.
+    type Operation: Operation;
+    /// What is done in one go. It gives samples of one operation or of several.
+    type Step: Copy + 'static;
+    /// The steps of a round, in order.
+    const STEPS: &'static [Self::Step];
 }
 
-impl Default for Config {
-    /// The numbers of slots of the kernel series' tables, about a minute in all.
-    fn default() -> Self {
+/// The mean of one batch of operations.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sample<O> {
+    pub(crate) operation: O,
+    /// In the operation's unit.
+    pub(crate) value: f64,
+    /// TLB flushes that were asked for, an operation.
+    pub(crate) flushes: f64,
+    /// A thread lost its core meanwhile, or two threads did not begin together.
+    pub(crate) disturbed: bool,
+}
+
+impl<O> Sample<O> {
+    /// A sample of `operation`, undisturbed and without flushes.
+    pub(crate) const fn new(operation: O, value: f64) -> Self {
         Self {
-            sizes: vec![10, 30, 50, 100, 509, 8194, 32_764],
-            rounds: 15,
-            sample: Duration::from_millis(4),
+            operation,
+            value,
+            flushes: 0.0,
+            disturbed: false,
         }
     }
 }
 
-impl Config {
-    /// A few seconds, to see that everything works; its figures are noisier.
-    #[must_use]
-    pub fn quick() -> Self {
-        Self {
-            sizes: vec![10, 509],
-            rounds: 5,
-            sample: Duration::from_millis(2),
-        }
-    }
+/// Where samples go.
+pub(crate) type Sink<'a, O> = &'a mut dyn FnMut(Sample<O>);
+
+/// A scheme gave a wrong answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wrong;
+
+/// A scheme that can be measured.
+pub(crate) trait Subject<C: Comparison> {
+    /// The scheme's name.
+    fn name(&self) -> &'static str;
+
+    /// Takes samples of `step`. A scheme that cannot do the step gives none.
+    fn measure(
+        &mut self,
+        step: C::Step,
+        input: &C,
+        sink: Sink<'_, C::Operation>,
+    ) -> Result<(), Wrong>;
 }
+
+/// All schemes of a comparison, in the order of a table's rows.
+pub(crate) type Subjects<C> = Vec<Box<dyn Subject<C>>>;
 
 /// Why there is no report.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunError {
-    /// No layout has so many slots.
-    #[error("cannot measure {0} slots: from {min} to {max} it can be", min = Layout::MIN_SLOTS, max = Layout::MAX_SLOTS)]
+    /// This number of slots cannot be measured.
+    #[error("cannot measure {0} slots: expected {min} to {max}", min = SlotSet::MIN_SLOTS, max = SlotSet::MAX_SLOTS)]
     Slots(u32),
     /// Neither slots nor rounds.
     #[error("nothing to measure: at least one number of slots and one round are needed")]
     Nothing,
     /// No address space for the slots.
-    #[error("the system refuses {bytes} bytes of address space (an address-space limit?)", bytes = host::RESERVED_BYTES)]
+    #[error("the system refuses {bytes} bytes of address space: raise the address-space limit (ulimit -v)", bytes = crate::slots::RESERVED_BYTES)]
     AddressSpace,
+    /// Pages or chunks that cannot be measured.
+    #[error(
+        "cannot measure {pages} pages in chunks of {chunk} and {pair_chunk}, {rounds} times: chunks must be multiples of \
+         {TABLE_PAGES} pages, pages a multiple of both chunks and at most {most}, and rounds at least 1",
+        most = tables::Config::MOST_PAGES
+    )]
+    Pages {
+        /// Pages a thread.
+        pages: u64,
+        /// Pages a chunk.
+        chunk: u64,
+        /// Pages a chunk of two threads.
+        pair_chunk: u64,
+        /// Rounds.
+        rounds: u32,
+    },
+    /// A scheme did not find what it had stored, or found what it had removed.
+    #[error("{scheme} gave a wrong answer to a look-up")]
+    Wrong {
+        /// Which one.
+        scheme: &'static str,
+    },
 }
 
-/// Measures all schemes and says how it goes on through `progress`.
-///
-/// Everything is measured once a round, and inside a round operation by operation: the schemes take turns,
-/// so that a disturbance of the machine meets all of them.
-///
-/// # Errors
-/// Where `config` asks for what cannot be measured, or the system refuses address space.
-pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, RunError> {
-    if config.sizes.is_empty() || config.rounds == 0 {
-        return Err(RunError::Nothing);
-    }
-    let possible = Layout::MIN_SLOTS..=Layout::MAX_SLOTS;
-    if let Some(&size) = config.sizes.iter().find(|size| !possible.contains(size)) {
-        return Err(RunError::Slots(size));
-    }
-    let base = host::base().ok_or(RunError::AddressSpace)?;
-    let (start, overhead) = (Instant::now(), clock::overhead());
-    let (mut figures, mut transfers) = (Vec::new(), Vec::new());
-    for &slots in &config.sizes {
-        let layout = Layout::new(slots, base, u64::from(slots));
-        let stage = Stage {
-            keys: Keys::new(&layout, 1),
-            order: Order::new(&layout, 2),
-            layout,
-            sampler: Sampler {
-                sample: config.sample,
-                overhead,
-            },
-        };
-        progress(&format!("{slots} slots: setting up"));
-        let mut subjects = subjects(&stage.layout);
-        let mut samples = vec![BTreeMap::<Operation, Vec<f64>>::new(); subjects.len()];
-        for round in 1..=config.rounds {
-            progress(&format!(
-                "{slots} slots: round {round} of {}",
-                config.rounds
-            ));
-            transfers.extend(company::line_transfer(overhead));
-            for step in Operation::STEPS {
-                for (subject, samples) in subjects.iter_mut().zip(&mut samples) {
-                    subject.measure(step, &stage, &mut |operation, sample| {
-                        samples.entry(operation).or_default().push(sample);
-                    });
-                }
-            }
-        }
-        for (subject, samples) in subjects.iter().zip(samples) {
-            for (operation, samples) in samples {
-                figures.push(Figure::of(operation, subject.name(), slots, samples));
-            }
-        }
-    }
-    Ok(Report::new(figures, transfers, start.elapsed()))
+/// How often everything is measured.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rounds {
+    /// Rounds whose samples count.
+    pub(crate) counted: u32,
+    /// Whether a round that does not count comes first.
+    pub(crate) warm_up: bool,
 }
 
-/// All schemes with the slots of `layout`, in the order of a table's rows.
-fn subjects(layout: &Layout) -> Vec<Box<dyn Subject>> {
-    vec![
-        Box::new(Floor::new(layout.slots())),
-        Box::new(RecordFloor::new(layout.slots())),
-        Box::new(Whole::<Memslots>::new(layout)),
-        Box::new(Whole::<VmMemory>::new(layout)),
-        Box::new(Whole::<ArcSwapArray>::new(layout)),
-        Box::new(Whole::<LockedTree>::new(layout)),
-        Box::new(Whole::<ArcSwapImbl>::new(layout)),
-    ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::scheme::Scheme;
-
-    fn tiny(sizes: &[u32]) -> Config {
-        Config {
-            sizes: sizes.to_vec(),
-            rounds: 2,
-            sample: Duration::from_micros(200),
+/// Measures all `subjects` and gives the figures, scheme by scheme. `begin` is called at the
+/// beginning of each round with its name.
+pub(crate) fn measure<C: Comparison>(
+    input: &C,
+    subjects: &mut Subjects<C>,
+    slots: Option<u32>,
+    rounds: Rounds,
+    mut begin: impl FnMut(&str),
+) -> Result<Vec<Figure<C::Operation>>, RunError> {
+    let mut samples = vec![BTreeMap::<C::Operation, Vec<_>>::new(); subjects.len()];
+    for round in u32::from(!rounds.warm_up)..=rounds.counted {
+        match round {
+            0 => begin("warming up"),
+            _ => begin(&format!("round {round} of {}", rounds.counted)),
         }
-    }
-
-    #[test]
-    fn a_run_has_every_figure_of_every_scheme() {
-        let mut said = Vec::new();
-        let report = run(&tiny(&[4, 40]), &mut |doing| said.push(doing.to_owned())).expect("a run");
-        assert_eq!(said.len(), 6, "{said:?}");
-        assert_eq!(report.sizes(), [4, 40]);
-        // Where this machine is too busy to run two threads at once, they have no figures.
-        let company = [Operation::Add, Operation::Delete, Operation::Move];
-        let company = [
-            &company[..],
-            &[Operation::BesideWriter, Operation::WriterRate],
-        ]
-        .concat();
-        let peers = [
-            VmMemory::NAME,
-            ArcSwapArray::NAME,
-            LockedTree::NAME,
-            ArcSwapImbl::NAME,
-        ];
-        for slots in report.sizes() {
-            for operation in Operation::ALL.iter().filter(|o| !company.contains(o)) {
-                let has = |scheme| report.value(*operation, scheme, slots).is_some();
-                assert!(has(Memslots::NAME), "{operation:?}");
-                for scheme in peers {
-                    assert_eq!(
-                        has(scheme),
-                        *operation != Operation::ById,
-                        "{operation:?} of {scheme}"
-                    );
-                }
+        for &step in C::STEPS {
+            for (subject, samples) in subjects.iter_mut().zip(&mut samples) {
+                let measured = subject.measure(step, input, &mut |sample| {
+                    if round > 0 {
+                        samples.entry(sample.operation).or_default().push(sample);
+                    }
+                });
+                measured.map_err(|Wrong| RunError::Wrong {
+                    scheme: subject.name(),
+                })?;
             }
         }
-        assert!(report.verdicts.len() >= 7, "{:#?}", report.verdicts);
-        assert!(report.value(Operation::ByGfn, Floor::NAME, 40).is_some());
-        assert!(
-            report
-                .value(Operation::ByGfn, RecordFloor::NAME, 40)
-                .is_some()
-        );
-        assert!(report.value(Operation::Add, Floor::NAME, 40).is_none());
-        assert!(
-            report
-                .figures
-                .iter()
-                .all(|figure| figure.value > 0.0 && figure.min <= figure.max)
-        );
     }
-
-    #[test]
-    fn what_cannot_be_measured_is_refused() {
-        let refused = |config| run(&config, &mut |_| ()).err();
-        assert_eq!(refused(tiny(&[])), Some(RunError::Nothing));
-        assert_eq!(
-            refused(Config {
-                rounds: 0,
-                ..tiny(&[10])
-            }),
-            Some(RunError::Nothing)
-        );
-        assert_eq!(refused(tiny(&[10, 3])), Some(RunError::Slots(3)));
-        assert_eq!(refused(tiny(&[32_765])), Some(RunError::Slots(32_765)));
+    let mut figures = Vec::new();
+    for (subject, samples) in subjects.iter().zip(samples) {
+        for (operation, samples) in samples {
+            figures.extend(Figure::of(operation, subject.name(), slots, &samples));
+        }
     }
+    Ok(figures)
 }

@@ -4,8 +4,9 @@
 )]
 //! What is mapped, counted by each worker in cache lines of its own.
 //!
-//! A worker adds what it does by plain loads and stores, since nobody else writes its record; a negative count is one of
-//! things that another worker made. The sum over all records is exact while no change is in flight.
+//! A worker adds what it does by plain loads and stores, since no other thread writes its record. A
+//! negative count is one of things that another worker made. The sum over all records is exact
+//! while no change is in flight.
 
 use crate::format::Format;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
@@ -22,8 +23,15 @@ pub struct Stats {
     pub leaves: [u64; LEAF_LEVELS],
     /// Tables that are linked, the root excluded.
     pub tables: u64,
-    /// Bytes of the linked tables and the root. Tables that are cached or wait to be freed are not in it.
+    /// Bytes of the linked tables and the root. Tables that are cached or wait to be freed are not
+    /// in it.
     pub table_bytes: u64,
+    /// Tables that were cut off and wait to be freed: [`Worker::reclaim`](crate::Worker::reclaim)
+    /// frees them when nobody can use them any more.
+    pub waiting: u64,
+    /// Invalidations in progress. One that stays without an [`Invalidating`](crate::Invalidating)
+    /// around was forgotten: see [`Mmu::end_invalidations`](crate::Mmu::end_invalidations).
+    pub invalidations: u64,
 }
 
 /// One worker's record.
@@ -32,6 +40,7 @@ pub struct Stats {
 pub(crate) struct Counts {
     leaves: [AtomicU64; LEAF_LEVELS],
     tables: AtomicU64,
+    waiting: AtomicU64,
     owned: AtomicBool,
     next: *mut Counts,
 }
@@ -41,19 +50,20 @@ impl Counts {
         Self {
             leaves: core::array::from_fn(|_| AtomicU64::new(0)),
             tables: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
             owned: AtomicBool::new(true),
             next,
         }
     }
 }
 
-/// The records of all workers there ever were.
+/// The records of all workers, also of those that are gone.
 #[derive(Debug)]
 pub(crate) struct AllCounts {
     first: AtomicPtr<Counts>,
 }
 
-/// The right to write one record. The MMU that the record is of must outlive it; who makes it sees to that.
+/// The right to write one record. The MMU that the record is of must outlive it.
 #[derive(Debug)]
 pub(crate) struct OwnCounts(NonNull<Counts>);
 
@@ -67,7 +77,7 @@ impl AllCounts {
         }
     }
 
-    /// A record that nobody writes; its counts go on from where they are.
+    /// A record that no other worker writes; its counts go on from where they are.
     ///
     /// # Safety
     /// The result is dropped before `self` is.
@@ -95,29 +105,35 @@ impl AllCounts {
                 Ok(_) => return OwnCounts(fresh),
                 Err(now) => {
                     first = now;
-                    // SAFETY: not in the list yet, so nobody else knows it.
+                    // SAFETY: not in the list yet, so no other thread knows it.
                     unsafe { (*fresh.as_ptr()).next = now };
                 }
             }
         }
     }
 
-    /// The sums: leaves by level, tables.
-    pub(crate) fn sum(&self) -> ([u64; LEAF_LEVELS], u64) {
-        let (mut leaves, mut tables) = ([0_u64; LEAF_LEVELS], 0_u64);
+    /// The sums, as far as workers count them.
+    pub(crate) fn sum(&self) -> Stats {
+        let mut stats = Stats::default();
         let mut record = self.first.load(Ordering::Acquire);
         while let Some(known) = NonNull::new(record) {
             // SAFETY: as in `register`.
             let counts = unsafe { known.as_ref() };
-            for (sum, count) in leaves.iter_mut().zip(&counts.leaves) {
+            let add = |sum: &mut u64, count: &AtomicU64| {
                 *sum = sum.wrapping_add(count.load(Ordering::Relaxed));
+            };
+            for (sum, count) in stats.leaves.iter_mut().zip(&counts.leaves) {
+                add(sum, count);
             }
-            tables = tables.wrapping_add(counts.tables.load(Ordering::Relaxed));
+            add(&mut stats.tables, &counts.tables);
+            add(&mut stats.waiting, &counts.waiting);
             record = counts.next;
         }
         // While changes are in flight a sum may be below zero for a moment.
         let settled = |sum: u64| if sum > i64::MAX as u64 { 0 } else { sum };
-        (leaves.map(settled), settled(tables))
+        stats.leaves = stats.leaves.map(settled);
+        (stats.tables, stats.waiting) = (settled(stats.tables), settled(stats.waiting));
+        stats
     }
 }
 
@@ -125,7 +141,7 @@ impl Drop for AllCounts {
     fn drop(&mut self) {
         let mut record = self.first.load(Ordering::Relaxed);
         while !record.is_null() {
-            // SAFETY: leaked by `register`, in the list once, and nobody owns it any more.
+            // SAFETY: leaked by `register`, in the list once, and no worker owns it any more.
             record = unsafe { Box::from_raw(record) }.next;
         }
     }
@@ -158,6 +174,11 @@ impl OwnCounts {
     #[inline]
     pub(crate) fn tables(&mut self, change: i64) {
         add(&self.counts().tables, change);
+    }
+
+    /// Adds to the tables that wait to be freed.
+    pub(crate) fn waiting(&mut self, change: i64) {
+        add(&self.counts().waiting, change);
     }
 }
 

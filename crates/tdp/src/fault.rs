@@ -1,20 +1,27 @@
 //! A vCPU's fault: from what its slot says to an entry in the tables.
 //!
-//! **Guarantee.** When a fault is answered with [`Mapped`], the access would succeed at that moment, and the log knows of
-//! every store that can go unnoticed from then on. Any number of vCPUs fault at once: they share no line they write but
-//! those of the tables themselves, and no fault waits for another.
+//! **Guarantee.** When a fault is answered with [`Mapped`], the access would succeed at that
+//! moment. The log knows of every store that can go unnoticed from then on. Any number of vCPUs
+//! fault at once. They write no common cache line but those of the tables themselves, and no fault
+//! waits for another.
 //!
-//! **Mechanism.** Pages for tables are taken before anything is held. Then, under the shared side of the MMU lock: the
-//! check that no invalidation came between ([`Ticket`]), and a walk down, which links what is missing, splits what is too
-//! large, and puts the leaf in place by compare-exchange. Who loses an exchange looks again, and mostly finds that the
-//! winner has done the work. [`Worker::fast_fault`] does without the side and the check: it changes a leaf
-//! only by the permission that the leaf itself grants, so it needs no look at the slot's frame.
+//! **Mechanism.** A fault takes pages for tables before it holds anything. Then, under the shared
+//! side of the MMU lock:
 //!
-//! A fault waits a moment at most, as most exclusive work is over in less: then it is [refused](Refused::Excluded). So a platform
-//! may wait, in its flush, for vCPUs to come out of their faults.
+//! 1. It checks that no invalidation came between ([`Ticket`]).
+//! 2. It walks down, links what is missing, and splits what is too large.
+//! 3. It puts the leaf in place by compare-exchange. A thread that loses the exchange retries.
+//!    Usually the winner has already done the work.
+//!
+//! [`Worker::fast_fault`] does without the side and the check. It changes a leaf only by the
+//! permission that the leaf itself grants, so it needs no look at the slot's frame.
+//!
+//! A fault waits briefly for exclusive work. If the work is not over by then, the fault is
+//! [refused](Refused::Excluded). So a platform may wait, in its flush, for vCPUs to come out of
+//! their faults.
 
-use crate::change::{Carries, Session, Spot};
-use crate::format::{Access, Format, Leaf, MemoryType, Writes};
+use crate::change::{Preserves, Seen, Session};
+use crate::format::{Access, Format, Leaf, MemoryType, TlbAfterFault, Writes};
 use crate::invalidate::Ticket;
 use crate::log::Log;
 use crate::pages::{OutOfTables, Table};
@@ -29,7 +36,7 @@ use pageferry_epoch::{Guard, Shared};
 pub struct Fault {
     /// Where.
     pub gfn: Gfn,
-    /// What beside loading.
+    /// What it did beside loading.
     pub access: Access,
 }
 
@@ -40,7 +47,8 @@ pub struct Target {
     pub pfn: Pfn,
     /// The level of the largest page that may be mapped: see [`largest_level`].
     pub level: u32,
-    /// What the leaf allows. Where the slot is logged by write protection, stores only if the fault is one.
+    /// What the leaf allows. If the slot is logged by write protection: stores only if the fault
+    /// is a store.
     pub access: Access,
     /// Who may allow stores later.
     pub writes: Writes,
@@ -48,15 +56,25 @@ pub struct Target {
     pub memory: MemoryType,
 }
 
-/// What a fault has come to: the access is allowed now.
+/// The answer to a fault: the access is allowed now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
     /// The leaf as it was left; its frame is that of the leaf's first page.
     pub leaf: Leaf,
     /// The level of the table it stands in.
     pub level: u32,
-    /// What it took.
+    /// What the fault did.
     pub how: How,
+    /// Whether the vCPU must invalidate its *own* TLB for the faulting page before it goes on.
+    /// Otherwise it may fault for ever at the entry that its TLB still has.
+    ///
+    /// It depends on the format: x86-64 processors drop the entry when they fault. Arm's and
+    /// RISC-V's may keep a leaf that denied the access, and RISC-V's an entry that was not
+    /// present. There the vCPU invalidates the page in its own TLB only (`TLBI IPAS2E1`
+    /// without the shareable suffix, `HFENCE.GVMA`): Linux does so in
+    /// `kvm_pgtable_stage2_relax_perms`. No other vCPU needs it, as each fault answers for its
+    /// own TLB.
+    pub local_flush: bool,
 }
 
 impl Mapped {
@@ -77,24 +95,25 @@ pub enum How {
     Installed,
     /// The leaf allowed less, or was marked as not used.
     Upgraded,
-    /// The access was allowed already: another vCPU has been faster, or the TLB was old.
+    /// The access was allowed already: another vCPU was faster, or the TLB was old.
     Spurious,
 }
 
 /// Why a fault has mapped nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Exclusive work goes on. [Wait](Worker::wait) where the platform's flush does not wait for this thread, then
-    /// fault again.
-    #[error("exclusive work on the tables goes on")]
+    /// Exclusive work goes on. Fault again later; if the platform's flush does not wait for this
+    /// thread, [wait](Worker::wait) first.
+    #[error("exclusive work on the tables goes on: fault again")]
     Excluded,
-    /// The range is being invalidated, or was since the ticket was taken, or so much was that this is not known: what was looked up
-    /// may be old; or tables were cut off again and again while the fault walked down. Fault again.
-    #[error("the range was invalidated meanwhile")]
+    /// What was looked up may be old: the range is being invalidated, or was since the ticket was
+    /// taken, or so much was that this is not known. Or tables were cut off again and again while
+    /// the fault walked down. Fault again, with a new ticket.
+    #[error("the range was invalidated meanwhile: fault again with a new ticket")]
     Invalidated,
-    /// A large page is in the way, and the format does not let it be split without a flush in between. Make it smaller
-    /// by [`split`](Worker::split), outside the fault, and fault again.
-    #[error("a page of level {level} is in the way")]
+    /// A large page is in the way, and the format demands a flush to split it.
+    /// [Split](Worker::split) it outside the fault, and fault again.
+    #[error("a page of level {level} is in the way: split it outside the fault")]
     TooLarge {
         /// The level of the table it stands in.
         level: u32,
@@ -102,8 +121,8 @@ pub enum Refused {
     /// The target does not allow the access.
     #[error("the target does not allow the access")]
     Denied,
-    /// Another frame is mapped there, and nobody has invalidated it.
-    #[error("{:?} is mapped there", existing.leaf.pfn)]
+    /// Another frame is mapped there, and was not invalidated.
+    #[error("{:?} is mapped there and was not invalidated", existing.leaf.pfn)]
     Conflict {
         /// What is mapped.
         existing: Found,
@@ -113,8 +132,9 @@ pub enum Refused {
     OutOfTables(#[from] OutOfTables),
 }
 
-/// The level of the largest page that can map `gfn` to `pfn` inside `slot`, if what is behind it allows `backing`: the
-/// page must lie in the slot, and begin at a frame of its own size on both sides.
+/// The level of the largest page that can map `gfn` to `pfn` inside `slot`, if what is behind it
+/// allows `backing`. The page must lie in the slot, and begin at a multiple of its size on both
+/// sides.
 ///
 /// ```
 /// use pageferry_addr::{Gfn, GfnRange, Pfn};
@@ -142,11 +162,17 @@ pub fn largest_level<F: Format>(slot: GfnRange, gfn: Gfn, pfn: Pfn, backing: u32
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Answers a fault from what is mapped, without the MMU lock: where another vCPU was faster; where a page was
-    /// write-protected for its log, and the leaf itself says that stores are allowed; where it was marked as not used. `None`
-    /// where that does not help, and [`fault`](Self::fault) must.
+    /// Answers a fault from what is mapped, without the MMU lock. That works in three cases:
     ///
-    /// The caller has looked at the page's slot, and no change of the slot's flags is over before this returns.
+    /// - another vCPU was faster;
+    /// - the page was write-protected for its log, and the leaf itself says that stores are
+    ///   allowed;
+    /// - the page was marked as not used.
+    ///
+    /// Otherwise it returns `None`, and the caller calls [`fault`](Self::fault).
+    ///
+    /// The caller has looked at the page's slot, and no change of the slot's flags is over before
+    /// this returns.
     #[inline]
     pub fn fast_fault<L: Log>(&mut self, fault: Fault, log: &L) -> Option<Mapped> {
         let Fault { gfn, access } = fault;
@@ -159,7 +185,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         let level = table.level();
         let mut session = Session {
             mmu,
-            kit: &mut self.kit,
+            state: &mut self.state,
             log,
         };
         loop {
@@ -173,8 +199,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
             if F::is_writable(new) && !F::is_writable(value) && level > 1 && log.is_on() {
                 return None;
             }
-            let spot = spot_of::<F>(table, gfn, value);
-            match session.change(&spot, new, Carries::Nothing) {
+            let seen = see::<F>(table, gfn, value);
+            match session.change(&seen, new, Preserves::Nothing) {
                 Ok(()) => return mapped::<F>(new, level, How::Upgraded),
                 Err(now) => value = now,
             }
@@ -183,16 +209,19 @@ impl<F: Format, P: Platform> Worker<F, P> {
 
     /// Answers a fault by mapping `target`.
     ///
-    /// A leaf that is there and maps the same frame is given more rights, never fewer. Where a table is in the way of a
-    /// large page, a smaller one is mapped; where a large page is in the way of a smaller one (for a log, or since it
-    /// allows less), it is split in place.
+    /// A leaf that is there and maps the same frame gets more rights, never fewer. If a table is in
+    /// the way of a large page, a smaller page is mapped. If a large page is in the way of a
+    /// smaller one (for a log, or since it allows less), it is split in place.
+    ///
+    /// The vCPU then does what [`Mapped::local_flush`] asks.
     ///
     /// # Errors
-    /// [`Refused`]; nothing has changed then but that tables may have been linked, or large pages split.
+    /// [`Refused`]; then nothing has changed, except that tables may have been linked, or large
+    /// pages split.
     ///
     /// # Panics
-    /// If the format has no room for `gfn` or for the target's frame, or `gfn` and the frame are out of step for the
-    /// target's level.
+    /// If the format has no room for `gfn` or for the target's frame; if `gfn` and the frame are
+    /// out of step for the target's level; or if the ticket is of another MMU.
     #[inline]
     pub fn fault<L: Log>(
         &mut self,
@@ -220,8 +249,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         session.map_or_retry(&shared, fault, target)
     }
 
-    /// What a fault needs to change the page of `frames` frames around `gfn`, under its ticket: tables, the shared side, and that
-    /// no invalidation came between.
+    /// What a fault needs to change the page of `frames` frames around `gfn`, under its ticket:
+    /// tables, the shared side, and that no invalidation came between.
     #[inline(always)]
     pub(crate) fn begin_fault<'w, L: Log>(
         &'w mut self,
@@ -231,40 +260,43 @@ impl<F: Format, P: Platform> Worker<F, P> {
         log: &'w L,
     ) -> Result<(Shared<'w>, Session<'w, F, P, L>), Refused> {
         let Self {
-            mmu, kit, reader, ..
+            mmu, state, reader, ..
         } = self;
-        kit.cache.fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
+        state
+            .cache
+            .fill::<F, P>(mmu.platform(), Self::FAULT_TABLES)?;
         let shared = reader
             .share_within(Self::SPINS, core::hint::spin_loop)
             .ok_or(Refused::Excluded)?;
-        if !mmu.invalidation.admits(ticket, gfn, frames) {
+        if !mmu.invalidations.admits(ticket, gfn, frames) {
             return Err(Refused::Invalidated);
         }
-        Ok((shared, Session { mmu, kit, log }))
+        Ok((shared, Session { mmu, state, log }))
     }
 }
 
 impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
-    /// What most faults come to, by itself, as straight code: the tables are there, nothing is mapped, nobody interferes.
-    /// `None` where it is not so, and nothing has changed.
+    /// The common case by itself, as straight code: the tables are there, nothing is mapped, and no
+    /// thread interferes. Otherwise it returns `None`, and nothing has changed.
     #[inline(always)]
     fn install(&mut self, top: Table<'_, F>, fault: Fault, target: Target) -> Option<Mapped> {
         let (table, value) = top.descend(self.mmu.platform(), fault.gfn);
         if table.level() != 1 || F::is_present(value) || F::is_frozen(value) {
             return None;
         }
-        let spot = spot_of::<F>(table, fault.gfn, value);
+        let seen = see::<F>(table, fault.gfn, value);
         let leaf = F::canonical(new_leaf::<F>(1, fault, target));
-        self.change(&spot, F::leaf(leaf, 1), Carries::Nothing)
+        self.change(&seen, F::leaf(leaf, 1), Preserves::Nothing)
             .ok()?;
         Some(Mapped {
             leaf,
             level: 1,
             how: How::Installed,
+            local_flush: local_flush::<F>(How::Installed),
         })
     }
 
-    /// All that a fault can meet.
+    /// All cases.
     #[inline(never)]
     fn map_or_retry(
         &mut self,
@@ -277,11 +309,12 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                 return answer;
             }
         }
-        // What is frozen may stay so until a flush is over, and that may wait for this very vCPU.
+        // An entry may stay frozen until a flush is over, and that flush may wait for this very
+        // vCPU.
         Err(Refused::Invalidated)
     }
 
-    /// One walk from the root; `None` where it met what another worker is about to change.
+    /// One walk from the root. `None` if it met an entry that another worker is about to change.
     fn map(
         &mut self,
         mut table: Table<'_, F>,
@@ -297,7 +330,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                 return None;
             }
             let level = table.level();
-            let spot = spot_of::<F>(table, fault.gfn, value);
+            let seen = see::<F>(table, fault.gfn, value);
             let logged = target.access.write && self.log.is_on();
             // A store to a logged page must not make a large one writable.
             let limit = if logged { 1 } else { target.level };
@@ -314,48 +347,50 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                     if F::BREAK_BEFORE_MAKE {
                         return Some(Err(Refused::TooLarge { level }));
                     }
-                    match self.split_here(&spot) {
-                        // Where it was lost another has changed it: look again.
+                    match self.split_here(&seen) {
+                        // If the exchange was lost, another worker has changed the entry: look
+                        // again.
                         Ok(()) | Err(NotSplit::Lost) => continue,
                         Err(NotSplit::NoTable) => return Some(Err(Refused::Invalidated)),
                     }
                 }
                 let new = more::<F>(value, level, fault, target);
-                if self.change(&spot, new, Carries::Nothing).is_ok() {
+                if self.change(&seen, new, Preserves::Nothing).is_ok() {
                     return mapped::<F>(new, level, How::Upgraded).map(Ok);
                 }
             } else if level > limit {
-                if !self.link(&spot) {
+                if !self.link(&seen) {
                     return Some(Err(Refused::Invalidated));
                 }
             } else {
                 let new = leaf_for::<F>(level, fault, target);
-                if self.change(&spot, new, Carries::Nothing).is_ok() {
+                if self.change(&seen, new, Preserves::Nothing).is_ok() {
                     return mapped::<F>(new, level, How::Installed).map(Ok);
                 }
             }
         }
     }
 
-    /// Links an empty table at `spot`, which is no link and no leaf; where another was faster, its page goes back.
-    /// Whether there was a page: there is one for each level, but tables that others cut off meanwhile cost one each.
+    /// Links an empty table at `seen`, which is no link and no leaf. If another worker was faster,
+    /// the page goes back. Returns whether there was a page: there is one for each level, but each
+    /// table that others cut off meanwhile costs one.
     #[cold]
-    pub(crate) fn link(&mut self, spot: &Spot<'_>) -> bool {
-        let Some(page) = self.kit.cache.take() else {
+    pub(crate) fn link(&mut self, seen: &Seen<'_>) -> bool {
+        let Some(page) = self.state.cache.take() else {
             return false;
         };
         let link = F::table(page.frame(self.mmu.platform()));
-        if self.change(spot, link, Carries::Nothing).is_err() {
-            self.kit.cache.put_back(page);
+        if self.change(seen, link, Preserves::Nothing).is_err() {
+            self.state.cache.put_back(page);
         }
         true
     }
 }
 
 #[inline]
-pub(crate) fn spot_of<'g, F: Format>(table: Table<'g, F>, gfn: Gfn, value: u64) -> Spot<'g> {
+pub(crate) fn see<'g, F: Format>(table: Table<'g, F>, gfn: Gfn, value: u64) -> Seen<'g> {
     let level = table.level();
-    Spot {
+    Seen {
         entry: table.entry(gfn),
         value,
         level,
@@ -369,7 +404,18 @@ fn mapped<F: Format>(value: u64, level: u32, how: How) -> Option<Mapped> {
         leaf: found.leaf,
         level,
         how,
+        local_flush: local_flush::<F>(how),
     })
+}
+
+/// Whether the vCPU's own TLB may still have what it faulted at.
+#[inline]
+fn local_flush<F: Format>(how: How) -> bool {
+    match F::TLB_AFTER_FAULT {
+        TlbAfterFault::Forgets => false,
+        TlbAfterFault::KeepsDenied => how != How::Installed,
+        TlbAfterFault::KeepsAbsent => true,
+    }
 }
 
 /// The first frame of a leaf of `level` that maps the target's page.
@@ -397,8 +443,9 @@ pub(crate) fn leaf_for<F: Format>(level: u32, fault: Fault, target: Target) -> u
     F::leaf(new_leaf::<F>(level, fault, target), level)
 }
 
-/// The leaf `old` with what the target allows beside: nothing is taken away, as a fault flushes nothing, and what `old`
-/// knows stays. So does its memory type, and a class that lets the MMU allow stores.
+/// The leaf `old` with what the target allows besides. Nothing is taken away, as a fault flushes
+/// nothing. What `old` knows stays; so does its memory type, and a class that lets the MMU allow
+/// stores.
 fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
     let leaf = Leaf {
         pfn: pfn_at::<F>(target, level),
@@ -418,7 +465,8 @@ fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
     F::leaf(leaf, level)
 }
 
-/// The leaf with what it may be given without asking, so that it allows `access`; `None` where that is not enough.
+/// The leaf with what it may be given without asking, so that it allows `access`. `None` if that is
+/// not enough.
 #[inline]
 fn allow<F: Format>(leaf: u64, access: Access) -> Option<u64> {
     let mut new = F::set_accessed(leaf);

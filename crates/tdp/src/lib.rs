@@ -1,27 +1,40 @@
 //! Second-stage page tables: which host page backs a guest page, right now?
 //!
-//! **Guarantee.** Any number of vCPUs fault into one set of tables at once, while other threads take translations away, log
-//! what guests write, and change the size of pages. A look-up sees each entry before or after a change. What was
-//! taken away is in no TLB when the call returns; what a guest wrote is in the log; and the memory of a table is freed when
-//! neither hardware nor a reader can reach it any more. vCPUs that fault at different places write no cache
-//! line that the other reads.
+//! **Guarantee.** Any number of vCPUs fault into one set of tables at once. Meanwhile other threads
+//! take translations away, log what guests write, and change the size of pages.
 //!
-//! **Mechanism.** After Linux's TDP MMU (`arch/x86/kvm/mmu/tdp_mmu.c`). One function (`change.rs`) changes an entry of a live
-//! table, by compare-exchange, and does all the bookkeeping; everything else calls it. A walk (`walk.rs`) goes from the root to the
-//! entries of a range, in order. Faults and other work on single entries hold the shared side of the MMU lock,
-//! invalidations the exclusive one (`pageferry-epoch`: both sides rest on the announcement a guard makes anyway). Tables
-//! that are cut off have their entries frozen, and wait for a TLB flush and then a grace period (`batch.rs`). The
-//! whole protocol, with the order of steps and what each is for, is `docs/mmu.md`.
+//! - A look-up sees each entry before or after a change.
+//! - When a call that takes translations away returns, no TLB holds what it took.
+//! - What a guest wrote is in the log.
+//! - The memory of a table is freed when neither hardware nor a reader can reach it any more.
+//! - vCPUs that fault at different places write no cache line that the other reads.
 //!
-//! - [`Mmu`]: what the vCPUs of a VM share; [`Worker`]: what each thread does it by.
-//! - [`format`]: EPT, NPT, Sv48x4 and Sv57x4, arm64 stage 2. [`Platform`]: table memory and TLB flushes.
-//! - [`Worker::fault`], [`Worker::fast_fault`]; [`Worker::invalidate`] for notifiers; [`Worker::zap`],
-//!   [`Worker::zap_all`]; [`Worker::log_by_fault`] and [`Worker::clear_dirty`] for [logs](Log); [`Worker::split`],
-//!   [`Worker::recover`]; [`Worker::age`]; [`Worker::mark_mmio`].
+//! **Mechanism.** After Linux's TDP MMU (`arch/x86/kvm/mmu/tdp_mmu.c`).
 //!
-//! **Neighbours.** `pageferry-addr` and `pageferry-epoch` below, the hypervisor above. This crate must not know memory
-//! slots, what TLBs are made of, or the contents of guest memory: it is told frames and keeps them. There is no struct
-//! per table and no reverse map: who knows a host page asks the memory slots for its guest frames.
+//! - One function (`change.rs`) changes an entry of a live table, by compare-exchange, and does all
+//!   the bookkeeping. Everything else calls it.
+//! - A walk (`walk.rs`) goes from the root to the entries of a range, in order.
+//! - Faults and other work on single entries hold the shared side of the MMU lock, invalidations
+//!   the exclusive one. Both sides rest on the announcement that a guard makes anyway
+//!   ([`pageferry_epoch`]).
+//! - Tables that are cut off have their entries frozen. They wait for a TLB flush (`batch.rs`) and
+//!   then for a grace period (`waiting.rs`).
+//!
+//! The types:
+//!
+//! - [`Mmu`]: what the vCPUs of a VM share. [`Worker`]: one thread's access to it.
+//! - [`format`]: EPT, NPT, Sv48x4 and Sv57x4, arm64 stage 2. [`Platform`]: table memory and TLB
+//!   flushes.
+//! - [`Worker::fault`], [`Worker::fast_fault`]; [`Worker::invalidate`] for notifiers;
+//!   [`Worker::zap`], [`Worker::zap_all`]; [`Worker::log_by_fault`] and [`Worker::clear_dirty`] for
+//!   [logs](Log); [`Worker::split`], [`Worker::recover`]; [`Worker::age`]; [`Worker::mark_mmio`];
+//!   [`Worker::reclaim`].
+//! - [`ring`]: dirty rings.
+//!
+//! **Neighbours.** `pageferry-addr` and `pageferry-epoch` below, the hypervisor above. This crate
+//! must not know memory slots, what TLBs are made of, or the contents of guest memory: it is told
+//! frames and keeps them. There is no struct per table and no reverse map: a caller that knows a
+//! host page asks the memory slots for its guest frames.
 //!
 //! ```
 //! use core::ptr::NonNull;
@@ -37,7 +50,8 @@
 //!     Layout::from_size_align(entries * 8, entries * 8).unwrap()
 //! }
 //!
-//! // SAFETY: memory from the allocator, zeroed and aligned to its size, whose addresses are exposed; no hardware.
+//! // SAFETY: memory from the allocator, zeroed, aligned to its size, which is a page or more; its addresses
+//! // are exposed; there is no hardware.
 //! unsafe impl Platform for Heap {
 //!     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
 //!         // SAFETY: not of size 0.
@@ -53,7 +67,8 @@
 //!         Pfn(table.as_ptr() as u64 >> PAGE_SHIFT)
 //!     }
 //!     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
-//!         NonNull::new(core::ptr::with_exposed_provenance_mut((table.0 << PAGE_SHIFT) as usize)).unwrap()
+//!         let address = (table.0 << PAGE_SHIFT) as usize;
+//!         NonNull::new(core::ptr::with_exposed_provenance_mut(address)).unwrap()
 //!     }
 //!     fn flush(&self, _: Flush) {}
 //! }
@@ -62,7 +77,7 @@
 //! let mut vcpu = mmu.worker();
 //!
 //! let fault = Fault { gfn: Gfn(0x80123), access: Access::READ_WRITE };
-//! let ticket = vcpu.ticket(); // before the slot is looked up
+//! let ticket = vcpu.ticket(); // Before the slot is looked up.
 //! let target = Target {
 //!     pfn: Pfn(0x7123),
 //!     level: 2,
@@ -95,6 +110,7 @@ mod protect;
 pub mod ring;
 mod split;
 mod sync;
+mod waiting;
 mod walk;
 mod worker;
 mod zap;

@@ -5,34 +5,38 @@
 //! The second stage of one VM: what all its workers share.
 
 use crate::batch::Unflushed;
-use crate::counts::{AllCounts, Stats};
+use crate::counts::{AllCounts, LEAF_LEVELS, OwnCounts, Stats};
 use crate::format::Format;
-use crate::invalidate::Invalidation;
+use crate::invalidate::Invalidations;
 use crate::pages::{OutOfTables, Page, Table};
 use crate::platform::{Flush, Platform};
 use crate::sync::{AtomicU64, Ordering};
+use crate::waiting::Abandoned;
 use crate::worker::Worker;
 use alloc::sync::Arc;
 use core::fmt;
 use core::marker::PhantomData;
-use pageferry_addr::{Gfn, Pfn};
+use core::mem::ManuallyDrop;
+use pageferry_addr::{Gfn, GfnRange, PAGE_SIZE, Pfn};
 use pageferry_epoch::{Domain, Guard, Limbo};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
-/// Everything is done through a [`Worker`]: each vCPU has one, and each thread that maintains the tables. This is what
-/// they share: the root, the MMU lock, the sequence of invalidations, and the sums of what is mapped.
+/// All work goes through a [`Worker`]: each vCPU has one, and each thread that maintains the
+/// tables. The workers share what is here: the root, the MMU lock, the sequence of invalidations,
+/// and the sums of what is mapped.
 ///
-/// The MMU lock is the pair of sides of an epoch [`Domain`]: faults, and whatever else changes entries one by one, hold
-/// the shared side, which writes a cache line of the worker's own; invalidations and the swap of roots hold the
-/// exclusive one. `docs/mmu.md` has the whole protocol.
+/// The MMU lock is the pair of sides of an epoch [`Domain`]. Faults, and all else that changes
+/// single entries, hold the shared side, which writes a cache line of the worker's own.
+/// Invalidations and the swap of roots hold the exclusive side.
 pub struct Mmu<F: Format, P: Platform> {
     platform: P,
     domain: Arc<Domain>,
     /// The frame of the current root. Replaced under the exclusive side only.
     root: AtomicU64,
-    pub(crate) invalidation: Invalidation,
+    pub(crate) invalidations: Invalidations,
     pub(crate) unflushed: Unflushed,
+    pub(crate) abandoned: Abandoned,
     pub(crate) counts: AllCounts,
     format: PhantomData<F>,
 }
@@ -42,6 +46,10 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     ///
     /// # Errors
     /// If the platform has no memory for a root.
+    ///
+    /// # Panics
+    /// If the platform's [`pointer`](Platform::pointer) of the root's [`frame`](Platform::frame) is
+    /// not the root. Every call that allocates a table checks that table likewise.
     pub fn new(platform: P) -> Result<Arc<Self>, OutOfTables> {
         const { assert!(F::NON_PRESENT == 0, "fresh tables are all 0") };
         let root = new_root::<F, P>(&platform)?;
@@ -49,8 +57,9 @@ impl<F: Format, P: Platform> Mmu<F, P> {
             root: AtomicU64::new(root.frame(&platform).0),
             domain: Domain::with_barrier(platform.barrier()),
             platform,
-            invalidation: Invalidation::new(),
+            invalidations: Invalidations::new(),
             unflushed: Unflushed::new(),
+            abandoned: Abandoned::new(),
             counts: AllCounts::new(),
             format: PhantomData,
         }))
@@ -75,16 +84,38 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         &self.platform
     }
 
-    /// What is mapped now. Exact while nothing changes; otherwise each part may miss changes that are in flight.
+    /// What is mapped now. Exact while nothing changes; otherwise each part may miss changes in
+    /// flight.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        let (leaves, tables) = self.counts.sum();
-        let entry = size_of::<u64>() as u64;
+        let sum = self.counts.sum();
+        let entries = sum.tables * F::entries(1) as u64 + root_entries::<F>() as u64;
         Stats {
-            leaves,
-            tables,
-            table_bytes: (tables * F::entries(1) as u64 + F::entries(F::LEVELS) as u64) * entry,
+            table_bytes: entries * size_of::<u64>() as u64,
+            invalidations: self.invalidations.in_progress(),
+            ..sum
         }
+    }
+
+    /// The frames that faults are refused for, since they are being invalidated: one range that
+    /// holds those of all invalidations in progress. It waits for other workers' calls, as all
+    /// exclusive work does, so callbacks must not call it.
+    #[must_use]
+    pub fn invalidating(&self) -> Option<GfnRange> {
+        let _exclusive = self.domain.exclude(|| self.platform.relax());
+        self.invalidations.current()
+    }
+
+    /// Ends all invalidations in progress; returns how many. Dropping their
+    /// [`Invalidating`](crate::Invalidating) later does nothing.
+    ///
+    /// This is the way out after an `Invalidating` was forgotten ([`core::mem::forget`]): until
+    /// then no fault maps anything in its range. [`Stats::invalidations`] and
+    /// [`invalidating`](Self::invalidating) show it. The caller sees to it that the host has
+    /// changed what it wanted to, in all of these ranges. Callbacks must not call it.
+    pub fn end_invalidations(&self) -> u64 {
+        let _exclusive = self.domain.exclude(|| self.platform.relax());
+        self.invalidations.end_all()
     }
 
     pub(crate) const fn domain(&self) -> &Arc<Domain> {
@@ -98,49 +129,48 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         unsafe { Table::root(guard, &self.platform, self.root()) }
     }
 
-    /// Puts another root in place and gives the old one. The caller holds the exclusive side, so nobody changes entries,
-    /// and what comes after it begins at the new root.
+    /// Puts another root in place and returns the old one. The caller holds the exclusive side, so
+    /// no worker changes entries, and what comes after it begins at the new root.
     pub(crate) fn swap_root(&self, new: Page) -> OldRoot {
         let new = new.frame(&self.platform).0;
         self.unflushed.open_root();
         // Release: the entries of the new one. Acquire: the old one's history.
         let old = Pfn(self.root.swap(new, Ordering::AcqRel));
         // SAFETY: `root` was the one link to it, and is replaced.
-        OldRoot(unsafe { Page::from_link(&self.platform, old, F::entries(F::LEVELS)) })
+        OldRoot(unsafe { Page::from_link(&self.platform, old, root_entries::<F>()) })
     }
+}
+
+/// The entries that a root has memory for: at least a page of them, as a frame number cannot say
+/// where in its page a smaller root begins. Those beyond the format's are never used.
+fn root_entries<F: Format>() -> usize {
+    let page = if cfg!(any(loom, shuttle)) {
+        1
+    } else {
+        PAGE_SIZE as usize / size_of::<u64>()
+    };
+    F::entries(F::LEVELS).max(page)
 }
 
 /// Memory for a root.
 pub(crate) fn new_root<F: Format, P: Platform>(platform: &P) -> Result<Page, OutOfTables> {
-    Page::new(platform, F::entries(F::LEVELS)).ok_or(OutOfTables)
+    Page::new::<F, P>(platform, root_entries::<F>()).ok_or(OutOfTables)
 }
 
 /// A tree whose root was replaced; vCPUs and guards may still use it.
 pub(crate) struct OldRoot(Page);
 
-/// What taking a tree apart meets.
-pub(crate) enum Met {
-    /// A table below the root.
-    Table,
-    /// A leaf.
-    Leaf {
-        /// Its value.
-        value: u64,
-        /// The level of its table.
-        level: u32,
-        /// Its first frame.
-        first: Gfn,
-    },
-}
-
 impl OldRoot {
-    /// Makes all vCPUs use the new root, waits until nobody is left in the old tree, and frees it, entry by entry with
-    /// plain loads. `met` is told what was there. The caller holds no guard.
+    /// Makes all vCPUs use the new root, waits until no guard is left in the old tree, and frees
+    /// it, entry by entry with plain loads. `counts` loses what was there, and `leaf` is called
+    /// with the value, the level and the first frame of each leaf. Returns how many frames had a
+    /// translation. The caller holds no guard.
     pub(crate) fn dismantle<F: Format, P: Platform>(
         self,
         mmu: &Mmu<F, P>,
-        mut met: impl FnMut(Met),
-    ) {
+        counts: &mut OwnCounts,
+        mut leaf: impl FnMut(u64, u32, Gfn),
+    ) -> u64 {
         mmu.platform.flush(Flush::Roots);
         mmu.unflushed.close_root();
         let mut limbo = Limbo::new();
@@ -152,53 +182,137 @@ impl OldRoot {
             }
             mmu.platform.relax();
         };
+        let mut gone = Gone {
+            counts,
+            tally: Tally::default(),
+        };
         // SAFETY: the root was replaced; then vCPUs were made to leave it, then guards.
-        unsafe { dismantle::<F, P>(&mmu.platform, root, F::LEVELS, 0, &mut met) };
+        let tree =
+            unsafe { Dismantling::<F, P>::new(&mmu.platform, root, F::LEVELS, 0, &mut gone.tally) };
+        tree.free(&mut leaf);
+        gone.tally.frames::<F>()
     }
 }
 
-/// Frees a tree.
-///
-/// # Safety
-/// `page` is a table of `level` whose link is gone, and its first entry is for frame `first`. No guard and no hardware can
-/// reach it, or what is below.
-unsafe fn dismantle<F: Format, P: Platform>(
-    platform: &P,
-    page: Page,
+/// What a tree held.
+#[derive(Default)]
+struct Tally {
+    leaves: [i64; LEAF_LEVELS],
+    /// The root excluded.
+    tables: i64,
+}
+
+impl Tally {
+    fn frames<F: Format>(&self) -> u64 {
+        let levels = (1..=F::MAX_LEAF_LEVEL).zip(self.leaves);
+        levels
+            .map(|(level, count)| count.cast_unsigned() * F::frames_per_entry(level))
+            .sum()
+    }
+}
+
+/// Takes what a tree held from the counts when it is dropped, also by a panic of the log.
+struct Gone<'c> {
+    counts: &'c mut OwnCounts,
+    tally: Tally,
+}
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        for (level, count) in (1..).zip(self.tally.leaves) {
+            self.counts.leaves(level, -count);
+        }
+        self.counts.tables(-self.tally.tables);
+    }
+}
+
+/// A table that nobody else can reach. Dropping it frees it and all below, also by a panic of the
+/// log.
+struct Dismantling<'t, F: Format, P: Platform> {
+    platform: &'t P,
+    page: ManuallyDrop<Page>,
     level: u32,
     first: u64,
-    met: &mut impl FnMut(Met),
-) {
-    let span = F::frames_per_entry(level);
-    for (index, entry) in page.entries().iter().enumerate() {
-        let value = entry.load(Ordering::Relaxed);
-        let first = first + index as u64 * span;
-        if F::is_leaf(value, level) {
-            met(Met::Leaf {
-                value,
-                level,
-                first: Gfn(first),
-            });
-        } else if F::is_table(value, level) {
-            met(Met::Table);
-            let pfn = F::table_pfn(value);
-            // SAFETY: the one link to that table; the caller vouches that nobody follows it again.
-            let below = unsafe { Page::from_link(platform, pfn, F::entries(level - 1)) };
-            // SAFETY: as the caller vouches.
-            unsafe { dismantle::<F, P>(platform, below, level - 1, first, met) };
+    /// How many entries were visited.
+    visited: usize,
+    tally: &'t mut Tally,
+    format: PhantomData<F>,
+}
+
+impl<'t, F: Format, P: Platform> Dismantling<'t, F, P> {
+    /// # Safety
+    /// `page` is a table of `level` whose link is gone, and its first entry is for frame `first`.
+    /// No guard and no hardware can reach it, or what is below.
+    unsafe fn new(
+        platform: &'t P,
+        page: Page,
+        level: u32,
+        first: u64,
+        tally: &'t mut Tally,
+    ) -> Self {
+        Self {
+            platform,
+            page: ManuallyDrop::new(page),
+            level,
+            first,
+            visited: 0,
+            tally,
+            format: PhantomData,
         }
     }
-    // SAFETY: as the caller vouches.
-    unsafe { page.free(platform) };
+
+    /// Frees it, and calls `leaf` with the value, the level and the first frame of each leaf.
+    fn free(mut self, leaf: &mut impl FnMut(u64, u32, Gfn)) {
+        self.visit_rest(leaf);
+    }
+
+    fn visit_rest(&mut self, leaf: &mut impl FnMut(u64, u32, Gfn)) {
+        let (level, span) = (self.level, F::frames_per_entry(self.level));
+        let entries = self.page.entries();
+        for (index, entry) in entries.iter().enumerate().skip(self.visited) {
+            self.visited = index + 1;
+            let value = entry.load(Ordering::Relaxed);
+            let first = self.first + index as u64 * span;
+            if F::is_leaf(value, level) {
+                self.tally.leaves[level as usize - 1] += 1;
+                leaf(value, level, Gfn(first));
+            } else if F::is_table(value, level) {
+                self.tally.tables += 1;
+                let (platform, pfn) = (self.platform, F::table_pfn(value));
+                // SAFETY: the one link to that table, and `new`'s caller promises that nobody
+                // follows it again.
+                let below = unsafe { Page::from_link(platform, pfn, F::entries(level - 1)) };
+                // SAFETY: as `new`'s caller promises.
+                let below = unsafe {
+                    Dismantling::<F, P>::new(platform, below, level - 1, first, self.tally)
+                };
+                below.free(leaf);
+            }
+        }
+    }
+}
+
+impl<F: Format, P: Platform> Drop for Dismantling<'_, F, P> {
+    fn drop(&mut self) {
+        // Nothing, unless the log has panicked.
+        self.visit_rest(&mut |_, _, _| ());
+        // SAFETY: taken once, as this is dropped once; the rest as `new`'s caller promises.
+        unsafe { ManuallyDrop::take(&mut self.page).free(self.platform) };
+    }
 }
 
 impl<F: Format, P: Platform> Drop for Mmu<F, P> {
     fn drop(&mut self) {
-        let entries = F::entries(F::LEVELS);
+        let entries = root_entries::<F>();
+        let mut tally = Tally::default();
         // SAFETY: the root's one link is this field, which goes.
         let root = unsafe { Page::from_link(&self.platform, self.root(), entries) };
         // SAFETY: each worker holds the MMU, so there is none and no guard; vCPUs by `Platform`, 4.
-        unsafe { dismantle::<F, P>(&self.platform, root, F::LEVELS, 0, &mut |_| {}) };
+        let tree =
+            unsafe { Dismantling::<F, P>::new(&self.platform, root, F::LEVELS, 0, &mut tally) };
+        drop(tree);
+        // SAFETY: as above.
+        unsafe { self.abandoned.free_all(&self.platform) };
     }
 }
 

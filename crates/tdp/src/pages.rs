@@ -4,14 +4,18 @@
 )]
 //! Table memory: pages that are owned, and tables that are reached.
 //!
-//! **Guarantee.** A [`Table`] that was reached under a guard stays readable and writable as long as the guard is
-//! held, even if it is cut off meanwhile.
+//! **Guarantee.** A [`Table`] that was reached under a guard stays readable and writable as long as
+//! the guard is held, even if it is cut off meanwhile.
 //!
-//! **Mechanism.** [`Table::step`] follows what it has itself loaded, with acquire order, from an entry of a table that was
-//! reached under the same guard. Links are made by the one function in `change.rs`, from pages of this
-//! platform; a page that was cut off goes through [`Batch`](crate::batch::Batch), which frees it after a flush
-//! and a grace period. So a link that was seen under a guard leads to memory that is not freed before the guard ends. Entries
-//! of tables that were cut off are frozen, which is no link.
+//! **Mechanism.**
+//!
+//! 1. [`Table::step`] follows what it has itself loaded, with acquire order, from an entry of a
+//!    table that was reached under the same guard.
+//! 2. The one function in `change.rs` makes links, from pages of this platform.
+//! 3. A page that was cut off is freed after a flush and a grace period
+//!    ([`Batch`](crate::batch::Batch)).
+//! 4. So a link that was seen under a guard leads to memory that is not freed before the guard
+//!    ends. Entries of tables that were cut off are frozen, which is no link.
 
 use crate::format::Format;
 use crate::platform::{Entry, Platform};
@@ -23,7 +27,7 @@ use core::slice;
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_epoch::Guard;
 
-/// Memory of one table that belongs to who holds this. Freed by [`Page::free`], and lost by a mere drop.
+/// Memory of one table, owned. [`Page::free`] frees it; a mere drop loses it.
 #[derive(Debug)]
 pub(crate) struct Page {
     table: NonNull<Entry>,
@@ -35,18 +39,35 @@ unsafe impl Send for Page {}
 
 impl Page {
     /// From the platform, all entries not present.
-    pub(crate) fn new<P: Platform>(platform: &P, entries: usize) -> Option<Self> {
+    ///
+    /// # Panics
+    /// If an entry that points to the table would lead elsewhere: to memory that is not the
+    /// table's.
+    pub(crate) fn new<F: Format, P: Platform>(platform: &P, entries: usize) -> Option<Self> {
         let table = platform.allocate_table(entries)?;
+        let frame = platform.frame(table);
+        let link = F::table(frame);
+        let (by_frame, by_address) = (
+            platform.pointer(F::table_pfn(link)),
+            platform.pointer_at(F::table_address(link)),
+        );
+        assert!(
+            by_frame == table && by_address == table,
+            "a new table is at {table:p}, but its frame {frame:?} leads to {by_frame:p} and \
+             {by_address:p}: tables must be aligned to a page or more, and {} holds frames below {:?}",
+            F::NAME,
+            F::PFN_LIMIT
+        );
         Some(Self { table, entries })
     }
 
     /// Gives the memory back.
     ///
     /// # Safety
-    /// Nobody can reach the memory, neither the hardware nor a guard.
+    /// Neither the hardware nor a guard can reach the memory.
     pub(crate) unsafe fn free<P: Platform>(self, platform: &P) {
-        // SAFETY: from `allocate_table` with `entries`, in `new` or before `from_link` took it over; the caller
-        // vouches for the rest.
+        // SAFETY: from `allocate_table` with `entries`, in `new` or before `from_link` took it
+        // over; the caller vouches for the rest.
         unsafe { platform.free_table(self.table, self.entries) };
     }
 
@@ -64,25 +85,33 @@ impl Page {
         platform.frame(self.table)
     }
 
-    /// The entries, to be filled before the page is linked, or read when nobody else can.
+    /// The entries, to be filled before the page is linked, or read when no other thread can reach
+    /// it.
     pub(crate) const fn entries(&self) -> &[Entry] {
-        // SAFETY: valid for `entries` by `Platform`, 1, as long as `self` holds the memory; all are atomics.
+        // SAFETY: valid for `entries` by `Platform`, 1, as long as `self` holds the memory; all are
+        // atomics.
         unsafe { slice::from_raw_parts(self.table.as_ptr(), self.entries) }
     }
 }
 
-/// Pages for tables to come, of one size: filled where nothing is locked, used where something is.
+/// Pages for tables to come, of one size: filled while nothing is locked, used under the lock.
 #[derive(Debug)]
 pub(crate) struct Cache {
+    /// All empty tables, but the last may be [filled](Self::filled).
     pages: Vec<Page>,
+    /// Whether the last page was handed out to be filled, and may not be empty.
+    filled: bool,
 }
 
 impl Cache {
     pub(crate) const fn new() -> Self {
-        Self { pages: Vec::new() }
+        Self {
+            pages: Vec::new(),
+            filled: false,
+        }
     }
 
-    /// Sees to it that there are `count` pages.
+    /// Makes sure that there are `count` pages.
     #[inline]
     pub(crate) fn fill<F: Format, P: Platform>(
         &mut self,
@@ -101,27 +130,52 @@ impl Cache {
         platform: &P,
         count: usize,
     ) -> Result<(), OutOfTables> {
+        self.wipe();
         while self.pages.len() < count {
-            let page = Page::new(platform, F::entries(1)).ok_or(OutOfTables)?;
+            let page = Page::new::<F, P>(platform, F::entries(1)).ok_or(OutOfTables)?;
             self.pages.push(page);
         }
         Ok(())
     }
 
+    /// An empty page.
     pub(crate) fn take(&mut self) -> Option<Page> {
+        self.wipe();
         self.pages.pop()
     }
 
-    /// Puts a page back that was not linked. What was written into it is wiped.
+    /// Puts an empty page back that was not linked.
     pub(crate) fn put_back(&mut self, page: Page) {
-        for entry in page.entries() {
-            entry.store(0, Ordering::Relaxed);
-        }
+        self.wipe();
         self.pages.push(page);
     }
 
+    /// A page to be filled before it is linked. It stays here until
+    /// [`take_filled`](Self::take_filled), so that a panic does not lose it.
+    pub(crate) fn page_to_fill(&mut self) -> Option<&Page> {
+        self.filled = true;
+        self.pages.last()
+    }
+
+    /// Gives up the page that was filled and linked: the link owns it.
+    pub(crate) fn take_filled(&mut self) {
+        self.filled = false;
+        let _linked = self.pages.pop();
+    }
+
+    /// Makes the last page empty again.
+    fn wipe(&mut self) {
+        if core::mem::take(&mut self.filled)
+            && let Some(page) = self.pages.last()
+        {
+            for entry in page.entries() {
+                entry.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Gives all pages back to the platform.
-    pub(crate) fn empty<P: Platform>(&mut self, platform: &P) {
+    pub(crate) fn free_all<P: Platform>(&mut self, platform: &P) {
         for page in self.pages.drain(..) {
             // SAFETY: pages in a cache were never linked.
             unsafe { page.free(platform) };
@@ -162,10 +216,12 @@ impl<'g, F: Format> Table<'g, F> {
     /// The root whose frame is `root`.
     ///
     /// # Safety
-    /// `root` was loaded, with acquire order, from where the MMU keeps its current root, under `guard`.
+    /// `root` was loaded, with acquire order, from where the MMU keeps its current root, under
+    /// `guard`.
     pub(crate) unsafe fn root<P: Platform>(_: &'g Guard<'_>, platform: &P, root: Pfn) -> Self {
         let table = platform.pointer(root);
-        // SAFETY: a root is freed after it was replaced, a flush and a grace period, so not under the guard.
+        // SAFETY: a root is freed after it was replaced, a flush and a grace period, so not under
+        // the guard.
         let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(F::LEVELS)) };
         Self {
             entries,
@@ -192,11 +248,13 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[index..end]
     }
 
-    /// Goes down from here to the entry for `gfn` that is no link; gives the table it stands in, and its value.
+    /// Goes down from here to the entry for `gfn` that is no link; gives the table it stands in,
+    /// and its value.
     #[inline(always)]
     pub(crate) fn descend<P: Platform>(self, platform: &P, gfn: Gfn) -> (Self, u64) {
         let mut table = self;
-        // As many turns as there are links at most: the level of each is known to the compiler where it begins at the root.
+        // At most as many turns as there are links. The compiler knows the level of each if it
+        // begins at the root.
         for _ in 1..F::LEVELS {
             match table.step(platform, gfn) {
                 Step::Down(below) => table = below,
@@ -215,8 +273,8 @@ impl<'g, F: Format> Table<'g, F> {
             return Step::Entry(value);
         }
         let table = platform.pointer_at(F::table_address(value));
-        // SAFETY: see the module's first lines. Links are to tables of `entries(level - 1)`, as only the root is
-        // larger.
+        // SAFETY: see the module's first lines. Links are to tables of `entries(level - 1)`, as
+        // only the root is larger.
         let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(self.level - 1)) };
         Step::Down(Self {
             entries,

@@ -17,7 +17,7 @@ pub type Entry = AtomicU64;
 /// What a TLB flush has to reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flush {
-    /// Whatever was cached from entries for these frames, pointers to tables included.
+    /// All that was cached from entries for these frames, pointers to tables included.
     Range(GfnRange),
     /// That stores to these frames are allowed, and nothing else.
     Writes(GfnRange),
@@ -25,39 +25,51 @@ pub enum Flush {
     Roots,
 }
 
-/// Where an MMU runs: who gives it table memory, knows addresses, and reaches the TLBs.
+/// Where an MMU runs: it provides memory for tables, knows their addresses, and reaches the TLBs.
 ///
 /// # Safety
 ///
-/// The MMU follows the pointers and frees the memory it is told about, so:
-/// 1. [`allocate_table`](Self::allocate_table) gives memory that is valid for reads and writes, aligned to its size, all
-///    of whose entries are 0, and that nobody else uses, until it is given back to
-///    [`free_table`](Self::free_table).
-/// 2. [`frame`](Self::frame) of such a pointer is a frame number that the format can hold, different for different
-///    tables, and [`pointer`](Self::pointer) of it is that pointer again, with its provenance, as long as it
-///    is not freed; and so is [`pointer_at`](Self::pointer_at) of the frame's first address.
-/// 3. When [`flush`](Self::flush) has returned, no vCPU uses, or can come to use, what it had cached of entries as they
-///    were before the call. Whatever a vCPU stored through such an entry happens before the return.
+/// The MMU follows the pointers and frees the memory that it is told about. So an implementation
+/// promises:
+///
+/// 1. [`allocate_table`](Self::allocate_table) returns memory that is valid for reads and writes
+///    and aligned to its size. All its entries are 0. Nobody else uses it until
+///    [`free_table`](Self::free_table) gets it back.
+/// 2. [`frame`](Self::frame) of such a pointer is a frame number that the format can hold.
+///    Different tables have different frames. [`pointer`](Self::pointer) of that frame is the same
+///    pointer again, with its provenance, until the table is freed. The same holds for
+///    [`pointer_at`](Self::pointer_at) of the frame's first address. The MMU checks this once for
+///    each table it is given, and panics if it is wrong.
+/// 3. When [`flush`](Self::flush) has returned, no vCPU uses, or can come to use, what it had
+///    cached of entries as they were before the call. All that a vCPU stored through such an entry
+///    happens before the return.
 /// 4. When the [`Mmu`](crate::Mmu) is dropped, no vCPU uses its root any more.
 pub unsafe trait Platform: Send + Sync {
-    /// Memory for a table of `entries`, a power of two; all of them 0. `None` where there is no memory.
+    /// Memory for a table of `entries`, all of them 0, or `None` if there is no memory.
+    ///
+    /// `entries` is a power of two, and at least 512: every table fills a page or more. A root
+    /// whose format has fewer entries gets a page too. (Models of loom and shuttle have tables of
+    /// two entries.)
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>>;
 
     /// Takes memory back.
     ///
     /// # Safety
-    /// `table` came from [`allocate_table`](Self::allocate_table) with the same `entries`, was not given back since, and
-    /// nobody uses it any more.
+    /// `table` came from [`allocate_table`](Self::allocate_table) with the same `entries`. It was
+    /// not given back since, and nobody uses it any more.
     unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize);
 
-    /// The frame that `table` fills, or starts in if it is larger: what the hardware is told.
+    /// The frame that `table` fills, or the first one if it is larger: the hardware gets this
+    /// number.
     fn frame(&self, table: NonNull<Entry>) -> Pfn;
 
     /// The inverse of [`frame`](Self::frame).
     fn pointer(&self, table: Pfn) -> NonNull<Entry>;
 
-    /// [`pointer`](Self::pointer) of the frame that begins at physical `address`, which is what entries of most formats hold: walks ask for
-    /// it at each level, and where memory is at a fixed distance from its physical address this needs no shifts.
+    /// [`pointer`](Self::pointer) of the frame that begins at physical `address`.
+    ///
+    /// Entries of most formats hold an address, and a walk asks for the pointer at each level. A
+    /// platform whose memory is at a fixed distance from its physical address needs no shifts here.
     #[inline]
     fn pointer_at(&self, address: u64) -> NonNull<Entry> {
         self.pointer(Pfn(address >> PAGE_SHIFT))
@@ -65,17 +77,23 @@ pub unsafe trait Platform: Send + Sync {
 
     /// Flushes the TLBs of all vCPUs and waits until that is done.
     ///
-    /// It is never called inside [`Worker::fault`](crate::Worker::fault) or
-    /// [`fast_fault`](crate::Worker::fast_fault), so it may wait for vCPUs to leave those.
+    /// The MMU never calls it inside [`Worker::fault`](crate::Worker::fault) or
+    /// [`fast_fault`](crate::Worker::fast_fault), so it may wait for vCPUs to leave those. It is
+    /// not for the vCPU that faults: see [`Mapped::local_flush`](crate::Mapped::local_flush).
+    ///
+    /// If it panics, the tables stay as they were or as they became, and the flush stays owed: the
+    /// worker's next call makes it.
     fn flush(&self, what: Flush);
 
-    /// A memory barrier in all threads, so that workers need none of their own where nobody frees tables or works exclusively.
-    /// Asked for once, when an [`Mmu`](crate::Mmu) is made. `None` by default: each fault and each walk goes through a barrier then.
+    /// A memory barrier in all threads, so that workers need none of their own while nobody frees
+    /// tables or works exclusively. [`Mmu::new`](crate::Mmu::new) asks for it once. With `None`,
+    /// the default, each fault and each walk makes a barrier.
     fn barrier(&self) -> Option<Barrier> {
         None
     }
 
-    /// Called again and again while something is waited for that other threads do: spin, or yield the processor.
+    /// Called again and again while the caller waits for other threads: spin, or yield the
+    /// processor. It must not panic.
     fn relax(&self) {
         core::hint::spin_loop();
     }

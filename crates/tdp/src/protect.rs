@@ -1,6 +1,6 @@
 //! Taking permissions and state from leaves: write protection, dirty bits, age.
 
-use crate::change::{Carries, Session, Spot};
+use crate::change::{Preserves, Seen, Session};
 use crate::format::{Format, Writes};
 use crate::log::Log;
 use crate::platform::Platform;
@@ -8,28 +8,31 @@ use crate::worker::{Hold, Then, Worker};
 use pageferry_addr::{Gfn, GfnRange};
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Takes the permission to store from all leaves of `range`, and flushes; gives how many frames had it. Held
-    /// shared, with turns.
+    /// Takes the permission to store from all leaves of `range`, and flushes. Returns how many
+    /// frames had it. It holds the shared side, in turns.
     ///
-    /// A leaf that loses the permission loses its dirty bit too, where hardware sets that; `log` is told.
+    /// If hardware sets dirty bits, a leaf that loses the permission loses its dirty bit too, and
+    /// `log` is told.
     ///
-    /// Who starts a log sees to it that no fault is under way that looked at the slot before it was logged.
+    /// A caller that starts a log makes sure that no fault is under way that looked at the slot
+    /// before it was logged.
     pub fn write_protect<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, F::write_protect, F::is_writable)
     }
 
-    /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is set in `mask` (bit 0 is
-    /// `base`): for a word of a log. Many words are best done inside [`deferred`](Self::deferred).
-    /// A large page is protected as a whole. `base` needs no alignment.
+    /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is
+    /// set in `mask` (bit 0 is `base`): for a word of a log. Many words are best done inside
+    /// [`deferred`](Self::deferred). A large page is protected as a whole. `base` needs no
+    /// alignment.
     pub fn write_protect_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         self.protect_mask(base, mask, log, F::write_protect, F::is_writable)
     }
 
-    /// Tells `log` which leaves of `range` are dirty, makes them clean, and flushes; gives how many frames were. Held
-    /// shared, with turns.
+    /// Tells `log` which leaves of `range` are dirty, makes them clean, and flushes. Returns how
+    /// many frames were dirty. It holds the shared side, in turns.
     ///
-    /// This is how a log is read where hardware sets dirty bits. Where being dirty is being writable, the log was told
-    /// when that began, and the leaves are write-protected.
+    /// This reads a log by dirty bits. Leaves that are dirty exactly while they are writable lose
+    /// the permission to store; the log was told when they got it.
     pub fn clear_dirty<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, F::clear_dirty, F::is_dirty)
     }
@@ -40,10 +43,12 @@ impl<F: Format, P: Platform> Worker<F, P> {
         self.protect_mask(base, mask, log, F::clear_dirty, F::is_dirty)
     }
 
-    /// Makes the leaves of `range` tell of the next store to each by a fault, and flushes: the start of a log by write
-    /// protection. Leaves whose class is [`Writes::Allowed`] get
-    /// [`Writes::AllowedLoggedByFault`]; all lose the permission to store, and the dirty bits that hardware set, which
-    /// `log` is told. Gives how many frames have changed. Held shared, with turns.
+    /// Makes the next store to each leaf of `range` fault, and flushes: the start of a log by write
+    /// protection.
+    ///
+    /// Leaves whose class is [`Writes::Allowed`] get [`Writes::AllowedLoggedByFault`]. All lose the
+    /// permission to store, and the dirty bits that hardware set; `log` is told of those. Returns
+    /// how many frames have changed. It holds the shared side, in turns.
     pub fn log_by_fault<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, by_fault::<F>, is_unlogged::<F>)
     }
@@ -54,8 +59,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         self.protect_mask(base, mask, log, by_fault::<F>, is_unlogged::<F>)
     }
 
-    /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by faults. Gives how many
-    /// frames had it. Held shared, with turns.
+    /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by
+    /// faults. Returns how many frames had it. It holds the shared side, in turns.
     pub fn unlog<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(
             range,
@@ -66,9 +71,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
         )
     }
 
-    /// Gives all leaves of `range` another class of [`Writes`], and flushes: [`Writes::MmuForbids`] makes every store
-    /// fault until the class is changed back, or a fault's target has another, for a tracker. Gives how many frames were of another class. Held
-    /// shared, with turns.
+    /// Gives all leaves of `range` another class of [`Writes`], and flushes. Returns how many
+    /// frames were of another class. It holds the shared side, in turns.
+    ///
+    /// [`Writes::MmuForbids`] is for a tracker: every store faults until the class is changed back,
+    /// or a fault's target has another.
     pub fn set_writes<L: Log>(&mut self, range: GfnRange, writes: Writes, log: &L) -> u64 {
         self.protect(
             range,
@@ -79,19 +86,19 @@ impl<F: Format, P: Platform> Worker<F, P> {
         )
     }
 
-    /// Gives how many frames of `range` are mapped by a leaf that says it was used, and, where `clear`, makes them say
-    /// that they were not. Takes no lock and flushes nothing: a TLB that still has the translation is not seen to
-    /// use it until it drops it by itself.
+    /// Returns how many frames of `range` are mapped by a leaf that was used. With `clear`, these
+    /// leaves count as unused from then on. It takes no lock and flushes nothing: uses through a
+    /// translation that a TLB still has are not seen.
     pub fn age<L: Log>(&mut self, range: GfnRange, clear: bool, log: &L) -> u64 {
         let mut young = 0;
-        let swept = self.sweep(range, 1, Hold::Guard, log, |session, spot| {
-            let level = spot.level;
-            if !F::is_leaf(spot.value, level) || !F::is_accessed(spot.value) {
+        let swept = self.sweep(range, 1, Hold::Guard, log, |session, seen| {
+            let level = seen.level;
+            if !F::is_leaf(seen.value, level) || !F::is_accessed(seen.value) {
                 return Then::On;
             }
             if clear {
-                let aged = F::clear_accessed(spot.value);
-                if session.change(spot, aged, Carries::AllButAge).is_err() {
+                let aged = F::clear_accessed(seen.value);
+                if session.change(seen, aged, Preserves::AllButAge).is_err() {
                     return Then::Again;
                 }
             }
@@ -117,8 +124,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         })
     }
 
-    /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in `mask`, and flushes; bits
-    /// beyond the 64th are those of the last.
+    /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in
+    /// `mask`, and flushes. A `mask` of all ones means all frames.
     fn protect<L: Log>(
         &mut self,
         range: GfnRange,
@@ -128,19 +135,19 @@ impl<F: Format, P: Platform> Worker<F, P> {
         applies: impl Fn(u64) -> bool,
     ) -> u64 {
         let mut changed = 0;
-        let swept = self.sweep(range, 1, Hold::Shared, log, |session, spot| {
-            let level = spot.level;
-            if !F::is_leaf(spot.value, level) {
-                return if F::is_frozen(spot.value) {
+        let swept = self.sweep(range, 1, Hold::Shared, log, |session, seen| {
+            let level = seen.level;
+            if !F::is_leaf(seen.value, level) {
+                return if F::is_frozen(seen.value) {
                     Then::Again
                 } else {
                     Then::On
                 };
             }
-            if !is_marked::<F>(range, mask, spot) || !applies(spot.value) {
+            if !is_marked::<F>(range, mask, seen) || !applies(seen.value) {
                 return Then::On;
             }
-            change_leaf(session, spot, new(spot.value), &mut changed)
+            change_leaf(session, seen, new(seen.value), &mut changed)
         });
         debug_assert!(swept.is_ok(), "no tables are needed");
         self.finish();
@@ -158,7 +165,8 @@ fn by_fault<F: Format>(leaf: u64) -> u64 {
     }
 }
 
-/// Whether a store to the leaf would, or could come to, go unnoticed.
+/// Whether a store to the leaf goes unnoticed, now or after the fast path has made the leaf
+/// writable.
 fn is_unlogged<F: Format>(leaf: u64) -> bool {
     F::is_writable(leaf) || F::writes(leaf) == Writes::Allowed
 }
@@ -166,25 +174,26 @@ fn is_unlogged<F: Format>(leaf: u64) -> bool {
 #[inline(always)]
 fn change_leaf<F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
-    spot: &Spot<'_>,
+    seen: &Seen<'_>,
     new: u64,
     changed: &mut u64,
 ) -> Then {
-    if session.change(spot, new, Carries::Nothing).is_err() {
+    if session.change(seen, new, Preserves::Nothing).is_err() {
         return Then::Again;
     }
-    *changed += F::frames_per_entry(spot.level);
+    *changed += F::frames_per_entry(seen.level);
     Then::On
 }
 
-/// Whether one of the frames of `spot` has its bit set. `mask` counts from the range's start; all ones means all.
+/// Whether one of the frames of `seen` has its bit set. `mask` counts from the range's start; all
+/// ones means all.
 #[inline]
-fn is_marked<F: Format>(range: GfnRange, mask: u64, spot: &Spot<'_>) -> bool {
+fn is_marked<F: Format>(range: GfnRange, mask: u64, seen: &Seen<'_>) -> bool {
     if mask == u64::MAX {
         return true;
     }
-    let from = spot.first.0.saturating_sub(range.start().0);
-    let end = spot.first.0 + F::frames_per_entry(spot.level) - range.start().0;
+    let from = seen.first.0.saturating_sub(range.start().0);
+    let end = seen.first.0 + F::frames_per_entry(seen.level) - range.start().0;
     let below_end = if end >= 64 { u64::MAX } else { (1 << end) - 1 };
     from < 64 && (mask & below_end) >> from != 0
 }

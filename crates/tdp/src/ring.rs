@@ -1,31 +1,40 @@
 //! The dirty ring of one vCPU: which pages has it dirtied since they were protected last?
 //!
-//! **Guarantee.** Every page that is pushed is harvested once, in the order of the pushes, and handed to a reset once
-//! after that (again where a reset was interrupted by a panic). A push fails only where as many pages as there are
-//! entries were not reset. Nobody waits for anybody; a push reads no line that another thread writes while the ring
-//! is less than [soft-full](Producer::is_soft_full), but for the entries themselves.
+//! **Guarantee.** Every page that is pushed is harvested once, in the order of the pushes, and then
+//! handed to a reset once (again if a panic interrupted the reset). A push fails only if as many
+//! pages as there are entries were not reset. No thread waits for another. While the ring is less
+//! than [soft-full](Producer::is_soft_full), a push reads no line that another thread writes,
+//! except for the entries.
 //!
-//! **Mechanism.** That of KVM (`Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING`; `virt/kvm/dirty_ring.c`): a
-//! fixed power of two of entries with the layout of `struct kvm_dirty_gfn`. Each goes from empty to dirty by the
-//! [`Producer`], to harvested by the [`Harvester`], and to empty by the [`Resetter`], always in the order of the ring.
-//! The three are values of their own, so there is one of each, and each serves one thread at a time; where KVM has its
-//! lock of the slots, the owner of the resetter has a lock.
+//! **Mechanism.** That of KVM (`Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING`;
+//! `virt/kvm/dirty_ring.c`): a fixed power of two of entries with the layout of `struct
+//! kvm_dirty_gfn`. The [`Producer`] makes an entry dirty, the [`Harvester`] harvested, and the
+//! [`Resetter`] empty again, always in the order of the ring. There is one value of each type, and
+//! each serves one thread at a time. Where KVM has its lock of the slots, the owner of the resetter
+//! has a lock.
 //!
 //! # Orderings
 //!
-//! An entry has one owner at a time, and what the last one did happens before what the next one does:
-//! - (p) the producer fills the entry and then stores *dirty*, release; the harvester loads that, acquire;
-//! - (h) the harvester reads the entry and then stores *harvested*, release; the resetter loads that, acquire;
-//! - (z) the resetter reads the entry, has the page protected, stores *empty*, and then stores the count of what was
-//!   reset, release; the producer loads that, acquire, before it takes the entry again. So it needs no look at the flags.
+//! An entry has one owner at a time, and what the last one did happens before what the next one
+//! does:
+//! - (p) the producer fills the entry and then stores *dirty*, release; the harvester loads that,
+//!   acquire;
+//! - (h) the harvester reads the entry and then stores *harvested*, release; the resetter loads
+//!   that, acquire;
+//! - (z) the resetter reads the entry, has the page protected, stores *empty*, and then stores the
+//!   count of what was reset, release; the producer loads that, acquire, before it takes the entry
+//!   again. So it needs no look at the flags.
 //!
 //! # What keeps the log complete
 //!
-//! Who fills a ring pushes a page after its entry in the second-stage tables became writable and before a TLB can hold
-//! it. Who copies pages harvests them, resets, flushes the TLBs of all vCPUs, and copies them then: a store that the
-//! copy misses finds the page protected, and is pushed again. What is found dirty by anybody but the vCPU (a dirty bit
-//! that a zap meets, say) does not fit the ring of one producer; it goes into a bitmap, as with
-//! `KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`.
+//! 1. A vCPU pushes a page after its entry in the second-stage tables became writable, and before a
+//!    TLB can hold that entry.
+//! 2. The thread that copies pages harvests them, resets, flushes the TLBs of all vCPUs, and copies
+//!    them then.
+//! 3. A store that the copy misses finds the page protected, and is pushed again.
+//!
+//! A page that another thread finds dirty (by a dirty bit that a zap meets, say) does not fit the
+//! ring of one producer. It goes into a bitmap, as with `KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`.
 //!
 //! **Neighbours.** None: this module knows slots and offsets as numbers.
 //!
@@ -53,8 +62,9 @@ use core::cell::Cell;
 /// The most entries that a ring can have, as with KVM (`KVM_DIRTY_RING_MAX_ENTRIES`).
 pub const MAX_ENTRIES: u32 = 65_536;
 
-/// The reserve that KVM keeps for whatever a vCPU may dirty on its way out (`KVM_DIRTY_RING_RSVD_ENTRIES`). Who pushes a
-/// huge page as small ones, or the contents of a hardware log, in one run needs as many entries more.
+/// The reserve that KVM keeps for what a vCPU may dirty on its way out
+/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). A vCPU that pushes a huge page as small ones, or the contents
+/// of a hardware log, at once needs as many more.
 pub const RESERVED_ENTRIES: u32 = 64;
 
 /// The flags of an entry, as in `struct kvm_dirty_gfn`.
@@ -67,13 +77,14 @@ const HARVESTED: u32 = 2;
 /// A page that a vCPU has dirtied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DirtyPage {
-    /// The memory slot, and the address space in the upper 16 bits: whatever the producer and its user agree on.
+    /// The memory slot, with the address space in the upper 16 bits: as the producer and its user
+    /// agree.
     pub slot: u32,
     /// The page's number within the slot.
     pub offset: u64,
 }
 
-/// What cannot be a ring.
+/// Why a ring cannot be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRing {
     /// The number of entries.
@@ -135,7 +146,8 @@ impl Ring {
         self.entries.len() as u32
     }
 
-    /// Where counts begin: a lap before they wrap, so that every ring which is used shows that it can.
+    /// Where counts begin: a lap before they wrap, so that every ring which is used shows that it
+    /// can.
     const fn first(entries: u32) -> u32 {
         0_u32.wrapping_sub(entries)
     }
@@ -145,8 +157,8 @@ impl Ring {
     }
 }
 
-/// A ring of `entries`, of which `reserve` are kept for the pushes of a vCPU that has yet to notice that the ring is
-/// soft-full. It takes 16 bytes an entry.
+/// A ring of `entries`, of which `reserve` are kept for the pushes of a vCPU that has yet to notice
+/// that the ring is soft-full. It takes 16 bytes an entry.
 ///
 /// # Errors
 /// If `entries` is not a power of two from 2 to [`MAX_ENTRIES`], or `reserve` is not less.
@@ -195,8 +207,8 @@ impl Producer {
     /// Says that `page` is dirty. Allocates nothing and never waits.
     ///
     /// # Errors
-    /// If all entries are taken, the reserve included. The page is not in the ring then, so the guest must not get to
-    /// write it unnoticed.
+    /// If all entries are taken, the reserve included. The page is not in the ring then, so the
+    /// guest must not get to write it unnoticed.
     #[inline]
     pub fn push(&self, page: DirtyPage) -> Result<(), Full> {
         let entries = self.ring.len();
@@ -212,8 +224,8 @@ impl Producer {
         Ok(())
     }
 
-    /// Whether only the reserve is left: the vCPU then leaves the guest, as by `KVM_EXIT_DIRTY_RING_FULL`, and does not
-    /// enter it before pages were harvested and reset.
+    /// Whether only the reserve is left: the vCPU then leaves the guest, as by
+    /// `KVM_EXIT_DIRTY_RING_FULL`, and does not enter it before pages were harvested and reset.
     #[inline]
     #[must_use]
     pub fn is_soft_full(&self) -> bool {
@@ -232,7 +244,7 @@ impl Producer {
     }
 }
 
-/// The end of who collects dirty pages.
+/// The end of the thread that collects dirty pages.
 #[derive(Debug)]
 pub struct Harvester {
     ring: Arc<Ring>,
@@ -245,7 +257,8 @@ impl Harvester {
     #[inline]
     pub fn harvest(&mut self) -> Option<DirtyPage> {
         let entry = self.ring.entry(self.harvested);
-        // Acquire: what is in the entry. Anything but dirty is empty, or harvested a lap ago and not reset. (p)
+        // Acquire: what is in the entry. Anything but dirty is empty, or harvested a lap ago and
+        // not reset. (p)
         if entry.flags.load(Ordering::Acquire) != DIRTY {
             return None;
         }
@@ -256,7 +269,7 @@ impl Harvester {
     }
 }
 
-/// The end of who protects pages again.
+/// The end of the thread that protects pages again.
 #[derive(Debug)]
 pub struct Resetter {
     ring: Arc<Ring>,
@@ -266,10 +279,11 @@ pub struct Resetter {
 impl Resetter {
     /// Empties the entries that were harvested, at most one lap of them; gives how many.
     ///
-    /// Before it empties entries it calls `protect` with their slot, the offset of a page in it, and a mask: bit `i` is the
-    /// page at that offset plus `i`, and bit 0 is set. Entries that follow each other share a call where they fit into 64
-    /// pages. `protect` takes the permission to store, or the dirty bit, from those pages, so that the next store is
-    /// pushed again; the caller flushes TLBs afterwards, where the result is not 0.
+    /// Before it empties entries it calls `protect` with their slot, the offset of a page in it,
+    /// and a mask: bit `i` is the page at that offset plus `i`, and bit 0 is set. Entries that
+    /// follow each other share a call where they fit into 64 pages. `protect` takes the permission
+    /// to store, or the dirty bit, from those pages, so that the next store is pushed again; the
+    /// caller flushes TLBs afterwards, where the result is not 0.
     ///
     /// Where `protect` panics, its entries stay harvested, and the next reset hands them out again.
     pub fn reset(&mut self, mut protect: impl FnMut(u32, u64, u64)) -> u32 {

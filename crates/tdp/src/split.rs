@@ -1,20 +1,24 @@
 //! Pages change their size: large ones are split, and small ones become large again, in place.
 //!
-//! **Guarantee.** A guest that uses the pages meanwhile notices nothing but, perhaps, a fault that turns out to be
-//! spurious. No dirty state is lost.
+//! **Guarantee.** A guest that uses the pages meanwhile notices at most a spurious fault. No dirty
+//! state is lost.
 //!
-//! **Mechanism.** *Split*: a table is filled with the translations that the large leaf stands for, aside, and linked in its
-//! place by one compare-exchange, which fails if hardware has set a bit of the leaf meanwhile. Old and new
-//! translate the same, so nothing is flushed. *Recovery*: the link is replaced by a large leaf, by one
-//! compare-exchange; then the table's entries are frozen, which collects what the hardware has set in them, and the table waits
-//! for the flush. Formats that ask for break-before-make get it: the entry is frozen, flushed, and then set.
+//! **Mechanism.** *Split*: a table is filled aside with the translations that the large leaf stands
+//! for, and linked in its place by one compare-exchange. The exchange fails if hardware has set a
+//! bit of the leaf meanwhile. Old and new translate the same, so nothing is flushed.
+//!
+//! *Recovery*: one compare-exchange replaces the link by a large leaf. Then the table's entries are
+//! frozen, which collects what hardware has set in them, and the table waits for the flush.
+//!
+//! Formats with break-before-make get it: the entry is frozen, flushed, and then set. If the flush
+//! panics, the old value comes back.
 
-use crate::change::{Carries, Session, Spot};
+use crate::change::{Preserves, Seen, Session};
 use crate::fault::{Fault, Target, leaf_for};
 use crate::format::{Access, Format};
 use crate::log::Log;
 use crate::pages::OutOfTables;
-use crate::platform::{Flush, Platform};
+use crate::platform::{Entry, Flush, Platform};
 use crate::sync::Ordering;
 use crate::worker::{Hold, Then, Worker};
 use pageferry_addr::{Gfn, GfnRange};
@@ -23,32 +27,32 @@ use pageferry_addr::{Gfn, GfnRange};
 pub(crate) enum NotSplit {
     /// The cache is empty.
     NoTable,
-    /// The entry has changed.
+    /// Another thread has changed the entry.
     Lost,
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Splits the pages of `range` that are larger than level `to`, eagerly: before a log starts, so that faults need not.
-    /// Pages that reach past the range are split too. Gives how many were split. Held shared, with turns; tables
-    /// are allocated between those.
+    /// Splits the pages of `range` that are larger than level `to`: before a log starts, so that
+    /// faults need not. Pages that reach past the range are split too. Returns how many were split.
+    /// It holds the shared side, in turns, and allocates tables between those.
     ///
     /// # Errors
-    /// If there is no memory for tables; what was split by then stays so.
+    /// If there is no memory for tables; what was split by then stays split.
     ///
     /// # Panics
     /// If `to` is 0: levels begin at 1.
     pub fn split<L: Log>(&mut self, range: GfnRange, to: u32, log: &L) -> Result<u64, OutOfTables> {
         assert!(to >= 1, "there is no level below 1");
         let mut split = 0;
-        let swept = self.sweep(range, to + 1, Hold::Shared, log, |session, spot| {
-            if F::is_frozen(spot.value) {
+        let swept = self.sweep(range, to + 1, Hold::Shared, log, |session, seen| {
+            if F::is_frozen(seen.value) {
                 return Then::Again;
             }
-            // At the root, which may hold leaves and be of a lower level than the walk's lowest.
-            if !F::is_leaf(spot.value, spot.level) || spot.level <= to {
+            // The root may hold leaves and be of a lower level than the walk's lowest.
+            if !F::is_leaf(seen.value, seen.level) || seen.level <= to {
                 return Then::On;
             }
-            match session.split_here(spot) {
+            match session.split_here(seen) {
                 Ok(()) => {
                     split += 1;
                     Then::On
@@ -61,14 +65,18 @@ impl<F: Format, P: Platform> Worker<F, P> {
         swept.map(|()| split)
     }
 
-    /// Makes pages of `range` large again where `allowed` says what a page of that level, beginning at that frame, may
-    /// map; whole subtrees that lie in the range at once, the largest first. Gives how many large pages came to be.
-    /// Held shared, with turns.
+    /// Makes pages of `range` large again, and returns how many large pages came to be. It replaces
+    /// whole subtrees that lie in the range, the largest first. It holds the shared side, in turns.
     ///
-    /// `allowed` answers for *all* frames of the page, mapped now or not: that what backs them is one piece and all of it
-    /// may be touched; that they are neither logged nor tracked. It must be sure that this stays so until the call
-    /// is over, invalidations excepted: it is asked under the shared side, and not about pages that overlap what is being
-    /// invalidated, so it only has to look up what is behind them when it is asked.
+    /// `allowed` says what a page of that level, which begins at that frame, may map. It answers
+    /// for *all* frames of the page, mapped now or not: what backs them is one piece, all of it may
+    /// be touched, and they are neither logged nor tracked. This must stay so until the call is
+    /// over, invalidations excepted. `allowed` is asked under the shared side, and not about pages
+    /// that overlap what is being invalidated. So it only has to look up what is behind them when
+    /// it is asked.
+    ///
+    /// Tables that it replaces are freed after a grace period: see
+    /// [`MOST_WAITING`](Self::MOST_WAITING).
     ///
     /// # Panics
     /// If the format has no room for the target's frame, or the page and the frame are out of step.
@@ -79,29 +87,38 @@ impl<F: Format, P: Platform> Worker<F, P> {
         mut allowed: impl FnMut(Gfn, u32) -> Option<Target>,
     ) -> u64 {
         let mut recovered = 0;
-        let swept = self.sweep(range, 2, Hold::Shared, log, |session, spot| {
-            let level = spot.level;
-            if F::is_frozen(spot.value) {
+        self.state.batch.reserve(1 + F::entries(1));
+        let swept = self.sweep(range, 2, Hold::Shared, log, |session, seen| {
+            let level = seen.level;
+            if F::is_frozen(seen.value) {
                 return Then::Again;
             }
-            let end = spot.first.0 + F::frames_per_entry(level);
-            let whole = spot.first >= range.start() && end <= range.end().0;
-            if !whole || !F::may_hold_leaves(level) || !F::is_table(spot.value, level) {
+            let end = seen.first.0 + F::frames_per_entry(level);
+            let whole = seen.first >= range.start() && end <= range.end().0;
+            if !whole || !F::may_hold_leaves(level) || !F::is_table(seen.value, level) {
                 return Then::On;
             }
             let frames = F::frames_per_entry(level);
-            if session.mmu.invalidation.covers(spot.first, frames) {
+            if session.mmu.invalidations.covers(seen.first, frames) {
                 return Then::On;
             }
-            let Some(target) = allowed(spot.first, level).filter(|t| t.level >= level) else {
+            let most = if level > 2 { 1 + F::entries(1) } else { 1 };
+            if !session.may_cut_off(most) {
+                return if session.state.has_waited {
+                    Then::On
+                } else {
+                    Then::NeedsRoom
+                };
+            }
+            let Some(target) = allowed(seen.first, level).filter(|t| t.level >= level) else {
                 return Then::On;
             };
             assert!(
                 target.pfn < F::PFN_LIMIT && target.pfn.0 & (frames - 1) == 0,
                 "{target:?} cannot be mapped at {:?}",
-                spot.first
+                seen.first
             );
-            match session.merge_here(spot, target) {
+            match session.merge_here(seen, target) {
                 Ok(()) => {
                     recovered += 1;
                     Then::Side
@@ -116,52 +133,68 @@ impl<F: Format, P: Platform> Worker<F, P> {
 }
 
 impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
-    /// Splits the leaf at `spot` into a table of the next level.
+    /// Splits the leaf at `seen` into a table of the next level.
     #[cold]
-    pub(crate) fn split_here(&mut self, spot: &Spot<'_>) -> Result<(), NotSplit> {
-        let page = self.kit.cache.take().ok_or(NotSplit::NoTable)?;
-        let (level, children) = (spot.level, page.entries());
-        for (index, child) in children.iter().enumerate() {
-            child.store(F::split(spot.value, level, index), Ordering::Relaxed);
+    pub(crate) fn split_here(&mut self, seen: &Seen<'_>) -> Result<(), NotSplit> {
+        let (level, children) = (seen.level, F::entries(seen.level - 1));
+        let page = self.state.cache.page_to_fill().ok_or(NotSplit::NoTable)?;
+        for (index, child) in page.entries().iter().enumerate() {
+            child.store(F::split(seen.value, level, index), Ordering::Relaxed);
         }
-        let count = children.len() as i64;
         let link = F::table(page.frame(self.mmu.platform()));
-        if self.replace(spot, link, Carries::All).is_err() {
-            self.kit.cache.put_back(page);
-            return Err(NotSplit::Lost);
-        }
-        self.kit.counts.leaves(level - 1, count);
+        self.replace(seen, link, Preserves::All)
+            .map_err(|_| NotSplit::Lost)?;
+        self.state.cache.take_filled();
+        self.state.counts.leaves(level - 1, children as i64);
         Ok(())
     }
 
-    /// Replaces the link at `spot` by a leaf that maps `target`.
+    /// Replaces the link at `seen` by a leaf that maps `target`.
     #[cold]
-    fn merge_here(&mut self, spot: &Spot<'_>, target: Target) -> Result<(), u64> {
+    fn merge_here(&mut self, seen: &Seen<'_>, target: Target) -> Result<(), u64> {
         let fault = Fault {
-            gfn: spot.first,
+            gfn: seen.first,
             access: Access::READ,
         };
         self.replace(
-            spot,
-            leaf_for::<F>(spot.level, fault, target),
-            Carries::Nothing,
+            seen,
+            leaf_for::<F>(seen.level, fault, target),
+            Preserves::Nothing,
         )
     }
 
     /// A change between leaf and link.
-    fn replace(&mut self, spot: &Spot<'_>, new: u64, carries: Carries) -> Result<(), u64> {
+    fn replace(&mut self, seen: &Seen<'_>, new: u64, preserves: Preserves) -> Result<(), u64> {
         if !F::BREAK_BEFORE_MAKE {
-            return self.change(spot, new, carries);
+            return self.change(seen, new, preserves);
         }
-        spot.entry
-            .compare_exchange(spot.value, F::FROZEN, Ordering::AcqRel, Ordering::Acquire)?;
-        let frames = F::frames_per_entry(spot.level);
-        let range = GfnRange::new(spot.first, frames);
+        seen.entry
+            .compare_exchange(seen.value, F::FROZEN, Ordering::AcqRel, Ordering::Acquire)?;
+        let mut broken = Broken {
+            entry: seen.entry,
+            next: seen.value,
+        };
+        let frames = F::frames_per_entry(seen.level);
+        let range = GfnRange::new(seen.first, frames);
         let range = range.unwrap_or_else(|| unreachable!("frames below the format's limit"));
         self.mmu.platform().flush(Flush::Range(range));
-        // Frozen, so nobody else's. Release: what it leads to is filled.
-        spot.entry.store(new, Ordering::Release);
-        self.account(spot.first, spot.level, spot.value, new, carries);
+        broken.next = new;
+        drop(broken);
+        self.account(seen.first, seen.level, seen.value, new, preserves);
         Ok(())
+    }
+}
+
+/// A frozen entry between break and make. Dropping it ends that: if the flush panics, the old value
+/// comes back.
+struct Broken<'e> {
+    entry: &'e Entry,
+    next: u64,
+}
+
+impl Drop for Broken<'_> {
+    fn drop(&mut self) {
+        // Frozen, so no other worker's. Release: what it leads to is filled.
+        self.entry.store(self.next, Ordering::Release);
     }
 }

@@ -1,16 +1,19 @@
 //! The direct walk: from the root to every entry of a range, in order.
 //!
-//! **Guarantee.** Every entry that covers a frame of the range and is of the lowest level asked for, or no link, is met in
-//! the order of frames; links are met before what is below them (pre-order). An entry that changes while it is looked at
-//! is met as it was or as it became.
+//! **Guarantee.** The walk visits every entry that covers a frame of the range and is of the lowest
+//! level asked for, or no link, in the order of frames. It visits links before what is below them
+//! (pre-order). It sees an entry that changes meanwhile as it was or as it became.
 //!
-//! **Mechanism.** A path of tables, one a level. A step goes *down* where the current entry is a link *now* (it is read
-//! again, as the caller or another worker may have changed it), else to the *side*, else *up*. As Linux's
-//! `arch/x86/kvm/mmu/tdp_iter.c`; but an entry that was a link when it was met, and is none now, is met again.
+//! **Mechanism.** A path of tables, one a level. A step goes *down* if the current entry is a link
+//! *now*: the walk reads it again, as the caller or another worker may have changed it. Otherwise
+//! it goes to the *side*, or *up* at the end of a table. This is as in Linux's
+//! `arch/x86/kvm/mmu/tdp_iter.c`, with one difference: an entry that was a link when it was
+//! visited, and is none now, is visited again.
 //!
-//! A walk lives as long as its guard. Who lets the guard go continues with a new walk, from [`Walk::at`] on.
+//! A walk lives as long as its guard. A caller that drops the guard continues with a new walk, from
+//! [`Walk::at`] on.
 
-use crate::change::Spot;
+use crate::change::Seen;
 use crate::format::Format;
 use crate::mmu::Mmu;
 use crate::pages::{Step, Table};
@@ -25,7 +28,7 @@ const MOST_LEVELS: usize = 5;
 
 pub(crate) struct Walk<'g, F: Format, P: Platform> {
     mmu: &'g Mmu<F, P>,
-    /// By level, from 1; entries below the current level are left over.
+    /// By level, from 1. Those below the current level are left over.
     path: [Table<'g, F>; MOST_LEVELS],
     level: u32,
     lowest: u32,
@@ -57,7 +60,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         }
     }
 
-    /// The frame at which the walk stands: where another may continue.
+    /// The frame at which the walk stands: another walk may continue there.
     pub(crate) const fn at(&self) -> u64 {
         self.at
     }
@@ -69,7 +72,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
 
     /// The next entry.
     #[inline(always)]
-    pub(crate) fn next(&mut self) -> Option<Spot<'g>> {
+    pub(crate) fn next(&mut self) -> Option<Seen<'g>> {
         if !self.begun {
             self.begun = true;
             return (self.at < self.end).then(|| self.look());
@@ -81,7 +84,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
                     self.path[self.level as usize - 1] = table;
                     return Some(self.look());
                 }
-                // What was below it when it was met is in it now.
+                // It holds now what was below it before.
                 Step::Entry(_) if self.link => return Some(self.look()),
                 Step::Entry(_) => {}
             }
@@ -91,11 +94,11 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
 
     /// The current entry, as it is now.
     #[inline(always)]
-    pub(crate) fn look(&mut self) -> Spot<'g> {
+    pub(crate) fn look(&mut self) -> Seen<'g> {
         let entry = self.table().entry(Gfn(self.at));
         let value = entry.load(Ordering::Acquire);
         self.link = F::is_table(value, self.level);
-        Spot {
+        Seen {
             entry,
             value,
             level: self.level,
@@ -105,14 +108,15 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
 
     /// The entry after the current one and what is below it.
     #[inline(always)]
-    pub(crate) fn side(&mut self) -> Option<Spot<'g>> {
+    pub(crate) fn side(&mut self) -> Option<Seen<'g>> {
         let frames = F::frames_per_entry(self.level);
         self.at = (self.at & !(frames - 1)) + frames;
         self.up()
     }
 
-    /// Where the current entry is of level 1: it and those after it in its table that the walk has to meet, `most` in all.
-    /// Most entries are of this level, and a plain loop over them is the fastest walk.
+    /// For a current entry of level 1: it and those after it in its table that the walk has to
+    /// visit, `most` in all. Most entries are of this level, and a plain loop over them is the
+    /// fastest walk.
     #[inline(always)]
     pub(crate) fn run(&self, most: usize) -> &'g [Entry] {
         let count = (self.end - self.at).min(most as u64) as usize;
@@ -126,7 +130,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     }
 
     /// From the start of the entry at which it now stands, up where it is the first of its table.
-    fn up(&mut self) -> Option<Spot<'g>> {
+    fn up(&mut self) -> Option<Seen<'g>> {
         if self.at >= self.end {
             return None;
         }

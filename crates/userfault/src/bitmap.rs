@@ -1,9 +1,10 @@
-//! A bitmap with one bit a page that any number of threads read and change at once.
+//! A bitmap with one bit a page, which any number of threads read and change at once.
 //!
-//! The order rules, for a bitmap of *missing* pages: the bytes of a page are written before its bit is
-//! cleared, and [`PageBitmap::clear`] releases; [`PageBitmap::test`] acquires. So a thread that finds
-//! the bit clear also finds the bytes. [`PageBitmap::set`] releases too, and both return what the bit
-//! was, by acquire, so that exactly one of several racing threads sees the change it made.
+//! The ordering rules, for a bitmap of *missing* pages:
+//! 1. A page's bytes are written before its bit is cleared, and [`PageBitmap::clear`] releases.
+//! 2. [`PageBitmap::test`] acquires. So a thread that finds the bit clear also finds the bytes.
+//! 3. [`PageBitmap::set`] releases too. Both calls acquire and return the old bit. So exactly one
+//!    of several racing threads sees the change that it made.
 
 use crate::sync::{AtomicU64, Ordering};
 use core::fmt;
@@ -14,8 +15,8 @@ const BITS: usize = u64::BITS as usize;
 
 /// One bit for each page of a VM's RAM.
 ///
-/// The words are little-endian in bit order, as KVM's dirty and userfault bitmaps are: bit `i` of word
-/// `w` is page `64 * w + i`. Bits behind the last page are always clear.
+/// The words are little-endian in bit order, as KVM's dirty and userfault bitmaps are: bit `i` of
+/// word `w` is page `64 * w + i`. Bits behind the last page are always clear.
 ///
 /// ```
 /// use pageferry_addr::RamPage;
@@ -51,7 +52,8 @@ impl PageBitmap {
         self.pages
     }
 
-    /// The words themselves, for a fast path that tests bits on its own or a kernel that is handed them.
+    /// The words themselves, for a fast path that tests bits on its own or a kernel that is handed
+    /// them.
     #[must_use]
     pub fn words(&self) -> &[AtomicU64] {
         &self.words
@@ -86,7 +88,8 @@ impl PageBitmap {
         word.fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
-    /// Clears the page's bit and releases all that was written before; true if this call changed it.
+    /// Clears the page's bit and releases all that was written before; true if this call changed
+    /// it.
     #[inline]
     pub fn clear(&self, page: RamPage) -> bool {
         let (word, bit) = self.split(page);
@@ -170,7 +173,8 @@ impl PageBitmap {
         self.scan(from, self.pages, |word| !word)
     }
 
-    /// The first page in `from..to` that is set in `view` of its word; `to` is at most the page count.
+    /// The first page in `from..to` that is set in `view` of its word; `to` is at most the page
+    /// count.
     fn scan(&self, from: usize, to: usize, view: impl Fn(u64) -> u64) -> Option<usize> {
         if from >= to {
             return None;
@@ -187,8 +191,8 @@ impl PageBitmap {
         None
     }
 
-    /// The first run of set bits at or behind `from`, at most `limit` pages long (a limit of 0 counts
-    /// as 1). Looks at no word behind the run it returns.
+    /// The first run of set bits at or behind `from`, at most `limit` pages long (a limit of 0
+    /// counts as 1). Looks at no word behind the run it returns.
     ///
     /// While others change bits, each page of the run was set when it was looked at.
     #[must_use]

@@ -1,15 +1,15 @@
-//! Which pages of a VM are not here yet, and how does one who touches such a page find out?
+//! The state of pages that a VM has not received yet, and userfaultfd.
 //!
-//! **Guarantee.** A page is *missing* until its bytes are in their final place; whoever sees it present
-//! sees its bytes. A page is requested at most once, however many touch it.
+//! **Guarantee.** A page is *missing* until its bytes are in their final place. A thread that sees
+//! it present sees its bytes. A page is requested at most once, however many threads touch it.
 //!
-//! **Mechanism.** [`PageBitmap`]: one bit a page in atomic words, cleared with release and tested with
-//! acquire order. [`PageStates`]: missing, requested, present, in two of them. [`Waiters`]: who sleeps
-//! until which page. The kernel's userfaultfd
-//! ([`uffd`]), for those who touch guest memory without asking a bitmap.
+//! **Mechanism.** [`PageBitmap`] has one bit a page in atomic words, cleared with release order and
+//! tested with acquire order. [`PageStates`] (missing, requested, present) is two of them.
+//! [`Waiters`] knows which thread sleeps until which page. [`uffd`] is the kernel's userfaultfd,
+//! for threads that touch guest memory without testing a bitmap.
 //!
-//! **Neighbours.** Below: `addr`. Above: `hypervisor` (tests the bitmap on its fault path) and `machine`.
-//! It must not know what a vCPU is, nor where pages come from.
+//! **Neighbours.** Below: `addr`. Above: `hypervisor`, which tests the bitmap on its fault path,
+//! and `machine`. This crate does not know what a vCPU is, nor where pages come from.
 
 mod bitmap;
 mod states;
@@ -20,3 +20,8 @@ mod waiters;
 pub use bitmap::PageBitmap;
 pub use states::{Arrival, Claim, PageStates};
 pub use waiters::Waiters;
+
+/// Runs the examples of the README.
+#[cfg(all(doctest, not(loom)))]
+#[doc = include_str!("../README.md")]
+mod readme {}

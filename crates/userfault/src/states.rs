@@ -3,9 +3,9 @@
 //! **Guarantee.**
 //! 1. Of all threads that claim a missing page at most one is told [`Claim::Mine`], and exactly one
 //!    unless the page arrives meanwhile.
-//! 2. Whoever is told [`Claim::Present`] finds the page's bytes.
-//! 3. Whoever is told [`Claim::Mine`] or [`Claim::Others`] is known to the page's arrival: it counts the
-//!    page in [`Arrival::requested`]. So where that is 0, no claimer waits for any of these pages.
+//! 2. A thread that is told [`Claim::Present`] finds the page's bytes.
+//! 3. If a thread is told [`Claim::Mine`] or [`Claim::Others`], the page's arrival counts the page
+//!    in [`Arrival::requested`]. So where that is 0, no claimer waits for any of these pages.
 //!
 //! **Mechanism.** Two bitmaps, *missing* (M) and *requested* (R). For each page:
 //!
@@ -16,48 +16,50 @@
 //!             else R was clear -> Mine, R was set -> Others
 //! ```
 //!
-//! **Why this suffices.** Loads acquire; changes are read-modify-writes that acquire and release. So
-//! the c2s and the a2 of a page, which change the same word, are in one total order, and each
-//! synchronizes with all that come before it. a1 comes before a2 in the same thread. M is cleared by
-//! a1 only, R by a2 only, and M is never set again once claims have begun.
+//! **Why this suffices.** Loads acquire; changes are read-modify-writes that acquire and release.
+//! So the c2s and the a2 of a page, which change the same word, are in one total order, and each
+//! synchronizes with all that come before it. a1 comes before a2 in the same thread. M is cleared
+//! by a1 only, R by a2 only, and M is never set again once claims have begun.
 //!
-//! - *A c2 behind a2* synchronizes with a2, thus a1 happens before its c3, which finds M clear: Present.
-//! - *A c2 before a2* may be told any answer. The first of these c2s, and no other, finds R clear: at most
-//!   one is Mine. If c3 of the first finds M clear it is Present and nobody is Mine; the page is then
-//!   arriving. Where no arrival runs, all c3s find M set, and the first c2 is Mine: together this is (1).
-//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds it set
-//!   and counts the page: (3). This is why a claim that finds the page present in c3 does not take back
-//!   the bit it set in c2: another thread may have been told Others by that bit, and the arrival would
-//!   not know of it.
-//! - Present is told after a load of M that reads what a1 (or, in the same word, a later change) released,
-//!   and the bytes were written before a1: (2).
+//! - *A c2 behind a2* synchronizes with a2, thus a1 happens before its c3, which finds M clear:
+//!   Present.
+//! - *A c2 before a2* may be told any answer. The first of these c2s, and no other, finds R clear:
+//!   at most one is Mine. If c3 of the first finds M clear it is Present and nobody is Mine; the
+//!   page is then arriving. Where no arrival runs, all c3s find M set, and the first c2 is Mine:
+//!   together this is (1).
+//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds
+//!   it set and counts the page: (3). This is why a claim that finds the page present in c3 does
+//!   not take back the bit it set in c2: another thread may have been told Others by that bit, and
+//!   the arrival would not know of it.
+//! - Present is told after a load of M that reads what a1 (or, in the same word, a later change)
+//!   released, and the bytes were written before a1: (2).
 //!
-//! A c2 behind a2 leaves R set for a page that is present. That bit means nothing: c1 comes before R
-//! is looked at, and [`PageStates::next_outstanding`] reads R only where M is set.
+//! A c2 behind a2 leaves R set for a page that is present. That bit means nothing: c1 comes before
+//! R is looked at, and [`PageStates::next_outstanding`] reads R only where M is set.
 
 use crate::PageBitmap;
 use core::fmt;
 use pageferry_addr::RamPage;
 use std::sync::Arc;
 
-/// What a thread that needs a page is told.
+/// The answer to a thread that needs a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Claim {
     /// The page is here, and so are its bytes.
     Present,
-    /// The page is missing and nobody had asked for it: the caller must.
+    /// The page is missing and no thread had asked for it: the caller must.
     Mine,
-    /// The page is missing and somebody else asks or has asked for it: wait.
+    /// The page is missing and another thread asks or has asked for it: wait.
     Others,
 }
 
-/// What an arrival changed.
+/// The effect of an arrival.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use = "threads may wait for pages that were requested"]
 pub struct Arrival {
     /// How many of the pages were missing until now.
     pub newly: usize,
-    /// How many of the pages had been claimed. Where 0, there is nobody to wake.
+    /// How many of the pages had been claimed. If 0, there is no thread to wake.
     pub requested: usize,
 }
 
@@ -86,15 +88,16 @@ pub struct PageStates {
 impl PageStates {
     /// The states of the pages of `missing`, none of them requested.
     ///
-    /// Bits of `missing` may still be set until the first claim. From then on they are only cleared, and
-    /// only by [`PageStates::arrive`]; a VM that is received once more needs a new `PageStates`.
+    /// Bits of `missing` may still be set until the first claim. From then on they are only
+    /// cleared, and only by [`PageStates::arrive`]; a VM that is received once more needs a new
+    /// `PageStates`.
     #[must_use]
     pub fn new(missing: Arc<PageBitmap>) -> Self {
         let requested = PageBitmap::new(missing.pages());
         Self { missing, requested }
     }
 
-    /// The bitmap of missing pages, as it is shared with those who test it on their fault path.
+    /// The bitmap of missing pages, shared with the engines, which test it on their fault path.
     #[must_use]
     pub fn missing(&self) -> &Arc<PageBitmap> {
         &self.missing
@@ -110,7 +113,7 @@ impl PageStates {
         self.missing.test(page)
     }
 
-    /// Says that the caller needs `page`; who is told [`Claim::Mine`] must ask for it.
+    /// Says that the caller needs `page`. A caller that is told [`Claim::Mine`] must ask for it.
     #[inline]
     pub fn claim(&self, page: RamPage) -> Claim {
         if !self.missing.test(page) {
@@ -126,8 +129,8 @@ impl PageStates {
         }
     }
 
-    /// Says that `pages` pages from `first` are present. Their bytes must be in place before: whoever
-    /// finds them present reads them.
+    /// Says that `pages` pages from `first` are present. Their bytes must be in place before: a
+    /// thread that finds them present reads them.
     pub fn arrive(&self, first: RamPage, pages: usize) -> Arrival {
         let range = first.index()..first.index() + pages;
         Arrival {
@@ -136,8 +139,8 @@ impl PageStates {
         }
     }
 
-    /// The first page at or behind index `from` that is requested and still missing: what must be asked
-    /// for again over a new connection. While others claim or arrive this is a snapshot.
+    /// The first page at or behind index `from` that is requested and still missing. A new
+    /// connection must ask for these again. While others claim or arrive this is a snapshot.
     #[must_use]
     pub fn next_outstanding(&self, mut from: usize) -> Option<RamPage> {
         loop {
@@ -216,7 +219,7 @@ mod tests {
     /// The same protocol as in the loom test, at full speed over many pages.
     #[test]
     fn racing_threads_claim_each_page_once_and_none_is_forgotten() {
-        const PAGES: usize = 20_000;
+        const PAGES: usize = if cfg!(miri) { 100 } else { 20_000 };
         const CLAIMERS: usize = 3;
         let states = states(PAGES);
         let start = Barrier::new(CLAIMERS + 1);

@@ -1,21 +1,28 @@
-//! Who sleeps until which page arrives.
+//! Which thread sleeps until which page arrives.
 //!
-//! **Guarantee.** A thread that announced its page, then found the page still missing, then slept, is
-//! woken when the page arrives; one who brings pages while nobody sleeps pays one fence and one load.
+//! **Guarantee.** A thread that announces its page, then finds the page still missing, then sleeps,
+//! is woken when the page arrives. While no thread sleeps, an arrival costs one fence and one load.
 //!
-//! **Mechanism.** Store-buffering with a full fence on both sides. The sleeper: (1) writes its page into
-//! its slot and counts itself, (2) fence, (3) tests the missing bit, (4) sleeps. The bringer: (a) clears
-//! the missing bit, (b) fence, (c) reads the count and, if it is not zero, the slots. Either (3) sees (a),
-//! and the sleeper does not sleep; or (c) sees (1), and the bringer wakes it. Both missing each other is
-//! what the two fences rule out (`tests/loom.rs` models it; with either fence removed it deadlocks there).
+//! **Mechanism.** Store buffering, with a full fence on both sides.
 //!
-//! Sleeping and waking itself is the caller's: a wake may come before the sleep, so it must be of a kind
-//! that is kept (`Thread::unpark`, an eventfd).
+//! | the sleeper | the thread that brings the page |
+//! |---|---|
+//! | 1. writes its page into its slot, and counts itself | a. clears the missing bit |
+//! | 2. fence | b. fence |
+//! | 3. tests the missing bit | c. reads the count and, if it is not zero, the slots |
+//! | 4. sleeps | |
+//!
+//! Either (3) sees (a), and the sleeper does not sleep. Or (c) sees (1), and the other thread wakes
+//! it. The two fences rule out that both miss each other. A loom model checks this: it deadlocks
+//! without either fence.
+//!
+//! The caller sleeps and wakes. A wake-up may come before the sleep, so it must be of a kind that
+//! is kept (`Thread::unpark`, an eventfd).
 
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, fence};
 use std::ops::Range;
 
-/// A slot that waits for nothing.
+/// The slot of a thread that waits for nothing.
 const NOBODY: u64 = u64::MAX;
 
 /// One slot for each thread that may sleep.
@@ -26,7 +33,7 @@ pub struct Waiters {
 }
 
 impl Waiters {
-    /// A table of `slots` slots, nobody sleeping.
+    /// A table of `slots` slots, for no sleeper yet.
     #[must_use]
     pub fn new(slots: usize) -> Self {
         Self {
@@ -35,8 +42,9 @@ impl Waiters {
         }
     }
 
-    /// Says that the owner of `slot` is about to sleep until `page` arrives. It must test the page's
-    /// missing bit after this call and before it sleeps, and call [`Waiters::withdraw`] afterwards.
+    /// Says that the owner of `slot` is about to sleep until `page` arrives. It must test the
+    /// page's missing bit after this call and before it sleeps, and call [`Waiters::withdraw`]
+    /// afterwards.
     pub fn announce(&self, slot: usize, page: u64) {
         self.slots[slot].store(page, Ordering::Relaxed);
         self.sleepers.fetch_add(1, Ordering::Relaxed);
@@ -49,8 +57,8 @@ impl Waiters {
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Calls `wake` with each slot whose owner may sleep until one of `pages`. To be called after the
-    /// pages' missing bits were cleared.
+    /// Calls `wake` with each slot whose owner may sleep until one of `pages`. To be called after
+    /// the pages' missing bits were cleared.
     pub fn arrived(&self, pages: Range<u64>, wake: impl FnMut(usize)) {
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) != 0 {

@@ -2,8 +2,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-userfault --profile stress --test loom`
 //!
-//! A page's bytes are stood for by a relaxed atomic: a reader that is not ordered behind the writer is
-//! shown the old value in some execution.
+//! A page's bytes are stood for by a relaxed atomic: a reader that is not ordered behind the writer
+//! is shown the old value in some execution.
 #![cfg(loom)]
 
 use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};

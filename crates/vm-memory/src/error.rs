@@ -7,8 +7,8 @@ use vm_memory::{GuestAddress, GuestUsize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegionError {
-    /// The region breaks a rule of memory slots: alignment to pages, no overlap, the limits, or size and
-    /// host address for life.
+    /// The region breaks a rule of memory slots: alignment to pages, no overlap, the limits, or
+    /// size and host address for life.
     #[error(transparent)]
     Slot(#[from] SlotError),
     /// A region without bytes.

@@ -1,27 +1,35 @@
 //! Memslots as the guest memory of a VMM built on rust-vmm's `vm-memory`.
 //!
-//! **Guarantee.** A VMM that is generic over `vm-memory`'s traits takes a [`SlotMemory`] where it had a
-//! `GuestMemoryAtomic<GuestMemoryMmap>`, and devices do not see the difference: the same look-ups, slices,
-//! partial results and errors. What a snapshot shows is one version of the memory, and stays mapped while the
-//! snapshot lives. Inserting, moving or removing one region costs O(log n) and copies that one; no look-up
-//! takes a lock or waits, not even for a writer.
+//! **Guarantee.** A VMM that is generic over `vm-memory`'s traits takes a [`SlotMemory`] where it
+//! had a `GuestMemoryAtomic<GuestMemoryMmap>`. Devices see no difference: the same look-ups,
+//! slices, partial results and errors. A snapshot shows one version of the memory, which stays
+//! mapped while the snapshot lives. Inserting, moving or removing a region costs O(log n) and
+//! copies that region's record only. No look-up takes a lock or waits, not even for a writer.
 //!
-//! **Mechanism.** A region is a memory slot of `pageferry-memslot` whose data is an `Arc` of the region, so
-//! that a slot keeps its mapping alive. [`memory`](vm_memory::GuestAddressSpace::memory) pins the newest
-//! version with a reader parked for the calling thread and gives it as an owned [`SlotSnapshot`]; its look-ups
-//! walk the slots' tree. The slots' rules are KVM's, so regions are page-aligned, and refusals are
-//! [`SlotError`](pageferry_memslot::SlotError)s with their values. A change can be made in two steps, to tell
-//! the kernel in between ([`RegionUpdate`]).
+//! **Mechanism.** A region is a memory slot of `pageferry-memslot` whose data is an `Arc` of the
+//! region, so a slot keeps its mapping alive. [`memory`](vm_memory::GuestAddressSpace::memory) pins
+//! the newest version with a reader that is kept for the calling thread, and returns it as an owned
+//! [`SlotSnapshot`]. Its look-ups walk the slots' tree. The slots' rules are KVM's. So regions are
+//! page-aligned, and a refusal is a [`SlotError`](pageferry_memslot::SlotError) with its values. A
+//! change can be made in two steps, to tell the kernel in between ([`RegionUpdate`]).
 //!
-//! **Cost**, measured beside `GuestMemoryMmap` in a `GuestMemoryAtomic` by `tests/measure.rs` (x86-64, two busy cores; ns,
-//! ours / theirs) with 10, 509 and 8194 regions. A look-up in the region of the last one: 1 / 10, 1 / 21, 1 / 42. Of
-//! regions in random order: 12 / 10, 29 / 25, 52 / 85. Reading a `u64` in one region: 14 / 27, 16 / 46, 13 / 68; in
-//! random order: 33 / 26, 53 / 54, 112 / 135. Inserting or removing a region: 210 / 140, 270 / 5800, 300 / 125 000. `memory()`
-//! and its drop: 17 / 5 at any size. While a snapshot is held, each change leaves about 2 KB behind, at any size.
+//! **Cost**, in ns, ours / `GuestMemoryMmap` in a `GuestMemoryAtomic` (x86-64, two busy cores):
 //!
-//! **Neighbours.** Below: `pageferry-memslot`, `pageferry-addr`, and `vm-memory`, whose `GuestRegionMmap` is
-//! the region most will use; any `GuestMemoryRegion` with a host address serves. This crate must not know
-//! hypervisors or devices, and it never touches guest memory itself: slices come from the regions.
+//! | regions | 10 | 509 | 8194 |
+//! |---|---|---|---|
+//! | look-up in the region of the last one | 1 / 10 | 1 / 21 | 1 / 42 |
+//! | look-up in random order | 12 / 10 | 29 / 25 | 52 / 85 |
+//! | reading a `u64` in one region | 14 / 27 | 16 / 46 | 13 / 68 |
+//! | reading a `u64` in random order | 33 / 26 | 53 / 54 | 112 / 135 |
+//! | inserting or removing a region | 210 / 140 | 270 / 5800 | 300 / 125 000 |
+//! | `memory()` and its drop | 17 / 5 | 17 / 5 | 17 / 5 |
+//!
+//! While a snapshot is held, each change leaves about 2 KB behind, at any size.
+//!
+//! **Neighbours.** Below: `pageferry-memslot`, `pageferry-addr`, and `vm-memory`. The region is
+//! usually `vm-memory`'s `GuestRegionMmap`; any `GuestMemoryRegion` with a host address serves.
+//! This crate must not know hypervisors or devices, and it never touches guest memory itself:
+//! slices come from the regions.
 //!
 //! # A VMM that takes it
 //!
@@ -70,9 +78,9 @@
 //! ```
 
 mod error;
+mod free_list;
 mod memory;
 mod pinned;
-mod pool;
 mod snapshot;
 mod sync;
 mod writer;
@@ -82,4 +90,9 @@ pub use memory::SlotMemory;
 pub use snapshot::{SlotMemoryGuard, SlotSnapshot};
 pub use writer::{KernelSlot, RegionUpdate, SlotMemoryWriter};
 
-pub use pageferry_memslot::Barrier;
+pub use pageferry_memslot::{Barrier, OutOfMemory};
+
+/// The examples of the README are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,7 +1,7 @@
 //! The address space that devices hold.
 
+use crate::free_list::FreeList;
 use crate::pinned::{Pinned, PinnedRef};
-use crate::pool::Pool;
 use crate::writer::Writer;
 use crate::{RegionError, SlotMemoryGuard, SlotMemoryWriter, SlotSnapshot};
 use pageferry_memslot::{Barrier, Generation, Limits, SlotTable};
@@ -9,32 +9,34 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::{GuestAddressSpace, GuestMemoryRegion};
 
-struct Shared<R: Send + Sync + 'static> {
+struct MemoryInner<R: Send + Sync + 'static> {
     table: SlotTable<Arc<R>>,
-    readers: Arc<Pool<Pinned<R>>>,
+    readers: Arc<FreeList<Pinned<R>>>,
     writer: Mutex<Writer<R>>,
 }
 
-impl<R: Send + Sync + 'static> Drop for Shared<R> {
+impl<R: Send + Sync + 'static> Drop for MemoryInner<R> {
     fn drop(&mut self) {
-        // Parked readers hold shares of the pool they are parked in.
+        // Kept readers hold shares of the list that keeps them.
         self.readers.close();
     }
 }
 
 /// Guest memory as a set of memory slots, each backed by a region `R`, usually
-/// [`GuestRegionMmap`](vm_memory::GuestRegionMmap): what `GuestMemoryAtomic<GuestMemoryMmap>` is elsewhere.
+/// [`GuestRegionMmap`](vm_memory::GuestRegionMmap): what `GuestMemoryAtomic<GuestMemoryMmap>` is
+/// elsewhere.
 ///
 /// Clones are handles of the same memory. Devices take a snapshot with
-/// [`memory`](vm_memory::GuestAddressSpace::memory) and look up regions in it; who changes the memory takes
-/// [`lock`](Self::lock). Neither waits for the other: a snapshot shows the version it was taken of.
+/// [`memory`](vm_memory::GuestAddressSpace::memory) and look up regions in it. A thread that
+/// changes the memory takes [`lock`](Self::lock). Neither waits for the other: a snapshot shows the
+/// version it was taken of.
 pub struct SlotMemory<R: Send + Sync + 'static> {
-    shared: Arc<Shared<R>>,
+    shared: Arc<MemoryInner<R>>,
 }
 
 impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
-    /// Memory without regions, of at most 32 764 (KVM's number of slots on x86-64) to come. Changes never wait
-    /// for snapshots.
+    /// Memory without regions, of at most 32 764 (KVM's number of slots on x86-64) to come. Changes
+    /// never wait for snapshots.
     #[must_use]
     pub fn new() -> Self {
         Self::with_limits(Limits {
@@ -45,24 +47,26 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
 
     /// Memory without regions, within `limits`. Only address space 0 is used.
     ///
-    /// With a finite `max_retired`, a change waits for the oldest snapshot to go when that much has been replaced
-    /// since it was taken. That bounds the memory, but then nobody may change the memory who holds a snapshot of
-    /// it, nor may a snapshot be held for as long as the machine runs: the change would wait for ever.
+    /// With a finite `max_retired`, a change waits for the oldest snapshot to go when that much has
+    /// been replaced since it was taken. That bounds the memory. But then a thread that holds a
+    /// snapshot must not change the memory, and no snapshot may be held for as long as the
+    /// machine runs: the change would wait for ever.
     #[must_use]
     pub fn with_limits(limits: Limits) -> Self {
         Self::with_barrier(limits, None)
     }
 
-    /// [`with_limits`](Self::with_limits) where taking a snapshot needs no memory barrier most of the time: see
-    /// [`SlotWriter::with_barrier`](pageferry_memslot::SlotWriter::with_barrier). [`Barrier::membarrier`] is behind the feature
-    /// `membarrier`, as a VMM that filters its system calls must allow that one.
+    /// [`with_limits`](Self::with_limits), but taking a snapshot usually needs no fence: see
+    /// [`SlotWriter::with_barrier`](pageferry_memslot::SlotWriter::with_barrier).
+    /// [`Barrier::membarrier`] is behind the feature `membarrier`, as a VMM that filters its
+    /// system calls must allow that one.
     #[must_use]
     pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
         let writer = Writer::new(limits, barrier);
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(MemoryInner {
                 table: writer.table(),
-                readers: Arc::new(Pool::new()),
+                readers: Arc::new(FreeList::new()),
                 writer: Mutex::new(writer),
             }),
         }
@@ -82,10 +86,12 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
         Ok(memory)
     }
 
-    /// The right to change the memory; waits for another thread that has it. Readers never wait for it.
+    /// The right to change the memory; waits for another thread that has it. Readers never wait for
+    /// it.
     #[must_use]
     pub fn lock(&self) -> SlotMemoryWriter<'_, R> {
-        // A change is made in one step or not at all, so a panic elsewhere leaves nothing half-done.
+        // A change is made in one step or not at all, so a panic elsewhere leaves nothing
+        // half-done.
         let writer = self.shared.writer.lock();
         SlotMemoryWriter::new(writer.unwrap_or_else(PoisonError::into_inner))
     }
@@ -121,8 +127,8 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestAddressSpace for SlotMem
     type M = SlotSnapshot<R>;
     type T = SlotMemoryGuard<R>;
 
-    /// The newest version. Takes no lock, and no allocation once this thread has held as many snapshots at a
-    /// time before.
+    /// The newest version. Takes no lock, and no allocation once this thread has held as many
+    /// snapshots at a time before.
     fn memory(&self) -> SlotMemoryGuard<R> {
         SlotMemoryGuard::new(SlotSnapshot::new(PinnedRef::new(
             &self.shared.readers,

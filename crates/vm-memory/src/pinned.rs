@@ -4,23 +4,26 @@
 )]
 //! One version of the slots, owned rather than borrowed.
 //!
-//! **Guarantee.** While any [`PinnedRef`] of a pin lives, its view shows one version of the slots and
-//! nothing seen through it is freed. Making one takes no lock and, once the thread has made one before, no
-//! allocation.
+//! **Guarantee.** While any [`PinnedRef`] of a pin lives, its view shows one version of the slots,
+//! and nothing seen through it is freed. Making one takes no lock and, once the thread has made one
+//! before, no allocation.
 //!
-//! **Mechanism.** `memslot`'s readers belong to one thread at a time, its guards borrow a reader and its
-//! views borrow a guard; `vm-memory` wants an object that borrows nothing. So the three share an allocation
-//! that never moves, counted by its users; the last user drops the guard, which ends the pin, and parks the
-//! reader in a [`Pool`] for the next pin of that thread.
+//! **Mechanism.** A reader of `memslot` belongs to one thread at a time. Its guards borrow the
+//! reader, and its views borrow a guard. `vm-memory` wants an object that borrows nothing. So the
+//! three share an allocation that never moves, counted by its users. The last user drops the guard,
+//! which ends the pin, and puts the reader into a [`FreeList`] for the next pin of that thread.
 //!
-//! **The argument.** (1) The allocation is reached through a raw pointer only, from its making to its
-//! parking, so no Rust reference to the whole of it ever contradicts those that guard and view hold into it.
-//! (2) Guard and view say `'static` but leave this file only as borrows of the `PinnedRef`. (3) The fields
-//! that change (`guard`, `view`, the reader inside its borrow) change while one thread owns the allocation:
-//! before the first `PinnedRef` exists and after the last is gone. In between, threads share the view,
-//! which only reads, and two atomics: the count, and the slot that was found last.
+//! **The argument.**
+//! 1. The allocation is reached through a raw pointer only, from its making to its return to the
+//!    list. So no Rust reference to the whole of it ever contradicts those that guard and view hold
+//!    into it.
+//! 2. Guard and view say `'static`, but leave this file only as borrows of the `PinnedRef`.
+//! 3. The fields that change (`guard`, `view`, the reader inside its borrow) change while one
+//!    thread owns the allocation: before the first `PinnedRef` exists and after the last is gone.
+//!    In between, threads share the view, which only reads, and two atomics: the count, and the
+//!    slot that was found last.
 
-use crate::pool::{self, Pool};
+use crate::free_list::{self, FreeList};
 use crate::sync::{AtomicPtr, AtomicUsize, Ordering, fence};
 use pageferry_addr::Gfn;
 use pageferry_memslot::{Slot, SlotGuard, SlotReader, SlotTable, SlotView};
@@ -38,8 +41,8 @@ pub(crate) struct Pinned<R: Send + Sync + 'static> {
     /// Valid while there are users.
     guard: MaybeUninit<SlotGuard<'static, Arc<R>>>,
     reader: SlotReader<Arc<R>>,
-    /// Where it is parked when there are none.
-    home: Arc<Pool<Pinned<R>>>,
+    /// The list that keeps it while there are no users.
+    home: Arc<FreeList<Pinned<R>>>,
     row: usize,
 }
 
@@ -57,21 +60,23 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
     };
 }
 
-// SAFETY: a reader may be used by one thread after another. Its guard alone is not `Send`, since it shares the
-// reader with whoever keeps that, on a thread that may be another; here both are in one allocation and go together,
-// and one thread at a time makes and drops the guard (3), each after it has acquired what the one before did.
+// SAFETY: a reader may be used by one thread after another. Its guard alone is not `Send`, since it
+// shares the reader with that reader's owner, perhaps on another thread. Here both are in one
+// allocation and go together. One thread at a time makes and drops the guard (3), each after it has
+// acquired what the one before did.
 unsafe impl<R: Send + Sync + 'static> Send for PinnedRef<R> {}
-// SAFETY: a shared `PinnedRef` gives clones, which are counted atomically, and the view: a version and shared
-// references into the table, which is `Sync`, and through which it reads only.
+// SAFETY: a shared `PinnedRef` gives clones, which are counted atomically, and the view. The view
+// is a version and shared references into the table, which is `Sync`, and it only reads.
 unsafe impl<R: Send + Sync + 'static> Sync for PinnedRef<R> {}
-// SAFETY: as for `PinnedRef`: nobody uses one that is parked, and it is taken by one thread with acquire order.
+// SAFETY: as for `PinnedRef`: nobody uses one that is in the list, and one thread takes it, with
+// acquire order.
 unsafe impl<R: Send + Sync + 'static> Send for Pinned<R> {}
 
 impl<R: Send + Sync + 'static> PinnedRef<R> {
     /// Pins the newest version of `table`, with a reader of `home` or a new one.
-    pub(crate) fn new(home: &Arc<Pool<Pinned<R>>>, table: &SlotTable<Arc<R>>) -> Self {
+    pub(crate) fn new(home: &Arc<FreeList<Pinned<R>>>, table: &SlotTable<Arc<R>>) -> Self {
         let () = Self::PARTS_MAY_TRAVEL;
-        let row = pool::own_row();
+        let row = free_list::own_row();
         let pinned = Box::into_raw(home.take(row).unwrap_or_else(|| {
             Box::new(Pinned {
                 users: AtomicUsize::new(0),
@@ -83,9 +88,10 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
                 row,
             })
         }));
-        // SAFETY: the box was ours alone, and from here on nothing but this pointer reaches it (1). The
-        // reader is not moved while the guard is there, nor the guard while the view is: all stay in this
-        // allocation until `drop` has dropped the guard (2).
+        // SAFETY: this thread owned the box alone, and from here on nothing but this pointer
+        // reaches it (1). The reader is not moved while the guard exists, nor the guard
+        // while the view does: all stay in this allocation until `drop` has dropped the
+        // guard (2).
         unsafe {
             (*pinned).users.store(1, Ordering::Relaxed);
             (*pinned).last.store(null_mut(), Ordering::Relaxed);
@@ -106,15 +112,17 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         unsafe { (*self.0.as_ptr()).view.assume_init() }
     }
 
-    /// The slot of this version that holds `gfn`; the one that was found last is looked at first.
+    /// The slot of this version that holds `gfn`. It looks at the slot found last first.
     ///
-    /// A hit writes nothing. Relaxed order will do: whoever has a `PinnedRef` got it, or the one it is a clone of,
-    /// from the thread that pinned, and every slot of the version was complete before that.
+    /// A hit writes nothing. Relaxed order suffices: a thread got its `PinnedRef`, or the one it is
+    /// a clone of, from the thread that pinned, and every slot of the version was complete
+    /// before that.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Slot<Arc<R>>> {
         // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
         let last = unsafe { &(*self.0.as_ptr()).last };
-        // SAFETY: null, or a slot of this version, put there below since the pin began: it is kept as long.
+        // SAFETY: null, or a slot of this version, put there below since the pin began: it is kept
+        // as long.
         let hit = unsafe { last.load(Ordering::Relaxed).as_ref() };
         if let Some(slot) = hit.filter(|slot| slot.range.contains(gfn)) {
             return Some(slot);
@@ -122,7 +130,8 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         self.look_up(gfn, last)
     }
 
-    /// Apart, so that the way of a hit is short enough to be inlined into the loops of callers.
+    /// Not inlined, so that the path of a hit is short enough to be inlined into the loops of
+    /// callers.
     #[inline(never)]
     fn look_up(&self, gfn: Gfn, last: &AtomicPtr<Slot<Arc<R>>>) -> Option<&Slot<Arc<R>>> {
         let slot = self.view().lookup(gfn)?;
@@ -149,8 +158,9 @@ impl<R: Send + Sync + 'static> Clone for PinnedRef<R> {
 
 impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
     fn drop(&mut self) {
-        // The only user cannot be cloned meanwhile, as that takes a user; so no locked instruction for it.
-        // Each decrement releases what its user did, and the last user acquires that before it ends the pin.
+        // The only user cannot be cloned meanwhile, as that takes a user. So it needs no locked
+        // instruction. Each decrement releases what its user did, and the last user
+        // acquires that before it ends the pin.
         if self.users().load(Ordering::Acquire) != 1 {
             if self.users().fetch_sub(1, Ordering::Release) != 1 {
                 return;
@@ -158,9 +168,10 @@ impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
             fence(Ordering::Acquire);
         }
         let pinned = self.0.as_ptr();
-        // SAFETY: no user is left, so the allocation is ours alone; the guard is valid until it is dropped
-        // here, once, and the view, which needs no drop, is not looked at again before it is written anew.
-        // Then nothing borrows from the allocation and it may be a box again.
+        // SAFETY: no user is left, so this thread owns the allocation alone. The guard is valid
+        // until it is dropped here, once. The view, which needs no drop, is not read again
+        // before it is written anew. Then nothing borrows from the allocation, and it may
+        // be a box again.
         let (pinned, home, row) = unsafe {
             (&raw mut (*pinned).guard)
                 .cast::<SlotGuard<'static, Arc<R>>>()
@@ -168,8 +179,9 @@ impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
             let (home, row) = (Arc::as_ptr(&(*pinned).home), (*pinned).row);
             (Box::from_raw(pinned), home, row)
         };
-        // SAFETY: `pinned` holds a share of its home until it is parked or dropped, and `park` makes its last
-        // access to the pool before another thread may drop either.
-        unsafe { (*home).park(row, pinned) };
+        // SAFETY: `pinned` holds a share of its home until it is put back or dropped, and
+        // `put_back` makes its last access to the list before another thread may drop
+        // either.
+        unsafe { (*home).put_back(row, pinned) };
     }
 }

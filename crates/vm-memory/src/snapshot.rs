@@ -1,4 +1,4 @@
-//! The guest's memory at one moment, as `vm-memory` wants to see it.
+//! One version of the guest's memory, with `vm-memory`'s traits.
 
 use crate::pinned::PinnedRef;
 use pageferry_addr::{Gfn, Gpa, Hva};
@@ -13,15 +13,15 @@ use vm_memory::{
 
 /// One version of the memory: owned, cheap to clone, usable from any thread.
 ///
-/// It shows the regions as they were when it was taken, whatever is inserted, moved or removed since, and all
-/// of them stay mapped while it or a clone of it lives. Meanwhile, memory of slots that were replaced cannot
-/// be freed, neither the records of a few hundred bytes that each change leaves behind nor the mappings of
-/// removed regions. Take a new one for each unit of work, as with `GuestMemoryAtomic`; one to keep for long is
-/// better turned into a [`detach`](Self::detach)ed copy.
+/// It shows the regions as they were when it was taken, whatever is inserted, moved or removed
+/// since. All of them stay mapped while it or a clone of it lives. Meanwhile nothing that was
+/// replaced can be freed: neither the records of a few hundred bytes that each change leaves
+/// behind, nor the mappings of removed regions. Take a new one for each unit of work, as with
+/// `GuestMemoryAtomic`. To keep one for long, make a [`detach`](Self::detach)ed copy.
 ///
-/// Look-ups cost O(log n) in the regions and take no lock. The region found last is looked at first; finding
-/// another one writes one word, which clones share: threads that work in different regions each take a
-/// snapshot of their own.
+/// Look-ups cost O(log n) in the regions and take no lock. They try the region found last first.
+/// Finding another one writes one word, which clones share. So threads that work in different
+/// regions each take their own snapshot.
 pub struct SlotSnapshot<R: Send + Sync + 'static>(PinnedRef<R>);
 
 impl<R: Send + Sync + 'static> SlotSnapshot<R> {
@@ -29,8 +29,8 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
         Self(pinned)
     }
 
-    /// The slots themselves, for what `vm-memory` does not ask: look-up by id, of the nearest slot below, by
-    /// host address.
+    /// The slots themselves, for look-ups that `vm-memory` does not have: by id, by host address,
+    /// and of the nearest slot below.
     #[inline]
     #[must_use]
     pub fn slots(&self) -> SlotView<'_, Arc<R>> {
@@ -52,7 +52,7 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
 
     /// The regions that have any of the host addresses `range`; O(log n + their number).
     ///
-    /// What a VMM asks that is told a host address: by SIGBUS, by userfaultfd, by a balloon.
+    /// For a VMM that is given a host address: by SIGBUS, by userfaultfd, by a balloon.
     pub fn regions_at_host(&self, range: Range<Hva>) -> impl Iterator<Item = &R> {
         self.slots().iter_hva(range).map(|slot| slot.data.as_ref())
     }
@@ -62,7 +62,7 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotSnapshot<R> {
     /// A copy of the list of regions that lets the writer free what it replaces; O(n).
     ///
     /// # Errors
-    /// When there is no region: `vm-memory`'s collection is never empty.
+    /// If there is no region: `vm-memory`'s collection is never empty.
     pub fn detach(&self) -> Result<GuestRegionCollection<R>, GuestRegionCollectionError> {
         let regions = self.slots().iter().map(|slot| Arc::clone(&slot.data));
         GuestRegionCollection::from_arc_regions(regions.collect())
@@ -113,8 +113,8 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestMemoryBackend for SlotSn
     }
 }
 
-/// What [`memory`](vm_memory::GuestAddressSpace::memory) of a [`SlotMemory`](crate::SlotMemory) gives: a
-/// smart pointer to a [`SlotSnapshot`].
+/// A smart pointer to a [`SlotSnapshot`]: what [`memory`](vm_memory::GuestAddressSpace::memory) of
+/// a [`SlotMemory`](crate::SlotMemory) returns.
 pub struct SlotMemoryGuard<R: Send + Sync + 'static>(SlotSnapshot<R>);
 
 impl<R: Send + Sync + 'static> SlotMemoryGuard<R> {

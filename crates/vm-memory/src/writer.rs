@@ -2,13 +2,16 @@
 
 use crate::RegionError;
 use pageferry_addr::{Gpa, Hva};
-use pageferry_memslot::{Barrier, Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter, Update};
+use pageferry_memslot::{
+    Barrier, Limits, OutOfMemory, Request, Slot, SlotError, SlotFlags, SlotTable, SlotWriter,
+    Update,
+};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::sync::{Arc, MutexGuard};
 use vm_memory::{GuestAddress, GuestMemoryRegion, GuestUsize, MemoryRegionAddress};
 
-/// Which slot ids are free: those given back, and all from `next` on.
+/// The free slot ids: those given back, and all from `next` on.
 #[derive(Default)]
 struct Ids {
     back: BinaryHeap<Reverse<u16>>,
@@ -21,11 +24,17 @@ impl Ids {
         self.back.peek().map_or(self.next, |id| id.0)
     }
 
-    /// Takes what `peek` says.
+    /// Takes the id that `peek` returns.
     fn take(&mut self) {
         if self.back.pop().is_none() {
             self.next += 1;
         }
+    }
+
+    /// Makes room for one id to be given back.
+    fn reserve(&mut self) -> Result<(), OutOfMemory> {
+        let bytes = size_of::<Reverse<u16>>();
+        self.back.try_reserve(1).map_err(|_| OutOfMemory { bytes })
     }
 
     fn give_back(&mut self, id: u16) {
@@ -54,8 +63,8 @@ impl<R: Send + Sync + 'static> Writer<R> {
 
 /// The right to change the memory of a [`SlotMemory`](crate::SlotMemory).
 ///
-/// Each change is one step for readers: a snapshot has it or has not. Its cost is O(log n) and does not
-/// grow with what snapshots hold.
+/// Each change is one step for readers: a snapshot has it or has not. It costs O(log n), whatever
+/// snapshots hold.
 pub struct SlotMemoryWriter<'a, R: Send + Sync + 'static>(MutexGuard<'a, Writer<R>>);
 
 impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
@@ -66,17 +75,17 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
     /// Adds `region` and gives the id of its slot, the lowest that is free.
     ///
     /// # Errors
-    /// When it has no bytes or no host address, overlaps another, or breaks another rule of slots.
+    /// If it has no bytes or no host address, overlaps another, or breaks another rule of slots.
     pub fn insert_region(&mut self, region: Arc<R>) -> Result<u16, RegionError> {
         Ok(self.begin_insert(region, SlotFlags::EMPTY)?.commit())
     }
 
-    /// Removes the region that begins at `base` and has `size` bytes, and gives it. The mapping goes when
-    /// the last snapshot that shows it is gone, and the caller's share, and the writer has seen that; see
-    /// [`reclaim`](Self::reclaim).
+    /// Removes the region that begins at `base` and has `size` bytes, and returns it. The mapping
+    /// goes when the last snapshot that shows it and the caller's share are gone, and the
+    /// writer has seen that; see [`reclaim`](Self::reclaim).
     ///
     /// # Errors
-    /// When there is no such region.
+    /// If there is no such region.
     pub fn remove_region(
         &mut self,
         base: GuestAddress,
@@ -87,13 +96,15 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Ok(region)
     }
 
-    /// Moves a region: `moved`, which stands for the same host memory at another address, takes the slot of
-    /// the region that begins at `base`, in one step. Gives the old region.
+    /// Moves a region in one step: `moved`, the same host memory at another address, takes the slot
+    /// of the region that begins at `base`. Returns the old region.
     ///
-    /// For a `GuestRegionMmap`, `moved` is `GuestRegionMmap::with_arc(region.get_mmap(), new_base)`.
+    /// For a `GuestRegionMmap`, `moved` is `GuestRegionMmap::with_arc(region.get_mmap(),
+    /// new_base)`.
     ///
     /// # Errors
-    /// When there is no region at `base` of that size, `moved` is other host memory, or its place is taken.
+    /// If there is no region at `base` of that size, `moved` is other host memory, or its place is
+    /// taken.
     pub fn move_region(
         &mut self,
         base: GuestAddress,
@@ -107,7 +118,7 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
     /// Sets the flags of the slot at `base`, e.g. [`SlotFlags::LOG_DIRTY_PAGES`].
     ///
     /// # Errors
-    /// When there is no such region, or those flags cannot be set.
+    /// If there is no such region, or those flags cannot be set.
     pub fn set_flags(
         &mut self,
         base: GuestAddress,
@@ -118,8 +129,8 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Ok(())
     }
 
-    /// [`insert_region`](Self::insert_region) with flags and in two steps, so that the kernel can be told
-    /// between them.
+    /// [`insert_region`](Self::insert_region) with flags and in two steps, so that the kernel can
+    /// be told between them.
     ///
     /// # Errors
     /// As there.
@@ -137,7 +148,8 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         RegionUpdate::begin(slots, ids, request)
     }
 
-    /// [`remove_region`](Self::remove_region) in two steps. Between them readers still see the region.
+    /// [`remove_region`](Self::remove_region) in two steps. Between them readers still see the
+    /// region.
     ///
     /// # Errors
     /// As there.
@@ -153,7 +165,8 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         RegionUpdate::begin(slots, ids, request)
     }
 
-    /// [`move_region`](Self::move_region) in two steps. Between them readers still see the old place.
+    /// [`move_region`](Self::move_region) in two steps. Between them readers still see the old
+    /// place.
     ///
     /// # Errors
     /// As there.
@@ -190,9 +203,9 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         self.0.slots.len()
     }
 
-    /// Frees what was replaced and no snapshot can show any more; gives how many records still wait for
-    /// one. Each change does some of this; after the last change of a burst it is worth a call, so that
-    /// removed mappings go.
+    /// Frees what was replaced and no snapshot can show any more. Returns how many records still
+    /// wait for a snapshot. Each change does some of this. A call after the last change of a
+    /// burst makes removed mappings go.
     pub fn reclaim(&mut self) -> usize {
         self.0.slots.reclaim()
     }
@@ -236,7 +249,7 @@ fn request<R: GuestMemoryRegion>(
     })
 }
 
-/// What the kernel is to be told of a slot: the arguments of `KVM_SET_USER_MEMORY_REGION`.
+/// What to tell the kernel of a slot: the arguments of `KVM_SET_USER_MEMORY_REGION`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelSlot {
     /// The slot's id.
@@ -253,8 +266,8 @@ pub struct KernelSlot {
 
 /// A change that is checked and begun, but not made; dropping it leaves the memory as it was.
 ///
-/// A VMM that has its guest run by KVM tells the kernel between begin and commit. So the two always agree:
-/// what these rules refuse the kernel is not asked, and what the kernel refuses is not committed.
+/// A VMM on KVM tells the kernel between begin and commit. So the two always agree: the kernel is
+/// not asked for what these rules refuse, and what the kernel refuses is not committed.
 ///
 /// ```no_run
 /// # use pageferry_vm_memory::{KernelSlot, SlotMemoryWriter, RegionError};
@@ -293,6 +306,8 @@ impl<'w, R: Send + Sync + 'static> RegionUpdate<'w, R> {
             memory_size: request.size,
             userspace_addr: request.hva.0,
         };
+        // So that the commit allocates nothing.
+        ids.reserve().map_err(SlotError::from)?;
         let creates = kernel.memory_size != 0 && slots.view().by_id(kernel.id).is_none();
         Ok(Self {
             update: slots.begin(request)?,
@@ -308,10 +323,11 @@ impl<'w, R: Send + Sync + 'static> RegionUpdate<'w, R> {
         self.kernel
     }
 
-    /// Makes the change and gives the slot's id.
+    /// Makes the change and returns the slot's id. It allocates nothing.
     #[expect(clippy::must_use_candidate, reason = "the change is what is wanted")]
     pub fn commit(self) -> u16 {
-        // Readers of this memory keep what they see alive, so nothing is left to do with the old slot.
+        // Readers of this memory keep what they see alive, so nothing is left to do with the old
+        // slot.
         let _ = self.update.commit();
         if self.creates {
             self.ids.take();

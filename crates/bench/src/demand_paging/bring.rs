@@ -6,11 +6,13 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 
-/// What a page's bytes are when it is brought: not zero, so that a page that was not brought is noticed.
+/// What a page's bytes are when it is brought: not zero, so that a page that was not brought is
+/// noticed.
 pub(super) const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
 
-/// Which pages are missing, and which somebody is bringing. With overlapping touches several vCPUs miss the same page;
-/// one brings it, as bringing it twice would undo what a guest has stored meanwhile.
+/// Which pages are missing, and which somebody is bringing. With overlapping touches several vCPUs
+/// miss the same page; one brings it, as bringing it twice would undo what a guest has stored
+/// meanwhile.
 pub(super) struct Bring {
     missing: Arc<PageBitmap>,
     claimed: PageBitmap,
@@ -33,9 +35,10 @@ impl Bring {
         &self.missing
     }
 
-    /// Brings `page` by `bring`, which is given its bytes, and lets guests touch it; unless somebody else is at it. For a page
-    /// that is there, `show` is called: userfaultfd also tells of pages that have their bytes and are only not mapped yet, those of
-    /// the guest's program among them.
+    /// Brings `page` by `bring`, which is given its bytes, and lets guests touch it; unless
+    /// somebody else is at it. For a page that is there, `show` is called: userfaultfd also tells
+    /// of pages that have their bytes and are only not mapped yet, those of the guest's program
+    /// among them.
     pub(super) fn page(
         &self,
         page: RamPage,

@@ -1,7 +1,7 @@
 //! The same guests through the traits of `pageferry-machine`: on KVM.
 //!
-//! Host memory is allocated before, as on the soft engine; what userfaultfd delivers as events is served by one thread, as a
-//! migration does it, what it delivers as exits by the vCPU's own.
+//! Host memory is allocated before, as on the soft engine; what userfaultfd delivers as events is
+//! served by one thread, as a migration does it, what it delivers as exits by the vCPU's own.
 
 use super::bring::Bring;
 use super::plan::Plan;
@@ -11,7 +11,8 @@ use crate::BenchError;
 use crate::vm::isa_of;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Doorbell, Event, Isa};
-use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, StartState, Vcpu};
+use pageferry_harness::{deliveries_of, start_of, write_image};
+use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
 use pageferry_migration::FAULT_SPIN;
 use pageferry_migration::channel::Spinner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -49,13 +50,8 @@ pub(super) fn isa(engine: Engine) -> Isa {
 }
 
 /// Whether machines of `engine` have `delivery` on this host.
-pub(super) fn has(engine: Engine, delivery: Delivery) -> Result<bool, BenchError> {
-    let spec = MachineSpec {
-        vcpus: 1,
-        memory_bytes: 1 << 20,
-    };
-    let new = pageferry_machine::create(engine, spec)?;
-    Ok(new.machine.deliveries().contains(&delivery))
+pub(super) fn has(engine: Engine, delivery: Delivery) -> bool {
+    deliveries_of(engine).contains(&delivery)
 }
 
 /// Lets all vCPUs touch all their pages; with a `delivery`, every page is missing at first.
@@ -76,21 +72,11 @@ pub(super) fn touch(
     )?;
     let (machine, mut vcpus) = (new.machine, new.vcpus);
     let ram = machine.ram();
-    ram.allocate(&mut |_| true)?;
+    ram.allocate()?;
     let program = plan.toucher.program();
-    for (gpa, piece) in program.image() {
-        let page = ram.layout().page_of(gpa.gfn());
-        let page = page.expect("a program lies in RAM");
-        ram.write_at(page, gpa.page_offset(), &piece);
-    }
+    write_image(&*machine, program)?;
     for (id, vcpu) in (0..).zip(&mut vcpus) {
-        let start = program.start(id);
-        vcpu.set_start(&StartState {
-            entry: start.entry,
-            stack: start.stack,
-            args: start.args,
-            tables: start.tables,
-        })?;
+        vcpu.set_start(&start_of(program, id))?;
     }
     let bring = delivery.map(|_| Bring::all(ram.pages(), plan));
     let mut events = None;

@@ -1,22 +1,27 @@
-//! `bench demand-paging`: how fast vCPUs get memory that they touch for the first time, all at once.
+//! `bench demand-paging`: how fast vCPUs get memory that they touch for the first time, all at
+//! once.
 //!
-//! **Guarantee.** Every figure here was measured by the run that prints it, and every run checks that each page has what a
-//! vCPU stored to it. What is simulated is in [`crate::model`] and says so.
+//! **Guarantee.** Every figure here was measured by the run that prints it, and every run checks
+//! that each page has what a vCPU stored to it. What is simulated is in [`crate::model`] and says
+//! so.
 //!
-//! **Mechanism.** After `demand_paging_test` of the kernel's selftests: each vCPU stores to one word of each page of its part of
-//! guest memory (or, overlapping, of all of it) in ascending order; no page is mapped in the second-stage tables at
-//! first. Either host memory is all there and a touch costs the hypervisor's fault path only, or each page is missing, is
-//! delivered by one of the ways of [`Delivery`], and is brought by copying 4 KiB. One thread a vCPU; all begin together
-//! (`race`).
+//! **Mechanism.** After `demand_paging_test` of the kernel's selftests: each vCPU stores to one
+//! word of each page of its part of guest memory (or, overlapping, of all of it) in ascending
+//! order; no page is mapped in the second-stage tables at first. Either host memory is all there
+//! and a touch costs the hypervisor's fault path only, or each page is missing, is delivered by one
+//! of the ways of [`Delivery`], and is brought by copying 4 KiB. One thread a vCPU; all begin
+//! together (`race`).
 //!
-//! On the soft engine faults run in parallel, and in turns with them also with one exclusive lock around each ([`Scheme`]): what
-//! the parallel MMU is worth.
+//! On the soft engine faults run in parallel, and in turns with them also with one exclusive lock
+//! around each ([`Scheme`]): what the parallel MMU is worth.
 //!
-//! **Neighbours.** Below: `hypervisor` for the soft engine, `machine` for KVM, `guest` for the program. The command line
-//! shows [`DemandReport`]; [`crate::model`] measures its inputs with the same guests.
+//! **Neighbours.** Below: `hypervisor` for the soft engine, `machine` for KVM, `guest` for the
+//! program. The command line shows [`DemandReport`]; [`crate::model`] measures its inputs with the
+//! same guests.
 
 mod bring;
 mod machine;
+mod page;
 mod plan;
 mod race;
 mod report;
@@ -26,7 +31,8 @@ mod tests;
 mod ticket;
 mod watched;
 
-pub use report::{Cell, DemandReport, Figure, Unmeasured};
+pub use page::page;
+pub use report::{Cell, DemandReport, Unmeasured};
 
 pub(crate) use plan::Plan;
 pub(crate) use report::short;
@@ -53,8 +59,9 @@ use watched::InOrder;
 pub enum Scheme {
     /// All at once: the hypervisor as it is.
     Parallel,
-    /// One after the other: one exclusive lock is held for each fault, as KVM's MMU had it before faults ran in parallel. Whoever
-    /// comes by when the lock is free takes it, which spares hand-overs that a lock in order has.
+    /// One after the other: one exclusive lock is held for each fault, as KVM's MMU had it before
+    /// faults ran in parallel. Whoever comes by when the lock is free takes it, which spares
+    /// hand-overs that a lock in order has.
     Serialised,
 }
 
@@ -85,7 +92,8 @@ pub struct DemandSetting {
     pub engines: Vec<Engine>,
     /// With how many vCPUs each.
     pub vcpus: Vec<u32>,
-    /// Bytes for each vCPU, whole pages. By default 16 MiB on the soft engine, and 1 MiB on KVM, whose faults take longer.
+    /// Bytes for each vCPU, whole pages. By default 16 MiB on the soft engine, and 1 MiB on KVM,
+    /// whose faults take longer.
     pub memory_per_vcpu: Option<u64>,
     /// Whether every vCPU touches the pages of all.
     pub overlap: bool,
@@ -130,19 +138,19 @@ impl DemandSetting {
     pub(crate) fn check(&self) -> Result<(), BenchError> {
         let possible = 1..=Self::MAX_VCPUS;
         if self.repeat == 0 || self.vcpus.is_empty() || self.engines.is_empty() {
-            return Err(BenchError::TooFew(
+            return Err(BenchError::Setting(
                 "nothing to measure: no engine, no vCPUs or no samples".into(),
             ));
         }
         if let Some(vcpus) = self.vcpus.iter().find(|vcpus| !possible.contains(vcpus)) {
-            return Err(BenchError::TooFew(format!(
+            return Err(BenchError::Setting(format!(
                 "cannot measure {vcpus} vCPUs: from 1 to {} it can be",
                 Self::MAX_VCPUS
             )));
         }
         let least = self.engines.iter().map(|&engine| self.memory_on(engine));
         if least.min().is_none_or(|bytes| bytes < PAGE_SIZE) {
-            return Err(BenchError::TooFew(
+            return Err(BenchError::Setting(
                 "a vCPU without a page has nothing to touch".into(),
             ));
         }
@@ -158,8 +166,9 @@ pub(crate) fn cores() -> u32 {
 /// Measures on all engines.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a page has not what a vCPU stored to it; [`BenchError::TooFew`] where a guest does not
-/// end, or the setting asks for what cannot be measured; others where the host refuses something.
+/// [`BenchError::WrongValue`] where a page has not what a vCPU stored to it;
+/// [`BenchError::Setting`] where the setting asks for what cannot be measured; others where the
+/// host refuses something.
 pub fn demand_paging(
     setting: &DemandSetting,
     tell: &mut dyn FnMut(&str),
@@ -186,8 +195,8 @@ pub fn demand_paging(
                 if let Some(first) = ways.first() {
                     first.run(host.as_ref(), &plan)?;
                 }
-                // In turns, so that what else the host does meets all of them; to and fro, as each leaves its mark in the
-                // caches.
+                // In turns, so that what else the host does meets all of them; to and fro, as each
+                // leaves its mark in the caches.
                 let mut turns: Vec<_> = ways.iter().zip(&mut samples).collect();
                 if round % 2 == 0 {
                     turns.reverse();
@@ -245,8 +254,9 @@ pub(crate) fn soft_touch(
     }
 }
 
-/// One run on the soft engine with one lock that is handed over in the order in which faults asked for it. With fewer cores than
-/// vCPUs the next in the order may have none, and what is measured is the scheduler.
+/// One run on the soft engine with one lock that is handed over in the order in which faults asked
+/// for it. With fewer cores than vCPUs the next in the order may have none, and what is measured is
+/// the scheduler.
 pub(crate) fn in_order_touch(
     host: &Arc<Host>,
     plan: &Plan,
@@ -283,7 +293,7 @@ fn ways(engine: Engine, report: &mut DemandReport) -> Result<Vec<Way>, BenchErro
         Engine::Kvm => {
             let mut deliveries = vec![None];
             for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
-                if machine::has(engine, delivery)? {
+                if machine::has(engine, delivery) {
                     deliveries.push(Some(delivery));
                 } else {
                     report.lacks(engine, delivery);

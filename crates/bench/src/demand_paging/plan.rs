@@ -5,7 +5,8 @@ use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Isa, Layout, Touch, TouchAccess, TouchOrder, Toucher};
 use std::ops::Range;
 
-/// One guest: every vCPU stores to one word of each of its pages once, in ascending order, and has then finished.
+/// One guest: every vCPU stores to one word of each of its pages once, in ascending order, and has
+/// then finished.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) toucher: Toucher,
@@ -45,7 +46,7 @@ impl Plan {
     /// The RAM that such a guest needs, in bytes.
     pub(crate) fn memory_bytes(isa: Isa, vcpus: u32, pages: u64) -> Result<u64, BenchError> {
         let too_much = || {
-            BenchError::TooFew(format!(
+            BenchError::Setting(format!(
                 "{vcpus} vCPUs of {pages} pages each need more memory than a guest can address"
             ))
         };

@@ -1,8 +1,8 @@
 //! All vCPUs at once: a thread each, one start, and when each was done.
 //!
-//! The threads wait for each other before the first of them enters its guest; what starting threads costs is in no figure.
-//! Where there is a core for each, each stays on its own: else two that were started together may share one for the
-//! whole of a short run.
+//! The threads wait for each other before the first of them enters its guest; what starting threads
+//! costs is in no figure. Where there is a core for each, each stays on its own: else two that were
+//! started together may share one for the whole of a short run.
 
 use crate::BenchError;
 use crate::cores;
@@ -42,8 +42,9 @@ pub(crate) struct Race<T> {
     pub(crate) said: Vec<T>,
 }
 
-/// Runs the vCPUs to the end of their programs. `before` is called on each thread before any begins. `missing` is called on the thread of a vCPU that touched a missing page, and
-/// the vCPU tries again when it returns; `end` is called on each thread at its end.
+/// Runs the vCPUs to the end of their programs. `before` is called on each thread before any
+/// begins. `missing` is called on the thread of a vCPU that touched a missing page, and the vCPU
+/// tries again when it returns; `end` is called on each thread at its end.
 ///
 /// # Errors
 /// The first error of a vCPU or of `missing`; or that the guests took longer than [`LIMIT`].
@@ -128,11 +129,11 @@ fn collect<T>(
             let left = deadline.saturating_duration_since(Instant::now());
             match ends.recv_timeout(left) {
                 Ok(end) => end,
-                Err(RecvTimeoutError::Timeout) => Err(BenchError::TooFew(format!(
+                Err(RecvTimeoutError::Timeout) => Err(BenchError::Busy(format!(
                     "the guests did not touch all their pages within {} s",
                     LIMIT.as_secs()
                 ))),
-                Err(RecvTimeoutError::Disconnected) => Err(BenchError::TooFew(
+                Err(RecvTimeoutError::Disconnected) => Err(BenchError::Stopped(
                     "a vCPU's thread ended without a word".into(),
                 )),
             }
@@ -152,7 +153,7 @@ fn to_the_end(
             Left::Kicked => {}
         }
         if stop.load(Ordering::Acquire) {
-            return Err(BenchError::TooFew("the guests were stopped".into()));
+            return Err(BenchError::Stopped("another vCPU failed".into()));
         }
     }
 }
@@ -209,7 +210,7 @@ mod tests {
     #[test]
     fn one_error_stops_all() {
         let runners = vec![scripted(&[Left::Missing(RamPage(0))]), scripted(&[])];
-        let refuse = |_| Err(BenchError::TooFew("no such page".into()));
+        let refuse = |_| Err(BenchError::Setting("no such page".into()));
         let error = race(runners, &|| {}, &refuse, &|| ()).err().unwrap();
         assert_eq!(error.to_string(), "no such page");
     }

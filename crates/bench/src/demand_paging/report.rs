@@ -1,37 +1,11 @@
 //! What a run found.
 
 use super::{DemandSetting, Plan, Scheme, Taken, Way, cores};
-use crate::Samples;
+use crate::kit::Figure;
 use pageferry_machine::{Delivery, Engine};
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
-
-/// A median with its ends; the unit is in the name of what holds it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Figure {
-    /// The median of the samples.
-    pub median: f64,
-    /// The smallest.
-    pub min: f64,
-    /// The largest.
-    pub max: f64,
-    /// How many.
-    pub samples: usize,
-}
-
-impl Figure {
-    /// Of these samples.
-    #[must_use]
-    pub fn of(samples: &Samples) -> Self {
-        Self {
-            median: samples.median(),
-            min: samples.quantile(0.0),
-            max: samples.quantile(1.0),
-            samples: samples.len(),
-        }
-    }
-}
 
 /// One way with one number of vCPUs.
 #[derive(Clone, Debug, Serialize)]

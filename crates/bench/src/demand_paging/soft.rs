@@ -4,8 +4,9 @@
 )]
 //! The guests on our own hypervisor, called directly: so its scheme of memory slots can be chosen.
 //!
-//! Host memory is allocated once and used by one VM after the other. So no touch waits for the host's allocator, and what is
-//! measured is the hypervisor's own fault path: a VM is new each time, with empty tables and TLBs.
+//! Host memory is allocated once and used by one VM after the other. So no touch waits for the
+//! host's allocator, and what is measured is the hypervisor's own fault path: a VM is new each
+//! time, with empty tables and TLBs.
 
 use super::bring::Bring;
 use super::plan::Plan;
@@ -31,10 +32,10 @@ const A1: usize = 11;
 /// Memory for guests, and a promise about it.
 pub(crate) struct Host(Arc<GuestRam>);
 
-// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is dropped, and seals the
-// memfd so that it cannot shrink; an `Arc` of it is held here. 2. The mapping came from `mmap`, and `alias_hva` casts its
-// pointer to an integer, which exposes it. 3. `GuestRam` hands out no references and accesses the mapping by
-// volatile words.
+// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is
+// dropped, and seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The
+// mapping came from `mmap`, and `alias_hva` casts its pointer to an integer, which exposes it. 3.
+// `GuestRam` hands out no references and accesses the mapping by volatile words.
 unsafe impl HostMemory for Host {
     fn hva_range(&self) -> Range<Hva> {
         let start = self.0.alias_hva(RamPage(0));
@@ -47,7 +48,7 @@ impl Host {
     pub(crate) fn new(bytes: u64) -> Result<Arc<Self>, BenchError> {
         let layout = RamLayout::for_memory(bytes).map_err(pageferry_machine::MachineError::from)?;
         let ram = GuestRam::new(layout)?;
-        ram.allocate(&mut |_| true)?;
+        ram.allocate()?;
         Ok(Arc::new(Self(Arc::new(ram))))
     }
 
@@ -166,8 +167,8 @@ where
     }
 }
 
-/// Lets all vCPUs touch all their pages; with `exits`, every page is missing at first, and the vCPU that touches it brings
-/// it on its own thread.
+/// Lets all vCPUs touch all their pages; with `exits`, every page is missing at first, and the vCPU
+/// that touches it brings it on its own thread.
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] where a page has not what was stored to it.
@@ -214,12 +215,13 @@ pub(super) fn first_word(ram: &GuestRam, page: u64) -> u64 {
         reason = "a page is aligned to more than a word"
     )]
     let word = ram.alias(RamPage(page), 1).cast::<u64>();
-    // SAFETY: the page is inside the mapping, which lives as long as `ram`; volatile, as `GuestRam` asks.
+    // SAFETY: the page is inside the mapping, which lives as long as `ram`; volatile, as `GuestRam`
+    // asks.
     u64::from_le(unsafe { word.read_volatile() })
 }
 
-/// Nanoseconds that leaving and entering the guest take: of a vCPU that does nothing but store to an address without
-/// memory.
+/// Nanoseconds that leaving and entering the guest take: of a vCPU that does nothing but store to
+/// an address without memory.
 pub(crate) fn exit_and_entry(host: &Arc<Host>, plan: &Plan, exits: u32) -> Result<f64, BenchError> {
     let mut stage = Stage::<pageferry_hypervisor::Scalable>::new(host, plan, None)?;
     let mut vcpu = Vcpu {

@@ -1,14 +1,15 @@
-//! A lock that is handed over in the order in which threads asked for it: what the serialised MMU takes around
-//! every fault.
+//! A lock that is handed over in the order in which threads asked for it: what the serialised MMU
+//! takes around every fault.
 //!
-//! A ticket lock, as the kernel's spin locks were and with the order its queued ones have. A thread spins while it
-//! waits, and yields its processor from time to time: with more threads than processors the next in the order may have
-//! none, and then everybody waits for the scheduler. Measure it with a processor for each thread.
+//! A ticket lock, as the kernel's spin locks were and with the order its queued ones have. A thread
+//! spins while it waits, and yields its processor from time to time: with more threads than
+//! processors the next in the order may have none, and then everybody waits for the scheduler.
+//! Measure it with a processor for each thread.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The lock. Its words have a cache line each: asking for it does not take the line away from the one who lets it go, as with
-/// the kernel's queued locks, whose waiters are in a line of their own.
+/// The lock. Its words have a cache line each: asking for it does not take the line away from the
+/// one who lets it go, as with the kernel's queued locks, whose waiters are in a line of their own.
 #[derive(Debug, Default)]
 pub(crate) struct Ticket {
     next: Line,

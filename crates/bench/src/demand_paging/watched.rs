@@ -2,13 +2,15 @@
     unsafe_code,
     reason = "promises that slots are found as the contract of a scheme says, by handing on one that does"
 )]
-//! The hypervisor's own scheme of memory slots with something around every fault: a lock that is handed over in order, or a
-//! clock.
+//! The hypervisor's own scheme of memory slots with something around every fault: a lock that is
+//! handed over in order, or a clock.
 //!
-//! A fault looks its slot up and then does the rest of its work, walk and change of the tables, with what it found. A
-//! [`Memslots`] sees both: so a wrapper of it can stand around every fault of a [`pageferry_hypervisor::Vm`], without a change to
-//! the hypervisor. This holds as long as the fault's work is done inside [`MemslotReader::lookup`]; the tests here
-//! fail if it moves elsewhere.
+//! A fault looks its slot up and then does the rest of its work, walk and change of the tables,
+//! with what it found. A
+//! [`Memslots`] sees both: so a wrapper of it can stand around every fault of a
+//! [`pageferry_hypervisor::Vm`], without a change to the hypervisor. This holds as long as the
+//! fault's work is done inside [`MemslotReader::lookup`]; the tests here fail if it moves
+//! elsewhere.
 
 use super::ticket::Ticket;
 use pageferry_addr::{Gfn, Hva};
@@ -29,9 +31,9 @@ pub(crate) trait Watch: Clone + Default + Send + 'static {
     fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R;
 }
 
-/// One exclusive lock around the work of every fault, first come, first served: what the model calls serialised. The
-/// look-up of the slot stays outside, as it did in KVM. Nothing sweeps the tables of these VMs while their vCPUs run, so
-/// nobody else takes it.
+/// One exclusive lock around the work of every fault, first come, first served: what the model
+/// calls serialised. The look-up of the slot stays outside, as it did in KVM. Nothing sweeps the
+/// tables of these VMs while their vCPUs run, so nobody else takes it.
 #[derive(Clone, Default)]
 pub(crate) struct InOrder(Arc<Ticket>);
 
@@ -128,7 +130,8 @@ pub(crate) struct WatchedReader<W> {
     watch: W,
 }
 
-// SAFETY: all of it is what `Scalable` does; the watch changes neither what is found nor when the caller learns it.
+// SAFETY: all of it is what `Scalable` does; the watch changes neither what is found nor when the
+// caller learns it.
 unsafe impl<W: Watch> Memslots for Watched<W> {
     type Reader = WatchedReader<W>;
     type Update<'a> = <Scalable as Memslots>::Update<'a>;

@@ -1,22 +1,24 @@
-//! The phases of KVM's `dirty_log_perf_test` (`tools/testing/selftests/kvm`), with one lock and without.
+//! The phases of KVM's `dirty_log_perf_test` (`tools/testing/selftests/kvm`), with one lock and
+//! without.
 //!
 //! Two VMs of the soft hypervisor, alike but for [`Serialised`], go through the same phases in
-//! turns: vCPUs write a word of every page of memory that is not mapped yet (*populate*); logging is turned
-//! on (*enable*); the vCPUs write every page again (*dirty*); the log is fetched (*get*) and cleared (*clear*); the last three once
-//! more and more; logging is turned off (*disable*). Each vCPU has its own part of the memory, or all write all of it.
-//! The memory behind the slot is there before, so no time of the host's is in it.
+//! turns: vCPUs write a word of every page of memory that is not mapped yet (*populate*); logging
+//! is turned on (*enable*); the vCPUs write every page again (*dirty*); the log is fetched (*get*)
+//! and cleared (*clear*); the last three once more and more; logging is turned off (*disable*).
+//! Each vCPU has its own part of the memory, or all write all of it. The memory behind the slot is
+//! there before, so no time of the host's is in it.
 
+mod logged_vm;
 mod report;
-mod stage;
 
 pub use pageferry_hypervisor::DirtyBy;
 pub use report::{Cell, Report, Verdict};
 
 use crate::BenchError;
 use crate::serialised::Serialised;
+use logged_vm::{LoggedVm, Times};
 use pageferry_hypervisor::Scalable;
 use serde::Serialize;
-use stage::{Stage, Times};
 
 /// What is to be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,9 +96,10 @@ impl Phase {
 /// Measures.
 ///
 /// # Errors
-/// If there is no memory or thread to be had, or a log did not name exactly the pages that were written.
+/// If there is no memory or thread to be had, or a log did not name exactly the pages that were
+/// written.
 pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<Report, BenchError> {
-    let host = stage::host(&config)?;
+    let host = logged_vm::host(&config)?;
     let mut report = Report::new(config);
     for pattern in Pattern::ALL {
         let (mut serialised, mut parallel) = (Times::default(), Times::default());
@@ -109,9 +112,9 @@ pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ben
             // In turns, and each first as often as the other.
             for turn in [round, round + 1] {
                 if turn % 2 == 0 {
-                    Stage::<Serialised>::new(&host, config)?.run(pattern, &mut serialised)?;
+                    LoggedVm::<Serialised>::new(&host, config)?.run(pattern, &mut serialised)?;
                 } else {
-                    Stage::<Scalable>::new(&host, config)?.run(pattern, &mut parallel)?;
+                    LoggedVm::<Scalable>::new(&host, config)?.run(pattern, &mut parallel)?;
                 }
             }
         }

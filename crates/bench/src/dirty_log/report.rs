@@ -1,35 +1,12 @@
 //! What a run found: a figure for each phase, with both MMUs, and what of it was asked for.
 
-use super::stage::Times;
+use super::logged_vm::Times;
 use super::{Config, Pattern, Phase};
-use crate::{Conditions, Samples};
+use crate::Conditions;
+use crate::kit::Figure;
 use pageferry_hypervisor::DirtyBy;
 use serde::Serialize;
 use std::fmt;
-
-/// A median with its ends, in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Milliseconds {
-    /// The median of the samples.
-    pub median: f64,
-    /// The smallest.
-    pub min: f64,
-    /// The largest.
-    pub max: f64,
-    /// How many.
-    pub samples: usize,
-}
-
-impl Milliseconds {
-    fn of(samples: &Samples) -> Self {
-        Self {
-            median: samples.median(),
-            min: samples.quantile(0.0),
-            max: samples.quantile(1.0),
-            samples: samples.len(),
-        }
-    }
-}
 
 /// One phase with one pattern.
 #[derive(Clone, Debug, Serialize)]
@@ -39,9 +16,9 @@ pub struct Cell {
     /// Which phase.
     pub phase: Phase,
     /// With one lock around every fault and sweep.
-    pub serialised_ms: Milliseconds,
+    pub serialised_ms: Figure,
     /// With the parallel MMU.
-    pub parallel_ms: Milliseconds,
+    pub parallel_ms: Figure,
     /// How many times as fast the parallel one is, by medians.
     pub speedup: f64,
 }
@@ -92,8 +69,8 @@ impl Report {
 
     pub(super) fn add(&mut self, pattern: Pattern, serialised: &Times, parallel: &Times) {
         for phase in Phase::ALL {
-            let serialised_ms = Milliseconds::of(serialised.of(phase));
-            let parallel_ms = Milliseconds::of(parallel.of(phase));
+            let serialised_ms = Figure::of(serialised.of(phase));
+            let parallel_ms = Figure::of(parallel.of(phase));
             let cell = Cell {
                 pattern,
                 phase,
@@ -107,7 +84,8 @@ impl Report {
     }
 }
 
-/// What is asked for: populating own parts 1.7 times as fast, with two vCPUs on two cores; nothing slower.
+/// What is asked for: populating own parts 1.7 times as fast, with two vCPUs on two cores; nothing
+/// slower.
 fn verdict(cell: &Cell) -> Verdict {
     let at_least = match (cell.pattern, cell.phase) {
         (Pattern::Partitioned, Phase::Populate) => 1.7,
@@ -140,8 +118,7 @@ impl fmt::Display for Report {
             "{:<12} {:<9} {:>26} {:>26} {:>8}",
             "pattern", "phase", "serialised", "parallel", "faster"
         )?;
-        let figure =
-            |ms: &Milliseconds| format!("{:.3} ({:.3} to {:.3})", ms.median, ms.min, ms.max);
+        let figure = |ms: &Figure| format!("{:.3} ({:.3} to {:.3})", ms.median, ms.min, ms.max);
         for cell in &self.cells {
             writeln!(
                 f,

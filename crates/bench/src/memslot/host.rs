@@ -4,7 +4,8 @@
 )]
 //! The host memory behind the slots: one private mapping, used by one VM after the other.
 //!
-//! Every access of this side is by relaxed or stronger atomics; guests access it by the hypervisor's rules.
+//! Every access of this side is by relaxed or stronger atomics; guests access it by the
+//! hypervisor's rules.
 
 use crate::BenchError;
 use pageferry_addr::{Hva, PAGE_SIZE};
@@ -26,8 +27,9 @@ unsafe impl Send for Host {}
 // SAFETY: as for Send.
 unsafe impl Sync for Host {}
 
-// SAFETY: 1. Mapped readable and writable by `new`, and unmapped when the last owner drops it. 2. The mapping came from
-// `mmap`; `hva_range` exposes its provenance. 3. `word` gives shared references to atomics, and nothing else does.
+// SAFETY: 1. Mapped readable and writable by `new`, and unmapped when the last owner drops it. 2.
+// The mapping came from `mmap`; `hva_range` exposes its provenance. 3. `word` gives shared
+// references to atomics, and nothing else does.
 unsafe impl HostMemory for Host {
     fn hva_range(&self) -> Range<Hva> {
         let start = self.start.as_ptr().expose_provenance() as u64;
@@ -54,8 +56,8 @@ impl Host {
         .map_err(failed)?;
         let start = NonNull::new(start.cast::<u8>()).expect("mmap returns no null on success");
         let host = Self { start, pages };
-        // A few pages of it are touched, here and there: whole huge pages would cost memory and time. A kernel without
-        // huge pages refuses, and has none to give.
+        // A few pages of it are touched, here and there: whole huge pages would cost memory and
+        // time. A kernel without huge pages refuses, and has none to give.
         // SAFETY: the mapping made above; the advice changes no byte.
         let _ =
             unsafe { rustix::mm::madvise(start.as_ptr().cast(), bytes, Advice::LinuxNoHugepage) };
@@ -72,8 +74,8 @@ impl Host {
     pub(crate) fn word(&self, page: u64, offset: u64) -> &AtomicU64 {
         assert!(page < self.pages && offset < PAGE_SIZE && offset.is_multiple_of(8));
         let at = (page * PAGE_SIZE + offset) as usize;
-        // SAFETY: inside the mapping by the assertion, and aligned, since the mapping is to pages; it lives as long as
-        // `self`. All accesses to it are atomic.
+        // SAFETY: inside the mapping by the assertion, and aligned, since the mapping is to pages;
+        // it lives as long as `self`. All accesses to it are atomic.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().wrapping_add(at).cast()) }
     }
 }

@@ -5,7 +5,7 @@
 
 use super::host::Host;
 use super::split::Split;
-use super::stage::id;
+use super::test_vm::id;
 use crate::BenchError;
 use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::{Cap, Kvm, VmFd};
@@ -78,8 +78,8 @@ impl RealVm {
             userspace_addr: self.host.hva(page).0,
         };
         assert!(self.host.hva(page + pages) > self.host.hva(page));
-        // SAFETY: the range is inside the mapping of `host`, which outlives the VM; no vCPU ever runs, so nothing
-        // is accessed through it.
+        // SAFETY: the range is inside the mapping of `host`, which outlives the VM; no vCPU ever
+        // runs, so nothing is accessed through it.
         unsafe { self.vm.set_user_memory_region(region) }.map_err(|e| refused("a memory slot", &e))
     }
 

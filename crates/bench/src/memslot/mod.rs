@@ -1,12 +1,14 @@
 //! `bench memslot`: what slots cost a hypervisor, by two schemes, beside the kernel's own figures.
 //!
-//! **Guarantee.** Both schemes run the same six tests on the same hypervisor, over the same host memory, with the same
-//! guest, in turns. Every run checks what the guest wrote; a wrong value ends the benchmark with an error.
+//! **Guarantee.** Both schemes run the same six tests on the same hypervisor, over the same host
+//! memory, with the same guest, in turns. Every run checks what the guest wrote; a wrong value ends
+//! the benchmark with an error.
 //!
-//! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its sizes (`trial`). A
-//! `stage` is a VM with its slots; its only vCPU runs RV64 code (`program`) on a thread of its own. One stage has
-//! the slots of `pageferry-memslot`, the other the kernel's scheme of before its trees (`array_copy`). A sample is a
-//! run of some milliseconds, or one run of the test where that takes longer; figures are medians.
+//! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its
+//! sizes (`trial`). A `test_vm` is a VM with its slots; its only vCPU runs RV64 code (`program`) on
+//! a thread of its own. One VM has the slots of `pageferry-memslot`, the other the kernel's scheme
+//! of before its trees (`array_copy`). A sample is a run of some milliseconds, or one run of the
+//! test where that takes longer; figures are medians.
 //!
 //! **Neighbours.** Below: the hypervisor and the slots. The command line shows [`MemslotReport`].
 
@@ -17,19 +19,22 @@ mod kvm;
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 #[path = "absent.rs"]
 mod kvm;
+mod page;
 mod program;
 mod report;
 mod series;
 mod split;
-mod stage;
+mod test_vm;
 #[cfg(test)]
 mod tests;
 mod trial;
 
-pub use report::{Call, CallCost, Cell, Figure, MemslotReport, Verdict};
+pub use page::page;
+pub use report::{Call, CallCost, Cell, MemslotReport};
 pub use series::{SOURCE, Xeon, xeon};
 
-use crate::{BenchError, Samples};
+use crate::BenchError;
+use crate::kit::{Figure, Samples};
 use array_copy::ArrayCopy;
 use host::Host;
 use kvm::RealKvm;
@@ -37,9 +42,9 @@ use pageferry_hypervisor::{Memslots, Scalable, SlotData};
 use pageferry_machine::MachineError;
 use serde::Serialize;
 use split::Split;
-use stage::Stage;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use test_vm::TestVm;
 
 /// The kernel's scheme on our hypervisor.
 type Copying = ArrayCopy<SlotData>;
@@ -48,13 +53,16 @@ type Copying = ArrayCopy<SlotData>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Test {
-    /// The guest writes to each page of a half of 32 MiB while the host unmaps the other half; both halves once.
+    /// The guest writes to each page of a half of 32 MiB while the host unmaps the other half; both
+    /// halves once.
     Map,
-    /// The guest writes to one page of a half of 128 MiB; the host unmaps that half page by page; both halves once.
+    /// The guest writes to one page of a half of 128 MiB; the host unmaps that half page by page;
+    /// both halves once.
     Unmap,
     /// The same in chunks of 2 MiB, or of a slot where that is smaller.
     UnmapChunked,
-    /// The last slot of 512 MiB is moved away and back while the guest writes to pages on both sides of its start.
+    /// The last slot of 512 MiB is moved away and back while the guest writes to pages on both
+    /// sides of its start.
     MoveActive,
     /// The same while the guest writes to pages below it only.
     MoveInactive,
@@ -153,20 +161,21 @@ const CALLS: u32 = 50;
 /// Runs all tests.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a guest's values are not where they should be; [`BenchError::TooFew`] where a guest
-/// does not go on, or the setting asks for what cannot be measured; others where the host refuses something.
+/// [`BenchError::WrongValue`] where a guest's values are not where they should be;
+/// [`BenchError::Setting`] where the setting asks for what cannot be measured; others where the
+/// host refuses something.
 pub fn memslot(
     setting: &MemslotSetting,
     tell: &mut dyn FnMut(&str),
 ) -> Result<MemslotReport, BenchError> {
     let possible = MemslotSetting::MIN_SLOTS..=MemslotSetting::MAX_SLOTS;
     if setting.repeat == 0 || setting.sizes.is_empty() {
-        return Err(BenchError::TooFew(
+        return Err(BenchError::Setting(
             "nothing to measure: no sizes or no samples".into(),
         ));
     }
     if let Some(slots) = setting.sizes.iter().find(|slots| !possible.contains(slots)) {
-        return Err(BenchError::TooFew(format!(
+        return Err(BenchError::Setting(format!(
             "cannot measure {slots} slots: from {} to {} it can be",
             possible.start(),
             possible.end()
@@ -177,7 +186,7 @@ pub fn memslot(
     if setting.require_kvm {
         required(&real)?;
     }
-    let host = stage::host(1 + trial::ALL_PAGES)?;
+    let host = test_vm::host(1 + trial::ALL_PAGES)?;
     let (mut cells, mut calls) = (Vec::new(), Vec::new());
     let ends = [setting.sizes.iter().min(), setting.sizes.iter().max()];
     for slots in &setting.sizes {
@@ -190,8 +199,8 @@ pub fn memslot(
             if !tests[0].possible(*slots) {
                 continue;
             }
-            let copying = bench.stage::<Copying>(tests[0].pages())?;
-            let scalable = bench.stage::<Scalable>(tests[0].pages())?;
+            let copying = bench.test_vm::<Copying>(tests[0].pages())?;
+            let scalable = bench.test_vm::<Scalable>(tests[0].pages())?;
             for &test in tests {
                 cells.push(bench.test(test, &copying, &scalable, tell)?);
             }
@@ -225,9 +234,9 @@ struct Bench<'a> {
 type Pair = [Samples; 2];
 
 impl Bench<'_> {
-    fn stage<M: Memslots>(&self, pages: u64) -> Result<Stage<M>, BenchError> {
+    fn test_vm<M: Memslots>(&self, pages: u64) -> Result<TestVm<M>, BenchError> {
         let split = Split::new(self.slots, pages).expect("a test that is possible");
-        Stage::new(self.host, split)
+        TestVm::new(self.host, split)
     }
 
     /// Takes samples of both schemes in turns, each turn beginning with the other one.
@@ -253,8 +262,8 @@ impl Bench<'_> {
     fn test(
         &self,
         test: Test,
-        copying: &Stage<Copying>,
-        scalable: &Stage<Scalable>,
+        copying: &TestVm<Copying>,
+        scalable: &TestVm<Scalable>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<Cell, BenchError> {
         tell(&format!("{} slots: {}", self.slots, test.name()));
@@ -269,11 +278,11 @@ impl Bench<'_> {
         Ok(Cell::new(test, self.slots, &pair))
     }
 
-    /// Measures the set-up and gives the last stages.
+    /// Measures the set-up and gives the last VMs.
     fn set_up(
         &self,
         tell: &mut dyn FnMut(&str),
-    ) -> Result<(Cell, Stage<Copying>, Stage<Scalable>), BenchError> {
+    ) -> Result<(Cell, TestVm<Copying>, TestVm<Scalable>), BenchError> {
         tell(&format!("{} slots: {}", self.slots, Test::SlotSetup.name()));
         let pages = Test::SlotSetup.pages();
         let (mut copying, mut scalable) = (None, None);
@@ -281,17 +290,17 @@ impl Bench<'_> {
             // The one before goes first: it is not to be freed while the next is measured.
             if ours {
                 drop(scalable.take());
-                let stage = scalable.insert(self.stage::<Scalable>(pages)?);
-                trial::sample(stage, Test::SlotSetup, Duration::ZERO)
+                let test_vm = scalable.insert(self.test_vm::<Scalable>(pages)?);
+                trial::sample(test_vm, Test::SlotSetup, Duration::ZERO)
             } else {
                 drop(copying.take());
-                let stage = copying.insert(self.stage::<Copying>(pages)?);
-                trial::sample(stage, Test::SlotSetup, Duration::ZERO)
+                let test_vm = copying.insert(self.test_vm::<Copying>(pages)?);
+                trial::sample(test_vm, Test::SlotSetup, Duration::ZERO)
             }
         })?;
         let cell = Cell::new(Test::SlotSetup, self.slots, &pair);
-        let stages = copying.zip(scalable);
-        let (copying, scalable) = stages.expect("there was a turn, and each makes both");
+        let test_vms = copying.zip(scalable);
+        let (copying, scalable) = test_vms.expect("there was a turn, and each makes both");
         Ok((cell, copying, scalable))
     }
 
@@ -299,8 +308,8 @@ impl Bench<'_> {
     fn calls(
         &self,
         set_up: &Cell,
-        copying: &Stage<Copying>,
-        scalable: &Stage<Scalable>,
+        copying: &TestVm<Copying>,
+        scalable: &TestVm<Scalable>,
         real: Option<&RealKvm>,
         tell: &mut dyn FnMut(&str),
     ) -> Result<[CallCost; 2], BenchError> {
@@ -310,7 +319,7 @@ impl Bench<'_> {
             let slots = self.slots.min(real.max_slots());
             let split = Split::new(slots, Test::SlotSetup.pages());
             let split = split.ok_or_else(|| {
-                BenchError::TooFew(format!("KVM allows {slots} slots a VM: too few"))
+                BenchError::Setting(format!("KVM allows {slots} slots a VM: too few"))
             })?;
             for _ in 0..self.setting.repeat.min(3) {
                 drop(vm.take());

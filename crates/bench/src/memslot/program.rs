@@ -1,11 +1,13 @@
 //! What the guest does, in RV64IM machine code.
 //!
-//! Host and guest keep in step by three doublewords of the synchronisation page: [`EXIT`] ends the guest, [`SYNC`] is set
-//! by the host and cleared by the guest when it has done its part, [`PASSES`] counts the mover's passes. A guest that
-//! waits looks [`LOOKS`] times and then waits for an interrupt, upon which its thread yields.
+//! Host and guest keep in step by three doublewords of the synchronisation page: [`EXIT`] ends the
+//! guest, [`SYNC`] is set by the host and cleared by the guest when it has done its part,
+//! [`PASSES`] counts the mover's passes. A guest that waits looks [`LOOKS`] times and then waits
+//! for an interrupt, upon which its thread yields.
 //!
-//! Registers: a0 synchronisation page, a1 first address, a2 middle or end, a3 end, a4 stride, s0 and s1 the values
-//! written, s2 passes; t0 address, t1 and t2 scratch. All programs end with an ECALL, the sweep with its answer in a1.
+//! Registers: a0 synchronisation page, a1 first address, a2 middle or end, a3 end, a4 stride, s0
+//! and s1 the values written, s2 passes; t0 address, t1 and t2 scratch. All programs end with an
+//! ECALL, the sweep with its answer in a1.
 
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
@@ -64,7 +66,8 @@ fn synchronise(ops: &mut Assembler) {
     );
 }
 
-/// Writes a word of every stride of the first half, waits for the host, does the same with the second, and so on.
+/// Writes a word of every stride of the first half, waits for the host, does the same with the
+/// second, and so on.
 pub(super) fn halves() -> Vec<u32> {
     let mut ops = Assembler::new(0);
     dynasm!(ops

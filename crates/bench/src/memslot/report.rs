@@ -2,33 +2,32 @@
 
 use super::series::{Xeon, xeon};
 use super::{Pair, SOURCE, Test};
-use crate::Samples;
-use serde::Serialize;
+use crate::kit::{Figure, Verdict};
+use serde::{Serialize, Serializer};
 use std::fmt;
 use std::time::Duration;
 
-/// A median with its ends, in seconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Figure {
-    /// The median of the samples.
-    pub median_s: f64,
-    /// The smallest.
-    pub min_s: f64,
-    /// The largest.
-    pub max_s: f64,
-    /// How many.
-    pub samples: usize,
+/// A figure in seconds, whose keys name the unit.
+fn as_seconds<S: Serializer>(figure: &Figure, to: S) -> Result<S::Ok, S::Error> {
+    as_seconds_if_any(&Some(*figure), to)
 }
 
-impl Figure {
-    pub(super) fn of(samples: &Samples) -> Self {
-        Self {
-            median_s: samples.median(),
-            min_s: samples.quantile(0.0),
-            max_s: samples.quantile(1.0),
-            samples: samples.len(),
-        }
+/// The same where there may be none.
+fn as_seconds_if_any<S: Serializer>(figure: &Option<Figure>, to: S) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct Seconds {
+        median_s: f64,
+        min_s: f64,
+        max_s: f64,
+        samples: usize,
     }
+    let seconds = figure.map(|figure| Seconds {
+        median_s: figure.median,
+        min_s: figure.min,
+        max_s: figure.max,
+        samples: figure.samples,
+    });
+    seconds.serialize(to)
 }
 
 /// One test with one number of slots.
@@ -39,8 +38,10 @@ pub struct Cell {
     /// How many slots the VM has, slot 0 with the guest's program included.
     pub slots: u32,
     /// Seconds a run with the copied array.
+    #[serde(serialize_with = "as_seconds")]
     pub array_copy: Figure,
     /// Seconds a run with `pageferry-memslot`.
+    #[serde(serialize_with = "as_seconds")]
     pub scalable: Figure,
     /// How much less the median of `scalable` is than that of `array_copy`, in percent.
     pub improvement_percent: f64,
@@ -54,7 +55,7 @@ impl Cell {
         Self {
             test,
             slots,
-            improvement_percent: improvement(array_copy.median_s, scalable.median_s),
+            improvement_percent: improvement(array_copy.median, scalable.median),
             array_copy,
             scalable,
             xeon: xeon(test, slots),
@@ -63,7 +64,7 @@ impl Cell {
 
     /// `scalable` to `array_copy`.
     fn ratio(&self) -> f64 {
-        self.scalable.median_s / self.array_copy.median_s
+        self.scalable.median / self.array_copy.median
     }
 }
 
@@ -99,37 +100,16 @@ pub struct CallCost {
     /// With how many slots.
     pub slots: u32,
     /// With the copied array.
+    #[serde(serialize_with = "as_seconds")]
     pub array_copy: Figure,
     /// With `pageferry-memslot`.
+    #[serde(serialize_with = "as_seconds")]
     pub scalable: Figure,
     /// By `KVM_SET_USER_MEMORY_REGION` on this host.
+    #[serde(serialize_with = "as_seconds_if_any")]
     pub kvm: Option<Figure>,
     /// With how many slots that is: fewer than `slots` where KVM allows no more.
     pub kvm_slots: Option<u32>,
-}
-
-/// One bound and whether it held.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Verdict {
-    /// What is bounded, in words.
-    pub name: String,
-    /// The most the ratio may be.
-    pub limit: f64,
-    /// What it is.
-    pub measured: f64,
-    /// Whether it is at most `limit`.
-    pub met: bool,
-}
-
-impl Verdict {
-    fn new(name: String, limit: f64, measured: f64) -> Self {
-        Self {
-            name,
-            limit,
-            measured,
-            met: measured <= limit,
-        }
-    }
 }
 
 /// How many times the copied array's time ours may take with few slots: what is left to noise.
@@ -204,18 +184,18 @@ fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
             "with {few} slots nothing slower than the array copy; the worst: {}",
             worst.test.name()
         );
-        all.push(Verdict::new(name, NOT_SLOWER, worst.ratio()));
+        all.push(Verdict::new(name, NOT_SLOWER, worst.ratio(), "x"));
     }
     for test in [Test::MoveActive, Test::MoveInactive] {
         let with = |slots| {
             let cell = cells
                 .iter()
                 .find(|cell| cell.test == test && cell.slots == slots)?;
-            Some(cell.scalable.median_s)
+            Some(cell.scalable.median)
         };
         if let (Some(least), Some(most), true) = (with(few), with(many), few != many) {
             let name = format!("{} with {many} slots, to that with {few}", test.name());
-            all.push(Verdict::new(name, MOVE_GROWTH, most / least));
+            all.push(Verdict::new(name, MOVE_GROWTH, most / least, "x"));
         }
     }
     all
@@ -269,15 +249,15 @@ impl fmt::Display for MemslotReport {
                     },
                 );
                 let ends = |figure: &Figure| {
-                    format!("({} .. {})", seconds(figure.min_s), seconds(figure.max_s))
+                    format!("({} .. {})", seconds(figure.min), seconds(figure.max))
                 };
                 writeln!(
                     f,
                     "{:<14} {:>9} {:>21} {:>9} {:>21} {:>9.0} % {:>4}  {:>21} {:>5}",
                     cell.test.name(),
-                    seconds(cell.array_copy.median_s),
+                    seconds(cell.array_copy.median),
                     ends(&cell.array_copy),
-                    seconds(cell.scalable.median_s),
+                    seconds(cell.scalable.median),
                     ends(&cell.scalable),
                     cell.improvement_percent,
                     cell.scalable.samples,
@@ -315,7 +295,7 @@ impl MemslotReport {
         for cost in &self.calls {
             let kvm = cost.kvm.map_or_else(
                 || "not measured".to_owned(),
-                |figure| seconds(figure.median_s),
+                |figure| seconds(figure.median),
             );
             let fewer = cost
                 .kvm_slots
@@ -326,8 +306,8 @@ impl MemslotReport {
                 "{:<14} {:>7} {:>12} {:>12} {:>20}{fewer}",
                 cost.call.name(),
                 cost.slots,
-                seconds(cost.array_copy.median_s),
-                seconds(cost.scalable.median_s),
+                seconds(cost.array_copy.median),
+                seconds(cost.scalable.median),
                 kvm
             )?;
         }
@@ -341,6 +321,7 @@ impl MemslotReport {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Samples;
 
     fn cell(test: Test, slots: u32, before: f64, after: f64) -> Cell {
         let samples = |value: f64| Samples::from_iter([value * 2.0, value, value / 2.0]);
@@ -354,7 +335,7 @@ mod tests {
     #[test]
     fn improvements_are_of_medians() {
         let cell = cell(Test::Map, 10, 2e-3, 5e-4);
-        assert_eq!((cell.array_copy.min_s, cell.array_copy.max_s), (1e-3, 4e-3));
+        assert_eq!((cell.array_copy.min, cell.array_copy.max), (1e-3, 4e-3));
         assert!((cell.improvement_percent - 75.0).abs() < 1e-9);
         assert_eq!(cell.xeon.map(|x| x.after_s), Some(0.0186));
         assert!((improvement(1.0, 1.5) + 50.0).abs() < 1e-9);

@@ -1,8 +1,9 @@
 //! The figures of the kernel's own change, to stand beside ours.
 //!
-//! Source: cover letter of "KVM: Scalable memslots implementation", v5, Maciej S. Szmigiero, 2021-09-20
-//! (`cover.1632171478.git.maciej.szmigiero@oracle.com`), measured there with `memslot_perf_test` on a Xeon 8167M with
-//! the TDP MMU off. Its "32k slots" are 32 764, and 8194 for the map test.
+//! Source: cover letter of "KVM: Scalable memslots implementation", v5, Maciej S. Szmigiero,
+//! 2021-09-20 (`cover.1632171478.git.maciej.szmigiero@oracle.com`), measured there with
+//! `memslot_perf_test` on a Xeon 8167M with the TDP MMU off. Its "32k slots" are 32 764, and 8194
+//! for the map test.
 
 use super::Test;
 use serde::Serialize;

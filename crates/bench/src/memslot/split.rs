@@ -2,11 +2,12 @@
 
 use pageferry_addr::{Gpa, PAGE_SIZE};
 
-/// Where the test's memory begins in guest-physical address space: the page by which host and guest keep in step, and
-/// then the pages that are tested. Slot 0, with the guest's program, is below.
+/// Where the test's memory begins in guest-physical address space: the page by which host and guest
+/// keep in step, and then the pages that are tested. Slot 0, with the guest's program, is below.
 pub(super) const BASE: Gpa = Gpa(0x1000_0000);
 
-/// A test's memory in slots 1 and up, of the same number of pages each; the last one has what remains as well.
+/// A test's memory in slots 1 and up, of the same number of pages each; the last one has what
+/// remains as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Split {
     /// Slots of the test's memory: one less than the VM has.
@@ -17,7 +18,8 @@ pub(super) struct Split {
 }
 
 impl Split {
-    /// The division for a VM of `slots` slots, or `None` where there are fewer pages than slots, or no slots.
+    /// The division for a VM of `slots` slots, or `None` where there are fewer pages than slots, or
+    /// no slots.
     pub(super) fn new(slots: u32, pages: u64) -> Option<Self> {
         let slots = slots.checked_sub(1).filter(|&slots| slots > 0)?;
         let per_slot = pages / u64::from(slots);

@@ -1,13 +1,14 @@
 //! One sample of each test: the host's side, in step with the guest's.
 //!
-//! The shapes and sizes are those of `tools/testing/selftests/kvm/memslot_perf_test.c` in Linux. Where its host calls
-//! `madvise(MADV_DONTNEED)`, upon which the kernel calls KVM's MMU notifier, this one calls the notifier's counterpart
-//! ([`pageferry_hypervisor::Vm::invalidate_hva`]) alone: giving pages back to the host and getting others is no work of
-//! the slots, costs 1.4 us a page and more, and would hide what is measured.
+//! The shapes and sizes are those of `tools/testing/selftests/kvm/memslot_perf_test.c` in Linux.
+//! Where its host calls `madvise(MADV_DONTNEED)`, upon which the kernel calls KVM's MMU notifier,
+//! this one calls the notifier's counterpart ([`pageferry_hypervisor::Vm::invalidate_hva`]) alone:
+//! giving pages back to the host and getting others is no work of the slots, costs 1.4 us a page
+//! and more, and would hide what is measured.
 
 use super::program::{VALUE_1, VALUE_2, swept};
 use super::split::Split;
-use super::stage::{Program, Stage, Start};
+use super::test_vm::{Program, Start, TestVm};
 use super::{Test, wrong};
 use crate::{BenchError, Samples};
 use pageferry_addr::{Gpa, PAGE_SIZE};
@@ -27,46 +28,48 @@ const CHUNK_PAGES: u64 = 512;
 pub(super) const ALL_PAGES: u64 = 131_072;
 /// Pages that the guest of the move tests writes to.
 const MOVE_PAGES: u64 = 50;
-/// How many moves, there and back, are timed together. What one takes hangs on what the guest does at that moment (a fault, an
-/// exit, or nothing that has to be waited for), and the guest's passes and single runs that wait for them would keep in step:
-/// then the median is that of one such moment, here this one and there that.
+/// How many moves, there and back, are timed together. What one takes hangs on what the guest does
+/// at that moment (a fault, an exit, or nothing that has to be waited for), and the guest's passes
+/// and single runs that wait for them would keep in step: then the median is that of one such
+/// moment, here this one and there that.
 const MOVES: u32 = 16;
 /// Where in a slot's first page the word is that the sweep reads.
 const TOKEN: u64 = 1024;
 
-/// Runs `test` on the stage for at least `at_least` and at least once; gives seconds a run: the mean, or the median where
-/// batches of runs are timed one by one (the move tests, whose runs take microseconds).
+/// Runs `test` on the VM for at least `at_least` and at least once; gives seconds a run: the mean,
+/// or the median where batches of runs are timed one by one (the move tests, whose runs take
+/// microseconds).
 ///
 /// # Errors
 /// If the guest is late, or a value it wrote is not where it should be.
 pub(super) fn sample<M: Memslots>(
-    stage: &Stage<M>,
+    test_vm: &TestVm<M>,
     test: Test,
     at_least: Duration,
 ) -> Result<f64, BenchError> {
     match test {
         Test::Map => {
-            begin_halves(stage, MAP_PAGES, PAGE_SIZE)?;
+            begin_halves(test_vm, MAP_PAGES, PAGE_SIZE)?;
             // What is allocated once (tables, the host's pages) is allocated here.
-            map_once(stage, false)?;
-            let seconds = repeated(at_least, || map_once(stage, false))?;
+            map_once(test_vm, false)?;
+            let seconds = repeated(at_least, || map_once(test_vm, false))?;
             // The first clears all words, the second finds all of them written again.
-            map_once(stage, true)?;
-            map_once(stage, true)?;
-            ended_inside(stage)?;
+            map_once(test_vm, true)?;
+            map_once(test_vm, true)?;
+            ended_inside(test_vm)?;
             Ok(seconds)
         }
         Test::Unmap | Test::UnmapChunked => {
             let chunk = if test == Test::Unmap { 1 } else { CHUNK_PAGES };
-            begin_halves(stage, UNMAP_PAGES, UNMAP_PAGES / 2 * PAGE_SIZE)?;
-            let seconds = repeated(at_least, || unmap_once(stage, chunk))?;
-            ended_inside(stage)?;
+            begin_halves(test_vm, UNMAP_PAGES, UNMAP_PAGES / 2 * PAGE_SIZE)?;
+            let seconds = repeated(at_least, || unmap_once(test_vm, chunk))?;
+            ended_inside(test_vm)?;
             Ok(seconds)
         }
-        Test::MoveActive | Test::MoveInactive => moves(stage, test, at_least),
+        Test::MoveActive | Test::MoveInactive => moves(test_vm, test, at_least),
         Test::SlotSetup => {
-            check_slots(stage)?;
-            Ok(stage.setup.as_secs_f64())
+            check_slots(test_vm)?;
+            Ok(test_vm.setup.as_secs_f64())
         }
     }
 }
@@ -88,11 +91,15 @@ fn repeated(
 }
 
 /// Clears the first word of the pages and starts the guest that writes to two halves of them.
-fn begin_halves<M: Memslots>(stage: &Stage<M>, pages: u64, stride: u64) -> Result<(), BenchError> {
+fn begin_halves<M: Memslots>(
+    test_vm: &TestVm<M>,
+    pages: u64,
+    stride: u64,
+) -> Result<(), BenchError> {
     for page in (FIRST..FIRST + pages).step_by((stride / PAGE_SIZE) as usize) {
-        stage.word(page, 0).store(0, Ordering::Relaxed);
+        test_vm.word(page, 0).store(0, Ordering::Relaxed);
     }
-    stage.start(Start {
+    test_vm.start(Start {
         program: Program::Halves,
         first: Split::gpa(FIRST),
         middle: Split::gpa(FIRST + pages / 2),
@@ -102,24 +109,24 @@ fn begin_halves<M: Memslots>(stage: &Stage<M>, pages: u64, stride: u64) -> Resul
 }
 
 /// The guest maps one half while the host unmaps the other, in turns.
-fn map_once<M: Memslots>(stage: &Stage<M>, check_all: bool) -> Result<(), BenchError> {
+fn map_once<M: Memslots>(test_vm: &TestVm<M>, check_all: bool) -> Result<(), BenchError> {
     let half = MAP_PAGES / 2;
-    stage.unmap(FIRST + half, half);
-    stage.synchronise()?;
-    check_half(stage, FIRST, half, VALUE_1, check_all)?;
-    stage.unmap(FIRST, half);
-    stage.synchronise()?;
-    check_half(stage, FIRST + half, half, VALUE_2, check_all)
+    test_vm.unmap(FIRST + half, half);
+    test_vm.synchronise()?;
+    check_half(test_vm, FIRST, half, VALUE_1, check_all)?;
+    test_vm.unmap(FIRST, half);
+    test_vm.synchronise()?;
+    check_half(test_vm, FIRST + half, half, VALUE_2, check_all)
 }
 
 /// The guest maps a page of either half; the host unmaps the halves in chunks.
-fn unmap_once<M: Memslots>(stage: &Stage<M>, chunk: u64) -> Result<(), BenchError> {
+fn unmap_once<M: Memslots>(test_vm: &TestVm<M>, chunk: u64) -> Result<(), BenchError> {
     let half = UNMAP_PAGES / 2;
     for (first, value) in [(FIRST, VALUE_1), (FIRST + half, VALUE_2)] {
-        stage.synchronise()?;
-        check(stage, first, value)?;
+        test_vm.synchronise()?;
+        check(test_vm, first, value)?;
         for at in (first..first + half).step_by(chunk as usize) {
-            stage.unmap(at, chunk);
+            test_vm.unmap(at, chunk);
         }
     }
     Ok(())
@@ -127,7 +134,7 @@ fn unmap_once<M: Memslots>(stage: &Stage<M>, chunk: u64) -> Result<(), BenchErro
 
 /// Checks and clears the first and the last page of a half, or all.
 fn check_half<M: Memslots>(
-    stage: &Stage<M>,
+    test_vm: &TestVm<M>,
     first: u64,
     pages: u64,
     value: u64,
@@ -136,12 +143,16 @@ fn check_half<M: Memslots>(
     let step = if all { 1 } else { pages - 1 };
     (first..first + pages)
         .step_by(step as usize)
-        .try_for_each(|page| check(stage, page, value))
+        .try_for_each(|page| check(test_vm, page, value))
 }
 
 /// Checks and clears one page's word.
-fn check<M: Memslots>(stage: &Stage<M>, page: u64, value: u64) -> Result<(), BenchError> {
-    expect(page, value, stage.word(page, 0).swap(0, Ordering::Relaxed))
+fn check<M: Memslots>(test_vm: &TestVm<M>, page: u64, value: u64) -> Result<(), BenchError> {
+    expect(
+        page,
+        value,
+        test_vm.word(page, 0).swap(0, Ordering::Relaxed),
+    )
 }
 
 fn expect(page: u64, value: u64, found: u64) -> Result<(), BenchError> {
@@ -168,60 +179,69 @@ pub(super) fn touched(test: Test, split: Split) -> Box<dyn Iterator<Item = u64>>
     }
 }
 
-fn ended_inside<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
-    match stage.end()?.astray {
+fn ended_inside<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
+    match test_vm.end()?.astray {
         None => Ok(()),
         Some((gpa, _)) => Err(wrong(format!("the guest found no slot at {gpa}"))),
     }
 }
 
-/// The last slot is moved behind all others and back while the guest writes to the pages below it; in the active
-/// test half of these pages are in the slot itself.
-fn moves<M: Memslots>(stage: &Stage<M>, test: Test, at_least: Duration) -> Result<f64, BenchError> {
-    let last = stage.split.slots - 1;
-    let source = stage.split.first(last);
+/// The last slot is moved behind all others and back while the guest writes to the pages below it;
+/// in the active test half of these pages are in the slot itself.
+fn moves<M: Memslots>(
+    test_vm: &TestVm<M>,
+    test: Test,
+    at_least: Duration,
+) -> Result<f64, BenchError> {
+    let last = test_vm.split.slots - 1;
+    let source = test_vm.split.first(last);
     let beyond = if test == Test::MoveActive {
         MOVE_PAGES / 2
     } else {
         0
     };
     assert!(
-        stage.split.pages_of(last) >= beyond,
+        test_vm.split.pages_of(last) >= beyond,
         "the area is in the slots"
     );
     let area = source + beyond - MOVE_PAGES..source + beyond;
     let around = [area.start - 1, area.end];
-    let around = || around.into_iter().filter(|&page| page < stage.split.pages);
+    let around = || {
+        around
+            .into_iter()
+            .filter(|&page| page < test_vm.split.pages)
+    };
     for page in area.clone().chain(around()) {
-        stage.word(page, 0).store(0, Ordering::Relaxed);
+        test_vm.word(page, 0).store(0, Ordering::Relaxed);
     }
-    stage.start(Start {
+    test_vm.start(Start {
         program: Program::Writer,
         first: Split::gpa(area.start),
         middle: Split::gpa(area.end),
         end: Split::gpa(area.end),
         stride: PAGE_SIZE,
     })?;
-    stage.wait_passes(1)?;
+    test_vm.wait_passes(1)?;
     let (began, mut runs) = (Instant::now(), Samples::default());
     while runs.is_empty() || began.elapsed() < at_least {
-        // On a busy host the guest's thread may wait for a processor, and then there is nobody to interrupt: each
-        // batch begins when the guest is at work.
-        stage.wait_passes(1)?;
+        // On a busy host the guest's thread may wait for a processor, and then there is nobody to
+        // interrupt: each batch begins when the guest is at work.
+        test_vm.wait_passes(1)?;
         let batch = Instant::now();
         for _ in 0..MOVES {
-            move_once(stage)?;
+            move_once(test_vm)?;
         }
         runs.push(batch.elapsed().as_secs_f64() / f64::from(MOVES));
     }
-    // One pass may have begun while the slot was away; the second began and ended with the slot in its place.
-    stage.wait_passes(2)?;
-    let astray = stage.end()?.astray;
+    // One pass may have begun while the slot was away; the second began and ended with the slot in
+    // its place.
+    test_vm.wait_passes(2)?;
+    let astray = test_vm.end()?.astray;
     for page in area {
-        expect(page, VALUE_1, stage.word(page, 0).load(Ordering::Relaxed))?;
+        expect(page, VALUE_1, test_vm.word(page, 0).load(Ordering::Relaxed))?;
     }
     for page in around() {
-        expect(page, 0, stage.word(page, 0).load(Ordering::Relaxed))?;
+        expect(page, 0, test_vm.word(page, 0).load(Ordering::Relaxed))?;
     }
     let away = Split::gpa(source)..Split::gpa(source + beyond);
     match astray {
@@ -234,35 +254,35 @@ fn moves<M: Memslots>(stage: &Stage<M>, test: Test, at_least: Duration) -> Resul
 }
 
 /// Moves the last slot behind all others and back.
-pub(super) fn move_once<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
-    let last = stage.split.slots - 1;
-    stage.move_slot(last, Split::gpa(stage.split.pages))?;
-    stage.move_slot(last, Split::gpa(stage.split.first(last)))
+pub(super) fn move_once<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
+    let last = test_vm.split.slots - 1;
+    test_vm.move_slot(last, Split::gpa(test_vm.split.pages))?;
+    test_vm.move_slot(last, Split::gpa(test_vm.split.first(last)))
 }
 
 /// The guest reads a word of every slot's first page; host and guest must find the same.
-fn check_slots<M: Memslots>(stage: &Stage<M>) -> Result<(), BenchError> {
-    let split = stage.split;
+fn check_slots<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
+    let split = test_vm.split;
     for index in 0..split.slots {
         let token = (u64::from(index) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        stage
+        test_vm
             .word(split.first(index), TOKEN)
             .store(token, Ordering::Relaxed);
     }
     let expected = swept((0..split.slots).map(|index| {
-        stage
+        test_vm
             .word(split.first(index), TOKEN)
             .load(Ordering::Relaxed)
     }));
     let at = |page| Gpa(Split::gpa(page).0 + TOKEN);
-    stage.start(Start {
+    test_vm.start(Start {
         program: Program::Sweep,
         first: at(0),
         middle: at(split.first(split.slots - 1) + 1),
         end: at(0),
         stride: split.pages_of(0) * PAGE_SIZE,
     })?;
-    let ended = stage.ended()?;
+    let ended = test_vm.ended()?;
     if ended.answer == expected && ended.astray.is_none() {
         Ok(())
     } else {

@@ -1,27 +1,31 @@
 //! A MODEL of demand paging with more vCPUs than this host has cores. Not a measurement.
 //!
-//! **Guarantee.** Its inputs are measured in the same run and shown beside it ([`Parts`]); it is compared with real runs of one
-//! and two vCPUs in the same run, and the errors are shown ([`Check`]). Whatever shows its results says that they are
-//! modelled.
+//! **Guarantee.** Its inputs are measured in the same run and shown beside it ([`Parts`]); it is
+//! compared with real runs of one and two vCPUs in the same run, and the errors are shown
+//! ([`Check`]). Whatever shows its results says that they are modelled.
 //!
-//! **Mechanism.** Each vCPU has a core of its own and loops: the guest's own work for a page, the look-up of its slot, the
-//! work of the fault, and where pages are missing an exit, the copy of a page and the fault once more ([`Delivery`]). The
-//! work of a fault is done under the MMU lock: exclusive and handed over in order (serialised), or shared, where all that
-//! vCPUs have in common is the line of the table that a new last-level table, one for 512 pages, is linked into
-//! (parallel; one line for all vCPUs is the worst case: with 16 MiB and more for each, most have lines of their own). [`System`] simulates this event by event ([`queue`](System)).
+//! **Mechanism.** Each vCPU has a core of its own and loops: the guest's own work for a page, the
+//! look-up of its slot, the work of the fault, and where pages are missing an exit, the copy of a
+//! page and the fault once more ([`Delivery`]). The work of a fault is done under the MMU lock:
+//! exclusive and handed over in order (serialised), or shared, where all that vCPUs have in common
+//! is the line of the table that a new last-level table, one for 512 pages, is linked into
+//! (parallel; one line for all vCPUs is the worst case: with 16 MiB and more for each, most have
+//! lines of their own). [`System`] simulates this event by event ([`queue`](System)).
 //!
-//! **What it leaves out**, so what it is not good for: the bandwidth of memory, several sockets (a line takes longer between
-//! them), other locks than the MMU's (the talk names those of the host's memory management as what remains), and
-//! overlapping touches. It takes the hypervisor here for what it is: KVM's faults and exits take longer, all of them.
-//! A hand-over is taken to cost the same however many wait.
-//! A clock keeps the processor from overlapping what it stands around with what is beside it: so the parts of a fault are upper
-//! bounds, and the guest's own time, which is the rest, a lower one (0 where nothing is left). The other way round, a real
-//! lock waits for the guest's last store to memory, which the lock measured alone does not. The checks show what that
+//! **What it leaves out**, so what it is not good for: the bandwidth of memory, several sockets (a
+//! line takes longer between them), other locks than the MMU's (the talk names those of the host's
+//! memory management as what remains), and overlapping touches. It takes the hypervisor here for
+//! what it is: KVM's faults and exits take longer, all of them. A hand-over is taken to cost the
+//! same however many wait. A clock keeps the processor from overlapping what it stands around with
+//! what is beside it: so the parts of a fault are upper bounds, and the guest's own time, which is
+//! the rest, a lower one (0 where nothing is left). The other way round, a real lock waits for the
+//! guest's last store to memory, which the lock measured alone does not. The checks show what that
 //! comes to: most where a fault is all a page takes ([`Delivery::None`], serialised).
 //!
-//! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command line shows
-//! [`ModelReport`].
+//! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command
+//! line shows [`ModelReport`].
 
+mod page;
 mod parts;
 mod queue;
 mod random;
@@ -29,11 +33,13 @@ mod report;
 #[cfg(test)]
 mod tests;
 
+pub use page::{figure, page};
 pub use parts::Parts;
 pub use queue::{Lock, Outcome, Spread, Step, System};
 pub use report::ModelReport;
 
-use crate::demand_paging::{Figure, Host, Plan, Scheme, in_order_touch, soft_touch};
+use crate::demand_paging::{Host, Plan, Scheme, in_order_touch, soft_touch};
+use crate::kit::Figure;
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
 use pageferry_addr::PAGE_SIZE;
@@ -42,10 +48,11 @@ use parts::{Measured, Rounds};
 use serde::Serialize;
 use std::time::Instant;
 
-/// Entries of a table: a vCPU that goes through its memory needs a new last-level table for each so many pages.
+/// Entries of a table: a vCPU that goes through its memory needs a new last-level table for each so
+/// many pages.
 const TABLE_PAGES: u32 = 512;
-/// The most pages a vCPU touches in a simulation. What is beyond goes on at the same rate: the queue has been in its steady state
-/// for long.
+/// The most pages a vCPU touches in a simulation. What is beyond goes on at the same rate: the
+/// queue has been in its steady state for long.
 const MAX_SIMULATED: u32 = 2048;
 
 /// What the talk says of its figure; not measured or modelled here.
@@ -107,8 +114,8 @@ impl Default for ModelSetting {
 pub enum Delivery {
     /// Host memory is there: one fault a page.
     None,
-    /// The page is missing: a fault, an exit, a copy of 4 KiB on the vCPU's thread, and a fault again. The nearer to the
-    /// talk's, whose pages came from user space.
+    /// The page is missing: a fault, an exit, a copy of 4 KiB on the vCPU's thread, and a fault
+    /// again. The nearer to the talk's, whose pages came from user space.
     Exit,
 }
 
@@ -214,7 +221,8 @@ pub struct Curve {
 pub struct Check {
     /// How pages came.
     pub delivery: Delivery,
-    /// How the MMU let vCPUs fault. Serialised ones had the lock in the order in which they asked, as in the model.
+    /// How the MMU let vCPUs fault. Serialised ones had the lock in the order in which they asked,
+    /// as in the model.
     pub scheme: Scheme,
     /// How many vCPUs.
     pub vcpus: u32,
@@ -224,8 +232,8 @@ pub struct Check {
     pub modelled_ns: f64,
     /// How much more `modelled_ns` is than the median of `measured_ns`, in percent.
     pub error_percent: f64,
-    /// How much more it is than the least of `measured_ns`, in percent: on a host with other work the fastest run is the one
-    /// in which each vCPU had a core, as the model supposes.
+    /// How much more it is than the least of `measured_ns`, in percent: on a host with other work
+    /// the fastest run is the one in which each vCPU had a core, as the model supposes.
     pub error_to_fastest_percent: f64,
     /// Whether inputs were derived from this very run: then the error is none by construction.
     pub by_construction: bool,
@@ -234,8 +242,8 @@ pub struct Check {
 /// Measures the inputs, compares the model with real runs, and models.
 ///
 /// # Errors
-/// [`BenchError::TooFew`] where this process may use one core only, or the setting asks for nothing; those of
-/// [`crate::demand_paging::demand_paging`] otherwise.
+/// [`BenchError::Setting`] where this process may use one core only, or the setting asks for
+/// nothing; those of [`crate::demand_paging::demand_paging`] otherwise.
 pub fn model(
     setting: &ModelSetting,
     tell: &mut dyn FnMut(&str),
@@ -243,7 +251,7 @@ pub fn model(
     let began = Instant::now();
     let pages = setting.memory_per_vcpu / PAGE_SIZE;
     if setting.vcpus.is_empty() || setting.vcpus.contains(&0) || setting.repeat == 0 || pages == 0 {
-        return Err(BenchError::TooFew(
+        return Err(BenchError::Setting(
             "nothing to model: no vCPUs, no samples or no memory".into(),
         ));
     }

@@ -1,19 +1,23 @@
 //! The simulation itself: vCPUs that by turns work on their own and pass through one shared thing.
 //!
-//! **Guarantee.** First come, first served, exactly: an event is handled only when no earlier one can come any more. The
-//! same [`System`] gives the same [`Outcome`], on every host.
+//! **Guarantee.** First come, first served, exactly: an event is handled only when no earlier one
+//! can come any more. The same [`System`] gives the same [`Outcome`], on every host.
 //!
-//! **Mechanism.** A closed queue with one server, event by event. The only events are vCPUs asking for the server, kept in a
-//! heap by time. Handling one tells when the vCPU is served, when it lets go, and when it asks again, which is never
-//! earlier; so the heap's first is the next to be served. Time is in whole picoseconds.
+//! **Mechanism.** A closed queue with one server, event by event. The only events are vCPUs asking
+//! for the server, kept in a heap by time. Handling one tells when the vCPU is served, when it lets
+//! go, and when it asks again, which is never earlier; so the heap's first is the next to be
+//! served. Time is in whole picoseconds.
 //!
-//! **Neighbours.** It knows vCPUs, steps and a lock, and nothing of pages, hosts or how times were measured.
+//! **Neighbours.** It knows vCPUs, steps and a lock, and nothing of pages, hosts or how times were
+//! measured.
 
-use super::random::Random;
+use super::random::draw;
+use crate::kit::Random;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// One visit of a vCPU to the MMU: work of its own, then work under the MMU lock. Means, in nanoseconds.
+/// One visit of a vCPU to the MMU: work of its own, then work under the MMU lock. Means, in
+/// nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Step {
     /// Work that vCPUs do side by side before they ask for the lock.
@@ -31,12 +35,12 @@ pub enum Lock {
         alone_ns: f64,
         /// Added where it is free and another vCPU had it last: its cache line comes over.
         line_ns: f64,
-        /// From the release to the next holder's start, where vCPUs wait. The same for two waiters and for
-        /// hundreds, as with a queued lock.
+        /// From the release to the next holder's start, where vCPUs wait. The same for two waiters
+        /// and for hundreds, as with a queued lock.
         handover_ns: f64,
     },
-    /// Held by any number: the work under it runs side by side. What is left in common is one cache line, which
-    /// every `every`th step of a vCPU writes; its transfers queue.
+    /// Held by any number: the work under it runs side by side. What is left in common is one cache
+    /// line, which every `every`th step of a vCPU writes; its transfers queue.
     Shared {
         /// One transfer of the line.
         line_ns: f64,
@@ -148,10 +152,10 @@ impl System {
             .map(|_| Place {
                 step: 0,
                 pages_left: self.pages,
-                visits: random.below(every),
+                visits: random.below(u64::from(every.max(1))) as u32,
             })
             .collect();
-        let mut draw = |mean: f64| ps(random.draw(mean, self.spread));
+        let mut draw = |mean: f64| ps(draw(&mut random, mean, self.spread));
         let mut asking: BinaryHeap<Reverse<(u64, u32)>> = (0..self.vcpus)
             .map(|vcpu| Reverse((draw(self.steps[0].own_ns), vcpu)))
             .collect();
@@ -325,7 +329,8 @@ mod tests {
 
     #[test]
     fn waiting_grows_as_the_closed_form_says() {
-        // Beyond saturation each of N vCPUs has its lock for 1 / N of the time the others keep it waiting.
+        // Beyond saturation each of N vCPUs has its lock for 1 / N of the time the others keep it
+        // waiting.
         let outcome = system(100, 200.0, 50.0, Spread::Constant).run();
         let expected = 100.0 * (1.0 - (200.0 + 50.0) / (100.0 * 50.0));
         assert!((outcome.waiting_percent() - expected).abs() < 0.5);

@@ -1,7 +1,8 @@
 //! What the model says, and how far it can be believed.
 
 use super::{Check, Curve, Delivery, ModelSetting, Parts, Spread, TALK, Talk};
-use crate::demand_paging::{Figure, Scheme, cores, short};
+use crate::demand_paging::{Scheme, cores, short};
+use crate::kit::Figure;
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;

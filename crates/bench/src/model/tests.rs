@@ -1,6 +1,7 @@
 //! What the model says of given parts, and a small real run of all of it.
 
 use super::*;
+use pageferry_testkit::skip;
 
 fn figure(median: f64) -> Figure {
     Figure {
@@ -106,11 +107,13 @@ fn a_seed_and_parts_name_one_curve() {
 
 #[test]
 fn a_real_run_has_inputs_checks_and_curves() {
-    if crate::demand_paging::cores() < 2 {
-        println!("SKIPPED: the model needs two cores");
+    if crate::demand_paging::cores() < 2 && skip("cores", "the model needs two cores") {
         return;
     }
-    let report = model(&setting(&[1, 8]), &mut |_| {}).unwrap();
+    let report = match model(&setting(&[1, 8]), &mut |_| {}) {
+        Err(BenchError::Busy(why)) if skip("cores", &why) => return,
+        report => report.unwrap(),
+    };
     for (name, figure) in report.inputs() {
         assert!(figure.median.is_finite() && figure.median >= 0.0, "{name}");
     }

@@ -1,15 +1,14 @@
-//! `pageferry bench demand-paging`: first touches of many vCPUs at once, and the model of many more.
+//! `pageferry bench demand-paging`: first touches of many vCPUs at once, and the model of many
+//! more.
 
-use super::{engines, json};
-use crate::args::DemandFlags;
+use super::args::DemandFlags;
+use super::{engines, show};
 use crate::exit::{Exit, Failure};
 use crate::output;
-use crate::report;
 use crate::vm::check_host_memory;
 use pageferry_bench::demand_paging::DemandSetting;
 use pageferry_bench::model::ModelSetting;
 use pageferry_machine::{Engine, EngineChoice};
-use std::path::Path;
 
 /// Measures or models, prints, and writes the page that was asked for.
 ///
@@ -26,43 +25,27 @@ pub(super) fn demand_paging(flags: &DemandFlags) -> Result<(), Failure> {
     check_host_memory(largest, 1)?;
     let figures =
         pageferry_bench::demand_paging::demand_paging(&setting, &mut |doing| output::note(doing))?;
-    if let Some(path) = &flags.report {
-        write(path, report::paging_page(&figures))?;
-    }
-    if flags.json {
-        json(&figures)
-    } else {
-        output::result(&figures.to_string());
-        Ok(())
-    }
+    let report = flags.report.as_deref();
+    show(
+        &figures,
+        flags.json,
+        report,
+        pageferry_bench::demand_paging::page,
+    )
 }
 
 fn model(flags: &DemandFlags) -> Result<(), Failure> {
     let setting = model_setting(flags);
     check_host_memory(setting.memory_per_vcpu.saturating_mul(2), 1)?;
     let figures = pageferry_bench::model::model(&setting, &mut |doing| output::note(doing))?;
-    if let Some(path) = &flags.report {
-        let alone = path.extension().is_some_and(|end| end == "svg");
-        let drawn = if alone {
-            report::model_figure(&figures)
-        } else {
-            report::model_page(&figures)
-        };
-        write(path, drawn)?;
-    }
-    if flags.json {
-        json(&figures)
+    let report = flags.report.as_deref();
+    let alone = report.is_some_and(|path| path.extension().is_some_and(|end| end == "svg"));
+    let draw = if alone {
+        pageferry_bench::model::figure
     } else {
-        output::result(&figures.to_string());
-        Ok(())
-    }
-}
-
-fn write(path: &Path, drawn: Result<String, String>) -> Result<(), Failure> {
-    let page = drawn
-        .map_err(|why| Failure::new(Exit::Internal, format!("cannot draw the report: {why}")))?;
-    std::fs::write(path, page)
-        .map_err(|e| Failure::os(format!("cannot write {}", path.display()), e))
+        pageferry_bench::model::page
+    };
+    show(&figures, flags.json, report, draw)
 }
 
 /// The numbers of vCPUs in order, each once.
@@ -73,8 +56,7 @@ fn in_order(mut vcpus: Vec<u32>) -> Vec<u32> {
 }
 
 fn setting(flags: &DemandFlags) -> Result<DemandSetting, Failure> {
-    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    if flags.engine == EngineChoice::Auto && required.split(',').any(|word| word == "kvm") {
+    if flags.engine == EngineChoice::Auto && super::is_kvm_required() {
         pageferry_machine::select(EngineChoice::Only(Engine::Kvm))?;
     }
     let vcpus = if flags.vcpus.is_empty() {

@@ -1,7 +1,7 @@
 //! `pageferry bench dirty-log`: what logging costs with one lock around every fault, and without.
 
-use super::json;
-use crate::args::DirtyLogFlags;
+use super::args::DirtyLogFlags;
+use super::show;
 use crate::exit::{Exit, Failure};
 use crate::output;
 use pageferry_addr::PAGE_SIZE;
@@ -14,7 +14,7 @@ use pageferry_bench::dirty_log::{Config, DirtyBy, run};
 pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), Failure> {
     if flags.memory == 0 || !flags.memory.is_multiple_of(PAGE_SIZE) {
         let message = format!(
-            "--memory {} is no whole number of {PAGE_SIZE}-byte pages",
+            "--memory {} is not a multiple of the page size, {PAGE_SIZE} bytes",
             flags.memory
         );
         return Err(Failure::new(Exit::Usage, message));
@@ -31,10 +31,5 @@ pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), Failure> {
         ..Config::default()
     };
     let report = run(config, &mut |doing| output::note(doing))?;
-    if flags.json {
-        json(&report)
-    } else {
-        output::result(&report.to_string());
-        Ok(())
-    }
+    show(&report, flags.json, None, |_| Ok(String::new()))
 }

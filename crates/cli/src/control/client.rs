@@ -6,6 +6,7 @@ use super::protocol::{Event, Line, Request};
 use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use serde_json::Value;
+use std::cell::Cell;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -68,9 +69,15 @@ impl Client {
             .map_err(|e| self.gone(&e.to_string()))?;
         let deadline = Instant::now() + limit;
         loop {
-            let line = match self.lines.next(&|| stop() || Instant::now() >= deadline) {
+            // `stop` may have a state: only the answer that ended the wait says why it ended.
+            let stopped = Cell::new(false);
+            let end = || {
+                stopped.set(stop());
+                stopped.get() || Instant::now() >= deadline
+            };
+            let line = match self.lines.next(&end) {
                 Ok(line) => line,
-                Err(NoLine::Stopped) if stop() => {
+                Err(NoLine::Stopped) if stopped.get() => {
                     return Err(Failure::new(Exit::Cancelled, "cancelled"));
                 }
                 Err(NoLine::Stopped) => {

@@ -29,8 +29,8 @@ pub(crate) struct LineReader {
 }
 
 impl LineReader {
-    /// Reads lines of at most `limit` bytes from `stream`, whose read timeout decides how often a wait
-    /// looks whether it should stop.
+    /// Reads lines of at most `limit` bytes from `stream`, whose read timeout decides how often a
+    /// wait looks whether it should stop.
     pub(crate) fn new(stream: UnixStream, limit: usize) -> Self {
         Self {
             stream,

@@ -1,8 +1,8 @@
 //! What is said on a control socket.
 //!
-//! A request is `{"command":"status"}`, with the command's own fields beside it. An answer is any number
-//! of `{"event":{..}}` lines followed by one `{"result":{..}}` or `{"error":{"kind":"..","message":".."}}`,
-//! where `kind` is the name of an exit code.
+//! A request is `{"command":"status"}`, with the command's own fields beside it. An answer is any
+//! number of `{"event":{..}}` lines followed by one `{"result":{..}}` or
+//! `{"error":{"kind":"..","message":".."}}`, where `kind` is the name of an exit code.
 
 use crate::exit::{Exit, Failure};
 use pageferry_migration::Phase;
@@ -44,6 +44,13 @@ pub(crate) enum Event {
     Phase(PhaseName),
     /// The phase under way has come this far.
     Progress {
+        /// Pages done.
+        done: u64,
+        /// Of so many.
+        total: u64,
+    },
+    /// The destination has allocated memory for so many pages.
+    Allocated {
         /// Pages done.
         done: u64,
         /// Of so many.

@@ -11,10 +11,10 @@ use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often threads here look whether they should end.
 const POLL: Duration = Duration::from_millis(50);
@@ -22,6 +22,8 @@ const POLL: Duration = Duration::from_millis(50);
 const WRITE_LIMIT: Duration = Duration::from_secs(2);
 /// How many clients are served at once.
 const MAX_CLIENTS: usize = 16;
+/// A client that has asked nothing for so long gives its place to another one.
+const MIN_IDLE: Duration = Duration::from_millis(50);
 
 /// What answers the requests. Called on the connection's own thread; may block.
 pub(crate) trait Service: Send + Sync {
@@ -32,8 +34,8 @@ pub(crate) trait Service: Send + Sync {
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
 }
 
-/// A control socket that is served until this is dropped. The socket's file goes with it; answers that
-/// are under way are finished first.
+/// A control socket that is served until this is dropped. The socket's file goes with it; answers
+/// that are under way are finished first.
 pub(crate) struct ControlServer {
     stop: Arc<AtomicBool>,
     acceptor: Option<JoinHandle<()>>,
@@ -104,7 +106,8 @@ fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        // Linux gives the file the mode of the socket's own inode (unix_bind): no moment with another.
+        // Linux gives the file the mode of the socket's own inode (unix_bind): no moment with
+        // another.
         rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
         rustix::net::bind(&socket, &address)?;
         let file = SocketFile::adopt(path)?;
@@ -114,51 +117,110 @@ fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
     make().map_err(|e| refuse(e.to_string()))
 }
 
+/// A connected client.
+struct Client {
+    thread: JoinHandle<()>,
+    idle: Arc<Idle>,
+}
+
+/// Since when a client has asked nothing; `None` while a request of it is served.
+struct Idle {
+    since: Mutex<Option<Instant>>,
+    /// The client's connection, to end it.
+    stream: UnixStream,
+}
+
+impl Idle {
+    fn lock(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, since: Option<Instant>) {
+        *self.lock() = since;
+    }
+
+    /// Ends the connection, unless a request of it is being served.
+    fn end(&self) -> bool {
+        let since = self.lock();
+        if since.is_some() {
+            let _ = self.stream.shutdown(std::net::Shutdown::Both);
+        }
+        since.is_some()
+    }
+}
+
 fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<AtomicBool>) {
-    let clients = Arc::new(AtomicUsize::new(0));
-    let mut threads: Vec<JoinHandle<()>> = Vec::new();
+    let mut clients: Vec<Client> = Vec::new();
     while !stop.load(Ordering::Acquire) {
         let Ok((stream, _)) = listener.accept() else {
             // Nobody there, or no descriptor left for the moment: either way, look again later.
             std::thread::sleep(POLL.min(Duration::from_millis(10)));
             continue;
         };
-        threads.retain(|thread| !thread.is_finished());
-        if clients.load(Ordering::Acquire) >= MAX_CLIENTS {
+        if !make_room(&mut clients) {
             refuse_client(stream);
             continue;
         }
-        clients.fetch_add(1, Ordering::AcqRel);
-        let (service, stop, clients) =
-            (Arc::clone(service), Arc::clone(stop), Arc::clone(&clients));
-        let count = Arc::clone(&clients);
+        let (service, stop) = (Arc::clone(service), Arc::clone(stop));
+        let Ok(clone) = stream.try_clone() else {
+            continue;
+        };
+        let idle = Arc::new(Idle {
+            since: Mutex::new(Some(Instant::now())),
+            stream: clone,
+        });
+        let ours = Arc::clone(&idle);
         let thread = std::thread::Builder::new()
             .name("client".into())
             .spawn(move || {
-                serve_client(stream, service.as_ref(), &stop);
-                clients.fetch_sub(1, Ordering::AcqRel);
+                serve_client(stream, service.as_ref(), &ours, &stop);
+                // `Idle` has the connection too, and outlives this thread.
+                let _ = ours.stream.shutdown(std::net::Shutdown::Both);
             });
-        match thread {
-            Ok(thread) => threads.push(thread),
-            Err(_) => drop(count.fetch_sub(1, Ordering::AcqRel)),
+        if let Ok(thread) = thread {
+            clients.push(Client { thread, idle });
         }
     }
-    for thread in threads {
-        let _ = thread.join();
+    for client in clients {
+        let _ = client.thread.join();
     }
+}
+
+/// Whether there is room for one more client. Where all places are taken, the client that has been
+/// idle the longest gives its place up.
+fn make_room(clients: &mut Vec<Client>) -> bool {
+    clients.retain(|client| !client.thread.is_finished());
+    if clients.len() < MAX_CLIENTS {
+        return true;
+    }
+    let longest = clients
+        .iter()
+        .enumerate()
+        .filter_map(|(at, client)| Some((at, (*client.idle.lock())?)))
+        .min_by_key(|(_, since)| *since);
+    let Some((at, since)) = longest else {
+        return false;
+    };
+    // One that has only just connected is about to ask.
+    std::thread::sleep(MIN_IDLE.saturating_sub(since.elapsed()));
+    if !clients[at].idle.end() {
+        return false;
+    }
+    let _ = clients.swap_remove(at).thread.join();
+    true
 }
 
 fn refuse_client(mut stream: UnixStream) {
     let failure = Failure::new(
         Exit::NoVm,
-        format!("{MAX_CLIENTS} clients are being served already; try again later"),
+        format!("requests of {MAX_CLIENTS} clients are being served; try again later"),
     );
     let _ = stream.set_write_timeout(Some(POLL));
     let _ = stream.write_all(&Line::Error((&failure).into()).to_bytes());
 }
 
 /// Serves one client until it leaves, misbehaves, or the server ends.
-fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
+fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &AtomicBool) {
     let prepared = stream
         .set_nonblocking(false)
         .and_then(|()| stream.set_read_timeout(Some(POLL)))
@@ -179,7 +241,9 @@ fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
             }
             Err(NoLine::Closed | NoLine::CutOff | NoLine::Stopped | NoLine::Io(_)) => return,
         };
-        // A client that vanished is not told events any more; what it asked for is done all the same.
+        idle.set(None);
+        // A client that vanished is not told events any more; what it asked for is done all the
+        // same.
         let mut there = true;
         let mut tell = |line: Line| {
             there = there && writer.write_all(&line.to_bytes()).is_ok();
@@ -193,5 +257,69 @@ fn serve_client(stream: UnixStream, service: &dyn Service, stop: &AtomicBool) {
         if !there {
             return;
         }
+        idle.set(Some(Instant::now()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::ScratchDir;
+    use pageferry_testkit::{LIMIT, wait_until};
+    use std::io::{BufRead, BufReader};
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicUsize;
+
+    /// Answers when all clients that a test counts on have asked.
+    struct Blocking {
+        begun: AtomicUsize,
+        all: Barrier,
+    }
+
+    impl Service for Blocking {
+        fn serve(&self, _: Request, _: &mut dyn FnMut(Event)) -> Result<Value, Failure> {
+            self.begun.fetch_add(1, Ordering::SeqCst);
+            self.all.wait();
+            Ok(Value::Null)
+        }
+    }
+
+    fn connect(path: &Path) -> UnixStream {
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
+        stream
+    }
+
+    fn answer(stream: UnixStream) -> String {
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        line
+    }
+
+    #[test]
+    fn more_requests_at_once_than_are_served_are_told() {
+        let dir = ScratchDir::new().unwrap();
+        let path = dir.path().join("socket");
+        let service = Arc::new(Blocking {
+            begun: AtomicUsize::new(0),
+            all: Barrier::new(MAX_CLIENTS + 1),
+        });
+        let server = ControlServer::start(&path, Arc::clone(&service) as _).unwrap();
+        let clients: Vec<_> = (0..MAX_CLIENTS)
+            .map(|_| {
+                let mut stream = connect(&path);
+                stream.write_all(b"{\"command\":\"status\"}\n").unwrap();
+                stream
+            })
+            .collect();
+        let all_ask = || service.begun.load(Ordering::SeqCst) == MAX_CLIENTS;
+        wait_until("all requests to be served", all_ask);
+        let refused = answer(connect(&path));
+        assert!(refused.contains("try again later"), "{refused}");
+        service.all.wait();
+        for client in clients {
+            assert!(answer(client).contains("result"));
+        }
+        drop(server);
     }
 }

@@ -1,7 +1,8 @@
 //! The demo's destination: a child process that never outlives the demo.
 //!
-//! The child asks the kernel to end it with its parent (whatever ends that), has a process group of its
-//! own (so that Ctrl-C is the parent's to handle), and is killed and waited for when this is dropped.
+//! The child asks the kernel to end it with its parent (whatever ends that), has a process group of
+//! its own (so that Ctrl-C is the parent's to handle), and is killed and waited for when this is
+//! dropped.
 
 use crate::args::DemoArgs;
 use crate::control::client::ask;
@@ -19,8 +20,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the child may take to say where it listens, and to end: far more than it needs, as a host that
-/// does much else may let it wait.
+/// How long the child may take to say where it listens, and to end: far more than it needs, as a
+/// host that does much else may let it wait.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The destination's process.

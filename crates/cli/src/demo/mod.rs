@@ -1,14 +1,18 @@
-//! `pageferry demo`: a VM moves from this process to a child of it, and every byte is accounted for.
+//! `pageferry demo`: a VM moves from this process to a child of it, and every byte is accounted
+//! for.
 
 mod child;
 
 use crate::args::DemoArgs;
 use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
-use crate::host::{gave_up, has_switched_over, send_away};
+use crate::host::{
+    ABANDONED_AT_SOURCE, Answers, FINISHING, StopRequests, has_switched_over, send_away,
+    wait_for_outcome,
+};
 use crate::output;
 use crate::progress::{Display, Feed};
-use crate::report::{Conditions, Report, Sent};
+use crate::report::{self, Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_host_memory, engine_that_receives};
@@ -17,7 +21,6 @@ use pageferry_migration::{Observer, Phase, SourceReport, SourceVm};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -45,27 +48,25 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
     let outcome = run(args, &feed, interrupts);
     display.finish();
     let report = outcome?;
-    if let Some(path) = &args.report {
-        let page = report
-            .html()
-            .map_err(|e| Failure::os("cannot draw the report", e))?;
-        std::fs::write(path, page)
-            .map_err(|e| Failure::os(format!("cannot write {}", path.display()), e))?;
-    }
     if args.json {
         output::json(&report.json());
     } else {
         output::result(&report.table());
-        if let Some(path) = &args.report {
+    }
+    // After the result: a report that cannot be written must not cost it.
+    let written = args.report.as_ref().map_or(Ok(()), |path| {
+        report::write(path, report.html())?;
+        if !args.json {
             output::result(&format!("\n  report written to {}\n", path.display()));
         }
-    }
+        Ok(())
+    });
     match report.verified {
         Some(verified) if !verified.holds() => Err(Failure::new(
             Exit::Verification,
             format!("verification failed: {}", verified.words),
         )),
-        _ => Ok(()),
+        _ => written,
     }
 }
 
@@ -186,6 +187,10 @@ impl Observer for Phases {
     fn progress(&self, phase: Phase, done: u64, total: u64) {
         self.feed.progress(phase, done, total);
     }
+
+    fn allocated(&self, done: u64, total: u64) {
+        self.feed.allocated(done, total);
+    }
 }
 
 /// Moves the VM.
@@ -209,38 +214,23 @@ fn move_away(
         &cancel,
         observer,
     )?;
-    let mut seen = 0;
-    let mut told = false;
-    loop {
-        match outcome.recv_timeout(Interrupts::POLL) {
-            Ok(Ok(report)) => return interrupts.check().map(|()| report),
-            Ok(Err((SourceVm::Runs, failure))) => {
-                let ran_on = runs_on(vm, interrupts);
-                return Err(child.explain(failure).and(ran_on));
-            }
-            Ok(Err((SourceVm::GivenUp, failure))) => return Err(child.explain(failure)),
-            Err(RecvTimeoutError::Timeout) => {}
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(Failure::new(
-                    Exit::Internal,
-                    "the migration's thread ended without an outcome",
-                ));
-            }
-        }
-        if interrupts.count() == seen {
-            continue;
-        }
-        seen = interrupts.count();
-        let after = has_switched_over(*now.lock().unwrap_or_else(PoisonError::into_inner));
-        if after && told {
-            return Err(gave_up());
-        } else if after {
-            told = true;
-            feed.note("the VM runs at the destination already: sending the rest of its memory first (again: give up)");
-        } else {
+    let answers = Answers {
+        switched_over: &|| has_switched_over(*now.lock().unwrap_or_else(PoisonError::into_inner)),
+        cancel: &|_| {
             feed.note("cancelling");
             cancel.store(true, Ordering::Release);
+        },
+        finishing: &|| feed.note(FINISHING),
+    };
+    let mut stops = StopRequests::new(interrupts, None);
+    match wait_for_outcome(&outcome, &mut stops, &answers) {
+        Ok(Ok(report)) => interrupts.check().map(|()| report),
+        Ok(Err((SourceVm::Runs, failure))) => {
+            let ran_on = runs_on(vm, interrupts);
+            Err(child.explain(failure).and(ran_on))
         }
+        Ok(Err((SourceVm::GivenUp, failure))) => Err(child.explain(failure)),
+        Err(none) => Err(none.failure(ABANDONED_AT_SOURCE)),
     }
 }
 
@@ -268,7 +258,8 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
             .unwrap_or_default()
     };
     let first = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
-    // The pass under way when the VM came was begun elsewhere; the next one is made here from end to end.
+    // The pass under way when the VM came was begun elsewhere; the next one is made here from end
+    // to end.
     let goals: Vec<u64> = numbers(&first, "pass")
         .iter()
         .map(|pass| pass + 2)

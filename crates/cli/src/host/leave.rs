@@ -1,17 +1,19 @@
 //! A VM leaves: the migration as its source's process sees it.
 
-use super::{Activity, Host, Watch, has_switched_over, say};
+use super::{
+    ABANDONED_AT_SOURCE, Activity, Answers, Host, NoOutcome, Stop, StopRequests, Watch,
+    has_switched_over, say, wait_for_outcome,
+};
 use crate::exit::{Exit, Failure};
 use crate::progress::Feed;
 use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
-use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm};
 use pageferry_migration::address::Address;
 use pageferry_migration::{SourceConfig, SourceReport, SourceVm};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// A request to migrate.
 pub(super) struct Job {
@@ -36,18 +38,24 @@ impl Host {
     pub(super) fn leave(
         self: &Arc<Self>,
         job: Job,
-        interrupts: &Interrupts,
+        stops: &mut StopRequests<'_>,
     ) -> Result<Option<String>, Failure> {
-        let Some(vm) = self.vm.get() else {
+        let Some(vm) = self.vm() else {
             self.set_activity(Activity::Waiting);
             return Ok(None);
         };
         let to = job.to.to_string();
         say(&format!("migrating to {to}"));
-        let sampler = Sampler::start(vm, || true);
-        let outcome = start(self, vm, &job)
-            .and_then(|outcome| self.watch(&outcome, interrupts))
-            .unwrap_or_else(|failure| Err((SourceVm::GivenUp, failure)));
+        let sampler = Sampler::start(&vm, || true);
+        let mut abandoned = false;
+        let outcome = match start(self, &vm, &job) {
+            Ok(outcome) => self.wait(&outcome, stops).unwrap_or_else(|none| {
+                abandoned = none == NoOutcome::Abandoned;
+                Err((SourceVm::GivenUp, none.failure(ABANDONED_AT_SOURCE)))
+            }),
+            // Nothing has happened to the VM.
+            Err(failure) => Err((SourceVm::Runs, failure)),
+        };
         let samples = sampler.samples();
         drop(sampler);
         match outcome {
@@ -68,76 +76,61 @@ impl Host {
                 let _ = job.done.send(Ok(report));
                 Ok(Some(to))
             }
-            Err((SourceVm::Runs, failure)) => {
+            Err((SourceVm::Runs, mut failure)) => {
                 self.set_activity(Activity::Here);
+                if failure.exit == Exit::Cancelled && self.quits() {
+                    failure.message = CANCELLED_BY_QUIT.into();
+                }
                 say(&format!("the migration to {to} failed: {failure}"));
                 let _ = job.done.send(Err(failure));
                 Ok(None)
             }
             Err((SourceVm::GivenUp, failure)) => {
+                // A request that came before anybody can know of this does not drop the only whole
+                // copy.
+                stops.forget();
                 self.set_activity(Activity::GivenUp { to });
                 let _ = job
                     .done
                     .send(Err(Failure::new(failure.exit, failure.message.clone())));
-                if !interrupts.any() && !self.quits() {
+                if !abandoned {
                     say(&format!(
                         "{failure}; the VM and all its pages are kept, paused, until `pageferry quit` or Ctrl-C"
                     ));
-                    self.wait_for_end(interrupts);
+                    stops.wait_for_next();
                 }
                 Err(failure)
             }
         }
     }
 
-    /// Waits for the outcome and does what an interrupt asks for.
-    fn watch(
+    fn wait(
         &self,
         outcome: &Receiver<Outcome>,
-        interrupts: &Interrupts,
-    ) -> Result<Outcome, Failure> {
-        let asked = || interrupts.count() + u32::from(self.quits());
-        let mut seen = asked();
-        let mut told = false;
-        loop {
-            match outcome.recv_timeout(Interrupts::POLL) {
-                Ok(outcome) => return Ok(outcome),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Failure::new(
-                        Exit::Internal,
-                        "the migration's thread ended without an outcome",
-                    ));
-                }
-            }
-            let now = asked();
-            if now == seen {
-                continue;
-            }
-            seen = now;
-            let after =
-                matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase));
-            if after && told {
-                return Err(gave_up());
-            } else if after {
-                told = true;
-                say(
-                    "the VM runs at the destination already: sending the rest of its memory first (again: give up)",
-                );
-            } else {
-                say("cancelling the migration; the VM runs on here");
+        stops: &mut StopRequests<'_>,
+    ) -> Result<Outcome, NoOutcome> {
+        let answers = Answers {
+            switched_over: &|| matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase)),
+            cancel: &|stop| {
+                say(match stop {
+                    Stop::Signal => "cancelling the migration; the VM runs on here",
+                    Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
+                });
                 self.cancel.store(true, Ordering::Release);
-            }
-        }
+            },
+            finishing: &|| say(FINISHING),
+        };
+        wait_for_outcome(outcome, stops, &answers)
     }
 }
 
-/// What is said when the user does not wait for the end of post-copy.
-pub(crate) fn gave_up() -> Failure {
-    let message = "given up after the switch-over: the destination pauses the VM, as pages are missing there; \
-                   it is not resumed here either";
-    Failure::new(Exit::LinkLost, message)
-}
+/// Told to whoever asked for a migration that `quit` cancelled.
+const CANCELLED_BY_QUIT: &str =
+    "the migration was cancelled, as `quit` asks for the end of the VM: it ends at the source";
+
+/// Said at the first request to stop after the switch-over.
+pub(crate) const FINISHING: &str =
+    "the VM runs at the destination already: sending the rest of its memory first (again: give up)";
 
 /// Starts the migration on a thread of its own, so that the user can give it up.
 fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>, Failure> {

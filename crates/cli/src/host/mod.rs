@@ -1,18 +1,22 @@
 //! A process that owns a VM, whichever way the VM came: `run` boots one, `receive` takes one in.
 //!
-//! **Guarantee.** One thing happens to the VM at a time: requests of the control socket, the migration
-//! that brings it and the one that takes it away exclude each other by [`Activity`]. A VM that is
-//! incomplete, or has left, is never resumed.
+//! **Guarantee.** One thing happens to the VM at a time: requests of the control socket, the
+//! migration that brings it and the one that takes it away exclude each other by [`Activity`]. A VM
+//! that is incomplete, or has left, is never resumed.
 //!
-//! **Mechanism.** Control connections answer requests on their own threads; those that do something to the
-//! VM hold one lock. A request to migrate is queued for the main thread, which runs it on a thread of its own
-//! while it watches for Ctrl-C ([`leave`]).
+//! **Mechanism.** Control connections answer requests on their own threads; those that do something
+//! to the VM hold one lock. A request to migrate is queued for the main thread, which runs it on a
+//! thread of its own while it watches for Ctrl-C ([`leave`], [`wait`]).
 
 mod leave;
 mod service;
+mod wait;
 
-pub(crate) use leave::{gave_up, send_away};
+pub(crate) use leave::{FINISHING, send_away};
 pub(crate) use service::HostService;
+pub(crate) use wait::{
+    ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, wait_for_outcome,
+};
 
 use crate::exit::Failure;
 use crate::output;
@@ -23,7 +27,7 @@ use crate::signals::Interrupts;
 use crate::vm::Vm;
 use leave::Job;
 use pageferry_migration::{Observer, Phase};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -58,11 +62,13 @@ pub(crate) enum Activity {
 
 /// What the main thread, the control connections and a migration's observer share.
 pub(crate) struct Host {
-    vm: OnceLock<Arc<Vm>>,
+    vm: Mutex<Option<Arc<Vm>>>,
     began: Instant,
+    /// How many bytes the destination of the migration under way has allocated.
+    allocated: Mutex<Option<u64>>,
     activity: Mutex<Activity>,
-    /// Held by whoever does something to the VM that takes time, so that such things exclude each other
-    /// while the activity can still be read.
+    /// Held by whoever does something to the VM that takes time, so that such things exclude each
+    /// other while the activity can still be read.
     busy: Mutex<()>,
     /// What the migration that brought the VM did.
     received: OnceLock<Received>,
@@ -70,8 +76,8 @@ pub(crate) struct Host {
     sampler: Mutex<Option<Sampler>>,
     /// A verification whose outcome counts together with every later one (tests corrupt a page).
     earlier: OnceLock<Verified>,
-    /// Somebody asked for the end over the control socket.
-    quit: AtomicBool,
+    /// How often somebody asked for the end over the control socket.
+    quits: AtomicU32,
     /// Calls the migration that takes the VM away off.
     cancel: Arc<AtomicBool>,
     jobs: Sender<Job>,
@@ -94,14 +100,15 @@ impl Host {
     pub(crate) fn new() -> (Arc<Self>, Jobs) {
         let (jobs, queue) = channel();
         let host = Self {
-            vm: OnceLock::new(),
+            vm: Mutex::default(),
             began: Instant::now(),
+            allocated: Mutex::default(),
             activity: Mutex::new(Activity::Waiting),
             busy: Mutex::default(),
             received: OnceLock::new(),
             sampler: Mutex::default(),
             earlier: OnceLock::new(),
-            quit: AtomicBool::new(false),
+            quits: AtomicU32::new(0),
             cancel: Arc::default(),
             jobs,
         };
@@ -119,12 +126,36 @@ impl Host {
 
     /// Something else is happening from now on.
     pub(crate) fn set_activity(&self, activity: Activity) {
+        if !matches!(activity, Activity::Arriving(_) | Activity::Leaving(_)) {
+            self.set_allocated(None);
+        }
         *self.lock() = activity;
     }
 
-    /// Gives the host its VM. A host has one VM in its life; a second is ignored.
-    pub(crate) fn set_vm(&self, vm: &Arc<Vm>) {
-        let _ = self.vm.set(Arc::clone(vm));
+    /// The VM, if there is one.
+    fn vm(&self) -> Option<Arc<Vm>> {
+        let vm = self.vm.lock().unwrap_or_else(PoisonError::into_inner);
+        vm.clone()
+    }
+
+    /// Gives the host its VM, or takes away one that was discarded.
+    pub(crate) fn set_vm(&self, vm: Option<&Arc<Vm>>) {
+        *self.vm.lock().unwrap_or_else(PoisonError::into_inner) = vm.cloned();
+    }
+
+    /// The destination of the migration under way has allocated so many bytes.
+    fn set_allocated(&self, bytes: Option<u64>) {
+        *self
+            .allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = bytes;
+    }
+
+    fn allocated(&self) -> Option<u64> {
+        *self
+            .allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Keeps what the migration that brought the VM did.
@@ -152,7 +183,17 @@ impl Host {
 
     /// Whether somebody asked for the end over the control socket.
     pub(crate) fn quits(&self) -> bool {
-        self.quit.load(Ordering::Acquire)
+        self.quit_count() > 0
+    }
+
+    /// How often somebody asked for the end over the control socket.
+    fn quit_count(&self) -> u32 {
+        self.quits.load(Ordering::Acquire)
+    }
+
+    /// Asks for the end.
+    fn ask_to_quit(&self) {
+        self.quits.fetch_add(1, Ordering::Release);
     }
 
     /// Keeps the VM until it is migrated away or somebody wants the end.
@@ -164,33 +205,25 @@ impl Host {
         jobs: &Jobs,
         interrupts: &Interrupts,
     ) -> Result<Ended, Failure> {
-        let mut ignored = 0;
+        let mut stops = StopRequests::new(interrupts, Some(self));
         loop {
-            if self.quits() || interrupts.count() > ignored {
+            // A `quit` that cancelled a migration still ends the VM; a signal was answered by that.
+            if self.quits() || stops.take().is_some() {
                 return Ok(Ended::Asked);
             }
-            if let Some(vm) = self.vm.get() {
+            if let Some(vm) = self.vm() {
                 vm.check_guest()?;
             }
             match jobs.0.recv_timeout(Interrupts::POLL) {
                 Ok(job) => {
-                    if let Some(to) = self.leave(job, interrupts)? {
+                    if let Some(to) = self.leave(job, &mut stops)? {
                         return Ok(Ended::Migrated(to));
                     }
-                    // Interrupts that cancelled the migration have been served by that.
-                    ignored = interrupts.count();
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 // The host holds a sender itself, so this cannot be; not to spin if it were:
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(Interrupts::POLL),
             }
-        }
-    }
-
-    /// Waits for the end without a VM that could be migrated.
-    pub(crate) fn wait_for_end(&self, interrupts: &Interrupts) {
-        while !self.quits() && !interrupts.any() {
-            std::thread::sleep(Interrupts::POLL);
         }
     }
 }
@@ -216,6 +249,12 @@ impl Observer for Watch {
 
     fn progress(&self, phase: Phase, done: u64, total: u64) {
         self.feed.progress(phase, done, total);
+    }
+
+    fn allocated(&self, done: u64, total: u64) {
+        self.host
+            .set_allocated(Some(done * pageferry_addr::PAGE_SIZE));
+        self.feed.allocated(done, total);
     }
 }
 

@@ -49,7 +49,7 @@ impl Service for HostService {
             Request::Cancel => host.cancel(),
             Request::Report => host.report(),
             Request::Quit => {
-                host.quit.store(true, Ordering::Release);
+                host.ask_to_quit();
                 Ok(json!({"state": "ending"}))
             }
         }
@@ -60,7 +60,7 @@ impl Host {
     /// Does something to a VM to which nothing else is happening.
     fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
         let _exclusive = self.exclusive()?;
-        act(self.vm_here(&self.activity())?)
+        act(&*self.vm_here(&self.activity())?)
     }
 
     /// Keeps others from doing something to the VM.
@@ -74,13 +74,10 @@ impl Host {
         }
     }
 
-    fn vm_here(&self, activity: &Activity) -> Result<&Arc<Vm>, Failure> {
+    fn vm_here(&self, activity: &Activity) -> Result<Arc<Vm>, Failure> {
         let why = match activity {
             Activity::Here => {
-                return self
-                    .vm
-                    .get()
-                    .ok_or_else(|| refuse("there is no VM here yet"));
+                return self.vm().ok_or_else(|| refuse("there is no VM here yet"));
             }
             Activity::Waiting => "there is no VM here yet".into(),
             Activity::Arriving(phase) => {
@@ -102,7 +99,8 @@ impl Host {
 
     fn status(&self) -> Value {
         let activity = self.activity();
-        let vm = self.vm.get();
+        let vm = self.vm();
+        let vm = vm.as_ref();
         let state = match &activity {
             Activity::Waiting => "waiting",
             Activity::Arriving(_) => "arriving",
@@ -142,6 +140,7 @@ impl Host {
             "engine": vm.map(|vm| vm.engine().name()),
             "vcpus": vm.map(|vm| vm.vcpus()),
             "memory_bytes": vm.map(|vm| vm.memory_bytes()),
+            "allocated_bytes": self.allocated(),
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),
             "overhead_bytes": {"anon": overhead.anon, "file": overhead.file, "tables": overhead.tables, "total": overhead.total()},
@@ -193,6 +192,7 @@ impl Host {
                 event(match update {
                     Update::Phase(phase) => Event::Phase(phase.into()),
                     Update::Progress { done, total } => Event::Progress { done, total },
+                    Update::Allocated { done, total } => Event::Allocated { done, total },
                     Update::Step(text) | Update::Note(text) => Event::Note(text),
                 });
             }
@@ -224,10 +224,7 @@ impl Host {
         let received = self
             .received()
             .ok_or_else(|| refuse("no migration has brought a VM here"))?;
-        let vm = self
-            .vm
-            .get()
-            .ok_or_else(|| refuse("there is no VM here yet"))?;
+        let vm = self.vm().ok_or_else(|| refuse("there is no VM here yet"))?;
         Ok(json!(Report {
             engine: vm.engine().name().into(),
             vcpus: vm.vcpus(),

@@ -1,7 +1,7 @@
 //! `pageferry probe`: what this host can do, what that means, and what to do about what is missing.
 //!
-//! Each [`Finding`] is made by trying, not by reading version numbers: a VM is run, a userfaultfd opened,
-//! a memfd made. Nothing on the host is changed.
+//! Each [`Finding`] is made by trying, not by reading version numbers: a VM is run, a userfaultfd
+//! opened, a memfd made. Nothing on the host is changed.
 
 mod hardware;
 mod kernel;

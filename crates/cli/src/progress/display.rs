@@ -76,6 +76,15 @@ trait Screen {
     fn end(&mut self);
 }
 
+/// How far the destination is with its memory, in words; nothing once it is all there.
+fn allocated(done: u64, total: u64) -> String {
+    if done >= total {
+        return String::new();
+    }
+    let percent = done as f64 * 100.0 / total as f64;
+    format!("the destination has allocated {percent:.0} % of the memory")
+}
+
 /// One bar a step, one below the other.
 struct Bars {
     all: MultiProgress,
@@ -99,7 +108,7 @@ impl Bars {
     fn begin(&mut self, name: &str) {
         self.close();
         let bar = self.all.add(ProgressBar::no_length());
-        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5}"));
+        bar.set_style(Self::style("{spinner} {prefix:18} {elapsed:>5} {msg}"));
         bar.set_prefix(name.to_owned());
         bar.enable_steady_tick(Duration::from_millis(120));
         self.current = Some(bar);
@@ -123,11 +132,16 @@ impl Screen for Bars {
                 if let Some(bar) = &self.current {
                     if bar.length() != Some(total) {
                         bar.set_style(Self::style(
-                            "{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} %",
+                            "{spinner} {prefix:18} {elapsed:>5} [{bar:40}] {percent:>3} % {msg}",
                         ));
                         bar.set_length(total);
                     }
                     bar.set_position(done.min(total));
+                }
+            }
+            Update::Allocated { done, total } => {
+                if let Some(bar) = &self.current {
+                    bar.set_message(allocated(done, total));
                 }
             }
             Update::Note(text) => {
@@ -180,6 +194,11 @@ impl Screen for Lines {
                 if self.said.elapsed() >= LINE_EVERY && total > 0 {
                     let percent = done.min(total) as f64 * 100.0 / total as f64;
                     self.say(&format!("{}: {percent:.0} %", self.step));
+                }
+            }
+            Update::Allocated { done, total } => {
+                if self.said.elapsed() >= LINE_EVERY {
+                    self.say(&format!("{}: {}", self.step, allocated(done, total)));
                 }
             }
             Update::Note(text) => self.say(&text),

@@ -17,6 +17,13 @@ pub(crate) enum Update {
         /// Of so many.
         total: u64,
     },
+    /// Beside it, the destination has allocated memory for so many pages.
+    Allocated {
+        /// Pages done.
+        done: u64,
+        /// Of so many.
+        total: u64,
+    },
     /// A line of its own.
     Note(String),
 }
@@ -46,6 +53,7 @@ impl Feed {
         if matches!(
             (updates.last(), &update),
             (Some(Update::Progress { .. }), Update::Progress { .. })
+                | (Some(Update::Allocated { .. }), Update::Allocated { .. })
         ) {
             updates.pop();
         }
@@ -82,6 +90,10 @@ impl Observer for Feed {
 
     fn progress(&self, _: Phase, done: u64, total: u64) {
         self.at(done, total);
+    }
+
+    fn allocated(&self, done: u64, total: u64) {
+        self.put(Update::Allocated { done, total });
     }
 }
 

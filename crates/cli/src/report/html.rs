@@ -1,8 +1,9 @@
 //! The report as one HTML page that needs nothing else.
 
-use super::charts::{self, Backdrop};
 use super::timeline::{ms_from, speeds};
-use super::{Report, table};
+use super::{PhaseAt, Report, Stalls, table};
+use pageferry_bench::kit::charts::{self, Band, Timeline, time};
+use pageferry_bench::kit::{self, escape, scrolling};
 use std::fmt::Write;
 
 /// How much of the time before and after the move is shown, as a share of the move.
@@ -10,19 +11,9 @@ const MARGIN: f64 = 0.25;
 /// How much is shown around the blackout in the close-up, in nanoseconds.
 const CLOSE_UP_NS: u64 = 40_000_000;
 
-pub(super) const STYLE: &str = "
-body { font: 16px/1.5 system-ui, sans-serif; color: #282c34; background: #fff; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem; }
-p.sub { color: #5b6270; margin-top: .2rem; }
-table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bottom: 1px solid #e2e5ea; }
-th { font-weight: 600; white-space: nowrap; width: 13rem; }
-.chart { width: 100%; height: auto; border: 1px solid #e2e5ea; border-radius: 4px; }
-.good { color: #00734f; font-weight: 600; } .bad { color: #b3261e; font-weight: 600; }
-";
-
 /// The whole page.
 pub(super) fn show(report: &Report) -> Result<String, String> {
-    let mut page = String::new();
+    let mut body = String::new();
     let verdict = match &report.verified {
         Some(v) if v.holds() => {
             "<span class=\"good\">not a byte was lost: both verifications hold</span>"
@@ -31,37 +22,48 @@ pub(super) fn show(report: &Report) -> Result<String, String> {
         None => "not verified",
     };
     let c = &report.conditions;
-    let _ = write!(
-        page,
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>Pageferry: a migration</title>\n<style>{STYLE}</style>\n</head>\n<body>\n\
-         <h1>A running VM moved</h1>\n<p class=\"sub\">{verdict}. Pageferry {} ({} build), Linux {}, {} with {} cores.</p>\n",
+    let about = format!(
+        "{verdict}. Pageferry {} ({} build), Linux {}, {} with {} cores.",
         escape(&c.version),
         escape(&c.build),
         escape(&c.kernel),
         escape(&c.arch),
         c.cores
     );
-    page.push_str("<h2>Summary</h2>\n<table>\n");
+    body.push_str("<h2>Summary</h2>\n<table>\n");
     for (name, value) in table::rows(report) {
+        // Writing to a string cannot fail.
         let _ = writeln!(
-            page,
+            body,
             "<tr><th>{}</th><td>{}</td></tr>",
             escape(&name),
             escape(&value)
         );
     }
-    page.push_str("</table>\n");
-    timelines(report, &mut page)?;
-    page.push_str("<h2>How long faults held vCPUs up</h2>\n");
+    body.push_str("</table>\n");
+    timelines(report, &mut body)?;
+    body.push_str("<h2>How long faults held vCPUs up</h2>\n");
     match report.stalls().filter(|s| s.count() > 0) {
-        Some(stalls) => page.push_str(&charts::stalls(stalls)?),
-        None => page.push_str("<p>No vCPU touched a page before it was there.</p>"),
+        Some(stalls) => body.push_str(&scrolling(&histogram(stalls)?)),
+        None => body.push_str("<p>No vCPU touched a page before it was there.</p>\n"),
     }
-    phases(report, &mut page);
-    page.push_str("</body>\n</html>\n");
-    Ok(page)
+    phases(report, &mut body);
+    Ok(kit::page("A running VM moved", &about, &body, ""))
+}
+
+/// The histogram of stalls, with quantiles marked.
+fn histogram(stalls: &Stalls) -> Result<String, String> {
+    let marks =
+        [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999)].map(|(name, share)| {
+            let us = stalls.quantile_us(share);
+            (format!("{name} {}", time(us)), us)
+        });
+    charts::histogram(
+        &stalls.buckets(),
+        &marks,
+        "stall: from the fault to the vCPU running again (logarithmic)",
+        "faults (logarithmic)",
+    )
 }
 
 fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
@@ -85,12 +87,12 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
                    to: u64,
                    bins: u64,
                    origin_ns: u64,
-                   x_desc: &str|
+                   since: &str|
      -> Result<(), String> {
         if to <= from {
             return Ok(());
         }
-        let mut series = speeds(
+        let mut lines = speeds(
             &samples,
             report.vcpus as usize,
             from,
@@ -99,19 +101,25 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
             charts::MAX_SERIES,
         );
         let shift = ms_from(origin_ns, from);
-        series
+        lines
             .iter_mut()
             .flat_map(|s| &mut s.points)
             .for_each(|point| point.0 += shift);
-        let back = Backdrop {
-            origin_ns,
-            window: (shift, ms_from(origin_ns, to)),
-            phases: &sent.phases,
-            blackout,
-            x_desc,
-        };
+        let window = (shift, ms_from(origin_ns, to));
+        let chart = charts::timeline(&Timeline {
+            window,
+            bands: &bands(&sent.phases, origin_ns, window),
+            marked: blackout.map(|(from, to)| Band {
+                from_ms: ms_from(origin_ns, from),
+                to_ms: ms_from(origin_ns, to),
+                name: "blackout".into(),
+            }),
+            since,
+            y_desc: "pages rewritten a second",
+            lines: &lines,
+        })?;
         let _ = write!(page, "<h2>{title}</h2>\n<p class=\"sub\">{text}</p>\n");
-        page.push_str(&charts::timeline(&series, &back)?);
+        page.push_str(&scrolling(&chart));
         Ok(())
     };
     let margin = ((end.at_ns - start.at_ns) as f64 * MARGIN).max(50e6) as u64;
@@ -119,12 +127,12 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
     let to = (end.at_ns + margin).min(last.at_ns);
     add(
         "The guest's progress before, during and after the move",
-        "Each line is a vCPU; what it does is rewrite its pages, one after the other. Bands are the phases.",
+        "Each line is a vCPU that rewrites its pages, one after the other. Bands are the phases.",
         from,
         to,
         240,
         start.at_ns,
-        "milliseconds since the migration began",
+        "since the migration began",
     )?;
     let from = sent
         .last_stop_ns
@@ -138,8 +146,26 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
         to,
         (to.saturating_sub(from) / 2_000_000).max(1),
         sent.last_stop_ns,
-        "milliseconds since the last guest instruction at the source",
+        "since the last guest instruction at the source",
     )
+}
+
+/// The phases as stretches of the time axis, those in the window.
+fn bands(phases: &[PhaseAt], origin_ns: u64, (left, right): (f64, f64)) -> Vec<Band> {
+    let starts = phases.iter().map(|phase| ms_from(origin_ns, phase.at_ns));
+    let ends = starts.clone().skip(1).chain([right]);
+    let bands = starts
+        .zip(ends)
+        .zip(phases)
+        .map(|((from_ms, to_ms), phase)| Band {
+            from_ms,
+            to_ms,
+            name: phase.label.clone(),
+        });
+    let shown =
+        |band: &Band| band.to_ms > band.from_ms && band.from_ms < right && band.to_ms > left;
+    let named = |band: &Band| band.name != "completed";
+    bands.filter(|band| shown(band) && named(band)).collect()
 }
 
 fn phases(report: &Report, page: &mut String) {
@@ -154,20 +180,13 @@ fn phases(report: &Report, page: &mut String) {
             .phases
             .get(index + 1)
             .map(|next| ms_from(phase.at_ns, next.at_ns));
-        let length = length.map_or(String::new(), |ms| format!(", for {ms:.2} ms"));
+        let length = length.map_or(String::new(), |ms| format!(", for {}", time(ms * 1e3)));
         let _ = writeln!(
             page,
-            "<tr><th>{}</th><td>at {at:.2} ms{length}</td></tr>",
-            escape(&phase.label)
+            "<tr><th>{}</th><td>at {}{length}</td></tr>",
+            escape(&phase.label),
+            time(at * 1e3)
         );
     }
     page.push_str("</table>\n");
-}
-
-/// Text as HTML.
-pub(super) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
 }

@@ -1,33 +1,30 @@
 //! What a migration did: one record, shown as a table, as JSON, or as an HTML page.
 //!
-//! **Guarantee.** Every number is measured, or a dash; where a number is a bound and not exact, it says so.
+//! **Guarantee.** Every number is measured, or a dash; where a number is a bound and not exact, it
+//! says so.
 //!
-//! **Mechanism.** [`Sent`] is the source's half and [`Received`] the destination's, which travels over the
-//! control socket; [`Report`] joins what there is of them. [`table`], [`json`] and [`html`] only show.
+//! **Mechanism.** [`Sent`] is the source's half and [`Received`] the destination's, which travels
+//! over the control socket; [`Report`] joins what there is of them. [`table`], [`json`] and
+//! [`html`] only show.
 
-mod charts;
 mod conditions;
 mod halves;
 mod html;
 mod json;
-mod paging;
-mod slots;
 mod stalls;
 mod table;
-mod tables;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
 pub(crate) use halves::{PhaseAt, Received, Sent};
-pub(crate) use paging::{model_figure, model_page, paging_page};
-pub(crate) use slots::slots_page;
 pub(crate) use stalls::Stalls;
-pub(crate) use tables::tables_page;
 
+use crate::exit::{Exit, Failure};
 use crate::sampler::Sample;
 use pageferry_guest::Verdict;
 use pageferry_migration::PageCounts;
 use serde::{Deserialize, Serialize};
+use std::path::Path;
 
 /// Nanoseconds a millisecond.
 const MS: f64 = 1e6;
@@ -89,7 +86,8 @@ pub(crate) struct Blackout {
 pub(crate) enum BlackoutKind {
     /// From the last guest instruction at the source to the first at the destination.
     Exact,
-    /// To the guest's first touch of data at the destination, a little later than its first instruction.
+    /// To the guest's first touch of data at the destination, a little later than its first
+    /// instruction.
     FirstTouch,
     /// To the word of the destination that the guest runs, as it arrived at the source.
     UpperBound,
@@ -151,7 +149,8 @@ impl Report {
         }
     }
 
-    /// The blackout. With both halves (one host, one clock) between the two ends; else the source's bound.
+    /// The blackout. With both halves (one host, one clock) between the two ends; else the source's
+    /// bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
         let sent = self.sent.as_ref()?;
         let (end, kind) = match self
@@ -181,8 +180,8 @@ impl Report {
         self.received.as_ref().map(|r| &r.stalls)
     }
 
-    /// Bytes of pages a second while pages were being sent: from the first pass (or the switch-over, if
-    /// there was none) to the completion.
+    /// Bytes of pages a second while pages were being sent: from the first pass (or the
+    /// switch-over, if there was none) to the completion.
     pub(crate) fn throughput(&self) -> Option<f64> {
         let sent = self.sent.as_ref()?;
         let start = |name: &str| sent.phases.iter().find(|p| p.name == name).map(|p| p.at_ns);
@@ -202,8 +201,8 @@ impl Report {
         Some(sent.background_bytes as f64 * 1e9 / sent.background_ns as f64)
     }
 
-    /// The guest's progress on both sides, in order of time. What the stopped source shows holds for the
-    /// whole blackout.
+    /// The guest's progress on both sides, in order of time. What the stopped source shows holds
+    /// for the whole blackout.
     pub(crate) fn samples(&self) -> Vec<Sample> {
         let here = || self.received.iter().flat_map(|r| &r.samples);
         let Some(sent) = &self.sent else {
@@ -247,6 +246,22 @@ impl Report {
     pub(crate) fn html(&self) -> Result<String, String> {
         html::show(self)
     }
+}
+
+/// Writes a page that was drawn to `path`: whole, or not at all.
+///
+/// # Errors
+/// [`Exit::Usage`] where the file cannot be written, [`Exit::Internal`] where the page could not be
+/// drawn.
+pub(crate) fn write(path: &Path, drawn: Result<String, String>) -> Result<(), Failure> {
+    let page = drawn
+        .map_err(|why| Failure::new(Exit::Internal, format!("cannot draw the report: {why}")))?;
+    pageferry_bench::kit::replace_file(path, &page).map_err(|why| {
+        Failure::new(
+            Exit::Usage,
+            format!("cannot write the report to {}: {why}", path.display()),
+        )
+    })
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! How long vCPUs were held up by faults on missing pages.
 
+use pageferry_bench::kit::charts::Bucket;
 use serde::{Deserialize, Serialize};
 
 /// Stalls above this are what QEMU's preempt series still saw in every seventh fault.
@@ -11,17 +12,6 @@ const BUCKETS_A_DECADE: f64 = 10.0;
 /// ascending.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Stalls(Vec<(u64, u64)>);
-
-/// One bucket of the histogram.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Bucket {
-    /// Stalls of at least this, in microseconds.
-    pub(crate) from_us: f64,
-    /// And of less than this.
-    pub(crate) to_us: f64,
-    /// How many.
-    pub(crate) count: u64,
-}
 
 impl Stalls {
     /// From values in nanoseconds with their counts, in any order.
@@ -46,7 +36,8 @@ impl Stalls {
         sum / self.count().max(1) as f64 / 1e3
     }
 
-    /// The least value in microseconds that at least `share` (0 to 1) of all stalls do not exceed; 0 of none.
+    /// The least value in microseconds that at least `share` (0 to 1) of all stalls do not exceed;
+    /// 0 of none.
     pub(crate) fn quantile_us(&self, share: f64) -> f64 {
         let wanted = (share * self.count() as f64).ceil().max(1.0) as u64;
         let mut seen = 0;

@@ -1,7 +1,8 @@
 //! The report for people.
 
-use super::{MS, Report};
+use super::Report;
 use crate::size::human;
+use pageferry_bench::kit::charts::time;
 use std::fmt::Write;
 
 /// Two columns, and a histogram of the stalls in characters.
@@ -39,7 +40,7 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     );
     row("link", report.conditions.link.clone());
     if let Some(ms) = report.total_ms() {
-        row("total time", format!("{ms:.1} ms"));
+        row("total time", time(ms * 1e3));
     }
     if let Some(blackout) = report.blackout() {
         let bound = if blackout.kind == super::BlackoutKind::Exact {
@@ -49,7 +50,11 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         };
         row(
             "blackout",
-            format!("{bound}{:.2} ms ({})", blackout.ms, blackout.kind.words()),
+            format!(
+                "{bound}{} ({})",
+                time(blackout.ms * 1e3),
+                blackout.kind.words()
+            ),
         );
     }
     let pages = report.pages();
@@ -65,7 +70,7 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         for (index, (pages, ns)) in sent.passes.iter().enumerate() {
             row(
                 &format!("pre-copy pass {}", index + 1),
-                format!("{pages} pages in {:.1} ms", *ns as f64 / MS),
+                format!("{pages} pages in {}", time(*ns as f64 / 1e3)),
             );
         }
         row(
@@ -89,12 +94,12 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
             format!(
                 "{} faults: mean {}, p50 {}, p90 {}, p99 {}, p99.9 {}, max {}; {} over 2 ms",
                 stalls.count(),
-                micros(stalls.mean_us()),
-                micros(stalls.quantile_us(0.5)),
-                micros(stalls.quantile_us(0.9)),
-                micros(stalls.quantile_us(0.99)),
-                micros(stalls.quantile_us(0.999)),
-                micros(stalls.max_us()),
+                time(stalls.mean_us()),
+                time(stalls.quantile_us(0.5)),
+                time(stalls.quantile_us(0.9)),
+                time(stalls.quantile_us(0.99)),
+                time(stalls.quantile_us(0.999)),
+                time(stalls.max_us()),
                 stalls.over_2ms()
             )
         };
@@ -129,18 +134,8 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     rows
 }
 
-/// A time in the unit that suits it.
-pub(super) fn micros(us: f64) -> String {
-    match us {
-        us if us >= 1e6 => format!("{:.2} s", us / 1e6),
-        us if us >= 1e4 => format!("{:.1} ms", us / 1e3),
-        us if us >= 1e3 => format!("{:.2} ms", us / 1e3),
-        us if us >= 100.0 => format!("{us:.0} us"),
-        us => format!("{us:.1} us"),
-    }
-}
-
-/// The histogram with three buckets a decade or so: neighbours joined until at most 16 rows are left.
+/// The histogram with three buckets a decade or so: neighbours joined until at most 16 rows are
+/// left.
 fn bars(stalls: &super::Stalls) -> String {
     const ROWS: usize = 16;
     const WIDTH: f64 = 40.0;
@@ -160,8 +155,8 @@ fn bars(stalls: &super::Stalls) -> String {
         let _ = writeln!(
             out,
             "  {:>9} to {:>9}  {count:>8}  {bar}",
-            micros(from),
-            micros(to)
+            time(from),
+            time(to)
         );
     }
     out

@@ -1,15 +1,7 @@
 //! The guest's speed over time, from samples of its progress.
 
 use crate::sampler::Sample;
-
-/// One vCPU's speed, or all of them.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Series {
-    /// What the legend says.
-    pub(super) name: String,
-    /// Milliseconds from the origin, and pages a second there.
-    pub(super) points: Vec<(f64, f64)>,
-}
+use pageferry_bench::kit::charts::Line;
 
 /// Milliseconds of `at_ns` from `origin_ns`.
 pub(super) fn ms_from(origin_ns: u64, at_ns: u64) -> f64 {
@@ -36,8 +28,9 @@ fn at(progress: &[(u64, u64)], at_ns: u64) -> Option<f64> {
     Some(d0 as f64 + share * (d1 as f64 - d0 as f64))
 }
 
-/// Each vCPU's speed from `from_ns` to `to_ns` in `bins` steps; of more than `most` vCPUs, all their
-/// speeds together as one series.
+/// Each vCPU's speed from `from_ns` to `to_ns` in `bins` steps; of more than `most` vCPUs, all
+/// their speeds together as one line. A line's points are milliseconds from `from_ns` and pages a
+/// second.
 pub(super) fn speeds(
     samples: &[Sample],
     vcpus: usize,
@@ -45,7 +38,7 @@ pub(super) fn speeds(
     to_ns: u64,
     bins: u64,
     most: usize,
-) -> Vec<Series> {
+) -> Vec<Line> {
     let width = (to_ns.saturating_sub(from_ns) / bins.max(1)).max(1);
     let of = |vcpu: usize| -> Vec<(f64, f64)> {
         let progress = progress(samples, vcpu);
@@ -60,7 +53,7 @@ pub(super) fn speeds(
     };
     if vcpus <= most {
         return (0..vcpus)
-            .map(|vcpu| Series {
+            .map(|vcpu| Line {
                 name: format!("vCPU {vcpu}"),
                 points: of(vcpu),
             })
@@ -76,7 +69,7 @@ pub(super) fn speeds(
         }
     }
     sum.sort_by(|a, b| a.0.total_cmp(&b.0));
-    vec![Series {
+    vec![Line {
         name: format!("all {vcpus} vCPUs"),
         points: sum,
     }]

@@ -1,8 +1,8 @@
 //! What runs in a VM, in the bytes that travel with a migration.
 //!
-//! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload); instruction set
-//! (u8, 1: x86-64, 2: RV64); vCPUs (u32); RAM in bytes (u64). The destination plans the same program from
-//! them, so that it can check every page.
+//! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload);
+//! instruction set (u8, 1: x86-64, 2: RV64); vCPUs (u32); RAM in bytes (u64). The destination plans
+//! the same program from them, so that it can check every page.
 
 use crate::exit::{Exit, Failure};
 use crate::size;

@@ -1,47 +1,27 @@
 //! A VM as the commands see it: a machine, its threads and the guest program that runs in it.
 
 mod description;
-mod hooks;
 
 pub(crate) use description::GuestDescription;
+pub(crate) use pageferry_harness::{deliveries_of, isa_of};
 
 use crate::exit::{Exit, Failure};
 use crate::memory;
 use crate::size;
-use hooks::Hooks;
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_guest::{Control, Isa, Verdict, Workload};
-use pageferry_machine::{
-    Delivery, Engine, EngineChoice, Machine, MachineSpec, StartState, VcpuThreads,
-};
+use pageferry_guest::{Control, Verdict, Workload};
+use pageferry_harness::{BootError, verify};
+use pageferry_machine::{Delivery, Engine, EngineChoice, MachineSpec, VcpuThreads};
 use pageferry_migration::{Resolver, RunningVm};
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long vCPUs may take to leave the guest. A kick takes well under a millisecond on an idle host.
+/// How long vCPUs may take to leave the guest. A kick takes well under a millisecond on an idle
+/// host.
 pub(crate) const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// The instruction set an engine runs.
-pub(crate) fn isa_of(engine: Engine) -> Isa {
-    match engine {
-        Engine::Kvm => Isa::X86_64,
-        Engine::Soft => Isa::Rv64,
-    }
-}
-
-/// The fault deliveries of an engine on this host, best first, asked of a small machine.
-pub(crate) fn deliveries_of(engine: Engine) -> Vec<Delivery> {
-    let spec = MachineSpec {
-        vcpus: 1,
-        memory_bytes: 1 << 20,
-    };
-    let machine = pageferry_machine::create(engine, spec);
-    machine.map_or(Vec::new(), |new| new.machine.deliveries())
-}
-
-/// The engine for a VM that is to be received on this host, and why: of those not asked for by name, one
-/// whose faults on missing pages can be delivered here.
+/// The engine for a VM that is to be received on this host, and why: of those not asked for by
+/// name, one whose faults on missing pages can be delivered here.
 ///
 /// # Errors
 /// As [`pageferry_machine::select`].
@@ -57,15 +37,13 @@ pub(crate) fn engine_that_receives(choice: EngineChoice) -> Result<(Engine, Stri
 
 /// A virtual machine in this process. Dropping it ends it.
 pub(crate) struct Vm {
-    machine: Arc<dyn Machine>,
-    threads: VcpuThreads,
+    inner: pageferry_harness::Vm,
     workload: Workload,
-    hooks: Arc<Hooks>,
 }
 
 impl Vm {
-    /// Creates the machine for `guest`, paused, its memory zero. With a `resolver`, missing pages are
-    /// fetched by it.
+    /// Creates the machine for `guest`, paused, its memory zero. With a `resolver`, missing pages
+    /// are fetched by it.
     ///
     /// # Errors
     /// [`Exit::Usage`] for sizes that cannot be, [`Exit::Engine`] where the engine does not run.
@@ -78,15 +56,9 @@ impl Vm {
             vcpus: guest.vcpus,
             memory_bytes: guest.memory_bytes,
         };
-        let new = pageferry_machine::create(guest.engine(), spec)?;
-        let hooks = Arc::new(Hooks::new(resolver));
-        let threads = VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?;
-        Ok(Self {
-            machine: new.machine,
-            threads,
-            workload,
-            hooks,
-        })
+        let faults = resolver.map(|resolver| resolver as _);
+        let inner = pageferry_harness::Vm::create(guest.engine(), spec, faults)?;
+        Ok(Self { inner, workload })
     }
 
     /// Puts the guest program in place and starts it.
@@ -94,37 +66,19 @@ impl Vm {
     /// # Errors
     /// When the engine refuses the start state.
     pub(crate) fn boot(&self) -> Result<(), Failure> {
-        let ram = self.machine.ram();
-        for (gpa, bytes) in self.workload.image() {
-            let page = ram.layout().page_of(gpa.gfn()).ok_or_else(|| {
-                Failure::new(
-                    Exit::Internal,
-                    format!("the guest program has a piece at {gpa}, where no RAM is"),
-                )
-            })?;
-            ram.write_at(page, gpa.page_offset(), &bytes);
-        }
-        self.threads.with_vcpus(|vcpu| {
-            let start = self.workload.start(vcpu.id());
-            vcpu.set_start(&StartState {
-                entry: start.entry,
-                stack: start.stack,
-                args: start.args,
-                tables: start.tables,
-            })
-        })?;
-        self.threads.resume();
+        self.inner.load(self.workload.program())?;
+        self.inner.threads.resume();
         Ok(())
     }
 
     /// Who runs it.
     pub(crate) fn engine(&self) -> Engine {
-        self.machine.engine()
+        self.inner.machine.engine()
     }
 
     /// Its threads.
     pub(crate) fn threads(&self) -> &VcpuThreads {
-        &self.threads
+        &self.inner.threads
     }
 
     /// The program that runs in it.
@@ -134,10 +88,7 @@ impl Vm {
 
     /// As a migration takes it.
     pub(crate) fn running(&self) -> RunningVm<'_> {
-        RunningVm {
-            machine: &self.machine,
-            threads: &self.threads,
-        }
+        self.inner.running()
     }
 
     /// How many vCPUs.
@@ -147,19 +98,20 @@ impl Vm {
 
     /// How much RAM, in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
-        self.machine.ram().pages() * PAGE_SIZE
+        self.inner.machine.ram().pages() * PAGE_SIZE
     }
 
-    /// What a vCPU says about its work; `None` while its control page is missing or not written yet.
+    /// What a vCPU says about its work; `None` while its control page is missing or not written
+    /// yet.
     ///
     /// The guest may write the page meanwhile; each field is untorn.
     pub(crate) fn control(&self, vcpu: u32) -> Option<Control> {
         let page = self.workload.control_page(vcpu);
-        if self.hooks.is_missing(page) {
+        if self.inner.is_missing(page) {
             return None;
         }
         let mut bytes = [0; PAGE_SIZE as usize];
-        self.machine.ram().read(page, &mut bytes);
+        self.inner.machine.ram().read(page, &mut bytes);
         Control::parse(&bytes).ok()
     }
 
@@ -173,7 +125,7 @@ impl Vm {
     /// # Errors
     /// [`Exit::Guest`] with it.
     pub(crate) fn check_guest(&self) -> Result<(), Failure> {
-        match self.threads.failures().first() {
+        match self.inner.threads.failures().first() {
             None => Ok(()),
             Some(why) => Err(Failure::new(
                 Exit::Guest,
@@ -187,7 +139,7 @@ impl Vm {
     /// # Errors
     /// [`Exit::Delivery`] with what is there instead.
     pub(crate) fn check_delivery(&self, wanted: Option<Delivery>) -> Result<(), Failure> {
-        let usable = self.machine.deliveries();
+        let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
         let message = match wanted {
             _ if usable.is_empty() => "this host delivers no faults of KVM guests: userfaultfd is needed and not \
@@ -195,7 +147,7 @@ impl Vm {
                 (`pageferry probe` says more)"
                 .into(),
             Some(wanted) if !usable.contains(&wanted) => format!(
-                "fault delivery {wanted} is not to be had for a VM on {} here: use {} (`pageferry probe` says why)",
+                "fault delivery {wanted} is not available for a VM on {} here: use {} (`pageferry probe` says why)",
                 self.engine(),
                 names.join(", ")
             ),
@@ -210,30 +162,22 @@ impl Vm {
     /// # Errors
     /// When a vCPU does not leave the guest.
     pub(crate) fn verify(&self) -> Result<Verdict, Failure> {
-        let was_paused = self.threads.is_paused();
-        self.threads.pause(PAUSE_LIMIT)?;
+        let was_paused = self.inner.threads.is_paused();
+        self.inner.threads.pause(PAUSE_LIMIT)?;
         let verdict = self.verify_paused();
         if !was_paused {
-            self.threads.resume();
+            self.inner.threads.resume();
         }
         Ok(verdict)
     }
 
     /// As [`Vm::verify`], of a VM that is paused.
     pub(crate) fn verify_paused(&self) -> Verdict {
-        let ram = self.machine.ram();
-        let outcome = self.workload.verify::<Infallible>(&mut |page, bytes| {
-            ram.read(page, bytes);
-            Ok(())
-        });
-        match outcome {
-            Ok(verdict) => verdict,
-            Err(never) => match never {},
-        }
+        verify(&*self.inner.machine, &self.workload)
     }
 
-    /// For tests: flips one bit in a page of vCPU 0 that the guest is not writing. The VM must be paused.
-    /// Returns the page.
+    /// For tests: flips one bit in a page of vCPU 0 that the guest is not writing. The VM must be
+    /// paused. Returns the page.
     pub(crate) fn corrupt_a_page(&self) -> RamPage {
         let busy = self.control(0).and_then(|c| c.in_progress);
         let share = self.workload.share(0);
@@ -244,11 +188,20 @@ impl Vm {
             RamPage(middle)
         };
         let mut bytes = [0; PAGE_SIZE as usize];
-        let ram = self.machine.ram();
+        let ram = self.inner.machine.ram();
         ram.read(page, &mut bytes);
         bytes[1000] ^= 0x10;
         ram.write(page, &bytes);
         page
+    }
+}
+
+impl From<BootError> for Failure {
+    fn from(error: BootError) -> Self {
+        match error {
+            BootError::Machine(error) => error.into(),
+            BootError::Outside(_) => Self::new(Exit::Internal, error.to_string()),
+        }
     }
 }
 

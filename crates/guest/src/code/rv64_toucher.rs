@@ -1,9 +1,10 @@
 //! The toucher and the spinner in RV64IM machine code.
 //!
-//! Registers of the toucher: a0 control page, a1 doorbell, s0 first page, s1 pages, s2 order mask, s3
-//! order shift, s4 pass, s5 pages done, s6 visits left in this pass, s7 order generator's state, s8 its
-//! increment, s9 tag, s10 fill multiplier, s11 sum, a3 order multiplier, a4 pass limit, a6 first page
-//! behind the hole, gp golden ratio, tp length of the hole; a2 page index, t0 page address, t1 scratch.
+//! Registers of the toucher: a0 control page, a1 doorbell, s0 first page, s1 pages, s2 order mask,
+//! s3 order shift, s4 pass, s5 pages done, s6 visits left in this pass, s7 order generator's state,
+//! s8 its increment, s9 tag, s10 fill multiplier, s11 sum, a3 order multiplier, a4 pass limit, a6
+//! first page behind the hole, gp golden ratio, tp length of the hole; a2 page index, t0 page
+//! address, t1 scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};

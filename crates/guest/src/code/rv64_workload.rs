@@ -1,11 +1,11 @@
 //! The demo workload in RV64IM machine code.
 //!
-//! Registers that live from visit to visit: a0 control page, a1 doorbell, s0 first page, s1 pages of the
-//! share, s2 order mask, s3 order shift, s4 pass, s5 pages done, s6 visits left in this pass, s7 order
-//! generator's state, s8 its increment, s9 tag, s10 fill multiplier, s11 checksum multiplier, a3 order
-//! multiplier, a4 fill increment, a5 start of the checksum, a6 first page behind the hole, a7 bytes of
-//! payload, gp golden ratio, tp length of the hole. In a visit: a2 page index, t0 page address; t1 to t6
-//! are scratch.
+//! Registers that live from visit to visit: a0 control page, a1 doorbell, s0 first page, s1 pages
+//! of the share, s2 order mask, s3 order shift, s4 pass, s5 pages done, s6 visits left in this
+//! pass, s7 order generator's state, s8 its increment, s9 tag, s10 fill multiplier, s11 checksum
+//! multiplier, a3 order multiplier, a4 fill increment, a5 start of the checksum, a6 first page
+//! behind the hole, a7 bytes of payload, gp golden ratio, tp length of the hole. In a visit: a2
+//! page index, t0 page address; t1 to t6 are scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
@@ -34,7 +34,8 @@ const ROUNDS: u64 = (WORD_CHECKSUM - WORD_PAYLOAD) as u64 / UNROLL as u64;
 pub(crate) const INSTRUCTIONS_PER_PASS: u64 = 14;
 /// Instructions for each step of the order generator, be its value used or skipped.
 pub(crate) const INSTRUCTIONS_PER_STEP: u64 = 6;
-/// Instructions of a visit (from the second pass on, below the hole), without the order generator's.
+/// Instructions of a visit (from the second pass on, below the hole), without the order
+/// generator's.
 pub(crate) const INSTRUCTIONS_PER_VISIT: u64 = 54 + ROUNDS * (UNROLL as u64 * (3 + 5) + 2 * 2);
 
 pub(super) fn assemble() -> Vec<u8> {
@@ -101,7 +102,8 @@ fn start_and_choose(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Compares the page with what the pass before left: header and checksum; or zero in the first pass.
+/// Compares the page with what the pass before left: header and checksum; or zero in the first
+/// pass.
 fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i
@@ -151,7 +153,8 @@ fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Rewrites the page in ascending order, between the two stores that publish it as in progress; counts it.
+/// Rewrites the page in ascending order, between the two stores that publish it as in progress;
+/// counts it.
 fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i

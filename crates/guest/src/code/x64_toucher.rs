@@ -1,8 +1,8 @@
 //! The toucher and the spinner in x86-64 machine code.
 //!
-//! Registers of the toucher: rdi control page, r8 pass, r9 pages done, r10 order generator's state, r11
-//! its increment, r12 tag, r13 first page, r14 pages, r15 visits left in this pass, rbx sum, ecx order
-//! shift, rbp order mask; rdx page index, rsi page address, rax scratch.
+//! Registers of the toucher: rdi control page, r8 pass, r9 pages done, r10 order generator's state,
+//! r11 its increment, r12 tag, r13 first page, r14 pages, r15 visits left in this pass, rbx sum,
+//! ecx order shift, rbp order mask; rdx page index, rsi page address, rax scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};

@@ -1,8 +1,8 @@
 //! The demo workload in x86-64 machine code.
 //!
 //! Registers that live from visit to visit: rdi control page, r8 pass, r9 pages done, r10 order
-//! generator's state, r11 its increment, r12 tag, r13 first page, r15 visits left in this pass, rbp fill
-//! multiplier. In a visit: rdx page index, rsi page address; rax, rbx, rcx, r14 are scratch.
+//! generator's state, r11 its increment, r12 tag, r13 first page, r15 visits left in this pass, rbp
+//! fill multiplier. In a visit: rdx page index, rsi page address; rax, rbx, rcx, r14 are scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
@@ -44,8 +44,8 @@ pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
 
 /// Entry; start of a pass; choice of the next page; the page's address.
 ///
-/// The share's size is built in, so that a control page that has lost its contents does not lead the
-/// program astray.
+/// The share's size is built in, so that a control page that has lost its contents does not lead
+/// the program astray.
 fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
     let pages = i32::try_from(share_pages).expect("a layout has at most 2^30 pages");
     let order = OrderParams::new(share_pages);
@@ -96,7 +96,8 @@ fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
     );
 }
 
-/// Compares the page with what the pass before left: header and checksum; or zero in the first pass.
+/// Compares the page with what the pass before left: header and checksum; or zero in the first
+/// pass.
 fn verify(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
@@ -133,7 +134,8 @@ fn verify(ops: &mut VecAssembler<X64Relocation>) {
     );
 }
 
-/// Rewrites the page in ascending order, between the two stores that publish it as in progress; counts it.
+/// Rewrites the page in ascending order, between the two stores that publish it as in progress;
+/// counts it.
 fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64

@@ -27,7 +27,8 @@ pub struct PageError {
     /// What it is for.
     pub page_use: PageUse,
     /// What is wrong with it. Of a control page, [`ErrorKind::Torn`] also means that its fields
-    /// contradict each other; of other pages that are not data, it means other bytes than expected.
+    /// contradict each other; of other pages that are not data, it means other bytes than
+    /// expected.
     pub kind: ErrorKind,
     /// For a data page, the sequence number it should have; otherwise 0.
     pub expected_sequence: u64,
@@ -38,7 +39,7 @@ pub struct PageError {
 /// The first error a guest reported, and the vCPU that did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestFinding {
-    /// Who found it.
+    /// The side that found it.
     pub vcpu: u32,
     /// What it found.
     pub report: GuestReport,

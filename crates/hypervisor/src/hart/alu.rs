@@ -1,8 +1,8 @@
 //! The arithmetic that Rust's operators do not already do as the ISA says.
 //!
-//! Division never traps (M extension, "Division Operations", table of results): by zero gives a quotient
-//! of all ones and the dividend as remainder; the one overflow, the most negative number by -1, gives
-//! itself and 0.
+//! Division never traps (M extension, "Division Operations", table of results): by zero gives a
+//! quotient of all ones and the dividend as remainder; the one overflow, the most negative number
+//! by -1, gives itself and 0.
 
 /// MULH: the upper half of the signed product.
 #[inline(always)]

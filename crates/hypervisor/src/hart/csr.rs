@@ -1,11 +1,12 @@
 //! The control and status registers of VS-mode, and how traps go in and out.
 //!
-//! Source: The RISC-V Instruction Set Manual, volume II, chapter "Supervisor-Level ISA", version 1.13, of
-//! which this hart implements what a guest sees: translation is Bare only, so `satp` is read-only zero and
-//! `sstatus.SUM` too; there is no F and no V, so `FS`, `VS` and `SD` are zero; `UXL` is always 64 bits.
+//! Source: The RISC-V Instruction Set Manual, volume II, chapter "Supervisor-Level ISA", version
+//! 1.13, of which this hart implements what a guest sees: translation is Bare only, so `satp` is
+//! read-only zero and `sstatus.SUM` too; there is no F and no V, so `FS`, `VS` and `SD` are zero;
+//! `UXL` is always 64 bits.
 
-/// The VM's clock ticks a second, as far as this crate is concerned: the frequency a device tree should
-/// give as `timebase-frequency`.
+/// The VM's clock ticks a second, as far as this crate is concerned: the frequency a device tree
+/// should give as `timebase-frequency`.
 pub const TIMEBASE_HZ: u64 = 10_000_000;
 
 /// Interrupts enabled in S-mode.
@@ -142,7 +143,8 @@ impl Csrs {
             number::SEPC => self.sepc,
             number::SCAUSE => self.scause,
             number::STVAL => self.stval,
-            // FIOM may be read-only zero where satp is, and the extensions of the other bits are absent.
+            // FIOM may be read-only zero where satp is, and the extensions of the other bits are
+            // absent.
             number::SENVCFG | number::SATP => 0,
             number::CYCLE | number::TIME | number::INSTRET => {
                 let enabled = self.scounteren >> (number & 3) & 1 != 0;
@@ -159,7 +161,8 @@ impl Csrs {
         })
     }
 
-    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL). The counters are read-only.
+    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL). The counters
+    /// are read-only.
     pub(super) fn write(&mut self, number: u32, value: u64) -> Result<(), NoCsr> {
         match number {
             number::SSTATUS => self.sstatus = value & SSTATUS_WRITABLE,
@@ -185,14 +188,14 @@ impl Csrs {
         self.stvec & !3
     }
 
-    /// The interrupts that are pending and enabled, whether or not the hart takes interrupts now. What
-    /// wakes WFI.
+    /// The interrupts that are pending and enabled, whether or not the hart takes interrupts now.
+    /// What wakes WFI.
     pub(super) const fn waking(&self) -> bool {
         self.sip & self.sie != 0
     }
 
-    /// Enters the handler of the interrupt the hart has to take before the instruction at `pc`, if there is
-    /// one. Returns where it begins.
+    /// Enters the handler of the interrupt the hart has to take before the instruction at `pc`, if
+    /// there is one. Returns where it begins.
     #[inline]
     pub(super) fn interrupt(&mut self, pc: u64) -> Option<u64> {
         let taken = match self.mode {

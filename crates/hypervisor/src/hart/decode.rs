@@ -1,7 +1,8 @@
 //! From an instruction's 32 bits to an [`Op`].
 //!
 //! Source: The RISC-V Instruction Set Manual, volume I, "RV32/64G Instruction Set Listings", and
-//! volume II for the SYSTEM opcode. What RV64IMA_Zicsr_Zifencei does not define is [`Kind::Illegal`].
+//! volume II for the SYSTEM opcode. What RV64IMA_Zicsr_Zifencei does not define is
+//! [`Kind::Illegal`].
 
 use super::op::{Kind, Op, SINK};
 

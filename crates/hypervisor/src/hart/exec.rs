@@ -1,9 +1,9 @@
 //! The interpreter's loop: everything a guest does often, within one code page.
 //!
-//! The loop keeps an index into the page's decoded instructions. Retired instructions are not counted one
-//! by one: straight-line code moves the index by one an instruction, so a taken jump only corrects the
-//! difference between the two. The budget is a bound of the index for the same reason, which makes it
-//! exact and, because the end of the page is such a bound too, free.
+//! The loop keeps an index into the page's decoded instructions. Retired instructions are not
+//! counted one by one: straight-line code moves the index by one an instruction, so a taken jump
+//! only corrects the difference between the two. The budget is a bound of the index for the same
+//! reason, which makes it exact and, because the end of the page is such a bound too, free.
 
 use super::alu;
 use super::bus::{Bus, BusFault, PAGE_WORDS};
@@ -17,7 +17,8 @@ use pageferry_addr::{PAGE_MASK, PAGE_SIZE};
 
 /// Where and why the loop was left.
 pub(super) struct Left {
-    /// The next instruction to execute: for every reason but [`Leave::Jump`] the one that stopped it.
+    /// The next instruction to execute: for every reason but [`Leave::Jump`] the one that stopped
+    /// it.
     pub(super) pc: u64,
     /// How many instructions were retired.
     pub(super) retired: u64,

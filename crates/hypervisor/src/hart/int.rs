@@ -1,11 +1,12 @@
-//! The integers a guest loads and stores, and the host atomics that guest memory is reached through.
+//! The integers a guest loads and stores, and the host atomics that guest memory is reached
+//! through.
 //!
-//! Guest memory is shared by harts and by the VMM's own threads, so every access to it is a host atomic
-//! of the access's width. They are always the real ones of `core`, never a model checker's: guest memory
-//! is a mapping of bytes, not a set of Rust objects.
+//! Guest memory is shared by harts and by the VMM's own threads, so every access to it is a host
+//! atomic of the access's width. They are always the real ones of `core`, never a model checker's:
+//! guest memory is a mapping of bytes, not a set of Rust objects.
 //!
-//! A guest may access the same bytes with different widths at the same time. The ISA defines that and so
-//! do the hosts' memory models; Rust's leaves it open, and every VMM depends on it.
+//! A guest may access the same bytes with different widths at the same time. The ISA defines that
+//! and so do the hosts' memory models; Rust's leaves it open, and every VMM depends on it.
 
 use super::sync::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use core::fmt::Debug;
@@ -36,11 +37,11 @@ pub trait GuestInt: Copy + Eq + Debug + Send + Sync + private::Sealed + 'static 
 pub trait AmoInt: GuestInt {
     /// A sequentially consistent load, as LR needs it whatever its `aq` and `rl` bits say.
     fn load_ordered(cell: &Self::Atomic) -> Self;
-    /// Does `op` with `operand` in one sequentially consistent step, which is as strong as any `aq` and
-    /// `rl` bits can ask for. Returns the value before.
+    /// Does `op` with `operand` in one sequentially consistent step, which is as strong as any `aq`
+    /// and `rl` bits can ask for. Returns the value before.
     fn amo(cell: &Self::Atomic, op: AmoOp, operand: Self) -> Self;
-    /// Replaces `expected` by `new` in one sequentially consistent step. Returns whether it did; it fails
-    /// only if the value differs.
+    /// Replaces `expected` by `new` in one sequentially consistent step. Returns whether it did; it
+    /// fails only if the value differs.
     fn compare_exchange(cell: &Self::Atomic, expected: Self, new: Self) -> bool;
 }
 

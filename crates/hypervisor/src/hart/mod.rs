@@ -1,20 +1,21 @@
 //! One RV64IMA_Zicsr_Zifencei_Zicntr hart in VS-mode: the vCPU's registers and its interpreter.
 //!
-//! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals say (volume I, RV64I 2.1, M, A,
-//! Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare), counts every retired instruction,
-//! and returns only between instructions. It notices a request within a page of straight-line code, at every taken
-//! jump and at every instruction it does outside its loop.
+//! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals say (volume I,
+//! RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare), counts
+//! every retired instruction, and returns only between instructions. It notices a request within a
+//! page of straight-line code, at every taken jump and at every instruction it does outside its
+//! loop.
 //!
-//! **Mechanism.** Code is decoded once a page into 8-byte operations, and a loop jumps by
-//! their kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of that loop. Rare instructions
-//! leave the loop and are done by plain code.
+//! **Mechanism.** Code is decoded once a page into 8-byte operations, and a loop jumps by their
+//! kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of that loop. Rare
+//! instructions leave the loop and are done by plain code.
 //!
-//! **LR and SC.** The hart remembers the address, width and value of the last LR; an SC elsewhere or of another
-//! width fails, and every SC ends the reservation. Whether the reserved bytes were stored to in between is the
-//! bus's to say: see [`Bus::store_conditional`] and [`Reservations`].
+//! **LR and SC.** The hart remembers the address, width and value of the last LR; an SC elsewhere
+//! or of another width fails, and every SC ends the reservation. Whether the reserved bytes were
+//! stored to in between is the bus's to say: see [`Bus::store_conditional`] and [`Reservations`].
 //!
-//! **Neighbours.** Above: the vCPU, which owns a hart and lends it a TLB. The hart knows no tables, slots or pages'
-//! states: only that an access worked, or why not.
+//! **Neighbours.** Above: the vCPU, which owns a hart and lends it a TLB. The hart knows no tables,
+//! slots or pages' states: only that an access worked, or why not.
 
 mod alu;
 mod bus;
@@ -65,7 +66,8 @@ struct MmioLoad {
 
 /// One hart.
 ///
-/// It starts in VS-mode with all registers 0. About 2 KiB, plus 8 KiB for each of at most 16 code pages.
+/// It starts in VS-mode with all registers 0. About 2 KiB, plus 8 KiB for each of at most 16 code
+/// pages.
 pub struct Hart {
     x: Regs,
     pc: u64,
@@ -99,8 +101,9 @@ impl Hart {
 
     /// Runs guest code until the hart has to leave it; see [`HartExit`].
     ///
-    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]; it is read with relaxed
-    /// order. `budget` bounds the instructions executed, those that raise exceptions included.
+    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]; it is read
+    /// with relaxed order. `budget` bounds the instructions executed, those that raise exceptions
+    /// included.
     pub fn run<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -126,7 +129,8 @@ impl Hart {
                     match left.leave {
                         Leave::Jump => continue,
                         Leave::Slow(op) => self.slow(bus, op),
-                        // The way of a missing page: not through `Step`, whose copies cost more than the look-up.
+                        // The way of a missing page: not through `Step`, whose copies cost more
+                        // than the look-up.
                         Leave::Memory(op, BusFault::Memory(fault)) => {
                             let (access, _) = kind_of_access(op.kind);
                             return HartExit::MemoryFault { fault, access };
@@ -160,7 +164,8 @@ impl Hart {
         }
     }
 
-    /// Counts the instruction at `pc`, goes on at `next`, and takes an interrupt if that instruction enabled one.
+    /// Counts the instruction at `pc`, goes on at `next`, and takes an interrupt if that
+    /// instruction enabled one.
     #[inline]
     fn retire(&mut self, next: u64) {
         self.pc = next;
@@ -191,8 +196,9 @@ impl Hart {
         Ok(())
     }
 
-    /// Gives the load that the last [`HartExit::MmioLoad`] was about its value: its low bytes go to the load's
-    /// register, extended as the load says. Without such an exit since the last entry it does nothing.
+    /// Gives the load that the last [`HartExit::MmioLoad`] was about its value: its low bytes go to
+    /// the load's register, extended as the load says. Without such an exit since the last entry it
+    /// does nothing.
     #[inline]
     pub fn complete_mmio_load(&mut self, value: u64) {
         if let Some(load) = self.mmio_load.take() {
@@ -253,8 +259,8 @@ impl Hart {
         }
     }
 
-    /// Forgets the decoded code of the page that `gpa` lies in. To be called when other memory appears there, or
-    /// when the VMM wrote code there that must run without the guest's FENCE.I.
+    /// Forgets the decoded code of the page that `gpa` lies in. To be called when other memory
+    /// appears there, or when the VMM wrote code there that must run without the guest's FENCE.I.
     pub fn invalidate_code_page(&mut self, gpa: u64) {
         self.code.invalidate(gpa);
     }

@@ -12,8 +12,8 @@ pub(super) struct Op {
     pub(super) rd: u8,
     pub(super) rs1: u8,
     pub(super) rs2: u8,
-    /// The immediate, sign-extended. For branches and JAL the distance in instructions. For kinds that
-    /// say so the instruction itself.
+    /// The immediate, sign-extended. For branches and JAL the distance in instructions. For kinds
+    /// that say so the instruction itself.
     pub(super) imm: i32,
 }
 

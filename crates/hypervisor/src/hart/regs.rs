@@ -5,8 +5,8 @@ use core::ops::{Index, IndexMut};
 
 /// `x0` to `x31`, and a place where writes to `x0` go.
 ///
-/// Indexed by any `u8` without a bounds check, which is why it is larger than it needs to be. The decoder
-/// never yields 0 as a destination, so `x0` is never written.
+/// Indexed by any `u8` without a bounds check, which is why it is larger than it needs to be. The
+/// decoder never yields 0 as a destination, so `x0` is never written.
 #[derive(Clone)]
 pub(super) struct Regs([u64; 256]);
 

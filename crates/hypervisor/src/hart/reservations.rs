@@ -1,31 +1,37 @@
-//! LR/SC between the harts of a VM, exactly: an SC fails if anybody stored to the reserved bytes since its LR, even
-//! if the bytes are again what they were.
+//! LR/SC between the harts of a VM, exactly: an SC fails if anybody stored to the reserved bytes
+//! since its LR, even if the bytes are again what they were.
 //!
-//! **Why a comparison is not enough.** An SC made of a compare-exchange succeeds after another hart's stores B, A
-//! over an A. The manual (volume I, "Load-Reserved/Store-Conditional Instructions") forbids that: an SC may succeed
-//! only if no store from another hart to the reservation set can be observed between the LR and the SC. Code like
-//! the pop of a linked stack rests on it.
+//! **Why a comparison is not enough.** An SC made of a compare-exchange succeeds after another
+//! hart's stores B, A over an A. The manual (volume I, "Load-Reserved/Store-Conditional
+//! Instructions") forbids that: an SC may succeed only if no store from another hart to the
+//! reservation set can be observed between the LR and the SC. Code like the pop of a linked stack
+//! rests on it.
 //!
-//! **Guarantee.** Between [`Reservations::load_reserved`] and a [`Reservations::store_conditional`] that returns true
-//! there was no [`Reservations::write`] to the aligned 8 bytes around, by any hart. All stores and AMOs to a page
-//! with reservations come through `write`, if the users keep the rules below.
+//! **Guarantee.** Between [`Reservations::load_reserved`] and a [`Reservations::store_conditional`]
+//! that returns true there was no [`Reservations::write`] to the aligned 8 bytes around, by any
+//! hart. All stores and AMOs to a page with reservations come through `write`, if the users keep
+//! the rules below.
 //!
-//! **Mechanism.** Ordinary stores must cost nothing. So pages are *watched* from the first LR in them on, and a TLB
-//! never lets a store to a watched page hit: it takes the miss path, which calls `write`. There each aligned 8 bytes
-//! have a word (shared with others by hash) with a lock bit and a count of writes. An LR notes the count, then
-//! loads; an SC takes the lock, and stores if the count is still the same. Sharing a word makes an SC fail without
-//! need, which the manual allows.
+//! **Mechanism.** Ordinary stores must cost nothing. So pages are *watched* from the first LR in
+//! them on, and a TLB never lets a store to a watched page hit: it takes the miss path, which calls
+//! `write`. There each aligned 8 bytes have a word (shared with others by hash) with a lock bit and
+//! a count of writes. An LR notes the count, then loads; an SC takes the lock, and stores if the
+//! count is still the same. Sharing a word makes an SC fail without need, which the manual allows.
 //!
-//! **Rules for the bus.** An address here is the same for all who reach the same memory: the host's.
-//! 1. A TLB entry for writing is filled only if [`Reservations::is_announced`] is false for its page.
+//! **Rules for the bus.** An address here is the same for all who reach the same memory: the
+//! host's.
+//! 1. A TLB entry for writing is filled only if [`Reservations::is_announced`] is false for its
+//!    page.
 //! 2. An access that writes and misses goes through `write`, always.
-//! 3. An LR in a page that is not [`Reservations::is_watched`] leaves the guest ([`super::BusFault::Requested`]).
-//!    Outside, its vCPU calls [`Reservations::announce`], makes every vCPU of the VM drop *all* TLB entries for
-//!    writing, waits until each has, and calls [`Reservations::confirm`]. Then it enters again.
+//! 3. An LR in a page that is not [`Reservations::is_watched`] leaves the guest
+//!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`], makes
+//!    every vCPU of the VM drop *all* TLB entries for writing, waits until each has, and calls
+//!    [`Reservations::confirm`]. Then it enters again.
 //!
-//! Why they suffice: a fill that saw the page not announced was made before its hart took the request to drop
-//! entries, and what that hart stored through it happens before `confirm`; so once an LR sees the page watched,
-//! nobody stores past `write`. Both sets only grow; an alias in them (they are hashed) watches a page too many.
+//! Why they suffice: a fill that saw the page not announced was made before its hart took the
+//! request to drop entries, and what that hart stored through it happens before `confirm`; so once
+//! an LR sees the page watched, nobody stores past `write`. Both sets only grow; an alias in them
+//! (they are hashed) watches a page too many.
 //!
 //! **Not seen** are stores by the VMM's threads, unless they go through `write` as well.
 
@@ -111,7 +117,8 @@ impl Reservations {
         self.watched[index].load(Ordering::Acquire) & bit != 0
     }
 
-    /// From now on no TLB entry for writing is made for the page of `address`. Rule 3 says what has to follow.
+    /// From now on no TLB entry for writing is made for the page of `address`. Rule 3 says what has
+    /// to follow.
     pub fn announce(&self, address: u64) {
         let (index, bit) = page_bit(address);
         self.announced[index].fetch_or(bit, Ordering::AcqRel);
@@ -130,8 +137,8 @@ impl Reservations {
             "an LR at {address:#x} in a page that is not watched"
         );
         let word = &self.words[word_index(address)];
-        // The count before the value: a write in between only makes the SC fail. Acquire, and the load itself is
-        // ordered: it does not move up.
+        // The count before the value: a write in between only makes the SC fail. Acquire, and the
+        // load itself is ordered: it does not move up.
         let mut spins = 0;
         let version = loop {
             let version = word.load(Ordering::Acquire);
@@ -146,7 +153,8 @@ impl Reservations {
         }
     }
 
-    /// SC: stores `value` to `cell`, which is at `address`, unless somebody wrote there since `reserved`.
+    /// SC: stores `value` to `cell`, which is at `address`, unless somebody wrote there since
+    /// `reserved`.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
@@ -172,15 +180,15 @@ impl Reservations {
         unchanged
     }
 
-    /// Calls `write`, which stores to the `size` bytes (1 to 8) at `address`, so that reservations there end. If the
-    /// page is not announced, it only calls it.
+    /// Calls `write`, which stores to the `size` bytes (1 to 8) at `address`, so that reservations
+    /// there end. If the page is not announced, it only calls it.
     pub fn write<R>(&self, address: u64, size: u64, write: impl FnOnce() -> R) -> R {
         let last = address.wrapping_add(size.saturating_sub(1));
         if !self.is_announced(address) && !self.is_announced(last) {
             return write();
         }
-        // A misaligned store may touch two words; in the order of their places, so that two stores cannot each wait
-        // for the other.
+        // A misaligned store may touch two words; in the order of their places, so that two stores
+        // cannot each wait for the other.
         let (a, b) = (word_index(address), word_index(last));
         let (first, second) = (a.min(b), a.max(b));
         let first_word = self.lock(first);
@@ -216,7 +224,8 @@ impl Reservations {
     }
 }
 
-/// Waits a little for a lock that is held for a few instructions, unless its holder's thread is off its processor.
+/// Waits a little for a lock that is held for a few instructions, unless its holder's thread is off
+/// its processor.
 fn pause(spins: &mut u32) {
     if *spins < SPINS {
         *spins += 1;

@@ -65,8 +65,8 @@ impl Hart {
         }
     }
 
-    /// JAL or a branch whose target is not a multiple of 4. The exception is the jump's own, and only if
-    /// the branch is taken; the link register stays as it is.
+    /// JAL or a branch whose target is not a multiple of 4. The exception is the jump's own, and
+    /// only if the branch is taken; the link register stays as it is.
     fn odd_jump(&self, op: Op) -> Step {
         let raw = op.instruction();
         let is_jal = raw & 0x7f == 0x6f;
@@ -256,7 +256,8 @@ fn sign_extend<T: AmoInt>(value: T) -> u64 {
     ((value.to_u64() << shift) as i64 >> shift) as u64
 }
 
-/// A misaligned load, byte by byte: the ISA does not ask for more, and a fault on the way has no effect.
+/// A misaligned load, byte by byte: the ISA does not ask for more, and a fault on the way has no
+/// effect.
 fn load_bytes<B: Bus>(bus: &mut B, gpa: u64, size: u8) -> Result<u64, BusFault> {
     let mut bytes = [0; 8];
     for (i, byte) in bytes.iter_mut().enumerate().take(usize::from(size)) {
@@ -273,8 +274,8 @@ fn illegal(raw: u32) -> Step {
     )
 }
 
-/// What an access comes to that is not to be split or emulated: atomics, misaligned accesses and fetches in
-/// MMIO are access faults.
+/// What an access comes to that is not to be split or emulated: atomics, misaligned accesses and
+/// fetches in MMIO are access faults.
 pub(super) fn refused(fault: BusFault, access: Access) -> Step {
     match fault {
         BusFault::Requested => Step::ExitBefore(HartExit::Requested),
@@ -294,9 +295,9 @@ pub(super) fn refused(fault: BusFault, access: Access) -> Step {
 
 /// FENCE, by a host fence at least as strong.
 ///
-/// The mapping goes by Rust's fences, which here stand between relaxed atomics: an acquire fence orders
-/// earlier loads before everything later, a release fence orders everything earlier before later stores, and
-/// only the sequentially consistent one orders earlier stores before later loads.
+/// The mapping goes by Rust's fences, which here stand between relaxed atomics: an acquire fence
+/// orders earlier loads before everything later, a release fence orders everything earlier before
+/// later stores, and only the sequentially consistent one orders earlier stores before later loads.
 fn guest_fence(raw: u32) {
     let [reads_before, writes_before] = [raw >> 24 & 0b1010, raw >> 24 & 0b0101];
     let [reads_after, writes_after] = [raw >> 20 & 0b1010, raw >> 20 & 0b0101];

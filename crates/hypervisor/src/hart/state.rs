@@ -5,9 +5,9 @@ use thiserror::Error;
 
 /// Everything of a hart that a program can tell, as plain values.
 ///
-/// Not in it: the reservation of an LR, which a move drops (the ISA lets an SC fail for no reason); `cycle`,
-/// which is `instret` (this hart takes one cycle an instruction); `time`, which is the VM's; `satp` and
-/// `senvcfg`, which are always 0.
+/// Not in it: the reservation of an LR, which a move drops (the ISA lets an SC fail for no reason);
+/// `cycle`, which is `instret` (this hart takes one cycle an instruction); `time`, which is the
+/// VM's; `satp` and `senvcfg`, which are always 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HartState {
     /// The integer registers; `x[0]` is 0.

@@ -1,16 +1,19 @@
 //! The KVM engine: the kernel runs the guest.
 //!
-//! **Guarantee.** What [`Machine`](crate::Machine) and [`Vcpu`](crate::Vcpu) promise, on `/dev/kvm` of an
-//! x86-64 host: no kick is lost, no dirty page is lost, a saved vCPU goes on elsewhere as if nothing had
-//! happened, and a vCPU that touches a missing page never sees anything but that page's bytes.
+//! **Guarantee.** It keeps the promises of [`Machine`](crate::Machine) and [`Vcpu`](crate::Vcpu) on
+//! `/dev/kvm` of an x86-64 host. It loses no kick and no dirty page. A saved vCPU goes on elsewhere
+//! as if nothing had happened. A vCPU that touches a missing page sees that page's bytes and
+//! nothing else.
 //!
-//! **Mechanism.** One memory slot a RAM region over the guest's mapping of [`GuestRam`](crate::GuestRam), in a slot table
-//! that the kernel's slots always agree with and that addresses are translated by.
-//! Faults on missing pages come through userfaultfd on that mapping, or as *poison exits*. Each file of
-//! `x86` has one concept: `kick`, `signal`, `dirty`, `exits`, `userfault`, `poison`, `state`, ..
+//! **Mechanism.** Each RAM region has one memory slot over the guest's mapping of
+//! [`GuestRam`](crate::GuestRam). A slot table always agrees with the kernel's slots, and
+//! translates addresses. Faults on missing pages come through userfaultfd on that mapping, or as
+//! *poison exits*. Each file of `x86` has one concept: `kick`, `signal`, `dirty`, `exits`,
+//! `userfault`, `poison`, `state`, ..
 //!
-//! **Neighbours.** Above: [`create`](crate::create) and [`select`](crate::select). Below: `/dev/kvm`,
-//! `pageferry_userfault`. Only x86-64 has an implementation; elsewhere [`probe_vm`] says so.
+//! **Neighbours.** Above: [`create`](crate::create) and [`select`](crate::select). Below:
+//! `/dev/kvm`, `pageferry_userfault`. Only x86-64 has an implementation. Elsewhere [`probe_vm`]
+//! says so.
 
 #[cfg(target_arch = "x86_64")]
 mod x86;

@@ -19,10 +19,11 @@ pub(super) fn alias_mapping(ram: &GuestRam) -> Range<Hva> {
 /// The alias mapping of a VM's RAM; keeps it mapped.
 pub(super) struct RamOwner(pub(super) Arc<GuestRam>);
 
-// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is dropped, and
-// seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The mapping came from `mmap`, and
-// `alias_hva` casts its pointer to an integer, which exposes it. 3. `GuestRam` hands out no references and
-// accesses the mapping by volatile words; its callers use system calls and volatile accesses.
+// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is
+// dropped, and seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The
+// mapping came from `mmap`, and `alias_hva` casts its pointer to an integer, which exposes it. 3.
+// `GuestRam` hands out no references and accesses the mapping by volatile words; its callers use
+// system calls and volatile accesses.
 unsafe impl HostMemory for RamOwner {
     fn hva_range(&self) -> Range<Hva> {
         alias_mapping(&self.0)

@@ -1,13 +1,16 @@
 //! The soft engine: `pageferry-hypervisor` behind the traits of this crate.
 //!
-//! **Guarantee.** A missing page is never read or written by a vCPU: the hypervisor tests the missing bitmap itself
-//! and the vCPU leaves on its own thread ([`Delivery::Exit`]), so no other delivery is needed and
-//! [`Machine::install`] has nothing to do. The clearing of the page's bit is what makes it present.
+//! **Guarantee.** A missing page is never read or written by a vCPU: the hypervisor tests the
+//! missing bitmap itself and the vCPU leaves on its own thread ([`Delivery::Exit`]), so no other
+//! delivery is needed and [`Machine::install`] has nothing to do. The clearing of the page's bit is
+//! what makes it present.
 //!
-//! **Mechanism.** One memory slot for each region of RAM, pointing at the alias mapping: no userfaultfd watches
-//! anything here. All slots share the one missing bitmap, each from the bit of its first page on.
+//! **Mechanism.** One memory slot for each region of RAM, pointing at the alias mapping: no
+//! userfaultfd watches anything here. All slots share the one missing bitmap, each from the bit of
+//! its first page on.
 //!
-//! **Neighbours.** [`pageferry_hypervisor::Vm`] does the work; [`crate::engine`](crate::Machine) has the contract.
+//! **Neighbours.** [`pageferry_hypervisor::Vm`] does the work; [`crate::engine`](crate::Machine)
+//! has the contract.
 
 mod memory;
 mod state;
@@ -31,7 +34,7 @@ struct SoftMachine {
     vm: Vm,
     ram: Arc<GuestRam>,
     owner: Arc<dyn HostMemory>,
-    /// What the slots are set to; whoever changes the slots holds it.
+    /// The present settings of the slots. A thread that changes the slots holds it.
     slots: Mutex<Slots>,
 }
 
@@ -114,7 +117,8 @@ fn slot_id(region: &RamRegion) -> u16 {
     u16::try_from(region.slot).expect("RAM has few regions")
 }
 
-/// Adds to `dirty` the bits of a region's log whose first page is `first`; gives how many were clear.
+/// Adds to `dirty` the bits of a region's log whose first page is `first`; gives how many were
+/// clear.
 fn merge(dirty: &PageBitmap, first: RamPage, log: &[u64]) -> usize {
     let (skip, shift) = ((first.0 / BITS) as usize, first.0 % BITS);
     let mut added = 0;

@@ -9,8 +9,9 @@
 //! | 272 | 8 each | pc, sstatus, sie, sip, stvec, scounteren, sscratch, sepc, scause, stval, instret |
 //! | 360 | 8 | the VM's clock in timebase ticks, when the state was saved |
 //!
-//! 368 bytes in all; shorter, longer or impossible ones are refused. The clock is the VM's, not the hart's,
-//! and travels with each of them: whoever restores moves the new VM's clock forward to the latest.
+//! 368 bytes in all. A state that is shorter, longer or impossible is refused. The clock is the
+//! VM's, not the hart's, and is saved with each hart. Restoring moves the new VM's clock forward to
+//! the latest one.
 
 use crate::{MachineError, VcpuState};
 use pageferry_hypervisor::hart::{HartState, Mode};

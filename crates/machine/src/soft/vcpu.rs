@@ -10,7 +10,8 @@ use pageferry_hypervisor::hart::{self, Hart};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
 use std::sync::Arc;
 
-/// SBI's answer to a call it does not have (RISC-V SBI specification, "Binary Encoding"): `SBI_ERR_NOT_SUPPORTED`.
+/// SBI's answer to a call it does not have (RISC-V SBI specification, "Binary Encoding"):
+/// `SBI_ERR_NOT_SUPPORTED`.
 const SBI_NOT_SUPPORTED: u64 = -2i64 as u64;
 const SP: u8 = 2;
 const A0: u8 = 10;

@@ -1,22 +1,26 @@
 //! Changes, all by the one writer.
 //!
-//! A record that takes the place of another with the same key and end is stored over it in its leaf. A new slot behind all
-//! others of its leaf is put into that leaf, where there is room. For those that go and come again see
-//! [`tombstone`](mod@super::tombstone). Any other change goes down to the leaf of its key and makes
-//! a new leaf. On the way up each inner node either publishes what
-//! came in the cell of its child, which ends it, or, where its own keys must change (a child was split, joined or has
-//! gone) or a bound that reaches into the next child becomes lower, makes a new node of itself and passes that on. So the whole change becomes
-//! visible by the one store that ends it.
+//! A record that takes the place of another with the same key and end is stored over it in its
+//! leaf. A new slot after all others of its leaf goes into that leaf, if there is room. Any other
+//! change goes down to the leaf of its key and makes a new leaf. On the way up each inner node does
+//! one of two things:
 //!
-//! Nodes may hold a quarter of what they could; below that they join a neighbour or share with it ([`super::shape`]). The
-//! last node of a level may hold less: slots that come in ascending order fill all nodes but the last.
+//! - It publishes the new node in the cell of its child, which ends the change.
+//! - It makes a new node of itself and passes that on. It must if its own keys change (a child was
+//!   split, joined or has gone), or if a bound that reaches into the next child becomes lower.
+//!
+//! So the whole change becomes visible by the one store that ends it.
+//!
+//! A node may hold a quarter of what it could. Below that it joins a neighbour or shares with it
+//! ([`super::shape`]). The last node of a level may hold less: slots that come in ascending order
+//! fill all nodes but the last.
 
 use super::draft::Draft;
 use super::kind::{INNER, LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
 use super::node::{Cell, Head, Inner, NEWEST, Node, upper_bound};
-use super::pool::{Out, Pool, Replaced, alloc_head};
-use super::tombstone::{is_slot, tombstone};
+use super::place::Place;
+use super::pool::{NodePool, Replaced};
 use super::{MAX_LEVELS, Tree};
 use crate::Slot;
 use core::ops::Range;
@@ -30,14 +34,15 @@ pub(super) const fn least(full: usize) -> usize {
 /// A change of one tree.
 pub(crate) struct Edit<'e, O: Order, D> {
     pub(crate) tree: &'e Tree<O, D>,
-    /// The version in which the change becomes visible to readers of versions.
+    /// The version in which the change becomes visible.
     pub(crate) version: u64,
-    pub(crate) pool: &'e mut Pool<O, D>,
-    /// Takes what is not in the tree any more.
-    pub(crate) out: &'e mut dyn FnMut(Out<D>),
+    /// Has what the change [needs](super::Need).
+    pub(crate) pool: &'e mut NodePool<O, D>,
+    /// Takes the nodes that were replaced.
+    pub(crate) replaced: &'e mut dyn FnMut(Replaced),
 }
 
-/// What becomes of a node.
+/// What a change makes of a node.
 pub(super) enum Effect {
     /// It stays; the change is published below it.
     Stays,
@@ -50,7 +55,8 @@ pub(super) enum Effect {
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// Stores `slot` over the slot with the same key and end, which it knows as its predecessor. The writer's.
+    /// Stores `slot` over the slot with the same key and end, which is its predecessor. Writer
+    /// only.
     ///
     /// # Safety
     /// `slot` is alive until it is removed or replaced and a grace period has passed.
@@ -59,24 +65,32 @@ impl<O: Order, D> Tree<O, D> {
         let key = O::key(unsafe { &*slot });
         // SAFETY: only the writer frees nodes, and it is here.
         let (leaf, index) = unsafe { self.at(NEWEST) }.find(key).expect("no such slot");
-        debug_assert!(is_slot(leaf.record(index)), "no such slot");
         leaf.patch(index, slot);
     }
 
-    /// Frees all nodes; gives what each place of a leaf holds to `slot` first.
+    /// The room of its leaves.
+    pub(crate) fn room(&self) -> usize {
+        match view::<O, D>(&self.root.newest()) {
+            Node::Leaf(leaf) => leaf.room(),
+            Node::Inner(_) | Node::Empty => O::LEAF,
+        }
+    }
+
+    /// Frees all nodes; passes each slot pointer to `slot` first.
     ///
     /// # Safety
-    /// Nobody uses the tree any more, and it is not used again. All replaced nodes are freed by somebody else.
+    /// Nobody uses the tree any more, and it is not used again. All replaced nodes are freed by
+    /// somebody else.
     pub(crate) unsafe fn free_all(
         &mut self,
-        pool: &mut Pool<O, D>,
+        pool: &mut NodePool<O, D>,
         slot: &mut dyn FnMut(*const Slot<D>),
     ) {
         /// # Safety
         /// As for `free_all`.
         unsafe fn below<O: Order, D>(
             node: *const Head,
-            pool: &mut Pool<O, D>,
+            pool: &mut NodePool<O, D>,
             slot: &mut dyn FnMut(*const Slot<D>),
         ) {
             match view::<O, D>(&node) {
@@ -97,19 +111,36 @@ impl<O: Order, D> Tree<O, D> {
     }
 }
 
-/// The node behind a pointer that the writer got from a cell, or has just made. The borrow of the pointer stands
-/// for that of the node: the writer frees no node while it makes a change.
+/// The node behind a pointer that the writer got from a cell, or has just made. The borrow of the
+/// pointer stands for that of the node: the writer frees no node during a change.
 pub(super) fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
     // SAFETY: nodes in cells, and new ones, are alive, and only the writer frees.
     unsafe { Node::at(*node) }
 }
 
+/// How many slots of a leaf have keys below `key`, which none has.
+#[inline]
+pub(super) fn rank_of_new<O: Order, D>(leaf: Leaf<'_, O, D>, key: u64) -> usize {
+    let at = leaf.rank(key);
+    debug_assert!(at == 0 || leaf.key(at - 1) < key, "a slot with this key");
+    at
+}
+
 /// How many slots or children a node has.
-pub(super) fn slots_of<O: Order, D>(node: *const Head) -> usize {
-    match view::<O, D>(&node) {
-        Node::Empty => 0,
-        Node::Leaf(leaf) => leaf.len() - leaf.tombstones(),
-        Node::Inner(inner) => inner.head.len(),
+pub(super) fn len_of(node: *const Head) -> usize {
+    // SAFETY: as in `view`.
+    unsafe { &*node }.len()
+}
+
+/// Whether one of the slots of the leaf at `place` can go without a change of any other node.
+#[inline]
+pub(super) fn stays_alone<O: Order, D>(place: &Place, leaf: Leaf<'_, O, D>) -> bool {
+    let (left, room) = (leaf.len() - 1, leaf.room());
+    if place.root {
+        left > 0 && (left >= least(room) || room == room_for(left))
+    } else {
+        // Bounds further up may have to be lowered.
+        left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
     }
 }
 
@@ -148,33 +179,21 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: alive, as the caller says.
         let new = unsafe { Entry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
-            Node::Leaf(leaf) => {
-                let at = leaf.rank(new.key);
-                match self.put_in_room(leaf, at, &new) {
-                    Some(effect) => effect,
-                    None if leaf.room() == O::FLAT => {
-                        Effect::One(self.unfolded(leaf, at, &new, old))
-                    }
-                    None => Effect::One(self.grown(leaf, at, &new)),
-                }
+            // Only a leaf that is all of its tree grows. Others are split when they are full.
+            Node::Leaf(leaf) if leaf.len() == leaf.room() => {
+                let at = rank_of_new(leaf, new.key);
+                Effect::One(if leaf.room() == O::FLAT {
+                    self.unfolded(leaf, at, &new, old)
+                } else {
+                    self.grown(leaf, at, &new)
+                })
             }
             _ => self.put_below(old, &new, true),
         };
-        self.settle_root(old, effect);
-    }
-
-    /// Takes the slot with this key out; it must be there.
-    pub(crate) fn remove(&mut self, key: u64) {
-        let old = self.tree.root.newest();
-        let effect = self.remove_below(old, key, true, MOST);
-        self.settle_root(old, effect);
-    }
-
-    fn settle_root(&mut self, old: *const Head, effect: Effect) {
         let root = match effect {
             Effect::Stays => return,
-            Effect::One(node) => self.lowered(old, node),
-            Effect::Gone => alloc_head(Head::empty(self.version, old)),
+            Effect::One(node) => node,
+            Effect::Gone => unreachable!("a tree with one more slot"),
             Effect::Two(first, key, second) => {
                 let mut draft = Draft::new();
                 draft.push(LEAST, first, reach_of::<O, D>(first));
@@ -189,39 +208,22 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.retire_child(old);
     }
 
+    /// Takes the slot with this key out; it must be there.
+    pub(crate) fn remove(&mut self, key: u64) {
+        let old = self.tree.root.newest();
+        let effect = self.remove_below(old, key, true, MOST);
+        let root = match effect {
+            Effect::Stays => return,
+            Effect::One(node) => self.lowered(old, node),
+            Effect::Gone => self.pool.empty(Head::empty(self.version, old)),
+            Effect::Two(..) => unreachable!("a tree with one slot less"),
+        };
+        self.tree.root.publish(root);
+        self.retire_child(old);
+    }
+
     pub(super) fn retire(&mut self, node: *const Head) {
-        (self.out)(Out::Node(Replaced(node)));
-    }
-
-    /// The tombstone, if it is one, that a place held is in this tree no more.
-    pub(super) fn release_held(&mut self, held: *const Slot<D>) {
-        if let Some(tombstone) = tombstone(held)
-            // SAFETY: it was in the tree, and only the writer frees.
-            && unsafe { &*tombstone }.take()
-        {
-            (self.out)(Out::Tombstone(tombstone));
-        }
-    }
-
-    /// The same of all those of a leaf, which is about to go.
-    pub(super) fn release_all(&mut self, leaf: Leaf<'_, O, D>) {
-        for index in 0..leaf.len() {
-            self.release_held(leaf.record(index));
-        }
-    }
-
-    /// A leaf with `room` to take the place of `leaf`, as [`NewLeaf::rebuilt`](super::new_leaf::NewLeaf::rebuilt).
-    pub(super) fn rebuilt(
-        &mut self,
-        leaf: Leaf<'_, O, D>,
-        room: usize,
-        without: Option<usize>,
-        new: Option<&Entry<D>>,
-    ) -> *const Head {
-        self.release_all(leaf);
-        self.pool
-            .leaf(room)
-            .rebuilt(leaf, without, new, self.version)
+        (self.replaced)(Replaced(node));
     }
 
     /// Retires a node that was replaced, if it has not done so itself.
@@ -260,7 +262,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         new.cast()
     }
 
-    /// One or two inner nodes of `draft`, in place of `old`. `append` where the last child is the last of the tree.
+    /// One or two inner nodes of `draft`, in place of `old`. `append` where the last child is the
+    /// last of the tree.
     fn inners(&mut self, draft: &Draft, old: *const Head, append: bool) -> Effect {
         // SAFETY: as in `view`.
         let level = unsafe { &*old }.level();
@@ -275,8 +278,8 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 }
 
-/// Which nodes retire when: a node that gives `One`, `Two` or `Gone` up has *not* retired itself if it is a leaf or the
-/// empty tree, and has if it is an inner node.
+/// A node that passes `One`, `Two` or `Gone` up has retired itself if it is an inner node. A leaf
+/// or the empty tree has not: the caller does.
 impl<O: Order, D> Edit<'_, O, D> {
     /// `last`: there is no node to the right of this one on its level.
     fn put_below(&mut self, node: *const Head, new: &Entry<D>, last: bool) -> Effect {
@@ -290,8 +293,9 @@ impl<O: Order, D> Edit<'_, O, D> {
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, new.key).saturating_sub(1);
                 let last = last && index + 1 == inner.head.len();
-                // Before the slot can be seen by anybody who needs it. Slots mostly come in ascending order, and who looks beyond
-                // the last child belongs there: so once is enough.
+                // Before any reader that needs the bound can see the slot. Slots usually come in
+                // ascending order, and a reader that looks beyond the last child
+                // belongs there. So `MOST` is raised to once.
                 inner.reach.raise(index, if last { MOST } else { new.end });
                 let old = inner.cells[index].newest();
                 match self.put_below(old, new, last) {
@@ -324,14 +328,16 @@ impl<O: Order, D> Edit<'_, O, D> {
         new: &Entry<D>,
         last: bool,
     ) -> Effect {
-        let at = leaf.rank(new.key);
-        if let Some(effect) = self.put_in_room(leaf, at, new) {
-            return effect;
+        let at = rank_of_new(leaf, new.key);
+        if leaf.len() < leaf.room() {
+            let copy = self.put_in_room(leaf, at, new);
+            return copy.map_or(Effect::Stays, Effect::One);
         }
         self.split(node, leaf, at, new, last)
     }
 
-    /// A leaf with more room than `leaf`, which is full and all of its tree (others are split), with `new` at index `at`.
+    /// A leaf with twice the room of `leaf`, which is full and all of its tree, with `new` at index
+    /// `at`.
     fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
         let len = leaf.len();
         let mut copy = self.pool.leaf(room_for(len + 1));
@@ -341,55 +347,20 @@ impl<O: Order, D> Edit<'_, O, D> {
         copy.done(self.version, leaf.node())
     }
 
-    /// Puts `new`, which has index `at`, into `leaf` or into one that is to take its place; nothing where it is
-    /// full of slots.
+    /// Puts `new` at index `at` of `leaf`, which has room for it. Returns the leaf that is to take
+    /// its place, or none if `leaf` has the slot itself now.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
         leaf: Leaf<'_, O, D>,
         at: usize,
         new: &Entry<D>,
-    ) -> Option<Effect> {
-        let len = leaf.len();
-        let comes_last = at == len && len < leaf.room() && leaf.key(at - 1) < new.key;
-        if comes_last && leaf.extend(new) {
-            return Some(Effect::Stays);
+    ) -> Option<*const Head> {
+        if at == leaf.len() && leaf.extend(new) {
+            return None;
         }
-        self.put_among(leaf, at, new)
-    }
-
-    /// The same, where it does not come behind all others for the first time.
-    #[inline(never)]
-    fn put_among(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> Option<Effect> {
-        let (len, room) = (leaf.len(), leaf.room());
-        let same = leaf.index_at(at, new.key);
-        // SAFETY: alive, as it is about to be found.
-        let own_keys = O::own_keys(unsafe { &*new.slot });
-        if at < len && leaf.key(at) < own_keys {
-            // Look-ups of the slot are not to meet tombstones.
-            return Some(Effect::One(self.rebuilt(leaf, room, None, Some(new))));
-        }
-        let copy = if let Some(index) = same {
-            let held = leaf.record(index);
-            let stays = leaf.may_hold(index, new) && knows::<O, D>(new.slot, held);
-            assert!(!is_slot(held), "a slot with this key");
-            self.release_held(held);
-            if stays {
-                leaf.raise(index, new.slot);
-                return Some(Effect::Stays);
-            }
-            let copy = self.pool.leaf(room);
-            copy.with_other(leaf, index, index, new, self.version)
-        } else if len == room {
-            if leaf.tombstones() == 0 {
-                return None;
-            }
-            self.rebuilt(leaf, room, None, Some(new))
-        } else {
-            let copy = self.pool.leaf(room);
-            copy.with(leaf, at, new, self.version)
-        };
-        Some(Effect::One(copy))
+        let copy = self.pool.leaf(leaf.room());
+        Some(copy.with(leaf, at, new, self.version))
     }
 
     /// `root`: the node is the root. No key to the right of it is less than `next`.
@@ -397,17 +368,19 @@ impl<O: Order, D> Edit<'_, O, D> {
         match view::<O, D>(&node) {
             Node::Empty => unreachable!("no such slot"),
             Node::Leaf(leaf) => {
-                let at = leaf.index_of(key);
-                assert!(at.is_some(), "no such slot");
-                let left = slots_of::<O, D>(node) - 1;
-                if left == 0 {
-                    self.release_all(leaf);
+                let at = leaf.index_of(key).expect("no such slot");
+                let (len, room) = (leaf.len(), leaf.room());
+                if len == 1 {
                     return Effect::Gone;
                 }
-                let room = leaf.room();
-                let smaller = root && left < least(room) && room > room_for(left);
-                let room = if smaller { room / 2 } else { room };
-                Effect::One(self.rebuilt(leaf, room, at, None))
+                if root && len - 1 < least(room) && room > room_for(len - 1) {
+                    let mut copy = self.pool.leaf(room / 2);
+                    copy.append(leaf, 0..at);
+                    copy.append(leaf, at + 1..len);
+                    return Effect::One(copy.done(self.version, node));
+                }
+                let copy = self.pool.leaf(room);
+                Effect::One(copy.without(leaf, at, self.version))
             }
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, key).saturating_sub(1);
@@ -428,7 +401,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                     }
                     Effect::One(new) => {
                         self.retire_child(old);
-                        if slots_of::<O, D>(new) < least(full::<O>(new)) && inner.head.len() > 1 {
+                        if len_of(new) < least(full::<O>(new)) && inner.head.len() > 1 {
                             let mut draft = Draft::of(inner);
                             draft.replace(index, new, 0);
                             self.join(&mut draft, index.saturating_sub(1));
@@ -449,22 +422,6 @@ impl<O: Order, D> Edit<'_, O, D> {
                 }
             }
         }
-    }
-}
-
-/// Whether readers of older versions come from `slot` past the tombstone `held`, over which it is about to be stored.
-pub(super) fn knows<O: Order, D>(slot: *const Slot<D>, held: *const Slot<D>) -> bool {
-    // SAFETY: alive, as it is about to be put in.
-    let previous = unsafe { &*slot }.previous.0;
-    let Some(left) = tombstone(previous) else {
-        return false;
-    };
-    // SAFETY: its predecessor is not freed before it is published.
-    let left = unsafe { &*left };
-    if left.moved {
-        O::BY_FRAME && left.before == held
-    } else {
-        previous == held
     }
 }
 
@@ -497,7 +454,8 @@ mod tests {
         (0..inner.head.len()).map(below).sum()
     }
 
-    const SLOTS: u16 = 3000;
+    const SLOTS: u16 = if cfg!(miri) { 90 } else { 3000 };
+    const THIRD: u16 = SLOTS / 3;
     const START: u64 = 1 << 30;
 
     /// Slots of a page each, side by side, put in by `order`; and a look at the bounds.
@@ -523,11 +481,11 @@ mod tests {
             let (mut writer, passing) = side_by_side(order);
             assert_eq!(passing(), 0);
             // The last goes, and others become the last, and go on.
-            for id in (1000..SLOTS).rev() {
+            for id in (THIRD..SLOTS).rev() {
                 writer.set(Request::delete(0, id)).expect("it");
             }
             assert_eq!(passing(), 0);
-            for id in 1000..SLOTS {
+            for id in THIRD..SLOTS {
                 let hva = START + u64::from(id) * PAGE_SIZE;
                 writer.set(request(id, hva, 1)).expect("a free place");
             }
@@ -539,8 +497,11 @@ mod tests {
     fn a_bound_that_passes_the_next_child_is_lowered_with_the_slot_it_was_for() {
         let (mut writer, passing) = side_by_side(|i| i);
         // One that lies over all the others, and ones over some.
-        let over = [(0, u64::from(SLOTS)), (0, 40), (1000, 500), (2990, 20)];
-        for (number, (first, pages)) in (0..).zip(over) {
+        let (all, third) = (u64::from(SLOTS), u64::from(THIRD));
+        let over = [(0, all), (0, 40), (third, third / 2), (all - 10, 20)];
+        // With as few slots as under Miri, the last one passes no other child.
+        let over = &over[..if cfg!(miri) { 3 } else { 4 }];
+        for (number, &(first, pages)) in (0..).zip(over) {
             let hva = START + first * PAGE_SIZE;
             writer
                 .set(request(SLOTS + number, hva, pages))
@@ -551,7 +512,7 @@ mod tests {
         }
         // What is put in and taken out in any order, ends of leaves among it, leaves none either.
         let mut there = alloc::vec![true; usize::from(SLOTS)];
-        for step in 0..20_000_u64 {
+        for step in 0..if cfg!(miri) { 60 } else { 20_000_u64 } {
             let id = (step * step % u64::from(SLOTS)) as u16;
             let there = &mut there[usize::from(id)];
             *there = !*there;

@@ -1,11 +1,11 @@
-//! What a tree is ordered by: the three orders of an address space's slots.
+//! The three orders of an address space's slots: by frame, by id, by host address.
 
 use crate::Slot;
 use crate::rules::{HALF, is_canonical};
 use crate::sync::{AtomicU64, Ordering};
 use pageferry_addr::PAGE_MASK;
 
-/// How many children an inner node has. They are copied seldom, so they may be larger.
+/// How many children an inner node may have. Inner nodes are copied seldom, so they may be large.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
 /// Below or equal to all keys.
@@ -17,26 +17,18 @@ pub(crate) const MOST: u64 = u64::MAX;
 pub(crate) trait Order: Sized + 'static {
     /// How many slots a leaf below an inner node has room for.
     const LEAF: usize;
-    /// How many a leaf may have room for that is all of its tree.
+    /// How many slots a leaf may have room for if it is all of its tree.
     const FLAT: usize;
-    /// A bound of where the slots below each child end, for orders in which slots overlap. Then leaves keep ends too.
+    /// Bounds of where the slots below each child end, for orders in which slots overlap. Their
+    /// leaves keep ends.
     type Reach: Reach;
-    /// Whether a slot's key changes when it moves.
-    const BY_FRAME: bool;
-
     /// Unique among the slots of an address space.
     fn key<D>(slot: &Slot<D>) -> u64;
 
-    /// Where the slot ends; of no use where ends are not kept.
+    /// Where the slot ends; not used if ends are not kept.
     #[inline]
     fn end<D>(_slot: &Slot<D>) -> u64 {
         0
-    }
-
-    /// Above all keys that no other slot has while this one is there.
-    #[inline]
-    fn own_keys<D>(slot: &Slot<D>) -> u64 {
-        Self::key(slot)
     }
 }
 
@@ -47,16 +39,10 @@ impl Order for ByGfn {
     const LEAF: usize = if cfg!(loom) { 4 } else { 32 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 128 };
     type Reach = ();
-    const BY_FRAME: bool = true;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
         slot.range.start().0
-    }
-
-    #[inline]
-    fn own_keys<D>(slot: &Slot<D>) -> u64 {
-        slot.range.end().0
     }
 }
 
@@ -67,7 +53,6 @@ impl Order for ById {
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 8 } else { 64 };
     type Reach = ();
-    const BY_FRAME: bool = false;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
@@ -79,8 +64,9 @@ impl Order for ById {
 pub(crate) struct ByHva;
 
 impl ByHva {
-    /// The key of a slot that begins at `hva`, which is page-aligned and [canonical](crate::rules::is_canonical): its lowest
-    /// 12 bits and its highest 4 tell nothing that the others do not, and the id has room.
+    /// The key of a slot that begins at `hva`, which is page-aligned and
+    /// [canonical](crate::rules::is_canonical). The other bits determine its lowest 12 and its
+    /// highest 4, so the id fits.
     #[inline]
     pub(crate) const fn starting_at(hva: u64, id: u16) -> u64 {
         hva << 4 | id as u64
@@ -89,7 +75,7 @@ impl ByHva {
     /// The greatest key of a slot that begins at or below `hva`, which may be any address.
     #[inline]
     pub(crate) const fn up_to(hva: u64) -> u64 {
-        // Between the two halves, in which slots are: all of the lower.
+        // An address between the two halves: all slots of the lower half are below it.
         let hva = if is_canonical(hva, 0) { hva } else { HALF - 1 };
         // Ids are less than a number of 16 bits.
         Self::starting_at(hva & !PAGE_MASK, u16::MAX - 1)
@@ -100,7 +86,6 @@ impl Order for ByHva {
     const LEAF: usize = if cfg!(loom) { 4 } else { 16 };
     const FLAT: usize = if cfg!(loom) { 4 } else { 64 };
     type Reach = Bounds;
-    const BY_FRAME: bool = false;
 
     #[inline]
     fn key<D>(slot: &Slot<D>) -> u64 {
@@ -113,24 +98,25 @@ impl Order for ByHva {
     }
 }
 
-/// For each child of an inner node a bound of the ends below it, or nothing.
+/// For each child of an inner node an upper bound of the ends below it, or nothing.
 ///
-/// The bound may be too high, which costs a look in vain. It is never too low for whoever reads it: it is raised
-/// before a slot that needs it can be seen, and lowered only in a new node. That is worth a node where the bound
-/// [passes](Self::passes) the keys of the next child; else who looks there belongs there. The last child of the tree
-/// has none next to it, and mostly `MOST` for a bound.
+/// The bound may be too high, which costs a wasted look. It is never too low for a reader: it is
+/// raised before a slot that needs it can be seen, and lowered only in a new node. A lower bound is
+/// worth a new node if the old one [passes](Self::passes) the keys of the next child; otherwise
+/// readers that look there belong there. The last child of the tree has no next child, and usually
+/// `MOST` as its bound.
 pub(crate) trait Reach {
     /// Whether there are bounds.
     const KEPT: bool;
-    /// Of children with these bounds.
+    /// For children with these bounds.
     fn new(bounds: &[u64]) -> Self;
-    /// Whether a slot that ends at `bound` overlaps what is at `key`.
+    /// Whether a slot that ends at `bound` overlaps one with `key`.
     fn passes(bound: u64, key: u64) -> bool;
-    /// Of one child.
+    /// The bound of one child.
     fn get(&self, child: usize) -> u64;
-    /// Of all children up to and with this one.
+    /// The greatest bound of all children up to and including this one.
     fn up_to(&self, child: usize) -> u64;
-    /// Raises a child's bound to `end`, where it is lower.
+    /// Raises a child's bound to `end` if it is lower.
     fn raise(&self, child: usize, end: u64);
 }
 
@@ -156,11 +142,12 @@ impl Reach for () {
 /// [`Reach`] that is kept.
 pub(crate) struct Bounds {
     each: [AtomicU64; INNER],
-    /// The highest so far: mostly a look at one tells that all children further left are out of reach.
+    /// The highest so far. Usually one look tells that no child further left needs a visit.
     up_to: [AtomicU64; INNER],
 }
 
-// All accesses are relaxed: see `Reach`; what makes a slot visible is the pointer to its leaf or its cell, and the version.
+// All accesses are relaxed: see `Reach`. The pointer to its leaf or its cell, and the version, make
+// a slot visible.
 impl Reach for Bounds {
     const KEPT: bool = true;
 

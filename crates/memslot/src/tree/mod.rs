@@ -2,55 +2,60 @@
     unsafe_code,
     reason = "readers follow pointers into nodes and slots that the writer replaces; see `Tree`"
 )]
-//! A B+ tree that one writer changes under readers who never wait, and who see it at one version.
+//! A B+ tree that one writer changes under readers that never wait and see it at one version.
 //!
-//! **Guarantee.** A look-up at a version gives what the tree held at that version, however many changes came since; a
-//! look-up of the newest state gives what the tree held at some moment during the look-up. Both take O(log n) steps
-//! and, at an older version, one or two for each change since of the places that are looked at: of one, or, where a slot at or
-//! below a key is asked for, of those to the left of it in one leaf that hold none at that version. A change takes O(log n) and
-//! copies a leaf of at most 128 slot pointers (32 where there is more than one leaf) and, where a node is split, joined or
-//! does not reach into the next any more, inner nodes above it; never a slot. One that puts a record in the place of another copies nothing, and mostly
-//! none does that puts a new slot behind all others, takes a slot out, or puts one where it was before.
+//! **Guarantee.** A look-up at a version returns what the tree held at that version, however many
+//! changes came since. A look-up of the newest state returns what the tree held at some moment
+//! during the look-up. Both take O(log n) steps; at an older version, also one step for each later
+//! change of the places they look at. A change takes O(log n) steps and copies little:
 //!
-//! **Mechanism.** Nodes are immutable but for their cells and the unused places of leaves ([`node`], [`leaf`]). A change makes a
-//! new leaf and publishes it by one store, in the cell of the lowest node above whose keys and bounds stay good ([`edit`]);
-//! a record with the key of another is stored over it, a new slot behind all others of its leaf goes into an unused place, and what
-//! goes leaves a tombstone ([`tombstone`](mod@tombstone)). So readers elsewhere in
-//! the tree meet no cache line that has changed, other than in path copying, where all meet a new root. Few slots are in one
-//! leaf, which has room for more than leaves below others have ([`shape`]). Where a change is of one leaf and nothing else, it is made
-//! where the checks before it have found that leaf ([`place`]).
+//! | change | copies |
+//! |---|---|
+//! | a record takes the place of another with the same key | nothing |
+//! | a new slot after all others of its leaf | nothing, if the leaf has room |
+//! | any other | a leaf: at most 32 slot pointers, or 128 if it is all of its tree |
+//! | one after which a node is split, joined, or has a lower bound | inner nodes above the leaf as well |
 //!
-//! **Neighbours.** [`crate::table`] keeps three trees an address space and says which versions readers may use;
-//! freeing is its business too. The tree reports each node and slot that it has replaced ([`Replaced`]).
+//! **Mechanism.** A published node never changes, other than its cells and the unused places of a
+//! leaf ([`node`], [`leaf`]). A change makes a new leaf. One store publishes it, in the cell of the
+//! lowest node above whose keys and bounds stay valid ([`edit`]). So readers elsewhere in the tree
+//! meet no changed cache line. Plain path copying would give all of them a new root. Few slots are
+//! one leaf, which may hold more than a leaf below others ([`shape`]). If only one leaf changes,
+//! the change uses the place that the checks of the request have found ([`place`]). All memory that
+//! a change needs is reserved before it begins ([`pool`], [`need`]), so a change cannot fail half
+//! way.
+//!
+//! **Neighbours.** [`crate::table`] keeps three trees an address space, says which versions readers
+//! may use, and frees. The tree reports each node that it has replaced ([`Replaced`]).
 
 mod draft;
 mod edit;
 mod kind;
 mod leaf;
+mod need;
 mod new_leaf;
 mod node;
 mod place;
 mod pool;
 mod shape;
-mod tombstone;
 mod walk;
 
 pub(crate) use edit::Edit;
 pub(crate) use kind::{ByGfn, ByHva, ById, MOST, Order};
+pub(crate) use need::{Incoming, Need};
 pub(crate) use node::NEWEST;
 pub(crate) use place::Place;
-pub(crate) use pool::{Out, Pool, Replaced};
-pub(crate) use tombstone::{Tombstone, Tombstones, held, is_slot, tombstone};
+pub(crate) use pool::{NodePool, Replaced};
 pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
+use alloc::boxed::Box;
 use core::marker::PhantomData;
 use leaf::Leaf;
 use node::{Cell, Head, Inner, Node, upper_bound};
-use tombstone::Held;
 
-/// More levels than a tree of 2^16 slots can have: nodes other than the root and the last of each level are at least
-/// a quarter full.
+/// More levels than a tree of 2^16 slots can have: all nodes other than the root and the last of
+/// each level are at least a quarter full.
 const MAX_LEVELS: usize = 8;
 
 pub(crate) struct Tree<O: Order, D> {
@@ -59,7 +64,7 @@ pub(crate) struct Tree<O: Order, D> {
     slots: PhantomData<fn() -> Slot<D>>,
 }
 
-/// The tree at a version; [`NEWEST`] for whatever is newest.
+/// The tree at a version, or at [`NEWEST`].
 pub(crate) struct At<'g, O: Order, D> {
     root: &'g Cell,
     version: u64,
@@ -74,11 +79,11 @@ impl<O: Order, D> Clone for At<'_, O, D> {
 }
 impl<O: Order, D> Copy for At<'_, O, D> {}
 
-/// What a look-up for "at or below" met in the one leaf that may hold the key.
+/// What a look-up of the slot at or below a key met in the one leaf that may hold that key.
 enum Floor<'g, O: Order, D> {
     Found(&'g Slot<D>),
     Nothing,
-    /// Nothing in this leaf; if there is one, it is the last below this child.
+    /// Nothing in this leaf. If there is such a slot, it is the last one below this child.
     Left(&'g Inner<O>, usize),
 }
 
@@ -86,15 +91,16 @@ impl<O: Order, D> Tree<O, D> {
     /// An empty tree, empty in all versions.
     pub(crate) fn new() -> Self {
         Self {
-            root: Cell::new(pool::alloc_head(Head::empty(0, core::ptr::null()))),
+            root: Cell::new(Box::into_raw(Box::new(Head::empty(0, core::ptr::null())))),
             order: PhantomData,
             slots: PhantomData,
         }
     }
 
     /// # Safety
-    /// As long as `'g` lasts, no node and no slot is freed that the tree's cells held at version `version` or at any
-    /// moment since `'g` began; and `version` is [`NEWEST`], or at a moment in `'g` was current or in the making.
+    /// As long as `'g` lasts, no node and no slot is freed that the tree's cells held at version
+    /// `version` or at any moment since `'g` began; and `version` is [`NEWEST`], or at a moment
+    /// in `'g` was current or in the making.
     #[inline]
     pub(crate) unsafe fn at<'g>(&'g self, version: u64) -> At<'g, O, D> {
         At {
@@ -110,16 +116,16 @@ impl<'g, O: Order, D> At<'g, O, D> {
     #[inline]
     fn enter(self, cell: &'g Cell) -> Node<'g, O, D> {
         let mut node = cell.newest();
-        // SAFETY: cells are never null. A node in a cell, and by the contract of `Tree::at` its predecessors down to
-        // the first that was born at or before `version`, are not freed during `'g`; `Acquire` in `newest`
-        // makes what they are visible.
+        // SAFETY: cells are never null. By the contract of `Tree::at`, a node in a cell is not
+        // freed during `'g`, nor are its predecessors down to the first that was born at or
+        // before `version`. `Acquire` in `newest` makes their contents visible.
         let mut head: &'g Head = unsafe { &*node };
         head.alive.used();
         while head.born > self.version {
             node = head.previous;
             debug_assert!(!node.is_null(), "a place is younger than its node");
-            // SAFETY: as above. The first node of a place was born with the node that has the place, or with the tree,
-            // so nobody goes back beyond it.
+            // SAFETY: as above. The first node of a place was born with the node that has the
+            // place, or with the tree, so no reader goes back beyond it.
             head = unsafe { &*node };
             head.alive.used();
         }
@@ -127,63 +133,26 @@ impl<'g, O: Order, D> At<'g, O, D> {
         unsafe { Node::at(node) }
     }
 
-    /// The slot of this version in the place that holds `newest`; none where it has come later, is coming, or has gone.
+    /// The slot of this version in the place whose newest record is `record`; none if it came
+    /// later, or is about to come (null).
     #[inline]
-    fn slot(self, newest: *const Slot<D>) -> Option<&'g Slot<D>> {
-        if !is_slot(newest) {
-            return self.before(newest);
-        }
-        // SAFETY: it lives as long as a leaf that was reached holds it: it is retired together with, or after, what takes it out or
-        // its place.
-        let slot = unsafe { &*newest };
+    fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
+        // SAFETY: null, or a slot. It lives as long as a leaf that was reached holds it: it is
+        // retired together with, or after, the node that takes it out. The same holds, by
+        // the contract of `Tree::at`, for its predecessors down to the first that was born
+        // at or before `version`.
+        let mut slot = unsafe { record.as_ref() }?;
         slot.alive.used();
-        if slot.born > self.version {
-            return self.before(newest);
+        while slot.born > self.version {
+            // SAFETY: as above.
+            slot = unsafe { slot.previous.0.as_ref() }?;
+            slot.alive.used();
         }
         Some(slot)
     }
 
-    /// The same, where `held` is no slot or too new.
-    #[cold]
-    #[inline(never)]
-    fn before(self, mut held: *const Slot<D>) -> Option<&'g Slot<D>> {
-        // The slot that `held` is the predecessor of, if that is how we came to it.
-        let mut by_slot = false;
-        loop {
-            match Held::of(held) {
-                Held::Nothing => return None,
-                Held::Slot(slot) => {
-                    // SAFETY: as in `slot`. As with nodes, by the contract of `Tree::at` that holds for its predecessors
-                    // down to the first that was born at or before `version`.
-                    let slot = unsafe { &*slot };
-                    slot.alive.used();
-                    if slot.born <= self.version {
-                        return Some(slot);
-                    }
-                    held = slot.previous.0;
-                    by_slot = true;
-                }
-                Held::Tombstone(tombstone) => {
-                    // SAFETY: likewise.
-                    let tombstone = unsafe { &*tombstone };
-                    tombstone.alive.used();
-                    // A slot that moved knows the one that it left elsewhere, in the tree by frame, in its own version.
-                    let elsewhere = by_slot && tombstone.moved;
-                    if !elsewhere && tombstone.born <= self.version {
-                        return None;
-                    }
-                    held = if elsewhere && O::BY_FRAME {
-                        tombstone.before
-                    } else {
-                        tombstone.was
-                    };
-                    by_slot = false;
-                }
-            }
-        }
-    }
-
-    /// The last slot of this version among the first `count` of a leaf. There is one where `count` is all of it.
+    /// The last slot of this version among the first `count` of a leaf; there is one unless `count`
+    /// is 0.
     #[inline]
     fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
         let last = count.checked_sub(1)?;
@@ -191,7 +160,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
             .or_else(|| self.earlier(leaf, last))
     }
 
-    /// The same, for where some have come later or gone.
+    /// The same, if some came after this version.
     #[cold]
     #[inline(never)]
     fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
@@ -233,9 +202,11 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
-    /// The same in the newest state, for who asks whether the slot holds `key`: where it does not, it may have been the last some
-    /// moments ago (see `leaf.rs`). An error where one leaf alone cannot tell: two leaves read one after the other may
-    /// be of different versions. Look at a version then. For [`NEWEST`] only.
+    /// The same in the newest state, for callers that ask whether the slot holds `key`. If it does
+    /// not, it may no longer be the last one (see `leaf.rs`). For [`NEWEST`] only.
+    ///
+    /// An error if one leaf alone cannot tell: two leaves read one after the other may be of
+    /// different versions. The caller then looks at a version.
     #[inline]
     pub(crate) fn newest_floor(self, key: u64) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
         debug_assert_eq!(self.version, NEWEST);
@@ -246,12 +217,13 @@ impl<'g, O: Order, D> At<'g, O, D> {
             }
             Node::Empty => return Ok(None),
         };
-        // Below, nodes need not tell what they are, and whoever wants the newest does not ask since when they are there.
+        // Levels tell what the nodes below are, and a look-up of the newest state needs no
+        // versions.
         let mut leftmost = true;
         for _ in 1..inner.head.level() {
             let index = upper_bound(&inner.keys, key).saturating_sub(1);
             leftmost &= index == 0;
-            // SAFETY: as in `enter`. The children of an inner node are a level lower, and at level 1 and above inner nodes.
+            // SAFETY: as in `enter`. The children are one level lower: here, inner nodes.
             inner = unsafe { &*inner.cells[index].newest().cast::<Inner<O>>() };
             inner.head.alive.used();
         }
@@ -259,8 +231,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
         // SAFETY: as above; the children at level 0 are leaves.
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
-        let found = leaf.usual_floor(key).and_then(|newest| {
-            self.slot(newest)
+        let found = leaf.usual_floor(key).and_then(|record| {
+            self.slot(record)
                 .or_else(|| self.earlier(leaf, leaf.rank(key)))
         });
         if found.is_none() && !(leftmost && index == 0) {

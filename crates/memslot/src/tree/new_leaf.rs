@@ -2,24 +2,22 @@
     unsafe_code,
     reason = "writes the arrays of a leaf, which are as long as its room"
 )]
-//! Leaves in the making: by slots one after the other, or as a copy of a leaf with one slot more, less, or another.
+//! New leaves: built slot by slot, or as a copy of a leaf with one slot more, less, or replaced.
 
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, LEAST_ROOM, Leaf, Parts};
 use super::node::{Head, Key};
-use super::tombstone::{is_slot, nothing};
 use crate::Slot;
 use crate::sync::{AtomicPtr, AtomicU64, copy_own};
 use core::marker::PhantomData;
 use core::ops::Range;
 use core::ptr;
 
-/// A leaf in the making, which nobody else sees.
+/// A new leaf, which no reader sees yet.
 pub(crate) struct NewLeaf<O: Order, D> {
     node: *mut Head,
     room: usize,
     len: usize,
-    tombstones: usize,
     order: PhantomData<(O, *const Slot<D>)>,
 }
 
@@ -34,7 +32,6 @@ impl<O: Order, D> NewLeaf<O, D> {
             node,
             room,
             len: 0,
-            tombstones: 0,
             order: PhantomData,
         }
     }
@@ -82,7 +79,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         }
     }
 
-    /// Adds a slot behind those there are.
+    /// Adds a slot after those there are.
     #[inline]
     pub(crate) fn push(&mut self, entry: &Entry<D>) {
         assert!(self.len < self.room, "a leaf is full");
@@ -91,12 +88,12 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.len += 1;
     }
 
-    /// Adds the slots `range` of `from`, which has no tombstones, behind those there are.
+    /// Adds the slots `range` of `from` after those there are.
     pub(crate) fn append(&mut self, from: Leaf<'_, O, D>, range: Range<usize>) {
-        debug_assert_eq!(from.tombstones(), 0);
         let (at, count) = (self.len, range.len());
         assert!(count <= self.room - at && range.end <= from.len());
-        // SAFETY: each part has `room` places, of which those up to `at + count` are used now; `from` is another leaf.
+        // SAFETY: each part has `room` places, of which those up to `at + count` are used now;
+        // `from` is another leaf.
         unsafe {
             let keys = from.keys().as_ptr().add(range.start);
             copy_own(keys, self.keys().add(at), count);
@@ -128,7 +125,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         let unused = Entry {
             key: MOST,
             end: 0,
-            slot: nothing(),
+            slot: ptr::null(),
         };
         // SAFETY: as the caller says, and each part has `room` places.
         unsafe {
@@ -157,11 +154,26 @@ impl<O: Order, D> NewLeaf<O, D> {
             self.write(at, entry);
         }
         self.len = len + 1;
-        self.tombstones = from.tombstones();
         self.finish(at, version, from.node())
     }
 
-    /// `from` with `entry` instead of the slot or tombstone at index `at`; `rank` slots of `from` have keys below its key.
+    /// `from` without the slot at index `at`.
+    #[inline]
+    pub(crate) fn without(mut self, from: Leaf<'_, O, D>, at: usize, version: u64) -> *const Head {
+        let len = from.len();
+        assert!(at < len, "no such slot");
+        self.copy(from);
+        // SAFETY: below `len` all is written.
+        unsafe {
+            self.shift(at + 1..len, at);
+            self.clear(len - 1);
+        }
+        self.len = len - 1;
+        self.finish(at, version, from.node())
+    }
+
+    /// `from` with `entry` instead of the slot at index `at`; `rank` slots of `from` have keys
+    /// below its key.
     #[inline]
     pub(crate) fn with_other(
         mut self,
@@ -185,29 +197,15 @@ impl<O: Order, D> NewLeaf<O, D> {
             self.write(to, entry);
         }
         self.len = len;
-        let gone = usize::from(!is_slot(from.record(at)));
-        self.tombstones = from.tombstones() - gone;
         self.finish(at.min(to), version, from.node())
     }
 
-    /// The slots of `from`, but for that at index `without`, and with `new`; of tombstones none.
-    pub(crate) fn rebuilt(
-        mut self,
-        from: Leaf<'_, O, D>,
-        without: Option<usize>,
-        new: Option<&Entry<D>>,
-        version: u64,
-    ) -> *const Head {
-        from.each_slot(without, new, |entry| self.push(entry));
-        self.done(version, from.node())
-    }
-
-    /// Makes all but the head as in `from`, which has the same room.
+    /// Copies all but the head of `from`, which has the same room.
     #[inline]
     fn copy(&mut self, from: Leaf<'_, O, D>) {
         let room = self.room;
         assert_eq!(room, from.room(), "room for a copy");
-        // Copies of a size that the compiler knows are faster.
+        // Copies whose size the compiler knows are faster.
         // SAFETY: two leaves of this room.
         unsafe {
             match room {
@@ -223,17 +221,18 @@ impl<O: Order, D> NewLeaf<O, D> {
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
         let start = Parts::<O, D>::KEYS;
-        // SAFETY: all parts follow the keys, the cells last. Nobody stores to them meanwhile: that is the writer's.
+        // SAFETY: all parts follow the keys, the cells last. Only the writer stores to them, and it
+        // is here.
         unsafe {
             if cfg!(loom) {
-                // In a model they are objects.
+                // Under loom each word is an object.
                 let words: *const AtomicU64 = from.node().byte_add(start).cast();
                 copy_own(words, self.keys(), Parts::<O, D>::words(room));
                 copy_own(from.cells(room), self.cells(), room);
                 return;
             }
             let source = from.node().byte_add(start).cast::<u8>();
-            let size = Parts::<O, D>::count(room) - start;
+            let size = Parts::<O, D>::layout(room).size() - start;
             ptr::copy_nonoverlapping(source, self.part::<u8>(start), size);
         }
     }
@@ -262,12 +261,11 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// Writes the head, and the greatest ends from index `changed` on.
     #[inline]
     fn finish(self, changed: usize, version: u64, previous: *const Head) -> *const Head {
-        // SAFETY: each part has `room` places; those below `len` are written, and the greatest ends below `changed`.
+        // SAFETY: each part has `room` places; those below `len` are written, and the greatest ends
+        // below `changed`.
         unsafe {
             let head = Head::leaf(version, previous, self.len, self.room);
             self.node.write(head);
-            let count: *mut AtomicU64 = self.part(Parts::<O, D>::count(self.room));
-            count.write(AtomicU64::new(self.tombstones as u64));
             if O::Reach::KEPT {
                 let (ends, up_to) = (self.ends(), self.up_to());
                 let before = changed.checked_sub(1);

@@ -1,14 +1,14 @@
 #![expect(unsafe_code, reason = "tells by its head what a node is")]
-//! Nodes, how they are told apart, and the cells that point at them.
+//! Nodes, how to tell them apart, and the cells that point at them.
 //!
-//! A node begins with a [`Head`]; its `level` says what follows: nothing (an empty tree), a [`Leaf`] or an
-//! [`Inner`]. After a node was published only cells change: one in each place of an inner node, and the root. (What changes of
-//! leaves, they say themselves.)
+//! A node begins with a [`Head`]. Its `level` says what follows: nothing (an empty tree), a
+//! [`Leaf`] or an [`Inner`]. After a node was published only cells change: one for each child of an
+//! inner node, and the root. (`leaf.rs` says what changes in leaves.)
 //!
-//! A cell holds the newest node of its place. Each node tells the version in which it came into its place,
-//! `born`, and the node that was there before, `previous`. So a reader of an older version goes back until it finds
-//! the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert, Sun: *Constant-time snapshots with
-//! applications to concurrent data structures*, 2021).
+//! A cell holds the newest node of its place. Each node knows the version in which it came into its
+//! place, `born`, and the node that was there before, `previous`. So a reader of an older version
+//! goes back until it finds the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert,
+//! Sun: *Constant-time snapshots with applications to concurrent data structures*, 2021).
 
 use super::kind::{INNER, Order};
 use super::leaf::Leaf;
@@ -22,13 +22,14 @@ const EMPTY: u8 = u8::MAX;
 pub(crate) struct Head {
     /// The version in which this node came into its place.
     pub(crate) born: u64,
-    /// What was in its place before; used by readers of versions below `born` only, for whom it is not freed.
+    /// The node that was in its place before. Only readers of versions below `born` use it, and
+    /// for them it is kept.
     pub(crate) previous: *const Head,
-    /// How many children there are, or slots and tombstones; of a leaf in the tree it may grow.
+    /// How many children or slots there are; it may grow in a leaf that is in the tree.
     len: AtomicU8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
-    /// How many of them a leaf has room for.
+    /// How many slots a leaf has room for.
     room: u8,
     pub(crate) alive: Alive,
 }
@@ -67,13 +68,13 @@ impl Head {
         Self::new(born, previous, EMPTY, 0)
     }
 
-    /// `Acquire`: what is said of them was written before.
+    /// `Acquire`: their keys were written before.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len.load(Ordering::Acquire).into()
     }
 
-    /// The writer's: there are `len` slots now.
+    /// There are `len` slots now. Writer only.
     #[inline]
     pub(crate) fn grow(&self, len: usize) {
         self.len.store(len as u8, Ordering::Release);
@@ -93,17 +94,18 @@ impl Head {
 #[repr(C)]
 pub(crate) struct Inner<O: Order> {
     pub(crate) head: Head,
-    /// No key below child `i` is less than `keys[i]`, other than for child 0. Unused ones are `MOST`.
+    /// No key below child `i` is less than `keys[i]`, unless `i` is 0. Unused keys are `MOST`.
     pub(crate) keys: [u64; INNER],
     pub(crate) cells: [Cell; INNER],
     pub(crate) reach: O::Reach,
 }
 
 impl<O: Order> Inner<O> {
-    /// A bound below which no key to the right of a child is, where none to the right of this node is below `next`.
+    /// A lower bound of the keys to the right of a child; `next` is one for the keys to the right
+    /// of this node.
     #[inline]
     pub(crate) fn next_key(&self, child: usize, next: u64) -> u64 {
-        // Unused keys are `MOST`: then what was found further up is as good.
+        // Unused keys are `MOST`, so then the bound from further up is the better one.
         self.keys.get(child + 1).map_or(next, |&key| next.min(key))
     }
 }
@@ -117,8 +119,9 @@ pub(crate) enum Node<'g, O: Order, D> {
 
 impl<'g, O: Order, D> Node<'g, O, D> {
     /// # Safety
-    /// `node` is a node of this order and data, by the pointer it was allocated with; during `'g` it is not freed, and nothing
-    /// of it changes but its cells and reach, or what [`Leaf::extend`] changes.
+    /// `node` is a node of this order and data, by the pointer it was allocated with. During `'g`
+    /// it is not freed, and nothing of it changes but its cells and reach, or what
+    /// [`Leaf::extend`] changes.
     #[inline(always)]
     pub(crate) unsafe fn at(node: *const Head) -> Self {
         // SAFETY: alive, as the caller says; all nodes begin with their head (`repr(C)`).
@@ -143,20 +146,20 @@ impl Cell {
         Self(AtomicPtr::new(node.cast_mut()))
     }
 
-    /// For readers: what is reached through it was written before.
+    /// The newest node. `Acquire`: its contents were written before.
     #[inline]
     pub(crate) fn newest(&self) -> *const Head {
         self.0.load(Ordering::Acquire)
     }
 
-    /// The writer's: publishes the node and all that was written before.
+    /// Publishes the node and all that was written before. Writer only.
     #[inline]
     pub(crate) fn publish(&self, node: *const Head) {
         self.0.store(node.cast_mut(), Ordering::Release);
     }
 }
 
-/// A key that is searched for others.
+/// A key in an array that is searched.
 pub(crate) trait Key {
     fn value(&self) -> u64;
 }
@@ -175,21 +178,23 @@ impl Key for AtomicU64 {
     }
 }
 
-/// How many of `keys` are at most `key`. Unused keys are `MOST`, which no argument is. Their number is a power of two, 4 or
-/// more.
+/// How many of `keys` are at most `key`. Unused keys are `MOST`, and `key` is less than that. The
+/// number of keys is a power of two, 4 or more.
 ///
-/// Where keys come in behind the others meanwhile ([`Leaf::extend`]), of which some are seen and some not, it counts no more
-/// than are there in the end, and no less than are seen whenever they are looked at. (Each step counts keys of ascending places: not to
-/// see one of them counts less, but never less than there were.)
+/// Keys may be added after the others meanwhile ([`Leaf::extend`]), some of which this sees and
+/// some not. Then the count is at most the final one, and at least that of the keys which are seen
+/// at every look. Each step counts keys of ascending places: missing one of them counts less, but
+/// never less than there were before.
 #[inline(always)]
 pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
-    // Counts without branches: which 16, which 4 of them, which of these. Fewer comparisons than one count of all, and fewer
-    // that wait for each other than a binary search has. Up to 32 keys have no first step, so that
-    // their cache lines are not waited for one after the other.
+    // Counts without branches: which 16, which 4 of them, which of these. That takes fewer
+    // comparisons than counting all, and fewer that depend on each other than a binary search.
+    // Up to 32 keys need no first step, so that their cache lines are loaded at the same time.
     let room = keys.len();
     debug_assert!(room.is_power_of_two() && room >= 4);
-    // SAFETY: whatever the keys, `sixteens` is less than the number of sixteens, `fours` less than that of fours in what is
-    // left, and the last index at most 3 above: less than `room`.
+    // SAFETY: whatever the keys are, `sixteens` is less than the number of sixteens, `fours` less
+    // than that of the fours left, and the last index is at most 3 above. So all indices are
+    // less than `room`.
     let at_most = |index: usize| usize::from(unsafe { keys.get_unchecked(index) }.value() <= key);
     let (start, left) = match room {
         ..=32 => (0, room),
@@ -208,8 +213,9 @@ mod tests {
     use super::*;
     use alloc::vec::Vec;
     use core::cell::Cell;
+    use pageferry_testkit::Random;
 
-    /// A key that is seen when it was looked at some times.
+    /// A key that is seen only after some looks.
     struct Coming {
         key: u64,
         unseen: Cell<u32>,
@@ -225,12 +231,9 @@ mod tests {
 
     #[test]
     fn upper_bound_counts_keys_that_are_coming_or_not() {
-        let mut random = 1_u64;
-        let mut below = |end: u64| {
-            random = random.wrapping_mul(6_364_136_223_846_793_005) + 1;
-            (random >> 33) % end
-        };
-        for round in 0..40_000 {
+        let mut random = Random::new(1);
+        let mut below = |end: u64| random.below(end);
+        for round in 0..if cfg!(miri) { 60 } else { 40_000 } {
             let room = [4, 8, 16, 32, 64, 128][round % 6];
             let before = below(room + 1);
             let after = before + below(room + 1 - before);
@@ -255,10 +258,10 @@ mod tests {
     #[test]
     fn upper_bound_counts() {
         for room in [4, 8, 16, 32, 64, 128_u64] {
-            for len in 0..=room {
+            for len in (0..=room).step_by(if cfg!(miri) { 31 } else { 1 }) {
                 let key = |i| if i < len { 10 * i } else { u64::MAX };
                 let keys: Vec<u64> = (0..room).map(key).collect();
-                for key in (0..10 * len + 20).step_by(5) {
+                for key in (0..10 * len + 20).step_by(if cfg!(miri) { 155 } else { 5 }) {
                     let plain = keys.iter().filter(|&&k| k <= key).count();
                     assert_eq!(upper_bound(&keys, key), plain, "{room} {len} {key}");
                 }

@@ -2,44 +2,44 @@
     unsafe_code,
     reason = "goes back to a leaf that was found before, by pointer"
 )]
-//! Places: where a key is, found once and used for a check and for the change after it.
+//! Places: where a key is, found once for the checks of a request and for its change.
 //!
-//! Most changes are of one leaf and nothing else: it has room, or stays large enough, and the bounds above it hold. Then the way down that the checks of
-//! a request need is the way to the change too. All others go down again ([`super::edit`]).
+//! Most changes are of one leaf: it has room or stays large enough, and the bounds above it hold.
+//! Then the way down that the checks need is the way for the change too. All other changes go down
+//! again ([`super::edit`]).
 //!
-//! The writer finds all places that a request needs one after the other, before it looks into any: with
-//! thousands of slots each is a wait for memory, and so they are waited for together.
+//! The writer finds all places that a request needs before it looks into any. With thousands of
+//! slots each leaf is a cache miss, and so the misses overlap.
 
-use super::edit::{Edit, Effect, knows, least};
+use super::edit::{Edit, rank_of_new, stays_alone};
 use super::kind::{MOST, Order, Reach};
-use super::leaf::{Entry, Leaf, room_for};
+use super::leaf::{Entry, Leaf};
 use super::node::{Cell, Head, Node, upper_bound};
-use super::tombstone::{Tombstone, held, is_slot};
 use super::{At, Inner, NEWEST, Tree};
 use crate::Slot;
-use crate::slot::Predecessor;
 
-/// Where in the newest state of a tree a key is or would be. Good until the tree changes.
+/// Where in the newest state of a tree a key is or would be. Valid until the tree changes.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
-    /// Where the leaf hangs.
+    /// The cell that holds the leaf.
     cell: *const Cell,
-    leaf: *const Head,
+    pub(super) leaf: *const Head,
     /// No key of the leaves to the right is less than this.
-    next: u64,
-    /// The bound of its ends in the node above, where those are kept; `MOST` where there is none above.
-    reach: u64,
+    pub(super) next: u64,
+    /// The bound of its ends in the node above, if ends are kept; `MOST` without a node above.
+    pub(super) reach: u64,
     /// Whether the leaf is all of its tree.
-    root: bool,
+    pub(super) root: bool,
     /// Whether there is no leaf to the left.
     leftmost: bool,
-    /// How many keys of the leaf are at most the key, once it was looked into.
+    /// How many keys of the leaf are at most the key; none until the leaf was looked into.
     rank: Option<u8>,
 }
 
-// SAFETY: addresses, which the writer follows while it has the tree, on whatever thread it is.
+// SAFETY: addresses, which only the writer follows, on whatever thread it is.
 unsafe impl Send for Place {}
-// SAFETY: nothing is done by a shared reference to a place but what the contracts of the functions that take one allow.
+// SAFETY: a shared reference to a place allows only what the contracts of the functions that take
+// one allow.
 unsafe impl Sync for Place {}
 
 impl Place {
@@ -59,15 +59,15 @@ impl Place {
         }
     }
 
-    /// Where the slot with the key, or its tombstone, is.
+    /// The index of the slot with the key.
     #[inline]
     fn index<O: Order, D>(&self, leaf: Leaf<'_, O, D>, key: u64) -> Option<usize> {
         leaf.index_at(self.rank(leaf, key), key)
     }
 
-    /// Looks into the leaf, and remembers what it finds.
+    /// Looks into the leaf, and remembers the rank of the key.
     #[inline]
-    fn look_into<O: Order, D>(&mut self, leaf: Leaf<'_, O, D>, key: u64) -> usize {
+    pub(super) fn look_into<O: Order, D>(&mut self, leaf: Leaf<'_, O, D>, key: u64) -> usize {
         let rank = leaf.rank(key);
         // A leaf has 128 places at most.
         self.rank = Some(rank as u8);
@@ -76,7 +76,8 @@ impl Place {
 }
 
 impl<'g, O: Order, D> At<'g, O, D> {
-    /// The place of `key`, and its leaf begins to be loaded; none in an empty tree. Of the newest state, for the writer.
+    /// The place of `key`; none in an empty tree. It begins to load the leaf. Newest state; writer
+    /// only.
     #[inline]
     pub(crate) fn place(self, key: u64) -> Option<Place> {
         debug_assert_eq!(self.version, NEWEST);
@@ -103,7 +104,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
             let cell = &inner.cells[index];
             let node = cell.newest();
             if inner.head.level() == 1 {
-                // SAFETY: the children at level 1 are leaves, and the writer, who is here, frees none.
+                // SAFETY: the children at level 1 are leaves, and the writer, who is here, frees
+                // none.
                 unsafe { Leaf::<'g, O, D>::at(node) }.prefetch();
                 return Some(Place {
                     cell,
@@ -122,13 +124,13 @@ impl<'g, O: Order, D> At<'g, O, D> {
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// What the place of this key holds: the pointer to the slot's record, as it was put in, by which it may be freed one day,
-    /// or a tombstone.
+    /// The pointer to the record of the slot with this key, as it was put in, so the slot may be
+    /// freed by it one day.
     ///
     /// # Safety
     /// `place` is that of `key` in this tree, which has not changed since.
     #[inline]
-    pub(crate) unsafe fn held_at(&self, place: &mut Place, key: u64) -> Option<*const Slot<D>> {
+    pub(crate) unsafe fn record_at(&self, place: &mut Place, key: u64) -> Option<*const Slot<D>> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         let index = leaf.index_at(place.look_into(leaf, key), key);
@@ -144,34 +146,26 @@ impl<O: Order, D> Tree<O, D> {
         // SAFETY: as the caller says, slot and leaf are alive.
         let (key, leaf): (_, Leaf<'_, O, D>) = unsafe { (O::key(&*slot), Leaf::at(place.leaf)) };
         let index = place.index(leaf, key).expect("no such slot");
-        debug_assert!(is_slot(leaf.record(index)), "no such slot");
         leaf.patch(index, slot);
     }
 
-    /// The slots on both sides of `key`, where this leaf can tell: the record of the last with a key up to `key`, and a bound
-    /// below which no key of the next is.
+    /// The slots on both sides of `key`, if this leaf can tell: the record of the last slot with a
+    /// key up to `key`, and a lower bound of the next slot's key.
     ///
     /// # Safety
-    /// As for [`held_at`](Self::held_at).
+    /// As for [`record_at`](Self::record_at).
     #[inline]
     pub(crate) unsafe fn neighbours(&self, place: &mut Place, key: u64) -> Option<Neighbours<D>> {
         // SAFETY: as the caller says, the leaf is alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
-        let (rank, len) = (place.look_into(leaf, key), leaf.len());
-        let (mut below, mut above) = (rank, rank);
-        while below > 0 && !is_slot(leaf.record(below - 1)) {
-            below -= 1;
-        }
-        while above < len && !is_slot(leaf.record(above)) {
-            above += 1;
-        }
-        if below == 0 && !place.leftmost {
+        let rank = place.look_into(leaf, key);
+        if rank == 0 && !place.leftmost {
             return None;
         }
-        let next = (above < len).then(|| leaf.key(above));
+        let above = (rank < leaf.len()).then(|| leaf.key(rank));
         Some(Neighbours {
-            below: below.checked_sub(1).map(|index| leaf.record(index)),
-            next: next.unwrap_or(place.next),
+            below: rank.checked_sub(1).map(|index| leaf.record(index)),
+            next: above.unwrap_or(place.next),
         })
     }
 }
@@ -183,7 +177,8 @@ pub(crate) struct Neighbours<D> {
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// [`put`](Self::put), where only the leaf at `place` changes; else false, and nothing is done.
+    /// [`put`](Self::put) if only the leaf at `place` changes. Otherwise false, and nothing is
+    /// done.
     ///
     /// # Safety
     /// As for `put`; `place` is that of the slot's key, and the tree has not changed since.
@@ -193,169 +188,62 @@ impl<O: Order, D> Edit<'_, O, D> {
         // SAFETY: as above.
         let new = unsafe { Entry::of::<O>(slot) };
         // Bounds further up may have to be raised.
-        if new.end > place.reach {
+        if new.end > place.reach || leaf.len() == leaf.room() {
             return false;
         }
-        match self.put_in_room(leaf, place.rank(leaf, new.key), &new) {
-            None => return false,
-            Some(Effect::One(leaf)) => {
-                // SAFETY: the node that has the cell is alive.
-                unsafe { self.exchange(place, leaf) };
-            }
-            Some(_) => {}
+        if let Some(leaf) = self.put_in_room(leaf, place.rank(leaf, new.key), &new) {
+            // SAFETY: the node that has the cell is alive.
+            unsafe { self.exchange(place, leaf) };
         }
         true
     }
 
-    /// [`remove`](Self::remove), likewise; with `tombstone` in the slot's place, where it is best to leave one.
+    /// [`remove`](Self::remove), likewise.
     ///
     /// # Safety
-    /// `place` is that of `key`, and the tree has not changed since; `tombstone` is alive, and if it was put into the tree, until it is
-    /// [given back](super::Out) and a grace period has passed.
-    pub(crate) unsafe fn remove_at(
-        &mut self,
-        place: &Place,
-        key: u64,
-        tombstone: *const Tombstone<D>,
-    ) -> bool {
+    /// `place` is that of `key`, and the tree has not changed since.
+    pub(crate) unsafe fn remove_at(&mut self, place: &Place, key: u64) -> bool {
         // SAFETY: as the caller says, alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
+        if !stays_alone(place, leaf) {
+            return false;
+        }
         let at = place.index(leaf, key).expect("no such slot");
-        match after_removal(place, leaf) {
-            After::Elsewhere => return false,
-            // SAFETY: as the caller says.
-            After::Tombstone => unsafe { leaf.bury(at, tombstone) },
-            After::Copy => {
-                let copy = self.rebuilt(leaf, leaf.room(), Some(at), None);
-                // SAFETY: the node that has the cell is alive.
-                unsafe { self.exchange(place, copy) };
-            }
-        }
+        let copy = self.pool.leaf(leaf.room());
+        // SAFETY: the node that has the cell is alive.
+        unsafe { self.exchange(place, copy.without(leaf, at, self.version)) };
         true
     }
 
-    /// Puts `slot`, which moves, in at `to` by storing it over a tombstone, and takes its record `old` out at `from` by storing
-    /// `tombstone` over it. False where that cannot be, and nothing is done.
+    /// Puts `slot` in at `to` and takes the slot with key `old` out at `from`, which is in the same
+    /// leaf.
     ///
     /// # Safety
-    /// As for `put_at` and `remove_at`; `slot` and `tombstone`, which is that of its move, are seen by nobody else yet.
-    pub(crate) unsafe fn swap_at(
-        &mut self,
-        to: &Place,
-        from: &Place,
-        old: &Slot<D>,
-        slot: *mut Slot<D>,
-        tombstone: *mut Tombstone<D>,
-    ) -> bool {
-        const { assert!(!O::Reach::KEPT && O::BY_FRAME) };
-        // SAFETY: as the caller says, alive.
-        let (leaf, left): (Leaf<'_, O, D>, Leaf<'_, O, D>) =
-            unsafe { (Leaf::at(to.leaf), Leaf::at(from.leaf)) };
-        // SAFETY: alive, and nobody stores to it.
-        let (key, own_keys) = unsafe { (O::key(&*slot), O::own_keys(&*slot)) };
-        let Some(index) = to.index(leaf, key) else {
-            return false;
-        };
-        let before = leaf.record(index);
-        assert!(!is_slot(before), "a slot with this key");
-        // In one leaf, look-ups would miss a slot that moves over itself: they see the tombstone at the new place, and later the one at the
-        // old. (That cannot be here, as no tombstone lies in a slot of its leaf; but nothing else would go wrong if one did.)
-        let over_itself =
-            left.node() == leaf.node() && (O::key(old)..O::own_keys(old)).contains(&key);
-        let covers = index + 1 < leaf.len() && leaf.key(index + 1) < own_keys;
-        if covers || over_itself || !matches!(after_removal(from, left), After::Tombstone) {
-            return false;
-        }
-        let at = from.index(left, O::key(old)).expect("no such slot");
-        // SAFETY: nobody else sees them yet.
-        unsafe {
-            (*tombstone).before = before;
-            (*slot).previous = Predecessor(held(tombstone));
-        }
-        debug_assert!(knows::<O, D>(slot, before));
-        leaf.raise(index, slot);
-        // SAFETY: as the caller says.
-        unsafe { left.bury(at, tombstone) };
-        self.release_held(before);
-        true
-    }
-
-    /// The same where both are in one leaf, of which it makes another, with the tombstone or without.
-    ///
-    /// # Safety
-    /// As for `swap_at`.
+    /// As for [`put_at`](Self::put_at) and [`remove_at`](Self::remove_at). The order keeps no ends.
     pub(crate) unsafe fn move_at(
         &mut self,
         to: &Place,
         from: &Place,
-        old: &Slot<D>,
+        old: u64,
         slot: *const Slot<D>,
-        tombstone: *const Tombstone<D>,
     ) {
-        const { assert!(!O::Reach::KEPT && O::BY_FRAME) };
+        const { assert!(!O::Reach::KEPT) };
         // SAFETY: as the caller says, alive.
         let (new, leaf): (_, Leaf<'_, O, D>) = unsafe { (Entry::of::<O>(slot), Leaf::at(to.leaf)) };
-        // SAFETY: as above.
-        let own_keys = O::own_keys(unsafe { &*slot });
-        let at = from.index(leaf, O::key(old)).expect("no such slot");
-        let (rank, len, room) = (to.rank(leaf, new.key), leaf.len(), leaf.room());
-        let comes_again = to.index(leaf, new.key).is_some();
-        let covers = rank < len && leaf.key(rank) < own_keys;
-        let stays = matches!(after_removal(from, leaf), After::Tombstone);
-        let node = if comes_again || covers || !stays || len == room {
-            if leaf.tombstones() == 0 {
-                let copy = self.pool.leaf(room);
-                copy.with_other(leaf, at, rank, &new, self.version)
-            } else {
-                self.rebuilt(leaf, room, Some(at), Some(&new))
-            }
-        } else {
-            let copy = self.pool.leaf(room);
-            let node = copy.with(leaf, rank, &new, self.version);
-            // SAFETY: just made.
-            let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(node) };
-            // SAFETY: as the caller says.
-            unsafe { leaf.bury(at + usize::from(rank <= at), tombstone) };
-            node
-        };
+        let at = from.index(leaf, old).expect("no such slot");
+        let rank = rank_of_new(leaf, new.key);
+        let copy = self.pool.leaf(leaf.room());
+        let leaf = copy.with_other(leaf, at, rank, &new, self.version);
         // SAFETY: the node that has the cell is alive.
-        unsafe { self.exchange(to, node) };
+        unsafe { self.exchange(to, leaf) };
     }
 
     /// # Safety
     /// The tree has not changed since `place` was found.
     unsafe fn exchange(&mut self, place: &Place, leaf: *const Head) {
-        // SAFETY: cells lie in the tree or in inner nodes, which are alive as long as the tree does not change.
+        // SAFETY: cells lie in the tree or in inner nodes, which are alive as long as the tree does
+        // not change.
         unsafe { &*place.cell }.publish(leaf);
         self.retire(place.leaf);
-    }
-}
-
-/// How a slot goes from a leaf.
-enum After {
-    /// Nodes above the leaf may change too.
-    Elsewhere,
-    Tombstone,
-    Copy,
-}
-
-/// How one of the slots of the leaf at `place` is to go.
-#[inline]
-fn after_removal<O: Order, D>(place: &Place, leaf: Leaf<'_, O, D>) -> After {
-    let (len, room) = (leaf.len(), leaf.room());
-    let tombstones = leaf.tombstones() + 1;
-    let left = len - tombstones;
-    let stays = if place.root {
-        left > 0 && (left >= least(room) || room == room_for(left))
-    } else {
-        // Else bounds further up may have to be lowered.
-        left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
-    };
-    if !stays {
-        After::Elsewhere
-    } else if tombstones <= left {
-        After::Tombstone
-    } else {
-        After::Copy
     }
 }

@@ -1,115 +1,215 @@
 //! The memory of nodes.
 //!
-//! Nodes that come back are kept for the next changes, in numbers that follow those of the tree.
+//! **Guarantee.** A change that reserved what it needs allocates nothing, so it cannot fail half
+//! way.
+//!
+//! **Mechanism.** Freed nodes are kept for the next changes, in numbers that follow those of the
+//! tree. [`NodePool::reserve`] adds what is missing. [`NodePool::trim`] gives back what a change of
+//! many nodes left over.
 
 use super::kind::Order;
 use super::leaf::{LEAST_ROOM, ROOMS, drop_leaf, kind_of, layout_of};
+use super::need::Need;
 use super::new_leaf::NewLeaf;
 use super::node::{Head, Inner};
-use super::tombstone::Tombstone;
-use alloc::alloc::{alloc, dealloc, handle_alloc_error};
-use alloc::boxed::Box;
-use alloc::vec::Vec;
+use alloc::alloc::{Layout, alloc, dealloc};
 use core::marker::PhantomData;
-use core::mem::{self, MaybeUninit};
+use core::mem;
 use core::ptr;
+use pageferry_epoch::OutOfMemory;
 
-/// A node that readers may still see and nobody who comes now.
+/// A node that is no longer in the tree; readers that came earlier may still use it.
 pub(crate) struct Replaced(pub(super) *const Head);
 
-/// What a change has taken out of a tree.
-pub(crate) enum Out<D> {
-    Node(Replaced),
-    /// It is in no other tree either.
-    Tombstone(*const Tombstone<D>),
-}
+/// How many inner nodes are kept for reuse.
+const KEPT_INNERS: u8 = 4;
 
-/// Where nodes come from and go to; counts them.
-pub(crate) struct Pool<O: Order, D> {
-    /// Leaves kept, of each kind of room: each begins with a pointer to the next.
+/// The nodes of one tree that are in no tree: where they come from and go to.
+pub(crate) struct NodePool<O: Order, D> {
+    /// Leaves kept, by room. Each begins with a pointer to the next, as kept inner nodes do.
     leaves: [*mut Head; ROOMS],
     kept: [u8; ROOMS],
     live_leaves: u32,
-    inners: Vec<*mut Inner<O>>,
+    inners: *mut Head,
+    kept_inners: u8,
+    /// The head of an empty tree, kept; or null.
+    empty: *mut Head,
+    /// Whether more was reserved than most changes need.
+    reserved_many: bool,
     bytes: usize,
-    data: PhantomData<fn() -> D>,
+    data: PhantomData<fn() -> (O, D)>,
 }
 
-pub(crate) fn alloc_head(head: Head) -> *const Head {
-    Box::into_raw(Box::new(head))
+const HEAD: Layout = Layout::new::<Head>();
+
+/// Memory of this layout, whose size is not 0.
+fn allocate(layout: Layout) -> Result<*mut Head, OutOfMemory> {
+    // SAFETY: nodes are not empty.
+    let node = unsafe { alloc(layout) };
+    if node.is_null() {
+        let bytes = layout.size();
+        return Err(OutOfMemory { bytes });
+    }
+    Ok(node.cast())
 }
 
-impl<O: Order, D> Pool<O, D> {
+/// Puts `node` in front of a list.
+///
+/// # Safety
+/// `node` is memory for a node that nobody uses.
+unsafe fn push(list: &mut *mut Head, node: *mut Head) {
+    // SAFETY: as the caller says; all nodes are larger than a pointer, and aligned for one.
+    unsafe { node.cast::<*mut Head>().write(*list) };
+    *list = node;
+}
+
+/// Takes the first node of a list.
+///
+/// # Safety
+/// All nodes in the list came there by `push`.
+unsafe fn pop(list: &mut *mut Head) -> Option<*mut Head> {
+    let node = *list;
+    if node.is_null() {
+        return None;
+    }
+    // SAFETY: it begins with this pointer, as the caller says.
+    *list = unsafe { node.cast::<*mut Head>().read() };
+    Some(node)
+}
+
+impl<O: Order, D> NodePool<O, D> {
+    const INNER: Layout = Layout::new::<Inner<O>>();
+
     pub(crate) const fn new() -> Self {
         Self {
             leaves: [ptr::null_mut(); ROOMS],
             kept: [0; ROOMS],
             live_leaves: 0,
-            inners: Vec::new(),
+            inners: ptr::null_mut(),
+            kept_inners: 0,
+            empty: ptr::null_mut(),
+            reserved_many: false,
             bytes: 0,
             data: PhantomData,
         }
     }
 
-    /// What the nodes that were made here occupy, those that wait for reuse included.
+    /// The bytes of all nodes that came from here, including those that wait for reuse.
     pub(crate) const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// A leaf with `room`, without slots.
+    /// Makes sure that a change can take what it needs.
     #[inline]
-    pub(super) fn leaf(&mut self, room: usize) -> NewLeaf<O, D> {
-        self.live_leaves += 1;
-        let kind = kind_of(room);
-        let mut node = self.leaves[kind];
-        if node.is_null() {
-            node = self.grow(room);
-        } else {
-            self.kept[kind] -= 1;
-            // SAFETY: a leaf that is kept begins with this pointer.
-            self.leaves[kind] = unsafe { node.cast::<*mut Head>().read() };
+    pub(crate) fn reserve(&mut self, need: &Need) -> Result<(), OutOfMemory> {
+        for kind in 0..ROOMS {
+            while self.kept[kind] < need.leaves[kind] {
+                self.add_leaf(kind)?;
+            }
         }
-        // SAFETY: memory for a leaf with this room that nobody uses.
-        unsafe { NewLeaf::new(node, room) }
+        if need.is_many {
+            return self.reserve_many(need);
+        }
+        Ok(())
     }
 
     #[cold]
-    fn grow(&mut self, room: usize) -> *mut Head {
-        // A tree has leaves of one room at a time: what is kept of others was left behind.
-        for kind in (0..ROOMS).filter(|&kind| kind != kind_of(room)) {
-            self.release(kind);
-        }
-        let layout = layout_of::<O, D>(room);
+    fn add_leaf(&mut self, kind: usize) -> Result<(), OutOfMemory> {
+        let layout = layout_of::<O, D>(LEAST_ROOM << kind);
+        let node = allocate(layout)?;
         self.bytes += layout.size();
-        // SAFETY: the layout's size is not 0.
-        let node = unsafe { alloc(layout) };
-        if node.is_null() {
-            handle_alloc_error(layout);
-        }
-        node.cast()
+        self.kept[kind] += 1;
+        // SAFETY: just allocated.
+        unsafe { push(&mut self.leaves[kind], node) };
+        Ok(())
     }
 
-    /// Gives the leaves back that are kept of this kind of room.
+    #[cold]
+    fn reserve_many(&mut self, need: &Need) -> Result<(), OutOfMemory> {
+        self.reserved_many = true;
+        while self.kept_inners < need.inners {
+            let node = allocate(Self::INNER)?;
+            self.bytes += Self::INNER.size();
+            self.kept_inners += 1;
+            // SAFETY: just allocated.
+            unsafe { push(&mut self.inners, node) };
+        }
+        if need.empty && self.empty.is_null() {
+            self.empty = allocate(HEAD)?;
+        }
+        Ok(())
+    }
+
+    /// Gives back what was reserved for a change of many nodes and not used. Leaves of other rooms
+    /// than `room` go too: a tree has leaves of one room at a time.
+    #[inline]
+    pub(crate) fn trim(&mut self, room: impl FnOnce() -> usize) {
+        if mem::take(&mut self.reserved_many) {
+            self.release_all_but(Some(kind_of(room())), KEPT_INNERS);
+        }
+    }
+
+    #[cold]
+    fn release_all_but(&mut self, kind: Option<usize>, inners: u8) {
+        for other in (0..ROOMS).filter(|&other| Some(other) != kind) {
+            self.release(other);
+        }
+        while self.kept_inners > inners
+            // SAFETY: kept inner nodes came into the list by `push`.
+            && let Some(inner) = unsafe { pop(&mut self.inners) }
+        {
+            self.kept_inners -= 1;
+            self.bytes -= Self::INNER.size();
+            // SAFETY: allocated with this layout, and freed once.
+            unsafe { dealloc(inner.cast(), Self::INNER) };
+        }
+        let empty = mem::replace(&mut self.empty, ptr::null_mut());
+        if !empty.is_null() {
+            // SAFETY: as above.
+            unsafe { dealloc(empty.cast(), HEAD) };
+        }
+    }
+
+    /// Gives back the leaves kept of this room.
     fn release(&mut self, kind: usize) {
         let layout = layout_of::<O, D>(LEAST_ROOM << kind);
-        let mut node = mem::replace(&mut self.leaves[kind], ptr::null_mut());
         self.bytes -= usize::from(mem::take(&mut self.kept[kind])) * layout.size();
-        while !node.is_null() {
-            // SAFETY: a leaf that is kept begins with a pointer to the next; made for this room, and freed once.
-            unsafe {
-                let next = node.cast::<*mut Head>().read();
-                dealloc(node.cast(), layout);
-                node = next;
+        // SAFETY: kept leaves came into the list by `push`, were allocated for this room, and are
+        // freed once.
+        unsafe {
+            while let Some(leaf) = pop(&mut self.leaves[kind]) {
+                dealloc(leaf.cast(), layout);
             }
         }
     }
 
-    /// Memory for an inner node, not initialised.
+    /// A leaf with `room`, without slots; it was reserved.
+    #[inline]
+    pub(super) fn leaf(&mut self, room: usize) -> NewLeaf<O, D> {
+        let kind = kind_of(room);
+        // SAFETY: kept leaves came into the list by `push`.
+        let node = unsafe { pop(&mut self.leaves[kind]) }.expect("a leaf was reserved");
+        self.kept[kind] -= 1;
+        self.live_leaves += 1;
+        // SAFETY: memory for a leaf with this room that nobody uses.
+        unsafe { NewLeaf::new(node, room) }
+    }
+
+    /// Memory for an inner node, which was reserved; not initialised.
     pub(super) fn inner(&mut self) -> *mut Inner<O> {
-        self.inners.pop().unwrap_or_else(|| {
-            self.bytes += size_of::<Inner<O>>();
-            Box::into_raw(Box::<MaybeUninit<Inner<O>>>::new(MaybeUninit::uninit())).cast()
-        })
+        // SAFETY: kept inner nodes came into the list by `push`.
+        let node = unsafe { pop(&mut self.inners) }.expect("an inner node was reserved");
+        self.kept_inners -= 1;
+        node.cast()
+    }
+
+    /// The node of an empty tree, which was reserved.
+    pub(super) fn empty(&mut self, head: Head) -> *const Head {
+        let node = mem::replace(&mut self.empty, ptr::null_mut());
+        assert!(!node.is_null(), "an empty tree was reserved");
+        // SAFETY: memory for a head that nobody uses.
+        unsafe { node.write(head) };
+        node
     }
 
     /// Takes a node back, keeping some for the next changes.
@@ -122,20 +222,22 @@ impl<O: Order, D> Pool<O, D> {
         let head = unsafe { &*node };
         head.alive.freed();
         if head.is_empty_tree() {
-            // SAFETY: made by `alloc_head`.
-            drop(unsafe { Box::from_raw(node) });
+            // SAFETY: as the caller says; allocated with this layout.
+            unsafe {
+                ptr::drop_in_place(node);
+                dealloc(node.cast(), HEAD);
+            }
         } else if head.level() == 0 {
             self.live_leaves -= 1;
             let room = head.room();
             let kind = kind_of(room);
-            // SAFETY: as the caller says; the memory was made by `leaf` for this room.
+            // SAFETY: as the caller says; the memory was allocated for this room.
             unsafe {
                 drop_leaf::<O, D>(node);
                 let few = if room <= O::LEAF { 4 } else { 2 };
                 if u32::from(self.kept[kind]) < (self.live_leaves / 8).clamp(few, 64) {
                     self.kept[kind] += 1;
-                    node.cast::<*mut Head>().write(self.leaves[kind]);
-                    self.leaves[kind] = node;
+                    push(&mut self.leaves[kind], node);
                 } else {
                     let layout = layout_of::<O, D>(room);
                     self.bytes -= layout.size();
@@ -143,26 +245,23 @@ impl<O: Order, D> Pool<O, D> {
                 }
             }
         } else {
-            let inner = node.cast::<Inner<O>>();
-            if self.inners.len() < 4 {
-                // SAFETY: as above; dropping atomics does nothing but what a model tracks.
-                unsafe { ptr::drop_in_place(inner) };
-                self.inners.push(inner);
-            } else {
-                self.bytes -= size_of::<Inner<O>>();
-                // SAFETY: made by `inner`, likewise.
-                drop(unsafe { Box::from_raw(inner) });
+            // SAFETY: likewise. Dropping atomics does nothing but what loom tracks.
+            unsafe {
+                ptr::drop_in_place(node.cast::<Inner<O>>());
+                if self.kept_inners < KEPT_INNERS {
+                    self.kept_inners += 1;
+                    push(&mut self.inners, node);
+                } else {
+                    self.bytes -= Self::INNER.size();
+                    dealloc(node.cast(), Self::INNER);
+                }
             }
         }
     }
 }
 
-impl<O: Order, D> Drop for Pool<O, D> {
+impl<O: Order, D> Drop for NodePool<O, D> {
     fn drop(&mut self) {
-        (0..ROOMS).for_each(|kind| self.release(kind));
-        for &inner in &self.inners {
-            // SAFETY: made by `inner` out of a box of this layout; its content was dropped.
-            drop(unsafe { Box::from_raw(inner.cast::<MaybeUninit<Inner<O>>>()) });
-        }
+        self.release_all_but(None, 0);
     }
 }

@@ -1,22 +1,29 @@
-//! How nodes are split, joined and shared, and how a tree gets a level more or less.
+//! Splitting and joining nodes, sharing between neighbours, and adding or removing a level.
 
 use super::draft::Draft;
-use super::edit::{Edit, Effect, full, least, reach_of, slots_of, view};
+use super::edit::{Edit, Effect, full, least, len_of, reach_of, view};
 use super::kind::{LEAST, MOST, Order, Reach};
 use super::leaf::{Entry, Leaf, room_for};
-use super::node::{Cell, Head, Inner, Node};
+use super::node::{Head, Inner, Node};
 use core::ops::Range;
 use core::ptr;
 
-/// Joined nodes have at most this many entries; else the neighbours share.
+/// How many entries a joined node may have. With more, the neighbours share.
 const fn joined(full: usize) -> usize {
     full * 3 / 4
 }
 
-/// The most slots of which new leaves are made at once: those of a leaf that is all of its tree, and a new one.
+/// The most slots of which new leaves are made at once: those of a leaf that is all of its tree,
+/// and a new one.
 const MOST_SLOTS: usize = if cfg!(loom) { 9 } else { 129 };
 
-/// The slots of a leaf or two, and a new one among them, or none: what new leaves are made of. Without tombstones.
+/// How many leaves a leaf that is all of its tree is divided into, if it is full and gets one slot
+/// more.
+pub(super) const fn leaves_of_unfolded<O: Order>() -> usize {
+    (O::FLAT + 1).div_ceil(joined(O::LEAF))
+}
+
+/// The slots of which new leaves are made.
 struct Slots<D> {
     entries: [Entry<D>; MOST_SLOTS],
     len: usize,
@@ -35,24 +42,26 @@ impl<D> Slots<D> {
         }
     }
 
-    /// Those of `leaf`, and `new`, behind those there are.
-    fn add<O: Order>(&mut self, leaf: Leaf<'_, O, D>, new: Option<&Entry<D>>) {
-        leaf.each_slot(None, new, |entry| {
-            self.entries[self.len] = *entry;
-            self.len += 1;
-        });
+    fn push(&mut self, entry: Entry<D>) {
+        self.entries[self.len] = entry;
+        self.len += 1;
+    }
+
+    /// Adds the slots `range` of `leaf`.
+    fn add<O: Order>(&mut self, leaf: Leaf<'_, O, D>, range: Range<usize>) {
+        range.for_each(|index| self.push(leaf.entry(index)));
     }
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// A leaf below an inner node, of those in `range`; it has a new place.
+    /// A leaf below an inner node, of the slots in `range`; it has a new place.
     fn leaf_of(&mut self, slots: &Slots<D>, range: Range<usize>) -> *const Head {
         let mut leaf = self.pool.leaf(O::LEAF);
         slots.entries[range].iter().for_each(|slot| leaf.push(slot));
         leaf.done(self.version, ptr::null())
     }
 
-    /// Two leaves in place of one that is full of slots, with `new` at `at`.
+    /// Two leaves in place of a full one, with `new` at `at`.
     pub(super) fn split(
         &mut self,
         node: *const Head,
@@ -66,7 +75,6 @@ impl<O: Order, D> Edit<'_, O, D> {
             second.push(new);
             return Effect::Two(node, new.key, second.done(self.version, ptr::null()));
         }
-        debug_assert_eq!(leaf.tombstones(), 0);
         let (len, version) = (leaf.len(), self.version);
         let [mut first, mut second] = [(), ()].map(|()| self.pool.leaf(O::LEAF));
         let middle = len.div_ceil(2);
@@ -91,7 +99,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         Effect::Two(first, key, second)
     }
 
-    /// A root of two levels in place of `old`, which is one leaf, full of slots, and has no room for `new`, at index `at`.
+    /// A root of two levels in place of `old`, which is one full leaf, with `new` at index `at`.
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
@@ -100,15 +108,17 @@ impl<O: Order, D> Edit<'_, O, D> {
         old: *const Head,
     ) -> *const Head {
         let comes_last = at == leaf.len();
-        debug_assert_eq!(leaf.tombstones(), 0);
         let mut slots = Slots::new();
-        slots.add(leaf, Some(new));
+        slots.add(leaf, 0..at);
+        slots.push(*new);
+        slots.add(leaf, at..leaf.len());
         let len = slots.len;
-        // Where slots come in ascending order, leaves are filled; else three quarters.
+        // Slots that come in ascending order fill leaves. Otherwise leaves are filled to three
+        // quarters.
         let each = if comes_last {
             O::LEAF
         } else {
-            len.div_ceil(len.div_ceil(joined(O::LEAF)))
+            len.div_ceil(leaves_of_unfolded::<O>())
         };
         let mut draft = Draft::new();
         for start in (0..len).step_by(each) {
@@ -137,8 +147,7 @@ impl<O: Order, D> Edit<'_, O, D> {
             (Node::Leaf(first), Node::Leaf(second)) => {
                 let mut slots = Slots::new();
                 for leaf in [first, second] {
-                    self.release_all(leaf);
-                    slots.add(leaf, None);
+                    slots.add(leaf, 0..leaf.len());
                 }
                 let total = slots.len;
                 let middle = middle_of(total);
@@ -171,7 +180,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.retire(second);
     }
 
-    /// The children of two neighbours, the first `middle` of them in one node and the rest in another.
+    /// The children of two neighbours, the first `middle` of them in one node and the rest in
+    /// another.
     fn shared(
         &mut self,
         first: &Inner<O>,
@@ -201,22 +211,25 @@ impl<O: Order, D> Edit<'_, O, D> {
         (node, Some((other.keys[0], second)))
     }
 
-    /// `node`, or where it is an inner node with too little below it, what takes its place as a root in place of `old`: a
-    /// copy of its only child, or one leaf of all slots where that is at most half full.
+    /// What becomes the root in place of `old`: `node`, or, if `node` is an inner node with too
+    /// little below it, a copy of its only child or one leaf of all slots, which is at most
+    /// half full.
     pub(super) fn lowered(&mut self, old: *const Head, mut node: *const Head) -> *const Head {
-        // Copies, since a node's `born` is when it came into its place, and the root is another place.
+        // Copies, since `born` is the version in which a node came into its place, and the root is
+        // another place.
         loop {
             let Node::Inner(inner) = view::<O, D>(&node) else {
                 return node;
             };
             let children = inner.head.len();
             let copy = if inner.head.level() == 1 {
-                // Each but the last has no fewer than the least, so most roots have too many to look at each.
+                // All children but the last have at least `least` slots. So many children have too
+                // many slots.
                 if children > O::FLAT / 2 / least(O::LEAF) + 1 {
                     return node;
                 }
-                let slots_of = |cell: &Cell| slots_of::<O, D>(cell.newest());
-                let total = inner.cells[..children].iter().map(slots_of).sum();
+                let lens = inner.cells[..children].iter().map(|c| len_of(c.newest()));
+                let total = lens.sum();
                 if children > 1 && total > O::FLAT / 2 {
                     return node;
                 }
@@ -224,9 +237,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                 for cell in &inner.cells[..children] {
                     let child = cell.newest();
                     if let Node::Leaf(child) = view::<O, D>(&child) {
-                        // No tombstones: those at the beginning of one leaf may lie in the last slot of the leaf before.
-                        self.release_all(child);
-                        child.each_slot(None, None, |slot| leaf.push(slot));
+                        leaf.append(child, 0..child.len());
                     }
                     self.retire(child);
                 }

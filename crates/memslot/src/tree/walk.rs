@@ -116,13 +116,16 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
 /// All slots any byte of whose host memory lies in a range, ascending by start and id.
 pub(crate) struct Overlapping<'g, D> {
     at: At<'g, ByHva, D>,
-    /// Where to begin. Not before the first slot is asked for: a walk that has begun is large to move.
+    /// Where to begin. Not before the first slot is asked for: a walk that has begun is large to
+    /// move.
     root: Option<&'g Cell>,
     /// Slots of interest end above this.
     start: u64,
     /// And have keys up to this.
     last: u64,
-    /// The inner nodes above where the walk is, each with the bits of the children still to be visited. Those below `depth` are there; the others are not even initialised, as mostly none is needed.
+    /// The inner nodes above where the walk is, each with the bits of the children still to be
+    /// visited. Those below `depth` are there; the others are not even initialised, as mostly none
+    /// is needed.
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
     leaf: Option<Leaf<'g, ByHva, D>>,
@@ -194,7 +197,8 @@ impl<'g, D> Overlapping<'g, D> {
             let cell = &inner.cells[child];
             if inner.head.level() == 1 {
                 // Keys, ends and cells lie in different lines: wait for all at the same time.
-                // SAFETY: the children at level 1 are leaves, and those in cells are alive (see `At::enter`).
+                // SAFETY: the children at level 1 are leaves, and those in cells are alive (see
+                // `At::enter`).
                 unsafe { Leaf::<'g, ByHva, D>::at(cell.newest()) }.prefetch();
             }
             self.enter(cell);
@@ -245,7 +249,8 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
         }
     }
 
-    /// As [`next`](Self::next) again and again, without what is kept between; few slots are one leaf.
+    /// As [`next`](Self::next) again and again, without what is kept between; few slots are one
+    /// leaf.
     #[inline]
     fn fold<B, F: FnMut(B, &'g Slot<D>) -> B>(self, init: B, mut f: F) -> B {
         let mut folded = init;

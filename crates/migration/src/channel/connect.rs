@@ -16,7 +16,8 @@ use crate::address::Address;
 const QUEUE_FULL_PAUSE: Duration = Duration::from_millis(5);
 
 impl Connection {
-    /// Connects to `address`. All the addresses of a host are tried in turn, each with the whole limit.
+    /// Connects to `address`. All the addresses of a host are tried in turn, each with the whole
+    /// limit.
     ///
     /// The resolver of names has limits of its own (resolv.conf(5)) and cannot be called off.
     ///

@@ -16,8 +16,9 @@ use crate::wire::WireError;
 
 /// A connected stream socket, TCP or unix.
 ///
-/// All methods take `&self`: one thread may read while another writes. Two readers, or two writers of
-/// anything but [`send_small`](Self::send_small), would mix their bytes: that is their callers' affair.
+/// All methods take `&self`: one thread may read while another writes. Two readers, or two writers
+/// of anything but [`send_small`](Self::send_small), would mix their bytes: that is their callers'
+/// affair.
 #[derive(Debug)]
 pub struct Connection {
     socket: OwnedFd,
@@ -52,8 +53,8 @@ impl Connection {
         &self.peer
     }
 
-    /// Asks for socket buffers of these sizes in bytes; the kernel doubles them and has its own limits
-    /// (`net.core.wmem_max`, `rmem_max`), above which it silently grants less.
+    /// Asks for socket buffers of these sizes in bytes; the kernel doubles them and has its own
+    /// limits (`net.core.wmem_max`, `rmem_max`), above which it silently grants less.
     ///
     /// # Errors
     /// What the kernel says.
@@ -67,8 +68,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Ends the connection in both directions. Whoever waits in another method, in any thread, returns
-    /// with an error. Has no effect on a connection that has ended.
+    /// Ends the connection in both directions. Whoever waits in another method, in any thread,
+    /// returns with an error. Has no effect on a connection that has ended.
     pub fn shutdown(&self) {
         // ENOTCONN is the only answer that can come, and means that there is nothing to end.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
@@ -83,8 +84,8 @@ impl Connection {
     /// Fills `buf`.
     ///
     /// # Errors
-    /// [`ChannelError::Closed`] if the peer ended before the first byte, [`WireError::Truncated`] if
-    /// after it; `TimedOut`, `Interrupted`, `Lost`.
+    /// [`ChannelError::Closed`] if the peer ended before the first byte, [`WireError::Truncated`]
+    /// if after it; `TimedOut`, `Interrupted`, `Lost`.
     pub fn read_exact(&self, buf: &mut [u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
         // SAFETY: `buf` is borrowed exclusively for the whole call.
         unsafe { self.read_exact_raw(&[RawSlice::of_mut(buf)], wait) }
@@ -124,7 +125,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Receives what has come already, at most `buf`'s length, without waiting; `None` if nothing has.
+    /// Receives what has come already, at most `buf`'s length, without waiting; `None` if nothing
+    /// has.
     ///
     /// # Errors
     /// [`ChannelError::Closed`] if the peer ended, [`ChannelError::Lost`].
@@ -200,9 +202,9 @@ impl Connection {
     /// As [`write_all`](Self::write_all).
     ///
     /// # Safety
-    /// Each piece is mapped, readable memory and stays mapped until the call returns. Others may write
-    /// it meanwhile: then the peer receives some mixture of old and new bytes, which no checksum
-    /// computed before or after will fit.
+    /// Each piece is mapped, readable memory and stays mapped until the call returns. Others may
+    /// write it meanwhile: then the peer receives some mixture of old and new bytes, which no
+    /// checksum computed before or after will fit.
     pub unsafe fn write_all_raw(
         &self,
         pieces: &[RawSlice],
@@ -218,12 +220,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends a small message in one call, so that several threads may do so at once without a lock: the
-    /// kernel takes it whole, or (its buffer full) not at all, and then this waits and tries again.
+    /// Sends a small message in one call, so that several threads may do so at once without a lock:
+    /// the kernel takes it whole, or (its buffer full) not at all, and then this waits and
+    /// tries again.
     ///
-    /// On TCP the kernel promises that for no length; a message of some bytes is cut only if the buffer
-    /// fills up within it. Then the connection is shut down, so that nothing misplaced is ever
-    /// understood.
+    /// On TCP the kernel promises that for no length; a message of some bytes is cut only if the
+    /// buffer fills up within it. Then the connection is shut down, so that nothing misplaced
+    /// is ever understood.
     ///
     /// # Errors
     /// [`ChannelError::Torn`] in that case; `TimedOut`, `Interrupted`, `Lost`.

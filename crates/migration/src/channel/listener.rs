@@ -17,8 +17,8 @@ use crate::address::Address;
 /// How many connections may wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A listening socket. A unix socket has mode 0600 from its first moment, and its file is removed when
-/// the listener is dropped, if it still is this listener's.
+/// A listening socket. A unix socket has mode 0600 from its first moment, and its file is removed
+/// when the listener is dropped, if it still is this listener's.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -39,7 +39,8 @@ impl Drop for SocketFile {
         let ours = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode));
         if ours {
-            // Gone already, or a directory that may no longer be written: nothing to do about either.
+            // Gone already, or a directory that may no longer be written: nothing to do about
+            // either.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -91,8 +92,8 @@ impl Listener {
         let failed = |errno: Errno| OpenError::from_os(address, errno.into());
         let name = SocketAddrUnix::new(path).map_err(failed)?;
         let socket = stream_socket(AddressFamily::UNIX).map_err(failed)?;
-        // Linux creates the file with the mode of the socket's own inode: so there is no moment in which
-        // others could connect (net/unix/af_unix.c, unix_bind_bsd).
+        // Linux creates the file with the mode of the socket's own inode: so there is no moment in
+        // which others could connect (net/unix/af_unix.c, unix_bind_bsd).
         fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
         bind(&socket, &name).map_err(|errno| match errno {
             Errno::ADDRINUSE => occupied(address, path),

@@ -4,14 +4,14 @@
 )]
 //! The two system calls that move bytes, on memory given by address.
 //!
-//! A reference to guest memory would claim that nobody writes it, which is false while a guest runs;
-//! hence addresses, and the callers' contracts.
+//! A reference to guest memory would claim that nobody writes it, which is false while a guest
+//! runs; hence addresses, and the callers' contracts.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The most pieces handed to the kernel in one call (it takes up to 1024, `UIO_MAXIOV`): a Pages frame's
-/// head and all its runs.
+/// The most pieces handed to the kernel in one call (it takes up to 1024, `UIO_MAXIOV`): a Pages
+/// frame's head and all its runs.
 const PIECES: usize = crate::wire::MAX_RUNS + 2;
 
 /// A piece of memory by its address, laid out as the kernel's `struct iovec`.
@@ -113,8 +113,8 @@ impl<'a> Cursor<'a> {
     pub(super) unsafe fn receive(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
         let (mut window, len) = self.window();
         let mut message = message(&mut window[..len]);
-        // SAFETY: `message` points to `window`, which lives until after the call, and that to the memory
-        // the caller vouches for; the descriptor is open as long as it is borrowed.
+        // SAFETY: `message` points to `window`, which lives until after the call, and that to the
+        // memory the caller vouches for; the descriptor is open as long as it is borrowed.
         let moved = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         self.moved(moved)
     }

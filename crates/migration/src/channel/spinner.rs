@@ -1,17 +1,18 @@
 //! Spinning that gets out of the way when the processor is wanted.
 //!
 //! A wake-up across cores costs about ten times what a spinning reader needs to see its bytes, so a
-//! reader that expects an answer soon does not sleep at once. But it may share its core with the very
-//! thread it waits for: then it must yield. And it may share it with threads that compute: then a yield
-//! costs one of their slices (milliseconds), where a sleeper would be woken as soon as its bytes come.
-//! Which of the two it is shows in how long a yield takes; a thread that found its core contended does
-//! not yield for a while, spins shortly and sleeps.
+//! reader that expects an answer soon does not sleep at once. But it may share its core with the
+//! very thread it waits for: then it must yield. And it may share it with threads that compute:
+//! then a yield costs one of their slices (milliseconds), where a sleeper would be woken as soon as
+//! its bytes come. Which of the two it is shows in how long a yield takes; a thread that found its
+//! core contended does not yield for a while, spins shortly and sleeps.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// For this long a spinner neither yields nor sleeps. Short: where both ends share a core, which the
-/// scheduler favours for threads that wake each other, this is lost at either end of each exchange.
+/// For this long a spinner neither yields nor sleeps. Short: where both ends share a core, which
+/// the scheduler favours for threads that wake each other, this is lost at either end of each
+/// exchange.
 const TIGHT: Duration = Duration::from_micros(2);
 /// A yield that took longer was somebody else's work.
 const LONG_YIELD: Duration = Duration::from_micros(60);
@@ -39,8 +40,8 @@ impl Spinner {
         }
     }
 
-    /// One round of waiting: returns soon, true as long as spinning is worth it, false when it is time to
-    /// sleep.
+    /// One round of waiting: returns soon, true as long as spinning is worth it, false when it is
+    /// time to sleep.
     #[must_use]
     pub fn spin(&self) -> bool {
         let now = Instant::now();

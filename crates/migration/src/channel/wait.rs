@@ -111,7 +111,8 @@ impl core::fmt::Debug for Wait<'_> {
     }
 }
 
-/// The state of one operation's waiting. Costs no system call and reads no clock until the first wait.
+/// The state of one operation's waiting. Costs no system call and reads no clock until the first
+/// wait.
 pub(super) struct Waiter<'a> {
     wait: &'a Wait<'a>,
     started: Option<Instant>,

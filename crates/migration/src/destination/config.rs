@@ -10,8 +10,8 @@ use std::time::Duration;
 pub struct DestinationConfig {
     /// How faults are delivered; the machine's best way if not given.
     pub delivery: Option<Delivery>,
-    /// Allocate all memory in set-up, so that no urgent page waits for the host's allocator. Without it
-    /// pages that were never written take no memory.
+    /// Allocate all memory in set-up, so that no urgent page waits for the host's allocator.
+    /// Without it pages that were never written take no memory.
     pub allocate: bool,
     /// The longest wait for a peer in the handshake.
     pub handshake_limit: Duration,

@@ -1,17 +1,20 @@
 #![expect(unsafe_code, reason = "copies verified bytes into missing guest pages")]
-//! What the threads of a receiving VM share: the vCPUs that wait, the fault thread, the stream's reader.
+//! What the threads of a receiving VM share: the vCPUs that wait, the fault thread, the stream's
+//! reader.
 //!
-//! **Guarantee.** A page's bytes are verified before anyone can see them; each page is put in place at
-//! most once, by one thread; a waiting vCPU goes on as soon as its page is there, whoever brought it.
+//! **Guarantee.** A page's bytes are verified before anyone can see them; each page is put in place
+//! at most once, by one thread; a waiting vCPU goes on as soon as its page is there, whoever
+//! brought it.
 //!
-//! **Mechanism.** The page states are the one truth. Before a byte of a page is written, the writer takes
-//! the page's `placing` bit: a second writer of the same page, which only a broken peer brings about, is
-//! refused before it can touch memory. Then bytes, verification, `Machine::install`, `PageStates::arrive`
-//! (release), and a wake of those who sleep until this page ([`Waiters`]).
+//! **Mechanism.** The page states are the one truth. Before a byte of a page is written, the writer
+//! takes the page's `placing` bit: a second writer of the same page, which only a broken peer
+//! brings about, is refused before it can touch memory. Then bytes, verification,
+//! `Machine::install`, `PageStates::arrive` (release), and a wake of those who sleep until this
+//! page ([`Waiters`]).
 //!
-//! Replies on the urgent connection are read by whoever waits and finds nobody reading (`urgent` is a
-//! mutex that is only ever tried): a vCPU that waits alone reads its own reply, and no other thread has
-//! to be woken between the fault and the guest.
+//! Replies on the urgent connection are read by whoever waits and finds nobody reading (`urgent` is
+//! a mutex that is only ever tried): a vCPU that waits alone reads its own reply, and no other
+//! thread has to be woken between the fault and the guest.
 
 use super::stalls::Stalls;
 use super::urgent::UrgentReader;
@@ -29,8 +32,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
 use std::thread::Thread;
 use std::time::Duration;
 
-/// The longest sleep of a waiter before it looks around again: a net under the wake-ups, and the bound
-/// on how late a soft vCPU that waits for a page notices a pause.
+/// The longest sleep of a waiter before it looks around again: a net under the wake-ups, and the
+/// bound on how late a soft vCPU that waits for a page notices a pause.
 const NAP: Duration = Duration::from_millis(5);
 
 /// The longest wait for the reply to a request that no vCPU waits for; the caller asks again.
@@ -48,7 +51,7 @@ pub(super) struct Core {
     threads: Box<[OnceLock<Thread>]>,
     /// Who sleeps on the urgent connection itself, by slot + 1; 0 for nobody.
     reader: AtomicU64,
-    bell: OwnedFd,
+    wake_event: OwnedFd,
     failed: AtomicBool,
     failure: Mutex<Option<MigrationError>>,
     /// Pages that came on the urgent connection.
@@ -63,7 +66,7 @@ impl Core {
         vcpus: usize,
     ) -> Result<Self, MigrationError> {
         let pages = machine.ram().pages();
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        let wake_event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| MigrationError::os("cannot create an eventfd", e))?;
         Ok(Self {
             machine,
@@ -74,7 +77,7 @@ impl Core {
             waiters: Waiters::new(vcpus),
             threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
             reader: AtomicU64::new(0),
-            bell,
+            wake_event,
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             urgent_pages: AtomicU64::new(0),
@@ -103,8 +106,8 @@ impl Core {
             .take()
     }
 
-    /// Asks the source for `page`. One write, no lock; at most one request a vCPU and one a fault event
-    /// are under way at a time, which the socket's buffer always has room for.
+    /// Asks the source for `page`. One write, no lock; at most one request a vCPU and one a fault
+    /// event are under way at a time, which the socket's buffer always has room for.
     pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
         self.link.send_small(&UrgentMessage::request(page))
     }
@@ -130,7 +133,8 @@ impl Core {
 
     /// The pages were installed: tells the bitmap and the waiters.
     pub(super) fn made_present(&self, first: RamPage, pages: u64) {
-        // Who waits is found by the waiters' own table: it knows sleepers, and a spinner needs no wake.
+        // Who waits is found by the waiters' own table: it knows sleepers, and a spinner needs no
+        // wake.
         let _ = self.states.arrive(first, pages as usize);
         self.stalls.close(first, pages);
         self.waiters
@@ -164,15 +168,15 @@ impl Core {
             message.verify_page(bytes)?;
         }
         self.begin_placing(message.page, 1)?;
-        // Before the missing bit is cleared (release): whoever finds no page missing (acquire) also finds
-        // the count.
+        // Before the missing bit is cleared (release): whoever finds no page missing (acquire) also
+        // finds the count.
         self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         let bytes = bytes.unwrap_or(&ZERO);
         if self.machine.receives_in_place() {
             let to = self.machine.ram().alias(message.page, 1);
-            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer. Nobody else
-            // reads or writes them now: the page is missing, so vCPUs do not reach it, and its `placing`
-            // bit is ours.
+            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer.
+            // Nobody else reads or writes them now: the page is missing, so vCPUs do
+            // not reach it, and its `placing` bit is ours.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES) };
             self.arrived(message.page, 1)?;
         } else {
@@ -204,28 +208,28 @@ impl Core {
 
     fn wake(&self, slot: usize) {
         if self.reader.load(Ordering::SeqCst) == slot as u64 + 1 {
-            self.ring();
+            self.signal_reader();
         }
         if let Some(thread) = self.threads[slot].get() {
             thread.unpark();
         }
     }
 
-    fn ring(&self) {
+    fn signal_reader(&self) {
         // An eventfd that is full is as readable as it can be.
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.wake_event, &1u64.to_ne_bytes());
     }
 
     /// Makes all sleepers look around: a pause, a failure, the end.
     pub(super) fn wake_all(&self) {
-        self.ring();
+        self.signal_reader();
         for thread in self.threads.iter().filter_map(OnceLock::get) {
             thread.unpark();
         }
     }
 
-    /// Sleeps on behalf of a vCPU until `page` may have arrived, a reply may be there to be read, or a
-    /// while is over. `ready` is looked at once more before sleeping.
+    /// Sleeps on behalf of a vCPU until `page` may have arrived, a reply may be there to be read,
+    /// or a while is over. `ready` is looked at once more before sleeping.
     pub(super) fn sleep(
         &self,
         vcpu: usize,
@@ -242,19 +246,19 @@ impl Core {
         let slept = if ready() {
             Ok(())
         } else if reads {
-            self.poll(self.bell.as_fd(), true)
+            self.poll(self.wake_event.as_fd(), true)
         } else {
             std::thread::park_timeout(NAP);
             Ok(())
         };
         self.waiters.withdraw(vcpu);
         if reads {
-            // Emptied by the one who is rung for, so that nobody else takes its ring.
-            let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+            // Emptied by the one who is signalled, so that nobody else takes its signal.
+            let _ = rustix::io::read(&self.wake_event, &mut [0; 8]);
             self.reader.store(0, Ordering::SeqCst);
             // Whoever still sleeps may have to watch the connection now.
-            if let Some((heir, _)) = self.waiters.asleep().next() {
-                self.wake(heir);
+            if let Some((next_reader, _)) = self.waiters.asleep().next() {
+                self.wake(next_reader);
             }
         }
         slept

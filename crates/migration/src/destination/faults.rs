@@ -1,9 +1,9 @@
 //! The fault thread: faults that come on a userfaultfd rather than as exits.
 //!
-//! The toucher sleeps in the kernel, so this thread acts for it: a page that is there and only not mapped
-//! is mapped, with those around it; a missing one is requested, and whoever brings it wakes the toucher
-//! by installing it. While faults are open this thread spins on both descriptors, for the same reason as
-//! a waiting vCPU does.
+//! The toucher sleeps in the kernel, so this thread acts for it: a page that is there and only not
+//! mapped is mapped, with those around it; a missing one is requested, and whoever brings it wakes
+//! the toucher by installing it. While faults are open this thread spins on both descriptors, for
+//! the same reason as a waiting vCPU does.
 
 use super::core::Core;
 use crate::channel::Spinner;
@@ -38,8 +38,9 @@ fn serve(
             handle(core, event)?;
             busy = true;
         }
-        // Replies are for vCPUs that exit; they read them themselves, and waking this thread beside them
-        // would cost more than the reply. Unless somebody sleeps in the kernel: for that one we read.
+        // Replies are for vCPUs that exit; they read them themselves, and waking this thread beside
+        // them would cost more than the reply. Unless somebody sleeps in the kernel: for
+        // that one we read.
         let replies = core.stalls.any_open();
         if replies {
             busy |= core.pump()? > 0;
@@ -69,8 +70,8 @@ fn handle(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
     }
 }
 
-/// Maps the present pages of the 2 MiB around `page`, run by run: a guest that starts with nothing mapped
-/// takes a fault each 2 MiB instead of each page.
+/// Maps the present pages of the 2 MiB around `page`, run by run: a guest that starts with nothing
+/// mapped takes a fault each 2 MiB instead of each page.
 fn map_around(core: &Core, page: RamPage) -> Result<(), MigrationError> {
     let size = PageSize::Size2M.pages();
     let start = page.0 - page.0 % size;

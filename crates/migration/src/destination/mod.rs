@@ -1,15 +1,18 @@
 //! The destination: the process a VM comes to.
 //!
-//! **Guarantee.** No vCPU sees a page before its right bytes are there. Until the source has answered that
-//! it will never resume the guest, a lost connection discards what is here; after that, a lost connection
-//! pauses the VM, with a clear error, and never lets it go on with wrong pages (recovery is not there yet).
+//! **Guarantee.** No vCPU sees a page before its right bytes are there. Until the source has
+//! answered that it will never resume the guest, a lost connection discards what is here. After
+//! that, a lost connection pauses the VM, with a clear error. The VM never goes on with wrong
+//! pages; there is no recovery yet.
 //!
-//! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer; the caller builds
-//! such a machine; [`Incoming::receive`] fills it, starts it at switch-over and returns when every page is
+//! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer. The caller
+//! builds such a machine. [`Incoming::receive`] acknowledges, allocates memory beside pre-copy
+//! (`allocation`), fills it, and starts the guest at switch-over. It returns when every page is
 //! here and both ends have said so. In post-copy the calling thread receives the background push
-//! (`place`), vCPUs fetch their own pages (`resolver`), and, where the delivery uses a userfaultfd, a
-//! fault thread serves it (`faults`). All share `core`.
+//! (`place`), and vCPUs fetch their own pages (`resolver`). Where the delivery uses a userfaultfd,
+//! a fault thread serves it (`faults`). All threads share `core`.
 
+mod allocation;
 mod config;
 mod core;
 mod faults;
@@ -23,6 +26,7 @@ pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
 pub use resolver::{FAULT_SPIN, Resolver};
 pub use stalls::new_histogram;
 
+use self::allocation::Allocation;
 use self::core::Core;
 use self::place::Placer;
 use crate::channel::Listener;
@@ -33,10 +37,16 @@ use crate::link::{Received, SWITCH_OVER_SPIN_MICROS, StreamLink, UrgentLink};
 use crate::phase::{Observer, Phase};
 use crate::report::{DestinationReport, PageCounts, PhaseStart};
 use crate::source::RunningVm;
-use crate::wire::{ErrorCode, Frame, Setup, SwitchOver};
+use crate::wire::{ErrorCode, Frame, Setup, SetupProgress, SwitchOver};
 use pageferry_machine::{Delivery, FaultEvents, VcpuState};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often the source is told how much memory is allocated.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+/// How often a destination that allocates looks how far that is while no frame comes.
+const ALLOCATION_POLL: Duration = Duration::from_millis(20);
 
 /// A source that has connected and offers a VM.
 pub struct Incoming {
@@ -59,12 +69,12 @@ struct Started {
 }
 
 impl Incoming {
-    /// Waits for a source and its offer until `stop` says otherwise. Strangers who connect meanwhile are
-    /// refused, do no harm, and are told to `stranger`.
+    /// Waits for a source and its offer until `stop` says otherwise. Strangers who connect
+    /// meanwhile are refused, do no harm, and are told to `stranger`.
     ///
     /// # Errors
-    /// [`MigrationError::Cancelled`] when `stop` returned true; otherwise what the source did wrong, or
-    /// what the host refused.
+    /// [`MigrationError::Cancelled`] when `stop` returned true; otherwise what the source did
+    /// wrong, or what the host refused.
     pub fn accept(
         listener: &Listener,
         config: DestinationConfig,
@@ -111,9 +121,9 @@ impl Incoming {
         self.link.close_after_word();
     }
 
-    /// Receives the VM into `vm`, a machine of the offered size whose vCPUs have never run and whose
-    /// hooks forward to `resolver`. `stop` ends it before switch-over. The calling thread asks the
-    /// scheduler for short slices, as vCPUs wait for it.
+    /// Receives the VM into `vm`, a machine of the offered size whose vCPUs have never run and
+    /// whose hooks forward to `resolver`. `stop` ends it before switch-over. The calling thread
+    /// asks the scheduler for short slices, as vCPUs wait for it.
     ///
     /// # Errors
     /// [`DestinationFailure`] says where the VM is.
@@ -191,14 +201,11 @@ impl Incoming {
             vm.threads.count(),
         )?);
         resolver.attach(Arc::clone(&core))?;
-        if self.config.allocate {
-            let total = machine.ram().pages();
-            machine.ram().allocate(&mut |done| {
-                observer.progress(Phase::Setup, done, total);
-                !stop()
-            })?;
-        }
         self.link.send(&Frame::SetupAck)?;
+        // Dropped, and by that ended, however this function ends.
+        let allocation = Allocation::start(machine.ram(), self.config.allocate)?;
+        let mut ready = false;
+        let mut told = Instant::now();
         self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
 
         let enter = |phases: &mut Vec<PhaseStart>, phase| {
@@ -213,6 +220,14 @@ impl Incoming {
         let mut pass = 0;
         let mut pass_pages = 0;
         let switch_over = loop {
+            if !ready {
+                ready =
+                    self.tell_allocation(&allocation, &mut told, machine.ram().pages(), observer)?;
+                // A source that has nothing more to send waits for this, and is silent until then.
+                if !ready && !self.link.wait_for_frame(ALLOCATION_POLL, stop)? {
+                    continue;
+                }
+            }
             match self.link.receive_any(self.config.silence_limit, stop)? {
                 Received::Pages(header) => {
                     if pass == 0 {
@@ -252,6 +267,10 @@ impl Incoming {
                         ))
                     })? = Some(VcpuState(state.state));
                 }
+                Received::Frame(Frame::SwitchOver(_)) if !ready => {
+                    let why = "it sent SwitchOver before this side was ready for it";
+                    return Err(MigrationError::Peer(why.into()));
+                }
                 Received::Frame(Frame::SwitchOver(switch_over)) => break switch_over,
                 Received::Frame(other) => return Err(self.link.unexpected("SwitchOver", &other)),
             }
@@ -267,6 +286,27 @@ impl Incoming {
             missing_at_start: switch_over.missing_pages,
             precopy: counts,
         })
+    }
+
+    /// Tells the source and the observer how much memory is allocated, now and then. Returns
+    /// whether all is, and the source knows.
+    fn tell_allocation(
+        &mut self,
+        allocation: &Allocation,
+        told: &mut Instant,
+        total: u64,
+        observer: &dyn Observer,
+    ) -> Result<bool, MigrationError> {
+        let ready = allocation.is_ready()?;
+        if !ready && told.elapsed() < TELL_EVERY {
+            return Ok(false);
+        }
+        *told = Instant::now();
+        let pages = allocation.done();
+        observer.allocated(pages, total);
+        let progress = SetupProgress { pages, ready };
+        self.link.send(&Frame::SetupProgress(progress))?;
+        Ok(ready)
     }
 
     fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {

@@ -4,8 +4,8 @@
 )]
 //! Pages frames of the stream, received straight into their final place.
 //!
-//! Descriptors are verified before a byte of data is placed, data before anyone may see it. A frame whose
-//! data turns out wrong leaves its pages missing (post-copy) or the VM discarded (pre-copy).
+//! Descriptors are verified before a byte of data is placed, data before anyone may see it. A frame
+//! whose data turns out wrong leaves its pages missing (post-copy) or the VM discarded (pre-copy).
 
 use super::core::Core;
 use crate::error::MigrationError;
@@ -122,9 +122,9 @@ impl<'a> Placer<'a> {
             })
             .collect();
         let mut hasher = link.take_runs_hasher();
-        // SAFETY: each slice is mapped guest memory (`alias` checked the whole run) that lives as long as
-        // `self.ram`. Nobody else reads or writes it: in pre-copy no vCPU of this VM runs; in post-copy
-        // its pages are missing and their `placing` bits are ours.
+        // SAFETY: each slice is mapped guest memory (`alias` checked the whole run) that lives as
+        // long as `self.ram`. Nobody else reads or writes it: in pre-copy no vCPU of this
+        // VM runs; in post-copy its pages are missing and their `placing` bits are ours.
         unsafe { link.receive_raw(&slices, self.limit)? };
         for run in data {
             let start = self.ram.alias(run.first, run.pages.into()).cast_const();

@@ -1,9 +1,9 @@
 //! What a vCPU does when it touches a missing page: the fault path of the destination.
 //!
-//! On the vCPU's own thread: claim the page (one compare-exchange; a second faulter of the same page
-//! sends nothing), send the request (one write), then wait: read replies if nobody else does, spin for a
-//! while, sleep. No lock is shared with another vCPU, and no other thread is woken before the request is
-//! on the wire.
+//! On the vCPU's own thread: claim the page (one compare-exchange; a second faulter of the same
+//! page sends nothing), send the request (one write), then wait: read replies if nobody else does,
+//! spin for a while, sleep. No lock is shared with another vCPU, and no other thread is woken
+//! before the request is on the wire.
 
 use super::core::Core;
 use crate::channel::Spinner;
@@ -15,8 +15,8 @@ use pageferry_userfault::Claim;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// How long a vCPU spins for its page before it sleeps. A reply takes about 10 us from a source that
-/// spins too; sleeping and being woken on another core costs about 70 us. See [`Spinner`].
+/// How long a vCPU spins for its page before it sleeps. A reply takes about 10 us from a source
+/// that spins too; sleeping and being woken on another core costs about 70 us. See [`Spinner`].
 pub const FAULT_SPIN: Duration = Duration::from_micros(100);
 
 /// Resolves the faults of a receiving VM's vCPUs. The owner of the VM forwards
@@ -70,8 +70,8 @@ impl Resolver {
             }
             Ok(Brought::Arrived) => HookVerdict::Resume,
             Ok(Brought::Kicked) => return HookVerdict::Resume,
-            // While the source ends the connections, a vCPU may still look for a reply although its page
-            // has just come by the stream.
+            // While the source ends the connections, a vCPU may still look for a reply although its
+            // page has just come by the stream.
             Err(error) if error.is_lost() && !core.states.is_missing(page) => HookVerdict::Resume,
             Err(error) => {
                 core.fail(error);

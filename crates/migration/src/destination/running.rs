@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to park when the migration has failed.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
-/// The longest wait for the source's acknowledgement that the guest runs here. Well below the source's own
-/// limit ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)): on a link that falls silent the
-/// guest has stopped here before the source resumes it.
+/// The longest wait for the source's acknowledgement that the guest runs here. Well below the
+/// source's own limit ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)): on a
+/// link that falls silent the guest has stopped here before the source resumes it.
 const ACK_LIMIT: Duration = Duration::from_secs(5);
 /// How long a report waits for the vCPUs to tell when they began. They are kicked and answer within
 /// microseconds, unless the host lets their threads wait; the guest runs on meanwhile.
@@ -86,7 +86,8 @@ impl Running<'_> {
                 Err(e) => Err(MigrationError::os("cannot start a thread", e)),
             };
             outcome.map_err(|error| {
-                // Where the connection ended because another thread failed first, that thread knows why.
+                // Where the connection ended because another thread failed first, that thread knows
+                // why.
                 let error = if error.is_lost() {
                     core.take_failure().unwrap_or(error)
                 } else {
@@ -102,8 +103,8 @@ impl Running<'_> {
             Ok(counts) => self.finish(counts),
             Err(error) => {
                 self.observer.phase(Phase::Failed);
-                // The source may have acknowledged meanwhile. Then it can resume its copy by this word only, which is
-                // said where this one stands still.
+                // The source may have acknowledged meanwhile. Then it can resume its copy by this
+                // word only, which is said where this one stands still.
                 let code = if self.started_ns == 0 && self.vm.threads.is_paused() {
                     ErrorCode::Discarded
                 } else {
@@ -133,14 +134,14 @@ impl Running<'_> {
     }
 
     fn run(&mut self, placer: &mut Placer<'_>) -> Result<DrainCounts, MigrationError> {
-        // A source that waited too long for us has resumed its guest, and has said so: nothing else is due before
-        // RunningAck. Ours must not start beside it.
+        // A source that waited too long for us has resumed its guest, and has said so: nothing else
+        // is due before RunningAck. Ours must not start beside it.
         self.link.check_silent()?;
         let started_at_ns = monotonic_ns();
         self.vm.threads.resume();
         self.link.send(&Frame::Running { started_at_ns })?;
-        // Until the source has answered, it may resume the guest if it did not hear us; if the connection
-        // ends before, what ran here since never counted.
+        // Until the source has answered, it may resume the guest if it did not hear us; if the
+        // connection ends before, what ran here since never counted.
         let limit = ACK_LIMIT.min(self.config.silence_limit);
         match self.link.receive(limit, never())? {
             Frame::RunningAck => {}
@@ -187,8 +188,9 @@ impl Running<'_> {
         if let Some(failure) = core.take_failure() {
             return Err(failure);
         }
-        // Every page is here and verified, and both counts agree: the guest needs nobody any more. The
-        // source's last word says only that it knows; whatever comes instead changes nothing here.
+        // Every page is here and verified, and both counts agree: the guest needs nobody any more.
+        // The source's last word says only that it knows; whatever comes instead changes
+        // nothing here.
         if self.link.send(&Frame::DrainAck(counts)).is_ok() {
             let _ = self.link.receive(self.config.silence_limit, never());
         }

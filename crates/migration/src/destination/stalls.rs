@@ -108,7 +108,8 @@ impl Stalls {
         });
     }
 
-    /// Some thread sleeps in the kernel until `page` arrives. Call before its missing bit is tested.
+    /// Some thread sleeps in the kernel until `page` arrives. Call before its missing bit is
+    /// tested.
     pub(crate) fn open(&self, page: RamPage, at_ns: u64) {
         let mut open = lock(&self.open);
         open.entry(page.0).or_insert(at_ns);

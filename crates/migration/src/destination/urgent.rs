@@ -11,7 +11,8 @@ const REPLIES: usize = 8;
 pub(super) struct UrgentReader {
     buffer: Box<[u8]>,
     filled: usize,
-    /// What came could not be understood or taken: whoever met that ends the migration, and nobody reads on.
+    /// What came could not be understood or taken: whoever met that ends the migration, and nobody
+    /// reads on.
     broken: bool,
     memory_pages: u64,
 }
@@ -26,7 +27,8 @@ impl UrgentReader {
         }
     }
 
-    /// Takes what is there, without waiting, and hands each whole reply to `place`; returns how many.
+    /// Takes what is there, without waiting, and hands each whole reply to `place`; returns how
+    /// many.
     pub(super) fn pump(
         &mut self,
         link: &UrgentLink,

@@ -21,13 +21,15 @@ pub struct SourceConfig {
     /// The most passes over the pages while the guest still runs; with 0 every page is fetched in
     /// post-copy. Passes end early when hardly anything is left.
     pub precopy_passes: u32,
-    /// Whether missing pages are pushed in the background from the start of post-copy. Without it the
-    /// push waits until the guest has asked for nothing for [`SourceConfig::QUIET`]: for measurements
-    /// of urgent pages beside an idle background.
+    /// Whether missing pages are pushed in the background from the start of post-copy. Without it
+    /// the push waits until the guest has asked for nothing for [`SourceConfig::QUIET`]: for
+    /// measurements of urgent pages beside an idle background.
     pub push_background: bool,
     /// The longest wait for the connection and the handshake.
     pub connect_limit: Duration,
-    /// The longest wait for the destination to build its machine.
+    /// How long to try again while the destination is busy with somebody else.
+    pub busy_limit: Duration,
+    /// The longest silence of the destination while it builds its machine and allocates memory.
     pub setup_limit: Duration,
     /// The longest wait for the destination to take or confirm anything else.
     pub answer_limit: Duration,
@@ -44,7 +46,8 @@ impl Default for SourceConfig {
             precopy_passes: 1,
             push_background: true,
             connect_limit: Duration::from_secs(10),
-            setup_limit: Duration::from_secs(120),
+            busy_limit: Duration::from_secs(30),
+            setup_limit: Duration::from_secs(60),
             answer_limit: Duration::from_secs(20),
         }
     }
@@ -55,8 +58,8 @@ impl Default for SourceConfig {
 pub enum SourceVm {
     /// It runs on here, as if nothing had happened.
     Runs,
-    /// The destination had confirmed that it runs there, and has not said that it discarded it. It is paused here and
-    /// never resumed by us.
+    /// The destination had confirmed that it runs there, and has not said that it discarded it. It
+    /// is paused here and never resumed by us.
     GivenUp,
 }
 

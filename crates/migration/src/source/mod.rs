@@ -1,11 +1,12 @@
 //! The source: the process a VM leaves.
 //!
-//! **Guarantee.** Until the destination has said that the guest runs there, any failure leaves the VM
-//! running here. From then on this side resumes it only if the destination says that it has discarded its copy
-//! without ever hearing `RunningAck`. A page is kept until the destination has acknowledged all pages.
+//! **Guarantee.** Until the destination has said that the guest runs there, any failure leaves the
+//! VM running here. From then on this side resumes it only if the destination says that it has
+//! discarded its copy without ever hearing `RunningAck`. A page is kept until the destination has
+//! acknowledged all pages.
 //!
-//! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up; pre-copy passes by the
-//! dirty log (`precopy`); switch-over (`switchover`); post-copy (`postcopy`), where one thread
+//! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up; pre-copy passes by
+//! the dirty log (`precopy`); switch-over (`switchover`); post-copy (`postcopy`), where one thread
 //! answers requests on the urgent connection and this one pushes the rest in the background; and
 //! completion, where both ends compare what was sent with what was received.
 //!
@@ -18,21 +19,22 @@
 
 mod config;
 mod pages;
-mod pool;
 mod postcopy;
 mod precopy;
 mod switchover;
+mod unsent;
 
 pub use config::{RunningVm, SourceConfig, SourceFailure, SourceVm};
 
 use crate::address::Address;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::link::StreamLink;
+use crate::link::{StreamLink, UrgentLink, never};
 use crate::phase::{Observer, Phase};
 use crate::report::{PageCounts, PhaseStart, SourceReport};
 use crate::sync::{AtomicBool, Ordering};
-use crate::wire::{self, Frame, Setup};
+use crate::wire::{self, Frame, Setup, SetupProgress};
+use std::time::{Duration, Instant};
 
 /// What all phases of one migration share.
 struct Source<'a> {
@@ -41,16 +43,23 @@ struct Source<'a> {
     cancel: &'a dyn Fn() -> bool,
     observer: &'a dyn Observer,
     link: StreamLink,
+    /// The destination has allocated the memory it wants to have before the switch-over.
+    destination_ready: bool,
     report: SourceReport,
 }
+
+/// How long a source waits before it asks a busy destination again.
+const BUSY_PAUSE: Duration = Duration::from_millis(200);
+/// How often a source that waits looks whether it was cancelled.
+const CANCEL_POLL: Duration = Duration::from_millis(20);
 
 /// Moves a running VM to the process that listens at `to`. `guest` says what runs in it, in the
 /// caller's own words (at most [`wire::MAX_DESCRIPTION_BYTES`]).
 ///
-/// Setting `cancel` ends the migration before switch-over and the VM runs on; later it has no effect.
-/// The calling thread asks the scheduler for short slices, as vCPUs wait for it in the blackout.
-/// Returns when the destination has every page and has said so; the VM is then paused here and the
-/// caller drops it.
+/// Setting `cancel` ends the migration before switch-over and the VM runs on; later it has no
+/// effect. The calling thread asks the scheduler for short slices, as vCPUs wait for it in the
+/// blackout. Returns when the destination has every page and has said so; the VM is then paused
+/// here and the caller drops it.
 ///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.
@@ -74,17 +83,21 @@ pub fn migrate(
     crate::latency::prefer_short_slices();
     let began_ns = monotonic_ns();
     observer.phase(Phase::Setup);
-    let (stream, urgent) =
-        StreamLink::connect(to, config, vm.machine.ram().pages(), cancel).map_err(runs)?;
+    let offer = offer(vm, guest).map_err(runs)?;
+    let (stream, urgent) = connect(vm, to, &offer, config, cancel).map_err(|error| {
+        observer.phase(Phase::Failed);
+        runs(error)
+    })?;
     let mut source = Source {
         vm: *vm,
         config,
         cancel,
         observer,
         link: stream,
+        destination_ready: false,
         report: new_report(began_ns),
     };
-    let missing = match source.until_running(guest) {
+    let missing = match source.until_running() {
         Ok(missing) => missing,
         Err(error) => {
             source.call_off(&error);
@@ -100,8 +113,8 @@ pub fn migrate(
             source.report.total_ns = monotonic_ns() - began_ns;
             Ok(source.report)
         }
-        // It waited too long for RunningAck, as this side was not scheduled or the link was slow. Nobody else has
-        // the VM now, and nothing here has changed since switch-over.
+        // It waited too long for RunningAck, as this side was not scheduled or the link was slow.
+        // Nobody else has the VM now, and nothing here has changed since switch-over.
         Err(error) if error.is_discarded_there() => {
             source.call_off(&error);
             observer.phase(Phase::Failed);
@@ -150,41 +163,55 @@ impl Source<'_> {
         Ok(())
     }
 
-    /// Set-up, pre-copy and switch-over: all that can still be undone. Returns the missing pages.
-    fn until_running(
-        &mut self,
-        guest: &[u8],
-    ) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
-        self.setup(guest)?;
+    /// Pre-copy and switch-over: all that can still be undone. Returns the missing pages.
+    fn until_running(&mut self) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
         let dirty = self.precopy()?;
+        self.wait_until_destination_is_ready()?;
         self.switch_over(dirty)
     }
 
-    fn setup(&mut self, guest: &[u8]) -> Result<(), MigrationError> {
-        let layout = self.vm.machine.ram().layout();
-        let (engine, isa) = crate::link::wire_engine(self.vm.machine.engine());
-        let setup = Setup {
-            engine,
-            isa,
-            state_format: crate::STATE_FORMAT,
-            vcpus: u32::try_from(self.vm.threads.count())
-                .map_err(|_| MigrationError::Internal("too many vCPUs".into()))?,
-            memory_bytes: layout.bytes(),
-            regions: layout
-                .regions()
-                .iter()
-                .map(|r| wire::Region {
-                    slot: r.slot,
-                    gfn: r.gfn,
-                    pages: r.pages,
-                })
-                .collect(),
-            description: guest.to_vec(),
-        };
-        self.link.send(&Frame::Setup(setup))?;
+    /// Takes what the destination has said about its memory meanwhile, so that it never waits for
+    /// room.
+    fn take_setup_progress(&mut self) -> Result<(), MigrationError> {
+        while self.link.wait_for_frame(Duration::ZERO, never())? {
+            self.receive_setup_progress()?;
+        }
+        Ok(())
+    }
+
+    /// The guest runs on while the destination still allocates memory.
+    fn wait_until_destination_is_ready(&mut self) -> Result<(), MigrationError> {
+        while !self.destination_ready {
+            self.receive_setup_progress()?;
+        }
+        Ok(())
+    }
+
+    fn receive_setup_progress(&mut self) -> Result<(), MigrationError> {
         match self.link.receive(self.config.setup_limit, self.cancel)? {
-            Frame::SetupAck => Ok(()),
-            other => Err(self.link.unexpected("SetupAck", &other)),
+            Frame::SetupProgress(progress) => self.hear_setup_progress(progress),
+            other => Err(self.link.unexpected("SetupProgress", &other)),
+        }
+    }
+
+    fn hear_setup_progress(&mut self, progress: SetupProgress) -> Result<(), MigrationError> {
+        if self.destination_ready {
+            let why = "it sent SetupProgress after it was ready";
+            return Err(MigrationError::Peer(why.into()));
+        }
+        self.destination_ready = progress.ready;
+        let total = self.vm.machine.ram().pages();
+        self.observer.allocated(progress.pages, total);
+        Ok(())
+    }
+
+    /// The destination's answer to a pass.
+    fn receive_answer(&mut self) -> Result<Frame, MigrationError> {
+        loop {
+            match self.link.receive(self.config.answer_limit, self.cancel)? {
+                Frame::SetupProgress(progress) => self.hear_setup_progress(progress)?,
+                other => return Ok(other),
+            }
         }
     }
 
@@ -200,4 +227,79 @@ impl Source<'_> {
         self.vm.threads.resume();
         self.link.shutdown();
     }
+}
+
+/// What the destination has to build.
+fn offer(vm: &RunningVm<'_>, guest: &[u8]) -> Result<Setup, MigrationError> {
+    let layout = vm.machine.ram().layout();
+    let (engine, isa) = crate::link::wire_engine(vm.machine.engine());
+    Ok(Setup {
+        engine,
+        isa,
+        state_format: crate::STATE_FORMAT,
+        vcpus: u32::try_from(vm.threads.count())
+            .map_err(|_| MigrationError::Internal("too many vCPUs".into()))?,
+        memory_bytes: layout.bytes(),
+        regions: layout
+            .regions()
+            .iter()
+            .map(|r| wire::Region {
+                slot: r.slot,
+                gfn: r.gfn,
+                pages: r.pages,
+            })
+            .collect(),
+        description: guest.to_vec(),
+    })
+}
+
+/// Connects, offers the VM, and hears that the destination takes it. A destination that is busy is
+/// asked again for a while.
+fn connect(
+    vm: &RunningVm<'_>,
+    to: &Address,
+    offer: &Setup,
+    config: &SourceConfig,
+    cancel: &dyn Fn() -> bool,
+) -> Result<(StreamLink, UrgentLink), MigrationError> {
+    let until = Instant::now() + config.busy_limit;
+    loop {
+        match connect_once(vm, to, offer, config, cancel) {
+            Err(error) if error.is_busy() && Instant::now() < until => {
+                let pause = Instant::now() + BUSY_PAUSE;
+                while Instant::now() < pause {
+                    if cancel() {
+                        return Err(MigrationError::Cancelled);
+                    }
+                    std::thread::sleep(CANCEL_POLL);
+                }
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+fn connect_once(
+    vm: &RunningVm<'_>,
+    to: &Address,
+    offer: &Setup,
+    config: &SourceConfig,
+    cancel: &dyn Fn() -> bool,
+) -> Result<(StreamLink, UrgentLink), MigrationError> {
+    let (mut link, urgent) = StreamLink::connect(to, config, vm.machine.ram().pages(), cancel)?;
+    let answer = link
+        .send(&Frame::Setup(offer.clone()))
+        .and_then(|()| link.receive(config.setup_limit, cancel));
+    let error = match answer {
+        Ok(Frame::SetupAck) => return Ok((link, urgent)),
+        Ok(other) => link.unexpected("SetupAck", &other),
+        Err(error) => error,
+    };
+    if matches!(error, MigrationError::Cancelled) {
+        link.say_cancel();
+    } else {
+        link.say_error(error.wire_code(), &error);
+    }
+    link.shutdown();
+    Err(error)
 }

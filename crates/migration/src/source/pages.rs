@@ -4,9 +4,9 @@
 )]
 //! Pages frames as the source fills and sends them.
 //!
-//! While the guest runs, a page is copied out first, so that the bytes that are hashed are the bytes that
-//! are sent; the page is sent again later if the guest changed it. Once the guest is stopped for good,
-//! pages are hashed and sent from where they lie.
+//! While the guest runs, a page is copied out first, so that the bytes that are hashed are the
+//! bytes that are sent; the page is sent again later if the guest changed it. Once the guest is
+//! stopped for good, pages are hashed and sent from where they lie.
 
 use crate::error::MigrationError;
 use crate::link::{StreamLink, never};
@@ -62,17 +62,24 @@ impl<'a> PageSender<'a> {
         }
     }
 
-    fn push(&mut self, page: RamPage, kind: RunKind) -> Result<bool, MigrationError> {
-        match self.list.push(page, kind) {
-            Ok(()) => {
-                self.zero_in_frame += u64::from(kind == RunKind::Zero);
-                Ok(true)
+    /// Adds a page to the frame. A frame that is full is sent by `send` first, and takes the page
+    /// then. So the page is in a frame when this returns, or the migration fails.
+    fn push(
+        &mut self,
+        page: RamPage,
+        kind: RunKind,
+        send: impl FnOnce(&mut Self) -> Result<(), MigrationError>,
+    ) -> Result<(), MigrationError> {
+        let pushed = match self.list.push(page, kind) {
+            Err(RunRefused::Full) => {
+                send(self)?;
+                self.list.push(page, kind)
             }
-            Err(RunRefused::Full) => Ok(false),
-            Err(refused @ RunRefused::OutOfOrder { .. }) => {
-                Err(MigrationError::Internal(refused.to_string()))
-            }
-        }
+            pushed => pushed,
+        };
+        pushed.map_err(|refused| MigrationError::Internal(refused.to_string()))?;
+        self.zero_in_frame += u64::from(kind == RunKind::Zero);
+        Ok(())
     }
 
     /// Adds a page of a running guest, which is copied now.
@@ -81,26 +88,27 @@ impl<'a> PageSender<'a> {
         link: &mut StreamLink,
         page: RamPage,
     ) -> Result<(), MigrationError> {
-        // Zero pages cost a look each and fill no frame: the peer must not wait for the end of many.
+        // Zero pages cost a look each and fill no frame: the peer must not wait for the end of
+        // many.
         if self.list.data_pages() == FRAME_PAGES || self.zero_in_frame >= RUNNING_ZERO_PAGES {
             self.send_copies(link)?;
         }
-        loop {
-            let at = self.list.data_bytes();
-            let copy = self.copies[at..at + PAGE_BYTES]
-                .first_chunk_mut()
-                .expect("a whole page");
-            self.ram.read(page, copy);
-            let kind = if is_zero(copy) {
-                RunKind::Zero
-            } else {
-                RunKind::Data
-            };
-            if self.push(page, kind)? {
-                return Ok(());
-            }
-            self.send_copies(link)?;
-        }
+        let at = self.list.data_bytes();
+        let copy = self.copies[at..at + PAGE_BYTES]
+            .first_chunk_mut()
+            .expect("a whole page");
+        self.ram.read(page, copy);
+        let kind = if is_zero(copy) {
+            RunKind::Zero
+        } else {
+            RunKind::Data
+        };
+        self.push(page, kind, |sender| {
+            sender.send_copies(link)?;
+            // The frame that takes the page begins with it.
+            sender.copies.copy_within(at..at + PAGE_BYTES, 0);
+            Ok(())
+        })
     }
 
     /// Adds a page known to be zero without looking at it (a hole of the memfd).
@@ -109,11 +117,7 @@ impl<'a> PageSender<'a> {
         link: &mut StreamLink,
         page: RamPage,
     ) -> Result<(), MigrationError> {
-        if !self.push(page, RunKind::Zero)? {
-            self.send_copies(link)?;
-            self.push(page, RunKind::Zero)?;
-        }
-        Ok(())
+        self.push(page, RunKind::Zero, |sender| sender.send_copies(link))
     }
 
     /// Sends what [`PageSender::add_running`] collected.
@@ -141,7 +145,8 @@ impl<'a> PageSender<'a> {
 /// The same for a guest that is stopped and will never run here again.
 pub(crate) struct StoppedSender<'a> {
     inner: PageSender<'a>,
-    /// From this page on, the next pages with memory are those of the range: nobody writes them any more.
+    /// From this page on, the next pages with memory are those of the range: nobody writes them
+    /// any more.
     allocated: (u64, std::ops::Range<u64>),
 }
 
@@ -161,8 +166,8 @@ impl<'a> StoppedSender<'a> {
 
     /// The bytes of a page, where they lie.
     pub(crate) fn page(&self, page: RamPage) -> &'a [u8; PAGE_BYTES] {
-        // SAFETY: the pointer is to 4096 mapped bytes that live as long as the `GuestRam` borrowed for
-        // 'a, and by the contract of `new` nobody writes them.
+        // SAFETY: the pointer is to 4096 mapped bytes that live as long as the `GuestRam` borrowed
+        // for 'a, and by the contract of `new` nobody writes them.
         unsafe { &*self.inner.ram.alias(page, 1).cast() }
     }
 
@@ -177,14 +182,19 @@ impl<'a> StoppedSender<'a> {
         Ok(page.0 < self.allocated.1.start)
     }
 
-    /// Adds a page; false if the frame is full: send it, then add the page again.
-    pub(crate) fn add(&mut self, page: RamPage) -> Result<bool, MigrationError> {
+    /// Adds a page. A frame that is full is sent first.
+    pub(crate) fn add(
+        &mut self,
+        link: &mut StreamLink,
+        page: RamPage,
+    ) -> Result<(), MigrationError> {
         let kind = if self.is_hole(page)? || is_zero(self.page(page)) {
             RunKind::Zero
         } else {
             RunKind::Data
         };
-        self.inner.push(page, kind)
+        self.inner
+            .push(page, kind, |inner| send_in_place(inner, link))
     }
 
     /// Whether the frame has as many pages as a frame should.
@@ -192,33 +202,9 @@ impl<'a> StoppedSender<'a> {
         self.inner.list.data_pages() >= FRAME_PAGES || self.inner.zero_in_frame >= FRAME_ZERO_PAGES
     }
 
-    /// Whether the frame has no page.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.inner.list.is_empty()
-    }
-
     /// Sends the frame, the pages from where they lie.
     pub(crate) fn send(&mut self, link: &mut StreamLink) -> Result<(), MigrationError> {
-        if self.is_empty() {
-            return Ok(());
-        }
-        let mut head = std::mem::take(&mut self.inner.head);
-        let mut hasher: FrameHasher = self.inner.list.encode_head(&mut head);
-        let runs = self.inner.list.runs();
-        let mut slices = Vec::with_capacity(runs.len() + 1);
-        for run in runs.iter().filter(|run| run.kind == RunKind::Data) {
-            let start = self.inner.ram.alias(run.first, run.pages.into());
-            // SAFETY: as for `page`; `alias` checked the whole run.
-            let bytes = unsafe { std::slice::from_raw_parts(start.cast_const(), run.data_bytes()) };
-            hasher.update(bytes);
-            slices.push(IoSlice::new(bytes));
-        }
-        hasher.seal(&mut head);
-        slices.insert(0, IoSlice::new(&head));
-        link.send_vectored(&slices, never())?;
-        self.inner.head = head;
-        self.inner.sent();
-        Ok(())
+        send_in_place(&mut self.inner, link)
     }
 
     /// Data pages sent so far.
@@ -232,9 +218,125 @@ impl<'a> StoppedSender<'a> {
     }
 }
 
+/// Sends the frame of a [`StoppedSender`], the pages from where they lie.
+fn send_in_place(sender: &mut PageSender<'_>, link: &mut StreamLink) -> Result<(), MigrationError> {
+    if sender.list.is_empty() {
+        return Ok(());
+    }
+    let mut head = std::mem::take(&mut sender.head);
+    let mut hasher: FrameHasher = sender.list.encode_head(&mut head);
+    let runs = sender.list.runs();
+    let mut slices = Vec::with_capacity(runs.len() + 1);
+    for run in runs.iter().filter(|run| run.kind == RunKind::Data) {
+        let start = sender.ram.alias(run.first, run.pages.into());
+        // SAFETY: `alias` checked that the whole run is mapped, for as long as the `GuestRam`
+        // lives. By the contract of `StoppedSender::new` nobody writes it.
+        let bytes = unsafe { std::slice::from_raw_parts(start.cast_const(), run.data_bytes()) };
+        hasher.update(bytes);
+        slices.push(IoSlice::new(bytes));
+    }
+    hasher.seal(&mut head);
+    slices.insert(0, IoSlice::new(&head));
+    link.send_vectored(&slices, never())?;
+    sender.head = head;
+    sender.sent();
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::channel::{Connection, Wait};
+    use crate::wire::{FrameHeader, HEADER_BYTES, Run, Side};
+    use pageferry_machine::RamLayout;
+    use std::time::Duration;
+
+    /// What `send` sends of memory whose every second page is zero, so that frames are full of
+    /// runs.
+    fn sent_pages(send: impl FnOnce(&GuestRam, &mut StreamLink)) -> (u64, Vec<(Run, Vec<u8>)>) {
+        const PAGES: u64 = 700;
+        let layout = RamLayout::for_memory(PAGES * PAGE_BYTES as u64).unwrap();
+        let ram = GuestRam::new(layout).unwrap();
+        for page in (0..PAGES).step_by(2) {
+            ram.write(RamPage(page), &[page as u8 | 1; PAGE_BYTES]);
+        }
+        let (ours, theirs) = Connection::pair().unwrap();
+        let limit = Duration::from_secs(60);
+        let reader = std::thread::spawn(move || {
+            let wait = Wait::block("test").within(limit);
+            let mut runs = Vec::new();
+            let mut head = [0; HEADER_BYTES];
+            while theirs.read_exact(&mut head, &wait).is_ok() {
+                let header = FrameHeader::decode(&head, Side::Source).unwrap();
+                let mut payload = vec![0; header.payload_len as usize];
+                theirs.read_exact(&mut payload, &wait).unwrap();
+                let (descriptors, mut data) =
+                    payload.split_at(RunList::descriptors_len(&header).unwrap());
+                let list = RunList::decode(&header, descriptors, PAGES).unwrap();
+                for run in list.runs() {
+                    let bytes = if run.kind == RunKind::Data {
+                        run.data_bytes()
+                    } else {
+                        0
+                    };
+                    let (of_run, rest) = data.split_at(bytes);
+                    runs.push((*run, of_run.to_vec()));
+                    data = rest;
+                }
+            }
+            runs
+        });
+        let mut link = StreamLink::new(ours, Side::Destination, PAGES, limit);
+        send(&ram, &mut link);
+        drop(link);
+        (PAGES, reader.join().unwrap())
+    }
+
+    fn assert_each_once(pages: u64, runs: &[(Run, Vec<u8>)]) {
+        let mut next = 0;
+        for (run, bytes) in runs {
+            assert_eq!(run.first.0, next, "no page is lost and none comes twice");
+            for (i, page) in bytes.chunks(PAGE_BYTES).enumerate() {
+                let expected = (run.first.0 + i as u64) as u8 | 1;
+                assert!(
+                    page.iter().all(|byte| *byte == expected),
+                    "page {next} + {i}"
+                );
+            }
+            next = run.end();
+        }
+        assert_eq!(next, pages);
+    }
+
+    #[test]
+    fn a_full_frame_loses_no_page_of_a_stopped_guest() {
+        let (pages, runs) = sent_pages(|ram, link| {
+            // SAFETY: no vCPU runs in this test, and nobody writes the memory.
+            let mut sender = unsafe { StoppedSender::new(ram) };
+            for page in 0..ram.pages() {
+                sender.add(link, RamPage(page)).unwrap();
+            }
+            sender.send(link).unwrap();
+        });
+        assert_each_once(pages, &runs);
+    }
+
+    #[test]
+    fn a_full_frame_loses_no_page_of_a_running_guest() {
+        let (pages, runs) = sent_pages(|ram, link| {
+            let mut sender = PageSender::new(ram, never());
+            for page in 0..ram.pages() {
+                // Holes among them fill a frame before a page with data comes.
+                if page % 14 == 1 {
+                    sender.add_hole(link, RamPage(page)).unwrap();
+                } else {
+                    sender.add_running(link, RamPage(page)).unwrap();
+                }
+            }
+            sender.send_copies(link).unwrap();
+        });
+        assert_each_once(pages, &runs);
+    }
 
     #[test]
     fn one_set_bit_anywhere_makes_a_page_not_zero() {

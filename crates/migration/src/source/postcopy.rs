@@ -4,12 +4,12 @@
 )]
 //! Post-copy: the guest runs at the destination, and its missing pages go there.
 //!
-//! Two threads share the [`Pool`] of unsent pages and nothing else. The urgent thread waits for requests
-//! by spinning first, since a sleeping hop costs ten times a spinning one; it answers each request by one
+//! Two threads share [`UnsentPages`] and nothing else. The urgent thread waits for requests by
+//! spinning first, since a wake-up costs ten times a spinning hop. It answers each request by one
 //! vectored write. The calling thread pushes the rest.
 
 use super::pages::{StoppedSender, is_zero};
-use super::pool::Pool;
+use super::unsent::UnsentPages;
 use super::{Source, SourceConfig};
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
@@ -38,14 +38,14 @@ impl Source<'_> {
         self.link.send(&Frame::RunningAck)?;
         self.enter(Phase::Postcopy);
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
-        let pool = Pool::new(missing);
+        let unsent = UnsentPages::new(missing);
         let urgent_bytes = AtomicU64::new(0);
         let finished = std::thread::scope(|scope| {
             let answers = std::thread::Builder::new()
                 .name("pf-urgent".into())
-                .spawn_scoped(scope, || answer(urgent, &ram, &pool, &urgent_bytes))
+                .spawn_scoped(scope, || answer(urgent, &ram, &unsent, &urgent_bytes))
                 .map_err(|e| MigrationError::os("cannot start the urgent thread", e))?;
-            let drained = self.push_and_drain(&ram, &pool, &|| answers.is_finished());
+            let drained = self.push_and_drain(&ram, &unsent, &|| answers.is_finished());
             // Ends the urgent thread, whatever it waits for.
             urgent.shutdown();
             let answered = answers
@@ -65,19 +65,20 @@ impl Source<'_> {
     fn push_and_drain(
         &mut self,
         ram: &GuestRam,
-        pool: &Pool,
+        unsent: &UnsentPages,
         urgent_ended: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let total = self.report.missing_at_start;
-        // SAFETY: (1) the destination runs the guest, so this side does not resume it while there are senders:
-        // `migrate` calls `resume` only before it has `Running`, or after post-copy has failed and its threads
-        // have ended. (2) Migration does not write the source's memory.
+        // SAFETY: (1) the destination runs the guest, so this side does not resume it while there
+        // are senders: `migrate` calls `resume` only before it has `Running`, or after
+        // post-copy has failed and its threads have ended. (2) Migration does not write the
+        // source's memory.
         let mut sender = unsafe { StoppedSender::new(ram) };
         if !self.config.push_background {
-            wait_for_quiet(pool, urgent_ended);
+            wait_for_quiet(unsent, urgent_ended);
         }
         let began_ns = monotonic_ns();
-        self.push(&mut sender, pool, total, urgent_ended)?;
+        self.push(&mut sender, unsent, total, urgent_ended)?;
         let (background, zero) = (sender.data_pages(), sender.zero_pages());
         self.report.background_ns = monotonic_ns() - began_ns;
         self.report.background_bytes = background * PAGE_SIZE;
@@ -108,13 +109,15 @@ impl Source<'_> {
             Ok(other) => return Err(self.link.unexpected("DrainAck", &other)),
             Err(error) => return Err(error),
         }
-        // The destination has every page and has said so. A last word that does not reach it changes nothing.
+        // The destination has every page and has said so. A last word that does not reach it
+        // changes nothing.
         let _ = self.link.send(&Frame::Complete);
         Ok(())
     }
 
-    /// What the destination said on the stream before its urgent connection ended. It counts, although
-    /// this side heard of that end first: a destination that gives up says why and then ends both.
+    /// What the destination said on the stream before its urgent connection ended. It counts,
+    /// although this side heard of that end first: a destination that gives up says why and
+    /// then ends both.
     fn said_before_urgent_ended(&mut self) -> Result<Frame, MigrationError> {
         match self.link.receive(REASON_LIMIT, never()) {
             Ok(frame) => Ok(frame),
@@ -133,7 +136,7 @@ impl Source<'_> {
     fn push(
         &mut self,
         sender: &mut StoppedSender<'_>,
-        pool: &Pool,
+        unsent: &UnsentPages,
         total: u64,
         urgent_ended: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
@@ -141,13 +144,10 @@ impl Source<'_> {
         let mut wrapped = false;
         let mut frames = 0;
         loop {
-            match pool.claim_next(cursor) {
+            match unsent.claim_next(cursor) {
                 Some(page) => {
                     wrapped = false;
-                    if !sender.add(page)? {
-                        sender.send(&mut self.link)?;
-                        sender.add(page)?;
-                    }
+                    sender.add(&mut self.link, page)?;
                     cursor = page.index() + 1;
                 }
                 // Behind the cursor there may be more: once around without a find, there is none.
@@ -164,13 +164,13 @@ impl Source<'_> {
                 frames += 1;
                 if frames % TELL_EVERY == 0 {
                     self.observer
-                        .progress(Phase::Postcopy, total - pool.unsent(), total);
+                        .progress(Phase::Postcopy, total - unsent.count(), total);
                     if urgent_ended() {
                         let said = self.said_before_urgent_ended()?;
                         return Err(self.link.unexpected("nothing", &said));
                     }
                 }
-                if let Some(hint) = pool.take_hint() {
+                if let Some(hint) = unsent.take_hint() {
                     cursor = hint;
                 }
             }
@@ -181,14 +181,14 @@ impl Source<'_> {
 }
 
 /// Returns when no page was asked for in a while, or none is left to ask for.
-fn wait_for_quiet(pool: &Pool, urgent_ended: &dyn Fn() -> bool) {
-    let mut unsent = pool.unsent();
+fn wait_for_quiet(unsent: &UnsentPages, urgent_ended: &dyn Fn() -> bool) {
+    let mut left = unsent.count();
     let mut changed = Instant::now();
-    while unsent > 0 && changed.elapsed() < SourceConfig::QUIET && !urgent_ended() {
+    while left > 0 && changed.elapsed() < SourceConfig::QUIET && !urgent_ended() {
         std::thread::sleep(IDLE);
-        let now_unsent = pool.unsent();
-        if now_unsent != unsent {
-            (unsent, changed) = (now_unsent, Instant::now());
+        let now_left = unsent.count();
+        if now_left != left {
+            (left, changed) = (now_left, Instant::now());
         }
     }
 }
@@ -197,7 +197,7 @@ fn wait_for_quiet(pool: &Pool, urgent_ended: &dyn Fn() -> bool) {
 fn answer(
     link: &UrgentLink,
     ram: &GuestRam,
-    pool: &Pool,
+    unsent: &UnsentPages,
     bytes: &AtomicU64,
 ) -> Result<(), MigrationError> {
     crate::latency::prefer_short_slices();
@@ -207,7 +207,7 @@ fn answer(
     loop {
         let request = requests.next()?;
         match request.kind {
-            UrgentKind::Request if pool.claim_urgent(request.page) => {
+            UrgentKind::Request if unsent.claim_urgent(request.page) => {
                 bytes.fetch_add(send_page(link, &pages, request.page)?, Ordering::Relaxed);
             }
             // It was sent already, or is on its way on the stream.

@@ -1,8 +1,8 @@
 //! Pre-copy: pages are sent while the guest runs and changes them.
 //!
-//! The dirty log is on before the first page is read, and is harvested only when the destination has
-//! taken a whole pass. So a page that was changed after it was read is in a harvest, and is sent again or
-//! is *missing* at switch-over.
+//! The dirty log is on before the first page is read, and is harvested only when the destination
+//! has taken a whole pass. So a page that was changed after it was read is in a harvest, and is
+//! sent again or is *missing* at switch-over.
 
 use super::Source;
 use super::pages::PageSender;
@@ -17,10 +17,12 @@ use pageferry_userfault::PageBitmap;
 const HARDLY_ANY: usize = 64;
 /// How many pages are sent between two looks at `cancel`.
 const CHECK_EVERY: u64 = 1024;
+/// How many pages are sent between two looks at what the destination says about its memory.
+const HEAR_EVERY: u64 = 256;
 
 impl Source<'_> {
-    /// All passes. Returns the pages that are not at the destination as they are here now; the guest
-    /// still runs and adds to them.
+    /// All passes. Returns the pages that are not at the destination as they are here now; the
+    /// guest still runs and adds to them.
     pub(super) fn precopy(&mut self) -> Result<PageBitmap, MigrationError> {
         let pages = self.vm.machine.ram().pages() as usize;
         let dirty = PageBitmap::new(pages);
@@ -65,6 +67,9 @@ impl Source<'_> {
                 sender.add_running(&mut self.link, page)?;
             }
             done += 1;
+            if done % HEAR_EVERY == 0 {
+                self.take_setup_progress()?;
+            }
             if done % CHECK_EVERY == 0 {
                 self.check_cancel()?;
                 self.observer.progress(phase, done, total);
@@ -78,7 +83,7 @@ impl Source<'_> {
         self.report.page_bytes += sender.data_pages * pageferry_addr::PAGE_SIZE;
         let ended = Pass { pass, pages: done };
         self.link.send(&Frame::PassEnd(ended))?;
-        match self.link.receive(self.config.answer_limit, self.cancel)? {
+        match self.receive_answer()? {
             Frame::PassAck(taken) if taken == ended => Ok(done),
             Frame::PassAck(taken) => Err(MigrationError::Peer(format!(
                 "it confirmed {} pages of pass {} where {} of pass {} were sent",

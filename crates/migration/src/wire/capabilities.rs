@@ -56,8 +56,8 @@ impl Capabilities {
     /// The source's check of what the destination chose from `offered`.
     ///
     /// # Errors
-    /// [`WireError::BadField`] if a bit was accepted that was not offered, or a required bit was not
-    /// accepted.
+    /// [`WireError::BadField`] if a bit was accepted that was not offered, or a required bit was
+    /// not accepted.
     pub fn check_chosen(self, offered: Self) -> Result<Self, WireError> {
         if offered.contains(self) && self.contains(Self::REQUIRED) {
             return Ok(self);

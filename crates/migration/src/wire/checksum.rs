@@ -34,10 +34,11 @@ pub(crate) fn xxh3_64(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
 
-/// The checksum of one frame, fed piece by piece: first the header's bytes before its checksum, then
-/// the payload.
+/// The checksum of one frame, fed piece by piece: first the header's bytes before its checksum,
+/// then the payload.
 ///
-/// It counts what it is fed, so that a payload of the wrong length can neither be sealed nor verified.
+/// It counts what it is fed, so that a payload of the wrong length can neither be sealed nor
+/// verified.
 #[derive(Clone)]
 pub struct FrameHasher {
     state: Xxh3,
@@ -74,12 +75,12 @@ impl FrameHasher {
         self.payload_len.saturating_sub(self.fed)
     }
 
-    /// Writes the checksum into the encoded header at the start of `head`, which is then ready to be
-    /// sent.
+    /// Writes the checksum into the encoded header at the start of `head`, which is then ready to
+    /// be sent.
     ///
     /// # Panics
-    /// If the payload fed so far does not have the length the header announces, or `head` is shorter
-    /// than a header: the sender's own mistake, better caught here than by the peer.
+    /// If the payload fed so far does not have the length the header announces, or `head` is
+    /// shorter than a header: the sender's own mistake, better caught here than by the peer.
     pub fn seal(self, head: &mut [u8]) {
         assert_eq!(
             self.fed, self.payload_len,

@@ -93,7 +93,7 @@ pub enum WireError {
     BadField {
         /// The message it was found in.
         what: &'static str,
-        /// The field's name in `docs/wire-format.md`.
+        /// The field's name in the document of the wire format.
         field: &'static str,
         /// The value found (of a longer field, its first non-zero byte).
         value: u64,
@@ -103,7 +103,7 @@ pub enum WireError {
     OutOfRange {
         /// The message it was found in.
         what: &'static str,
-        /// The field's name in `docs/wire-format.md`.
+        /// The field's name in the document of the wire format.
         field: &'static str,
         /// The value found.
         value: u64,

@@ -3,7 +3,7 @@
 use super::error::in_range;
 use super::{
     DrainCounts, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES, MAX_BITMAP_WORDS, MAX_VCPUS,
-    Pass, Setup, SwitchOver, WireError,
+    Pass, Setup, SetupProgress, SwitchOver, WireError,
 };
 
 /// A message of the stream connection. Pages frames are not among them: their data goes straight to
@@ -42,6 +42,8 @@ pub enum Frame {
     DrainAck(DrainCounts),
     /// See [`FrameType::Complete`].
     Complete,
+    /// How much of its memory the destination has allocated.
+    SetupProgress(SetupProgress),
 }
 
 /// A piece of the bitmap of missing pages: bit `b` of word `w` is RAM page `64 * w + b`.
@@ -58,7 +60,8 @@ pub struct MissingBitmap {
 pub struct VcpuState {
     /// The vCPU, below [`MAX_VCPUS`].
     pub vcpu: u32,
-    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque here.
+    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque
+    /// here.
     pub state: Vec<u8>,
 }
 
@@ -81,6 +84,7 @@ impl Frame {
             Self::DrainEnd(_) => FrameType::DrainEnd,
             Self::DrainAck(_) => FrameType::DrainAck,
             Self::Complete => FrameType::Complete,
+            Self::SetupProgress(_) => FrameType::SetupProgress,
         }
     }
 
@@ -115,6 +119,9 @@ impl Frame {
             }
             Self::SwitchOver(switch_over) => switch_over.encode_payload(out),
             Self::Running { started_at_ns } => arg = *started_at_ns,
+            Self::SetupProgress(progress) => {
+                (count, arg) = (u32::from(progress.ready), progress.pages);
+            }
             Self::DrainEnd(counts) | Self::DrainAck(counts) => counts.encode_payload(out),
             Self::SetupAck | Self::Cancel | Self::RunningAck | Self::Complete => {}
         }
@@ -178,6 +185,7 @@ impl Frame {
         };
         match header.frame_type {
             FrameType::PassEnd | FrameType::PassAck => {}
+            FrameType::SetupProgress => in_range(what, "count", header.count.into(), 0, 1)?,
             FrameType::MissingBitmap => count_is(payload.len() as u64 / 8)?,
             _ => count_is(0)?,
         }
@@ -187,6 +195,7 @@ impl Frame {
             | FrameType::MissingBitmap
             | FrameType::VcpuState
             | FrameType::Error
+            | FrameType::SetupProgress
             | FrameType::Running => {}
             _ => unused("arg", header.arg)?,
         }
@@ -225,6 +234,13 @@ impl Frame {
             FrameType::DrainEnd => Self::DrainEnd(DrainCounts::decode_payload(what, payload)?),
             FrameType::DrainAck => Self::DrainAck(DrainCounts::decode_payload(what, payload)?),
             FrameType::Complete => Self::Complete,
+            FrameType::SetupProgress => {
+                in_range(what, "arg", header.arg, 0, memory_pages)?;
+                Self::SetupProgress(SetupProgress {
+                    pages: header.arg,
+                    ready: header.count == 1,
+                })
+            }
         })
     }
 }

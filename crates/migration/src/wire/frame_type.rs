@@ -70,11 +70,13 @@ pub enum FrameType {
     DrainAck = 14,
     /// Source: its last word.
     Complete = 15,
+    /// The destination has allocated so much of the memory; the last one says that it is ready.
+    SetupProgress = 16,
 }
 
 impl FrameType {
     /// Every type, in the order of their numbers.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Setup,
         Self::SetupAck,
         Self::Error,
@@ -90,6 +92,7 @@ impl FrameType {
         Self::DrainEnd,
         Self::DrainAck,
         Self::Complete,
+        Self::SetupProgress,
     ];
 
     /// The type's number on the wire.
@@ -128,6 +131,7 @@ impl FrameType {
             Self::DrainEnd => "DrainEnd",
             Self::DrainAck => "DrainAck",
             Self::Complete => "Complete",
+            Self::SetupProgress => "SetupProgress",
         }
     }
 
@@ -136,7 +140,11 @@ impl FrameType {
     pub const fn is_sent_by(self, side: Side) -> bool {
         match self {
             Self::Error | Self::Cancel => true,
-            Self::SetupAck | Self::PassAck | Self::Running | Self::DrainAck => {
+            Self::SetupAck
+            | Self::PassAck
+            | Self::Running
+            | Self::DrainAck
+            | Self::SetupProgress => {
                 matches!(side, Side::Destination)
             }
             Self::Setup
@@ -174,7 +182,8 @@ impl FrameType {
             | Self::PassAck
             | Self::Running
             | Self::RunningAck
-            | Self::Complete => (0, 0),
+            | Self::Complete
+            | Self::SetupProgress => (0, 0),
         }
     }
 }

@@ -23,8 +23,8 @@ const _: () = assert!(size_of::<Layout>() == HEADER_BYTES);
 
 /// A frame's header: what follows, and how long it is.
 ///
-/// A decoded header's type, direction, flags and length are checked. Its `count`, `arg` and the rest
-/// are only trustworthy once the checksum is: for a Pages frame the part before `arg` after
+/// A decoded header's type, direction, flags and length are checked. Its `count`, `arg` and the
+/// rest are only trustworthy once the checksum is: for a Pages frame the part before `arg` after
 /// [`RunList::decode`](super::RunList::decode), everything after [`FrameHasher::verify`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {

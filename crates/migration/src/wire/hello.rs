@@ -202,10 +202,10 @@ impl Hello {
     /// On an error, [`HelloReply::refusal_of`] says what to answer.
     ///
     /// # Errors
-    /// In this order: [`WireError::NotPageferry`], [`WireError::Checksum`], [`WireError::Version`] if
-    /// there is no common version (later versions may use what is reserved now, so this comes before
-    /// the fields), [`WireError::BadField`] for reserved bytes, an unknown role, another page size or
-    /// a missing capability.
+    /// In this order: [`WireError::NotPageferry`], [`WireError::Checksum`], [`WireError::Version`]
+    /// if there is no common version (later versions may use what is reserved now, so this
+    /// comes before the fields), [`WireError::BadField`] for reserved bytes, an unknown role,
+    /// another page size or a missing capability.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         const WHAT: &str = "Hello";
         check_frame(WHAT, bytes)?;
@@ -283,8 +283,8 @@ impl HelloReply {
         }
     }
 
-    /// What to answer to a preamble that [`Hello::decode`] refused with `error`, or `None` for a peer
-    /// that would not understand any answer.
+    /// What to answer to a preamble that [`Hello::decode`] refused with `error`, or `None` for a
+    /// peer that would not understand any answer.
     #[must_use]
     pub fn refusal_of(bytes: &[u8; HELLO_BYTES], error: &WireError) -> Option<Self> {
         let status = match error {

@@ -22,25 +22,35 @@ pub struct SwitchOver {
     pub missing_pages: u64,
     /// How many VcpuState frames were sent: the VM's vCPUs.
     pub vcpus: u32,
-    /// When the last vCPU stopped, by the source's `CLOCK_MONOTONIC`, in nanoseconds. Means something
-    /// only where both sides run on one host; informative, nothing may depend on it.
+    /// When the last vCPU stopped, by the source's `CLOCK_MONOTONIC`, in nanoseconds. Means
+    /// something only where both sides run on one host; informative, nothing may depend on it.
     pub stopped_at_ns: u64,
+}
+
+/// How much of the VM's memory the destination has allocated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SetupProgress {
+    /// Pages whose memory is allocated.
+    pub pages: u64,
+    /// All of the memory that is to be allocated before the switch-over is: SwitchOver may be
+    /// sent.
+    pub ready: bool,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct SwitchOverLayout {
+struct SwitchOverBytes {
     missing_pages: U64,
     stopped_at_ns: U64,
     vcpus: U32,
     reserved: [u8; 4],
 }
 
-const _: () = assert!(size_of::<SwitchOverLayout>() == 24);
+const _: () = assert!(size_of::<SwitchOverBytes>() == 24);
 
 impl SwitchOver {
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let layout = SwitchOverLayout {
+        let layout = SwitchOverBytes {
             missing_pages: self.missing_pages.into(),
             stopped_at_ns: self.stopped_at_ns.into(),
             vcpus: self.vcpus.into(),
@@ -51,7 +61,7 @@ impl SwitchOver {
 
     pub(super) fn decode_payload(payload: &[u8], memory_pages: u64) -> Result<Self, WireError> {
         const WHAT: &str = "SwitchOver";
-        let layout: &SwitchOverLayout = exact(WHAT, payload)?;
+        let layout: &SwitchOverBytes = exact(WHAT, payload)?;
         reserved_zero(WHAT, "reserved", &layout.reserved)?;
         let (missing_pages, vcpus) = (layout.missing_pages.get(), layout.vcpus.get());
         in_range(WHAT, "missing_pages", missing_pages, 0, memory_pages)?;
@@ -92,14 +102,14 @@ impl core::fmt::Display for DrainCounts {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct DrainLayout {
+struct DrainBytes {
     urgent: U64,
     background: U64,
     zero: U64,
     total: U64,
 }
 
-const _: () = assert!(size_of::<DrainLayout>() == 32);
+const _: () = assert!(size_of::<DrainBytes>() == 32);
 
 impl DrainCounts {
     /// All of them together, or `None` where the sum exceeds 64 bits.
@@ -112,7 +122,7 @@ impl DrainCounts {
     }
 
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let layout = DrainLayout {
+        let layout = DrainBytes {
             urgent: self.urgent.into(),
             background: self.background.into(),
             zero: self.zero.into(),
@@ -122,7 +132,7 @@ impl DrainCounts {
     }
 
     pub(super) fn decode_payload(what: &'static str, payload: &[u8]) -> Result<Self, WireError> {
-        let layout: &DrainLayout = exact(what, payload)?;
+        let layout: &DrainBytes = exact(what, payload)?;
         let counts = Self {
             urgent: layout.urgent.get(),
             background: layout.background.get(),

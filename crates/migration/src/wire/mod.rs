@@ -1,20 +1,22 @@
 //! The wire format: pure functions between messages and bytes.
 //!
-//! **Guarantee.** Whatever bytes a peer sends, a decoder here returns a message whose every field was
-//! checked, or a [`WireError`] with the offending values. It never panics, never reads past what it
-//! was given, and never allocates more than the bounds below. What one side encodes, the other
-//! decodes to the same message.
+//! **Guarantee.** Whatever bytes a peer sends, a decoder here returns a message whose every field
+//! was checked, or a [`WireError`] with the offending values. It never panics, never reads past
+//! what it was given, and never allocates more than the bounds below. What one side encodes, the
+//! other decodes to the same message.
 //!
 //! **Mechanism.** Fixed-layout little-endian structs (zerocopy), lengths bounded per type *before*
-//! anything is allocated, reserved bytes that must be zero, xxh3-64 checksums. `docs/wire-format.md`
-//! describes every byte and why it is there.
+//! anything is allocated, reserved bytes that must be zero, xxh3-64 checksums. The document of the
+//! wire format in Pageferry's repository describes every byte and why it is there.
 //!
-//! **Neighbours.** [`channel`](crate::channel) moves the bytes; [`handshake`](crate::handshake) uses
-//! [`Hello`] and [`HelloReply`]. It must not know sockets, guest memory or machines: no I/O here.
+//! **Neighbours.** [`channel`](crate::channel) moves the bytes; [`handshake`](crate::handshake)
+//! uses [`Hello`] and [`HelloReply`]. It must not know sockets, guest memory or machines: no I/O
+//! here.
 //!
 //! The parts: [`Hello`] opens either connection; on the stream connection every message is a
-//! [`FrameHeader`] and a payload, which is a [`Frame`] or a list of page runs ([`RunList`]) with the
-//! pages' bytes; on the urgent connection every message is an [`UrgentMessage`] and perhaps a page.
+//! [`FrameHeader`] and a payload, which is a [`Frame`] or a list of page runs ([`RunList`]) with
+//! the pages' bytes; on the urgent connection every message is an [`UrgentMessage`] and perhaps a
+//! page.
 
 mod capabilities;
 mod checksum;
@@ -36,16 +38,16 @@ pub use frame::{Frame, MissingBitmap, VcpuState};
 pub use frame_type::{FrameType, Side};
 pub use header::FrameHeader;
 pub use hello::{Hello, HelloReply, Role, SessionId, Status, check_magic};
-pub use messages::{DrainCounts, Pass, SwitchOver};
+pub use messages::{DrainCounts, Pass, SetupProgress, SwitchOver};
 pub use pages::{Run, RunKind, RunList, RunRefused};
 pub use setup::{Engine, Isa, Region, Setup};
 pub use text::{ErrorCode, ErrorMessage};
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 1;
+pub const MIN_VERSION: u16 = 2;
 /// The first eight bytes of either connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.

@@ -185,9 +185,9 @@ impl RunList {
         FrameHeader::unsealed(FrameType::Pages, payload_len as u32, count as u32, 0)
     }
 
-    /// Writes header and descriptors to `out` (which is cleared) and returns the hasher for the data:
-    /// feed it the pages' bytes in the runs' order, [`seal`](FrameHasher::seal) `out`, then send `out`
-    /// and the same bytes.
+    /// Writes header and descriptors to `out` (which is cleared) and returns the hasher for the
+    /// data: feed it the pages' bytes in the runs' order, [`seal`](FrameHasher::seal) `out`,
+    /// then send `out` and the same bytes.
     ///
     /// The bytes must not change between the hashing and the sending, or the receiver will refuse
     /// them: memory of a running guest has to be copied first.
@@ -229,13 +229,13 @@ impl RunList {
 
     /// Reads the descriptors of the frame with this header, for a VM of `memory_pages` pages.
     ///
-    /// What comes out is the sender's word: the descriptors' checksum was compared, and the payload's
-    /// length is that of the descriptors and the data they announce.
+    /// What comes out is the sender's word: the descriptors' checksum was compared, and the
+    /// payload's length is that of the descriptors and the data they announce.
     ///
     /// # Errors
-    /// [`WireError::OutOfRange`] for counts, and for runs that do not ascend, overlap, or leave memory;
-    /// [`WireError::Checksum`], [`WireError::BadField`], [`WireError::TooLong`] for too many data
-    /// pages, [`WireError::WrongLength`].
+    /// [`WireError::OutOfRange`] for counts, and for runs that do not ascend, overlap, or leave
+    /// memory; [`WireError::Checksum`], [`WireError::BadField`], [`WireError::TooLong`] for too
+    /// many data pages, [`WireError::WrongLength`].
     ///
     /// # Panics
     /// If the header is not that of a Pages frame.

@@ -98,7 +98,8 @@ impl Setup {
     /// Checks every rule of the fields' documentation.
     ///
     /// # Errors
-    /// [`WireError::OutOfRange`], [`WireError::TooLong`] or [`WireError::BadField`], naming the field.
+    /// [`WireError::OutOfRange`], [`WireError::TooLong`] or [`WireError::BadField`], naming the
+    /// field.
     pub fn check(&self) -> Result<(), WireError> {
         const PAGE: u64 = PAGE_BYTES as u64;
         let bad = |field, value| WireError::BadField {

@@ -18,20 +18,23 @@ pub enum ErrorCode {
     Machine = 4,
     /// A program's own mistake.
     Internal = 5,
-    /// The destination started the guest, did not hear `RunningAck`, and has discarded the VM, whose vCPUs
-    /// stand still: it never counts there.
+    /// The destination started the guest, did not hear `RunningAck`, and has discarded the VM,
+    /// whose vCPUs stand still: it never counts there.
     Discarded = 6,
+    /// The destination took another source. It did nothing with this one: trying again may succeed.
+    Busy = 7,
 }
 
 impl ErrorCode {
     /// Every code, in the order of their numbers.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Protocol,
         Self::SetupRefused,
         Self::Resources,
         Self::Machine,
         Self::Internal,
         Self::Discarded,
+        Self::Busy,
     ];
 
     pub(super) fn from_number(number: u64) -> Result<Self, WireError> {
@@ -54,8 +57,8 @@ pub struct ErrorMessage {
 }
 
 impl ErrorMessage {
-    /// A message that fits an Error frame: characters that could command a terminal are escaped, and
-    /// what exceeds [`MAX_ERROR_BYTES`] is cut at a character's boundary.
+    /// A message that fits an Error frame: characters that could command a terminal are escaped,
+    /// and what exceeds [`MAX_ERROR_BYTES`] is cut at a character's boundary.
     #[must_use]
     pub fn new(code: ErrorCode, message: &str) -> Self {
         let mut kept = String::new();

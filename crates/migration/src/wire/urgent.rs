@@ -86,11 +86,13 @@ impl UrgentMessage {
     /// Reads a message that came from side `from`, in a VM of `memory_pages` pages.
     ///
     /// The checksum of a [`UrgentKind::Page`] covers the bytes that follow: it is compared by
-    /// [`verify_page`](Self::verify_page), and until then not even the page's number can be trusted.
+    /// [`verify_page`](Self::verify_page), and until then not even the page's number can be
+    /// trusted.
     ///
     /// # Errors
     /// [`WireError::BadField`] for an unknown kind, a kind `from` never sends, reserved bytes, or a
-    /// page in an end; [`WireError::OutOfRange`] for a page outside memory, [`WireError::Checksum`].
+    /// page in an end; [`WireError::OutOfRange`] for a page outside memory,
+    /// [`WireError::Checksum`].
     pub fn decode(
         bytes: &[u8; URGENT_BYTES],
         from: Side,
@@ -135,7 +137,8 @@ impl UrgentMessage {
         Ok(message)
     }
 
-    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes. Nobody may see the page before.
+    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes. Nobody may see the page
+    /// before.
     ///
     /// # Errors
     /// [`WireError::Checksum`].

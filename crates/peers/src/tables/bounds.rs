@@ -1,9 +1,10 @@
-//! What is asked of the second-stage tables, held against a run's own figures.
+//! What is asked of the second-input tables, held against a run's own figures.
 
 use super::Operation;
-use super::report::Report;
+use super::Report;
 use super::scheme::{CompareExchange, Komora, Scheme, Tdp};
-use crate::verdict::Verdict;
+use crate::Operation as _;
+use pageferry_bench::kit::Verdict;
 
 /// The scheme that is judged.
 const OURS: &str = Tdp::NAME;
@@ -59,7 +60,7 @@ pub(super) fn verdicts(report: &Report) -> Vec<Verdict> {
         let name = format!("{}, to {}", operation.name(), Komora::NAME);
         let theirs = report.value(operation, Komora::NAME);
         ratio(name, 1.0, ours(operation), theirs);
-        for absent in &report.absent {
+        for absent in &report.extra.absent {
             let name = format!("{}, to {}, elsewhere", operation.name(), absent.scheme);
             ratio(name, 1.0, ours(operation), absent.value(operation));
         }
@@ -69,20 +70,15 @@ pub(super) fn verdicts(report: &Report) -> Vec<Verdict> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::Figure;
-    use super::super::stage::Sample;
     use super::*;
+    use crate::report::Figure;
+    use crate::run::Sample;
     use std::time::Duration;
 
     fn report(figures: &[(Operation, &'static str, f64)]) -> Report {
         let figure = |&(operation, scheme, cost): &_| {
-            let sample = Sample {
-                operation,
-                cost,
-                flushes: 0.0,
-                disturbed: false,
-            };
-            Figure::of(operation, scheme, &[sample]).expect("a figure")
+            let samples = [Sample::new(operation, cost)];
+            Figure::of(operation, scheme, None, &samples).expect("a figure")
         };
         Report::new(figures.iter().map(figure).collect(), 1, Duration::ZERO)
     }

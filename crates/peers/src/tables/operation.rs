@@ -40,18 +40,24 @@ impl Operation {
         Self::MapOverlapping,
     ];
 
-    /// How many threads do it at once.
-    #[must_use]
-    pub const fn threads(self) -> u32 {
+    /// A heading of two lines, each of at most nine characters.
+    pub(crate) const fn heading(self) -> [&'static str; 2] {
         match self {
-            Self::MapPartitioned | Self::MapOverlapping => 2,
-            _ => 1,
+            Self::MapPage => ["map", "page"],
+            Self::MapRange => ["map", "range"],
+            Self::Find => ["look-up", "in order"],
+            Self::FindRandom => ["look-up", "random"],
+            Self::ProtectRange => ["protect", "range"],
+            Self::UnmapRange => ["unmap", "range"],
+            Self::UnmapPage => ["unmap", "page"],
+            Self::MapPartitioned => ["2 threads", "apart"],
+            Self::MapOverlapping => ["2 threads", "together"],
         }
     }
+}
 
-    /// A name for a sentence.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
+impl crate::Operation for Operation {
+    fn name(self) -> &'static str {
         match self {
             Self::MapPage => "map a page",
             Self::MapRange => "map a range",
@@ -65,18 +71,14 @@ impl Operation {
         }
     }
 
-    /// A heading of two lines, each of at most nine characters.
-    pub(crate) const fn heading(self) -> [&'static str; 2] {
+    fn unit(self) -> &'static str {
+        "ns"
+    }
+
+    fn threads(self) -> u32 {
         match self {
-            Self::MapPage => ["map", "page"],
-            Self::MapRange => ["map", "range"],
-            Self::Find => ["look-up", "in order"],
-            Self::FindRandom => ["look-up", "random"],
-            Self::ProtectRange => ["protect", "range"],
-            Self::UnmapRange => ["unmap", "range"],
-            Self::UnmapPage => ["unmap", "page"],
-            Self::MapPartitioned => ["2 threads", "apart"],
-            Self::MapOverlapping => ["2 threads", "together"],
+            Self::MapPartitioned | Self::MapOverlapping => 2,
+            _ => 1,
         }
     }
 }

@@ -2,12 +2,13 @@
     unsafe_code,
     reason = "the standard library does not say how often a thread was switched out"
 )]
-//! How often the calling thread lost its core to others, which says what the machine did and not the scheme.
+//! How often the calling thread lost its core to others, which says what the machine did and not
+//! the scheme.
 
 use std::mem::MaybeUninit;
 
-/// Involuntary context switches of the calling thread so far (`ru_nivcsw` of getrusage(2)): a thread that waits for a
-/// mutex is switched too, but of its own will.
+/// Involuntary context switches of the calling thread so far (`ru_nivcsw` of getrusage(2)): a
+/// thread that waits for a mutex is switched too, but of its own will.
 pub(super) fn involuntary() -> i64 {
     let mut usage = MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the pointer is valid for one `rusage`.
@@ -24,10 +25,14 @@ mod tests {
 
     #[test]
     fn sleeping_is_not_losing_the_core_and_being_crowded_out_is() {
-        let before = involuntary();
-        thread::sleep(Duration::from_millis(2));
-        let slept = involuntary();
-        assert!(slept - before <= 1, "{before} then {slept}");
+        // On a busy machine this thread may lose its core as well, but not beside every one of its
+        // sleeps.
+        let lost = (0..1000).map(|_| {
+            let before = involuntary();
+            thread::sleep(Duration::from_millis(2));
+            involuntary() - before
+        });
+        assert_eq!(lost.into_iter().find(|&lost| lost == 0), Some(0));
         // More threads than cores, until one of them has lost its core.
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let begun = Instant::now();

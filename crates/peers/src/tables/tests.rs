@@ -1,7 +1,8 @@
 //! Every scheme against a plain map, and by two threads.
 
 use super::Operation;
-use super::run::{Config, RunError, run};
+use super::measure::frame;
+use super::run::{Config, run};
 #[cfg(target_pointer_width = "64")]
 use super::scheme::Aarch64Paging;
 use super::scheme::{
@@ -10,9 +11,9 @@ use super::scheme::{
 };
 #[cfg(target_arch = "x86_64")]
 use super::scheme::{Multiarch, OffsetTable};
-use super::stage::frame;
-use crate::random::Random;
+use crate::{Operation as _, RunError};
 use pageferry_addr::{Gfn, GfnRange};
+use pageferry_bench::kit::Random;
 use std::collections::BTreeMap;
 
 /// Frames that models are about: three tables, across the end of one of level 3.
@@ -46,7 +47,8 @@ fn agree<W: Worker>(worker: &mut W, model: &Model, gfn: u64, after: &str) {
     );
 }
 
-/// Random operations, after each of which random pages, and the edges of what changed, must be as in the model.
+/// Random operations, after each of which random pages, and the edges of what changed, must be as
+/// in the model.
 fn follows_the_model<S: Scheme>() {
     let mut random = Random::new(7);
     let (mut worker, mut model) = (S::alone(), Model::new());
@@ -123,12 +125,12 @@ fn follows_the_model<S: Scheme>() {
 /// Two threads map, the same pages or each its own; then all are mapped, and all can be unmapped.
 fn maps_with_two_threads<S: Parallel>() {
     for firsts in [[FIRST, FIRST], [FIRST, FIRST + PAGES]] {
-        let shared = S::shared();
+        let tables = S::tables();
         std::thread::scope(|scope| {
             for first in firsts {
-                let shared = &shared;
+                let tables = &tables;
                 scope.spawn(move || {
-                    let mut worker = S::worker(shared);
+                    let mut worker = S::worker(tables);
                     for gfn in first..first + PAGES {
                         worker.map(Gfn(gfn), frame(Gfn(gfn)));
                         agree(&mut worker, &Model::from([(gfn, true)]), gfn, S::NAME);
@@ -136,7 +138,7 @@ fn maps_with_two_threads<S: Parallel>() {
                 });
             }
         });
-        let mut worker = S::worker(&shared);
+        let mut worker = S::worker(&tables);
         let pages = firsts[1] + PAGES - FIRST;
         for gfn in FIRST..FIRST + pages {
             agree(&mut worker, &Model::from([(gfn, true)]), gfn, S::NAME);
@@ -148,7 +150,7 @@ fn maps_with_two_threads<S: Parallel>() {
     }
 }
 
-/// Both tests of a scheme of several threads.
+/// TwoThreads tests of a scheme of several threads.
 fn both<S: Parallel>() {
     follows_the_model::<S>();
     maps_with_two_threads::<S>();
@@ -263,7 +265,7 @@ fn what_cannot_be_measured_is_refused() {
             pair_chunk,
             rounds,
         };
-        let refused = RunError::Config {
+        let refused = RunError::Pages {
             pages,
             chunk,
             pair_chunk,

@@ -1,21 +1,24 @@
 #![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! Arm's stage 2 tables with the 4 KiB granule.
 //!
-//! Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64 Virtual Memory
-//! System Architecture": "Translation table descriptor formats" (VMSAv8-64 descriptors, stage 2 attributes),
-//! "Concatenated translation tables", "Stage 2 data and instruction access permissions", "Hardware management
-//! of the Access flag" and "of the dirty state", "Stage 2 memory types and Cacheability attributes", and "Using
-//! break-before-make when updating translation table entries".
+//! Source: Arm Architecture Reference Manual for A-profile (DDI 0487), chapter D8 "The AArch64
+//! Virtual Memory System Architecture": "Translation table descriptor formats" (VMSAv8-64
+//! descriptors, stage 2 attributes), "Concatenated translation tables", "Stage 2 data and
+//! instruction access permissions", "Hardware management of the Access flag" and "of the dirty
+//! state", "Stage 2 memory types and Cacheability attributes", and "Using break-before-make when
+//! updating translation table entries".
 
-use super::entry::{AccessedBy, DirtyBy, MemoryType};
-use super::layout::Layout;
+use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
+use super::layout::EntryLayout;
 
-/// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48), whose hardware sets the Access flag and the
-/// dirty state if `HAFDBS`, and whose memory types are those of FEAT_S2FWB if `FWB`.
+/// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48), whose hardware sets the
+/// Access flag and the dirty state if `HAFDBS`, and whose memory types are those of FEAT_S2FWB if
+/// `FWB`.
 ///
-/// `HAFDBS` is VTCR_EL2.HA and HD; without it a clear AF is an Access flag fault. `FWB` is HCR_EL2.FWB.
-/// The manual's level is 4 minus the level here. Up to 43 bits the walk starts at the manual's level 1, in up to
-/// 16 concatenated tables, above at its level 0, as KVM sets VTCR_EL2 up.
+/// `HAFDBS` is VTCR_EL2.HA and HD; without it a clear AF is an Access flag fault. `FWB` is
+/// HCR_EL2.FWB. The manual's level is 4 minus the level here. Up to 43 bits the walk starts at the
+/// manual's level 1, in up to 16 concatenated tables, above at its level 0, as KVM sets VTCR_EL2
+/// up.
 #[derive(Clone, Copy, Debug)]
 pub struct Arm64Stage2<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool>;
 
@@ -56,9 +59,9 @@ const EXECUTE_NEVER: u64 = 1 << 54;
 const HOST_WRITABLE: u64 = 1 << 56;
 const MMU_WRITABLE: u64 = 1 << 57;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
-// link differ in what `is_leaf_kind` looks at.
-unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
+// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> EntryLayout
     for Arm64Stage2<IPA_BITS, HAFDBS, FWB>
 {
     const NAME: &'static str = match HAFDBS {
@@ -88,14 +91,15 @@ unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Layout
     } else {
         DirtyBy::WriteProtection
     };
-    /// Required without FEAT_BBM level 2. Else two sizes in a TLB may conflict: an abort, or a translation made
-    /// of both, coherency and ordering lost.
+    /// Required without FEAT_BBM level 2. Else two sizes in a TLB may conflict: an abort, or a
+    /// translation made of both, coherency and ordering lost.
     const BREAK_BEFORE_MAKE: bool = true;
-    /// Descriptors that give a Translation fault or an Access flag fault are not cached.
-    const CACHES_NON_PRESENT: bool = false;
+    /// Descriptors that give a Translation fault or an Access flag fault are not cached, others
+    /// are: so a leaf that gives a Permission fault may stay in the TLB.
+    const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::KeepsDenied;
 
-    /// Bits 47:12; blocks have them from 21 or 30 on, with the rest reserved. The contiguous hint (52) is never
-    /// set: it binds 16 entries to change together, under break-before-make.
+    /// Bits 47:12; blocks have them from 21 or 30 on, with the rest reserved. The contiguous hint
+    /// (52) is never set: it binds 16 entries to change together, under break-before-make.
     const PFN_SHIFT: u32 = 12;
     const PFN_BITS: u32 = 36;
     const PRESENT: u64 = VALID;

@@ -4,8 +4,8 @@ use pageferry_addr::{Gfn, Pfn};
 
 /// What the guest may do with a page beside loading from it.
 ///
-/// Loads are always allowed: x86-64 cannot express otherwise, EPT only on some processors. A page that must
-/// not be read is not mapped.
+/// Loads are always allowed: x86-64 cannot express otherwise, EPT only on some processors. A page
+/// that must not be read is not mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Access {
     /// Stores are allowed.
@@ -44,19 +44,22 @@ pub enum MemoryType {
 
 /// Who may make a leaf writable, and how its dirty state is known: two software bits of each leaf.
 ///
-/// KVM has the same in three bits: Host-writable, MMU-writable, and the `WRPROT_ONLY` type of A/D tracking
-/// (`arch/x86/kvm/mmu/spte.h`). Of their combinations only these four mean something.
+/// KVM has the same in three bits: Host-writable, MMU-writable, and the `WRPROT_ONLY` type of A/D
+/// tracking (`arch/x86/kvm/mmu/spte.h`). Of their combinations only these four mean something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Writes {
-    /// The host does not let the guest write: a read-only slot, or a host page that is mapped read-only.
+    /// The host does not let the guest write: a read-only slot, or a host page that is mapped
+    /// read-only.
     #[default]
     HostForbids,
-    /// The host would, the MMU does not: the page is write-tracked, and each store must reach the tracker.
+    /// The host would, the MMU does not: the page is write-tracked, and each store must reach the
+    /// tracker.
     MmuForbids,
-    /// Allowed. Where the entry is write-protected all the same, the fast path of a fault may undo it.
+    /// Allowed. Where the entry is write-protected all the same, the fast path of a fault may undo
+    /// it.
     Allowed,
-    /// Allowed, and the dirty state is kept by write protection even where the format has a dirty bit: a
-    /// leaf of this class is writable exactly when it is dirty.
+    /// Allowed, and the dirty state is kept by write protection even where the format has a dirty
+    /// bit: a leaf of this class is writable exactly when it is dirty.
     AllowedLoggedByFault,
 }
 
@@ -68,7 +71,8 @@ impl Writes {
         !matches!(self, Self::HostForbids)
     }
 
-    /// Whether a write-protected leaf may be made writable without asking anyone (KVM's MMU-writable).
+    /// Whether a write-protected leaf may be made writable without asking anyone (KVM's
+    /// MMU-writable).
     #[inline]
     #[must_use]
     pub const fn mmu_writable(self) -> bool {
@@ -100,9 +104,10 @@ pub struct Leaf {
 pub enum Meaning {
     /// Nothing is known here: an access faults, and the fault fills the entry.
     NonPresent,
-    /// Someone is about to change the entry or has cut its table off: nobody else may change it.
+    /// One thread is about to change the entry, or has cut its table off: no other may change it.
     Frozen,
-    /// No slot holds this frame: an access is emulated, if the slots are still those of `generation`.
+    /// No slot holds this frame: an access is emulated, if the slots are still those of
+    /// `generation`.
     Mmio {
         /// The guest frame.
         gfn: Gfn,
@@ -123,12 +128,12 @@ pub enum Meaning {
 pub enum AccessedBy {
     /// The hardware sets a bit at the first access.
     Hardware,
-    /// There is a bit, but the hardware does not set it: an access through a leaf where it is clear faults,
-    /// and the fault sets it.
+    /// There is a bit, but the hardware does not set it: an access through a leaf where it is clear
+    /// faults, and the fault sets it.
     FaultOnClear,
-    /// There is no bit: a leaf that is not accessed has its permissions put aside in software bits, faults
-    /// on every access, and the fault restores them. The permission to store is not among them: it comes back
-    /// by a write fault, as after write protection.
+    /// There is no bit: a leaf that is not accessed has its permissions put aside in software bits,
+    /// faults on every access, and the fault restores them. The permission to store is not among
+    /// them: it comes back by a write fault, as after write protection.
     SavedPermissions,
 }
 
@@ -139,4 +144,15 @@ pub enum DirtyBy {
     Hardware,
     /// A leaf is dirty exactly while it lets stores through.
     WriteProtection,
+}
+
+/// What a vCPU's own TLB holds of an entry when an access through it has faulted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TlbAfterFault {
+    /// Nothing: the fault drops what the TLB had for the address.
+    Forgets,
+    /// It may keep a leaf that denied the access. It keeps no entry that is not present.
+    KeepsDenied,
+    /// It may keep any entry, also one that is not present.
+    KeepsAbsent,
 }

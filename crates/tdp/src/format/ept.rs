@@ -1,22 +1,24 @@
 #![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! Intel's extended page tables.
 //!
-//! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3C, chapter "VMX Support for
-//! Address Translation" (29 in the editions around 2024, 28 before), section "The Extended Page Table
-//! Mechanism": tables 29-1 (PML5E), 29-2 (PML4E), 29-3 (PDPTE of a 1-GByte page), 29-4 (PDPTE of a page
-//! directory), 29-5 (PDE of a 2-MByte page), 29-6 (PDE of a page table), 29-7 (PTE).
+//! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3C, chapter "VMX
+//! Support for Address Translation" (29 in the editions around 2024, 28 before), section "The
+//! Extended Page Table Mechanism": tables 29-1 (PML5E), 29-2 (PML4E), 29-3 (PDPTE of a 1-GByte
+//! page), 29-4 (PDPTE of a page directory), 29-5 (PDE of a 2-MByte page), 29-6 (PDE of a page
+//! table), 29-7 (PTE).
 
-use super::entry::{AccessedBy, DirtyBy, MemoryType};
-use super::layout::Layout;
+use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
+use super::layout::EntryLayout;
 
 /// EPT with `LEVELS` (4 or 5), with accessed and dirty flags if `AD`.
 ///
-/// `AD` is bit 6 of the EPT pointer, and to be had where IA32_VMX_EPT_VPID_CAP bit 21 says so. Leaves of 2 MiB
-/// and 1 GiB are that register's bits 16 and 17, five levels its bit 7.
+/// `AD` is bit 6 of the EPT pointer, and to be had where IA32_VMX_EPT_VPID_CAP bit 21 says so.
+/// Leaves of 2 MiB and 1 GiB are that register's bits 16 and 17, five levels its bit 7.
 ///
 /// The VM-execution controls "mode-based execute control" (bit 10), "EPT-violation #VE" (bit 63),
-/// "guest-paging verification" (57), "EPT paging-write control" (58), "sub-page write permissions" (61) and the
-/// EPT pointer's supervisor-shadow-stack control (60) must be off: entries leave their bits clear.
+/// "guest-paging verification" (57), "EPT paging-write control" (58), "sub-page write permissions"
+/// (61) and the EPT pointer's supervisor-shadow-stack control (60) must be off: entries leave their
+/// bits clear.
 #[derive(Clone, Copy, Debug)]
 pub struct Ept<const LEVELS: u32, const AD: bool>;
 
@@ -33,11 +35,13 @@ pub type Ept5NoAd = Ept<5, false>;
 const READ: u64 = 1 << 0;
 /// Bit 1: stores are allowed. Without bit 0 the entry is misconfigured.
 const WRITE: u64 = 1 << 1;
-/// Bit 2: fetches are allowed. Without bit 0 only processors with IA32_VMX_EPT_VPID_CAP bit 0 take it.
+/// Bit 2: fetches are allowed. Without bit 0 only processors with IA32_VMX_EPT_VPID_CAP bit 0 take
+/// it.
 const EXECUTE: u64 = 1 << 2;
 /// Bits 5:3: the memory type of a leaf; bit 6: the guest's PAT has no say in it.
 const MEMORY: u64 = 0b1111 << 3;
-/// Type 6: write-back; and bit 6, so that the guest cannot make uncached aliases of ordinary memory.
+/// Type 6: write-back; and bit 6, so that the guest cannot make uncached aliases of ordinary
+/// memory.
 const WRITE_BACK: u64 = 6 << 3 | 1 << 6;
 /// Type 1: write-combining.
 const WRITE_COMBINING: u64 = 1 << 3;
@@ -47,18 +51,20 @@ const PAGE: u64 = 1 << 7;
 const ACCESSED: u64 = 1 << 8;
 /// Bit 9: dirty, in leaves; ignored where the flags are off.
 const DIRTY: u64 = 1 << 9;
-/// Bit 11: ignored at all levels. Leaves without permissions need a bit that says present; KVM takes this one.
+/// Bit 11: ignored at all levels. Leaves without permissions need a bit that says present; KVM
+/// takes this one.
 const PRESENT: u64 = 1 << 11;
-/// Bits 56:52, 59 and 62 are ignored whatever the controls: two of them for the class of writes, ...
+/// Bits 56:52, 59 and 62 are ignored whatever the controls: two of them for the class of writes,
+/// ...
 const HOST_WRITABLE: u64 = 1 << 52;
 const MMU_WRITABLE: u64 = 1 << 53;
-/// ... and 54 and 56 for saved read and execute permission, as KVM has them. The frame stays: a processor with
-/// the L1 Terminal Fault flaw reads the guest's own page through it, no other.
+/// ... and 54 and 56 for saved read and execute permission, as KVM has them. The frame stays: a
+/// processor with the L1 Terminal Fault flaw reads the guest's own page through it, no other.
 const SAVED_SHIFT: u32 = 54;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
-// link differ in what `is_leaf_kind` looks at.
-unsafe impl<const LEVELS: u32, const AD: bool> Layout for Ept<LEVELS, AD> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
+// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32, const AD: bool> EntryLayout for Ept<LEVELS, AD> {
     const NAME: &'static str = match (LEVELS, AD) {
         (4, true) => "EPT, 4 levels, A/D",
         (4, false) => "EPT, 4 levels, no A/D",
@@ -86,10 +92,12 @@ unsafe impl<const LEVELS: u32, const AD: bool> Layout for Ept<LEVELS, AD> {
     } else {
         DirtyBy::WriteProtection
     };
-    /// Section "Caching Translation Information": either page size may be used until INVEPT, both are legal.
+    /// Section "Caching Translation Information": either page size may be used until INVEPT, both
+    /// are legal.
     const BREAK_BEFORE_MAKE: bool = false;
-    /// Same section: no mapping is created from entries that are not present or misconfigured.
-    const CACHES_NON_PRESENT: bool = false;
+    /// Section "Caching Translation Information": no mapping is created from entries that are not
+    /// present or misconfigured, and an EPT violation invalidates the mappings of its address.
+    const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::Forgets;
 
     /// Bits 51:12, of which those from MAXPHYADDR on are reserved.
     const PFN_SHIFT: u32 = 12;

@@ -4,25 +4,29 @@
 )]
 //! What a format is: constants that say where the fields are and what the hardware does with them.
 
-use super::entry::{AccessedBy, DirtyBy, MemoryType};
+use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
 use core::fmt::Debug;
 use pageferry_addr::{Gfn, Pfn};
 
-/// What distinguishes a page-table format from others; [`Format`](super::Format) is what can be done with it.
+/// What distinguishes a page-table format from others; [`Format`](super::Format) is what can be
+/// done with it.
 ///
-/// Levels are numbered as KVM numbers them: entries of level 1 translate 4 KiB, of level 2 2 MiB, of level 3
-/// 1 GiB; the root is the table of level [`LEVELS`](Self::LEVELS). Under `cfg(loom)` and `cfg(shuttle)` tables shrink to two
-/// entries, so that a model's whole tree stays small; the levels and the bits remain.
+/// Levels are numbered as KVM numbers them: entries of level 1 translate 4 KiB, of level 2 2 MiB,
+/// of level 3 1 GiB; the root is the table of level [`LEVELS`](Self::LEVELS). Under `cfg(loom)` and
+/// `cfg(shuttle)` tables shrink to two entries, so that a model's whole tree stays small; the
+/// levels and the bits remain.
 ///
 /// # Safety
 ///
 /// An MMU follows what [`Format`](super::Format) takes for a link, so these hold:
 /// 1. The constants satisfy [`CHECKED`](Self::CHECKED), or code that makes leaves does not compile.
-/// 2. [`is_leaf_kind`](Self::is_leaf_kind) is false for every [`TABLE`](Self::TABLE) value with a frame number, and true for
-///    every [`LEAF`](Self::LEAF) value with [`leaf_kind`](Self::leaf_kind) of its level and whatever else a leaf may have.
-///    Both depend on their arguments only.
-/// 3. They are the hardware's: what it sets ([`HARDWARE_UPDATES`](Self::HARDWARE_UPDATES)), and what it takes for a link.
-pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
+/// 2. [`is_leaf_kind`](Self::is_leaf_kind) is false for every [`TABLE`](Self::TABLE) value with a
+///    frame number, and true for every [`LEAF`](Self::LEAF) value with
+///    [`leaf_kind`](Self::leaf_kind) of its level and whatever else a leaf may have. Both depend on
+///    their arguments only.
+/// 3. They are the hardware's: what it sets ([`HARDWARE_UPDATES`](Self::HARDWARE_UPDATES)), and
+///    what it takes for a link.
+pub unsafe trait EntryLayout: Copy + Debug + Send + Sync + 'static {
     /// What to call it in messages.
     const NAME: &'static str;
 
@@ -35,8 +39,8 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     /// log2 of the entries of the root.
     const ROOT_INDEX_BITS: u32 = Self::INDEX_BITS;
     /// The highest level that may hold leaves, all levels below included: 3, as no
-    /// [`PageSize`](pageferry_addr::PageSize) is larger. Processors may support less: 1 GiB leaves (and 2 MiB
-    /// ones of EPT) are capabilities to ask for.
+    /// [`PageSize`](pageferry_addr::PageSize) is larger. Processors may support less: 1 GiB leaves
+    /// (and 2 MiB ones of EPT) are capabilities to ask for.
     const MAX_LEAF_LEVEL: u32 = 3;
     /// The bits of a guest frame number that can be mapped.
     const GFN_BITS: u32 = (Self::LEVELS - 1) * Self::INDEX_BITS + Self::ROOT_INDEX_BITS;
@@ -51,8 +55,8 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     const ACCESSED_BY: AccessedBy;
     /// How the dirty state is known.
     const DIRTY_BY: DirtyBy;
-    /// The bits the hardware may set in a present leaf at any time; it never clears one. A new value for
-    /// such a leaf is stored by compare-exchange, or state the hardware reported is lost.
+    /// The bits the hardware may set in a present leaf at any time; it never clears one. A new
+    /// value for such a leaf is stored by compare-exchange, or state the hardware reported is lost.
     const HARDWARE_UPDATES: u64 = {
         let accessed = match Self::ACCESSED_BY {
             AccessedBy::Hardware => Self::ACCESSED,
@@ -64,13 +68,13 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
         };
         accessed | dirty
     };
-    /// Whether a live entry that changes between leaf and table, or changes its frame or memory type, has to
-    /// pass through a value that faults, with a TLB flush between the two stores. [`FROZEN`](Self::FROZEN)
-    /// is such a value.
+    /// Whether a live entry that changes between leaf and table, or changes its frame or memory
+    /// type, has to pass through a value that faults, with a TLB flush between the two stores.
+    /// [`FROZEN`](Self::FROZEN) is such a value.
     const BREAK_BEFORE_MAKE: bool;
-    /// Whether a TLB may keep that an entry faulted: a new translation then may fault spuriously until the
-    /// vCPU that takes the fault has fenced.
-    const CACHES_NON_PRESENT: bool;
+    /// What the faulting vCPU's own TLB may keep, so that the same access faults again: see
+    /// [`Mapped::local_flush`](crate::Mapped::local_flush).
+    const TLB_AFTER_FAULT: TlbAfterFault;
 
     // Where the fields are.
 
@@ -78,8 +82,8 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     const PFN_SHIFT: u32;
     /// The width of the frame number.
     const PFN_BITS: u32;
-    /// The first host frame an entry has no room for. Frames above are cut off, so the platform must not
-    /// hand out any.
+    /// The first host frame an entry has no room for. Frames above are cut off, so the platform
+    /// must not hand out any.
     const PFN_LIMIT: Pfn = Pfn(1 << Self::PFN_BITS);
     /// The one bit that all leaves and table pointers have and nothing else has.
     const PRESENT: u64;
@@ -124,20 +128,23 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
 
     /// Nothing is known here.
     const NON_PRESENT: u64 = 0;
-    /// The value of an entry that nobody but who stored it may change. The hardware stops at it.
+    /// The value of an entry that only the thread which stored it may change. The hardware stops at
+    /// it.
     ///
-    /// As KVM's it sets no frame bits (the L1 Terminal Fault flaw uses frames of non-present entries); unlike
-    /// KVM's 0x5a0 it leaves bit 10 clear, which EPT takes as present under mode-based execute control.
+    /// As KVM's it sets no frame bits (the L1 Terminal Fault flaw uses frames of non-present
+    /// entries); unlike KVM's 0x5a0 it leaves bit 10 clear, which EPT takes as present under
+    /// mode-based execute control.
     const FROZEN: u64 = 0x1a0;
     /// Marks MMIO entries among those that are not present.
     const MMIO: u64 = 1 << 3;
     /// The room for a guest frame number in an MMIO marker.
     const MMIO_GFN_BITS: u32 = 40;
-    /// The room for a generation in an MMIO marker. See [`must_forget_mmio`](crate::must_forget_mmio).
+    /// The room for a generation in an MMIO marker. See
+    /// [`must_forget_mmio`](crate::must_forget_mmio).
     const MMIO_GENERATION_BITS: u32 = MMIO_LOW_BITS + 63 - MMIO_GFN_SHIFT - Self::MMIO_GFN_BITS;
 
-    /// Fails to compile where fields overlap or values are ambiguous; [`Format::leaf`](super::Format::leaf)
-    /// forces it.
+    /// Fails to compile where fields overlap or values are ambiguous;
+    /// [`Format::leaf`](super::Format::leaf) forces it.
     const CHECKED: () = {
         let frame = low_bits(Self::PFN_BITS) << Self::PFN_SHIFT;
         let saved = Self::SAVED << Self::SAVED_SHIFT;
@@ -195,9 +202,10 @@ pub unsafe trait Layout: Copy + Debug + Send + Sync + 'static {
     };
 }
 
-/// An MMIO marker: [`Layout::MMIO`] in bit 3, generation from bit 4 to 9, guest frame from bit 12 on, the rest
-/// of the generation up to bit 62. Bits 10 and 11 stay clear, as EPT and its software bit need; so does bit
-/// 63, with which EPT could suppress a #VE, to keep the layout one for all.
+/// An MMIO marker: [`EntryLayout::MMIO`] in bit 3, generation from bit 4 to 9, guest frame from bit
+/// 12 on, the rest of the generation up to bit 62. Bits 10 and 11 stay clear, as EPT and its
+/// software bit need; so does bit 63, with which EPT could suppress a #VE, to keep the layout one
+/// for all.
 pub(super) const MMIO_LOW_SHIFT: u32 = 4;
 pub(super) const MMIO_LOW_BITS: u32 = 6;
 pub(super) const MMIO_GFN_SHIFT: u32 = 12;

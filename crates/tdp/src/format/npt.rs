@@ -1,20 +1,21 @@
 #![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! x86-64's long-mode tables, as AMD's nested paging uses them.
 //!
-//! Source: AMD64 Architecture Programmer's Manual, volume 2, section 5.3 "Long-Mode Page Translation" (figures
-//! of the PML5E, PML4E, PDPE, PDE and PTE), 5.4 "Page-Translation-Table Entry Fields", and 15.25 "Nested
-//! Paging" (user access, global bit, memory types).
+//! Source: AMD64 Architecture Programmer's Manual, volume 2, section 5.3 "Long-Mode Page
+//! Translation" (figures of the PML5E, PML4E, PDPE, PDE and PTE), 5.4 "Page-Translation-Table Entry
+//! Fields", and 15.25 "Nested Paging" (user access, global bit, memory types).
 
-use super::entry::{AccessedBy, DirtyBy, MemoryType};
-use super::layout::Layout;
+use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
+use super::layout::EntryLayout;
 
 /// Nested paging with `LEVELS` (4 or 5) of long-mode tables.
 ///
-/// EFER.NXE of the host must be set (bit 63), CR4.PKE has no effect on nested tables. 1 GiB leaves are CPUID
-/// Fn8000_0001_EDX bit 26. The host's PAT must have write-back in entry 0, UC- in 2 and UC in 3, as at reset.
+/// EFER.NXE of the host must be set (bit 63), CR4.PKE has no effect on nested tables. 1 GiB leaves
+/// are CPUID Fn8000_0001_EDX bit 26. The host's PAT must have write-back in entry 0, UC- in 2 and
+/// UC in 3, as at reset.
 ///
-/// Every nested walk counts as one by user mode (15.25), so that all entries have U/S, and the tables serve
-/// as ordinary ones of user mode as well.
+/// Every nested walk counts as one by user mode (15.25), so that all entries have U/S, and the
+/// tables serve as ordinary ones of user mode as well.
 #[derive(Clone, Copy, Debug)]
 pub struct Npt<const LEVELS: u32>;
 
@@ -36,7 +37,8 @@ const PCD: u64 = 1 << 4;
 const ACCESSED: u64 = 1 << 5;
 /// Bit 6, D: dirty, in leaves.
 const DIRTY: u64 = 1 << 6;
-/// Bit 7, PS: the entry of level 2 or 3 is a leaf; at level 1 the PAT bit; reserved at levels 4 and 5.
+/// Bit 7, PS: the entry of level 2 or 3 is a leaf; at level 1 the PAT bit; reserved at levels 4 and
+/// 5.
 const PAGE: u64 = 1 << 7;
 /// Bits 11:9 are the software's at all levels; KVM takes these two as well.
 const HOST_WRITABLE: u64 = 1 << 9;
@@ -44,9 +46,9 @@ const MMU_WRITABLE: u64 = 1 << 10;
 /// Bit 63, NX: fetches are not allowed.
 const NO_EXECUTE: u64 = 1 << 63;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
-// link differ in what `is_leaf_kind` looks at.
-unsafe impl<const LEVELS: u32> Layout for Npt<LEVELS> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
+// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32> EntryLayout for Npt<LEVELS> {
     const NAME: &'static str = match LEVELS {
         4 => "NPT, 4 levels",
         _ => "NPT, 5 levels",
@@ -64,13 +66,15 @@ unsafe impl<const LEVELS: u32> Layout for Npt<LEVELS> {
 
     const ACCESSED_BY: AccessedBy = AccessedBy::Hardware;
     const DIRTY_BY: DirtyBy = DirtyBy::Hardware;
-    /// Until the flush either size may be used. (Family 10h raises a machine check over two sizes in one TLB,
-    /// erratum 383, and is not supported.)
+    /// Until the flush either size may be used. (Family 10h raises a machine check over two sizes
+    /// in one TLB, erratum 383, and is not supported.)
     const BREAK_BEFORE_MAKE: bool = false;
-    /// Section 5.5 "Translation-Lookaside Buffer": entries with P clear are not cached.
-    const CACHES_NON_PRESENT: bool = false;
+    /// Section 5.5 "Translation-Lookaside Buffer": entries with P clear are not cached, and a page
+    /// fault invalidates the entries of its address.
+    const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::Forgets;
 
-    /// Bits 51:12; in leaves of 2 MiB and 1 GiB bit 12 is PAT, and those up to the page's size are reserved.
+    /// Bits 51:12; in leaves of 2 MiB and 1 GiB bit 12 is PAT, and those up to the page's size are
+    /// reserved.
     const PFN_SHIFT: u32 = 12;
     const PFN_BITS: u32 = 40;
     const PRESENT: u64 = PRESENT;

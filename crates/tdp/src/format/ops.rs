@@ -1,17 +1,18 @@
 //! What can be done with the entries of any format: one set of functions moves the bits.
 
 use super::entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, Writes};
-use super::layout::{Layout, MMIO_GFN_SHIFT, MMIO_LOW_BITS, MMIO_LOW_SHIFT, low_bits};
+use super::layout::{EntryLayout, MMIO_GFN_SHIFT, MMIO_LOW_BITS, MMIO_LOW_SHIFT, low_bits};
 use pageferry_addr::{Gfn, PAGE_SHIFT, Pfn};
 
-/// The operations on entries, the same for every [`Layout`].
+/// The operations on entries, the same for every [`EntryLayout`].
 ///
-/// Functions that take an entry and a level must get the level of the table the entry stands in. Those whose
-/// doc says *leaf* expect a present leaf; `debug_assert`s check it.
+/// Functions that take an entry and a level must get the level of the table the entry stands in.
+/// Those whose doc says *leaf* expect a present leaf; `debug_assert`s check it.
 ///
-/// All are pure. An MMU that changes a live entry computes the new value from the one it has read, and stores it
-/// by compare-exchange: the hardware may set [`HARDWARE_UPDATES`](Layout::HARDWARE_UPDATES) in between.
-pub trait Format: Layout {
+/// All are pure. An MMU that changes a live entry computes the new value from the one it has read,
+/// and stores it by compare-exchange: the hardware may set
+/// [`HARDWARE_UPDATES`](EntryLayout::HARDWARE_UPDATES) in between.
+pub trait Format: EntryLayout {
     /// The entries of a table of `level`.
     #[inline]
     #[must_use]
@@ -30,7 +31,8 @@ pub trait Format: Layout {
         1 << ((level - 1) * Self::INDEX_BITS)
     }
 
-    /// Which entry of a table of `level` leads to `gfn`; bits of `gfn` above the format's are ignored.
+    /// Which entry of a table of `level` leads to `gfn`; bits of `gfn` above the format's are
+    /// ignored.
     #[inline]
     #[must_use]
     fn index(gfn: Gfn, level: u32) -> usize {
@@ -60,9 +62,11 @@ pub trait Format: Layout {
         frame_bits::<Self>(table, 1) | Self::TABLE
     }
 
-    /// A leaf of `level` that says `leaf`, as far as it can be said: see [`canonical`](Self::canonical).
+    /// A leaf of `level` that says `leaf`, as far as it can be said: see
+    /// [`canonical`](Self::canonical).
     ///
-    /// Bits of the frame number below the leaf's size or above [`PFN_LIMIT`](Layout::PFN_LIMIT) are cut off.
+    /// Bits of the frame number below the leaf's size or above
+    /// [`PFN_LIMIT`](EntryLayout::PFN_LIMIT) are cut off.
     #[inline]
     #[must_use]
     fn leaf(leaf: Leaf, level: u32) -> u64 {
@@ -94,10 +98,10 @@ pub trait Format: Layout {
 
     /// What [`leaf`](Self::leaf) makes of `leaf`, the frame number aside.
     ///
-    /// - Stores are allowed only where [`Writes::mmu_writable`] holds, and where permissions are put aside
-    ///   ([`AccessedBy::SavedPermissions`]) only in an accessed leaf.
-    /// - Only a leaf that allows stores is dirty; one that does is, where dirty state is known by write
-    ///   protection ([`DirtyBy::WriteProtection`], [`Writes::AllowedLoggedByFault`]).
+    /// - Stores are allowed only where [`Writes::mmu_writable`] holds, and where permissions are
+    ///   put aside ([`AccessedBy::SavedPermissions`]) only in an accessed leaf.
+    /// - Only a leaf that allows stores is dirty; one that does is, where dirty state is known by
+    ///   write protection ([`DirtyBy::WriteProtection`], [`Writes::AllowedLoggedByFault`]).
     #[inline]
     #[must_use]
     fn canonical(leaf: Leaf) -> Leaf {
@@ -117,10 +121,11 @@ pub trait Format: Layout {
     }
 
     /// A marker that no slot holds `gfn`, made under `generation`, of which only the low
-    /// [`MMIO_GENERATION_BITS`](Layout::MMIO_GENERATION_BITS) are kept. The hardware stops at it.
+    /// [`MMIO_GENERATION_BITS`](EntryLayout::MMIO_GENERATION_BITS) are kept. The hardware stops at
+    /// it.
     ///
-    /// The frame number is stored inverted: on a processor with the L1 Terminal Fault flaw a non-present
-    /// entry must not name memory that exists.
+    /// The frame number is stored inverted: on a processor with the L1 Terminal Fault flaw a
+    /// non-present entry must not name memory that exists.
     #[inline]
     #[must_use]
     fn mmio(gfn: Gfn, generation: u64) -> u64 {
@@ -134,7 +139,8 @@ pub trait Format: Layout {
             | high << (MMIO_GFN_SHIFT + Self::MMIO_GFN_BITS)
     }
 
-    /// The entry of `level` that means `meaning`; as for [`leaf`](Self::leaf), as far as it can be said.
+    /// The entry of `level` that means `meaning`; as for [`leaf`](Self::leaf), as far as it can be
+    /// said.
     #[must_use]
     fn encode(meaning: Meaning, level: u32) -> u64 {
         match meaning {
@@ -148,8 +154,8 @@ pub trait Format: Layout {
 
     // Reading entries.
 
-    /// Whether the entry is a leaf or a table pointer. A leaf whose permissions are put aside is present,
-    /// though the hardware stops at it.
+    /// Whether the entry is a leaf or a table pointer. A leaf whose permissions are put aside is
+    /// present, though the hardware stops at it.
     #[inline]
     #[must_use]
     fn is_present(entry: u64) -> bool {
@@ -170,7 +176,7 @@ pub trait Format: Layout {
         level > 1 && Self::is_present(entry) && !Self::is_leaf_kind(entry, level)
     }
 
-    /// Whether the entry is [`FROZEN`](Layout::FROZEN).
+    /// Whether the entry is [`FROZEN`](EntryLayout::FROZEN).
     #[inline]
     #[must_use]
     fn is_frozen(entry: u64) -> bool {
@@ -223,7 +229,8 @@ pub trait Format: Layout {
         Pfn((entry & Self::pfn_mask(level)) >> Self::PFN_SHIFT)
     }
 
-    /// Whether stores through the leaf are let through, by the hardware setting the dirty bit if need be.
+    /// Whether stores through the leaf are let through, by the hardware setting the dirty bit if
+    /// need be.
     #[inline]
     #[must_use]
     fn is_writable(entry: u64) -> bool {
@@ -249,8 +256,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// Whether the leaf was stored to; where that is known by write protection, whether it lets stores
-    /// through.
+    /// Whether the leaf was stored to; where that is known by write protection, whether it lets
+    /// stores through.
     #[inline]
     #[must_use]
     fn is_dirty(entry: u64) -> bool {
@@ -277,7 +284,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// Whether the leaf may be made writable by the fast path: [`Writes::mmu_writable`], by one bit.
+    /// Whether the leaf may be made writable by the fast path: [`Writes::mmu_writable`], by one
+    /// bit.
     #[inline]
     #[must_use]
     fn mmu_writable(entry: u64) -> bool {
@@ -300,8 +308,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// Whether the hardware lets a load through the leaf, and what of `access` is set beside it, without
-    /// any fault: what a fault handler asks to know that a fault was spurious.
+    /// Whether the hardware lets a load through the leaf, and what of `access` is set beside it,
+    /// without any fault: what a fault handler asks to know that a fault was spurious.
     #[inline]
     #[must_use]
     fn allows(entry: u64, access: Access) -> bool {
@@ -310,8 +318,8 @@ pub trait Format: Layout {
         used && write && (!access.execute || Self::is_executable(entry))
     }
 
-    /// What the entry means at `level`, or `None` for a value that nothing here makes: entries of a live
-    /// table always mean something.
+    /// What the entry means at `level`, or `None` for a value that nothing here makes: entries of a
+    /// live table always mean something.
     #[must_use]
     fn decode(entry: u64, level: u32) -> Option<Meaning> {
         let meaning = if entry == Self::NON_PRESENT {
@@ -356,8 +364,8 @@ pub trait Format: Layout {
 
     /// The leaf with permission to store, or `None` where its [`Writes`] forbids that.
     ///
-    /// Permissions that were put aside are back in place. Where dirty state is known by write protection the
-    /// leaf now is dirty, and the caller's log has to say so.
+    /// Permissions that were put aside are back in place. Where dirty state is known by write
+    /// protection the leaf now is dirty, and the caller's log has to say so.
     #[inline]
     #[must_use]
     fn make_writable(entry: u64) -> Option<u64> {
@@ -376,12 +384,12 @@ pub trait Format: Layout {
         Some(entry | Self::WRITE | dirty)
     }
 
-    /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults; where
-    /// permissions are put aside, the one to store is gone, and with it the dirty state.
+    /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults;
+    /// where permissions are put aside, the one to store is gone, and with it the dirty state.
     ///
-    /// Who ages pages does not flush. A stale translation may then still be stored through, by an entry that no
-    /// longer says so: a log that is read must flush for every page it reports, not only for the entries that
-    /// reading it has changed.
+    /// Aging does not flush. So stores may go on through a stale translation, while the entry no
+    /// longer allows them. A log that is read must flush for every page it reports, not only for
+    /// the entries that the reading has changed.
     #[inline]
     #[must_use]
     fn clear_accessed(entry: u64) -> u64 {
@@ -395,8 +403,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// The leaf, accessed: what the fault of an access that [`clear_accessed`](Self::clear_accessed) stopped
-    /// stores.
+    /// The leaf, accessed: what the fault of an access that
+    /// [`clear_accessed`](Self::clear_accessed) stopped stores.
     #[inline]
     #[must_use]
     fn set_accessed(entry: u64) -> u64 {
@@ -410,8 +418,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// The leaf, clean, so that the next store is seen: by the hardware's dirty bit or, where dirty state is
-    /// known by write protection, by a fault.
+    /// The leaf, clean, so that the next store is seen: by the hardware's dirty bit or, where dirty
+    /// state is known by write protection, by a fault.
     #[inline]
     #[must_use]
     fn clear_dirty(entry: u64) -> u64 {
@@ -422,7 +430,8 @@ pub trait Format: Layout {
         }
     }
 
-    /// The leaf, dirty if it is writable: saves the hardware the update when a store is about to come.
+    /// The leaf, dirty if it is writable: saves the hardware the update when a store is about to
+    /// come.
     #[inline]
     #[must_use]
     fn set_dirty(entry: u64) -> u64 {
@@ -433,8 +442,9 @@ pub trait Format: Layout {
         }
     }
 
-    /// The leaf with another class of [`Writes`]; it loses the permission to store where the class forbids
-    /// it, and a writable one becomes dirty where the class says that dirty is what is writable.
+    /// The leaf with another class of [`Writes`]; it loses the permission to store where the class
+    /// forbids it, and a writable one becomes dirty where the class says that dirty is what is
+    /// writable.
     #[inline]
     #[must_use]
     fn set_writes(entry: u64, writes: Writes) -> u64 {
@@ -448,14 +458,17 @@ pub trait Format: Layout {
         }
     }
 
-    /// Whether a TLB that has used `old` may let through what `new`, stored in its place, stops: another page, a
-    /// store or a fetch, a store that should set a clear dirty bit. The change counts only after a flush.
+    /// Whether a TLB that has used `old` may let through what `new`, stored in its place, stops:
+    /// another page, a store or a fetch, a store that should set a clear dirty bit. The change
+    /// counts only after a flush.
     ///
-    /// - Accessed state is not asked about: what a stale translation lets through is not seen as an access.
-    /// - A leaf that loses [`Writes::mmu_writable`] needs a flush even if it was write-protected: who
-    ///   write-protected it for a log may not have flushed yet (as in KVM's `spte.h`).
+    /// - Accessed state is not asked about: what a stale translation lets through is not seen as an
+    ///   access.
+    /// - A leaf that loses [`Writes::mmu_writable`] needs a flush even if it was write-protected:
+    ///   who write-protected it for a log may not have flushed yet (as in KVM's `spte.h`).
     /// - A leaf that becomes a table is said to need one. If the table translates the same and
-    ///   [`BREAK_BEFORE_MAKE`](Layout::BREAK_BEFORE_MAKE) does not hold, the caller may know better.
+    ///   [`BREAK_BEFORE_MAKE`](EntryLayout::BREAK_BEFORE_MAKE) does not hold, the caller may know
+    ///   better.
     #[inline]
     #[must_use]
     fn needs_flush(old: u64, new: u64, level: u32) -> bool {
@@ -470,8 +483,8 @@ pub trait Format: Layout {
         moved | lost != 0 || (Self::is_executable(old) && !Self::is_executable(new))
     }
 
-    /// Leaf number `child` of the table of `level - 1` that translates as `entry`, a leaf of `level`, does.
-    /// All else is as in `entry`: all children of a dirty leaf are dirty.
+    /// Leaf number `child` of the table of `level - 1` that translates as `entry`, a leaf of
+    /// `level`, does. All else is as in `entry`: all children of a dirty leaf are dirty.
     #[inline]
     #[must_use]
     fn split(entry: u64, level: u32, child: usize) -> u64 {
@@ -482,8 +495,9 @@ pub trait Format: Layout {
         with_frame::<Self>(entry, level, pfn, level - 1)
     }
 
-    /// The leaf of `level + 1` that holds `entry`, a leaf of `level`, and is as it is: what the recovery of a
-    /// huge page installs. The caller knows that the whole of it is backed by consecutive frames.
+    /// The leaf of `level + 1` that holds `entry`, a leaf of `level`, and is as it is: what the
+    /// recovery of a huge page installs. The caller knows that the whole of it is backed by
+    /// consecutive frames.
     #[inline]
     #[must_use]
     fn parent_of(entry: u64, level: u32) -> u64 {
@@ -493,10 +507,10 @@ pub trait Format: Layout {
 
     /// The leaf of `level + 1` that translates as all `children`, a whole table of `level`, do.
     ///
-    /// It is accessed and dirty if one of them is. `None` where they are not a full table of leaves that map
-    /// consecutive frames from an aligned one on, with the same permissions, memory type and [`Writes`].
-    /// Leaves that dirty logging has write-protected differ in permission: pass each through
-    /// [`make_writable`](Self::make_writable) first where the log is off.
+    /// It is accessed and dirty if one of them is. `None` where they are not a full table of leaves
+    /// that map consecutive frames from an aligned one on, with the same permissions, memory type
+    /// and [`Writes`]. Leaves that dirty logging has write-protected differ in permission: pass
+    /// each through [`make_writable`](Self::make_writable) first where the log is off.
     #[must_use]
     fn join(children: impl IntoIterator<Item = u64>, level: u32) -> Option<u64> {
         let parents = level + 1;
@@ -526,7 +540,7 @@ pub trait Format: Layout {
     }
 }
 
-impl<F: Layout> Format for F {}
+impl<F: EntryLayout> Format for F {}
 
 #[inline]
 fn frame_bits<F: Format>(pfn: Pfn, level: u32) -> u64 {

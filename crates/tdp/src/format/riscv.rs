@@ -1,17 +1,18 @@
 #![expect(unsafe_code, reason = "vouches for the constants of a format")]
 //! RISC-V's G-stage tables: Sv48x4 and Sv57x4.
 //!
-//! Source: The RISC-V Instruction Set Manual, volume II, "Hypervisor" extension, section "Guest Physical
-//! Address Translation" (the root's two extra index bits, the U bit), "Supervisor-Level ISA", sections "Sv39"
-//! to "Sv57" (the entry's fields), extensions Svpbmt (bits 62:61), Svnapot (63), Svade and Svadu (A and D).
+//! Source: The RISC-V Instruction Set Manual, volume II, "Hypervisor" extension, section "Guest
+//! Physical Address Translation" (the root's two extra index bits, the U bit), "Supervisor-Level
+//! ISA", sections "Sv39" to "Sv57" (the entry's fields), extensions Svpbmt (bits 62:61), Svnapot
+//! (63), Svade and Svadu (A and D).
 
-use super::entry::{AccessedBy, DirtyBy, MemoryType};
-use super::layout::Layout;
+use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
+use super::layout::EntryLayout;
 
 /// The G-stage with `LEVELS` (4: Sv48x4, 5: Sv57x4), whose hardware sets A and D if `SVADU`.
 ///
-/// `SVADU` is menvcfg.ADUE, and without it a clear A, or D at a store, is a guest-page fault (Svade). Memory
-/// types other than [`MemoryType::WriteBack`] need Svpbmt and menvcfg.PBMTE.
+/// `SVADU` is menvcfg.ADUE, and without it a clear A, or D at a store, is a guest-page fault
+/// (Svade). Memory types other than [`MemoryType::WriteBack`] need Svpbmt and menvcfg.PBMTE.
 #[derive(Clone, Copy, Debug)]
 pub struct RiscvX4<const LEVELS: u32, const SVADU: bool>;
 
@@ -32,8 +33,8 @@ const READ: u64 = 1 << 1;
 const WRITE: u64 = 1 << 2;
 /// X: fetches are allowed.
 const EXECUTE: u64 = 1 << 3;
-/// U: user mode may use it. Every access by the guest counts as one by user mode, so leaves need it; reserved in
-/// table pointers, as A and D are.
+/// U: user mode may use it. Every access by the guest counts as one by user mode, so leaves need
+/// it; reserved in table pointers, as A and D are.
 const USER: u64 = 1 << 4;
 /// A: accessed.
 const ACCESSED: u64 = 1 << 6;
@@ -42,14 +43,15 @@ const DIRTY: u64 = 1 << 7;
 /// RSW, bits 9:8: the software's, and the only ones in a valid entry.
 const HOST_WRITABLE: u64 = 1 << 8;
 const MMU_WRITABLE: u64 = 1 << 9;
-/// PBMT, bits 62:61: 0 as the physical address says, 1 not cacheable, 2 I/O. Reserved in table pointers.
+/// PBMT, bits 62:61: 0 as the physical address says, 1 not cacheable, 2 I/O. Reserved in table
+/// pointers.
 const PBMT: u64 = 0b11 << 61;
 const PBMT_NC: u64 = 1 << 61;
 const PBMT_IO: u64 = 2 << 61;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in `tests/formats`; a leaf and a
-// link differ in what `is_leaf_kind` looks at.
-unsafe impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVADU> {
+// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
+// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+unsafe impl<const LEVELS: u32, const SVADU: bool> EntryLayout for RiscvX4<LEVELS, SVADU> {
     const NAME: &'static str = match (LEVELS, SVADU) {
         (4, true) => "Sv48x4, Svadu",
         (4, false) => "Sv48x4, Svade",
@@ -72,10 +74,11 @@ unsafe impl<const LEVELS: u32, const SVADU: bool> Layout for RiscvX4<LEVELS, SVA
     } else {
         DirtyBy::WriteProtection
     };
-    /// Section "Supervisor Memory-Management Fence": until the fence either translation may be used.
+    /// Section "Supervisor Memory-Management Fence": until the fence either translation may be
+    /// used.
     const BREAK_BEFORE_MAKE: bool = false;
     /// Entries with V clear may be cached; only Svvptc bounds how long.
-    const CACHES_NON_PRESENT: bool = true;
+    const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::KeepsAbsent;
 
     /// Bits 53:10; bits 60:54 are reserved, and 63 (N) is never set.
     const PFN_SHIFT: u32 = 10;

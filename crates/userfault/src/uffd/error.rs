@@ -101,16 +101,17 @@ pub struct RangeError {
     pub start: Hva,
     /// Its length in bytes.
     pub len: u64,
-    /// How many bytes from the start are done and stay done (and, unless told otherwise, were woken).
-    /// Always 0 where the call is all or nothing: register, unregister, wake, write-protect.
+    /// How many bytes from the start are done and stay done (and, unless told otherwise, were
+    /// woken). Always 0 where the call is all or nothing: register, unregister, wake,
+    /// write-protect.
     pub done: u64,
     /// What the kernel said of the page at `start + done`.
     pub errno: Errno,
 }
 
 impl RangeError {
-    /// Whether the page at `start + done` is there already (`EEXIST`): mapped, or for a poison marker
-    /// also marked. Nothing was changed there, and nobody who sleeps on it was woken.
+    /// Whether the page at `start + done` is there already (`EEXIST`): mapped, or for a poison
+    /// marker also marked. Nothing was changed there, and no thread that sleeps on it was woken.
     #[must_use]
     pub fn is_already_there(&self) -> bool {
         self.errno == Errno::EXIST
@@ -128,8 +129,8 @@ impl RangeError {
         self.errno == Errno::NOENT
     }
 
-    /// Whether the mappings are being changed, and the call may be repeated from `start + done` once
-    /// the event that tells of it has been read (`EAGAIN`).
+    /// Whether the mappings are being changed, and the call may be repeated from `start + done`
+    /// once the event that tells of it has been read (`EAGAIN`).
     #[must_use]
     pub fn is_changing(&self) -> bool {
         self.errno == Errno::AGAIN

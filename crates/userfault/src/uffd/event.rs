@@ -7,8 +7,8 @@ use std::os::fd::{OwnedFd, RawFd};
 /// A page fault that a thread sleeps on until its page is made present or it is woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFault {
-    /// Where: the address of the base page, or with [`Features::EXACT_ADDRESS`](super::Features) the
-    /// very address that was touched.
+    /// Where: the address of the base page, or with [`Features::EXACT_ADDRESS`](super::Features)
+    /// the very address that was touched.
     pub address: Hva,
     /// Whether the toucher wanted to write.
     pub write: bool,
@@ -29,7 +29,7 @@ pub enum Event {
     PageFault(PageFault),
     /// The process has forked; the child's ranges are served by this userfaultfd.
     Fork {
-        /// The child's userfaultfd, owned by who reads the event.
+        /// The child's userfaultfd, owned by the reader of the event.
         child: OwnedFd,
     },
     /// A registered range was moved by `mremap`.
@@ -55,8 +55,8 @@ pub enum Event {
         /// The first byte behind.
         end: Hva,
     },
-    /// A message this crate does not know. The kernel sends none unless a feature was asked for that
-    /// this crate does not know either; who did so may ignore it.
+    /// A message this crate does not know. The kernel sends none unless a feature was asked for
+    /// that this crate does not know either. The reader may ignore it.
     Unknown {
         /// The kernel's number of the event.
         event: u8,

@@ -13,7 +13,7 @@ use pageferry_addr::Hva;
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// By which door a userfaultfd was opened.
+/// The way by which a userfaultfd was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenedBy {
     /// `userfaultfd(2)`.
@@ -26,9 +26,9 @@ pub enum OpenedBy {
 ///
 /// All calls may come from any thread at any time; the kernel orders them.
 ///
-/// Dropping it closes the descriptor: all its ranges are unregistered, and whoever slept on a missing
-/// page goes on *with what is there*, zeros or half-received bytes. So it must outlive the last missing
-/// page of every VM it serves.
+/// Dropping it closes the descriptor. All its ranges are unregistered, and a thread that slept on a
+/// missing page goes on *with the present contents*, zeros or half-received bytes. So it must
+/// outlive the last missing page of every VM it serves.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
@@ -37,8 +37,8 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens a userfaultfd that serves faults of user mode and of the kernel (so also KVM's), with
-    /// `features` switched on.
+    /// Opens a userfaultfd with `features`. It serves faults of user mode and of the kernel, so
+    /// also KVM's.
     ///
     /// Tries the system call, then `/dev/userfaultfd`.
     ///
@@ -48,8 +48,8 @@ impl Userfaultfd {
         Self::open_as(features, false)
     }
 
-    /// Opens a userfaultfd that serves faults of user mode only: any process may. A fault inside a
-    /// system call or in KVM is then not reported; it fails (`EFAULT`).
+    /// Opens a userfaultfd that serves faults of user mode only, which any process may. A fault
+    /// inside a system call or in KVM then fails (`EFAULT`) and is not reported.
     ///
     /// # Errors
     /// As [`Userfaultfd::open`].
@@ -68,7 +68,7 @@ impl Userfaultfd {
             Err(Errno::PERM) if features.contains(Features::EVENT_FORK) => {
                 Err(OpenError::ForkEventsNotPermitted)
             }
-            // EINVAL is one answer to two questions. A descriptor of which nothing is asked tells which.
+            // EINVAL has two causes. A handshake without features tells which.
             Err(Errno::INVAL) if !features.is_empty() => {
                 let (fd, _) = open_descriptor(user_mode_only)?;
                 let available = handshake(&fd, Features::empty()).map_err(OpenError::Handshake)?;
@@ -83,34 +83,37 @@ impl Userfaultfd {
         }
     }
 
-    /// All features this kernel has, whether they were asked for or not.
+    /// All features of this kernel, requested or not.
     #[must_use]
     pub fn available(&self) -> Features {
         self.available
     }
 
-    /// By which door it was opened.
+    /// The way by which it was opened.
     #[must_use]
     pub fn opened_by(&self) -> OpenedBy {
         self.opened_by
     }
 
-    /// Registers `len` bytes from `start` for the faults of `mode`; returns what can be done to them.
+    /// Registers `len` bytes from `start` for the faults of `mode`; returns the ioctls that they
+    /// allow.
     ///
-    /// Both must be multiples of the mapping's page size. Registering a range again replaces its mode.
+    /// Both must be multiples of the mapping's page size. Registering a range again replaces its
+    /// mode.
     ///
     /// # Errors
-    /// `EINVAL`: not aligned, nothing mapped there, or the mapping's kind does not know `mode`. `EPERM`:
-    /// a shared file that may not be written. `EBUSY`: another userfaultfd has it. `ENOMEM`.
+    /// `EINVAL`: not aligned, nothing mapped there, or the mapping's kind does not know `mode`.
+    /// `EPERM`: a shared file that may not be written. `EBUSY`: another userfaultfd has it.
+    /// `ENOMEM`.
     ///
     /// # Safety
     /// From now on, until the range is unregistered or unmapped:
-    /// 1. Whoever touches a page of it that is not there, in user mode or by a system call, sleeps until
-    ///    another thread resolves the fault (or gets SIGBUS, where the page is poisoned). Such a touch
-    ///    is one that the rest of the program must be able to stand: the thread that resolves the faults
-    ///    must not touch the range, and nobody holds a lock over such a touch that it needs.
-    /// 2. Pages of the range that have no contents yet get theirs from whoever calls this userfaultfd;
-    ///    so no Rust reference to such a page may exist that relies on it being zero.
+    /// 1. A thread that touches a missing page of it, in user mode or by a system call, sleeps
+    ///    until another thread resolves the fault. (On a poisoned page it gets SIGBUS.) The program
+    ///    must stand that: the thread that resolves the faults never touches the range, and no
+    ///    thread touches the range while it holds a lock that the resolving thread needs.
+    /// 2. Calls of this userfaultfd give pages of the range their first contents. So no Rust
+    ///    reference to such a page may exist that relies on it being zero.
     /// 3. The range is a mapping the caller owns, and it stays one for as long as it is registered.
     pub unsafe fn register(
         &self,
@@ -134,8 +137,8 @@ impl Userfaultfd {
 
     /// Ends the registration of `len` bytes from `start`.
     ///
-    /// Who sleeps on a missing page of it goes on *with what is there*, as if the userfaultfd were dropped.
-    /// Poison markers stay.
+    /// A thread that sleeps on a missing page of it goes on *with the present contents*, as if the
+    /// userfaultfd were dropped. Poison markers stay.
     ///
     /// # Errors
     /// `EINVAL`: not aligned, or nothing mapped there.
@@ -150,11 +153,11 @@ impl Userfaultfd {
         .map_err(|errno| at(RangeOp::Unregister, start, len, errno))
     }
 
-    /// Reads at most `limit` events that wait now and appends them to `events`; returns how many. Never
-    /// blocks: 0 when none waits. To wait, poll the descriptor ([`AsFd`]) for readability.
+    /// Reads at most `limit` events that wait now and appends them to `events`; returns how many.
+    /// Never blocks: 0 when none waits. To wait, poll the descriptor ([`AsFd`]) for readability.
     ///
     /// # Errors
-    /// What `read(2)` says; events appended before stay.
+    /// The error of `read(2)`; events appended before stay.
     pub fn read_events(&self, events: &mut Vec<Event>, limit: usize) -> Result<usize, Errno> {
         // 2 KiB of stack.
         let mut buffer = [[0; abi::MSG_BYTES]; 64];
@@ -173,7 +176,7 @@ impl Userfaultfd {
     /// Reads one event, or `None` when none waits now. Never blocks.
     ///
     /// # Errors
-    /// What `read(2)` says.
+    /// The error of `read(2)`.
     pub fn read_event(&self) -> Result<Option<Event>, Errno> {
         let mut event = None;
         self.read_batch(&mut [[0; abi::MSG_BYTES]], |read| event = Some(read))?;

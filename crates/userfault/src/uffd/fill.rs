@@ -10,7 +10,8 @@ use rustix::io::Errno;
 /// How often a call that makes no headway (`EAGAIN`) is repeated before the caller is asked.
 ///
 /// Without event features it comes of a page table that vanishes under the call (a huge page being
-/// made there) and passes at once. With them it may last until an event is read, maybe by this thread.
+/// made there) and passes at once. With them it may last until an event is read, maybe by this
+/// thread.
 const RETRIES: u32 = 32;
 
 /// When threads that sleep on a page are woken.
@@ -18,7 +19,8 @@ const RETRIES: u32 = 32;
 pub enum Wake {
     /// By the same call.
     Now,
-    /// Not by this call (DONTWAKE): by [`Userfaultfd::wake`] later, or never where none can sleep there.
+    /// Not by this call (DONTWAKE): by [`Userfaultfd::wake`] later, or never where none can sleep
+    /// there.
     Later,
 }
 
@@ -32,11 +34,11 @@ impl Wake {
 }
 
 impl Userfaultfd {
-    /// Copies `bytes` to the missing pages from `dst` and maps them, each page atomically for those
-    /// who touch it. The length must be a multiple of the page size and not 0.
+    /// Copies `bytes` to the missing pages from `dst` and maps them, each page atomically for
+    /// threads that touch it. The length must be a multiple of the page size and not 0.
     ///
     /// The slice must not lie in memory that is itself missing, or the call fails with `EFAULT` or
-    /// waits for a fault that nobody may resolve.
+    /// waits for a fault that no thread may resolve.
     ///
     /// # Errors
     /// [`RangeError`]; of note `EEXIST`: the page at `done` has contents already.
@@ -56,8 +58,8 @@ impl Userfaultfd {
         self.fill(RangeOp::Zeropage, start, len, wake)
     }
 
-    /// Maps the pages of `len` bytes from `start` that are in the page cache already, put there through
-    /// another mapping of the same file. Poison markers are replaced.
+    /// Maps the pages of `len` bytes from `start` that are in the page cache already, put there
+    /// through another mapping of the same file. Poison markers are replaced.
     ///
     /// # Errors
     /// [`RangeError`]; of note `EEXIST` (the page at `done` is mapped already,
@@ -67,11 +69,11 @@ impl Userfaultfd {
         self.fill(RangeOp::Continue, start, len, wake)
     }
 
-    /// [`Userfaultfd::continue_range`] over a range some of whose pages may be mapped already: those are
-    /// stepped over. Returns how many bytes were mapped newly.
+    /// [`Userfaultfd::continue_range`] over a range some of whose pages may be mapped already:
+    /// those are stepped over. Returns how many bytes were mapped newly.
     ///
-    /// `page` is the mapping's page size. With [`Wake::Now`] sleepers on *all* pages are woken, also on
-    /// those that others had mapped.
+    /// `page` is the mapping's page size. With [`Wake::Now`] sleepers on *all* pages are woken,
+    /// also on those that others had mapped.
     ///
     /// # Errors
     /// [`RangeError`], but never `EEXIST`.
@@ -88,12 +90,13 @@ impl Userfaultfd {
         self.fill_over(RangeOp::Continue, start, len, page, wake)
     }
 
-    /// Marks the pages of `len` bytes from `start` as poisoned (Linux 6.6 and later): who touches one
-    /// gets SIGBUS with its address, at once and without an event. A system call gets `EFAULT`, and a
-    /// vCPU of KVM leaves the guest with SIGBUS pending for its thread.
+    /// Marks the pages of `len` bytes from `start` as poisoned (Linux 6.6 and later). A thread that
+    /// touches one gets SIGBUS with its address, at once and without an event. A system call gets
+    /// `EFAULT`, and a vCPU of KVM leaves the guest with SIGBUS pending for its thread.
     ///
-    /// The signal's code is `BUS_MCEERR_AR`; to a thread that touches the page itself, a kernel without
-    /// `CONFIG_MEMORY_FAILURE` says `BUS_ADRERR` instead (x86: `do_sigbus` in `arch/x86/mm/fault.c`).
+    /// The signal's code is `BUS_MCEERR_AR`; to a thread that touches the page itself, a kernel
+    /// without `CONFIG_MEMORY_FAILURE` says `BUS_ADRERR` instead (x86: `do_sigbus` in
+    /// `arch/x86/mm/fault.c`).
     ///
     /// Lifted by [`Userfaultfd::continue_range`] or [`Userfaultfd::copy`] over it.
     ///
@@ -103,11 +106,12 @@ impl Userfaultfd {
         self.fill(RangeOp::Poison, start, len, wake)
     }
 
-    /// [`Userfaultfd::poison`] over a range some of whose pages may be mapped or marked already: those
-    /// are stepped over. Returns how many bytes were marked newly.
+    /// [`Userfaultfd::poison`] over a range some of whose pages may be mapped or marked already:
+    /// those are stepped over. Returns how many bytes were marked newly.
     ///
-    /// A page that was mapped once and whose mapping the kernel has dropped since is marked as well;
-    /// who touches it is told so by SIGBUS and must look up the page's state, not assume it missing.
+    /// A page that was mapped once and whose mapping the kernel has dropped since is marked as
+    /// well. A thread that touches it gets SIGBUS. It must look up the page's state, and not assume
+    /// that the page is missing.
     ///
     /// # Errors
     /// [`RangeError`], but never `EEXIST`.
@@ -124,7 +128,7 @@ impl Userfaultfd {
         self.fill_over(RangeOp::Poison, start, len, page, wake)
     }
 
-    /// Wakes all who sleep on faults in `len` bytes from `start`; each repeats its access.
+    /// Wakes all threads that sleep on faults in `len` bytes from `start`. Each repeats its access.
     ///
     /// # Errors
     /// `EINVAL`: not aligned, or no length.
@@ -140,7 +144,8 @@ impl Userfaultfd {
     }
 
     /// Write-protects `len` bytes from `start`, registered with
-    /// [`RegisterMode::WP`](super::RegisterMode): who writes there sleeps, and an event is sent.
+    /// [`RegisterMode::WP`](super::RegisterMode): a thread that writes there sleeps, and an event
+    /// is sent.
     ///
     /// # Errors
     /// [`RangeError`]; of note `ENOENT`: not registered so.
@@ -235,14 +240,15 @@ impl Userfaultfd {
             }
         }
         if wake == Wake::Now && there > 0 {
-            // Whoever mapped those pages may have left their sleepers to somebody else.
+            // The call that mapped those pages may not have woken their sleepers.
             self.wake(start, len)?;
         }
         Ok(len - there)
     }
 }
 
-/// Repeats a call that may stop half-way (`EAGAIN` with a count of bytes done) from where it stopped.
+/// Repeats a call that may stop half-way (`EAGAIN` with a count of bytes done) from where it
+/// stopped.
 fn advance(
     op: RangeOp,
     start: Hva,

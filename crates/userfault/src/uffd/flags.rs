@@ -59,7 +59,8 @@ macro_rules! bit_set {
                 Self(self.0 & !other.0)
             }
 
-            /// The kernel header's names of the bits, in order of their value; nameless bits are left out.
+            /// The kernel header's names of the bits, in order of their value; nameless bits are
+            /// left out.
             pub fn names(self) -> impl Iterator<Item = &'static str> {
                 Self::TABLE.iter().filter(move |row| self.0 & row.1 != 0).map(|row| row.0)
             }
@@ -78,7 +79,8 @@ macro_rules! bit_set {
             }
         }
 
-        /// The names, joined by commas; nameless bits as one hexadecimal number; "none" where empty.
+        /// The names, joined by commas; nameless bits as one hexadecimal number; "none" where
+        /// empty.
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let mut comma = "";
@@ -114,8 +116,8 @@ bit_set! {
     Features {
         /// Write-protect faults on anonymous memory.
         PAGEFAULT_FLAG_WP = 0, "5.7";
-        /// An event when the process forks; the child's ranges come with a userfaultfd of their own.
-        /// Needs `CAP_SYS_PTRACE`.
+        /// An event when the process forks; the child's ranges come with a userfaultfd of their
+        /// own. Needs `CAP_SYS_PTRACE`.
         EVENT_FORK = 1, "4.11";
         /// An event when a range moves (`mremap`).
         EVENT_REMAP = 2, "4.11";

@@ -1,20 +1,21 @@
-//! userfaultfd: the kernel tells when a thread touches a page that is not there, and lets it sleep.
+//! userfaultfd: the kernel reports a thread that touches a missing page, and lets the thread sleep.
 //!
-//! **Guarantee.** A range is served only after [`Userfaultfd::register`], whose caller answers for what
-//! touching it then means; all other calls are safe. Errors carry the kernel's `errno` unchanged, and
-//! how far the call had come. The numbers and layouts shared with the kernel are asserted at compile
-//! time. Nothing here blocks.
+//! **Guarantee.** Only [`Userfaultfd::register`] is unsafe: its caller answers for the effect of
+//! touching the range then. Errors carry the kernel's `errno` unchanged, and how far the call had
+//! come. The numbers and layouts shared with the kernel are asserted at compile time. No call
+//! blocks.
 //!
-//! **Mechanism.** One descriptor ([`Userfaultfd`]): its ioctls resolve faults ([`Userfaultfd::copy`],
-//! [`Userfaultfd::continue_range`], ..), reading it yields [`Event`]s. [`UffdSupport`] asks what the
-//! host can do. The ABI is that of `include/uapi/linux/userfaultfd.h`, Linux 6.18; the semantics those
-//! of `fs/userfaultfd.c` and `mm/userfaultfd.c`.
+//! **Mechanism.** One descriptor, [`Userfaultfd`]. Its ioctls resolve faults
+//! ([`Userfaultfd::copy`], [`Userfaultfd::continue_range`], ..), and reading it yields [`Event`]s.
+//! [`UffdSupport`] asks for the host's capabilities. The ABI is that of
+//! `include/uapi/linux/userfaultfd.h`, Linux 6.18. The semantics are those of `fs/userfaultfd.c`
+//! and `mm/userfaultfd.c`.
 //!
-//! **Neighbours.** It knows addresses and nothing else: which page is missing is asked of
-//! [`PageStates`](crate::PageStates) by those above.
+//! **Neighbours.** It knows addresses and nothing else. Its users ask
+//! [`PageStates`](crate::PageStates) which page is missing.
 //!
-//! Not here: `UFFDIO_MOVE` (takes pages from under those who hold references to the source; nobody
-//! needs it yet), and adopting another process's userfaultfd.
+//! Not here: `UFFDIO_MOVE`, which takes pages from under references to the source and has no user
+//! yet; and adopting another process's userfaultfd.
 
 mod abi;
 mod error;

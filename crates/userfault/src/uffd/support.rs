@@ -7,7 +7,8 @@ use super::flags::Features;
 /// What this process can do with userfaultfd on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UffdSupport {
-    /// Whether a userfaultfd can be opened that serves faults of the kernel, as KVM needs; else why not.
+    /// Whether a userfaultfd can be opened that serves faults of the kernel, as KVM needs; else
+    /// why not.
     pub usable: Result<(), OpenError>,
     /// By which door, where one could be opened.
     pub opened_by: Option<OpenedBy>,

@@ -32,9 +32,9 @@ pub(super) fn open_by_syscall(user_mode_only: bool) -> Result<OwnedFd, Errno> {
 /// The argument of `USERFAULTFD_IOC_NEW`: flags by value; its result: a descriptor.
 struct NewByDevice(UserfaultfdFlags);
 
-// SAFETY: (1) USERFAULTFD_IOC_NEW takes its argument by value, so the "pointer" is never followed, by
-// us or by the kernel, and no memory of ours changes; (2) what it returns on success is a descriptor
-// made for this call, which nobody else owns.
+// SAFETY: (1) USERFAULTFD_IOC_NEW takes its argument by value, so the "pointer" is never followed,
+// by us or by the kernel, and no memory of ours changes; (2) what it returns on success is a
+// descriptor made for this call, which nobody else owns.
 unsafe impl Ioctl for NewByDevice {
     type Output = OwnedFd;
 
@@ -54,7 +54,8 @@ unsafe impl Ioctl for NewByDevice {
     }
 }
 
-/// Opens `/dev/userfaultfd` (Linux 6.1 and later), where a file's mode takes the place of capabilities.
+/// Opens `/dev/userfaultfd` (Linux 6.1 and later), where a file's mode takes the place of
+/// capabilities.
 pub(super) fn open_by_device(user_mode_only: bool) -> Result<OwnedFd, Errno> {
     let device = rustix::fs::open(
         "/dev/userfaultfd",
@@ -69,7 +70,8 @@ pub(super) fn open_by_device(user_mode_only: bool) -> Result<OwnedFd, Errno> {
 /// The ioctl `OPCODE` takes a pointer to a `T`, and its effect on memory other than `*argument` is
 /// none or one that the caller answers for.
 unsafe fn call<const OPCODE: Opcode, T>(fd: BorrowedFd<'_>, argument: &mut T) -> Result<(), Errno> {
-    // SAFETY: by contract `OPCODE` reads and writes one `T`, which `argument` is, borrowed exclusively.
+    // SAFETY: by contract `OPCODE` reads and writes one `T`, which `argument` is, borrowed
+    // exclusively.
     unsafe { ioctl(fd, Updater::<OPCODE, T>::new(argument)) }
 }
 
@@ -87,21 +89,22 @@ pub(super) unsafe fn register(
     fd: impl AsFd,
     argument: &mut abi::UffdioRegister,
 ) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_register`; what touching the range does from now on
-    // is the caller's contract.
+    // SAFETY: it reads and writes a `struct uffdio_register`; what touching the range does from now
+    // on is the caller's contract.
     unsafe { call::<{ abi::UFFDIO_REGISTER }, _>(fd.as_fd(), argument) }
 }
 
 /// `UFFDIO_UNREGISTER`.
 pub(super) fn unregister(fd: impl AsFd, mut range: abi::UffdioRange) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_range`; pages keep their contents, and empty ones become what
-    // they are in any mapping: zeros, or the file's contents.
+    // SAFETY: it reads a `struct uffdio_range`; pages keep their contents, and empty ones become
+    // what they are in any mapping: zeros, or the file's contents.
     unsafe { call::<{ abi::UFFDIO_UNREGISTER }, _>(fd.as_fd(), &mut range) }
 }
 
 /// `UFFDIO_WAKE`.
 pub(super) fn wake(fd: impl AsFd, mut range: abi::UffdioRange) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_range` and changes no memory; who is woken repeats its access.
+    // SAFETY: it reads a `struct uffdio_range` and changes no memory; a woken thread repeats its
+    // access.
     unsafe { call::<{ abi::UFFDIO_WAKE }, _>(fd.as_fd(), &mut range) }
 }
 
@@ -110,12 +113,13 @@ pub(super) fn write_protect(
     fd: impl AsFd,
     mut argument: abi::UffdioWriteprotect,
 ) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_writeprotect`; contents stay, and writes to pages registered
-    // for it may sleep, which whoever registered them answers for.
+    // SAFETY: it reads a `struct uffdio_writeprotect`; contents stay, and writes to pages
+    // registered for it may sleep, for which the caller of the registration answers.
     unsafe { call::<{ abi::UFFDIO_WRITEPROTECT }, _>(fd.as_fd(), &mut argument) }
 }
 
-/// `UFFDIO_COPY` of `bytes` to `dst`; also returns the field in which the kernel counts bytes copied.
+/// `UFFDIO_COPY` of `bytes` to `dst`; also returns the field in which the kernel counts bytes
+/// copied.
 pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<(), Errno>, i64) {
     let mut argument = abi::UffdioCopy {
         dst,
@@ -124,9 +128,9 @@ pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<
         mode,
         copy: 0,
     };
-    // SAFETY: (1) it reads and writes a `struct uffdio_copy`; (2) it reads `bytes`, which is borrowed;
-    // (3) it writes nothing but pages of registered ranges that have no contents yet, which nobody can
-    // have read, as touching them sleeps.
+    // SAFETY: (1) it reads and writes a `struct uffdio_copy`; (2) it reads `bytes`, which is
+    // borrowed; (3) it writes nothing but pages of registered ranges that have no contents yet,
+    // which nobody can have read, as touching them sleeps.
     let result = unsafe { call::<{ abi::UFFDIO_COPY }, _>(fd.as_fd(), &mut argument) };
     (result, argument.copy)
 }
@@ -139,15 +143,15 @@ pub(super) fn zeropage(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<
 
 /// `UFFDIO_CONTINUE`.
 pub(super) fn continue_range(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_continue`; it maps pages of the file that is mapped
-    // there anyway, and only where none is mapped.
+    // SAFETY: it reads and writes a `struct uffdio_continue`; it maps pages of the file that is
+    // mapped there anyway, and only where none is mapped.
     unsafe { call::<{ abi::UFFDIO_CONTINUE }, _>(fd.as_fd(), argument) }
 }
 
 /// `UFFDIO_POISON`.
 pub(super) fn poison(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_poison`; it marks only pages that are not mapped, and
-    // touching one raises SIGBUS, which is no access to memory.
+    // SAFETY: it reads and writes a `struct uffdio_poison`; it marks only pages that are not
+    // mapped, and touching one raises SIGBUS, which is no access to memory.
     unsafe { call::<{ abi::UFFDIO_POISON }, _>(fd.as_fd(), argument) }
 }
 
@@ -156,6 +160,7 @@ pub(super) fn poison(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<()
 /// # Safety
 /// `raw` comes from an `UFFD_EVENT_FORK` message that was read just now and is adopted only once.
 pub(super) unsafe fn adopt(raw: i32) -> OwnedFd {
-    // SAFETY: the kernel opens the descriptor for the reader of the message, who by contract we are.
+    // SAFETY: the kernel opens the descriptor for the reader of the message, who by contract we
+    // are.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }

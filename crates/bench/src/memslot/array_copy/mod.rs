@@ -2,30 +2,36 @@
     unsafe_code,
     reason = "array entries point at slots without owning them, so that a copy of the array is a plain copy"
 )]
-//! The memory slots as Linux kept them before its trees (up to 5.16), as a scheme for the same hypervisor.
+//! The memory slots as Linux kept them before its trees (up to 5.16), as a scheme for the same
+//! hypervisor.
 //!
-//! **Guarantee.** The semantics are those of `pageferry-memslot`: the same rules, the same two halves of a change, and
-//! a reader sees the slots before a change or after it.
+//! **Guarantee.** The semantics are those of `pageferry-memslot`: the same rules, the same two
+//! halves of a change, and a reader sees the slots before a change or after it.
 //!
-//! **Mechanism.** A *version* is an array of slot structures sorted by guest frame, which never changes once it is
-//! published. A look-up by frame is a binary search after a glance at the slot used last; by host address it is a
-//! scan of the array; by id it is a static table, which only the writer has. Every change copies the whole
-//! array: a creation and a change of flags once; a deletion and a move twice, first with the slot marked invalid, then
-//! without it or with it at its new place. Readers keep the version they used last and compare generations by one
-//! acquire load; only when they differ do they take the mutex around the newest version.
+//! **Mechanism.** A *version* is an array of slot structures sorted by guest frame, which never
+//! changes once it is published. A look-up by frame is a binary search after a glance at the slot
+//! used last; by host address it is a scan of the array; by id it is a static table, which only the
+//! writer has. Every change copies the whole array: a creation and a change of flags once; a
+//! deletion and a move twice, first with the slot marked invalid, then without it or with it at its
+//! new place. Readers keep the version they used last and compare generations by one acquire load;
+//! only when they differ do they take the mutex around the newest version.
 //!
-//! It is meant to be as good as that scheme can be, so that beating it means something. Kinder than the kernel's: an
-//! entry has 40 bytes (`struct kvm_memory_slot` had 88 on x86-64), is copied as bytes without touching a reference
-//! count, the table of ids is not copied, look-ups by id need no index into the array that had to be kept right, and
-//! arrays that no reader holds any more are used again instead of allocated.
+//! It is meant to be as good as that scheme can be, so that beating it means something. Kinder than
+//! the kernel's: an entry has 40 bytes (`struct kvm_memory_slot` had 88 on x86-64), is copied as
+//! bytes without touching a reference count, the table of ids is not copied, look-ups by id need no
+//! index into the array that had to be kept right, and arrays that no reader holds any more are
+//! used again instead of allocated.
 //!
 //! # Why the entries' pointers are good
 //!
-//! 1. An entry points at a [`Slot`] in an `Arc` of the writer, in `ArrayCopy::slots` while the slot is there and in
-//!    `ArrayCopy::retired` afterwards. Nobody ever makes an exclusive reference to it.
-//! 2. The writer frees a retired slot only when each reader has taken up a version without it (it says so under the
-//!    mutex, where the writer looks) or is gone. A reader dereferences entries of its own version only.
-//! 3. A writer that goes before its readers leaves all slots to [`Published`], which the readers keep.
+//! 1. An entry points at a [`Slot`] in an `Arc` of the writer, in `ArrayCopy::slots` while the slot
+//!    is there and in `ArrayCopy::retired` afterwards. Nobody ever makes an exclusive reference to
+//!    it.
+//! 2. The writer frees a retired slot only when each reader has taken up a version without it (it
+//!    says so under the mutex, where the writer looks) or is gone. A reader dereferences entries of
+//!    its own version only.
+//! 3. A writer that goes before its readers leaves all slots to [`Published`], which the readers
+//!    keep.
 //!
 //! **Neighbours.** Only the benchmark uses it. It checks requests by [`pageferry_memslot::rules`].
 
@@ -64,8 +70,8 @@ impl<D> Clone for Entry<D> {
 }
 impl<D> Copy for Entry<D> {}
 
-// SAFETY: an entry is used as a `&Slot<D>`, whose `Sync` follows from that of `D`, and the last to use a slot may drop
-// it on another thread.
+// SAFETY: an entry is used as a `&Slot<D>`, whose `Sync` follows from that of `D`, and the last to
+// use a slot may drop it on another thread.
 unsafe impl<D: Send + Sync> Send for Entry<D> {}
 // SAFETY: as above; the fields are only read.
 unsafe impl<D: Send + Sync> Sync for Entry<D> {}
@@ -132,9 +138,9 @@ impl<D> Published<D> {
     }
 }
 
-// SAFETY: 1. Slots are made from committed requests only. 2. and 3. `start` and `finish` publish with release order; a
-// look-up that happens afterwards acquires the generation and takes that version up. 4. Slots never change; those
-// that go are freed after all readers have left them.
+// SAFETY: 1. Slots are made from committed requests only. 2. and 3. `start` and `finish` publish
+// with release order; a look-up that happens afterwards acquires the generation and takes that
+// version up. 4. Slots never change; those that go are freed after all readers have left them.
 unsafe impl Memslots for ArrayCopy<SlotData> {
     type Reader = ArrayReader<SlotData>;
     type Update<'a> = ArrayUpdate<'a, SlotData>;

@@ -41,7 +41,8 @@ impl<D> ArrayReader<D> {
     fn take_up_newer(&mut self) {
         let version = {
             let newest = self.published.newest();
-            // Release, for `free_retired`: this reader's own version is of no use to it from here on.
+            // Release, for `free_retired`: this reader's own version is of no use to it from here
+            // on.
             self.seen
                 .store(newest.version.generation, Ordering::Release);
             Arc::clone(&newest.version)

@@ -75,7 +75,8 @@ impl<D> ArrayCopy<D> {
         self.slots.get(usize::from(id))?.as_deref()
     }
 
-    /// Calls `f` for each slot whose memory any byte of `hva` lies in, by ascending frame. Looks at every slot.
+    /// Calls `f` for each slot whose memory any byte of `hva` lies in, by ascending frame. Looks at
+    /// every slot.
     pub(in crate::memslot) fn find_hva<'a>(
         &'a self,
         hva: &Range<Hva>,
@@ -165,8 +166,8 @@ impl<D> ArrayCopy<D> {
         }
         let oldest = {
             let mut newest = self.published.newest();
-            // Acquire: what a reader did with its version before it took up another, or before it went,
-            // happens before the slots are freed.
+            // Acquire: what a reader did with its version before it took up another, or before it
+            // went, happens before the slots are freed.
             newest
                 .seen
                 .retain(|seen| seen.load(Ordering::Acquire) != GONE);
@@ -253,7 +254,8 @@ impl<D> ArrayUpdate<'_, D> {
                 next.extend_from_slice(&old[place + 1..]);
             }
             Some(entry) => {
-                // Where the new slot comes to be among the old ones, the one that goes still counted.
+                // Where the new slot comes to be among the old ones, the one that goes still
+                // counted.
                 let to = old.partition_point(|one| one.range.start() < entry.range.start());
                 // Where a slot goes: below, at or above the place of the new one.
                 let from = if gone == 0 { to } else { place };

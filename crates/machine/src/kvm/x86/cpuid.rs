@@ -1,7 +1,7 @@
 //! CPUID: what a new vCPU has, and whether a host can offer what a moved one had.
 //!
-//! A new vCPU has all that the host's KVM supports. A moved vCPU keeps what it had, since its guest has
-//! looked at it; so a host that lacks one of its feature bits is refused.
+//! A new vCPU has all that the host's KVM supports. A moved vCPU keeps what it had, since its guest
+//! has looked at it; so a host that lacks one of its feature bits is refused.
 
 use kvm_bindings::kvm_cpuid_entry2;
 

@@ -1,31 +1,41 @@
 //! The dirty log: which pages vCPUs wrote since the last harvest.
 //!
-//! While a slot has a log, KVM write-protects its pages; the first write to one faults, sets its bit and
-//! lifts the protection. (KVM's own writes to guest memory, such as accessed and dirty bits of guest page
-//! tables under shadow paging, set bits too.) A *harvest* reads the bits and, to re-arm, clears and
-//! protects again.
+//! While a slot has a log, KVM write-protects its pages. The first write to a page faults, sets its
+//! bit and lifts the protection. A *harvest* reads the bits. To re-arm, it also clears them and
+//! protects the pages again.
 //!
-//! **Nothing is lost.** With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`, GET only copies the bitmap; CLEAR takes
-//! the bits *it is given* out of the log, protects those pages, and flushes TLBs before it returns
-//! (`kvm_clear_dirty_log_protect` in `virt/kvm/kvm_main.c`). Given is exactly what GET found, so a bit that
-//! appears between the two stays for the next harvest. A page that is found and written again before
-//! CLEAR has flushed is not logged a second time; it need not be: it is in *this* harvest, and whoever
-//! harvests reads its bytes only after the harvest has returned, so after that write. A write behind the
-//! flush faults and sets the bit anew. Bits are added to the caller's bitmap before they are cleared, so
-//! an error in between loses none.
+//! **The guest's page tables are in the log too**, whatever the host. Under shadow paging KVM sets
+//! their accessed and dirty bits for the guest. Under NPT, and under EPT with accessed and dirty
+//! bits, the CPU walks them by accesses that count as writes, even if there is no bit left to set
+//! (AMD64 APM volume 2, "Nested Paging"; Intel SDM volume 3, "Accessed and Dirty Flags for EPT").
 //!
-//! Without the capability, GET itself clears, protects and flushes; the same argument holds.
+//! **Nothing is lost.** With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`:
+//! 1. GET only copies the bitmap.
+//! 2. CLEAR takes the bits *that it is given* out of the log, protects those pages, and flushes
+//!    TLBs before it returns (`kvm_clear_dirty_log_protect` in `virt/kvm/kvm_main.c`).
+//! 3. It is given exactly the bits that GET found. So a bit that appears between the two stays for
+//!    the next harvest.
+//! 4. A page that is found, and written again before CLEAR has flushed, is not logged a second
+//!    time. It need not be: it is in *this* harvest. The caller reads its bytes only after the
+//!    harvest has returned, so after that write.
+//! 5. A write after the flush faults, and sets the bit again.
+//! 6. Bits are added to the caller's bitmap before they are cleared, so an error in between loses
+//!    none.
 //!
-//! Without re-arming, GET is all that happens: on a paused VM a copy of the bitmap. The bits stay in the
-//! log, so a VM that is resumed after all reports them again: too much, never too little.
+//! Without the capability, GET itself clears, protects and flushes. The same argument holds.
+//!
+//! Without re-arming, GET is all that happens: on a paused VM it copies the bitmap. The bits stay
+//! in the log, so a VM that is resumed after all reports them again. That is too much, never too
+//! little.
 
+use super::slots::Slots;
 use super::sync::{AtomicBool, Ordering};
 use super::sys;
-use super::vm::VmShared;
-use crate::{MachineError, RamRegion};
+use crate::{GuestRam, MachineError, RamRegion};
+use kvm_ioctls::VmFd;
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The most words one CLEAR is given: 64 Ki pages. It holds the MMU lock all the while.
 const CLEAR_WORDS: usize = 1024;
@@ -35,7 +45,8 @@ pub(super) struct DirtyLog {
     /// GET does not clear.
     manual: bool,
     on: AtomicBool,
-    /// The kernel's bitmap of a slot, kept to be reused; also makes switches and harvests take turns.
+    /// The kernel's bitmap of a slot, kept to be reused; also makes switches and harvests take
+    /// turns.
     words: Mutex<Vec<u64>>,
     /// Pages that this engine wrote on a vCPU's behalf; see `vcpu`.
     own: PageBitmap,
@@ -59,13 +70,19 @@ impl DirtyLog {
     }
 
     /// Starts or stops the log. KVM protects all pages, and flushes, before it returns.
-    pub(super) fn switch(&self, shared: &VmShared, on: bool) -> Result<(), MachineError> {
+    pub(super) fn switch(
+        &self,
+        vm: &VmFd,
+        slots: &Slots,
+        ram: &Arc<GuestRam>,
+        on: bool,
+    ) -> Result<(), MachineError> {
         let _turn = self.words.lock().unwrap_or_else(PoisonError::into_inner);
         if self.on.load(Ordering::Acquire) == on {
             return Ok(());
         }
-        for region in shared.ram.layout().regions() {
-            shared.set_region(region, on)?;
+        for region in ram.layout().regions() {
+            slots.set_ram(vm, ram, region, on)?;
         }
         self.own.clear_range(0..self.own.pages());
         self.on.store(on, Ordering::Release);
@@ -75,7 +92,8 @@ impl DirtyLog {
     /// See [`crate::Machine::harvest_dirty`].
     pub(super) fn harvest(
         &self,
-        shared: &VmShared,
+        vm: &VmFd,
+        ram: &GuestRam,
         dirty: &PageBitmap,
         rearm: bool,
     ) -> Result<usize, MachineError> {
@@ -83,13 +101,13 @@ impl DirtyLog {
         if !self.on.load(Ordering::Acquire) {
             return Err(MachineError::WrongState("the dirty log is not on"));
         }
-        if dirty.pages() as u64 != shared.ram.pages() {
+        if dirty.pages() as u64 != ram.pages() {
             return Err(MachineError::WrongState(
                 "the bitmap is not of the machine's size",
             ));
         }
         let mut newly = 0;
-        for region in shared.ram.layout().regions() {
+        for region in ram.layout().regions() {
             let first_word = region.first.index() / 64;
             assert!(
                 region.first.0.is_multiple_of(64),
@@ -97,13 +115,13 @@ impl DirtyLog {
             );
             words.clear();
             words.resize(region.pages.div_ceil(64) as usize, 0);
-            sys::get_dirty_log(&shared.vm, region.slot, region.pages, &mut words)
+            sys::get_dirty_log(vm, region.slot, region.pages, &mut words)
                 .map_err(|e| MachineError::os("cannot read the dirty log", e))?;
             for (index, word) in words.iter().enumerate().filter(|(_, word)| **word != 0) {
                 newly += dirty.or_word(first_word + index, *word).count_ones() as usize;
             }
             if rearm && self.manual {
-                clear_found(shared, region, &words)?;
+                clear_found(vm, region, &words)?;
             }
         }
         for index in 0..self.own.words().len() {
@@ -119,8 +137,9 @@ impl DirtyLog {
     }
 }
 
-/// Clears the bits of `words` in the kernel's log, in pieces that begin and end with a bit that is set.
-fn clear_found(shared: &VmShared, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
+/// Clears the bits of `words` in the kernel's log, in pieces that begin and end with a bit that is
+/// set.
+fn clear_found(vm: &VmFd, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
     for (chunk_index, chunk) in words.chunks(CLEAR_WORDS).enumerate() {
         let Some(start) = chunk.iter().position(|word| *word != 0) else {
             continue;
@@ -129,17 +148,12 @@ fn clear_found(shared: &VmShared, region: &RamRegion, words: &[u64]) -> Result<(
             .iter()
             .rposition(|word| *word != 0)
             .map_or(start, |last| last + 1);
-        // Whole words, but for the slot's last: the kernel wants a multiple of 64 pages or the slot's end.
+        // Whole words, but for the slot's last: the kernel wants a multiple of 64 pages or the
+        // slot's end.
         let first = ((chunk_index * CLEAR_WORDS + start) * 64) as u64;
         let pages = ((end - start) as u64 * 64).min(region.pages - first);
-        sys::clear_dirty_log(
-            &shared.vm,
-            region.slot,
-            first,
-            pages as u32,
-            &chunk[start..end],
-        )
-        .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
+        sys::clear_dirty_log(vm, region.slot, first, pages as u32, &chunk[start..end])
+            .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
     }
     Ok(())
 }

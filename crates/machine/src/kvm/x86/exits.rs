@@ -1,11 +1,11 @@
-//! What an exit means.
+//! The meaning of KVM's exits.
 
 use super::run_page::{Mmio, RunPage};
 use crate::Exit;
 use kvm_bindings::{
     KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_INTR, KVM_EXIT_IO,
     KVM_EXIT_IOAPIC_EOI, KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_INTERNAL_ERROR_DELIVERY_EV,
-    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
+    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX, kvm_regs, kvm_sregs,
 };
 use pageferry_addr::Gpa;
 
@@ -18,11 +18,16 @@ pub(super) enum Left {
     Port,
     /// HLT.
     Halted,
-    /// Nothing for the caller.
+    /// Nothing that concerns the caller.
     Nothing,
-    /// The guest cannot go on; why.
+    /// The guest cannot go on, for this reason.
     Failed(String),
 }
+
+/// A vCPU that was reset: `kvm_vcpu_reset` in `arch/x86/kvm/x86.c`.
+const RESET_RIP: u64 = 0xfff0;
+const RESET_CS_BASE: u64 = 0xffff_0000;
+const CR0_PE: u64 = 1;
 
 /// Reads what the last `KVM_RUN` that returned 0 was left for.
 pub(super) fn read(page: &RunPage) -> Left {
@@ -34,7 +39,7 @@ pub(super) fn read(page: &RunPage) -> Left {
         }
         KVM_EXIT_HLT => Left::Halted,
         KVM_EXIT_INTR | KVM_EXIT_IOAPIC_EOI => Left::Nothing,
-        KVM_EXIT_SHUTDOWN => Left::Failed("triple fault (an exception that nobody handles)".into()),
+        KVM_EXIT_SHUTDOWN => Left::Failed("triple fault (an exception without a handler)".into()),
         KVM_EXIT_FAIL_ENTRY => {
             let (reason, cpu) = page.fail_entry();
             Left::Failed(format!(
@@ -50,13 +55,27 @@ pub(super) fn read(page: &RunPage) -> Left {
                 _ => "an internal error",
             };
             Left::Failed(format!(
-                "KVM gave up: {what} (sub-error {suberror}, data {data:#x?})"
+                "KVM cannot run the guest: {what} (sub-error {suberror}, data {data:#x?})"
             ))
         }
         other => Left::Failed(format!(
-            "KVM left the guest for a reason nobody asked for ({other})"
+            "KVM left the guest for an unexpected reason ({other})"
         )),
     }
+}
+
+/// Where a vCPU is, to be told in an error. KVM on AMD hosts resets a vCPU that has shut down
+/// (`shutdown_interception` in `arch/x86/kvm/svm/svm.c`): its registers then say nothing of the
+/// guest.
+pub(super) fn place(regs: &kvm_regs, sregs: &kvm_sregs) -> String {
+    let is_reset = regs.rip == RESET_RIP && sregs.cs.base == RESET_CS_BASE;
+    if is_reset && sregs.cr0 & CR0_PE == 0 {
+        return "where is not known: this host's KVM has reset the vCPU, as it does on AMD".into();
+    }
+    format!(
+        "rip {:#x}, rsp {:#x}, cr2 {:#x}, ring {}",
+        regs.rip, regs.rsp, sregs.cr2, sregs.ss.dpl
+    )
 }
 
 /// The exit of an access outside RAM; a read is answered with ones.
@@ -73,5 +92,25 @@ pub(super) fn mmio(page: &RunPage, access: Mmio) -> Exit {
     } else {
         page.set_mmio_data([0xff; 8]);
         Exit::MmioRead { gpa, size }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vcpu_that_kvm_has_reset_is_nowhere() {
+        let regs = kvm_regs {
+            rip: RESET_RIP,
+            ..Default::default()
+        };
+        let mut sregs = kvm_sregs::default();
+        sregs.cs.base = RESET_CS_BASE;
+        sregs.cr0 = 0x6000_0010;
+        assert!(place(&regs, &sregs).contains("not known"));
+        // In protected mode a guest may well be there.
+        sregs.cr0 |= CR0_PE;
+        assert!(place(&regs, &sregs).contains("rip 0xfff0"));
     }
 }

@@ -1,8 +1,9 @@
 //! Making a vCPU leave the guest, from any thread, without a lost wake-up.
 //!
 //! Three words. `kicked` is the kick itself, set by the kicker and taken by the vCPU's thread.
-//! `immediate_exit`, in the page shared with the kernel, keeps the *next* entry from happening. `inside`
-//! says that the vCPU's thread is at `KVM_RUN`, so that a signal is needed to end the *present* one.
+//! `immediate_exit`, in the page shared with the kernel, keeps the *next* entry from happening.
+//! `inside` says that the vCPU's thread is at `KVM_RUN`, so that a signal is needed to end the
+//! *present* one.
 //!
 //! ```text
 //! kicker                          vCPU thread
@@ -13,21 +14,22 @@
 //!                                 V5 if kicked.swap(false): Exit::Kicked
 //! ```
 //!
-//! *The entry after a kick does not last.* K2 and V1 are sequentially consistent stores, each followed by
-//! a load of what the other stored: K3 sees `inside`, or V2 sees `immediate_exit`. In the first case the
-//! signal is sent to a thread at or before or behind its `KVM_RUN`: inside, it ends it; before, its
-//! handler runs in user mode, and V2 comes after K2 in this thread's order; behind, the next V2 does.
+//! *The entry after a kick does not last.* K2 and V1 are sequentially consistent stores, each
+//! followed by a load of what the other stored: K3 sees `inside`, or V2 sees `immediate_exit`. In
+//! the first case the signal is sent to a thread at or before or behind its `KVM_RUN`: inside, it
+//! ends it; before, its handler runs in user mode, and V2 comes after K2 in this thread's order;
+//! behind, the next V2 does.
 //!
-//! *Taking one kick does not lose the next.* Let a second kicker run beside V4 and V5. If its K1 comes
-//! before V5, V5 takes it with the first (one exit for both, as promised: at least one exit follows each).
-//! If its K1 comes after V5, so does its K2, hence after V4: `immediate_exit` stays 1 for the next entry.
-//! The order of K1 and K2 matters, and so does that of V4 and V5. A K2 that comes after V5 while its K1
-//! came before leaves `immediate_exit` set without a kick: one spurious `EINTR`, after which the vCPU
-//! clears it and goes on.
+//! *Taking one kick does not lose the next.* Let a second kicker run beside V4 and V5. If its K1
+//! comes before V5, V5 takes it with the first (one exit for both, as promised: at least one exit
+//! follows each). If its K1 comes after V5, so does its K2, hence after V4: `immediate_exit` stays
+//! 1 for the next entry. The order of K1 and K2 matters, and so does that of V4 and V5. A K2 that
+//! comes after V5 while its K1 came before leaves `immediate_exit` set without a kick: one spurious
+//! `EINTR`, after which the vCPU clears it and goes on.
 //!
-//! *No signal to a stranger.* A thread's id may be reused once it has ended. So the id is cleared, under
-//! the mutex that kickers hold while they signal, by a thread-local destructor, which runs before the
-//! thread ends.
+//! *No signal to a stranger.* A thread's id may be reused once it has ended. So the id is cleared,
+//! under the mutex that kickers hold while they signal, by a thread-local destructor, which runs
+//! before the thread ends.
 
 use super::run_page::RunPage;
 use super::signal;
@@ -116,8 +118,8 @@ impl Kick {
         self.kicked.swap(false, Ordering::SeqCst)
     }
 
-    /// Calls `enter` (`KVM_RUN`) such that it does not run the guest but only completes a pending exit.
-    /// Takes no kick and loses none.
+    /// Calls `enter` (`KVM_RUN`) such that it does not run the guest but only completes a pending
+    /// exit. Takes no kick and loses none.
     pub(super) fn without_entering<T>(&self, enter: impl FnOnce() -> T) -> T {
         self.page.immediate_exit().store(1, Ordering::SeqCst);
         let result = enter();
@@ -159,12 +161,7 @@ mod tests {
     fn a_kick_that_is_not_taken_always_stops_the_next_entry() {
         const ROUNDS: usize = 50_000;
         if let Err(why) = crate::kvm::probe_vm() {
-            let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-            assert!(
-                !required.split(',').any(|word| word == "kvm"),
-                "kvm is required: {why}"
-            );
-            println!("SKIPPED: {why}");
+            pageferry_testkit::skip("kvm", why);
             return;
         }
         let kvm = Kvm::new().unwrap();

@@ -4,29 +4,38 @@
 //! |---|---|
 //! | `sys` | the ioctls that kvm-ioctls lacks, and `KVM_RUN` |
 //! | `plain` | kernel structures as bytes |
-//! | `vm` | the VM: shared parts, [`crate::Machine`] |
-//! | `slots` | the memory slots, here and in the kernel; memory beyond RAM |
+//! | `device` | KVM's device |
+//! | `shared` | what the parts of a VM share |
+//! | `vm` | creates VMs; [`crate::Machine`] |
+//! | `slots` | the memory slots, here and in the kernel |
+//! | `plug` | memory beyond RAM |
 //! | `vcpu` | the vCPU: [`crate::Vcpu`] |
 //! | `run_page` | the page shared with the kernel |
 //! | `kick` | making a vCPU leave, from any thread |
 //! | `signal` | the two signals: the kick's, and SIGBUS of a poison exit |
 //! | `exits` | what an exit means |
 //! | `dirty` | the dirty log |
-//! | `userfault` | delivery of faults on missing pages |
+//! | `userfault`, `events` | delivery of faults on missing pages |
+//! | `paging` | how vCPUs and KVM use guest memory |
 //! | `poison` | which missing pages are marked, and which must not be |
 //! | `state` | the whole state of a vCPU as bytes |
 //! | `cpuid`, `msr`, `start` | parts of that state |
 //! | `probe` | does KVM work here? |
 
 mod cpuid;
+mod device;
 mod dirty;
+mod events;
 mod exits;
 mod kick;
 mod msr;
+mod paging;
 mod plain;
+mod plug;
 mod poison;
 mod probe;
 mod run_page;
+mod shared;
 mod signal;
 mod slots;
 mod start;
@@ -37,6 +46,7 @@ mod userfault;
 mod vcpu;
 mod vm;
 
+pub use plug::MemoryPlug;
 pub use probe::probe_vm;
-pub use slots::{KvmSlot, MemoryPlug};
+pub use slots::KvmSlot;
 pub use vm::{Irqchip, create, create_pluggable, create_with};

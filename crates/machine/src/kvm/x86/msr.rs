@@ -1,18 +1,21 @@
-//! Model-specific registers: which of them make up a vCPU's state, and how they travel.
+//! Model-specific registers: which of them make up a vCPU's state, and how they are saved and
+//! restored.
 //!
-//! `KVM_GET_MSR_INDEX_LIST` names more registers than a given host lets one read or write back, and both
-//! batch ioctls stop at the first they refuse. So it is found out once per host, on a fresh vCPU, which
-//! of them can be read and set to what was read; those travel, in one batch. If a batch stops all the
-//! same (another host, another CPUID), the rest is tried one by one, and only a refused register that
-//! *matters* is an error: one that a guest of ours can have put something into and would miss.
+//! `KVM_GET_MSR_INDEX_LIST` names more registers than a given host can read or write back. Both
+//! batch ioctls stop at the first register that they refuse. So a survey, once per host and on a
+//! fresh vCPU, finds the registers that can be read and set to the value read. These are saved and
+//! restored, in one batch. If a batch stops all the same (another host, another CPUID), the rest is
+//! tried one by one. A refused register is an error only if it *matters*: if a guest can have
+//! changed it and would miss it.
 
 use crate::MachineError;
 use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
+use std::sync::OnceLock;
 
-/// Registers that every x86-64 vCPU has, and whose value a guest relies on: SYSENTER_CS, _ESP, _EIP, PAT,
-/// TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE (EFER, FS_BASE and GS_BASE travel with the special
-/// registers). They must be there and must be settable.
+/// Registers that every x86-64 vCPU has, and whose value a guest relies on: SYSENTER_CS, _ESP,
+/// _EIP, PAT, TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE (EFER, FS_BASE and GS_BASE travel
+/// with the special registers). They must be there and must be settable.
 const ESSENTIAL: [u32; 10] = [
     0x174,
     0x175,
@@ -26,9 +29,9 @@ const ESSENTIAL: [u32; 10] = [
     0xc000_0102,
 ];
 
-/// Registers that not every vCPU has, but which matter where they are not zero: TSC_ADJUST, SPEC_CTRL,
-/// MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page faults, steal time,
-/// end of interrupt).
+/// Registers that not every vCPU has, but which matter where they are not zero: TSC_ADJUST,
+/// SPEC_CTRL, MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page
+/// faults, steal time, end of interrupt).
 const MATTERS_UNLESS_ZERO: [u32; 14] = [
     0x3b,
     0x48,
@@ -46,9 +49,11 @@ const MATTERS_UNLESS_ZERO: [u32; 14] = [
     0x4b56_4d06,
 ];
 
-/// Registers whose value, where bit 0 is set, is the address of guest memory that KVM itself writes.
+/// Registers whose value, where bit 0 is set, is the address of guest memory that KVM itself
+/// writes.
 const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
-/// The same for the end-of-interrupt flag and the wall clocks, where the value is an address as it is.
+/// The same for the end-of-interrupt flag and the wall clocks, where the value is an address as it
+/// is.
 const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
 
 fn entry(index: u32) -> kvm_msr_entry {
@@ -72,12 +77,27 @@ fn batch(
     Ok(msrs.as_slice()[..taken.min(entries.len())].to_vec())
 }
 
-/// The registers that travel on this host. `fd` is a fresh vCPU with its CPUID set; each of its
-/// registers is set to the value it has.
+/// The registers that travel on this host, once they were found out.
+static TRAVELLING: OnceLock<Vec<u32>> = OnceLock::new();
+
+/// The registers that travel on this host.
+///
+/// # Errors
+/// Before the first [`survey`].
+pub(super) fn travelling() -> Result<&'static [u32], MachineError> {
+    let never = MachineError::WrongState("no vCPU was ever created here");
+    TRAVELLING.get().map(Vec::as_slice).ok_or(never)
+}
+
+/// Finds out which registers travel, if nobody has yet. `fd` is a fresh vCPU with its CPUID set;
+/// each of its registers is set to the value it has.
 ///
 /// # Errors
 /// When one that every vCPU has cannot be read and set.
-pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<Vec<u32>, MachineError> {
+pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<(), MachineError> {
+    if TRAVELLING.get().is_some() {
+        return Ok(());
+    }
     let list = kvm
         .get_msr_index_list()
         .map_err(|e| MachineError::os("cannot list the model-specific registers", io(e)))?;
@@ -87,7 +107,11 @@ pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<Vec<u32>, MachineError> {
     };
     let all: Vec<u32> = list.as_slice().iter().copied().filter(travels).collect();
     match ESSENTIAL.iter().find(|index| !all.contains(index)) {
-        None => Ok(all),
+        None => {
+            // Another thread may have surveyed beside this one; it has found the same.
+            let _ = TRAVELLING.set(all);
+            Ok(())
+        }
         Some(index) => Err(MachineError::EngineUnavailable(format!(
             "this host's KVM does not let model-specific register {index:#x} be saved and restored"
         ))),
@@ -120,8 +144,9 @@ pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, M
     Ok(found)
 }
 
-/// The guest's wall clocks (`MSR_KVM_WALL_CLOCK`, old and new number): commands rather than state. Setting one makes
-/// KVM write guest memory at once, which is not there yet at a destination; what they wrote is in it already.
+/// The guest's wall clocks (`MSR_KVM_WALL_CLOCK`, old and new number): commands rather than state.
+/// Setting one makes KVM write guest memory at once, which is not there yet at a destination; what
+/// they wrote is in it already.
 const WALL_CLOCKS: [u32; 2] = [0x11, 0x4b56_4d00];
 /// Hyper-V's hypercall and assist pages, which KVM would write at once too.
 const HYPERV_PAGES: [u32; 2] = [0x4000_0001, 0x4000_0073];

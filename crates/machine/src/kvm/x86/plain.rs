@@ -1,8 +1,8 @@
 #![expect(unsafe_code, reason = "kernel structures as bytes and back")]
 //! Kernel structures as bytes, for the vCPU state.
 //!
-//! x86 is little-endian, so the kernel's layout *is* a fixed little-endian layout; the sizes asserted
-//! here are those of Linux 6.18 and part of the state's format.
+//! x86 is little-endian, so the kernel's layout *is* a fixed little-endian layout; the sizes
+//! asserted here are those of Linux 6.18 and part of the state's format.
 
 use kvm_bindings::{
     kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
@@ -13,8 +13,8 @@ use std::mem::{MaybeUninit, size_of};
 /// A structure of integers only.
 ///
 /// # Safety
-/// The type has no padding bytes, every bit pattern is a value of it, and it holds no pointer, reference
-/// or interior mutability.
+/// The type has no padding bytes, every bit pattern is a value of it, and it holds no pointer,
+/// reference or interior mutability.
 pub(super) unsafe trait Plain: Copy {}
 
 macro_rules! plain {
@@ -51,8 +51,8 @@ pub(super) fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<T> {
         return None;
     }
     let mut value = MaybeUninit::<T>::uninit();
-    // SAFETY: source and destination are `size_of::<T>()` bytes each and do not overlap; the copy needs
-    // no alignment.
+    // SAFETY: source and destination are `size_of::<T>()` bytes each and do not overlap; the copy
+    // needs no alignment.
     unsafe {
         std::ptr::copy_nonoverlapping(bytes.as_ptr(), value.as_mut_ptr().cast(), bytes.len());
     };

@@ -1,31 +1,32 @@
 //! Poison exits: which missing pages are marked, and which must never be.
 //!
-//! A marker turns a vCPU's touch of a missing page into an exit on its own thread. But a marker turns the
-//! *kernel's* touch into `EFAULT`, where an empty page would have made it sleep until the page is there.
-//! KVM touches guest memory for the guest: on a host without EPT or NPT it walks the guest's page tables,
-//! and an error there becomes a page fault inside the guest; and it writes the clock, steal-time and
-//! similar pages that the guest has named to it. So those stay empty and come as userfaultfd events:
+//! A marker turns a vCPU's touch of a missing page into an exit on the vCPU's own thread. But it
+//! turns the *kernel's* touch into `EFAULT`. On an empty page the kernel would have slept until the
+//! page is there. KVM touches guest memory for the guest in two ways. On a host without EPT or NPT
+//! it walks the guest's page tables, and an error there becomes a page fault inside the guest. And
+//! it writes the clock, steal-time and similar pages that the guest has named to it. So these pages
+//! stay empty, and come as userfaultfd events:
 //!
-//! - pages named in the vCPUs' model-specific registers, always;
-//! - without second-level paging, the guest's page tables. They are found by walking them from CR3; while
-//!   a table is itself missing, nothing is marked at all, since it is not known what it points at. This
-//!   works only for guests that cannot change CR3 behind our back, i.e. which run in ring 3 with no IDT,
-//!   so that any way into ring 0 is a triple fault. For others on such hosts nothing is marked.
+//! - Pages named in the vCPUs' model-specific registers, always.
+//! - Without second-level paging, the guest's page tables. A walk from CR3 finds them. While a
+//!   table is itself missing, its entries are not known, so nothing is marked. The walk works only
+//!   for guests that cannot change CR3 unseen: they run in ring 3 with no IDT, so any way into ring
+//!   0 is a triple fault. On such hosts nothing is marked for other guests.
 //!
 //! Marking may lag, be partial, or not happen: a page without a marker sends an event instead.
 //!
 //! **Races**, for a page P whose bit is set when its run is read here:
-//! - installed before POISON gets there: POISON acts on empty entries only and steps over P;
-//! - POISON between "bytes in place" and CONTINUE: CONTINUE replaces the marker;
-//! - installed, and its mapping dropped by the kernel (reclaim) before POISON gets there: P is marked
-//!   though it is present. A vCPU exits for a page whose bit is clear; installing it again is the answer,
-//!   and after disarming the vCPU lifts the marker itself;
-//! - a vCPU already sleeps on P: it is *not* woken by marking (DONTWAKE); its event is on its way, and
-//!   installing P replaces the marker and wakes it.
+//! - P is installed before POISON gets there. POISON acts on empty entries only, and steps over P.
+//! - POISON comes between "bytes in place" and CONTINUE. CONTINUE replaces the marker.
+//! - P is installed, and the kernel drops its mapping (reclaim) before POISON gets there. P is then
+//!   marked although it is present. A vCPU exits for a page whose bit is clear, and installing P
+//!   again resolves that. After disarming, the vCPU lifts the marker itself.
+//! - A vCPU already sleeps on P. Marking does *not* wake it (DONTWAKE). Its event is on its way.
+//!   Installing P replaces the marker and wakes the vCPU.
 
-use super::state::Paging;
+use super::paging::Known;
+use super::shared::VmShared;
 use super::userfault::Armed;
-use super::vm::VmShared;
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -35,7 +36,7 @@ use std::time::Duration;
 
 /// The pages one call marks at most: 16 MiB, about 0.1 ms.
 const CHUNK_PAGES: usize = 4096;
-/// How often is looked whether missing page tables have arrived.
+/// How long to wait before the next look for missing page tables.
 const LOOK_AGAIN: Duration = Duration::from_micros(500);
 
 const PRESENT: u64 = 1;
@@ -47,23 +48,14 @@ const CR4_PAE: u64 = 1 << 5;
 const CR4_LA57: u64 = 1 << 12;
 const EFER_LMA: u64 = 1 << 10;
 
-/// How a vCPU uses guest memory other than by its own accesses.
-#[derive(Clone, Debug)]
-pub(super) struct Known {
-    /// How it translates addresses.
-    pub(super) paging: Paging,
-    /// What KVM itself writes for it.
-    pub(super) shared: Vec<Gpa>,
-}
-
-/// What a walk of the page tables found.
+/// The result of a walk of the page tables.
 #[derive(Debug, PartialEq, Eq)]
 enum Tables {
-    /// All of them are here.
+    /// These are all of them, and none is missing.
     All(HashSet<RamPage>),
     /// This one is missing.
     Missing(RamPage),
-    /// It cannot be known which pages are tables.
+    /// The walk cannot tell which pages are tables.
     Unknowable,
 }
 
@@ -198,6 +190,7 @@ fn find_tables(
 
 #[cfg(test)]
 mod tests {
+    use super::super::paging::Paging;
     use super::*;
     use crate::RamLayout;
 

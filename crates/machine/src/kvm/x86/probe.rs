@@ -2,82 +2,18 @@
 
 use super::vm::create;
 use crate::{DOORBELL_GPA, Exit, Kicker, MachineError, MachineSpec, StartState};
-use kvm_bindings::{KVM_CAP_IMMEDIATE_EXIT, KVM_CAP_XCRS, KVM_CAP_XSAVE};
-use kvm_ioctls::Kvm;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
-use std::ffi::CStr;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// The API's version has been this since 2007 and will not change (`Documentation/virt/kvm/api.rst`).
-const API_VERSION: i32 = 12;
-/// How long the guest may take. It needs a millisecond, and a host that does much else may let it wait.
+/// How long the guest may take. It needs a millisecond, and a host that does much else may let it
+/// wait.
 const LIMIT: Duration = Duration::from_secs(10);
 /// How long a kicked vCPU may take.
 const KICK_LIMIT: Duration = Duration::from_secs(1);
 
-/// "`what`: the kernel's answer", as an unusable engine.
-pub(super) fn unavailable(what: &str, error: kvm_ioctls::Error) -> MachineError {
-    MachineError::EngineUnavailable(format!(
-        "{what}: {}",
-        std::io::Error::from_raw_os_error(error.errno())
-    ))
-}
-
-/// Opens KVM and looks whether it is what this engine needs.
-///
-/// # Errors
-/// [`MachineError::EngineUnavailable`] with the way out, where there is one.
-pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
-    let shown = path.to_string_lossy();
-    let no = |why: String| Err(MachineError::EngineUnavailable(why));
-    let kvm = match Kvm::new_with_path(path) {
-        Ok(kvm) => kvm,
-        Err(e) if e.errno() == libc::ENOENT => {
-            return no(format!(
-                "{shown} does not exist: load kvm_intel or kvm_amd, enable virtualization in the firmware, or enable \
-                 nested virtualization where this host is a VM itself"
-            ));
-        }
-        Err(e) if matches!(e.errno(), libc::EACCES | libc::EPERM) => {
-            return no(format!(
-                "this process may not open {shown}: run it as root or as a member of the device's group (usually kvm)"
-            ));
-        }
-        Err(e) if matches!(e.errno(), libc::ENODEV | libc::ENXIO) => {
-            return no(format!(
-                "{shown} is there but no driver answers: load kvm_intel or kvm_amd"
-            ));
-        }
-        Err(e) => return Err(unavailable(&format!("{shown} cannot be opened"), e)),
-    };
-    match kvm.get_api_version() {
-        API_VERSION => {}
-        version if version < 0 => return no(format!("{shown} is not KVM's device")),
-        version => {
-            return no(format!(
-                "KVM speaks version {version} of its API, and {API_VERSION} is needed"
-            ));
-        }
-    }
-    let needed = [
-        (
-            KVM_CAP_IMMEDIATE_EXIT,
-            "KVM_CAP_IMMEDIATE_EXIT (Linux 4.13)",
-        ),
-        (KVM_CAP_XSAVE, "KVM_CAP_XSAVE"),
-        (KVM_CAP_XCRS, "KVM_CAP_XCRS"),
-    ];
-    match needed
-        .iter()
-        .find(|(cap, _)| kvm.check_extension_raw((*cap).into()) <= 0)
-    {
-        None => Ok(kvm),
-        Some((_, name)) => no(format!("this host's KVM lacks {name}")),
-    }
-}
-
-/// Runs a VM of one vCPU: ring 3, 64-bit mode, an addition, and a store outside RAM that must arrive here.
+/// Runs a VM of one vCPU: ring 3, 64-bit mode, an addition, and a store outside RAM that must
+/// arrive here.
 ///
 /// Takes milliseconds where KVM works, and at most 11 s, whatever KVM does.
 ///
@@ -167,28 +103,5 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
         Err(why) => Err(MachineError::EngineUnavailable(format!(
             "a VM can be created, but its guest does not run: {why}"
         ))),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn why(path: &CStr) -> String {
-        match open(path) {
-            Err(MachineError::EngineUnavailable(why)) => why,
-            Err(other) => panic!("{other:?}"),
-            Ok(_) => panic!("{path:?} is KVM"),
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_with_the_device_is_said() {
-        let absent = why(c"/dev/there-is-no-kvm-here");
-        assert!(
-            absent.contains("does not exist") && absent.contains("kvm_intel"),
-            "{absent}"
-        );
-        assert!(why(c"/dev/null").contains("is not KVM's device"));
     }
 }

@@ -1,16 +1,17 @@
 #![expect(unsafe_code, reason = "signal handlers")]
 //! The two signals of this engine.
 //!
-//! **The kick.** A real-time signal whose handler does nothing, installed without `SA_RESTART`: all it
-//! is for is that `KVM_RUN` returns `EINTR`.
+//! **The kick.** A real-time signal whose handler does nothing, installed without `SA_RESTART`: all
+//! it is for is that `KVM_RUN` returns `EINTR`.
 //!
-//! **SIGBUS.** When a vCPU touches a page with a poison marker, KVM's look-up answers `-EHWPOISON` and
-//! KVM sends SIGBUS (`BUS_MCEERR_AR`, `si_addr` the host address) to the thread inside `KVM_RUN`, which
-//! then returns `EINTR` (`kvm_send_hwpoison_signal` in `arch/x86/kvm/mmu/mmu.c`). The signal is delivered
-//! when that system call returns, so before the next instruction of this thread. The handler notes the
-//! address in a cell that the thread has put up for the length of its `KVM_RUN` ([`collect_sigbus`]);
-//! that is cheaper than `sigtimedwait`, which takes the process's signal lock twice. SIGBUS of any other
-//! thread or address goes to whoever had it before, by default the end of the process.
+//! **SIGBUS.** When a vCPU touches a page with a poison marker, KVM's look-up answers `-EHWPOISON`
+//! and KVM sends SIGBUS (`BUS_MCEERR_AR`, `si_addr` the host address) to the thread inside
+//! `KVM_RUN`, which then returns `EINTR` (`kvm_send_hwpoison_signal` in `arch/x86/kvm/mmu/mmu.c`).
+//! The signal is delivered when that system call returns, so before the next instruction of this
+//! thread. The handler notes the address in a cell that the thread has put up for the length of its
+//! `KVM_RUN` ([`collect_sigbus`]); that is cheaper than `sigtimedwait`, which takes the process's
+//! signal lock twice. SIGBUS of any other thread or address goes to the earlier handler, by
+//! default the end of the process.
 
 use super::sync::{AtomicU64, Ordering};
 use crate::MachineError;
@@ -50,8 +51,8 @@ impl PoisonCell {
 
     /// Takes the address out, if there is one.
     pub(super) fn take(&self) -> Option<u64> {
-        // The handler ran on this very thread; the plain load keeps the common case free of a locked
-        // instruction.
+        // The handler ran on this very thread; the plain load keeps the common case free of a
+        // locked instruction.
         if self.hit.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -77,7 +78,7 @@ pub(super) fn collect_sigbus<T>(cell: &PoisonCell, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// Whoever had SIGBUS before us.
+/// The handler that SIGBUS had before this one.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 extern "C" fn on_kick(_: c_int) {}
@@ -99,14 +100,14 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     chain(signal, info, context);
 }
 
-/// Hands a SIGBUS that is not ours to whoever had the signal before.
+/// Hands a SIGBUS that is not the engine's to the earlier handler.
 fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.get();
     match previous.map_or(libc::SIG_DFL, |p| p.sa_sigaction) {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: plain system calls, both async-signal-safe. The signal is blocked while this
-            // handler runs; the default effect takes place when it returns. A SIGBUS of the CPU must not
-            // be ignored: the instruction would repeat it for ever.
+            // handler runs; the default effect takes place when it returns. A SIGBUS of the CPU
+            // must not be ignored: the instruction would repeat it for ever.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
                 libc::raise(signal);
@@ -174,8 +175,8 @@ pub(super) fn install_handlers() -> Result<(), MachineError> {
         })
 }
 
-/// Lets both signals through to this thread. One that blocked them would spin in `KVM_RUN`: a pending
-/// signal keeps the guest from being entered, and only its delivery takes it away.
+/// Lets both signals through to this thread. One that blocked them would spin in `KVM_RUN`: a
+/// pending signal keeps the guest from being entered, and only its delivery takes it away.
 pub(super) fn unblock() {
     // SAFETY: sigset_t is an array of integers; the calls get valid pointers.
     unsafe {
@@ -189,7 +190,7 @@ pub(super) fn unblock() {
 
 /// Sends the kick's signal to a thread of this process.
 pub(super) fn send_kick(thread: c_int) {
-    // SAFETY: a plain system call. A thread that is gone gives ESRCH; the caller makes sure that the id
-    // is not another's by then.
+    // SAFETY: a plain system call. A thread that is gone gives ESRCH; the caller makes sure that
+    // the id is not another's by then.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, kick_signal()) };
 }

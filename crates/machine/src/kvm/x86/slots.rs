@@ -1,36 +1,37 @@
 #![expect(unsafe_code, reason = "hands guest memory to KVM")]
 //! The VM's memory slots, here and in the kernel.
 //!
-//! **Guarantee.** The table and the kernel have the same slots: every change goes through [`Slots::change`], which
-//! checks it by the table's rules, tells the kernel, and commits it; what either refuses has not happened. A slot
-//! keeps its memory mapped until the kernel has let go of it and no reader can see it.
+//! **Guarantee.** The table and the kernel have the same slots: every change goes through
+//! [`Slots::change`], which checks it by the table's rules, tells the kernel, and commits it; what
+//! either refuses has not happened. A slot keeps its memory mapped until the kernel has let go of
+//! it and no reader can see it.
 //!
-//! **Mechanism.** `pageferry-memslot` with the mapping's owner in each slot. A slot that is deleted or moved is
-//! invalid in the table from before the kernel is told until it is done; a new one is in the table after the
-//! kernel has it. The rules are the kernel's own (a test compares them request by request on `/dev/kvm`), but for
-//! what only the host knows: the highest frame it maps, and whether it has memory for the slot.
+//! **Mechanism.** `pageferry-memslot` with the mapping's owner in each slot. A slot that is deleted
+//! or moved is invalid in the table from before the kernel is told until it is done; a new one is
+//! in the table after the kernel has it. The rules are the kernel's own (a test compares them
+//! request by request on `/dev/kvm`), but for what only the host knows: the highest frame it maps,
+//! and whether it has memory for the slot.
 
-use super::vm::VmShared;
 use crate::{GuestRam, MachineError, RamRegion};
 use kvm_bindings::{KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
 use kvm_ioctls::VmFd;
-use pageferry_addr::{Gfn, Gpa, Hva, PAGE_SIZE, RamPage};
+use pageferry_addr::{Gfn, Hva, PAGE_SIZE, RamPage};
 use pageferry_memslot::{Barrier, Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter};
-use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// KVM's slots on x86-64 (`KVM_USER_MEM_SLOTS`), where the kernel does not say.
 const MAX_SLOTS: u16 = 32_764;
-/// No x86-64 page table maps more than 52 bits (AMD64 APM vol. 2, 5.1); a host's KVM may map less, and says so.
+/// No x86-64 page table maps more than 52 bits (AMD64 APM vol. 2, 5.1); a host's KVM may map less,
+/// and says so.
 const GFN_LIMIT: Gfn = Gfn(1 << 40);
 
 /// What each slot keeps: its memory.
 #[derive(Clone, Debug)]
 pub struct KvmSlot {
     /// Mapped as long as the slot can be reached.
-    memory: Arc<GuestRam>,
+    pub(super) memory: Arc<GuestRam>,
 }
 
 impl KvmSlot {
@@ -68,8 +69,9 @@ impl Slots {
         &self.table
     }
 
-    /// Does what `ask` wants of slot `id`, given the slot as it is, here and in the kernel, or neither.
-    fn change(
+    /// Does what `ask` wants of slot `id`, given the slot as it is, here and in the kernel, or
+    /// neither.
+    pub(super) fn change(
         &self,
         vm: &VmFd,
         id: u16,
@@ -85,10 +87,11 @@ impl Slots {
             userspace_addr: request.hva.0,
         };
         let update = writer.begin(request)?;
-        // SAFETY: the callers below ask for ranges of a `GuestRam`'s guest mapping, to which Rust never holds a
-        // reference, and which the slot's data keeps mapped: until the commit of the change that takes the slot
-        // away, and so beyond the call that takes it from the kernel. The table outlives the vCPUs, each of
-        // which holds `VmShared`. The rules that were checked keep slots apart.
+        // SAFETY: the callers below ask for ranges of a `GuestRam`'s guest mapping, to which Rust
+        // never holds a reference, and which the slot's data keeps mapped: until the commit of the
+        // change that takes the slot away, and so beyond the call that takes it from the kernel.
+        // The table outlives the vCPUs, each of which holds `VmShared`. The rules that were checked
+        // keep slots apart.
         unsafe { vm.set_user_memory_region(region) }.map_err(|e| {
             MachineError::os(
                 "KVM refuses a memory slot",
@@ -133,142 +136,17 @@ pub(super) fn guest_mapping(ram: &GuestRam) -> Range<Hva> {
     start..Hva(start.0 + ram.pages() * PAGE_SIZE)
 }
 
-/// Memory beyond RAM, plugged in and out of a machine of this engine while it runs: a device's window, a DAX
-/// window of virtio-fs, hotplugged memory that its driver manages.
-///
-/// It is shown to the guest and nothing more: it is in no dirty log, no missing bitmap and no migration, and
-/// [`Machine::ram`](crate::Machine::ram) does not know it. Clones are handles of the same machine.
-///
-/// Calls take turns. Each takes O(log n) here and what the kernel takes (10 to 14 us where this was measured); vCPUs go on
-/// meanwhile. After [`unplug`](Self::unplug) and [`relocate`](Self::relocate), no vCPU reaches the old place.
-#[derive(Clone)]
-pub struct MemoryPlug(Arc<VmShared>);
-
-impl MemoryPlug {
-    pub(super) fn new(shared: Arc<VmShared>) -> Self {
-        Self(shared)
-    }
-
-    /// Shows `memory`, all of it, to the guest from `gpa` on, as slot `id`; [`GuestRam::write`] and
-    /// [`GuestRam::read`] reach the same bytes. With `read_only`, guest writes leave as
-    /// [`Exit::MmioWrite`](crate::Exit::MmioWrite).
-    ///
-    /// One memory may be plugged several times, under several ids.
-    ///
-    /// # Errors
-    /// [`MachineError::WrongState`] if the id is RAM's or taken, [`MachineError::Slot`] for what breaks a rule of
-    /// slots (no overlap, page alignment, the number of slots), [`MachineError::Os`] for what the kernel refuses.
-    pub fn plug(
-        &self,
-        id: u16,
-        gpa: Gpa,
-        memory: Arc<GuestRam>,
-        read_only: bool,
-    ) -> Result<(), MachineError> {
-        let flags = if read_only {
-            SlotFlags::READONLY
-        } else {
-            SlotFlags::EMPTY
-        };
-        self.change(id, |old| match old {
-            Some(_) => Err(MachineError::WrongState(
-                "the slot is plugged already: unplug it first, or relocate it",
-            )),
-            None => Ok(Request {
-                address_space: 0,
-                id,
-                gpa,
-                size: memory.pages() * PAGE_SIZE,
-                hva: memory.guest_hva(RamPage(0)),
-                flags,
-                userfault_bitmap: None,
-                data: KvmSlot { memory },
-            }),
-        })
-    }
-
-    /// Takes slot `id` away from the guest and gives its memory. From now on an access there is MMIO.
-    ///
-    /// # Errors
-    /// [`MachineError::WrongState`] if the id is RAM's or not plugged, [`MachineError::Os`] if the kernel refuses.
-    pub fn unplug(&self, id: u16) -> Result<Arc<GuestRam>, MachineError> {
-        let mut memory = None;
-        self.change(id, |old| {
-            let old = old.ok_or(NOT_PLUGGED)?;
-            memory = Some(Arc::clone(&old.data.memory));
-            let size = 0;
-            Ok(Request { size, ..same(old) })
-        })?;
-        memory.ok_or(NOT_PLUGGED)
-    }
-
-    /// Moves slot `id` to `gpa`; the bytes go along.
-    ///
-    /// # Errors
-    /// As [`plug`](Self::plug), and [`MachineError::WrongState`] if the id is not plugged.
-    pub fn relocate(&self, id: u16, gpa: Gpa) -> Result<(), MachineError> {
-        self.change(id, |old| {
-            let old = old.ok_or(NOT_PLUGGED)?;
-            Ok(Request { gpa, ..same(old) })
-        })
-    }
-
-    /// All slots of the machine, RAM's included, to be read by any thread. A thread must not plug, unplug or
-    /// relocate while it holds a guard of this table: the change may wait for that guard.
-    #[must_use]
-    pub fn slot_table(&self) -> SlotTable<KvmSlot> {
-        self.0.slots.table().clone()
-    }
-
-    fn change(
-        &self,
-        id: u16,
-        ask: impl FnOnce(Option<&Slot<KvmSlot>>) -> Result<Request<KvmSlot>, MachineError>,
-    ) -> Result<(), MachineError> {
-        let regions = self.0.ram.layout().regions();
-        if regions.iter().any(|region| region.slot == id.into()) {
-            return Err(MachineError::WrongState(
-                "the slot is RAM's: choose an id above those of RAM's regions",
-            ));
-        }
-        self.0.slots.change(&self.0.vm, id, ask)
-    }
-}
-
-/// The request that asks for a slot as it is.
-fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
-    Request {
-        address_space: slot.address_space,
-        id: slot.id,
-        gpa: slot.range.start().gpa(),
-        size: slot.range.pages() * PAGE_SIZE,
-        hva: slot.hva,
-        flags: slot.flags,
-        userfault_bitmap: slot.userfault_bitmap(),
-        data: slot.data.clone(),
-    }
-}
-
-const NOT_PLUGGED: MachineError = MachineError::WrongState("no such slot is plugged");
-
-impl fmt::Debug for MemoryPlug {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "MemoryPlug({:?})", self.0.slots.table().generation())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::RamLayout;
+    use pageferry_addr::Gpa;
 
     /// A host address of the kernel's own: the table has no rule against it, the kernel has.
     #[test]
     fn what_the_kernel_refuses_is_not_in_the_table() {
-        let Ok(kvm) = super::super::probe::open(c"/dev/kvm") else {
-            let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-            assert!(!required.split(',').any(|word| word == "kvm"));
-            println!("SKIPPED: /dev/kvm cannot be opened");
+        let Ok(kvm) = super::super::device::open(c"/dev/kvm") else {
+            pageferry_testkit::skip("kvm", "/dev/kvm cannot be opened");
             return;
         };
         let vm = kvm.create_vm().unwrap();

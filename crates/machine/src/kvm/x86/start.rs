@@ -1,7 +1,7 @@
 //! The state in which a guest program starts: 64-bit mode, ring 3, flat segments, no interrupts.
 //!
-//! Ring 3 because a shadow-paging KVM may interpret what runs in ring 0. There are no descriptor tables:
-//! any exception is a triple fault, which ends the run with an error that says where.
+//! Ring 3 because a shadow-paging KVM may interpret what runs in ring 0. There are no descriptor
+//! tables: any exception is a triple fault, which ends the run with an error that says where.
 
 use crate::{MachineError, StartState};
 use kvm_bindings::{

@@ -1,5 +1,6 @@
 #![expect(unsafe_code, reason = "ioctls on KVM's descriptors")]
-//! The ioctls that kvm-ioctls lacks, with their ABI asserted (`include/uapi/linux/kvm.h`, Linux 6.18).
+//! The ioctls that kvm-ioctls lacks, with their ABI asserted (`include/uapi/linux/kvm.h`, Linux
+//! 6.18).
 
 use kvm_bindings::{kvm_clear_dirty_log, kvm_dirty_log, kvm_sregs2};
 use kvm_ioctls::{VcpuFd, VmFd};
@@ -43,7 +44,8 @@ const _: () = {
 };
 
 /// # Safety
-/// `argument` must be what `request` on `fd` takes: null, or valid for all the kernel reads and writes.
+/// `argument` must be what `request` on `fd` takes: null, or valid for all the kernel reads and
+/// writes.
 unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Result<(), Errno> {
     // The type of the request differs between C libraries.
     // SAFETY: by this function's contract; the descriptor is open as long as its owner is borrowed.
@@ -57,11 +59,11 @@ unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Resul
 /// `KVM_RUN`: enters the guest until it exits. What the exit was is in the vCPU's shared page.
 ///
 /// # Errors
-/// Of note: `EINTR` (a signal, or `immediate_exit`), `EFAULT` and `EHWPOISON` (memory that cannot be
-/// reached, with `KVM_EXIT_MEMORY_FAULT` in the page or without).
+/// Of note: `EINTR` (a signal, or `immediate_exit`), `EFAULT` and `EHWPOISON` (memory that cannot
+/// be reached, with `KVM_EXIT_MEMORY_FAULT` in the page or without).
 pub(super) fn run(vcpu: &VcpuFd) -> Result<(), Errno> {
-    // SAFETY: KVM_RUN takes no argument. What the guest does to memory is bounded by the VM's slots,
-    // which are guest memory that Rust never holds a reference to.
+    // SAFETY: KVM_RUN takes no argument. What the guest does to memory is bounded by the VM's
+    // slots, which are guest memory that Rust never holds a reference to.
     unsafe { ioctl(vcpu, KVM_RUN, std::ptr::null_mut()) }
 }
 
@@ -92,8 +94,8 @@ pub(super) fn get_dirty_log(
     unsafe { ioctl(vm, KVM_GET_DIRTY_LOG, (&raw mut log).cast()) }
 }
 
-/// `KVM_CLEAR_DIRTY_LOG`: of the slot's `pages` pages from `first`, clears and protects again those whose
-/// bit is set in `words`.
+/// `KVM_CLEAR_DIRTY_LOG`: of the slot's `pages` pages from `first`, clears and protects again those
+/// whose bit is set in `words`.
 ///
 /// # Errors
 /// `EINVAL`: `first` is no multiple of 64, or `pages` is none and does not end the slot.
@@ -160,8 +162,8 @@ pub(super) fn get_xsave(vcpu: &VcpuFd, bytes: usize) -> Result<Vec<u32>, Errno> 
     } else {
         KVM_GET_XSAVE
     };
-    // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 as many as the capability says, which is
-    // what the caller passes; `area` has at least as many.
+    // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 as many as the capability says, which
+    // is what the caller passes; `area` has at least as many.
     unsafe { ioctl(vcpu, request, area.as_mut_ptr().cast()) }.map(|()| area)
 }
 

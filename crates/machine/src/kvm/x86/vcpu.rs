@@ -1,27 +1,28 @@
 //! The vCPU: running, saving and restoring.
 //!
-//! `KVM_RUN` returns for four kinds of reasons, which [`KvmVcpu::run`] tells apart in this order: an exit
-//! of the guest (it returned 0); a poison marker (the SIGBUS handler left an address); a kick; or a signal
-//! that means nothing to us, after which the guest is entered again.
+//! `KVM_RUN` returns for four kinds of reasons, which [`KvmVcpu::run`] tells apart in this order:
+//! an exit of the guest (it returned 0); a poison marker (the SIGBUS handler left an address); a
+//! kick; or a signal that means nothing to us, after which the guest is entered again.
 //!
 //! **Pending exits.** KVM completes an instruction that left for MMIO or a port only at the next
-//! `KVM_RUN`. So before the state is read or replaced, that is done with `immediate_exit`, which returns
-//! before the guest is entered ([`KvmVcpu::complete`]). If the instruction then leaves again (an access in
-//! several pieces), that exit is put off: it is part of the state and the first thing a later `run` returns.
+//! `KVM_RUN`. So before the state is read or replaced, that is done with `immediate_exit`, which
+//! returns before the guest is entered ([`KvmVcpu::complete`]). If the instruction then leaves
+//! again (an access in several pieces), that exit is put off: it is part of the state and the first
+//! thing a later `run` returns.
 //!
-//! **Emulated accesses to marked pages.** Where KVM emulates an instruction, e.g. one that also accesses
-//! MMIO, and its other operand is in a marked page, KVM cannot reach that page and reports the access as
-//! MMIO at an address in RAM. It becomes a [`Exit::MemoryFault`], and once the page is there the access is
-//! carried out here.
+//! **Emulated accesses to marked pages.** Where KVM emulates an instruction, e.g. one that also
+//! accesses MMIO, and its other operand is in a marked page, KVM cannot reach that page and reports
+//! the access as MMIO at an address in RAM. It becomes a [`Exit::MemoryFault`], and once the page
+//! is there the access is carried out here.
 
 use super::kick::Kick;
-use super::poison::Known;
+use super::paging::Known;
 use super::run_page::{Mmio, RunPage};
+use super::shared::VmShared;
 use super::signal::{self, PoisonCell};
 use super::slots::{KvmSlot, guest_mapping};
 use super::state::{self, Parts};
 use super::userfault;
-use super::vm::VmShared;
 use super::{exits, msr, start, sys};
 use crate::translate::Translator;
 use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
@@ -85,10 +86,7 @@ impl KvmVcpu {
 
     fn failed(&self, why: &str) -> MachineError {
         let at = match (self.fd.get_regs(), self.fd.get_sregs()) {
-            (Ok(regs), Ok(sregs)) => format!(
-                "rip {:#x}, rsp {:#x}, cr2 {:#x}, ring {}",
-                regs.rip, regs.rsp, sregs.cr2, sregs.ss.dpl
-            ),
+            (Ok(regs), Ok(sregs)) => exits::place(&regs, &sregs),
             _ => "its registers cannot be read".into(),
         };
         MachineError::Guest {

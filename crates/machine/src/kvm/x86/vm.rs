@@ -1,27 +1,29 @@
-//! The VM: its slots, what its vCPUs share, and [`Machine`].
+//! Creates VMs of this engine, and carries out [`Machine`]'s calls.
 
+use super::device::{open, unavailable};
 use super::dirty::DirtyLog;
-use super::probe::{open, unavailable};
-use super::slots::{KvmSlot, MemoryPlug, Slots, guest_mapping};
-use super::userfault::FaultPath;
+use super::events::Events;
+use super::plug::MemoryPlug;
+use super::shared::{Caps, VmShared};
+use super::slots::Slots;
+use super::userfault::{FaultPath, deliveries};
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal};
-use crate::translate::Translator;
 use crate::{
     Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
-    MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+    MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
     KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_enable_cap,
 };
-use kvm_ioctls::{Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Kvm, VcpuFd};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-/// Three pages below the top of the hole that KVM takes on Intel hosts (`KVM_SET_TSS_ADDR`), and the page
-/// before them for its identity map. No RAM is ever there; see [`RamLayout`].
+/// Three pages below the top of the hole that KVM takes on Intel hosts (`KVM_SET_TSS_ADDR`), and
+/// the page before them for its identity map. No RAM is ever there; see [`RamLayout`].
 const TSS_ADDRESS: usize = 0xfffb_d000;
 const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 
@@ -35,51 +37,6 @@ pub enum Irqchip {
     Kernel,
 }
 
-/// What this VM's kernel can do.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Caps {
-    pub(super) sregs2: bool,
-    pub(super) xsave_bytes: usize,
-    pub(super) lapic: bool,
-    /// The CPU translates guest-physical addresses itself; without, KVM walks the guest's page tables.
-    pub(super) second_level_paging: bool,
-}
-
-/// What the VM and its vCPUs share. The descriptors of the vCPUs keep the VM alive in the kernel; this
-/// keeps the memory and the userfaultfd as long as any of them is there.
-pub(super) struct VmShared {
-    pub(super) vm: VmFd,
-    pub(super) ram: Arc<GuestRam>,
-    pub(super) slots: Slots,
-    pub(super) vcpus: u32,
-    pub(super) caps: Caps,
-    pub(super) supported_cpuid: Vec<kvm_cpuid_entry2>,
-    pub(super) dirty: DirtyLog,
-    pub(super) faults: FaultPath,
-}
-
-/// The model-specific registers that travel on this host; see [`msr`].
-static MSRS: OnceLock<Vec<u32>> = OnceLock::new();
-
-impl VmShared {
-    /// The model-specific registers that travel on this host.
-    pub(super) fn msrs(&self) -> Result<&'static [u32], MachineError> {
-        MSRS.get()
-            .map(Vec::as_slice)
-            .ok_or(MachineError::WrongState("no vCPU was ever created here"))
-    }
-
-    /// Tells KVM of a region, with or without its dirty log.
-    pub(super) fn set_region(&self, region: &RamRegion, log: bool) -> Result<(), MachineError> {
-        self.slots.set_ram(&self.vm, &self.ram, region, log)
-    }
-
-    /// A way to translate addresses, for one thread.
-    pub(super) fn translator(&self) -> Translator<KvmSlot> {
-        Translator::new(self.slots.table(), guest_mapping(&self.ram))
-    }
-}
-
 /// The VM without its vCPUs.
 struct KvmMachine(Arc<VmShared>);
 
@@ -91,8 +48,8 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     create_with(spec, Irqchip::None)
 }
 
-/// [`create`], with interrupt controllers or without. A vCPU's state moves only between machines that
-/// agree in this.
+/// [`create`], with interrupt controllers or without. A vCPU's state moves only between machines
+/// that agree in this.
 ///
 /// # Errors
 /// As [`create`].
@@ -128,10 +85,7 @@ pub fn create_pluggable(
     let mut vcpus: Vec<Box<dyn Vcpu>> = Vec::with_capacity(spec.vcpus as usize);
     for id in 0..spec.vcpus {
         let (fd, cpuid) = new_vcpu(&shared, id)?;
-        if MSRS.get().is_none() {
-            // Two first machines may both look; they find the same.
-            let _ = MSRS.set(msr::survey(&kvm, &fd)?);
-        }
+        msr::survey(&kvm, &fd)?;
         vcpus.push(Box::new(KvmVcpu::new(
             fd,
             id,
@@ -166,8 +120,8 @@ fn new_vm(
             .map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
     }
     let offers = |cap: u32| vm.check_extension_raw(cap.into());
-    // Bit 0 of the answer: the log is cleared by a call of its own. "Initially set" is not used: every
-    // page would be dirty after the first harvest.
+    // Bit 0 of the answer: the log is cleared by a call of its own. "Initially set" is not used:
+    // every page would be dirty after the first harvest.
     let manual =
         offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
             && vm
@@ -220,7 +174,8 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
     Ok((fd, entries))
 }
 
-/// Whether the host's KVM uses EPT or NPT. Anything that cannot be read counts as no, which is safe.
+/// Whether the host's KVM uses EPT or NPT. Anything that cannot be read counts as no, which is
+/// safe.
 fn second_level_paging() -> bool {
     ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"]
         .iter()
@@ -240,15 +195,16 @@ impl Machine for KvmMachine {
     }
 
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
-        self.0.dirty.switch(&self.0, on)
+        let vm = &self.0;
+        vm.dirty.switch(&vm.vm, &vm.slots, &vm.ram, on)
     }
 
     fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
-        self.0.dirty.harvest(&self.0, dirty, rearm)
+        self.0.dirty.harvest(&self.0.vm, &self.0.ram, dirty, rearm)
     }
 
     fn deliveries(&self) -> Vec<Delivery> {
-        super::userfault::deliveries()
+        deliveries()
     }
 
     fn arm_userfault(
@@ -256,7 +212,8 @@ impl Machine for KvmMachine {
         missing: Arc<PageBitmap>,
         delivery: Delivery,
     ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        super::userfault::arm(&self.0, missing, delivery).map(Some)
+        self.0.faults.arm(&self.0.ram, missing, delivery)?;
+        Ok(Some(Box::new(Events::new(Arc::clone(&self.0)))))
     }
 
     fn receives_in_place(&self) -> bool {

@@ -2,16 +2,17 @@
     unsafe_code,
     reason = "aarch64-paging gives tables back through an unsafe method of its trait"
 )]
-//! aarch64-paging 0.12: stage 2 tables of arm64, four levels, never made active.
+//! aarch64-paging 0.12: input 2 tables of arm64, four levels, never made active.
 //!
-//! What it does not do: it takes `&mut`, so one thread at a time changes tables, and with two threads a mutex stands before
-//! it. It has ranges only: a page is a range of one. Tables that are not active need no care of
-//! break-before-make and no TLB maintenance, and none is done here; on another architecture its instructions
-//! are not there anyway. It keeps no counts. Unmapping whole tables cuts them off at once, without a look at what they hold,
-//! which is why that is so much cheaper than anything that has to know which pages went.
+//! What it does not do: it takes `&mut`, so one thread at a time changes tables, and with two
+//! threads a mutex stands before it. It has ranges only: a page is a range of one. Tables that are
+//! not active need no care of break-before-make and no TLB maintenance, and none is done here; on
+//! another architecture its instructions are not there anyway. It keeps no counts. Unmapping whole
+//! tables cuts them off at once, without a look at what they hold, which is why that is so much
+//! cheaper than anything that has to know which pages went.
 
 use super::{Found, Scheme, Worker};
-use crate::tables::pool;
+use crate::tables::allocator;
 use aarch64_paging::Mapping;
 use aarch64_paging::descriptor::{PhysicalAddress, Stage2Attributes};
 use aarch64_paging::paging::{Constraints, MemoryRegion, PageTable, Stage2, Translation};
@@ -24,38 +25,38 @@ pub struct Aarch64Paging;
 
 /// Where it takes tables from.
 #[derive(Debug)]
-struct Pool;
+struct Tables;
 
-impl Translation<Stage2Attributes> for Pool {
+impl Translation<Stage2Attributes> for Tables {
     fn allocate_table(&mut self) -> (NonNull<PageTable<Stage2Attributes>>, PhysicalAddress) {
-        let table = pool::take();
-        let address = PhysicalAddress(pool::address(table) as usize);
+        let table = allocator::take();
+        let address = PhysicalAddress(allocator::address(table) as usize);
         (table.cast(), address)
     }
 
     unsafe fn deallocate_table(&mut self, table: NonNull<PageTable<Stage2Attributes>>) {
         // SAFETY: it came from `allocate_table`, as the trait demands of the caller.
-        unsafe { pool::give(table.cast()) };
+        unsafe { allocator::give(table.cast()) };
     }
 
     fn physical_to_virtual(
         &self,
         address: PhysicalAddress,
     ) -> NonNull<PageTable<Stage2Attributes>> {
-        pool::at(address.0 as u64).cast()
+        allocator::at(address.0 as u64).cast()
     }
 }
 
 /// The tables of [`Aarch64Paging`].
 #[derive(Debug)]
-pub struct Aarch64Worker(Mapping<Pool, Stage2>);
+pub struct Aarch64Worker(Mapping<Tables, Stage2>);
 
 impl Scheme for Aarch64Paging {
     const NAME: &'static str = "aarch64-paging 0.12";
     type Alone = Aarch64Worker;
 
     fn alone() -> Aarch64Worker {
-        Aarch64Worker(Mapping::new(Pool, 0, Stage2))
+        Aarch64Worker(Mapping::new(Tables, 0, Stage2))
     }
 }
 

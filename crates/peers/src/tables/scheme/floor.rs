@@ -5,7 +5,7 @@
 use super::radix::{Radix, index};
 use super::{Found, Parallel, Scheme, TABLE_PAGES, Worker};
 use crate::sync::{Arc, AtomicU64, Ordering, RwLock, RwLockReadGuard};
-use crate::tables::pool::{ENTRIES, FRAME, PRESENT, WRITE};
+use crate::tables::allocator::{ENTRIES, FRAME, PRESENT, WRITE};
 use crossbeam_epoch::{Collector, LocalHandle};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
 use std::marker::PhantomData;
@@ -206,20 +206,20 @@ impl Scheme for CompareExchange {
     type Alone = Walker<Exchange, Nothing>;
 
     fn alone() -> Self::Alone {
-        Self::worker(&Self::shared())
+        Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for CompareExchange {
-    type Shared = Arc<Radix>;
+    type Tables = Arc<Radix>;
     type Worker = Self::Alone;
 
-    fn shared() -> Arc<Radix> {
+    fn tables() -> Arc<Radix> {
         Arc::new(Radix::new())
     }
 
-    fn worker(shared: &Arc<Radix>) -> Self::Worker {
-        Walker::new(shared, Nothing)
+    fn worker(tables: &Arc<Radix>) -> Self::Worker {
+        Walker::new(tables, Nothing)
     }
 }
 
@@ -232,25 +232,25 @@ impl Scheme for EpochPinned {
     type Alone = Walker<Exchange, LocalHandle>;
 
     fn alone() -> Self::Alone {
-        Self::worker(&Self::shared())
+        Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for EpochPinned {
-    type Shared = (Arc<Radix>, Collector);
+    type Tables = (Arc<Radix>, Collector);
     type Worker = Self::Alone;
 
-    fn shared() -> Self::Shared {
+    fn tables() -> Self::Tables {
         (Arc::new(Radix::new()), Collector::new())
     }
 
-    fn worker((tables, collector): &Self::Shared) -> Self::Worker {
+    fn worker((tables, collector): &Self::Tables) -> Self::Worker {
         Walker::new(tables, collector.register())
     }
 }
 
-/// The same under the reading side of the standard library's `RwLock`, one a call, which nobody ever writes: as an MMU lock
-/// of two sides does it that is one shared word.
+/// The same under the reading side of the standard library's `RwLock`, one a call, which nobody
+/// ever writes: as an MMU lock of two sides does it that is one shared word.
 #[derive(Debug)]
 pub struct ReadLocked;
 
@@ -259,19 +259,19 @@ impl Scheme for ReadLocked {
     type Alone = Walker<Exchange, Arc<RwLock<()>>>;
 
     fn alone() -> Self::Alone {
-        Self::worker(&Self::shared())
+        Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for ReadLocked {
-    type Shared = (Arc<Radix>, Arc<RwLock<()>>);
+    type Tables = (Arc<Radix>, Arc<RwLock<()>>);
     type Worker = Self::Alone;
 
-    fn shared() -> Self::Shared {
+    fn tables() -> Self::Tables {
         (Arc::new(Radix::new()), Arc::default())
     }
 
-    fn worker((tables, lock): &Self::Shared) -> Self::Worker {
+    fn worker((tables, lock): &Self::Tables) -> Self::Worker {
         Walker::new(tables, Arc::clone(lock))
     }
 }

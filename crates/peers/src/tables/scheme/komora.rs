@@ -1,16 +1,17 @@
 //! `pagetable` 0.4 (komora): a tree of 64-bit keys that is only ever added to.
 //!
-//! What it does not do: it is no page table of a processor, but a map from a number to an atomic word, with 65 536 entries a
-//! table: for these keys two loads instead of four. It frees no table before all are dropped, has no lock, no guard, no
-//! counts, no page sizes and no ranges (they are loops here), and takes its 512 KiB tables from the global allocator,
-//! which has them backed by memory already, as the pool's. With two threads it allocates in fewer than half of the
-//! chunks, so that medians do not show it there.
-//! What an entry means, and how it changes, is ours: present and writable as in the floors, by compare-exchange.
+//! What it does not do: it is no page table of a processor, but a map from a number to an atomic
+//! word, with 65 536 entries a table: for these keys two loads instead of four. It frees no table
+//! before all are dropped, has no lock, no guard, no counts, no page sizes and no ranges (they are
+//! loops here), and takes its 512 KiB tables from the global allocator, which has them backed by
+//! memory already, as the allocator's. With two threads it allocates in fewer than half of the
+//! chunks, so that medians do not show it there. What an entry means, and how it changes, is ours:
+//! present and writable as in the floors, by compare-exchange.
 
 use super::floor::{Change, Exchange};
 use super::{Found, Parallel, Scheme, Worker};
 use crate::sync::{AtomicU64, Ordering};
-use crate::tables::pool::{FRAME, PRESENT, WRITE};
+use crate::tables::allocator::{FRAME, PRESENT, WRITE};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
 use pagetable::PageTable;
 
@@ -31,15 +32,15 @@ impl Scheme for Komora {
 }
 
 impl Parallel for Komora {
-    type Shared = PageTable<AtomicU64>;
+    type Tables = PageTable<AtomicU64>;
     type Worker = KomoraWorker;
 
-    fn shared() -> Self::Shared {
+    fn tables() -> Self::Tables {
         PageTable::new()
     }
 
-    fn worker(shared: &Self::Shared) -> KomoraWorker {
-        KomoraWorker(shared.clone())
+    fn worker(tables: &Self::Tables) -> KomoraWorker {
+        KomoraWorker(tables.clone())
     }
 }
 

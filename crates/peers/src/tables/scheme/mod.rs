@@ -1,7 +1,7 @@
 //! What every scheme can be asked: the one shape behind which they are measured.
 //!
-//! All calls are dispatched statically, so that a scheme's code is compiled into the loop that times it, as it would be
-//! into a hypervisor's.
+//! All calls are dispatched statically, so that a scheme's code is compiled into the loop that
+//! times it, as it would be into a hypervisor's.
 
 #[cfg(target_pointer_width = "64")]
 mod aarch64;
@@ -38,11 +38,12 @@ pub const TABLE_PAGES: u64 = 512;
 
 /// One thread's way to page tables. Pages are of 4 KiB in all that is looked up.
 pub trait Worker {
-    /// Maps `gfn` to `pfn`, to be stored to. It is not mapped, or other workers are mapping it to just this.
+    /// Maps `gfn` to `pfn`, to be stored to. It is not mapped, or other workers are mapping it to
+    /// just this.
     fn map(&mut self, gfn: Gfn, pfn: Pfn);
 
-    /// Maps `range` to the frames from `pfn` on, to be stored to. The first of both and the number of pages are multiples
-    /// of [`TABLE_PAGES`], and no page is mapped.
+    /// Maps `range` to the frames from `pfn` on, to be stored to. The first of both and the number
+    /// of pages are multiples of [`TABLE_PAGES`], and no page is mapped.
     fn map_range(&mut self, range: GfnRange, pfn: Pfn);
 
     /// What `gfn` is mapped to.
@@ -77,13 +78,13 @@ pub trait Scheme {
 /// Page tables that several threads change at once.
 pub trait Parallel: Scheme {
     /// What the threads share.
-    type Shared: Sync;
+    type Tables: Sync;
     /// A thread's way to it.
     type Worker: Worker;
 
     /// Empty tables.
-    fn shared() -> Self::Shared;
+    fn tables() -> Self::Tables;
 
     /// A way to them for the calling thread.
-    fn worker(shared: &Self::Shared) -> Self::Worker;
+    fn worker(tables: &Self::Tables) -> Self::Worker;
 }

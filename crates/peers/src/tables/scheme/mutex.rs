@@ -6,7 +6,8 @@ use pageferry_addr::{Gfn, GfnRange, Pfn};
 use std::marker::PhantomData;
 use std::sync::PoisonError;
 
-/// `S` alone where there is one thread, and behind the standard library's `Mutex`, locked once a call, where there are two.
+/// `S` alone where there is one thread, and behind the standard library's `Mutex`, locked once a
+/// call, where there are two.
 #[derive(Debug)]
 pub struct Locked<S>(PhantomData<S>);
 
@@ -24,15 +25,15 @@ where
     S: Scheme,
     S::Alone: Send,
 {
-    type Shared = Arc<Mutex<S::Alone>>;
+    type Tables = Arc<Mutex<S::Alone>>;
     type Worker = Behind<S::Alone>;
 
-    fn shared() -> Self::Shared {
+    fn tables() -> Self::Tables {
         Arc::new(Mutex::new(S::alone()))
     }
 
-    fn worker(shared: &Self::Shared) -> Self::Worker {
-        Behind(Arc::clone(shared))
+    fn worker(tables: &Self::Tables) -> Self::Worker {
+        Behind(Arc::clone(tables))
     }
 }
 

@@ -2,17 +2,19 @@
     unsafe_code,
     reason = "gives the MMU its table memory, which is a contract the compiler cannot check"
 )]
-//! `pageferry-tdp`: EPT tables with accessed and dirty flags, changed by faults and sweeps as a hypervisor's are.
+//! `pageferry-tdp`: EPT tables with accessed and dirty flags, changed by faults and sweeps as a
+//! hypervisor's are.
 //!
-//! A page is mapped by the whole path of a fault: ticket, MMU lock (the shared side), check of the ticket, walk, links, leaf,
-//! counts. Looking up the memory slot and the host's frame is the hypervisor's and not here. There is no call that maps
-//! many pages of 4 KiB: a range is mapped by faults for pages of 2 MiB that are then split, as when a log begins.
-//! Unmapping is zapping, and every call that takes something away asks for a TLB flush before it returns; the
-//! platform here has no TLBs, and counts.
+//! A page is mapped by the whole path of a fault: ticket, MMU lock (the shared side), check of the
+//! ticket, walk, links, leaf, counts. Looking up the memory slot and the host's frame is the
+//! hypervisor's and not here. There is no call that maps many pages of 4 KiB: a range is mapped by
+//! faults for pages of 2 MiB that are then split, as when a log begins. Unmapping is zapping, and
+//! every call that takes something away asks for a TLB flush before it returns; the platform here
+//! has no TLBs, and counts.
 
 use super::{Found, Parallel, Scheme, Worker};
 use crate::sync::{Arc, AtomicU64, Ordering};
-use crate::tables::pool::{self, ENTRIES};
+use crate::tables::allocator::{self, ENTRIES};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, PageSize, Pfn};
 use pageferry_tdp::format::{Access, Ept4, Format, MemoryType, Writes};
 use pageferry_tdp::{
@@ -25,7 +27,7 @@ use std::ptr::NonNull;
 #[derive(Debug)]
 pub struct Tdp;
 
-/// Where it runs: tables are from the pool, and flushes are counted.
+/// Where it runs: tables are from the allocator, and flushes are counted.
 #[derive(Debug, Default)]
 pub struct Heap {
     flushes: Flushes,
@@ -37,21 +39,23 @@ pub struct Heap {
 struct Flushes(AtomicU64);
 
 // SAFETY:
-// 1. The pool's tables are zeroed pages, aligned to their size, that nobody else has.
-// 2. A table's address is its physical one, and its provenance is exposed; user addresses have 47 bits, EPT's 52.
+// 1. The allocator's tables are zeroed pages, aligned to their size, that nobody else has.
+// 2. A table's address is its physical one, and its provenance is exposed; user addresses have 47
+//    bits, EPT's 52.
 // 3. There are no vCPUs, and no TLBs.
 unsafe impl Platform for Heap {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
-        (entries == ENTRIES).then(|| pool::take().cast())
+        (entries == ENTRIES).then(|| allocator::take().cast())
     }
 
     unsafe fn free_table(&self, table: NonNull<Entry>, _: usize) {
-        // SAFETY: it came from `allocate_table`, and nobody uses it, as the trait demands of the caller.
-        unsafe { pool::give(table.cast()) };
+        // SAFETY: it came from `allocate_table`, and nobody uses it, as the trait demands of the
+        // caller.
+        unsafe { allocator::give(table.cast()) };
     }
 
     fn frame(&self, table: NonNull<Entry>) -> Pfn {
-        Pfn(pool::address(table.cast()) >> PAGE_SHIFT)
+        Pfn(allocator::address(table.cast()) >> PAGE_SHIFT)
     }
 
     #[inline]
@@ -61,7 +65,7 @@ unsafe impl Platform for Heap {
 
     #[inline]
     fn pointer_at(&self, address: u64) -> NonNull<Entry> {
-        pool::at(address).cast()
+        allocator::at(address).cast()
     }
 
     fn barrier(&self) -> Option<Barrier> {
@@ -82,20 +86,20 @@ impl Scheme for Tdp {
     type Alone = Vcpu;
 
     fn alone() -> Vcpu {
-        Self::worker(&Self::shared())
+        Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for Tdp {
-    type Shared = Arc<Mmu<Ept4, Heap>>;
+    type Tables = Arc<Mmu<Ept4, Heap>>;
     type Worker = Vcpu;
 
-    fn shared() -> Self::Shared {
-        Mmu::new(Heap::default()).expect("the pool has tables")
+    fn tables() -> Self::Tables {
+        Mmu::new(Heap::default()).expect("the allocator has tables")
     }
 
-    fn worker(shared: &Self::Shared) -> Vcpu {
-        Vcpu(shared.worker())
+    fn worker(tables: &Self::Tables) -> Vcpu {
+        Vcpu(tables.worker())
     }
 }
 
@@ -142,7 +146,7 @@ impl Worker for Vcpu {
             self.fault(gfn, Pfn(pfn.0 + skipped), large.level());
         }
         let split = self.0.split(range, 1, &());
-        split.expect("the pool has tables");
+        split.expect("the allocator has tables");
     }
 
     #[inline]

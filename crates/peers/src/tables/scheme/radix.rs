@@ -2,10 +2,11 @@
     unsafe_code,
     reason = "an entry holds the address of the next table, and following it is a dereference"
 )]
-//! The tree of the floors: four levels of x86-64 tables, made on the way down, freed when all is dropped.
+//! The tree of the floors: four levels of x86-64 tables, made on the way down, freed when all is
+//! dropped.
 
 use crate::sync::{AtomicU64, Ordering};
-use crate::tables::pool::{self, ENTRIES, FRAME, PRESENT, Table, WRITE};
+use crate::tables::allocator::{self, ENTRIES, FRAME, PRESENT, Table, WRITE};
 use pageferry_addr::Gfn;
 use std::ptr::NonNull;
 
@@ -28,7 +29,9 @@ pub(super) const fn index(gfn: Gfn, level: u32) -> usize {
 
 impl Radix {
     pub(super) fn new() -> Self {
-        Self { root: pool::take() }
+        Self {
+            root: allocator::take(),
+        }
     }
 
     /// The entries of the table of level 1 that has `gfn`'s.
@@ -59,7 +62,7 @@ impl Radix {
             if value == 0 {
                 value = missing(entry)?;
             }
-            table = pool::at(value & FRAME);
+            table = allocator::at(value & FRAME);
         }
         // SAFETY: as above.
         Some(unsafe { &table.as_ref().0 })
@@ -69,13 +72,13 @@ impl Radix {
 /// Links a table into an empty entry; who comes second gives its own back.
 #[cold]
 fn link(entry: &AtomicU64) -> u64 {
-    let table = pool::take();
-    let value = pool::address(table) | PRESENT | WRITE;
+    let table = allocator::take();
+    let value = allocator::address(table) | PRESENT | WRITE;
     match entry.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => value,
         Err(other) => {
             // SAFETY: it was taken above and is linked nowhere.
-            unsafe { pool::give(table) };
+            unsafe { allocator::give(table) };
             other
         }
     }
@@ -83,7 +86,7 @@ fn link(entry: &AtomicU64) -> u64 {
 
 impl Drop for Radix {
     fn drop(&mut self) {
-        // SAFETY: all tables are from the pool, and no reference into them outlives `self`.
-        unsafe { pool::give_tree(self.root) };
+        // SAFETY: all tables are from the allocator, and no reference into them outlives `self`.
+        unsafe { allocator::give_tree(self.root) };
     }
 }

@@ -4,13 +4,14 @@
 )]
 //! The two crates for a kernel's own x86-64 tables: x86_64 0.15 and page_table_multiarch 0.6.
 //!
-//! What both do not do: they take `&mut`, so one thread at a time changes tables, and with two threads a mutex stands before
-//! them. They store entries plainly, keep no counts, never free a table before all are dropped, and have no ranges of
-//! their own beyond a loop. TLBs are left alone here: x86_64's flushes are handed back and ignored, and
-//! page_table_multiarch gathers addresses but flushes on bare metal only.
+//! What both do not do: they take `&mut`, so one thread at a time changes tables, and with two
+//! threads a mutex stands before them. They store entries plainly, keep no counts, never free a
+//! table before all are dropped, and have no ranges of their own beyond a loop. TLBs are left alone
+//! here: x86_64's flushes are handed back and ignored, and page_table_multiarch gathers addresses
+//! but flushes on bare metal only.
 
 use super::{Found, Scheme, Worker};
-use crate::tables::pool::{self, Table};
+use crate::tables::allocator::{self, Table};
 use memory_addr::{PAGE_SIZE_4K, PhysAddr, VirtAddr as MultiarchVirtAddr};
 use page_table_multiarch::x86_64::X64PageTable;
 use page_table_multiarch::{MappingFlags, PageSize, PagingHandler};
@@ -36,9 +37,10 @@ impl Scheme for OffsetTable {
     type Alone = OffsetWorker;
 
     fn alone() -> OffsetWorker {
-        let mut root = pool::take().cast::<PageTable>();
-        // SAFETY: a zeroed page from the pool, which nobody else has, is an empty table; it is given back when the
-        // worker is dropped. Physical addresses are virtual ones here, so the offset is 0.
+        let mut root = allocator::take().cast::<PageTable>();
+        // SAFETY: a zeroed page from the allocator, which nobody else has, is an empty table; it is
+        // given back when the worker is dropped. Physical addresses are virtual ones here,
+        // so the offset is 0.
         OffsetWorker(unsafe { OffsetPageTable::new(root.as_mut(), VirtAddr::zero()) })
     }
 }
@@ -46,18 +48,21 @@ impl Scheme for OffsetTable {
 impl Drop for OffsetWorker {
     fn drop(&mut self) {
         let root = NonNull::from(self.0.level_4_table_mut()).cast::<Table>();
-        // SAFETY: the mapper took all tables from the pool, its leaves are 4 KiB, and it is not used again.
-        unsafe { pool::give_tree(root) };
+        // SAFETY: the mapper took all tables from the allocator, its leaves are 4 KiB, and it is
+        // not used again.
+        unsafe { allocator::give_tree(root) };
     }
 }
 
 /// Frames for tables.
 struct Frames;
 
-// SAFETY: the pool's tables are unused.
+// SAFETY: the allocator's tables are unused.
 unsafe impl FrameAllocator<Size4KiB> for Frames {
     fn allocate_frame(&mut self) -> Option<PhysFrame> {
-        Some(physical(Pfn(pool::address(pool::take()) >> PAGE_SHIFT)))
+        Some(physical(Pfn(
+            allocator::address(allocator::take()) >> PAGE_SHIFT
+        )))
     }
 }
 
@@ -134,13 +139,13 @@ struct Handler;
 impl PagingHandler for Handler {
     fn alloc_frames(count: usize, align: usize) -> Option<PhysAddr> {
         (count == 1 && align == PAGE_SIZE_4K)
-            .then(|| PhysAddr::from(pool::address(pool::take()) as usize))
+            .then(|| PhysAddr::from(allocator::address(allocator::take()) as usize))
     }
 
     fn dealloc_frames(frame: PhysAddr, count: usize) {
         assert_eq!(count, 1, "tables are taken one by one");
         // SAFETY: the tables give back, once, what they took above.
-        unsafe { pool::give(pool::at(frame.as_usize() as u64)) };
+        unsafe { allocator::give(allocator::at(frame.as_usize() as u64)) };
     }
 
     #[inline]
@@ -157,7 +162,7 @@ impl Scheme for Multiarch {
     type Alone = MultiarchWorker;
 
     fn alone() -> MultiarchWorker {
-        MultiarchWorker(X64PageTable::try_new().expect("the pool has tables"))
+        MultiarchWorker(X64PageTable::try_new().expect("the allocator has tables"))
     }
 }
 

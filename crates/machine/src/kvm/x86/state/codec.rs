@@ -5,10 +5,11 @@
 //! section: u16 tag | u16 zero | u32 length of the body in bytes | body
 //! ```
 //!
-//! All little-endian. The body of a section is the kernel's structure (Linux x86 UAPI) or an array of
-//! such. A tag occurs at most once; an unknown tag is an error, since leaving out a part of a CPU's state
-//! is not an option; which tags must be there is checked at the end.
+//! All little-endian. The body of a section is the kernel's structure (Linux x86 UAPI) or an array
+//! of such. A tag occurs at most once; an unknown tag is an error, since leaving out a part of a
+//! CPU's state is not an option; which tags must be there is checked at the end.
 
+use crate::kvm::x86::paging::Paging;
 use crate::kvm::x86::plain::{Plain, array_from_bytes, bytes_of, from_bytes};
 use crate::{Exit, VcpuState};
 use kvm_bindings::{
@@ -75,17 +76,6 @@ impl Special {
             },
         }
     }
-}
-
-/// How a vCPU translates addresses, and whether it can ever change that.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::kvm::x86) struct Paging {
-    pub(in crate::kvm::x86) cr0: u64,
-    pub(in crate::kvm::x86) cr3: u64,
-    pub(in crate::kvm::x86) cr4: u64,
-    pub(in crate::kvm::x86) efer: u64,
-    pub(in crate::kvm::x86) cpl: u8,
-    pub(in crate::kvm::x86) idt_limit: u16,
 }
 
 /// A decoded state.

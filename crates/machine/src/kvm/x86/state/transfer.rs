@@ -2,7 +2,7 @@
 
 use super::{Parts, Special};
 use crate::MachineError;
-use crate::kvm::x86::vm::VmShared;
+use crate::kvm::x86::shared::VmShared;
 use crate::kvm::x86::{cpuid, msr, sys};
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
@@ -37,7 +37,8 @@ pub(in crate::kvm::x86) fn load(
         false => None,
     };
     Ok(Parts {
-        // MP state first: KVM may act on an INIT that waits (kvm_apic_accept_events) and so change others.
+        // MP state first: KVM may act on an INIT that waits (kvm_apic_accept_events) and so change
+        // others.
         mp_state: fd
             .get_mp_state()
             .map_err(os("cannot read the multiprocessing state"))?,
@@ -54,7 +55,7 @@ pub(in crate::kvm::x86) fn load(
         events: fd
             .get_vcpu_events()
             .map_err(os("cannot read the pending events"))?,
-        msrs: msr::read(fd, shared.msrs()?)?,
+        msrs: msr::read(fd, msr::travelling()?)?,
         cpuid: cpuid.to_vec(),
         lapic,
         tsc_khz: fd.get_tsc_khz().unwrap_or(0),
@@ -62,7 +63,8 @@ pub(in crate::kvm::x86) fn load(
     })
 }
 
-/// Makes an error of the kernel's "no" to a part: the bytes were well-formed, their values impossible.
+/// Makes an error of the kernel's "no" to a part: the bytes were well-formed, their values
+/// impossible.
 fn refused(part: &str) -> impl FnOnce(Errno) -> MachineError {
     move |errno| MachineError::BadState(format!("KVM refuses its {part}: {errno}"))
 }
@@ -76,9 +78,9 @@ const PDPTRS_VALID: u64 = 1;
 
 /// Sets the whole state and returns what CPUID the vCPU now has.
 ///
-/// The order is the kernel's: what a guest may have (CPUID) first; special registers before the MSRs
-/// that depend on them; XCR0 before the registers it enables; the LAPIC before its timer's MSR; pending
-/// events and what the vCPU waits for last.
+/// The order is the kernel's: what a guest may have (CPUID) first; special registers before the
+/// MSRs that depend on them; XCR0 before the registers it enables; the LAPIC before its timer's
+/// MSR; pending events and what the vCPU waits for last.
 ///
 /// # Errors
 /// [`MachineError::BadState`] for values this host's KVM refuses.

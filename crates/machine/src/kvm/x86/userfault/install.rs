@@ -99,16 +99,16 @@ fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError>
     }
 }
 
-/// Takes pages out of the guest's mapping, not out of the page cache: they and their bytes stay. Poison
-/// markers go.
+/// Takes pages out of the guest's mapping, not out of the page cache: they and their bytes stay.
+/// Poison markers go.
 pub(super) fn drop_mappings(
     ram: &GuestRam,
     first: RamPage,
     pages: u64,
 ) -> Result<(), MachineError> {
     let (start, len) = range(ram, first, pages);
-    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so the
-    // bytes are not lost; KVM is told by its MMU notifier and maps them again.
+    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so
+    // the bytes are not lost; KVM is told by its MMU notifier and maps them again.
     unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxDontNeed) }
         .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
 }
@@ -158,13 +158,15 @@ fn map_present(
         }
     }
     if stopped {
-        // Calls that stopped half-way did not wake those who sleep on pages that were mapped already.
+        // Calls that stopped half-way did not wake those who sleep on pages that were mapped
+        // already.
         armed.uffd.wake(start, len).map_err(failed)?;
     }
     Ok(())
 }
 
-/// ZEROPAGE wherever there is a hole; pages of the page cache need nothing but their sleepers woken.
+/// ZEROPAGE wherever there is a hole; pages of the page cache need nothing but their sleepers
+/// woken.
 fn fill_holes(
     armed: &Armed,
     ram: &GuestRam,

@@ -1,39 +1,40 @@
 #![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 //! Faults on missing pages: how they are delivered, and how a page is made present.
 //!
-//! A machine is armed at most once, before a vCPU has run, so nothing of the guest's mapping is mapped
-//! then and every first touch of a page faults. The missing bitmap is the caller's; it is read here, never
-//! written. Who installs a page clears its bit *afterwards*.
+//! A machine is armed at most once, before a vCPU has run. So nothing of the guest's mapping is
+//! mapped then, and every first touch of a page faults. The missing bitmap is the caller's: this
+//! module reads it, and never writes it. A thread that installs a page clears its bit *afterwards*.
 //!
-//! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a page in
-//! the page cache is a minor fault, of a hole a missing one; both sleep and send an event. Installing is
-//! `UFFDIO_CONTINUE`, which maps what is in the page cache, and `UFFDIO_ZEROPAGE` for holes, which read as
-//! zero. Poison marks missing pages besides, see `poison`; CONTINUE replaces a marker.
+//! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a
+//! page in the page cache is a minor fault, and a touch of a hole a missing one. Both sleep and
+//! send an event. Installing is `UFFDIO_CONTINUE`, which maps the page from the page cache, and
+//! `UFFDIO_ZEROPAGE` for holes, which read as zero. Poison also marks missing pages, see `poison`.
+//! CONTINUE replaces a marker.
 //!
-//! **Missing**: registered for missing faults only. Missing pages are holes ([`FaultPath::begin_postcopy`]
-//! punches them), present ones are in the page cache and never fault into userfaultfd; a present page
-//! that was zero may be a hole too and then sends an event. Installing is `UFFDIO_COPY`.
+//! **Missing**: the mapping is registered for missing faults only. Missing pages are holes, which
+//! [`FaultPath::begin_postcopy`] punches. Present pages are in the page cache, and never fault into
+//! userfaultfd. A present page that was zero may be a hole too, and then sends an event. Installing
+//! is `UFFDIO_COPY`.
 //!
-//! **A fault on a page whose bit is clear** is no error. It is a present page touched for the first time,
-//! one whose mapping the kernel has dropped, or one that was installed a moment ago. The answer is to
-//! install it (again): that maps it, replaces a marker, and wakes whoever sleeps.
+//! **A fault on a page whose bit is clear** is no error. It has one of three causes: the first
+//! touch of a present page, a mapping that the kernel dropped, or a page that was installed a
+//! moment ago. The answer is to install the page (again). That maps it, replaces a marker, and
+//! wakes the threads that sleep on it.
 //!
-//! **What is not here.** Where KVM itself touches a missing page for the guest (a guest page table under
-//! shadow paging, a clock page), the vCPU sleeps inside the kernel until the page is installed, and a kick
-//! is taken only then. A sleep on the guest's own access is ended by a kick at once (Linux 6.1 and later).
+//! **A sleep that a kick does not end.** Where KVM itself touches a missing page for the guest (a
+//! guest page table under shadow paging, a clock page), the vCPU sleeps inside the kernel until the
+//! page is installed. It takes a kick only then. A kick ends a sleep on the guest's own access at
+//! once (Linux 6.1 and later).
 
-mod events;
 mod install;
 
 pub(super) use install::lift_markers;
 
-use events::Events;
 use install::drop_mappings;
 
-use super::poison::Known;
+use super::paging::Known;
 use super::sync::{AtomicBool, Ordering};
-use super::vm::VmShared;
-use crate::{Delivery, FaultEvents, GuestRam, MachineError};
+use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
@@ -43,7 +44,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 /// How many locks order the copies of pages.
 const COPY_LOCKS: usize = 64;
 
-/// What each delivery needs.
+/// The features that a delivery needs.
 fn features(delivery: Delivery) -> Features {
     match delivery {
         Delivery::Exit => Features::empty(),
@@ -90,7 +91,7 @@ pub(super) struct FaultPath {
     armed: OnceLock<Armed>,
     /// Makes arming, disarming and "a vCPU has run" take turns.
     ran: Mutex<bool>,
-    /// What is known of each vCPU's use of guest memory, by id.
+    /// How each vCPU uses guest memory, by id.
     known: Mutex<BTreeMap<u32, Known>>,
 }
 
@@ -126,12 +127,12 @@ impl FaultPath {
         *lock(&self.ran) = true;
     }
 
-    /// Notes how a vCPU uses guest memory, once its state is set.
+    /// Notes how a vCPU uses guest memory, when its state is set.
     pub(super) fn note_vcpu(&self, id: u32, known: Known) {
         lock(&self.known).insert(id, known);
     }
 
-    /// What is known of the vCPUs.
+    /// How the vCPUs use guest memory.
     pub(super) fn known(&self) -> Vec<Known> {
         lock(&self.known).values().cloned().collect()
     }
@@ -165,7 +166,7 @@ impl FaultPath {
             ));
         }
         let (start, len) = range(ram, RamPage(0), ram.pages());
-        // Wakes all who sleep. What they find is in the page cache, or a hole that is zero.
+        // Wakes all sleepers. They find the page cache, or a hole that is zero.
         armed.uffd.unregister(start, len).map_err(|e| {
             MachineError::os(
                 "cannot end the registration of guest memory with userfaultfd",
@@ -175,60 +176,64 @@ impl FaultPath {
         armed.active.store(false, Ordering::Release);
         Ok(())
     }
-}
 
-/// Arms the machine; see [`crate::Machine::arm_userfault`].
-pub(super) fn arm(
-    shared: &Arc<VmShared>,
-    missing: Arc<PageBitmap>,
-    delivery: Delivery,
-) -> Result<Box<dyn FaultEvents>, MachineError> {
-    let ram = &shared.ram;
-    if !deliveries().contains(&delivery) {
-        return Err(MachineError::NoDelivery(delivery));
+    /// Arms the machine; see [`crate::Machine::arm_userfault`].
+    pub(super) fn arm(
+        &self,
+        ram: &GuestRam,
+        missing: Arc<PageBitmap>,
+        delivery: Delivery,
+    ) -> Result<(), MachineError> {
+        if !deliveries().contains(&delivery) {
+            return Err(MachineError::NoDelivery(delivery));
+        }
+        if missing.pages() as u64 != ram.pages() {
+            return Err(MachineError::WrongState(
+                "the missing bitmap is not of the machine's size",
+            ));
+        }
+        let ran = lock(&self.ran);
+        if *ran {
+            return Err(MachineError::WrongState(
+                "fault delivery must be armed before a vCPU has run",
+            ));
+        }
+        if self.armed().is_some() {
+            return Err(MachineError::WrongState("fault delivery was armed before"));
+        }
+        let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
+            MachineError::EngineUnavailable(format!(
+                "fault delivery '{delivery}' is not usable: {e}"
+            ))
+        })?;
+        let (start, len) = range(ram, RamPage(0), ram.pages());
+        let mode = match delivery {
+            Delivery::Missing => RegisterMode::MISSING,
+            _ => RegisterMode::MISSING | RegisterMode::MINOR,
+        };
+        // SAFETY: (1) the guest's mapping is touched by vCPUs and by KVM for them, never by the
+        // threads that resolve faults, which use the alias; (2) no Rust reference to guest memory
+        // exists; (3) `GuestRam` owns the mapping, and `VmShared` holds it as long as it holds this
+        // userfaultfd.
+        unsafe { uffd.register(start, len, mode) }
+            .map_err(|e| MachineError::os("cannot register guest memory with userfaultfd", e))?;
+        // No vCPU has run, so nothing should be mapped; whatever may be is dropped from the
+        // mapping.
+        drop_mappings(ram, RamPage(0), ram.pages())?;
+        let armed = Armed {
+            uffd,
+            landed: PageBitmap::new(if delivery == Delivery::Missing {
+                missing.pages()
+            } else {
+                0
+            }),
+            missing,
+            delivery,
+            active: AtomicBool::new(true),
+            copy_locks: std::array::from_fn(|_| Mutex::new(())),
+        };
+        assert!(self.armed.set(armed).is_ok(), "arming takes turns");
+        drop(ran);
+        Ok(())
     }
-    if missing.pages() as u64 != ram.pages() {
-        return Err(MachineError::WrongState(
-            "the missing bitmap is not of the machine's size",
-        ));
-    }
-    let ran = lock(&shared.faults.ran);
-    if *ran {
-        return Err(MachineError::WrongState(
-            "fault delivery must be armed before a vCPU has run",
-        ));
-    }
-    if shared.faults.armed().is_some() {
-        return Err(MachineError::WrongState("fault delivery was armed before"));
-    }
-    let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
-        MachineError::EngineUnavailable(format!("fault delivery '{delivery}' is not usable: {e}"))
-    })?;
-    let (start, len) = range(ram, RamPage(0), ram.pages());
-    let mode = match delivery {
-        Delivery::Missing => RegisterMode::MISSING,
-        _ => RegisterMode::MISSING | RegisterMode::MINOR,
-    };
-    // SAFETY: (1) the guest's mapping is touched by vCPUs and by KVM for them, never by the threads that
-    // resolve faults, which use the alias; (2) no Rust reference to guest memory exists; (3) `GuestRam`
-    // owns the mapping, and `VmShared` holds it as long as it holds this userfaultfd.
-    unsafe { uffd.register(start, len, mode) }
-        .map_err(|e| MachineError::os("cannot register guest memory with userfaultfd", e))?;
-    // No vCPU has run, so nothing should be mapped; whatever may be is dropped from the mapping.
-    drop_mappings(ram, RamPage(0), ram.pages())?;
-    let armed = Armed {
-        uffd,
-        landed: PageBitmap::new(if delivery == Delivery::Missing {
-            missing.pages()
-        } else {
-            0
-        }),
-        missing,
-        delivery,
-        active: AtomicBool::new(true),
-        copy_locks: std::array::from_fn(|_| Mutex::new(())),
-    };
-    assert!(shared.faults.armed.set(armed).is_ok(), "arming takes turns");
-    drop(ran);
-    Ok(Box::new(Events::new(Arc::clone(shared))))
 }

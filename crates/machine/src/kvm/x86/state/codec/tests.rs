@@ -167,16 +167,8 @@ proptest! {
 }
 
 fn skipped() -> bool {
-    let Err(why) = crate::kvm::probe_vm() else {
-        return false;
-    };
-    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
-    assert!(
-        !required.split(',').any(|word| word == "kvm"),
-        "kvm is required: {why}"
-    );
-    println!("SKIPPED: {why}");
-    true
+    let missing = crate::kvm::probe_vm().err();
+    missing.is_some_and(|why| pageferry_testkit::skip("kvm", why))
 }
 
 fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
@@ -242,7 +234,8 @@ fn every_part_moves_to_another_vcpu() {
                 _ => {}
             }
         }
-        // x87 control word and XMM0..15 of the legacy area; XSTATE_BV says that x87 and SSE are there.
+        // x87 control word and XMM0..15 of the legacy area; XSTATE_BV says that x87 and SSE are
+        // there.
         parts.xsave[0] = 0x037f;
         for (i, word) in parts.xsave[40..104].iter_mut().enumerate() {
             *word = 0x0101_0101 * (i as u32 + 1);
@@ -341,6 +334,7 @@ fn saving_and_restoring_is_quick() {
     times.sort_unstable();
     let (save, restore, bytes) = times[times.len() / 2];
     println!("save {save:?}, restore {restore:?}, {bytes} bytes");
-    // A thousandth of a second each would already be too long for a switch-over; this is fifty of them.
+    // A thousandth of a second each would already be too long for a switch-over; this is fifty of
+    // them.
     assert!(save.as_millis() < 50 && restore.as_millis() < 50);
 }

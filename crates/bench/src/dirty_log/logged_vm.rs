@@ -1,0 +1,233 @@
+//! One VM that goes through the phases.
+
+use super::{Config, Pattern, Phase};
+use crate::BenchError;
+use crate::Samples;
+use crate::memslot::host::Host;
+use dynasmrt::riscv::RiscvRelocation;
+use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
+use pageferry_addr::{Gpa, PAGE_SIZE};
+use pageferry_hypervisor::{
+    DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig, VmError,
+};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// The slot with the program, at guest address 0, and the one that is measured.
+const PROGRAM: u16 = 0;
+const MEASURED: u16 = 1;
+/// Where the measured slot is.
+const AT: Gpa = Gpa(1 << 30);
+/// The longest that vCPUs wait for each other.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Samples of each phase, in milliseconds.
+#[derive(Debug, Default)]
+pub(super) struct Times([Samples; Phase::ALL.len()]);
+
+impl Times {
+    fn add(&mut self, phase: Phase, took: Duration) {
+        self.0[phase as usize].push(took.as_secs_f64() * 1e3);
+    }
+
+    pub(super) const fn of(&self, phase: Phase) -> &Samples {
+        &self.0[phase as usize]
+    }
+}
+
+/// Host memory for the program's page and all vCPUs, touched: the kernel has given all of it.
+pub(super) fn host(config: &Config) -> Result<Arc<Host>, BenchError> {
+    let pages = u64::from(config.vcpus) * config.pages;
+    let host = Host::new(1 + pages)?;
+    for page in 0..=pages {
+        host.word(page, 0).store(1, Ordering::Relaxed);
+    }
+    for (index, pair) in program().chunks(2).enumerate() {
+        let high = pair.get(1).copied().unwrap_or(0);
+        let word = u64::from(pair[0]) | u64::from(high) << 32;
+        host.word(0, 8 * index as u64)
+            .store(word, Ordering::Relaxed);
+    }
+    Ok(host)
+}
+
+/// Writes a0 into a doubleword of every page from a1 up to a2, then calls its environment.
+fn program() -> Vec<u32> {
+    let mut ops = VecAssembler::<RiscvRelocation>::new(0);
+    dynasm!(ops
+        ; .arch riscv64i
+        ; li t0, PAGE_SIZE as i64
+        ;->next:
+        ; sd a0, [a1, 0]
+        ; add a1, a1, t0
+        ; bltu a1, a2, ->next
+        ; ecall
+    );
+    let bytes = ops.finalize().expect("every label is defined");
+    let words = bytes.as_chunks().0.iter();
+    words.map(|&word| u32::from_le_bytes(word)).collect()
+}
+
+pub(super) struct LoggedVm<M: Memslots> {
+    vm: Vm<M>,
+    vcpus: Vec<VcpuCore<M>>,
+    host: Arc<Host>,
+    config: Config,
+}
+
+impl<M: Memslots> LoggedVm<M> {
+    pub(super) fn new(host: &Arc<Host>, config: Config) -> Result<Self, BenchError> {
+        let vm = Vm::<M>::with_memslots(VmConfig {
+            dirty_by: config.dirty_by,
+            dirty_protect: DirtyProtect::ByClear,
+            ..VmConfig::default()
+        });
+        let logged_vm = Self {
+            vcpus: (0..config.vcpus)
+                .map(|id| vm.create_vcpu(id))
+                .collect::<Result<_, _>>()
+                .map_err(refused)?,
+            host: Arc::clone(host),
+            vm,
+            config,
+        };
+        logged_vm.set(PROGRAM, Gpa(0), 0..1, SlotFlags::EMPTY)?;
+        logged_vm.set_log(SlotFlags::EMPTY)?;
+        Ok(logged_vm)
+    }
+
+    fn pages(&self) -> u64 {
+        u64::from(self.config.vcpus) * self.config.pages
+    }
+
+    fn set(
+        &self,
+        slot: u16,
+        gpa: Gpa,
+        pages: Range<u64>,
+        flags: SlotFlags,
+    ) -> Result<(), BenchError> {
+        let region = Region {
+            slot,
+            flags,
+            gpa,
+            size: (pages.end - pages.start) * PAGE_SIZE,
+            hva: self.host.hva(pages.start),
+            memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
+            userfault: None,
+        };
+        self.vm.set_user_memory_region2(region).map_err(refused)
+    }
+
+    fn set_log(&self, flags: SlotFlags) -> Result<(), BenchError> {
+        self.set(MEASURED, AT, 1..1 + self.pages(), flags)
+    }
+
+    /// All phases, timed.
+    pub(super) fn run(mut self, pattern: Pattern, times: &mut Times) -> Result<(), BenchError> {
+        times.add(Phase::Populate, self.write(pattern, 0)?);
+        let enable = timed(|| self.set_log(SlotFlags::LOG_DIRTY_PAGES))?;
+        times.add(Phase::Enable, enable);
+        let words = self.pages().div_ceil(64) as usize;
+        let mut log = vec![0_u64; words];
+        for iteration in 1..=self.config.iterations {
+            times.add(Phase::Dirty, self.write(pattern, iteration)?);
+            let get = timed(|| self.vm.get_dirty_log(MEASURED, &mut log).map_err(refused))?;
+            times.add(Phase::Get, get);
+            let named: u64 = log.iter().map(|word| u64::from(word.count_ones())).sum();
+            if named != self.pages() {
+                return Err(BenchError::Memslot(format!(
+                    "a dirty log names {named} of {} pages that were written",
+                    self.pages()
+                )));
+            }
+            let clear = timed(|| {
+                let cleared = self.vm.clear_dirty_log(MEASURED, 0, &log);
+                cleared.map_err(refused)
+            })?;
+            times.add(Phase::Clear, clear);
+        }
+        let disable = timed(|| self.set_log(SlotFlags::EMPTY))?;
+        times.add(Phase::Disable, disable);
+        Ok(())
+    }
+
+    /// Lets all vCPUs write their pages; gives the time from the first's begin to the last's end.
+    fn write(&mut self, pattern: Pattern, value: u32) -> Result<Duration, BenchError> {
+        let (pages, all) = (self.config.pages, self.pages());
+        let ready = AtomicU32::new(0);
+        let count = self.config.vcpus;
+        let runs = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..)
+                .zip(&mut self.vcpus)
+                .map(|(index, vcpu)| {
+                    let part = match pattern {
+                        Pattern::Partitioned => index * pages..(index + 1) * pages,
+                        Pattern::Overlapping => 0..all,
+                    };
+                    let ready = &ready;
+                    scope.spawn(move || {
+                        meet(ready, count)?;
+                        let began = Instant::now();
+                        write_pages(vcpu, part, value)?;
+                        Ok((began, Instant::now()))
+                    })
+                })
+                .collect();
+            let joined = threads.into_iter().map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            joined.collect::<Result<Vec<(Instant, Instant)>, BenchError>>()
+        })?;
+        let began = runs.iter().map(|run| run.0).min();
+        let ended = runs.iter().map(|run| run.1).max();
+        Ok(began.zip(ended).map_or(Duration::ZERO, |(b, e)| e - b))
+    }
+}
+
+/// Waits until all threads are here, spinning, as a wake-up would cost more than much of what is
+/// measured.
+fn meet(ready: &AtomicU32, count: u32) -> Result<(), BenchError> {
+    ready.fetch_add(1, Ordering::AcqRel);
+    let deadline = Instant::now() + LIMIT;
+    while ready.load(Ordering::Acquire) < count {
+        if Instant::now() > deadline {
+            return Err(BenchError::Busy("a vCPU's thread did not begin".into()));
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+fn write_pages<M: Memslots>(
+    vcpu: &mut VcpuCore<M>,
+    part: Range<u64>,
+    value: u32,
+) -> Result<(), BenchError> {
+    let hart = vcpu.hart_mut();
+    hart.set_pc(0)
+        .map_err(|e| BenchError::Memslot(e.to_string()))?;
+    hart.set_x(10, u64::from(value));
+    hart.set_x(11, AT.0 + part.start * PAGE_SIZE);
+    hart.set_x(12, AT.0 + part.end * PAGE_SIZE);
+    match vcpu.run() {
+        Exit::Ecall { .. } => Ok(()),
+        other => Err(BenchError::Memslot(format!(
+            "unexpected exit of the guest: {other:?}"
+        ))),
+    }
+}
+
+fn timed<R>(f: impl FnOnce() -> Result<R, BenchError>) -> Result<Duration, BenchError> {
+    let began = Instant::now();
+    f()?;
+    Ok(began.elapsed())
+}
+
+fn refused(error: VmError) -> BenchError {
+    BenchError::Memslot(format!("the hypervisor refused a call: {error}"))
+}

@@ -1,0 +1,225 @@
+//! What all charts are made of: the picture, the place of the legend, axes, lines and labels.
+
+use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+use std::ops::Range;
+
+pub(super) const SIZE: (u32, u32) = (960, 380);
+/// Width of the legend's column.
+pub(super) const KEY_WIDTH: u32 = 170;
+const INK: RGBColor = RGBColor(40, 44, 52);
+const GRID: RGBColor = RGBColor(226, 229, 234);
+const FONT: &str = "sans-serif";
+/// Told apart by most people with impaired colour vision (Okabe and Ito, "Color Universal Design",
+/// 2008).
+pub(super) const COLOURS: [RGBColor; 8] = [
+    RGBColor(0, 114, 178),
+    RGBColor(213, 94, 0),
+    RGBColor(0, 158, 115),
+    RGBColor(204, 121, 167),
+    RGBColor(86, 180, 233),
+    RGBColor(230, 159, 0),
+    RGBColor(120, 94, 240),
+    RGBColor(60, 60, 60),
+];
+
+/// How many lines can be told apart.
+pub const MAX_SERIES: usize = COLOURS.len();
+
+/// What was drawn, or why it cannot be.
+pub type Drawn<T> = Result<T, String>;
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+
+pub(super) fn say(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+pub(super) fn draw(size: (u32, u32), paint: impl FnOnce(&Area<'_>) -> Drawn<()>) -> Drawn<String> {
+    let mut svg = String::new();
+    {
+        let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
+        area.fill(&WHITE).map_err(say)?;
+        paint(&area)?;
+        area.present().map_err(say)?;
+    }
+    // Scales with the page; the backend gives it a fixed size only.
+    let (width, height) = size;
+    let fixed = format!("<svg width=\"{width}\" height=\"{height}\"");
+    Ok(svg.replacen(&fixed, "<svg class=\"chart\" role=\"img\"", 1))
+}
+
+/// The place of a chart, and the legend's beside it.
+pub(super) fn with_key<'a>(area: &Area<'a>) -> (Area<'a>, Area<'a>) {
+    area.split_horizontally(SIZE.0 - KEY_WIDTH)
+}
+
+/// A chart without axes yet; `left` pixels are for what stands at the vertical one.
+pub(super) fn chart<'a, 'b>(
+    area: &'a Area<'b>,
+    left: u32,
+    x: Range<f64>,
+    y: Range<f64>,
+) -> Drawn<Chart<'a, 'b>> {
+    ChartBuilder::on(area)
+        .margin(14)
+        .margin_right(36)
+        .x_label_area_size(46)
+        .y_label_area_size(left)
+        .build_cartesian_2d(x, y)
+        .map_err(say)
+}
+
+/// What stands at an axis.
+pub(super) struct Axis<'a> {
+    pub(super) labels: usize,
+    pub(super) label: &'a dyn Fn(&f64) -> String,
+    pub(super) desc: &'a str,
+}
+
+/// Draws both axes and, where `upright`, lines at the labels of the horizontal one, as there always
+/// are at the other's.
+pub(super) fn axes(
+    chart: &mut Chart<'_, '_>,
+    x: &Axis<'_>,
+    y: &Axis<'_>,
+    upright: bool,
+) -> Drawn<()> {
+    let mut mesh = chart.configure_mesh();
+    if !upright {
+        mesh.disable_x_mesh();
+    }
+    mesh.x_labels(x.labels)
+        .y_labels(y.labels)
+        .x_label_formatter(x.label)
+        .y_label_formatter(y.label)
+        .x_desc(x.desc)
+        .y_desc(y.desc)
+        .axis_style(INK)
+        .bold_line_style(GRID)
+        .light_line_style(TRANSPARENT)
+        .label_style(small())
+        .axis_desc_style(small())
+        .draw()
+        .map_err(say)
+}
+
+/// Draws one line, `width` pixels wide.
+pub(super) fn line(
+    chart: &mut Chart<'_, '_>,
+    points: impl IntoIterator<Item = (f64, f64)>,
+    colour: RGBColor,
+    width: u32,
+) -> Drawn<()> {
+    let style = colour.stroke_width(width);
+    let series = LineSeries::new(points, style);
+    chart.draw_series(series).map_err(say)?;
+    Ok(())
+}
+
+/// Draws lines with a dot at each point, in the order of the colours; gives their legend.
+pub(super) fn dotted<'n>(
+    chart: &mut Chart<'_, '_>,
+    lines: impl Iterator<Item = (usize, &'n str, Vec<(f64, f64)>)>,
+) -> Drawn<Vec<Entry>> {
+    let mut entries = Vec::new();
+    for (index, name, points) in lines {
+        let colour = COLOURS[index % MAX_SERIES];
+        line(chart, points.iter().copied(), colour, 2)?;
+        let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
+        chart.draw_series(dots).map_err(say)?;
+        entries.push(Entry::line(name, colour));
+    }
+    Ok(entries)
+}
+
+pub(super) fn text(size: u32) -> TextStyle<'static> {
+    (FONT, size).into_font().color(&INK)
+}
+
+pub(super) fn small() -> TextStyle<'static> {
+    text(16)
+}
+
+/// A power of ten in microseconds, with its unit.
+pub(super) fn decade(log_us: f64) -> String {
+    match log_us.round() as i32 {
+        power @ ..0 => format!("{} ns", 10i64.pow((power + 3).max(0) as u32)),
+        power @ 0..3 => format!("{} us", 10i64.pow(power as u32)),
+        power @ 3..6 => format!("{} ms", 10i64.pow((power - 3) as u32)),
+        power => format!("{} s", 10i64.pow((power - 6).min(12) as u32)),
+    }
+}
+
+/// The label of an axis that has its logarithm: of whole numbers only.
+pub(super) fn whole(value: &f64, shown: impl FnOnce() -> String) -> String {
+    if value.fract().abs() < 1e-6 {
+        shown()
+    } else {
+        String::new()
+    }
+}
+
+/// One line of a legend.
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) style: ShapeStyle,
+}
+
+impl Entry {
+    pub(super) fn line(name: impl Into<String>, colour: RGBColor) -> Self {
+        Self {
+            name: name.into(),
+            style: colour.stroke_width(3),
+        }
+    }
+}
+
+/// The legend, in a column of its own, so that it hides nothing.
+pub(super) fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
+    for (index, entry) in entries.iter().enumerate() {
+        let y = 22 + index as i32 * 22;
+        if entry.style.filled {
+            area.draw(&Rectangle::new([(4, y - 6), (22, y + 6)], entry.style))
+                .map_err(say)?;
+        } else {
+            area.draw(&PathElement::new([(4, y), (22, y)], entry.style))
+                .map_err(say)?;
+        }
+        let text = small().pos(Pos::new(HPos::Left, VPos::Center));
+        area.draw(&Text::new(entry.name.clone(), (28, y), text))
+            .map_err(say)?;
+    }
+    Ok(())
+}
+
+/// A number with a comma every three digits.
+pub(super) fn thousands(value: f64) -> String {
+    let digits = format!("{:.0}", value.max(0.0));
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn axis_labels_have_units() {
+        assert_eq!(decade(0.0), "1 us");
+        assert_eq!(decade(2.0), "100 us");
+        assert_eq!(decade(3.0), "1 ms");
+        assert_eq!(decade(6.0), "1 s");
+        assert_eq!(decade(-1.0), "100 ns");
+        assert_eq!(thousands(1234567.0), "1,234,567");
+        assert_eq!(thousands(12.0), "12");
+    }
+}

@@ -1,0 +1,445 @@
+//! Charts as SVG.
+
+mod frame;
+
+use self::frame::{
+    Axis, COLOURS, Entry, KEY_WIDTH, SIZE, axes, chart, decade, dotted, draw, legend, line, say,
+    small, text, thousands, whole, with_key,
+};
+use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
+
+pub use self::frame::{Drawn, MAX_SERIES};
+
+/// One bar of a [`histogram`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bucket {
+    /// Values of at least this, in microseconds.
+    pub from_us: f64,
+    /// And of less than this.
+    pub to_us: f64,
+    /// How many.
+    pub count: u64,
+}
+
+/// Numbers of values by their size: both axes logarithmic. `marks` are upright lines: name and
+/// microseconds.
+///
+/// # Errors
+/// Where there is nothing to draw.
+pub fn histogram(
+    buckets: &[Bucket],
+    marks: &[(String, f64)],
+    x_desc: &str,
+    y_desc: &str,
+) -> Drawn<String> {
+    let (Some(first), Some(last)) = (buckets.first(), buckets.last()) else {
+        return Err("there is nothing to draw".into());
+    };
+    let (left, right) = (first.from_us.log10().floor(), last.to_us.log10().ceil());
+    let most = buckets.iter().map(|b| b.count).max().unwrap_or(1) as f64;
+    let bottom = -0.3; // a bar of one is visible
+    let top = most.log10().ceil().max(1.0);
+    draw(SIZE, |area| {
+        let (plot, key) = with_key(area);
+        let mut chart = chart(&plot, 76, left..right, bottom..top + 0.25)?;
+        let x = Axis {
+            labels: (right - left) as usize + 1,
+            label: &|x| whole(x, || decade(*x)),
+            desc: x_desc,
+        };
+        let y = Axis {
+            labels: top as usize + 1,
+            label: &|y| whole(y, || format!("{}", 10f64.powf(*y))),
+            desc: y_desc,
+        };
+        axes(&mut chart, &x, &y, true)?;
+        let bars = buckets.iter().filter(|b| b.count > 0).map(|b| {
+            let corners = [
+                (b.from_us.log10(), bottom),
+                (b.to_us.log10(), (b.count as f64).log10()),
+            ];
+            let mut bar = Rectangle::new(corners, COLOURS[0].mix(0.75).filled());
+            bar.set_margin(0, 0, 1, 1);
+            bar
+        });
+        chart.draw_series(bars).map_err(say)?;
+        let mut entries = Vec::new();
+        for (index, (name, us)) in marks.iter().enumerate() {
+            let x = us.max(1e-3).log10();
+            let colour = COLOURS[(1 + index) % MAX_SERIES];
+            line(&mut chart, [(x, bottom), (x, top + 0.25)], colour, 2)?;
+            entries.push(Entry::line(name.clone(), colour));
+        }
+        legend(&key, &entries)
+    })
+}
+
+/// A line of a chart.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Line {
+    /// What the legend says.
+    pub name: String,
+    /// Its points. [`growth`] takes numbers and seconds above 0 only, [`linear`] takes none below
+    /// 0.
+    pub points: Vec<(f64, f64)>,
+}
+
+/// Seconds over numbers: both axes logarithmic. Lines without points are left out.
+///
+/// # Errors
+/// Where there is nothing to draw.
+pub fn growth(lines: &[Line]) -> Drawn<String> {
+    let logs = |line: &Line| -> Vec<(f64, f64)> {
+        let log = |&(number, seconds): &(f64, f64)| (number.log10(), (seconds * 1e6).log10());
+        line.points.iter().map(log).collect()
+    };
+    let all: Vec<(f64, f64)> = lines.iter().flat_map(logs).collect();
+    let ends = |of: fn(&(f64, f64)) -> f64| {
+        let values = all.iter().map(of);
+        let low = values.clone().fold(f64::INFINITY, f64::min).floor();
+        (
+            low,
+            values
+                .fold(f64::NEG_INFINITY, f64::max)
+                .ceil()
+                .max(low + 1.0),
+        )
+    };
+    if all.is_empty() || all.iter().any(|(x, y)| !x.is_finite() || !y.is_finite()) {
+        return Err("there is nothing to draw".into());
+    }
+    let ((left, right), (bottom, top)) = (ends(|point| point.0), ends(|point| point.1));
+    draw(SIZE, |area| {
+        let (plot, key) = with_key(area);
+        let mut chart = chart(&plot, 76, left..right, bottom..top)?;
+        let x = Axis {
+            labels: (right - left) as usize + 1,
+            label: &|x| whole(x, || thousands(10f64.powf(*x))),
+            desc: "slots (logarithmic)",
+        };
+        let y = Axis {
+            labels: (top - bottom) as usize + 1,
+            label: &|y| whole(y, || decade(*y)),
+            desc: "time a run (logarithmic)",
+        };
+        axes(&mut chart, &x, &y, true)?;
+        let shown = lines
+            .iter()
+            .enumerate()
+            .filter(|(_, l)| !l.points.is_empty());
+        let shown = shown.map(|(index, line)| (index, line.name.as_str(), logs(line)));
+        legend(&key, &dotted(&mut chart, shown)?)
+    })
+}
+
+/// A chart whose axes both begin at 0.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear<'a> {
+    /// What stands above it: a title and a line below that.
+    pub title: Option<(&'a str, &'a str)>,
+    /// What the lower axis is.
+    pub x_desc: &'a str,
+    /// What the upright axis is.
+    pub y_desc: &'a str,
+    /// The lines.
+    pub lines: &'a [Line],
+}
+
+/// Lines over two linear axes.
+///
+/// # Errors
+/// Where there is nothing to draw.
+pub fn linear(of: &Linear<'_>) -> Drawn<String> {
+    /// Height of the title with its line.
+    const TITLE: u32 = 56;
+    let points = || of.lines.iter().flat_map(|line| &line.points);
+    let sane = |&(x, y): &(f64, f64)| x.is_finite() && y.is_finite() && x >= 0.0 && y >= 0.0;
+    if points().next().is_none() || !points().all(sane) {
+        return Err("there is nothing to draw".into());
+    }
+    let most = |part: fn(&(f64, f64)) -> f64| points().map(part).fold(f64::MIN_POSITIVE, f64::max);
+    let (right, top) = (most(|point| point.0) * 1.02, most(|point| point.1) * 1.05);
+    let above = if of.title.is_some() { TITLE } else { 0 };
+    draw((SIZE.0, SIZE.1 + above), |area| {
+        let (head, below) = area.split_vertically(above);
+        if let Some((title, line)) = of.title {
+            head.draw(&Text::new(title.to_owned(), (14, 8), text(20)))
+                .map_err(say)?;
+            head.draw(&Text::new(line.to_owned(), (14, 34), small()))
+                .map_err(say)?;
+        }
+        let (plot, key) = with_key(&below);
+        let mut chart = chart(&plot, 96, 0.0..right, 0.0..top)?;
+        let x = Axis {
+            labels: 10,
+            label: &|x| thousands(*x),
+            desc: of.x_desc,
+        };
+        let y = Axis {
+            labels: 8,
+            label: &|y| {
+                if top < 10.0 {
+                    format!("{y:.1}")
+                } else {
+                    thousands(*y)
+                }
+            },
+            desc: of.y_desc,
+        };
+        axes(&mut chart, &x, &y, true)?;
+        let lines = of.lines.iter().enumerate();
+        let lines = lines.map(|(index, line)| (index, line.name.as_str(), line.points.clone()));
+        legend(&key, &dotted(&mut chart, lines)?)
+    })
+}
+
+/// A stretch of the time axis with a name.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Band {
+    /// Where it begins, in milliseconds.
+    pub from_ms: f64,
+    /// Where it ends.
+    pub to_ms: f64,
+    /// What stands in it.
+    pub name: String,
+}
+
+/// A chart of speed over time.
+#[derive(Clone, Debug)]
+pub struct Timeline<'a> {
+    /// The time axis, in milliseconds.
+    pub window: (f64, f64),
+    /// The phases, in order. They are drawn as bands behind the lines.
+    pub bands: &'a [Band],
+    /// The stretch that is drawn in red. Its length stands in the legend.
+    pub marked: Option<Band>,
+    /// What the time axis counts from, such as `since the migration began`.
+    pub since: &'a str,
+    /// What the upright axis is.
+    pub y_desc: &'a str,
+    /// The lines: milliseconds and values.
+    pub lines: &'a [Line],
+}
+
+/// A time in the unit that suits it.
+#[must_use]
+pub fn time(us: f64) -> String {
+    match us {
+        us if us >= 1e6 => format!("{:.2} s", us / 1e6),
+        us if us >= 1e4 => format!("{:.1} ms", us / 1e3),
+        us if us >= 1e3 => format!("{:.2} ms", us / 1e3),
+        us if us >= 100.0 => format!("{us:.0} us"),
+        us => format!("{us:.1} us"),
+    }
+}
+
+/// From so many milliseconds on, a time axis counts seconds.
+const SECONDS_FROM: f64 = 2000.0;
+/// Rows for the names of bands.
+const NAME_ROWS: usize = 4;
+/// The width of a letter of a band's name, in pixels.
+const LETTER: f64 = 8.0;
+
+/// Draws `of`: phases as bands, the marked stretch in red, and a line each.
+///
+/// # Errors
+/// What the drawing failed at.
+pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
+    let (left, right) = of.window;
+    let points = of.lines.iter().flat_map(|line| &line.points);
+    let top = points.map(|point| point.1).fold(1.0, f64::max) * 1.12;
+    let seconds = left.abs().max(right.abs()) >= SECONDS_FROM;
+    draw(SIZE, |area| {
+        let (plot, key) = with_key(area);
+        let mut chart = chart(&plot, 76, left..right, 0.0..top)?;
+        let mut entries = Vec::new();
+        for (index, band) in of.bands.iter().enumerate() {
+            let shade = if index % 2 == 0 {
+                RGBColor(246, 248, 251)
+            } else {
+                RGBColor(236, 240, 246)
+            };
+            let corners = [(band.from_ms.max(left), 0.0), (band.to_ms.min(right), top)];
+            chart
+                .draw_series([Rectangle::new(corners, shade.filled())])
+                .map_err(say)?;
+        }
+        if let Some(marked) = &of.marked {
+            // At least two pixels wide, so that it is seen on any scale.
+            let least = (right - left) * 2.0 / f64::from(SIZE.0);
+            let to = marked.to_ms.max(marked.from_ms + least);
+            let style = RGBColor(214, 39, 40).mix(0.35).filled();
+            chart
+                .draw_series([Rectangle::new([(marked.from_ms, 0.0), (to, top)], style)])
+                .map_err(say)?;
+            let length = time((marked.to_ms - marked.from_ms) * 1e3);
+            entries.push(Entry {
+                name: format!("{} {length}", marked.name),
+                style,
+            });
+        }
+        let unit = if seconds { "seconds" } else { "milliseconds" };
+        let desc = format!("{unit} {}", of.since);
+        let x = Axis {
+            labels: 12,
+            label: &|x| {
+                if seconds {
+                    format!("{}", x / 1e3)
+                } else {
+                    format!("{x}")
+                }
+            },
+            desc: &desc,
+        };
+        let y = Axis {
+            labels: 6,
+            label: &|y| thousands(*y),
+            desc: of.y_desc,
+        };
+        axes(&mut chart, &x, &y, false)?;
+        for (index, one) in of.lines.iter().enumerate() {
+            let colour = COLOURS[index % MAX_SERIES];
+            line(&mut chart, one.points.iter().copied(), colour, 1)?;
+            entries.push(Entry::line(one.name.clone(), colour));
+        }
+        let width = f64::from(SIZE.0 - KEY_WIDTH - 126);
+        for (name, row, start) in placed(of.bands, of.window, width) {
+            let at = (
+                left + (right - left) * (start + 4.0) / width,
+                top * (0.995 - 0.06 * row as f64),
+            );
+            let anchor = small().pos(Pos::new(HPos::Left, VPos::Top));
+            chart
+                .draw_series([Text::new(name.to_owned(), at, anchor)])
+                .map_err(say)?;
+        }
+        legend(&key, &entries)
+    })
+}
+
+/// Where the names of bands stand: each in the first row that has room, and its first pixel there.
+fn placed(bands: &[Band], (left, right): (f64, f64), width: f64) -> Vec<(&str, usize, f64)> {
+    let mut ends = [f64::NEG_INFINITY; NAME_ROWS];
+    let mut all = Vec::new();
+    for band in bands {
+        let needed = band.name.len() as f64 * LETTER;
+        let begin = (band.from_ms.max(left) - left) / (right - left) * width;
+        // A name that would pass the edge is moved to the left.
+        let begin = begin.min(width - needed).max(0.0);
+        if let Some(row) = ends.iter().position(|end| *end <= begin) {
+            ends[row] = begin + needed;
+            all.push((band.name.as_str(), row, begin));
+        }
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_draws_each_line_that_has_points() {
+        let line = |name: &str, points: &[(f64, f64)]| Line {
+            name: name.into(),
+            points: points.to_vec(),
+        };
+        let lines = [
+            line("one", &[(10.0, 1e-4), (32_764.0, 1.5)]),
+            line("none", &[]),
+            line("two", &[(10.0, 2e-4)]),
+        ];
+        let svg = growth(&lines).expect("a chart");
+        assert_eq!(svg.matches("<circle").count(), 3);
+        for shown in ["one", "two", "10,000", "100 us", "1 s"] {
+            assert!(svg.contains(shown), "{shown}");
+        }
+        assert!(!svg.contains("none\n"));
+        assert!(growth(&[]).is_err());
+        assert!(growth(&[line("zero", &[(10.0, 0.0)])]).is_err());
+    }
+
+    #[test]
+    fn linear_charts_have_their_title_and_begin_at_0() {
+        let lines = [Line {
+            name: "one".into(),
+            points: vec![(1.0, 20.0), (416.0, 1500.0)],
+        }];
+        let chart = |lines| {
+            linear(&Linear {
+                title: Some(("above", "MODELLED below")),
+                x_desc: "vCPUs",
+                y_desc: "milliseconds",
+                lines,
+            })
+        };
+        let svg = chart(&lines).expect("a chart");
+        assert_eq!(svg.matches("<circle").count(), 2);
+        for shown in ["above", "MODELLED below", "vCPUs", "1,000", "one"] {
+            assert!(svg.contains(shown), "{shown}");
+        }
+        assert!(chart(&[]).is_err());
+        let below = Line {
+            name: "below 0".into(),
+            points: vec![(1.0, -1.0)],
+        };
+        assert!(chart(&[below]).is_err());
+    }
+
+    fn band(from_ms: f64, to_ms: f64, name: &str) -> Band {
+        Band {
+            from_ms,
+            to_ms,
+            name: name.into(),
+        }
+    }
+
+    #[test]
+    fn a_timeline_names_every_phase_and_the_marked_stretch_with_its_length() {
+        // Post-copy has three hundredths of the axis: its name does not fit its band.
+        let bands = [
+            band(0.0, 2900.0, "pre-copy pass 1"),
+            band(2900.0, 2905.0, "switch-over"),
+            band(2905.0, 3000.0, "post-copy"),
+        ];
+        let svg = |window| {
+            timeline(&Timeline {
+                window,
+                bands: &bands,
+                marked: Some(band(2901.0, 2902.41, "blackout")),
+                since: "since the migration began",
+                y_desc: "pages a second",
+                lines: &[],
+            })
+            .expect("a chart")
+        };
+        let long = svg((0.0, 3000.0));
+        for shown in [
+            "pre-copy pass 1",
+            "switch-over",
+            "post-copy",
+            "blackout 1.41 ms",
+            "seconds since the migration began",
+            ">\n2.5\n<",
+        ] {
+            assert!(long.contains(shown), "{shown} in\n{long}");
+        }
+        let short = svg((0.0, 300.0));
+        assert!(short.contains("milliseconds since") && short.contains(">\n250\n<"));
+    }
+
+    #[test]
+    fn names_of_bands_never_overlap_in_a_row() {
+        let bands: Vec<Band> = (0..30)
+            .map(|n| band(f64::from(n), f64::from(n + 1), "post-copy"))
+            .collect();
+        let placed = placed(&bands, (0.0, 30.0), 600.0);
+        assert!(placed.len() >= NAME_ROWS);
+        for (index, (name, row, begin)) in placed.iter().enumerate() {
+            assert!(*row < NAME_ROWS && *begin >= 0.0);
+            let next = placed[index + 1..].iter().find(|other| other.1 == *row);
+            assert!(next.is_none_or(|next| next.2 >= begin + name.len() as f64 * LETTER));
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! The flags of the benchmarks.
+
+use crate::size;
+use clap::{Args, Subcommand};
+use pageferry_bench::demand_paging::DemandSetting;
+use pageferry_machine::EngineChoice;
+use std::path::PathBuf;
+
+/// `pageferry bench`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    /// What to measure.
+    #[command(subcommand)]
+    pub(crate) command: BenchCommand,
+}
+
+/// The benchmarks.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// How long a vCPU waits for an urgent page, and how fast the background push is
+    ///
+    /// The stall stands next to a bare ping-pong plus a bare exit, the push next to the bare link.
+    Link(BenchFlags),
+    /// The blackout of a busy VM with 4 vCPUs and 512 MiB, and the memory that both processes use
+    /// beyond it
+    Blackout(BenchFlags),
+    /// Guest instructions a second on our own hypervisor
+    Soft(BenchFlags),
+    /// The six tests of the kernel's memslot_perf_test, on our own hypervisor
+    ///
+    /// Our memory slots are compared with the array that the kernel copied at every change before
+    /// it had trees. Times are of one run of a test. The kernel's own figures, from a Xeon, have
+    /// columns of their own. Where KVM can be opened, the cost of its calls on this host is
+    /// measured too; PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot. Every
+    /// run checks what the guest wrote, and a wrong value ends the command with 1.
+    Memslot(MemslotFlags),
+    /// How fast vCPUs get memory that they touch for the first time, all at once
+    ///
+    /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
+    /// each page of its memory. The soft engine takes faults in parallel and, with a core for each
+    /// vCPU, one after the other. KVM is measured with each delivery of faults;
+    /// PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot be.
+    /// --model prints a MODEL of many more vCPUs instead, each on a core of its own. The model's
+    /// inputs are measured in the same run, and its results are compared with real runs.
+    DemandPaging(DemandFlags),
+    /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
+    /// without it
+    DirtyLog(DirtyLogFlags),
+    /// The other process of a benchmark
+    #[command(hide = true)]
+    Peer {
+        /// Its role
+        role: Vec<String>,
+    },
+}
+
+/// What all benchmarks take.
+#[derive(Debug, Args)]
+pub(crate) struct BenchFlags {
+    /// The engine: kvm, soft, or auto for all that run here
+    #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
+    pub(crate) engine: EngineChoice,
+    /// How often each measurement is repeated; medians are printed
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Print the rows as a JSON array
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `pageferry bench memslot`.
+#[derive(Debug, Args)]
+pub(crate) struct MemslotFlags {
+    /// Some seconds instead of about a minute and a half: with 10 and 509 slots only, and noisier
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Numbers of slots, from 3 to 32764, instead of the series' [default:
+    /// 10,30,50,100,509,8194,32764]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(3..=32_764))]
+    pub(crate) slots: Vec<u32>,
+    /// How many samples each figure has at least; medians are printed
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) repeat: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with a chart for each test
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+/// `pageferry bench demand-paging`.
+#[derive(Debug, Args)]
+pub(crate) struct DemandFlags {
+    /// The engine: kvm, soft, or auto for all that run here
+    #[arg(
+        long,
+        default_value = "auto",
+        value_name = "auto|kvm|soft",
+        conflicts_with = "model"
+    )]
+    pub(crate) engine: EngineChoice,
+    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(DemandSetting::MAX_VCPUS)))]
+    pub(crate) vcpus: Vec<u32>,
+    /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory_per_vcpu: Option<u64>,
+    /// Every vCPU touches the pages of all
+    #[arg(long, conflicts_with = "model")]
+    pub(crate) overlap: bool,
+    /// How often each measurement is repeated; medians are printed [default: 5; of the model's
+    /// inputs 21]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
+    #[arg(long)]
+    pub(crate) model: bool,
+    /// Of the model: memory of all vCPUs together, in a table of its own [default: 12T]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "model")]
+    pub(crate) total_memory: Option<u64>,
+    /// Of the model: the seed of its random numbers [default: 2019]
+    #[arg(long, value_name = "N", requires = "model")]
+    pub(crate) seed: Option<u64>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with a chart; with --model a name that ends in .svg gets
+    /// the figure alone
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+/// `pageferry bench dirty-log`.
+#[derive(Debug, Args)]
+pub(crate) struct DirtyLogFlags {
+    /// Virtual CPUs, each with a thread of its own
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) vcpus: u32,
+    /// Guest memory for each: a whole number and K, M or G (powers of 1024)
+    #[arg(long, default_value = "128M", value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: u64,
+    /// Find dirty pages by the dirty bits of the tables instead of by write protection
+    #[arg(long)]
+    pub(crate) dirty_bits: bool,
+    /// How often each phase is repeated; medians are printed
+    #[arg(long, default_value_t = 11, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn numbers_of_slots_are_a_list_within_limits() {
+        let slots = |list: &str| {
+            let parsed = Cli::try_parse_from(["pageferry", "bench", "memslot", "--slots", list]);
+            match parsed.ok()?.command {
+                Command::Bench(BenchArgs {
+                    command: BenchCommand::Memslot(flags),
+                }) => Some(flags.slots),
+                other => panic!("bench memslot is {other:?}"),
+            }
+        };
+        assert_eq!(slots("10,32764"), Some(vec![10, 32_764]));
+        assert_eq!(slots("2"), None);
+        assert_eq!(slots("10,32765"), None);
+        assert_eq!(slots("10,"), None);
+    }
+
+    #[test]
+    fn demand_paging_takes_lists_and_sizes() {
+        let parse = |more: &[&str]| {
+            let words = ["pageferry", "bench", "demand-paging"].iter().chain(more);
+            match Cli::try_parse_from(words).ok()?.command {
+                Command::Bench(BenchArgs {
+                    command: BenchCommand::DemandPaging(flags),
+                }) => Some(flags),
+                other => panic!("bench demand-paging is {other:?}"),
+            }
+        };
+        let flags = parse(&["--vcpus", "1,64", "--memory-per-vcpu", "4M", "--overlap"]).unwrap();
+        assert_eq!(
+            (flags.vcpus, flags.memory_per_vcpu),
+            (vec![1, 64], Some(4 << 20))
+        );
+        assert!(flags.overlap && !flags.model && flags.repeat.is_none());
+        let flags = parse(&["--model", "--total-memory", "1T", "--seed", "3"]).unwrap();
+        assert_eq!((flags.total_memory, flags.seed), (Some(1 << 40), Some(3)));
+        for refused in [
+            &["--vcpus", "1025"][..],
+            &["--vcpus", "1,"],
+            &["--memory-per-vcpu", "1K"],
+            &["--total-memory", "1T"],
+            &["--model", "--engine", "kvm"],
+        ] {
+            assert!(parse(refused).is_none(), "{refused:?}");
+        }
+    }
+}

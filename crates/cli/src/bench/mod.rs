@@ -1,0 +1,202 @@
+//! `pageferry bench`: measurements, each beside its floor from the same run.
+
+mod args;
+mod demand_paging;
+mod dirty_log;
+mod memslot;
+
+pub(crate) use args::BenchArgs;
+
+use crate::exit::{Exit, Failure};
+use crate::{output, report};
+use args::{BenchCommand, BenchFlags};
+use pageferry_bench::peer::Role;
+use pageferry_bench::{BenchError, Row, Setting};
+use pageferry_machine::{Engine, EngineChoice};
+use std::fmt::Write;
+use std::path::Path;
+
+type Benchmark = fn(&Setting, &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError>;
+
+/// Runs a benchmark and prints its rows, or plays the other process of one.
+///
+/// # Errors
+/// What the measurement failed at.
+pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
+    let (flags, benchmark): (&BenchFlags, Benchmark) = match &args.command {
+        BenchCommand::Peer { role } => return Ok(Role::from_words(role)?.play()?),
+        BenchCommand::Link(flags) => (flags, pageferry_bench::link),
+        BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
+        BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
+        BenchCommand::Memslot(flags) => return memslot::memslot(flags),
+        BenchCommand::DemandPaging(flags) => return demand_paging::demand_paging(flags),
+        BenchCommand::DirtyLog(flags) => return dirty_log::dirty_log(flags),
+    };
+    if matches!(&args.command, BenchCommand::Soft(_))
+        && flags.engine == EngineChoice::Only(Engine::Kvm)
+    {
+        let why = "bench soft measures our own hypervisor: use --engine soft, or leave it out";
+        return Err(Failure::new(Exit::Usage, why));
+    }
+    let setting = Setting {
+        executable: std::env::current_exe().map_err(|e| {
+            Failure::new(
+                Exit::Internal,
+                format!("cannot find this program's own file: {e}"),
+            )
+        })?,
+        engines: engines(flags.engine)?,
+        repeat: flags.repeat,
+    };
+    let rows = benchmark(&setting, &mut |doing| output::note(doing))?;
+    if flags.json {
+        json(&rows)?;
+    } else {
+        output::result(&table(&rows));
+    }
+    Ok(())
+}
+
+/// Prints figures, and then writes the page that was asked for. A page that cannot be drawn or
+/// written must not cost the figures.
+fn show<F: serde::Serialize + std::fmt::Display>(
+    figures: &F,
+    as_json: bool,
+    report: Option<&Path>,
+    draw: impl FnOnce(&F) -> Result<String, String>,
+) -> Result<(), Failure> {
+    if as_json {
+        json(figures)?;
+    } else {
+        output::result(&figures.to_string());
+    }
+    match report {
+        Some(path) => report::write(path, draw(figures)),
+        None => Ok(()),
+    }
+}
+
+fn json(figures: &impl serde::Serialize) -> Result<(), Failure> {
+    let value = serde_json::to_value(figures).map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("cannot write the figures as JSON: {e}"),
+        )
+    })?;
+    output::json(&value);
+    Ok(())
+}
+
+/// The engines to measure: the one asked for, or all that run here.
+fn engines(choice: EngineChoice) -> Result<Vec<Engine>, Failure> {
+    match choice {
+        EngineChoice::Only(_) => Ok(vec![pageferry_machine::select(choice)?.0]),
+        EngineChoice::Auto => {
+            let kvm = pageferry_machine::select(EngineChoice::Only(Engine::Kvm));
+            if let Err(why) = &kvm {
+                output::note(&format!("KVM is not measured: {why}"));
+            }
+            Ok(kvm
+                .ok()
+                .map(|(engine, _)| engine)
+                .into_iter()
+                .chain([Engine::Soft])
+                .collect())
+        }
+    }
+}
+
+/// Figures in engineering notation: three digits and a power of a thousand.
+fn figure(value: f64) -> String {
+    let (scaled, prefix) = match value.abs() {
+        v if v >= 1e9 => (value / 1e9, "G"),
+        v if v >= 1e6 => (value / 1e6, "M"),
+        v if v >= 1e4 => (value / 1e3, "k"),
+        _ => (value, ""),
+    };
+    let digits = match scaled.abs() {
+        v if v >= 100.0 => 0,
+        v if v >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{scaled:.digits$} {prefix}")
+}
+
+fn table(rows: &[Row]) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = writeln!(
+        out,
+        "{:<26} {:<40} {:>16} {:>21} {:>3}  {:<6} {:<18} baseline",
+        "case", "subject", "median", "min .. max", "n", "ratio", "target"
+    );
+    for row in rows {
+        let ratio = row
+            .ratio
+            .map_or_else(String::new, |ratio| format!("{ratio:.2}"));
+        let range = format!(
+            "{} .. {}",
+            figure(row.min).trim_end(),
+            figure(row.max).trim_end()
+        );
+        let _ = writeln!(
+            out,
+            "{:<26} {:<40} {:>16} {range:>21} {:>3}  {ratio:<6} {:<18} {}",
+            row.case,
+            row.subject,
+            format!("{}{}", figure(row.value), row.unit),
+            row.samples,
+            row.target.as_deref().unwrap_or(""),
+            row.baseline.as_deref().unwrap_or(""),
+        );
+    }
+    out
+}
+
+impl From<BenchError> for Failure {
+    fn from(error: BenchError) -> Self {
+        match error {
+            BenchError::Machine(error) => error.into(),
+            BenchError::WrongValue(_) => Self::new(Exit::Verification, error.to_string()),
+            BenchError::Setting(_) => Self::new(Exit::Usage, error.to_string()),
+            BenchError::Stopped(_) => Self::new(Exit::Guest, error.to_string()),
+            BenchError::Busy(_) => Self::new(Exit::Busy, error.to_string()),
+            other => Self::new(Exit::Internal, other.to_string()),
+        }
+    }
+}
+
+/// Whether `PAGEFERRY_REQUIRE` makes it an error that KVM cannot be measured.
+fn is_kvm_required() -> bool {
+    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+    required.split(',').any(|word| word == "kvm")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exit_code_says_whose_fault_it_was() {
+        let exit = |error: BenchError| Failure::from(error).exit;
+        let text = || "why".to_owned();
+        assert_eq!(exit(BenchError::Busy(text())), Exit::Busy);
+        assert_eq!(exit(BenchError::Stopped(text())), Exit::Guest);
+        assert_eq!(exit(BenchError::Setting(text())), Exit::Usage);
+        assert_eq!(exit(BenchError::WrongValue(text())), Exit::Verification);
+        assert_eq!(exit(BenchError::Peer(text())), Exit::Internal);
+    }
+
+    #[test]
+    fn figures_have_three_digits() {
+        let shown: Vec<String> = [7.456, 12.34, 812.3, 9999.0, 45_600.0, 3.1e8, 4.25e9]
+            .map(figure)
+            .to_vec();
+        assert_eq!(
+            shown,
+            [
+                "7.46 ", "12.3 ", "812 ", "9999 ", "45.6 k", "310 M", "4.25 G"
+            ]
+        );
+    }
+}

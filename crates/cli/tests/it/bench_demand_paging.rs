@@ -1,0 +1,143 @@
+//! `bench demand-paging` as a program or a person reads it.
+
+use crate::support::{Dir, pageferry};
+use pageferry_testkit::skip;
+
+/// The exit code of a host whose cores other work has.
+const BUSY: i32 = 15;
+
+fn tiny<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let common = [
+        "bench",
+        "demand-paging",
+        "--memory-per-vcpu",
+        "256K",
+        "--repeat",
+        "2",
+    ];
+    common.iter().chain(more).copied().collect()
+}
+
+#[test]
+fn measured_figures_are_not_modelled_ones() {
+    let dir = Dir::new();
+    let page = dir.path("paging.html");
+    let shown = page.to_str().expect("a UTF-8 path");
+    let ended = pageferry(&tiny(&[
+        "--engine", "soft", "--vcpus", "3,1", "--json", "--report", shown,
+    ]));
+    ended.assert_ok();
+    let json = ended.json();
+    assert_eq!(json["modelled"], false);
+    let cells = json["cells"].as_array().expect("cells");
+    let parallel: Vec<_> = cells
+        .iter()
+        .filter(|cell| cell["scheme"] == "parallel")
+        .map(|cell| (cell["vcpus"].as_u64(), cell["delivery"].as_str()))
+        .collect();
+    let expected: Vec<_> = [1, 3]
+        .into_iter()
+        .flat_map(|vcpus| ["none", "exit"].map(|delivery| (Some(vcpus), Some(delivery))))
+        .collect();
+    assert_eq!(parallel, expected);
+    for cell in cells {
+        assert_eq!(
+            (&cell["engine"], &cell["pages_each"]),
+            (&"soft".into(), &64.into())
+        );
+        for key in ["pages_per_s", "pages_per_s_vcpu", "ns_per_touch"] {
+            let figure = |part: &str| cell[key][part].as_f64().expect("a number");
+            assert!(figure("min") > 0.0 && figure("samples") == 2.0, "{cell}");
+            assert!(
+                figure("min") <= figure("median") && figure("median") <= figure("max"),
+                "{cell}"
+            );
+        }
+    }
+    let page = std::fs::read_to_string(&page).expect("the page was written");
+    assert_eq!(page.matches("<svg").count(), 1);
+    assert!(!page.contains("MODEL"));
+}
+
+#[test]
+fn the_model_says_that_it_is_one() {
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        skip("cores", "the model needs two cores");
+        return;
+    }
+    let dir = Dir::new();
+    let picture = dir.path("figure.svg");
+    let shown = picture.to_str().expect("a UTF-8 path");
+    let ended = pageferry(&tiny(&[
+        "--model", "--vcpus", "1,64", "--seed", "5", "--json", "--report", shown,
+    ]));
+    if ended.code == Some(BUSY) && skip("cores", &ended.stderr) {
+        return;
+    }
+    ended.assert_ok();
+    let json = ended.json();
+    assert_eq!(json["modelled"], true);
+    assert_eq!(json["seed"], 5);
+    assert_eq!(json["talk"]["vcpus"], 416);
+    for part in [
+        "guest_ns",
+        "lookup_ns",
+        "map_ns",
+        "missing_ns",
+        "exit_ns",
+        "copy_ns",
+        "lock_ns",
+        "handover_ns",
+        "line_ns",
+    ] {
+        assert!(json["parts"][part]["median"].is_f64(), "{part}");
+    }
+    assert_eq!(json["checks"].as_array().map(Vec::len), Some(8));
+    let curves = json["curves"].as_array().expect("curves");
+    let deliveries: Vec<_> = curves
+        .iter()
+        .map(|curve| curve["delivery"].as_str())
+        .collect();
+    assert_eq!(deliveries, [Some("none"), Some("exit")]);
+    for curve in curves {
+        for (point, vcpus) in curve["points"]
+            .as_array()
+            .expect("points")
+            .iter()
+            .zip([1, 64])
+        {
+            assert_eq!(
+                (&point["modelled"], &point["vcpus"]),
+                (&true.into(), &vcpus.into())
+            );
+            let of = |scheme: &str, key: &str| point[scheme][key].as_f64().expect("a number");
+            assert!(of("parallel", "seconds") > 0.0);
+            assert!(of("serialised", "waiting_percent") >= of("parallel", "waiting_percent"));
+        }
+    }
+    let svg = std::fs::read_to_string(&picture).expect("the figure was written");
+    assert!(svg.starts_with("<svg") && svg.contains("MODELLED"));
+}
+
+#[test]
+fn what_cannot_be_measured_is_a_usage_error() {
+    pageferry(&["bench", "demand-paging", "--vcpus", "0"]).assert_failed(2, "0 is not in 1..=1024");
+    pageferry(&["bench", "demand-paging", "--seed", "1"]).assert_failed(2, "required arguments");
+    pageferry(&["bench", "demand-paging", "--model", "--overlap"])
+        .assert_failed(2, "cannot be used with");
+    let much = |vcpus| {
+        let words = [
+            "bench",
+            "demand-paging",
+            "--engine",
+            "soft",
+            "--memory-per-vcpu",
+            "1T",
+            "--vcpus",
+            vcpus,
+        ];
+        pageferry(&words)
+    };
+    much("1").assert_failed(2, "choose a smaller");
+    much("64").assert_failed(2, "more memory than a guest can address");
+}

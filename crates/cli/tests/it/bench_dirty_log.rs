@@ -1,0 +1,40 @@
+//! `bench dirty-log` as a program or a person reads it.
+
+use crate::support::pageferry;
+
+#[test]
+fn every_phase_is_there_for_programs_and_for_people() {
+    let small = ["bench", "dirty-log", "--memory", "256K", "--repeat", "1"];
+    for bits in [false, true] {
+        let mut arguments = small.to_vec();
+        arguments.extend(bits.then_some("--dirty-bits"));
+        arguments.push("--json");
+        let ended = pageferry(&arguments);
+        ended.assert_ok();
+        let json = ended.json();
+        let by = if bits {
+            "dirty_bits"
+        } else {
+            "write_protection"
+        };
+        assert_eq!(json["dirty_by"], by);
+        let cells = json["cells"].as_array().expect("cells");
+        assert_eq!(cells.len(), 12, "{json}");
+        for cell in cells {
+            for key in ["serialised_ms", "parallel_ms"] {
+                assert!(cell[key]["median"].as_f64().expect("a number") > 0.0);
+            }
+        }
+        assert_eq!(json["verdicts"].as_array().expect("verdicts").len(), 12);
+    }
+    let ended = pageferry(&small);
+    ended.assert_ok();
+    for word in ["populate", "disable", "partitioned", "overlapping"] {
+        assert!(ended.stdout.contains(word), "{}", ended.stdout);
+    }
+}
+
+#[test]
+fn memory_that_is_no_whole_pages_is_a_usage_error() {
+    pageferry(&["bench", "dirty-log", "--memory", "5000"]).assert_failed(2, "not whole pages");
+}

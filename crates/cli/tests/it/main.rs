@@ -1,0 +1,22 @@
+//! All integration tests of the command line.
+
+mod architecture;
+#[cfg(feature = "bench")]
+mod bench_demand_paging;
+#[cfg(feature = "bench")]
+mod bench_dirty_log;
+#[cfg(feature = "bench")]
+mod bench_memslot;
+mod control;
+mod demo;
+mod interrupts;
+#[cfg_attr(
+    not(feature = "bench"),
+    expect(dead_code, reason = "only benchmarks split a section")
+)]
+mod json_document;
+mod json_output;
+mod peers;
+mod sizes;
+mod support;
+mod two_processes;

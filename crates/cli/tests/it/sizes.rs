@@ -1,0 +1,90 @@
+//! Sizes that cannot be: exit code 2 and a sentence that says what would be right.
+
+use crate::support::{Dir, pageferry};
+
+#[test]
+fn memory_sizes_that_cannot_be_are_usage_errors() {
+    for (size, part) in [
+        ("0", "a machine needs memory"),
+        ("0G", "a machine needs memory"),
+        ("4097", "whole pages"),
+        ("1K", "try 4K"),
+        ("17T", "at most 16T"),
+        ("99999999999999G", "at most 16T"),
+        ("many", "invalid size"),
+        ("-1", "unexpected argument"),
+    ] {
+        let ended = pageferry(&["demo", "--engine", "soft", "--memory", size]);
+        ended.assert_failed(2, "");
+        assert!(ended.stderr.contains(part), "{size}: {}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_machine_too_small_for_its_guest_is_told_the_minimum() {
+    let ended = pageferry(&[
+        "demo", "--engine", "soft", "--vcpus", "8", "--memory", "16K",
+    ]);
+    ended.assert_failed(2, "at least");
+}
+
+#[test]
+fn more_memory_than_the_host_has_is_refused_before_anything_starts() {
+    let ended = pageferry(&["demo", "--engine", "soft", "--memory", "3T"]);
+    ended.assert_failed(2, "available: choose a smaller --memory");
+    let dir = Dir::new();
+    let socket = dir.path("vm");
+    let args = [
+        "run",
+        "--engine",
+        "soft",
+        "--memory",
+        "3T",
+        "--control",
+        socket.to_str().unwrap(),
+    ];
+    pageferry(&args).assert_failed(2, "available: choose a smaller --memory");
+    dir.assert_empty();
+}
+
+#[test]
+fn vcpus_and_passes_are_bounded() {
+    for args in [
+        ["--vcpus", "0"],
+        ["--vcpus", "1025"],
+        ["--precopy-passes", "65"],
+        ["--engine", "qemu"],
+        ["--delivery", "magic"],
+    ] {
+        pageferry(&["demo", args[0], args[1]]).assert_failed(2, "invalid value");
+    }
+}
+
+#[test]
+fn a_report_that_could_not_be_written_is_refused_before_the_demo_runs() {
+    let args = [
+        "demo",
+        "--engine",
+        "soft",
+        "--report",
+        "/no/such/directory/r.html",
+    ];
+    pageferry(&args).assert_failed(2, "its directory does not exist");
+}
+
+#[test]
+fn help_says_where_the_exit_codes_are() {
+    for command in ["demo", "run", "receive", "migrate"] {
+        let ended = pageferry(&[command, "--help"]);
+        ended.assert_ok();
+        assert!(
+            ended.stdout.contains("`pageferry help exit-codes`"),
+            "{command}"
+        );
+    }
+    let ended = pageferry(&["help", "exit-codes"]);
+    ended.assert_ok();
+    for code in 0..=15 {
+        assert!(ended.stdout.contains(&format!("\n  {code:>2}  ")), "{code}");
+    }
+}

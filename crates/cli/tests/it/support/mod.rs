@@ -1,0 +1,404 @@
+//! What all tests of the command line share: processes with deadlines, a VM to migrate, a slow
+//! link.
+
+pub(crate) mod link;
+pub(crate) mod peer;
+
+use pageferry_testkit::{LIMIT, wait_for};
+use serde_json::Value;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A directory of a test's own. Dropping it checks nothing; [`Dir::assert_empty`] does.
+pub(crate) struct Dir(PathBuf);
+
+impl Dir {
+    pub(crate) fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("pf-test-{}-{number}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        std::fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// Nothing was left behind.
+    pub(crate) fn assert_empty(&self) {
+        let left: Vec<_> = std::fs::read_dir(&self.0)
+            .unwrap()
+            .map(|e| e.unwrap().path())
+            .collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+}
+
+impl Drop for Dir {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// How a command ended.
+#[derive(Debug)]
+pub(crate) struct Ended {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Ended {
+    /// It failed with `code` and exactly one error line, which holds `part`.
+    #[track_caller]
+    pub(crate) fn assert_failed(&self, code: i32, part: &str) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        let errors: Vec<_> = self
+            .stderr
+            .lines()
+            .filter(|l| l.contains("error: "))
+            .collect();
+        assert_eq!(errors.len(), 1, "one sentence: {self:?}");
+        assert!(errors[0].contains(part), "{part:?} in {:?}", errors[0]);
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_ok(&self) {
+        assert_eq!(self.code, Some(0), "{self:?}");
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|e| panic!("{e} in {self:?}"))
+    }
+}
+
+/// A running command. Dropping it kills it.
+pub(crate) struct Process {
+    child: Child,
+    stdout: Output,
+    stderr: Output,
+}
+
+/// What a command writes to one of its outputs, taken as it comes.
+struct Output {
+    so_far: Arc<Mutex<Vec<u8>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Output {
+    fn of(mut from: impl Read + Send + 'static) -> Self {
+        let so_far = Arc::new(Mutex::new(Vec::new()));
+        let ours = Arc::clone(&so_far);
+        let thread = std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                ours.lock().unwrap().extend_from_slice(&bytes[..n]);
+            }
+        });
+        Self {
+            so_far,
+            thread: Some(thread),
+        }
+    }
+
+    fn so_far(&self) -> String {
+        String::from_utf8_lossy(&self.so_far.lock().unwrap()).into_owned()
+    }
+
+    /// All of it, once nobody can write to it any more.
+    fn whole(&mut self) -> String {
+        if let Some(thread) = self.thread.take() {
+            thread.join().unwrap();
+        }
+        self.so_far()
+    }
+}
+
+impl Process {
+    /// Starts `pageferry` with `args`; files for the moment go to `tmp`.
+    pub(crate) fn start<S: AsRef<std::ffi::OsStr>>(args: &[S], tmp: &Dir) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pageferry"));
+        command.args(args).env("TMPDIR", &tmp.0);
+        Self::spawn(command)
+    }
+
+    pub(crate) fn spawn(mut command: Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = Output::of(child.stdout.take().unwrap());
+        let stderr = Output::of(child.stderr.take().unwrap());
+        Self {
+            child,
+            stdout,
+            stderr,
+        }
+    }
+
+    /// Waits until it has written a whole line that holds `part`, and returns what follows `part`
+    /// in it.
+    #[track_caller]
+    pub(crate) fn wait_until_said(&self, part: &str) -> String {
+        wait_for(part, || {
+            [&self.stdout, &self.stderr].iter().find_map(|output| {
+                let text = output.so_far();
+                let (_, behind) = text.split_once(part)?;
+                Some(behind.split_once('\n')?.0.to_owned())
+            })
+        })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    pub(crate) fn interrupt(&self) {
+        self.signal(rustix::process::Signal::INT);
+    }
+
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.child.id() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Waits for its end, and fails the test if that takes too long.
+    #[track_caller]
+    pub(crate) fn end(mut self) -> Ended {
+        let deadline = Instant::now() + LIMIT;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                break status;
+            }
+            if Instant::now() > deadline {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                let stderr = self.stderr.whole();
+                panic!("did not end within {LIMIT:?}; stderr: {stderr}");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        Ended {
+            code: status.code(),
+            stdout: self.stdout.whole(),
+            stderr: self.stderr.whole(),
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs `pageferry` to its end.
+#[track_caller]
+pub(crate) fn pageferry<S: AsRef<std::ffi::OsStr>>(args: &[S]) -> Ended {
+    let tmp = Dir::new();
+    let ended = Process::start(args, &tmp).end();
+    tmp.assert_empty();
+    ended
+}
+
+/// What the VM at `socket` says about itself, if there is one and it has time for us.
+pub(crate) fn status(socket: &Path) -> Option<Value> {
+    let answer = ask(socket, "{\"command\":\"status\"}\n")?;
+    Some(answer["result"].clone()).filter(|result| !result.is_null())
+}
+
+/// One line to a control socket, and the first line of its answer.
+pub(crate) fn ask(socket: &Path, line: &str) -> Option<Value> {
+    use std::io::{BufRead, BufReader, Write};
+    let mut stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    stream.write_all(line.as_bytes()).ok()?;
+    let mut answer = String::new();
+    BufReader::new(stream).read_line(&mut answer).ok()?;
+    serde_json::from_str(&answer).ok()
+}
+
+/// How many pages the guest of `socket` has done.
+pub(crate) fn pages_done(socket: &Path) -> u64 {
+    let status = status(socket).expect("a VM");
+    let done = status["guest"]["pages_done"]
+        .as_array()
+        .expect("progress")
+        .clone();
+    done.iter().map(|v| v.as_u64().unwrap_or(0)).sum()
+}
+
+/// The VM is here and its guest makes progress, without errors.
+#[track_caller]
+pub(crate) fn assert_runs_on(socket: &Path) {
+    wait_for("the VM to be running", || {
+        (status(socket)?["state"] == "running").then_some(())
+    });
+    let before = pages_done(socket);
+    wait_for("the guest to make progress", || {
+        (pages_done(socket) > before + 100).then_some(())
+    });
+    assert_eq!(status(socket).unwrap()["guest"]["errors"], 0);
+}
+
+/// Waits until nobody is served any more at the control socket of `process`, so that there is room.
+pub(crate) fn wait_for_no_clients(process: &Process) {
+    let tasks = PathBuf::from(format!("/proc/{}/task", process.pid()));
+    wait_for("its clients to be gone", || {
+        let busy = std::fs::read_dir(&tasks).unwrap().any(|task| {
+            std::fs::read_to_string(task.unwrap().path().join("comm"))
+                .is_ok_and(|name| name.trim_end() == "client")
+        });
+        (!busy).then_some(())
+    });
+}
+
+/// A small VM in a process of its own.
+pub(crate) struct Source {
+    pub(crate) process: Process,
+    pub(crate) socket: PathBuf,
+    pub(crate) dir: Dir,
+}
+
+impl Source {
+    /// Two vCPUs and `memory` on the soft engine, running.
+    #[track_caller]
+    pub(crate) fn start(memory: &str) -> Self {
+        let dir = Dir::new();
+        let socket = dir.path("vm");
+        let process = Process::start(
+            &[
+                "run",
+                "--engine",
+                "soft",
+                "--vcpus",
+                "2",
+                "--memory",
+                memory,
+                "--control",
+                socket.to_str().unwrap(),
+            ],
+            &dir,
+        );
+        let source = Self {
+            process,
+            socket,
+            dir,
+        };
+        wait_for("the VM", || {
+            status(&source.socket).filter(|s| s["state"] == "running")
+        });
+        source
+    }
+
+    /// `pageferry migrate` to `to`.
+    pub(crate) fn migrate(&self, to: &str) -> Process {
+        self.migrate_with(to, &[])
+    }
+
+    /// `pageferry migrate` to `to` with more arguments.
+    pub(crate) fn migrate_with(&self, to: &str, more: &[&str]) -> Process {
+        let socket = self.socket.to_str().unwrap();
+        let mut args = vec!["migrate", "--vm", socket, "--to", to, "--json"];
+        args.extend(more);
+        Process::start(&args, &self.dir)
+    }
+
+    /// Waits until the guest has written all of its memory, so that no page of it is zero.
+    #[track_caller]
+    pub(crate) fn wait_until_all_is_written(&self) {
+        wait_for("the guest to have written all of it", || {
+            let passes = status(&self.socket)?["guest"]["pass"].clone();
+            let written = |pass: &Value| pass.as_u64().is_some_and(|pass| pass > 1);
+            passes.as_array()?.iter().all(written).then_some(())
+        });
+    }
+
+    /// Its guest runs on, all its memory is right, and it ends leaving nothing.
+    #[track_caller]
+    pub(crate) fn assert_unharmed(self) {
+        assert_runs_on(&self.socket);
+        pageferry(&["verify", "--vm", self.socket.to_str().unwrap()]).assert_ok();
+        self.process.interrupt();
+        self.process.end().assert_ok();
+        self.dir.assert_empty();
+    }
+}
+
+/// `pageferry receive` on a unix socket.
+pub(crate) struct Destination {
+    pub(crate) process: Process,
+    pub(crate) socket: PathBuf,
+    pub(crate) address: String,
+    pub(crate) dir: Dir,
+}
+
+impl Destination {
+    #[track_caller]
+    pub(crate) fn start(more: &[&str]) -> Self {
+        let dir = Dir::new();
+        let (socket, listen) = (dir.path("vm"), dir.path("in"));
+        let address = format!("unix:{}", listen.display());
+        let mut args = vec![
+            "receive",
+            "--listen",
+            &address,
+            "--control",
+            socket.to_str().unwrap(),
+        ];
+        args.extend(more);
+        let process = Process::start(&args, &dir);
+        wait_for("the destination", || status(&socket));
+        // Not when the socket's file is there: that is a moment before anybody listens.
+        process.wait_until_said("listening on ");
+        Self {
+            process,
+            socket,
+            address,
+            dir,
+        }
+    }
+}
+
+/// The process ids whose parent is `parent`.
+pub(crate) fn children_of(parent: u32) -> Vec<u32> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(pid) = entry.file_name().to_string_lossy().parse::<u32>() else {
+            continue;
+        };
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else {
+            continue;
+        };
+        // The name in parentheses may hold anything; the parent is the second field behind it.
+        let Some((_, rest)) = stat.rsplit_once(')') else {
+            continue;
+        };
+        if rest.split_whitespace().nth(1) == Some(&parent.to_string()) {
+            found.push(pid);
+        }
+    }
+    found
+}
+
+/// Whether a process of this id is there and not only waiting to be reaped.
+pub(crate) fn is_alive(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| Some(stat.rsplit_once(')')?.1.trim_start().chars().next()? != 'Z'))
+        .unwrap_or(false)
+}

@@ -1,0 +1,284 @@
+//! Guards without fences, on this machine's processors and with its `membarrier(2)`.
+
+use pageferry_epoch::{Barrier, Domain, Limbo, Reader};
+use pageferry_testkit::{Stop, skip, wait_until};
+use rustix::thread::{MembarrierCommand, membarrier};
+use std::hint;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often the barrier was called, by all tests.
+static CALLS: AtomicU64 = AtomicU64::new(0);
+
+/// The process's barrier, counted; none if the kernel has none.
+fn barrier() -> Option<Barrier> {
+    let registered = membarrier(MembarrierCommand::RegisterPrivateExpedited);
+    if let Err(error) = registered {
+        skip("membarrier", error);
+        return None;
+    }
+    // SAFETY: what it calls reaches all threads of this process.
+    Some(unsafe {
+        Barrier::new(|| {
+            CALLS.fetch_add(1, Ordering::Relaxed);
+            membarrier(MembarrierCommand::PrivateExpedited).expect("registered");
+        })
+    })
+}
+
+fn guards(reader: &mut Reader, count: u32) {
+    for _ in 0..count {
+        hint::black_box(&reader.pin());
+    }
+}
+
+/// Memory that no cache holds. Who stores to it has to wait for it, and later stores of the same
+/// thread wait behind that one, in the processor: so announcements come to be seen late.
+struct Far {
+    words: Vec<AtomicU64>,
+    at: usize,
+}
+
+impl Far {
+    fn new() -> Self {
+        let words = 1 << 23;
+        Self {
+            words: (0..words).map(AtomicU64::new).collect(),
+            at: 0,
+        }
+    }
+
+    /// More stores than a processor waits for at once.
+    fn write(&mut self) {
+        for _ in 0..40 {
+            // An odd number of lines, and far.
+            self.at = (self.at + 8 * 20_011) % self.words.len();
+            self.words[self.at].store(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Calls `guard` until it is to stop, with the number of the call; now and then announcements come
+/// late. Gives how many there were.
+fn until(stop: &Stop, mut guard: impl FnMut(u64)) -> u64 {
+    let (mut guards, mut far) = (0_u64, Far::new());
+    while !stop.is_stopped() {
+        guards += 1;
+        if guards.is_multiple_of(16) {
+            far.write();
+        }
+        guard(guards);
+    }
+    guards
+}
+
+/// Longer than readers take to turn a domain light.
+fn pause() {
+    let end = Instant::now() + Duration::from_micros(100);
+    while Instant::now() < end {
+        hint::spin_loop();
+    }
+}
+
+/// One test, as all count the same calls.
+#[test]
+fn light_guards() {
+    let Some(barrier) = barrier() else {
+        return;
+    };
+    #[cfg(feature = "membarrier")]
+    assert!(Barrier::membarrier().is_some());
+    scans_turn_and_quiet_readers_turn_back(barrier);
+    shared_and_exclusive_work_do_not_meet(barrier);
+    what_is_retired_is_not_read(barrier);
+}
+
+/// Whether this processor's readers may be light.
+const LIGHT: u64 = cfg!(target_arch = "x86_64") as u64;
+
+fn scans_turn_and_quiet_readers_turn_back(barrier: Barrier) {
+    let domain = Domain::with_barrier(Some(barrier));
+    let mut reader = domain.register();
+    let before = CALLS.load(Ordering::Relaxed);
+    let calls = || CALLS.load(Ordering::Relaxed) - before;
+    guards(&mut reader, 400);
+    assert!(domain.try_advance());
+    assert_eq!(calls(), 0, "readers fence at first");
+    guards(&mut reader, 1000);
+    assert!(domain.try_advance() && domain.try_advance() && domain.is_quiet());
+    assert_eq!(calls(), LIGHT, "the first scan pays for all");
+    guards(&mut reader, 1000);
+    drop(domain.exclude(|| panic!("nobody shares")));
+    drop(domain.try_exclude().expect("nobody shares"));
+    assert_eq!(calls(), 2 * LIGHT);
+    for _ in 0..100 {
+        guards(&mut reader, 300);
+        assert!(domain.try_advance());
+    }
+    assert_eq!(calls(), 2 * LIGHT, "frequent scans pay nothing");
+    let mut holds = domain.register();
+    let held = holds.pin();
+    assert!(domain.try_advance());
+    for _ in 0..100 {
+        guards(&mut reader, 300);
+        assert!(!domain.try_advance(), "a guard holds the epoch");
+    }
+    drop(held);
+    assert_eq!(calls(), 2 * LIGHT, "nor do those that fail");
+    guards(&mut reader, 1000);
+    assert!(domain.is_quiet());
+    assert_eq!(calls(), 3 * LIGHT, "asking for quiet is a scan");
+    let plain = Domain::new();
+    guards(&mut plain.register(), 5000);
+    assert!(plain.try_advance() && plain.is_quiet());
+    assert_eq!(calls(), 3 * LIGHT, "without light guards no barrier");
+}
+
+/// While a scan's barrier is under way, readers do not turn the domain light again, however many
+/// guards they take. Otherwise two scans could be turning at once, and the first to finish would
+/// hide the other's barrier from a third.
+#[test]
+fn readers_do_not_turn_light_during_a_barrier() {
+    const BEFORE: u64 = 1;
+    const DURING: u64 = 2;
+    const AFTER: u64 = 3;
+    static PHASE: AtomicU64 = AtomicU64::new(0);
+    static BARRIERS: AtomicU64 = AtomicU64::new(0);
+    // SAFETY: the one other thread that uses the domain goes through locked instructions, its
+    // guards' and its stores to `PHASE`, before a call returns that it does not make itself.
+    let barrier = unsafe {
+        Barrier::new(|| {
+            BARRIERS.fetch_add(1, Ordering::SeqCst);
+            if PHASE
+                .compare_exchange(BEFORE, DURING, Ordering::SeqCst, Ordering::SeqCst)
+                .is_ok()
+            {
+                wait_until("guards during the barrier", || {
+                    PHASE.load(Ordering::SeqCst) == AFTER
+                });
+            }
+        })
+    };
+    let domain = Domain::with_barrier(Some(barrier));
+    let mut reader = domain.register();
+    // Light, where that can be.
+    guards(&mut reader, 2000);
+    thread::scope(|scope| {
+        PHASE.store(BEFORE, Ordering::SeqCst);
+        let scanning = scope.spawn(|| domain.try_advance());
+        wait_until("the barrier", || {
+            PHASE.load(Ordering::SeqCst) == DURING || scanning.is_finished()
+        });
+        guards(&mut reader, 2000);
+        PHASE.store(AFTER, Ordering::SeqCst);
+        assert!(scanning.join().expect("no panic"));
+    });
+    assert_eq!(BARRIERS.load(Ordering::SeqCst), LIGHT);
+    assert!(domain.is_quiet());
+    assert_eq!(
+        BARRIERS.load(Ordering::SeqCst),
+        LIGHT,
+        "readers turned light while a scan was turning them"
+    );
+}
+
+/// A sharer as fast as can be, and an excluder that lets it turn light each time. With a barrier
+/// that is only a fence this fails within half a second.
+fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
+    let domain = Domain::with_barrier(Some(barrier));
+    let (stop, exclusive) = (Stop::new(), AtomicBool::new(false));
+    let sharing = AtomicU64::new(0);
+    let before = CALLS.load(Ordering::Relaxed);
+    let exclusions = thread::scope(|scope| {
+        let sharer = {
+            let (mut reader, stop, exclusive) = (domain.register(), &stop, &exclusive);
+            let sharing = &sharing;
+            scope.spawn(move || {
+                until(stop, |guards| {
+                    let shared = reader.share(thread::yield_now);
+                    sharing.store(guards, Ordering::Relaxed);
+                    for _ in 0..16 {
+                        assert!(!exclusive.load(Ordering::Relaxed), "shared while exclusive");
+                    }
+                    sharing.store(0, Ordering::Relaxed);
+                    drop(shared);
+                })
+            })
+        };
+        let stopping = stop.on_drop();
+        let (begun, mut exclusions) = (Instant::now(), 0_u64);
+        while begun.elapsed() < Duration::from_millis(700) {
+            let held = domain.exclude(thread::yield_now);
+            exclusive.store(true, Ordering::Relaxed);
+            for _ in 0..100 {
+                hint::spin_loop();
+            }
+            assert_eq!(sharing.load(Ordering::Relaxed), 0, "exclusive while shared");
+            exclusive.store(false, Ordering::Relaxed);
+            drop(held);
+            exclusions += 1;
+            pause();
+        }
+        drop(stopping);
+        assert!(sharer.join().expect("saw nothing exclusive") > 0);
+        exclusions
+    });
+    let calls = CALLS.load(Ordering::Relaxed) - before;
+    println!("{exclusions} exclusions, {calls} barriers");
+    assert!(calls <= exclusions && (calls > 10 || LIGHT == 0));
+}
+
+/// Things that are linked one after the other, and freed; readers see none that is free.
+fn what_is_retired_is_not_read(barrier: Barrier) {
+    const THINGS: usize = 64;
+    let domain = Domain::with_barrier(Some(barrier));
+    let linked = AtomicUsize::new(0);
+    let freed = [const { AtomicBool::new(true) }; THINGS];
+    freed[0].store(false, Ordering::Relaxed);
+    let stop = Stop::new();
+    let before = CALLS.load(Ordering::Relaxed);
+    thread::scope(|scope| {
+        let reader = {
+            let mut reader = domain.register();
+            let (linked, freed, stop) = (&linked, &freed, &stop);
+            scope.spawn(move || {
+                until(stop, |_| {
+                    let guard = reader.pin();
+                    let thing = linked.load(Ordering::Acquire);
+                    for _ in 0..16 {
+                        assert!(!freed[thing].load(Ordering::Relaxed), "{thing} is free");
+                    }
+                    drop(guard);
+                })
+            })
+        };
+        let stopping = stop.on_drop();
+        let (begun, mut limbo, mut now, mut uses) = (Instant::now(), Limbo::new(), 0, 0_u64);
+        while begun.elapsed() < Duration::from_millis(700) {
+            // One that nobody uses any more: there is one soon, as guards are short.
+            if let Some(new) = (0..THINGS).find(|&thing| freed[thing].load(Ordering::Relaxed)) {
+                freed[new].store(false, Ordering::Relaxed);
+                linked.store(new, Ordering::Release);
+                limbo.retire(domain.stamp(), now);
+                now = new;
+                uses += 1;
+            }
+            if uses.is_multiple_of(4) {
+                pause();
+            }
+            domain.try_advance();
+            while let Some(thing) = limbo.next_expired(&domain) {
+                freed[thing].store(true, Ordering::Relaxed);
+            }
+        }
+        drop(stopping);
+        reader.join().expect("saw nothing that was free");
+        println!(
+            "{uses} things, {} barriers",
+            CALLS.load(Ordering::Relaxed) - before
+        );
+        assert!(uses > 100);
+    });
+    assert!(CALLS.load(Ordering::Relaxed) - before > 10 * LIGHT || LIGHT == 0);
+}

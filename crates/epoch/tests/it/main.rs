@@ -1,0 +1,13 @@
+//! The crate's behaviour on this machine. Models are in `tests/loom` and `tests/tso.rs`.
+#![cfg(not(any(loom, shuttle)))]
+#![expect(
+    unsafe_code,
+    reason = "a barrier's maker promises that it is one, and tests under Miri share memory by pointer"
+)]
+
+mod exclusion;
+mod guards;
+#[cfg(not(miri))]
+mod light;
+#[cfg(miri)]
+mod turns;

@@ -1,0 +1,231 @@
+//! A machine, its threads and its hooks.
+
+use crate::hooks::{Faults, Hooks};
+use pageferry_addr::{Gpa, RamPage};
+use pageferry_guest::{Isa, Program, Verdict, Workload};
+use pageferry_machine::{
+    Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu, VcpuThreads,
+};
+use pageferry_migration::RunningVm;
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How often a wait looks.
+const INTERVAL: Duration = Duration::from_millis(2);
+
+/// The instruction set that an engine runs.
+#[must_use]
+pub fn isa_of(engine: Engine) -> Isa {
+    match engine {
+        Engine::Kvm => Isa::X86_64,
+        Engine::Soft => Isa::Rv64,
+    }
+}
+
+/// The fault deliveries of an engine on this host, best first, asked of a small machine.
+#[must_use]
+pub fn deliveries_of(engine: Engine) -> Vec<Delivery> {
+    let spec = MachineSpec {
+        vcpus: 1,
+        memory_bytes: 1 << 20,
+    };
+    let machine = pageferry_machine::create(engine, spec);
+    machine.map_or(Vec::new(), |new| new.machine.deliveries())
+}
+
+/// Why a program was not put into a VM.
+#[derive(Debug, thiserror::Error)]
+pub enum BootError {
+    /// The engine refused the start state.
+    #[error(transparent)]
+    Machine(#[from] MachineError),
+    /// The program is for a larger machine.
+    #[error("the guest program has a piece at {0}, where no RAM is")]
+    Outside(Gpa),
+}
+
+/// Why a wait for the programs' end was given up.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WaitError {
+    /// A vCPU cannot go on.
+    #[error("{0}")]
+    Failed(String),
+    /// The limit passed first.
+    #[error("the guest did not finish within {} s", .0.as_secs())]
+    Late(Duration),
+}
+
+/// A virtual machine in this process. Dropping it ends it.
+pub struct Vm {
+    /// Its memory and its vCPUs' engine.
+    pub machine: Arc<dyn Machine>,
+    /// Its vCPUs' threads, paused at first.
+    pub threads: VcpuThreads,
+    hooks: Arc<Hooks>,
+}
+
+impl Vm {
+    /// Creates a machine, paused, its memory zero. Missing pages are brought by `faults`.
+    ///
+    /// # Errors
+    /// The engine's refusal.
+    pub fn create(
+        engine: Engine,
+        spec: MachineSpec,
+        faults: Option<Arc<dyn Faults>>,
+    ) -> Result<Self, MachineError> {
+        let new = pageferry_machine::create(engine, spec)?;
+        let hooks = Arc::new(Hooks::new(faults));
+        Ok(Self {
+            threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?,
+            machine: new.machine,
+            hooks,
+        })
+    }
+
+    /// Puts a program into memory and its start values into the vCPUs, which stay paused.
+    ///
+    /// # Errors
+    /// Where the program is for another machine.
+    pub fn load(&self, program: &Program) -> Result<(), BootError> {
+        write_image(&*self.machine, program)?;
+        let set = |vcpu: &mut dyn Vcpu| vcpu.set_start(&start_of(program, vcpu.id()));
+        self.threads.with_vcpus(set)?;
+        Ok(())
+    }
+
+    /// Whether the bytes of `page` are still elsewhere.
+    #[must_use]
+    pub fn is_missing(&self, page: RamPage) -> bool {
+        self.hooks.is_missing(page)
+    }
+
+    /// As a migration takes it.
+    #[must_use]
+    pub fn running(&self) -> RunningVm<'_> {
+        RunningVm {
+            machine: &self.machine,
+            threads: &self.threads,
+        }
+    }
+
+    /// Waits until every vCPU's program has ended, for `limit` at most.
+    ///
+    /// # Errors
+    /// Where a vCPU cannot go on, or the limit passes.
+    pub fn wait_finished(&self, limit: Duration) -> Result<(), WaitError> {
+        let deadline = Instant::now() + limit;
+        while (self.hooks.finished() as usize) < self.threads.count() {
+            if let Some(why) = self.threads.failures().first() {
+                return Err(WaitError::Failed(why.to_string()));
+            }
+            if Instant::now() > deadline {
+                return Err(WaitError::Late(limit));
+            }
+            std::thread::sleep(INTERVAL);
+        }
+        Ok(())
+    }
+}
+
+/// Writes the pieces of a program to a machine's memory.
+///
+/// # Errors
+/// [`BootError::Outside`] where the program is for a larger machine.
+pub fn write_image(machine: &dyn Machine, program: &Program) -> Result<(), BootError> {
+    let ram = machine.ram();
+    for (gpa, bytes) in program.image() {
+        let page = ram.layout().page_of(gpa.gfn());
+        let page = page.ok_or(BootError::Outside(gpa))?;
+        ram.write_at(page, gpa.page_offset(), &bytes);
+    }
+    Ok(())
+}
+
+/// What a vCPU of `program` starts with.
+#[must_use]
+pub fn start_of(program: &Program, vcpu: u32) -> StartState {
+    let start = program.start(vcpu);
+    StartState {
+        entry: start.entry,
+        stack: start.stack,
+        args: start.args,
+        tables: start.tables,
+    }
+}
+
+/// Compares every page of a paused machine that runs `workload` with what the guest's counters say
+/// it must be. No page may be missing.
+#[must_use]
+pub fn verify(machine: &dyn Machine, workload: &Workload) -> Verdict {
+    let outcome = workload.verify::<Infallible>(&mut |page, bytes| {
+        machine.ram().read(page, bytes);
+        Ok(())
+    });
+    match outcome {
+        Ok(verdict) => verdict,
+        Err(never) => match never {},
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_guest::{Layout, Touch, TouchAccess, TouchOrder, Toucher};
+
+    const MEMORY: u64 = 8 << 20;
+
+    fn machine(vcpus: u32) -> Vm {
+        let spec = MachineSpec {
+            vcpus,
+            memory_bytes: MEMORY,
+        };
+        Vm::create(Engine::Soft, spec, None).expect("soft runs everywhere")
+    }
+
+    fn toucher(memory_bytes: u64) -> Toucher {
+        let layout = Layout::new(Isa::Rv64, 1, memory_bytes).expect("a layout");
+        let touch = Touch {
+            access: TouchAccess::Write,
+            order: TouchOrder::Random,
+            passes: 1,
+        };
+        let pages = layout.data();
+        Toucher::new(layout, vec![pages], touch).expect("a program")
+    }
+
+    #[test]
+    fn a_program_that_ends_is_waited_for() {
+        let vm = machine(1);
+        vm.load(toucher(MEMORY).program()).expect("it fits");
+        let short = Duration::from_millis(20);
+        assert_eq!(
+            vm.wait_finished(short),
+            Err(WaitError::Late(short)),
+            "it is paused"
+        );
+        vm.threads.resume();
+        vm.wait_finished(Duration::from_secs(300)).expect("it ends");
+    }
+
+    #[test]
+    fn a_workload_that_was_stopped_verifies_and_a_changed_byte_does_not() {
+        let vm = machine(2);
+        let workload = Workload::new(Isa::Rv64, 2, MEMORY).expect("it fits");
+        vm.load(workload.program()).expect("it fits");
+        vm.threads.resume();
+        std::thread::sleep(Duration::from_millis(100));
+        vm.threads
+            .pause(Duration::from_secs(300))
+            .expect("it stops");
+        assert!(verify(&*vm.machine, &workload).host_holds());
+        let page = RamPage(workload.share(0).start);
+        let mut bytes = [0; 4096];
+        vm.machine.ram().read(page, &mut bytes);
+        bytes[1000] ^= 1;
+        vm.machine.ram().write(page, &bytes);
+        let changed = verify(&*vm.machine, &workload);
+        assert!(!changed.host_holds(), "{changed:?}");
+    }
+}

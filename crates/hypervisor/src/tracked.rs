@@ -1,0 +1,85 @@
+//! The write-tracked pages that a slot keeps: a bit a page.
+
+use crate::platform::Format;
+use core::ops::Range;
+use pageferry_addr::Gfn;
+use pageferry_tdp::format::Format as _;
+use pageferry_userfault::PageBitmap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The tracked pages of one slot. Successive records of the slot share it.
+pub(crate) struct Tracked {
+    /// The slot's page `i` is bit `i`. Set with the VM's writer held only.
+    bits: PageBitmap,
+    extent: Mutex<Extent>,
+}
+
+/// How much is tracked. Changed with the VM's writer held only.
+#[derive(Default)]
+struct Extent {
+    pages: usize,
+    /// The range of pages tracked since none was. Only there can large pages have been split.
+    span: Range<usize>,
+}
+
+impl Tracked {
+    pub(crate) fn new(pages: usize) -> Self {
+        Self {
+            bits: PageBitmap::new(pages),
+            extent: Mutex::default(),
+        }
+    }
+
+    /// Whether one of the `count` pages from `page` on is tracked.
+    pub(crate) fn any(&self, page: u64, count: u64) -> bool {
+        self.bits
+            .count_range(page as usize..(page + count) as usize)
+            != 0
+    }
+
+    /// The level of the largest page around `gfn` that holds no tracked page: `level` at most, 1 at
+    /// least. The slot begins at `start`. A page that comes to be tracked now is no danger: the
+    /// thread that tracks it waits for this fault.
+    #[cold]
+    pub(crate) fn largest_level(&self, start: Gfn, gfn: Gfn, mut level: u32) -> u32 {
+        let frames = |level| Format::frames_per_entry(level);
+        let first = |level| (gfn.0 & !(frames(level) - 1)) - start.0;
+        while level > 1 && self.any(first(level), frames(level)) {
+            level -= 1;
+        }
+        level
+    }
+
+    /// Whether any page is tracked.
+    pub(crate) fn is_on(&self) -> bool {
+        self.extent().pages != 0
+    }
+
+    fn extent(&self) -> MutexGuard<'_, Extent> {
+        self.extent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tracks `pages`; gives how many were not tracked before.
+    pub(crate) fn add(&self, pages: Range<usize>) -> usize {
+        let mut extent = self.extent();
+        extent.span = if extent.pages == 0 {
+            pages.clone()
+        } else {
+            extent.span.start.min(pages.start)..extent.span.end.max(pages.end)
+        };
+        let added = self.bits.set_range(pages);
+        extent.pages += added;
+        added
+    }
+
+    /// Stops tracking `pages`. Returns how many were tracked and, if these were the last, the span.
+    pub(crate) fn remove(&self, pages: Range<usize>) -> (usize, Option<Range<usize>>) {
+        let mut extent = self.extent();
+        // Release: a store that finds the bit clear comes after what the caller has read of the
+        // pages.
+        let removed = self.bits.clear_range(pages);
+        extent.pages -= removed;
+        let last = removed != 0 && extent.pages == 0;
+        (removed, last.then(|| extent.span.clone()))
+    }
+}

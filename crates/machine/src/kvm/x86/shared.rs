@@ -1,0 +1,41 @@
+//! What the parts of one VM share: its descriptor, memory, slots, dirty log and fault delivery.
+
+use super::dirty::DirtyLog;
+use super::slots::{KvmSlot, Slots, guest_mapping};
+use super::userfault::FaultPath;
+use crate::GuestRam;
+use crate::translate::Translator;
+use kvm_bindings::kvm_cpuid_entry2;
+use kvm_ioctls::VmFd;
+use std::sync::Arc;
+
+/// What this VM's kernel can do.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Caps {
+    pub(super) sregs2: bool,
+    pub(super) xsave_bytes: usize,
+    pub(super) lapic: bool,
+    /// The CPU translates guest-physical addresses itself; without, KVM walks the guest's page
+    /// tables.
+    pub(super) second_level_paging: bool,
+}
+
+/// What the VM and its vCPUs share. The descriptors of the vCPUs keep the VM alive in the kernel;
+/// this keeps the memory and the userfaultfd as long as any of them is there.
+pub(super) struct VmShared {
+    pub(super) vm: VmFd,
+    pub(super) ram: Arc<GuestRam>,
+    pub(super) slots: Slots,
+    pub(super) vcpus: u32,
+    pub(super) caps: Caps,
+    pub(super) supported_cpuid: Vec<kvm_cpuid_entry2>,
+    pub(super) dirty: DirtyLog,
+    pub(super) faults: FaultPath,
+}
+
+impl VmShared {
+    /// A way to translate addresses, for one thread.
+    pub(super) fn translator(&self) -> Translator<KvmSlot> {
+        Translator::new(self.slots.table(), guest_mapping(&self.ram))
+    }
+}

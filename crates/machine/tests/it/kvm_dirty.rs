@@ -1,0 +1,242 @@
+//! The dirty log loses no write, however harvests race the guest.
+
+use crate::support::{COUNT, DATA, TABLES, drive_all, machine, no_kvm, run, start, word};
+use pageferry_addr::RamPage;
+use pageferry_machine::{Exit, MachineError, NewMachine, Vcpu};
+use pageferry_userfault::PageBitmap;
+use std::time::{Duration, Instant};
+
+/// rdi: first byte, rsi: first byte behind. For ever writes a number that counts sweeps to every
+/// page.
+///
+/// ```text
+/// xor r8,r8; o: inc r8; mov rcx,rdi; i: mov [rcx],r8; add rcx,0x1000; cmp rcx,rsi; jb i; jmp o
+/// ```
+const HAMMER: [u8; 26] = [
+    0x4d, 0x31, 0xc0, 0x49, 0xff, 0xc0, 0x48, 0x89, 0xf9, 0x4c, 0x89, 0x01, 0x48, 0x81, 0xc1, 0,
+    0x10, 0, 0, 0x48, 0x39, 0xf1, 0x72, 0xf1, 0xeb, 0xe9,
+];
+
+/// A machine of two vCPUs, and what harvests have made of a copy of its memory.
+struct Copied {
+    new: NewMachine,
+    each: u64,
+    dirty: PageBitmap,
+    copy: Vec<u64>,
+}
+
+impl Copied {
+    fn new(each: u64) -> Self {
+        let pages = DATA.0 + 2 * each;
+        let new = machine(2, pages);
+        Self {
+            new,
+            each,
+            dirty: PageBitmap::new(pages as usize),
+            copy: vec![0; pages as usize],
+        }
+    }
+
+    fn start(&mut self, code: &[u8]) {
+        let ram = self.new.machine.ram().clone();
+        for (index, vcpu) in self.new.vcpus.iter_mut().enumerate() {
+            let first = DATA.0 + index as u64 * self.each;
+            start(
+                &ram,
+                vcpu.as_mut(),
+                index as u64,
+                code,
+                [first, first + self.each].map(|page| page * 4096),
+            );
+        }
+    }
+
+    /// Copies what a harvest names.
+    fn harvest(&mut self, rearm: bool) {
+        let newly = self.new.machine.harvest_dirty(&self.dirty, rearm).unwrap();
+        assert_eq!(newly, self.dirty.count());
+        let mut from = 0;
+        while let Some(page) = self.dirty.next_set(from) {
+            self.dirty.clear(RamPage(page as u64));
+            self.copy[page] = word(self.new.machine.ram(), RamPage(page as u64), 0);
+            from = page + 1;
+        }
+    }
+
+    /// All vCPUs are out of the guest: after one more harvest the copy must equal memory.
+    fn check(&mut self, rearm: bool) {
+        self.harvest(rearm);
+        let ram = self.new.machine.ram();
+        let data = DATA.0..DATA.0 + 2 * self.each;
+        let lost: Vec<_> = data
+            .filter(|page| self.copy[*page as usize] != word(ram, RamPage(*page), 0))
+            .collect();
+        assert!(
+            lost.is_empty(),
+            "{} pages lost a write, the first {}",
+            lost.len(),
+            lost[0]
+        );
+    }
+
+    /// Harvests while each vCPU is run by `drive` on a thread of its own; returns how often.
+    fn harvest_beside(&mut self, drive: impl Fn(&mut dyn Vcpu) + Sync) -> usize {
+        let mut vcpus = std::mem::take(&mut self.new.vcpus);
+        let mut harvests = 0;
+        drive_all(&mut vcpus, drive, || {
+            self.harvest(true);
+            harvests += 1;
+        });
+        self.new.vcpus = vcpus;
+        harvests
+    }
+}
+
+#[test]
+fn a_page_written_once_while_harvests_run_is_never_lost() {
+    if no_kvm() {
+        return;
+    }
+    // Not a multiple of 64 pages: the slot ends inside a word.
+    let mut copied = Copied::new(1001);
+    copied.new.machine.set_dirty_log(true).unwrap();
+    let mut harvests = 0;
+    // Where the harvester gets little time beside the guests, it takes more rounds to race them.
+    let until = Instant::now() + pageferry_testkit::LIMIT;
+    let mut round = 0;
+    while round < 40 || harvests <= 80 {
+        assert!(
+            Instant::now() < until,
+            "only {harvests} harvests in {round} rounds"
+        );
+        round += 1;
+        copied.start(&COUNT);
+        harvests += copied.harvest_beside(|vcpu| {
+            crate::support::rung(run(vcpu));
+        });
+        copied.check(true);
+        assert_eq!(copied.copy[DATA.index()], round);
+    }
+}
+
+#[test]
+fn pages_written_all_the_time_are_as_fresh_as_the_last_harvest() {
+    if no_kvm() {
+        return;
+    }
+    // Few pages: each is written many times between reading and clearing the log.
+    for each in [500, 3] {
+        let mut copied = Copied::new(each);
+        copied.new.machine.set_dirty_log(true).unwrap();
+        copied.start(&HAMMER);
+        let end = Instant::now() + Duration::from_millis(500);
+        let kickers: Vec<_> = copied.new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
+        let ram = copied.new.machine.ram().clone();
+        let firsts = [DATA, RamPage(DATA.0 + each)];
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let ran = || firsts.iter().all(|first| word(&ram, *first, 0) > 1);
+                let limit = end + pageferry_testkit::LIMIT / 2;
+                while Instant::now() < end || (!ran() && Instant::now() < limit) {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                kickers.iter().for_each(|kicker| kicker.kick());
+            });
+            copied.harvest_beside(|vcpu| assert_eq!(run(vcpu), Exit::Kicked));
+        });
+        // Without re-arming the log is only read: twice the same.
+        let pages = copied.dirty.pages();
+        let [first, again] = [(); 2].map(|()| {
+            let dirty = PageBitmap::new(pages);
+            copied.new.machine.harvest_dirty(&dirty, false).unwrap();
+            dirty.snapshot()
+        });
+        assert_eq!(first, again);
+        copied.check(false);
+        let last = (DATA.0 + each) as usize;
+        assert!(
+            copied.copy[DATA.index()] > 1 && copied.copy[last] > 1,
+            "the guests did not run"
+        );
+    }
+}
+
+#[test]
+fn a_log_that_is_off_cannot_be_read_and_one_that_is_on_is_empty_at_first() {
+    if no_kvm() {
+        return;
+    }
+    let new = machine(1, 100);
+    let dirty = PageBitmap::new(100);
+    assert!(matches!(
+        new.machine.harvest_dirty(&dirty, true),
+        Err(MachineError::WrongState(_))
+    ));
+    new.machine.set_dirty_log(true).unwrap();
+    new.machine.set_dirty_log(true).unwrap();
+    assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 0);
+    let other = PageBitmap::new(99);
+    assert!(matches!(
+        new.machine.harvest_dirty(&other, true),
+        Err(MachineError::WrongState(_))
+    ));
+    new.machine.set_dirty_log(false).unwrap();
+    assert!(matches!(
+        new.machine.harvest_dirty(&dirty, false),
+        Err(MachineError::WrongState(_))
+    ));
+}
+
+/// l: mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+const WRITE_ONCE: [u8; 25] = [
+    0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+];
+
+#[test]
+fn exactly_the_written_pages_are_dirty() {
+    if no_kvm() {
+        return;
+    }
+    let mut new = machine(1, 256 * 512);
+    let (first, last) = (RamPage(1000), RamPage(130_000));
+    let ram = new.machine.ram().clone();
+    // Once before the log is on: every page is then mapped, writable, in the guest.
+    for round in 0..2 {
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &WRITE_ONCE,
+            [first.byte_offset(), last.byte_offset()],
+        );
+        crate::support::rung(run(new.vcpus[0].as_mut()));
+        if round == 0 {
+            new.machine.set_dirty_log(true).unwrap();
+        }
+    }
+    let dirty = PageBitmap::new(ram.pages() as usize);
+    let begin = Instant::now();
+    let copied = new.machine.harvest_dirty(&dirty, false).unwrap();
+    let copying = begin.elapsed();
+    let expected = (last.0 - first.0) as usize;
+    assert_eq!(dirty.count_range(first.index()..last.index()), expected);
+    // A CPU that walks the guest's tables through NPT writes to them, by its own account, at each
+    // walk.
+    let tables = dirty.count_range(TABLES.start.index()..TABLES.end.index());
+    assert_eq!(copied, expected + tables, "pages nobody wrote to");
+    let begin = Instant::now();
+    assert_eq!(
+        new.machine.harvest_dirty(&dirty, true).unwrap(),
+        0,
+        "the same pages again"
+    );
+    let rearming = begin.elapsed();
+    let begin = Instant::now();
+    let nothing = PageBitmap::new(ram.pages() as usize);
+    assert_eq!(new.machine.harvest_dirty(&nothing, true).unwrap(), 0);
+    println!(
+        "512 MiB, {expected} pages dirty: harvest {copying:?}, with re-arming {rearming:?}, of a clean log {:?}",
+        begin.elapsed()
+    );
+}

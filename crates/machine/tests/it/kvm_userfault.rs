@@ -1,0 +1,691 @@
+//! Each fault delivery brings each page exactly once, whole, however the ways to it race.
+
+use crate::support::{DATA, Watchdog, machine, no_kvm, rung, start, word};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::{
+    Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu,
+};
+use pageferry_testkit::{LIMIT, Random, Stop, skip};
+use pageferry_userfault::PageBitmap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+const PAGE: usize = PAGE_SIZE as usize;
+
+/// rdi: first byte, rsi: first byte behind. Each page must hold its own address in its first and in
+/// its last word; it is then written to the second. Rings 1 at the end, or the address of a wrong
+/// page.
+///
+/// ```text
+/// l: mov rax,[rdi]; cmp rax,rdi; jne bad; mov rax,[rdi+0xff8]; cmp rax,rdi; jne bad
+/// mov [rdi+8],rax; add rdi,0x1000; cmp rdi,rsi; jb l
+/// mov ebx,0xd0000000; mov eax,1; mov [rbx],rax; jmp .
+/// bad: mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+/// ```
+const CHECK: [u8; 61] = [
+    0x48, 0x8b, 0x07, 0x48, 0x39, 0xf8, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f, 0, 0, 0x48, 0x39,
+    0xf8, 0x75, 0x1f, 0x48, 0x89, 0x47, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7,
+    0x72, 0xdc, 0xbb, 0, 0, 0, 0xd0, 0xb8, 1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb, 0xfe, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+];
+
+/// The same for pages that are all zero: the words compared are with xor rdx,rdx; .. cmp rax,rdx.
+const CHECK_ZERO: [u8; 64] = [
+    0x48, 0x31, 0xd2, 0x48, 0x8b, 0x07, 0x48, 0x39, 0xd0, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f,
+    0, 0, 0x48, 0x39, 0xd0, 0x75, 0x1f, 0x48, 0x89, 0x7f, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0,
+    0x48, 0x39, 0xf7, 0x72, 0xdc, 0xbb, 0, 0, 0, 0xd0, 0xb8, 1, 0, 0, 0, 0x48, 0x89, 0x03, 0xeb,
+    0xfe, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+];
+
+/// Whether this host lacks a delivery; says so.
+fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
+    // UFFDIO_POISON came with Linux 6.6: before, only a run that requires "poison" fails without
+    // it.
+    let resource = match delivery {
+        Delivery::Poison if linux() < (6, 6) => "poison",
+        _ => "uffd",
+    };
+    !machine.deliveries().contains(&delivery)
+        && skip(
+            resource,
+            format!("no fault delivery '{delivery}' on this host"),
+        )
+}
+
+/// The version of the running kernel.
+fn linux() -> (u32, u32) {
+    let name = rustix::system::uname();
+    let release = name.release().to_string_lossy();
+    let mut numbers = release
+        .split(['.', '-'])
+        .map_while(|part| part.parse().ok());
+    let version = numbers.next().zip(numbers.next());
+    version.unwrap_or_else(|| panic!("'{release}' does not begin with a version"))
+}
+
+fn bytes_of(page: RamPage) -> [u8; PAGE] {
+    let mut bytes = [0; PAGE];
+    bytes[..8].copy_from_slice(&page.byte_offset().to_le_bytes());
+    bytes[PAGE - 8..].copy_from_slice(&page.byte_offset().to_le_bytes());
+    bytes
+}
+
+/// Who brings the pages.
+struct Source {
+    machine: Arc<dyn Machine>,
+    missing: Arc<PageBitmap>,
+    /// Pages that somebody is bringing or has brought.
+    claimed: PageBitmap,
+    /// What the pages below [`DATA`] hold: tables and code.
+    low: Vec<[u8; PAGE]>,
+    faults: AtomicUsize,
+    events: AtomicUsize,
+}
+
+fn low_pages(ram: &GuestRam) -> Vec<[u8; PAGE]> {
+    let mut pages = vec![[0; PAGE]; DATA.index()];
+    for (index, bytes) in pages.iter_mut().enumerate() {
+        ram.read(RamPage(index as u64), bytes);
+    }
+    pages
+}
+
+impl Source {
+    fn bytes(&self, page: RamPage) -> [u8; PAGE] {
+        self.low
+            .get(page.index())
+            .copied()
+            .unwrap_or_else(|| bytes_of(page))
+    }
+
+    /// Brings a page if nobody else does, and waits until it is there.
+    fn bring(&self, page: RamPage) {
+        if !self.claimed.set(page) {
+            pageferry_testkit::wait_until("a page that another thread brings", || {
+                !self.missing.test(page)
+            });
+            return;
+        }
+        if self.machine.receives_in_place() {
+            self.machine.ram().write(page, &self.bytes(page));
+            self.machine.install(page, 1).unwrap();
+        } else {
+            self.machine.install_copy(page, &self.bytes(page)).unwrap();
+        }
+        self.missing.clear(page);
+    }
+
+    /// What a hook does about a fault.
+    fn fault(&self, page: RamPage) {
+        if self.missing.test(page) {
+            self.bring(page);
+        } else {
+            self.machine.install(page, 1).unwrap();
+        }
+    }
+
+    fn serve(&self, mut events: Box<dyn FaultEvents>, stop: &Stop) {
+        while !stop.is_stopped() {
+            match events.next().unwrap() {
+                Some(event) => {
+                    self.events.fetch_add(1, Ordering::Relaxed);
+                    self.fault(event.page);
+                }
+                None => {
+                    let fd = events.fd();
+                    let mut polls = [rustix::event::PollFd::new(
+                        &fd,
+                        rustix::event::PollFlags::IN,
+                    )];
+                    let limit = rustix::time::Timespec {
+                        tv_sec: 0,
+                        tv_nsec: 2_000_000,
+                    };
+                    // A signal is as good as a time-out.
+                    let _ = rustix::event::poll(&mut polls, Some(&limit));
+                }
+            }
+        }
+    }
+
+    /// Runs a vCPU until it rings.
+    fn drive(&self, vcpu: &mut dyn Vcpu) -> u64 {
+        let watchdog = Watchdog::new(vcpu.kicker(), LIMIT);
+        loop {
+            match vcpu.run().unwrap() {
+                Exit::MemoryFault { page, .. } => {
+                    self.faults.fetch_add(1, Ordering::Relaxed);
+                    self.fault(page);
+                }
+                Exit::Kicked => assert!(
+                    !watchdog.fired(),
+                    "the guest did not finish within {LIMIT:?}"
+                ),
+                exit => return rung(exit),
+            }
+        }
+    }
+}
+
+/// What goes on beside the guest.
+#[derive(Clone, Copy, Default)]
+struct Beside {
+    /// Somebody brings pages in an order of their own.
+    push: bool,
+    /// Somebody drops pages from the guest's mapping, as reclaim does.
+    drop: bool,
+    /// Somebody kicks the vCPUs.
+    kick: bool,
+    /// Also the guest's page tables and code are missing.
+    tables: bool,
+}
+
+/// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is
+/// there from the start. Returns exits and events.
+fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize)> {
+    let pages = DATA.0 + 2 * each;
+    let mut new = machine(2, pages);
+    if no_delivery(new.machine.as_ref(), delivery) {
+        return None;
+    }
+    let ram = Arc::clone(new.machine.ram());
+    let missing = Arc::new(PageBitmap::new(pages as usize));
+    let events = new
+        .machine
+        .arm_userfault(Arc::clone(&missing), delivery)
+        .unwrap();
+    assert_eq!(
+        new.machine.receives_in_place(),
+        delivery != Delivery::Missing
+    );
+    for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
+        let first = DATA.0 + index as u64 * each;
+        start(
+            &ram,
+            vcpu.as_mut(),
+            index as u64,
+            &CHECK,
+            [first, first + each].map(|page| page * PAGE_SIZE),
+        );
+    }
+    let claimed = PageBitmap::new(pages as usize);
+    for page in DATA.0..pages {
+        // What pre-copy left: a stale page where one is missing, the right one elsewhere.
+        if page % 3 == 0 {
+            ram.write(RamPage(page), &bytes_of(RamPage(page)));
+        } else {
+            ram.write(RamPage(page), &[0x5a; PAGE]);
+            missing.set(RamPage(page));
+        }
+    }
+    let low = low_pages(&ram);
+    if beside.tables {
+        for page in (0..DATA.0).map(RamPage) {
+            ram.write(page, &[0x5a; PAGE]);
+            missing.set(page);
+        }
+    }
+    let expected = missing.count();
+    new.machine.begin_postcopy().unwrap();
+    let source = Source {
+        machine: Arc::clone(&new.machine),
+        missing,
+        claimed,
+        low,
+        faults: AtomicUsize::new(0),
+        events: AtomicUsize::new(0),
+    };
+    let stop = Stop::new();
+    let kickers: Vec<_> = new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
+    std::thread::scope(|scope| {
+        let (source, stop, ram) = (&source, &stop, &ram);
+        scope.spawn(move || {
+            source.serve(
+                events.expect("all deliveries of this engine have events"),
+                stop,
+            );
+        });
+        scope.spawn(move || {
+            source
+                .machine
+                .assist_postcopy(&|| stop.is_stopped(), &|_| {})
+                .unwrap();
+        });
+        if beside.push {
+            scope.spawn(move || {
+                let mut random = Random::new(1);
+                while let Some(any) = source.missing.next_set(0) {
+                    let from = any + random.below(pages - any as u64) as usize;
+                    let page = source.missing.next_set(from).unwrap_or(any);
+                    source.bring(RamPage(page as u64));
+                }
+            });
+        }
+        if beside.drop {
+            scope.spawn(move || {
+                let mut random = Random::new(2);
+                while !stop.is_stopped() {
+                    // Also the guest's tables and code, which KVM reads for it.
+                    drop_mapping(ram, random.below(pages));
+                }
+            });
+        }
+        if beside.kick {
+            scope.spawn(move || {
+                while !stop.is_stopped() {
+                    kickers.iter().for_each(|kicker| kicker.kick());
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            });
+        }
+        let vcpus: Vec<_> = new
+            .vcpus
+            .iter_mut()
+            .map(|vcpu| scope.spawn(move || source.drive(vcpu.as_mut())))
+            .collect();
+        let rang: Vec<_> = vcpus.into_iter().map(|thread| thread.join()).collect();
+        stop.stop();
+        for rang in rang {
+            let rang = rang.unwrap();
+            assert_eq!(rang, 1, "the guest found a wrong page at {rang:#x}");
+        }
+    });
+    if beside.tables {
+        // Nobody touches all of these.
+        (0..DATA.0).map(RamPage).for_each(|page| source.fault(page));
+    }
+    // All were touched, so all are there; what the guest wrote to each was not overwritten.
+    assert_eq!(source.missing.count(), 0);
+    for page in (DATA.0..pages).map(RamPage) {
+        assert_eq!(
+            word(&ram, page, 1),
+            page.byte_offset(),
+            "{page:?} lost the guest's write"
+        );
+    }
+    new.machine.disarm_userfault().unwrap();
+    // And again, with nobody delivering anything: no marker may be in the way for good.
+    for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
+        let first = DATA.0 + index as u64 * each;
+        start(
+            &ram,
+            vcpu.as_mut(),
+            index as u64,
+            &CHECK,
+            [first, first + each].map(|page| page * PAGE_SIZE),
+        );
+        // A kick may still wait; nothing else than the ring may come.
+        let rang = source.drive(vcpu.as_mut());
+        assert_eq!(rang, 1, "a wrong page at {rang:#x} afterwards");
+    }
+    let (exits, events) = (source.faults.into_inner(), source.events.into_inner());
+    println!("{delivery}: {expected} pages missing, {exits} exits, {events} events");
+    Some((exits, events))
+}
+
+/// Takes a page out of the guest's mapping; its bytes stay in the page cache.
+#[expect(unsafe_code, reason = "madvise on guest memory")]
+fn drop_mapping(ram: &GuestRam, page: u64) {
+    let hva = ram.guest_hva(RamPage(page)).0;
+    // SAFETY: the page lies in the guest's mapping, which is shared and keeps its bytes in the
+    // memfd.
+    unsafe { rustix::mm::madvise(hva as *mut _, PAGE, rustix::mm::Advice::LinuxDontNeed) }.unwrap();
+}
+
+#[test]
+fn minor_faults_bring_every_page() {
+    if no_kvm() {
+        return;
+    }
+    if let Some((exits, events)) = demand(Delivery::Minor, 600, Beside::default()) {
+        assert_eq!(exits, 0);
+        assert!(events >= 1200, "each first touch gives an event");
+    }
+}
+
+#[test]
+fn missing_faults_bring_every_page() {
+    if no_kvm() {
+        return;
+    }
+    if let Some((exits, events)) = demand(Delivery::Missing, 600, Beside::default()) {
+        assert_eq!(exits, 0);
+        assert!(events >= 800);
+    }
+}
+
+#[test]
+fn poison_exits_bring_every_page() {
+    if no_kvm() {
+        return;
+    }
+    if let Some((exits, _)) = demand(Delivery::Poison, 600, Beside::default()) {
+        assert!(
+            exits > 400,
+            "only {exits} of 800 missing pages came as exits"
+        );
+    }
+}
+
+#[test]
+fn a_background_push_races_every_delivery() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        demand(
+            delivery,
+            3000,
+            Beside {
+                push: true,
+                ..Beside::default()
+            },
+        );
+    }
+}
+
+#[test]
+fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        for each in [1500, 300, 40] {
+            demand(
+                delivery,
+                each,
+                Beside {
+                    push: true,
+                    drop: true,
+                    kick: true,
+                    tables: false,
+                },
+            );
+            demand(
+                delivery,
+                each,
+                Beside {
+                    push: false,
+                    drop: true,
+                    kick: true,
+                    tables: false,
+                },
+            );
+        }
+    }
+}
+
+#[test]
+fn even_the_guests_page_tables_may_be_missing() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        for push in [false, true] {
+            let beside = Beside {
+                tables: true,
+                push,
+                ..Beside::default()
+            };
+            demand(delivery, 1500, beside);
+        }
+    }
+}
+
+#[test]
+fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
+    if no_kvm() {
+        return;
+    }
+    for disarm in [false, true] {
+        let mut new = machine(1, DATA.0 + 2);
+        let vm = Arc::clone(&new.machine);
+        if no_delivery(vm.as_ref(), Delivery::Poison) {
+            return;
+        }
+        let ram = Arc::clone(vm.ram());
+        let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
+        let events = vm
+            .arm_userfault(Arc::clone(&missing), Delivery::Poison)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &CHECK,
+            [DATA.0, DATA.0 + 2].map(|page| page * PAGE_SIZE),
+        );
+        missing.set_range(DATA.index()..DATA.index() + 2);
+        vm.begin_postcopy().unwrap();
+        // Installed, its mapping dropped, marked, and only then its bit is cleared.
+        for page in [DATA, RamPage(DATA.0 + 1)] {
+            ram.write(page, &bytes_of(page));
+            vm.install(page, 1).unwrap();
+            drop_mapping(&ram, page.0);
+        }
+        vm.assist_postcopy(&|| false, &|_| {}).unwrap();
+        missing.clear_range(DATA.index()..DATA.index() + 2);
+        if disarm {
+            vm.disarm_userfault().unwrap();
+        }
+        let source = Source {
+            machine: Arc::clone(&vm),
+            missing,
+            claimed: PageBitmap::new(1),
+            low: low_pages(&ram),
+            faults: AtomicUsize::new(0),
+            events: AtomicUsize::new(0),
+        };
+        let stop = Stop::new();
+        std::thread::scope(|scope| {
+            let _stop = stop.on_drop();
+            scope.spawn(|| source.serve(events, &stop));
+            let rang = source.drive(new.vcpus[0].as_mut());
+            assert_eq!(rang, 1, "a wrong page at {rang:#x}");
+        });
+        let exits = source.faults.into_inner();
+        assert_eq!(exits, if disarm { 0 } else { 2 }, "disarmed: {disarm}");
+    }
+}
+
+#[test]
+fn holes_are_zero_pages_under_every_delivery() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        let pages = DATA.0 + 300;
+        let mut new = machine(1, pages);
+        if no_delivery(new.machine.as_ref(), delivery) {
+            continue;
+        }
+        let ram = Arc::clone(new.machine.ram());
+        let missing = Arc::new(PageBitmap::new(pages as usize));
+        let events = new
+            .machine
+            .arm_userfault(Arc::clone(&missing), delivery)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &CHECK_ZERO,
+            [DATA.byte_offset(), pages * PAGE_SIZE],
+        );
+        // Half of the pages are missing and arrive as zero, in one run; the others are holes from
+        // the start.
+        missing.set_range(DATA.index()..DATA.index() + 150);
+        new.machine.begin_postcopy().unwrap();
+        new.machine.install(RamPage(DATA.0 + 10), 100).unwrap();
+        missing.clear_range(DATA.index() + 10..DATA.index() + 110);
+        let source = Source {
+            machine: Arc::clone(&new.machine),
+            missing: Arc::clone(&missing),
+            claimed: PageBitmap::new(pages as usize),
+            low: low_pages(&ram),
+            faults: AtomicUsize::new(0),
+            events: AtomicUsize::new(0),
+        };
+        new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
+        for page in missing.snapshot().iter().enumerate().flat_map(|(w, bits)| {
+            (0..64)
+                .filter(move |b| bits >> b & 1 == 1)
+                .map(move |b| w as u64 * 64 + b)
+        }) {
+            new.machine.install(RamPage(page), 1).unwrap();
+            new.machine.install(RamPage(page), 1).unwrap();
+            missing.clear(RamPage(page));
+        }
+        let stop = Stop::new();
+        std::thread::scope(|scope| {
+            let _stop = stop.on_drop();
+            scope.spawn(|| source.serve(events, &stop));
+            let rang = source.drive(new.vcpus[0].as_mut());
+            assert_eq!(
+                rang, 1,
+                "{delivery}: the guest found a wrong page at {rang:#x}"
+            );
+        });
+        new.machine.disarm_userfault().unwrap();
+    }
+}
+
+#[test]
+fn calls_in_the_wrong_order_are_refused() {
+    if no_kvm() {
+        return;
+    }
+    let mut new = machine(1, 64);
+    let vm = Arc::clone(&new.machine);
+    let wrong = |result: Result<(), MachineError>| {
+        assert!(
+            matches!(result, Err(MachineError::WrongState(_))),
+            "{result:?}"
+        );
+    };
+    wrong(vm.begin_postcopy());
+    wrong(vm.assist_postcopy(&|| false, &|_| {}));
+    wrong(vm.disarm_userfault());
+    wrong(vm.install_copy(RamPage(0), &[0; PAGE]));
+    wrong(vm.install(RamPage(60), 5));
+    let missing = Arc::new(PageBitmap::new(64));
+    assert!(matches!(
+        vm.arm_userfault(Arc::clone(&missing), Delivery::Exit),
+        Err(MachineError::NoDelivery(Delivery::Exit))
+    ));
+    if no_delivery(vm.as_ref(), Delivery::Minor) {
+        return;
+    }
+    wrong(
+        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Delivery::Minor)
+            .map(drop),
+    );
+    missing.set(RamPage(7));
+    let events = vm
+        .arm_userfault(Arc::clone(&missing), Delivery::Minor)
+        .unwrap();
+    assert!(events.is_some());
+    wrong(
+        vm.arm_userfault(Arc::clone(&missing), Delivery::Minor)
+            .map(drop),
+    );
+    wrong(vm.install_copy(RamPage(7), &[0; PAGE]));
+    wrong(vm.disarm_userfault());
+    missing.clear(RamPage(7));
+    vm.disarm_userfault().unwrap();
+    vm.install(RamPage(7), 1).unwrap();
+    // A machine that has run is not armed.
+    new = machine(1, 64);
+    let ram = Arc::clone(new.machine.ram());
+    start(&ram, new.vcpus[0].as_mut(), 0, &[0xeb, 0xfe], [0, 0]);
+    new.vcpus[0].kicker().kick();
+    assert_eq!(new.vcpus[0].run().unwrap(), Exit::Kicked);
+    wrong(
+        new.machine
+            .arm_userfault(missing, Delivery::Minor)
+            .map(drop),
+    );
+}
+
+/// rdi: a page in RAM. mov esi,0xd0000000; movsq (reads MMIO, writes RAM); mov rax,[rdi-8];
+/// mov ebx,0xd0000000; mov [rbx],rax; jmp .
+const MOVE_FROM_MMIO: [u8; 21] = [
+    0xbe, 0, 0, 0, 0xd0, 0x48, 0xa5, 0x48, 0x8b, 0x47, 0xf8, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03,
+    0xeb, 0xfe,
+];
+
+#[test]
+fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor] {
+        let mut new = machine(1, 64);
+        if no_delivery(new.machine.as_ref(), delivery) {
+            continue;
+        }
+        let ram = Arc::clone(new.machine.ram());
+        let missing = Arc::new(PageBitmap::new(64));
+        let events = new
+            .machine
+            .arm_userfault(Arc::clone(&missing), delivery)
+            .unwrap()
+            .unwrap();
+        start(
+            &ram,
+            new.vcpus[0].as_mut(),
+            0,
+            &MOVE_FROM_MMIO,
+            [DATA.byte_offset() + 64, 0],
+        );
+        missing.set(DATA);
+        new.machine.begin_postcopy().unwrap();
+        new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
+        let source = Source {
+            machine: Arc::clone(&new.machine),
+            missing,
+            claimed: PageBitmap::new(64),
+            low: low_pages(&ram),
+            faults: AtomicUsize::new(0),
+            events: AtomicUsize::new(0),
+        };
+        let stop = Stop::new();
+        std::thread::scope(|scope| {
+            let _stop = stop.on_drop();
+            scope.spawn(|| source.serve(events, &stop));
+            let vcpu = new.vcpus[0].as_mut();
+            let watchdog = Watchdog::new(vcpu.kicker(), LIMIT);
+            let mut emulated = false;
+            let rang = loop {
+                match vcpu.run().unwrap() {
+                    Exit::MemoryFault { page, access } => {
+                        emulated |= access == Access::Write;
+                        source.fault(page);
+                    }
+                    Exit::MmioRead { .. } => {}
+                    Exit::Kicked => assert!(!watchdog.fired(), "{delivery}: stuck"),
+                    exit => break rung(exit),
+                }
+            };
+            assert_eq!(
+                emulated,
+                delivery == Delivery::Poison,
+                "{delivery}: KVM itself met the page"
+            );
+            assert_eq!(
+                rang,
+                u64::MAX,
+                "{delivery}: what was read outside RAM is ones"
+            );
+        });
+        assert_eq!(word(&ram, DATA, 8), u64::MAX);
+        assert_eq!(
+            word(&ram, DATA, 0),
+            DATA.byte_offset(),
+            "the rest of the page has arrived"
+        );
+    }
+}

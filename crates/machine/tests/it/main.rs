@@ -1,0 +1,32 @@
+//! The engines' integration tests: what `/dev/kvm` must do (`kvm_*`), and the rest.
+
+#[cfg(target_arch = "x86_64")]
+mod kvm_dirty;
+#[cfg(target_arch = "x86_64")]
+mod kvm_dirty_random;
+#[cfg(target_arch = "x86_64")]
+mod kvm_large_pages;
+#[cfg(target_arch = "x86_64")]
+mod kvm_measure;
+#[cfg(target_arch = "x86_64")]
+mod kvm_memslots;
+#[cfg(target_arch = "x86_64")]
+mod kvm_mmu_stress;
+#[cfg(target_arch = "x86_64")]
+mod kvm_move;
+#[cfg(target_arch = "x86_64")]
+mod kvm_plug;
+#[cfg(target_arch = "x86_64")]
+mod kvm_read_only;
+#[cfg(target_arch = "x86_64")]
+mod kvm_run;
+#[cfg(target_arch = "x86_64")]
+mod kvm_signals;
+#[cfg(target_arch = "x86_64")]
+mod kvm_slot_changes;
+#[cfg(target_arch = "x86_64")]
+mod kvm_userfault;
+mod soft_move;
+#[cfg(target_arch = "x86_64")]
+mod support;
+mod threads;

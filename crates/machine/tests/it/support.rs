@@ -1,0 +1,234 @@
+//! What the tests of the KVM engine share: a guest in ring 3 over flat tables, and limits on
+//! waiting.
+
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_machine::{
+    DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState, Vcpu, kvm,
+};
+use pageferry_testkit::{LIMIT, skip};
+use std::ops::Range;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// The guest's page tables.
+pub(crate) const TABLES: Range<RamPage> = RamPage(1)..RamPage(5);
+/// Where each program is put.
+pub(crate) const CODE: RamPage = RamPage(5);
+/// The first page that no program and no table uses.
+pub(crate) const DATA: RamPage = RamPage(16);
+
+/// rdi: first byte, rsi: first byte behind. Adds one to a word of each page, once, and rings.
+///
+/// ```text
+/// l: inc qword [rdi]; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+/// ```
+pub(crate) const COUNT: [u8; 25] = [
+    0x48, 0xff, 0x07, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0, 0, 0,
+    0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+];
+
+/// Whether there is no KVM here.
+pub(crate) fn no_kvm() -> bool {
+    kvm::probe_vm().err().is_some_and(|why| skip("kvm", why))
+}
+
+/// Runs the test `name`, as `--list` shows it, in a child process, for a test that needs one for
+/// itself. Returns `false` in that child, where the test goes on.
+pub(crate) fn runs_in_child(name: &str) -> bool {
+    const CHILD: &str = "PAGEFERRY_TEST_CHILD";
+    if std::env::var_os(CHILD).is_some_and(|child| child == name) {
+        return false;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(CHILD, name)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{name}: {}", output.status);
+    assert!(text.contains("1 passed"), "there is no test {name}");
+    true
+}
+
+/// A machine with flat tables: the first GiB, and the doorbell's 2 MiB, at their own addresses.
+pub(crate) fn machine(vcpus: u32, pages: u64) -> NewMachine {
+    machine_with(vcpus, pages, kvm::Irqchip::None)
+}
+
+/// [`machine`], with interrupt controllers or without.
+pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> NewMachine {
+    pluggable_with(vcpus, pages, irqchip).0
+}
+
+/// [`machine`], and the right to plug memory beyond RAM into it.
+pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug) {
+    pluggable_with(vcpus, pages, kvm::Irqchip::None)
+}
+
+fn pluggable_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> (NewMachine, kvm::MemoryPlug) {
+    let spec = MachineSpec {
+        vcpus,
+        memory_bytes: pages * PAGE_SIZE,
+    };
+    let (new, plug) = kvm::create_pluggable(spec, irqchip).unwrap();
+    write_tables(new.machine.ram());
+    (new, plug)
+}
+
+/// Memory to be plugged in.
+pub(crate) fn memory(pages: u64) -> Arc<GuestRam> {
+    let layout = RamLayout::for_memory(pages * PAGE_SIZE).unwrap();
+    Arc::new(GuestRam::new(layout).unwrap())
+}
+
+/// Tables in pages 1 to 4, accessed and dirty.
+fn write_tables(ram: &GuestRam) {
+    const TABLE: u64 = 0x67;
+    const LARGE: u64 = 0xe7;
+    let entry = |page: u64, index: u64, value: u64| {
+        ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+    };
+    entry(1, 0, 0x2000 | TABLE);
+    entry(2, 0, 0x3000 | TABLE);
+    entry(2, 3, 0x4000 | TABLE);
+    for index in 0..512 {
+        entry(3, index, (index << 21) | LARGE);
+    }
+    let doorbell = DOORBELL_GPA.0;
+    entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
+}
+
+/// Puts `code` at [`CODE`] + `slot` pages and has `vcpu` start there with `args`.
+pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8], args: [u64; 2]) {
+    let page = RamPage(CODE.0 + slot);
+    ram.write_at(page, 0, code);
+    let start = StartState {
+        entry: page.byte_offset(),
+        stack: 0xf000,
+        args,
+        tables: Gpa(0x1000),
+    };
+    vcpu.set_start(&start).unwrap();
+}
+
+/// Kicks a vCPU again and again once a limit has passed, so that no test hangs.
+pub(crate) struct Watchdog {
+    done: Arc<AtomicBool>,
+    fired: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Watchdog {
+    pub(crate) fn new(kicker: Arc<dyn Kicker>, limit: Duration) -> Self {
+        let done = Arc::new(AtomicBool::new(false));
+        let fired = Arc::new(AtomicBool::new(false));
+        let thread = std::thread::spawn({
+            let (done, fired) = (Arc::clone(&done), Arc::clone(&fired));
+            move || {
+                let end = Instant::now() + limit;
+                while !done.load(Ordering::Acquire) {
+                    if Instant::now() > end {
+                        fired.store(true, Ordering::Release);
+                        kicker.kick();
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+        });
+        Self {
+            done,
+            fired,
+            thread: Some(thread),
+        }
+    }
+
+    pub(crate) fn fired(&self) -> bool {
+        self.fired.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.done.store(true, Ordering::Release);
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Stops the vCPUs when it goes, also by a panic.
+struct KickOnDrop(Vec<Arc<dyn Kicker>>);
+
+impl Drop for KickOnDrop {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|kicker| kicker.kick());
+    }
+}
+
+/// Has each vCPU driven by `drive` on a thread of its own while `meanwhile` goes on; then kicks
+/// them all.
+pub(crate) fn drive_beside<T>(
+    vcpus: &mut [Box<dyn Vcpu>],
+    drive: impl Fn(&mut dyn Vcpu) + Sync,
+    meanwhile: impl FnOnce() -> T,
+) -> T {
+    std::thread::scope(|scope| {
+        let drive = &drive;
+        let _kick = KickOnDrop(vcpus.iter().map(|vcpu| vcpu.kicker()).collect());
+        for vcpu in vcpus {
+            scope.spawn(move || drive(vcpu.as_mut()));
+        }
+        meanwhile()
+    })
+}
+
+/// Has each vCPU driven by `drive` on a thread of its own, and calls `meanwhile` until all have
+/// ended.
+pub(crate) fn drive_all(
+    vcpus: &mut [Box<dyn Vcpu>],
+    drive: impl Fn(&mut dyn Vcpu) + Sync,
+    mut meanwhile: impl FnMut(),
+) {
+    std::thread::scope(|scope| {
+        let drive = &drive;
+        let threads: Vec<_> = vcpus
+            .iter_mut()
+            .map(|vcpu| scope.spawn(move || drive(vcpu.as_mut())))
+            .collect();
+        while !threads.iter().all(|thread| thread.is_finished()) {
+            meanwhile();
+        }
+    });
+}
+
+/// Runs until the vCPU leaves; fails the test after [`LIMIT`].
+pub(crate) fn run(vcpu: &mut dyn Vcpu) -> Exit {
+    let watchdog = Watchdog::new(vcpu.kicker(), LIMIT);
+    let exit = vcpu.run().unwrap();
+    assert!(
+        !watchdog.fired(),
+        "the guest did not leave within {LIMIT:?}"
+    );
+    exit
+}
+
+/// The value of an eight-byte store to the doorbell.
+pub(crate) fn rung(exit: Exit) -> u64 {
+    match exit {
+        Exit::MmioWrite {
+            gpa,
+            value,
+            size: 8,
+        } if gpa == DOORBELL_GPA => value,
+        other => panic!("{other:?} is no ring of the doorbell"),
+    }
+}
+
+/// The `index`th word of a page.
+pub(crate) fn word(ram: &GuestRam, page: RamPage, index: usize) -> u64 {
+    let mut bytes = [0; PAGE_SIZE as usize];
+    ram.read(page, &mut bytes);
+    u64::from_le_bytes(std::array::from_fn(|i| bytes[index * 8 + i]))
+}

@@ -1,0 +1,171 @@
+//! Allocates the VM's memory beside pre-copy, so that no page waits for the host's allocator later.
+//!
+//! **Guarantee.** Once [`Allocation::is_ready`] holds, every page has memory. Dropping an
+//! [`Allocation`] ends its threads within a step. Allocating changes no byte, so pages may arrive
+//! meanwhile: a page that is written before its turn is allocated by that.
+//!
+//! **Mechanism.** Threads with a low priority take steps of 16 MiB from one counter.
+
+use crate::error::MigrationError;
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::{GuestRam, MachineError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// How many pages a thread allocates at a time.
+const STEP: u64 = (16 << 20) / PAGE_SIZE;
+/// The most threads. More would contend for the kernel's page allocator.
+const MAX_THREADS: usize = 8;
+
+struct State {
+    ram: Arc<GuestRam>,
+    /// Where the next step begins.
+    next: AtomicU64,
+    /// How many pages have memory.
+    done: AtomicU64,
+    stop: AtomicBool,
+    failure: Mutex<Option<MachineError>>,
+}
+
+/// The allocation of one VM's memory.
+pub(super) struct Allocation {
+    state: Arc<State>,
+    /// Whether memory is allocated at all before it is needed.
+    wanted: bool,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Allocation {
+    /// Starts to allocate `ram`; unless `wanted`, there is nothing to do.
+    pub(super) fn start(ram: &Arc<GuestRam>, wanted: bool) -> Result<Self, MigrationError> {
+        let mut allocation = Self {
+            state: Arc::new(State {
+                ram: Arc::clone(ram),
+                next: AtomicU64::new(0),
+                done: AtomicU64::new(0),
+                stop: AtomicBool::new(false),
+                failure: Mutex::new(None),
+            }),
+            wanted,
+            threads: Vec::new(),
+        };
+        let steps = usize::try_from(ram.pages().div_ceil(STEP)).unwrap_or(usize::MAX);
+        let threads = if wanted { thread_count().min(steps) } else { 0 };
+        for _ in 0..threads {
+            let state = Arc::clone(&allocation.state);
+            let thread = std::thread::Builder::new()
+                .name("pf-allocate".into())
+                .spawn(move || state.run())
+                .map_err(|e| MigrationError::os("cannot start a thread that allocates", e))?;
+            allocation.threads.push(thread);
+        }
+        Ok(allocation)
+    }
+
+    /// How many pages have memory.
+    pub(super) fn done(&self) -> u64 {
+        self.state.done.load(Ordering::Acquire)
+    }
+
+    /// Whether the switch-over need not wait for this.
+    ///
+    /// # Errors
+    /// When the host has not enough memory.
+    pub(super) fn is_ready(&self) -> Result<bool, MigrationError> {
+        let mut failure = self.state.failure();
+        match failure.take() {
+            Some(error) => Err(error.into()),
+            None => Ok(!self.wanted || self.done() == self.state.ram.pages()),
+        }
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.state.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl State {
+    fn failure(&self) -> std::sync::MutexGuard<'_, Option<MachineError>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self) {
+        crate::latency::stand_back();
+        let total = self.ram.pages();
+        while !self.stop.load(Ordering::Relaxed) {
+            let first = self.next.fetch_add(STEP, Ordering::Relaxed);
+            if first >= total {
+                return;
+            }
+            let pages = STEP.min(total - first);
+            if let Err(error) = self.ram.allocate_range(RamPage(first), pages) {
+                self.failure().get_or_insert(error);
+                self.stop.store(true, Ordering::Relaxed);
+                return;
+            }
+            self.done.fetch_add(pages, Ordering::Release);
+        }
+    }
+}
+
+/// Half of the cores: the others are for the pages that arrive meanwhile.
+fn thread_count() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    (cores / 2).clamp(1, MAX_THREADS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_machine::RamLayout;
+    use pageferry_testkit::wait_until;
+
+    fn ram(bytes: u64) -> Arc<GuestRam> {
+        Arc::new(GuestRam::new(RamLayout::for_memory(bytes).unwrap()).unwrap())
+    }
+
+    #[test]
+    fn all_memory_is_allocated_and_bytes_written_meanwhile_stay() {
+        let ram = ram((40 << 20) + PAGE_SIZE);
+        let last = RamPage(ram.pages() - 1);
+        ram.write(last, &[7; PAGE_SIZE as usize]);
+        let allocation = Allocation::start(&ram, true).unwrap();
+        ram.write(RamPage(3), &[9; PAGE_SIZE as usize]);
+        wait_until("the memory", || allocation.is_ready().unwrap());
+        assert_eq!(allocation.done(), ram.pages());
+        assert_eq!(
+            ram.next_allocated(RamPage(0)).unwrap(),
+            Some(0..ram.pages())
+        );
+        for (page, byte) in [(RamPage(3), 9), (last, 7)] {
+            let mut bytes = [0; PAGE_SIZE as usize];
+            ram.read(page, &mut bytes);
+            assert_eq!(bytes, [byte; PAGE_SIZE as usize]);
+        }
+    }
+
+    #[test]
+    fn memory_that_nobody_wants_before_is_not_allocated() {
+        let ram = ram(1 << 20);
+        let allocation = Allocation::start(&ram, false).unwrap();
+        assert!(allocation.is_ready().unwrap());
+        drop(allocation);
+        assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), None);
+    }
+
+    #[test]
+    fn it_stops_when_it_is_dropped() {
+        let ram = ram(16 << 40);
+        let allocation = Allocation::start(&ram, true).unwrap();
+        wait_until("the first step", || allocation.done() > 0);
+        drop(allocation);
+        let allocated = ram.next_allocated(RamPage(0)).unwrap().unwrap();
+        assert!(allocated.end < ram.pages());
+    }
+}

@@ -1,0 +1,912 @@
+//! Failures before the destination has said that the guest runs there, and those where it says that
+//! it no longer does and never counted: the source's VM runs on, unharmed, whatever the peer did,
+//! and can be migrated again.
+
+use crate::failing::destination::Played;
+use crate::failing::{
+    Clean, LONG, SHORT, SOON, Via, assert_sentence, encoded, kind, limit_for, listen, patient,
+    soon, wait_until_over,
+};
+use crate::support::{Vm, kvm_usable, move_vm};
+use pageferry_machine::{Engine, MachineError};
+use pageferry_migration::channel::{Connection, Listener};
+use pageferry_migration::wire::{
+    DrainCounts, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES,
+    Hello, HelloReply, Pass, Side, Status,
+};
+use pageferry_migration::{
+    SourceConfig, SourceFailure, SourceReport, SourceVm, Unobserved, migrate,
+};
+use pageferry_userfault::PageBitmap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+/// One thing a peer can do.
+struct Case {
+    name: &'static str,
+    passes: u32,
+    /// Plays the destination; may set the source's cancel flag, which is also set when the source
+    /// has ended.
+    play: fn(&Listener, &AtomicBool),
+    kind: &'static str,
+    /// What the message must name.
+    says: &'static str,
+}
+
+fn config(passes: u32, limit: Duration) -> SourceConfig {
+    SourceConfig {
+        precopy_passes: passes,
+        connect_limit: limit,
+        busy_limit: Duration::ZERO,
+        setup_limit: limit,
+        answer_limit: limit,
+        ..SourceConfig::default()
+    }
+}
+
+fn attempt(
+    vm: &Vm,
+    via: Via,
+    config: &SourceConfig,
+    play: impl FnOnce(&Listener, &AtomicBool) + Send,
+) -> Result<SourceReport, SourceFailure> {
+    let listener = listen(via);
+    let cancel = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let player = scope.spawn(|| play(&listener, &cancel));
+        let to = listener.local_addr();
+        let outcome = soon("migrate", || {
+            migrate(&vm.as_running(), to, b"test", config, &cancel, &Unobserved)
+        });
+        cancel.store(true, Ordering::Release);
+        player.join().unwrap();
+        outcome
+    })
+}
+
+/// The VM works as if nothing had happened.
+fn assert_runs_on(vm: &Vm, name: &str) {
+    assert!(!vm.threads.is_paused(), "{name}");
+    let none = PageBitmap::new(vm.ram().pages() as usize);
+    let log = vm.machine.harvest_dirty(&none, true);
+    assert!(
+        matches!(log, Err(MachineError::WrongState(_))),
+        "{name}: the dirty log is left on"
+    );
+    vm.wait_progress(16);
+    vm.verify();
+    vm.threads.resume();
+}
+
+fn assert_failed(case: &Case, outcome: Result<SourceReport, SourceFailure>) {
+    let failure = outcome.expect_err(case.name);
+    eprintln!("{}: {failure}", case.name);
+    assert_eq!(
+        (failure.vm, kind(&failure.error)),
+        (SourceVm::Runs, case.kind),
+        "{}: {failure}",
+        case.name
+    );
+    assert_sentence(&failure);
+    assert!(
+        failure.to_string().contains(case.says),
+        "{}: {failure}",
+        case.name
+    );
+}
+
+/// One VM goes through all of it.
+fn run(engine: Engine, vcpus: u32, via: Via, cases: &[Case]) {
+    let _clean = Clean::slate();
+    let vm = Vm::running(engine, vcpus, 8 * MIB);
+    vm.wait_progress(16);
+    for case in cases {
+        let config = config(case.passes, limit_for(case.kind));
+        assert_failed(case, attempt(&vm, via, &config, case.play));
+        assert_runs_on(&vm, case.name);
+    }
+    // And it is as movable as ever.
+    let moved = move_vm(vm, &SourceConfig::default(), None, true);
+    moved.sent.unwrap();
+    moved.received.unwrap();
+    moved.destination.wait_progress(16);
+    moved.destination.verify();
+}
+
+/// Takes the first connection.
+fn first(listener: &Listener) -> Connection {
+    listener.accept(&patient("a source")).unwrap()
+}
+
+/// Takes the first connection and what the source says first.
+fn hello(listener: &Listener) -> (Connection, Hello) {
+    let connection = first(listener);
+    let mut bytes = [0; HELLO_BYTES];
+    connection
+        .read_exact(&mut bytes, &patient("Hello"))
+        .unwrap();
+    (connection, Hello::decode(&bytes).unwrap())
+}
+
+fn say(connection: &Connection, bytes: &[u8]) {
+    connection
+        .write_all(bytes, &patient("what is said"))
+        .unwrap();
+}
+
+/// Keeps the connection until the source ends it.
+fn hold(connection: &Connection) {
+    let mut byte = [0];
+    while connection
+        .read_exact(&mut byte, &patient("the end"))
+        .is_ok()
+    {}
+}
+
+/// Answers with one that is sealed, its version another's.
+fn other_version(hello: &Hello, version: u16) -> [u8; HELLO_BYTES] {
+    HelloReply {
+        version,
+        ..HelloReply::accept(hello)
+    }
+    .encode()
+}
+
+const HANDSHAKE: &[Case] = &[
+    Case {
+        name: "speaks HTTP",
+        passes: 1,
+        play: |listener, _| {
+            let connection = first(listener);
+            say(&connection, b"HTTP/1.1 400 Bad Request\r\n\r\n");
+            hold(&connection);
+        },
+        kind: "Wire",
+        says: "(HTTP?)",
+    },
+    Case {
+        name: "speaks SSH at once",
+        passes: 1,
+        play: |listener, _| {
+            let connection = first(listener);
+            say(&connection, b"SSH-2.0-OpenSSH_9.7\r\n");
+            hold(&connection);
+        },
+        kind: "Wire",
+        says: "(SSH?)",
+    },
+    Case {
+        name: "garbage",
+        passes: 1,
+        play: |listener, _| {
+            let connection = first(listener);
+            say(&connection, &[0x9e; 300]);
+            hold(&connection);
+        },
+        kind: "Wire",
+        says: "9e 9e 9e",
+    },
+    Case {
+        name: "closes at once",
+        passes: 1,
+        play: |listener, _| drop(hello(listener)),
+        kind: "LinkLost",
+        says: "closed the connection",
+    },
+    Case {
+        name: "closes after half a reply",
+        passes: 1,
+        play: |listener, _| {
+            let (connection, hello) = hello(listener);
+            say(&connection, &HelloReply::accept(&hello).encode()[..30]);
+        },
+        kind: "LinkLost",
+        says: "stopped after 30 of 64 bytes",
+    },
+    Case {
+        name: "never replies",
+        passes: 1,
+        play: |listener, _| hold(&first(listener)),
+        kind: "Timeout",
+        says: "HelloReply",
+    },
+    Case {
+        name: "a damaged reply",
+        passes: 1,
+        play: |listener, _| {
+            let (connection, hello) = hello(listener);
+            let mut reply = HelloReply::accept(&hello).encode();
+            reply[20] ^= 1;
+            say(&connection, &reply);
+            hold(&connection);
+        },
+        kind: "Wire",
+        says: "checksum",
+    },
+    Case {
+        name: "accepts in another version",
+        passes: 1,
+        play: |listener, _| {
+            let (connection, hello) = hello(listener);
+            say(&connection, &other_version(&hello, 9));
+            hold(&connection);
+        },
+        kind: "Wire",
+        says: "versions 9 to 9",
+    },
+    Case {
+        name: "refuses our version",
+        passes: 1,
+        play: |listener, _| {
+            let (connection, hello) = hello(listener);
+            say(
+                &connection,
+                &HelloReply::refuse(hello.session, Status::VersionUnsupported).encode(),
+            );
+            hold(&connection);
+        },
+        kind: "Refused",
+        says: "version",
+    },
+    Case {
+        name: "is busy",
+        passes: 1,
+        play: |listener, _| {
+            let (connection, hello) = hello(listener);
+            say(
+                &connection,
+                &HelloReply::refuse(hello.session, Status::Busy).encode(),
+            );
+            hold(&connection);
+        },
+        kind: "Refused",
+        says: "busy",
+    },
+    Case {
+        name: "takes the stream and closes before the urgent connection",
+        passes: 1,
+        play: |listener, _| {
+            let (stream, first_hello) = hello(listener);
+            say(&stream, &HelloReply::accept(&first_hello).encode());
+            drop(hello(listener));
+            hold(&stream);
+        },
+        kind: "LinkLost",
+        says: "closed the connection",
+    },
+];
+
+const SETUP: &[Case] = &[
+    Case {
+        name: "closes after Setup",
+        passes: 1,
+        play: |listener, _| Played::accept(listener).take_setup(),
+        kind: "LinkLost",
+        says: "closed the connection",
+    },
+    Case {
+        name: "never answers Setup",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            let Some(Frame::Error(why)) = peer.last_word() else {
+                panic!("the source says why")
+            };
+            assert!(why.message().contains("in time"), "{}", why.message());
+        },
+        kind: "Timeout",
+        says: "in time",
+    },
+    Case {
+        name: "refuses the offer",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::SetupRefused,
+                "no room here",
+            )));
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no room here",
+    },
+    Case {
+        name: "an Error frame with commands for a terminal",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            let raw = b"\x1b[2J\nyour disk is empty";
+            let mut frame = encoded(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Internal,
+                &"y".repeat(raw.len()),
+            )));
+            frame[HEADER_BYTES..].copy_from_slice(raw);
+            reseal(&mut frame);
+            peer.send_bytes(&frame);
+            peer.last_word();
+        },
+        kind: "Wire",
+        says: "field `message` holds 0x1b",
+    },
+    Case {
+        name: "SetupAck, then an Error frame",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Resources,
+                "out of memory",
+            )));
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "out of memory",
+    },
+    Case {
+        name: "a frame that only sources send",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            peer.send(&Frame::Complete);
+            peer.last_word();
+        },
+        kind: "Wire",
+        says: "never sent by the destination",
+    },
+    Case {
+        name: "a frame out of turn",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            peer.send(&Frame::Running { started_at_ns: 1 });
+            let Some(Frame::Error(why)) = peer.last_word() else {
+                panic!("the source says why")
+            };
+            assert_eq!(why.code(), ErrorCode::Protocol);
+        },
+        kind: "Peer",
+        says: "SetupAck was due",
+    },
+    Case {
+        name: "a frame with flipped bits",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            let mut bytes = encoded(&Frame::SetupAck);
+            bytes[30] ^= 4;
+            peer.send_bytes(&bytes);
+            peer.last_word();
+        },
+        kind: "Wire",
+        says: "checksum",
+    },
+    Case {
+        name: "called off there",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.send(&Frame::Cancel);
+            peer.last_word();
+        },
+        kind: "PeerCancelled",
+        says: "called off at the other side",
+    },
+];
+
+const PRECOPY: &[Case] = &[
+    Case {
+        name: "closes in pre-copy",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take();
+        },
+        kind: "LinkLost",
+        says: "connection",
+    },
+    Case {
+        name: "acknowledges fewer pages than were sent",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            let pass = peer.take_pass();
+            peer.send(&Frame::PassAck(Pass {
+                pages: pass.pages - 1,
+                ..pass
+            }));
+            peer.last_word();
+        },
+        kind: "Peer",
+        says: "2047",
+    },
+    Case {
+        name: "acknowledges another pass",
+        passes: 2,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            let pass = peer.take_pass();
+            peer.send(&Frame::PassAck(Pass { pass: 7, ..pass }));
+            peer.last_word();
+        },
+        kind: "Peer",
+        says: "pass 7",
+    },
+    Case {
+        name: "acknowledges more pages than there are",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            let pass = peer.take_pass();
+            peer.send(&Frame::PassAck(Pass {
+                pages: u64::MAX,
+                ..pass
+            }));
+            peer.last_word();
+        },
+        kind: "Wire",
+        says: "PassAck",
+    },
+    Case {
+        name: "never acknowledges",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_pass();
+            peer.last_word();
+        },
+        kind: "Timeout",
+        says: "in time",
+    },
+];
+
+const SWITCH_OVER: &[Case] = &[
+    Case {
+        name: "closes after SwitchOver",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+        },
+        kind: "LinkLost",
+        says: "closed the connection",
+    },
+    Case {
+        name: "closes after SwitchOver, no pre-copy",
+        passes: 0,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            let switch_over = peer.take_switch_over();
+            assert_eq!(switch_over.missing_pages, peer.memory_pages);
+        },
+        kind: "LinkLost",
+        says: "closed the connection",
+    },
+    Case {
+        name: "cannot load a state",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Machine,
+                "no such register",
+            )));
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no such register",
+    },
+    Case {
+        name: "garbage instead of Running",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            peer.send_bytes(&[0x5a; 64]);
+            peer.last_word();
+        },
+        kind: "Wire",
+        says: "frame magic",
+    },
+    Case {
+        name: "half of Running",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            peer.send_bytes(&encoded(&Frame::Running { started_at_ns: 1 })[..20]);
+        },
+        kind: "LinkLost",
+        says: "stopped after 20 of 32 bytes",
+    },
+    Case {
+        name: "never says Running",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            let Some(Frame::Error(_)) = peer.last_word() else {
+                panic!("the destination is told not to start")
+            };
+        },
+        kind: "Timeout",
+        says: "in time",
+    },
+    Case {
+        name: "called off there at switch-over",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            peer.send(&Frame::Cancel);
+            peer.last_word();
+        },
+        kind: "PeerCancelled",
+        says: "called off at the other side",
+    },
+];
+
+/// The last word of a destination that did not hear RunningAck in time.
+fn discarded() -> Frame {
+    Frame::Error(ErrorMessage::new(
+        ErrorCode::Discarded,
+        "no acknowledgement in time",
+    ))
+}
+
+/// The destination has said that the guest runs there, and then that it no longer does.
+const DISCARDED: &[Case] = &[
+    Case {
+        name: "discarded the VM while the source was not scheduled",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            // All of it is there when the source looks.
+            let mut bytes = encoded(&Frame::Running { started_at_ns: 1 });
+            bytes.extend(encoded(&discarded()));
+            peer.send_bytes(&bytes);
+            peer.close();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+    Case {
+        name: "discarded the VM while RunningAck was under way",
+        passes: 1,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.start();
+            peer.send(&discarded());
+            peer.stream.shutdown_write();
+            // Reads what comes as Pageferry does, so that the word is not overtaken by a reset.
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+    Case {
+        name: "discarded the VM after the whole push",
+        passes: 0,
+        play: |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.start();
+            peer.take_whole_push();
+            peer.send(&discarded());
+            peer.last_word();
+        },
+        kind: "PeerGaveUp",
+        says: "no acknowledgement in time; the VM runs on",
+    },
+];
+
+const CANCEL: &[Case] = &[
+    Case {
+        name: "cancelled while the destination has not answered",
+        passes: 1,
+        play: |listener, cancel| {
+            let (connection, _) = hello(listener);
+            cancel.store(true, Ordering::Relaxed);
+            hold(&connection);
+        },
+        kind: "Cancelled",
+        says: "called off",
+    },
+    Case {
+        name: "cancelled during set-up",
+        passes: 1,
+        play: |listener, cancel| {
+            let mut peer = Played::accept(listener);
+            peer.take_setup();
+            cancel.store(true, Ordering::Relaxed);
+            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+        },
+        kind: "Cancelled",
+        says: "called off",
+    },
+    Case {
+        name: "cancelled in pre-copy",
+        passes: 3,
+        play: |listener, cancel| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            let pass = peer.take_pass();
+            cancel.store(true, Ordering::Relaxed);
+            peer.send(&Frame::PassAck(pass));
+            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+        },
+        kind: "Cancelled",
+        says: "called off",
+    },
+    Case {
+        name: "cancelled while a pass is not acknowledged",
+        passes: 1,
+        play: |listener, cancel| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_pass();
+            cancel.store(true, Ordering::Relaxed);
+            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+        },
+        kind: "Cancelled",
+        says: "called off",
+    },
+];
+
+/// Puts the right checksum into an encoded frame.
+fn reseal(frame: &mut [u8]) {
+    let header = FrameHeader::decode(frame.first_chunk().unwrap(), Side::Destination);
+    let mut hasher = header.unwrap().hasher();
+    hasher.update(&frame[HEADER_BYTES..]);
+    hasher.seal(frame);
+}
+
+#[test]
+fn the_vm_runs_on_when_nobody_listens() {
+    let _clean = Clean::slate();
+    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    for via in [Via::Tcp, Via::Unix] {
+        let gone = listen(via);
+        let to = gone.local_addr().clone();
+        drop(gone);
+        let cancel = AtomicBool::new(false);
+        let outcome = soon("refused", || {
+            migrate(
+                &vm.as_running(),
+                &to,
+                b"test",
+                &config(1, LONG),
+                &cancel,
+                &Unobserved,
+            )
+        });
+        let failure = outcome.unwrap_err();
+        assert_eq!(
+            (failure.vm, kind(&failure.error)),
+            (SourceVm::Runs, "Channel")
+        );
+        assert_sentence(&failure);
+        let place = to.to_string();
+        assert!(
+            failure
+                .to_string()
+                .contains(place.trim_start_matches("unix:")),
+            "{failure}"
+        );
+        assert_runs_on(&vm, "refused");
+    }
+}
+
+#[test]
+fn the_vm_runs_on_after_a_failed_handshake() {
+    run(Engine::Soft, 1, Via::Tcp, HANDSHAKE);
+}
+
+#[test]
+fn the_vm_runs_on_after_a_failed_handshake_on_a_unix_socket() {
+    run(Engine::Soft, 1, Via::Unix, HANDSHAKE);
+}
+
+#[test]
+fn the_vm_runs_on_after_a_failed_setup() {
+    run(Engine::Soft, 1, Via::Tcp, SETUP);
+}
+
+#[test]
+fn the_vm_runs_on_after_a_failed_precopy() {
+    run(Engine::Soft, 2, Via::Tcp, PRECOPY);
+    run(Engine::Soft, 1, Via::Unix, PRECOPY);
+}
+
+#[test]
+fn the_vm_runs_on_after_a_failed_switch_over() {
+    run(Engine::Soft, 2, Via::Tcp, SWITCH_OVER);
+    run(Engine::Soft, 1, Via::Unix, SWITCH_OVER);
+}
+
+#[test]
+fn the_vm_runs_on_if_the_destination_has_discarded_what_it_started() {
+    run(Engine::Soft, 2, Via::Tcp, DISCARDED);
+    run(Engine::Soft, 1, Via::Unix, DISCARDED);
+}
+
+#[test]
+fn the_vm_runs_on_after_a_cancel_and_the_destination_is_told() {
+    run(Engine::Soft, 2, Via::Tcp, CANCEL);
+}
+
+#[test]
+fn a_kvm_vm_runs_on_too() {
+    if !kvm_usable("a_kvm_vm_runs_on_too") {
+        return;
+    }
+    run(Engine::Kvm, 2, Via::Tcp, PRECOPY);
+    run(Engine::Kvm, 2, Via::Unix, SWITCH_OVER);
+    run(Engine::Kvm, 1, Via::Tcp, DISCARDED);
+    run(Engine::Kvm, 1, Via::Tcp, CANCEL);
+}
+
+#[test]
+fn a_cancel_before_the_start_connects_to_nobody() {
+    let _clean = Clean::slate();
+    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    let listener = listen(Via::Tcp);
+    let cancel = AtomicBool::new(true);
+    let outcome = soon("cancelled before", || {
+        migrate(
+            &vm.as_running(),
+            listener.local_addr(),
+            b"test",
+            &config(1, LONG),
+            &cancel,
+            &Unobserved,
+        )
+    });
+    let failure = outcome.unwrap_err();
+    assert_eq!(
+        (failure.vm, kind(&failure.error)),
+        (SourceVm::Runs, "Cancelled")
+    );
+    assert_runs_on(&vm, "cancelled before");
+}
+
+/// A VM with so much data that no socket's buffer takes it.
+fn full_vm() -> Vm {
+    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    vm.wait_progress(vm.workload.layout().share_pages());
+    vm
+}
+
+#[test]
+fn the_vm_runs_on_when_the_destination_stops_reading() {
+    let _clean = Clean::slate();
+    let vm = full_vm();
+    let outcome = attempt(&vm, Via::Unix, &config(1, SHORT), |listener, over| {
+        let mut peer = Played::accept(listener);
+        peer.set_up();
+        peer.take();
+        wait_until_over(over);
+    });
+    let failure = outcome.unwrap_err();
+    assert_eq!(
+        (failure.vm, kind(&failure.error)),
+        (SourceVm::Runs, "Timeout"),
+        "{failure}"
+    );
+    assert_sentence(&failure);
+    assert_runs_on(&vm, "stops reading");
+}
+
+#[test]
+fn a_cancel_is_heard_while_the_destination_does_not_read() {
+    let _clean = Clean::slate();
+    let vm = full_vm();
+    // The limits are long: only the cancel ends it.
+    let outcome = attempt(
+        &vm,
+        Via::Unix,
+        &SourceConfig::default(),
+        |listener, cancel| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take();
+            std::thread::sleep(Duration::from_millis(300));
+            cancel.store(true, Ordering::Relaxed);
+            let began = Instant::now();
+            while !peer.has_ended() {
+                assert!(began.elapsed() < SOON, "the cancel was not heard");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        },
+    );
+    let failure = outcome.unwrap_err();
+    assert_eq!(
+        (failure.vm, kind(&failure.error)),
+        (SourceVm::Runs, "Cancelled"),
+        "{failure}"
+    );
+    assert_runs_on(&vm, "cancelled while stalled");
+}
+
+#[test]
+fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() {
+    for via in [Via::Tcp, Via::Unix] {
+        let _clean = Clean::slate();
+        let vm = full_vm();
+        let outcome = attempt(&vm, via, &config(1, LONG), |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take();
+            peer.send(&Frame::Error(ErrorMessage::new(
+                ErrorCode::Resources,
+                "the disk is full",
+            )));
+        });
+        let failure = outcome.unwrap_err();
+        assert_eq!(
+            (failure.vm, kind(&failure.error)),
+            (SourceVm::Runs, "PeerGaveUp"),
+            "{failure}"
+        );
+        assert!(
+            failure.to_string().contains("the disk is full"),
+            "{failure}"
+        );
+        assert_runs_on(&vm, "told while sending");
+    }
+}
+
+#[test]
+fn every_kind_of_frame_is_refused_where_it_is_not_due() {
+    let _clean = Clean::slate();
+    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    for wrong in [
+        Frame::SetupAck,
+        Frame::PassAck(Pass { pass: 1, pages: 1 }),
+        Frame::DrainAck(DrainCounts::default()),
+    ] {
+        let outcome = attempt(&vm, Via::Tcp, &config(0, LONG), |listener, _| {
+            let mut peer = Played::accept(listener);
+            peer.set_up();
+            peer.take_switch_over();
+            peer.send(&wrong);
+            peer.last_word();
+        });
+        let failure = outcome.unwrap_err();
+        assert_eq!(
+            (failure.vm, kind(&failure.error)),
+            (SourceVm::Runs, "Peer"),
+            "{failure}"
+        );
+        assert_sentence(&failure);
+        assert!(
+            failure.to_string().contains(FrameType::Running.name()),
+            "{failure}"
+        );
+        assert_runs_on(&vm, "a wrong frame");
+    }
+}

@@ -1,0 +1,13 @@
+//! All integration tests of the migration.
+
+mod failing;
+mod failures_destination;
+mod failures_postcopy;
+mod failures_source;
+mod move_vm;
+mod support;
+mod wire_channel;
+mod wire_common;
+mod wire_handshake;
+mod wire_malformed;
+mod wire_roundtrip;

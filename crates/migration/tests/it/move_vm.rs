@@ -1,0 +1,168 @@
+//! A running VM moves, on both engines, by every delivery, and not a byte is lost.
+
+use crate::support::{LIMIT, Vm, kvm_usable, move_vm};
+use pageferry_addr::RamPage;
+use pageferry_machine::{Delivery, Engine};
+use pageferry_migration::SourceConfig;
+use pageferry_testkit::skip;
+
+const MIB: u64 = 1 << 20;
+
+struct Case {
+    engine: Engine,
+    vcpus: u32,
+    memory: u64,
+    passes: u32,
+    delivery: Option<Delivery>,
+    allocate: bool,
+}
+
+fn run(case: &Case) {
+    let source = Vm::running(case.engine, case.vcpus, case.memory);
+    // Some pages written, others never touched: data, zero pages and holes all travel.
+    source.wait_progress(64);
+    let config = SourceConfig {
+        precopy_passes: case.passes,
+        ..SourceConfig::default()
+    };
+    let moved = move_vm(source, &config, case.delivery, case.allocate);
+    let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
+    eprintln!(
+        "{} {} passes {}: blackout {} us, missing {}, {:?}, stalls p50 {} us over {}",
+        received.engine,
+        received.delivery,
+        case.passes,
+        received.started_ns.saturating_sub(sent.last_stop_ns) / 1000,
+        sent.missing_at_start,
+        received.pages,
+        received.stalls.value_at_quantile(0.5) / 1000,
+        received.stalls.len(),
+    );
+    assert_eq!(sent.pages, received.pages);
+    assert_eq!(sent.missing_at_start, received.missing_at_start);
+    if let Some(delivery) = case.delivery {
+        assert_eq!(received.delivery, delivery);
+    }
+    assert!(
+        moved.source.threads.is_paused(),
+        "the source never resumes it"
+    );
+    // Every page is visited again at the destination: the guest checks them all.
+    let share = moved.destination.workload.layout().share_pages();
+    moved.destination.wait_progress(2 * share);
+    moved.destination.verify();
+}
+
+#[test]
+fn a_soft_vm_moves_with_and_without_precopy() {
+    let _beside = crate::failing::beside_others();
+    for passes in [0, 1, 3] {
+        run(&Case {
+            engine: Engine::Soft,
+            vcpus: 2,
+            memory: 16 * MIB,
+            passes,
+            delivery: None,
+            allocate: passes != 0,
+        });
+    }
+}
+
+#[test]
+fn a_kvm_vm_moves_by_every_delivery() {
+    let _beside = crate::failing::beside_others();
+    if !kvm_usable("a_kvm_vm_moves_by_every_delivery") {
+        return;
+    }
+    let offered = Vm::empty(Engine::Kvm, 1, 8 * MIB).machine.deliveries();
+    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
+        // Linux before 6.6 has no poison markers.
+        if !offered.contains(&delivery) {
+            skip(
+                delivery.name(),
+                "this host does not offer that fault delivery",
+            );
+            continue;
+        }
+        for (passes, allocate) in [(0, true), (1, true), (1, false)] {
+            run(&Case {
+                engine: Engine::Kvm,
+                vcpus: 2,
+                memory: 32 * MIB,
+                passes,
+                delivery: Some(delivery),
+                allocate,
+            });
+        }
+    }
+}
+
+#[test]
+fn a_vm_moves_on_again_from_where_it_came() {
+    let _beside = crate::failing::beside_others();
+    let source = Vm::running(Engine::Soft, 1, 8 * MIB);
+    source.wait_progress(32);
+    let first = move_vm(source, &SourceConfig::default(), None, true);
+    first.sent.unwrap();
+    first.received.unwrap();
+    let second = move_vm(first.destination, &SourceConfig::default(), None, true);
+    second.sent.unwrap();
+    second.received.unwrap();
+    let share = second.destination.workload.layout().share_pages();
+    second.destination.wait_progress(2 * share);
+    second.destination.verify();
+}
+
+/// How many pages of the VM have memory.
+fn allocated(vm: &Vm) -> u64 {
+    let mut sum = 0;
+    let mut from = 0;
+    while let Some(pages) = vm.ram().next_allocated(RamPage(from)).unwrap() {
+        sum += pages.end - pages.start;
+        from = pages.end;
+    }
+    sum
+}
+
+/// Moves a VM of which the guest has written little, and checks the source. `None` when the guest
+/// has written too much of it to tell, here or there: on a busy host it may run for long while the
+/// test waits for its turn.
+fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
+    let source = Vm::running(Engine::Soft, 1, 128 * MIB);
+    source.wait_progress(16);
+    source.threads.pause(LIMIT).unwrap();
+    let written = allocated(&source);
+    if written >= 20_000 {
+        return None;
+    }
+    let config = SourceConfig {
+        precopy_passes: passes,
+        ..SourceConfig::default()
+    };
+    let moved = move_vm(source, &config, None, false);
+    moved.destination.threads.pause(LIMIT).unwrap();
+    let urgent = moved.sent.as_ref().unwrap().pages.urgent;
+    moved.received.as_ref().unwrap();
+    // Looking at a hole would have given it memory. A page asked for on the urgent connection is
+    // looked at.
+    let here = allocated(&moved.source);
+    assert!(
+        here < written + urgent + 2000,
+        "{here} pages at the source, {written} were written and {urgent} asked for"
+    );
+    (allocated(&moved.destination) < 32_000).then_some(moved)
+}
+
+#[test]
+fn a_sparse_vm_stays_sparse_on_both_sides() {
+    let _beside = crate::failing::beside_others();
+    for passes in [0, 1] {
+        let moved = (0..50)
+            .find_map(|_| moved_sparse(passes))
+            .expect("a destination with fewer than 32000 of its 32768 pages");
+        moved.destination.threads.resume();
+        let share = moved.destination.workload.layout().share_pages();
+        moved.destination.wait_progress(2 * share);
+        moved.destination.verify();
+    }
+}

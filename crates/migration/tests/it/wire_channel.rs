@@ -1,0 +1,431 @@
+#![expect(
+    unsafe_code,
+    reason = "tests the reads and writes on memory given by address"
+)]
+//! Sockets: every wait ends, and every end is told apart from the others.
+
+use pageferry_migration::address::Address;
+use pageferry_migration::channel::*;
+use pageferry_migration::wire::WireError;
+use std::io::IoSlice;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes, on a slow and shared host too.
+const LIMIT: Wait<'static> = Wait::block("test").within(pageferry_testkit::LIMIT);
+
+/// A directory of its own for each test, removed at its end.
+struct Directory(PathBuf);
+
+impl Directory {
+    fn new(test: &str) -> Self {
+        let name = format!("pageferry-{test}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn address(&self, name: &str) -> Address {
+        Address::unix(&self.0.join(name)).unwrap()
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        std::fs::remove_dir_all(&self.0).unwrap();
+    }
+}
+
+fn loopback() -> Address {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+fn connected(address: &Address) -> (Connection, Connection) {
+    let listener = Listener::bind(address).unwrap();
+    let near = Connection::connect(listener.local_addr(), &LIMIT).unwrap();
+    (near, listener.accept(&LIMIT).unwrap())
+}
+
+/// Runs the same test on TCP and on a unix socket.
+fn on_both(test: &str, run: impl Fn(Connection, Connection)) {
+    let directory = Directory::new(test);
+    for address in [loopback(), directory.address("socket")] {
+        let (near, far) = connected(&address);
+        run(near, far);
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i * 31 + i / 4096) as u8).collect()
+}
+
+#[test]
+fn megabytes_arrive_in_order_through_small_buffers() {
+    let _beside = crate::failing::beside_others();
+    on_both("bulk", |near, far| {
+        near.set_buffers(Some(8192), None).unwrap();
+        // Not smaller than a segment of the loopback device: below that TCP itself crawls.
+        far.set_buffers(None, Some(128 << 10)).unwrap();
+        let sent = pattern(8 << 20);
+        let mut received = vec![0; sent.len()];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let pieces: Vec<IoSlice<'_>> = sent.chunks(5000).map(IoSlice::new).collect();
+                near.write_all_vectored(&pieces, &LIMIT).unwrap();
+            });
+            far.read_exact(&mut received, &LIMIT).unwrap();
+        });
+        assert!(sent == received);
+    });
+}
+
+#[test]
+fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
+    let _beside = crate::failing::beside_others();
+    on_both("raw", |near, far| {
+        let sent = pattern(300 * 4096);
+        let mut place = vec![0u8; 600 * 4096];
+        let raw = |start: *mut u8, page: usize| RawSlice {
+            start: start.wrapping_add(page * 4096),
+            len: 4096,
+        };
+        let from = sent.as_ptr().cast_mut();
+        let to = place.as_mut_ptr();
+        let source: Vec<RawSlice> = (0..300).map(|page| raw(from, page)).collect();
+        // More pieces than one call takes, each second page.
+        let target: Vec<RawSlice> = (0..300).map(|page| raw(to, 2 * page)).collect();
+        let bytes: Vec<&[u8]> = sent.chunks(4096).collect();
+        thread::scope(|scope| {
+            let near = &near;
+            let sender = scope.spawn(move || {
+                let slices: Vec<IoSlice<'_>> = bytes.iter().map(|b| IoSlice::new(b)).collect();
+                near.write_all_vectored(&slices, &LIMIT).unwrap();
+            });
+            // SAFETY: `place` is only reached through `target` until the call returns.
+            unsafe { far.read_exact_raw(&target, &LIMIT).unwrap() };
+            sender.join().unwrap();
+        });
+        for (page, bytes) in place.chunks(4096).enumerate() {
+            match page % 2 {
+                0 => assert!(bytes == &sent[page / 2 * 4096..][..4096], "page {page}"),
+                _ => assert!(bytes.iter().all(|&byte| byte == 0), "page {page}"),
+            }
+        }
+        // SAFETY: `sent` is borrowed by nobody else and outlives the call.
+        unsafe { near.write_all_raw(&source[..2], &LIMIT).unwrap() };
+        let mut two = vec![0; 8192];
+        far.read_exact(&mut two, &LIMIT).unwrap();
+        assert!(two == sent[..8192]);
+    });
+}
+
+#[test]
+fn an_end_between_messages_is_not_an_end_within_one() {
+    let _beside = crate::failing::beside_others();
+    on_both("ends", |near, far| {
+        near.write_all(b"12345", &LIMIT).unwrap();
+        drop(near);
+        let mut buf = [0; 4];
+        far.read_exact(&mut buf, &LIMIT).unwrap();
+        let truncated = |got| WireError::Truncated {
+            what: "test",
+            needed: 4,
+            got,
+        };
+        let cut = far.read_exact(&mut buf, &LIMIT).unwrap_err();
+        assert!(matches!(cut, ChannelError::Wire(error) if error == truncated(1)));
+        let end = far.read_exact(&mut buf, &LIMIT).unwrap_err();
+        assert!(matches!(end, ChannelError::Closed { .. }));
+        let cut = far.read_exact(&mut buf, &LIMIT.mid_message()).unwrap_err();
+        assert!(matches!(cut, ChannelError::Wire(error) if error == truncated(0)));
+    });
+}
+
+#[test]
+fn a_dead_peer_is_an_error_of_the_writer_and_no_signal() {
+    let _beside = crate::failing::beside_others();
+    on_both("dead", |near, far| {
+        drop(far);
+        let bytes = vec![0; 1 << 20];
+        let error = (0..100).find_map(|_| near.write_all(&bytes, &LIMIT).err());
+        assert!(
+            matches!(error, Some(ChannelError::Lost { .. })),
+            "{error:?}"
+        );
+    });
+}
+
+#[test]
+fn a_wait_ends_with_its_limit_whatever_the_policy() {
+    let _beside = crate::failing::beside_others();
+    on_both("limit", |near, far| {
+        let limit = Duration::from_millis(60);
+        for micros in [0, 1_000, u32::MAX] {
+            let began = Instant::now();
+            let wait = Wait::block("test").within(limit).spinning(micros);
+            let error = far.read_exact(&mut [0; 4], &wait).unwrap_err();
+            assert!(matches!(error, ChannelError::TimedOut { after, .. } if after == limit));
+            assert!(began.elapsed() >= limit);
+        }
+        // A peer that sends a byte now and then does not get more time.
+        let done = &AtomicBool::new(false);
+        thread::scope(|scope| {
+            let near = &near;
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    near.write_all(b"x", &LIMIT).unwrap();
+                    thread::sleep(Duration::from_millis(5));
+                }
+            });
+            let error = far.read_exact(&mut [0; 100_000], &Wait::block("test").within(limit));
+            done.store(true, Ordering::Relaxed);
+            assert!(matches!(error, Err(ChannelError::TimedOut { .. })));
+        });
+    });
+}
+
+#[test]
+fn a_full_socket_does_not_hold_a_writer_for_ever() {
+    let _beside = crate::failing::beside_others();
+    on_both("full", |near, _far| {
+        let wait = Wait::block("test").within(Duration::from_millis(60));
+        let error = near.write_all(&vec![0; 64 << 20], &wait).unwrap_err();
+        assert!(matches!(error, ChannelError::TimedOut { .. }));
+    });
+}
+
+#[test]
+fn a_wait_is_called_off_by_stop() {
+    let _beside = crate::failing::beside_others();
+    on_both("stop", |_near, far| {
+        for micros in [0, u32::MAX] {
+            let began = Instant::now();
+            let stop = || began.elapsed() >= Duration::from_millis(30);
+            let wait = LIMIT.unless(&stop).spinning(micros);
+            let error = far.read_exact(&mut [0; 4], &wait).unwrap_err();
+            assert!(matches!(error, ChannelError::Interrupted { .. }));
+            assert!(began.elapsed() < Duration::from_secs(30));
+        }
+    });
+}
+
+#[test]
+fn shutdown_ends_a_read_and_a_write_in_other_threads() {
+    let _beside = crate::failing::beside_others();
+    on_both("shutdown", |near, _far| {
+        const ENDLESS: Wait<'static> = Wait::block("test");
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| near.read_exact(&mut [0; 4], &ENDLESS));
+            let writer = scope.spawn(|| near.write_all(&vec![0; 64 << 20], &ENDLESS));
+            thread::sleep(Duration::from_millis(50));
+            near.shutdown();
+            let read = reader.join().unwrap();
+            assert!(matches!(read, Err(ChannelError::Closed { .. })), "{read:?}");
+            let written = writer.join().unwrap();
+            assert!(
+                matches!(written, Err(ChannelError::Lost { .. })),
+                "{written:?}"
+            );
+        });
+    });
+}
+
+#[test]
+fn a_half_closed_connection_still_receives() {
+    let _beside = crate::failing::beside_others();
+    on_both("half", |near, far| {
+        near.shutdown_write();
+        let end = far.read_exact(&mut [0; 1], &LIMIT);
+        assert!(matches!(end, Err(ChannelError::Closed { .. })));
+        far.write_all(b"late", &LIMIT).unwrap();
+        let mut word = [0; 4];
+        near.read_exact(&mut word, &LIMIT).unwrap();
+        assert_eq!(&word, b"late");
+    });
+}
+
+#[test]
+fn what_has_come_is_received_without_waiting() {
+    let _beside = crate::failing::beside_others();
+    on_both("pending", |near, far| {
+        let mut buf = [0; 8];
+        assert!(matches!(far.recv_pending(&mut buf, "test"), Ok(None)));
+        near.write_all(b"abc", &LIMIT).unwrap();
+        far.wait_readable(&LIMIT.spinning(100)).unwrap();
+        assert!(matches!(far.recv_pending(&mut buf, "test"), Ok(Some(3))));
+        assert_eq!(&buf[..3], b"abc");
+        drop(near);
+        far.wait_readable(&LIMIT).unwrap();
+        let end = far.recv_pending(&mut buf, "test");
+        assert!(matches!(end, Err(ChannelError::Closed { .. })));
+    });
+}
+
+/// Several threads send small messages at once, without a lock and without mixing their bytes.
+#[test]
+fn small_messages_of_many_threads_stay_whole() {
+    let _beside = crate::failing::beside_others();
+    on_both("small", |near, far| {
+        const THREADS: u8 = 8;
+        const EACH: usize = 2000;
+        thread::scope(|scope| {
+            for id in 0..THREADS {
+                let near = &near;
+                scope.spawn(move || {
+                    for _ in 0..EACH {
+                        near.send_small(&[id; 16], &LIMIT).unwrap();
+                    }
+                });
+            }
+            let mut seen = [0; THREADS as usize];
+            for _ in 0..usize::from(THREADS) * EACH {
+                let mut message = [0; 16];
+                far.read_exact(&mut message, &LIMIT).unwrap();
+                assert_eq!(message, [message[0]; 16]);
+                seen[usize::from(message[0])] += 1;
+            }
+            assert_eq!(seen, [EACH; THREADS as usize]);
+        });
+    });
+}
+
+/// A socket buffer that fills up within a message: never a mixture, at worst a connection that
+/// ended.
+#[test]
+fn a_full_socket_never_mixes_small_messages() {
+    let _beside = crate::failing::beside_others();
+    on_both("torn", |near, far| {
+        near.set_buffers(Some(1), None).unwrap();
+        far.set_buffers(None, Some(1)).unwrap();
+        thread::scope(|scope| {
+            for id in 0..4 {
+                let near = &near;
+                scope.spawn(move || {
+                    // A torn connection is allowed here, and ends it for all.
+                    while near.send_small(&[id; 16], &LIMIT).is_ok() {}
+                });
+            }
+            let mut message = [0; 16];
+            for round in 0..20_000 {
+                if round % 500 == 0 {
+                    thread::sleep(Duration::from_micros(200));
+                }
+                match far.read_exact(&mut message, &LIMIT) {
+                    Ok(()) => assert_eq!(message, [message[0]; 16]),
+                    Err(_) => break,
+                }
+            }
+            near.shutdown();
+        });
+    });
+}
+
+#[test]
+fn an_address_in_use_is_told_from_one_left_behind() {
+    let _beside = crate::failing::beside_others();
+    let taken = Listener::bind(&loopback()).unwrap();
+    let error = Listener::bind(taken.local_addr()).unwrap_err();
+    assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
+
+    let directory = Directory::new("in-use");
+    let address = directory.address("socket");
+    let taken = Listener::bind(&address).unwrap();
+    let error = Listener::bind(&address).unwrap_err();
+    assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
+    drop(taken);
+
+    let stale = directory.address("stale");
+    drop(UnixListener::bind(directory.0.join("stale")).unwrap());
+    let error = Listener::bind(&stale).unwrap_err();
+    assert!(matches!(error, OpenError::StaleSocket { .. }), "{error:?}");
+    assert!(error.to_string().contains("remove the file"));
+
+    std::fs::write(directory.0.join("file"), "").unwrap();
+    let error = Listener::bind(&directory.address("file")).unwrap_err();
+    assert!(matches!(error, OpenError::NotASocket { .. }), "{error:?}");
+    let error = Listener::bind(&directory.address("no/socket")).unwrap_err();
+    assert!(matches!(error, OpenError::NoSuchPath { .. }), "{error:?}");
+}
+
+#[test]
+fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
+    let _beside = crate::failing::beside_others();
+    let directory = Directory::new("owner");
+    let (path, address) = (directory.0.join("socket"), directory.address("socket"));
+    let listener = Listener::bind(&address).unwrap();
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600);
+    drop(listener);
+    assert!(!path.exists());
+    // One that was replaced meanwhile is left alone.
+    let listener = Listener::bind(&address).unwrap();
+    std::fs::rename(&path, directory.0.join("moved")).unwrap();
+    let other = Listener::bind(&address).unwrap();
+    drop(listener);
+    assert!(path.exists());
+    drop(other);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_connection_nobody_takes_is_refused_at_once() {
+    let _beside = crate::failing::beside_others();
+    // Taken, so that no other test gets it, and nobody listens there.
+    let taken = rustix::net::socket(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::STREAM,
+        None,
+    )
+    .unwrap();
+    let any = std::net::SocketAddrV4::new(std::net::Ipv4Addr::LOCALHOST, 0);
+    rustix::net::bind(&taken, &any).unwrap();
+    let port = std::net::SocketAddr::try_from(rustix::net::getsockname(&taken).unwrap())
+        .unwrap()
+        .port();
+    let refused = |address: &Address| Connection::connect(address, &LIMIT).unwrap_err();
+    let address = format!("127.0.0.1:{port}").parse().unwrap();
+    let error = refused(&address);
+    assert!(
+        matches!(error, ChannelError::Open(OpenError::Refused { .. })),
+        "{error:?}"
+    );
+    assert!(error.to_string().contains("nobody listens there"));
+    let directory = Directory::new("refused");
+    drop(UnixListener::bind(directory.0.join("stale")).unwrap());
+    let error = refused(&directory.address("stale"));
+    assert!(matches!(
+        error,
+        ChannelError::Open(OpenError::Refused { .. })
+    ));
+    let error = refused(&directory.address("none"));
+    assert!(matches!(
+        error,
+        ChannelError::Open(OpenError::NoSuchPath { .. })
+    ));
+    let error = refused(&loopback());
+    assert!(matches!(
+        error,
+        ChannelError::Open(OpenError::PortZero { .. })
+    ));
+}
+
+#[test]
+fn a_listeners_queue_that_is_full_does_not_hold_a_caller_for_ever() {
+    let _beside = crate::failing::beside_others();
+    let directory = Directory::new("queue");
+    let listener = Listener::bind(&directory.address("socket")).unwrap();
+    let wait = Wait::block("test").within(Duration::from_millis(50));
+    let mut callers = Vec::new();
+    let error = loop {
+        assert!(callers.len() < 10_000, "the queue has an end");
+        match Connection::connect(listener.local_addr(), &wait) {
+            Ok(caller) => callers.push(caller),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, ChannelError::TimedOut { .. }), "{error:?}");
+}

@@ -1,0 +1,154 @@
+//! What the tests of the wire format share: one sample of every frame, and a whole-frame parser.
+
+use pageferry_addr::{Gfn, RamPage};
+use pageferry_migration::wire::*;
+
+/// The memory of the samples' VM, in pages; not a multiple of 64, so that the last bitmap word has
+/// an end.
+pub(crate) const MEMORY_PAGES: u64 = 1000;
+
+/// A frame as it came out of [`parse`].
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Parsed {
+    Frame(Frame),
+    Pages(RunList, Vec<u8>),
+}
+
+/// Reads one frame the way a receiver does: header, then descriptors and data, or the payload.
+pub(crate) fn parse(bytes: &[u8], from: Side, memory_pages: u64) -> Result<Parsed, WireError> {
+    let cut = |what, needed: usize| WireError::Truncated {
+        what,
+        needed: needed as u64,
+        got: bytes.len() as u64,
+    };
+    let head = bytes
+        .first_chunk::<HEADER_BYTES>()
+        .ok_or(cut("header", HEADER_BYTES))?;
+    let header = FrameHeader::decode(head, from)?;
+    let len = header.payload_len as usize;
+    let payload = bytes
+        .get(HEADER_BYTES..HEADER_BYTES + len)
+        .ok_or(cut("payload", HEADER_BYTES + len))?;
+    if header.frame_type != FrameType::Pages {
+        return Frame::decode(&header, payload, memory_pages).map(Parsed::Frame);
+    }
+    let (descriptors, data) = payload.split_at(RunList::descriptors_len(&header)?);
+    let list = RunList::decode(&header, descriptors, memory_pages)?;
+    let mut hasher = header.hasher();
+    hasher.update(descriptors);
+    for piece in data.chunks(1000) {
+        hasher.update(piece);
+    }
+    hasher.verify()?;
+    Ok(Parsed::Pages(list, data.to_vec()))
+}
+
+pub(crate) fn encode(frame: &Frame) -> Vec<u8> {
+    let mut bytes = vec![0xee; 7];
+    frame.encode(&mut bytes).unwrap();
+    bytes
+}
+
+pub(crate) fn encode_pages(list: &RunList, data: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let mut hasher = list.encode_head(&mut bytes);
+    hasher.update(data);
+    hasher.seal(&mut bytes);
+    bytes.extend_from_slice(data);
+    bytes
+}
+
+pub(crate) fn setup() -> Setup {
+    let region = |slot, gfn, pages| Region {
+        slot,
+        gfn: Gfn(gfn),
+        pages,
+    };
+    Setup {
+        engine: Engine::Soft,
+        isa: Isa::Riscv64,
+        state_format: 1,
+        vcpus: 4,
+        memory_bytes: MEMORY_PAGES * PAGE_BYTES as u64,
+        regions: vec![region(0, 16, 600), region(7, 4096, 400)],
+        description: b"workload".to_vec(),
+    }
+}
+
+/// Pages 3 (data), 10 to 11 (data), 12 to 999 (zero), with their bytes.
+pub(crate) fn pages() -> (RunList, Vec<u8>) {
+    let mut list = RunList::new(MEMORY_PAGES);
+    for page in [3, 10, 11] {
+        list.push(RamPage(page), RunKind::Data).unwrap();
+    }
+    for page in 12..MEMORY_PAGES {
+        list.push(RamPage(page), RunKind::Zero).unwrap();
+    }
+    let data = (0..3 * PAGE_BYTES)
+        .map(|i| (i * 7 + i / 256) as u8)
+        .collect();
+    (list, data)
+}
+
+/// One frame of every type but Pages, with the side that sends it.
+pub(crate) fn samples() -> Vec<(Frame, Side)> {
+    use Side::{Destination, Source};
+    let counts = DrainCounts {
+        urgent: 3,
+        background: 500,
+        zero: 90,
+    };
+    let pass = Pass {
+        pass: 2,
+        pages: 777,
+    };
+    let error = ErrorMessage::new(ErrorCode::SetupRefused, "memory sizes differ");
+    vec![
+        (Frame::Setup(setup()), Source),
+        (Frame::SetupAck, Destination),
+        (
+            Frame::SetupProgress(SetupProgress {
+                pages: 640,
+                ready: true,
+            }),
+            Destination,
+        ),
+        (Frame::Error(error.clone()), Source),
+        (Frame::Error(error), Destination),
+        (Frame::Cancel, Source),
+        (Frame::PassEnd(pass), Source),
+        (Frame::PassAck(pass), Destination),
+        (
+            Frame::MissingBitmap(MissingBitmap {
+                first_word: 13,
+                words: vec![u64::MAX, 5, (1 << 40) - 1],
+            }),
+            Source,
+        ),
+        (
+            Frame::VcpuState(VcpuState {
+                vcpu: 3,
+                state: (0..100).collect(),
+            }),
+            Source,
+        ),
+        (
+            Frame::SwitchOver(SwitchOver {
+                missing_pages: 900,
+                vcpus: 4,
+                stopped_at_ns: 123_456_789_012,
+            }),
+            Source,
+        ),
+        (
+            Frame::Running {
+                started_at_ns: 123_456_999_999,
+            },
+            Destination,
+        ),
+        (Frame::RunningAck, Source),
+        (Frame::DrainEnd(counts), Source),
+        (Frame::DrainAck(counts), Destination),
+        (Frame::Complete, Source),
+    ]
+}

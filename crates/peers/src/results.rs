@@ -1,0 +1,391 @@
+//! Raw results, and the page of figures that is made of them.
+//!
+//! **Guarantee.** The page has no figure that is not in a raw result. Each raw result says with
+//! which command, when, and how busy the machine was before it began.
+//!
+//! **Mechanism.** [`Result`] is one command with what it printed as JSON. [`page`] recognises what
+//! a result is by its keys, takes its verdicts and its targets, and writes a table row for each.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fmt::Write;
+
+/// What one command printed, and the conditions.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Result {
+    /// The command, without its path.
+    pub command: String,
+    /// When it began: year, month, day, hour and minute, UTC.
+    pub began: String,
+    /// The load average of one minute before it began.
+    pub load_before: f64,
+    /// The kernel's release.
+    pub kernel: String,
+    /// The processor.
+    pub processor: String,
+    /// Cores the process might use.
+    pub cores: usize,
+    /// What it printed on stdout.
+    pub output: Value,
+}
+
+impl Result {
+    /// Whether other work was likely to have a part in the figures.
+    #[must_use]
+    pub fn is_disturbed(&self) -> bool {
+        self.load_before > 0.3 * self.cores as f64
+    }
+}
+
+/// A row of the page.
+#[derive(Clone, Debug, PartialEq)]
+struct Row {
+    claim: String,
+    figure: String,
+    ratio: String,
+    /// The floor or the peer, and what was aimed at.
+    against: String,
+    met: Option<bool>,
+}
+
+/// The longest that the page may be, in lines.
+pub const MOST_LINES: usize = 120;
+
+/// The page, in Markdown, of `results` in the order of the page.
+///
+/// # Errors
+/// Where a result has nothing that is known, or the page is longer than [`MOST_LINES`].
+pub fn page(results: &[Result]) -> std::result::Result<String, String> {
+    let mut out = String::from(
+        "# Measured figures\n\n\
+         `pageferry-compare report docs/results` writes this page from the raw output in [results](results), and\n\
+         `docs/results/measure` makes that output. Figures are medians. Shared machines are noisy: compare within a run, by\n\
+         the ratio, and measure again before you rely on one.\n\n",
+    );
+    conditions(&mut out, results);
+    out.push_str(
+        "\nOther work had the machine while figures with `*` were measured, so their verdicts, in brackets, say little.\n\n\
+         | claim | figure | ratio | floor or peer, and bound | | run |\n|---|---|---|---|---|---|\n",
+    );
+    for (number, result) in (1..).zip(results) {
+        let rows = rows(&result.output).ok_or_else(|| {
+            format!(
+                "'{}' printed nothing that this program knows",
+                result.command
+            )
+        })?;
+        let busy = result.is_disturbed();
+        for row in rows {
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                out,
+                "| {} | {} | {} | {} | {} | {number} |",
+                row.claim,
+                marked(&row.figure, busy),
+                marked(&row.ratio, busy),
+                row.against,
+                verdict(row.met, busy)
+            );
+        }
+    }
+    match out.lines().count() {
+        0..=MOST_LINES => Ok(out),
+        lines => Err(format!(
+            "the page has {lines} lines, at most {MOST_LINES} are allowed: leave results out"
+        )),
+    }
+}
+
+/// A figure, with the mark of those that other work had a part in.
+fn marked(figure: &str, busy: bool) -> String {
+    let mark = if busy && !figure.is_empty() {
+        "\\*"
+    } else {
+        ""
+    };
+    format!("{figure}{mark}")
+}
+
+/// Whether a bound was met, in brackets where other work had a part in that.
+const fn verdict(met: Option<bool>, busy: bool) -> &'static str {
+    match (met, busy) {
+        (None, _) => "",
+        (Some(true), false) => "met",
+        (Some(true), true) => "(met)",
+        (Some(false), false) => "**missed**",
+        (Some(false), true) => "(missed)",
+    }
+}
+
+/// The runs and on what they were made.
+fn conditions(out: &mut String, results: &[Result]) {
+    out.push_str("| run | command | began (UTC) | load before | host |\n|---|---|---|---|---|\n");
+    for (number, result) in (1..).zip(results) {
+        let _ = writeln!(
+            out,
+            "| {number} | `{}` | {} | {:.2} | {} cores, {}, Linux {} |",
+            result.command,
+            result.began,
+            result.load_before,
+            result.cores,
+            result.processor,
+            result.kernel
+        );
+    }
+}
+
+/// The rows of one output, if it is of a kind that is known.
+fn rows(output: &Value) -> Option<Vec<Row>> {
+    if let Value::Array(rows) = output {
+        return Some(rows.iter().filter_map(of_benchmark).collect());
+    }
+    if !output["blackout_ms"].is_null() {
+        return Some(of_migration(output));
+    }
+    if let Some(cells) = output["cells"].as_array()
+        && cells.iter().any(|cell| cell["scaling"].is_f64())
+    {
+        return Some(of_demand_paging(cells));
+    }
+    let verdicts = output["verdicts"].as_array()?;
+    Some(verdicts.iter().filter_map(of_verdict).collect())
+}
+
+/// A row of `bench link`, `blackout` or `soft`, if something was aimed at.
+fn of_benchmark(row: &Value) -> Option<Row> {
+    let met = row["met"].as_bool()?;
+    let baseline = row["baseline"].as_str().map(|name| format!("{name}; "));
+    Some(Row {
+        claim: format!("`{}`, {}", row["case"].as_str()?, row["subject"].as_str()?),
+        figure: number(row["value"].as_f64()?, row["unit"].as_str()?),
+        ratio: row["ratio"]
+            .as_f64()
+            .map_or_else(String::new, |ratio| format!("{ratio:.2}")),
+        against: format!(
+            "{}{}",
+            baseline.unwrap_or_default(),
+            row["target"].as_str()?
+        ),
+        met: Some(met),
+    })
+}
+
+/// A verdict of a benchmark or a comparison. Ratios have the unit `x`.
+fn of_verdict(verdict: &Value) -> Option<Row> {
+    let slots = verdict["slots"]
+        .as_u64()
+        .map(|slots| format!(", {slots} slots"));
+    let claim = format!("{}{}", verdict["name"].as_str()?, slots.unwrap_or_default());
+    if let Some(speedup) = verdict["speedup"].as_f64() {
+        return Some(Row {
+            claim,
+            figure: String::new(),
+            ratio: format!("{speedup:.2}"),
+            against: format!(
+                "one lock around every fault; at least {:.2}",
+                verdict["at_least"].as_f64()?
+            ),
+            met: verdict["holds"].as_bool(),
+        });
+    }
+    let (measured, limit) = (verdict["measured"].as_f64()?, verdict["limit"].as_f64()?);
+    let unit = verdict["unit"].as_str()?;
+    let ratio = unit == "x";
+    Some(Row {
+        claim,
+        figure: if ratio {
+            String::new()
+        } else {
+            number(measured, unit)
+        },
+        ratio: if ratio {
+            format!("{measured:.2}")
+        } else {
+            String::new()
+        },
+        against: format!(
+            "at most {limit}{}",
+            if ratio {
+                String::new()
+            } else {
+                format!(" {unit}")
+            }
+        ),
+        met: verdict["met"].as_bool(),
+    })
+}
+
+/// What a migration did.
+fn of_migration(report: &Value) -> Vec<Row> {
+    let engine = report["engine"].as_str().unwrap_or_default();
+    let figures = [
+        ("total time", &report["total_ms"], "ms"),
+        ("blackout", &report["blackout_ms"], "ms"),
+        ("stall p50", &report["stall_us"]["p50"], "us"),
+        ("stall p99", &report["stall_us"]["p99"], "us"),
+    ];
+    let rows = figures.into_iter().filter_map(|(name, value, unit)| {
+        Some(Row {
+            claim: format!("a busy VM moved on {engine}: {name}"),
+            figure: number(value.as_f64()?, unit),
+            ratio: String::new(),
+            against: String::new(),
+            met: None,
+        })
+    });
+    rows.collect()
+}
+
+/// How the most vCPUs of a run page in, each way.
+fn of_demand_paging(cells: &[Value]) -> Vec<Row> {
+    let most = cells.iter().filter_map(|cell| cell["vcpus"].as_u64()).max();
+    let cells = cells.iter().filter(|cell| cell["vcpus"].as_u64() == most);
+    let rows = cells.filter_map(|cell| {
+        let scheme = cell["scheme"].as_str().map(|scheme| format!(", {scheme}"));
+        Some(Row {
+            claim: format!(
+                "first touches of {} vCPUs on {}, delivery {}{}",
+                most?,
+                cell["engine"].as_str()?,
+                cell["delivery"].as_str()?,
+                scheme.unwrap_or_default()
+            ),
+            figure: number(cell["pages_per_s"]["median"].as_f64()?, "pages/s"),
+            ratio: format!("{:.2}", cell["scaling"].as_f64()?),
+            against: "the fewest vCPUs of the run".into(),
+            met: None,
+        })
+    });
+    rows.collect()
+}
+
+/// Three digits, with a prefix where the number needs it.
+fn number(value: f64, unit: &str) -> String {
+    let (value, unit) = match unit {
+        "us" if value >= 1e6 => (value / 1e6, "s"),
+        "us" if value >= 1e3 => (value / 1e3, "ms"),
+        "ms" if value >= 1e3 => (value / 1e3, "s"),
+        _ => (value, unit),
+    };
+    let (scaled, prefix) = match value.abs() {
+        v if v >= 1e9 => (value / 1e9, "G"),
+        v if v >= 1e6 => (value / 1e6, "M"),
+        v if v >= 1e4 => (value / 1e3, "k"),
+        _ => (value, ""),
+    };
+    let digits = match scaled.abs() {
+        v if v >= 100.0 => 0,
+        v if v >= 10.0 => 1,
+        _ => 2,
+    };
+    format!("{scaled:.digits$} {prefix}{unit}")
+}
+
+/// A moment as year, month, day, hour and minute, UTC. `seconds` are since 1970.
+///
+/// The date is by Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms"
+/// (`civil_from_days`).
+#[must_use]
+pub fn moment(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let shifted = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * shifted + 2) / 5 + 1;
+    let month = if shifted < 10 {
+        shifted + 3
+    } else {
+        shifted - 9
+    };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute) = (rest / 3600, rest % 3600 / 60);
+    format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn result(output: Value, load_before: f64) -> Result {
+        Result {
+            command: "pageferry bench x --json".into(),
+            began: moment(0),
+            load_before,
+            kernel: "6.18".into(),
+            processor: "a processor".into(),
+            cores: 2,
+            output,
+        }
+    }
+
+    #[test]
+    fn every_kind_of_output_has_its_rows() {
+        let results = [
+            result(
+                json!([
+                    {"case": "a", "subject": "kvm", "value": 58.0, "unit": "us", "ratio": 1.38, "baseline": "the floor", "target": "ratio <= 1.6", "met": true},
+                    {"case": "b", "subject": "kvm", "value": 58.0, "unit": "us", "ratio": null, "baseline": null, "target": null, "met": null},
+                ]),
+                0.1,
+            ),
+            result(
+                json!({"verdicts": [
+                    {"name": "add", "slots": 10, "limit": 500.0, "measured": 600.0, "unit": "ns", "met": false},
+                    {"name": "map, to a peer", "limit": 2.0, "measured": 0.5, "unit": "x", "met": true},
+                ]}),
+                1.9,
+            ),
+            result(
+                json!({"cells": [{"phase": "dirty"}], "verdicts": [
+                    {"name": "partitioned dirty", "at_least": 0.95, "speedup": 2.2, "holds": true},
+                ]}),
+                0.1,
+            ),
+            result(
+                json!({"cells": [
+                    {"vcpus": 1, "scaling": 1.0},
+                    {"vcpus": 2, "engine": "soft", "delivery": "exit", "scheme": "parallel", "scaling": 1.9, "pages_per_s": {"median": 2.5e6}},
+                ]}),
+                0.1,
+            ),
+            result(
+                json!({"engine": "soft", "total_ms": 1284.0, "blackout_ms": 0.44, "stall_us": {"p50": 330.0, "p99": 3762.0}}),
+                0.1,
+            ),
+        ];
+        let page = page(&results).expect("a page");
+        for row in [
+            "| `a`, kvm | 58.0 us | 1.38 | the floor; ratio <= 1.6 | met | 1 |",
+            "| add, 10 slots | 600 ns\\* |  | at most 500 ns | (missed) | 2 |",
+            "| map, to a peer |  | 0.50\\* | at most 2 | (met) | 2 |",
+            "| partitioned dirty |  | 2.20 | one lock around every fault; at least 0.95 | met | 3 |",
+            "| first touches of 2 vCPUs on soft, delivery exit, parallel | 2.50 Mpages/s | 1.90 |",
+            "| a busy VM moved on soft: total time | 1.28 s |",
+            "| a busy VM moved on soft: blackout | 0.44 ms |",
+            "| a busy VM moved on soft: stall p99 | 3.76 ms |",
+            "| 2 | `pageferry bench x --json` | 1970-01-01 00:00 | 1.90 | 2 cores, a processor, Linux 6.18 |",
+        ] {
+            assert!(page.contains(row), "{row} in\n{page}");
+        }
+        assert!(!page.contains("`b`"), "nothing was aimed at there");
+    }
+
+    #[test]
+    fn a_page_that_is_too_long_or_has_an_unknown_result_is_refused() {
+        let unknown = page(&[result(json!({"x": 1}), 0.1)]).expect_err("unknown");
+        assert!(unknown.contains("bench x"), "{unknown}");
+        let verdict = json!({"name": "n", "limit": 1.0, "measured": 1.0, "unit": "x", "met": true});
+        let long = page(&[result(json!({"verdicts": vec![verdict; 120]}), 0.1)]);
+        assert!(long.expect_err("long").contains("at most 120"));
+    }
+
+    #[test]
+    fn moments_are_dates_of_the_calendar() {
+        assert_eq!(moment(951_782_400), "2000-02-29 00:00");
+        assert_eq!(moment(1_767_225_599), "2025-12-31 23:59");
+        assert_eq!(moment(1_795_410_000), "2026-11-23 05:00");
+    }
+}

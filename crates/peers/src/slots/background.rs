@@ -1,0 +1,306 @@
+//! Work beside another thread that reads, or that changes.
+//!
+//! The other thread runs before the work begins and has ended when the call returns, also by a
+//! panic.
+
+use crate::clock;
+use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
+use crate::slots::scheme::{ByGfn, Change, Reader};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use pageferry_addr::Gfn;
+use pageferry_bench::kit::Random;
+use std::hint::black_box;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Sets its flag when it is dropped.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The other thread, as the work sees it.
+#[derive(Debug)]
+pub(crate) struct Background {
+    /// What the other thread has done. A cache line of its own, so that it disturbs nothing but
+    /// its readers.
+    done: Line,
+}
+
+#[derive(Debug)]
+#[repr(align(128))]
+struct Line(AtomicU64);
+
+/// Longer between two readings of the clock in a row, and this thread was taken off its core.
+const DESCHEDULED: Duration = Duration::from_micros(100);
+/// The other thread does something in less than this while it runs.
+const STRIDE: Duration = Duration::from_millis(10);
+
+impl Background {
+    /// How much the other thread has done: changes, of a writer.
+    pub(crate) fn done(&self) -> u64 {
+        self.done.0.load(Ordering::Relaxed)
+    }
+
+    fn add(&self, count: u64) {
+        // The other thread is the only one that stores.
+        self.done.0.store(self.done() + count, Ordering::Relaxed);
+    }
+
+    /// Waits until the other thread is seen to do something while this one runs: until both have a
+    /// core.
+    ///
+    /// Gives up after `patience`, as on a machine with one core; says whether it was seen.
+    pub(crate) fn meet(&self, patience: Duration) -> bool {
+        let begun = Instant::now();
+        while begun.elapsed() < patience {
+            let (seen, start) = (self.done(), Instant::now());
+            let mut last = start;
+            loop {
+                let now = Instant::now();
+                if now - last > DESCHEDULED || now - start > STRIDE {
+                    break;
+                }
+                if self.done() != seen {
+                    return true;
+                }
+                last = now;
+            }
+            // Who sleeps is woken on a core that is idle, if there is one.
+            thread::sleep(Duration::from_micros(50));
+        }
+        false
+    }
+}
+
+/// Calls `beside` over and over on another thread while `work` runs here.
+fn beside<T>(mut beside: impl FnMut(&Background) + Send, work: impl FnOnce(&Background) -> T) -> T {
+    let (stop, running) = (AtomicBool::new(false), AtomicBool::new(false));
+    let background = Background {
+        done: Line(AtomicU64::new(0)),
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // Should `beside` panic, nobody is to wait for it.
+            let _running = Stop(&running);
+            while !stop.load(Ordering::Relaxed) {
+                beside(&background);
+                running.store(true, Ordering::Relaxed);
+            }
+        });
+        let _stop = Stop(&stop);
+        while !running.load(Ordering::Relaxed) {
+            thread::yield_now();
+        }
+        work(&background)
+    })
+}
+
+/// Does `work` while another thread looks up random frames, each look-up protected.
+pub(crate) fn beside_reader<R: Reader, T>(
+    mut reader: R,
+    keys: &Keys,
+    work: impl FnOnce(&Background) -> T,
+) -> T {
+    let mut at = 0;
+    let look_up = |background: &Background| {
+        for _ in 0..16 {
+            black_box(reader.hold().by_gfn(keys.gfns[at % KEYS]));
+            at += 1;
+        }
+        background.add(16);
+    };
+    beside(look_up, work)
+}
+
+/// Does `work` while another thread changes `scheme` at full speed; also that thread's changes a
+/// second.
+///
+/// Slot by slot in turn: deleted, added again, moved to a free place, moved back. So all slots but
+/// at most one are where the set has them, at any time, and in the end all are.
+pub(crate) fn beside_writer<S: Change, T>(
+    scheme: &mut S,
+    order: &Order,
+    work: impl FnOnce(&Background) -> T,
+) -> (f64, T) {
+    let mut at = 0;
+    let change = |background: &Background| {
+        let (slot, place) = order.pair(at);
+        scheme.delete(slot);
+        background.add(1);
+        scheme.add(slot);
+        background.add(1);
+        let moved = scheme.relocate(slot, place);
+        background.add(1);
+        scheme.relocate(moved, slot.start);
+        background.add(1);
+        at += 1;
+    };
+    beside(change, |background| {
+        let (begun, before) = (Instant::now(), background.done());
+        let done = work(background);
+        let changes = background.done() - before;
+        (changes as f64 / begun.elapsed().as_secs_f64(), done)
+    })
+}
+
+/// Look-ups beside a writer that was really there: the costs of those chunks during which it made
+/// its changes at no less than a third of its best rate. Others say what a look-up costs while the
+/// writer waits for a core. None, where the writer had no core during any.
+///
+/// `chunks` are pairs of a cost and of changes a second. Where `slow`, the writer needs longer than
+/// a chunk for a change; then a chunk alone does not tell, and all count.
+pub(crate) fn beside_running_writer(
+    chunks: &[(f64, f64)],
+    slow: bool,
+) -> impl Iterator<Item = (f64, f64)> {
+    let best = chunks.iter().map(|chunk| chunk.1).fold(0.0, f64::max);
+    chunks
+        .iter()
+        .copied()
+        .filter(move |chunk| slow || (chunk.1 > 0.0 && chunk.1 * 3.0 >= best))
+}
+
+/// Nanoseconds for the way of a cache line from one core to another: half of a round trip between
+/// two threads that wait for each other's store. `None` where the two did not get a core each.
+pub(crate) fn line_transfer(overhead: Duration) -> Option<f64> {
+    const TRIPS: usize = 100;
+    let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
+    let answer = |background: &Background| {
+        for _ in 0..1000 {
+            back.0
+                .store(there.0.load(Ordering::Acquire), Ordering::Release);
+        }
+        background.add(1);
+    };
+    beside(answer, |background| {
+        let mut samples = Vec::new();
+        for sample in 0..20 {
+            if !background.meet(Duration::from_millis(20)) {
+                return None;
+            }
+            let start = Instant::now();
+            for trip in 1..=TRIPS {
+                let word = (sample * TRIPS + trip) as u64;
+                there.0.store(word, Ordering::Release);
+                while back.0.load(Ordering::Acquire) != word {}
+            }
+            samples.push(clock::per_operation(start.elapsed(), overhead, 2 * TRIPS));
+        }
+        samples.sort_unstable_by(f64::total_cmp);
+        Some(samples[samples.len() / 2])
+    })
+}
+
+/// The slots and the free places of a set, in random order.
+#[derive(Clone, Debug)]
+pub(crate) struct Order {
+    slots: Vec<PlainSlot>,
+    free: Vec<Gfn>,
+}
+
+impl Order {
+    /// The order named by `seed`.
+    pub(crate) fn new(set: &SlotSet, seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let (mut slots, mut free) = (set.slots().to_vec(), set.free().to_vec());
+        random.shuffle(&mut slots);
+        random.shuffle(&mut free);
+        Self { slots, free }
+    }
+
+    /// The pair of a slot and a free place numbered `at`; any number has one.
+    pub(crate) fn pair(&self, at: usize) -> (PlainSlot, Gfn) {
+        (
+            self.slots[at % self.slots.len()],
+            self.free[at % self.free.len()],
+        )
+    }
+
+    /// Batch number `number`: at most `most` different slots and as many different places, fewer
+    /// than half of the slots. Any number has one.
+    pub(crate) fn batch(&self, number: usize, most: usize) -> (&[PlainSlot], &[Gfn]) {
+        let size = most.min(self.slots.len() / 2).min(self.free.len()).max(1);
+        let at = |len: usize| number % (len / size) * size;
+        let (slot, place) = (at(self.slots.len()), at(self.free.len()));
+        (
+            &self.slots[slot..slot + size],
+            &self.free[place..place + size],
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slots::host;
+    use crate::slots::scheme::{LockedTree, Scheme};
+
+    fn built(count: u32) -> (SlotSet, LockedTree) {
+        let set = SlotSet::new(count, host::base().expect("address space"), 1);
+        let mut tree = LockedTree::empty();
+        set.slots().iter().for_each(|slot| tree.add(*slot));
+        (set, tree)
+    }
+
+    #[test]
+    fn a_writer_leaves_the_layout_as_it_was_and_counts_its_changes() {
+        let (set, mut tree) = built(20);
+        let order = Order::new(&set, 1);
+        let (rate, done) = beside_writer(&mut tree, &order, |writer| {
+            let (begun, before) = (Instant::now(), writer.done());
+            while writer.done() < before + 8 && begun.elapsed() < Duration::from_secs(20) {
+                thread::yield_now();
+            }
+            writer.done() - before
+        });
+        assert!(done >= 8 && rate > 0.0, "{done} {rate}");
+        let mut reader = tree.reader();
+        for slot in set.slots() {
+            assert_eq!(reader.hold().by_gfn(slot.start), Some(slot.hva));
+        }
+    }
+
+    #[test]
+    fn chunks_without_their_writer_do_not_count() {
+        let chunks = [(30.0, 9e5), (10.0, 0.0), (31.0, 8e5), (11.0, 1e5)];
+        let costs = |slow| beside_running_writer(&chunks, slow).map(|chunk| chunk.0);
+        assert!(costs(false).eq([30.0, 31.0]));
+        assert!(costs(true).eq([30.0, 10.0, 31.0, 11.0]));
+        assert_eq!(beside_running_writer(&[(10.0, 0.0)], false).count(), 0);
+    }
+
+    #[test]
+    fn a_line_takes_some_time_to_another_core() {
+        // Not there on one core, or where this machine is too busy to give us two.
+        if let Some(cost) = line_transfer(Duration::ZERO) {
+            assert!(cost > 0.5, "{cost}");
+        }
+    }
+
+    #[test]
+    fn a_panic_in_the_work_ends_the_reader_too() {
+        let (set, tree) = built(10);
+        let keys = Keys::new(&set, 1);
+        let work = || beside_reader(tree.reader(), &keys, |_| panic!("on purpose"));
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        assert!(result.is_err());
+    }
+
+    #[test]
+    fn batches_hold_different_slots_and_places() {
+        for count in [4, 10, 100] {
+            let order = Order::new(&built(count).0, 2);
+            for number in 0..50 {
+                let (slots, places) = order.batch(number, 16);
+                assert!(!slots.is_empty() && slots.len() == places.len());
+                assert!(slots.len() <= 16 && slots.len() * 2 <= count as usize);
+                let ids: std::collections::BTreeSet<u16> = slots.iter().map(|s| s.id).collect();
+                assert_eq!(ids.len(), slots.len());
+            }
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! One scheme under measurement.
+
+use crate::clock::{self, Sampler};
+use crate::run::{self, Comparison, Sample, Subject, Wrong};
+use crate::slots::Operation;
+use crate::slots::background::{Order, beside_reader, beside_running_writer, beside_writer};
+use crate::slots::input::{Keys, SlotSet};
+use crate::slots::scheme::{ByGfn, Change, Lookup, Payload, Reader, Scheme, SortedKeys};
+use std::cell::Cell;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+/// What all schemes are measured with, at one number of slots.
+#[derive(Debug)]
+pub(crate) struct Input {
+    /// The slots.
+    pub(crate) set: SlotSet,
+    /// What is looked up.
+    pub(crate) keys: Keys,
+    /// What is changed, in which order.
+    pub(crate) order: Order,
+    /// How samples are taken.
+    pub(crate) sampler: Sampler,
+}
+
+impl Comparison for Input {
+    type Operation = Operation;
+    type Step = Operation;
+    const STEPS: &'static [Operation] = &Operation::STEPS;
+}
+
+type Sink<'a> = run::Sink<'a, Operation>;
+
+/// The most changes that are timed together.
+const BATCH: usize = 16;
+/// How long to wait for the other thread to be seen on a core of its own.
+const PATIENCE: Duration = Duration::from_millis(20);
+/// How long to try for one sample beside a reader.
+const TRY: Duration = Duration::from_millis(60);
+/// Of a writer with fewer changes a second, a chunk of look-ups does not tell whether it is
+/// running.
+const SLOW_WRITER: f64 = 40_000.0;
+/// A set-up that took longer is not repeated.
+const SLOW_SET_UP: Duration = Duration::from_millis(150);
+
+/// A scheme that can do everything.
+#[derive(Debug)]
+pub(crate) struct Measured<S> {
+    scheme: S,
+    set_up: Duration,
+    reported: bool,
+    batch: usize,
+}
+
+fn build<S: Change>(set: &SlotSet) -> (S, Duration) {
+    let start = Instant::now();
+    let mut scheme = S::empty();
+    for slot in set.slots() {
+        scheme.add(*slot);
+    }
+    (scheme, start.elapsed())
+}
+
+impl<S: Change> Measured<S> {
+    /// The scheme with all slots of `set`; that is timed.
+    pub(crate) fn new(set: &SlotSet) -> Self {
+        let (scheme, set_up) = build(set);
+        Self {
+            scheme,
+            set_up,
+            reported: false,
+            batch: 0,
+        }
+    }
+
+    fn set_up(&mut self, input: &Input, sink: Sink<'_>) {
+        let milliseconds = |spent: Duration| spent.as_secs_f64() * 1e3;
+        if !self.reported {
+            self.reported = true;
+            sink(Sample::new(Operation::SetUp, milliseconds(self.set_up)));
+        } else if self.set_up < SLOW_SET_UP {
+            let begun = Instant::now();
+            while begun.elapsed() < input.sampler.sample {
+                let spent = build::<S>(&input.set).1;
+                sink(Sample::new(Operation::SetUp, milliseconds(spent)));
+            }
+        }
+    }
+
+    /// Deletes and adds again, batch by batch.
+    fn add_and_delete(&mut self, input: &Input, sink: Sink<'_>) {
+        let (scheme, number) = (&mut self.scheme, &mut self.batch);
+        let mut samples = Vec::new();
+        beside_reader(scheme.reader(), &input.keys, |reader| {
+            let begun = Instant::now();
+            while begun.elapsed() < input.sampler.sample
+                || samples.is_empty() && begun.elapsed() < TRY
+            {
+                if !reader.meet(PATIENCE) {
+                    continue;
+                }
+                let (slots, _) = input.order.batch(*number, BATCH);
+                *number += 1;
+                let start = Instant::now();
+                slots.iter().for_each(|slot| scheme.delete(*slot));
+                let deleted = start.elapsed();
+                let start = Instant::now();
+                slots.iter().for_each(|slot| scheme.add(*slot));
+                let added = start.elapsed();
+                samples.push((deleted, added, slots.len()));
+            }
+        });
+        for (deleted, added, count) in samples {
+            let each = |spent| clock::per_operation(spent, input.sampler.overhead, count);
+            sink(Sample::new(Operation::Delete, each(deleted)));
+            sink(Sample::new(Operation::Add, each(added)));
+        }
+    }
+
+    /// Looks up while another thread changes.
+    fn beside_writer(&mut self, input: &Input, sink: Sink<'_>) {
+        let (keys, mut reader) = (&input.keys, self.scheme.reader());
+        let mut chunks = Vec::new();
+        let (rate, ()) = beside_writer(&mut self.scheme, &input.order, |writer| {
+            let last = Cell::new((Instant::now(), writer.done()));
+            let meet = || {
+                writer.meet(PATIENCE);
+                last.set((Instant::now(), writer.done()));
+            };
+            let look_up = |key: usize| reader.hold().by_gfn(keys.gfns[key]);
+            input.sampler.look_ups(meet, look_up, |cost| {
+                let (then, before) = last.replace((Instant::now(), writer.done()));
+                let (now, after) = last.get();
+                chunks.push((cost, (after - before) as f64 / (now - then).as_secs_f64()));
+            });
+        });
+        let slow = rate < SLOW_WRITER;
+        let mut rates = Vec::new();
+        for (cost, rate) in beside_running_writer(&chunks, slow) {
+            sink(Sample::new(Operation::BesideWriter, cost));
+            rates.push(rate);
+        }
+        rates.sort_unstable_by(f64::total_cmp);
+        if let Some(median) = rates.get(rates.len() / 2) {
+            let rate = if slow { rate } else { *median };
+            sink(Sample::new(Operation::WriterRate, rate / 1e3));
+        }
+    }
+
+    /// Moves to free places and back, batch by batch.
+    fn relocate(&mut self, input: &Input, sink: Sink<'_>) {
+        let (scheme, number) = (&mut self.scheme, &mut self.batch);
+        let mut samples = Vec::new();
+        beside_reader(scheme.reader(), &input.keys, |reader| {
+            let begun = Instant::now();
+            while begun.elapsed() < input.sampler.sample
+                || samples.is_empty() && begun.elapsed() < TRY
+            {
+                if !reader.meet(PATIENCE) {
+                    continue;
+                }
+                let (slots, places) = input.order.batch(*number, BATCH);
+                *number += 1;
+                let mut moved = [slots[0]; BATCH];
+                let start = Instant::now();
+                for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
+                    *moved = scheme.relocate(*slot, *place);
+                }
+                samples.push((start.elapsed(), slots.len()));
+                let start = Instant::now();
+                for (slot, moved) in slots.iter().zip(moved) {
+                    scheme.relocate(moved, slot.start);
+                }
+                samples.push((start.elapsed(), slots.len()));
+            }
+        });
+        for (spent, count) in samples {
+            let each = clock::per_operation(spent, input.sampler.overhead, count);
+            sink(Sample::new(Operation::Move, each));
+        }
+    }
+}
+
+impl<S> Subject<Input> for Measured<S>
+where
+    S: Change,
+    for<'a> <S::Reader as Reader>::Held<'a>: Lookup,
+{
+    fn name(&self) -> &'static str {
+        S::NAME
+    }
+
+    fn measure(&mut self, step: Operation, input: &Input, sink: Sink<'_>) -> Result<(), Wrong> {
+        let (keys, sampler) = (&input.keys, input.sampler);
+        let mut reader = self.scheme.reader();
+        match step {
+            Operation::SetUp => self.set_up(input, sink),
+            Operation::ByHva => {
+                let look_up = |key: usize| {
+                    let mut frames = 0;
+                    reader.hold().by_hva(keys.hvas[key], |gfn| {
+                        frames += gfn.0;
+                        ControlFlow::Continue(())
+                    });
+                    frames
+                };
+                sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+            }
+            Operation::FirstByHva => {
+                let look_up = |key: usize| {
+                    let mut first = None;
+                    reader.hold().by_hva(keys.hvas[key], |gfn| {
+                        first = Some(gfn);
+                        ControlFlow::Break(())
+                    });
+                    first
+                };
+                sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+            }
+            Operation::ById => {
+                if <<S::Reader as Reader>::Held<'_> as Lookup>::HAS_IDS {
+                    let look_up = |key: usize| reader.hold().by_id(keys.ids[key]);
+                    sampler.look_ups(|| (), look_up, |cost| sink(Sample::new(step, cost)));
+                }
+            }
+            Operation::Add | Operation::Delete => self.add_and_delete(input, sink),
+            Operation::Move => self.relocate(input, sink),
+            Operation::BesideWriter | Operation::WriterRate => {
+                self.beside_writer(input, sink);
+            }
+            Operation::ByGfn | Operation::ByGfnHeld | Operation::Again | Operation::AgainHeld => {
+                by_gfn(reader, step, input, sink);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The look-ups that every scheme has.
+fn by_gfn<R: Reader>(mut reader: R, step: Operation, input: &Input, sink: Sink<'_>) {
+    let (keys, sampler) = (&input.keys, input.sampler);
+    let sink = |cost| sink(Sample::new(step, cost));
+    match step {
+        Operation::ByGfn => {
+            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.gfns[key]), sink);
+        }
+        Operation::Again => {
+            sampler.look_ups(|| (), |key| reader.hold().by_gfn(keys.same[key]), sink);
+        }
+        Operation::ByGfnHeld => {
+            let held = reader.hold();
+            sampler.look_ups(|| (), |key| held.by_gfn(keys.gfns[key]), sink);
+        }
+        Operation::AgainHeld => {
+            let held = reader.hold();
+            sampler.look_ups(|| (), |key| held.by_gfn(keys.same[key]), sink);
+        }
+        _ => {}
+    }
+}
+
+impl<P: Payload> Subject<Input> for SortedKeys<P> {
+    fn name(&self) -> &'static str {
+        Self::NAME
+    }
+
+    fn measure(&mut self, step: Operation, input: &Input, sink: Sink<'_>) -> Result<(), Wrong> {
+        by_gfn(self.reader(), step, input, sink);
+        Ok(())
+    }
+}

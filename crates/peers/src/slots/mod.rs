@@ -1,0 +1,26 @@
+//! Memory maps of other public crates, beside the memory slots.
+//!
+//! What is compared: vm-memory 0.18 as rust-vmm's VMMs use it, arc-swap over a sorted array, a
+//! `BTreeMap` behind `RwLock`, and arc-swap over imbl's `OrdMap`. The floor of a look-up by guest
+//! frame is a sorted array of keys that cannot be changed. None of the peers has an index by host
+//! address, because none of their structures takes overlapping ranges: they scan.
+//!
+//! Look-ups are timed in batches with keys drawn beforehand. Changes are timed in batches of 16
+//! while another thread looks up.
+
+mod background;
+mod bounds;
+mod host;
+mod input;
+mod measure;
+mod operation;
+mod report;
+mod run;
+pub mod scheme;
+
+pub(crate) use host::RESERVED_BYTES;
+pub(crate) use input::KEYS;
+pub use input::{PlainSlot, SlotSet};
+pub use operation::Operation;
+pub use report::{LineTransfer, Report};
+pub use run::{Config, run};

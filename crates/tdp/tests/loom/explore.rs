@@ -1,0 +1,21 @@
+//! Running a model, and gathering what it gives.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+/// All that `model` can give, with at most so many preemptions in a run of it.
+pub(crate) fn explore<O: Ord + Send + 'static>(
+    preemptions: usize,
+    model: impl Fn() -> O + Sync + Send + 'static,
+) -> BTreeSet<O> {
+    let seen = Arc::new(Mutex::new(BTreeSet::new()));
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.max_branches = 5000;
+    let outcomes = Arc::clone(&seen);
+    builder.check(move || {
+        let outcome = model();
+        outcomes.lock().unwrap().insert(outcome);
+    });
+    std::mem::take(&mut seen.lock().unwrap())
+}

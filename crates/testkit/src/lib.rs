@@ -1,0 +1,191 @@
+//! Shared by the tests of all crates: skips, bounded waiting, random numbers, stopping threads.
+//!
+//! **Guarantee.** A test that cannot run here says so, and fails where it is required to run. No
+//! test waits without a limit. Random numbers are the same in every run.
+//!
+//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists what must be there (`kvm,uffd,lab`). The
+//! variable `PAGEFERRY_STRESS_SECONDS` sets how long a stress test runs.
+//!
+//! **Neighbours.** A development dependency only: no crate needs it to build. It uses only `std`.
+
+use std::fmt::Display;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The longest time a test waits for something that should happen at once. Machines that run tests
+/// are slow and shared, so this is a bound against hanging and no statement about speed.
+pub const LIMIT: Duration = Duration::from_secs(300);
+
+/// Says that a test is skipped because `resource` is not usable here, for the reason `why`.
+///
+/// Returns `true`, so that a test can say `if missing.is_some_and(|why| skip("kvm", why)) { return
+/// }`.
+///
+/// # Panics
+/// If `PAGEFERRY_REQUIRE` names `resource`.
+#[track_caller]
+pub fn skip(resource: &str, why: impl Display) -> bool {
+    let required = std::env::var("PAGEFERRY_REQUIRE").unwrap_or_default();
+    assert!(
+        !required.split(',').any(|word| word == resource),
+        "PAGEFERRY_REQUIRE names {resource}, which is not usable here: {why}"
+    );
+    println!("SKIPPED: {resource} is not usable here: {why}");
+    true
+}
+
+/// Waits until `ready` returns something, and returns that.
+///
+/// # Panics
+/// After [`LIMIT`], naming `what`.
+#[track_caller]
+pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = ready() {
+            return value;
+        }
+        let waited = start.elapsed();
+        assert!(waited < LIMIT, "waited {waited:?} for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// Waits until `done` returns `true`.
+///
+/// # Panics
+/// After [`LIMIT`], naming `what`.
+#[track_caller]
+pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    wait_for(what, || done().then_some(()));
+}
+
+/// How long a stress test runs: `PAGEFERRY_STRESS_SECONDS`, or `default`.
+///
+/// # Panics
+/// If the variable is not a whole number.
+#[must_use]
+pub fn stress_time(default: Duration) -> Duration {
+    std::env::var("PAGEFERRY_STRESS_SECONDS").map_or(default, |text| {
+        let seconds = text.parse();
+        Duration::from_secs(seconds.unwrap_or_else(|_| {
+            panic!("PAGEFERRY_STRESS_SECONDS is '{text}': expected a whole number of seconds")
+        }))
+    })
+}
+
+/// Random numbers by xorshift64* (Vigna, "An experimental exploration of Marsaglia's xorshift
+/// generators, scrambled", 2016): the same sequence for the same seed.
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// A sequence that starts from `seed`, which may be any number.
+    #[must_use]
+    pub const fn new(seed: u64) -> Self {
+        // The state must not be zero. An odd factor keeps different seeds apart.
+        let state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Self(if state == 0 {
+            0x9e37_79b9_7f4a_7c15
+        } else {
+            state
+        })
+    }
+
+    /// The next number.
+    pub const fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// A number below `limit`.
+    ///
+    /// # Panics
+    /// If `limit` is zero.
+    pub const fn below(&mut self, limit: u64) -> u64 {
+        assert!(limit > 0, "no number is below zero");
+        // The upper bits are the better ones; the bias is of no matter to a test.
+        ((self.next() as u128 * limit as u128) >> 64) as u64
+    }
+}
+
+/// Tells the threads of a test to end. It also rings when the test panics, through
+/// [`Stop::on_drop`].
+#[derive(Debug, Default)]
+pub struct Stop(AtomicBool);
+
+impl Stop {
+    /// A signal that has not been given.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicBool::new(false))
+    }
+
+    /// Gives the signal.
+    pub fn stop(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether the signal was given.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// Gives the signal when the returned value is dropped, also by a panic.
+    #[must_use = "dropping it at once stops the threads at once"]
+    pub const fn on_drop(&self) -> StopOnDrop<'_> {
+        StopOnDrop(self)
+    }
+}
+
+/// Gives a [`Stop`] when it is dropped.
+#[derive(Debug)]
+pub struct StopOnDrop<'a>(&'a Stop);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_numbers_repeat_and_stay_below_the_limit() {
+        for seed in [0, 1, u64::MAX] {
+            let (mut a, mut b) = (Random::new(seed), Random::new(seed));
+            let mut seen = [false; 7];
+            for _ in 0..200 {
+                let number = a.below(7);
+                assert_eq!(number, b.below(7));
+                seen[number as usize] = true;
+            }
+            assert!(seen.iter().all(|seen| *seen), "{seed}: {seen:?}");
+        }
+    }
+
+    #[test]
+    fn a_panic_stops_the_threads() {
+        let stop = Stop::new();
+        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _guard = stop.on_drop();
+            panic!("expected");
+        }));
+        assert!(failed.is_err() && stop.is_stopped());
+    }
+
+    #[test]
+    fn waiting_returns_what_came() {
+        let mut left = 3;
+        let got = wait_for("three looks", || {
+            left -= 1;
+            (left == 0).then_some("here")
+        });
+        assert_eq!(got, "here");
+    }
+}

@@ -1,0 +1,226 @@
+//! Memory to fault on, threads that touch it, and waiting with a limit.
+#![expect(
+    unsafe_code,
+    reason = "mapping memory, touching it as a guest would, registering it"
+)]
+
+use pageferry_addr::Hva;
+use pageferry_testkit::{LIMIT, skip};
+use pageferry_userfault::uffd::{
+    Event, Features, PageFault, RangeIoctls, RegisterMode, Userfaultfd,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+pub(crate) const PAGE: u64 = 4096;
+/// How long something must not happen to count as not happening.
+const QUIET: Duration = Duration::from_millis(60);
+
+/// A userfaultfd with `features`, or `None` after saying why not.
+pub(crate) fn open(features: Features) -> Option<Userfaultfd> {
+    Userfaultfd::open(features)
+        .map_err(|error| skip("uffd", error))
+        .ok()
+}
+
+/// Pages at `guest`, where faults are reported, and for a memfd the same pages at `alias`, where
+/// not.
+pub(crate) struct Memory {
+    guest: usize,
+    alias: Option<usize>,
+    len: usize,
+}
+
+impl Memory {
+    /// A memfd of `pages` empty pages, mapped twice.
+    pub(crate) fn shared(pages: u64) -> Arc<Self> {
+        let len = usize::try_from(pages * PAGE).unwrap();
+        let file = memfd_create("pageferry-test", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, len as u64).unwrap();
+        let map = || {
+            let prot = ProtFlags::READ | ProtFlags::WRITE;
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            unsafe { mmap(null_mut(), len, prot, MapFlags::SHARED, &file, 0) }
+                .unwrap()
+                .addr()
+        };
+        Arc::new(Self {
+            guest: map(),
+            alias: Some(map()),
+            len,
+        })
+    }
+
+    /// `pages` empty anonymous pages.
+    pub(crate) fn anonymous(pages: u64) -> Arc<Self> {
+        let len = usize::try_from(pages * PAGE).unwrap();
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let guest = unsafe {
+            let prot = ProtFlags::READ | ProtFlags::WRITE;
+            mmap_anonymous(null_mut(), len, prot, MapFlags::PRIVATE)
+        };
+        Arc::new(Self {
+            guest: guest.unwrap().addr(),
+            alias: None,
+            len,
+        })
+    }
+
+    pub(crate) fn len(&self) -> u64 {
+        self.len as u64
+    }
+
+    /// The address of a page where faults are reported.
+    pub(crate) fn at(&self, page: u64) -> Hva {
+        assert!(page * PAGE <= self.len());
+        Hva(self.guest as u64 + page * PAGE)
+    }
+
+    pub(crate) fn guest(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(self.guest)
+    }
+
+    /// Registers all of it.
+    pub(crate) fn register(&self, uffd: &Userfaultfd, mode: RegisterMode) -> RangeIoctls {
+        // SAFETY: (1) whoever touches it in these tests is a thread of its own, or knows that the
+        // page is there; (2) nobody holds a reference into it; (3) it is mapped until dropped.
+        unsafe { uffd.register(self.at(0), self.len(), mode) }.unwrap()
+    }
+
+    /// Writes `value` to the first byte of a page without a fault on the guest's side.
+    pub(crate) fn put(&self, page: u64, value: u8) {
+        let alias: *mut u8 =
+            std::ptr::with_exposed_provenance_mut(self.alias.expect("a second mapping"));
+        assert!(page * PAGE < self.len());
+        // SAFETY: inside the alias mapping, which lives as long as `self`.
+        unsafe { alias.byte_add((page * PAGE) as usize).write_volatile(value) };
+    }
+
+    /// Reads the first byte of a page that is there.
+    pub(crate) fn get(&self, page: u64) -> u8 {
+        assert!(page * PAGE < self.len());
+        // SAFETY: inside the guest mapping, which lives as long as `self`.
+        unsafe {
+            self.guest()
+                .byte_add((page * PAGE) as usize)
+                .read_volatile()
+        }
+    }
+
+    /// Reads the first byte of a page as a system call does.
+    pub(crate) fn get_by_syscall(&self, page: u64) -> rustix::io::Result<u8> {
+        let (reader, writer) = rustix::pipe::pipe()?;
+        let at = self.guest().wrapping_byte_add((page * PAGE) as usize);
+        // SAFETY: write(2) reads one byte from `at` or says EFAULT.
+        let sent = unsafe { libc::write(std::os::fd::AsRawFd::as_raw_fd(&writer), at.cast(), 1) };
+        if sent != 1 {
+            let error = std::io::Error::last_os_error();
+            return Err(rustix::io::Errno::from_io_error(&error).unwrap());
+        }
+        let mut byte = [0];
+        rustix::io::read(&reader, &mut byte)?;
+        Ok(byte[0])
+    }
+
+    /// A thread that reads the first byte of a page, or writes it.
+    pub(crate) fn touch(self: &Arc<Self>, page: u64, write: Option<u8>) -> Toucher {
+        assert!(page * PAGE < self.len());
+        let (send, told) = channel();
+        let memory = Arc::clone(self);
+        thread::spawn(move || {
+            send.send(
+                rustix::thread::gettid()
+                    .as_raw_nonzero()
+                    .get()
+                    .cast_unsigned()
+                    .into(),
+            )
+            .unwrap();
+            let at = memory.guest().wrapping_byte_add((page * PAGE) as usize);
+            // SAFETY: inside the guest mapping, which `memory` keeps; this thread may sleep.
+            let value = unsafe {
+                if let Some(value) = write {
+                    at.write_volatile(value);
+                }
+                at.read_volatile()
+            };
+            // The test may have failed and gone.
+            let _ = send.send(value.into());
+        });
+        let thread = u32::try_from(told.recv_timeout(LIMIT).unwrap()).unwrap();
+        Toucher { told, thread }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        for start in [Some(self.guest), self.alias].into_iter().flatten() {
+            // SAFETY: our own mapping; whoever touches it holds an `Arc` of `self`.
+            unsafe { munmap(std::ptr::with_exposed_provenance_mut(start), self.len) }.unwrap();
+        }
+    }
+}
+
+/// A thread that touches a page.
+pub(crate) struct Toucher {
+    told: Receiver<u64>,
+    /// Its id.
+    pub(crate) thread: u32,
+}
+
+impl Toucher {
+    /// What it read; it must get that far.
+    pub(crate) fn value(self) -> u8 {
+        u8::try_from(
+            self.told
+                .recv_timeout(LIMIT)
+                .expect("the toucher does not wake up"),
+        )
+        .unwrap()
+    }
+
+    /// Fails if it does not sleep.
+    pub(crate) fn assert_asleep(&self) {
+        assert_eq!(
+            self.told.recv_timeout(QUIET),
+            Err(RecvTimeoutError::Timeout),
+            "the toucher does not sleep"
+        );
+    }
+}
+
+/// Whether an event is there to be read before `limit` passes.
+fn readable(uffd: &Userfaultfd, limit: Duration) -> bool {
+    let timeout = Timespec::try_from(limit).unwrap();
+    let mut fds = [PollFd::new(uffd, PollFlags::IN)];
+    poll(&mut fds, Some(&timeout)).unwrap() == 1
+}
+
+/// The next event, which must come.
+pub(crate) fn next_event(uffd: &Userfaultfd) -> Event {
+    assert!(readable(uffd, LIMIT), "no event comes");
+    uffd.read_event().unwrap().expect("an event")
+}
+
+/// The next event, which must be a page fault.
+pub(crate) fn next_fault(uffd: &Userfaultfd) -> PageFault {
+    match next_event(uffd) {
+        Event::PageFault(fault) => fault,
+        other => panic!("not a page fault: {other:?}"),
+    }
+}
+
+/// Fails if an event comes.
+pub(crate) fn assert_no_event(uffd: &Userfaultfd) {
+    assert!(
+        !readable(uffd, QUIET),
+        "unexpected: {:?}",
+        uffd.read_event()
+    );
+}

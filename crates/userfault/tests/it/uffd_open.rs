@@ -1,0 +1,139 @@
+//! Opening: by which door, with which features, and what is said when it cannot be.
+
+use crate::support::{Memory, PAGE, assert_no_event, open};
+use pageferry_testkit::skip;
+use pageferry_userfault::uffd::{
+    Features, OpenError, OpenedBy, RegisterMode, UffdSupport, Userfaultfd,
+};
+use rustix::fs::{OFlags, fcntl_getfl};
+use rustix::io::{Errno, FdFlags, fcntl_getfd};
+use rustix::process::{Uid, getuid};
+use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_thread_res_uid};
+use std::thread;
+
+/// Runs `call` in a thread of its own, whose credentials may be changed without harm to others.
+fn apart<R: Send>(call: impl FnOnce() -> R + Send) -> R {
+    thread::scope(|scope| scope.spawn(call).join().unwrap())
+}
+
+#[test]
+fn the_descriptor_is_close_on_exec_and_non_blocking() {
+    let Some(uffd) = open(Features::empty()) else {
+        return;
+    };
+    assert!(fcntl_getfd(&uffd).unwrap().contains(FdFlags::CLOEXEC));
+    assert!(fcntl_getfl(&uffd).unwrap().contains(OFlags::NONBLOCK));
+}
+
+#[test]
+fn the_probe_agrees_with_opening() {
+    let support = UffdSupport::probe();
+    match Userfaultfd::open(Features::empty()) {
+        Ok(uffd) => {
+            assert_eq!(support.usable, Ok(()));
+            assert_eq!(support.opened_by, Some(uffd.opened_by()));
+            assert_eq!(support.features, uffd.available());
+            assert!(support.user_mode && support.serves(Features::empty()));
+            assert!(!support.serves(Features::from_bits(1 << 50)));
+        }
+        Err(error) => {
+            assert_eq!(support.usable, Err(error));
+            assert!(!support.serves(Features::empty()));
+            skip("uffd", error);
+        }
+    }
+}
+
+#[test]
+fn what_the_kernel_lacks_is_named() {
+    let Some(uffd) = open(Features::empty()) else {
+        return;
+    };
+    let unknown = Features::from_bits(1 << 50);
+    let error = Userfaultfd::open(unknown | Features::MISSING_SHMEM).unwrap_err();
+    let available = uffd.available();
+    assert_eq!(
+        error,
+        OpenError::MissingFeatures {
+            missing: unknown,
+            available
+        }
+    );
+    assert!(error.to_string().contains("0x4000000000000"), "{error}");
+}
+
+#[test]
+fn without_any_privilege_the_error_says_what_to_do() {
+    if !getuid().is_root() {
+        return println!("SKIPPED: taking privileges away needs root");
+    }
+    let nobody = Uid::from_raw(65534);
+    let (opened, support) = apart(|| {
+        // Of this thread only: the C library's call would change all of them.
+        set_thread_res_uid(nobody, nobody, nobody).unwrap();
+        (
+            Userfaultfd::open(Features::empty()).map(drop),
+            UffdSupport::probe(),
+        )
+    });
+    if support.unprivileged_sysctl == Some(true) {
+        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
+    }
+    match opened {
+        Err(OpenError::NotPermitted { syscall, device }) => {
+            assert_eq!(syscall, Errno::PERM);
+            assert!(matches!(device, Errno::ACCESS | Errno::NOENT), "{device}");
+        }
+        Ok(()) => return println!("SKIPPED: /dev/userfaultfd is open to everybody"),
+        Err(other) => panic!("{other}"),
+    }
+    assert_eq!(support.usable, opened);
+    assert_eq!(support.opened_by, None);
+    assert!(support.user_mode, "a user-mode-only one needs no privilege");
+    assert!(
+        !support.features.is_empty(),
+        "and can be asked for features"
+    );
+}
+
+#[test]
+fn without_the_capability_the_device_serves() {
+    if !getuid().is_root() || rustix::fs::stat("/dev/userfaultfd").is_err() {
+        return println!("SKIPPED: needs root and /dev/userfaultfd");
+    }
+    let opened = apart(|| {
+        let mut sets = capabilities(None).unwrap();
+        sets.effective.remove(CapabilitySet::SYS_PTRACE);
+        set_capabilities(None, sets).unwrap();
+        (
+            Userfaultfd::open(Features::empty()).map(|uffd| (uffd.opened_by(), uffd.available())),
+            Userfaultfd::open(Features::EVENT_FORK).map(drop),
+            UffdSupport::probe().unprivileged_sysctl,
+        )
+    });
+    if opened.2 == Some(true) {
+        return println!("SKIPPED: vm.unprivileged_userfaultfd=1 lets everybody");
+    }
+    let (door, available) = opened.0.unwrap();
+    assert_eq!(door, OpenedBy::Device);
+    assert!(available.contains(Features::MISSING_SHMEM));
+    assert_eq!(opened.1, Err(OpenError::ForkEventsNotPermitted));
+}
+
+#[test]
+fn a_user_mode_only_one_does_not_serve_system_calls() {
+    let uffd = match Userfaultfd::open_user_mode_only(Features::MISSING_SHMEM) {
+        Ok(uffd) => uffd,
+        Err(error) => {
+            skip("uffd", error);
+            return;
+        }
+    };
+    let memory = Memory::shared(2);
+    memory.register(&uffd, RegisterMode::MISSING);
+    assert_eq!(memory.get_by_syscall(0), Err(Errno::FAULT));
+    assert_no_event(&uffd);
+    uffd.zeropage(memory.at(0), PAGE, pageferry_userfault::uffd::Wake::Now)
+        .unwrap();
+    assert_eq!(memory.get_by_syscall(0), Ok(0));
+}

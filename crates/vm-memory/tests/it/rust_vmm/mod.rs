@@ -1,0 +1,7 @@
+//! `vm-memory`'s own memory and ours, side by side. Every test here runs the same generic code
+//! against both, or compares the two.
+
+mod behaviour;
+mod kinds;
+mod layouts;
+mod snapshots;
