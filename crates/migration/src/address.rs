@@ -1,14 +1,19 @@
-//! Where a side listens or connects to: TCP or a unix socket.
+//! Addresses of migration peers: TCP or a unix socket.
 //!
-//! **Guarantee.** Every accepted text names exactly one kind of address, and what is shown parses
-//! to the same address. **Mechanism.** Text only: names are resolved when a connection is made.
-//! **Neighbours.** [`channel`](crate::channel) binds and connects; no sockets here.
+//! **Guarantee.** Every accepted text names exactly one kind of address. The displayed form of an
+//! address parses to the same address.
+//!
+//! **Mechanism.** This module only handles text.
+//! [`Connection::connect`](crate::channel::Connection::connect) resolves names.
+//!
+//! **Neighbours.** [`channel`](crate::channel) binds and connects. This module must not open
+//! sockets.
 
 use core::fmt;
 use core::str::FromStr;
 use std::path::{Path, PathBuf};
 
-/// The longest path of a unix socket in bytes: `sun_path` of unix(7) less its final zero.
+/// The longest path of a unix socket in bytes: `sun_path` of unix(7) without its final zero.
 pub const MAX_UNIX_PATH_BYTES: usize = 107;
 
 /// An address to listen on or to connect to.
@@ -23,50 +28,50 @@ pub const MAX_UNIX_PATH_BYTES: usize = 107;
 pub enum Address {
     /// `tcp:HOST:PORT` or `HOST:PORT`.
     Tcp {
-        /// A name or an IP address; an IPv6 address is written in brackets and kept without them.
+        /// A name or an IP address. An IPv6 address is written in brackets and stored without them.
         host: String,
-        /// The port; 0 only to listen on one the system chooses.
+        /// The port. Port 0 is for listening on a port that the system chooses.
         port: u16,
     },
-    /// `unix:PATH`, or a path with a slash in it.
+    /// `unix:PATH`, or any path that contains a slash.
     Unix(PathBuf),
 }
 
-/// Why a text is no address.
+/// The reason why a text is not an address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AddressError {
-    /// Nothing there.
-    #[error("an address is empty; give HOST:PORT, or unix:PATH")]
+    /// The text is empty.
+    #[error("the address is empty: expected HOST:PORT or unix:PATH")]
     Empty,
-    /// Neither a port nor a path.
-    #[error("`{0}` is no address: it has no port; give HOST:PORT, or unix:PATH for a unix socket")]
+    /// The text has neither a port nor a path.
+    #[error("invalid address `{0}`: the port is missing; expected HOST:PORT or unix:PATH")]
     NoPort(String),
-    /// No host before the port.
+    /// The host before the port is missing.
     #[error(
-        "`{0}` is no address: it has no host; 127.0.0.1:PORT is this host only, 0.0.0.0:PORT every interface"
+        "invalid address `{0}`: the host is missing; use 127.0.0.1:PORT for this host only, 0.0.0.0:PORT for every interface"
     )]
     NoHost(String),
-    /// A port that is no number from 0 to 65535.
-    #[error("`{port}` in `{text}` is no port: a number from 0 to 65535")]
+    /// The port is not a number from 0 to 65535.
+    #[error("invalid port `{port}` in `{text}`: expected a number from 0 to 65535")]
     BadPort {
         /// The whole text.
         text: String,
-        /// What stands where the port should.
+        /// The text in place of the port.
         port: String,
     },
-    /// An IPv6 address whose port cannot be told from its last group.
-    #[error("`{0}` is no address: write an IPv6 address in brackets, as in [::1]:7000")]
+    /// An IPv6 address without brackets: the port looks like a group of the address.
+    #[error("invalid address `{0}`: write an IPv6 address in brackets, as in [::1]:7000")]
     Brackets(String),
-    /// A host that holds something no name and no IP address holds.
-    #[error("`{host}` in `{text}` is no host name and no IP address")]
+    /// The host has a character that neither a name nor an IP address may have.
+    #[error("invalid host `{host}` in `{text}`: expected a host name or an IP address")]
     BadHost {
         /// The whole text.
         text: String,
-        /// What stands where the host should.
+        /// The text in place of the host.
         host: String,
     },
-    /// A path that cannot be a unix socket's.
-    #[error("the socket path `{}` is {len} bytes long; a unix socket's has 1 to {MAX_UNIX_PATH_BYTES}, none of them zero", path.display())]
+    /// The path cannot be that of a unix socket.
+    #[error("invalid socket path `{}` of {len} bytes: expected 1 to {MAX_UNIX_PATH_BYTES} bytes, none of them zero", path.display())]
     BadPath {
         /// The path.
         path: PathBuf,
@@ -175,7 +180,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shown_parses_to_the_same_address() {
+    fn the_displayed_form_parses_to_the_same_address() {
         for text in [
             "tcp:127.0.0.1:7000",
             "localhost:1",

@@ -1,62 +1,63 @@
-//! Why a migration failed. What that means for the VM is said by
-//! [`SourceFailure`](crate::SourceFailure) and [`DestinationFailure`](crate::DestinationFailure).
+//! The reason for a failed migration. [`SourceFailure`](crate::SourceFailure) and
+//! [`DestinationFailure`](crate::DestinationFailure) say where the VM is then.
 
 use crate::channel::ChannelError;
 use crate::wire::{ErrorCode, Status, WireError};
 use pageferry_machine::MachineError;
 use std::io;
 
-/// An error of a migration. Each says what was wrong and, where there is one, the way out.
+/// An error of a migration. Each message says what was wrong and, where possible, what would be
+/// right.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrationError {
-    /// The connections could not be made.
+    /// No connection to the peer could be opened.
     #[error(transparent)]
     Channel(ChannelError),
-    /// A connection ended, or was silent for too long, in the middle of the migration.
+    /// A connection ended in the middle of the migration.
     #[error("the connection to the peer was lost: {0}")]
     LinkLost(String),
-    /// What the peer sent is not Pageferry's wire format.
+    /// The peer's bytes are not Pageferry's wire format.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The peer keeps the format and breaks the protocol.
+    /// The peer's messages are valid, but it broke the protocol.
     #[error("the peer broke the protocol: {0}")]
     Peer(String),
-    /// The destination refused in the handshake.
+    /// The destination refused the connection in the handshake.
     #[error("the destination refused the connection: {0}")]
     Refused(Status),
-    /// The peer gave up and said why.
+    /// The peer gave up and sent its reason.
     #[error("the peer gave up: {message}")]
     PeerGaveUp {
-        /// Its reason for programs.
+        /// The peer's reason, for programs.
         code: ErrorCode,
-        /// Its reason for people.
+        /// The peer's reason, for people.
         message: String,
     },
-    /// The offered VM and the machine here differ.
+    /// The offered VM does not fit the machine here.
     #[error("{0}")]
     Mismatch(String),
     /// The machine failed.
     #[error(transparent)]
     Machine(#[from] MachineError),
-    /// It was called off here.
-    #[error("the migration was called off")]
+    /// The user of this side cancelled the migration.
+    #[error("the migration was cancelled")]
     Cancelled,
-    /// It was called off by the peer's user.
-    #[error("the migration was called off at the other side")]
+    /// The peer's user cancelled the migration.
+    #[error("the peer cancelled the migration")]
     PeerCancelled,
     /// The peer did not answer in time.
     #[error("the peer did not answer in time: waiting for {0}")]
     Timeout(&'static str),
-    /// A system call was refused.
+    /// A system call failed.
     #[error("{what}: {source}")]
     Os {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
-        /// The kernel's answer.
+        /// The error of the kernel.
         source: io::Error,
     },
-    /// Our own mistake.
+    /// A bug in this program.
     #[error("internal error: {0}")]
     Internal(String),
 }
@@ -69,12 +70,12 @@ impl MigrationError {
         }
     }
 
-    /// Whether a connection ended, which may be the echo of a failure elsewhere.
+    /// Whether a connection ended. Another failure may have caused that.
     pub(crate) fn is_lost(&self) -> bool {
         matches!(self, Self::LinkLost(_))
     }
 
-    /// Whether the destination serves somebody else now, so that trying again may succeed.
+    /// Whether the destination is busy with another source, so that a retry may succeed.
     pub(crate) fn is_busy(&self) -> bool {
         matches!(
             self,
@@ -86,7 +87,7 @@ impl MigrationError {
         )
     }
 
-    /// Whether the destination has said that its copy is no more and never counted.
+    /// Whether the destination has said that it discarded its copy before that copy counted.
     pub(crate) fn is_discarded_there(&self) -> bool {
         matches!(
             self,
@@ -97,7 +98,7 @@ impl MigrationError {
         )
     }
 
-    /// What the peer is told.
+    /// The code of this error for the peer.
     pub(crate) fn wire_code(&self) -> ErrorCode {
         match self {
             Self::Wire(_) | Self::Peer(_) => ErrorCode::Protocol,

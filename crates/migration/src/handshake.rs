@@ -1,20 +1,20 @@
-//! How the two connections of a migration come about.
+//! The handshake: opens the two connections of a migration.
 //!
 //! **Guarantee.** Both sides end with a stream and an urgent connection of the same session,
 //! version and capabilities, or with an error and no connection. At the destination no stranger
-//! keeps a source out: neither by garbage, nor by another session, nor by stopping half way or
-//! saying nothing at all.
+//! keeps a source out. A stranger may send garbage, open another session, stop half way or send
+//! nothing at all.
 //!
-//! **Mechanism.** The source connects, says [`Hello`] and waits for [`HelloReply`], first for the
-//! stream, then for the urgent connection. The destination looks at all its callers at once
-//! ([`accept_pair`]), a bounded number of them, each for a bounded time.
+//! **Mechanism.** The source connects, sends [`Hello`] and waits for [`HelloReply`], first for the
+//! stream, then for the urgent connection. The destination ([`accept_pair`]) serves all pending
+//! connections at once. Their number is bounded, and so is the time of each.
 //!
 //! **Neighbours.** [`wire`](crate::wire) has the two messages, [`channel`](crate::channel) the
-//! sockets. It must not know what is sent afterwards. It does not authenticate: whoever can connect
-//! can migrate.
+//! sockets. This module must not know what is sent afterwards. It does not authenticate: any
+//! process that can connect can migrate.
 
 mod acceptor;
-mod caller;
+mod pending;
 
 use std::time::{Duration, Instant};
 
@@ -25,94 +25,94 @@ use crate::wire::{
     Capabilities, HELLO_BYTES, Hello, HelloReply, Role, SessionId, Status, WireError, check_magic,
 };
 
-/// How long a caller may take for its preamble.
+/// The longest time from a connection to its complete preamble.
 pub const HELLO_LIMIT: Duration = Duration::from_secs(5);
 
-/// What the two sides agreed on.
+/// The result of the negotiation between the two sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Agreed {
     /// The protocol version.
     pub version: u16,
-    /// The capabilities both use.
+    /// The capabilities that both sides use.
     pub capabilities: Capabilities,
-    /// The migration's identity.
+    /// The identity of the migration.
     pub session: SessionId,
 }
 
 /// The two connections of a migration, ready for the first frame.
 #[derive(Debug)]
 pub struct Pair {
-    /// Frames.
+    /// Carries frames.
     pub stream: Connection,
-    /// Requests for single pages, and their answers.
+    /// Carries requests for single pages, and their answers.
     pub urgent: Connection,
-    /// What was agreed on.
+    /// The agreed version, capabilities and session.
     pub agreed: Agreed,
 }
 
-/// Why there is no pair of connections.
+/// The reason why the handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// A connection could not be made, or ended.
+    /// A connection could not be opened, or ended.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// What came is no preamble, or does not fit ours.
+    /// The peer's bytes are not a preamble, or do not fit this side.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// The destination said no.
-    #[error("refused: {status} (it speaks version {version})")]
+    /// The destination refused.
+    #[error("refused: {status} (the destination speaks version {version})")]
     Refused {
-        /// Its reason.
+        /// The destination's reason.
         status: Status,
-        /// The newest protocol version it speaks.
+        /// The newest protocol version that the destination speaks.
         version: u16,
     },
 }
 
-/// A caller that the destination did not accept.
+/// A stranger: a connection that the destination did not accept as that of a source.
 #[derive(Debug)]
 pub struct Stranger {
-    /// Where it called from.
+    /// The address of the peer.
     pub peer: String,
-    /// What it did.
+    /// The reason.
     pub why: StrangerError,
 }
 
-/// What a caller did that the destination did not accept.
+/// The reason why the destination did not accept a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum StrangerError {
-    /// Its preamble is not Pageferry's, or does not fit ours.
+    /// The preamble is not Pageferry's, or does not fit this side.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// It ended without a word, or broke.
+    /// The connection ended without a preamble, or broke.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// It was too slow.
+    /// The preamble took too long.
     #[error("no preamble within {} ms", after.as_millis())]
     Silent {
-        /// How long it was given.
+        /// The limit.
         after: Duration,
     },
-    /// There were too many callers, and it had been waiting the longest.
+    /// There were too many pending connections, and this was the oldest.
     #[error("too many connections without a preamble")]
     Crowded,
-    /// Its preamble was good and came at the wrong time.
+    /// The preamble was valid but came at the wrong time.
     #[error("{0}")]
     Refused(Status),
-    /// Its stream connection was accepted and the urgent one did not come, or the first ended
-    /// before.
-    #[error("the urgent connection of its session did not follow")]
+    /// The stream connection was accepted. It ended, or the time passed, before the urgent
+    /// connection came.
+    #[error("the urgent connection of the session did not follow")]
     HalfPair,
-    /// Both of its connections were accepted, and it said nothing.
-    #[error("its session was accepted, and no message followed")]
+    /// Both connections were accepted, and no message followed.
+    #[error("the session was accepted, and no message followed")]
     SilentSession,
 }
 
 impl SessionId {
-    /// A new one, from the kernel's random numbers.
+    /// Returns a new identity, made of the kernel's random numbers.
     ///
     /// # Errors
-    /// What getrandom(2) says.
+    /// The error of getrandom(2).
     pub fn random() -> std::io::Result<Self> {
         let mut id = [0; 16];
         let mut filled = 0;
@@ -128,11 +128,11 @@ impl SessionId {
     }
 }
 
-/// Makes the two connections of `session` to the destination at `address`, all within `limit` (the
-/// resolving of a name aside), unless `stop` returns true.
+/// Opens the two connections of `session` to the destination at `address`. This takes at most
+/// `limit`, name resolution not counted, and ends early if `stop` returns true.
 ///
 /// # Errors
-/// [`HandshakeError`]; no connection is left open then.
+/// [`HandshakeError`]. No connection is left open then.
 pub fn connect_pair(
     address: &Address,
     session: SessionId,
@@ -187,7 +187,7 @@ fn connect_one(
     Ok((connection, agreed))
 }
 
-/// Reads 64 bytes, and gives up at the first that cannot be Pageferry's.
+/// Reads 64 bytes, and fails at the first byte that cannot be Pageferry's.
 fn read_reply(
     connection: &Connection,
     wait: &Wait<'_>,
@@ -216,10 +216,10 @@ fn read_reply(
     Ok(bytes)
 }
 
-/// Waits on `listener` for the two connections of one migration: for at most `limit` (without one,
-/// for ever), and until `stop` returns true, which is asked every 50 ms.
+/// Waits on `listener` for the two connections of one migration. The wait ends after `limit`, if
+/// there is one, or when `stop` returns true. It calls `stop` at least every 50 ms.
 ///
-/// `stranger` hears of every caller that was not accepted.
+/// Every connection that is not accepted is reported to `stranger`.
 ///
 /// # Errors
 /// [`ChannelError::TimedOut`], [`ChannelError::Interrupted`], and [`ChannelError::Open`] if the
@@ -233,7 +233,8 @@ pub fn accept_pair(
     Acceptor::new(listener, Mode::Paired, stranger).run(limit, stop)
 }
 
-/// As [`accept_pair`] without a limit, for the first session whose source has begun to speak.
+/// Like [`accept_pair`] without a limit, but returns the first session whose source has sent a byte
+/// after the preamble.
 pub(crate) fn accept_speaking(
     listener: &Listener,
     stop: &dyn Fn() -> bool,
@@ -242,8 +243,8 @@ pub(crate) fn accept_speaking(
     Acceptor::new(listener, Mode::Speaking, stranger).run(None, stop)
 }
 
-/// Answers every source that calls at `listener` that this destination is busy, until `stop`
-/// returns true. A source that hears that tries again for a while.
+/// Tells every source that connects to `listener` that this destination is busy, until `stop`
+/// returns true. Such a source retries for a while.
 ///
 /// # Errors
 /// [`ChannelError::Open`] if the host has no descriptors left.

@@ -20,8 +20,8 @@
 //! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
 //! | completion | compares counts | compares counts |
 //!
-//! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `bench` and
-//! `cli`. This crate must not know which engine runs the guest, nor what the guest does.
+//! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `harness`,
+//! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest does.
 
 pub mod address;
 pub mod channel;
@@ -47,6 +47,6 @@ pub use phase::{Observer, Phase, Unobserved};
 pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};
 pub use source::{RunningVm, SourceConfig, SourceFailure, SourceVm, migrate};
 
-/// The version of the vCPU states' encoding that both sides must share; each engine's states carry
-/// a finer version of their own.
+/// The version of the vCPU state encoding, which both sides must share. Each engine's states carry
+/// a finer version too.
 pub const STATE_FORMAT: u16 = 1;

@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "passes on the contract of receiving into memory given by address"
 )]
-//! The two connections of a migration as its phases use them: frames in, frames out, one error
+//! The two connections of a migration, for its phases: they send and receive frames, with one error
 //! type.
 
 use crate::address::Address;
@@ -23,30 +23,29 @@ use std::time::Duration;
 
 pub(crate) use crate::channel::RawSlice;
 
-/// The longest a peer may take to accept an urgent page.
+/// The longest time in which a peer must accept an urgent page.
 const URGENT_SEND_LIMIT: Duration = Duration::from_secs(30);
-/// How long to look for the reason that a peer gave before it closed the connection.
+/// The longest search for the reason that a peer sent before it closed the connection.
 pub(crate) const REASON_LIMIT: Duration = Duration::from_millis(50);
-/// How long a side that gave up waits for the peer to read why.
-const LAST_WORD_LIMIT: Duration = Duration::from_millis(200);
-/// How long the source's urgent thread spins for the next request before it sleeps, in
-/// microseconds. While a guest faults, requests come every few dozen; a sleeping hop would cost
-/// each of them 70 more.
+/// The longest wait of a side that gave up for the peer to read the reason.
+const FINAL_FRAME_LIMIT: Duration = Duration::from_millis(200);
+/// The spin time of the source's urgent thread before it sleeps, in microseconds. While a guest
+/// faults, a request comes every few dozen microseconds. A wake-up would delay each by 70 more.
 pub const URGENT_SPIN_MICROS: u32 = 100;
-/// How long readers of the stream spin for the next byte, in microseconds: near switch-over each
-/// sleeping hop would be part of the blackout, and in the push it would leave the sender waiting
-/// for room.
+/// The spin time of readers of the stream, in microseconds. Near switch-over each wake-up would be
+/// part of the blackout. In the background push, a sleeping reader would make the sender wait for
+/// room.
 pub(crate) const SWITCH_OVER_SPIN_MICROS: u32 = 100;
-/// How long a request waits for room in the socket's buffer: there always is some, unless the
-/// source does not read.
+/// The longest wait of a request for room in the socket's buffer. There is room unless the source
+/// does not read.
 const REQUEST_LIMIT: Duration = Duration::from_secs(10);
 
-/// A stop condition that never comes.
+/// A stop condition that is never true.
 pub(crate) fn never() -> &'static dyn Fn() -> bool {
     &|| false
 }
 
-/// The wire's names of an engine and of the ISA of its guests.
+/// Returns the wire numbers of an engine and of its guests' ISA.
 pub(crate) fn wire_engine(engine: Engine) -> (wire::Engine, wire::Isa) {
     match engine {
         Engine::Kvm => (wire::Engine::Kvm, wire::Isa::X86_64),
@@ -54,7 +53,7 @@ pub(crate) fn wire_engine(engine: Engine) -> (wire::Engine, wire::Isa) {
     }
 }
 
-/// The machine's name of the wire's engine.
+/// Returns the engine with this wire number.
 pub(crate) fn machine_engine(engine: wire::Engine) -> Engine {
     match engine {
         wire::Engine::Kvm => Engine::Kvm,
@@ -65,7 +64,7 @@ pub(crate) fn machine_engine(engine: wire::Engine) -> Engine {
 impl From<ChannelError> for MigrationError {
     fn from(error: ChannelError) -> Self {
         match error {
-            // A peer that stops within a message has not damaged it: the connection was cut.
+            // A message that ends early is not damaged: the connection was cut.
             ChannelError::Wire(error @ WireError::Truncated { .. }) => {
                 Self::LinkLost(error.to_string())
             }
@@ -91,11 +90,11 @@ impl From<HandshakeError> for MigrationError {
     }
 }
 
-/// What came on the stream.
+/// A message of the stream.
 pub(crate) enum Received {
-    /// A Pages frame: its descriptors and data are still to be received.
+    /// The header of a Pages frame. Its descriptors and data are not received yet.
     Pages(FrameHeader),
-    /// Any other frame, whole.
+    /// A complete frame of another type.
     Frame(Frame),
 }
 
@@ -105,9 +104,10 @@ pub(crate) struct StreamLink {
     from: Side,
     memory_pages: u64,
     spin_micros: u32,
-    /// The longest a peer may take to accept one message.
+    /// The longest time in which a peer must accept one message.
     send_limit: Duration,
-    /// Whether a message may have been sent in part: nothing after it would be understood.
+    /// Whether a message may have been sent in part. The peer would not understand anything after
+    /// it.
     torn: bool,
     out: Vec<u8>,
     payload: Vec<u8>,
@@ -135,7 +135,7 @@ impl StreamLink {
         }
     }
 
-    /// Connects to a destination: both connections, shaken hands.
+    /// Connects to a destination. Returns both connections after the handshake.
     pub(crate) fn connect(
         to: &Address,
         config: &SourceConfig,
@@ -156,7 +156,7 @@ impl StreamLink {
         ))
     }
 
-    /// Waits for a source: both connections, shaken hands.
+    /// Waits for a source. Returns both connections after the handshake.
     pub(crate) fn accept(
         listener: &Listener,
         config: &DestinationConfig,
@@ -170,12 +170,12 @@ impl StreamLink {
         ))
     }
 
-    /// Frames from now on are about a VM of this size.
+    /// Sets the VM's memory size, for the checks of received frames.
     pub(crate) fn set_memory_pages(&mut self, pages: u64) {
         self.memory_pages = pages;
     }
 
-    /// Readers spin this long for the next byte before they sleep.
+    /// Sets the spin time of readers before they sleep.
     pub(crate) fn set_spin(&mut self, micros: u32) {
         self.spin_micros = micros;
     }
@@ -192,7 +192,7 @@ impl StreamLink {
         self.sent(sent)
     }
 
-    /// Sends frames in one go.
+    /// Sends frames in one write.
     pub(crate) fn send_all(&mut self, frames: &[Frame]) -> Result<(), MigrationError> {
         let mut all = Vec::new();
         for frame in frames {
@@ -205,8 +205,8 @@ impl StreamLink {
         self.sent(sent)
     }
 
-    /// Sends a frame that is encoded already, unless `stop` returns true while the peer does not
-    /// take it: then, as after every error of sending, no frame follows it.
+    /// Sends an encoded frame. If the peer does not accept it and `stop` returns true, the send
+    /// fails. No frame may follow a failed send.
     pub(crate) fn send_vectored(
         &mut self,
         slices: &[IoSlice<'_>],
@@ -219,8 +219,8 @@ impl StreamLink {
         self.sent(sent)
     }
 
-    /// What an outcome of sending means. A peer that gives up says why and closes: the reason is
-    /// what counts, not that the rest could not be sent.
+    /// Replaces the error of a failed send by the reason that the peer sent, if there is one. A
+    /// peer that gives up sends its reason and closes.
     fn sent(&mut self, outcome: Result<(), ChannelError>) -> Result<(), MigrationError> {
         let Err(error) = outcome else { return Ok(()) };
         self.torn = true;
@@ -228,7 +228,7 @@ impl StreamLink {
         if !error.is_lost() {
             return Err(error);
         }
-        // What the peer said before it gave up comes first.
+        // Frames that the peer sent before it gave up come first.
         loop {
             match self.receive_any(REASON_LIMIT, never()) {
                 Ok(Received::Frame(_)) => {}
@@ -240,7 +240,7 @@ impl StreamLink {
         }
     }
 
-    /// Waits until a frame has begun to come, or the peer has ended, for at most `limit`.
+    /// Waits until a frame has begun to arrive or the peer has closed, for at most `limit`.
     pub(crate) fn wait_for_frame(
         &self,
         limit: Duration,
@@ -254,7 +254,7 @@ impl StreamLink {
         }
     }
 
-    /// Fails if the peer has spoken or ended although nothing is due from it. Does not wait.
+    /// Fails if the peer has sent something or has closed. Does not wait.
     pub(crate) fn check_silent(&mut self) -> Result<(), MigrationError> {
         if !self.wait_for_frame(Duration::ZERO, never())? {
             return Ok(());
@@ -263,7 +263,7 @@ impl StreamLink {
         Err(self.unexpected("nothing", &found))
     }
 
-    /// The next frame, which must not be of pages.
+    /// Receives the next frame, which must not be a Pages frame.
     pub(crate) fn receive(
         &mut self,
         limit: Duration,
@@ -272,12 +272,12 @@ impl StreamLink {
         match self.receive_any(limit, stop)? {
             Received::Frame(frame) => Ok(frame),
             Received::Pages(_) => Err(MigrationError::Peer(
-                "it sent pages where none belong".into(),
+                "it sent Pages where they are not due".into(),
             )),
         }
     }
 
-    /// The next frame.
+    /// Receives the next frame.
     pub(crate) fn receive_any(
         &mut self,
         limit: Duration,
@@ -293,7 +293,7 @@ impl StreamLink {
         if header.frame_type == FrameType::Pages {
             return Ok(Received::Pages(header));
         }
-        // Bounded by the type's own limit, which `decode` checked.
+        // `decode` checked the length against the bound of the type.
         self.payload.resize(header.payload_len as usize, 0);
         if !self.payload.is_empty() {
             self.connection
@@ -309,7 +309,7 @@ impl StreamLink {
         }
     }
 
-    /// The descriptors of a Pages frame.
+    /// Receives the descriptors of a Pages frame.
     pub(crate) fn receive_runs(
         &mut self,
         header: &FrameHeader,
@@ -327,10 +327,10 @@ impl StreamLink {
         Ok(list)
     }
 
-    /// The hasher of the frame whose descriptors were received last, to be fed with its data.
+    /// Takes the hasher of the last received descriptors. The caller feeds it the frame's data.
     ///
     /// # Panics
-    /// If none was received.
+    /// If no descriptors were received.
     pub(crate) fn take_runs_hasher(&mut self) -> FrameHasher {
         self.runs_hasher
             .take()
@@ -340,7 +340,7 @@ impl StreamLink {
     /// Receives the data of a Pages frame into memory given by address.
     ///
     /// # Safety
-    /// As [`Connection::read_exact_raw`].
+    /// The contract of [`Connection::read_exact_raw`].
     pub(crate) unsafe fn receive_raw(
         &self,
         pieces: &[RawSlice],
@@ -365,41 +365,41 @@ impl StreamLink {
         Ok(self.connection.read_exact(buffer, &wait)?)
     }
 
-    /// The error for a frame that does not belong here.
+    /// Returns the error for a frame that is not due.
     pub(crate) fn unexpected(&self, expected: &str, found: &Frame) -> MigrationError {
         MigrationError::Peer(format!(
-            "{expected} was due, and it sent {}",
+            "it sent {} where {expected} was due",
             found.frame_type()
         ))
     }
 
-    /// Tells the peer why this side gives up. It may be gone: then nobody wants to know.
-    pub(crate) fn say(&mut self, code: ErrorCode, message: &str) {
+    /// Sends the reason why this side gives up. A peer that is gone does not need it.
+    pub(crate) fn send_reason(&mut self, code: ErrorCode, message: &str) {
         let frame = Frame::Error(ErrorMessage::new(code, message));
-        self.say_frame(&frame);
+        self.send_final(&frame);
     }
 
-    pub(crate) fn say_error(&mut self, code: ErrorCode, error: &dyn Display) {
-        self.say(code, &error.to_string());
+    pub(crate) fn send_error(&mut self, code: ErrorCode, error: &dyn Display) {
+        self.send_reason(code, &error.to_string());
     }
 
-    pub(crate) fn say_cancel(&mut self) {
-        self.say_frame(&Frame::Cancel);
+    pub(crate) fn send_cancel(&mut self) {
+        self.send_final(&Frame::Cancel);
     }
 
-    fn say_frame(&mut self, frame: &Frame) {
+    fn send_final(&mut self, frame: &Frame) {
         if !self.torn && frame.encode(&mut self.out).is_ok() {
-            let wait = Wait::block("last word").within(LAST_WORD_LIMIT);
+            let wait = Wait::block("final frame").within(FINAL_FRAME_LIMIT);
             let _ = self.connection.write_all(&self.out, &wait);
         }
     }
 
-    /// Ends the connection so that the peer can still read the last word: what it sent and nobody
-    /// read would otherwise turn into a reset that overtakes it.
-    pub(crate) fn close_after_word(&self) {
+    /// Closes the connection so that the peer can still read the final frame. Closing with unread
+    /// bytes would send a reset, which can overtake that frame.
+    pub(crate) fn close_gracefully(&self) {
         self.connection.shutdown_write();
         let mut rest = [0; 4096];
-        let deadline = std::time::Instant::now() + LAST_WORD_LIMIT;
+        let deadline = std::time::Instant::now() + FINAL_FRAME_LIMIT;
         while std::time::Instant::now() < deadline {
             match self.connection.recv_pending(&mut rest, "end") {
                 Ok(Some(_)) => {}
@@ -440,7 +440,7 @@ impl UrgentLink {
         )?)
     }
 
-    /// Sends a request; several threads may do so at once.
+    /// Sends a request. Several threads may call it at once.
     pub(crate) fn send_small(&self, bytes: &[u8]) -> Result<(), MigrationError> {
         Ok(self
             .connection
@@ -454,7 +454,7 @@ impl UrgentLink {
         Ok(self.connection.recv_pending(buffer, "urgent reply")?)
     }
 
-    /// The requests that come, one after the other.
+    /// Returns the incoming requests, one after the other.
     pub(crate) fn requests(&self, memory_pages: u64) -> Requests<'_> {
         Requests {
             link: self,
@@ -466,7 +466,7 @@ impl UrgentLink {
     }
 }
 
-/// Requests on the urgent connection, received as many at a time as have come.
+/// The requests on the urgent connection. Each receive takes all that have arrived.
 pub(crate) struct Requests<'a> {
     link: &'a UrgentLink,
     memory_pages: u64,
@@ -476,7 +476,7 @@ pub(crate) struct Requests<'a> {
 }
 
 impl Requests<'_> {
-    /// The next request; waits as long as the connection lasts.
+    /// Waits for the next request as long as the connection lasts.
     pub(crate) fn next(&mut self) -> Result<UrgentMessage, MigrationError> {
         loop {
             if let Some(bytes) = self.buffer[self.at..self.filled].first_chunk::<URGENT_BYTES>() {

@@ -2,30 +2,32 @@
 
 use std::fmt;
 
-/// Where a migration is.
+/// The phase that a migration is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// Connections, capabilities, the destination's machine and its memory.
+    /// The two sides connect and agree on capabilities. The destination builds its machine and
+    /// allocates memory.
     Setup,
-    /// The guest runs at the source while pages are sent; passes count from 1.
+    /// The source sends pages while the guest runs there. Passes count from 1.
     Precopy {
-        /// Which pass over the pages.
+        /// The number of the pass over the pages.
         pass: u32,
     },
-    /// No vCPU runs anywhere: the missing bitmap and the vCPU states move. The blackout.
+    /// The blackout: no vCPU runs on either side. The source sends the missing bitmap and the vCPU
+    /// states.
     SwitchOver,
-    /// The guest runs at the destination; missing pages arrive on request and in the background.
+    /// The guest runs at the destination. Missing pages arrive on request and in the background.
     Postcopy,
-    /// All pages have arrived; both ends confirm it.
+    /// All pages have arrived. Both sides confirm it.
     Completion,
-    /// Over, well.
+    /// The migration succeeded.
     Completed,
-    /// Over, not well: what that means for the VM is in the error.
+    /// The migration failed. The error says where the VM is.
     Failed,
 }
 
 impl Phase {
-    /// The name used everywhere; passes are not part of it.
+    /// The name in progress, reports, logs and plots. It does not include the pass.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -49,15 +51,16 @@ impl fmt::Display for Phase {
     }
 }
 
-/// Is told how a migration goes. Called from the migration's own threads; must not block.
+/// Receives the progress of a migration. The migration's own threads call it, so it must not block.
 pub trait Observer: Send + Sync {
-    /// A phase begins.
+    /// `phase` begins.
     fn phase(&self, phase: Phase);
 
-    /// Pages are done in this phase, of `total`.
+    /// `done` of `total` pages are done in this phase.
     fn progress(&self, phase: Phase, done: u64, total: u64);
 
-    /// The destination has allocated `done` of its `total` pages, beside whatever the phase is.
+    /// The destination has allocated `done` of its `total` pages. This runs in parallel with any
+    /// phase.
     fn allocated(&self, done: u64, total: u64) {
         let _ = (done, total);
     }

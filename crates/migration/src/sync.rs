@@ -1,4 +1,4 @@
-//! The one place where atomics come from. Nothing here is modelled by loom: the lock-free kernels
-//! that migration relies on (page states, waiters) are `userfault`'s and are modelled there.
+//! The one place where atomics come from. No loom model covers this crate. Migration relies on the
+//! lock-free page states and waiters of `userfault`, which have models there.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

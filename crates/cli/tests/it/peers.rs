@@ -35,7 +35,7 @@ fn nobody_listens() {
 fn an_address_that_is_none_is_a_usage_error() {
     let ended = pageferry(&["migrate", "--vm", "/x", "--to", "7000"]);
     ended.assert_failed(2, "invalid value");
-    assert!(ended.stderr.contains("it has no port"), "{ended:?}");
+    assert!(ended.stderr.contains("the port is missing"), "{ended:?}");
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn a_source_that_does_not_fit_is_refused() {
         ),
         (|s| s.description[4] = 9, "version 9"),
         (|s| s.state_format += 1, "format"),
-        (|s| s.regions[0].gfn.0 = 1, "lies elsewhere"),
+        (|s| s.regions[0].gfn.0 = 1, "memory regions differ"),
     ];
     let dir = Dir::new();
     let (process, address) = destination(&dir);

@@ -1,4 +1,4 @@
-//! Connecting, with a limit and an interruption.
+//! Opens connections, with a limit and an interruption.
 
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -12,14 +12,13 @@ use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
 
-/// How long to pause before asking a unix listener again whose queue is full.
+/// The pause between two attempts to connect to a unix listener whose queue is full.
 const QUEUE_FULL_PAUSE: Duration = Duration::from_millis(5);
 
 impl Connection {
-    /// Connects to `address`. All the addresses of a host are tried in turn, each with the whole
-    /// limit.
+    /// Connects to `address`. Tries all addresses of a host in turn, each with the whole limit.
     ///
-    /// The resolver of names has limits of its own (resolv.conf(5)) and cannot be called off.
+    /// The name resolver has its own limits (resolv.conf(5)), and `stop` does not interrupt it.
     ///
     /// # Errors
     /// [`ChannelError::Open`] (of the last address tried), `TimedOut`, `Interrupted`.
@@ -45,7 +44,7 @@ impl Connection {
     }
 }
 
-/// The addresses of a host, at least one.
+/// Returns the addresses of a host, at least one.
 pub(super) fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, OpenError> {
     let unresolved = |source| OpenError::Unresolved {
         host: host.to_owned(),
@@ -56,12 +55,12 @@ pub(super) fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, OpenErro
         .map_err(unresolved)?
         .collect();
     if found.is_empty() {
-        return Err(unresolved(std::io::Error::other("it has no address")));
+        return Err(unresolved(std::io::Error::other("the host has no address")));
     }
     Ok(found)
 }
 
-/// A stream socket that no call on blocks and no child inherits.
+/// Opens a non-blocking stream socket that no child inherits.
 pub(super) fn stream_socket(family: AddressFamily) -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     socket_with(family, SocketType::STREAM, flags, None)
@@ -80,7 +79,7 @@ fn connect_tcp(
     let socket = stream_socket(family).map_err(failed)?;
     match rustix::net::connect(&socket, &resolved) {
         Ok(()) => {}
-        // An interrupted connect goes on by itself, as a started one does (connect(2)).
+        // The kernel completes an interrupted connect in the background (connect(2)).
         Err(Errno::INPROGRESS | Errno::INTR) => finish(&socket, wait, failed)?,
         Err(errno) => return Err(failed(errno).into()),
     }
@@ -88,7 +87,7 @@ fn connect_tcp(
         .map_err(|source| OpenError::from_os(address, source))?)
 }
 
-/// Waits for the end of a connect that was started.
+/// Waits for the end of a connect in progress.
 fn finish(
     socket: &OwnedFd,
     wait: &Wait<'_>,
@@ -118,7 +117,7 @@ fn connect_unix(
         match rustix::net::connect(&socket, &name) {
             Ok(()) => break,
             Err(Errno::INTR) => {}
-            // The listener's queue is full, and nothing tells when it no longer is (unix(7)).
+            // The listener's queue is full. The kernel has no event for free room in it (unix(7)).
             Err(Errno::AGAIN) => std::thread::sleep(QUEUE_FULL_PAUSE),
             Err(errno) => return Err(failed(errno).into()),
         }

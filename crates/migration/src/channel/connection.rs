@@ -16,9 +16,9 @@ use crate::wire::WireError;
 
 /// A connected stream socket, TCP or unix.
 ///
-/// All methods take `&self`: one thread may read while another writes. Two readers, or two writers
-/// of anything but [`send_small`](Self::send_small), would mix their bytes: that is their callers'
-/// affair.
+/// All methods take `&self`: one thread may read while another writes. Callers must not let two
+/// threads read at once, nor write at once. Only [`send_small`](Self::send_small) may run in
+/// several threads.
 #[derive(Debug)]
 pub struct Connection {
     socket: OwnedFd,
@@ -26,7 +26,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Takes over a connected stream socket; `tcp` sets TCP_NODELAY on it.
+    /// Wraps a connected stream socket. `tcp` sets TCP_NODELAY on it.
     pub(super) fn adopt(socket: OwnedFd, peer: String, tcp: bool) -> io::Result<Self> {
         if tcp {
             sockopt::set_tcp_nodelay(&socket, true)?;
@@ -34,10 +34,10 @@ impl Connection {
         Ok(Self { socket, peer })
     }
 
-    /// Two connected unix sockets of this process.
+    /// Returns two connected unix sockets of this process.
     ///
     /// # Errors
-    /// What the kernel says if it has no descriptors left.
+    /// The kernel's error if no descriptors are left.
     pub fn pair() -> io::Result<(Self, Self)> {
         let (a, b) = std::os::unix::net::UnixStream::pair()?;
         let name = || "this process".to_owned();
@@ -47,17 +47,17 @@ impl Connection {
         ))
     }
 
-    /// Who is at the other end, for people.
+    /// The address of the peer, for people.
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Asks for socket buffers of these sizes in bytes; the kernel doubles them and has its own
-    /// limits (`net.core.wmem_max`, `rmem_max`), above which it silently grants less.
+    /// Requests socket buffers of these sizes in bytes. The kernel doubles them. Above its limits
+    /// (`net.core.wmem_max`, `rmem_max`) it silently grants less.
     ///
     /// # Errors
-    /// What the kernel says.
+    /// The kernel's error.
     pub fn set_buffers(&self, send: Option<usize>, receive: Option<usize>) -> io::Result<()> {
         if let Some(bytes) = send {
             sockopt::set_socket_send_buffer_size(&self.socket, bytes)?;
@@ -68,24 +68,24 @@ impl Connection {
         Ok(())
     }
 
-    /// Ends the connection in both directions. Whoever waits in another method, in any thread,
-    /// returns with an error. Has no effect on a connection that has ended.
+    /// Ends the connection in both directions. A thread that waits in another method returns with
+    /// an error. Has no effect on a connection that has ended.
     pub fn shutdown(&self) {
-        // ENOTCONN is the only answer that can come, and means that there is nothing to end.
+        // ENOTCONN is the only possible error: the connection has ended already.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
     }
 
-    /// Says that nothing more will be sent; what was sent is still delivered, and reading goes on.
+    /// Ends the sending direction. The kernel still delivers earlier bytes, and reading continues.
     pub fn shutdown_write(&self) {
-        // As above.
+        // As in `shutdown`.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
     }
 
     /// Fills `buf`.
     ///
     /// # Errors
-    /// [`ChannelError::Closed`] if the peer ended before the first byte, [`WireError::Truncated`]
-    /// if after it; `TimedOut`, `Interrupted`, `Lost`.
+    /// [`ChannelError::Closed`] if the peer closed before the first byte, [`WireError::Truncated`]
+    /// if after it. Also `TimedOut`, `Interrupted`, `Lost`.
     pub fn read_exact(&self, buf: &mut [u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
         // SAFETY: `buf` is borrowed exclusively for the whole call.
         unsafe { self.read_exact_raw(&[RawSlice::of_mut(buf)], wait) }
@@ -94,11 +94,13 @@ impl Connection {
     /// Fills all pieces, in order.
     ///
     /// # Errors
-    /// As [`read_exact`](Self::read_exact). Some pieces may have been filled by then.
+    /// Those of [`read_exact`](Self::read_exact). Some pieces may be filled then.
     ///
     /// # Safety
-    /// Each piece is mapped, writable memory, and from the call to its return nobody else reads or
-    /// writes it, no reference to it exists, and it stays mapped. A guest's vCPUs count as readers.
+    /// From the call to its return:
+    /// 1. Each piece is mapped, writable memory, and stays mapped.
+    /// 2. No other thread reads or writes it. A guest's vCPUs count as readers.
+    /// 3. No reference to it exists.
     pub unsafe fn read_exact_raw(
         &self,
         pieces: &[RawSlice],
@@ -110,7 +112,7 @@ impl Connection {
         while cursor.left() > 0 {
             // SAFETY: the caller's contract is that of `receive`.
             let moved = unsafe { cursor.receive(self.socket.as_fd()) };
-            if self.settle(moved, &mut waiter, wait, PollFlags::IN)? == Some(0) {
+            if self.handle_result(moved, &mut waiter, wait, PollFlags::IN)? == Some(0) {
                 let got = needed - cursor.left();
                 return Err(match got {
                     0 if !wait.mid_message => ChannelError::Closed { what: wait.what },
@@ -125,14 +127,14 @@ impl Connection {
         Ok(())
     }
 
-    /// Receives what has come already, at most `buf`'s length, without waiting; `None` if nothing
-    /// has.
+    /// Receives the bytes that have arrived, at most `buf`'s length, without waiting. Returns
+    /// `None` if there are none.
     ///
     /// # Errors
-    /// [`ChannelError::Closed`] if the peer ended, [`ChannelError::Lost`].
+    /// [`ChannelError::Closed`] if the peer closed, [`ChannelError::Lost`].
     ///
     /// # Panics
-    /// If `buf` is empty: nothing received would look like the peer's end.
+    /// If `buf` is empty: a receive of no bytes means that the peer closed.
     pub fn recv_pending(
         &self,
         buf: &mut [u8],
@@ -153,8 +155,8 @@ impl Connection {
         }
     }
 
-    /// Waits until [`recv_pending`](Self::recv_pending) has something to say: bytes, an end, or an
-    /// error. May return early.
+    /// Waits until [`recv_pending`](Self::recv_pending) returns bytes or an error. May return
+    /// early.
     ///
     /// # Errors
     /// `TimedOut`, `Interrupted`, `Lost`.
@@ -177,7 +179,7 @@ impl Connection {
     /// Sends all of `bytes`.
     ///
     /// # Errors
-    /// `TimedOut`, `Interrupted` (some bytes may be sent by then), `Lost`.
+    /// `TimedOut`, `Interrupted` (some bytes may have been sent), `Lost`.
     pub fn write_all(&self, bytes: &[u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
         // SAFETY: `bytes` is borrowed for the whole call.
         unsafe { self.write_all_raw(&[RawSlice::of(bytes)], wait) }
@@ -186,7 +188,7 @@ impl Connection {
     /// Sends all slices, in order.
     ///
     /// # Errors
-    /// As [`write_all`](Self::write_all).
+    /// Those of [`write_all`](Self::write_all).
     pub fn write_all_vectored(
         &self,
         slices: &[IoSlice<'_>],
@@ -196,15 +198,15 @@ impl Connection {
         unsafe { self.write_all_raw(of_io_slices(slices), wait) }
     }
 
-    /// Sends all pieces, in order, from where they lie.
+    /// Sends all pieces in order, without copying them first.
     ///
     /// # Errors
-    /// As [`write_all`](Self::write_all).
+    /// Those of [`write_all`](Self::write_all).
     ///
     /// # Safety
-    /// Each piece is mapped, readable memory and stays mapped until the call returns. Others may
-    /// write it meanwhile: then the peer receives some mixture of old and new bytes, which no
-    /// checksum computed before or after will fit.
+    /// Each piece is mapped, readable memory and stays mapped until the call returns. Other threads
+    /// may write it meanwhile. The peer then receives a mixture of old and new bytes, which fits no
+    /// checksum.
     pub unsafe fn write_all_raw(
         &self,
         pieces: &[RawSlice],
@@ -215,21 +217,20 @@ impl Connection {
         while cursor.left() > 0 {
             // SAFETY: the caller's contract is that of `send`.
             let moved = unsafe { cursor.send(self.socket.as_fd()) };
-            self.settle(moved, &mut waiter, wait, PollFlags::OUT)?;
+            self.handle_result(moved, &mut waiter, wait, PollFlags::OUT)?;
         }
         Ok(())
     }
 
-    /// Sends a small message in one call, so that several threads may do so at once without a lock:
-    /// the kernel takes it whole, or (its buffer full) not at all, and then this waits and
-    /// tries again.
+    /// Sends a small message in one system call. Several threads may send at once without a lock.
+    /// The kernel takes the whole message, or nothing of it if its buffer is full. Then this waits
+    /// and retries.
     ///
-    /// On TCP the kernel promises that for no length; a message of some bytes is cut only if the
-    /// buffer fills up within it. Then the connection is shut down, so that nothing misplaced
-    /// is ever understood.
+    /// TCP does not guarantee this for any length. It cuts a small message only if the buffer fills
+    /// up within it. Then this shuts the connection down, so that the peer never misreads the rest.
     ///
     /// # Errors
-    /// [`ChannelError::Torn`] in that case; `TimedOut`, `Interrupted`, `Lost`.
+    /// [`ChannelError::Torn`] in that case, `TimedOut`, `Interrupted`, `Lost`.
     pub fn send_small(&self, bytes: &[u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
         let pieces = [RawSlice::of(bytes)];
         let mut waiter = Waiter::new(wait);
@@ -237,7 +238,7 @@ impl Connection {
             let mut cursor = Cursor::new(&pieces);
             // SAFETY: `bytes` is borrowed for the whole call.
             let moved = unsafe { cursor.send(self.socket.as_fd()) };
-            match self.settle(moved, &mut waiter, wait, PollFlags::OUT)? {
+            match self.handle_result(moved, &mut waiter, wait, PollFlags::OUT)? {
                 None => {}
                 Some(sent) if sent == bytes.len() => return Ok(()),
                 Some(sent) => {
@@ -252,8 +253,9 @@ impl Connection {
         }
     }
 
-    /// What a call's result means: bytes moved (0 is the peer's end), or `None` after a wait.
-    fn settle(
+    /// Handles a call's result. Returns the bytes moved (0 if the peer closed), or `None` after a
+    /// wait.
+    fn handle_result(
         &self,
         moved: io::Result<usize>,
         waiter: &mut Waiter<'_>,

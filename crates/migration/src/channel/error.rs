@@ -1,4 +1,4 @@
-//! What can go wrong with a socket.
+//! Errors of sockets.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,47 +7,47 @@ use std::time::Duration;
 use crate::address::Address;
 use crate::wire::WireError;
 
-/// An operation on a connection failed. After any but [`TimedOut`](Self::TimedOut) and
-/// [`Interrupted`](Self::Interrupted) before the first byte, the connection is of no more use.
+/// An operation on a connection failed. The connection stays usable only after
+/// [`TimedOut`](Self::TimedOut) or [`Interrupted`](Self::Interrupted) before the first byte.
 #[derive(Debug, thiserror::Error)]
 pub enum ChannelError {
-    /// The peer closed the connection between two messages (or it was shut down here).
+    /// The peer closed the connection between two messages, or this side shut it down.
     #[error("the peer closed the connection (waiting for {what})")]
     Closed {
-        /// What was waited for.
+        /// The awaited message.
         what: &'static str,
     },
-    /// The connection broke: reset, or no way to the peer any more.
+    /// The connection broke: it was reset, or the peer is no longer reachable.
     #[error("the connection was lost at {what}: {source}")]
     Lost {
-        /// What was being sent or received.
+        /// The message that was sent or received.
         what: &'static str,
-        /// The kernel's answer.
+        /// The error of the kernel.
         source: io::Error,
     },
-    /// The operation was not complete within its limit.
+    /// The operation did not complete within its limit.
     #[error("{what}: not complete after {} ms", after.as_millis())]
     TimedOut {
-        /// What was being sent or received.
+        /// The message that was sent or received.
         what: &'static str,
         /// The limit.
         after: Duration,
     },
-    /// The caller's `stop` said so.
-    #[error("{what}: called off")]
+    /// The caller's `stop` returned true.
+    #[error("{what}: cancelled")]
     Interrupted {
-        /// What was being sent or received.
+        /// The message that was sent or received.
         what: &'static str,
     },
-    /// A message that several threads may send without a lock was only sent in part; the connection
-    /// was shut down, as what follows would be garbage.
+    /// A message of [`Connection::send_small`](super::Connection::send_small) was sent in part. The
+    /// connection was shut down, since the peer would misread any later message.
     #[error("{what}: only {sent} of {len} bytes fitted; the connection was shut down")]
     Torn {
-        /// What was being sent.
+        /// The message.
         what: &'static str,
-        /// How many bytes were sent.
+        /// The number of bytes sent.
         sent: usize,
-        /// How many there were.
+        /// The length of the message in bytes.
         len: usize,
     },
     /// The peer stopped in the middle of a message ([`WireError::Truncated`]).
@@ -61,25 +61,25 @@ pub enum ChannelError {
 /// A socket could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Somebody listens there already.
-    #[error("{address} is in use by another process; choose another address, or end that process")]
+    /// Another process listens on this address.
+    #[error("{address} is in use by another process; choose another address or end that process")]
     InUse {
         /// The address.
         address: Address,
     },
-    /// A unix socket that nobody listens on any more.
-    #[error("the socket {} was left behind by a process that has ended; remove the file and try again", path.display())]
+    /// A unix socket without a listener.
+    #[error("the socket {} belongs to a process that has ended; remove the file and retry", path.display())]
     StaleSocket {
         /// Its path.
         path: PathBuf,
     },
-    /// Something that is not a socket is in the way.
+    /// The path exists and is not a socket.
     #[error("{} exists and is not a socket; choose another path", path.display())]
     NotASocket {
         /// Its path.
         path: PathBuf,
     },
-    /// This user may not.
+    /// The user has no permission.
     #[error(
         "{address}: permission denied (ports below 1024 and foreign directories need privileges)"
     )]
@@ -93,40 +93,40 @@ pub enum OpenError {
         /// The path.
         path: PathBuf,
     },
-    /// Nobody listens there.
+    /// No process listens on this address.
     #[error("{address} refused the connection: nobody listens there")]
     Refused {
         /// The address.
         address: Address,
     },
-    /// The host's name means nothing.
+    /// The host's name was not found.
     #[error("the host `{host}` was not found: {source}")]
     Unresolved {
         /// The name.
         host: String,
-        /// The resolver's answer.
+        /// The error of the resolver.
         source: io::Error,
     },
-    /// Port 0 is for listening only.
+    /// The port is 0.
     #[error(
-        "{address} cannot be connected to: port 0 is for listening on a port of the system's choice"
+        "cannot connect to {address}: port 0 is for listening on a port that the system chooses"
     )]
     PortZero {
         /// The address.
         address: Address,
     },
-    /// Anything else.
+    /// Another error.
     #[error("{address}: {source}")]
     Os {
         /// The address.
         address: Address,
-        /// The kernel's answer.
+        /// The error of the kernel.
         source: io::Error,
     },
 }
 
 impl OpenError {
-    /// The variant for an error of `connect` or `bind` that needs no closer look.
+    /// Returns the variant for an error of `connect` or `bind`, from its error number alone.
     pub(super) fn from_os(address: &Address, source: io::Error) -> Self {
         let address = address.clone();
         match (source.kind(), &address) {

@@ -1,4 +1,4 @@
-//! Listening for a source.
+//! Listening sockets.
 
 use rustix::event::PollFlags;
 use rustix::fs::{Mode, fchmod};
@@ -14,11 +14,11 @@ use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
 
-/// How many connections may wait to be accepted.
+/// The most connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A listening socket. A unix socket has mode 0600 from its first moment, and its file is removed
-/// when the listener is dropped, if it still is this listener's.
+/// A listening socket. A unix socket has mode 0600 from the start. Dropping the listener removes
+/// the file if it is still this listener's.
 #[derive(Debug)]
 pub struct Listener {
     socket: OwnedFd,
@@ -26,7 +26,7 @@ pub struct Listener {
     file: Option<SocketFile>,
 }
 
-/// The file of a unix socket, and what tells it from a later one of the same name.
+/// The file of a unix socket. Device and inode distinguish it from a later file of the same name.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
@@ -39,18 +39,18 @@ impl Drop for SocketFile {
         let ours = std::fs::symlink_metadata(&self.path)
             .is_ok_and(|found| (found.dev(), found.ino()) == (self.device, self.inode));
         if ours {
-            // Gone already, or a directory that may no longer be written: nothing to do about
-            // either.
+            // The file may be gone, or the directory may be read-only. Neither can be repaired
+            // here.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
 impl Listener {
-    /// Listens on `address`; of a host with several addresses on the first that works.
+    /// Listens on `address`. Of a host's addresses it takes the first that works.
     ///
     /// # Errors
-    /// [`OpenError`]; a unix socket left behind by a dead process is told from one in use.
+    /// [`OpenError`]. A unix socket of a dead process and one in use give different errors.
     pub fn bind(address: &Address) -> Result<Self, OpenError> {
         match address {
             Address::Unix(path) => Self::bind_unix(address, path),
@@ -73,7 +73,7 @@ impl Listener {
             SocketAddr::V6(_) => AddressFamily::INET6,
         };
         let socket = stream_socket(family)?;
-        // A port whose last connections still linger may be listened on again; one in use may not.
+        // This allows a port whose last connections are in TIME_WAIT, but not a port in use.
         sockopt::set_socket_reuseaddr(&socket, true)?;
         bind(&socket, &resolved)?;
         listen(&socket, BACKLOG)?;
@@ -92,8 +92,8 @@ impl Listener {
         let failed = |errno: Errno| OpenError::from_os(address, errno.into());
         let name = SocketAddrUnix::new(path).map_err(failed)?;
         let socket = stream_socket(AddressFamily::UNIX).map_err(failed)?;
-        // Linux creates the file with the mode of the socket's own inode: so there is no moment in
-        // which others could connect (net/unix/af_unix.c, unix_bind_bsd).
+        // Linux creates the file with the mode of the socket's inode (net/unix/af_unix.c,
+        // unix_bind_bsd). So other users can never connect.
         fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
         bind(&socket, &name).map_err(|errno| match errno {
             Errno::ADDRINUSE => occupied(address, path),
@@ -114,7 +114,7 @@ impl Listener {
         })
     }
 
-    /// Where it listens: with the port the system chose, if 0 was asked for.
+    /// The address it listens on. If port 0 was requested, this has the port that the system chose.
     #[must_use]
     pub const fn local_addr(&self) -> &Address {
         &self.address
@@ -134,10 +134,10 @@ impl Listener {
         }
     }
 
-    /// Takes a connection that waits already, or `None`.
+    /// Takes a waiting connection. Returns `None` if there is none.
     ///
     /// # Errors
-    /// [`OpenError::Os`]: no descriptors or no memory left.
+    /// [`OpenError::Os`] if no descriptors or no memory are left.
     pub fn try_accept(&self) -> Result<Option<Connection>, OpenError> {
         let os = |errno: Errno| OpenError::from_os(&self.address, errno.into());
         loop {
@@ -145,7 +145,7 @@ impl Listener {
                 Ok(socket) => {
                     let tcp = self.file.is_none();
                     let peer = peer_name(&socket, &self.address);
-                    // One that was reset already is not worth an error.
+                    // A connection that was reset already is dropped without an error.
                     if let Ok(connection) = Connection::adopt(socket, peer, tcp) {
                         return Ok(Some(connection));
                     }
@@ -159,7 +159,7 @@ impl Listener {
     }
 }
 
-/// Whether an error of accept(2) is about the connection at hand, and the next may well be good.
+/// Whether an error of accept(2) concerns only the connection at hand.
 fn is_of_one_connection(errno: Errno) -> bool {
     matches!(
         errno,
@@ -175,7 +175,7 @@ fn is_of_one_connection(errno: Errno) -> bool {
     )
 }
 
-/// Why a unix socket's path is taken.
+/// Returns the reason why a unix socket's path is in use.
 fn occupied(address: &Address, path: &Path) -> OpenError {
     let path = path.to_owned();
     match std::fs::symlink_metadata(&path) {

@@ -1,17 +1,17 @@
-//! Sockets: the thin shell that moves the wire format's bytes.
+//! Sockets: a thin layer that moves the wire format's bytes.
 //!
 //! **Guarantee.** Every wait ends: by bytes, by the operation's limit, by the caller's `stop`, by
-//! [`Connection::shutdown`] from another thread, or by the peer's end. A peer that ends between two
-//! messages ([`ChannelError::Closed`]), in the middle of one ([`WireError::Truncated`]) and by a
-//! reset ([`ChannelError::Lost`]) are told apart. No signal is raised by a dead peer.
+//! [`Connection::shutdown`] from another thread, or by the end of the connection. Errors
+//! distinguish a close between two messages ([`ChannelError::Closed`]), a close within a message
+//! ([`WireError::Truncated`]) and a reset ([`ChannelError::Lost`]). A dead peer raises no signal.
 //!
 //! **Mechanism.** Non-blocking calls and `poll`, TCP (always without Nagle's delay) or unix sockets
-//! behind one [`Connection`]. How a reader waits is its caller's choice ([`WaitPolicy`]): a
-//! sleeping wake-up across cores costs ten times a spinning one. Guest memory is sent from and
-//! received into where it lies ([`RawSlice`]).
+//! behind one [`Connection`]. The caller chooses how a reader waits ([`WaitPolicy`]): a wake-up
+//! across cores costs ten times as much as spinning. Guest memory is sent and received without a
+//! copy ([`RawSlice`]).
 //!
-//! **Neighbours.** [`handshake`](crate::handshake) opens the two connections of a migration. It
-//! must not know frames, pages or machines.
+//! **Neighbours.** [`handshake`](crate::handshake) opens the two connections of a migration. This
+//! module must not know frames, pages or machines.
 //!
 //! [`WireError::Truncated`]: crate::wire::WireError::Truncated
 

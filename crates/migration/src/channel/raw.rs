@@ -2,16 +2,16 @@
     unsafe_code,
     reason = "moves bytes between sockets and memory for which no reference may exist"
 )]
-//! The two system calls that move bytes, on memory given by address.
+//! The two system calls that move bytes, for memory given by address.
 //!
-//! A reference to guest memory would claim that nobody writes it, which is false while a guest
-//! runs; hence addresses, and the callers' contracts.
+//! A reference to guest memory would claim that no thread writes it. This is false while a guest
+//! runs. So callers pass addresses and keep the contracts stated here.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The most pieces handed to the kernel in one call (it takes up to 1024, `UIO_MAXIOV`): a Pages
-/// frame's head and all its runs.
+/// The most pieces in one system call: a Pages frame's head and all its runs. The kernel takes up
+/// to 1024 (`UIO_MAXIOV`).
 const PIECES: usize = crate::wire::MAX_RUNS + 2;
 
 /// A piece of memory by its address, laid out as the kernel's `struct iovec`.
@@ -31,7 +31,7 @@ const _: () = {
 };
 
 impl RawSlice {
-    /// The memory of a slice that is only read through this.
+    /// Returns the memory of a slice, for reading only.
     pub(super) const fn of(bytes: &[u8]) -> Self {
         Self {
             start: bytes.as_ptr().cast_mut(),
@@ -39,7 +39,7 @@ impl RawSlice {
         }
     }
 
-    /// The memory of a slice that is written through this.
+    /// Returns the memory of a slice, for writing.
     pub(super) const fn of_mut(bytes: &mut [u8]) -> Self {
         Self {
             start: bytes.as_mut_ptr(),
@@ -48,14 +48,14 @@ impl RawSlice {
     }
 }
 
-/// `slices` seen as raw pieces.
+/// Views `slices` as raw pieces.
 pub(super) const fn of_io_slices<'a>(slices: &'a [IoSlice<'_>]) -> &'a [RawSlice] {
-    // SAFETY: std guarantees that an `IoSlice` has the ABI of `iovec`, whose layout `RawSlice` has
-    // (asserted above); the lifetime is that of the borrow.
+    // SAFETY: std guarantees that an `IoSlice` has the ABI of `iovec`. `RawSlice` has the same
+    // layout (asserted above). The lifetime is that of the borrow.
     unsafe { core::slice::from_raw_parts(slices.as_ptr().cast(), slices.len()) }
 }
 
-/// A place in a list of pieces: what is before it was moved.
+/// A position in a list of pieces. The bytes before it were moved.
 pub(super) struct Cursor<'a> {
     pieces: &'a [RawSlice],
     offset: usize,
@@ -71,12 +71,12 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// How many bytes are still to be moved.
+    /// The number of bytes left to move.
     pub(super) const fn left(&self) -> usize {
         self.left
     }
 
-    /// `bytes` more were moved.
+    /// Moves the position by `bytes`.
     fn advance(&mut self, bytes: usize) {
         self.left -= bytes;
         self.offset += bytes;
@@ -88,7 +88,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// The next pieces, as many as one call takes.
+    /// Returns the next pieces, as many as one call takes.
     fn window(&self) -> ([libc::iovec; PIECES], usize) {
         let empty = libc::iovec {
             iov_base: core::ptr::null_mut(),
@@ -106,20 +106,21 @@ impl<'a> Cursor<'a> {
         (window, self.pieces.len().min(PIECES))
     }
 
-    /// Receives what is there into the pieces, without waiting; 0 at the peer's end.
+    /// Receives the bytes that have arrived into the pieces, without waiting. Returns 0 if the peer
+    /// closed.
     ///
     /// # Safety
-    /// Each piece is mapped writable memory that nobody else reads or writes during the call.
+    /// Each piece is mapped writable memory that no other thread reads or writes during the call.
     pub(super) unsafe fn receive(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
         let (mut window, len) = self.window();
         let mut message = message(&mut window[..len]);
-        // SAFETY: `message` points to `window`, which lives until after the call, and that to the
-        // memory the caller vouches for; the descriptor is open as long as it is borrowed.
+        // SAFETY: `message` points to `window`, which outlives the call. `window` points to the
+        // memory of the caller's contract. The descriptor is open while it is borrowed.
         let moved = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         self.moved(moved)
     }
 
-    /// Sends from the pieces what the socket takes, without waiting and without a signal.
+    /// Sends as many bytes as the socket takes, without waiting and without a signal.
     ///
     /// # Safety
     /// Each piece is mapped readable memory.
@@ -139,9 +140,9 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// A message of these pieces, without an address and without control data.
+/// Returns a message of these pieces, without an address and without control data.
 fn message(window: &mut [libc::iovec]) -> libc::msghdr {
-    // SAFETY: all fields of `msghdr` are integers and pointers, for which zero is a value.
+    // SAFETY: all fields of `msghdr` are integers and pointers, for which zero is a valid value.
     let mut message: libc::msghdr = unsafe { core::mem::zeroed() };
     message.msg_iov = window.as_mut_ptr();
     message.msg_iovlen = window.len() as _;

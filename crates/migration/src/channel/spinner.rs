@@ -1,29 +1,32 @@
-//! Spinning that gets out of the way when the processor is wanted.
+//! Spinning that gives way when other threads need the core.
 //!
-//! A wake-up across cores costs about ten times what a spinning reader needs to see its bytes, so a
-//! reader that expects an answer soon does not sleep at once. But it may share its core with the
-//! very thread it waits for: then it must yield. And it may share it with threads that compute:
-//! then a yield costs one of their slices (milliseconds), where a sleeper would be woken as soon as
-//! its bytes come. Which of the two it is shows in how long a yield takes; a thread that found its
-//! core contended does not yield for a while, spins shortly and sleeps.
+//! A wake-up across cores takes about ten times as long as a spinning reader needs to see its
+//! bytes. So a reader that expects an answer soon spins first. It may share its core with other
+//! threads:
+//!
+//! - With the thread that it waits for. Then it must yield.
+//! - With threads that compute. Then a yield costs one of their slices (milliseconds), and sleeping
+//!   is better.
+//!
+//! The duration of a yield tells the two apart. After a long yield, the thread does not yield for a
+//! while: it spins shortly and sleeps.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// For this long a spinner neither yields nor sleeps. Short: where both ends share a core, which
-/// the scheduler favours for threads that wake each other, this is lost at either end of each
-/// exchange.
+/// The time for which a spinner neither yields nor sleeps. It is short, since both sides lose it in
+/// each exchange if they share a core. The scheduler favours that for threads that wake each other.
 const TIGHT: Duration = Duration::from_micros(2);
-/// A yield that took longer was somebody else's work.
+/// After a longer yield, the core counts as contended.
 const LONG_YIELD: Duration = Duration::from_micros(60);
-/// For how long a core stays known as contended.
+/// The time for which a core stays marked as contended.
 const REMEMBER: Duration = Duration::from_millis(50);
 
 thread_local! {
     static CONTENDED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
-/// One wait of a thread.
+/// One wait of a thread, with a spin budget.
 #[derive(Clone, Copy, Debug)]
 pub struct Spinner {
     since: Instant,
@@ -31,7 +34,7 @@ pub struct Spinner {
 }
 
 impl Spinner {
-    /// A wait that begins now and may spin for `budget`.
+    /// Starts a wait that may spin for `budget`.
     #[must_use]
     pub fn new(budget: Duration) -> Self {
         Self {
@@ -40,8 +43,8 @@ impl Spinner {
         }
     }
 
-    /// One round of waiting: returns soon, true as long as spinning is worth it, false when it is
-    /// time to sleep.
+    /// Spins for one short round. Returns true if the caller should spin on, false if it should
+    /// sleep.
     #[must_use]
     pub fn spin(&self) -> bool {
         let now = Instant::now();

@@ -1,4 +1,4 @@
-//! How an operation waits: by spinning or by sleeping, for how long, and who may call it off.
+//! The waiting of an operation: spin or sleep, the limit, and the interruption.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -7,25 +7,25 @@ use std::time::{Duration, Instant};
 
 use super::{ChannelError, Spinner};
 
-/// How often a sleeping wait asks `stop`.
+/// The interval at which a sleeping wait calls `stop`.
 const STOP_CHECK: Duration = Duration::from_millis(50);
-/// How many empty tries of a spinning reader come between two looks at `stop`.
+/// The number of empty tries of a spinning reader between two calls of `stop`.
 const TRIES_PER_CHECK: u32 = 16;
 
-/// How a reader waits for its next byte.
+/// The way in which a reader waits for its next byte.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WaitPolicy {
-    /// Sleep at once. Costs nothing and wakes late (about 70 us across cores on a virtual machine).
+    /// Sleep at once. Uses no core, but wakes late (about 70 us across cores on a virtual machine).
     Block,
-    /// Try again and again for this long since the last byte, then sleep. Wakes early (about 7 us)
-    /// and occupies a core meanwhile.
+    /// Spin for this long after the last byte, then sleep. Sees bytes early (about 7 us), but
+    /// occupies a core.
     Spin {
-        /// How long, in microseconds.
+        /// The spin time in microseconds.
         for_micros: u32,
     },
 }
 
-/// The rules of one kind of operation; each operation starts its limit anew.
+/// The rules for the waits of an operation. Each operation starts its limit anew.
 ///
 /// ```
 /// use pageferry_migration::channel::Wait;
@@ -45,7 +45,7 @@ pub struct Wait<'a> {
 }
 
 impl<'a> Wait<'a> {
-    /// Sleeps without a limit; `what` names what is moved, for errors.
+    /// Sleeps without a limit. `what` names the message, for errors.
     #[must_use]
     pub const fn block(what: &'static str) -> Self {
         Self {
@@ -57,42 +57,42 @@ impl<'a> Wait<'a> {
         }
     }
 
-    /// The same, with this policy. Only readers spin; a writer whose socket is full always sleeps.
+    /// Sets the policy. Only readers spin. A writer whose socket is full always sleeps.
     #[must_use]
     pub const fn with_policy(mut self, policy: WaitPolicy) -> Self {
         self.policy = policy;
         self
     }
 
-    /// The same, spinning for `for_micros` microseconds since the last byte.
+    /// Spins for `for_micros` microseconds after the last byte.
     #[must_use]
     pub const fn spinning(self, for_micros: u32) -> Self {
         self.with_policy(WaitPolicy::Spin { for_micros })
     }
 
-    /// The same, with a limit for the whole operation, counted from its start.
+    /// Sets a limit for the whole operation, counted from its start.
     #[must_use]
     pub const fn within(mut self, limit: Duration) -> Self {
         self.limit = Some(limit);
         self
     }
 
-    /// The same, with what is left of its limit after `spent`.
+    /// Shortens the limit by `spent`.
     #[must_use]
     pub(crate) fn less(mut self, spent: Duration) -> Self {
         self.limit = self.limit.map(|limit| limit.saturating_sub(spent));
         self
     }
 
-    /// The same, called off within 50 ms once `stop` returns true.
+    /// Interrupts the operation within 50 ms once `stop` returns true.
     #[must_use]
     pub const fn unless(mut self, stop: &'a dyn Fn() -> bool) -> Self {
         self.stop = Some(stop);
         self
     }
 
-    /// The same, for what continues a message: a peer that ends before its first byte has truncated
-    /// the message, it did not end between two.
+    /// Marks the rest of a message. If the peer closes before the first byte of this rest, it has
+    /// truncated the message.
     #[must_use]
     pub const fn mid_message(mut self) -> Self {
         self.mid_message = true;
@@ -111,7 +111,7 @@ impl core::fmt::Debug for Wait<'_> {
     }
 }
 
-/// The state of one operation's waiting. Costs no system call and reads no clock until the first
+/// The state of one operation's waits. It makes no system call and reads no clock before the first
 /// wait.
 pub(super) struct Waiter<'a> {
     wait: &'a Wait<'a>,
@@ -130,12 +130,12 @@ impl<'a> Waiter<'a> {
         }
     }
 
-    /// Bytes were moved: the spinning time starts anew.
+    /// Starts the spin time anew, after bytes were moved.
     pub(super) const fn progressed(&mut self) {
         self.spinner = None;
     }
 
-    /// Returns when it is worth to try again.
+    /// Returns when the operation should retry.
     pub(super) fn wait(
         &mut self,
         fd: BorrowedFd<'_>,
@@ -171,7 +171,7 @@ impl<'a> Waiter<'a> {
             (None, Some(_)) => Some(STOP_CHECK),
             (left, None) => left,
         };
-        // A limit too long for the kernel's clock is no limit.
+        // A limit that is too long for the kernel's clock counts as no limit.
         let pause = pause.and_then(|pause| Timespec::try_from(pause).ok());
         match poll(&mut [PollFd::from_borrowed_fd(fd, events)], pause.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),

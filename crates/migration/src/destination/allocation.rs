@@ -1,8 +1,9 @@
-//! Allocates the VM's memory beside pre-copy, so that no page waits for the host's allocator later.
+//! Allocates the VM's memory in parallel with pre-copy, so that no page waits for the host's
+//! allocator later.
 //!
-//! **Guarantee.** Once [`Allocation::is_ready`] holds, every page has memory. Dropping an
-//! [`Allocation`] ends its threads within a step. Allocating changes no byte, so pages may arrive
-//! meanwhile: a page that is written before its turn is allocated by that.
+//! **Guarantee.** Once [`Allocation::is_ready`] returns true, every page has memory. Dropping an
+//! [`Allocation`] ends its threads within a step. Allocation changes no byte, so pages may arrive
+//! meanwhile. Writing a page before its turn allocates it.
 //!
 //! **Mechanism.** Threads with a low priority take steps of 16 MiB from one counter.
 
@@ -13,16 +14,16 @@ use pageferry_machine::{GuestRam, MachineError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-/// How many pages a thread allocates at a time.
+/// The number of pages that a thread allocates at a time.
 const STEP: u64 = (16 << 20) / PAGE_SIZE;
 /// The most threads. More would contend for the kernel's page allocator.
 const MAX_THREADS: usize = 8;
 
-struct State {
+struct Shared {
     ram: Arc<GuestRam>,
-    /// Where the next step begins.
+    /// The first page of the next step.
     next: AtomicU64,
-    /// How many pages have memory.
+    /// The number of allocated pages.
     done: AtomicU64,
     stop: AtomicBool,
     failure: Mutex<Option<MachineError>>,
@@ -30,17 +31,17 @@ struct State {
 
 /// The allocation of one VM's memory.
 pub(super) struct Allocation {
-    state: Arc<State>,
-    /// Whether memory is allocated at all before it is needed.
+    shared: Arc<Shared>,
+    /// Whether to allocate memory before it is needed.
     wanted: bool,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Allocation {
-    /// Starts to allocate `ram`; unless `wanted`, there is nothing to do.
+    /// Starts to allocate `ram`. Does nothing unless `wanted`.
     pub(super) fn start(ram: &Arc<GuestRam>, wanted: bool) -> Result<Self, MigrationError> {
         let mut allocation = Self {
-            state: Arc::new(State {
+            shared: Arc::new(Shared {
                 ram: Arc::clone(ram),
                 next: AtomicU64::new(0),
                 done: AtomicU64::new(0),
@@ -53,50 +54,50 @@ impl Allocation {
         let steps = usize::try_from(ram.pages().div_ceil(STEP)).unwrap_or(usize::MAX);
         let threads = if wanted { thread_count().min(steps) } else { 0 };
         for _ in 0..threads {
-            let state = Arc::clone(&allocation.state);
+            let shared = Arc::clone(&allocation.shared);
             let thread = std::thread::Builder::new()
                 .name("pf-allocate".into())
-                .spawn(move || state.run())
+                .spawn(move || shared.run())
                 .map_err(|e| MigrationError::os("cannot start a thread that allocates", e))?;
             allocation.threads.push(thread);
         }
         Ok(allocation)
     }
 
-    /// How many pages have memory.
+    /// The number of allocated pages.
     pub(super) fn done(&self) -> u64 {
-        self.state.done.load(Ordering::Acquire)
+        self.shared.done.load(Ordering::Acquire)
     }
 
-    /// Whether the switch-over need not wait for this.
+    /// Whether the allocation is complete, so that the switch-over may begin.
     ///
     /// # Errors
-    /// When the host has not enough memory.
+    /// If the host does not have enough memory.
     pub(super) fn is_ready(&self) -> Result<bool, MigrationError> {
-        let mut failure = self.state.failure();
+        let mut failure = self.shared.failure();
         match failure.take() {
             Some(error) => Err(error.into()),
-            None => Ok(!self.wanted || self.done() == self.state.ram.pages()),
+            None => Ok(!self.wanted || self.done() == self.shared.ram.pages()),
         }
     }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.state.stop.store(true, Ordering::Relaxed);
+        self.shared.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
     }
 }
 
-impl State {
+impl Shared {
     fn failure(&self) -> std::sync::MutexGuard<'_, Option<MachineError>> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn run(&self) {
-        crate::latency::stand_back();
+        crate::latency::lower_priority();
         let total = self.ram.pages();
         while !self.stop.load(Ordering::Relaxed) {
             let first = self.next.fetch_add(STEP, Ordering::Relaxed);
@@ -114,7 +115,7 @@ impl State {
     }
 }
 
-/// Half of the cores: the others are for the pages that arrive meanwhile.
+/// Half of the cores. The others serve the pages that arrive meanwhile.
 fn thread_count() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     (cores / 2).clamp(1, MAX_THREADS)
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_nobody_wants_before_is_not_allocated() {
+    fn memory_is_not_allocated_unless_wanted() {
         let ram = ram(1 << 20);
         let allocation = Allocation::start(&ram, false).unwrap();
         assert!(allocation.is_ready().unwrap());
@@ -160,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn it_stops_when_it_is_dropped() {
+    fn a_dropped_allocation_stops() {
         let ram = ram(16 << 40);
         let allocation = Allocation::start(&ram, true).unwrap();
         wait_until("the first step", || allocation.done() > 0);

@@ -1,19 +1,19 @@
-//! What the destination is told, what it is offered, and what it answers when a migration fails.
+//! The destination's configuration, the offer of a source, and the report of a failed migration.
 
 use crate::error::MigrationError;
 use pageferry_machine::{Delivery, Engine};
 use std::fmt;
 use std::time::Duration;
 
-/// How to receive.
+/// The destination's configuration.
 #[derive(Clone, Debug)]
 pub struct DestinationConfig {
-    /// How faults are delivered; the machine's best way if not given.
+    /// The fault delivery. `None` takes the machine's best.
     pub delivery: Option<Delivery>,
-    /// Allocate all memory in set-up, so that no urgent page waits for the host's allocator.
-    /// Without it pages that were never written take no memory.
+    /// Whether to allocate all memory before the switch-over, so that no urgent page waits for the
+    /// host's allocator. Otherwise pages that were never written take no memory.
     pub allocate: bool,
-    /// The longest wait for a peer in the handshake.
+    /// The longest wait for the source's offer after the handshake.
     pub handshake_limit: Duration,
     /// The longest silence of a source that has more to send.
     pub silence_limit: Duration,
@@ -30,27 +30,27 @@ impl Default for DestinationConfig {
     }
 }
 
-/// The VM that a source offers. Foreign data: every field was checked against its bounds only.
+/// The VM that a source offers. The data is foreign: only the bounds of the fields were checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
-    /// The engine it runs on and must run on here.
+    /// The engine that it runs on, here too.
     pub engine: Engine,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub vcpus: u32,
-    /// How much RAM, in bytes.
+    /// The size of RAM in bytes.
     pub memory_bytes: u64,
-    /// What runs in it, in the words of the source's caller.
+    /// The description of the guest, in the format of the source's caller.
     pub guest: Vec<u8>,
 }
 
-/// Where the VM is after a migration that failed.
+/// The place of the VM after a failed migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DestinationVm {
-    /// It never counted here: the source runs it on. Drop it.
+    /// It never counted here, and the source resumes it. The caller drops this copy.
     Discarded,
-    /// It ran here and is paused: `missing` pages are not here, and without them it must not go on.
+    /// It ran here and is paused. It must not continue without its missing pages.
     PausedIncomplete {
-        /// How many pages have not arrived.
+        /// The number of missing pages.
         missing: u64,
     },
 }
@@ -61,7 +61,7 @@ impl fmt::Display for DestinationVm {
             Self::Discarded => f.write_str("the VM was discarded here and stays at the source"),
             Self::PausedIncomplete { missing } => write!(
                 f,
-                "the VM is paused here with {missing} pages missing; it is not run on with wrong pages"
+                "the VM is paused here with {missing} pages missing; it cannot continue without them"
             ),
         }
     }
@@ -71,9 +71,9 @@ impl fmt::Display for DestinationVm {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}; {vm}")]
 pub struct DestinationFailure {
-    /// Where the VM is now.
+    /// The place of the VM.
     pub vm: DestinationVm,
-    /// Why it failed.
+    /// The reason.
     #[source]
     pub error: MigrationError,
 }

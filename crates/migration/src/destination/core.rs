@@ -1,20 +1,22 @@
 #![expect(unsafe_code, reason = "copies verified bytes into missing guest pages")]
-//! What the threads of a receiving VM share: the vCPUs that wait, the fault thread, the stream's
-//! reader.
+//! The state that the threads of a receiving VM share: waiting vCPUs, the fault thread, and the
+//! reader of the stream.
 //!
-//! **Guarantee.** A page's bytes are verified before anyone can see them; each page is put in place
-//! at most once, by one thread; a waiting vCPU goes on as soon as its page is there, whoever
-//! brought it.
+//! **Guarantee.** A page's bytes are verified before any vCPU can see them. Each page is placed at
+//! most once, by one thread. A waiting vCPU continues as soon as its page is placed, by any thread.
 //!
-//! **Mechanism.** The page states are the one truth. Before a byte of a page is written, the writer
-//! takes the page's `placing` bit: a second writer of the same page, which only a broken peer
-//! brings about, is refused before it can touch memory. Then bytes, verification,
-//! `Machine::install`, `PageStates::arrive` (release), and a wake of those who sleep until this
-//! page ([`Waiters`]).
+//! **Mechanism.** The page states are the one truth. A thread places a page in these steps:
 //!
-//! Replies on the urgent connection are read by whoever waits and finds nobody reading (`urgent` is
-//! a mutex that is only ever tried): a vCPU that waits alone reads its own reply, and no other
-//! thread has to be woken between the fault and the guest.
+//! 1. It takes the page's `placing` bit. A second writer of the same page is refused before it can
+//!    touch memory. Only a broken peer causes one.
+//! 2. It writes and verifies the bytes.
+//! 3. It calls `Machine::install`.
+//! 4. It clears the missing bit by `PageStates::arrive` (release).
+//! 5. It wakes the threads that sleep until this page arrives ([`Waiters`]).
+//!
+//! Replies on the urgent connection are read by a waiting thread that finds no other reader. The
+//! mutex `urgent` is only ever tried. A vCPU that waits alone reads its own reply. No other thread
+//! has to wake between the fault and the guest.
 
 use super::stalls::Stalls;
 use super::urgent::UrgentReader;
@@ -32,14 +34,14 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
 use std::thread::Thread;
 use std::time::Duration;
 
-/// The longest sleep of a waiter before it looks around again: a net under the wake-ups, and the
-/// bound on how late a soft vCPU that waits for a page notices a pause.
-const NAP: Duration = Duration::from_millis(5);
+/// The longest sleep of a waiter before it checks its conditions again. It guards against a lost
+/// wake-up. It also bounds the delay until a soft vCPU that waits for a page notices a pause.
+const SLEEP_LIMIT: Duration = Duration::from_millis(5);
 
-/// The longest wait for the reply to a request that no vCPU waits for; the caller asks again.
+/// The longest wait for a reply that no vCPU waits for. The caller retries.
 const FETCH_LIMIT: Duration = Duration::from_micros(500);
 
-/// The shared part of a receiving VM.
+/// The shared state of a receiving VM.
 pub(super) struct Core {
     pub(super) machine: Arc<dyn Machine>,
     pub(super) states: PageStates,
@@ -49,12 +51,12 @@ pub(super) struct Core {
     urgent: Mutex<UrgentReader>,
     waiters: Waiters,
     threads: Box<[OnceLock<Thread>]>,
-    /// Who sleeps on the urgent connection itself, by slot + 1; 0 for nobody.
+    /// The slot + 1 of the thread that sleeps on the urgent connection, or 0.
     reader: AtomicU64,
     wake_event: OwnedFd,
     failed: AtomicBool,
     failure: Mutex<Option<MigrationError>>,
-    /// Pages that came on the urgent connection.
+    /// The number of pages that arrived on the urgent connection.
     pub(super) urgent_pages: AtomicU64,
 }
 
@@ -85,7 +87,7 @@ impl Core {
         })
     }
 
-    /// Ends the migration with `error`; the first error counts.
+    /// Ends the migration with `error`. The first error counts.
     pub(super) fn fail(&self, error: MigrationError) {
         self.failure
             .lock()
@@ -106,13 +108,13 @@ impl Core {
             .take()
     }
 
-    /// Asks the source for `page`. One write, no lock; at most one request a vCPU and one a fault
-    /// event are under way at a time, which the socket's buffer always has room for.
+    /// Requests `page` from the source, by one write and without a lock. Each vCPU and each fault
+    /// event has at most one request in flight, so the socket's buffer always has room.
     pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
         self.link.send_small(&UrgentMessage::request(page))
     }
 
-    /// Takes the right to place `pages` pages from `first`.
+    /// Takes the `placing` bits of `pages` pages from `first`.
     pub(super) fn begin_placing(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
         let range = first.index()..(first.0 + pages) as usize;
         let missing = self.states.missing().count_range(range.clone());
@@ -124,24 +126,23 @@ impl Core {
         )))
     }
 
-    /// The bytes of the pages are in place and verified, and the vCPUs may have them.
+    /// Makes pages visible to vCPUs. Their bytes are in place and verified.
     pub(super) fn arrived(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
         self.machine.install(first, pages)?;
         self.made_present(first, pages);
         Ok(())
     }
 
-    /// The pages were installed: tells the bitmap and the waiters.
+    /// Marks installed pages as present, and wakes their waiters.
     pub(super) fn made_present(&self, first: RamPage, pages: u64) {
-        // Who waits is found by the waiters' own table: it knows sleepers, and a spinner needs no
-        // wake.
+        // The result is not needed: `Waiters` knows the sleepers, and a spinner needs no wake-up.
         let _ = self.states.arrive(first, pages as usize);
         self.stalls.close(first, pages);
         self.waiters
             .arrived(first.0..first.0 + pages, |slot| self.wake(slot));
     }
 
-    /// Maps every page of `range` (RAM indices) that is present.
+    /// Maps every present page of `range` (RAM indices).
     pub(super) fn install_present(
         &self,
         range: std::ops::Range<u64>,
@@ -157,7 +158,7 @@ impl Core {
         Ok(())
     }
 
-    /// Places one page that came with its bytes on the urgent connection.
+    /// Places one page that arrived on the urgent connection.
     fn place_urgent(
         &self,
         message: &UrgentMessage,
@@ -168,15 +169,15 @@ impl Core {
             message.verify_page(bytes)?;
         }
         self.begin_placing(message.page, 1)?;
-        // Before the missing bit is cleared (release): whoever finds no page missing (acquire) also
-        // finds the count.
+        // This comes before the missing bit is cleared (release). A thread that finds no page
+        // missing (acquire) also finds the count.
         self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         let bytes = bytes.unwrap_or(&ZERO);
         if self.machine.receives_in_place() {
             let to = self.machine.ram().alias(message.page, 1);
-            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer.
-            // Nobody else reads or writes them now: the page is missing, so vCPUs do
-            // not reach it, and its `placing` bit is ours.
+            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer. No
+            // other thread reads or writes them now: the page is missing, so vCPUs do not reach it,
+            // and this thread has its `placing` bit.
             unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES) };
             self.arrived(message.page, 1)?;
         } else {
@@ -186,7 +187,8 @@ impl Core {
         Ok(())
     }
 
-    /// Reads replies that are there, if nobody else does. Returns how many pages came.
+    /// Reads the replies that have arrived, unless another thread does. Returns the number of
+    /// pages.
     pub(super) fn pump(&self) -> Result<usize, MigrationError> {
         let mut reader = match self.urgent.try_lock() {
             Ok(reader) => reader,
@@ -198,7 +200,7 @@ impl Core {
         })
     }
 
-    /// Names the calling thread the owner of `slot`, to be woken.
+    /// Makes the calling thread the owner of `slot`, for wake-ups.
     pub(super) fn register(&self, slot: usize) {
         self.threads[slot].get_or_init(|| {
             crate::latency::prefer_short_slices();
@@ -216,11 +218,11 @@ impl Core {
     }
 
     fn signal_reader(&self) {
-        // An eventfd that is full is as readable as it can be.
+        // A full eventfd is readable too.
         let _ = rustix::io::write(&self.wake_event, &1u64.to_ne_bytes());
     }
 
-    /// Makes all sleepers look around: a pause, a failure, the end.
+    /// Wakes all sleepers, for a pause, a failure or the end.
     pub(super) fn wake_all(&self) {
         self.signal_reader();
         for thread in self.threads.iter().filter_map(OnceLock::get) {
@@ -228,8 +230,8 @@ impl Core {
         }
     }
 
-    /// Sleeps on behalf of a vCPU until `page` may have arrived, a reply may be there to be read,
-    /// or a while is over. `ready` is looked at once more before sleeping.
+    /// Sleeps on a vCPU's thread until `page` may have arrived, a reply may have arrived, or
+    /// [`SLEEP_LIMIT`] is over. Calls `ready` once more before it sleeps.
     pub(super) fn sleep(
         &self,
         vcpu: usize,
@@ -238,7 +240,7 @@ impl Core {
     ) -> Result<(), MigrationError> {
         self.waiters.announce(vcpu, page.0);
         let me = vcpu as u64 + 1;
-        // One of the sleepers watches the connection, the others wait to be woken.
+        // One of the sleepers polls the connection. It wakes the others.
         let reads = self
             .reader
             .compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst)
@@ -248,15 +250,16 @@ impl Core {
         } else if reads {
             self.poll(self.wake_event.as_fd(), true)
         } else {
-            std::thread::park_timeout(NAP);
+            std::thread::park_timeout(SLEEP_LIMIT);
             Ok(())
         };
         self.waiters.withdraw(vcpu);
         if reads {
-            // Emptied by the one who is signalled, so that nobody else takes its signal.
+            // Only the signalled thread empties the eventfd, so that no other thread takes its
+            // signal.
             let _ = rustix::io::read(&self.wake_event, &mut [0; 8]);
             self.reader.store(0, Ordering::SeqCst);
-            // Whoever still sleeps may have to watch the connection now.
+            // A thread that still sleeps must poll the connection now.
             if let Some((next_reader, _)) = self.waiters.asleep().next() {
                 self.wake(next_reader);
             }
@@ -264,7 +267,8 @@ impl Core {
         slept
     }
 
-    /// Sleeps until `fd` or, with `replies`, the urgent connection is readable, or a while is over.
+    /// Sleeps until `fd` is readable, or [`SLEEP_LIMIT`] is over. With `replies` it also polls the
+    /// urgent connection.
     pub(super) fn poll(&self, fd: BorrowedFd<'_>, replies: bool) -> Result<(), MigrationError> {
         let mut fds = [
             PollFd::from_borrowed_fd(fd, PollFlags::IN),
@@ -272,7 +276,7 @@ impl Core {
         ];
         let nap = Timespec {
             tv_sec: 0,
-            tv_nsec: NAP.subsec_nanos().into(),
+            tv_nsec: SLEEP_LIMIT.subsec_nanos().into(),
         };
         let watched = if replies { &mut fds[..] } else { &mut fds[..1] };
         match poll(watched, Some(&nap)) {
@@ -281,8 +285,8 @@ impl Core {
         }
     }
 
-    /// Asks for a page that nobody waits for yet, and reads its reply if nobody else does within a
-    /// moment.
+    /// Requests a page that no vCPU waits for. Reads replies until the page arrives, for at most
+    /// [`FETCH_LIMIT`].
     pub(super) fn fetch(&self, page: RamPage) {
         if self.states.claim(page) == Claim::Mine
             && let Err(error) = self.request(page)
@@ -297,13 +301,13 @@ impl Core {
         }
     }
 
-    /// How many pages are missing.
+    /// Returns the number of missing pages.
     pub(super) fn missing(&self) -> u64 {
         self.states.missing().count() as u64
     }
 }
 
-/// A reply that is none of the kinds a source sends.
+/// Returns the error for a reply of a kind that a source never sends.
 pub(super) fn not_a_reply(kind: u8) -> MigrationError {
     MigrationError::Wire(WireError::BadField {
         what: "urgent reply",

@@ -1,9 +1,9 @@
-//! The fault thread: faults that come on a userfaultfd rather than as exits.
+//! The fault thread: it handles faults that arrive on a userfaultfd, not as exits.
 //!
-//! The toucher sleeps in the kernel, so this thread acts for it: a page that is there and only not
-//! mapped is mapped, with those around it; a missing one is requested, and whoever brings it wakes
-//! the toucher by installing it. While faults are open this thread spins on both descriptors, for
-//! the same reason as a waiting vCPU does.
+//! The faulting thread sleeps in the kernel, so this thread acts for it. It maps a present page,
+//! with the pages around it. It requests a missing page. The thread that installs that page wakes
+//! the faulting thread. While faults are open, this thread spins on both descriptors, like a
+//! waiting vCPU.
 
 use super::core::Core;
 use crate::channel::Spinner;
@@ -15,10 +15,10 @@ use pageferry_machine::{FaultEvent, FaultEvents};
 use pageferry_userfault::Claim;
 use std::time::Duration;
 
-/// How long the thread spins after the last event or reply before it sleeps.
+/// The spin time after the last event or reply, before the thread sleeps.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// Runs until `done`; an error ends the migration.
+/// Runs until `done`. An error ends the migration.
 pub(super) fn fault_thread(core: &Core, mut events: Box<dyn FaultEvents>, done: &AtomicBool) {
     if let Err(error) = serve(core, events.as_mut(), done) {
         core.fail(error);
@@ -35,12 +35,11 @@ fn serve(
     while !done.load(Ordering::Acquire) {
         let mut busy = false;
         while let Some(event) = events.next()? {
-            handle(core, event)?;
+            handle_event(core, event)?;
             busy = true;
         }
-        // Replies are for vCPUs that exit; they read them themselves, and waking this thread beside
-        // them would cost more than the reply. Unless somebody sleeps in the kernel: for
-        // that one we read.
+        // A vCPU that exits reads its own replies. Waking this thread too would cost more than the
+        // reply. This thread reads replies only while a thread sleeps in the kernel.
         let replies = core.stalls.any_open();
         if replies {
             busy |= core.pump()? > 0;
@@ -54,10 +53,10 @@ fn serve(
     Ok(())
 }
 
-fn handle(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
+fn handle_event(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
     let at_ns = monotonic_ns();
     core.stalls.note_first(at_ns, event.page, None);
-    // Before the claim: an arrival after it must find the open fault.
+    // This comes before the claim: an arrival after the claim must find the open fault.
     core.stalls.open(event.page, at_ns);
     match core.states.claim(event.page) {
         Claim::Mine => core.request(event.page),
@@ -70,8 +69,8 @@ fn handle(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
     }
 }
 
-/// Maps the present pages of the 2 MiB around `page`, run by run: a guest that starts with nothing
-/// mapped takes a fault each 2 MiB instead of each page.
+/// Maps the present pages of the 2 MiB around `page`, run by run. So a guest that starts with
+/// nothing mapped takes one fault per 2 MiB, not one per page.
 fn map_around(core: &Core, page: RamPage) -> Result<(), MigrationError> {
     let size = PageSize::Size2M.pages();
     let start = page.0 - page.0 % size;

@@ -1,16 +1,16 @@
-//! The destination: the process a VM comes to.
+//! The destination: the process that a VM moves to.
 //!
 //! **Guarantee.** No vCPU sees a page before its right bytes are there. Until the source has
-//! answered that it will never resume the guest, a lost connection discards what is here. After
-//! that, a lost connection pauses the VM, with a clear error. The VM never goes on with wrong
-//! pages; there is no recovery yet.
+//! confirmed that it will never resume the guest, a lost connection discards the VM here. After
+//! that, a lost connection pauses the VM, with an error that gives the number of missing pages. The
+//! VM never continues with wrong pages. There is no recovery yet.
 //!
 //! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer. The caller
-//! builds such a machine. [`Incoming::receive`] acknowledges, allocates memory beside pre-copy
-//! (`allocation`), fills it, and starts the guest at switch-over. It returns when every page is
-//! here and both ends have said so. In post-copy the calling thread receives the background push
-//! (`place`), and vCPUs fetch their own pages (`resolver`). Where the delivery uses a userfaultfd,
-//! a fault thread serves it (`faults`). All threads share `core`.
+//! builds such a machine. [`Incoming::receive`] acknowledges, allocates memory in parallel with
+//! pre-copy (`allocation`), fills it, and starts the guest at switch-over. It returns when every
+//! page is here and both sides have confirmed that. In post-copy the calling thread receives the
+//! background push (`place`), and vCPUs fetch their own pages (`resolver`). Where the delivery uses
+//! a userfaultfd, a fault thread serves it (`faults`). All threads share `core`.
 
 mod allocation;
 mod config;
@@ -43,15 +43,15 @@ use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often the source is told how much memory is allocated.
-const TELL_EVERY: Duration = Duration::from_millis(500);
-/// How often a destination that allocates looks how far that is while no frame comes.
+/// The interval between two SetupProgress frames.
+const REPORT_INTERVAL: Duration = Duration::from_millis(500);
+/// The interval at which the destination checks its allocation while no frame arrives.
 const ALLOCATION_POLL: Duration = Duration::from_millis(20);
 
 /// A source that has connected and offers a VM.
 pub struct Incoming {
     link: StreamLink,
-    /// Taken by set-up.
+    /// Set-up takes it.
     urgent: Option<UrgentLink>,
     offer: Offer,
     setup: Setup,
@@ -59,7 +59,7 @@ pub struct Incoming {
     began_ns: u64,
 }
 
-/// Everything that switch-over leaves behind.
+/// The results of set-up, pre-copy and switch-over.
 struct Started {
     core: Arc<Core>,
     events: Option<Box<dyn FaultEvents>>,
@@ -69,12 +69,12 @@ struct Started {
 }
 
 impl Incoming {
-    /// Waits for a source and its offer until `stop` says otherwise. Strangers who connect
-    /// meanwhile are refused, do no harm, and are told to `stranger`.
+    /// Waits for a source and its offer until `stop` returns true. Strangers that connect meanwhile
+    /// are refused and reported to `stranger`.
     ///
     /// # Errors
-    /// [`MigrationError::Cancelled`] when `stop` returned true; otherwise what the source did
-    /// wrong, or what the host refused.
+    /// [`MigrationError::Cancelled`] if `stop` returned true. Otherwise an error of the source or
+    /// of the host.
     pub fn accept(
         listener: &Listener,
         config: DestinationConfig,
@@ -88,7 +88,7 @@ impl Incoming {
             other => {
                 let error =
                     other.map_or_else(|error| error, |other| link.unexpected("Setup", &other));
-                say_why(&mut link, &error);
+                give_up(&mut link, &error);
                 return Err(error);
             }
         };
@@ -109,21 +109,21 @@ impl Incoming {
         })
     }
 
-    /// The VM that is offered.
+    /// Returns the offered VM.
     #[must_use]
     pub fn offer(&self) -> &Offer {
         &self.offer
     }
 
-    /// Refuses the offer; `message` is told to the source, whose VM runs on.
+    /// Refuses the offer with `message`. The VM runs on at the source.
     pub fn refuse(mut self, message: &str) {
-        self.link.say(ErrorCode::SetupRefused, message);
-        self.link.close_after_word();
+        self.link.send_reason(ErrorCode::SetupRefused, message);
+        self.link.close_gracefully();
     }
 
-    /// Receives the VM into `vm`, a machine of the offered size whose vCPUs have never run and
-    /// whose hooks forward to `resolver`. `stop` ends it before switch-over. The calling thread
-    /// asks the scheduler for short slices, as vCPUs wait for it.
+    /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
+    /// its hooks must forward to `resolver`. `stop` ends the migration before switch-over. This
+    /// sets short scheduler slices for the calling thread, since vCPUs wait for it.
     ///
     /// # Errors
     /// [`DestinationFailure`] says where the VM is.
@@ -150,8 +150,8 @@ impl Incoming {
         {
             Ok(started) => started,
             Err(error) => {
-                say_why(&mut self.link, &error);
-                resolver.hang_up();
+                give_up(&mut self.link, &error);
+                resolver.disconnect();
                 observer.phase(Phase::Failed);
                 return Err(discarded(error));
             }
@@ -168,7 +168,8 @@ impl Incoming {
         running.receive_rest(&mut placer)
     }
 
-    /// Everything up to the moment before vCPUs run: can be discarded.
+    /// Runs set-up, pre-copy and switch-over. Until this returns no vCPU has run, and the VM can be
+    /// discarded.
     fn until_start(
         &mut self,
         vm: &RunningVm<'_>,
@@ -189,11 +190,11 @@ impl Incoming {
         };
         let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
         let events = machine.arm_userfault(Arc::clone(&missing), delivery)?;
-        // All that takes memory is made now, before the blackout.
+        // Allocate the shared state now, before the blackout.
         let urgent = self
             .urgent
             .take()
-            .ok_or_else(|| MigrationError::Internal("received twice".into()))?;
+            .ok_or_else(|| MigrationError::Internal("`receive` ran twice".into()))?;
         let core = Arc::new(Core::new(
             Arc::clone(machine),
             Arc::clone(&missing),
@@ -202,10 +203,10 @@ impl Incoming {
         )?);
         resolver.attach(Arc::clone(&core))?;
         self.link.send(&Frame::SetupAck)?;
-        // Dropped, and by that ended, however this function ends.
+        // Dropping it ends its threads on every path out of this function.
         let allocation = Allocation::start(machine.ram(), self.config.allocate)?;
         let mut ready = false;
-        let mut told = Instant::now();
+        let mut reported = Instant::now();
         self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
 
         let enter = |phases: &mut Vec<PhaseStart>, phase| {
@@ -221,9 +222,13 @@ impl Incoming {
         let mut pass_pages = 0;
         let switch_over = loop {
             if !ready {
-                ready =
-                    self.tell_allocation(&allocation, &mut told, machine.ram().pages(), observer)?;
-                // A source that has nothing more to send waits for this, and is silent until then.
+                ready = self.report_allocation(
+                    &allocation,
+                    &mut reported,
+                    machine.ram().pages(),
+                    observer,
+                )?;
+                // A source that has nothing more to send is silent until this side is ready.
                 if !ready && !self.link.wait_for_frame(ALLOCATION_POLL, stop)? {
                     continue;
                 }
@@ -243,7 +248,7 @@ impl Incoming {
                 Received::Frame(Frame::PassEnd(ended)) => {
                     if ended.pages != pass_pages {
                         return Err(MigrationError::Peer(format!(
-                            "it ended a pass of {} pages after {pass_pages}",
+                            "it announced a pass of {} pages but sent {pass_pages}",
                             ended.pages
                         )));
                     }
@@ -262,13 +267,13 @@ impl Incoming {
                         .filter(|slot| slot.is_none());
                     *slot.ok_or_else(|| {
                         MigrationError::Peer(format!(
-                            "it sent a state of vCPU {} it should not",
+                            "it sent an unexpected state of vCPU {}",
                             state.vcpu
                         ))
                     })? = Some(VcpuState(state.state));
                 }
                 Received::Frame(Frame::SwitchOver(_)) if !ready => {
-                    let why = "it sent SwitchOver before this side was ready for it";
+                    let why = "it sent SwitchOver before this side was ready";
                     return Err(MigrationError::Peer(why.into()));
                 }
                 Received::Frame(Frame::SwitchOver(switch_over)) => break switch_over,
@@ -276,7 +281,7 @@ impl Incoming {
             }
         };
         enter(phases, Phase::SwitchOver);
-        let states = complete(&switch_over, states, &missing)?;
+        let states = check_complete(&switch_over, states, &missing)?;
         machine.begin_postcopy()?;
         vm.threads.restore(&states)?;
         Ok(Started {
@@ -288,20 +293,20 @@ impl Incoming {
         })
     }
 
-    /// Tells the source and the observer how much memory is allocated, now and then. Returns
-    /// whether all is, and the source knows.
-    fn tell_allocation(
+    /// Reports the allocation to the source and the observer at intervals. Returns whether it is
+    /// complete and reported.
+    fn report_allocation(
         &mut self,
         allocation: &Allocation,
-        told: &mut Instant,
+        reported: &mut Instant,
         total: u64,
         observer: &dyn Observer,
     ) -> Result<bool, MigrationError> {
         let ready = allocation.is_ready()?;
-        if !ready && told.elapsed() < TELL_EVERY {
+        if !ready && reported.elapsed() < REPORT_INTERVAL {
             return Ok(false);
         }
-        *told = Instant::now();
+        *reported = Instant::now();
         let pages = allocation.done();
         observer.allocated(pages, total);
         let progress = SetupProgress { pages, ready };
@@ -322,34 +327,34 @@ impl Incoming {
                 });
         let mismatch = if self.offer.engine != vm.machine.engine() {
             format!(
-                "it runs on engine {}, this machine on {}",
+                "its engine is {}, this machine's is {}",
                 self.offer.engine,
                 vm.machine.engine()
             )
         } else if (self.setup.engine, self.setup.isa)
             != crate::link::wire_engine(vm.machine.engine())
         {
-            "its guest has another instruction set than this engine's".into()
+            "its instruction set differs from that of this engine".into()
         } else if self.setup.state_format != crate::STATE_FORMAT {
             format!(
-                "its states have format {}, known here is {}",
+                "its vCPU states have format {}, this side knows {}",
                 self.setup.state_format,
                 crate::STATE_FORMAT
             )
         } else if self.offer.vcpus as usize != vm.threads.count() {
             format!(
-                "it has {} vCPUs, this machine {}",
+                "it has {} vCPUs, this machine has {}",
                 self.offer.vcpus,
                 vm.threads.count()
             )
         } else if self.offer.memory_bytes != layout.bytes() {
             format!(
-                "it has {} bytes of memory, this machine {}",
+                "it has {} bytes of memory, this machine has {}",
                 self.offer.memory_bytes,
                 layout.bytes()
             )
         } else if !same_regions {
-            "its memory lies elsewhere in guest-physical address space".into()
+            "its memory regions differ from those of this machine".into()
         } else {
             return Ok(());
         };
@@ -359,18 +364,18 @@ impl Incoming {
     }
 }
 
-/// Tells the source why there will be no VM here, and ends the connection.
-fn say_why(link: &mut StreamLink, error: &MigrationError) {
+/// Sends the reason why this side gives up, and closes the connection.
+fn give_up(link: &mut StreamLink, error: &MigrationError) {
     if matches!(error, MigrationError::Cancelled) {
-        link.say_cancel();
+        link.send_cancel();
     } else {
-        link.say_error(error.wire_code(), error);
+        link.send_error(error.wire_code(), error);
     }
-    link.close_after_word();
+    link.close_gracefully();
 }
 
-/// Checks that switch-over brought all it announces.
-fn complete(
+/// Checks that all announced pages and states have arrived.
+fn check_complete(
     announced: &SwitchOver,
     states: Vec<Option<VcpuState>>,
     missing: &PageBitmap,
@@ -378,7 +383,7 @@ fn complete(
     let found = missing.count() as u64;
     if found != announced.missing_pages {
         return Err(MigrationError::Peer(format!(
-            "it announced {} missing pages and named {found}",
+            "it announced {} missing pages but named {found}",
             announced.missing_pages
         )));
     }

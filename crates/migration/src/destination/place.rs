@@ -1,11 +1,12 @@
 #![expect(
     unsafe_code,
-    reason = "receives into guest memory that nobody else may reach"
+    reason = "receives into guest memory that no other thread may reach"
 )]
-//! Pages frames of the stream, received straight into their final place.
+//! Receives Pages frames of the stream straight into their final place.
 //!
-//! Descriptors are verified before a byte of data is placed, data before anyone may see it. A frame
-//! whose data turns out wrong leaves its pages missing (post-copy) or the VM discarded (pre-copy).
+//! It verifies the descriptors before it places a byte of data, and the data before any vCPU may
+//! see it. After a frame with wrong data, its pages stay missing (post-copy) or the VM is discarded
+//! (pre-copy).
 
 use super::core::Core;
 use crate::error::MigrationError;
@@ -19,9 +20,9 @@ use std::time::Duration;
 /// Receives Pages frames.
 pub(super) struct Placer<'a> {
     ram: &'a GuestRam,
-    /// Pages that were ever written here: others are zero without being touched.
+    /// Pages that were written here. All others are zero already.
     touched: PageBitmap,
-    /// A landing place for machines that do not receive in place.
+    /// The bounce buffer of machines that do not receive in place.
     bounce: Vec<u8>,
     limit: Duration,
     pub(super) data_pages: u64,
@@ -40,7 +41,7 @@ impl<'a> Placer<'a> {
         }
     }
 
-    /// The pages of all frames so far; starts counting anew.
+    /// Returns the page counts of all frames so far, and resets them.
     pub(super) fn take_counts(&mut self) -> (u64, u64) {
         (
             std::mem::take(&mut self.data_pages),
@@ -53,7 +54,7 @@ impl<'a> Placer<'a> {
         self.zero_pages += list.zero_pages();
     }
 
-    /// Pre-copy: no vCPU runs here, and every page may be overwritten.
+    /// Receives a frame of pre-copy. No vCPU runs here, and every page may be overwritten.
     pub(super) fn precopy(
         &mut self,
         link: &mut StreamLink,
@@ -82,7 +83,7 @@ impl<'a> Placer<'a> {
         }
     }
 
-    /// Post-copy: the vCPUs run, and every page of the frame must be missing.
+    /// Receives a frame of post-copy. The vCPUs run, and every page of the frame must be missing.
     pub(super) fn postcopy(
         &mut self,
         link: &mut StreamLink,
@@ -123,12 +124,12 @@ impl<'a> Placer<'a> {
             .collect();
         let mut hasher = link.take_runs_hasher();
         // SAFETY: each slice is mapped guest memory (`alias` checked the whole run) that lives as
-        // long as `self.ram`. Nobody else reads or writes it: in pre-copy no vCPU of this
-        // VM runs; in post-copy its pages are missing and their `placing` bits are ours.
+        // long as `self.ram`. No other thread reads or writes it. In pre-copy no vCPU of this VM
+        // runs. In post-copy its pages are missing, and this thread has their `placing` bits.
         unsafe { link.receive_raw(&slices, self.limit)? };
         for run in data {
             let start = self.ram.alias(run.first, run.pages.into()).cast_const();
-            // SAFETY: as above; the bytes are initialized, as all mapped memory is.
+            // SAFETY: as above. The bytes are initialized, like all mapped memory.
             hasher.update(unsafe { std::slice::from_raw_parts(start, run.data_bytes()) });
         }
         Ok(hasher.verify()?)

@@ -1,9 +1,13 @@
-//! What a vCPU does when it touches a missing page: the fault path of the destination.
+//! The fault path of the destination, for a vCPU that touches a missing page.
 //!
-//! On the vCPU's own thread: claim the page (one compare-exchange; a second faulter of the same
-//! page sends nothing), send the request (one write), then wait: read replies if nobody else does,
-//! spin for a while, sleep. No lock is shared with another vCPU, and no other thread is woken
-//! before the request is on the wire.
+//! The vCPU's own thread does this:
+//!
+//! 1. It claims the page by one atomic read-modify-write. A second vCPU that faults on the page
+//!    sends nothing.
+//! 2. It sends the request by one write.
+//! 3. It waits. It reads replies unless another thread does, spins for a while, and then sleeps.
+//!
+//! It shares no lock with another vCPU. No other thread has to wake before the request is sent.
 
 use super::core::Core;
 use crate::channel::Spinner;
@@ -15,8 +19,8 @@ use pageferry_userfault::Claim;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// How long a vCPU spins for its page before it sleeps. A reply takes about 10 us from a source
-/// that spins too; sleeping and being woken on another core costs about 70 us. See [`Spinner`].
+/// The spin time of a vCPU before it sleeps. A reply of a spinning source takes about 10 us. A
+/// wake-up on another core takes about 70 us. See [`Spinner`].
 pub const FAULT_SPIN: Duration = Duration::from_micros(100);
 
 /// Resolves the faults of a receiving VM's vCPUs. The owner of the VM forwards
@@ -28,28 +32,28 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// A resolver for a VM that is about to receive a migration.
+    /// Returns a resolver for a VM that is about to receive a migration.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::new(Self::default())
     }
 
-    /// Joins it to the migration. A VM receives one migration in its life.
+    /// Attaches it to the migration. A VM receives at most one migration.
     pub(super) fn attach(&self, core: Arc<Core>) -> Result<(), MigrationError> {
         self.core
             .set(core)
             .map_err(|_| MigrationError::Internal("this VM has received a migration before".into()))
     }
 
-    /// Ends the urgent connection of a migration that came to nothing.
-    pub(super) fn hang_up(&self) {
+    /// Ends the urgent connection of a failed migration.
+    pub(super) fn disconnect(&self) {
         if let Some(core) = self.core.get() {
             core.link.shutdown();
         }
     }
 
-    /// Brings `page`, waiting as long as it takes. Returns [`HookVerdict::Resume`] when the page is
-    /// there or `kicker` is kicked, and [`HookVerdict::Park`] when the migration has failed.
+    /// Waits until `page` has arrived. Returns [`HookVerdict::Resume`] when the page is present or
+    /// `kicker` is kicked, and [`HookVerdict::Park`] when the migration has failed.
     pub fn memory_fault(
         &self,
         vcpu: u32,
@@ -58,20 +62,20 @@ impl Resolver {
         kicker: &dyn Kicker,
     ) -> HookVerdict {
         let Some(core) = self.core.get() else {
-            // No migration, so no page is missing: a fault that raced the end of one.
+            // Without a migration no page is missing. The fault raced with its end.
             return HookVerdict::Resume;
         };
         let at_ns = monotonic_ns();
         core.stalls.note_first(at_ns, page, Some(vcpu));
-        let verdict = match bring(core, vcpu, page, kicker) {
-            Ok(Brought::WasThere) => {
+        let verdict = match resolve(core, vcpu, page, kicker) {
+            Ok(Outcome::Present) => {
                 core.stalls.local();
                 return HookVerdict::Resume;
             }
-            Ok(Brought::Arrived) => HookVerdict::Resume,
-            Ok(Brought::Kicked) => return HookVerdict::Resume,
-            // While the source ends the connections, a vCPU may still look for a reply although its
-            // page has just come by the stream.
+            Ok(Outcome::Arrived) => HookVerdict::Resume,
+            Ok(Outcome::Kicked) => return HookVerdict::Resume,
+            // A vCPU may still read replies while the source closes the connections, although its
+            // page has just arrived on the stream.
             Err(error) if error.is_lost() && !core.states.is_missing(page) => HookVerdict::Resume,
             Err(error) => {
                 core.fail(error);
@@ -82,7 +86,8 @@ impl Resolver {
         verdict
     }
 
-    /// A pause is under way: vCPUs that sleep for a page look at their kickers.
+    /// Wakes vCPUs that sleep for a page, so that they check their kickers. Called when a pause
+    /// begins.
     pub fn pausing(&self) {
         if let Some(core) = self.core.get() {
             core.wake_all();
@@ -98,23 +103,23 @@ impl Resolver {
     }
 }
 
-enum Brought {
-    WasThere,
+enum Outcome {
+    Present,
     Arrived,
     Kicked,
 }
 
-fn bring(
+fn resolve(
     core: &Core,
     vcpu: u32,
     page: RamPage,
     kicker: &dyn Kicker,
-) -> Result<Brought, MigrationError> {
+) -> Result<Outcome, MigrationError> {
     match core.states.claim(page) {
         Claim::Present => {
-            // It arrived between the fault and here, or was never missing and only not mapped.
+            // It arrived after the fault, or was never missing and only not mapped.
             core.machine.install(page, 1)?;
-            return Ok(Brought::WasThere);
+            return Ok(Outcome::Present);
         }
         Claim::Mine => core.request(page)?,
         Claim::Others => {}
@@ -123,13 +128,13 @@ fn bring(
     let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
         if !core.states.is_missing(page) {
-            return Ok(Brought::Arrived);
+            return Ok(Outcome::Arrived);
         }
         if core.has_failed() {
             return Err(MigrationError::Internal("the migration has failed".into()));
         }
         if kicker.is_kicked() {
-            return Ok(Brought::Kicked);
+            return Ok(Outcome::Kicked);
         }
         if core.pump()? > 0 {
             continue;

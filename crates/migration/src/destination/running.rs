@@ -1,4 +1,5 @@
-//! From the first guest instruction here to the confirmed end.
+//! Post-copy and completion at the destination: from the first guest instruction to the confirmed
+//! end.
 
 use super::config::{DestinationConfig, DestinationFailure, DestinationVm};
 use super::core::Core;
@@ -15,16 +16,16 @@ use crate::sync::Ordering;
 use crate::wire::{DrainCounts, ErrorCode, Frame};
 use std::time::{Duration, Instant};
 
-/// The longest wait for vCPUs to park when the migration has failed.
+/// The longest wait for vCPUs to park after a failure.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
-/// The longest wait for the source's acknowledgement that the guest runs here. Well below the
-/// source's own limit ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)): on a
-/// link that falls silent the guest has stopped here before the source resumes it.
+/// The longest wait for RunningAck. It is well below the source's own limit
+/// ([`SourceConfig::answer_limit`](crate::SourceConfig::answer_limit)). So on a silent link, the
+/// guest has stopped here before the source resumes it.
 const ACK_LIMIT: Duration = Duration::from_secs(5);
-/// How long a report waits for the vCPUs to tell when they began. They are kicked and answer within
-/// microseconds, unless the host lets their threads wait; the guest runs on meanwhile.
+/// The longest wait for the times at which the vCPUs began. A kicked vCPU answers within
+/// microseconds unless the host does not schedule its thread. The guest runs on meanwhile.
 const FIRST_LIMIT: Duration = Duration::from_secs(5);
-/// How long the drain's end may wait for requested pages that are still on the urgent connection.
+/// The longest wait, after DrainEnd, for the next page on the urgent connection.
 const LAST_PAGES_LIMIT: Duration = Duration::from_secs(10);
 
 /// A VM that runs here while pages are missing.
@@ -47,7 +48,7 @@ impl Running<'_> {
         let done = AtomicBool::new(false);
         let core = std::sync::Arc::clone(&self.started.core);
         let events = self.started.events.take();
-        // However this thread leaves the scope, its helpers end too.
+        // Ends the other threads on every path out of the scope.
         struct Ended<'a>(&'a AtomicBool, &'a Core);
         impl Drop for Ended<'_> {
             fn drop(&mut self) {
@@ -72,7 +73,7 @@ impl Running<'_> {
             let assist = std::thread::Builder::new()
                 .name("pf-assist".into())
                 .spawn_scoped(scope, || {
-                    crate::latency::stand_back();
+                    crate::latency::lower_priority();
                     let stop = || done.load(Ordering::Acquire) || core.has_failed();
                     if let Err(error) = core
                         .machine
@@ -86,14 +87,13 @@ impl Running<'_> {
                 Err(e) => Err(MigrationError::os("cannot start a thread", e)),
             };
             outcome.map_err(|error| {
-                // Where the connection ended because another thread failed first, that thread knows
-                // why.
+                // If another thread failed first and ended the connection, it has the reason.
                 let error = if error.is_lost() {
                     core.take_failure().unwrap_or(error)
                 } else {
                     error
                 };
-                // Nobody may go on; then the threads that could have helped may end.
+                // Stop the vCPUs first. Only then may the threads that serve them end.
                 core.fail(MigrationError::Internal("the migration has failed".into()));
                 let _ = self.vm.threads.pause(PAUSE_LIMIT);
                 error
@@ -103,15 +103,15 @@ impl Running<'_> {
             Ok(counts) => self.finish(counts),
             Err(error) => {
                 self.observer.phase(Phase::Failed);
-                // The source may have acknowledged meanwhile. Then it can resume its copy by this
-                // word only, which is said where this one stands still.
+                // The source may have sent RunningAck meanwhile. Then only this code allows it to
+                // resume its copy. So this side sends the code only if its vCPUs are paused.
                 let code = if self.started_ns == 0 && self.vm.threads.is_paused() {
                     ErrorCode::Discarded
                 } else {
                     error.wire_code()
                 };
-                self.link.say_error(code, &error);
-                self.link.close_after_word();
+                self.link.send_error(code, &error);
+                self.link.close_gracefully();
                 core.link.shutdown();
                 let vm = if self.started_ns == 0 {
                     DestinationVm::Discarded
@@ -134,14 +134,14 @@ impl Running<'_> {
     }
 
     fn run(&mut self, placer: &mut Placer<'_>) -> Result<DrainCounts, MigrationError> {
-        // A source that waited too long for us has resumed its guest, and has said so: nothing else
-        // is due before RunningAck. Ours must not start beside it.
+        // A source that waited too long has resumed its guest and has sent an error. Then the guest
+        // here must not start. No other frame is due before RunningAck.
         self.link.check_silent()?;
         let started_at_ns = monotonic_ns();
         self.vm.threads.resume();
         self.link.send(&Frame::Running { started_at_ns })?;
-        // Until the source has answered, it may resume the guest if it did not hear us; if the
-        // connection ends before, what ran here since never counted.
+        // Until the source has answered, it may resume the guest, since Running may be lost. If the
+        // connection ends before that, the guest's run here never counted.
         let limit = ACK_LIMIT.min(self.config.silence_limit);
         match self.link.receive(limit, never())? {
             Frame::RunningAck => {}
@@ -181,16 +181,16 @@ impl Running<'_> {
         };
         if counts != announced {
             return Err(MigrationError::Peer(format!(
-                "it says it sent {announced} where {counts} arrived"
+                "it announced {announced} where {counts} arrived"
             )));
         }
-        // A vCPU or a thread that failed while every page arrived all the same: no success.
+        // A failure of a vCPU or a thread is no success, even if every page arrived.
         if let Some(failure) = core.take_failure() {
             return Err(failure);
         }
-        // Every page is here and verified, and both counts agree: the guest needs nobody any more.
-        // The source's last word says only that it knows; whatever comes instead changes
-        // nothing here.
+        // Every page is here and verified, and both counts agree. The guest does not need the
+        // source any more. Complete only confirms that the source knows. Any other frame or error
+        // changes nothing.
         if self.link.send(&Frame::DrainAck(counts)).is_ok() {
             let _ = self.link.receive(self.config.silence_limit, never());
         }
@@ -198,7 +198,7 @@ impl Running<'_> {
         Ok(counts)
     }
 
-    /// All pages were sent; those on the urgent connection may still be on their way.
+    /// Waits for pages that are still in flight on the urgent connection.
     fn wait_for_last_pages(&self) -> Result<(), MigrationError> {
         let core = &self.started.core;
         let limit = LAST_PAGES_LIMIT.min(self.config.silence_limit);

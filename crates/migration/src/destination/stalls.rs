@@ -1,4 +1,4 @@
-//! How long vCPUs were held up, recorded without a lock that two vCPUs share.
+//! Records of vCPU stalls. No two vCPUs share a lock for them.
 
 use crate::clock::monotonic_ns;
 use crate::report::{DestinationReport, FaultRecord};
@@ -8,14 +8,14 @@ use pageferry_addr::RamPage;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Longest stall told apart: 1000 s, in nanoseconds; longer ones count as this.
+/// The longest recorded stall: 1000 s, in nanoseconds. Longer stalls count as this.
 const MAX_STALL_NS: u64 = 1_000_000_000_000;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// An empty histogram of stalls in nanoseconds, three significant digits.
+/// Returns an empty histogram of stalls in nanoseconds, with three significant digits.
 ///
 /// # Panics
 /// Never: the bounds are valid.
@@ -25,13 +25,13 @@ pub fn new_histogram() -> Histogram<u64> {
 }
 
 #[derive(Debug)]
-struct Ledger {
+struct StallRecords {
     stalls: Histogram<u64>,
     faults: Vec<FaultRecord>,
     limit: usize,
 }
 
-impl Ledger {
+impl StallRecords {
     fn add(&mut self, record: FaultRecord) {
         self.stalls.saturating_record(record.stall_ns.max(1));
         if self.faults.len() < self.limit {
@@ -43,11 +43,12 @@ impl Ledger {
 /// The stalls of one migration.
 #[derive(Debug)]
 pub(crate) struct Stalls {
-    /// One a vCPU, locked by its thread only until the end, and a last one for the fault thread.
-    ledgers: Vec<Mutex<Ledger>>,
-    /// Faults that a userfaultfd event began and an arrival will end: page -> when it began.
+    /// One for each vCPU, which only its thread locks before the end, and a last one for
+    /// userfaultfd events.
+    records: Vec<Mutex<StallRecords>>,
+    /// Open faults of userfaultfd events, which an arrival will close: page -> start time.
     open: Mutex<HashMap<u64, u64>>,
-    /// How many are open, so that arrivals need not lock when there are none.
+    /// The number of open faults. Arrivals take no lock while it is 0.
     open_count: AtomicU64,
     first: Mutex<Vec<FaultRecord>>,
     first_left: AtomicU64,
@@ -57,15 +58,15 @@ pub(crate) struct Stalls {
 impl Stalls {
     pub(crate) fn new(vcpus: usize) -> Self {
         let limit = DestinationReport::MAX_FAULT_RECORDS / (vcpus + 1);
-        let ledger = || {
-            Mutex::new(Ledger {
+        let new_records = || {
+            Mutex::new(StallRecords {
                 stalls: new_histogram(),
                 faults: Vec::new(),
                 limit,
             })
         };
         Self {
-            ledgers: (0..=vcpus).map(|_| ledger()).collect(),
+            records: (0..=vcpus).map(|_| new_records()).collect(),
             open: Mutex::default(),
             open_count: AtomicU64::new(0),
             first: Mutex::default(),
@@ -74,7 +75,7 @@ impl Stalls {
         }
     }
 
-    /// Notes a fault of any kind while the first ones are collected.
+    /// Records a fault of any kind if it is one of the first.
     pub(crate) fn note_first(&self, at_ns: u64, page: RamPage, vcpu: Option<u32>) {
         if self.first_left.load(Ordering::Relaxed) == 0 {
             return;
@@ -92,15 +93,15 @@ impl Stalls {
         }
     }
 
-    /// A fault on a page that was present and only not mapped.
+    /// Counts a fault on a present, unmapped page.
     pub(crate) fn local(&self) {
         self.local.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A vCPU waited for `page` from `at_ns` until now.
+    /// Records that a vCPU waited for `page` from `at_ns` until now.
     pub(crate) fn vcpu_waited(&self, vcpu: u32, page: RamPage, at_ns: u64) {
         let stall_ns = monotonic_ns().saturating_sub(at_ns);
-        lock(&self.ledgers[vcpu as usize]).add(FaultRecord {
+        lock(&self.records[vcpu as usize]).add(FaultRecord {
             at_ns,
             stall_ns,
             page,
@@ -108,15 +109,15 @@ impl Stalls {
         });
     }
 
-    /// Some thread sleeps in the kernel until `page` arrives. Call before its missing bit is
-    /// tested.
+    /// Opens a fault: a thread sleeps in the kernel until `page` arrives. Call this before testing
+    /// the missing bit.
     pub(crate) fn open(&self, page: RamPage, at_ns: u64) {
         let mut open = lock(&self.open);
         open.entry(page.0).or_insert(at_ns);
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
     }
 
-    /// `pages` pages from `first` arrived and were made present.
+    /// Closes the open faults of `pages` pages from `first`, which are present now.
     pub(crate) fn close(&self, first: RamPage, pages: u64) {
         if self.open_count.load(Ordering::SeqCst) == 0 {
             return;
@@ -125,8 +126,8 @@ impl Stalls {
         let mut open = lock(&self.open);
         for page in first.0..first.0 + pages {
             if let Some(at_ns) = open.remove(&page) {
-                let last = self.ledgers.len() - 1;
-                lock(&self.ledgers[last]).add(FaultRecord {
+                let last = self.records.len() - 1;
+                lock(&self.records[last]).add(FaultRecord {
                     at_ns,
                     stall_ns: now.saturating_sub(at_ns),
                     page: RamPage(page),
@@ -137,28 +138,28 @@ impl Stalls {
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
     }
 
-    /// Whether any thread sleeps in the kernel until a page arrives.
+    /// Whether any fault is open.
     pub(crate) fn any_open(&self) -> bool {
         self.open_count.load(Ordering::SeqCst) != 0
     }
 
-    /// Forgets an open fault that turned out to need no page.
+    /// Drops an open fault whose page was present already.
     pub(crate) fn cancel(&self, page: RamPage) {
         let mut open = lock(&self.open);
         open.remove(&page.0);
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
     }
 
-    /// All of it: the histogram, the records, the first faults, the number of local faults.
+    /// Returns the histogram, the records, the first faults and the number of local faults.
     pub(crate) fn collect(&self) -> (Histogram<u64>, Vec<FaultRecord>, Vec<FaultRecord>, u64) {
         let mut stalls = new_histogram();
         let mut faults = Vec::new();
-        for ledger in &self.ledgers {
-            let ledger = lock(ledger);
+        for of_thread in &self.records {
+            let of_thread = lock(of_thread);
             stalls
-                .add(&ledger.stalls)
+                .add(&of_thread.stalls)
                 .expect("both have the same bounds");
-            faults.extend_from_slice(&ledger.faults);
+            faults.extend_from_slice(&of_thread.faults);
         }
         faults.sort_unstable_by_key(|f| f.at_ns);
         (

@@ -1,18 +1,18 @@
-//! Replies on the urgent connection, read as many at a time as have come.
+//! The reader of the urgent connection. Each read takes all replies that have arrived.
 
 use crate::error::MigrationError;
 use crate::link::UrgentLink;
 use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage};
 
-/// Room for this many replies with their pages.
+/// The size of the buffer, in replies with their pages.
 const REPLIES: usize = 8;
 
-/// What has been received and not been understood yet.
+/// The bytes that were received but not decoded.
 pub(super) struct UrgentReader {
     buffer: Box<[u8]>,
     filled: usize,
-    /// What came could not be understood or taken: whoever met that ends the migration, and nobody
-    /// reads on.
+    /// A reply could not be decoded or placed. The thread that found it ends the migration, and no
+    /// thread reads on.
     broken: bool,
     memory_pages: u64,
 }
@@ -27,8 +27,7 @@ impl UrgentReader {
         }
     }
 
-    /// Takes what is there, without waiting, and hands each whole reply to `place`; returns how
-    /// many.
+    /// Receives without waiting, and passes each complete reply to `place`. Returns their number.
     pub(super) fn pump(
         &mut self,
         link: &UrgentLink,
@@ -61,7 +60,7 @@ impl UrgentReader {
                     at += URGENT_BYTES;
                     placed += 1;
                 }
-                // Nothing more will come; the stream says how the migration ends.
+                // No more replies follow. The stream decides how the migration ends.
                 UrgentKind::End => at += URGENT_BYTES,
                 UrgentKind::Request => {
                     return Err(super::core::not_a_reply(UrgentKind::Request as u8));

@@ -1,8 +1,9 @@
-//! The destination's side: it looks at all callers in turn, and accepts several sessions at once.
+//! The destination's side of the handshake. It serves all pending connections in turn, and accepts
+//! several sessions at once.
 //!
-//! A session is taken when both connections are there and, where the caller wants that, its source
-//! has begun to speak. So an idle stranger blocks nobody: it has one of the places for
-//! [`HELLO_LIMIT`].
+//! A session is ready when both connections are accepted. In [`Mode::Speaking`] its source must
+//! also have sent a byte after the preamble. So an idle stranger keeps no source out: it holds one
+//! of the places for at most [`HELLO_LIMIT`].
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -10,36 +11,37 @@ use rustix::net::RecvFlags;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-use super::caller::{Caller, Look};
+use super::pending::{HelloState, PendingPeer};
 use super::{Agreed, HELLO_LIMIT, HandshakeError, Pair, Stranger, StrangerError};
 use crate::channel::{ChannelError, Connection, Listener, OpenError, Wait};
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Hello, HelloReply, Role, Status};
 
-/// The most callers looked at at once; one more sends the oldest away.
-const MAX_CALLERS: usize = 32;
-/// The most accepted sessions at once whose source has yet to speak.
+/// The most pending connections. One more drops the oldest.
+const MAX_PENDING: usize = 32;
+/// The most accepted sessions at once that are not ready.
 const MAX_SESSIONS: usize = 8;
-/// How often `stop` and the limits are looked at.
+/// The longest interval between two checks of `stop` and of the limits.
 const TICK: Duration = Duration::from_millis(50);
-/// What all this waits for.
+/// The awaited event, for errors.
 const WHAT: &str = "a source to connect";
 
 pub(super) struct Acceptor<'a> {
     listener: &'a Listener,
     stranger: &'a mut dyn FnMut(&Stranger),
-    callers: Vec<Caller>,
+    pending: Vec<PendingPeer>,
     sessions: Vec<Session>,
     mode: Mode,
 }
 
-/// What an [`Acceptor`] does with a session.
+/// The sessions that an [`Acceptor`] returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// Takes the first that has both connections.
+    /// Returns the first session that has both connections.
     Paired,
-    /// Takes the first that has both connections and whose source has begun to speak.
+    /// Returns the first session that has both connections and whose source has sent a byte after
+    /// the preamble.
     Speaking,
-    /// Refuses all, as another migration is under way.
+    /// Refuses all sessions, since another migration is under way.
     Refusing,
 }
 
@@ -52,7 +54,7 @@ struct Session {
 }
 
 impl Session {
-    /// Why it is not waited for any longer, if so.
+    /// Returns the reason to drop the session, if there is one.
     fn ended(&self) -> Option<StrangerError> {
         let gone = has_ended(&self.stream);
         if !gone && self.since.elapsed() < HELLO_LIMIT {
@@ -65,7 +67,7 @@ impl Session {
     }
 
     fn is_ready(&self, mode: Mode) -> bool {
-        self.urgent.is_some() && (mode == Mode::Paired || has_spoken(&self.stream))
+        self.urgent.is_some() && (mode == Mode::Paired || has_sent(&self.stream))
     }
 }
 
@@ -78,7 +80,7 @@ impl<'a> Acceptor<'a> {
         Self {
             listener,
             stranger,
-            callers: Vec::with_capacity(MAX_CALLERS),
+            pending: Vec::with_capacity(MAX_PENDING),
             sessions: Vec::with_capacity(MAX_SESSIONS),
             mode,
         }
@@ -98,8 +100,8 @@ impl<'a> Acceptor<'a> {
                 return Err(ChannelError::TimedOut { what: WHAT, after }.into());
             }
             self.sleep()?;
-            self.take_new_callers()?;
-            self.look_at_callers();
+            self.accept_new_peers()?;
+            self.read_hellos();
             if let Some(pair) = self.take_ready_session() {
                 return Ok(pair);
             }
@@ -107,20 +109,20 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    /// Sleeps until something may have happened, at most a tick.
+    /// Sleeps until a descriptor is ready, for at most [`TICK`].
     fn sleep(&self) -> Result<(), HandshakeError> {
         let sessions = self.sessions.iter().map(|session| {
-            // Only the end of a stream without its urgent connection is of interest: its source may
-            // have spoken too early.
+            // While the urgent connection is missing, only the end of the stream matters: a source
+            // may send its first frame too early.
             let events = match session.urgent {
                 None => PollFlags::RDHUP,
                 Some(_) => PollFlags::IN | PollFlags::RDHUP,
             };
             PollFd::from_borrowed_fd(session.stream.as_fd(), events)
         });
-        let callers = self.callers.iter().map(|caller| caller.connection.as_fd());
+        let pending = self.pending.iter().map(|peer| peer.connection.as_fd());
         let mut fds: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
-            .chain(callers)
+            .chain(pending)
             .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
             .chain(sessions)
             .collect();
@@ -135,59 +137,61 @@ impl<'a> Acceptor<'a> {
         }
     }
 
-    fn take_new_callers(&mut self) -> Result<(), HandshakeError> {
-        // No more at a time than fit: those who called and spoke are heard before the next come.
-        for _ in 0..MAX_CALLERS {
+    fn accept_new_peers(&mut self) -> Result<(), HandshakeError> {
+        // At most as many at a time as fit: preambles that have arrived are read before more
+        // connections are accepted.
+        for _ in 0..MAX_PENDING {
             let Some(connection) = self.listener.try_accept().map_err(ChannelError::from)? else {
                 break;
             };
-            if self.callers.len() == MAX_CALLERS {
-                // They are in the order in which they called.
-                let oldest = self.callers.remove(0);
+            if self.pending.len() == MAX_PENDING {
+                // They are in the order in which they connected.
+                let oldest = self.pending.remove(0);
                 if !oldest.is_refused() {
                     (self.stranger)(&oldest.stranger(StrangerError::Crowded));
                 }
             }
-            self.callers.push(Caller::new(connection));
+            self.pending.push(PendingPeer::new(connection));
         }
         Ok(())
     }
 
-    fn look_at_callers(&mut self) {
+    fn read_hellos(&mut self) {
         let now = Instant::now();
         let mut index = 0;
-        while let Some(caller) = self.callers.get_mut(index) {
-            match caller.look() {
-                Look::Waiting if caller.is_late(now) => {
-                    let caller = self.callers.remove(index);
-                    if !caller.is_refused() {
+        while let Some(peer) = self.pending.get_mut(index) {
+            match peer.read_hello() {
+                HelloState::Waiting if peer.is_late(now) => {
+                    let peer = self.pending.remove(index);
+                    if !peer.is_refused() {
                         let why = StrangerError::Silent { after: HELLO_LIMIT };
-                        (self.stranger)(&caller.stranger(why));
+                        (self.stranger)(&peer.stranger(why));
                     }
                 }
-                Look::Waiting => index += 1,
-                Look::Gone => drop(self.callers.remove(index)),
-                Look::Bad(why, answer) => {
-                    (self.stranger)(&caller.stranger(why));
+                HelloState::Waiting => index += 1,
+                HelloState::Closed => drop(self.pending.remove(index)),
+                HelloState::Rejected(why, answer) => {
+                    (self.stranger)(&peer.stranger(why));
                     match answer {
                         Some(answer) => {
-                            caller.refuse(&answer);
+                            peer.refuse(&answer);
                             index += 1;
                         }
-                        None => drop(self.callers.remove(index)),
+                        None => drop(self.pending.remove(index)),
                     }
                 }
-                Look::Says(hello) => {
-                    let caller = self.callers.remove(index);
-                    self.hear(caller, &hello);
-                    // A refused caller was put at the end of the list.
+                HelloState::Complete(hello) => {
+                    let peer = self.pending.remove(index);
+                    self.handle_hello(peer, &hello);
+                    // `handle_hello` puts a refused connection at the end of the list.
                 }
             }
         }
     }
 
-    /// A caller with a good preamble: accepts it if there is room for it.
-    fn hear(&mut self, mut caller: Caller, hello: &Hello) {
+    /// Accepts a connection with a valid preamble if there is room for it, and refuses it
+    /// otherwise.
+    fn handle_hello(&mut self, mut peer: PendingPeer, hello: &Hello) {
         self.drop_ended_sessions();
         let same = self
             .sessions
@@ -205,20 +209,20 @@ impl<'a> Acceptor<'a> {
             }
         };
         if let Some(status) = refusal {
-            let stranger = caller.refuse_as(hello.session, status);
+            let stranger = peer.refuse_as(hello.session, status);
             (self.stranger)(&stranger);
-            self.callers.push(caller);
+            self.pending.push(peer);
             return;
         }
         let reply = HelloReply::accept(hello);
         let at_once = Wait::block("HelloReply").within(TICK);
-        if let Err(error) = caller.connection.send_small(&reply.encode(), &at_once) {
-            (self.stranger)(&caller.stranger(error.into()));
+        if let Err(error) = peer.connection.send_small(&reply.encode(), &at_once) {
+            (self.stranger)(&peer.stranger(error.into()));
             return;
         }
         match same {
             None => self.sessions.push(Session {
-                stream: caller.connection,
+                stream: peer.connection,
                 urgent: None,
                 agreed: Agreed {
                     version: reply.version,
@@ -228,14 +232,14 @@ impl<'a> Acceptor<'a> {
                 since: Instant::now(),
             }),
             Some(at) => {
-                self.sessions[at].urgent = Some(caller.connection);
-                // Its source has as long again for its first byte.
+                self.sessions[at].urgent = Some(peer.connection);
+                // The limit starts anew for the first byte after the preamble.
                 self.sessions[at].since = Instant::now();
             }
         }
     }
 
-    /// Takes the first session that is ready, and tells all others that they may try again.
+    /// Takes the first session that is ready, and tells all other sources to retry.
     fn take_ready_session(&mut self) -> Option<Pair> {
         let mode = self.mode;
         let at = self.sessions.iter().position(|s| s.is_ready(mode))?;
@@ -246,7 +250,7 @@ impl<'a> Acceptor<'a> {
             ..
         } = self.sessions.remove(at);
         for session in self.sessions.drain(..) {
-            tell_busy(&session.stream);
+            send_busy(&session.stream);
         }
         Some(Pair {
             stream,
@@ -255,7 +259,7 @@ impl<'a> Acceptor<'a> {
         })
     }
 
-    /// A source that died, or lets this side wait, must not keep others out.
+    /// Drops sessions whose source died or took too long, so that they keep no other source out.
     fn drop_ended_sessions(&mut self) {
         let mut at = 0;
         while let Some(session) = self.sessions.get(at) {
@@ -272,25 +276,26 @@ impl<'a> Acceptor<'a> {
     }
 }
 
-/// Tells a source whose connections were accepted that another one was taken.
-fn tell_busy(stream: &Connection) {
+/// Tells a source whose connections were accepted that the destination took another source.
+fn send_busy(stream: &Connection) {
     let message = "another source was taken; try again";
     let frame = Frame::Error(ErrorMessage::new(ErrorCode::Busy, message));
     let mut bytes = Vec::new();
     if frame.encode(&mut bytes).is_ok() {
-        // Nothing was sent on it before, so the frame fits. A source that is gone needs no answer.
+        // Nothing was sent on this connection before, so the frame fits. A source that is gone
+        // needs no answer.
         let _ = stream.send_small(&bytes, &Wait::block("Error").within(Duration::ZERO));
     }
     stream.shutdown_write();
 }
 
-/// Whether bytes of the peer wait to be read.
-fn has_spoken(connection: &Connection) -> bool {
+/// Whether unread bytes of the peer have arrived.
+fn has_sent(connection: &Connection) -> bool {
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
     rustix::net::recv(connection.as_fd(), &mut [0; 1], flags).is_ok_and(|(bytes, _)| bytes > 0)
 }
 
-/// Whether the peer has closed the connection, whatever it may have sent before.
+/// Whether the peer has closed the connection, even if unread bytes remain.
 fn has_ended(connection: &Connection) -> bool {
     let mut fds = [PollFd::from_borrowed_fd(
         connection.as_fd(),
@@ -298,6 +303,6 @@ fn has_ended(connection: &Connection) -> bool {
     )];
     let at_once = Timespec::try_from(Duration::ZERO).expect("no time");
     let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    // An interrupted look is repeated at the next tick.
+    // The next tick repeats an interrupted `poll`.
     poll(&mut fds, Some(&at_once)).is_ok() && fds[0].revents().intersects(ended)
 }

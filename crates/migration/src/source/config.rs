@@ -1,4 +1,4 @@
-//! What the source is told, and what it answers when a migration fails.
+//! The source's configuration, and its report of a failed migration.
 
 use crate::error::MigrationError;
 use pageferry_machine::{Machine, VcpuThreads};
@@ -11,32 +11,32 @@ use std::time::Duration;
 pub struct RunningVm<'a> {
     /// The machine.
     pub machine: &'a Arc<dyn Machine>,
-    /// Its vCPUs.
+    /// The threads of its vCPUs.
     pub threads: &'a VcpuThreads,
 }
 
-/// How to migrate.
+/// The source's configuration.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// The most passes over the pages while the guest still runs; with 0 every page is fetched in
-    /// post-copy. Passes end early when hardly anything is left.
+    /// The most pre-copy passes. With 0, all pages move in post-copy. The passes end early when few
+    /// dirty pages are left.
     pub precopy_passes: u32,
-    /// Whether missing pages are pushed in the background from the start of post-copy. Without it
-    /// the push waits until the guest has asked for nothing for [`SourceConfig::QUIET`]: for
-    /// measurements of urgent pages beside an idle background.
+    /// Whether the background push begins at the start of post-copy. Otherwise it begins when the
+    /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
+    /// pages without a push.
     pub push_background: bool,
-    /// The longest wait for the connection and the handshake.
+    /// The limit for the connection and the handshake.
     pub connect_limit: Duration,
-    /// How long to try again while the destination is busy with somebody else.
+    /// The time for which the source retries while the destination is busy with another source.
     pub busy_limit: Duration,
     /// The longest silence of the destination while it builds its machine and allocates memory.
     pub setup_limit: Duration,
-    /// The longest wait for the destination to take or confirm anything else.
+    /// The longest wait for the destination to accept or confirm any other message.
     pub answer_limit: Duration,
 }
 
 impl SourceConfig {
-    /// How long a guest that asks for no page keeps a push waiting that is not to begin at once.
+    /// The time without a request after which a delayed push begins.
     pub const QUIET: Duration = Duration::from_millis(300);
 }
 
@@ -53,13 +53,13 @@ impl Default for SourceConfig {
     }
 }
 
-/// Where the VM is after a migration that failed.
+/// The place of the VM after a failed migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SourceVm {
-    /// It runs on here, as if nothing had happened.
+    /// It runs on at the source, unchanged.
     Runs,
-    /// The destination had confirmed that it runs there, and has not said that it discarded it. It
-    /// is paused here and never resumed by us.
+    /// The destination confirmed that the VM runs there, and has not said that it discarded the VM.
+    /// The VM is paused at the source, which never resumes it.
     GivenUp,
 }
 
@@ -67,7 +67,7 @@ impl fmt::Display for SourceVm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Runs => "the VM runs on at the source",
-            Self::GivenUp => "the VM had been handed over, and stays paused at the source",
+            Self::GivenUp => "the VM was handed over and stays paused at the source",
         })
     }
 }
@@ -76,9 +76,9 @@ impl fmt::Display for SourceVm {
 #[derive(Debug, thiserror::Error)]
 #[error("{error}; {vm}")]
 pub struct SourceFailure {
-    /// Where the VM is now.
+    /// The place of the VM.
     pub vm: SourceVm,
-    /// Why it failed.
+    /// The reason.
     #[source]
     pub error: MigrationError,
 }

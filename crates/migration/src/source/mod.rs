@@ -1,21 +1,21 @@
-//! The source: the process a VM leaves.
+//! The source: the process that a VM leaves.
 //!
-//! **Guarantee.** Until the destination has said that the guest runs there, any failure leaves the
-//! VM running here. From then on this side resumes it only if the destination says that it has
-//! discarded its copy without ever hearing `RunningAck`. A page is kept until the destination has
-//! acknowledged all pages.
+//! **Guarantee.** Until the destination says that the guest runs there, any failure leaves the VM
+//! running here. From then on, this side resumes the VM in one case only: the destination says that
+//! it discarded its copy without having received `RunningAck`. The source keeps every page until
+//! the destination has acknowledged all pages.
 //!
-//! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up; pre-copy passes by
-//! the dirty log (`precopy`); switch-over (`switchover`); post-copy (`postcopy`), where one thread
-//! answers requests on the urgent connection and this one pushes the rest in the background; and
-//! completion, where both ends compare what was sent with what was received.
+//! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up, pre-copy by the
+//! dirty log (`precopy`), switch-over (`switchover`), post-copy (`postcopy`) and completion. In
+//! post-copy, one thread answers requests on the urgent connection, and the calling thread pushes
+//! the other pages. In completion, both sides compare their page counts.
 //!
-//! | at failure in | guest | why that is safe |
+//! | failure in | guest | why that is safe |
 //! |---|---|---|
-//! | set-up, pre-copy | runs on here | it never stopped; the dirty log is switched off again |
-//! | switch-over, before `Running` came | resumed here | a destination that started but has no `RunningAck` pauses its VM when the connection ends, before any page that only we have was read |
-//! | from `Running` on | paused here for good | the guest may have run there, and count |
-//! | the same, by the word `Discarded` | resumed here | that copy stands still, and did not hear that it counts |
+//! | set-up, pre-copy | runs on here | It never stopped. The source stops the dirty log. |
+//! | switch-over, before `Running` arrived | resumed here | A destination without `RunningAck` pauses and discards its VM when the connection ends. It has received no missing page by then. |
+//! | from `Running` on | stays paused here | The guest may have run there, and that copy may count. |
+//! | the same, with code `Discarded` | resumed here | That copy is paused, and never received `RunningAck`. |
 
 mod config;
 mod pages;
@@ -36,30 +36,30 @@ use crate::sync::{AtomicBool, Ordering};
 use crate::wire::{self, Frame, Setup, SetupProgress};
 use std::time::{Duration, Instant};
 
-/// What all phases of one migration share.
+/// The state that all phases of one migration share.
 struct Source<'a> {
     vm: RunningVm<'a>,
     config: &'a SourceConfig,
     cancel: &'a dyn Fn() -> bool,
     observer: &'a dyn Observer,
     link: StreamLink,
-    /// The destination has allocated the memory it wants to have before the switch-over.
+    /// Whether the destination has allocated all memory that it needs before the switch-over.
     destination_ready: bool,
     report: SourceReport,
 }
 
-/// How long a source waits before it asks a busy destination again.
+/// The pause before a source retries with a busy destination.
 const BUSY_PAUSE: Duration = Duration::from_millis(200);
-/// How often a source that waits looks whether it was cancelled.
+/// The interval at which a pausing source checks `cancel`.
 const CANCEL_POLL: Duration = Duration::from_millis(20);
 
-/// Moves a running VM to the process that listens at `to`. `guest` says what runs in it, in the
-/// caller's own words (at most [`wire::MAX_DESCRIPTION_BYTES`]).
+/// Moves a running VM to the process that listens at `to`. `guest` describes the guest, in the
+/// caller's own format (at most [`wire::MAX_DESCRIPTION_BYTES`]).
 ///
-/// Setting `cancel` ends the migration before switch-over and the VM runs on; later it has no
-/// effect. The calling thread asks the scheduler for short slices, as vCPUs wait for it in the
-/// blackout. Returns when the destination has every page and has said so; the VM is then paused
-/// here and the caller drops it.
+/// Setting `cancel` before switch-over ends the migration, and the VM runs on. Later it has no
+/// effect. This sets short scheduler slices for the calling thread, since the guest waits for it in
+/// the blackout. Returns when the destination has confirmed every page. The VM is then paused here,
+/// and the caller drops it.
 ///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.
@@ -75,7 +75,7 @@ pub fn migrate(
         vm: SourceVm::Runs,
         error,
     };
-    let given_up = |error| SourceFailure {
+    let handed_over = |error| SourceFailure {
         vm: SourceVm::GivenUp,
         error,
     };
@@ -100,7 +100,7 @@ pub fn migrate(
     let missing = match source.until_running() {
         Ok(missing) => missing,
         Err(error) => {
-            source.call_off(&error);
+            source.abort_and_resume(&error);
             observer.phase(Phase::Failed);
             return Err(runs(error));
         }
@@ -113,17 +113,17 @@ pub fn migrate(
             source.report.total_ns = monotonic_ns() - began_ns;
             Ok(source.report)
         }
-        // It waited too long for RunningAck, as this side was not scheduled or the link was slow.
-        // Nobody else has the VM now, and nothing here has changed since switch-over.
+        // The destination waited too long for RunningAck: this side was not scheduled, or the link
+        // was slow. Only this side has the VM now. Nothing here has changed since switch-over.
         Err(error) if error.is_discarded_there() => {
-            source.call_off(&error);
+            source.abort_and_resume(&error);
             observer.phase(Phase::Failed);
             Err(runs(error))
         }
         Err(error) => {
             observer.phase(Phase::Failed);
-            source.link.say_error(error.wire_code(), &error);
-            Err(given_up(error))
+            source.link.send_error(error.wire_code(), &error);
+            Err(handed_over(error))
         }
     }
 }
@@ -163,15 +163,15 @@ impl Source<'_> {
         Ok(())
     }
 
-    /// Pre-copy and switch-over: all that can still be undone. Returns the missing pages.
+    /// Runs pre-copy and switch-over, which this side can still undo. Returns the missing pages.
     fn until_running(&mut self) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
         let dirty = self.precopy()?;
         self.wait_until_destination_is_ready()?;
         self.switch_over(dirty)
     }
 
-    /// Takes what the destination has said about its memory meanwhile, so that it never waits for
-    /// room.
+    /// Receives pending SetupProgress frames, so that the destination never waits for room in the
+    /// socket.
     fn take_setup_progress(&mut self) -> Result<(), MigrationError> {
         while self.link.wait_for_frame(Duration::ZERO, never())? {
             self.receive_setup_progress()?;
@@ -179,7 +179,7 @@ impl Source<'_> {
         Ok(())
     }
 
-    /// The guest runs on while the destination still allocates memory.
+    /// Waits until the destination has allocated its memory. The guest runs on meanwhile.
     fn wait_until_destination_is_ready(&mut self) -> Result<(), MigrationError> {
         while !self.destination_ready {
             self.receive_setup_progress()?;
@@ -189,12 +189,12 @@ impl Source<'_> {
 
     fn receive_setup_progress(&mut self) -> Result<(), MigrationError> {
         match self.link.receive(self.config.setup_limit, self.cancel)? {
-            Frame::SetupProgress(progress) => self.hear_setup_progress(progress),
+            Frame::SetupProgress(progress) => self.note_setup_progress(progress),
             other => Err(self.link.unexpected("SetupProgress", &other)),
         }
     }
 
-    fn hear_setup_progress(&mut self, progress: SetupProgress) -> Result<(), MigrationError> {
+    fn note_setup_progress(&mut self, progress: SetupProgress) -> Result<(), MigrationError> {
         if self.destination_ready {
             let why = "it sent SetupProgress after it was ready";
             return Err(MigrationError::Peer(why.into()));
@@ -205,31 +205,31 @@ impl Source<'_> {
         Ok(())
     }
 
-    /// The destination's answer to a pass.
+    /// Receives the destination's answer to a pass.
     fn receive_answer(&mut self) -> Result<Frame, MigrationError> {
         loop {
             match self.link.receive(self.config.answer_limit, self.cancel)? {
-                Frame::SetupProgress(progress) => self.hear_setup_progress(progress)?,
+                Frame::SetupProgress(progress) => self.note_setup_progress(progress)?,
                 other => return Ok(other),
             }
         }
     }
 
-    /// Ends a migration whose VM counts nowhere else: says why, and lets the VM run as before.
-    fn call_off(&mut self, error: &MigrationError) {
+    /// Ends a migration whose VM counts only here: sends the reason, and lets the VM run as before.
+    fn abort_and_resume(&mut self, error: &MigrationError) {
         if matches!(error, MigrationError::Cancelled) {
-            self.link.say_cancel();
+            self.link.send_cancel();
         } else {
-            self.link.say_error(error.wire_code(), error);
+            self.link.send_error(error.wire_code(), error);
         }
-        // A refusal to stop logging costs the guest speed, not correctness.
+        // A failure to stop the dirty log costs only speed.
         let _ = self.vm.machine.set_dirty_log(false);
         self.vm.threads.resume();
         self.link.shutdown();
     }
 }
 
-/// What the destination has to build.
+/// Describes the VM that the destination must build.
 fn offer(vm: &RunningVm<'_>, guest: &[u8]) -> Result<Setup, MigrationError> {
     let layout = vm.machine.ram().layout();
     let (engine, isa) = crate::link::wire_engine(vm.machine.engine());
@@ -253,8 +253,8 @@ fn offer(vm: &RunningVm<'_>, guest: &[u8]) -> Result<Setup, MigrationError> {
     })
 }
 
-/// Connects, offers the VM, and hears that the destination takes it. A destination that is busy is
-/// asked again for a while.
+/// Connects, offers the VM, and waits for the destination's SetupAck. Retries for a while if the
+/// destination is busy.
 fn connect(
     vm: &RunningVm<'_>,
     to: &Address,
@@ -296,9 +296,9 @@ fn connect_once(
         Err(error) => error,
     };
     if matches!(error, MigrationError::Cancelled) {
-        link.say_cancel();
+        link.send_cancel();
     } else {
-        link.say_error(error.wire_code(), &error);
+        link.send_error(error.wire_code(), &error);
     }
     link.shutdown();
     Err(error)

@@ -2,11 +2,11 @@
     unsafe_code,
     reason = "hands guest memory to the connection without copying it"
 )]
-//! Pages frames as the source fills and sends them.
+//! Fills and sends Pages frames.
 //!
-//! While the guest runs, a page is copied out first, so that the bytes that are hashed are the
-//! bytes that are sent; the page is sent again later if the guest changed it. Once the guest is
-//! stopped for good, pages are hashed and sent from where they lie.
+//! While the guest runs, the source copies each page first, so that it hashes and sends the same
+//! bytes. If the guest changes the page, the source sends it again later. After the guest has
+//! stopped for good, the source hashes and sends pages without a copy.
 
 use crate::error::MigrationError;
 use crate::link::{StreamLink, never};
@@ -15,13 +15,15 @@ use pageferry_addr::RamPage;
 use pageferry_machine::GuestRam;
 use std::io::IoSlice;
 
-/// Data pages a frame: 256 KiB, so that what was hashed is still in the cache when it is sent.
+/// The data pages of a frame: 256 KiB, so that hashed bytes are still in the cache when they are
+/// sent.
 const FRAME_PAGES: u32 = 64;
 
-/// Zero pages a frame of a stopped guest: whoever waits for one of them waits for its frame.
+/// The zero pages of a frame of a stopped guest. A vCPU that waits for one of them waits for the
+/// whole frame.
 const FRAME_ZERO_PAGES: u64 = 512;
 
-/// Zero pages a frame of a running guest, looked at one by one.
+/// The zero pages of a frame of a running guest. Each costs a scan of the page.
 const RUNNING_ZERO_PAGES: u64 = 1 << 16;
 
 /// Whether every byte is zero.
@@ -38,7 +40,7 @@ pub(crate) struct PageSender<'a> {
     list: RunList,
     head: Vec<u8>,
     copies: Vec<u8>,
-    /// Ends a send that the peer does not take.
+    /// Interrupts a send that the peer does not accept.
     stop: &'a dyn Fn() -> bool,
     /// Zero pages in the frame.
     zero_in_frame: u64,
@@ -62,8 +64,8 @@ impl<'a> PageSender<'a> {
         }
     }
 
-    /// Adds a page to the frame. A frame that is full is sent by `send` first, and takes the page
-    /// then. So the page is in a frame when this returns, or the migration fails.
+    /// Adds a page to the frame. If the frame is full, `send` sends it, and the page goes into the
+    /// next. So the page is in a frame when this returns, or the migration fails.
     fn push(
         &mut self,
         page: RamPage,
@@ -82,14 +84,13 @@ impl<'a> PageSender<'a> {
         Ok(())
     }
 
-    /// Adds a page of a running guest, which is copied now.
+    /// Copies a page of a running guest and adds it.
     pub(crate) fn add_running(
         &mut self,
         link: &mut StreamLink,
         page: RamPage,
     ) -> Result<(), MigrationError> {
-        // Zero pages cost a look each and fill no frame: the peer must not wait for the end of
-        // many.
+        // Zero pages cost a scan each and fill no frame. The peer must not wait for many of them.
         if self.list.data_pages() == FRAME_PAGES || self.zero_in_frame >= RUNNING_ZERO_PAGES {
             self.send_copies(link)?;
         }
@@ -105,13 +106,13 @@ impl<'a> PageSender<'a> {
         };
         self.push(page, kind, |sender| {
             sender.send_copies(link)?;
-            // The frame that takes the page begins with it.
+            // The page is the first of the new frame.
             sender.copies.copy_within(at..at + PAGE_BYTES, 0);
             Ok(())
         })
     }
 
-    /// Adds a page known to be zero without looking at it (a hole of the memfd).
+    /// Adds a hole of the memfd: a zero page that needs no scan.
     pub(crate) fn add_hole(
         &mut self,
         link: &mut StreamLink,
@@ -120,7 +121,7 @@ impl<'a> PageSender<'a> {
         self.push(page, RunKind::Zero, |sender| sender.send_copies(link))
     }
 
-    /// Sends what [`PageSender::add_running`] collected.
+    /// Sends the frame with its copied pages.
     pub(crate) fn send_copies(&mut self, link: &mut StreamLink) -> Result<(), MigrationError> {
         if self.list.is_empty() {
             return Ok(());
@@ -142,18 +143,18 @@ impl<'a> PageSender<'a> {
     }
 }
 
-/// The same for a guest that is stopped and will never run here again.
+/// A [`PageSender`] for a guest that has stopped for good.
 pub(crate) struct StoppedSender<'a> {
     inner: PageSender<'a>,
-    /// From this page on, the next pages with memory are those of the range: nobody writes them
-    /// any more.
+    /// The result of the last search for allocated pages: its start, and the next allocated range.
+    /// It stays valid, since no thread writes the memory any more.
     allocated: (u64, std::ops::Range<u64>),
 }
 
 impl<'a> StoppedSender<'a> {
     /// # Safety
     /// 1. No vCPU of `ram`'s VM runs while the sender lives, and none is resumed.
-    /// 2. Nobody else writes the memory of pages that are added to it.
+    /// 2. No other thread writes the memory of pages that are added to it.
     pub(crate) unsafe fn new(ram: &'a GuestRam) -> Self {
         Self {
             inner: PageSender {
@@ -164,14 +165,14 @@ impl<'a> StoppedSender<'a> {
         }
     }
 
-    /// The bytes of a page, where they lie.
+    /// Returns the bytes of a page, without a copy.
     pub(crate) fn page(&self, page: RamPage) -> &'a [u8; PAGE_BYTES] {
-        // SAFETY: the pointer is to 4096 mapped bytes that live as long as the `GuestRam` borrowed
-        // for 'a, and by the contract of `new` nobody writes them.
+        // SAFETY: the pointer is to 4096 mapped bytes. They live as long as the `GuestRam` borrowed
+        // for 'a. By the contract of `new` no thread writes them.
         unsafe { &*self.inner.ram.alias(page, 1).cast() }
     }
 
-    /// Whether the page has no memory. It is zero, and looking at it would allocate it.
+    /// Whether the page is a hole. A hole is zero, and reading it would allocate it.
     fn is_hole(&mut self, page: RamPage) -> Result<bool, MigrationError> {
         let (from, allocated) = &self.allocated;
         if !(*from..allocated.end).contains(&page.0) {
@@ -182,7 +183,7 @@ impl<'a> StoppedSender<'a> {
         Ok(page.0 < self.allocated.1.start)
     }
 
-    /// Adds a page. A frame that is full is sent first.
+    /// Adds a page. Sends the frame first if it is full.
     pub(crate) fn add(
         &mut self,
         link: &mut StreamLink,
@@ -197,12 +198,12 @@ impl<'a> StoppedSender<'a> {
             .push(page, kind, |inner| send_in_place(inner, link))
     }
 
-    /// Whether the frame has as many pages as a frame should.
+    /// Whether the frame should be sent.
     pub(crate) fn is_full(&self) -> bool {
         self.inner.list.data_pages() >= FRAME_PAGES || self.inner.zero_in_frame >= FRAME_ZERO_PAGES
     }
 
-    /// Sends the frame, the pages from where they lie.
+    /// Sends the frame without copying its pages.
     pub(crate) fn send(&mut self, link: &mut StreamLink) -> Result<(), MigrationError> {
         send_in_place(&mut self.inner, link)
     }
@@ -218,7 +219,7 @@ impl<'a> StoppedSender<'a> {
     }
 }
 
-/// Sends the frame of a [`StoppedSender`], the pages from where they lie.
+/// Sends the frame of a [`StoppedSender`] without copying its pages.
 fn send_in_place(sender: &mut PageSender<'_>, link: &mut StreamLink) -> Result<(), MigrationError> {
     if sender.list.is_empty() {
         return Ok(());
@@ -229,8 +230,8 @@ fn send_in_place(sender: &mut PageSender<'_>, link: &mut StreamLink) -> Result<(
     let mut slices = Vec::with_capacity(runs.len() + 1);
     for run in runs.iter().filter(|run| run.kind == RunKind::Data) {
         let start = sender.ram.alias(run.first, run.pages.into());
-        // SAFETY: `alias` checked that the whole run is mapped, for as long as the `GuestRam`
-        // lives. By the contract of `StoppedSender::new` nobody writes it.
+        // SAFETY: `alias` checked that the whole run is mapped as long as the `GuestRam` lives. By
+        // the contract of `StoppedSender::new` no thread writes it.
         let bytes = unsafe { std::slice::from_raw_parts(start.cast_const(), run.data_bytes()) };
         hasher.update(bytes);
         slices.push(IoSlice::new(bytes));
@@ -251,7 +252,7 @@ mod tests {
     use pageferry_machine::RamLayout;
     use std::time::Duration;
 
-    /// What `send` sends of memory whose every second page is zero, so that frames are full of
+    /// Returns the runs that `send` sends. Every second page is zero, so that frames are full of
     /// runs.
     fn sent_pages(send: impl FnOnce(&GuestRam, &mut StreamLink)) -> (u64, Vec<(Run, Vec<u8>)>) {
         const PAGES: u64 = 700;
@@ -311,7 +312,7 @@ mod tests {
     #[test]
     fn a_full_frame_loses_no_page_of_a_stopped_guest() {
         let (pages, runs) = sent_pages(|ram, link| {
-            // SAFETY: no vCPU runs in this test, and nobody writes the memory.
+            // SAFETY: no vCPU runs in this test, and no thread writes the memory.
             let mut sender = unsafe { StoppedSender::new(ram) };
             for page in 0..ram.pages() {
                 sender.add(link, RamPage(page)).unwrap();
@@ -326,7 +327,7 @@ mod tests {
         let (pages, runs) = sent_pages(|ram, link| {
             let mut sender = PageSender::new(ram, never());
             for page in 0..ram.pages() {
-                // Holes among them fill a frame before a page with data comes.
+                // Holes fill a frame before a page with data comes.
                 if page % 14 == 1 {
                     sender.add_hole(link, RamPage(page)).unwrap();
                 } else {

@@ -1,12 +1,9 @@
-#![expect(
-    unsafe_code,
-    reason = "sends the pages of a stopped VM from where they lie"
-)]
-//! Post-copy: the guest runs at the destination, and its missing pages go there.
+#![expect(unsafe_code, reason = "sends the pages of a stopped VM without a copy")]
+//! Post-copy: the guest runs at the destination, and the source sends its missing pages.
 //!
-//! Two threads share [`UnsentPages`] and nothing else. The urgent thread waits for requests by
-//! spinning first, since a wake-up costs ten times a spinning hop. It answers each request by one
-//! vectored write. The calling thread pushes the rest.
+//! Two threads share only [`UnsentPages`]. The urgent thread spins for requests before it sleeps,
+//! since a wake-up takes ten times as long. It answers each request by one vectored write. The
+//! calling thread pushes the other pages.
 
 use super::pages::{StoppedSender, is_zero};
 use super::unsent::UnsentPages;
@@ -23,13 +20,13 @@ use pageferry_userfault::PageBitmap;
 use std::io::IoSlice;
 use std::time::{Duration, Instant};
 
-/// How often progress is told, in frames.
-const TELL_EVERY: u64 = 16;
-/// How often a push that waits for the guest to be quiet looks.
-const IDLE: Duration = Duration::from_millis(20);
+/// The number of frames between two progress reports.
+const REPORT_EVERY: u64 = 16;
+/// The interval at which a delayed push counts the unsent pages.
+const QUIET_POLL: Duration = Duration::from_millis(20);
 
 impl Source<'_> {
-    /// Sends every missing page and hears that all arrived.
+    /// Sends every missing page and waits for the confirmation of all.
     pub(super) fn postcopy(
         &mut self,
         urgent: &UrgentLink,
@@ -46,14 +43,14 @@ impl Source<'_> {
                 .spawn_scoped(scope, || answer(urgent, &ram, &unsent, &urgent_bytes))
                 .map_err(|e| MigrationError::os("cannot start the urgent thread", e))?;
             let drained = self.push_and_drain(&ram, &unsent, &|| answers.is_finished());
-            // Ends the urgent thread, whatever it waits for.
+            // Ends the urgent thread in every wait.
             urgent.shutdown();
             let answered = answers
                 .join()
                 .map_err(|_| MigrationError::Internal("the urgent thread panicked".into()))?;
             match (drained, answered) {
                 (Ok(()), _) => Ok(()),
-                // The urgent connection failed first, and the stream's end followed from it.
+                // The urgent connection failed first and caused the end of the stream.
                 (Err(_), Err(error)) if !error.is_lost() => Err(error),
                 (Err(error), _) => Err(error),
             }
@@ -69,10 +66,9 @@ impl Source<'_> {
         urgent_ended: &dyn Fn() -> bool,
     ) -> Result<(), MigrationError> {
         let total = self.report.missing_at_start;
-        // SAFETY: (1) the destination runs the guest, so this side does not resume it while there
-        // are senders: `migrate` calls `resume` only before it has `Running`, or after
-        // post-copy has failed and its threads have ended. (2) Migration does not write the
-        // source's memory.
+        // SAFETY: (1) `migrate` resumes the guest only before `Running` arrives, or after post-copy
+        // has failed and its threads have ended. So it does not while there are senders. (2)
+        // Migration does not write the source's memory.
         let mut sender = unsafe { StoppedSender::new(ram) };
         if !self.config.push_background {
             wait_for_quiet(unsent, urgent_ended);
@@ -94,9 +90,10 @@ impl Source<'_> {
 
         self.enter(Phase::Completion);
         self.link.send(&Frame::DrainEnd(counts))?;
-        // The destination keeps the urgent connection until it has confirmed: its end is a failure.
+        // The destination keeps the urgent connection open until it has confirmed. An earlier end
+        // is a failure.
         let answer = match self.link.receive(self.config.answer_limit, urgent_ended) {
-            Err(MigrationError::Cancelled) => self.said_before_urgent_ended(),
+            Err(MigrationError::Cancelled) => self.receive_before_urgent_ended(),
             answer => answer,
         };
         match answer {
@@ -109,16 +106,15 @@ impl Source<'_> {
             Ok(other) => return Err(self.link.unexpected("DrainAck", &other)),
             Err(error) => return Err(error),
         }
-        // The destination has every page and has said so. A last word that does not reach it
-        // changes nothing.
+        // The destination has confirmed every page. A lost Complete changes nothing.
         let _ = self.link.send(&Frame::Complete);
         Ok(())
     }
 
-    /// What the destination said on the stream before its urgent connection ended. It counts,
-    /// although this side heard of that end first: a destination that gives up says why and
-    /// then ends both.
-    fn said_before_urgent_ended(&mut self) -> Result<Frame, MigrationError> {
+    /// Receives the frame that the destination sent on the stream before its urgent connection
+    /// ended. A destination that gives up sends its reason and then closes both. This side may see
+    /// the close first.
+    fn receive_before_urgent_ended(&mut self) -> Result<Frame, MigrationError> {
         match self.link.receive(REASON_LIMIT, never()) {
             Ok(frame) => Ok(frame),
             Err(
@@ -132,7 +128,7 @@ impl Source<'_> {
         }
     }
 
-    /// Pushes until no page is unsent.
+    /// Pushes pages until none is unsent.
     fn push(
         &mut self,
         sender: &mut StoppedSender<'_>,
@@ -150,7 +146,8 @@ impl Source<'_> {
                     sender.add(&mut self.link, page)?;
                     cursor = page.index() + 1;
                 }
-                // Behind the cursor there may be more: once around without a find, there is none.
+                // Unsent pages may be left before the cursor. None is left after a whole turn
+                // without a find.
                 None if wrapped => break,
                 None => {
                     sender.send(&mut self.link)?;
@@ -162,12 +159,12 @@ impl Source<'_> {
             if sender.is_full() {
                 sender.send(&mut self.link)?;
                 frames += 1;
-                if frames % TELL_EVERY == 0 {
+                if frames % REPORT_EVERY == 0 {
                     self.observer
                         .progress(Phase::Postcopy, total - unsent.count(), total);
                     if urgent_ended() {
-                        let said = self.said_before_urgent_ended()?;
-                        return Err(self.link.unexpected("nothing", &said));
+                        let frame = self.receive_before_urgent_ended()?;
+                        return Err(self.link.unexpected("nothing", &frame));
                     }
                 }
                 if let Some(hint) = unsent.take_hint() {
@@ -180,12 +177,12 @@ impl Source<'_> {
     }
 }
 
-/// Returns when no page was asked for in a while, or none is left to ask for.
+/// Returns when the guest has requested no page for a while, or no page is unsent.
 fn wait_for_quiet(unsent: &UnsentPages, urgent_ended: &dyn Fn() -> bool) {
     let mut left = unsent.count();
     let mut changed = Instant::now();
     while left > 0 && changed.elapsed() < SourceConfig::QUIET && !urgent_ended() {
-        std::thread::sleep(IDLE);
+        std::thread::sleep(QUIET_POLL);
         let now_left = unsent.count();
         if now_left != left {
             (left, changed) = (now_left, Instant::now());
@@ -193,7 +190,7 @@ fn wait_for_quiet(unsent: &UnsentPages, urgent_ended: &dyn Fn() -> bool) {
     }
 }
 
-/// Answers requests until the connection ends or the peer says so.
+/// Answers requests until the connection ends or the peer sends End.
 fn answer(
     link: &UrgentLink,
     ram: &GuestRam,
@@ -210,14 +207,14 @@ fn answer(
             UrgentKind::Request if unsent.claim_urgent(request.page) => {
                 bytes.fetch_add(send_page(link, &pages, request.page)?, Ordering::Relaxed);
             }
-            // It was sent already, or is on its way on the stream.
+            // The page was sent already, on either connection.
             UrgentKind::Request => {}
             _ => return Ok(()),
         }
     }
 }
 
-/// Sends one page ahead of everything; returns how many bytes of page went.
+/// Sends one page on the urgent connection. Returns the number of page bytes sent.
 fn send_page(
     link: &UrgentLink,
     pages: &StoppedSender<'_>,

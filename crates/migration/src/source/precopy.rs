@@ -1,8 +1,8 @@
-//! Pre-copy: pages are sent while the guest runs and changes them.
+//! Pre-copy: the source sends pages while the guest runs and changes them.
 //!
-//! The dirty log is on before the first page is read, and is harvested only when the destination
-//! has taken a whole pass. So a page that was changed after it was read is in a harvest, and is
-//! sent again or is *missing* at switch-over.
+//! The source starts the dirty log before it reads the first page. It harvests the log only after
+//! the destination has acknowledged a whole pass. So a page that the guest changes after it was
+//! read is in a later harvest. The source sends it again, or it is *missing* at switch-over.
 
 use super::Source;
 use super::pages::PageSender;
@@ -13,16 +13,17 @@ use crate::wire::{Frame, Pass};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 
-/// With this few dirty pages another pass would take less time than its own round trip.
-const HARDLY_ANY: usize = 64;
-/// How many pages are sent between two looks at `cancel`.
-const CHECK_EVERY: u64 = 1024;
-/// How many pages are sent between two looks at what the destination says about its memory.
-const HEAR_EVERY: u64 = 256;
+/// Passes end at this number of dirty pages. Sending so few takes less time than the round trip of
+/// a pass.
+const FEW_PAGES: usize = 64;
+/// The number of pages between two checks of `cancel`.
+const CANCEL_EVERY: u64 = 1024;
+/// The number of pages between two checks for SetupProgress frames.
+const RECEIVE_EVERY: u64 = 256;
 
 impl Source<'_> {
-    /// All passes. Returns the pages that are not at the destination as they are here now; the
-    /// guest still runs and adds to them.
+    /// Runs all passes. Returns the pages whose current bytes are not at the destination. The guest
+    /// still runs and dirties more.
     pub(super) fn precopy(&mut self) -> Result<PageBitmap, MigrationError> {
         let pages = self.vm.machine.ram().pages() as usize;
         let dirty = PageBitmap::new(pages);
@@ -37,14 +38,14 @@ impl Source<'_> {
             let sent = self.send_pass(pass, &dirty)?;
             self.vm.machine.harvest_dirty(&dirty, true)?;
             self.report.passes.push((sent, monotonic_ns() - began_ns));
-            if dirty.count() <= HARDLY_ANY {
+            if dirty.count() <= FEW_PAGES {
                 break;
             }
         }
         Ok(dirty)
     }
 
-    /// Sends all pages of `dirty`, which is empty afterwards, and waits until they were taken.
+    /// Sends all pages of `dirty`, clears their bits, and waits for the acknowledgement.
     fn send_pass(&mut self, pass: u32, dirty: &PageBitmap) -> Result<u64, MigrationError> {
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
         let phase = Phase::Precopy { pass };
@@ -67,10 +68,10 @@ impl Source<'_> {
                 sender.add_running(&mut self.link, page)?;
             }
             done += 1;
-            if done % HEAR_EVERY == 0 {
+            if done % RECEIVE_EVERY == 0 {
                 self.take_setup_progress()?;
             }
-            if done % CHECK_EVERY == 0 {
+            if done % CANCEL_EVERY == 0 {
                 self.check_cancel()?;
                 self.observer.progress(phase, done, total);
             }

@@ -1,4 +1,5 @@
-//! Switch-over: the guest stops here, and what it needs to start there is sent. The blackout.
+//! Switch-over: the source stops the guest and sends the missing bitmap and the vCPU states. This
+//! is the blackout.
 
 use super::Source;
 use crate::clock::{instant_ns, monotonic_ns};
@@ -13,8 +14,7 @@ use std::time::Duration;
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
 impl Source<'_> {
-    /// Stops the guest, sends bitmap and states, and waits for the word that it runs. Returns the
-    /// missing pages.
+    /// Stops the guest, sends bitmap and states, and waits for Running. Returns the missing pages.
     pub(super) fn switch_over(
         &mut self,
         missing: PageBitmap,
@@ -52,7 +52,7 @@ impl Source<'_> {
         }));
         self.link.send_all(&frames)?;
 
-        // From here on a cancel comes too late: the guest may run there.
+        // From here on, `cancel` has no effect: the guest may run at the destination.
         match self.link.receive(self.config.answer_limit, never())? {
             Frame::Running { .. } => {}
             other => return Err(self.link.unexpected("Running", &other)),

@@ -1,17 +1,17 @@
-//! Which pages the source still owes the destination, after switch-over.
+//! The pages that the source has not sent after switch-over.
 //!
 //! **Guarantee.** Every missing page is sent exactly once, on one of the two connections.
 //!
-//! **Mechanism.** One bitmap of unsent pages; whoever clears a page's bit (by one atomic
-//! read-modify-write) sends it. The urgent thread claims the page it is asked for, the background
-//! push claims runs from a cursor, and follows the faults: after each request the cursor moves
-//! behind the page asked for, since what a guest touches next is often near.
+//! **Mechanism.** One bitmap has the unsent pages. The thread that clears a page's bit (by one
+//! atomic read-modify-write) sends the page. The urgent thread claims requested pages. The
+//! background push claims pages in order from a cursor. After a request, the cursor moves behind
+//! the requested page, since a guest often touches nearby pages next.
 
 use crate::sync::{AtomicU64, Ordering};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 
-/// No request has come since the cursor was last moved.
+/// The value of `hint` if no request has arrived since the last call of `take_hint`.
 const NO_HINT: u64 = u64::MAX;
 
 /// The unsent pages.
@@ -22,7 +22,7 @@ pub(crate) struct UnsentPages {
 }
 
 impl UnsentPages {
-    /// All pages whose bit is set in `missing` are owed.
+    /// Every page of `missing` is unsent.
     pub(crate) fn new(missing: PageBitmap) -> Self {
         Self {
             unsent: missing,
@@ -30,7 +30,7 @@ impl UnsentPages {
         }
     }
 
-    /// Claims a page that was asked for; false if it was sent, or is being sent, already.
+    /// Claims a requested page. Returns false if another thread has claimed it before.
     pub(crate) fn claim_urgent(&self, page: RamPage) -> bool {
         let mine = self.unsent.clear(page);
         if mine {
@@ -39,7 +39,7 @@ impl UnsentPages {
         mine
     }
 
-    /// Where the background push should go on, if a request has come since the last call.
+    /// Returns the new cursor of the background push, if a request has arrived since the last call.
     pub(crate) fn take_hint(&self) -> Option<usize> {
         let hint = self.hint.load(Ordering::Relaxed);
         if hint == NO_HINT {
@@ -49,7 +49,7 @@ impl UnsentPages {
         Some(hint as usize)
     }
 
-    /// Claims the next unsent page at or behind `from`, without wrapping around.
+    /// Claims the next unsent page from `from` on, without wrapping around.
     pub(crate) fn claim_next(&self, from: usize) -> Option<RamPage> {
         let mut at = from;
         while let Some(index) = self.unsent.next_set(at) {
@@ -62,7 +62,7 @@ impl UnsentPages {
         None
     }
 
-    /// How many pages are unsent.
+    /// Returns the number of unsent pages.
     pub(crate) fn count(&self) -> u64 {
         self.unsent.count() as u64
     }

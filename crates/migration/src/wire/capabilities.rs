@@ -1,4 +1,4 @@
-//! What a side can do beyond the version's core.
+//! Optional features of a side.
 
 use core::fmt;
 
@@ -6,28 +6,28 @@ use super::WireError;
 
 /// A set of capabilities, one bit each.
 ///
-/// The source offers, the destination accepts a subset. Bits nobody here knows are ignored in an
-/// offer (a newer source may offer more) and are an error in an acceptance (nobody offered them).
+/// The source offers a set, the destination accepts a subset. Unknown bits are ignored in an offer:
+/// a newer source may offer more. In an acceptance they are an error: this side did not offer them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Capabilities(u64);
 
 impl Capabilities {
-    /// Bit 0: runs of zero pages are sent as such, without their bytes.
+    /// Bit 0: the source sends runs of zero pages without their bytes.
     pub const ZERO_RUNS: Self = Self(1 << 0);
     /// Bit 1: a second connection carries requests for single pages and their answers.
     pub const URGENT_CHANNEL: Self = Self(1 << 1);
-    /// All this side can do.
+    /// All capabilities of this side.
     pub const SUPPORTED: Self = Self(Self::ZERO_RUNS.0 | Self::URGENT_CHANNEL.0);
-    /// What both sides must do in version 1.
+    /// The capabilities that both sides must have.
     pub const REQUIRED: Self = Self::SUPPORTED;
 
-    /// The set of these bits, known and unknown.
+    /// Returns the set of these bits, known and unknown.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// The bits.
+    /// Returns the bits.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0
@@ -39,25 +39,25 @@ impl Capabilities {
         other.0 & !self.0 == 0
     }
 
-    /// What is in both sets.
+    /// Returns the capabilities that are in both sets.
     #[must_use]
     pub const fn intersection(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// The destination's choice from an offer: what it knows of it, or `None` if a required bit is
-    /// not offered.
+    /// Returns the destination's choice: the known bits of the offer. Returns `None` if the offer
+    /// lacks a required bit.
     #[must_use]
     pub fn choose_from(offered: Self) -> Option<Self> {
         let chosen = offered.intersection(Self::SUPPORTED);
         chosen.contains(Self::REQUIRED).then_some(chosen)
     }
 
-    /// The source's check of what the destination chose from `offered`.
+    /// Checks, at the source, the destination's choice from `offered`.
     ///
     /// # Errors
-    /// [`WireError::BadField`] if a bit was accepted that was not offered, or a required bit was
-    /// not accepted.
+    /// [`WireError::BadField`] if the choice has a bit that was not offered, or lacks a required
+    /// bit.
     pub fn check_chosen(self, offered: Self) -> Result<Self, WireError> {
         if offered.contains(self) && self.contains(Self::REQUIRED) {
             return Ok(self);

@@ -8,10 +8,10 @@ use twox_hash::XxHash3_64;
 
 use super::{FrameHeader, HEADER_BYTES, WireError};
 
-/// xxh3-64 of bytes that come in pieces.
+/// An xxh3-64 state that takes bytes in pieces.
 ///
-/// twox-hash chooses the widest vector instructions the processor has when it runs; a build for any
-/// x86-64 hashes a page in 0.07 us here, where one fixed to SSE2 takes 0.24.
+/// twox-hash chooses the widest vector instructions of the processor at run time. A build for any
+/// x86-64 hashes a page in 0.07 us on the development host. A build fixed to SSE2 takes 0.24 us.
 #[derive(Clone)]
 pub(crate) struct Xxh3(XxHash3_64);
 
@@ -29,7 +29,7 @@ impl Xxh3 {
     }
 }
 
-/// xxh3-64 of some bytes.
+/// Returns the xxh3-64 of `bytes`.
 pub(crate) fn xxh3_64(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }
@@ -37,8 +37,7 @@ pub(crate) fn xxh3_64(bytes: &[u8]) -> u64 {
 /// The checksum of one frame, fed piece by piece: first the header's bytes before its checksum,
 /// then the payload.
 ///
-/// It counts what it is fed, so that a payload of the wrong length can neither be sealed nor
-/// verified.
+/// It counts the fed bytes: a payload of the wrong length can be neither sealed nor verified.
 #[derive(Clone)]
 pub struct FrameHasher {
     state: Xxh3,
@@ -49,7 +48,7 @@ pub struct FrameHasher {
 }
 
 impl FrameHasher {
-    /// A hasher for the frame of this header, having been fed the header.
+    /// Returns a hasher for the frame of this header. It has been fed the header.
     #[must_use]
     pub fn new(header: &FrameHeader) -> Self {
         let mut state = Xxh3::new();
@@ -69,18 +68,17 @@ impl FrameHasher {
         self.fed += payload.len() as u64;
     }
 
-    /// How many bytes of the payload are still to be fed.
+    /// Returns the number of payload bytes left to feed.
     #[must_use]
     pub const fn remaining(&self) -> u64 {
         self.payload_len.saturating_sub(self.fed)
     }
 
-    /// Writes the checksum into the encoded header at the start of `head`, which is then ready to
-    /// be sent.
+    /// Writes the checksum into the encoded header at the start of `head`.
     ///
     /// # Panics
-    /// If the payload fed so far does not have the length the header announces, or `head` is
-    /// shorter than a header: the sender's own mistake, better caught here than by the peer.
+    /// If the fed payload does not have the length that the header announces, or `head` is shorter
+    /// than a header. Both are bugs of the sender.
     pub fn seal(self, head: &mut [u8]) {
         assert_eq!(
             self.fed, self.payload_len,
@@ -90,11 +88,11 @@ impl FrameHasher {
         head[HEADER_BYTES - 8..HEADER_BYTES].copy_from_slice(&digest.to_le_bytes());
     }
 
-    /// Compares the checksum of what was fed with the one the header carries.
+    /// Compares the checksum of the fed bytes with that of the header.
     ///
     /// # Errors
-    /// [`WireError::WrongLength`] if more or less was fed than the header announces,
-    /// [`WireError::Checksum`] if the bytes are not those that were sent.
+    /// [`WireError::WrongLength`] if the fed payload does not have the announced length,
+    /// [`WireError::Checksum`] if the bytes are damaged.
     pub fn verify(self) -> Result<(), WireError> {
         if self.fed != self.payload_len {
             return Err(WireError::WrongLength {
@@ -117,7 +115,7 @@ impl fmt::Debug for FrameHasher {
     }
 }
 
-/// Compares a checksum found with the one computed.
+/// Compares a received checksum with the computed one.
 pub(crate) fn check(what: &'static str, found: u64, computed: u64) -> Result<(), WireError> {
     if found == computed {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What can be wrong with bytes that came from a peer.
+//! Errors of decoding a peer's bytes.
 
 use core::fmt;
 
@@ -6,17 +6,17 @@ use super::frame_type::{FrameType, Side};
 
 /// Bytes that break the wire format. Each variant carries the offending values.
 ///
-/// A connection that gave one of these is out of step for good: nothing after the error can be
-/// trusted, so the only sound answer is to report it and close.
+/// After such an error, the two sides of the connection are out of step. Later bytes cannot be
+/// trusted, so the receiver must report the error and close.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
-    /// The first bytes are not Pageferry's: the peer speaks another protocol.
+    /// The first bytes are not Pageferry's. The peer speaks another protocol.
     #[error("the peer does not speak Pageferry's protocol: it began with {first}{}", first.guess())]
     NotPageferry {
-        /// The bytes it sent first, at most eight.
+        /// The first bytes that it sent, at most eight.
         first: FirstBytes,
     },
-    /// No protocol version is understood by both sides.
+    /// The two sides have no protocol version in common.
     #[error(
         "the peer speaks Pageferry protocol versions {minimum} to {version}; this side speaks {} to {}",
         super::MIN_VERSION,
@@ -28,82 +28,82 @@ pub enum WireError {
         /// The oldest version the peer speaks.
         minimum: u16,
     },
-    /// The bytes of a message were changed on the way, or were never a message.
-    #[error("{what}: checksum {found:#x} where its bytes give {computed:#x}")]
+    /// The checksum of a message does not fit its bytes.
+    #[error("{what}: checksum {found:#x}, but its bytes give {computed:#x}")]
     Checksum {
-        /// The message it was found in.
+        /// The message.
         what: &'static str,
-        /// The checksum the message carries.
+        /// The checksum that the message carries.
         found: u64,
         /// The checksum of the bytes that arrived.
         computed: u64,
     },
-    /// A frame does not begin with the frame magic: the two sides are out of step.
+    /// A frame does not begin with the frame magic. The two sides are out of step.
     #[error("a frame begins with {found:#010x} where the frame magic was expected")]
     FrameMagic {
         /// The four bytes found, as a little-endian number.
         found: u32,
     },
-    /// A frame of a type this version does not define.
+    /// A frame has a type that this version does not define.
     #[error("unknown frame type {found}")]
     UnknownType {
         /// The type found.
         found: u16,
     },
-    /// A known frame from the side that never sends it.
-    #[error("a {frame} frame is never sent by the {from}")]
+    /// A frame came from the side that never sends its type.
+    #[error("the {from} never sends a {frame} frame")]
     WrongDirection {
         /// The frame's type.
         frame: FrameType,
         /// The side it came from.
         from: Side,
     },
-    /// A length above its bound. Nothing was allocated for it.
+    /// A length exceeds its bound. Nothing was allocated for it.
     #[error("{what}: a length of {len} exceeds its bound of {max}")]
     TooLong {
-        /// The message it was found in.
+        /// The message.
         what: &'static str,
         /// The length found, in the unit of the bound (bytes unless `what` says otherwise).
         len: u64,
         /// The bound.
         max: u64,
     },
-    /// A length that does not fit the message's other fields.
+    /// A length does not fit the message's other fields.
     #[error("{what}: {len} bytes where {expected} were expected")]
     WrongLength {
-        /// The message it was found in.
+        /// The message.
         what: &'static str,
         /// The length found, in bytes.
         len: u64,
-        /// The length its fields ask for, in bytes.
+        /// The length that its fields require, in bytes.
         expected: u64,
     },
     /// The peer stopped in the middle of a message.
     #[error("{what}: the peer stopped after {got} of {needed} bytes")]
     Truncated {
-        /// The message that was cut.
+        /// The message.
         what: &'static str,
-        /// How many bytes it should have, at least.
+        /// The number of bytes that it must have, at least.
         needed: u64,
-        /// How many arrived.
+        /// The number of bytes that arrived.
         got: u64,
     },
-    /// A field holds a value the format does not define; reserved bytes that are not zero too.
+    /// A field holds a value that the format does not define, or reserved bytes are not zero.
     #[error("{what}: field `{field}` holds {value:#x}, which is not defined")]
     BadField {
-        /// The message it was found in.
+        /// The message.
         what: &'static str,
-        /// The field's name in the document of the wire format.
+        /// The field's name in docs/wire-format.md.
         field: &'static str,
         /// The value found (of a longer field, its first non-zero byte).
         value: u64,
     },
-    /// A number outside the range that other fields or the memory's size leave for it.
+    /// A number is outside the range that other fields or the memory size allow.
     #[error("{what}: field `{field}` is {value}, outside {min} to {max}")]
     OutOfRange {
-        /// The message it was found in.
+        /// The message.
         what: &'static str,
-        /// The field's name in the document of the wire format.
+        /// The field's name in docs/wire-format.md.
         field: &'static str,
         /// The value found.
         value: u64,
@@ -114,7 +114,7 @@ pub enum WireError {
     },
 }
 
-/// Up to eight bytes that a peer sent first, shown as text where they are text.
+/// The first bytes of a peer, at most eight. They are shown as text if they are printable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FirstBytes {
     bytes: [u8; 8],
@@ -140,7 +140,7 @@ impl FirstBytes {
         &self.bytes[..usize::from(self.len)]
     }
 
-    /// What the peer probably is, ready to follow a sentence; empty if nothing comes to mind.
+    /// Returns the peer's probable protocol as a suffix of a sentence, or an empty string.
     fn guess(&self) -> &'static str {
         const HTTP: [&[u8]; 8] = [
             b"GET ",

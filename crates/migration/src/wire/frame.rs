@@ -1,4 +1,4 @@
-//! Every frame of the stream connection but Pages, as one enum.
+//! All frames of the stream connection except Pages.
 
 use super::error::in_range;
 use super::{
@@ -6,8 +6,8 @@ use super::{
     Pass, Setup, SetupProgress, SwitchOver, WireError,
 };
 
-/// A message of the stream connection. Pages frames are not among them: their data goes straight to
-/// its place ([`RunList`](super::RunList)).
+/// A frame of the stream connection. Pages frames are not included, since their data is received
+/// straight into memory ([`RunList`](super::RunList)).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// See [`FrameType::Setup`].
@@ -30,8 +30,8 @@ pub enum Frame {
     SwitchOver(SwitchOver),
     /// See [`FrameType::Running`].
     Running {
-        /// When the first vCPU started, by the destination's `CLOCK_MONOTONIC`, in nanoseconds.
-        /// Informative, as [`SwitchOver::stopped_at_ns`].
+        /// The start time of the first vCPU, by the destination's `CLOCK_MONOTONIC`, in
+        /// nanoseconds. It is informative, like [`SwitchOver::stopped_at_ns`].
         started_at_ns: u64,
     },
     /// See [`FrameType::RunningAck`].
@@ -42,7 +42,7 @@ pub enum Frame {
     DrainAck(DrainCounts),
     /// See [`FrameType::Complete`].
     Complete,
-    /// How much of its memory the destination has allocated.
+    /// See [`FrameType::SetupProgress`].
     SetupProgress(SetupProgress),
 }
 
@@ -51,17 +51,17 @@ pub enum Frame {
 pub struct MissingBitmap {
     /// The index of the first word.
     pub first_word: u64,
-    /// The words, from 1 to [`MAX_BITMAP_WORDS`]; bits behind the end of memory are zero.
+    /// The words, from 1 to [`MAX_BITMAP_WORDS`]. Bits behind the end of memory are zero.
     pub words: Vec<u64>,
 }
 
-/// One vCPU's state, in the format [`Setup`] named.
+/// One vCPU's state, in the format that [`Setup`] names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VcpuState {
     /// The vCPU, below [`MAX_VCPUS`].
     pub vcpu: u32,
-    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque
-    /// here.
+    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque to
+    /// this module.
     pub state: Vec<u8>,
 }
 
@@ -88,12 +88,11 @@ impl Frame {
         }
     }
 
-    /// The frame's bytes, header and payload, checksum included; `out` is cleared first.
+    /// Encodes header and payload into `out`, with the checksum. Clears `out` first.
     ///
     /// # Errors
     /// [`WireError::TooLong`] or [`WireError::OutOfRange`] for a message that breaks its type's
-    /// bounds, and what [`Setup::check`] finds: the sender's own mistake, better found here than by
-    /// the peer.
+    /// bounds, and the errors of [`Setup::check`]. These are bugs of the sender.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         out.clear();
         out.resize(HEADER_BYTES, 0);
@@ -150,16 +149,16 @@ impl Frame {
         Ok(())
     }
 
-    /// Reads the frame of this header and payload, for a VM of `memory_pages` pages (0 before the
-    /// set-up is known: then no frame that speaks of pages fits).
+    /// Decodes the frame of this header and payload, for a VM of `memory_pages` pages. This is 0
+    /// before set-up: then every frame with page numbers is out of range.
     ///
     /// # Errors
     /// [`WireError::WrongLength`] if the payload is not as long as the header says,
-    /// [`WireError::Checksum`], and what is wrong with the fields.
+    /// [`WireError::Checksum`], and the errors of the fields.
     ///
     /// # Panics
-    /// If the header is that of a Pages frame, which is read by
-    /// [`RunList::decode`](super::RunList::decode).
+    /// If the header is that of a Pages frame. [`RunList::decode`](super::RunList::decode) decodes
+    /// those.
     pub fn decode(
         header: &FrameHeader,
         payload: &[u8],
@@ -207,7 +206,7 @@ impl Frame {
             })
         };
         Ok(match header.frame_type {
-            FrameType::Pages => panic!("a Pages frame is read run by run"),
+            FrameType::Pages => panic!("`RunList::decode` decodes Pages frames"),
             FrameType::Setup => Self::Setup(Setup::decode_payload(payload)?),
             FrameType::SetupAck => Self::SetupAck,
             FrameType::Error => Self::Error(ErrorMessage::decode_payload(header.arg, payload)?),

@@ -1,4 +1,4 @@
-//! The types of frames on the stream connection, who sends each, and how long each may be.
+//! The frame types of the stream connection, with the sender and the payload bounds of each.
 
 use core::fmt;
 
@@ -10,14 +10,14 @@ use super::{
 /// A side of the migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The process the VM leaves; it connects.
+    /// The process that the VM leaves. It connects.
     Source,
-    /// The process the VM goes to; it listens.
+    /// The process that the VM moves to. It listens.
     Destination,
 }
 
 impl Side {
-    /// The other side.
+    /// Returns the other side.
     #[must_use]
     pub const fn peer(self) -> Self {
         match self {
@@ -36,17 +36,17 @@ impl fmt::Display for Side {
     }
 }
 
-/// The type of a frame on the stream connection; the number is the wire's.
+/// The type of a frame on the stream connection. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum FrameType {
-    /// Source: what the VM looks like. First frame of a migration.
+    /// Source: the description of the VM. The first frame of a migration.
     Setup = 1,
-    /// Destination: such a VM was made and is empty.
+    /// Destination: it has built such a VM, which is empty.
     SetupAck = 2,
-    /// Either side: what went wrong; the sender gives up.
+    /// Either side: the sender gives up, with the reason.
     Error = 3,
-    /// Either side: the sender's user called it off.
+    /// Either side: the sender's user cancelled the migration.
     Cancel = 4,
     /// Source: contents of pages.
     Pages = 5,
@@ -54,23 +54,24 @@ pub enum FrameType {
     PassEnd = 6,
     /// Destination: all pages of the pass are in place.
     PassAck = 7,
-    /// Source: a piece of the bitmap of pages that are still missing.
+    /// Source: a piece of the bitmap of missing pages.
     MissingBitmap = 8,
     /// Source: one vCPU's state.
     VcpuState = 9,
-    /// Source: everything needed to run was sent; run.
+    /// Source: the destination has everything that it needs, and may start the guest.
     SwitchOver = 10,
     /// Destination: the guest runs here.
     Running = 11,
-    /// Source: it knows, and will never resume the guest.
+    /// Source: it received Running, and will never resume the guest.
     RunningAck = 12,
-    /// Source: every page was sent; what was sent.
+    /// Source: it has sent every page, with the counts.
     DrainEnd = 13,
-    /// Destination: every page is here; what was received.
+    /// Destination: it has received every page, with the counts.
     DrainAck = 14,
-    /// Source: its last word.
+    /// Source: it received DrainAck. The last frame of a migration.
     Complete = 15,
-    /// The destination has allocated so much of the memory; the last one says that it is ready.
+    /// Destination: the amount of allocated memory. The last such frame says that the destination
+    /// is ready.
     SetupProgress = 16,
 }
 
@@ -95,16 +96,16 @@ impl FrameType {
         Self::SetupProgress,
     ];
 
-    /// The type's number on the wire.
+    /// Returns the type's number on the wire.
     #[must_use]
     pub const fn number(self) -> u16 {
         self as u16
     }
 
-    /// The type with this number.
+    /// Returns the type with this number.
     ///
     /// # Errors
-    /// [`WireError::UnknownType`] for a number this version does not define.
+    /// [`WireError::UnknownType`] for a number that this version does not define.
     pub fn from_number(found: u16) -> Result<Self, WireError> {
         Self::ALL
             .into_iter()
@@ -112,7 +113,7 @@ impl FrameType {
             .ok_or(WireError::UnknownType { found })
     }
 
-    /// Its name in documents, errors and logs.
+    /// Returns its name in documents, errors and logs.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -159,7 +160,7 @@ impl FrameType {
         }
     }
 
-    /// The smallest and the largest payload of this type, in bytes.
+    /// Returns the smallest and the largest payload of this type, in bytes.
     #[must_use]
     pub const fn payload_bounds(self) -> (u32, u32) {
         match self {

@@ -6,10 +6,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::error::in_range;
 use super::{FRAME_MAGIC, FrameHasher, FrameType, HEADER_BYTES, Side, WireError};
 
-/// The header as it lies on the wire.
+/// The on-wire layout of a header.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct Layout {
+struct HeaderLayout {
     magic: U32,
     frame_type: U16,
     flags: U16,
@@ -19,16 +19,17 @@ struct Layout {
     checksum: U64,
 }
 
-const _: () = assert!(size_of::<Layout>() == HEADER_BYTES);
+const _: () = assert!(size_of::<HeaderLayout>() == HEADER_BYTES);
 
-/// A frame's header: what follows, and how long it is.
+/// A frame's header, with the type and the length of its payload.
 ///
-/// A decoded header's type, direction, flags and length are checked. Its `count`, `arg` and the
-/// rest are only trustworthy once the checksum is: for a Pages frame the part before `arg` after
-/// [`RunList::decode`](super::RunList::decode), everything after [`FrameHasher::verify`].
+/// The type, direction, flags and length of a decoded header are checked. Its other fields can be
+/// trusted only after a checksum is verified. [`FrameHasher::verify`] verifies all fields. For a
+/// Pages frame, [`RunList::decode`](super::RunList::decode) verifies the fields before `arg`
+/// earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What the payload is.
+    /// The type of the frame.
     pub frame_type: FrameType,
     /// The payload's length in bytes, within [`FrameType::payload_bounds`].
     pub payload_len: u32,
@@ -41,7 +42,7 @@ pub struct FrameHeader {
 }
 
 impl FrameHeader {
-    /// A header with its checksum still zero, for [`FrameHasher::seal`] to fill in.
+    /// Returns a header whose checksum is zero. [`FrameHasher::seal`] fills it in.
     #[must_use]
     pub const fn unsealed(frame_type: FrameType, payload_len: u32, count: u32, arg: u64) -> Self {
         Self {
@@ -53,10 +54,10 @@ impl FrameHeader {
         }
     }
 
-    /// The header's bytes.
+    /// Returns the header's bytes.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; HEADER_BYTES] {
-        zerocopy::transmute!(Layout {
+        zerocopy::transmute!(HeaderLayout {
             magic: FRAME_MAGIC.into(),
             frame_type: self.frame_type.number().into(),
             flags: U16::ZERO,
@@ -67,14 +68,14 @@ impl FrameHeader {
         })
     }
 
-    /// Reads a header that came from side `from`.
+    /// Decodes a header that side `from` sent.
     ///
     /// # Errors
     /// [`WireError::FrameMagic`], [`WireError::UnknownType`], [`WireError::WrongDirection`],
     /// [`WireError::BadField`] for flags (none is defined), [`WireError::TooLong`] and
     /// [`WireError::OutOfRange`] for a payload longer or shorter than its type allows.
     pub fn decode(bytes: &[u8; HEADER_BYTES], from: Side) -> Result<Self, WireError> {
-        let layout: &Layout = zerocopy::transmute_ref!(bytes);
+        let layout: &HeaderLayout = zerocopy::transmute_ref!(bytes);
         if layout.magic != FRAME_MAGIC {
             return Err(WireError::FrameMagic {
                 found: layout.magic.get(),
@@ -114,7 +115,7 @@ impl FrameHeader {
         })
     }
 
-    /// A hasher for this frame, ready for the payload.
+    /// Returns a hasher for this frame, ready for the payload.
     #[must_use]
     pub fn hasher(&self) -> FrameHasher {
         FrameHasher::new(self)

@@ -1,7 +1,7 @@
-//! The preamble of either connection: who speaks, which version, which migration.
+//! The preamble of either connection, with protocol version, session and role.
 //!
-//! The layout of these two messages is the same in every version of the protocol, so that sides of
-//! different versions can always tell each other why they do not fit.
+//! The layout of these two messages is the same in every version of the protocol. So sides of
+//! different versions can always send each other the reason for a refusal.
 
 use core::fmt;
 
@@ -31,42 +31,42 @@ impl fmt::Debug for SessionId {
     }
 }
 
-/// What a connection is for; the number is the wire's.
+/// The role of a connection. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Role {
-    /// Frames: set-up, pages in bulk, switch-over, the end.
+    /// Carries frames: set-up, pages in bulk, switch-over, completion.
     Stream = 0,
-    /// Requests for single pages, and their answers.
+    /// Carries requests for single pages, and their answers.
     Urgent = 1,
 }
 
-/// The destination's answer to a [`Hello`]; the number is the wire's.
+/// The destination's answer to a [`Hello`]. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
 #[repr(u16)]
 pub enum Status {
-    /// The connection is the migration's from now on.
+    /// The connection was accepted for the migration.
     #[error("accepted")]
     Accepted = 0,
-    /// No protocol version is understood by both.
-    #[error("the destination does not speak a protocol version this side speaks")]
+    /// The two sides have no protocol version in common.
+    #[error("the two sides have no protocol version in common")]
     VersionUnsupported = 1,
-    /// Another migration is being received.
+    /// The destination receives another migration.
     #[error("the destination is busy with another migration")]
     Busy = 2,
-    /// An urgent connection of a migration the destination does not know.
-    #[error("the destination knows no migration of this session")]
+    /// The urgent connection has a session that the destination does not know.
+    #[error("the destination does not know this session")]
     UnknownSession = 3,
-    /// A role the destination does not know, or has already seen in this session.
-    #[error("the destination does not want a connection of this role now")]
+    /// The destination does not know the role, or has a connection of this role in this session.
+    #[error("the destination does not accept a connection of this role now")]
     BadRole = 4,
-    /// A capability that this version requires was not offered.
+    /// The offer lacks a capability that this version requires.
     #[error("the destination requires a capability that was not offered")]
     CapabilityMissing = 5,
-    /// The pages have another size.
+    /// The page sizes differ.
     #[error("the destination's page size differs")]
     PageSize = 6,
-    /// The message is damaged: checksum, or reserved bytes that are not zero.
+    /// The message is damaged: its checksum does not fit, or reserved bytes are not zero.
     #[error("the destination found the preamble damaged")]
     Malformed = 7,
 }
@@ -102,7 +102,7 @@ struct HelloLayout {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct ReplyLayout {
+struct HelloReplyLayout {
     magic: [u8; 8],
     version: U16,
     status: U16,
@@ -114,12 +114,12 @@ struct ReplyLayout {
 }
 
 const _: () = assert!(size_of::<HelloLayout>() == HELLO_BYTES);
-const _: () = assert!(size_of::<ReplyLayout>() == HELLO_BYTES);
+const _: () = assert!(size_of::<HelloReplyLayout>() == HELLO_BYTES);
 
-/// Whether `bytes`, the first of a connection, can still become a Pageferry preamble.
+/// Checks whether `bytes`, the first of a connection, can begin a Pageferry preamble.
 ///
-/// Only the first eight matter, and fewer are enough to refuse: a peer of another protocol is
-/// recognized by its first wrong byte, without waiting for more.
+/// Only the first eight bytes matter. One wrong byte is enough to recognize another protocol,
+/// without waiting for more.
 ///
 /// # Errors
 /// [`WireError::NotPageferry`] if they cannot.
@@ -133,7 +133,7 @@ pub fn check_magic(bytes: &[u8]) -> Result<(), WireError> {
     })
 }
 
-/// The checks both preambles share: magic, then checksum.
+/// Checks the magic and then the checksum of a preamble.
 fn check_frame(what: &'static str, bytes: &[u8; HELLO_BYTES]) -> Result<(), WireError> {
     check_magic(bytes)?;
     let (covered, found) = bytes
@@ -156,18 +156,18 @@ pub struct Hello {
     pub version: u16,
     /// The oldest protocol version the source speaks.
     pub min_version: u16,
-    /// What the connection is for.
+    /// The role of the connection.
     pub role: Role,
-    /// Which migration it belongs to.
+    /// The session of the connection.
     pub session: SessionId,
-    /// What the source can do.
+    /// The capabilities of the source.
     pub capabilities: Capabilities,
-    /// The size of the pages it will send, in bytes.
+    /// The size of the source's pages, in bytes.
     pub page_size: u32,
 }
 
 impl Hello {
-    /// What this program says as a source.
+    /// Returns this program's message as a source.
     #[must_use]
     pub const fn ours(role: Role, session: SessionId) -> Self {
         Self {
@@ -180,7 +180,7 @@ impl Hello {
         }
     }
 
-    /// The message's bytes.
+    /// Returns the message's bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         sealed(zerocopy::transmute!(HelloLayout {
@@ -197,15 +197,15 @@ impl Hello {
         }))
     }
 
-    /// Reads the message and finds out whether the two sides fit.
+    /// Decodes the message and checks whether the two sides fit.
     ///
-    /// On an error, [`HelloReply::refusal_of`] says what to answer.
+    /// On an error, [`HelloReply::refusal_of`] gives the answer.
     ///
     /// # Errors
     /// In this order: [`WireError::NotPageferry`], [`WireError::Checksum`], [`WireError::Version`]
-    /// if there is no common version (later versions may use what is reserved now, so this
-    /// comes before the fields), [`WireError::BadField`] for reserved bytes, an unknown role,
-    /// another page size or a missing capability.
+    /// if there is no common version, [`WireError::BadField`] for reserved bytes, an unknown role,
+    /// another page size or a missing capability. The version comes before the fields, since later
+    /// versions may use reserved bytes.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         const WHAT: &str = "Hello";
         check_frame(WHAT, bytes)?;
@@ -250,18 +250,18 @@ impl Hello {
 /// The destination's answer to a [`Hello`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HelloReply {
-    /// The version to speak from now on; in a refusal, the newest the destination speaks.
+    /// The version of the migration. In a refusal, the newest version that the destination speaks.
     pub version: u16,
-    /// Accepted, or why not.
+    /// Accepted, or the reason for a refusal.
     pub status: Status,
     /// The session of the [`Hello`], echoed.
     pub session: SessionId,
-    /// What the destination chose from the offer; none in a refusal.
+    /// The destination's choice from the offer, empty in a refusal.
     pub capabilities: Capabilities,
 }
 
 impl HelloReply {
-    /// Accepts `hello`: the newest version both speak, the capabilities both have.
+    /// Accepts `hello`, with the newest common version and the common capabilities.
     #[must_use]
     pub fn accept(hello: &Hello) -> Self {
         Self {
@@ -283,8 +283,8 @@ impl HelloReply {
         }
     }
 
-    /// What to answer to a preamble that [`Hello::decode`] refused with `error`, or `None` for a
-    /// peer that would not understand any answer.
+    /// Returns the answer to a preamble that [`Hello::decode`] refused with `error`. Returns `None`
+    /// for a peer that would understand no answer.
     #[must_use]
     pub fn refusal_of(bytes: &[u8; HELLO_BYTES], error: &WireError) -> Option<Self> {
         let status = match error {
@@ -304,10 +304,10 @@ impl HelloReply {
         Some(Self::refuse(SessionId(layout.session), status))
     }
 
-    /// The message's bytes.
+    /// Returns the message's bytes.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
-        sealed(zerocopy::transmute!(ReplyLayout {
+        sealed(zerocopy::transmute!(HelloReplyLayout {
             magic: HELLO_MAGIC,
             version: self.version.into(),
             status: (self.status as u16).into(),
@@ -319,17 +319,17 @@ impl HelloReply {
         }))
     }
 
-    /// Reads the answer to `hello`. A refusal is no error here: look at the status.
+    /// Decodes the answer to `hello`. A refusal is not an error here: check the status.
     ///
     /// # Errors
     /// [`WireError::NotPageferry`], [`WireError::Checksum`], [`WireError::BadField`] for reserved
-    /// bytes, an unknown status, another session than the one sent, or (if accepted) capabilities
-    /// that were not offered or lack a required one, and [`WireError::Version`] for an accepted
-    /// version that was not offered.
+    /// bytes, an unknown status or another session. In an acceptance also [`WireError::Version`]
+    /// for a version that was not offered, and [`WireError::BadField`] for capabilities that were
+    /// not offered or lack a required one.
     pub fn decode(bytes: &[u8; HELLO_BYTES], hello: &Hello) -> Result<Self, WireError> {
         const WHAT: &str = "HelloReply";
         check_frame(WHAT, bytes)?;
-        let layout: &ReplyLayout = zerocopy::transmute_ref!(bytes);
+        let layout: &HelloReplyLayout = zerocopy::transmute_ref!(bytes);
         reserved_zero(WHAT, "reserved", &layout.reserved)?;
         reserved_zero(WHAT, "padding", &layout.padding)?;
         let number = layout.status.get();

@@ -1,4 +1,4 @@
-//! The small messages of fixed size.
+//! The payloads of fixed size.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -6,51 +6,53 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::error::{in_range, reserved_zero};
 use super::{MAX_VCPUS, WireError};
 
-/// A pre-copy pass: PassEnd as the source sent it, PassAck as the destination received it.
+/// The counts of a pre-copy pass. PassEnd has those of the source, PassAck those of the
+/// destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pass {
-    /// The pass's number, counted from 0.
+    /// The number of the pass, counted from 1.
     pub pass: u32,
-    /// How many pages it had, zero pages included.
+    /// The number of its pages, zero pages included.
     pub pages: u64,
 }
 
-/// Everything the destination needs to run the guest was sent before this.
+/// The end of the data that the destination needs to run the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SwitchOver {
-    /// How many pages are missing: the bits set in all MissingBitmap frames.
+    /// The number of missing pages: the bits set in all MissingBitmap frames.
     pub missing_pages: u64,
-    /// How many VcpuState frames were sent: the VM's vCPUs.
+    /// The number of VcpuState frames: one for each vCPU of the VM.
     pub vcpus: u32,
-    /// When the last vCPU stopped, by the source's `CLOCK_MONOTONIC`, in nanoseconds. Means
-    /// something only where both sides run on one host; informative, nothing may depend on it.
+    /// The stop time of the last vCPU, by the source's `CLOCK_MONOTONIC`, in nanoseconds. It has a
+    /// meaning only if both sides run on one host. It is informative: no behaviour may depend on
+    /// it.
     pub stopped_at_ns: u64,
 }
 
-/// How much of the VM's memory the destination has allocated.
+/// The amount of memory that the destination has allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SetupProgress {
-    /// Pages whose memory is allocated.
+    /// The number of allocated pages.
     pub pages: u64,
-    /// All of the memory that is to be allocated before the switch-over is: SwitchOver may be
-    /// sent.
+    /// Whether the destination has allocated all memory that it needs. Then the source may send
+    /// SwitchOver.
     pub ready: bool,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct SwitchOverBytes {
+struct SwitchOverLayout {
     missing_pages: U64,
     stopped_at_ns: U64,
     vcpus: U32,
     reserved: [u8; 4],
 }
 
-const _: () = assert!(size_of::<SwitchOverBytes>() == 24);
+const _: () = assert!(size_of::<SwitchOverLayout>() == 24);
 
 impl SwitchOver {
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let layout = SwitchOverBytes {
+        let layout = SwitchOverLayout {
             missing_pages: self.missing_pages.into(),
             stopped_at_ns: self.stopped_at_ns.into(),
             vcpus: self.vcpus.into(),
@@ -61,7 +63,7 @@ impl SwitchOver {
 
     pub(super) fn decode_payload(payload: &[u8], memory_pages: u64) -> Result<Self, WireError> {
         const WHAT: &str = "SwitchOver";
-        let layout: &SwitchOverBytes = exact(WHAT, payload)?;
+        let layout: &SwitchOverLayout = exact(WHAT, payload)?;
         reserved_zero(WHAT, "reserved", &layout.reserved)?;
         let (missing_pages, vcpus) = (layout.missing_pages.get(), layout.vcpus.get());
         in_range(WHAT, "missing_pages", missing_pages, 0, memory_pages)?;
@@ -74,8 +76,8 @@ impl SwitchOver {
     }
 }
 
-/// How the pages travelled after switch-over: DrainEnd as the source sent them, DrainAck as the
-/// destination received them.
+/// The pages of post-copy, by the way they were sent. DrainEnd has the counts of the source,
+/// DrainAck those of the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DrainCounts {
     /// Pages answered on the urgent connection, zero pages included.
@@ -102,17 +104,17 @@ impl core::fmt::Display for DrainCounts {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct DrainBytes {
+struct DrainCountsLayout {
     urgent: U64,
     background: U64,
     zero: U64,
     total: U64,
 }
 
-const _: () = assert!(size_of::<DrainBytes>() == 32);
+const _: () = assert!(size_of::<DrainCountsLayout>() == 32);
 
 impl DrainCounts {
-    /// All of them together, or `None` where the sum exceeds 64 bits.
+    /// Returns the sum, or `None` if it exceeds 64 bits.
     #[must_use]
     pub const fn total(&self) -> Option<u64> {
         match self.urgent.checked_add(self.background) {
@@ -122,7 +124,7 @@ impl DrainCounts {
     }
 
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let layout = DrainBytes {
+        let layout = DrainCountsLayout {
             urgent: self.urgent.into(),
             background: self.background.into(),
             zero: self.zero.into(),
@@ -132,7 +134,7 @@ impl DrainCounts {
     }
 
     pub(super) fn decode_payload(what: &'static str, payload: &[u8]) -> Result<Self, WireError> {
-        let layout: &DrainBytes = exact(what, payload)?;
+        let layout: &DrainCountsLayout = exact(what, payload)?;
         let counts = Self {
             urgent: layout.urgent.get(),
             background: layout.background.get(),
@@ -149,7 +151,7 @@ impl DrainCounts {
     }
 }
 
-/// A payload as a layout of exactly its length.
+/// Views a payload as a layout of exactly its length.
 pub(super) fn exact<'a, T>(what: &'static str, payload: &'a [u8]) -> Result<&'a T, WireError>
 where
     T: FromBytes + KnownLayout + Immutable + Unaligned,

@@ -1,26 +1,27 @@
 //! The wire format: pure functions between messages and bytes.
 //!
-//! **Guarantee.** Whatever bytes a peer sends, a decoder here returns a message whose every field
-//! was checked, or a [`WireError`] with the offending values. It never panics, never reads past
-//! what it was given, and never allocates more than the bounds below. What one side encodes, the
-//! other decodes to the same message.
+//! **Guarantee.** For any bytes of a peer, a decoder returns a message with every field checked, or
+//! a [`WireError`] with the offending values. It never panics, never reads past its input, and
+//! never allocates more than the bounds below allow. A decoded message equals the encoded one.
 //!
-//! **Mechanism.** Fixed-layout little-endian structs (zerocopy), lengths bounded per type *before*
-//! anything is allocated, reserved bytes that must be zero, xxh3-64 checksums. The document of the
-//! wire format in Pageferry's repository describes every byte and why it is there.
+//! **Mechanism.** Structs have a fixed little-endian layout (zerocopy). Lengths are checked against
+//! the bounds of their type *before* anything is allocated. Reserved bytes must be zero. Checksums
+//! are xxh3-64. In Pageferry's repository, docs/wire-format.md describes every byte with its
+//! reason.
 //!
-//! **Neighbours.** [`channel`](crate::channel) moves the bytes; [`handshake`](crate::handshake)
-//! uses [`Hello`] and [`HelloReply`]. It must not know sockets, guest memory or machines: no I/O
-//! here.
+//! **Neighbours.** [`channel`](crate::channel) moves the bytes. [`handshake`](crate::handshake)
+//! uses [`Hello`] and [`HelloReply`]. This module must not do I/O, nor know sockets, guest memory
+//! or machines.
 //!
-//! The parts: [`Hello`] opens either connection; on the stream connection every message is a
-//! [`FrameHeader`] and a payload, which is a [`Frame`] or a list of page runs ([`RunList`]) with
-//! the pages' bytes; on the urgent connection every message is an [`UrgentMessage`] and perhaps a
-//! page.
+//! [`Hello`] opens either connection. A message of the stream connection is a [`FrameHeader`] with
+//! a payload. The payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the
+//! pages' bytes. A message of the urgent connection is an [`UrgentMessage`], with a page or
+//! without.
 
 mod capabilities;
 mod checksum;
 mod error;
+mod error_message;
 mod frame;
 mod frame_type;
 mod header;
@@ -28,12 +29,12 @@ mod hello;
 mod messages;
 mod pages;
 mod setup;
-mod text;
 mod urgent;
 
 pub use capabilities::Capabilities;
 pub use checksum::FrameHasher;
 pub use error::{FirstBytes, WireError};
+pub use error_message::{ErrorCode, ErrorMessage};
 pub use frame::{Frame, MissingBitmap, VcpuState};
 pub use frame_type::{FrameType, Side};
 pub use header::FrameHeader;
@@ -41,7 +42,6 @@ pub use hello::{Hello, HelloReply, Role, SessionId, Status, check_magic};
 pub use messages::{DrainCounts, Pass, SetupProgress, SwitchOver};
 pub use pages::{Run, RunKind, RunList, RunRefused};
 pub use setup::{Engine, Isa, Region, Setup};
-pub use text::{ErrorCode, ErrorMessage};
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
@@ -61,7 +61,7 @@ pub const HEADER_BYTES: usize = 32;
 pub const DESCRIPTOR_BYTES: usize = 16;
 /// The length of a message on the urgent connection, without the page that may follow, in bytes.
 pub const URGENT_BYTES: usize = 16;
-/// The length of a page, in bytes. Version 1 moves base pages only.
+/// The length of a page, in bytes. Only base pages are sent.
 pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
 
 /// The most runs in a Pages frame.

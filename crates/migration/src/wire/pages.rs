@@ -1,9 +1,9 @@
-//! Pages frames: runs of pages, described first, then the bytes of those that have any.
+//! Pages frames: descriptors of page runs, then the bytes of the data pages.
 //!
-//! The descriptors have a checksum of their own (in the header's `arg`), so that a receiver knows
-//! where the data belongs before it receives the first byte of it, straight into its place. Whether
-//! the data is what was sent is known after its last byte: a receiver must not let anybody see the
-//! pages before [`FrameHasher::verify`](super::FrameHasher::verify) has agreed.
+//! The descriptors have a separate checksum in the header's `arg`. So a receiver can verify them
+//! before it receives data straight into memory. The checksum of the data follows from its last
+//! byte. A receiver must not let a vCPU see the pages before
+//! [`FrameHasher::verify`](super::FrameHasher::verify) succeeds.
 
 use pageferry_addr::RamPage;
 use zerocopy::little_endian::{U32, U64};
@@ -17,38 +17,38 @@ use super::{
 };
 
 const WHAT: &str = "Pages";
-/// The part of the header the descriptors' checksum covers: all before the field that holds it.
+/// The part of the header that the descriptors' checksum covers: all fields before `arg`.
 const HEADER_COVERED: usize = 16;
 
-/// How a run's pages are sent; the number is the wire's.
+/// The content of a run's pages. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum RunKind {
-    /// Their bytes follow.
+    /// The bytes of the pages follow.
     Data = 0,
-    /// Every byte is zero; nothing follows.
+    /// Every byte is zero. Nothing follows.
     Zero = 1,
 }
 
-/// Consecutive pages that are sent in the same way.
+/// Consecutive pages of one kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Run {
     /// The first page.
     pub first: RamPage,
-    /// How many pages, at least 1.
+    /// The number of pages, at least 1.
     pub pages: u32,
-    /// How they are sent.
+    /// The content of the pages.
     pub kind: RunKind,
 }
 
 impl Run {
-    /// The index of the first page behind the run.
+    /// Returns the index of the first page behind the run.
     #[must_use]
     pub const fn end(&self) -> u64 {
         self.first.0 + self.pages as u64
     }
 
-    /// The bytes that follow for this run.
+    /// Returns the number of data bytes of this run.
     #[must_use]
     pub const fn data_bytes(&self) -> usize {
         match self.kind {
@@ -58,10 +58,10 @@ impl Run {
     }
 }
 
-/// Why a page was not added to a [`RunList`].
+/// The reason why a page was not added to a [`RunList`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RunRefused {
-    /// The frame has no room for it: send this frame and put the page into the next.
+    /// The frame is full. The caller sends it and adds the page to the next.
     #[error("the frame is full")]
     Full,
     /// The page lies before the end of the last run, or past the end of memory.
@@ -69,7 +69,7 @@ pub enum RunRefused {
     OutOfOrder {
         /// The page.
         page: u64,
-        /// The smallest page that could come now.
+        /// The smallest page that may come next.
         min: u64,
         /// The last page of memory.
         max: u64,
@@ -78,17 +78,17 @@ pub enum RunRefused {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct Descriptor {
+struct DescriptorLayout {
     first: U64,
     pages: U32,
     kind: u8,
     reserved: [u8; 3],
 }
 
-const _: () = assert!(size_of::<Descriptor>() == DESCRIPTOR_BYTES);
+const _: () = assert!(size_of::<DescriptorLayout>() == DESCRIPTOR_BYTES);
 
-/// The runs of one Pages frame: strictly ascending, not overlapping, inside memory, at most
-/// [`MAX_RUNS`] with at most [`MAX_DATA_PAGES`] data pages.
+/// The runs of one Pages frame. They ascend, do not overlap and lie inside memory. There are at
+/// most [`MAX_RUNS`], with at most [`MAX_DATA_PAGES`] data pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunList {
     runs: Vec<Run>,
@@ -97,7 +97,7 @@ pub struct RunList {
 }
 
 impl RunList {
-    /// A list without runs for a VM of `memory_pages` pages.
+    /// Returns an empty list for a VM of `memory_pages` pages.
     #[must_use]
     pub fn new(memory_pages: u64) -> Self {
         Self {
@@ -107,47 +107,47 @@ impl RunList {
         }
     }
 
-    /// Forgets all runs and keeps the room.
+    /// Removes all runs and keeps the allocation.
     pub fn clear(&mut self) {
         self.runs.clear();
         self.data_pages = 0;
     }
 
-    /// The runs, in ascending order.
+    /// Returns the runs in ascending order.
     #[must_use]
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
 
-    /// Whether there are none. Such a frame cannot be sent.
+    /// Whether there are no runs. Such a frame cannot be sent.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// How many pages have their bytes in the frame.
+    /// Returns the number of data pages.
     #[must_use]
     pub const fn data_pages(&self) -> u32 {
         self.data_pages
     }
 
-    /// How many pages are zero.
+    /// Returns the number of zero pages.
     #[must_use]
     pub fn zero_pages(&self) -> u64 {
         let zero = self.runs.iter().filter(|run| run.kind == RunKind::Zero);
         zero.map(|run| u64::from(run.pages)).sum()
     }
 
-    /// How many bytes of pages follow the descriptors.
+    /// Returns the number of data bytes after the descriptors.
     #[must_use]
     pub const fn data_bytes(&self) -> usize {
         self.data_pages as usize * PAGE_BYTES
     }
 
-    /// Adds the next page, prolonging the last run where it fits.
+    /// Adds the next page. Extends the last run if the page continues it.
     ///
     /// # Errors
-    /// [`RunRefused`]; the list is unchanged.
+    /// [`RunRefused`]. The list is unchanged then.
     pub fn push(&mut self, page: RamPage, kind: RunKind) -> Result<(), RunRefused> {
         let min = self.runs.last().map_or(0, Run::end);
         if page.0 < min || page.0 >= self.memory_pages {
@@ -178,19 +178,19 @@ impl RunList {
         Ok(())
     }
 
-    /// The header of this frame, its checksum still zero.
+    /// Returns the header of this frame, with checksums of zero.
     fn header(&self) -> FrameHeader {
         let count = self.runs.len();
         let payload_len = count * DESCRIPTOR_BYTES + self.data_bytes();
         FrameHeader::unsealed(FrameType::Pages, payload_len as u32, count as u32, 0)
     }
 
-    /// Writes header and descriptors to `out` (which is cleared) and returns the hasher for the
-    /// data: feed it the pages' bytes in the runs' order, [`seal`](FrameHasher::seal) `out`,
-    /// then send `out` and the same bytes.
+    /// Clears `out`, writes header and descriptors to it, and returns the hasher for the data. The
+    /// caller feeds it the pages' bytes in the runs' order, [`seal`](FrameHasher::seal)s `out`, and
+    /// sends `out` and the same bytes.
     ///
-    /// The bytes must not change between the hashing and the sending, or the receiver will refuse
-    /// them: memory of a running guest has to be copied first.
+    /// The bytes must not change between hashing and sending, or the receiver refuses them. So the
+    /// caller must copy the memory of a running guest first.
     ///
     /// # Panics
     /// If there are no runs.
@@ -200,7 +200,7 @@ impl RunList {
         let mut header = self.header();
         out.extend_from_slice(&header.to_bytes());
         for run in &self.runs {
-            let descriptor = Descriptor {
+            let descriptor = DescriptorLayout {
                 first: run.first.0.into(),
                 pages: run.pages.into(),
                 kind: run.kind as u8,
@@ -215,11 +215,10 @@ impl RunList {
         hasher
     }
 
-    /// How many bytes of descriptors follow the header of a Pages frame.
+    /// Returns the number of descriptor bytes after the header of a Pages frame.
     ///
     /// # Errors
-    /// [`WireError::OutOfRange`] for a count that is not 1 to [`MAX_RUNS`] or more than fit the
-    /// payload.
+    /// [`WireError::OutOfRange`] for a count that is not 1 to [`MAX_RUNS`], or exceeds the payload.
     pub fn descriptors_len(header: &FrameHeader) -> Result<usize, WireError> {
         let room = header.payload_len as usize / DESCRIPTOR_BYTES;
         let max = MAX_RUNS.min(room) as u64;
@@ -227,10 +226,10 @@ impl RunList {
         Ok(header.count as usize * DESCRIPTOR_BYTES)
     }
 
-    /// Reads the descriptors of the frame with this header, for a VM of `memory_pages` pages.
+    /// Decodes the descriptors of the frame with this header, for a VM of `memory_pages` pages.
     ///
-    /// What comes out is the sender's word: the descriptors' checksum was compared, and the
-    /// payload's length is that of the descriptors and the data they announce.
+    /// The returned descriptors are verified by their checksum. The payload's length is that of the
+    /// descriptors and the announced data.
     ///
     /// # Errors
     /// [`WireError::OutOfRange`] for counts, and for runs that do not ascend, overlap, or leave
@@ -259,7 +258,7 @@ impl RunList {
             descriptors_checksum(header, descriptors),
         )?;
         let mut list = Self::new(memory_pages);
-        let descriptors = <[Descriptor]>::ref_from_bytes(descriptors)
+        let descriptors = <[DescriptorLayout]>::ref_from_bytes(descriptors)
             .expect("whole descriptors of an unaligned layout");
         let (mut min, mut data_pages) = (0, 0);
         for descriptor in descriptors {
@@ -290,8 +289,12 @@ impl RunList {
     }
 }
 
-/// One run, which may not begin before `min` nor end behind `memory_pages`.
-fn decode_run(descriptor: &Descriptor, min: u64, memory_pages: u64) -> Result<Run, WireError> {
+/// Decodes one run, which must not begin before `min` nor end behind `memory_pages`.
+fn decode_run(
+    descriptor: &DescriptorLayout,
+    min: u64,
+    memory_pages: u64,
+) -> Result<Run, WireError> {
     reserved_zero(WHAT, "run.reserved", &descriptor.reserved)?;
     let kind = match descriptor.kind {
         0 => RunKind::Data,
@@ -315,7 +318,7 @@ fn decode_run(descriptor: &Descriptor, min: u64, memory_pages: u64) -> Result<Ru
     })
 }
 
-/// xxh3-64 over the header's first 16 bytes and the descriptors.
+/// Returns the xxh3-64 of the header's first 16 bytes and the descriptors.
 fn descriptors_checksum(header: &FrameHeader, descriptors: &[u8]) -> u64 {
     let mut state = Xxh3::new();
     state.update(&header.to_bytes()[..HEADER_COVERED]);

@@ -1,4 +1,4 @@
-//! What the VM looks like: the first frame of a migration.
+//! The description of the VM: the first frame of a migration.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -11,7 +11,7 @@ use pageferry_addr::Gfn;
 
 const WHAT: &str = "Setup";
 
-/// The engine a VM runs on; the number is the wire's.
+/// The engine of a VM. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Engine {
@@ -21,7 +21,7 @@ pub enum Engine {
     Soft = 2,
 }
 
-/// The instruction set of the guest; the number is the wire's.
+/// The instruction set of the guest. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Isa {
@@ -31,7 +31,7 @@ pub enum Isa {
     Riscv64 = 2,
 }
 
-/// A piece of guest-physical address space that is backed by RAM.
+/// A range of guest-physical address space that is backed by RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Region {
     /// The memslot's id.
@@ -42,30 +42,31 @@ pub struct Region {
     pub pages: u64,
 }
 
-/// The VM as the destination has to build it.
+/// The VM that the destination must build.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setup {
-    /// The engine it runs on. A VM does not change its engine on the way.
+    /// The engine. A migration does not change it.
     pub engine: Engine,
     /// The guest's instruction set.
     pub isa: Isa,
-    /// The version of the engine's vCPU state format, at least 1; its meaning is the engine's.
+    /// The version of the engine's vCPU state format, at least 1. The engine defines its meaning.
     pub state_format: u16,
-    /// How many vCPUs, from 1 to [`MAX_VCPUS`].
+    /// The number of vCPUs, from 1 to [`MAX_VCPUS`].
     pub vcpus: u32,
-    /// How much RAM in bytes: whole pages, from one page to [`MAX_MEMORY_BYTES`].
+    /// The size of RAM in bytes: whole pages, from one page to [`MAX_MEMORY_BYTES`].
     pub memory_bytes: u64,
-    /// Where the RAM lies, in ascending order of frames and without overlap, from 1 to
-    /// [`MAX_REGIONS`] of them. RAM pages are counted in this order; all regions together have
-    /// exactly `memory_bytes`, and no slot id comes twice.
+    /// The regions of RAM in ascending order without overlap, from 1 to [`MAX_REGIONS`]. RAM pages
+    /// are counted in this order. All regions together have exactly `memory_bytes`, and no two have
+    /// the same slot id.
     pub regions: Vec<Region>,
-    /// What runs in the guest, at most [`MAX_DESCRIPTION_BYTES`]. Opaque here; not trusted.
+    /// The description of the guest, at most [`MAX_DESCRIPTION_BYTES`]. It is opaque to this module
+    /// and not trusted.
     pub description: Vec<u8>,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct Layout {
+struct SetupLayout {
     engine: u8,
     isa: u8,
     state_format: U16,
@@ -86,10 +87,10 @@ struct RegionLayout {
     pages: U64,
 }
 
-const _: () = assert!(size_of::<Layout>() == 32 && size_of::<RegionLayout>() == 24);
+const _: () = assert!(size_of::<SetupLayout>() == 32 && size_of::<RegionLayout>() == 24);
 
 impl Setup {
-    /// The VM's memory in base pages.
+    /// Returns the VM's memory in base pages.
     #[must_use]
     pub const fn memory_pages(&self) -> u64 {
         self.memory_bytes / PAGE_BYTES as u64
@@ -98,7 +99,7 @@ impl Setup {
     /// Checks every rule of the fields' documentation.
     ///
     /// # Errors
-    /// [`WireError::OutOfRange`], [`WireError::TooLong`] or [`WireError::BadField`], naming the
+    /// [`WireError::OutOfRange`], [`WireError::TooLong`] or [`WireError::BadField`], with the
     /// field.
     pub fn check(&self) -> Result<(), WireError> {
         const PAGE: u64 = PAGE_BYTES as u64;
@@ -145,7 +146,7 @@ impl Setup {
     }
 
     pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let fixed = Layout {
+        let fixed = SetupLayout {
             engine: self.engine as u8,
             isa: self.isa as u8,
             state_format: self.state_format.into(),
@@ -176,10 +177,10 @@ impl Setup {
             value,
         };
         let (fixed, rest) =
-            Layout::ref_from_prefix(payload).map_err(|_| WireError::WrongLength {
+            SetupLayout::ref_from_prefix(payload).map_err(|_| WireError::WrongLength {
                 what: WHAT,
                 len: payload.len() as u64,
-                expected: size_of::<Layout>() as u64,
+                expected: size_of::<SetupLayout>() as u64,
             })?;
         reserved_zero(WHAT, "reserved", &fixed.reserved)?;
         let engine = match fixed.engine {
@@ -202,7 +203,7 @@ impl Setup {
             return Err(WireError::WrongLength {
                 what: WHAT,
                 len: payload.len() as u64,
-                expected: (size_of::<Layout>() + expected) as u64,
+                expected: (size_of::<SetupLayout>() + expected) as u64,
             });
         }
         let (table, description) = rest.split_at(size_of::<RegionLayout>() * regions as usize);
@@ -231,7 +232,7 @@ impl Setup {
     }
 }
 
-/// The bounds of the two variable parts.
+/// Checks the bounds of the two variable parts.
 fn check_lengths(regions: u64, description: u64) -> Result<(), WireError> {
     let too_long = |what, len, max: usize| WireError::TooLong {
         what,

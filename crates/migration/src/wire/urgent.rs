@@ -9,17 +9,17 @@ use super::checksum::check;
 use super::error::{in_range, reserved_zero};
 use super::{PAGE_BYTES, Side, URGENT_BYTES, WireError};
 
-/// What an urgent message is; the number is the wire's.
+/// The kind of an urgent message. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum UrgentKind {
-    /// Destination: send this page before all others.
+    /// Destination: requests this page before all others.
     Request = 1,
-    /// Source: the page; its bytes follow.
+    /// Source: the page. Its bytes follow.
     Page = 2,
-    /// Source: the page, which is zero; nothing follows.
+    /// Source: the page is zero. Nothing follows.
     Zero = 3,
-    /// Either side: nothing more will come from it on this connection.
+    /// Either side: its last message on this connection.
     End = 4,
 }
 
@@ -37,33 +37,33 @@ impl UrgentKind {
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-struct Layout {
+struct UrgentLayout {
     kind: u8,
     reserved: [u8; 3],
     check: U32,
     page: U64,
 }
 
-const _: () = assert!(size_of::<Layout>() == URGENT_BYTES);
+const _: () = assert!(size_of::<UrgentLayout>() == URGENT_BYTES);
 
 /// A message of the urgent connection, without the bytes of the page that may follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UrgentMessage {
-    /// What it is.
+    /// The kind of the message.
     pub kind: UrgentKind,
-    /// The page it is about; zero in [`UrgentKind::End`].
+    /// The page, or 0 in [`UrgentKind::End`].
     pub page: RamPage,
     check: u32,
 }
 
 impl UrgentMessage {
-    /// The bytes of a message that nothing follows.
+    /// Returns the bytes of a message without page data.
     fn encode(kind: UrgentKind, page: RamPage) -> [u8; URGENT_BYTES] {
         Self::sealed(kind, page, xxh3_64(&covered(kind, page)))
     }
 
     fn sealed(kind: UrgentKind, page: RamPage, digest: u64) -> [u8; URGENT_BYTES] {
-        zerocopy::transmute!(Layout {
+        zerocopy::transmute!(UrgentLayout {
             kind: kind as u8,
             reserved: [0; 3],
             check: (digest as u32).into(),
@@ -71,27 +71,27 @@ impl UrgentMessage {
         })
     }
 
-    /// The bytes of a request for a page.
+    /// Returns the bytes of a request for a page.
     #[must_use]
     pub fn request(page: RamPage) -> [u8; URGENT_BYTES] {
         Self::encode(UrgentKind::Request, page)
     }
 
-    /// The bytes of a side's last message.
+    /// Returns the bytes of a side's last message.
     #[must_use]
     pub fn end() -> [u8; URGENT_BYTES] {
         Self::encode(UrgentKind::End, RamPage(0))
     }
 
-    /// Reads a message that came from side `from`, in a VM of `memory_pages` pages.
+    /// Decodes a message that side `from` sent, for a VM of `memory_pages` pages.
     ///
-    /// The checksum of a [`UrgentKind::Page`] covers the bytes that follow: it is compared by
-    /// [`verify_page`](Self::verify_page), and until then not even the page's number can be
-    /// trusted.
+    /// The checksum of a [`UrgentKind::Page`] also covers the page's bytes.
+    /// [`verify_page`](Self::verify_page) compares it. Before that, not even the page's number can
+    /// be trusted.
     ///
     /// # Errors
-    /// [`WireError::BadField`] for an unknown kind, a kind `from` never sends, reserved bytes, or a
-    /// page in an end; [`WireError::OutOfRange`] for a page outside memory,
+    /// [`WireError::BadField`] for an unknown kind, a kind that `from` never sends, reserved bytes,
+    /// or a page in an End. [`WireError::OutOfRange`] for a page outside memory,
     /// [`WireError::Checksum`].
     pub fn decode(
         bytes: &[u8; URGENT_BYTES],
@@ -102,7 +102,7 @@ impl UrgentMessage {
             Side::Source => "urgent reply",
             Side::Destination => "urgent request",
         };
-        let layout: &Layout = zerocopy::transmute_ref!(bytes);
+        let layout: &UrgentLayout = zerocopy::transmute_ref!(bytes);
         let bad = |field, value| WireError::BadField { what, field, value };
         let kind = [
             UrgentKind::Request,
@@ -137,8 +137,8 @@ impl UrgentMessage {
         Ok(message)
     }
 
-    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes. Nobody may see the page
-    /// before.
+    /// Compares the checksum of a [`UrgentKind::Page`] with its bytes. No vCPU may see the page
+    /// before that.
     ///
     /// # Errors
     /// [`WireError::Checksum`].
@@ -148,7 +148,7 @@ impl UrgentMessage {
     }
 }
 
-/// The header of the answer that carries a page, to be sent with the same bytes behind it.
+/// Returns the header of an answer with a page. The caller sends it with the same bytes behind it.
 ///
 /// The bytes must not change until they are sent.
 #[must_use]
@@ -156,13 +156,13 @@ pub fn urgent_reply_page(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> [u8; URGENT
     UrgentMessage::sealed(UrgentKind::Page, page, page_digest(page, bytes))
 }
 
-/// The answer that says a page is zero.
+/// Returns the answer for a zero page.
 #[must_use]
 pub fn urgent_reply_zero(page: RamPage) -> [u8; URGENT_BYTES] {
     UrgentMessage::encode(UrgentKind::Zero, page)
 }
 
-/// The twelve bytes of a message that are not its checksum, in order.
+/// Returns the twelve bytes of a message without its checksum, in order.
 fn covered(kind: UrgentKind, page: RamPage) -> [u8; URGENT_BYTES - 4] {
     let mut bytes = [0; URGENT_BYTES - 4];
     bytes[0] = kind as u8;

@@ -240,14 +240,14 @@ const BEFORE_SETUP: &[Case] = &[
         name: "another frame first",
         play: |p| p.send(&Frame::RunningAck),
         kind: "Peer",
-        says: "Setup was due, and it sent RunningAck",
+        says: "it sent RunningAck where Setup was due",
         told: PROTOCOL,
     },
     Case {
         name: "pages first",
         play: |p| p.send_bytes(&frame_of(&[1], &WRONG)),
         kind: "Peer",
-        says: "pages where none belong",
+        says: "it sent Pages where they are not due",
         told: PROTOCOL,
     },
     Case {
@@ -268,7 +268,7 @@ const BEFORE_SETUP: &[Case] = &[
         name: "called off at once",
         play: |p| p.send(&Frame::Cancel),
         kind: "PeerCancelled",
-        says: "at the other side",
+        says: "the peer cancelled",
         told: GIVEN_UP,
     },
 ];
@@ -283,7 +283,7 @@ const MISFITS: &[Case] = &[
             });
         },
         kind: "Mismatch",
-        says: "engine kvm, this machine on soft",
+        says: "engine is kvm, this machine's is soft",
         told: REFUSED,
     },
     Case {
@@ -297,7 +297,7 @@ const MISFITS: &[Case] = &[
         name: "more vCPUs",
         play: |p| offer(p, |setup| setup.vcpus += 1),
         kind: "Mismatch",
-        says: "2 vCPUs, this machine 1",
+        says: "2 vCPUs, this machine has 1",
         told: REFUSED,
     },
     Case {
@@ -309,7 +309,7 @@ const MISFITS: &[Case] = &[
             });
         },
         kind: "Mismatch",
-        says: "8392704 bytes of memory, this machine 8388608",
+        says: "8392704 bytes of memory, this machine has 8388608",
         told: REFUSED,
     },
     Case {
@@ -321,14 +321,14 @@ const MISFITS: &[Case] = &[
             });
         },
         kind: "Mismatch",
-        says: "lies elsewhere",
+        says: "memory regions differ",
         told: REFUSED,
     },
     Case {
         name: "another format of states",
         play: |p| offer(p, |setup| setup.state_format = 77),
         kind: "Mismatch",
-        says: "format 77, known here is 1",
+        says: "format 77, this side knows 1",
         told: REFUSED,
     },
 ];
@@ -434,7 +434,7 @@ const PRECOPY: &[Case] = &[
             p.send(&Frame::PassEnd(Pass { pass: 1, pages: 3 }));
         },
         kind: "Peer",
-        says: "a pass of 3 pages after 2",
+        says: "a pass of 3 pages but sent 2",
         told: PROTOCOL,
     },
     Case {
@@ -464,7 +464,7 @@ const PRECOPY: &[Case] = &[
             p.send(&Frame::Running { started_at_ns: 1 });
         },
         kind: "Wire",
-        says: "never sent by the source",
+        says: "the source never sends",
         told: PROTOCOL,
     },
     Case {
@@ -474,7 +474,7 @@ const PRECOPY: &[Case] = &[
             p.send(&Frame::Setup(p.template.setup()));
         },
         kind: "Peer",
-        says: "SwitchOver was due, and it sent Setup",
+        says: "it sent Setup where SwitchOver was due",
         told: PROTOCOL,
     },
     Case {
@@ -498,7 +498,7 @@ const PRECOPY: &[Case] = &[
             p.send(&Frame::Cancel);
         },
         kind: "PeerCancelled",
-        says: "at the other side",
+        says: "the peer cancelled",
         told: GIVEN_UP,
     },
 ];
@@ -521,7 +521,7 @@ const SWITCH_OVER: &[Case] = &[
             p.send(&switch_over(p.template.missing.len() as u64 + 1, 1));
         },
         kind: "Peer",
-        says: "missing pages and named",
+        says: "missing pages but named",
         told: PROTOCOL,
     },
     Case {
@@ -666,7 +666,7 @@ const UNACKNOWLEDGED: &[Case] = &[
             p.send_bytes(&p.frame_of(p.template.missing[0]));
         },
         kind: "Peer",
-        says: "pages where none belong",
+        says: "it sent Pages where they are not due",
         told: DISCARDED,
     },
 ];
@@ -959,7 +959,7 @@ const POSTCOPY_MORE: &[Case] = &[
             p.send(&p.template.switch_over());
         },
         kind: "Peer",
-        says: "DrainEnd was due, and it sent SwitchOver",
+        says: "it sent SwitchOver where DrainEnd was due",
         told: PROTOCOL,
     },
     Case {
@@ -982,7 +982,7 @@ const POSTCOPY_MORE: &[Case] = &[
             p.send(&Frame::Cancel);
         },
         kind: "PeerCancelled",
-        says: "at the other side",
+        says: "the peer cancelled",
         told: GIVEN_UP,
     },
     Case {
@@ -1025,7 +1025,7 @@ const POSTCOPY_MORE: &[Case] = &[
             }));
         },
         kind: "Peer",
-        says: "it says it sent 1 urgent",
+        says: "it announced 1 urgent",
         told: PROTOCOL,
     },
     Case {

@@ -149,7 +149,7 @@ const CASES: &[Case] = &[
             peer.last_word();
         },
         kind: "PeerCancelled",
-        says: "called off at the other side",
+        says: "the peer cancelled",
     },
     Case {
         name: "stops reading in post-copy",

@@ -359,7 +359,7 @@ const SETUP: &[Case] = &[
             peer.last_word();
         },
         kind: "Wire",
-        says: "never sent by the destination",
+        says: "the destination never sends",
     },
     Case {
         name: "a frame out of turn",
@@ -400,7 +400,7 @@ const SETUP: &[Case] = &[
             peer.last_word();
         },
         kind: "PeerCancelled",
-        says: "called off at the other side",
+        says: "the peer cancelled",
     },
 ];
 
@@ -565,7 +565,7 @@ const SWITCH_OVER: &[Case] = &[
             peer.last_word();
         },
         kind: "PeerCancelled",
-        says: "called off at the other side",
+        says: "the peer cancelled",
     },
 ];
 
@@ -634,7 +634,7 @@ const CANCEL: &[Case] = &[
             hold(&connection);
         },
         kind: "Cancelled",
-        says: "called off",
+        says: "was cancelled",
     },
     Case {
         name: "cancelled during set-up",
@@ -646,7 +646,7 @@ const CANCEL: &[Case] = &[
             assert_eq!(peer.last_word(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
-        says: "called off",
+        says: "was cancelled",
     },
     Case {
         name: "cancelled in pre-copy",
@@ -660,7 +660,7 @@ const CANCEL: &[Case] = &[
             assert_eq!(peer.last_word(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
-        says: "called off",
+        says: "was cancelled",
     },
     Case {
         name: "cancelled while a pass is not acknowledged",
@@ -673,7 +673,7 @@ const CANCEL: &[Case] = &[
             assert_eq!(peer.last_word(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
-        says: "called off",
+        says: "was cancelled",
     },
 ];
 

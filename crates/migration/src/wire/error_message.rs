@@ -1,27 +1,27 @@
-//! Error frames: a code for programs, a sentence for people.
+//! Error frames: a code for programs and a sentence for people.
 
 use core::fmt;
 
 use super::{MAX_ERROR_BYTES, WireError};
 
-/// Why a side gave up; the number is the wire's.
+/// The reason why a side gave up. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum ErrorCode {
     /// The other side broke the protocol.
     Protocol = 1,
-    /// The destination cannot take such a VM (engine, state format, memory layout).
+    /// The destination cannot build such a VM (engine, state format, memory layout).
     SetupRefused = 2,
     /// Memory or another resource of this side is exhausted.
     Resources = 3,
-    /// The machine failed: a vCPU's state could not be saved or loaded, or a vCPU broke.
+    /// The machine failed: a vCPU failed, or its state could not be saved or loaded.
     Machine = 4,
-    /// A program's own mistake.
+    /// A bug of the program.
     Internal = 5,
-    /// The destination started the guest, did not hear `RunningAck`, and has discarded the VM,
-    /// whose vCPUs stand still: it never counts there.
+    /// The destination started the guest, received no `RunningAck`, and has discarded the VM. Its
+    /// vCPUs are paused, and it never counts there.
     Discarded = 6,
-    /// The destination took another source. It did nothing with this one: trying again may succeed.
+    /// The destination took another source, and did nothing with this one. A retry may succeed.
     Busy = 7,
 }
 
@@ -49,7 +49,7 @@ impl ErrorCode {
     }
 }
 
-/// What a side says when it gives up.
+/// The message of a side that gives up.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorMessage {
     code: ErrorCode,
@@ -57,8 +57,8 @@ pub struct ErrorMessage {
 }
 
 impl ErrorMessage {
-    /// A message that fits an Error frame: characters that could command a terminal are escaped,
-    /// and what exceeds [`MAX_ERROR_BYTES`] is cut at a character's boundary.
+    /// Returns a message that fits an Error frame. Characters that could control a terminal are
+    /// escaped. The text is cut at a character boundary within [`MAX_ERROR_BYTES`].
     #[must_use]
     pub fn new(code: ErrorCode, message: &str) -> Self {
         let mut kept = String::new();
@@ -80,13 +80,14 @@ impl ErrorMessage {
         }
     }
 
-    /// The code.
+    /// Returns the code.
     #[must_use]
     pub const fn code(&self) -> ErrorCode {
         self.code
     }
 
-    /// The sentence, without control characters. It is the peer's word: show it as such.
+    /// Returns the sentence, without control characters. It may come from the peer: show it as
+    /// foreign text.
     #[must_use]
     pub fn message(&self) -> &str {
         &self.message
@@ -117,8 +118,8 @@ impl fmt::Display for ErrorMessage {
     }
 }
 
-/// Whether a character neither commands a terminal nor changes the order in which others are shown
-/// (Unicode's controls, line and paragraph separators, directional marks and overrides).
+/// Whether a character neither controls a terminal nor changes the display order of others. Harmful
+/// ones are Unicode's controls, line and paragraph separators, directional marks and overrides.
 fn is_harmless(c: char) -> bool {
     !c.is_control()
         && !matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')

@@ -1,4 +1,4 @@
-//! One caller of the destination, from its connection to its preamble.
+//! A pending connection at the destination, from its accept(2) to its complete preamble.
 
 use std::time::Instant;
 
@@ -6,30 +6,30 @@ use super::{HELLO_LIMIT, Stranger, StrangerError};
 use crate::channel::{ChannelError, Connection};
 use crate::wire::{HELLO_BYTES, Hello, HelloReply, SessionId, Status, WireError, check_magic};
 
-/// A caller whose preamble is not complete, or to whom a refusal was sent.
-pub(super) struct Caller {
+/// A connection whose preamble is not complete, or to which a refusal was sent.
+pub(super) struct PendingPeer {
     pub(super) connection: Connection,
     pub(super) since: Instant,
     bytes: [u8; HELLO_BYTES],
     filled: usize,
-    /// A refusal was sent: what still comes is thrown away, so that closing does not reset the
-    /// connection before the peer has read the answer.
+    /// A refusal was sent. Later bytes are read and dropped: closing with unread bytes would reset
+    /// the connection before the peer has read the refusal.
     refused: bool,
 }
 
-/// What a look at a caller gave.
-pub(super) enum Look {
-    /// Nothing new.
+/// The state of a pending connection after a read.
+pub(super) enum HelloState {
+    /// The preamble is not complete.
     Waiting,
-    /// It may be forgotten: it ended, after it had been refused.
-    Gone,
-    /// Its preamble is here and good.
-    Says(Hello),
-    /// It will not do. The answer is for those who would understand it.
-    Bad(StrangerError, Option<HelloReply>),
+    /// The connection was refused, and then ended.
+    Closed,
+    /// The preamble is complete and valid.
+    Complete(Hello),
+    /// The preamble is not acceptable. The answer is for a peer that would understand it.
+    Rejected(StrangerError, Option<HelloReply>),
 }
 
-impl Caller {
+impl PendingPeer {
     pub(super) fn new(connection: Connection) -> Self {
         Self {
             connection,
@@ -48,14 +48,14 @@ impl Caller {
         now.saturating_duration_since(self.since) >= HELLO_LIMIT
     }
 
-    /// Takes what has come. Bytes behind the preamble are left for the protocol.
-    pub(super) fn look(&mut self) -> Look {
+    /// Reads the bytes that have arrived. Bytes after the preamble stay in the socket.
+    pub(super) fn read_hello(&mut self) -> HelloState {
         if self.refused {
             return self.discard();
         }
         let room = &mut self.bytes[self.filled..];
         match self.connection.recv_pending(room, "Hello") {
-            Ok(None) => return Look::Waiting,
+            Ok(None) => return HelloState::Waiting,
             Ok(Some(more)) => self.filled += more,
             Err(ChannelError::Closed { .. }) if self.filled > 0 => {
                 let error = WireError::Truncated {
@@ -63,45 +63,45 @@ impl Caller {
                     needed: HELLO_BYTES as u64,
                     got: self.filled as u64,
                 };
-                return Look::Bad(error.into(), None);
+                return HelloState::Rejected(error.into(), None);
             }
-            Err(error) => return Look::Bad(error.into(), None),
+            Err(error) => return HelloState::Rejected(error.into(), None),
         }
         if let Err(error) = check_magic(&self.bytes[..self.filled]) {
-            return Look::Bad(error.into(), None);
+            return HelloState::Rejected(error.into(), None);
         }
         if self.filled < HELLO_BYTES {
-            return Look::Waiting;
+            return HelloState::Waiting;
         }
         match Hello::decode(&self.bytes) {
-            Ok(hello) => Look::Says(hello),
+            Ok(hello) => HelloState::Complete(hello),
             Err(error) => {
                 let answer = HelloReply::refusal_of(&self.bytes, &error);
-                Look::Bad(error.into(), answer)
+                HelloState::Rejected(error.into(), answer)
             }
         }
     }
 
-    fn discard(&self) -> Look {
+    fn discard(&self) -> HelloState {
         let mut bytes = [0; 256];
         match self.connection.recv_pending(&mut bytes, "end") {
-            Ok(_) => Look::Waiting,
-            Err(_) => Look::Gone,
+            Ok(_) => HelloState::Waiting,
+            Err(_) => HelloState::Closed,
         }
     }
 
-    /// Sends a refusal and nothing more. The socket's buffer is empty, so the 64 bytes fit, or the
-    /// connection is broken and nobody waits for them.
+    /// Sends a refusal as the last message. The socket's buffer is empty, so the 64 bytes fit
+    /// unless the connection is broken.
     pub(super) fn refuse(&mut self, answer: &HelloReply) {
         let at_once = crate::channel::Wait::block("HelloReply").within(std::time::Duration::ZERO);
-        // The caller is being sent away: if it cannot be told why, it has left already.
+        // If the send fails, the peer has left already.
         let _ = self.connection.send_small(&answer.encode(), &at_once);
         self.connection.shutdown_write();
         self.refused = true;
         self.since = Instant::now();
     }
 
-    /// Refuses a good preamble that came at the wrong time.
+    /// Refuses a valid preamble that came at the wrong time.
     pub(super) fn refuse_as(&mut self, session: SessionId, status: Status) -> Stranger {
         self.refuse(&HelloReply::refuse(session, status));
         self.stranger(StrangerError::Refused(status))
