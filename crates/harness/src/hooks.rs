@@ -1,4 +1,4 @@
-//! What is done about the exits of a VM's vCPUs.
+//! The hooks of a VM's vCPU threads.
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_guest::{Doorbell, Event};
@@ -7,9 +7,9 @@ use pageferry_migration::Resolver;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Brings missing pages.
+/// Resolves faults on missing pages.
 pub trait Faults: Send + Sync {
-    /// Does what a vCPU needs that touched the missing `page`. Runs on the vCPU's own thread.
+    /// Resolves a vCPU's fault on the missing `page`. Runs on the vCPU's own thread.
     fn memory_fault(
         &self,
         vcpu: u32,
@@ -18,10 +18,10 @@ pub trait Faults: Send + Sync {
         kicker: &dyn Kicker,
     ) -> HookVerdict;
 
-    /// Lets go of vCPUs that wait for a page, as all of them are to leave the guest.
+    /// Wakes vCPUs that wait for a page, since a pause begins.
     fn pausing(&self) {}
 
-    /// Whether the bytes of `page` are still elsewhere.
+    /// Whether `page` has not arrived yet.
     fn is_missing(&self, page: RamPage) -> bool {
         let _ = page;
         false
@@ -52,25 +52,34 @@ impl Faults for Resolver {
 pub struct Hooks {
     faults: Option<Arc<dyn Faults>>,
     finished: AtomicU32,
+    errors: AtomicU32,
 }
 
 impl Hooks {
-    /// Missing pages are brought by `faults`. A VM without one never has missing pages.
+    /// Returns hooks that resolve faults by `faults`. A VM without `faults` must have no missing
+    /// pages.
     #[must_use]
     pub fn new(faults: Option<Arc<dyn Faults>>) -> Self {
         Self {
             faults,
             finished: AtomicU32::new(0),
+            errors: AtomicU32::new(0),
         }
     }
 
-    /// How many vCPUs' programs have ended.
+    /// Returns the number of vCPUs whose program has ended.
     #[must_use]
     pub fn finished(&self) -> u32 {
         self.finished.load(Ordering::SeqCst)
     }
 
-    /// Whether the bytes of `page` are still elsewhere.
+    /// Returns the number of errors that the guest has signalled, such as wrong pages.
+    #[must_use]
+    pub fn errors(&self) -> u32 {
+        self.errors.load(Ordering::SeqCst)
+    }
+
+    /// Whether `page` has not arrived yet.
     #[must_use]
     pub fn is_missing(&self, page: RamPage) -> bool {
         let faults = self.faults.as_ref();
@@ -93,23 +102,24 @@ impl VcpuHooks for Hooks {
     }
 
     fn mmio_write(&self, _vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict {
-        let rung = (gpa == DOORBELL_GPA)
+        let event = (gpa == DOORBELL_GPA)
             .then(|| u32::try_from(value).ok())
             .flatten()
-            .and_then(|value| Doorbell::parse(value).ok());
-        match rung.map(|rung| rung.event) {
-            // A program that has ended would only ring again.
-            Some(Event::Finished) => {
-                self.finished.fetch_add(1, Ordering::SeqCst);
-                HookVerdict::Park
-            }
-            // Errors are counted on the vCPU's control page, which moves with the VM.
-            Some(Event::Error(_)) | None => HookVerdict::Resume,
+            .and_then(|value| Doorbell::parse(value).ok())
+            .map(|doorbell| doorbell.event);
+        if event == Some(Event::Finished) {
+            self.finished.fetch_add(1, Ordering::SeqCst);
+            // A program that has ended would only signal again.
+            return HookVerdict::Park;
         }
+        // The guest also counts its errors on the vCPU's control page, which migrates with the VM.
+        // A store that is no signal is an error too.
+        self.errors.fetch_add(1, Ordering::SeqCst);
+        HookVerdict::Resume
     }
 
-    /// Nothing: [`pageferry_machine::VcpuThreads::failures`] keeps the reason, and waits look
-    /// there.
+    /// Does nothing: [`pageferry_machine::VcpuThreads::failures`] keeps the error, and waits check
+    /// it.
     fn failed(&self, _vcpu: u32, _error: &MachineError) {}
 
     fn pausing(&self) {

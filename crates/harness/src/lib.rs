@@ -1,14 +1,15 @@
 //! Which VM do commands, benchmarks and tests run?
 //!
-//! **Guarantee.** A [`Vm`] is a machine, its vCPUs' threads, and a guest program put into it.
-//! Dropping it ends it. No call waits without a limit.
+//! **Guarantee.** A [`Vm`] is a machine with the threads of its vCPUs and a guest program. Dropping
+//! it ends its threads and frees its memory. No call waits without a limit.
 //!
-//! **Mechanism.** The [`Hooks`] of the threads bring missing pages through [`Faults`] and count the
-//! vCPUs whose program has ended. [`Vm::load`] writes a program to memory and its start values to
-//! the vCPUs. [`verify`] compares every page with what the guest's own counters say it must be.
+//! **Mechanism.** The [`Hooks`] of the threads resolve faults on missing pages through [`Faults`].
+//! They count the vCPUs whose program has ended, and the errors that the guest signals.
+//! [`Vm::load`] writes a program to memory and its start values to the vCPUs. [`verify`] compares
+//! every page with the bytes that follow from the guest's counters.
 //!
-//! **Neighbours.** Below: `machine`, `migration`, and `guest` for the programs. Above: `cli` and
-//! `bench`. It must not print, and must not know flags.
+//! **Neighbours.** Below: `machine`, `migration`, and `guest` for the programs. Above: `cli`,
+//! `bench` and the tests of `migration`. This crate must not print, and must not know flags.
 
 mod hooks;
 mod vm;

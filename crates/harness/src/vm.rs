@@ -11,10 +11,10 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often a wait looks.
+/// The interval at which a wait checks its condition.
 const INTERVAL: Duration = Duration::from_millis(2);
 
-/// The instruction set that an engine runs.
+/// Returns the instruction set of an engine's guests.
 #[must_use]
 pub fn isa_of(engine: Engine) -> Isa {
     match engine {
@@ -23,7 +23,8 @@ pub fn isa_of(engine: Engine) -> Isa {
     }
 }
 
-/// The fault deliveries of an engine on this host, best first, asked of a small machine.
+/// Returns the fault deliveries of an engine on this host, best first. It creates a small machine
+/// to find them.
 #[must_use]
 pub fn deliveries_of(engine: Engine) -> Vec<Delivery> {
     let spec = MachineSpec {
@@ -34,42 +35,42 @@ pub fn deliveries_of(engine: Engine) -> Vec<Delivery> {
     machine.map_or(Vec::new(), |new| new.machine.deliveries())
 }
 
-/// Why a program was not put into a VM.
+/// The reason why a program was not loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     /// The engine refused the start state.
     #[error(transparent)]
     Machine(#[from] MachineError),
     /// The program is for a larger machine.
-    #[error("the guest program has a piece at {0}, where no RAM is")]
+    #[error("the guest program needs RAM at {0}, where the machine has none")]
     Outside(Gpa),
 }
 
-/// Why a wait for the programs' end was given up.
+/// The reason why a wait for the end of the programs failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WaitError {
-    /// A vCPU cannot go on.
+    /// A vCPU failed.
     #[error("{0}")]
     Failed(String),
-    /// The limit passed first.
+    /// The limit passed.
     #[error("the guest did not finish within {} s", .0.as_secs())]
     Late(Duration),
 }
 
-/// A virtual machine in this process. Dropping it ends it.
+/// A virtual machine in this process. Dropping it ends its threads and frees its memory.
 pub struct Vm {
-    /// Its memory and its vCPUs' engine.
+    /// The memory, and the engine of the vCPUs.
     pub machine: Arc<dyn Machine>,
-    /// Its vCPUs' threads, paused at first.
+    /// The threads of the vCPUs, paused at first.
     pub threads: VcpuThreads,
     hooks: Arc<Hooks>,
 }
 
 impl Vm {
-    /// Creates a machine, paused, its memory zero. Missing pages are brought by `faults`.
+    /// Creates a paused machine with zero memory. `faults` resolves faults on missing pages.
     ///
     /// # Errors
-    /// The engine's refusal.
+    /// The error of the engine.
     pub fn create(
         engine: Engine,
         spec: MachineSpec,
@@ -84,10 +85,10 @@ impl Vm {
         })
     }
 
-    /// Puts a program into memory and its start values into the vCPUs, which stay paused.
+    /// Writes a program to memory and its start values to the vCPUs, which stay paused.
     ///
     /// # Errors
-    /// Where the program is for another machine.
+    /// [`BootError`] if the program is for another machine.
     pub fn load(&self, program: &Program) -> Result<(), BootError> {
         write_image(&*self.machine, program)?;
         let set = |vcpu: &mut dyn Vcpu| vcpu.set_start(&start_of(program, vcpu.id()));
@@ -95,13 +96,19 @@ impl Vm {
         Ok(())
     }
 
-    /// Whether the bytes of `page` are still elsewhere.
+    /// Whether `page` has not arrived yet.
     #[must_use]
     pub fn is_missing(&self, page: RamPage) -> bool {
         self.hooks.is_missing(page)
     }
 
-    /// As a migration takes it.
+    /// Returns the number of errors that the guest has signalled, such as wrong pages.
+    #[must_use]
+    pub fn errors(&self) -> u32 {
+        self.hooks.errors()
+    }
+
+    /// Returns the VM for a migration.
     #[must_use]
     pub fn running(&self) -> RunningVm<'_> {
         RunningVm {
@@ -110,10 +117,10 @@ impl Vm {
         }
     }
 
-    /// Waits until every vCPU's program has ended, for `limit` at most.
+    /// Waits until the programs of all vCPUs have ended, for `limit` at most.
     ///
     /// # Errors
-    /// Where a vCPU cannot go on, or the limit passes.
+    /// [`WaitError`] if a vCPU fails, or the limit passes.
     pub fn wait_finished(&self, limit: Duration) -> Result<(), WaitError> {
         let deadline = Instant::now() + limit;
         while (self.hooks.finished() as usize) < self.threads.count() {
@@ -132,7 +139,7 @@ impl Vm {
 /// Writes the pieces of a program to a machine's memory.
 ///
 /// # Errors
-/// [`BootError::Outside`] where the program is for a larger machine.
+/// [`BootError::Outside`] if the program is for a larger machine.
 pub fn write_image(machine: &dyn Machine, program: &Program) -> Result<(), BootError> {
     let ram = machine.ram();
     for (gpa, bytes) in program.image() {
@@ -143,7 +150,7 @@ pub fn write_image(machine: &dyn Machine, program: &Program) -> Result<(), BootE
     Ok(())
 }
 
-/// What a vCPU of `program` starts with.
+/// Returns the start values of a vCPU of `program`.
 #[must_use]
 pub fn start_of(program: &Program, vcpu: u32) -> StartState {
     let start = program.start(vcpu);
@@ -155,8 +162,8 @@ pub fn start_of(program: &Program, vcpu: u32) -> StartState {
     }
 }
 
-/// Compares every page of a paused machine that runs `workload` with what the guest's counters say
-/// it must be. No page may be missing.
+/// Compares every page of a paused machine that runs `workload` with the bytes that follow from the
+/// guest's counters. No page may be missing.
 #[must_use]
 pub fn verify(machine: &dyn Machine, workload: &Workload) -> Verdict {
     let outcome = workload.verify::<Infallible>(&mut |page, bytes| {

@@ -1,13 +1,12 @@
-//! What a source can do wrong, and what the destination makes of it: before the start the VM is
-//! discarded, after it paused, with its missing pages counted, and a guest that never sees a wrong
-//! page.
+//! Failures of a source. Before the guest starts, the destination discards the VM. After that, it
+//! pauses the VM and counts the missing pages. The guest never sees a wrong page.
 
-use crate::failing::source::{Played, Template, WRONG, pages_frame};
-use crate::failing::{
-    Clean, LONG, SHORT, SOON, Took, Via, assert_sentence, encoded, kind, last_word, limit_for,
-    listen, soon,
+use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame};
+use crate::scripted::{
+    LONG, LeakCheck, Message, SHORT, SOON, Via, assert_sentence, encoded, ends_soon, kind,
+    last_frame, limit_for, listen,
 };
-use crate::support::{LIMIT, Vm, kvm_usable};
+use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable};
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::wire::{
@@ -23,31 +22,31 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// What the destination says to the source in the end.
+/// The last message of the destination to the source.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Told {
-    /// Nothing that could still be heard.
+    /// None, or the source could not receive it.
     Nothing,
     /// An Error frame with this code.
     Why(ErrorCode),
 }
 
-/// One thing a source can do.
+/// A behaviour of a source.
 struct Case {
     name: &'static str,
-    play: fn(&mut Played<'_>),
+    script: fn(&mut ScriptedSource<'_>),
     kind: &'static str,
     says: &'static str,
     told: Told,
 }
 
-/// What became of a migration whose source was played.
+/// The result of a migration from a scripted source.
 struct Received {
-    /// Refused before there was a VM, or what `receive` says.
+    /// The error of `accept`, or the result of `receive`.
     outcome: Result<Result<DestinationReport, DestinationFailure>, MigrationError>,
-    vm: Vm,
+    vm: WorkloadVm,
     told: Told,
-    /// Missing pages that were not sent, as they should have been, when the play was over.
+    /// The number of missing pages that the script did not send with right bytes.
     unsent: u64,
 }
 
@@ -56,7 +55,7 @@ fn attempt(
     via: Via,
     delivery: Option<Delivery>,
     silence: Duration,
-    play: impl Fn(&mut Played<'_>) + Sync,
+    script: impl Fn(&mut ScriptedSource<'_>) + Sync,
 ) -> Received {
     let listener = listen(via);
     let config = DestinationConfig {
@@ -65,32 +64,31 @@ fn attempt(
         handshake_limit: silence,
         silence_limit: silence,
     };
-    let vm = Vm::empty(
+    let vm = WorkloadVm::empty(
         template.vm.machine.engine(),
         template.vcpus(),
         template.pages() * PAGE_BYTES as u64,
     );
     std::thread::scope(|scope| {
-        let player = scope.spawn(|| {
-            let mut played = Played::connect(template, listener.local_addr());
-            play(&mut played);
-            let told = match played.last_word() {
+        let peer = scope.spawn(|| {
+            let mut source = ScriptedSource::connect(template, listener.local_addr());
+            script(&mut source);
+            let told = match source.last_frame() {
                 Some(Frame::Error(why)) => {
                     assert_sentence(&why.message());
                     Told::Why(why.code())
                 }
                 _ => Told::Nothing,
             };
-            (told, played.unsent.len() as u64)
+            (told, source.unsent.len() as u64)
         });
         let until = Instant::now() + LIMIT;
         let late = || Instant::now() > until;
-        let outcome = soon("receive", || {
-            Incoming::accept(&listener, config, &late, &mut |_| {}).map(|incoming| {
-                incoming.receive(&vm.as_running(), &vm.resolver, &late, &Unobserved)
-            })
+        let outcome = ends_soon("receive", || {
+            Incoming::accept(&listener, config, &late, &mut |_| {})
+                .map(|incoming| incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved))
         });
-        let (told, unsent) = player.join().unwrap();
+        let (told, unsent) = peer.join().unwrap();
         Received {
             outcome,
             vm,
@@ -112,8 +110,8 @@ fn assert_error(case: &Case, error: &MigrationError, told: Told) {
     assert_eq!(told, case.told, "{}", case.name);
 }
 
-/// No vCPU moves, and none has seen a wrong page: not even if its owner lets it go on.
-fn assert_paused_unharmed(vm: &Vm, name: &str) {
+/// Checks that no vCPU runs and that none has seen a wrong page, even if its owner resumes it.
+fn assert_paused_unharmed(vm: &WorkloadVm, name: &str) {
     assert!(vm.threads.is_paused(), "{name}");
     let vcpus = 0..vm.workload.layout().vcpus();
     let done = || -> Vec<u64> { vcpus.clone().map(|vcpu| vm.done(vcpu)).collect() };
@@ -130,24 +128,16 @@ fn assert_paused_unharmed(vm: &Vm, name: &str) {
             "{name}: vCPU {vcpu} saw a wrong page"
         );
     }
-    assert_eq!(
-        vm.hooks.doorbells.load(std::sync::atomic::Ordering::SeqCst),
-        0,
-        "{name}"
-    );
-    assert!(
-        vm.threads.failures().is_empty(),
-        "{name}: {:?}",
-        vm.threads.failures()
-    );
+    vm.assert_no_failure(name);
 }
 
-/// Each case ends with the VM discarded: it never ran, or (`ran`) for a moment that does not count.
+/// Checks that each case ends with the VM discarded. It never ran, or (`ran`) only for a moment
+/// that does not count.
 fn discards(via: Via, ran: bool, cases: &[Case]) {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for case in cases {
-        let received = attempt(&template, via, None, limit_for(case.kind), case.play);
+        let received = attempt(&template, via, None, limit_for(case.kind), case.script);
         let failure = received.outcome.unwrap().expect_err(case.name);
         assert_error(case, &failure.error, received.told);
         assert_eq!(failure.vm, DestinationVm::Discarded, "{}", case.name);
@@ -155,7 +145,7 @@ fn discards(via: Via, ran: bool, cases: &[Case]) {
         if ran {
             assert_paused_unharmed(&received.vm, case.name);
         }
-        // A thread that never ran may not even have begun; one that runs never parks by itself.
+        // A thread that never ran may not have begun yet. A running one never parks by itself.
         let until = Instant::now() + SOON;
         while !received.vm.threads.is_paused() {
             assert!(Instant::now() < until, "{}: it runs", case.name);
@@ -164,10 +154,10 @@ fn discards(via: Via, ran: bool, cases: &[Case]) {
     }
 }
 
-/// Each case ends with the VM paused and the unsent pages missing.
+/// Checks that each case ends with the VM paused and the unsent pages missing.
 fn pauses(template: &Template, via: Via, delivery: Option<Delivery>, cases: &[Case]) {
     for case in cases {
-        let received = attempt(template, via, delivery, limit_for(case.kind), case.play);
+        let received = attempt(template, via, delivery, limit_for(case.kind), case.script);
         let failure = received.outcome.unwrap().expect_err(case.name);
         assert_error(case, &failure.error, received.told);
         let missing = received.unsent;
@@ -185,14 +175,14 @@ fn pauses(template: &Template, via: Via, delivery: Option<Delivery>, cases: &[Ca
     }
 }
 
-/// A header of a frame that cannot be, with no checksum that fits.
+/// Returns the header of an invalid frame, without a valid checksum.
 fn header(frame_type: u16, payload_len: u32) -> [u8; HEADER_BYTES] {
     let mut bytes = FrameHeader::unsealed(FrameType::SetupAck, payload_len, 0, 0).to_bytes();
     bytes[4..6].copy_from_slice(&frame_type.to_le_bytes());
     bytes
 }
 
-/// A frame of `pages`, all with these bytes, for a memory as large as it takes.
+/// Returns a frame of `pages` with these bytes, without a bound on their numbers.
 fn frame_of(pages: &[u64], bytes: &[u8; PAGE_BYTES]) -> Vec<u8> {
     let mut list = RunList::new(u64::MAX);
     for page in pages {
@@ -206,10 +196,10 @@ fn damaged(mut bytes: Vec<u8>, at: usize) -> Vec<u8> {
     bytes
 }
 
-fn offer(played: &Played<'_>, change: fn(&mut Setup)) {
-    let mut setup = played.template.setup();
+fn offer(source: &ScriptedSource<'_>, change: fn(&mut Setup)) {
+    let mut setup = source.template.setup();
     change(&mut setup);
-    played.send(&Frame::Setup(setup));
+    source.send(&Frame::Setup(setup));
 }
 
 const PROTOCOL: Told = Told::Why(ErrorCode::Protocol);
@@ -220,7 +210,7 @@ const DISCARDED: Told = Told::Why(ErrorCode::Discarded);
 const BEFORE_SETUP: &[Case] = &[
     Case {
         name: "closes in the middle of Setup",
-        play: |p| {
+        script: |p| {
             let bytes = encoded(&Frame::Setup(p.template.setup()));
             p.send_bytes(&bytes[..40]);
             p.close();
@@ -231,42 +221,42 @@ const BEFORE_SETUP: &[Case] = &[
     },
     Case {
         name: "garbage",
-        play: |p| p.send_bytes(&[0x77; 100]),
+        script: |p| p.send_bytes(&[0x77; 100]),
         kind: "Wire",
         says: "frame magic",
         told: PROTOCOL,
     },
     Case {
         name: "another frame first",
-        play: |p| p.send(&Frame::RunningAck),
+        script: |p| p.send(&Frame::RunningAck),
         kind: "Peer",
         says: "it sent RunningAck where Setup was due",
         told: PROTOCOL,
     },
     Case {
         name: "pages first",
-        play: |p| p.send_bytes(&frame_of(&[1], &WRONG)),
+        script: |p| p.send_bytes(&frame_of(&[1], &WRONG)),
         kind: "Peer",
         says: "it sent Pages where they are not due",
         told: PROTOCOL,
     },
     Case {
         name: "a damaged Setup",
-        play: |p| p.send_bytes(&damaged(encoded(&Frame::Setup(p.template.setup())), 50)),
+        script: |p| p.send_bytes(&damaged(encoded(&Frame::Setup(p.template.setup())), 50)),
         kind: "Wire",
         says: "checksum",
         told: PROTOCOL,
     },
     Case {
         name: "a Setup too long to be one",
-        play: |p| p.send_bytes(&header(1, 1 << 30)),
+        script: |p| p.send_bytes(&header(1, 1 << 30)),
         kind: "Wire",
         says: "exceeds its bound",
         told: PROTOCOL,
     },
     Case {
-        name: "called off at once",
-        play: |p| p.send(&Frame::Cancel),
+        name: "cancels at once",
+        script: |p| p.send(&Frame::Cancel),
         kind: "PeerCancelled",
         says: "the peer cancelled",
         told: GIVEN_UP,
@@ -276,7 +266,7 @@ const BEFORE_SETUP: &[Case] = &[
 const MISFITS: &[Case] = &[
     Case {
         name: "another engine",
-        play: |p| {
+        script: |p| {
             offer(p, |setup| {
                 setup.engine = wire::Engine::Kvm;
                 setup.isa = wire::Isa::X86_64;
@@ -288,21 +278,21 @@ const MISFITS: &[Case] = &[
     },
     Case {
         name: "another instruction set",
-        play: |p| offer(p, |setup| setup.isa = wire::Isa::X86_64),
+        script: |p| offer(p, |setup| setup.isa = wire::Isa::X86_64),
         kind: "Mismatch",
         says: "instruction set",
         told: REFUSED,
     },
     Case {
         name: "more vCPUs",
-        play: |p| offer(p, |setup| setup.vcpus += 1),
+        script: |p| offer(p, |setup| setup.vcpus += 1),
         kind: "Mismatch",
         says: "2 vCPUs, this machine has 1",
         told: REFUSED,
     },
     Case {
         name: "more memory",
-        play: |p| {
+        script: |p| {
             offer(p, |setup| {
                 setup.memory_bytes += PAGE_BYTES as u64;
                 setup.regions.last_mut().unwrap().pages += 1;
@@ -314,7 +304,7 @@ const MISFITS: &[Case] = &[
     },
     Case {
         name: "memory elsewhere",
-        play: |p| {
+        script: |p| {
             offer(p, |setup| {
                 let last = setup.regions.last_mut().unwrap();
                 last.gfn = Gfn(last.gfn.0 + 512);
@@ -326,7 +316,7 @@ const MISFITS: &[Case] = &[
     },
     Case {
         name: "another format of states",
-        play: |p| offer(p, |setup| setup.state_format = 77),
+        script: |p| offer(p, |setup| setup.state_format = 77),
         kind: "Mismatch",
         says: "format 77, this side knows 1",
         told: REFUSED,
@@ -336,7 +326,7 @@ const MISFITS: &[Case] = &[
 const PRECOPY: &[Case] = &[
     Case {
         name: "closes after Setup",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.close();
         },
@@ -346,7 +336,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "closes within the descriptors",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(&[1], &WRONG)[..HEADER_BYTES + 3]);
             p.close();
@@ -357,7 +347,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "closes within a page",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(&[1], &WRONG)[..2000]);
             p.close();
@@ -368,7 +358,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "stops within a page",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(&[1], &WRONG)[..2000]);
         },
@@ -378,14 +368,14 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "falls silent",
-        play: |p| p.set_up(),
+        script: |p| p.set_up(),
         kind: "Timeout",
         says: "in time",
         told: GIVEN_UP,
     },
     Case {
         name: "a page outside memory",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(&[p.template.pages()], &WRONG));
         },
@@ -395,7 +385,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "a run that leaves memory",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(
                 &[p.template.pages() - 1, p.template.pages()],
@@ -408,7 +398,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "damaged page data",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&damaged(frame_of(&[1, 2], &WRONG), 5000));
         },
@@ -418,7 +408,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "a damaged descriptor",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&damaged(frame_of(&[1, 2], &WRONG), HEADER_BYTES));
         },
@@ -428,7 +418,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "a pass of other pages than were sent",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&frame_of(&[1, 2], &WRONG));
             p.send(&Frame::PassEnd(Pass { pass: 1, pages: 3 }));
@@ -439,7 +429,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "too long a frame",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&header(FrameType::Pages.number(), u32::MAX));
         },
@@ -449,7 +439,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "an unknown frame",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_bytes(&header(0x3333, 0));
         },
@@ -459,7 +449,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "a frame that only destinations send",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&Frame::Running { started_at_ns: 1 });
         },
@@ -469,7 +459,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "a second Setup",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&Frame::Setup(p.template.setup()));
         },
@@ -479,7 +469,7 @@ const PRECOPY: &[Case] = &[
     },
     Case {
         name: "gives up and says why",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Machine,
@@ -491,8 +481,8 @@ const PRECOPY: &[Case] = &[
         told: GIVEN_UP,
     },
     Case {
-        name: "called off in pre-copy",
-        play: |p| {
+        name: "cancels in pre-copy",
+        script: |p| {
             p.set_up();
             p.send_pass();
             p.send(&Frame::Cancel);
@@ -503,7 +493,7 @@ const PRECOPY: &[Case] = &[
     },
 ];
 
-/// SwitchOver with other numbers than the truth.
+/// Returns a SwitchOver with these counts.
 fn switch_over(missing_pages: u64, vcpus: u32) -> Frame {
     Frame::SwitchOver(SwitchOver {
         missing_pages,
@@ -515,7 +505,7 @@ fn switch_over(missing_pages: u64, vcpus: u32) -> Frame {
 const SWITCH_OVER: &[Case] = &[
     Case {
         name: "another number of missing pages than named",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_states();
             p.send(&switch_over(p.template.missing.len() as u64 + 1, 1));
@@ -526,7 +516,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "no states",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&p.template.bitmap());
             p.send(&p.template.switch_over());
@@ -537,7 +527,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "the same state twice",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_states();
             p.send(&p.template.state(0));
@@ -548,7 +538,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "the state of a vCPU there is not",
-        play: |p| {
+        script: |p| {
             p.set_up();
             let Frame::VcpuState(state) = p.template.state(0) else {
                 unreachable!()
@@ -561,7 +551,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "another number of vCPUs than offered",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_states();
             p.send(&switch_over(p.template.missing.len() as u64, 2));
@@ -572,7 +562,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "a state that is none",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&p.template.bitmap());
             p.send(&Frame::VcpuState(wire::VcpuState {
@@ -587,7 +577,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "a state with an impossible value",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&p.template.bitmap());
             let Frame::VcpuState(mut state) = p.template.state(0) else {
@@ -603,7 +593,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "missing pages outside memory",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send(&Frame::MissingBitmap(MissingBitmap {
                 first_word: p.template.pages() / 64,
@@ -616,7 +606,7 @@ const SWITCH_OVER: &[Case] = &[
     },
     Case {
         name: "closes before SwitchOver",
-        play: |p| {
+        script: |p| {
             p.set_up();
             p.send_states();
             p.close();
@@ -627,11 +617,11 @@ const SWITCH_OVER: &[Case] = &[
     },
 ];
 
-/// After the guest has started here, before the source has said that it knows.
+/// Failures after the guest has started here, without RunningAck.
 const UNACKNOWLEDGED: &[Case] = &[
     Case {
         name: "closes instead of RunningAck",
-        play: |p| {
+        script: |p| {
             p.until_running();
             p.close();
         },
@@ -641,14 +631,14 @@ const UNACKNOWLEDGED: &[Case] = &[
     },
     Case {
         name: "never says RunningAck",
-        play: |p| p.until_running(),
+        script: |p| p.until_running(),
         kind: "Timeout",
         says: "in time",
         told: DISCARDED,
     },
     Case {
         name: "resumed its own and says so",
-        play: |p| {
+        script: |p| {
             p.until_running();
             p.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Internal,
@@ -661,7 +651,7 @@ const UNACKNOWLEDGED: &[Case] = &[
     },
     Case {
         name: "pages instead of RunningAck",
-        play: |p| {
+        script: |p| {
             p.until_running();
             p.send_bytes(&p.frame_of(p.template.missing[0]));
         },
@@ -671,24 +661,23 @@ const UNACKNOWLEDGED: &[Case] = &[
     },
 ];
 
-/// The source has waited too long and resumed its own guest, while this side was kept from starting
-/// its.
+/// The source has waited too long and resumed its guest, before this side started the guest.
 const CALLED_OFF: &[Case] = &[Case {
     name: "said why before the guest could start",
-    play: |p| {
+    script: |p| {
         p.set_up();
         p.send_states();
-        // In one piece, so that both are there when the first is read.
+        // In one write, so that both frames have arrived when the first is read.
         let mut bytes = encoded(&p.template.switch_over());
         bytes.extend(encoded(&Frame::Error(ErrorMessage::new(
             ErrorCode::Internal,
             "no answer in time",
         ))));
         p.send_bytes(&bytes);
-        let took = p.take().unwrap();
+        let message = p.take().unwrap();
         assert!(
-            matches!(&took, Took::Frame(Frame::Error(why)) if why.code() == ErrorCode::Discarded),
-            "not Running: {took:?}"
+            matches!(&message, Message::Frame(Frame::Error(why)) if why.code() == ErrorCode::Discarded),
+            "not Running: {message:?}"
         );
     },
     kind: "PeerGaveUp",
@@ -696,13 +685,13 @@ const CALLED_OFF: &[Case] = &[Case {
     told: Told::Nothing,
 }];
 
-/// Failures that need no particular engine; some vCPU waits for a page in each.
+/// Failures on every engine. In each, a vCPU waits for a page.
 const POSTCOPY: &[Case] = &[
     Case {
         name: "closes both connections",
-        play: |p| {
+        script: |p| {
             p.start();
-            // All vCPUs wait; the one that is answered is there when it asks again.
+            // All vCPUs wait. The next request shows that the answered page has arrived.
             let page = p.request();
             (1..p.template.vcpus()).for_each(|_| _ = p.request());
             p.answer(page);
@@ -715,7 +704,7 @@ const POSTCOPY: &[Case] = &[
     },
     Case {
         name: "closes the stream only",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.stream.shutdown();
@@ -726,7 +715,7 @@ const POSTCOPY: &[Case] = &[
     },
     Case {
         name: "closes the urgent connection only",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.urgent.shutdown();
@@ -737,7 +726,7 @@ const POSTCOPY: &[Case] = &[
     },
     Case {
         name: "falls silent",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
         },
@@ -747,7 +736,7 @@ const POSTCOPY: &[Case] = &[
     },
     Case {
         name: "damaged page data on the stream",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_bytes(&damaged(frame_of(&[page], &WRONG), 3000));
@@ -758,7 +747,7 @@ const POSTCOPY: &[Case] = &[
     },
     Case {
         name: "a damaged reply to a request",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_urgent(&urgent_reply_page(RamPage(page), &p.template.page(page)));
@@ -770,11 +759,11 @@ const POSTCOPY: &[Case] = &[
     },
 ];
 
-/// More of them, for one engine.
+/// More such failures, for one engine.
 const POSTCOPY_MORE: &[Case] = &[
     Case {
         name: "closes within a page",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_bytes(&frame_of(&[page], &WRONG)[..3000]);
@@ -786,7 +775,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "closes within a reply",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_urgent(&urgent_reply_page(RamPage(page), &WRONG));
@@ -799,7 +788,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page twice on the stream",
-        play: |p| {
+        script: |p| {
             p.start();
             let waited_for = p.request();
             let page = p.another(waited_for);
@@ -812,12 +801,12 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page on the stream, then on the urgent connection",
-        play: |p| {
+        script: |p| {
             p.start();
             let waited_for = p.request();
             let page = p.another(waited_for);
             p.push(page);
-            // Until it has been placed, either of the two may come to be the second.
+            // Before the first copy is placed, either of the two may be the second.
             std::thread::sleep(Duration::from_millis(50));
             p.send_urgent(&urgent_reply_zero(RamPage(page)));
         },
@@ -827,7 +816,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page on the urgent connection, then on the stream",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.answer(page);
@@ -840,7 +829,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page that was never missing, on the stream",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send_bytes(&frame_of(
@@ -854,7 +843,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page that was never missing, on the urgent connection",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             let page = p.template.vm.workload.layout().code_page();
@@ -867,7 +856,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a run of missing and present pages",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_bytes(&frame_of(&[page - 1, page], &WRONG));
@@ -878,7 +867,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page outside memory on the stream",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send_bytes(&frame_of(&[p.template.pages()], &WRONG));
@@ -889,7 +878,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a page outside memory on the urgent connection",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send_urgent(&urgent_reply_zero(RamPage(p.template.pages())));
@@ -900,7 +889,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "garbage on the urgent connection",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send_urgent(&[0xee; 16]);
@@ -911,7 +900,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "a request from the source",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_urgent(&UrgentMessage::request(RamPage(page)));
@@ -922,7 +911,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "says that nothing more comes, and closes",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send_urgent(&UrgentMessage::end());
@@ -934,7 +923,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "too long a frame",
-        play: |p| {
+        script: |p| {
             p.start();
             p.send_bytes(&header(FrameType::Pages.number(), u32::MAX));
         },
@@ -944,7 +933,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "an unknown frame",
-        play: |p| {
+        script: |p| {
             p.start();
             p.send_bytes(&header(999, 0));
         },
@@ -954,7 +943,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "SwitchOver again",
-        play: |p| {
+        script: |p| {
             p.start();
             p.send(&p.template.switch_over());
         },
@@ -964,7 +953,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "gives up and says why",
-        play: |p| {
+        script: |p| {
             p.start();
             p.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Resources,
@@ -976,8 +965,8 @@ const POSTCOPY_MORE: &[Case] = &[
         told: GIVEN_UP,
     },
     Case {
-        name: "called off in post-copy",
-        play: |p| {
+        name: "cancels in post-copy",
+        script: |p| {
             p.start();
             p.send(&Frame::Cancel);
         },
@@ -987,7 +976,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "ends with pages missing",
-        play: |p| {
+        script: |p| {
             p.start();
             p.request();
             p.send(&Frame::DrainEnd(DrainCounts {
@@ -1001,7 +990,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "ends with a damaged last reply",
-        play: |p| {
+        script: |p| {
             p.start();
             let page = p.request();
             p.send_urgent(&damaged(urgent_reply_zero(RamPage(page)).to_vec(), 5));
@@ -1016,7 +1005,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "ends with counts that are not those of what came",
-        play: |p| {
+        script: |p| {
             p.start();
             p.push_rest();
             p.send(&Frame::DrainEnd(DrainCounts {
@@ -1030,7 +1019,7 @@ const POSTCOPY_MORE: &[Case] = &[
     },
     Case {
         name: "closes instead of DrainEnd, every page sent",
-        play: |p| {
+        script: |p| {
             p.start();
             p.push_rest();
             p.close();
@@ -1043,21 +1032,22 @@ const POSTCOPY_MORE: &[Case] = &[
 
 #[test]
 fn what_is_no_offer_is_refused_before_there_is_a_vm() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for via in [Via::Tcp, Via::Unix] {
         for case in BEFORE_SETUP {
-            let received = attempt(&template, via, None, limit_for(case.kind), case.play);
+            let received = attempt(&template, via, None, limit_for(case.kind), case.script);
             let error = received.outcome.expect_err(case.name);
             assert_error(case, &error, received.told);
         }
     }
 }
 
-/// Both of its connections were accepted: it says nothing, or ends, and the next source is taken.
+/// A stranger whose connections were both accepted sends nothing, or closes. The destination takes
+/// the next source.
 #[test]
 fn a_session_that_says_nothing_keeps_nobody_out() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     let listener = listen(Via::Tcp);
     let to = listener.local_addr().clone();
@@ -1072,13 +1062,13 @@ fn a_session_that_says_nothing_keeps_nobody_out() {
             })
             .unwrap()
         });
-        let _silent = Played::connect(&template, &to);
-        Played::connect(&template, &to).close();
+        let _silent = ScriptedSource::connect(&template, &to);
+        ScriptedSource::connect(&template, &to).close();
         for _ in 0..2 {
             let why = strangers.recv_timeout(LIMIT).unwrap();
             assert!(why.contains("no message followed"), "{why}");
         }
-        let last = Played::connect(&template, &to);
+        let last = ScriptedSource::connect(&template, &to);
         last.send(&Frame::Setup(template.setup()));
         let offered = destination.join().unwrap();
         assert_eq!(offered.offer().memory_bytes, 8 * MIB);
@@ -1086,18 +1076,19 @@ fn a_session_that_says_nothing_keeps_nobody_out() {
     });
 }
 
-/// The destination acknowledges before it has allocated: pages may come, a switch-over may not.
+/// The destination acknowledges before it has allocated memory. Then pages may come, but a
+/// switch-over may not.
 #[test]
 fn the_vm_is_acknowledged_before_its_memory_is_allocated() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     const MEMORY: u64 = 6 << 30;
     let listener = listen(Via::Tcp);
     let to = listener.local_addr().clone();
-    let vm = Vm::empty(Engine::Soft, 1, MEMORY);
+    let vm = WorkloadVm::empty(Engine::Soft, 1, MEMORY);
     std::thread::scope(|scope| {
-        let player = scope.spawn(|| {
-            let played = Played::connect(&template, &to);
+        let peer = scope.spawn(|| {
+            let source = ScriptedSource::connect(&template, &to);
             let mut setup = template.setup();
             setup.memory_bytes = MEMORY;
             let regions = vm.ram().layout().regions().iter().map(|r| wire::Region {
@@ -1106,33 +1097,33 @@ fn the_vm_is_acknowledged_before_its_memory_is_allocated() {
                 pages: r.pages,
             });
             setup.regions = regions.collect();
-            played.send(&Frame::Setup(setup));
-            played.expect(FrameType::SetupAck);
-            // Its memory comes last in the order of allocation.
+            source.send(&Frame::Setup(setup));
+            source.expect(FrameType::SetupAck);
+            // The last page is the last in the order of allocation.
             let page = vm.ram().pages() - 1;
             let mut list = RunList::new(vm.ram().pages());
             list.push(RamPage(page), RunKind::Data).unwrap();
-            played.send_bytes(&pages_frame(&list, &WRONG));
-            played.send(&Frame::PassEnd(Pass { pass: 1, pages: 1 }));
-            // Far less than the time in which this much memory is allocated.
-            played.expect(FrameType::PassAck);
-            played.send(&template.switch_over());
-            last_word(&played.stream, Side::Destination, vm.ram().pages())
+            source.send_bytes(&pages_frame(&list, &WRONG));
+            source.send(&Frame::PassEnd(Pass { pass: 1, pages: 1 }));
+            // This must not wait for the allocation of this much memory.
+            source.expect(FrameType::PassAck);
+            source.send(&template.switch_over());
+            last_frame(&source.stream, Side::Destination, vm.ram().pages())
         });
         let config = DestinationConfig::default();
         let until = Instant::now() + LIMIT;
         let late = || Instant::now() > until;
         let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
         let failure = incoming
-            .receive(&vm.as_running(), &vm.resolver, &late, &Unobserved)
+            .receive(&vm.running(), &vm.resolver, &late, &Unobserved)
             .unwrap_err();
         assert_eq!(kind(&failure.error), "Peer", "{failure}");
         assert!(
             failure.to_string().contains("before this side was ready"),
             "{failure}"
         );
-        let Some(Frame::Error(why)) = player.join().unwrap() else {
-            panic!("the destination says why")
+        let Some(Frame::Error(why)) = peer.join().unwrap() else {
+            panic!("an Error frame was due")
         };
         assert_eq!(why.code(), ErrorCode::Protocol);
     });
@@ -1168,7 +1159,7 @@ fn a_guest_that_the_source_has_resumed_is_not_started() {
 
 #[test]
 fn a_failure_in_postcopy_pauses_the_vm() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     pauses(&template, Via::Tcp, None, POSTCOPY);
     pauses(&template, Via::Tcp, None, POSTCOPY_MORE);
@@ -1176,25 +1167,27 @@ fn a_failure_in_postcopy_pauses_the_vm() {
 
 #[test]
 fn a_failure_in_postcopy_on_unix_sockets_pauses_the_vm() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 2, 8 * MIB);
     pauses(&template, Via::Unix, None, POSTCOPY);
 }
 
 #[test]
 fn a_failure_in_postcopy_pauses_a_kvm_vm_by_every_delivery() {
-    if !kvm_usable("a_failure_in_postcopy_pauses_a_kvm_vm_by_every_delivery") {
+    const NAME: &str = "a_failure_in_postcopy_pauses_a_kvm_vm_by_every_delivery";
+    if !kvm_usable(NAME) {
         return;
     }
-    let _clean = Clean::slate();
+    let deliveries = kvm_deliveries(NAME);
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Kvm, 2, 8 * MIB);
-    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
+    for delivery in deliveries {
         eprintln!("by {delivery}");
         pauses(&template, Via::Tcp, Some(delivery), POSTCOPY);
     }
 }
 
-/// The guest finishes its work here and every page is right.
+/// Checks that the guest visits every page here and that every page is right.
 fn assert_arrived(name: &str, received: Received) {
     let report = received
         .outcome
@@ -1204,12 +1197,12 @@ fn assert_arrived(name: &str, received: Received) {
     assert!(report.missing_at_start > 0);
     let share = received.vm.workload.layout().share_pages();
     received.vm.wait_progress(2 * share);
-    received.vm.verify();
+    received.vm.assert_verifies();
 }
 
 #[test]
 fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
-    type End = fn(&mut Played<'_>);
+    type End = fn(&mut ScriptedSource<'_>);
     let ends: [(&str, End); 6] = [
         ("Complete", |p| p.send(&Frame::Complete)),
         ("closes", |p| p.close()),
@@ -1226,7 +1219,7 @@ fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
         }),
         ("silence", |_| {}),
     ];
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for (name, end) in ends {
         let limit = if name == "silence" { SHORT } else { LONG };
@@ -1243,7 +1236,7 @@ fn what_comes_after_every_page_was_confirmed_does_not_stop_the_guest() {
 
 #[test]
 fn a_page_nobody_asked_for_is_as_welcome_as_any() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     let received = attempt(&template, Via::Tcp, None, LONG, |p| {
         p.start();
@@ -1263,7 +1256,7 @@ fn a_page_nobody_asked_for_is_as_welcome_as_any() {
 
 #[test]
 fn the_counts_must_hold_although_every_page_came() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     let received = attempt(&template, Via::Tcp, None, LONG, |p| {
         p.start();

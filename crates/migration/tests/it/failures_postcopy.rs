@@ -1,11 +1,12 @@
-//! Failures after the destination has said that the guest runs there: the source keeps its VM
-//! paused, for good, whatever the peer did.
+//! Failures after the destination has confirmed that the guest runs there. The source keeps its VM
+//! paused after each.
 
-use crate::failing::destination::Played;
-use crate::failing::{
-    Clean, LONG, Via, assert_sentence, kind, limit_for, listen, patient, soon, wait_until_over,
+use crate::scripted::destination::ScriptedDestination;
+use crate::scripted::{
+    LONG, LeakCheck, Via, assert_sentence, ends_soon, kind, limit_for, listen, wait_until_over,
+    within_limit,
 };
-use crate::support::{Vm, kvm_usable, migrate_to};
+use crate::support::{WorkloadVm, kvm_usable, migrate_to};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
 use pageferry_migration::wire::{DrainCounts, ErrorCode, ErrorMessage, Frame, UrgentMessage};
@@ -16,10 +17,10 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
-/// One thing a destination can do once it has said that it runs the guest.
+/// A behaviour of a destination that has confirmed that it runs the guest.
 struct Case {
     name: &'static str,
-    play: fn(Played),
+    script: fn(ScriptedDestination),
     kind: &'static str,
     says: &'static str,
 }
@@ -33,48 +34,48 @@ fn config(passes: u32, limit: Duration) -> SourceConfig {
 }
 
 fn attempt(
-    vm: &Vm,
+    vm: &WorkloadVm,
     via: Via,
     config: &SourceConfig,
-    play: fn(Played),
+    script: fn(ScriptedDestination),
 ) -> Result<SourceReport, SourceFailure> {
     let listener = listen(via);
     std::thread::scope(|scope| {
         let over = Arc::new(AtomicBool::new(false));
-        let player = scope.spawn({
+        let scripted = scope.spawn({
             let (listener, over) = (&listener, Arc::clone(&over));
             move || {
-                play(Played {
+                script(ScriptedDestination {
                     over,
-                    ..Played::accept(listener)
+                    ..ScriptedDestination::accept(listener)
                 });
             }
         });
-        let outcome = soon("migrate", || migrate_to(vm, listener.local_addr(), config));
+        let outcome = ends_soon("migrate", || migrate_to(vm, listener.local_addr(), config));
         over.store(true, Ordering::Release);
-        player.join().unwrap();
+        scripted.join().unwrap();
         outcome
     })
 }
 
-/// Nothing of it moves, and every page is still there.
-fn assert_stands_still(vm: &Vm, name: &str) {
+/// Checks that no vCPU runs and that every page is intact.
+fn assert_stands_still(vm: &WorkloadVm, name: &str) {
     assert!(vm.threads.is_paused(), "{name}");
     let before = vm.done(0);
     std::thread::sleep(Duration::from_millis(20));
     assert!(vm.threads.is_paused(), "{name}");
     assert_eq!(vm.done(0), before, "{name}: the source resumed it");
-    vm.verify();
+    vm.assert_verifies();
 }
 
 fn run(engine: Engine, via: Via, passes: u32, cases: &[Case]) {
     for case in cases {
-        let _clean = Clean::slate();
-        let vm = Vm::running(engine, 1, 8 * MIB);
-        // Pages with data on every way: no socket's buffer takes them all.
+        let _leaks = LeakCheck::start();
+        let vm = WorkloadVm::booted(engine, 1, 8 * MIB);
+        // Every page has data, so no socket's buffer takes them all.
         vm.wait_progress(vm.workload.layout().share_pages());
         let config = config(passes, limit_for(case.kind));
-        let failure = attempt(&vm, via, &config, case.play).expect_err(case.name);
+        let failure = attempt(&vm, via, &config, case.script).expect_err(case.name);
         eprintln!("{}: {failure}", case.name);
         assert_eq!(
             (failure.vm, kind(&failure.error)),
@@ -95,7 +96,7 @@ fn run(engine: Engine, via: Via, passes: u32, cases: &[Case]) {
 const CASES: &[Case] = &[
     Case {
         name: "says Running and closes",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.set_up();
             peer.take_switch_over();
             peer.send(&Frame::Running { started_at_ns: 1 });
@@ -105,7 +106,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "closes in mid post-copy",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.ask(peer.missing[peer.missing.len() / 2]);
             peer.take();
@@ -115,7 +116,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "gives up in mid post-copy and says why",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.take();
             peer.send(&Frame::Error(ErrorMessage::new(
@@ -128,36 +129,36 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "gives up, says why and ends the urgent connection while it is sent pages",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Resources,
                 "the disk is full",
             )));
             peer.urgent.shutdown();
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "the disk is full",
     },
     Case {
-        name: "is called off in post-copy",
-        play: |mut peer| {
+        name: "cancels in post-copy",
+        script: |mut peer| {
             peer.start();
             peer.take_whole_push();
             peer.send(&Frame::Cancel);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerCancelled",
         says: "the peer cancelled",
     },
     Case {
         name: "stops reading in post-copy",
-        play: |mut peer| {
-            // Little enough in flight that the source notices.
+        script: |mut peer| {
+            // A small buffer lets the source notice.
             peer.stream.set_buffers(None, Some(4096)).unwrap();
             peer.start();
-            // An end behind what is not read would not be seen.
+            // The source would not see a close behind unread bytes.
             wait_until_over(&peer.over);
         },
         kind: "Timeout",
@@ -165,7 +166,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "closes instead of DrainAck",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.take_whole_push();
         },
@@ -174,11 +175,11 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "never says DrainAck",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.take_whole_push();
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told")
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "Timeout",
@@ -186,7 +187,7 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "confirms fewer pages than were sent",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             let counts = peer.take_whole_push();
             assert_eq!((counts.background, counts.zero), peer.pushed);
@@ -195,43 +196,43 @@ const CASES: &[Case] = &[
                 background: counts.background - 1,
                 ..counts
             }));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Peer",
         says: "it confirmed",
     },
     Case {
         name: "confirms before the end",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.send(&Frame::DrainAck(DrainCounts::default()));
             peer.take_whole_push();
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Peer",
         says: "it confirmed 0 urgent",
     },
     Case {
         name: "another frame instead of DrainAck",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.take_whole_push();
             peer.send(&Frame::Running { started_at_ns: 2 });
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Peer",
         says: "DrainAck was due",
     },
     Case {
         name: "asks for a page outside memory",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             let outside = UrgentMessage::request(RamPage(peer.memory_pages));
             peer.urgent
-                .write_all(&outside, &patient("request"))
+                .write_all(&outside, &within_limit("request"))
                 .unwrap();
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told")
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "Wire",
@@ -239,13 +240,13 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "garbage on the urgent connection",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.urgent
-                .write_all(&[0xd1; 32], &patient("garbage"))
+                .write_all(&[0xd1; 32], &within_limit("garbage"))
                 .unwrap();
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told")
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "Wire",
@@ -253,15 +254,15 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "a request with flipped bits",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             let mut request = UrgentMessage::request(RamPage(7));
             request[8] ^= 1;
             peer.urgent
-                .write_all(&request, &patient("request"))
+                .write_all(&request, &within_limit("request"))
                 .unwrap();
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told")
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "Wire",
@@ -269,12 +270,12 @@ const CASES: &[Case] = &[
     },
     Case {
         name: "closes the urgent connection only",
-        play: |mut peer| {
+        script: |mut peer| {
             peer.start();
             peer.urgent.shutdown();
-            // What was not asked for may still come, but the end is never confirmed.
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told")
+            // Unrequested pages may still arrive, but the end is never confirmed.
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "LinkLost",
@@ -303,8 +304,8 @@ fn a_kvm_source_never_resumes_it_either() {
 #[test]
 fn a_destination_may_ask_twice_and_late() {
     for (via, passes) in [(Via::Tcp, 0), (Via::Unix, 1)] {
-        let _clean = Clean::slate();
-        let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+        let _leaks = LeakCheck::start();
+        let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
         vm.wait_progress(64);
         let sent = attempt(&vm, via, &config(passes, LONG), |mut peer| {
             peer.start();
@@ -324,16 +325,16 @@ fn a_destination_may_ask_twice_and_late() {
     }
 }
 
-/// Confirms what the source says it sent and hears that it knows.
-fn finish(peer: &mut Played) {
+/// Confirms the counts of the source and waits for Complete.
+fn finish(peer: &mut ScriptedDestination) {
     let counts = peer.take_whole_push();
     assert!(counts.urgent <= 1, "a page was sent twice");
     assert_eq!((counts.background, counts.zero), peer.pushed);
     peer.send(&Frame::DrainAck(counts));
-    assert_eq!(peer.last_word(), Some(Frame::Complete));
+    assert_eq!(peer.last_frame(), Some(Frame::Complete));
 }
 
-/// The pages sent, those that pre-copy sent as zero included.
+/// Returns the number of pages sent, including those that pre-copy sent as zero.
 fn total_after(passes: u32, sent: &SourceReport) -> u64 {
     let in_precopy: u64 = sent.passes.iter().map(|(pages, _)| pages).sum();
     assert_eq!(sent.passes.len() as u32, passes);

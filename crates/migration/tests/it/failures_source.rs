@@ -1,13 +1,13 @@
-//! Failures before the destination has said that the guest runs there, and those where it says that
-//! it no longer does and never counted: the source's VM runs on, unharmed, whatever the peer did,
-//! and can be migrated again.
+//! Failures before the destination confirms that the guest runs there, and failures after which it
+//! says that its copy never counted. After each, the source's VM runs on unharmed and can be
+//! migrated again.
 
-use crate::failing::destination::Played;
-use crate::failing::{
-    Clean, LONG, SHORT, SOON, Via, assert_sentence, encoded, kind, limit_for, listen, patient,
-    soon, wait_until_over,
+use crate::scripted::destination::ScriptedDestination;
+use crate::scripted::{
+    LONG, LeakCheck, SHORT, SOON, Via, assert_sentence, encoded, ends_soon, kind, limit_for,
+    listen, wait_until_over, within_limit,
 };
-use crate::support::{Vm, kvm_usable, move_vm};
+use crate::support::{WorkloadVm, kvm_usable, move_vm};
 use pageferry_machine::{Engine, MachineError};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::wire::{
@@ -23,15 +23,15 @@ use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
-/// One thing a peer can do.
+/// A behaviour of a peer.
 struct Case {
     name: &'static str,
     passes: u32,
-    /// Plays the destination; may set the source's cancel flag, which is also set when the source
-    /// has ended.
-    play: fn(&Listener, &AtomicBool),
+    /// Acts as the destination. It may set the source's cancel flag, which is also set when the
+    /// source has ended.
+    script: fn(&Listener, &AtomicBool),
     kind: &'static str,
-    /// What the message must name.
+    /// A part of the expected message.
     says: &'static str,
 }
 
@@ -47,27 +47,27 @@ fn config(passes: u32, limit: Duration) -> SourceConfig {
 }
 
 fn attempt(
-    vm: &Vm,
+    vm: &WorkloadVm,
     via: Via,
     config: &SourceConfig,
-    play: impl FnOnce(&Listener, &AtomicBool) + Send,
+    script: impl FnOnce(&Listener, &AtomicBool) + Send,
 ) -> Result<SourceReport, SourceFailure> {
     let listener = listen(via);
     let cancel = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let player = scope.spawn(|| play(&listener, &cancel));
+        let scripted = scope.spawn(|| script(&listener, &cancel));
         let to = listener.local_addr();
-        let outcome = soon("migrate", || {
-            migrate(&vm.as_running(), to, b"test", config, &cancel, &Unobserved)
+        let outcome = ends_soon("migrate", || {
+            migrate(&vm.running(), to, b"test", config, &cancel, &Unobserved)
         });
         cancel.store(true, Ordering::Release);
-        player.join().unwrap();
+        scripted.join().unwrap();
         outcome
     })
 }
 
-/// The VM works as if nothing had happened.
-fn assert_runs_on(vm: &Vm, name: &str) {
+/// Checks that the VM runs on unharmed.
+fn assert_runs_on(vm: &WorkloadVm, name: &str) {
     assert!(!vm.threads.is_paused(), "{name}");
     let none = PageBitmap::new(vm.ram().pages() as usize);
     let log = vm.machine.harvest_dirty(&none, true);
@@ -76,7 +76,7 @@ fn assert_runs_on(vm: &Vm, name: &str) {
         "{name}: the dirty log is left on"
     );
     vm.wait_progress(16);
-    vm.verify();
+    vm.assert_verifies();
     vm.threads.resume();
 }
 
@@ -97,55 +97,55 @@ fn assert_failed(case: &Case, outcome: Result<SourceReport, SourceFailure>) {
     );
 }
 
-/// One VM goes through all of it.
+/// Runs all cases with one VM.
 fn run(engine: Engine, vcpus: u32, via: Via, cases: &[Case]) {
-    let _clean = Clean::slate();
-    let vm = Vm::running(engine, vcpus, 8 * MIB);
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(engine, vcpus, 8 * MIB);
     vm.wait_progress(16);
     for case in cases {
         let config = config(case.passes, limit_for(case.kind));
-        assert_failed(case, attempt(&vm, via, &config, case.play));
+        assert_failed(case, attempt(&vm, via, &config, case.script));
         assert_runs_on(&vm, case.name);
     }
-    // And it is as movable as ever.
+    // The VM can still be migrated.
     let moved = move_vm(vm, &SourceConfig::default(), None, true);
     moved.sent.unwrap();
     moved.received.unwrap();
     moved.destination.wait_progress(16);
-    moved.destination.verify();
+    moved.destination.assert_verifies();
 }
 
-/// Takes the first connection.
+/// Accepts the first connection.
 fn first(listener: &Listener) -> Connection {
-    listener.accept(&patient("a source")).unwrap()
+    listener.accept(&within_limit("a source")).unwrap()
 }
 
-/// Takes the first connection and what the source says first.
+/// Accepts the first connection and receives its Hello.
 fn hello(listener: &Listener) -> (Connection, Hello) {
     let connection = first(listener);
     let mut bytes = [0; HELLO_BYTES];
     connection
-        .read_exact(&mut bytes, &patient("Hello"))
+        .read_exact(&mut bytes, &within_limit("Hello"))
         .unwrap();
     (connection, Hello::decode(&bytes).unwrap())
 }
 
 fn say(connection: &Connection, bytes: &[u8]) {
     connection
-        .write_all(bytes, &patient("what is said"))
+        .write_all(bytes, &within_limit("what is said"))
         .unwrap();
 }
 
-/// Keeps the connection until the source ends it.
+/// Keeps the connection open until the source closes it.
 fn hold(connection: &Connection) {
     let mut byte = [0];
     while connection
-        .read_exact(&mut byte, &patient("the end"))
+        .read_exact(&mut byte, &within_limit("the end"))
         .is_ok()
     {}
 }
 
-/// Answers with one that is sealed, its version another's.
+/// Returns a valid reply with another version.
 fn other_version(hello: &Hello, version: u16) -> [u8; HELLO_BYTES] {
     HelloReply {
         version,
@@ -158,7 +158,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "speaks HTTP",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let connection = first(listener);
             say(&connection, b"HTTP/1.1 400 Bad Request\r\n\r\n");
             hold(&connection);
@@ -169,7 +169,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "speaks SSH at once",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let connection = first(listener);
             say(&connection, b"SSH-2.0-OpenSSH_9.7\r\n");
             hold(&connection);
@@ -180,7 +180,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "garbage",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let connection = first(listener);
             say(&connection, &[0x9e; 300]);
             hold(&connection);
@@ -191,14 +191,14 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "closes at once",
         passes: 1,
-        play: |listener, _| drop(hello(listener)),
+        script: |listener, _| drop(hello(listener)),
         kind: "LinkLost",
         says: "closed the connection",
     },
     Case {
         name: "closes after half a reply",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (connection, hello) = hello(listener);
             say(&connection, &HelloReply::accept(&hello).encode()[..30]);
         },
@@ -208,14 +208,14 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "never replies",
         passes: 1,
-        play: |listener, _| hold(&first(listener)),
+        script: |listener, _| hold(&first(listener)),
         kind: "Timeout",
         says: "HelloReply",
     },
     Case {
         name: "a damaged reply",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (connection, hello) = hello(listener);
             let mut reply = HelloReply::accept(&hello).encode();
             reply[20] ^= 1;
@@ -228,7 +228,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "accepts in another version",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (connection, hello) = hello(listener);
             say(&connection, &other_version(&hello, 9));
             hold(&connection);
@@ -239,7 +239,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "refuses our version",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (connection, hello) = hello(listener);
             say(
                 &connection,
@@ -253,7 +253,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "is busy",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (connection, hello) = hello(listener);
             say(
                 &connection,
@@ -267,7 +267,7 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "takes the stream and closes before the urgent connection",
         passes: 1,
-        play: |listener, _| {
+        script: |listener, _| {
             let (stream, first_hello) = hello(listener);
             say(&stream, &HelloReply::accept(&first_hello).encode());
             drop(hello(listener));
@@ -282,18 +282,18 @@ const SETUP: &[Case] = &[
     Case {
         name: "closes after Setup",
         passes: 1,
-        play: |listener, _| Played::accept(listener).take_setup(),
+        script: |listener, _| ScriptedDestination::accept(listener).take_setup(),
         kind: "LinkLost",
         says: "closed the connection",
     },
     Case {
         name: "never answers Setup",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
-            let Some(Frame::Error(why)) = peer.last_word() else {
-                panic!("the source says why")
+            let Some(Frame::Error(why)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
             assert!(why.message().contains("in time"), "{}", why.message());
         },
@@ -303,14 +303,14 @@ const SETUP: &[Case] = &[
     Case {
         name: "refuses the offer",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             peer.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::SetupRefused,
                 "no room here",
             )));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "no room here",
@@ -318,8 +318,8 @@ const SETUP: &[Case] = &[
     Case {
         name: "an Error frame with commands for a terminal",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             let raw = b"\x1b[2J\nyour disk is empty";
             let mut frame = encoded(&Frame::Error(ErrorMessage::new(
@@ -329,7 +329,7 @@ const SETUP: &[Case] = &[
             frame[HEADER_BYTES..].copy_from_slice(raw);
             reseal(&mut frame);
             peer.send_bytes(&frame);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Wire",
         says: "field `message` holds 0x1b",
@@ -337,14 +337,14 @@ const SETUP: &[Case] = &[
     Case {
         name: "SetupAck, then an Error frame",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Resources,
                 "out of memory",
             )));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "out of memory",
@@ -352,11 +352,11 @@ const SETUP: &[Case] = &[
     Case {
         name: "a frame that only sources send",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             peer.send(&Frame::Complete);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Wire",
         says: "the destination never sends",
@@ -364,12 +364,12 @@ const SETUP: &[Case] = &[
     Case {
         name: "a frame out of turn",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             peer.send(&Frame::Running { started_at_ns: 1 });
-            let Some(Frame::Error(why)) = peer.last_word() else {
-                panic!("the source says why")
+            let Some(Frame::Error(why)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
             assert_eq!(why.code(), ErrorCode::Protocol);
         },
@@ -379,25 +379,25 @@ const SETUP: &[Case] = &[
     Case {
         name: "a frame with flipped bits",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             let mut bytes = encoded(&Frame::SetupAck);
             bytes[30] ^= 4;
             peer.send_bytes(&bytes);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Wire",
         says: "checksum",
     },
     Case {
-        name: "called off there",
+        name: "cancels during set-up",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.send(&Frame::Cancel);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerCancelled",
         says: "the peer cancelled",
@@ -408,8 +408,8 @@ const PRECOPY: &[Case] = &[
     Case {
         name: "closes in pre-copy",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take();
         },
@@ -419,15 +419,15 @@ const PRECOPY: &[Case] = &[
     Case {
         name: "acknowledges fewer pages than were sent",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let pass = peer.take_pass();
             peer.send(&Frame::PassAck(Pass {
                 pages: pass.pages - 1,
                 ..pass
             }));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Peer",
         says: "2047",
@@ -435,12 +435,12 @@ const PRECOPY: &[Case] = &[
     Case {
         name: "acknowledges another pass",
         passes: 2,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let pass = peer.take_pass();
             peer.send(&Frame::PassAck(Pass { pass: 7, ..pass }));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Peer",
         says: "pass 7",
@@ -448,15 +448,15 @@ const PRECOPY: &[Case] = &[
     Case {
         name: "acknowledges more pages than there are",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let pass = peer.take_pass();
             peer.send(&Frame::PassAck(Pass {
                 pages: u64::MAX,
                 ..pass
             }));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Wire",
         says: "PassAck",
@@ -464,11 +464,11 @@ const PRECOPY: &[Case] = &[
     Case {
         name: "never acknowledges",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_pass();
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Timeout",
         says: "in time",
@@ -479,8 +479,8 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "closes after SwitchOver",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
         },
@@ -490,8 +490,8 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "closes after SwitchOver, no pre-copy",
         passes: 0,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let switch_over = peer.take_switch_over();
             assert_eq!(switch_over.missing_pages, peer.memory_pages);
@@ -502,15 +502,15 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "cannot load a state",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
             peer.send(&Frame::Error(ErrorMessage::new(
                 ErrorCode::Machine,
                 "no such register",
             )));
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "no such register",
@@ -518,12 +518,12 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "garbage instead of Running",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
             peer.send_bytes(&[0x5a; 64]);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "Wire",
         says: "frame magic",
@@ -531,8 +531,8 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "half of Running",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
             peer.send_bytes(&encoded(&Frame::Running { started_at_ns: 1 })[..20]);
@@ -543,33 +543,33 @@ const SWITCH_OVER: &[Case] = &[
     Case {
         name: "never says Running",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
-            let Some(Frame::Error(_)) = peer.last_word() else {
-                panic!("the destination is told not to start")
+            let Some(Frame::Error(_)) = peer.last_frame() else {
+                panic!("an Error frame was due")
             };
         },
         kind: "Timeout",
         says: "in time",
     },
     Case {
-        name: "called off there at switch-over",
+        name: "cancels at switch-over",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
             peer.send(&Frame::Cancel);
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerCancelled",
         says: "the peer cancelled",
     },
 ];
 
-/// The last word of a destination that did not hear RunningAck in time.
+/// The last frame of a destination that did not receive RunningAck in time.
 fn discarded() -> Frame {
     Frame::Error(ErrorMessage::new(
         ErrorCode::Discarded,
@@ -577,16 +577,16 @@ fn discarded() -> Frame {
     ))
 }
 
-/// The destination has said that the guest runs there, and then that it no longer does.
+/// The destination has confirmed that the guest runs there, and then discards it.
 const DISCARDED: &[Case] = &[
     Case {
         name: "discarded the VM while the source was not scheduled",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
-            // All of it is there when the source looks.
+            // Both frames have arrived when the source reads.
             let mut bytes = encoded(&Frame::Running { started_at_ns: 1 });
             bytes.extend(encoded(&discarded()));
             peer.send_bytes(&bytes);
@@ -598,13 +598,13 @@ const DISCARDED: &[Case] = &[
     Case {
         name: "discarded the VM while RunningAck was under way",
         passes: 1,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.start();
             peer.send(&discarded());
             peer.stream.shutdown_write();
-            // Reads what comes as Pageferry does, so that the word is not overtaken by a reset.
-            peer.last_word();
+            // Reads to the end like Pageferry, so that no reset overtakes the frame.
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "no acknowledgement in time; the VM runs on",
@@ -612,12 +612,12 @@ const DISCARDED: &[Case] = &[
     Case {
         name: "discarded the VM after the whole push",
         passes: 0,
-        play: |listener, _| {
-            let mut peer = Played::accept(listener);
+        script: |listener, _| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.start();
             peer.take_whole_push();
             peer.send(&discarded());
-            peer.last_word();
+            peer.last_frame();
         },
         kind: "PeerGaveUp",
         says: "no acknowledgement in time; the VM runs on",
@@ -628,7 +628,7 @@ const CANCEL: &[Case] = &[
     Case {
         name: "cancelled while the destination has not answered",
         passes: 1,
-        play: |listener, cancel| {
+        script: |listener, cancel| {
             let (connection, _) = hello(listener);
             cancel.store(true, Ordering::Relaxed);
             hold(&connection);
@@ -639,11 +639,11 @@ const CANCEL: &[Case] = &[
     Case {
         name: "cancelled during set-up",
         passes: 1,
-        play: |listener, cancel| {
-            let mut peer = Played::accept(listener);
+        script: |listener, cancel| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.take_setup();
             cancel.store(true, Ordering::Relaxed);
-            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+            assert_eq!(peer.last_frame(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
         says: "was cancelled",
@@ -651,13 +651,13 @@ const CANCEL: &[Case] = &[
     Case {
         name: "cancelled in pre-copy",
         passes: 3,
-        play: |listener, cancel| {
-            let mut peer = Played::accept(listener);
+        script: |listener, cancel| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let pass = peer.take_pass();
             cancel.store(true, Ordering::Relaxed);
             peer.send(&Frame::PassAck(pass));
-            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+            assert_eq!(peer.last_frame(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
         says: "was cancelled",
@@ -665,12 +665,12 @@ const CANCEL: &[Case] = &[
     Case {
         name: "cancelled while a pass is not acknowledged",
         passes: 1,
-        play: |listener, cancel| {
-            let mut peer = Played::accept(listener);
+        script: |listener, cancel| {
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_pass();
             cancel.store(true, Ordering::Relaxed);
-            assert_eq!(peer.last_word(), Some(Frame::Cancel));
+            assert_eq!(peer.last_frame(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
         says: "was cancelled",
@@ -687,16 +687,16 @@ fn reseal(frame: &mut [u8]) {
 
 #[test]
 fn the_vm_runs_on_when_nobody_listens() {
-    let _clean = Clean::slate();
-    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     for via in [Via::Tcp, Via::Unix] {
         let gone = listen(via);
         let to = gone.local_addr().clone();
         drop(gone);
         let cancel = AtomicBool::new(false);
-        let outcome = soon("refused", || {
+        let outcome = ends_soon("refused", || {
             migrate(
-                &vm.as_running(),
+                &vm.running(),
                 &to,
                 b"test",
                 &config(1, LONG),
@@ -772,13 +772,13 @@ fn a_kvm_vm_runs_on_too() {
 
 #[test]
 fn a_cancel_before_the_start_connects_to_nobody() {
-    let _clean = Clean::slate();
-    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     let listener = listen(Via::Tcp);
     let cancel = AtomicBool::new(true);
-    let outcome = soon("cancelled before", || {
+    let outcome = ends_soon("cancelled before", || {
         migrate(
-            &vm.as_running(),
+            &vm.running(),
             listener.local_addr(),
             b"test",
             &config(1, LONG),
@@ -794,19 +794,19 @@ fn a_cancel_before_the_start_connects_to_nobody() {
     assert_runs_on(&vm, "cancelled before");
 }
 
-/// A VM with so much data that no socket's buffer takes it.
-fn full_vm() -> Vm {
-    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+/// Returns a VM with so much data that no socket's buffer takes it.
+fn full_vm() -> WorkloadVm {
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     vm.wait_progress(vm.workload.layout().share_pages());
     vm
 }
 
 #[test]
 fn the_vm_runs_on_when_the_destination_stops_reading() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let vm = full_vm();
     let outcome = attempt(&vm, Via::Unix, &config(1, SHORT), |listener, over| {
-        let mut peer = Played::accept(listener);
+        let mut peer = ScriptedDestination::accept(listener);
         peer.set_up();
         peer.take();
         wait_until_over(over);
@@ -823,15 +823,15 @@ fn the_vm_runs_on_when_the_destination_stops_reading() {
 
 #[test]
 fn a_cancel_is_heard_while_the_destination_does_not_read() {
-    let _clean = Clean::slate();
+    let _leaks = LeakCheck::start();
     let vm = full_vm();
-    // The limits are long: only the cancel ends it.
+    // The limits are long: only the cancel ends the migration.
     let outcome = attempt(
         &vm,
         Via::Unix,
         &SourceConfig::default(),
         |listener, cancel| {
-            let mut peer = Played::accept(listener);
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take();
             std::thread::sleep(Duration::from_millis(300));
@@ -855,10 +855,10 @@ fn a_cancel_is_heard_while_the_destination_does_not_read() {
 #[test]
 fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() {
     for via in [Via::Tcp, Via::Unix] {
-        let _clean = Clean::slate();
+        let _leaks = LeakCheck::start();
         let vm = full_vm();
         let outcome = attempt(&vm, via, &config(1, LONG), |listener, _| {
-            let mut peer = Played::accept(listener);
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take();
             peer.send(&Frame::Error(ErrorMessage::new(
@@ -882,19 +882,19 @@ fn the_reason_is_told_even_if_the_destination_gives_up_while_it_is_sent_pages() 
 
 #[test]
 fn every_kind_of_frame_is_refused_where_it_is_not_due() {
-    let _clean = Clean::slate();
-    let vm = Vm::running(Engine::Soft, 1, 8 * MIB);
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     for wrong in [
         Frame::SetupAck,
         Frame::PassAck(Pass { pass: 1, pages: 1 }),
         Frame::DrainAck(DrainCounts::default()),
     ] {
         let outcome = attempt(&vm, Via::Tcp, &config(0, LONG), |listener, _| {
-            let mut peer = Played::accept(listener);
+            let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             peer.take_switch_over();
             peer.send(&wrong);
-            peer.last_word();
+            peer.last_frame();
         });
         let failure = outcome.unwrap_err();
         assert_eq!(

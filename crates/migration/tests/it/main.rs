@@ -1,10 +1,10 @@
 //! All integration tests of the migration.
 
-mod failing;
 mod failures_destination;
 mod failures_postcopy;
 mod failures_source;
 mod move_vm;
+mod scripted;
 mod support;
 mod wire_channel;
 mod wire_common;

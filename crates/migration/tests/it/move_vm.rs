@@ -1,10 +1,9 @@
-//! A running VM moves, on both engines, by every delivery, and not a byte is lost.
+//! Moves a running VM, on both engines and by every fault delivery, without losing a byte.
 
-use crate::support::{LIMIT, Vm, kvm_usable, move_vm};
+use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, move_vm};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::SourceConfig;
-use pageferry_testkit::skip;
 
 const MIB: u64 = 1 << 20;
 
@@ -18,8 +17,8 @@ struct Case {
 }
 
 fn run(case: &Case) {
-    let source = Vm::running(case.engine, case.vcpus, case.memory);
-    // Some pages written, others never touched: data, zero pages and holes all travel.
+    let source = WorkloadVm::booted(case.engine, case.vcpus, case.memory);
+    // Some pages are written, others never touched: there are data pages, zero pages and holes.
     source.wait_progress(64);
     let config = SourceConfig {
         precopy_passes: case.passes,
@@ -47,15 +46,15 @@ fn run(case: &Case) {
         moved.source.threads.is_paused(),
         "the source never resumes it"
     );
-    // Every page is visited again at the destination: the guest checks them all.
+    // The guest visits and checks every page again at the destination.
     let share = moved.destination.workload.layout().share_pages();
     moved.destination.wait_progress(2 * share);
-    moved.destination.verify();
+    moved.destination.assert_verifies();
 }
 
 #[test]
 fn a_soft_vm_moves_with_and_without_precopy() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     for passes in [0, 1, 3] {
         run(&Case {
             engine: Engine::Soft,
@@ -70,20 +69,12 @@ fn a_soft_vm_moves_with_and_without_precopy() {
 
 #[test]
 fn a_kvm_vm_moves_by_every_delivery() {
-    let _beside = crate::failing::beside_others();
-    if !kvm_usable("a_kvm_vm_moves_by_every_delivery") {
+    let _parallel = crate::scripted::in_parallel();
+    const NAME: &str = "a_kvm_vm_moves_by_every_delivery";
+    if !kvm_usable(NAME) {
         return;
     }
-    let offered = Vm::empty(Engine::Kvm, 1, 8 * MIB).machine.deliveries();
-    for delivery in [Delivery::Minor, Delivery::Missing, Delivery::Poison] {
-        // Linux before 6.6 has no poison markers.
-        if !offered.contains(&delivery) {
-            skip(
-                delivery.name(),
-                "this host does not offer that fault delivery",
-            );
-            continue;
-        }
+    for delivery in kvm_deliveries(NAME) {
         for (passes, allocate) in [(0, true), (1, true), (1, false)] {
             run(&Case {
                 engine: Engine::Kvm,
@@ -99,8 +90,8 @@ fn a_kvm_vm_moves_by_every_delivery() {
 
 #[test]
 fn a_vm_moves_on_again_from_where_it_came() {
-    let _beside = crate::failing::beside_others();
-    let source = Vm::running(Engine::Soft, 1, 8 * MIB);
+    let _parallel = crate::scripted::in_parallel();
+    let source = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     source.wait_progress(32);
     let first = move_vm(source, &SourceConfig::default(), None, true);
     first.sent.unwrap();
@@ -110,11 +101,11 @@ fn a_vm_moves_on_again_from_where_it_came() {
     second.received.unwrap();
     let share = second.destination.workload.layout().share_pages();
     second.destination.wait_progress(2 * share);
-    second.destination.verify();
+    second.destination.assert_verifies();
 }
 
-/// How many pages of the VM have memory.
-fn allocated(vm: &Vm) -> u64 {
+/// Returns the number of allocated pages of the VM.
+fn allocated(vm: &WorkloadVm) -> u64 {
     let mut sum = 0;
     let mut from = 0;
     while let Some(pages) = vm.ram().next_allocated(RamPage(from)).unwrap() {
@@ -124,11 +115,11 @@ fn allocated(vm: &Vm) -> u64 {
     sum
 }
 
-/// Moves a VM of which the guest has written little, and checks the source. `None` when the guest
-/// has written too much of it to tell, here or there: on a busy host it may run for long while the
-/// test waits for its turn.
+/// Moves a VM whose guest has written few pages, and checks the source. Returns `None` if the guest
+/// has written too many pages on either side. On a busy host it may run for long while the test
+/// waits for its turn.
 fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
-    let source = Vm::running(Engine::Soft, 1, 128 * MIB);
+    let source = WorkloadVm::booted(Engine::Soft, 1, 128 * MIB);
     source.wait_progress(16);
     source.threads.pause(LIMIT).unwrap();
     let written = allocated(&source);
@@ -143,8 +134,7 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
     moved.destination.threads.pause(LIMIT).unwrap();
     let urgent = moved.sent.as_ref().unwrap().pages.urgent;
     moved.received.as_ref().unwrap();
-    // Looking at a hole would have given it memory. A page asked for on the urgent connection is
-    // looked at.
+    // Reading a hole would have allocated it. The source reads requested pages.
     let here = allocated(&moved.source);
     assert!(
         here < written + urgent + 2000,
@@ -155,7 +145,7 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
 
 #[test]
 fn a_sparse_vm_stays_sparse_on_both_sides() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     for passes in [0, 1] {
         let moved = (0..50)
             .find_map(|_| moved_sparse(passes))
@@ -163,6 +153,6 @@ fn a_sparse_vm_stays_sparse_on_both_sides() {
         moved.destination.threads.resume();
         let share = moved.destination.workload.layout().share_pages();
         moved.destination.wait_progress(2 * share);
-        moved.destination.verify();
+        moved.destination.assert_verifies();
     }
 }

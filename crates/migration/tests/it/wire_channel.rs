@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "tests the reads and writes on memory given by address"
 )]
-//! Sockets: every wait ends, and every end is told apart from the others.
+//! Sockets: every wait ends, and the errors distinguish the ways in which it ends.
 
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::*;
@@ -15,10 +15,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes, on a slow and shared host too.
+/// A limit against hanging, on slow and shared hosts too.
 const LIMIT: Wait<'static> = Wait::block("test").within(pageferry_testkit::LIMIT);
 
-/// A directory of its own for each test, removed at its end.
+/// A directory of one test, removed at its end.
 struct Directory(PathBuf);
 
 impl Directory {
@@ -65,10 +65,10 @@ fn pattern(len: usize) -> Vec<u8> {
 
 #[test]
 fn megabytes_arrive_in_order_through_small_buffers() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("bulk", |near, far| {
         near.set_buffers(Some(8192), None).unwrap();
-        // Not smaller than a segment of the loopback device: below that TCP itself crawls.
+        // Not smaller than a segment of the loopback device: below that, TCP is very slow.
         far.set_buffers(None, Some(128 << 10)).unwrap();
         let sent = pattern(8 << 20);
         let mut received = vec![0; sent.len()];
@@ -85,7 +85,7 @@ fn megabytes_arrive_in_order_through_small_buffers() {
 
 #[test]
 fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("raw", |near, far| {
         let sent = pattern(300 * 4096);
         let mut place = vec![0u8; 600 * 4096];
@@ -96,7 +96,7 @@ fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
         let from = sent.as_ptr().cast_mut();
         let to = place.as_mut_ptr();
         let source: Vec<RawSlice> = (0..300).map(|page| raw(from, page)).collect();
-        // More pieces than one call takes, each second page.
+        // More pieces than one system call takes. They are every second page.
         let target: Vec<RawSlice> = (0..300).map(|page| raw(to, 2 * page)).collect();
         let bytes: Vec<&[u8]> = sent.chunks(4096).collect();
         thread::scope(|scope| {
@@ -105,7 +105,7 @@ fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
                 let slices: Vec<IoSlice<'_>> = bytes.iter().map(|b| IoSlice::new(b)).collect();
                 near.write_all_vectored(&slices, &LIMIT).unwrap();
             });
-            // SAFETY: `place` is only reached through `target` until the call returns.
+            // SAFETY: until the call returns, `place` is only reached through `target`.
             unsafe { far.read_exact_raw(&target, &LIMIT).unwrap() };
             sender.join().unwrap();
         });
@@ -115,7 +115,7 @@ fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
                 _ => assert!(bytes.iter().all(|&byte| byte == 0), "page {page}"),
             }
         }
-        // SAFETY: `sent` is borrowed by nobody else and outlives the call.
+        // SAFETY: `sent` outlives the call and has no other borrow.
         unsafe { near.write_all_raw(&source[..2], &LIMIT).unwrap() };
         let mut two = vec![0; 8192];
         far.read_exact(&mut two, &LIMIT).unwrap();
@@ -125,7 +125,7 @@ fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
 
 #[test]
 fn an_end_between_messages_is_not_an_end_within_one() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("ends", |near, far| {
         near.write_all(b"12345", &LIMIT).unwrap();
         drop(near);
@@ -147,7 +147,7 @@ fn an_end_between_messages_is_not_an_end_within_one() {
 
 #[test]
 fn a_dead_peer_is_an_error_of_the_writer_and_no_signal() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("dead", |near, far| {
         drop(far);
         let bytes = vec![0; 1 << 20];
@@ -161,7 +161,7 @@ fn a_dead_peer_is_an_error_of_the_writer_and_no_signal() {
 
 #[test]
 fn a_wait_ends_with_its_limit_whatever_the_policy() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("limit", |near, far| {
         let limit = Duration::from_millis(60);
         for micros in [0, 1_000, u32::MAX] {
@@ -171,7 +171,7 @@ fn a_wait_ends_with_its_limit_whatever_the_policy() {
             assert!(matches!(error, ChannelError::TimedOut { after, .. } if after == limit));
             assert!(began.elapsed() >= limit);
         }
-        // A peer that sends a byte now and then does not get more time.
+        // A peer that sends single bytes does not get more time.
         let done = &AtomicBool::new(false);
         thread::scope(|scope| {
             let near = &near;
@@ -190,7 +190,7 @@ fn a_wait_ends_with_its_limit_whatever_the_policy() {
 
 #[test]
 fn a_full_socket_does_not_hold_a_writer_for_ever() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("full", |near, _far| {
         let wait = Wait::block("test").within(Duration::from_millis(60));
         let error = near.write_all(&vec![0; 64 << 20], &wait).unwrap_err();
@@ -200,7 +200,7 @@ fn a_full_socket_does_not_hold_a_writer_for_ever() {
 
 #[test]
 fn a_wait_is_called_off_by_stop() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("stop", |_near, far| {
         for micros in [0, u32::MAX] {
             let began = Instant::now();
@@ -215,7 +215,7 @@ fn a_wait_is_called_off_by_stop() {
 
 #[test]
 fn shutdown_ends_a_read_and_a_write_in_other_threads() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("shutdown", |near, _far| {
         const ENDLESS: Wait<'static> = Wait::block("test");
         thread::scope(|scope| {
@@ -236,7 +236,7 @@ fn shutdown_ends_a_read_and_a_write_in_other_threads() {
 
 #[test]
 fn a_half_closed_connection_still_receives() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("half", |near, far| {
         near.shutdown_write();
         let end = far.read_exact(&mut [0; 1], &LIMIT);
@@ -250,7 +250,7 @@ fn a_half_closed_connection_still_receives() {
 
 #[test]
 fn what_has_come_is_received_without_waiting() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("pending", |near, far| {
         let mut buf = [0; 8];
         assert!(matches!(far.recv_pending(&mut buf, "test"), Ok(None)));
@@ -268,7 +268,7 @@ fn what_has_come_is_received_without_waiting() {
 /// Several threads send small messages at once, without a lock and without mixing their bytes.
 #[test]
 fn small_messages_of_many_threads_stay_whole() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("small", |near, far| {
         const THREADS: u8 = 8;
         const EACH: usize = 2000;
@@ -293,11 +293,11 @@ fn small_messages_of_many_threads_stay_whole() {
     });
 }
 
-/// A socket buffer that fills up within a message: never a mixture, at worst a connection that
-/// ended.
+/// A socket buffer may fill up within a message. That never mixes messages. At worst it ends the
+/// connection.
 #[test]
 fn a_full_socket_never_mixes_small_messages() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     on_both("torn", |near, far| {
         near.set_buffers(Some(1), None).unwrap();
         far.set_buffers(None, Some(1)).unwrap();
@@ -305,7 +305,7 @@ fn a_full_socket_never_mixes_small_messages() {
             for id in 0..4 {
                 let near = &near;
                 scope.spawn(move || {
-                    // A torn connection is allowed here, and ends it for all.
+                    // A torn message is allowed here. It ends the connection for all threads.
                     while near.send_small(&[id; 16], &LIMIT).is_ok() {}
                 });
             }
@@ -326,7 +326,7 @@ fn a_full_socket_never_mixes_small_messages() {
 
 #[test]
 fn an_address_in_use_is_told_from_one_left_behind() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let taken = Listener::bind(&loopback()).unwrap();
     let error = Listener::bind(taken.local_addr()).unwrap_err();
     assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
@@ -353,7 +353,7 @@ fn an_address_in_use_is_told_from_one_left_behind() {
 
 #[test]
 fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let directory = Directory::new("owner");
     let (path, address) = (directory.0.join("socket"), directory.address("socket"));
     let listener = Listener::bind(&address).unwrap();
@@ -361,7 +361,7 @@ fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
     assert_eq!(mode & 0o7777, 0o600);
     drop(listener);
     assert!(!path.exists());
-    // One that was replaced meanwhile is left alone.
+    // A listener leaves a file that replaced its own.
     let listener = Listener::bind(&address).unwrap();
     std::fs::rename(&path, directory.0.join("moved")).unwrap();
     let other = Listener::bind(&address).unwrap();
@@ -373,8 +373,8 @@ fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
 
 #[test]
 fn a_connection_nobody_takes_is_refused_at_once() {
-    let _beside = crate::failing::beside_others();
-    // Taken, so that no other test gets it, and nobody listens there.
+    let _parallel = crate::scripted::in_parallel();
+    // A bound port without a listener: no other test can get it.
     let taken = rustix::net::socket(
         rustix::net::AddressFamily::INET,
         rustix::net::SocketType::STREAM,
@@ -415,7 +415,7 @@ fn a_connection_nobody_takes_is_refused_at_once() {
 
 #[test]
 fn a_listeners_queue_that_is_full_does_not_hold_a_caller_for_ever() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let directory = Directory::new("queue");
     let listener = Listener::bind(&directory.address("socket")).unwrap();
     let wait = Wait::block("test").within(Duration::from_millis(50));

@@ -1,4 +1,4 @@
-//! How the two connections come about, and what strangers cannot do about it.
+//! The handshake of the two connections, and strangers that must not disturb it.
 
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection, Listener, OpenError, Wait};
@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Longer than anything here takes, on a slow and shared host too.
+/// A limit against hanging, on slow and shared hosts too.
 const WAIT: Wait<'static> = Wait::block("test").within(LIMIT);
 
 fn never() -> bool {
@@ -24,8 +24,8 @@ fn connect(address: &Address) -> Result<Pair, HandshakeError> {
     connect_pair(address, SessionId::random().unwrap(), LIMIT, &never)
 }
 
-/// Runs a destination in a thread and `callers` in this one; gives what the destination got and the
-/// strangers it told of.
+/// Runs a destination in a thread and `callers` in this one. Returns the results of both, and the
+/// reported strangers.
 fn with_destination<T>(
     callers: impl FnOnce(&Address) -> T,
 ) -> (T, Result<Pair, HandshakeError>, Vec<String>) {
@@ -89,7 +89,7 @@ fn assert_pair(source: &Pair, destination: &Pair) {
 
 #[test]
 fn a_pair_is_made_over_tcp() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let (source, destination, strangers) = with_destination(|address| connect(address).unwrap());
     assert_pair(&source, &destination.unwrap());
     assert_eq!(strangers, [""; 0]);
@@ -97,7 +97,7 @@ fn a_pair_is_made_over_tcp() {
 
 #[test]
 fn a_pair_is_made_over_a_unix_socket() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let name = format!("pageferry-handshake-{}", std::process::id());
     let address = Address::unix(&std::env::temp_dir().join(name)).unwrap();
     let listener = Listener::bind(&address).unwrap();
@@ -111,7 +111,7 @@ fn a_pair_is_made_over_a_unix_socket() {
 /// All kinds of strangers, before and between the two connections of a pair.
 #[test]
 fn strangers_are_sent_away_and_disturb_nobody() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let calls = |address: &Address| {
         let began = Instant::now();
         let mut http = socket_of(address);
@@ -136,7 +136,7 @@ fn strangers_are_sent_away_and_disturb_nobody() {
         let mut reply = [0; HELLO_BYTES];
         stream.read_exact(&mut reply).unwrap();
         assert_eq!(status_of(&reply, &hello), Status::Accepted);
-        // As many more as fit are accepted, and none of them keeps the first one out.
+        // As many more sessions as fit are accepted. None of them keeps the first one out.
         let more: Vec<_> = (1..8)
             .map(|_| {
                 let other = stream_hello();
@@ -167,7 +167,7 @@ fn strangers_are_sent_away_and_disturb_nobody() {
         assert_eq!(status_of(&reply, &follows), Status::Accepted);
         assert!(
             began.elapsed() < HELLO_LIMIT,
-            "nobody waited for the silent one"
+            "the silent connection delayed another"
         );
         for mut open in more {
             let mut frame = Vec::new();
@@ -195,7 +195,7 @@ fn strangers_are_sent_away_and_disturb_nobody() {
 
 #[test]
 fn another_version_is_told_which_one_is_spoken() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let (status, _, strangers) = with_destination(|address| {
         let mut hello = stream_hello();
         (hello.version, hello.min_version) = (9, 8);
@@ -215,9 +215,9 @@ fn another_version_is_told_which_one_is_spoken() {
 
 #[test]
 fn a_silent_caller_is_sent_away_after_a_while() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let (ended, destination, strangers) = with_destination(|address| {
-        // Before the call: the destination may count from any moment behind it.
+        // Taken before the connection: the destination's limit starts at some moment after it.
         let began = Instant::now();
         let silent = socket_of(address);
         assert_eq!(read_to_end(silent), b"");
@@ -232,13 +232,13 @@ fn a_silent_caller_is_sent_away_after_a_while() {
 
 #[test]
 fn a_source_that_dies_between_its_connections_keeps_nobody_out() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let (_, destination, strangers) = with_destination(|address| {
         let hello = stream_hello();
         let mut dies = socket_of(address);
         dies.write_all(&hello.encode()).unwrap();
         dies.read_exact(&mut [0; HELLO_BYTES]).unwrap();
-        // Even with a frame behind the preamble that nobody reads.
+        // An unread frame after the preamble must not matter.
         dies.write_all(b"PGFR").unwrap();
         drop(dies);
         thread::sleep(Duration::from_millis(100));
@@ -253,7 +253,7 @@ fn a_source_that_dies_between_its_connections_keeps_nobody_out() {
 
 #[test]
 fn a_crowd_of_silent_callers_keeps_nobody_out() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let ((), destination, strangers) = with_destination(|address| {
         let crowd: Vec<TcpStream> = (0..100).map(|_| socket_of(address)).collect();
         let began = Instant::now();
@@ -267,7 +267,7 @@ fn a_crowd_of_silent_callers_keeps_nobody_out() {
 
 #[test]
 fn a_destination_waits_no_longer_than_it_is_told() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let limit = Duration::from_millis(80);
     let late = accept_pair(&listener, Some(limit), &never, &mut |_| {});
@@ -287,7 +287,7 @@ fn a_destination_waits_no_longer_than_it_is_told() {
     ));
 }
 
-/// What the source makes of a destination that answers its first preamble with `answer` and closes.
+/// Returns the source's error if a destination answers its first preamble with `answer` and closes.
 fn answered(answer: impl FnOnce([u8; HELLO_BYTES]) -> Vec<u8> + Send) -> HandshakeError {
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let address = listener.local_addr().clone();
@@ -304,13 +304,13 @@ fn answered(answer: impl FnOnce([u8; HELLO_BYTES]) -> Vec<u8> + Send) -> Handsha
 
 #[test]
 fn a_source_recognizes_what_does_not_fit() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let error = answered(|_| b"HTTP/1.1 400 Bad Request\r\n".to_vec());
     assert!(
         matches!(error, HandshakeError::Wire(WireError::NotPageferry { .. })),
         "{error:?}"
     );
-    // A few bytes are enough, and enough to tell.
+    // A few bytes are enough.
     let error = answered(|_| b"220 mail".to_vec());
     assert!(matches!(
         error,
@@ -361,7 +361,7 @@ fn a_source_recognizes_what_does_not_fit() {
 
 #[test]
 fn a_source_waits_no_longer_than_it_is_told() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let session = SessionId::random().unwrap();
     let limit = Duration::from_millis(80);
@@ -382,7 +382,7 @@ fn a_source_waits_no_longer_than_it_is_told() {
 
 #[test]
 fn a_source_without_a_destination_is_refused() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
     let address = listener.local_addr().clone();
     drop(listener);
@@ -395,6 +395,6 @@ fn a_source_without_a_destination_is_refused() {
 
 #[test]
 fn sessions_differ() {
-    let _beside = crate::failing::beside_others();
+    let _parallel = crate::scripted::in_parallel();
     assert_ne!(SessionId::random().unwrap(), SessionId::random().unwrap());
 }

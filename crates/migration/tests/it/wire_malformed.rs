@@ -1,4 +1,4 @@
-//! Bytes that are no message: each mistake gives its own error, and none a panic.
+//! Malformed messages: each mistake gives a different error, and none a panic.
 
 use crate::wire_common::*;
 use pageferry_addr::RamPage;
@@ -6,7 +6,7 @@ use pageferry_migration::wire::*;
 use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Makes the checksums of a frame fit its bytes again.
+/// Recomputes the checksums of a frame.
 fn reseal(frame: &mut [u8]) {
     if frame[4..6] == FrameType::Pages.number().to_le_bytes() {
         let count = u32::from_le_bytes(frame[12..16].try_into().unwrap()) as usize;
@@ -31,7 +31,7 @@ fn of_type(wanted: FrameType) -> (Vec<u8>, Side) {
     frames.find(|(bytes, _)| is(bytes)).unwrap()
 }
 
-/// The error of a sample with `bytes` put at `at` and its checksums made good.
+/// Returns the error of a sample with `bytes` at `at` and recomputed checksums.
 fn changed(frame_type: FrameType, at: usize, bytes: &[u8]) -> WireError {
     let (mut frame, from) = of_type(frame_type);
     frame[at..at + bytes.len()].copy_from_slice(bytes);
@@ -73,7 +73,7 @@ fn a_payload_of_another_length_than_announced_is_refused() {
 fn a_frame_with_any_byte_changed_is_refused() {
     for (frame, from) in sample_frames() {
         for at in 0..frame.len() {
-            // Every byte of what is short; of the data, one in 97.
+            // Every byte of headers and descriptors, and one in 97 of the data.
             if at > 300 && at % 97 != 0 {
                 continue;
             }
@@ -420,7 +420,7 @@ fn each_field_of_a_hello_is_checked_and_answered() {
     assert_eq!(refused(8, &[0, 0, 0, 0]), (version(0, 0), unsupported));
     assert_eq!(refused(8, &[9, 0, 3, 0]), (version(9, 3), unsupported));
     assert_eq!(refused(10, &[3, 0]), (version(2, 3), unsupported));
-    // The version is looked at before what a later one may use.
+    // The version is checked before the fields that a later one may use.
     assert_eq!(refused(8, &[3, 0, 3, 0, 9, 1, 1, 1]).1, unsupported);
     let field = |at, bytes: &[u8]| {
         let (error, answer) = refused(at, bytes);
@@ -502,7 +502,7 @@ fn each_field_of_a_reply_is_checked() {
         };
         assert_eq!(reply(8, &version.to_le_bytes()), error);
     }
-    // A peer that sends back what it gets.
+    // A peer that echoes the preamble.
     let echo = HelloReply::decode(&hello.encode(), &hello);
     assert!(matches!(echo, Err(WireError::BadField { .. })));
 }
@@ -557,7 +557,7 @@ fn an_urgent_page_with_any_part_changed_is_refused() {
     for at in 0..URGENT_BYTES {
         let mut head = good;
         head[at] ^= 1;
-        // A page that became a zero page is caught by the checksum of that.
+        // The checksum of a zero reply catches a page that became a zero page.
         assert!(verify(&head, &page).is_err(), "byte {at}");
     }
     for at in [0, 1, 2047, 4095] {

@@ -1,5 +1,4 @@
-//! What one side encodes the other decodes to the same message, and the bytes are those of the
-//! document.
+//! A decoded message equals the encoded one, and the bytes are those of docs/wire-format.md.
 
 use crate::wire_common::*;
 use pageferry_addr::{Gfn, RamPage};
@@ -8,7 +7,7 @@ use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Memory of up to 40 Mi pages, and regions that fill it with gaps between.
+/// Regions of up to 40 Mi pages of memory, with gaps between them.
 fn any_setup() -> impl Strategy<Value = Setup> {
     let regions = vec((0u64..1000, 1u64..1_000_000), 1..=MAX_REGIONS);
     (
@@ -53,7 +52,7 @@ fn any_counts() -> impl Strategy<Value = DrainCounts> {
     })
 }
 
-/// Any frame but Pages, the side that may send it, and a memory size it fits.
+/// Any frame except Pages, with the side that may send it and a memory size that it fits.
 fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
     use Side::{Destination, Source};
     let code = prop::sample::select(ErrorCode::ALL.as_slice());
@@ -204,7 +203,7 @@ fn every_sample_comes_back_and_every_type_has_one() {
     }
 }
 
-/// A frame as full as it may be is as long as the bound says, not longer.
+/// The largest frame of a type is as long as its bound.
 #[test]
 fn the_longest_pages_frame_fits() {
     let mut list = RunList::new(1 << 30);
@@ -245,7 +244,7 @@ fn runs_are_refused_out_of_order_and_outside_memory() {
     list.push(RamPage(0), RunKind::Zero).unwrap();
 }
 
-/// The layouts of docs/wire-format.md, byte for byte and without the library's help.
+/// The layouts of docs/wire-format.md, byte for byte and without the library.
 #[test]
 fn the_bytes_are_those_of_the_document() {
     let session = SessionId([0xab; 16]);

@@ -1,22 +1,20 @@
-//! A VM with the demo's workload, moved between two halves of one test process.
+//! A VM with the demo's workload, and its migration between two halves of one test process.
 
-use pageferry_addr::{Gpa, RamPage};
-use pageferry_guest::{Control, Isa, Workload};
-use pageferry_machine::{
-    Access, Delivery, Engine, GuestRam, HookVerdict, Kicker, Machine, MachineError, MachineSpec,
-    StartState, VcpuHooks, VcpuThreads,
-};
+use pageferry_guest::{Control, Workload};
+use pageferry_harness::{Vm, isa_of, verify};
+use pageferry_machine::{Delivery, Engine, GuestRam, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, Incoming, Resolver, RunningVm,
-    SourceConfig, SourceFailure, SourceReport, Unobserved, migrate,
+    DestinationConfig, DestinationFailure, DestinationReport, Incoming, Resolver, SourceConfig,
+    SourceFailure, SourceReport, Unobserved, migrate,
 };
 pub(crate) use pageferry_testkit::LIMIT;
-use pageferry_testkit::skip;
+use pageferry_testkit::{skip, wait_until};
+use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
 
 /// Whether a test that needs KVM can run. A test that cannot says so, and fails where it must run.
 pub(crate) fn kvm_usable(test: &str) -> bool {
@@ -24,102 +22,60 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
     !missing.is_some_and(|why| skip("kvm", format_args!("{test}: {why}")))
 }
 
-pub(crate) struct Hooks {
-    resolver: Arc<Resolver>,
-    pub(crate) doorbells: AtomicU64,
+/// The fault deliveries of KVM that this host offers. Reports the others as skipped.
+pub(crate) fn kvm_deliveries(test: &str) -> Vec<Delivery> {
+    let offered = pageferry_harness::deliveries_of(Engine::Kvm);
+    let mut all = Vec::from([Delivery::Minor, Delivery::Missing, Delivery::Poison]);
+    all.retain(|delivery| {
+        offered.contains(delivery)
+            || !skip(
+                delivery.name(),
+                format_args!("{test}: this host does not offer that fault delivery"),
+            )
+    });
+    all
 }
 
-impl VcpuHooks for Hooks {
-    fn memory_fault(
-        &self,
-        vcpu: u32,
-        page: RamPage,
-        access: Access,
-        kicker: &dyn Kicker,
-    ) -> HookVerdict {
-        self.resolver.memory_fault(vcpu, page, access, kicker)
-    }
-    fn mmio_write(&self, _: u32, _: Gpa, _: u64) -> HookVerdict {
-        self.doorbells.fetch_add(1, Ordering::SeqCst);
-        HookVerdict::Resume
-    }
-    fn failed(&self, vcpu: u32, error: &MachineError) {
-        eprintln!("vCPU {vcpu}: {error}");
-    }
-    fn pausing(&self) {
-        self.resolver.pausing();
-    }
-}
-
-pub(crate) struct Vm {
-    pub(crate) machine: Arc<dyn Machine>,
-    pub(crate) threads: VcpuThreads,
-    pub(crate) hooks: Arc<Hooks>,
+/// A VM for the workload, and the resolver of its faults.
+pub(crate) struct WorkloadVm {
+    vm: Vm,
     pub(crate) resolver: Arc<Resolver>,
     pub(crate) workload: Workload,
 }
 
-impl Vm {
-    /// A VM whose memory is empty and whose vCPUs are not started.
+impl Deref for WorkloadVm {
+    type Target = Vm;
+
+    fn deref(&self) -> &Vm {
+        &self.vm
+    }
+}
+
+impl WorkloadVm {
+    /// A VM whose memory is empty and whose vCPUs are paused.
     pub(crate) fn empty(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
-        let new = pageferry_machine::create(
-            engine,
-            MachineSpec {
-                vcpus,
-                memory_bytes,
-            },
-        )
-        .unwrap();
-        let resolver = Resolver::new();
-        let hooks = Arc::new(Hooks {
-            resolver: Arc::clone(&resolver),
-            doorbells: AtomicU64::new(0),
-        });
-        let isa = match engine {
-            Engine::Kvm => Isa::X86_64,
-            Engine::Soft => Isa::Rv64,
+        let spec = MachineSpec {
+            vcpus,
+            memory_bytes,
         };
+        let resolver = Resolver::new();
         Self {
-            machine: new.machine,
-            threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as Arc<dyn VcpuHooks>)
-                .unwrap(),
-            hooks,
+            vm: Vm::create(engine, spec, Some(Arc::clone(&resolver) as _)).unwrap(),
             resolver,
-            workload: Workload::new(isa, vcpus, memory_bytes).unwrap(),
+            workload: Workload::new(isa_of(engine), vcpus, memory_bytes).unwrap(),
         }
     }
 
     /// A VM that runs the workload.
-    pub(crate) fn running(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
+    pub(crate) fn booted(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
         let vm = Self::empty(engine, vcpus, memory_bytes);
-        for (gpa, bytes) in vm.workload.image() {
-            let page = vm.ram().layout().page_of(gpa.gfn()).unwrap();
-            vm.ram().write_at(page, gpa.page_offset(), &bytes);
-        }
-        vm.threads
-            .with_vcpus(|vcpu| {
-                let start = vm.workload.start(vcpu.id());
-                vcpu.set_start(&StartState {
-                    entry: start.entry,
-                    stack: start.stack,
-                    args: start.args,
-                    tables: start.tables,
-                })
-            })
-            .unwrap();
+        vm.load(vm.workload.program()).unwrap();
         vm.threads.resume();
         vm
     }
 
     pub(crate) fn ram(&self) -> &GuestRam {
         self.machine.ram()
-    }
-
-    pub(crate) fn as_running(&self) -> RunningVm<'_> {
-        RunningVm {
-            machine: &self.machine,
-            threads: &self.threads,
-        }
     }
 
     pub(crate) fn control(&self, vcpu: u32) -> Control {
@@ -136,44 +92,32 @@ impl Vm {
     pub(crate) fn wait_progress(&self, pages: u64) {
         let vcpus = self.workload.layout().vcpus();
         let goals: Vec<u64> = (0..vcpus).map(|v| self.done(v) + pages).collect();
-        let deadline = Instant::now() + LIMIT;
-        for (vcpu, goal) in goals.into_iter().enumerate() {
-            while self.done(vcpu as u32) < goal {
-                assert!(
-                    self.threads.failures().is_empty(),
-                    "{:?}",
-                    self.threads.failures()
-                );
-                assert!(Instant::now() < deadline, "vCPU {vcpu} stands still");
-                std::thread::sleep(Duration::from_millis(1));
-            }
+        for (vcpu, goal) in (0..vcpus).zip(goals) {
+            wait_until(&format!("vCPU {vcpu} to do {pages} pages"), || {
+                self.assert_no_failure("the guest runs");
+                self.done(vcpu) >= goal
+            });
         }
     }
 
-    /// Pauses and checks every page; panics with what is wrong.
-    pub(crate) fn verify(&self) {
+    /// Checks that no vCPU has failed and that the guest has found no wrong page.
+    pub(crate) fn assert_no_failure(&self, name: &str) {
+        let failures = self.threads.failures();
+        assert!(failures.is_empty(), "{name}: {failures:?}");
+        assert_eq!(self.errors(), 0, "{name}: the guest found wrong pages");
+    }
+
+    /// Pauses the VM and checks every page.
+    pub(crate) fn assert_verifies(&self) {
         self.threads.pause(LIMIT).unwrap();
-        let verdict = self
-            .workload
-            .verify(
-                &mut |page, into: &mut [u8; 4096]| -> Result<(), MachineError> {
-                    self.ram().read(page, into);
-                    Ok(())
-                },
-            )
-            .unwrap();
+        let verdict = verify(&*self.machine, &self.workload);
         assert!(verdict.host_holds(), "{verdict:?}");
         assert!(verdict.guest_holds(), "{verdict:?}");
-        assert_eq!(self.hooks.doorbells.load(Ordering::SeqCst), 0);
-        assert!(
-            self.threads.failures().is_empty(),
-            "{:?}",
-            self.threads.failures()
-        );
+        self.assert_no_failure("verified");
     }
 }
 
-/// An address of this test's own.
+/// Listens on a free port.
 pub(crate) fn tcp() -> Listener {
     Listener::bind(&Address::Tcp {
         host: "127.0.0.1".into(),
@@ -183,8 +127,8 @@ pub(crate) fn tcp() -> Listener {
 }
 
 pub(crate) struct Moved {
-    pub(crate) source: Vm,
-    pub(crate) destination: Vm,
+    pub(crate) source: WorkloadVm,
+    pub(crate) destination: WorkloadVm,
     pub(crate) sent: Result<SourceReport, SourceFailure>,
     pub(crate) received: Result<DestinationReport, DestinationFailure>,
 }
@@ -194,7 +138,7 @@ pub(crate) fn receive(
     listener: &Listener,
     delivery: Option<Delivery>,
     allocate: bool,
-) -> (Vm, Result<DestinationReport, DestinationFailure>) {
+) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
     let config = DestinationConfig {
         delivery,
         allocate,
@@ -207,31 +151,22 @@ pub(crate) fn receive(
     })
     .unwrap();
     let offer = incoming.offer().clone();
-    let vm = Vm::empty(offer.engine, offer.vcpus, offer.memory_bytes);
-    let received = incoming.receive(&vm.as_running(), &vm.resolver, &late, &Unobserved);
+    let vm = WorkloadVm::empty(offer.engine, offer.vcpus, offer.memory_bytes);
+    let received = incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved);
     (vm, received)
 }
 
 /// Moves `source` to a fresh VM.
 pub(crate) fn move_vm(
-    source: Vm,
+    source: WorkloadVm,
     config: &SourceConfig,
     delivery: Option<Delivery>,
     allocate: bool,
 ) -> Moved {
     let listener = tcp();
-    let to = listener.local_addr().clone();
     let (sent, (destination, received)) = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&listener, delivery, allocate));
-        let cancel = AtomicBool::new(false);
-        let sent = migrate(
-            &source.as_running(),
-            &to,
-            b"test",
-            config,
-            &cancel,
-            &Unobserved,
-        );
+        let sent = migrate_to(&source, listener.local_addr(), config);
         (sent, receiver.join().unwrap())
     });
     Moved {
@@ -242,18 +177,12 @@ pub(crate) fn move_vm(
     }
 }
 
-/// Starts a migration to an address where the test itself plays the destination.
+/// Migrates `vm` to `to`, without a cancel.
 pub(crate) fn migrate_to(
-    vm: &Vm,
+    vm: &WorkloadVm,
     to: &Address,
     config: &SourceConfig,
 ) -> Result<SourceReport, SourceFailure> {
-    migrate(
-        &vm.as_running(),
-        to,
-        b"test",
-        config,
-        &AtomicBool::new(false),
-        &Unobserved,
-    )
+    let never = AtomicBool::new(false);
+    migrate(&vm.running(), to, b"test", config, &never, &Unobserved)
 }

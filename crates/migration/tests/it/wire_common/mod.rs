@@ -1,20 +1,20 @@
-//! What the tests of the wire format share: one sample of every frame, and a whole-frame parser.
+//! Shared by the tests of the wire format: one sample of every frame, and a parser of whole frames.
 
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_migration::wire::*;
 
-/// The memory of the samples' VM, in pages; not a multiple of 64, so that the last bitmap word has
-/// an end.
+/// The memory of the samples' VM, in pages. It is not a multiple of 64, so that the last bitmap
+/// word is not full.
 pub(crate) const MEMORY_PAGES: u64 = 1000;
 
-/// A frame as it came out of [`parse`].
+/// The result of [`parse`].
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Parsed {
     Frame(Frame),
     Pages(RunList, Vec<u8>),
 }
 
-/// Reads one frame the way a receiver does: header, then descriptors and data, or the payload.
+/// Decodes one frame like a receiver: the header, then descriptors and data, or the payload.
 pub(crate) fn parse(bytes: &[u8], from: Side, memory_pages: u64) -> Result<Parsed, WireError> {
     let cut = |what, needed: usize| WireError::Truncated {
         what,
@@ -90,7 +90,7 @@ pub(crate) fn pages() -> (RunList, Vec<u8>) {
     (list, data)
 }
 
-/// One frame of every type but Pages, with the side that sends it.
+/// One frame of every type except Pages, with the side that sends it.
 pub(crate) fn samples() -> Vec<(Frame, Side)> {
     use Side::{Destination, Source};
     let counts = DrainCounts {

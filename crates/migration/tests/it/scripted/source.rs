@@ -1,11 +1,11 @@
-//! A source played by hand, against the library's destination.
+//! A scripted source, against the library's destination.
 //!
-//! What it offers is real: a paused VM that ran the workload. The pages that will be missing at the
-//! start travel in pre-copy with *wrong* bytes, so that a guest which is ever let onto one of them
-//! before its right bytes have arrived finds out.
+//! It offers a real VM: a paused one that ran the workload. In pre-copy it sends *wrong* bytes for
+//! the pages that will be missing at the start. So a guest that reads such a page too early finds
+//! an error.
 
-use super::{Took, encoded, last_word, patient, take};
-use crate::support::{LIMIT, Vm};
+use super::{Message, encoded, last_frame, take, within_limit};
+use crate::support::{LIMIT, WorkloadVm};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Engine, VcpuState};
 use pageferry_migration::STATE_FORMAT;
@@ -18,20 +18,20 @@ use pageferry_migration::wire::{
     urgent_reply_page, urgent_reply_zero,
 };
 
-/// A page of bytes that no page of the workload ever has.
+/// A page of bytes that no page of the workload has.
 pub(crate) const WRONG: [u8; PAGE_BYTES] = [0xa5; PAGE_BYTES];
 
-/// A paused VM, and which of its pages are to be missing at the start.
+/// A paused VM, and the pages that will be missing at the start.
 pub(crate) struct Template {
-    pub(crate) vm: Vm,
+    pub(crate) vm: WorkloadVm,
     states: Vec<VcpuState>,
     pub(crate) missing: Vec<u64>,
 }
 
 impl Template {
-    /// A VM that ran for a while; every third data page will be missing.
+    /// Returns a VM that ran for a while. Every third data page will be missing.
     pub(crate) fn new(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
-        let vm = Vm::running(engine, vcpus, memory_bytes);
+        let vm = WorkloadVm::booted(engine, vcpus, memory_bytes);
         vm.wait_progress(64);
         vm.threads.pause(LIMIT).unwrap();
         let states = vm.threads.save().unwrap();
@@ -61,7 +61,7 @@ impl Template {
             vcpus: self.states.len() as u32,
             memory_bytes: layout.bytes(),
             regions: regions.collect(),
-            description: b"played by hand".to_vec(),
+            description: b"scripted".to_vec(),
         }
     }
 
@@ -107,17 +107,17 @@ impl Template {
 }
 
 /// Both connections of one migration.
-pub(crate) struct Played<'a> {
+pub(crate) struct ScriptedSource<'a> {
     pub(crate) template: &'a Template,
     pub(crate) stream: Connection,
     pub(crate) urgent: Connection,
-    /// Missing pages that were sent since the start, by way.
+    /// The missing pages sent since the start, by the way they were sent.
     pub(crate) sent: DrainCounts,
-    /// Missing pages that were not.
+    /// The missing pages that were not sent.
     pub(crate) unsent: Vec<u64>,
 }
 
-impl<'a> Played<'a> {
+impl<'a> ScriptedSource<'a> {
     pub(crate) fn connect(template: &'a Template, to: &Address) -> Self {
         let session = SessionId::random().unwrap();
         let pair = connect_pair(to, session, super::PATIENCE, &|| false).unwrap();
@@ -135,14 +135,16 @@ impl<'a> Played<'a> {
     }
 
     pub(crate) fn send_bytes(&self, bytes: &[u8]) {
-        self.stream.write_all(bytes, &patient("frame")).unwrap();
+        self.stream
+            .write_all(bytes, &within_limit("frame"))
+            .unwrap();
     }
 
-    pub(crate) fn take(&self) -> Result<Took, ChannelError> {
+    pub(crate) fn take(&self) -> Result<Message, ChannelError> {
         loop {
-            let took = take(&self.stream, Side::Destination, self.template.pages())?;
-            if !matches!(took, Took::Frame(Frame::SetupProgress(_))) {
-                return Ok(took);
+            let message = take(&self.stream, Side::Destination, self.template.pages())?;
+            if !matches!(message, Message::Frame(Frame::SetupProgress(_))) {
+                return Ok(message);
             }
         }
     }
@@ -151,8 +153,8 @@ impl<'a> Played<'a> {
     pub(crate) fn until_ready(&self) {
         loop {
             match take(&self.stream, Side::Destination, self.template.pages()) {
-                Ok(Took::Frame(Frame::SetupProgress(progress))) if progress.ready => return,
-                Ok(Took::Frame(Frame::SetupProgress(_))) => {}
+                Ok(Message::Frame(Frame::SetupProgress(progress))) if progress.ready => return,
+                Ok(Message::Frame(Frame::SetupProgress(_))) => {}
                 other => panic!("SetupProgress was due, not {other:?}"),
             }
         }
@@ -160,19 +162,20 @@ impl<'a> Played<'a> {
 
     pub(crate) fn expect(&self, due: FrameType) {
         match self.take() {
-            Ok(Took::Frame(frame)) if frame.frame_type() == due => {}
+            Ok(Message::Frame(frame)) if frame.frame_type() == due => {}
             other => panic!("{due} was due, not {other:?}"),
         }
     }
 
-    /// The offer, accepted.
+    /// Sends the offer, and waits until the destination accepts it and is ready.
     pub(crate) fn set_up(&self) {
         self.send(&Frame::Setup(self.template.setup()));
         self.expect(FrameType::SetupAck);
         self.until_ready();
     }
 
-    /// A whole pass, confirmed; pages that will be missing have wrong bytes.
+    /// Sends a whole pass and waits for its acknowledgement. Pages that will be missing have wrong
+    /// bytes.
     pub(crate) fn send_pass(&self) {
         let mut list = RunList::new(self.template.pages());
         let mut data = Vec::new();
@@ -204,7 +207,7 @@ impl<'a> Played<'a> {
         self.expect(FrameType::PassAck);
     }
 
-    /// Bitmap and states, all that SwitchOver needs.
+    /// Sends the bitmap and the states that SwitchOver needs.
     pub(crate) fn send_states(&self) {
         self.send(&self.template.bitmap());
         for vcpu in 0..self.template.vcpus() {
@@ -212,7 +215,7 @@ impl<'a> Played<'a> {
         }
     }
 
-    /// Everything up to the moment the guest has started there, not acknowledged.
+    /// Runs the migration until the guest has started, without RunningAck.
     pub(crate) fn until_running(&self) {
         self.set_up();
         self.send_pass();
@@ -221,39 +224,39 @@ impl<'a> Played<'a> {
         self.expect(FrameType::Running);
     }
 
-    /// Everything up to post-copy.
+    /// Runs the migration until post-copy.
     pub(crate) fn start(&self) {
         self.until_running();
         self.send(&Frame::RunningAck);
     }
 
-    /// Takes the next request.
+    /// Receives the next request.
     pub(crate) fn request(&self) -> u64 {
         let mut bytes = [0; URGENT_BYTES];
         self.urgent
-            .read_exact(&mut bytes, &patient("request"))
+            .read_exact(&mut bytes, &within_limit("request"))
             .unwrap();
         let message =
             UrgentMessage::decode(&bytes, Side::Destination, self.template.pages()).unwrap();
         assert!(
             self.unsent.contains(&message.page.0),
-            "{:?} is there already",
+            "{:?} has arrived already",
             message.page
         );
         message.page.0
     }
 
-    /// A missing page that is not `but` and was not sent: one nobody waits for if there is one
-    /// vCPU, which waits for `but`.
+    /// Returns an unsent missing page other than `but`. No vCPU waits for it if the only vCPU waits
+    /// for `but`.
     pub(crate) fn another(&self, but: u64) -> u64 {
         *self.unsent.iter().rev().find(|page| **page != but).unwrap()
     }
 
-    fn owe_no_more(&mut self, page: u64) {
+    fn mark_sent(&mut self, page: u64) {
         self.unsent.retain(|unsent| *unsent != page);
     }
 
-    /// Sends a page on the urgent connection, as a source does.
+    /// Sends a page on the urgent connection.
     pub(crate) fn answer(&mut self, page: u64) {
         let bytes = self.template.page(page);
         if bytes == [0; PAGE_BYTES] {
@@ -263,14 +266,16 @@ impl<'a> Played<'a> {
             self.send_urgent(&bytes);
         }
         self.sent.urgent += 1;
-        self.owe_no_more(page);
+        self.mark_sent(page);
     }
 
     pub(crate) fn send_urgent(&self, bytes: &[u8]) {
-        self.urgent.write_all(bytes, &patient("reply")).unwrap();
+        self.urgent
+            .write_all(bytes, &within_limit("reply"))
+            .unwrap();
     }
 
-    /// A frame of one page with its right bytes.
+    /// Returns a frame of one page with its right bytes.
     pub(crate) fn frame_of(&self, page: u64) -> Vec<u8> {
         let bytes = self.template.page(page);
         let mut list = RunList::new(self.template.pages());
@@ -282,7 +287,7 @@ impl<'a> Played<'a> {
         pages_frame(&list, &bytes)
     }
 
-    /// Sends a page on the stream, as a source does.
+    /// Sends a page on the stream.
     pub(crate) fn push(&mut self, page: u64) {
         self.send_bytes(&self.frame_of(page));
         if self.template.page(page) == [0; PAGE_BYTES] {
@@ -290,7 +295,7 @@ impl<'a> Played<'a> {
         } else {
             self.sent.background += 1;
         }
-        self.owe_no_more(page);
+        self.mark_sent(page);
     }
 
     pub(crate) fn push_rest(&mut self) {
@@ -299,19 +304,19 @@ impl<'a> Played<'a> {
         }
     }
 
-    /// Ends both connections.
+    /// Closes both connections.
     pub(crate) fn close(&self) {
         self.stream.shutdown();
         self.urgent.shutdown();
     }
 
-    /// What the destination says last.
-    pub(crate) fn last_word(&self) -> Option<Frame> {
-        last_word(&self.stream, Side::Destination, self.template.pages())
+    /// Returns the last frame of the destination.
+    pub(crate) fn last_frame(&self) -> Option<Frame> {
+        last_frame(&self.stream, Side::Destination, self.template.pages())
     }
 }
 
-/// A Pages frame with these bytes.
+/// Returns a Pages frame with these bytes.
 pub(crate) fn pages_frame(list: &RunList, data: &[u8]) -> Vec<u8> {
     assert!(list.runs().len() <= MAX_RUNS && data.len() <= MAX_DATA_PAGES * PAGE_BYTES);
     let mut bytes = Vec::new();

@@ -1,8 +1,8 @@
-//! A destination played by hand, against the library's source.
+//! A scripted destination, against the library's source.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{READY, Took, encoded, last_word, patient, take};
+use super::{Message, READY, encoded, last_frame, take, within_limit};
 use pageferry_addr::RamPage;
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::handshake::accept_pair;
@@ -13,20 +13,20 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// Both connections of one migration.
-pub(crate) struct Played {
+pub(crate) struct ScriptedDestination {
     pub(crate) stream: Connection,
     pub(crate) urgent: Connection,
     pub(crate) memory_pages: u64,
-    /// The pages that the bitmap named.
+    /// The pages of the missing bitmap.
     pub(crate) missing: Vec<u64>,
-    /// Pages that came on the stream after switch-over: with bytes, and as zero.
+    /// The pages received on the stream after switch-over: with bytes, and as zero.
     pub(crate) pushed: (u64, u64),
     /// Set by the test when the source has ended.
     pub(crate) over: Arc<AtomicBool>,
 }
 
-impl Played {
-    /// Accepts a source, as Pageferry does.
+impl ScriptedDestination {
+    /// Accepts a source.
     pub(crate) fn accept(listener: &Listener) -> Self {
         let pair = accept_pair(listener, Some(super::PATIENCE), &|| false, &mut |_| {}).unwrap();
         Self {
@@ -44,51 +44,53 @@ impl Played {
     }
 
     pub(crate) fn send_bytes(&self, bytes: &[u8]) {
-        self.stream.write_all(bytes, &patient("frame")).unwrap();
+        self.stream
+            .write_all(bytes, &within_limit("frame"))
+            .unwrap();
     }
 
-    pub(crate) fn take(&self) -> Took {
+    pub(crate) fn take(&self) -> Message {
         take(&self.stream, Side::Source, self.memory_pages).unwrap()
     }
 
-    /// Takes the offer.
+    /// Receives the offer.
     pub(crate) fn take_setup(&mut self) {
-        let Took::Frame(Frame::Setup(setup)) = self.take() else {
+        let Message::Frame(Frame::Setup(setup)) = self.take() else {
             panic!("Setup comes first")
         };
         self.memory_pages = setup.memory_pages();
     }
 
-    /// Takes the offer and accepts it.
+    /// Receives the offer and accepts it.
     pub(crate) fn set_up(&mut self) {
         self.take_setup();
         self.send(&Frame::SetupAck);
         self.send(&READY);
     }
 
-    /// Takes everything up to the end of a pass, unconfirmed.
+    /// Receives everything up to the end of a pass, without an acknowledgement.
     pub(crate) fn take_pass(&self) -> Pass {
         loop {
             match self.take() {
-                Took::Pages(_) => {}
-                Took::Frame(Frame::PassEnd(pass)) => return pass,
-                Took::Frame(other) => panic!("a pass, not {other:?}"),
+                Message::Pages(_) => {}
+                Message::Frame(Frame::PassEnd(pass)) => return pass,
+                Message::Frame(other) => panic!("a pass, not {other:?}"),
             }
         }
     }
 
-    /// Takes everything up to SwitchOver, confirming passes.
+    /// Receives everything up to SwitchOver, and acknowledges passes.
     pub(crate) fn take_switch_over(&mut self) -> SwitchOver {
         loop {
             match self.take() {
-                Took::Frame(Frame::PassEnd(pass)) => self.send(&Frame::PassAck(pass)),
-                Took::Frame(Frame::MissingBitmap(bitmap)) => self.note_missing(&bitmap),
-                Took::Frame(Frame::SwitchOver(switch_over)) => {
+                Message::Frame(Frame::PassEnd(pass)) => self.send(&Frame::PassAck(pass)),
+                Message::Frame(Frame::MissingBitmap(bitmap)) => self.note_missing(&bitmap),
+                Message::Frame(Frame::SwitchOver(switch_over)) => {
                     assert_eq!(self.missing.len() as u64, switch_over.missing_pages);
                     return switch_over;
                 }
-                Took::Pages(_) | Took::Frame(Frame::VcpuState(_)) => {}
-                Took::Frame(other) => panic!("not {other:?} before SwitchOver"),
+                Message::Pages(_) | Message::Frame(Frame::VcpuState(_)) => {}
+                Message::Frame(other) => panic!("not {other:?} before SwitchOver"),
             }
         }
     }
@@ -103,51 +105,54 @@ impl Played {
         }
     }
 
-    /// Everything up to the moment the guest would run here, said and heard.
+    /// Runs the migration until the guest would run here: up to RunningAck.
     pub(crate) fn start(&mut self) {
         self.set_up();
         self.take_switch_over();
         self.send(&Frame::Running { started_at_ns: 1 });
-        let Took::Frame(Frame::RunningAck) = self.take() else {
+        let Message::Frame(Frame::RunningAck) = self.take() else {
             panic!("RunningAck is due")
         };
     }
 
-    /// Asks for a page. If it is on its way on the stream already, no answer comes.
+    /// Requests a page. If the source has sent it on the stream already, no answer follows.
     pub(crate) fn ask(&self, page: u64) {
         self.urgent
-            .write_all(&UrgentMessage::request(RamPage(page)), &patient("request"))
+            .write_all(
+                &UrgentMessage::request(RamPage(page)),
+                &within_limit("request"),
+            )
             .unwrap();
     }
 
-    /// Takes the push up to and with DrainEnd.
+    /// Receives the background push up to and including DrainEnd.
     pub(crate) fn take_whole_push(&mut self) -> DrainCounts {
         loop {
             match self.take() {
-                Took::Pages(list) => {
+                Message::Pages(list) => {
                     self.pushed.0 += u64::from(list.data_pages());
                     self.pushed.1 += list.zero_pages();
                 }
-                Took::Frame(Frame::DrainEnd(counts)) => return counts,
-                Took::Frame(other) => panic!("DrainEnd was due, not {other:?}"),
+                Message::Frame(Frame::DrainEnd(counts)) => return counts,
+                Message::Frame(other) => panic!("DrainEnd was due, not {other:?}"),
             }
         }
     }
 
-    /// Ends both connections.
+    /// Closes both connections.
     pub(crate) fn close(&self) {
         self.stream.shutdown();
         self.urgent.shutdown();
     }
 
-    /// Whether the source has ended the stream, without reading what it sent before.
+    /// Whether the source has closed the stream. Reads nothing.
     pub(crate) fn has_ended(&self) -> bool {
         let mut fd = [PollFd::new(&self.stream, PollFlags::RDHUP)];
         poll(&mut fd, Some(&Timespec::default())).unwrap() > 0
     }
 
-    /// What the source says last.
-    pub(crate) fn last_word(&self) -> Option<Frame> {
-        last_word(&self.stream, Side::Source, self.memory_pages)
+    /// Returns the last frame of the source.
+    pub(crate) fn last_frame(&self) -> Option<Frame> {
+        last_frame(&self.stream, Side::Source, self.memory_pages)
     }
 }

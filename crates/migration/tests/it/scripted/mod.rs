@@ -1,5 +1,5 @@
-//! Peers played by hand, and what must hold after every failure: one clear sentence, an early end,
-//! and no thread, socket or other descriptor left.
+//! Scripted peers, and the checks after every failure: one clear sentence, an early end, and no
+//! thread, socket or other descriptor left.
 
 pub(crate) mod destination;
 pub(crate) mod source;
@@ -14,22 +14,22 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
-/// A destination that has nothing to allocate.
+/// The frame of a destination that has nothing to allocate.
 pub(crate) const READY: Frame = Frame::SetupProgress(SetupProgress {
     pages: 0,
     ready: true,
 });
 
-/// No wait of a played peer takes longer, unless the code under test is stuck.
+/// The longest wait of a scripted peer. Only stuck code under test exceeds it.
 pub(crate) const PATIENCE: Duration = pageferry_testkit::LIMIT;
-/// The limit under test where a failure is a limit that passes. Played peers must do what comes
-/// before the silence well within it, on a host that does much else.
+/// The limit under test for failures that are timeouts. On a busy host too, a scripted peer must
+/// reach its silence well within it.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
-/// The limit under test where a failure has another cause: far away, so that no busy host reaches
+/// The limit under test for failures with another cause. It is so long that no busy host reaches
 /// it.
 pub(crate) const LONG: Duration = Duration::from_secs(40);
-/// How long any failure may take from its cause to the caller's answer: less than waiting for a
-/// limit that is not its cause.
+/// The longest time from the cause of a failure to the caller's answer. It is below [`LONG`], so a
+/// wait for the wrong limit fails the test.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// The limit for a case that ends in an error of this [`kind`].
@@ -37,42 +37,42 @@ pub(crate) fn limit_for(kind: &str) -> Duration {
     if kind == "Timeout" { SHORT } else { LONG }
 }
 
-/// Waits until `over`, with patience.
+/// Waits until `over` is set.
 pub(crate) fn wait_until_over(over: &AtomicBool) {
     let until = Instant::now() + PATIENCE;
     while !over.load(Ordering::Acquire) {
-        assert!(Instant::now() < until, "it is not over");
+        assert!(Instant::now() < until, "the script has not ended");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// This test runs alone in the process, and leaves nothing behind. To be made first, so that it is
-/// dropped last.
-pub(crate) struct Clean {
-    _alone: RwLockWriteGuard<'static, ()>,
+/// Runs a test alone in the process, and checks that it leaves no thread and no descriptor. The
+/// test creates it first, so that it is dropped last.
+pub(crate) struct LeakCheck {
+    _exclusive: RwLockWriteGuard<'static, ()>,
     descriptors: usize,
 }
 
-/// Held for writing by a test that counts the descriptors and threads of the process, and for
-/// reading by tests that have some of their own.
-static ALONE: RwLock<()> = RwLock::new(());
+/// A test that counts the descriptors and threads of the process holds this for writing. Other
+/// tests with threads hold it for reading.
+static EXCLUSIVE: RwLock<()> = RwLock::new(());
 
-/// This test runs beside others, but not beside one that needs the process for itself.
-pub(crate) fn beside_others() -> RwLockReadGuard<'static, ()> {
-    ALONE.read().unwrap_or_else(PoisonError::into_inner)
+/// Lets a test run in parallel with others, except with one that needs the process alone.
+pub(crate) fn in_parallel() -> RwLockReadGuard<'static, ()> {
+    EXCLUSIVE.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Clean {
-    pub(crate) fn slate() -> Self {
-        let alone = ALONE.write().unwrap_or_else(PoisonError::into_inner);
+impl LeakCheck {
+    pub(crate) fn start() -> Self {
+        let alone = EXCLUSIVE.write().unwrap_or_else(PoisonError::into_inner);
         Self {
-            _alone: alone,
+            _exclusive: alone,
             descriptors: descriptors().len(),
         }
     }
 }
 
-impl Drop for Clean {
+impl Drop for LeakCheck {
     fn drop(&mut self) {
         if std::thread::panicking() {
             return;
@@ -80,7 +80,7 @@ impl Drop for Clean {
         let until = Instant::now() + SOON;
         loop {
             let (threads, open) = (our_threads(), descriptors());
-            // Fewer, where another test was asking for KVM when this one began.
+            // There may be fewer: another test may have probed KVM when this one began.
             if threads.is_empty() && open.len() <= self.descriptors {
                 return;
             }
@@ -94,7 +94,7 @@ impl Drop for Clean {
     }
 }
 
-/// The names of this process's threads that Pageferry started: vCPUs and those of a migration.
+/// Returns the names of this process's vCPU and migration threads.
 fn our_threads() -> Vec<String> {
     std::fs::read_dir("/proc/self/task")
         .unwrap()
@@ -104,7 +104,7 @@ fn our_threads() -> Vec<String> {
         .collect()
 }
 
-/// What every open descriptor of this process is (the one that lists them is not among them).
+/// Returns the targets of this process's open descriptors, without the one that lists them.
 fn descriptors() -> Vec<String> {
     std::fs::read_dir("/proc/self/fd")
         .unwrap()
@@ -114,8 +114,7 @@ fn descriptors() -> Vec<String> {
         .collect()
 }
 
-/// Checks that an error is one sentence for people: no line break, no dump of a value, of a length
-/// that is read.
+/// Checks that an error is one short sentence for people, without line breaks and debug output.
 pub(crate) fn assert_sentence(error: &dyn std::fmt::Display) {
     let text = error.to_string();
     assert!(
@@ -126,20 +125,27 @@ pub(crate) fn assert_sentence(error: &dyn std::fmt::Display) {
     assert!(!text.chars().any(char::is_control), "{text:?}");
     assert!(
         !text.contains(['{', '}', '[', ']']),
-        "shows a value as the debugger would: {text}"
+        "has debug output: {text}"
     );
-    assert!(!text.ends_with('.'), "its callers end the sentence: {text}");
+    assert!(
+        !text.ends_with('.'),
+        "must not end with a full stop: {text}"
+    );
 }
 
-/// Calls `f` and checks that it ends soon.
-pub(crate) fn soon<T>(name: &str, f: impl FnOnce() -> T) -> T {
+/// Calls `f` and checks that it returns soon.
+pub(crate) fn ends_soon<T>(name: &str, f: impl FnOnce() -> T) -> T {
     let began = Instant::now();
     let result = f();
-    assert!(began.elapsed() < SOON, "{name}: took {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < SOON,
+        "{name}: message {:?}",
+        began.elapsed()
+    );
     result
 }
 
-/// An address of this test's own.
+/// The kind of address that a test listens on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Via {
     Tcp,
@@ -162,31 +168,35 @@ pub(crate) fn listen(via: Via) -> Listener {
     Listener::bind(&address).unwrap()
 }
 
-pub(crate) fn patient(what: &'static str) -> Wait<'static> {
+pub(crate) fn within_limit(what: &'static str) -> Wait<'static> {
     Wait::block(what).within(PATIENCE)
 }
 
-/// A frame as a played peer takes it.
+/// A message that a scripted peer receives.
 #[derive(Debug)]
-pub(crate) enum Took {
+pub(crate) enum Message {
     Frame(Frame),
-    /// Its runs; the bytes were verified and dropped.
+    /// The runs of a Pages frame. The bytes were verified and dropped.
     Pages(RunList),
 }
 
-/// Takes one frame that `from` sent.
+/// Receives one frame that `from` sent.
 pub(crate) fn take(
     stream: &Connection,
     from: Side,
     memory_pages: u64,
-) -> Result<Took, ChannelError> {
+) -> Result<Message, ChannelError> {
     let mut head = [0; HEADER_BYTES];
-    stream.read_exact(&mut head, &patient("frame"))?;
+    stream.read_exact(&mut head, &within_limit("frame"))?;
     let header = FrameHeader::decode(&head, from)?;
     let mut payload = vec![0; header.payload_len as usize];
-    stream.read_exact(&mut payload, &patient("payload").mid_message())?;
+    stream.read_exact(&mut payload, &within_limit("payload").mid_message())?;
     if header.frame_type != FrameType::Pages {
-        return Ok(Took::Frame(Frame::decode(&header, &payload, memory_pages)?));
+        return Ok(Message::Frame(Frame::decode(
+            &header,
+            &payload,
+            memory_pages,
+        )?));
     }
     let (descriptors, data) = payload.split_at(RunList::descriptors_len(&header)?);
     let list = RunList::decode(&header, descriptors, memory_pages)?;
@@ -194,7 +204,7 @@ pub(crate) fn take(
     hasher.update(descriptors);
     hasher.update(data);
     hasher.verify()?;
-    Ok(Took::Pages(list))
+    Ok(Message::Pages(list))
 }
 
 pub(crate) fn encoded(frame: &Frame) -> Vec<u8> {
@@ -203,19 +213,19 @@ pub(crate) fn encoded(frame: &Frame) -> Vec<u8> {
     bytes
 }
 
-/// Reads until the other side ends; the last frame that came, if it was one.
-pub(crate) fn last_word(stream: &Connection, from: Side, memory_pages: u64) -> Option<Frame> {
+/// Reads until the other side closes. Returns the last message if it was not a Pages frame.
+pub(crate) fn last_frame(stream: &Connection, from: Side, memory_pages: u64) -> Option<Frame> {
     let mut last = None;
-    while let Ok(took) = take(stream, from, memory_pages) {
-        last = match took {
-            Took::Frame(frame) => Some(frame),
-            Took::Pages(_) => None,
+    while let Ok(message) = take(stream, from, memory_pages) {
+        last = match message {
+            Message::Frame(frame) => Some(frame),
+            Message::Pages(_) => None,
         };
     }
     last
 }
 
-/// What an error is, by its variant, for tables of expectations.
+/// Returns the name of an error's variant, for tables of expectations.
 pub(crate) fn kind(error: &MigrationError) -> &'static str {
     match error {
         MigrationError::Channel(_) => "Channel",
