@@ -1,8 +1,8 @@
 //! A machine, its threads and its hooks.
 
 use crate::hooks::{Faults, Hooks};
-use pageferry_addr::{Gpa, RamPage};
-use pageferry_guest::{Isa, Program, Verdict, Workload};
+use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
     Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu, VcpuThreads,
 };
@@ -106,6 +106,21 @@ impl Vm {
     #[must_use]
     pub fn errors(&self) -> u32 {
         self.hooks.errors()
+    }
+
+    /// Returns the state of a vCPU of `workload`, from its control page. Returns `None` while the
+    /// page is missing or not yet written.
+    ///
+    /// The guest may write the page meanwhile. No field is torn.
+    #[must_use]
+    pub fn control(&self, workload: &Workload, vcpu: u32) -> Option<Control> {
+        let page = workload.control_page(vcpu);
+        if self.is_missing(page) {
+            return None;
+        }
+        let mut bytes = [0; PAGE_SIZE as usize];
+        self.machine.ram().read(page, &mut bytes);
+        Control::parse(&bytes).ok()
     }
 
     /// Returns the VM for a migration.

@@ -106,13 +106,7 @@ impl Vm {
     ///
     /// The guest may write the page meanwhile; each field is untorn.
     pub(crate) fn control(&self, vcpu: u32) -> Option<Control> {
-        let page = self.workload.control_page(vcpu);
-        if self.inner.is_missing(page) {
-            return None;
-        }
-        let mut bytes = [0; PAGE_SIZE as usize];
-        self.inner.machine.ram().read(page, &mut bytes);
-        Control::parse(&bytes).ok()
+        self.inner.control(&self.workload, vcpu)
     }
 
     /// What all vCPUs say, in order.

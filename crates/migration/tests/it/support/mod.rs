@@ -79,9 +79,7 @@ impl WorkloadVm {
     }
 
     pub(crate) fn control(&self, vcpu: u32) -> Control {
-        let mut page = [0; 4096];
-        self.ram().read(self.workload.control_page(vcpu), &mut page);
-        Control::parse(&page).unwrap()
+        self.vm.control(&self.workload, vcpu).unwrap()
     }
 
     pub(crate) fn done(&self, vcpu: u32) -> u64 {
