@@ -156,6 +156,7 @@ mod tests {
         let ram = ram(1 << 20);
         let allocation = Allocation::start(&ram, false).unwrap();
         assert!(allocation.is_ready().unwrap());
+        assert!(allocation.threads.is_empty());
         drop(allocation);
         assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), None);
     }

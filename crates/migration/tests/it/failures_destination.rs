@@ -4,14 +4,14 @@
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame};
 use crate::scripted::{
     LONG, LeakCheck, Message, SHORT, SOON, Via, assert_sentence, encoded, ends_soon, kind,
-    last_frame, limit_for, listen,
+    limit_for, listen,
 };
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable};
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::wire::{
     self, DrainCounts, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType, HEADER_BYTES,
-    MissingBitmap, PAGE_BYTES, Pass, RunKind, RunList, Setup, Side, SwitchOver, UrgentMessage,
+    MissingBitmap, PAGE_BYTES, Pass, RunKind, RunList, Setup, SwitchOver, UrgentMessage,
     urgent_reply_page, urgent_reply_zero,
 };
 use pageferry_migration::{
@@ -1086,9 +1086,15 @@ fn the_vm_is_acknowledged_before_its_memory_is_allocated() {
     let listener = listen(Via::Tcp);
     let to = listener.local_addr().clone();
     let vm = WorkloadVm::empty(Engine::Soft, 1, MEMORY);
+    let assert_incomplete = |due: &str| {
+        let allocated = vm.ram().next_allocated(RamPage(0)).unwrap();
+        let all = 0..vm.ram().pages();
+        assert!(allocated != Some(all), "{due} waited for the allocation");
+    };
     std::thread::scope(|scope| {
         let peer = scope.spawn(|| {
-            let source = ScriptedSource::connect(&template, &to);
+            let mut source = ScriptedSource::connect(&template, &to);
+            source.memory_pages = vm.ram().pages();
             let mut setup = template.setup();
             setup.memory_bytes = MEMORY;
             let regions = vm.ram().layout().regions().iter().map(|r| wire::Region {
@@ -1099,16 +1105,17 @@ fn the_vm_is_acknowledged_before_its_memory_is_allocated() {
             setup.regions = regions.collect();
             source.send(&Frame::Setup(setup));
             source.expect(FrameType::SetupAck);
+            assert_incomplete("SetupAck");
             // The last page is the last in the order of allocation.
             let page = vm.ram().pages() - 1;
             let mut list = RunList::new(vm.ram().pages());
             list.push(RamPage(page), RunKind::Data).unwrap();
             source.send_bytes(&pages_frame(&list, &WRONG));
             source.send(&Frame::PassEnd(Pass { pass: 1, pages: 1 }));
-            // This must not wait for the allocation of this much memory.
             source.expect(FrameType::PassAck);
+            assert_incomplete("PassAck");
             source.send(&template.switch_over());
-            last_frame(&source.stream, Side::Destination, vm.ram().pages())
+            source.last_frame()
         });
         let config = DestinationConfig::default();
         let until = Instant::now() + LIMIT;

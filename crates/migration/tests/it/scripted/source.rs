@@ -109,6 +109,8 @@ impl Template {
 /// Both connections of one migration.
 pub(crate) struct ScriptedSource<'a> {
     pub(crate) template: &'a Template,
+    /// The size of the offered VM.
+    pub(crate) memory_pages: u64,
     pub(crate) stream: Connection,
     pub(crate) urgent: Connection,
     /// The missing pages sent since the start, by the way they were sent.
@@ -123,6 +125,7 @@ impl<'a> ScriptedSource<'a> {
         let pair = connect_pair(to, session, super::PATIENCE, &|| false).unwrap();
         Self {
             template,
+            memory_pages: template.pages(),
             stream: pair.stream,
             urgent: pair.urgent,
             sent: DrainCounts::default(),
@@ -142,7 +145,7 @@ impl<'a> ScriptedSource<'a> {
 
     pub(crate) fn take(&self) -> Result<Message, ChannelError> {
         loop {
-            let message = take(&self.stream, Side::Destination, self.template.pages())?;
+            let message = take(&self.stream, Side::Destination, self.memory_pages)?;
             if !matches!(message, Message::Frame(Frame::SetupProgress(_))) {
                 return Ok(message);
             }
@@ -152,7 +155,7 @@ impl<'a> ScriptedSource<'a> {
     /// Waits until the destination has allocated its memory.
     pub(crate) fn until_ready(&self) {
         loop {
-            match take(&self.stream, Side::Destination, self.template.pages()) {
+            match take(&self.stream, Side::Destination, self.memory_pages) {
                 Ok(Message::Frame(Frame::SetupProgress(progress))) if progress.ready => return,
                 Ok(Message::Frame(Frame::SetupProgress(_))) => {}
                 other => panic!("SetupProgress was due, not {other:?}"),
@@ -312,7 +315,7 @@ impl<'a> ScriptedSource<'a> {
 
     /// Returns the last frame of the destination.
     pub(crate) fn last_frame(&self) -> Option<Frame> {
-        last_frame(&self.stream, Side::Destination, self.template.pages())
+        last_frame(&self.stream, Side::Destination, self.memory_pages)
     }
 }
 
