@@ -99,7 +99,7 @@ impl Connection {
     /// # Safety
     /// From the call to its return:
     /// 1. Each piece is mapped, writable memory, and stays mapped.
-    /// 2. No other thread reads or writes it. A guest's vCPUs count as readers.
+    /// 2. Nothing else reads or writes it. A guest's vCPUs count as readers.
     /// 3. No reference to it exists.
     pub unsafe fn read_exact_raw(
         &self,

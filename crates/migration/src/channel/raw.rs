@@ -110,7 +110,7 @@ impl<'a> Cursor<'a> {
     /// closed.
     ///
     /// # Safety
-    /// Each piece is mapped writable memory that no other thread reads or writes during the call.
+    /// Each piece is mapped writable memory that nothing else reads or writes during the call.
     pub(super) unsafe fn receive(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
         let (mut window, len) = self.window();
         let mut message = message(&mut window[..len]);
