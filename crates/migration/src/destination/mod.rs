@@ -233,6 +233,10 @@ impl Incoming {
                     continue;
                 }
             }
+            // While frames follow one another, no wait asks this.
+            if stop() {
+                return Err(MigrationError::Cancelled);
+            }
             match self.link.receive_any(self.config.silence_limit, stop)? {
                 Received::Pages(header) => {
                     if pass == 0 {
