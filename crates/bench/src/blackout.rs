@@ -1,5 +1,5 @@
-//! `bench blackout`: how long no vCPU runs anywhere when a busy VM moves, and what the move costs
-//! in memory.
+//! `bench blackout`: the time without a running vCPU when a busy VM moves, and the memory that the
+//! move needs.
 
 use crate::link::receive;
 use crate::peer::{Guest, Peer, Role, overhead_bytes};
@@ -10,14 +10,14 @@ use pageferry_guest::Workload;
 /// The VM that is moved.
 const VCPUS: u32 = 4;
 const MEMORY: u64 = 512 << 20;
-/// What a process may use beyond guest memory: 64 MiB and 1 % of it.
+/// The bound on a process' memory beyond guest memory, in bytes: 64 MiB and 1 % of guest memory.
 const OVERHEAD_BOUND: u64 = (64 << 20) + MEMORY / 100;
 
 /// All rows.
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub fn blackout(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     for &engine in &setting.engines {
         let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
@@ -26,7 +26,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
         let (mut at_source, mut at_destination) = (Samples::default(), Samples::default());
         let mut delivery = None;
         for round in 1..=setting.repeat {
-            tell(&format!(
+            progress(&format!(
                 "moving a busy VM on {engine}, round {round} of {}",
                 setting.repeat
             ));
@@ -40,7 +40,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
             };
             let mut peer = Peer::start(setting, &role)?;
             let (report, vm) = receive(&mut peer, None)?;
-            let sent = peer.hear_sent()?;
+            let sent = peer.hear_figures()?;
             let first = report
                 .first_instruction_ns
                 .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
@@ -59,7 +59,7 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
                 conditions.with_delivery(delivery)
             })
         };
-        let how = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; where the engine does not tell the first instruction, the first touch of a data page";
+        let how = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; if the engine does not report the first instruction, the first touch of a data page";
         rows.push(
             blackouts
                 .row("blackout", engine.name(), "ms", conditions(how))
@@ -69,17 +69,16 @@ pub fn blackout(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row
             "blackout.handover",
             engine.name(),
             "ms",
-            conditions("the part of it until the vCPUs are let go at the destination"),
+            conditions("the part of the blackout until the destination resumes the vCPUs"),
         ));
         rows.push(missing.row(
             "blackout.missing_pages",
             engine.name(),
             "pages",
-            conditions("missing at the start"),
+            conditions("missing when the vCPUs resume at the destination"),
         ));
         let bound = format!("< {OVERHEAD_BOUND} B (64 MiB + 1 %)");
-        let note =
-            "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not in it";
+        let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not included";
         rows.push(
             at_source
                 .row("overhead.source", engine.name(), "B", conditions(note))

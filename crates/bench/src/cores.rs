@@ -1,8 +1,8 @@
-//! The cores this process may use, one by one.
+//! Pins threads to the cores that this process may use.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// A set of each core alone, in order; none where the kernel does not say.
+/// One set for each usable core, in ascending order. Empty if the kernel refuses the query.
 pub(crate) fn each() -> Vec<CpuSet> {
     let Ok(allowed) = sched_getaffinity(None) else {
         return Vec::new();
@@ -18,8 +18,7 @@ pub(crate) fn each() -> Vec<CpuSet> {
         .collect()
 }
 
-/// Keeps the calling thread on one core from now on. Where that is refused, it stays with the
-/// scheduler.
+/// Pins the calling thread to one core. If the kernel refuses, the scheduler keeps placing it.
 pub(crate) fn stay_on(core: &CpuSet) {
     let _ = sched_setaffinity(None, core);
 }

@@ -1,5 +1,5 @@
-//! The engine's bare exit-and-resume: a fault on a page whose bytes are in place already, resolved
-//! at once by whoever the delivery tells, without any network.
+//! The cost of an exit and a resume alone. The vCPU faults on a page whose bytes are already in
+//! place, and the fault is resolved at once, without a network.
 
 use crate::vm::{Faults, LIMIT, create, fill, toucher};
 use crate::{BenchError, Samples};
@@ -12,20 +12,21 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// Resolves every fault at once and notes when it came.
-struct Instantly {
+/// Resolves every fault at once, and records when it arrived.
+struct InstantResolver {
     vm: OnceLock<(Arc<dyn Machine>, Arc<PageBitmap>)>,
-    came_ns: Mutex<Vec<u64>>,
+    arrivals_ns: Mutex<Vec<u64>>,
 }
 
-impl Instantly {
+impl InstantResolver {
     fn resolve(&self, page: RamPage) {
         let at = monotonic_ns();
         if let Some((machine, missing)) = self.vm.get() {
-            // A page that cannot be installed is touched again and again, and the run times out.
+            // If a page cannot be installed, the guest keeps faulting on it until the run times
+            // out.
             let _ = machine.install(page, 1);
             if missing.clear(page) {
-                self.came_ns
+                self.arrivals_ns
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .push(at);
@@ -34,15 +35,15 @@ impl Instantly {
     }
 }
 
-impl Faults for Instantly {
+impl Faults for InstantResolver {
     fn memory_fault(&self, _: u32, page: RamPage, _: Access, _: &dyn Kicker) -> HookVerdict {
         self.resolve(page);
         HookVerdict::Resume
     }
 }
 
-fn serve(faults: &Instantly, events: &mut dyn FaultEvents, done: &AtomicBool) {
-    // As the fault thread of a migration waits.
+fn serve(faults: &InstantResolver, events: &mut dyn FaultEvents, done: &AtomicBool) {
+    // Waits the way the fault thread of a migration does.
     let mut spinner = Spinner::new(FAULT_SPIN);
     while !done.load(Ordering::Acquire) {
         match events.next() {
@@ -65,16 +66,15 @@ fn serve(faults: &Instantly, events: &mut dyn FaultEvents, done: &AtomicBool) {
     }
 }
 
-/// Microseconds from one fault to the next of a vCPU that does nothing but touch missing pages, for
-/// each fault but the last.
+/// Microseconds from one fault to the next, of a vCPU that only touches missing pages.
 pub(crate) fn exit_and_resume(
     engine: Engine,
     delivery: Delivery,
     memory_bytes: u64,
 ) -> Result<Samples, BenchError> {
-    let faults = Arc::new(Instantly {
+    let faults = Arc::new(InstantResolver {
         vm: OnceLock::new(),
-        came_ns: Mutex::new(Vec::new()),
+        arrivals_ns: Mutex::new(Vec::new()),
     });
     let vm = create(
         engine,
@@ -111,14 +111,14 @@ pub(crate) fn exit_and_resume(
         outcome
     });
     outcome?;
-    let came = faults
-        .came_ns
+    let arrivals = faults
+        .arrivals_ns
         .lock()
         .unwrap_or_else(PoisonError::into_inner);
-    Ok(gaps_us(&came))
+    Ok(gaps_us(&arrivals))
 }
 
-/// The gaps between successive times, in microseconds.
+/// The differences between successive times, in microseconds.
 pub(crate) fn gaps_us(times_ns: &[u64]) -> Samples {
     times_ns
         .windows(2)

@@ -1,13 +1,13 @@
-//! How fast is it, beside its floor, in one run?
+//! How fast is it, next to its lower bound, in one run?
 //!
 //! **Guarantee.** Every figure was measured by the run that prints it. A figure that is compared
 //! stands next to its baseline from the same run. The module `model` simulates; its inputs are
 //! figures of the same run, and its results say that they are modelled wherever they are shown.
 //!
 //! **Mechanism.** A benchmark is a function that returns figures. A benchmark of two processes
-//! starts a `Peer`: this executable again, in a role. Figures are medians of several samples, with
-//! the smallest and the largest beside them. The measuring [`kit`] has what all of them share. With
-//! the feature `benchmarks` off, the kit is all there is.
+//! starts a `Peer`: this executable again, in a role. Figures are medians of several samples, and
+//! carry the smallest and the largest sample. All benchmarks share the measuring [`kit`]. With the
+//! feature `benchmarks` off, the crate is the kit alone.
 //!
 //! **Neighbours.** Below: everything. Above: `cli`, which parses the flags and prints the figures,
 //! and `peers`, which uses the kit. This crate must not print, and must not know flags.
@@ -56,15 +56,15 @@ pub use {
     soft::soft,
 };
 
-/// What every benchmark is told.
+/// The settings of a benchmark that prints [`Row`]s.
 #[cfg(feature = "benchmarks")]
 #[derive(Clone, Debug)]
 pub struct Setting {
-    /// The executable that plays the other process when run with `bench peer ROLE ..`.
+    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
     pub executable: std::path::PathBuf,
     /// The engines to measure.
     pub engines: Vec<pageferry_machine::Engine>,
-    /// How often each measurement is repeated.
+    /// The rounds of each measurement, at least 1. Each round gives one sample of each figure.
     pub repeat: u32,
 }
 

@@ -1,8 +1,10 @@
-//! `bench link`: an urgent page's whole stall beside what it is made of, and the background push
-//! beside the bare link.
+//! `bench link`: the stall of an urgent page next to the costs of its parts, and the background
+//! push next to the bare link.
 
 use crate::exits::{exit_and_resume, gaps_us};
-use crate::peer::{BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, Sent, listen};
+use crate::peer::{
+    BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, listen,
+};
 use crate::vm::{Faults, LIMIT, Vm, create};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_machine::{Delivery, Engine};
@@ -14,24 +16,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const PINGS: usize = 4000;
-/// Requests before the first that counts.
+/// The number of requests before the first one that counts.
 const WARM_UP: usize = 200;
 const BULK_TOTAL: usize = 1 << 30;
-/// Memory of the VM whose pages are fetched one by one.
+/// Memory of the VM whose pages are requested one by one, in bytes.
 const STALL_MEMORY: u64 = 32 << 20;
-/// Memory of the VM whose pages are pushed.
+/// Memory of the VM whose pages are pushed, in bytes.
 const PUSH_MEMORY: u64 = 512 << 20;
 
 /// All rows.
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub fn link(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     let mut pings = Samples::default();
     let mut bulks = Samples::default();
     for round in 1..=setting.repeat {
-        tell(&format!("bare link, round {round} of {}", setting.repeat));
+        progress(&format!("bare link, round {round} of {}", setting.repeat));
         pings.push(ping_pong(setting)?.median());
         bulks.push(bulk_rate(setting)?);
     }
@@ -42,7 +44,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
         "link.ping_pong_p50",
         "TCP loopback, two processes, spinning",
         "us",
-        on_link("16 B request, 4112 B reply; both readers spin as the urgent connection's do, then sleep"),
+        on_link("16 B request, 4112 B reply; both readers spin like those of the urgent connection, then sleep"),
     ));
     rows.push(bulks.row(
         "link.bulk_rate",
@@ -52,11 +54,11 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
     ));
     for &engine in &setting.engines {
         for delivery in deliveries(engine)? {
-            stall_rows(setting, engine, delivery, ping, &mut rows, tell)?;
+            stall_rows(setting, engine, delivery, ping, &mut rows, progress)?;
         }
         let mut rates = Samples::default();
         for round in 1..=setting.repeat {
-            tell(&format!(
+            progress(&format!(
                 "background push on {engine}, round {round} of {}",
                 setting.repeat
             ));
@@ -69,7 +71,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
                     "push.rate",
                     format!("background push, {engine}"),
                     "B/s",
-                    Conditions::here(1, PUSH_MEMORY, "all pages data, pushed once from cold memory, checksummed, verified, installed; the guest is quiet"),
+                    Conditions::here(1, PUSH_MEMORY, "no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
                 )
                 .against("link.bulk_rate", bulk)
                 .aiming_at("ratio >= 0.6", Bound::RatioAtLeast(0.6)),
@@ -78,7 +80,7 @@ pub fn link(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, B
     Ok(rows)
 }
 
-/// The deliveries to measure: all that the engine has here.
+/// The deliveries that the engine has on this host.
 fn deliveries(engine: Engine) -> Result<Vec<Delivery>, BenchError> {
     let vm = create(engine, 1, 16 << 20, Resolver::new() as Arc<dyn Faults>)?;
     Ok(vm.machine.deliveries())
@@ -90,12 +92,12 @@ fn stall_rows(
     delivery: Delivery,
     ping: f64,
     rows: &mut Vec<Row>,
-    tell: &mut dyn FnMut(&str),
+    progress: &mut dyn FnMut(&str),
 ) -> Result<(), BenchError> {
     let (mut exits, mut stalls) = (Samples::default(), Samples::default());
     let (mut p99, mut worst) = (Samples::default(), Samples::default());
     for round in 1..=setting.repeat {
-        tell(&format!(
+        progress(&format!(
             "faults on {engine} by {delivery}, round {round} of {}",
             setting.repeat
         ));
@@ -109,8 +111,8 @@ fn stall_rows(
             STALL_MEMORY,
             Guest::Toucher,
         )?;
-        let came: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
-        let gaps = gaps_us(&came);
+        let arrivals: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
+        let gaps = gaps_us(&arrivals);
         if gaps.len() < 1000 {
             return Err(BenchError::Busy(format!(
                 "only {} faults on {engine} by {delivery}",
@@ -135,7 +137,7 @@ fn stall_rows(
             "engine.exit_resume_p50",
             subject.as_str(),
             "us",
-            conditions("fault to next fault with the bytes in place already, resolved at once"),
+            conditions("fault to next fault; the bytes are already in place, and each fault is resolved at once"),
         ));
         stall = stall
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
@@ -157,15 +159,15 @@ fn stall_rows(
     Ok(())
 }
 
-/// Moves a VM here whose vCPU then touches its pages once; a quiet guest's are pushed, those of a
-/// toucher only when it asks.
+/// Moves a VM here, and runs its guest to the end. The source pushes the pages of a quiet guest. It
+/// sends the pages of a toucher on request only.
 fn fetch(
     setting: &Setting,
     engine: Engine,
     delivery: Option<Delivery>,
     memory_bytes: u64,
     guest: Guest,
-) -> Result<(DestinationReport, Sent), BenchError> {
+) -> Result<(DestinationReport, SourceFigures), BenchError> {
     let role = Role::Source {
         engine,
         vcpus: 1,
@@ -177,10 +179,10 @@ fn fetch(
     let mut peer = Peer::start(setting, &role)?;
     let (report, vm) = receive(&mut peer, delivery)?;
     vm.wait_finished(LIMIT)?;
-    Ok((report, peer.hear_sent()?))
+    Ok((report, peer.hear_figures()?))
 }
 
-/// Receives the VM that a source peer has.
+/// Receives a VM from a peer in the role `Source`.
 pub(crate) fn receive(
     peer: &mut Peer,
     delivery: Option<Delivery>,
@@ -188,7 +190,7 @@ pub(crate) fn receive(
     let listener = listen()?;
     match peer.hear()?.as_str() {
         "ready" => peer.tell(&listener.local_addr().to_string())?,
-        other => return Err(BenchError::Peer(format!("it said '{other}'"))),
+        other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
     }
     let config = DestinationConfig {
         delivery,
@@ -213,7 +215,7 @@ pub(crate) fn receive(
     Ok((report, vm))
 }
 
-/// Microseconds of each exchange on a bare connection, waited for as a vCPU waits for its page.
+/// Microseconds of each exchange on a bare connection. It waits the way a vCPU waits for its page.
 fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
     let mut peer = Peer::start(setting, &Role::Pong)?;
     let connection = peer.connect()?;
@@ -244,7 +246,7 @@ fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
     Ok(samples)
 }
 
-/// Bytes a second of a bare connection.
+/// Bytes per second over a bare connection.
 fn bulk_rate(setting: &Setting) -> Result<f64, BenchError> {
     let mut peer = Peer::start(setting, &Role::Bulk)?;
     let connection = peer.connect()?;

@@ -1,7 +1,7 @@
-//! The benchmarks' other process: this executable, started again in a role.
+//! The other process of a benchmark: this executable, started again in a role.
 //!
-//! The two talk in lines: the peer prints what it has to say on its standard output and ends when
-//! its standard input ends, so that none is left behind.
+//! The two exchange lines of text. The peer writes to its standard output, and ends when its
+//! standard input ends. So no peer outlives its benchmark.
 
 use crate::vm::{Faults, create, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
@@ -10,55 +10,57 @@ use pageferry_machine::Engine;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use pageferry_migration::{Resolver, SourceConfig, SourceReport, Unobserved, migrate};
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-/// A request's size on the urgent connection.
+/// The size of a request on the urgent connection, in bytes.
 pub(crate) const REQUEST_BYTES: usize = 16;
-/// A reply's: header and page.
+/// The size of a reply, in bytes: header and page.
 pub(crate) const REPLY_BYTES: usize = 16 + 4096;
-/// How the bulk link is written.
+/// The size of a write to the bulk connection, in bytes.
 pub(crate) const BULK_BYTES: usize = 256 << 10;
 
-/// How long a workload runs before it is moved.
+/// The time that a workload runs before the move.
 const WARM_UP: Duration = Duration::from_millis(400);
 
-/// What the other process does.
+/// The task of the other process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Answers 16 bytes with 4112, as a source's urgent thread does, without looking at them.
+    /// Answers each 16 bytes with 4112 bytes, as a source's urgent thread does, without decoding
+    /// them.
     Pong,
-    /// Sends bytes as fast as they are taken.
+    /// Sends bytes as fast as the benchmark reads them.
     Bulk,
-    /// Has a VM and moves it to the address it reads from its standard input.
+    /// Creates a VM and moves it to the address on its standard input.
     Source {
-        /// Its engine.
+        /// The VM's engine.
         engine: Engine,
-        /// Its vCPUs.
+        /// The number of vCPUs.
         vcpus: u32,
-        /// Its memory.
+        /// Guest memory, in bytes.
         memory_bytes: u64,
-        /// Pre-copy passes.
+        /// The number of pre-copy passes.
         passes: u32,
-        /// Whether pages are pushed from the start.
+        /// Whether the source pushes pages in the background.
         push: bool,
-        /// What runs in it.
+        /// The guest program.
         guest: Guest,
     },
 }
 
-/// What runs in a source's VM.
+/// The guest program of a source's VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guest {
-    /// The demo's workload, from before the move on.
+    /// The demo's workload. It starts before the move.
     Workload,
-    /// A toucher of every data page, started by the move.
+    /// A program that touches every data page. It starts when the VM has moved.
     Toucher,
-    /// A toucher of one page, started by the move: it leaves the machine to the migration.
+    /// A program that touches one page. It starts when the VM has moved, and leaves the cores to
+    /// the migration.
     Quiet,
 }
 
@@ -75,7 +77,7 @@ impl Guest {
 }
 
 impl Role {
-    /// The words that make this role from a command line.
+    /// The command line arguments for this role.
     #[must_use]
     pub fn to_words(&self) -> Vec<String> {
         match self {
@@ -100,15 +102,15 @@ impl Role {
         }
     }
 
-    /// The role these words name.
+    /// Parses command line arguments.
     ///
     /// # Errors
-    /// When they name none.
+    /// If `words` are not the arguments of a role.
     pub fn from_words(words: &[String]) -> Result<Self, BenchError> {
-        let bad = || BenchError::Peer(format!("{words:?} is no role"));
+        let bad = || BenchError::Peer(format!("unknown role {words:?}"));
         fn number<T: FromStr>(word: &str) -> Result<T, BenchError> {
             word.parse()
-                .map_err(|_| BenchError::Peer(format!("'{word}' is no value")))
+                .map_err(|_| BenchError::Peer(format!("invalid value '{word}'")))
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         match words.as_slice() {
@@ -133,10 +135,10 @@ impl Role {
         }
     }
 
-    /// Plays the role until it is over.
+    /// Runs the role to its end.
     ///
     /// # Errors
-    /// What went wrong.
+    /// If the benchmark's process goes away, or the VM or its migration fails.
     pub fn play(&self) -> Result<(), BenchError> {
         end_with_parent();
         match self {
@@ -197,22 +199,22 @@ impl Role {
             &Unobserved,
         )
         .map_err(|e| BenchError::Migration(e.to_string()))?;
-        say(&sent_words(&report))?;
+        say(&figures_line(&report))?;
         say(&format!("overhead {}", overhead_bytes()?))
     }
 }
 
-/// What the parent wants to know of the source's report, in words.
-fn sent_words(report: &SourceReport) -> String {
+/// The source's report as a line for the parent process.
+fn figures_line(report: &SourceReport) -> String {
     format!(
         "sent {} {} {} {}",
         report.last_stop_ns, report.missing_at_start, report.background_bytes, report.background_ns
     )
 }
 
-/// A source's account, as the parent reads it.
+/// The figures that a source reports to the parent process.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sent {
+pub(crate) struct SourceFigures {
     pub(crate) last_stop_ns: u64,
     pub(crate) missing_at_start: u64,
     pub(crate) background_bytes: u64,
@@ -220,8 +222,8 @@ pub(crate) struct Sent {
     pub(crate) overhead_bytes: u64,
 }
 
-/// The memory of this process that is not guest memory: private pages, files, page tables. Guest
-/// memory is a memfd and counts as shared.
+/// The memory of this process beyond guest memory, in bytes: private pages, files, page tables.
+/// Guest memory is a memfd and counts as shared memory.
 pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
     let status = std::fs::read_to_string("/proc/self/status").map_err(|source| BenchError::Os {
         what: "cannot read /proc/self/status",
@@ -244,7 +246,8 @@ pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
 }
 
 fn end_with_parent() {
-    // Where the parent dies without closing our input (it cannot), the kernel ends us.
+    // The peer ends when its standard input does. In case that fails, the kernel kills it together
+    // with its parent.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
 }
 
@@ -253,7 +256,7 @@ fn say(line: &str) -> Result<(), BenchError> {
     writeln!(out, "{line}")
         .and_then(|()| out.flush())
         .map_err(|source| BenchError::Os {
-            what: "cannot talk to the benchmark",
+            what: "cannot write to the benchmark's process",
             source,
         })
 }
@@ -264,16 +267,16 @@ fn read_line() -> Result<String, BenchError> {
         .lock()
         .read_line(&mut line)
         .map_err(|source| BenchError::Os {
-            what: "cannot hear the benchmark",
+            what: "cannot read from the benchmark's process",
             source,
         })?;
     if got == 0 {
-        return Err(BenchError::Peer("the benchmark ended".into()));
+        return Err(BenchError::Peer("the benchmark's process ended".into()));
     }
     Ok(line.trim().to_owned())
 }
 
-/// A listener on a loopback port of the system's choice.
+/// A listener on a loopback port that the kernel chooses.
 pub(crate) fn listen() -> Result<Listener, BenchError> {
     let address = Address::Tcp {
         host: "127.0.0.1".into(),
@@ -306,7 +309,7 @@ fn bulk() -> Result<(), BenchError> {
     Ok(())
 }
 
-/// The other process, ended and waited for when this is dropped.
+/// The other process. Dropping this kills it and reaps it.
 pub struct Peer {
     child: Child,
     input: Option<ChildStdin>,
@@ -314,10 +317,10 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Starts it.
+    /// Starts the process.
     ///
     /// # Errors
-    /// When the executable cannot be run.
+    /// If the executable cannot be run.
     pub fn start(setting: &Setting, role: &Role) -> Result<Self, BenchError> {
         let mut child = Command::new(&setting.executable)
             .args(["bench", "peer"])
@@ -333,7 +336,7 @@ impl Peer {
         let output = child
             .stdout
             .take()
-            .ok_or_else(|| BenchError::Peer("it has no output".into()))?;
+            .ok_or_else(|| BenchError::Peer("its standard output is not a pipe".into()))?;
         Ok(Self {
             child,
             input,
@@ -341,20 +344,15 @@ impl Peer {
         })
     }
 
-    /// What it says next.
+    /// The next line from the peer.
     pub(crate) fn hear(&mut self) -> Result<String, BenchError> {
         match self.lines.next() {
             Some(Ok(line)) => Ok(line),
             Some(Err(e)) => Err(BenchError::Peer(e.to_string())),
-            None => {
-                let mut said = String::new();
-                if let Some(mut stderr) = self.child.stderr.take() {
-                    let _ = stderr.read_to_string(&mut said);
-                }
-                Err(BenchError::Peer(format!(
-                    "it ended before it had said all {said}"
-                )))
-            }
+            // The peer shares this process' stderr, so its own message is there already.
+            None => Err(BenchError::Peer(
+                "it ended before it had sent all lines".into(),
+            )),
         }
     }
 
@@ -362,11 +360,11 @@ impl Peer {
         let input = self
             .input
             .as_mut()
-            .ok_or_else(|| BenchError::Peer("it hears nothing".into()))?;
+            .ok_or_else(|| BenchError::Peer("its standard input is closed".into()))?;
         writeln!(input, "{line}").map_err(|e| BenchError::Peer(e.to_string()))
     }
 
-    /// Connects to the address it says.
+    /// Connects to the address in the peer's next line.
     pub(crate) fn connect(&mut self) -> Result<Connection, BenchError> {
         let line = self.hear()?;
         let address: Address = line
@@ -378,8 +376,8 @@ impl Peer {
         )?)
     }
 
-    /// A source's account.
-    pub(crate) fn hear_sent(&mut self) -> Result<Sent, BenchError> {
+    /// Reads the figures of a source.
+    pub(crate) fn hear_figures(&mut self) -> Result<SourceFigures, BenchError> {
         let line = self.hear()?;
         let overhead = self.hear()?;
         let numbers = |line: &str, word: &str| -> Option<Vec<u64>> {
@@ -402,14 +400,16 @@ impl Peer {
                     ],
                 ),
                 Some([overhead_bytes]),
-            ) => Ok(Sent {
+            ) => Ok(SourceFigures {
                 last_stop_ns: *last_stop_ns,
                 missing_at_start: *missing_at_start,
                 background_bytes: *background_bytes,
                 background_ns: *background_ns,
                 overhead_bytes: *overhead_bytes,
             }),
-            _ => Err(BenchError::Peer(format!("it said '{line}', '{overhead}'"))),
+            _ => Err(BenchError::Peer(format!(
+                "unexpected lines '{line}', '{overhead}'"
+            ))),
         }
     }
 }

@@ -1,67 +1,67 @@
-//! What a benchmark says: rows of figures with their conditions.
+//! Rows of figures with their conditions: the output of most benchmarks.
 
 use crate::kit::Samples;
 use serde::Serialize;
 
-/// One figure. The names of the keys are stable.
+/// One figure. The names of its JSON keys are stable.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// What was measured.
+    /// The name of the measurement, such as `push.rate`.
     pub case: &'static str,
-    /// On what.
+    /// The object that was measured.
     pub subject: String,
-    /// The median.
+    /// The median of the samples, in `unit`.
     pub value: f64,
-    /// Its unit.
+    /// The unit of `value`, `min` and `max`: `us`, `ms`, `B`, `B/s`, `pages` or `instructions/s`.
     pub unit: &'static str,
     /// `value` divided by the baseline's.
     pub ratio: Option<f64>,
-    /// What `ratio` compares with, and in what sense it is to be read.
+    /// The name of the baseline, if there is one.
     pub baseline: Option<String>,
-    /// The smallest sample.
+    /// The smallest sample, in `unit`.
     pub min: f64,
-    /// The largest.
+    /// The largest sample, in `unit`.
     pub max: f64,
-    /// How many samples the median is of.
+    /// The number of samples.
     pub samples: usize,
-    /// What to reach: a bound of `ratio` if there is one, else of `value`.
+    /// The target in words: a bound on `ratio` if there is one, else on `value`.
     pub target: Option<String>,
-    /// Whether it was reached.
+    /// Whether the target was met.
     pub met: Option<bool>,
     /// The conditions of the measurement.
     pub conditions: Conditions,
 }
 
-/// What a row is to reach.
+/// The target of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Bound {
-    /// The most its ratio may be.
+    /// The ratio is at most this.
     RatioAtMost(f64),
-    /// The least its ratio may be.
+    /// The ratio is at least this.
     RatioAtLeast(f64),
-    /// What its median must stay below.
+    /// The median is below this, in the row's unit.
     Below(f64),
-    /// The least its median may be.
+    /// The median is at least this, in the row's unit.
     AtLeast(f64),
 }
 
 /// The conditions of a measurement.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Conditions {
-    /// Cores this process may run on.
+    /// The number of cores that this process may use.
     pub cores: usize,
-    /// vCPUs.
+    /// The number of vCPUs.
     pub vcpus: u32,
-    /// Guest memory in bytes.
+    /// Guest memory, in bytes.
     pub memory_bytes: u64,
-    /// How faults were delivered, where there were any.
+    /// The delivery of faults, if the benchmark has faults.
     pub delivery: Option<String>,
-    /// The rest, in words.
+    /// Further conditions, in words.
     pub note: String,
 }
 
 impl Conditions {
-    /// Conditions of this host.
+    /// The conditions on this host.
     #[must_use]
     pub fn here(vcpus: u32, memory_bytes: u64, note: impl Into<String>) -> Self {
         Self {
@@ -73,7 +73,7 @@ impl Conditions {
         }
     }
 
-    /// The same with a delivery.
+    /// The same conditions, with a delivery of faults.
     #[must_use]
     pub fn with_delivery(mut self, delivery: pageferry_machine::Delivery) -> Self {
         self.delivery = Some(delivery.to_string());
@@ -82,7 +82,7 @@ impl Conditions {
 }
 
 impl Samples {
-    /// A row of these samples.
+    /// A row with these samples, which are in `unit`.
     #[must_use]
     pub fn row(
         &self,
@@ -109,7 +109,8 @@ impl Samples {
 }
 
 impl Row {
-    /// The row with its ratio to a baseline.
+    /// Adds the ratio to a baseline of `value`, in the row's unit. If `value` is 0, there is no
+    /// ratio.
     #[must_use]
     pub fn against(mut self, baseline: impl Into<String>, value: f64) -> Self {
         self.ratio = (value != 0.0).then(|| self.value / value);
@@ -117,7 +118,7 @@ impl Row {
         self
     }
 
-    /// The row with what is to be reached, in words and as a bound.
+    /// Adds the target, in words and as a bound.
     #[must_use]
     pub fn aiming_at(mut self, target: impl Into<String>, bound: Bound) -> Self {
         self.target = Some(target.into());

@@ -1,16 +1,16 @@
 #![expect(
     unsafe_code,
-    reason = "keeps memory slots for a VM, by handing all of it to the scheme inside"
+    reason = "implements the unsafe trait of memory slots, by delegating to `Scalable`"
 )]
-//! The serialised MMU, for comparison: one lock around every fault, as KVM had before the series.
+//! The serialised MMU, for comparison: one lock around every fault, as in KVM before it took faults
+//! in parallel.
 //!
-//! A scheme of memory slots that is [`Scalable`] in all but this: a fault holds one lock, the VM's,
-//! from its look at the slots until its entry is in the tables, and so does whoever sweeps the
-//! tables for a log or a notifier. The code under the lock is the same, so what differs is the
-//! lock.
+//! It is [`Scalable`] with one difference. A fault holds the VM's lock from the slot look-up until
+//! its entry is in the tables. A sweep of the tables, for a dirty log or an MMU notifier, holds it
+//! as well. The code under the lock is the same, so only the lock makes the difference.
 //!
-//! The lock spins, as the kernel's did, and then yields. A vCPU that does not get it for long
-//! leaves its guest and comes again, since who holds it may wait for that vCPU to leave.
+//! The lock spins, as the kernel's did, and then yields. A vCPU that does not get the lock in time
+//! leaves its guest and retries, because the lock's holder may be waiting for that vCPU to leave.
 
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{
@@ -19,7 +19,7 @@ use pageferry_hypervisor::{
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// Memory slots whose faults take turns.
+/// Memory slots under which faults run one at a time.
 #[derive(Debug)]
 pub struct Serialised {
     inner: Scalable,
@@ -33,7 +33,8 @@ pub struct SerialisedReader {
     lock: Arc<Mutex<()>>,
 }
 
-// SAFETY: all is `Scalable`'s, but for faults that find nothing done yet and come again.
+// SAFETY: every call is delegated to `Scalable`, which keeps the contract. The one difference: a
+// fault that does not get the lock finds [`Found::Invalid`], changes nothing, and is retried.
 unsafe impl Memslots for Serialised {
     type Reader = SerialisedReader;
     type Update<'a> = <Scalable as Memslots>::Update<'a>;
@@ -87,7 +88,7 @@ impl MemslotReader for SerialisedReader {
     }
 }
 
-/// Spins for some microseconds, then yields a few times.
+/// Spins for some microseconds, then yields a few times. `None`: the lock stayed taken.
 fn acquire(lock: &Mutex<()>) -> Option<MutexGuard<'_, ()>> {
     const SPINS: u32 = 2000;
     const YIELDS: u32 = 20;

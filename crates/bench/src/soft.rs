@@ -1,4 +1,4 @@
-//! `bench soft`: guest instructions a second of our own hypervisor on the demo's workload.
+//! `bench soft`: guest instructions per second of our own hypervisor, with the demo's workload.
 
 use crate::vm::{Faults, create, isa_of};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
@@ -16,20 +16,20 @@ const MEASURED: Duration = Duration::from_millis(1500);
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn soft(setting: &Setting, tell: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub fn soft(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     let cores = std::thread::available_parallelism().map_or(1, usize::from) as u32;
     for vcpus in [1, cores.max(2)] {
         let mut rates = Samples::default();
         for round in 1..=setting.repeat {
-            tell(&format!(
+            progress(&format!(
                 "interpreting with {vcpus} vCPUs, round {round} of {}",
                 setting.repeat
             ));
             rates.push(rate(vcpus)? / f64::from(vcpus.min(cores)));
         }
         let note =
-            "demo workload; pages done times the program's instructions a page, by wall clock";
+            "demo workload; pages done times the program's instructions per page, by wall clock";
         rows.push(
             rates
                 .row(

@@ -1,4 +1,4 @@
-//! VMs of the benchmarks.
+//! The VMs of the benchmarks.
 
 pub(crate) use pageferry_harness::{Faults, Vm, isa_of};
 
@@ -32,7 +32,7 @@ pub(crate) fn toucher(
     Ok(Toucher::new(layout, Vec::from([only]), touch)?)
 }
 
-/// A VM whose missing pages `faults` brings.
+/// A VM whose faults on missing pages go to `faults`.
 pub(crate) fn create(
     engine: Engine,
     vcpus: u32,
@@ -46,7 +46,7 @@ pub(crate) fn create(
     Ok(Vm::create(engine, spec, Some(faults))?)
 }
 
-/// Fills the pages of a VM with bytes that are not zero.
+/// Fills `pages` of a VM with bytes that are not all zero.
 pub(crate) fn fill(vm: &Vm, pages: Range<u64>) {
     let mut bytes = [0x5a; 4096];
     for page in pages {

@@ -1,16 +1,17 @@
-//! The same guests through the traits of `pageferry-machine`: on KVM.
+//! The same guests on KVM, through the traits of `pageferry-machine`.
 //!
-//! Host memory is allocated before, as on the soft engine; what userfaultfd delivers as events is
-//! served by one thread, as a migration does it, what it delivers as exits by the vCPU's own.
+//! Host memory is allocated before, as on the soft engine. One thread serves the faults that
+//! userfaultfd delivers as events, as in a migration. Faults that are delivered as exits are served
+//! on the vCPU's own thread.
 
-use super::bring::Bring;
+use super::missing::MissingPages;
 use super::plan::Plan;
-use super::race::{Left, Race, Runner, race};
+use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
 use crate::BenchError;
 use crate::vm::isa_of;
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_guest::{Doorbell, Event, Isa};
+use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
 use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
 use pageferry_migration::FAULT_SPIN;
@@ -21,20 +22,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 struct OnMachine(Box<dyn Vcpu>);
 
 impl Runner for OnMachine {
-    fn run(&mut self) -> Result<Left, BenchError> {
-        let unexpected = |exit: Exit| {
-            Err(BenchError::Memslot(format!(
-                "unexpected exit of the guest: {exit:?}"
-            )))
-        };
+    fn run(&mut self) -> Result<GuestExit, BenchError> {
         match self.0.run()? {
-            Exit::MemoryFault { page, .. } => Ok(Left::Missing(page)),
-            Exit::Kicked => Ok(Left::Kicked),
-            exit @ Exit::MmioWrite { value, .. } => match Doorbell::parse(value as u32) {
-                Ok(bell) if bell.event == Event::Finished => Ok(Left::Finished),
-                _ => unexpected(exit),
-            },
-            exit => unexpected(exit),
+            Exit::MemoryFault { page, .. } => Ok(GuestExit::Missing(page)),
+            Exit::Kicked => Ok(GuestExit::Kicked),
+            Exit::MmioWrite { value, .. } if is_finished(value) => Ok(GuestExit::Finished),
+            exit => Err(BenchError::unexpected_exit(&exit)),
         }
     }
 
@@ -54,10 +47,10 @@ pub(super) fn has(engine: Engine, delivery: Delivery) -> bool {
     deliveries_of(engine).contains(&delivery)
 }
 
-/// Lets all vCPUs touch all their pages; with a `delivery`, every page is missing at first.
+/// Runs all vCPUs over all their pages. With a `delivery`, every page is missing at first.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a page has not what was stored to it.
+/// [`BenchError::WrongValue`] if a page does not hold the stored value.
 pub(super) fn touch(
     engine: Engine,
     plan: &Plan,
@@ -78,32 +71,32 @@ pub(super) fn touch(
     for (id, vcpu) in (0..).zip(&mut vcpus) {
         vcpu.set_start(&start_of(program, id))?;
     }
-    let bring = delivery.map(|_| Bring::all(ram.pages(), plan));
+    let missing = delivery.map(|_| MissingPages::all(ram.pages(), plan));
     let mut events = None;
-    if let (Some(delivery), Some(bring)) = (delivery, &bring) {
-        events = machine.arm_userfault(bring.missing().clone(), delivery)?;
+    if let (Some(delivery), Some(missing)) = (delivery, &missing) {
+        events = machine.arm_userfault(missing.bitmap().clone(), delivery)?;
         machine.begin_postcopy()?;
         machine.assist_postcopy(&|| false, &|_| {})?;
     }
     let install = |page: RamPage| {
-        let Some(bring) = &bring else {
-            return Err(BenchError::Memslot(format!("{page:?} is not missing")));
+        let Some(missing) = &missing else {
+            return Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
         };
         let in_place = machine.receives_in_place();
-        let show = || match in_place {
+        let map = || match in_place {
             true => Ok(machine.install(page, 1)?),
-            // What is there was mapped when it was copied.
+            // The copy has mapped the page already.
             false => Ok(()),
         };
         let write = |bytes: &[u8; PAGE_SIZE as usize]| {
             if in_place {
                 machine.ram().write(page, bytes);
-                show()
+                map()
             } else {
                 Ok(machine.install_copy(page, bytes)?)
             }
         };
-        bring.page(page, write, show)
+        missing.install(page, write, map)
     };
     let done = AtomicBool::new(false);
     let runners = vcpus.into_iter().map(OnMachine).collect();
@@ -115,13 +108,13 @@ pub(super) fn touch(
         let outcome = race(runners, &|| {}, &install, &|| ());
         done.store(true, Ordering::Release);
         match served.map(std::thread::ScopedJoinHandle::join) {
-            // Why a page was not installed says more than that the guests waited for it.
+            // The error of the installation is the cause. The guests only report that they waited.
             Some(Ok(Err(why))) => Err(why),
             _ => outcome,
         }
     })?;
     plan.check(|page| first_word(machine.ram(), page))?;
-    bring.as_ref().map_or(Ok(()), Bring::check)?;
+    missing.as_ref().map_or(Ok(()), MissingPages::check)?;
     Ok(outcome)
 }
 
@@ -141,7 +134,7 @@ fn serve(
                 tv_sec: 0,
                 tv_nsec: 5_000_000,
             };
-            // Whatever it says, the loop looks again.
+            // The loop retries in any case.
             let _ = poll(
                 &mut [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)],
                 Some(&limit),

@@ -1,26 +1,26 @@
-//! `bench demand-paging`: how fast vCPUs get memory that they touch for the first time, all at
-//! once.
+//! `bench demand-paging`: the rate at which vCPUs get memory that all of them touch for the first
+//! time.
 //!
-//! **Guarantee.** Every figure here was measured by the run that prints it, and every run checks
-//! that each page has what a vCPU stored to it. What is simulated is in [`crate::model`] and says
-//! so.
+//! **Guarantee.** Every figure here was measured by the run that prints it. Every run checks that
+//! each page holds the value that a vCPU stored. Simulated figures come from [`crate::model`] and
+//! are marked as such.
 //!
-//! **Mechanism.** After `demand_paging_test` of the kernel's selftests: each vCPU stores to one
-//! word of each page of its part of guest memory (or, overlapping, of all of it) in ascending
-//! order; no page is mapped in the second-stage tables at first. Either host memory is all there
-//! and a touch costs the hypervisor's fault path only, or each page is missing, is delivered by one
-//! of the ways of [`Delivery`], and is brought by copying 4 KiB. One thread a vCPU; all begin
-//! together (`race`).
+//! **Mechanism.** The test follows `demand_paging_test` of the kernel's selftests. Each vCPU stores
+//! to one word of each page of its part of guest memory, in ascending order. With overlap, each
+//! vCPU touches all of guest memory. At first no page is mapped in the second-stage tables. Either
+//! host memory is allocated, and a touch costs the hypervisor's fault path only. Or each page is
+//! missing: its fault is delivered by one of the ways of [`Delivery`], and 4 KiB are copied into
+//! it. Each vCPU has a thread, and all start together (`race`).
 //!
-//! On the soft engine faults run in parallel, and in turns with them also with one exclusive lock
-//! around each ([`Scheme`]): what the parallel MMU is worth.
+//! On the soft engine, runs with parallel faults take turns with runs that hold one exclusive lock
+//! around each fault ([`Scheme`]). The difference is the gain of the parallel MMU.
 //!
 //! **Neighbours.** Below: `hypervisor` for the soft engine, `machine` for KVM, `guest` for the
 //! program. The command line shows [`DemandReport`]; [`crate::model`] measures its inputs with the
 //! same guests.
 
-mod bring;
 mod machine;
+mod missing;
 mod page;
 mod plan;
 mod race;
@@ -36,9 +36,9 @@ pub use report::{Cell, DemandReport, Unmeasured};
 
 pub(crate) use plan::Plan;
 pub(crate) use report::short;
-pub(crate) use soft::{Host, exit_and_entry};
-pub(crate) use ticket::Ticket;
-pub(crate) use watched::{Clock, Timed, Watched};
+pub(crate) use soft::{HostRam, exit_and_entry};
+pub(crate) use ticket::TicketLock;
+pub(crate) use watched::{Clock, FaultTimes, Watched};
 
 use crate::serialised::Serialised;
 use crate::vm::isa_of;
@@ -51,22 +51,22 @@ use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
-use watched::InOrder;
+use watched::OrderedLock;
 
-/// How the MMU lets vCPUs fault.
+/// The MMU's locking of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
-    /// All at once: the hypervisor as it is.
+    /// Faults run in parallel: the hypervisor as it is.
     Parallel,
-    /// One after the other: one exclusive lock is held for each fault, as KVM's MMU had it before
-    /// faults ran in parallel. Whoever comes by when the lock is free takes it, which spares
-    /// hand-overs that a lock in order has.
+    /// One exclusive lock is held for each fault, as in KVM before it took faults in parallel. Any
+    /// vCPU that finds the lock free takes it, so there are fewer hand-overs than with a lock that
+    /// keeps the order of arrival.
     Serialised,
 }
 
 impl Scheme {
-    /// Both.
+    /// Both schemes.
     pub const ALL: [Self; 2] = [Self::Parallel, Self::Serialised];
 
     /// The name in tables.
@@ -85,27 +85,27 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// What to measure.
+/// The settings of the benchmark.
 #[derive(Clone, Debug)]
 pub struct DemandSetting {
-    /// On which engines.
+    /// The engines to measure.
     pub engines: Vec<Engine>,
-    /// With how many vCPUs each.
+    /// The numbers of vCPUs, each from 1 to [`Self::MAX_VCPUS`].
     pub vcpus: Vec<u32>,
-    /// Bytes for each vCPU, whole pages. By default 16 MiB on the soft engine, and 1 MiB on KVM,
-    /// whose faults take longer.
+    /// Bytes for each vCPU, a multiple of the page size. By default 16 MiB on the soft engine, and
+    /// 1 MiB on KVM, because its faults take longer.
     pub memory_per_vcpu: Option<u64>,
-    /// Whether every vCPU touches the pages of all.
+    /// Whether every vCPU touches all pages.
     pub overlap: bool,
-    /// How many samples each figure is the median of.
+    /// The number of samples of each figure, at least 1.
     pub repeat: u32,
 }
 
 impl DemandSetting {
-    /// The most vCPUs a guest can have.
+    /// The largest number of vCPUs in a guest.
     pub const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
 
-    /// The numbers of vCPUs unless others are named.
+    /// The default numbers of vCPUs.
     #[must_use]
     pub fn default_vcpus() -> Vec<u32> {
         vec![1, 2, 4, 8, 16, 32, 64]
@@ -120,10 +120,10 @@ impl DemandSetting {
         })
     }
 
-    /// The bytes of guest memory that the largest of its guests needs.
+    /// The size of the largest guest, in bytes.
     ///
     /// # Errors
-    /// When no guest can have so much.
+    /// If that is more than a guest can address.
     pub fn largest_bytes(&self) -> Result<u64, BenchError> {
         let mut largest = 0;
         for &engine in &self.engines {
@@ -144,34 +144,33 @@ impl DemandSetting {
         }
         if let Some(vcpus) = self.vcpus.iter().find(|vcpus| !possible.contains(vcpus)) {
             return Err(BenchError::Setting(format!(
-                "cannot measure {vcpus} vCPUs: from 1 to {} it can be",
+                "cannot measure {vcpus} vCPUs: expected 1 to {}",
                 Self::MAX_VCPUS
             )));
         }
         let least = self.engines.iter().map(|&engine| self.memory_on(engine));
         if least.min().is_none_or(|bytes| bytes < PAGE_SIZE) {
             return Err(BenchError::Setting(
-                "a vCPU without a page has nothing to touch".into(),
+                "nothing to touch: a vCPU needs at least one page".into(),
             ));
         }
         Ok(())
     }
 }
 
-/// The cores this process may run on.
+/// The number of cores that this process may use.
 pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, usize::from) as u32
 }
 
-/// Measures on all engines.
+/// Measures all engines.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a page has not what a vCPU stored to it;
-/// [`BenchError::Setting`] where the setting asks for what cannot be measured; others where the
-/// host refuses something.
+/// [`BenchError::WrongValue`] if a page does not hold the stored value. [`BenchError::Setting`] if
+/// these settings cannot be measured. Other errors if the host refuses something.
 pub fn demand_paging(
     setting: &DemandSetting,
-    tell: &mut dyn FnMut(&str),
+    progress: &mut dyn FnMut(&str),
 ) -> Result<DemandReport, BenchError> {
     setting.check()?;
     let began = Instant::now();
@@ -185,28 +184,29 @@ pub fn demand_paging(
         for &vcpus in &setting.vcpus {
             let pages = setting.memory_on(engine) / PAGE_SIZE;
             let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?;
-            let mut samples = vec![Taken::default(); ways.len()];
+            let mut samples = vec![WaySamples::default(); ways.len()];
             for round in 1..=setting.repeat {
-                tell(&format!(
+                progress(&format!(
                     "{engine}: {vcpus} vCPUs, round {round} of {}",
                     setting.repeat
                 ));
-                // Once for nothing: whoever reads what was told runs now.
+                // This run does not count: meanwhile the reader of the progress message has the
+                // core.
                 if let Some(first) = ways.first() {
                     first.run(host.as_ref(), &plan)?;
                 }
-                // In turns, so that what else the host does meets all of them; to and fro, as each
-                // leaves its mark in the caches.
+                // The ways take turns, so that other work on the host affects all of them. The
+                // order alternates, because each way leaves its state in the caches.
                 let mut turns: Vec<_> = ways.iter().zip(&mut samples).collect();
                 if round % 2 == 0 {
                     turns.reverse();
                 }
-                for (way, taken) in turns {
-                    taken.add(&plan, &way.run(host.as_ref(), &plan)?);
+                for (way, samples) in turns {
+                    samples.add(&plan, &way.run(host.as_ref(), &plan)?);
                 }
             }
-            for (way, taken) in ways.iter().zip(&samples) {
-                report.add(way, &plan, taken);
+            for (way, samples) in ways.iter().zip(&samples) {
+                report.add(way, &plan, samples);
             }
         }
     }
@@ -214,25 +214,25 @@ pub fn demand_paging(
     Ok(report)
 }
 
-/// Host memory for the largest guest of the soft engine.
-fn host(setting: &DemandSetting) -> Result<Arc<Host>, BenchError> {
+/// Host memory for the largest guest on the soft engine.
+fn host(setting: &DemandSetting) -> Result<Arc<HostRam>, BenchError> {
     let pages = setting.memory_on(Engine::Soft) / PAGE_SIZE;
     let most = setting.vcpus.iter().copied().max().unwrap_or(1);
-    Host::new(Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?)
+    HostRam::new(Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?)
 }
 
-/// One way to page on demand.
+/// One combination of engine, delivery and locking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
     pub(crate) engine: Engine,
     /// `None`: no page is missing.
     pub(crate) delivery: Option<Delivery>,
-    /// `None`: the kernel's own.
+    /// `None`: the kernel's own locking.
     pub(crate) scheme: Option<Scheme>,
 }
 
 impl Way {
-    fn run(self, host: Option<&Arc<Host>>, plan: &Plan) -> Result<Race<()>, BenchError> {
+    fn run(self, host: Option<&Arc<HostRam>>, plan: &Plan) -> Result<Race<()>, BenchError> {
         match (self.scheme, host) {
             (Some(scheme), Some(host)) => soft_touch(host, plan, scheme, self.delivery.is_some()),
             _ => machine::touch(self.engine, plan, self.delivery),
@@ -242,7 +242,7 @@ impl Way {
 
 /// One run on the soft engine.
 pub(crate) fn soft_touch(
-    host: &Arc<Host>,
+    host: &Arc<HostRam>,
     plan: &Plan,
     scheme: Scheme,
     exits: bool,
@@ -254,30 +254,30 @@ pub(crate) fn soft_touch(
     }
 }
 
-/// One run on the soft engine with one lock that is handed over in the order in which faults asked
-/// for it. With fewer cores than vCPUs the next in the order may have none, and what is measured is
-/// the scheduler.
+/// One run on the soft engine with a lock that is handed over in the order of arrival. If there are
+/// fewer cores than vCPUs, the next vCPU in the order may have no core, and the run measures the
+/// scheduler.
 pub(crate) fn in_order_touch(
-    host: &Arc<Host>,
+    host: &Arc<HostRam>,
     plan: &Plan,
     exits: bool,
 ) -> Result<Race<()>, BenchError> {
-    soft::touch::<Watched<InOrder>, _>(host, plan, exits, &|| {}, &|| ())
+    soft::touch::<Watched<OrderedLock>, _>(host, plan, exits, &|| {}, &|| ())
 }
 
-/// One run of one vCPU on the soft engine with a clock around every fault: what it measured.
+/// One run of one vCPU on the soft engine with a clock around every fault. Returns the times.
 pub(crate) fn clocked_touch(
-    host: &Arc<Host>,
+    host: &Arc<HostRam>,
     plan: &Plan,
     exits: bool,
-) -> Result<Vec<Timed>, BenchError> {
+) -> Result<Vec<FaultTimes>, BenchError> {
     let faults = 2 * plan.each as usize + 1024;
     let before = || Clock::reserve(faults);
     let race = soft::touch::<Watched<Clock>, _>(host, plan, exits, &before, &Clock::take)?;
-    Ok(race.said.into_iter().flatten().collect())
+    Ok(race.ended_with.into_iter().flatten().collect())
 }
 
-/// The ways of an engine that this host has; those it has not are noted.
+/// The ways of an engine that this host has. The report gets those that it lacks.
 fn ways(engine: Engine, report: &mut DemandReport) -> Result<Vec<Way>, BenchError> {
     match engine {
         Engine::Soft => Ok([None, Some(Delivery::Exit)]
@@ -309,18 +309,18 @@ fn ways(engine: Engine, report: &mut DemandReport) -> Result<Vec<Way>, BenchErro
     }
 }
 
-/// Samples of one way with one number of vCPUs.
+/// The samples of one way with one number of vCPUs.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Taken {
-    /// Touches a second, all vCPUs together.
+pub(crate) struct WaySamples {
+    /// Touches per second of all vCPUs together.
     rate: Samples,
-    /// Touches a second of a vCPU by itself: the median of the vCPUs.
+    /// Touches per second of one vCPU over its own time: the median of the vCPUs.
     per_vcpu: Samples,
-    /// Nanoseconds of a core for a touch.
+    /// Core time of a touch, in nanoseconds.
     touch_ns: Samples,
 }
 
-impl Taken {
+impl WaySamples {
     fn add(&mut self, plan: &Plan, race: &Race<()>) {
         let whole = race.whole.as_secs_f64();
         let busy = f64::from(plan.vcpus().min(cores()));

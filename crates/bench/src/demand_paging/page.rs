@@ -1,14 +1,14 @@
-//! The page of `bench demand-paging`: measured figures.
+//! The HTML page of `bench demand-paging`: measured figures.
 
 use super::{Cell, DemandReport, Scheme};
 use crate::kit::charts::{self, Line, Linear};
 use crate::kit::{self, escape, scrolling};
 use std::fmt::Write;
 
-/// Pages a second over vCPUs, measured: a chart for each engine, and the table.
+/// Pages per second over numbers of vCPUs: a chart for each engine, and the table.
 ///
 /// # Errors
-/// What the drawing failed at.
+/// The drawing library's error.
 pub fn page(report: &DemandReport) -> Result<String, String> {
     let mut body = String::new();
     for engine in ["kvm", "soft"] {
@@ -36,13 +36,14 @@ pub fn page(report: &DemandReport) -> Result<String, String> {
         let chart = charts::linear(&Linear {
             title: None,
             x_desc: "vCPUs",
-            y_desc: "pages a second",
+            y_desc: "pages per second",
             lines: &lines,
         })?;
         body.push_str(&scrolling(&chart));
     }
-    let about = "Each vCPU touches one word of each page of its memory for the first time; all of them together, pages a \
-                 second. Lines: how missing pages come (none: no page is missing), and how the MMU lets vCPUs fault.";
+    let about = "Each vCPU touches one word of each page of its memory for the first time. The charts show pages per second, \
+                 all vCPUs together. A line's name is the delivery of faults on missing pages (none: no page is missing), and \
+                 whether the MMU takes faults in parallel or serialised.";
     let _ = writeln!(
         body,
         "<h2>All figures</h2>\n<pre>{}</pre>",

@@ -1,23 +1,23 @@
-//! What the guest does: which pages its vCPUs touch.
+//! The pages that each vCPU of the guest touches.
 
 use crate::BenchError;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Isa, Layout, Touch, TouchAccess, TouchOrder, Toucher};
 use std::ops::Range;
 
-/// One guest: every vCPU stores to one word of each of its pages once, in ascending order, and has
-/// then finished.
+/// One guest. Every vCPU stores to one word of each of its pages once, in ascending order, and then
+/// reports that it has finished.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     pub(crate) toucher: Toucher,
-    /// All pages that are touched, as RAM page indices.
+    /// All touched pages, as RAM page indices.
     pub(crate) touched: Range<u64>,
-    /// How many each vCPU touches.
+    /// The number of pages that each vCPU touches.
     pub(crate) each: u64,
 }
 
 impl Plan {
-    /// `pages` pages for each vCPU: its own, or, with `overlap`, all of them for every vCPU.
+    /// `pages` pages for each vCPU. With `overlap`, each vCPU touches the pages of all.
     pub(crate) fn new(isa: Isa, vcpus: u32, pages: u64, overlap: bool) -> Result<Self, BenchError> {
         let bytes = Self::memory_bytes(isa, vcpus, pages)?;
         let layout = Layout::new(isa, vcpus, bytes)?;
@@ -43,14 +43,14 @@ impl Plan {
         })
     }
 
-    /// The RAM that such a guest needs, in bytes.
+    /// The RAM of such a guest, in bytes.
     pub(crate) fn memory_bytes(isa: Isa, vcpus: u32, pages: u64) -> Result<u64, BenchError> {
         let too_much = || {
             BenchError::Setting(format!(
                 "{vcpus} vCPUs of {pages} pages each need more memory than a guest can address"
             ))
         };
-        // Page tables of programs that have some take less than a page for 512 others.
+        // A program's own page tables take less than one page for 512 others.
         let wanted = pages
             .checked_mul(u64::from(vcpus))
             .and_then(|all| all.checked_add(all / 512))
@@ -67,12 +67,13 @@ impl Plan {
         self.toucher.layout().vcpus()
     }
 
-    /// The touches of all vCPUs together.
+    /// The number of touches of all vCPUs together.
     pub(crate) fn touches(&self) -> u64 {
         self.each * u64::from(self.vcpus())
     }
 
-    /// Checks that every page has what a vCPU stored, `first_word` giving a page's first word.
+    /// Checks that every page holds the value that a vCPU stored. `first_word` returns a page's
+    /// first word.
     pub(crate) fn check(&self, first_word: impl Fn(u64) -> u64) -> Result<(), BenchError> {
         for page in self.touched.clone() {
             let found = first_word(page);

@@ -1,21 +1,22 @@
-//! All vCPUs at once: a thread each, one start, and when each was done.
+//! Runs all vCPUs at once, each on a thread, and times them.
 //!
-//! The threads wait for each other before the first of them enters its guest; what starting threads
-//! costs is in no figure. Where there is a core for each, each stays on its own: else two that were
-//! started together may share one for the whole of a short run.
+//! The threads wait for each other before any enters its guest, so no figure includes the start of
+//! threads. If there is a core for each thread, each is pinned to its own. Otherwise two threads
+//! that start together may share a core for the whole of a short run.
 
 use crate::BenchError;
 use crate::cores;
 use crate::vm::LIMIT;
 use pageferry_addr::RamPage;
+use pageferry_guest::{Doorbell, Event};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// Why a vCPU left its guest.
+/// The reason why a vCPU left its guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Left {
-    /// It touched a page that is missing.
+pub(crate) enum GuestExit {
+    /// It touched a missing page.
     Missing(RamPage),
     /// It has touched all its pages.
     Finished,
@@ -23,31 +24,36 @@ pub(crate) enum Left {
     Kicked,
 }
 
-/// A vCPU that runs on the thread it is given to.
-pub(crate) trait Runner: Send {
-    /// Runs until the guest leaves.
-    fn run(&mut self) -> Result<Left, BenchError>;
+/// Whether `value`, stored to the doorbell, says that a vCPU has touched all its pages.
+pub(super) fn is_finished(value: u64) -> bool {
+    Doorbell::parse(value as u32).is_ok_and(|bell| bell.event == Event::Finished)
+}
 
-    /// Makes it leave, from any thread.
+/// A vCPU that runs on the calling thread.
+pub(crate) trait Runner: Send {
+    /// Runs until the vCPU leaves its guest.
+    fn run(&mut self) -> Result<GuestExit, BenchError>;
+
+    /// A function that makes the vCPU leave its guest, from any thread.
     fn kicker(&self) -> Box<dyn Fn() + Send + Sync>;
 }
 
-/// What a race was.
+/// The times of a race.
 pub(crate) struct Race<T> {
     /// From the start of the first vCPU to the end of the last.
     pub(crate) whole: Duration,
-    /// Of each vCPU by itself.
+    /// The time of each vCPU, from its own start to its own end.
     pub(crate) each: Vec<Duration>,
-    /// What each thread said at its end.
-    pub(crate) said: Vec<T>,
+    /// The values that `end` returned, one for each thread.
+    pub(crate) ended_with: Vec<T>,
 }
 
-/// Runs the vCPUs to the end of their programs. `before` is called on each thread before any
-/// begins. `missing` is called on the thread of a vCPU that touched a missing page, and the vCPU
-/// tries again when it returns; `end` is called on each thread at its end.
+/// Runs the vCPUs to the end of their programs. Each thread calls `before` before any vCPU starts,
+/// and `end` after its vCPU has ended. A thread whose vCPU touched a missing page calls `missing`,
+/// and then the vCPU retries.
 ///
 /// # Errors
-/// The first error of a vCPU or of `missing`; or that the guests took longer than [`LIMIT`].
+/// The first error of a vCPU or of `missing`, or [`BenchError::Busy`] after [`LIMIT`].
 pub(crate) fn race<R: Runner, T: Send>(
     runners: Vec<R>,
     before: &(dyn Fn() + Sync),
@@ -81,7 +87,7 @@ pub(crate) fn race<R: Runner, T: Send>(
                 let began = Instant::now();
                 let outcome = to_the_end(&mut runner, missing, stop);
                 let ended = Instant::now();
-                // Nobody listens only where the race is lost already.
+                // The receiver is gone only if another vCPU has failed.
                 let _ = send.send(outcome.map(|()| (began, ended, end())));
             };
             let started = std::thread::Builder::new()
@@ -95,7 +101,7 @@ pub(crate) fn race<R: Runner, T: Send>(
                 });
             }
         }
-        // From here on only the threads can send: if they are gone, that is seen.
+        // Now only the threads hold senders, so their end closes the channel.
         drop(send);
         let collected = collect(count, &ends);
         if collected.is_err() {
@@ -113,7 +119,7 @@ pub(crate) fn race<R: Runner, T: Send>(
             .iter()
             .map(|(began, ended, _)| *ended - *began)
             .collect(),
-        said: results.into_iter().map(|(.., said)| said).collect(),
+        ended_with: results.into_iter().map(|(.., value)| value).collect(),
     })
 }
 
@@ -134,7 +140,7 @@ fn collect<T>(
                     LIMIT.as_secs()
                 ))),
                 Err(RecvTimeoutError::Disconnected) => Err(BenchError::Stopped(
-                    "a vCPU's thread ended without a word".into(),
+                    "a vCPU's thread ended without a result".into(),
                 )),
             }
         })
@@ -148,9 +154,9 @@ fn to_the_end(
 ) -> Result<(), BenchError> {
     loop {
         match runner.run()? {
-            Left::Finished => return Ok(()),
-            Left::Missing(page) => missing(page)?,
-            Left::Kicked => {}
+            GuestExit::Finished => return Ok(()),
+            GuestExit::Missing(page) => missing(page)?,
+            GuestExit::Kicked => {}
         }
         if stop.load(Ordering::Acquire) {
             return Err(BenchError::Stopped("another vCPU failed".into()));
@@ -163,18 +169,18 @@ mod tests {
     use super::*;
     use std::sync::Arc;
 
-    /// Leaves as its script says, then runs until it is kicked.
-    struct Scripted(Vec<Left>, Arc<AtomicBool>);
+    /// Leaves with the exits of its script, then runs until it is kicked.
+    struct Scripted(Vec<GuestExit>, Arc<AtomicBool>);
 
     impl Runner for Scripted {
-        fn run(&mut self) -> Result<Left, BenchError> {
+        fn run(&mut self) -> Result<GuestExit, BenchError> {
             match self.0.pop() {
                 Some(left) => Ok(left),
                 None => {
                     while !self.1.load(Ordering::Acquire) {
                         std::thread::yield_now();
                     }
-                    Ok(Left::Kicked)
+                    Ok(GuestExit::Kicked)
                 }
             }
         }
@@ -184,7 +190,7 @@ mod tests {
         }
     }
 
-    fn scripted(script: &[Left]) -> Scripted {
+    fn scripted(script: &[GuestExit]) -> Scripted {
         let backwards = script.iter().rev().copied().collect();
         Scripted(backwards, Arc::default())
     }
@@ -193,14 +199,20 @@ mod tests {
     fn every_missing_page_is_brought_and_every_thread_asked() {
         let brought = std::sync::Mutex::new(Vec::new());
         let runners = (0..3)
-            .map(|page| scripted(&[Left::Missing(RamPage(page)), Left::Kicked, Left::Finished]))
+            .map(|page| {
+                scripted(&[
+                    GuestExit::Missing(RamPage(page)),
+                    GuestExit::Kicked,
+                    GuestExit::Finished,
+                ])
+            })
             .collect();
         let bring = |page| {
             brought.lock().unwrap().push(page);
             Ok(())
         };
         let race = race(runners, &|| {}, &bring, &|| 7).unwrap();
-        assert_eq!((race.each.len(), race.said), (3, vec![7; 3]));
+        assert_eq!((race.each.len(), race.ended_with), (3, vec![7; 3]));
         assert!(race.each.iter().all(|&one| one <= race.whole));
         let mut brought = brought.into_inner().unwrap();
         brought.sort_unstable();
@@ -209,7 +221,7 @@ mod tests {
 
     #[test]
     fn one_error_stops_all() {
-        let runners = vec![scripted(&[Left::Missing(RamPage(0))]), scripted(&[])];
+        let runners = vec![scripted(&[GuestExit::Missing(RamPage(0))]), scripted(&[])];
         let refuse = |_| Err(BenchError::Setting("no such page".into()));
         let error = race(runners, &|| {}, &refuse, &|| ()).err().unwrap();
         assert_eq!(error.to_string(), "no such page");

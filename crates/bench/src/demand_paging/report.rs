@@ -1,60 +1,62 @@
-//! What a run found.
+//! The results of a run.
 
-use super::{DemandSetting, Plan, Scheme, Taken, Way, cores};
+use super::{DemandSetting, Plan, Scheme, Way, WaySamples, cores};
 use crate::kit::Figure;
 use pageferry_machine::{Delivery, Engine};
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
 
-/// One way with one number of vCPUs.
+/// The figures of one engine, delivery and scheme with one number of vCPUs.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// Whose guest: `soft` or `kvm`.
+    /// The engine: `soft` or `kvm`.
     pub engine: &'static str,
-    /// How touches of missing pages were delivered; `none` where no page was missing.
+    /// The delivery of faults on missing pages. `none`: no page was missing.
     pub delivery: &'static str,
-    /// How the MMU let vCPUs fault; of KVM it is not known.
+    /// The MMU's locking of faults; unknown on KVM.
     pub scheme: Option<Scheme>,
-    /// How many vCPUs touched at once.
+    /// The number of vCPUs.
     pub vcpus: u32,
-    /// How many pages each of them touched.
+    /// The number of pages that each vCPU touched.
     pub pages_each: u64,
-    /// How many pages all touched together; fewer than the touches where they overlap.
+    /// The number of different pages that all vCPUs touched. With overlap it is smaller than the
+    /// number of touches.
     pub pages: u64,
-    /// Touches a second, all vCPUs together.
+    /// Touches per second of all vCPUs together.
     pub pages_per_s: Figure,
-    /// Touches a second of one vCPU in its own time: the median of the vCPUs.
+    /// Touches per second of one vCPU over its own time: the median of the vCPUs.
     pub pages_per_s_vcpu: Figure,
-    /// Core time a touch, nanoseconds: what the guest's own instructions take included.
+    /// Core time of a touch in nanoseconds. It includes the guest's own instructions.
     pub ns_per_touch: Figure,
-    /// `pages_per_s` to that of the fewest vCPUs measured in this way.
+    /// The median of `pages_per_s` divided by that of the fewest vCPUs, with the same engine,
+    /// delivery and scheme.
     pub scaling: f64,
 }
 
-/// What is not in the figures, and why.
+/// A measurement that this host cannot make.
 #[derive(Clone, Debug, Serialize)]
 pub struct Unmeasured {
-    /// What.
+    /// The measurement.
     pub what: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
-/// Everything a run found. Nothing in it is modelled.
+/// The results of a run. All of them are measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct DemandReport {
-    /// False: all figures were measured.
+    /// Always `false`: no figure is modelled.
     pub modelled: bool,
-    /// By engine, number of vCPUs, and way.
+    /// The figures, by engine, number of vCPUs, delivery and scheme.
     pub cells: Vec<Cell>,
-    /// What this host cannot do.
+    /// The measurements that this host cannot make.
     pub unmeasured: Vec<Unmeasured>,
-    /// Whether every vCPU touched the pages of all.
+    /// Whether every vCPU touched all pages.
     pub overlap: bool,
-    /// Cores this process may run on.
+    /// The number of cores that this process may use.
     pub cores: u32,
-    /// How long the run took.
+    /// The length of the run, in seconds.
     pub seconds: f64,
 }
 
@@ -77,13 +79,13 @@ impl DemandReport {
     pub(super) fn lacks(&mut self, engine: Engine, delivery: Delivery) {
         self.unmeasured.push(Unmeasured {
             what: format!("{engine} by {delivery}"),
-            why: "this host does not have it; `pageferry probe` says why".into(),
+            why: "not available on this host; `pageferry probe` prints the reason".into(),
         });
     }
 
-    pub(super) fn add(&mut self, way: &Way, plan: &Plan, taken: &Taken) {
+    pub(super) fn add(&mut self, way: &Way, plan: &Plan, samples: &WaySamples) {
         let (engine, delivery) = (way.engine.name(), delivery_name(way.delivery));
-        let rate = Figure::of(&taken.rate);
+        let rate = Figure::of(&samples.rate);
         let first = self.cells.iter().find(|cell| {
             (cell.engine, cell.delivery, cell.scheme) == (engine, delivery, way.scheme)
         });
@@ -96,8 +98,8 @@ impl DemandReport {
             pages_each: plan.each,
             pages: plan.touched.end - plan.touched.start,
             pages_per_s: rate,
-            pages_per_s_vcpu: Figure::of(&taken.per_vcpu),
-            ns_per_touch: Figure::of(&taken.touch_ns),
+            pages_per_s_vcpu: Figure::of(&samples.per_vcpu),
+            ns_per_touch: Figure::of(&samples.touch_ns),
             scaling,
         });
     }
@@ -119,7 +121,7 @@ impl DemandReport {
     }
 }
 
-/// Three digits and a power of a thousand.
+/// Formats a number with three digits and a prefix.
 pub(crate) fn short(value: f64) -> String {
     let (scaled, unit) = match value {
         v if v >= 999.5e6 => (value / 1e9, " G"),
@@ -138,15 +140,15 @@ pub(crate) fn short(value: f64) -> String {
 impl fmt::Display for DemandReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let which = if self.overlap {
-            "of all of guest memory"
+            "of guest memory"
         } else {
-            "of a part of its own"
+            "of its own part of guest memory"
         };
         writeln!(
             f,
-            "Each vCPU stores to one word of each page {which}; medians (min .. max); {} cores, {:.0} s in all.\n\
-             Host memory is there before; a missing page is brought by copying 4 KiB. ns a touch: core time, with the \
-             guest's own instructions. With a core for each vCPU, each stays on its own.",
+            "Each vCPU stores to one word of each page {which}. Medians (min .. max). {} cores, {:.0} s in all.\n\
+             Host memory is allocated before. A missing page is installed by copying 4 KiB. ns/touch: core time, including \
+             the guest's\ninstructions. If there is a core for each vCPU, each is pinned to its own.",
             self.cores, self.seconds
         )?;
         writeln!(
@@ -159,8 +161,8 @@ impl fmt::Display for DemandReport {
             "pages each",
             "pages/s",
             "",
-            "a vCPU",
-            "ns a touch",
+            "per vCPU",
+            "ns/touch",
             "",
             "scaling",
             "n"

@@ -1,23 +1,23 @@
 #![expect(
     unsafe_code,
-    reason = "promises the hypervisor that guest memory stays mapped, and reads single words of it"
+    reason = "guarantees the hypervisor that guest memory stays mapped, and reads single words of it"
 )]
-//! The guests on our own hypervisor, called directly: so its scheme of memory slots can be chosen.
+//! The guests on our own hypervisor. It is called directly, so that the caller can choose the
+//! scheme of memory slots.
 //!
-//! Host memory is allocated once and used by one VM after the other. So no touch waits for the
-//! host's allocator, and what is measured is the hypervisor's own fault path: a VM is new each
-//! time, with empty tables and TLBs.
+//! Host memory is allocated once, and one VM after the other uses it. So no touch waits for the
+//! host's allocator, and the figures show the hypervisor's own fault path. Each VM is new and
+//! begins with empty tables and TLBs.
 
-use super::bring::Bring;
+use super::missing::MissingPages;
 use super::plan::Plan;
-use super::race::{Left, Race, Runner, race};
+use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::watched::Clock;
 use crate::BenchError;
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
-use pageferry_guest::{Doorbell, Event};
 use pageferry_hypervisor::hart::Hart;
 use pageferry_hypervisor::{
-    Exit, HostMemory, Memslots, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig, VmError,
+    Exit, HostMemory, Memslots, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig,
 };
 use pageferry_machine::{GuestRam, RamLayout};
 use pageferry_userfault::PageBitmap;
@@ -29,22 +29,24 @@ const SP: usize = 2;
 const A0: usize = 10;
 const A1: usize = 11;
 
-/// Memory for guests, and a promise about it.
-pub(crate) struct Host(Arc<GuestRam>);
+/// Memory for guests.
+pub(crate) struct HostRam(Arc<GuestRam>);
 
-// SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is
-// dropped, and seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The
-// mapping came from `mmap`, and `alias_hva` casts its pointer to an integer, which exposes it. 3.
-// `GuestRam` hands out no references and accesses the mapping by volatile words.
-unsafe impl HostMemory for Host {
+// SAFETY:
+// 1. `GuestRam` maps the alias readable and writable when it is created, and unmaps it when it is
+//    dropped. It seals the memfd, so that it cannot shrink. This type holds an `Arc` of it.
+// 2. The mapping came from `mmap`. `alias_hva` casts its pointer to an integer, which exposes its
+//    provenance.
+// 3. `GuestRam` hands out no references, and accesses the mapping by volatile words.
+unsafe impl HostMemory for HostRam {
     fn hva_range(&self) -> Range<Hva> {
         let start = self.0.alias_hva(RamPage(0));
         start..Hva(start.0 + self.0.layout().bytes())
     }
 }
 
-impl Host {
-    /// Memory of so many bytes, all of it allocated.
+impl HostRam {
+    /// Allocates memory for a guest of `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> Result<Arc<Self>, BenchError> {
         let layout = RamLayout::for_memory(bytes).map_err(pageferry_machine::MachineError::from)?;
         let ram = GuestRam::new(layout)?;
@@ -57,23 +59,19 @@ impl Host {
     }
 }
 
-/// A VM whose vCPUs have not begun.
-pub(crate) struct Stage<M: Memslots> {
+/// A VM that is ready to run.
+pub(crate) struct PreparedVm<M: Memslots> {
     pub(super) vcpus: Vec<VcpuCore<M>>,
     layout: RamLayout,
-    /// Kept for its vCPUs, and for those who want to look at its tables.
+    /// Kept so that tests can read its tables.
     #[cfg_attr(not(test), expect(dead_code, reason = "only tests look"))]
     pub(super) vm: Vm<M>,
 }
 
-fn refused(error: &VmError) -> BenchError {
-    BenchError::Memslot(format!("the hypervisor refused a call: {error}"))
-}
-
-impl<M: Memslots> Stage<M> {
-    /// Loads the guest; pages whose bit in `missing` is set are missing.
+impl<M: Memslots> PreparedVm<M> {
+    /// Creates a VM and loads the guest. The pages whose bit in `missing` is set are missing.
     pub(crate) fn new(
-        host: &Arc<Host>,
+        host: &Arc<HostRam>,
         plan: &Plan,
         missing: Option<&Arc<PageBitmap>>,
     ) -> Result<Self, BenchError> {
@@ -108,19 +106,18 @@ impl<M: Memslots> Stage<M> {
                 hva: host.ram().alias_hva(region.first),
                 memory: Some(Arc::clone(host) as Arc<dyn HostMemory>),
                 userfault,
-            })
-            .map_err(|e| refused(&e))?;
+            })?;
         }
         let vcpus = (0..plan.vcpus())
             .map(|id| {
-                let mut vcpu = vm.create_vcpu(id).map_err(|e| refused(&e))?;
+                let mut vcpu = vm.create_vcpu(id)?;
                 let (start, mut state) = (program.start(id), Hart::new().state());
                 state.pc = start.entry;
                 state.x[SP] = start.stack;
                 state.x[A0] = start.args[0];
                 state.x[A1] = start.args[1];
                 vcpu.set_state(&state)
-                    .map_err(|e| BenchError::Memslot(e.to_string()))?;
+                    .map_err(|e| BenchError::Hypervisor(e.to_string()))?;
                 Ok(vcpu)
             })
             .collect::<Result<_, BenchError>>()?;
@@ -137,27 +134,19 @@ impl<M: Memslots> Runner for Vcpu<'_, M>
 where
     VcpuCore<M>: Send,
 {
-    fn run(&mut self) -> Result<Left, BenchError> {
-        let unexpected = |exit: Exit| {
-            Err(BenchError::Memslot(format!(
-                "unexpected exit of the guest: {exit:?}"
-            )))
-        };
+    fn run(&mut self) -> Result<GuestExit, BenchError> {
         match self.core.run() {
             Exit::MemoryFault {
                 gpa,
                 userfault: true,
                 ..
             } => match self.layout.page_of(gpa.gfn()) {
-                Some(page) => Ok(Left::Missing(page)),
-                None => Err(BenchError::Memslot(format!("no RAM is at {gpa}"))),
+                Some(page) => Ok(GuestExit::Missing(page)),
+                None => Err(BenchError::Hypervisor(format!("no RAM is at {gpa}"))),
             },
-            Exit::Kicked => Ok(Left::Kicked),
-            exit @ Exit::MmioWrite { value, .. } => match Doorbell::parse(value as u32) {
-                Ok(bell) if bell.event == Event::Finished => Ok(Left::Finished),
-                _ => unexpected(exit),
-            },
-            exit => unexpected(exit),
+            Exit::Kicked => Ok(GuestExit::Kicked),
+            Exit::MmioWrite { value, .. } if is_finished(value) => Ok(GuestExit::Finished),
+            exit => Err(BenchError::unexpected_exit(&exit)),
         }
     }
 
@@ -167,13 +156,13 @@ where
     }
 }
 
-/// Lets all vCPUs touch all their pages; with `exits`, every page is missing at first, and the vCPU
-/// that touches it brings it on its own thread.
+/// Runs all vCPUs over all their pages. With `exits`, every page is missing at first, and the vCPU
+/// that touches a page installs it on its own thread.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a page has not what was stored to it.
+/// [`BenchError::WrongValue`] if a page does not hold the stored value.
 pub(crate) fn touch<M: Memslots, T: Send>(
-    host: &Arc<Host>,
+    host: &Arc<HostRam>,
     plan: &Plan,
     exits: bool,
     before: &(dyn Fn() + Sync),
@@ -182,29 +171,29 @@ pub(crate) fn touch<M: Memslots, T: Send>(
 where
     VcpuCore<M>: Send,
 {
-    let bring = exits.then(|| Bring::all(host.ram().pages(), plan));
-    let stage = Stage::<M>::new(host, plan, bring.as_ref().map(Bring::missing))?;
+    let missing = exits.then(|| MissingPages::all(host.ram().pages(), plan));
+    let prepared = PreparedVm::<M>::new(host, plan, missing.as_ref().map(MissingPages::bitmap))?;
     let install = |page: RamPage| {
-        // Only a clock looks at this.
+        // Only runs with a clock read this.
         Clock::was_missing();
-        let Some(bring) = &bring else {
-            return Err(BenchError::Memslot(format!("{page:?} is not missing")));
+        let Some(missing) = &missing else {
+            return Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
         };
         let write = |bytes: &_| {
             host.ram().write(page, bytes);
             Ok(())
         };
-        bring.page(page, write, || Ok(()))
+        missing.install(page, write, || Ok(()))
     };
-    let layout = &stage.layout;
-    let runners = stage
+    let layout = &prepared.layout;
+    let runners = prepared
         .vcpus
         .into_iter()
         .map(|core| Vcpu { core, layout })
         .collect();
     let race = race(runners, before, &install, end)?;
     plan.check(|page| first_word(host.ram(), page))?;
-    bring.as_ref().map_or(Ok(()), Bring::check)?;
+    missing.as_ref().map_or(Ok(()), MissingPages::check)?;
     Ok(race)
 }
 
@@ -215,25 +204,27 @@ pub(super) fn first_word(ram: &GuestRam, page: u64) -> u64 {
         reason = "a page is aligned to more than a word"
     )]
     let word = ram.alias(RamPage(page), 1).cast::<u64>();
-    // SAFETY: the page is inside the mapping, which lives as long as `ram`; volatile, as `GuestRam`
-    // asks.
+    // SAFETY: the page is inside the mapping, which lives as long as `ram`. The access is volatile,
+    // as `GuestRam` requires.
     u64::from_le(unsafe { word.read_volatile() })
 }
 
-/// Nanoseconds that leaving and entering the guest take: of a vCPU that does nothing but store to
-/// an address without memory.
-pub(crate) fn exit_and_entry(host: &Arc<Host>, plan: &Plan, exits: u32) -> Result<f64, BenchError> {
-    let mut stage = Stage::<pageferry_hypervisor::Scalable>::new(host, plan, None)?;
+/// Nanoseconds to leave and enter the guest. The vCPU does nothing but store to an address without
+/// memory.
+pub(crate) fn exit_and_entry(
+    host: &Arc<HostRam>,
+    plan: &Plan,
+    exits: u32,
+) -> Result<f64, BenchError> {
+    let mut prepared = PreparedVm::<pageferry_hypervisor::Scalable>::new(host, plan, None)?;
     let mut vcpu = Vcpu {
-        core: stage.vcpus.remove(0),
-        layout: &stage.layout,
+        core: prepared.vcpus.remove(0),
+        layout: &prepared.layout,
     };
-    // Its program first, then it rings for ever.
+    // The first exit is the end of its program. From then on it stores to the doorbell in a loop.
     let mut finished = || match vcpu.run()? {
-        Left::Finished => Ok(()),
-        other => Err(BenchError::Memslot(format!(
-            "unexpected exit of the guest: {other:?}"
-        ))),
+        GuestExit::Finished => Ok(()),
+        other => Err(BenchError::unexpected_exit(&other)),
     };
     finished()?;
     let began = Instant::now();

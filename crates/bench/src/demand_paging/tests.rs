@@ -1,4 +1,4 @@
-//! Small real runs of every way, and what refuses.
+//! Small real runs of every way, and settings that are refused.
 
 use super::*;
 use pageferry_hypervisor::Vm;
@@ -63,12 +63,12 @@ fn every_way_of_the_soft_engine_has_its_figures() {
 fn a_clock_sees_every_fault() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 64, false).unwrap();
     let bytes = plan.toucher.layout().memory_bytes();
-    let host = Host::new(bytes).unwrap();
+    let host = HostRam::new(bytes).unwrap();
     let present = clocked_touch(&host, &plan, false).unwrap();
-    // A fault for each page, some for the code and the control page, and some that try again.
+    // A fault for each page, some for the code and the control page, and some retries.
     assert!((64..200).contains(&present.len()), "{}", present.len());
     assert!(present.iter().all(|fault| !fault.missing));
-    let rest = |faults: &[Timed]| {
+    let rest = |faults: &[FaultTimes]| {
         faults
             .iter()
             .map(|fault| u64::from(fault.rest))
@@ -81,7 +81,7 @@ fn a_clock_sees_every_fault() {
     assert!(missing.len() >= exits + 64, "and was mapped after that");
 }
 
-/// Looks at the tables when a slot was found and when the fault's work is done.
+/// Counts the mapped pages when the slot is found, and again when the fault's work is done.
 #[derive(Clone, Default)]
 struct Looking;
 
@@ -104,10 +104,10 @@ impl watched::Watch for Looking {
 #[test]
 fn the_work_of_a_fault_is_where_lock_and_clock_stand() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 64, false).unwrap();
-    let host = Host::new(plan.toucher.layout().memory_bytes()).unwrap();
-    let mut stage = soft::Stage::<Watched<Looking>>::new(&host, &plan, None).unwrap();
-    *LOOKED_AT.lock().unwrap() = Some(stage.vm.clone());
-    let exit = stage.vcpus[0].run();
+    let host = HostRam::new(plan.toucher.layout().memory_bytes()).unwrap();
+    let mut prepared = soft::PreparedVm::<Watched<Looking>>::new(&host, &plan, None).unwrap();
+    *LOOKED_AT.lock().unwrap() = Some(prepared.vm.clone());
+    let exit = prepared.vcpus[0].run();
     assert!(
         matches!(exit, pageferry_hypervisor::Exit::MmioWrite { .. }),
         "{exit:?}"
@@ -119,7 +119,7 @@ fn the_work_of_a_fault_is_where_lock_and_clock_stand() {
 
 #[test]
 fn the_lock_in_order_is_held_around_that_work() {
-    let mut lock = InOrder::default();
+    let mut lock = OrderedLock::default();
     let same = lock.clone();
     let inside = watched::Watch::found(&mut lock, || same.is_held());
     assert!(inside && !same.is_held());
@@ -128,7 +128,7 @@ fn the_lock_in_order_is_held_around_that_work() {
 #[test]
 fn leaving_the_guest_takes_time() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 4, false).unwrap();
-    let host = Host::new(plan.toucher.layout().memory_bytes()).unwrap();
+    let host = HostRam::new(plan.toucher.layout().memory_bytes()).unwrap();
     assert!(exit_and_entry(&host, &plan, 100).unwrap() > 1.0);
 }
 

@@ -1,46 +1,44 @@
-//! A lock that is handed over in the order in which threads asked for it: what the serialised MMU
-//! takes around every fault.
+//! A lock that is handed over in the order of arrival. The serialised MMU holds it around every
+//! fault.
 //!
-//! A ticket lock, as the kernel's spin locks were and with the order its queued ones have. A thread
-//! spins while it waits, and yields its processor from time to time: with more threads than
-//! processors the next in the order may have none, and then everybody waits for the scheduler.
-//! Measure it with a processor for each thread.
+//! It is a ticket lock, as the kernel's spin locks were; queued spin locks keep the same order. A
+//! waiting thread spins, and yields its core from time to time. If there are more threads than
+//! cores, the next thread in the order may have no core, and all threads wait for the scheduler. So
+//! measure it with a core for each thread.
 
+use crate::kit::CacheLine;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The lock. Its words have a cache line each: asking for it does not take the line away from the
-/// one who lets it go, as with the kernel's queued locks, whose waiters are in a line of their own.
+/// The lock. Each of its words has a cache line. So a thread that asks for the lock does not take
+/// the line away from the holder. In the kernel's queued locks, too, each waiter has its own line.
 #[derive(Debug, Default)]
-pub(crate) struct Ticket {
-    next: Line,
-    serving: Line,
+pub(crate) struct TicketLock {
+    next: CacheLine<AtomicU32>,
+    serving: CacheLine<AtomicU32>,
 }
 
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Line(AtomicU32);
-
-/// Lets the next one in when it is dropped.
-pub(crate) struct Held<'a> {
-    lock: &'a Ticket,
+/// Releases the lock to the next waiter when it is dropped.
+pub(crate) struct TicketGuard<'a> {
+    lock: &'a TicketLock,
     ticket: u32,
 }
 
-impl Held<'_> {
-    /// How many had the lock before, modulo 2^32.
+impl TicketGuard<'_> {
+    /// The number of earlier holders, modulo 2^32.
     pub(crate) const fn ticket(&self) -> u32 {
         self.ticket
     }
 }
 
-impl Ticket {
+impl TicketLock {
     #[inline]
-    pub(crate) fn lock(&self) -> Held<'_> {
-        // Orders nothing: whoever waits acquires below.
-        let mine = self.next.0.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn lock(&self) -> TicketGuard<'_> {
+        // Relaxed: the load below acquires.
+        let mine = self.next.fetch_add(1, Ordering::Relaxed);
         let mut spins = 0_u32;
-        // Acquire: what was done under the lock before happens before what is done now.
-        while self.serving.0.load(Ordering::Acquire) != mine {
+        // Acquire: pairs with the release store of the previous holder. Its work happens before
+        // ours.
+        while self.serving.load(Ordering::Acquire) != mine {
             spins = spins.wrapping_add(1);
             if spins.is_multiple_of(256) {
                 std::thread::yield_now();
@@ -48,27 +46,25 @@ impl Ticket {
                 std::hint::spin_loop();
             }
         }
-        Held {
+        TicketGuard {
             lock: self,
             ticket: mine,
         }
     }
 
-    /// Whether somebody holds it; true for a moment only.
+    /// Whether a thread holds the lock. The answer may be out of date when it is returned.
     #[cfg(test)]
     pub(crate) fn is_held(&self) -> bool {
-        self.next.0.load(Ordering::Relaxed) != self.serving.0.load(Ordering::Relaxed)
+        self.next.load(Ordering::Relaxed) != self.serving.load(Ordering::Relaxed)
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for TicketGuard<'_> {
     #[inline]
     fn drop(&mut self) {
-        // Only the holder changes this word, and its ticket is what the word says now.
-        self.lock
-            .serving
-            .0
-            .store(self.ticket.wrapping_add(1), Ordering::Release);
+        // Only the holder changes this word, and its value is the holder's ticket.
+        let next = self.ticket.wrapping_add(1);
+        self.lock.serving.store(next, Ordering::Release);
     }
 }
 
@@ -79,7 +75,7 @@ mod tests {
 
     #[test]
     fn only_one_thread_is_inside() {
-        let (lock, count) = (Ticket::default(), AtomicU64::new(0));
+        let (lock, count) = (TicketLock::default(), AtomicU64::new(0));
         std::thread::scope(|scope| {
             for _ in 0..3 {
                 scope.spawn(|| {
@@ -97,7 +93,7 @@ mod tests {
 
     #[test]
     fn a_panic_inside_lets_the_next_one_in() {
-        let lock = Ticket::default();
+        let lock = TicketLock::default();
         let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let _held = lock.lock();
             panic!("inside");

@@ -1,18 +1,15 @@
 #![expect(
     unsafe_code,
-    reason = "promises that slots are found as the contract of a scheme says, by handing on one that does"
+    reason = "implements the unsafe trait of memory slots, by delegating to `Scalable`"
 )]
-//! The hypervisor's own scheme of memory slots with something around every fault: a lock that is
-//! handed over in order, or a clock.
+//! The hypervisor's own scheme of memory slots, with a lock or a clock around every fault.
 //!
-//! A fault looks its slot up and then does the rest of its work, walk and change of the tables,
-//! with what it found. A
-//! [`Memslots`] sees both: so a wrapper of it can stand around every fault of a
-//! [`pageferry_hypervisor::Vm`], without a change to the hypervisor. This holds as long as the
-//! fault's work is done inside [`MemslotReader::lookup`]; the tests here fail if it moves
-//! elsewhere.
+//! A fault looks up its slot, and then does the rest of its work, the walk and the change of the
+//! tables, inside [`MemslotReader::lookup`]. So a wrapper of a [`Memslots`] can surround every
+//! fault of a [`pageferry_hypervisor::Vm`] without a change to the hypervisor. If the hypervisor
+//! moves that work elsewhere, the tests here fail.
 
-use super::ticket::Ticket;
+use super::ticket::TicketLock;
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{
     Found, Limits, MemslotReader, Memslots, Request, Scalable, Slot, SlotData, SlotError,
@@ -22,30 +19,30 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// What stands around the faults of one VM; each vCPU has a clone.
+/// Code that runs around the faults of one VM. Each vCPU has a clone.
 pub(crate) trait Watch: Clone + Default + Send + 'static {
     /// A fault begins.
     fn began(&mut self) {}
 
-    /// The slot was found: the work of the fault is `rest`.
+    /// The slot was found. `rest` does the remaining work of the fault.
     fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R;
 }
 
-/// One exclusive lock around the work of every fault, first come, first served: what the model
-/// calls serialised. The look-up of the slot stays outside, as it did in KVM. Nothing sweeps the
-/// tables of these VMs while their vCPUs run, so nobody else takes it.
+/// One exclusive lock around the work of every fault, handed over in the order of arrival: the
+/// model's serialised MMU. The slot look-up stays outside the lock, as it did in KVM. Nothing
+/// sweeps the tables of these VMs while their vCPUs run, so only faults take the lock.
 #[derive(Clone, Default)]
-pub(crate) struct InOrder(Arc<Ticket>);
+pub(crate) struct OrderedLock(Arc<TicketLock>);
 
 #[cfg(test)]
-impl InOrder {
-    /// Whether a fault is being worked on.
+impl OrderedLock {
+    /// Whether a fault holds the lock.
     pub(super) fn is_held(&self) -> bool {
         self.0.is_held()
     }
 }
 
-impl Watch for InOrder {
+impl Watch for OrderedLock {
     #[inline]
     fn found<R>(&mut self, rest: impl FnOnce() -> R) -> R {
         let _held = self.0.lock();
@@ -53,32 +50,32 @@ impl Watch for InOrder {
     }
 }
 
-/// How long one fault took, in nanoseconds, both with the cost of reading the clock in them.
+/// The times of one fault, in nanoseconds. Each includes the cost of reading the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Timed {
-    /// To find the slot.
+pub(crate) struct FaultTimes {
+    /// The look-up of the slot.
     pub(crate) lookup: u32,
-    /// The rest.
+    /// The remaining work.
     pub(crate) rest: u32,
-    /// Whether it ended in an exit since the page is missing.
+    /// Whether the fault ended in an exit, because the page is missing.
     pub(crate) missing: bool,
 }
 
-/// A clock. What it measured is kept by the thread that faulted, which is the vCPU's own.
+/// A clock. The thread that faulted, which is the vCPU's own, keeps the times.
 #[derive(Clone, Default)]
 pub(crate) struct Clock(Option<Instant>);
 
 thread_local! {
-    static TIMES: RefCell<Vec<Timed>> = const { RefCell::new(Vec::new()) };
+    static TIMES: RefCell<Vec<FaultTimes>> = const { RefCell::new(Vec::new()) };
 }
 
 impl Clock {
-    /// Makes room on this thread, so that no fault waits for the allocator.
+    /// Reserves room on this thread, so that no fault waits for the allocator.
     pub(crate) fn reserve(faults: usize) {
         TIMES.with_borrow_mut(|times| times.reserve(faults));
     }
 
-    /// Marks this thread's last fault as one that ended in an exit.
+    /// Records that this thread's last fault ended in an exit.
     pub(crate) fn was_missing() {
         TIMES.with_borrow_mut(|times| {
             if let Some(last) = times.last_mut() {
@@ -87,8 +84,8 @@ impl Clock {
         });
     }
 
-    /// Takes what this thread has measured.
-    pub(crate) fn take() -> Vec<Timed> {
+    /// Returns and forgets this thread's times.
+    pub(crate) fn take() -> Vec<FaultTimes> {
         TIMES.take()
     }
 }
@@ -108,7 +105,7 @@ impl Watch for Clock {
             u32::try_from(to.duration_since(from).as_nanos()).unwrap_or(u32::MAX)
         };
         let began = self.0.take().unwrap_or(found);
-        let timed = Timed {
+        let timed = FaultTimes {
             lookup: ns(began, found),
             rest: ns(found, end),
             missing: false,
@@ -118,20 +115,20 @@ impl Watch for Clock {
     }
 }
 
-/// [`Scalable`] with a watch.
+/// [`Scalable`] with code around every fault.
 pub(crate) struct Watched<W> {
     slots: Scalable,
     watch: W,
 }
 
-/// Its reader.
+/// A reader of [`Watched`].
 pub(crate) struct WatchedReader<W> {
     reader: <Scalable as Memslots>::Reader,
     watch: W,
 }
 
-// SAFETY: all of it is what `Scalable` does; the watch changes neither what is found nor when the
-// caller learns it.
+// SAFETY: every call is delegated to `Scalable`, which keeps the contract. The watch changes
+// neither the found slot nor the moment when the caller learns of it.
 unsafe impl<W: Watch> Memslots for Watched<W> {
     type Reader = WatchedReader<W>;
     type Update<'a> = <Scalable as Memslots>::Update<'a>;

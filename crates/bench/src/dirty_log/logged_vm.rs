@@ -1,26 +1,27 @@
-//! One VM that goes through the phases.
+//! One VM that goes through all phases.
 
 use super::{Config, Pattern, Phase};
 use crate::BenchError;
 use crate::Samples;
-use crate::memslot::host::Host;
+use crate::memslot::host::SlotMemory;
+use crate::memslot::program::code_words;
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 use pageferry_addr::{Gpa, PAGE_SIZE};
 use pageferry_hypervisor::{
-    DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig, VmError,
+    DirtyProtect, Exit, HostMemory, Memslots, Region, SlotFlags, VcpuCore, Vm, VmConfig,
 };
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// The slot with the program, at guest address 0, and the one that is measured.
+/// The slot with the program, at guest address 0, and the slot that is measured.
 const PROGRAM: u16 = 0;
 const MEASURED: u16 = 1;
-/// Where the measured slot is.
+/// The guest address of the measured slot.
 const AT: Gpa = Gpa(1 << 30);
-/// The longest that vCPUs wait for each other.
+/// The time limit for vCPUs that wait for each other.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Samples of each phase, in milliseconds.
@@ -37,23 +38,20 @@ impl Times {
     }
 }
 
-/// Host memory for the program's page and all vCPUs, touched: the kernel has given all of it.
-pub(super) fn host(config: &Config) -> Result<Arc<Host>, BenchError> {
+/// Host memory for the program's page and all vCPUs. Every page is touched, so that the kernel has
+/// allocated it.
+pub(super) fn host(config: &Config) -> Result<Arc<SlotMemory>, BenchError> {
     let pages = u64::from(config.vcpus) * config.pages;
-    let host = Host::new(1 + pages)?;
+    let host = SlotMemory::new(1 + pages)?;
     for page in 0..=pages {
         host.word(page, 0).store(1, Ordering::Relaxed);
     }
-    for (index, pair) in program().chunks(2).enumerate() {
-        let high = pair.get(1).copied().unwrap_or(0);
-        let word = u64::from(pair[0]) | u64::from(high) << 32;
-        host.word(0, 8 * index as u64)
-            .store(word, Ordering::Relaxed);
-    }
+    host.write_code(0, &program());
     Ok(host)
 }
 
-/// Writes a0 into a doubleword of every page from a1 up to a2, then calls its environment.
+/// The guest program. It writes a0 into a doubleword of every page from a1 up to a2, then makes an
+/// ECALL.
 fn program() -> Vec<u32> {
     let mut ops = VecAssembler::<RiscvRelocation>::new(0);
     dynasm!(ops
@@ -65,20 +63,18 @@ fn program() -> Vec<u32> {
         ; bltu a1, a2, ->next
         ; ecall
     );
-    let bytes = ops.finalize().expect("every label is defined");
-    let words = bytes.as_chunks().0.iter();
-    words.map(|&word| u32::from_le_bytes(word)).collect()
+    code_words(ops)
 }
 
 pub(super) struct LoggedVm<M: Memslots> {
     vm: Vm<M>,
     vcpus: Vec<VcpuCore<M>>,
-    host: Arc<Host>,
+    host: Arc<SlotMemory>,
     config: Config,
 }
 
 impl<M: Memslots> LoggedVm<M> {
-    pub(super) fn new(host: &Arc<Host>, config: Config) -> Result<Self, BenchError> {
+    pub(super) fn new(host: &Arc<SlotMemory>, config: Config) -> Result<Self, BenchError> {
         let vm = Vm::<M>::with_memslots(VmConfig {
             dirty_by: config.dirty_by,
             dirty_protect: DirtyProtect::ByClear,
@@ -87,8 +83,7 @@ impl<M: Memslots> LoggedVm<M> {
         let logged_vm = Self {
             vcpus: (0..config.vcpus)
                 .map(|id| vm.create_vcpu(id))
-                .collect::<Result<_, _>>()
-                .map_err(refused)?,
+                .collect::<Result<_, _>>()?,
             host: Arc::clone(host),
             vm,
             config,
@@ -118,14 +113,14 @@ impl<M: Memslots> LoggedVm<M> {
             memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
             userfault: None,
         };
-        self.vm.set_user_memory_region2(region).map_err(refused)
+        Ok(self.vm.set_user_memory_region2(region)?)
     }
 
     fn set_log(&self, flags: SlotFlags) -> Result<(), BenchError> {
         self.set(MEASURED, AT, 1..1 + self.pages(), flags)
     }
 
-    /// All phases, timed.
+    /// Runs all phases and adds their times to `times`.
     pub(super) fn run(mut self, pattern: Pattern, times: &mut Times) -> Result<(), BenchError> {
         times.add(Phase::Populate, self.write(pattern, 0)?);
         let enable = timed(|| self.set_log(SlotFlags::LOG_DIRTY_PAGES))?;
@@ -134,19 +129,16 @@ impl<M: Memslots> LoggedVm<M> {
         let mut log = vec![0_u64; words];
         for iteration in 1..=self.config.iterations {
             times.add(Phase::Dirty, self.write(pattern, iteration)?);
-            let get = timed(|| self.vm.get_dirty_log(MEASURED, &mut log).map_err(refused))?;
+            let get = timed(|| Ok(self.vm.get_dirty_log(MEASURED, &mut log)?))?;
             times.add(Phase::Get, get);
             let named: u64 = log.iter().map(|word| u64::from(word.count_ones())).sum();
             if named != self.pages() {
-                return Err(BenchError::Memslot(format!(
-                    "a dirty log names {named} of {} pages that were written",
+                return Err(BenchError::Hypervisor(format!(
+                    "the dirty log names {named} of {} written pages",
                     self.pages()
                 )));
             }
-            let clear = timed(|| {
-                let cleared = self.vm.clear_dirty_log(MEASURED, 0, &log);
-                cleared.map_err(refused)
-            })?;
+            let clear = timed(|| Ok(self.vm.clear_dirty_log(MEASURED, 0, &log)?))?;
             times.add(Phase::Clear, clear);
         }
         let disable = timed(|| self.set_log(SlotFlags::EMPTY))?;
@@ -154,7 +146,8 @@ impl<M: Memslots> LoggedVm<M> {
         Ok(())
     }
 
-    /// Lets all vCPUs write their pages; gives the time from the first's begin to the last's end.
+    /// Runs all vCPUs over their pages. Returns the time from the first vCPU's start to the last
+    /// vCPU's end.
     fn write(&mut self, pattern: Pattern, value: u32) -> Result<Duration, BenchError> {
         let (pages, all) = (self.config.pages, self.pages());
         let ready = AtomicU32::new(0);
@@ -189,14 +182,16 @@ impl<M: Memslots> LoggedVm<M> {
     }
 }
 
-/// Waits until all threads are here, spinning, as a wake-up would cost more than much of what is
-/// measured.
+/// Waits until all threads have arrived. It spins, because a wake-up would take longer than many of
+/// the measured phases.
 fn meet(ready: &AtomicU32, count: u32) -> Result<(), BenchError> {
     ready.fetch_add(1, Ordering::AcqRel);
     let deadline = Instant::now() + LIMIT;
     while ready.load(Ordering::Acquire) < count {
         if Instant::now() > deadline {
-            return Err(BenchError::Busy("a vCPU's thread did not begin".into()));
+            return Err(BenchError::Busy(
+                "a vCPU's thread did not start in time".into(),
+            ));
         }
         std::thread::yield_now();
     }
@@ -210,15 +205,13 @@ fn write_pages<M: Memslots>(
 ) -> Result<(), BenchError> {
     let hart = vcpu.hart_mut();
     hart.set_pc(0)
-        .map_err(|e| BenchError::Memslot(e.to_string()))?;
+        .map_err(|e| BenchError::Hypervisor(e.to_string()))?;
     hart.set_x(10, u64::from(value));
     hart.set_x(11, AT.0 + part.start * PAGE_SIZE);
     hart.set_x(12, AT.0 + part.end * PAGE_SIZE);
     match vcpu.run() {
         Exit::Ecall { .. } => Ok(()),
-        other => Err(BenchError::Memslot(format!(
-            "unexpected exit of the guest: {other:?}"
-        ))),
+        other => Err(BenchError::unexpected_exit(&other)),
     }
 }
 
@@ -226,8 +219,4 @@ fn timed<R>(f: impl FnOnce() -> Result<R, BenchError>) -> Result<Duration, Bench
     let began = Instant::now();
     f()?;
     Ok(began.elapsed())
-}
-
-fn refused(error: VmError) -> BenchError {
-    BenchError::Memslot(format!("the hypervisor refused a call: {error}"))
 }

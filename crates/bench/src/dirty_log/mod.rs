@@ -1,18 +1,24 @@
-//! The phases of KVM's `dirty_log_perf_test` (`tools/testing/selftests/kvm`), with one lock and
-//! without.
+//! `bench dirty-log`: the phases of KVM's `dirty_log_perf_test` (`tools/testing/selftests/kvm`),
+//! with one lock around every fault and without it.
 //!
-//! Two VMs of the soft hypervisor, alike but for [`Serialised`], go through the same phases in
-//! turns: vCPUs write a word of every page of memory that is not mapped yet (*populate*); logging
-//! is turned on (*enable*); the vCPUs write every page again (*dirty*); the log is fetched (*get*)
-//! and cleared (*clear*); the last three once more and more; logging is turned off (*disable*).
-//! Each vCPU has its own part of the memory, or all write all of it. The memory behind the slot is
-//! there before, so no time of the host's is in it.
+//! Two VMs of the soft hypervisor take turns. They differ only in their memory slots: one has
+//! [`Serialised`]. Each goes through these phases:
+//!
+//! 1. *populate*: the vCPUs write a word to every page. No page is mapped yet.
+//! 2. *enable*: logging is turned on.
+//! 3. *dirty*: the vCPUs write to every page again.
+//! 4. *get*: the log is read.
+//! 5. *clear*: the log is cleared. Phases 3 to 5 are repeated.
+//! 6. *disable*: logging is turned off.
+//!
+//! Either each vCPU writes its own part of the memory, or each writes all of it. The host has
+//! allocated the memory before, so no figure includes time of the host's allocator.
 
 mod logged_vm;
 mod report;
 
 pub use pageferry_hypervisor::DirtyBy;
-pub use report::{Cell, Report, Verdict};
+pub use report::{Cell, DirtyLogReport, SpeedupVerdict};
 
 use crate::BenchError;
 use crate::serialised::Serialised;
@@ -20,23 +26,23 @@ use logged_vm::{LoggedVm, Times};
 use pageferry_hypervisor::Scalable;
 use serde::Serialize;
 
-/// What is to be measured.
+/// The settings of the benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// How many vCPUs, each with a thread.
+    /// The number of vCPUs. Each has a thread.
     pub vcpus: u32,
-    /// How many pages of 4 KiB there are for each.
+    /// The number of 4 KiB pages for each vCPU.
     pub pages: u64,
-    /// How often memory is dirtied and the log read, in each round.
+    /// The repetitions of *dirty*, *get* and *clear* in each round.
     pub iterations: u32,
-    /// How often everything is done, with each MMU.
+    /// The number of rounds with each MMU.
     pub rounds: u32,
-    /// How the log knows.
+    /// The way the log learns of writes.
     pub dirty_by: DirtyBy,
 }
 
 impl Default for Config {
-    /// Two vCPUs with 128 MiB each.
+    /// Two vCPUs with 128 MiB each, 11 rounds.
     fn default() -> Self {
         Self {
             vcpus: 2,
@@ -48,18 +54,18 @@ impl Default for Config {
     }
 }
 
-/// Who writes which page.
+/// The pages that each vCPU writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pattern {
-    /// Each vCPU its own part.
+    /// Each vCPU writes its own part.
     Partitioned,
-    /// Every vCPU every page.
+    /// Each vCPU writes every page.
     Overlapping,
 }
 
 impl Pattern {
-    /// Both.
+    /// Both patterns.
     pub const ALL: [Self; 2] = [Self::Partitioned, Self::Overlapping];
 }
 
@@ -69,20 +75,20 @@ impl Pattern {
 pub enum Phase {
     /// The first write to every page.
     Populate,
-    /// Turning the log on.
+    /// Logging is turned on.
     Enable,
-    /// A write to every page, logged.
+    /// A write to every page while logging is on.
     Dirty,
-    /// Fetching the log.
+    /// The log is read.
     Get,
-    /// Clearing it, which protects the pages.
+    /// The log is cleared, which write-protects the pages again.
     Clear,
-    /// Turning the log off.
+    /// Logging is turned off.
     Disable,
 }
 
 impl Phase {
-    /// In the order of the test.
+    /// All phases, in the order of the test.
     pub const ALL: [Self; 6] = [
         Self::Populate,
         Self::Enable,
@@ -93,14 +99,14 @@ impl Phase {
     ];
 }
 
-/// Measures.
+/// Measures both MMUs with both patterns.
 ///
 /// # Errors
-/// If there is no memory or thread to be had, or a log did not name exactly the pages that were
+/// If the host refuses memory or a thread, or a log does not name exactly the pages that were
 /// written.
-pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<Report, BenchError> {
+pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<DirtyLogReport, BenchError> {
     let host = logged_vm::host(&config)?;
-    let mut report = Report::new(config);
+    let mut report = DirtyLogReport::new(config);
     for pattern in Pattern::ALL {
         let (mut serialised, mut parallel) = (Times::default(), Times::default());
         for round in 0..config.rounds {
@@ -109,7 +115,7 @@ pub fn run(config: Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ben
                 round + 1,
                 config.rounds
             ));
-            // In turns, and each first as often as the other.
+            // The MMUs take turns, and each goes first in every other round.
             for turn in [round, round + 1] {
                 if turn % 2 == 0 {
                     LoggedVm::<Serialised>::new(&host, config)?.run(pattern, &mut serialised)?;

@@ -1,4 +1,4 @@
-//! What a run found: a figure for each phase, with both MMUs, and what of it was asked for.
+//! The results of a run: a figure for each phase with both MMUs, and the verdicts.
 
 use super::logged_vm::Times;
 use super::{Config, Pattern, Phase};
@@ -8,51 +8,53 @@ use pageferry_hypervisor::DirtyBy;
 use serde::Serialize;
 use std::fmt;
 
-/// One phase with one pattern.
+/// The figures of one phase with one pattern.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// Who wrote which page.
+    /// The pages that each vCPU wrote.
     pub pattern: Pattern,
-    /// Which phase.
+    /// The phase.
     pub phase: Phase,
-    /// With one lock around every fault and sweep.
+    /// Milliseconds with one lock around every fault and sweep.
     pub serialised_ms: Figure,
-    /// With the parallel MMU.
+    /// Milliseconds with the parallel MMU.
     pub parallel_ms: Figure,
-    /// How many times as fast the parallel one is, by medians.
+    /// The median of `serialised_ms` divided by that of `parallel_ms`. Above 1: the parallel MMU is
+    /// faster.
     pub speedup: f64,
 }
 
-/// A bound that was to be reached.
+/// A lower bound on a speed-up, and whether the run met it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Verdict {
-    /// What it is a bound of.
+pub struct SpeedupVerdict {
+    /// Pattern and phase.
     pub name: String,
-    /// The least speed-up that holds.
+    /// The smallest speed-up that meets the bound.
     pub at_least: f64,
-    /// The speed-up.
+    /// The speed-up of this run.
     pub speedup: f64,
-    /// Whether it holds.
+    /// Whether `speedup` is at least `at_least`.
     pub holds: bool,
 }
 
-/// All of it.
+/// The results of a run.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
-    /// Pattern by pattern, in the order of the phases.
+pub struct DirtyLogReport {
+    /// The figures, by pattern and then in the order of the phases.
     pub cells: Vec<Cell>,
-    /// What was asked for of each.
-    pub verdicts: Vec<Verdict>,
-    /// How the log knew of writes: `write_protection` or `dirty_bits`.
+    /// A verdict for each of `cells`.
+    pub verdicts: Vec<SpeedupVerdict>,
+    /// The way the log learned of writes: `write_protection` or `dirty_bits`.
     pub dirty_by: &'static str,
-    /// What it was measured on.
+    /// The conditions of the run.
     pub conditions: Conditions,
 }
 
-/// As much slower counts as no slower: what two runs of the same differ by on a shared machine.
+/// The smallest speed-up that counts as "no slower": two runs of the same code differ this much on
+/// a shared machine.
 const NOISE: f64 = 0.95;
 
-impl Report {
+impl DirtyLogReport {
     pub(super) fn new(config: Config) -> Self {
         let bytes = u64::from(config.vcpus) * config.pages * pageferry_addr::PAGE_SIZE;
         let note = "soft engine, 4 KiB pages, host memory touched before".to_owned();
@@ -84,14 +86,14 @@ impl Report {
     }
 }
 
-/// What is asked for: populating own parts 1.7 times as fast, with two vCPUs on two cores; nothing
+/// Populating own parts must be 1.7 times as fast, with two vCPUs on two cores. Nothing may be
 /// slower.
-fn verdict(cell: &Cell) -> Verdict {
+fn verdict(cell: &Cell) -> SpeedupVerdict {
     let at_least = match (cell.pattern, cell.phase) {
         (Pattern::Partitioned, Phase::Populate) => 1.7,
         _ => NOISE,
     };
-    Verdict {
+    SpeedupVerdict {
         name: format!("{} {}", name(&cell.pattern), name(&cell.phase)),
         at_least,
         speedup: cell.speedup,
@@ -99,12 +101,12 @@ fn verdict(cell: &Cell) -> Verdict {
     }
 }
 
-/// As in JSON.
+/// The name in JSON.
 fn name(value: &impl fmt::Debug) -> String {
     format!("{value:?}").to_lowercase()
 }
 
-impl fmt::Display for Report {
+impl fmt::Display for DirtyLogReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
@@ -133,7 +135,7 @@ impl fmt::Display for Report {
         for verdict in self.verdicts.iter().filter(|v| !v.holds) {
             writeln!(
                 f,
-                "MISSED: {} is {:.2}x as fast, {:.2}x was asked for",
+                "MISSED: {} is {:.2}x as fast (at least {:.2}x)",
                 verdict.name, verdict.speedup, verdict.at_least
             )?;
         }

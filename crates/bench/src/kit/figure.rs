@@ -1,18 +1,20 @@
-//! Samples, and the figure that they give.
+//! Samples, and their summary.
 
 use serde::Serialize;
 
-/// Samples of one figure.
+/// Samples of one figure, all in the same unit. The unit is in the name of the variable or field
+/// that holds them. Samples are finite.
 #[derive(Clone, Debug, Default)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Adds one.
+    /// Adds a sample.
     pub fn push(&mut self, sample: f64) {
         self.0.push(sample);
     }
 
-    /// The sample at quantile `q` (0 to 1) of those in order; 0 where there are none.
+    /// The sample at quantile `q` of the sorted samples (nearest rank). `q` is from 0.0 to 1.0.
+    /// Without samples the result is 0.0.
     #[must_use]
     pub fn quantile(&self, q: f64) -> f64 {
         let mut sorted = self.0.clone();
@@ -24,19 +26,20 @@ impl Samples {
             .unwrap_or(0.0)
     }
 
-    /// The median.
+    /// The sample at quantile 0.5. Of an even number of samples it is the upper of the two middle
+    /// ones.
     #[must_use]
     pub fn median(&self) -> f64 {
         self.quantile(0.5)
     }
 
-    /// How many.
+    /// The number of samples.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -49,21 +52,21 @@ impl FromIterator<f64> for Samples {
     }
 }
 
-/// A median with its ends; the unit is in the name of what holds it.
+/// The summary of samples: median and range. The unit is in the name of the field that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Figure {
     /// The median of the samples.
     pub median: f64,
-    /// The smallest.
+    /// The smallest sample.
     pub min: f64,
-    /// The largest.
+    /// The largest sample.
     pub max: f64,
-    /// How many.
+    /// The number of samples.
     pub samples: usize,
 }
 
 impl Figure {
-    /// Of these samples.
+    /// Summarises `samples`. Without samples all values are 0.
     #[must_use]
     pub fn of(samples: &Samples) -> Self {
         Self {

@@ -1,15 +1,15 @@
-//! Files that are there whole or not at all.
+//! Files that are written whole or not at all.
 
 use std::fs::{self, OpenOptions};
 use std::io::{self, Write};
 use std::path::Path;
 
-/// Writes `text` to `path`. The text is written to a file beside it, which then takes its place, so
-/// that a failure leaves what was there before. What is no plain file, such as `/dev/stdout`, is
-/// written to as it is.
+/// Writes `text` to `path`. It writes a temporary file in the same directory and renames it, so a
+/// failure leaves the old file unchanged. A path that is not a regular file, such as `/dev/stdout`,
+/// is opened and written directly.
 ///
 /// # Errors
-/// The system's refusal. The file beside `path` is then removed again.
+/// The error of the system call that failed. The temporary file is removed first.
 pub fn replace_file(path: &Path, text: &str) -> io::Result<()> {
     let link = fs::canonicalize(path);
     let path = link.as_deref().unwrap_or(path);
@@ -26,7 +26,7 @@ pub fn replace_file(path: &Path, text: &str) -> io::Result<()> {
         .write(true)
         .create_new(true)
         .open(&beside)?;
-    // A report keeps the permissions of the one that it replaces.
+    // The new file keeps the permissions of the one that it replaces.
     let kept = fs::metadata(path).map_or(Ok(()), |old| file.set_permissions(old.permissions()));
     let done = kept
         .and_then(|()| file.write_all(text.as_bytes()))
@@ -76,7 +76,7 @@ mod tests {
         let missing = dir.0.join("no such place").join("page.html");
         assert!(replace_file(&missing, "new").is_err());
         assert_eq!(fs::read_dir(&dir.0).expect("a list").count(), 0);
-        // A full disk: the device refuses every write, and nothing takes its place.
+        // The device refuses every write, as a full disk does. It must not be replaced.
         let full = Path::new("/dev/full");
         assert!(replace_file(full, "new").is_err());
         assert!(!fs::metadata(full).expect("still there").is_file());

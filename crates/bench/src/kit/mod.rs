@@ -1,9 +1,9 @@
-//! The measuring kit: figures, verdicts, random numbers, charts, HTML pages and how they are
-//! written.
+//! The measuring kit: figures, verdicts, random numbers, cache lines, charts, and HTML pages.
 //!
-//! It is compiled with every set of features, because `pageferry` draws its reports with it and
-//! `pageferry-compare` judges with it. It knows nothing of virtual machines.
+//! It is compiled with every set of features. `pageferry` draws its reports with it, and
+//! `pageferry-compare` judges figures with it. It knows nothing of virtual machines.
 
+mod cache_line;
 pub mod charts;
 mod figure;
 mod file;
@@ -11,6 +11,7 @@ mod page;
 mod random;
 mod verdict;
 
+pub use cache_line::CacheLine;
 pub use figure::{Figure, Samples};
 pub use file::replace_file;
 pub use page::{escape, page, scrolling};

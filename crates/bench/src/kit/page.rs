@@ -1,7 +1,7 @@
-//! An HTML page that needs nothing else: no script, no file, no network.
+//! A self-contained HTML page: no script, no other file, no network.
 
-/// The style of all pages. It follows the reader's choice of a dark or a light page, and fits a
-/// telephone.
+/// The style of all pages. It follows the reader's choice of a dark or a light page, and fits small
+/// screens.
 ///
 /// Charts are drawn in the colours of a light page. The rules for dark pages name those colours as
 /// the drawing library writes them.
@@ -33,8 +33,7 @@ tr { border-bottom: 1px solid var(--rule); display: block; padding-bottom: .3rem
 }
 ";
 
-/// A page: its title, what it begins with below that (HTML), its body (HTML), and rules beside
-/// `STYLE`.
+/// A page: title, introduction (HTML), body (HTML), and style rules in addition to `STYLE`.
 #[must_use]
 pub fn page(title: &str, about: &str, body: &str, style: &str) -> String {
     let title = escape(title);
@@ -46,13 +45,13 @@ pub fn page(title: &str, about: &str, body: &str, style: &str) -> String {
     )
 }
 
-/// A chart as a part of a page. Where the page is narrow, the chart scrolls and stays readable.
+/// Wraps a chart (SVG) for a page. On a narrow page the chart scrolls instead of shrinking.
 #[must_use]
 pub fn scrolling(svg: &str) -> String {
     format!("<div class=\"scroll\">{svg}</div>\n")
 }
 
-/// Text as HTML.
+/// Escapes `text` for HTML.
 #[must_use]
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;")

@@ -1,14 +1,15 @@
-//! Random numbers that cost little and are the same in every run.
+//! Cheap random numbers that are the same in every run.
 
-/// A xorshift generator with a multiplied output (xorshift64*, Vigna 2016). Not for secrets.
+/// A xorshift64* generator (Vigna 2016). Not for secrets.
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// A generator of the sequence named by `seed`.
+    /// A generator seeded with `seed`. The same seed gives the same sequence on every host. Seeds
+    /// that differ in bit 0 only give the same sequence.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
-        // The state must not be zero, which would stay zero.
+        // A state of zero would stay zero.
         Self(seed ^ 0x9e37_79b9_7f4a_7c15 | 1)
     }
 
@@ -20,21 +21,21 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// A number in `0..bound`, near enough to uniform for bounds far below 2^32.
+    /// A number in `0..bound`. It is close enough to uniform for bounds far below 2^32.
     ///
     /// # Panics
-    /// Where `bound` is zero: there is no such number.
+    /// If `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
         assert!(bound > 0, "no number is below zero");
         ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A number above 0 and at most 1.
+    /// A number above 0.0 and at most 1.0, in steps of 2^-53.
     pub const fn unit(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Puts `items` into a random order.
+    /// Shuffles `items` (Fisher and Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.below(last as u64 + 1) as usize);

@@ -1,28 +1,28 @@
-//! A bound, and whether a run's own figure kept it.
+//! A bound on a figure, and whether a run met it.
 
 use serde::Serialize;
 use std::fmt;
 
-/// One bound and whether it held.
+/// An upper bound on one figure, and whether the run met it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Verdict {
-    /// What is bounded.
+    /// The name of the figure.
     pub name: String,
-    /// With how many slots, of what has slots.
+    /// The number of memory slots, if the figure is of slots.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots: Option<u32>,
-    /// The most it may be.
+    /// The largest figure that meets the bound, in `unit`.
     pub limit: f64,
-    /// What it is.
+    /// The figure of this run, in `unit`.
     pub measured: f64,
-    /// The unit of both: `ns`, `ms`, or `x` for how many times as much as something else.
+    /// The unit of `limit` and `measured`: `ns`, `ms`, or `x` for a ratio of two figures.
     pub unit: &'static str,
     /// Whether `measured` is at most `limit`.
     pub met: bool,
 }
 
 impl Verdict {
-    /// Whether `measured` is at most `limit`.
+    /// Judges `measured` by `limit`, both in `unit`.
     #[must_use]
     pub fn new(name: impl Into<String>, limit: f64, measured: f64, unit: &'static str) -> Self {
         Self {
@@ -35,7 +35,7 @@ impl Verdict {
         }
     }
 
-    /// The same, of so many slots.
+    /// The same verdict, for `slots` memory slots.
     #[must_use]
     pub fn with_slots(self, slots: u32) -> Self {
         Self {

@@ -1,26 +1,30 @@
-//! KVM on hosts for which it is not measured.
+//! A placeholder for hosts on which KVM is not measured.
 
-use super::host::Host;
+use super::host::SlotMemory;
 use super::split::Split;
 use crate::BenchError;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Never made.
+/// Has no values.
 pub(super) enum RealKvm {}
-/// Never made.
+/// Has no values.
 pub(super) enum RealVm {}
 
 impl RealKvm {
     /// # Errors
     /// Always.
     pub(super) fn open() -> Result<Self, String> {
-        Err("it is measured on x86-64 Linux only".into())
+        Err("only x86-64 Linux is supported".into())
     }
     pub(super) fn max_slots(&self) -> u32 {
         match *self {}
     }
-    pub(super) fn set_up(&self, _: &Arc<Host>, _: Split) -> Result<(RealVm, Duration), BenchError> {
+    pub(super) fn set_up(
+        &self,
+        _: &Arc<SlotMemory>,
+        _: Split,
+    ) -> Result<(RealVm, Duration), BenchError> {
         match *self {}
     }
 }

@@ -1,9 +1,10 @@
 #![expect(unsafe_code, reason = "hands host memory to KVM")]
-//! What the same calls cost on the kernel's KVM.
+//! The cost of the same calls on this host's KVM.
 //!
-//! A VM without vCPUs, the same memory in the same slots; `KVM_SET_USER_MEMORY_REGION` for each.
+//! The VM has no vCPUs. It gets the same memory in the same slots, each by
+//! `KVM_SET_USER_MEMORY_REGION`.
 
-use super::host::Host;
+use super::host::SlotMemory;
 use super::split::Split;
 use super::test_vm::id;
 use crate::BenchError;
@@ -14,28 +15,29 @@ use pageferry_machine::MachineError;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// KVM, ready to be measured.
+/// An open `/dev/kvm` that can create VMs.
 pub(super) struct RealKvm(Kvm);
 
 impl RealKvm {
     /// # Errors
-    /// Why it cannot be measured here, in words.
+    /// A sentence that says why KVM cannot be measured.
     pub(super) fn open() -> Result<Self, String> {
-        let kvm = Kvm::new().map_err(|e| format!("/dev/kvm cannot be opened: {}", io(&e)))?;
+        let kvm = Kvm::new().map_err(|e| format!("cannot open /dev/kvm: {}", io(&e)))?;
         kvm.create_vm()
-            .map_err(|e| format!("KVM does not create a VM: {}", io(&e)))?;
+            .map_err(|e| format!("KVM refuses a VM: {}", io(&e)))?;
         Ok(Self(kvm))
     }
 
-    /// How many slots a VM may have.
+    /// The largest number of slots of a VM.
     pub(super) fn max_slots(&self) -> u32 {
         u32::try_from(self.0.check_extension_int(Cap::NrMemslots)).unwrap_or(0)
     }
 
-    /// Creates a VM with slot 0 and the slots of `split`; only the latter are timed.
+    /// Creates a VM with slot 0 and the slots of `split`. The time covers the slots of `split`
+    /// only.
     pub(super) fn set_up(
         &self,
-        host: &Arc<Host>,
+        host: &Arc<SlotMemory>,
         split: Split,
     ) -> Result<(RealVm, Duration), BenchError> {
         let vm = self.0.create_vm().map_err(|e| refused("a VM", &e))?;
@@ -64,8 +66,8 @@ impl RealKvm {
 pub(super) struct RealVm {
     vm: VmFd,
     split: Split,
-    /// Keeps mapped what the slots point at; dropped after the VM.
-    host: Arc<Host>,
+    /// Keeps the memory of the slots mapped. It is dropped after the VM.
+    host: Arc<SlotMemory>,
 }
 
 impl RealVm {
@@ -78,8 +80,8 @@ impl RealVm {
             userspace_addr: self.host.hva(page).0,
         };
         assert!(self.host.hva(page + pages) > self.host.hva(page));
-        // SAFETY: the range is inside the mapping of `host`, which outlives the VM; no vCPU ever
-        // runs, so nothing is accessed through it.
+        // SAFETY: the range is inside the mapping of `host`, which outlives the VM. No vCPU ever
+        // runs, so KVM accesses no memory through it.
         unsafe { self.vm.set_user_memory_region(region) }.map_err(|e| refused("a memory slot", &e))
     }
 

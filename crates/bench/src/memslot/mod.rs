@@ -1,16 +1,17 @@
-//! `bench memslot`: what slots cost a hypervisor, by two schemes, beside the kernel's own figures.
+//! `bench memslot`: the cost of memory slots in a hypervisor, with two schemes, next to the
+//! kernel's own figures.
 //!
-//! **Guarantee.** Both schemes run the same six tests on the same hypervisor, over the same host
-//! memory, with the same guest, in turns. Every run checks what the guest wrote; a wrong value ends
-//! the benchmark with an error.
+//! **Guarantee.** Both schemes run the same six tests with the same guest, hypervisor and host
+//! memory, and take turns. Every run checks the guest's stores. A wrong value ends the benchmark
+//! with an error.
 //!
 //! **Mechanism.** The tests are those of `memslot_perf_test` in the kernel's selftests, with its
-//! sizes (`trial`). A `test_vm` is a VM with its slots; its only vCPU runs RV64 code (`program`) on
-//! a thread of its own. One VM has the slots of `pageferry-memslot`, the other the kernel's scheme
-//! of before its trees (`array_copy`). A sample is a run of some milliseconds, or one run of the
-//! test where that takes longer; figures are medians.
+//! sizes (`trial`). A `test_vm` is a VM with its slots. Its only vCPU runs RV64 code (`program`) on
+//! its own thread. One VM has the slots of `pageferry-memslot`. The other has the kernel's scheme
+//! before it had trees (`array_copy`). A sample is a run of some milliseconds, or one run of the
+//! test if that takes longer. Figures are medians.
 //!
-//! **Neighbours.** Below: the hypervisor and the slots. The command line shows [`MemslotReport`].
+//! **Neighbours.** Below: the hypervisor and the slots. The command line prints [`MemslotReport`].
 
 mod array_copy;
 pub(crate) mod host;
@@ -20,7 +21,7 @@ mod kvm;
 #[path = "absent.rs"]
 mod kvm;
 mod page;
-mod program;
+pub(crate) mod program;
 mod report;
 mod series;
 mod split;
@@ -36,7 +37,7 @@ pub use series::{SOURCE, Xeon, xeon};
 use crate::BenchError;
 use crate::kit::{Figure, Samples};
 use array_copy::ArrayCopy;
-use host::Host;
+use host::SlotMemory;
 use kvm::RealKvm;
 use pageferry_hypervisor::{Memslots, Scalable, SlotData};
 use pageferry_machine::MachineError;
@@ -46,32 +47,32 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use test_vm::TestVm;
 
-/// The kernel's scheme on our hypervisor.
+/// The kernel's old scheme on our hypervisor.
 type Copying = ArrayCopy<SlotData>;
 
-/// One of the six tests of the kernel's `memslot_perf_test`, as its series' tables name them.
+/// One of the six tests of the kernel's `memslot_perf_test`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Test {
-    /// The guest writes to each page of a half of 32 MiB while the host unmaps the other half; both
-    /// halves once.
+    /// The guest writes to each page of one half of 32 MiB while the host unmaps the other half;
+    /// then the halves swap.
     Map,
-    /// The guest writes to one page of a half of 128 MiB; the host unmaps that half page by page;
-    /// both halves once.
+    /// The guest writes to one page of one half of 128 MiB, and the host unmaps that half page by
+    /// page; then the other half.
     Unmap,
-    /// The same in chunks of 2 MiB, or of a slot where that is smaller.
+    /// As [`Self::Unmap`], in chunks of 2 MiB, or of a slot if that is smaller.
     UnmapChunked,
-    /// The last slot of 512 MiB is moved away and back while the guest writes to pages on both
-    /// sides of its start.
+    /// The last slot of 512 MiB moves away and back while the guest writes to pages on both sides
+    /// of its start.
     MoveActive,
-    /// The same while the guest writes to pages below it only.
+    /// As [`Self::MoveActive`], but the guest writes only to pages below the slot.
     MoveInactive,
     /// All slots of 512 MiB are created.
     SlotSetup,
 }
 
 impl Test {
-    /// All, in the order of the series' tables.
+    /// All tests, in the order of the tables of the kernel's patch series.
     pub const ALL: [Self; 6] = [
         Self::Map,
         Self::Unmap,
@@ -81,7 +82,7 @@ impl Test {
         Self::SlotSetup,
     ];
 
-    /// The name in the series' tables.
+    /// The name in the patch series' tables.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -94,7 +95,7 @@ impl Test {
         }
     }
 
-    /// The pages of its memory: those of its area and one for synchronisation.
+    /// The number of pages of the test's memory: its area, and one page for synchronisation.
     const fn pages(self) -> u64 {
         1 + match self {
             Self::Map => trial::MAP_PAGES,
@@ -103,35 +104,35 @@ impl Test {
         }
     }
 
-    /// Whether it can be done with so many slots: each needs a page.
+    /// Whether the test is possible with `slots` slots: each slot needs a page.
     #[must_use]
     pub fn possible(self, slots: u32) -> bool {
         Split::new(slots, self.pages()).is_some()
     }
 }
 
-/// What to measure and for how long.
+/// The settings of the benchmark.
 #[derive(Clone, Debug)]
 pub struct MemslotSetting {
     /// The numbers of slots, from [`MemslotSetting::MIN_SLOTS`] to [`MemslotSetting::MAX_SLOTS`].
     pub sizes: Vec<u32>,
-    /// How many samples at least each figure is the median of.
+    /// The smallest number of samples of a figure, at least 1.
     pub repeat: u32,
-    /// How long a sample runs at least.
+    /// The shortest time of a sample.
     pub sample: Duration,
-    /// As long as a test has taken less than this, it gets more samples, up to 20 times `repeat`.
+    /// A test gets more samples until this time has passed, up to 20 times `repeat`.
     pub spend: Duration,
-    /// Whether it is an error that real KVM cannot be measured.
+    /// Whether the run fails if KVM cannot be measured.
     pub require_kvm: bool,
 }
 
 impl MemslotSetting {
-    /// The fewest slots that leave a slot below the one that is moved.
+    /// The smallest number of slots: one slot must lie below the one that moves.
     pub const MIN_SLOTS: u32 = 3;
-    /// The most slots of a VM, on KVM and here.
+    /// The largest number of slots, on KVM and here.
     pub const MAX_SLOTS: u32 = 32_764;
 
-    /// The sizes of the series; one to two minutes with 3 samples.
+    /// The sizes of the patch series. With 3 samples a run takes one to two minutes.
     #[must_use]
     pub fn full(repeat: u32) -> Self {
         Self {
@@ -143,7 +144,7 @@ impl MemslotSetting {
         }
     }
 
-    /// Two sizes and some seconds, to see that everything works; its figures are noisier.
+    /// Two sizes and some seconds: a check that everything works. Its figures are noisier.
     #[must_use]
     pub fn quick(repeat: u32) -> Self {
         Self {
@@ -155,18 +156,17 @@ impl MemslotSetting {
     }
 }
 
-/// How many moves, there and back, one sample of a bare call has.
+/// The number of moves, there and back, in one sample of a bare call.
 const CALLS: u32 = 50;
 
 /// Runs all tests.
 ///
 /// # Errors
-/// [`BenchError::WrongValue`] where a guest's values are not where they should be;
-/// [`BenchError::Setting`] where the setting asks for what cannot be measured; others where the
-/// host refuses something.
+/// [`BenchError::WrongValue`] if a guest's value is in the wrong place. [`BenchError::Setting`] if
+/// these settings cannot be measured. Other errors if the host refuses something.
 pub fn memslot(
     setting: &MemslotSetting,
-    tell: &mut dyn FnMut(&str),
+    progress: &mut dyn FnMut(&str),
 ) -> Result<MemslotReport, BenchError> {
     let possible = MemslotSetting::MIN_SLOTS..=MemslotSetting::MAX_SLOTS;
     if setting.repeat == 0 || setting.sizes.is_empty() {
@@ -176,7 +176,7 @@ pub fn memslot(
     }
     if let Some(slots) = setting.sizes.iter().find(|slots| !possible.contains(slots)) {
         return Err(BenchError::Setting(format!(
-            "cannot measure {slots} slots: from {} to {} it can be",
+            "cannot measure {slots} slots: expected {} to {}",
             possible.start(),
             possible.end()
         )));
@@ -202,15 +202,21 @@ pub fn memslot(
             let copying = bench.test_vm::<Copying>(tests[0].pages())?;
             let scalable = bench.test_vm::<Scalable>(tests[0].pages())?;
             for &test in tests {
-                cells.push(bench.test(test, &copying, &scalable, tell)?);
+                cells.push(bench.test(test, &copying, &scalable, progress)?);
             }
         }
-        let (set_up, copying, scalable) = bench.set_up(tell)?;
+        let (set_up, copying, scalable) = bench.set_up(progress)?;
         for test in [Test::MoveActive, Test::MoveInactive] {
-            cells.push(bench.test(test, &copying, &scalable, tell)?);
+            cells.push(bench.test(test, &copying, &scalable, progress)?);
         }
         if ends.contains(&Some(slots)) {
-            calls.extend(bench.calls(&set_up, &copying, &scalable, real.as_ref().ok(), tell)?);
+            calls.extend(bench.calls(
+                &set_up,
+                &copying,
+                &scalable,
+                real.as_ref().ok(),
+                progress,
+            )?);
         }
         cells.push(set_up);
     }
@@ -226,11 +232,11 @@ pub fn memslot(
 /// The tests with one number of slots.
 struct Bench<'a> {
     setting: &'a MemslotSetting,
-    host: &'a Arc<Host>,
+    host: &'a Arc<SlotMemory>,
     slots: u32,
 }
 
-/// Samples of both schemes.
+/// Samples of the copied array and of `pageferry-memslot`, in this order.
 type Pair = [Samples; 2];
 
 impl Bench<'_> {
@@ -239,7 +245,7 @@ impl Bench<'_> {
         TestVm::new(self.host, split)
     }
 
-    /// Takes samples of both schemes in turns, each turn beginning with the other one.
+    /// Takes samples of both schemes in turns. Each scheme goes first in every other turn.
     fn turns(
         &self,
         mut take: impl FnMut(bool) -> Result<f64, BenchError>,
@@ -264,9 +270,9 @@ impl Bench<'_> {
         test: Test,
         copying: &TestVm<Copying>,
         scalable: &TestVm<Scalable>,
-        tell: &mut dyn FnMut(&str),
+        progress: &mut dyn FnMut(&str),
     ) -> Result<Cell, BenchError> {
-        tell(&format!("{} slots: {}", self.slots, test.name()));
+        progress(&format!("{} slots: {}", self.slots, test.name()));
         let sample = self.setting.sample;
         let pair = self.turns(|ours| {
             if ours {
@@ -278,16 +284,16 @@ impl Bench<'_> {
         Ok(Cell::new(test, self.slots, &pair))
     }
 
-    /// Measures the set-up and gives the last VMs.
+    /// Measures the set-up, and returns the last VM of each scheme.
     fn set_up(
         &self,
-        tell: &mut dyn FnMut(&str),
+        progress: &mut dyn FnMut(&str),
     ) -> Result<(Cell, TestVm<Copying>, TestVm<Scalable>), BenchError> {
-        tell(&format!("{} slots: {}", self.slots, Test::SlotSetup.name()));
+        progress(&format!("{} slots: {}", self.slots, Test::SlotSetup.name()));
         let pages = Test::SlotSetup.pages();
         let (mut copying, mut scalable) = (None, None);
         let pair = self.turns(|ours| {
-            // The one before goes first: it is not to be freed while the next is measured.
+            // The previous VM is dropped first, so that no measurement includes that.
             if ours {
                 drop(scalable.take());
                 let test_vm = scalable.insert(self.test_vm::<Scalable>(pages)?);
@@ -304,22 +310,24 @@ impl Bench<'_> {
         Ok((cell, copying, scalable))
     }
 
-    /// What the calls cost while no vCPU runs, on both schemes and on KVM.
+    /// The costs of the calls while no vCPU runs, with both schemes and on KVM.
     fn calls(
         &self,
         set_up: &Cell,
         copying: &TestVm<Copying>,
         scalable: &TestVm<Scalable>,
         real: Option<&RealKvm>,
-        tell: &mut dyn FnMut(&str),
+        progress: &mut dyn FnMut(&str),
     ) -> Result<[CallCost; 2], BenchError> {
-        tell(&format!("{} slots: bare calls", self.slots));
+        progress(&format!("{} slots: bare calls", self.slots));
         let (mut setups, mut vm) = (Samples::default(), None);
         if let Some(real) = real {
             let slots = self.slots.min(real.max_slots());
             let split = Split::new(slots, Test::SlotSetup.pages());
             let split = split.ok_or_else(|| {
-                BenchError::Setting(format!("KVM allows {slots} slots a VM: too few"))
+                BenchError::Setting(format!(
+                    "KVM allows only {slots} slots per VM, which is too few"
+                ))
             })?;
             for _ in 0..self.setting.repeat.min(3) {
                 drop(vm.take());
@@ -353,7 +361,7 @@ impl Bench<'_> {
     }
 }
 
-/// Seconds a move, of [`CALLS`] there and back.
+/// Seconds per move, over [`CALLS`] moves there and back.
 fn per_call(mut there_and_back: impl FnMut() -> Result<(), BenchError>) -> Result<f64, BenchError> {
     there_and_back()?;
     let began = Instant::now();
@@ -364,7 +372,7 @@ fn per_call(mut there_and_back: impl FnMut() -> Result<(), BenchError>) -> Resul
 }
 
 /// # Errors
-/// Where there is none.
+/// If KVM cannot be measured.
 fn required<K>(kvm: &Result<K, String>) -> Result<(), BenchError> {
     match kvm {
         Ok(_) => Ok(()),

@@ -1,4 +1,4 @@
-//! The page of `bench memslot`: a chart for each test, and the table.
+//! The HTML page of `bench memslot`: a chart for each test, and the table.
 
 use super::{Cell, MemslotReport, Test};
 use crate::kit::charts::{self, Line};
@@ -8,12 +8,12 @@ use std::fmt::Write;
 /// The whole page.
 ///
 /// # Errors
-/// What the drawing failed at.
+/// The drawing library's error.
 pub fn page(report: &MemslotReport) -> Result<String, String> {
     let about = format!(
-        "The tests of the kernel's memslot_perf_test on the soft hypervisor: seconds a run over the number of slots, \
-         both logarithmic. Array: copied at every change, as in kernels before 5.17. Scalable: Pageferry's memory \
-         slots. The kernel's own figures: {}.",
+        "The tests of the kernel's memslot_perf_test on the soft hypervisor: time per run over the number of slots, both \
+         logarithmic. array: the whole array is copied at every change, as in kernels before 5.17. scalable: Pageferry's \
+         memory slots. Xeon: the kernel's own figures, from {}.",
         escape(report.xeon_source)
     );
     let mut body = String::new();

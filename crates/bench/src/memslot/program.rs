@@ -1,29 +1,29 @@
-//! What the guest does, in RV64IM machine code.
+//! The guest's programs, in RV64IM machine code.
 //!
-//! Host and guest keep in step by three doublewords of the synchronisation page: [`EXIT`] ends the
-//! guest, [`SYNC`] is set by the host and cleared by the guest when it has done its part,
-//! [`PASSES`] counts the mover's passes. A guest that waits looks [`LOOKS`] times and then waits
-//! for an interrupt, upon which its thread yields.
+//! Host and guest synchronise by three doublewords of the synchronisation page. [`EXIT`] ends the
+//! guest. The host sets [`SYNC`], and the guest clears it when it has done its part. [`PASSES`]
+//! counts the passes of the writer. A waiting guest tests SYNC [`LOOKS`] times, and then waits for
+//! an interrupt, upon which its thread yields.
 //!
-//! Registers: a0 synchronisation page, a1 first address, a2 middle or end, a3 end, a4 stride, s0
-//! and s1 the values written, s2 passes; t0 address, t1 and t2 scratch. All programs end with an
-//! ECALL, the sweep with its answer in a1.
+//! Registers: a0 is the synchronisation page, a1 the first address, a2 the middle or the end, a3
+//! the end, a4 the stride. s0 and s1 are the stored values, s2 counts passes. t0 is the address, t1
+//! and t2 are scratch. All programs end with an ECALL; the sweep returns its result in a1.
 
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 
-/// Not 0 where the guest is to end.
+/// Offset of the word that ends the guest if it is not 0.
 pub(super) const EXIT: u64 = 0;
-/// 1 where the host waits for the guest.
+/// Offset of the word that is 1 while the host waits for the guest.
 pub(super) const SYNC: u64 = 64;
-/// How many passes the mover's guest has done.
+/// Offset of the word that counts the writer's passes.
 pub(super) const PASSES: u64 = 128;
 
-/// What the guest writes into the first half of an area, and everywhere in the move tests.
+/// The value that the guest stores to the first half of an area, and everywhere in the move tests.
 pub(super) const VALUE_1: u64 = 0x1122_3344_5566_7788;
-/// What it writes into the second half.
+/// The value that the guest stores to the second half.
 pub(super) const VALUE_2: u64 = 0x99aa_bbcc_ddee_ff00;
-/// By what the sweep multiplies its sum before it adds a slot's word.
+/// The sweep multiplies its sum by this before it adds a slot's word.
 pub(super) const FACTOR: u64 = 31;
 
 const LOOKS: i32 = 64;
@@ -31,9 +31,10 @@ const LOOKS: i32 = 64;
 const FENCE: u32 = 0x0330_000f;
 const WFI: u32 = 0x1050_0073;
 
-type Assembler = VecAssembler<RiscvRelocation>;
+pub(crate) type Assembler = VecAssembler<RiscvRelocation>;
 
-fn words(ops: Assembler) -> Vec<u32> {
+/// The machine code of a program.
+pub(crate) fn code_words(ops: Assembler) -> Vec<u32> {
     let bytes = ops
         .finalize()
         .expect("every label of fixed code is defined");
@@ -45,7 +46,7 @@ fn words(ops: Assembler) -> Vec<u32> {
         .collect()
 }
 
-/// Waits until the host has set SYNC, and clears it; goes to `->done` where the guest is to end.
+/// Waits until the host has set SYNC, and clears it. Jumps to `->done` if EXIT is set.
 fn synchronise(ops: &mut Assembler) {
     dynasm!(ops
         ; .arch riscv64i
@@ -66,8 +67,8 @@ fn synchronise(ops: &mut Assembler) {
     );
 }
 
-/// Writes a word of every stride of the first half, waits for the host, does the same with the
-/// second, and so on.
+/// Stores a word per stride to the first half, waits for the host, does the same with the second
+/// half, and repeats.
 pub(super) fn halves() -> Vec<u32> {
     let mut ops = Assembler::new(0);
     dynasm!(ops
@@ -98,10 +99,10 @@ pub(super) fn halves() -> Vec<u32> {
         ; ecall
         ; j ->done
     );
-    words(ops)
+    code_words(ops)
 }
 
-/// Writes a word of every stride of an area, over and over.
+/// Stores a word per stride to an area, over and over.
 pub(super) fn writer() -> Vec<u32> {
     let mut ops = Assembler::new(0);
     dynasm!(ops
@@ -123,10 +124,10 @@ pub(super) fn writer() -> Vec<u32> {
         ; ecall
         ; j ->done
     );
-    words(ops)
+    code_words(ops)
 }
 
-/// Reads a word of every stride of an area and ends; see [`swept`].
+/// Reads a word per stride of an area and ends with their [`swept`] sum.
 pub(super) fn sweep() -> Vec<u32> {
     let mut ops = Assembler::new(0);
     dynasm!(ops
@@ -145,10 +146,10 @@ pub(super) fn sweep() -> Vec<u32> {
         ; ecall
         ; j ->done
     );
-    words(ops)
+    code_words(ops)
 }
 
-/// What a sweep over `words` gives.
+/// The result of a sweep over `words`.
 pub(super) fn swept(words: impl Iterator<Item = u64>) -> u64 {
     words.fold(0, |sum, word| sum.wrapping_mul(FACTOR).wrapping_add(word))
 }

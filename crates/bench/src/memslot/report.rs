@@ -1,4 +1,4 @@
-//! What a run found: figures, verdicts, and the series' table.
+//! The results of a run: figures, verdicts, and the patch series' table.
 
 use super::series::{Xeon, xeon};
 use super::{Pair, SOURCE, Test};
@@ -7,12 +7,12 @@ use serde::{Serialize, Serializer};
 use std::fmt;
 use std::time::Duration;
 
-/// A figure in seconds, whose keys name the unit.
+/// Serialises a figure in seconds, with keys that name the unit.
 fn as_seconds<S: Serializer>(figure: &Figure, to: S) -> Result<S::Ok, S::Error> {
     as_seconds_if_any(&Some(*figure), to)
 }
 
-/// The same where there may be none.
+/// As [`as_seconds`], for a figure that may be absent.
 fn as_seconds_if_any<S: Serializer>(figure: &Option<Figure>, to: S) -> Result<S::Ok, S::Error> {
     #[derive(Serialize)]
     struct Seconds {
@@ -30,22 +30,22 @@ fn as_seconds_if_any<S: Serializer>(figure: &Option<Figure>, to: S) -> Result<S:
     seconds.serialize(to)
 }
 
-/// One test with one number of slots.
+/// The figures of one test with one number of slots.
 #[derive(Clone, Debug, Serialize)]
 pub struct Cell {
-    /// Which test.
+    /// The test.
     pub test: Test,
-    /// How many slots the VM has, slot 0 with the guest's program included.
+    /// The number of slots of the VM, including slot 0 with the guest's program.
     pub slots: u32,
-    /// Seconds a run with the copied array.
+    /// Seconds per run with the copied array.
     #[serde(serialize_with = "as_seconds")]
     pub array_copy: Figure,
-    /// Seconds a run with `pageferry-memslot`.
+    /// Seconds per run with `pageferry-memslot`.
     #[serde(serialize_with = "as_seconds")]
     pub scalable: Figure,
-    /// How much less the median of `scalable` is than that of `array_copy`, in percent.
+    /// The difference of the medians, in percent of `array_copy`; negative if `scalable` is slower.
     pub improvement_percent: f64,
-    /// The kernel's own figures, where the series has them.
+    /// The kernel's own figures, if the series has them.
     pub xeon: Option<Xeon>,
 }
 
@@ -62,13 +62,13 @@ impl Cell {
         }
     }
 
-    /// `scalable` to `array_copy`.
+    /// The median of `scalable` divided by that of `array_copy`.
     fn ratio(&self) -> f64 {
         self.scalable.median / self.array_copy.median
     }
 }
 
-/// How much less `after` is than `before`, in percent.
+/// The reduction from `before` to `after`, in percent of `before`.
 fn improvement(before: f64, after: f64) -> f64 {
     100.0 * (1.0 - after / before)
 }
@@ -77,7 +77,7 @@ fn improvement(before: f64, after: f64) -> f64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Call {
-    /// One slot is moved.
+    /// One slot moves.
     Move,
     /// All slots are created.
     SetUp,
@@ -92,47 +92,48 @@ impl Call {
     }
 }
 
-/// What calls cost while no vCPU runs.
+/// The costs of a call while no vCPU runs.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct CallCost {
-    /// Which.
+    /// The call.
     pub call: Call,
-    /// With how many slots.
+    /// The number of slots.
     pub slots: u32,
-    /// With the copied array.
+    /// Seconds with the copied array.
     #[serde(serialize_with = "as_seconds")]
     pub array_copy: Figure,
-    /// With `pageferry-memslot`.
+    /// Seconds with `pageferry-memslot`.
     #[serde(serialize_with = "as_seconds")]
     pub scalable: Figure,
-    /// By `KVM_SET_USER_MEMORY_REGION` on this host.
+    /// Seconds by `KVM_SET_USER_MEMORY_REGION` on this host.
     #[serde(serialize_with = "as_seconds_if_any")]
     pub kvm: Option<Figure>,
-    /// With how many slots that is: fewer than `slots` where KVM allows no more.
+    /// The number of slots on KVM: fewer than `slots` if KVM allows no more.
     pub kvm_slots: Option<u32>,
 }
 
-/// How many times the copied array's time ours may take with few slots: what is left to noise.
+/// The largest ratio to the copied array that counts as "no slower" with few slots; the excess is
+/// noise.
 const NOT_SLOWER: f64 = 1.05;
-/// How many times the time with few slots a move may take with many.
+/// The largest ratio of a move's time with many slots to that with few.
 const MOVE_GROWTH: f64 = 2.0;
 
-/// Everything a run found.
+/// The results of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct MemslotReport {
-    /// By number of slots, and then in the order of the series' tables.
+    /// The figures, by number of slots and then in the order of [`Test::ALL`].
     pub cells: Vec<Cell>,
-    /// With the fewest and with the most slots of the run.
+    /// The costs of calls, with the fewest and with the most slots of the run.
     pub calls: Vec<CallCost>,
-    /// Why KVM was not measured.
+    /// The reason why KVM was not measured.
     pub kvm_absent: Option<String>,
-    /// The bounds.
+    /// The verdicts.
     pub verdicts: Vec<Verdict>,
-    /// Where the figures of [`Cell::xeon`] are from.
+    /// The source of [`Cell::xeon`].
     pub xeon_source: &'static str,
-    /// Cores this process may run on.
+    /// The number of cores that this process may use.
     pub cores: usize,
-    /// How long the run took.
+    /// The length of the run, in seconds.
     pub seconds: f64,
 }
 
@@ -168,7 +169,7 @@ impl MemslotReport {
     }
 }
 
-/// All verdicts that the figures allow; `cells` are in ascending order of slots.
+/// All verdicts that the figures allow. `cells` are in ascending order of slots.
 fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
     let mut all = Vec::new();
     let (Some(first), Some(last)) = (cells.first(), cells.last()) else {
@@ -181,7 +182,7 @@ fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
         .max_by(|a, b| a.ratio().total_cmp(&b.ratio()));
     if let Some(worst) = worst {
         let name = format!(
-            "with {few} slots nothing slower than the array copy; the worst: {}",
+            "with {few} slots no slower than the array copy; worst test: {}",
             worst.test.name()
         );
         all.push(Verdict::new(name, NOT_SLOWER, worst.ratio(), "x"));
@@ -194,14 +195,14 @@ fn verdicts(cells: &[Cell]) -> Vec<Verdict> {
             Some(cell.scalable.median)
         };
         if let (Some(least), Some(most), true) = (with(few), with(many), few != many) {
-            let name = format!("{} with {many} slots, to that with {few}", test.name());
+            let name = format!("{} with {many} slots, relative to {few}", test.name());
             all.push(Verdict::new(name, MOVE_GROWTH, most / least, "x"));
         }
     }
     all
 }
 
-/// Seconds with three digits and the unit they need.
+/// Formats seconds with three digits and a suitable unit.
 fn seconds(value: f64) -> String {
     let (scaled, unit) = match value {
         v if v >= 0.9995 => (value, "s"),
@@ -220,8 +221,8 @@ impl fmt::Display for MemslotReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "The tests of the kernel's memslot_perf_test on the soft hypervisor: time a run, median (min .. max); {} \
-             cores, {:.0} s in all.\nUnmapping is the MMU notifier's call alone. On the right, not measured here: {}.",
+            "The tests of the kernel's memslot_perf_test on the soft hypervisor: time per run, median (min .. max). {} \
+             cores, {:.0} s in all.\nUnmapping covers the MMU notifier's call only. The Xeon columns are not measured here: {}.",
             self.cores, self.seconds, self.xeon_source
         )?;
         for slots in self.sizes() {
@@ -312,7 +313,7 @@ impl MemslotReport {
             )?;
         }
         if let Some(why) = &self.kvm_absent {
-            writeln!(f, "KVM is not measured: {why}")?;
+            writeln!(f, "KVM was not measured: {why}")?;
         }
         Ok(())
     }
@@ -400,7 +401,7 @@ mod tests {
             line("one move"),
             "one move 32764 20.0 us 10.0 us not measured with 509 slots"
         );
-        assert_eq!(line("KVM"), "KVM is not measured: no such device");
+        assert_eq!(line("KVM"), "KVM was not measured: no such device");
     }
 
     #[test]

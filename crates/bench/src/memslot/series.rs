@@ -1,30 +1,30 @@
-//! The figures of the kernel's own change, to stand beside ours.
+//! The figures of the kernel's patch series, for comparison.
 //!
 //! Source: cover letter of "KVM: Scalable memslots implementation", v5, Maciej S. Szmigiero,
-//! 2021-09-20 (`cover.1632171478.git.maciej.szmigiero@oracle.com`), measured there with
-//! `memslot_perf_test` on a Xeon 8167M with the TDP MMU off. Its "32k slots" are 32 764, and 8194
-//! for the map test.
+//! 2021-09-20 (`cover.1632171478.git.maciej.szmigiero@oracle.com`). He measured them with
+//! `memslot_perf_test` on a Xeon 8167M with the TDP MMU off. Its "32k slots" are 32 764 slots, and
+//! 8194 in the map test.
 
 use super::Test;
 use serde::Serialize;
 
-/// Where the figures are from and what they were measured on, for people.
+/// The source of the figures, as text.
 pub const SOURCE: &str =
     "\"KVM: Scalable memslots implementation\" v5, 2021: kernel before -> after, on a Xeon 8167M";
 
-/// Seconds a run of a test, by the kernel before and after the series.
+/// Seconds per run of a test, with the kernel before and after the series.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Xeon {
-    /// With the copied array.
+    /// Seconds with the copied array.
     pub before_s: f64,
-    /// With the trees.
+    /// Seconds with the trees.
     pub after_s: f64,
 }
 
-/// Slots, and before and after for each of [`Test::ALL`].
-type Row = (u32, [Option<(f64, f64)>; 6]);
+/// The number of slots, and the seconds before and after for each of [`Test::ALL`].
+type SeriesRow = (u32, [Option<(f64, f64)>; 6]);
 
-const TABLE: [Row; 7] = [
+const TABLE: [SeriesRow; 7] = [
     (
         10,
         [
@@ -94,7 +94,7 @@ const TABLE: [Row; 7] = [
     ),
 ];
 
-/// The figures of the series for `test` with `slots` slots, where it has any.
+/// The figures of the series for `test` with `slots` slots, if it has them.
 #[must_use]
 pub fn xeon(test: Test, slots: u32) -> Option<Xeon> {
     let (_, row) = TABLE.iter().find(|(of, _)| *of == slots)?;
@@ -106,7 +106,7 @@ pub fn xeon(test: Test, slots: u32) -> Option<Xeon> {
 mod tests {
     use super::*;
 
-    /// The improvement column of the cover letter, in percent; "None" is said of less than 3 there.
+    /// The improvement column of the cover letter, in percent. It prints less than 3 as "None".
     #[test]
     fn the_improvements_of_the_cover_letter_follow_from_its_figures() {
         let claimed = [

@@ -1,25 +1,25 @@
-//! How a test's memory is divided among its slots, as `memslot_perf_test` does it.
+//! The division of a test's memory into slots, as in `memslot_perf_test`.
 
 use pageferry_addr::{Gpa, PAGE_SIZE};
 
-/// Where the test's memory begins in guest-physical address space: the page by which host and guest
-/// keep in step, and then the pages that are tested. Slot 0, with the guest's program, is below.
+/// The guest address of the test's memory: first the synchronisation page, then the tested pages.
+/// Slot 0, with the guest's program, lies below.
 pub(super) const BASE: Gpa = Gpa(0x1000_0000);
 
-/// A test's memory in slots 1 and up, of the same number of pages each; the last one has what
-/// remains as well.
+/// A test's memory, divided into slots 1 and up. All have the same number of pages; the last one
+/// also gets the remainder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Split {
-    /// Slots of the test's memory: one less than the VM has.
+    /// The number of slots of the test's memory: one less than the VM has.
     pub(super) slots: u32,
-    /// All pages.
+    /// The number of pages of the test's memory.
     pub(super) pages: u64,
     per_slot: u64,
 }
 
 impl Split {
-    /// The division for a VM of `slots` slots, or `None` where there are fewer pages than slots, or
-    /// no slots.
+    /// The division for a VM of `slots` slots. `None` if there are fewer pages than slots, or no
+    /// slots.
     pub(super) fn new(slots: u32, pages: u64) -> Option<Self> {
         let slots = slots.checked_sub(1).filter(|&slots| slots > 0)?;
         let per_slot = pages / u64::from(slots);
@@ -46,11 +46,12 @@ impl Split {
 
     /// The index of the slot with this page.
     pub(super) fn index_of(&self, page: u64) -> u32 {
-        // Not above the number of slots, which is a u32.
+        // At most the number of slots, which is a u32.
         ((page / self.per_slot).min(u64::from(self.slots - 1))) as u32
     }
 
-    /// `pages` pages from `first` in pieces of one slot each: first page and pages of each.
+    /// Divides `pages` pages from `first` at the ends of slots. Yields the first page and the
+    /// number of pages of each piece.
     pub(super) fn pieces(self, first: u64, pages: u64) -> impl Iterator<Item = (u64, u64)> {
         let (mut at, end) = (first, first + pages);
         std::iter::from_fn(move || {

@@ -1,6 +1,6 @@
-//! A VM of one scheme, all its slots set up, with its vCPU on a thread of its own.
+//! A VM of one scheme with all its slots. Its vCPU has its own thread.
 
-use super::host::Host;
+use super::host::SlotMemory;
 use super::program;
 use super::split::Split;
 use crate::BenchError;
@@ -13,15 +13,15 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The longest a guest may take for anything.
+/// The time limit for each step of a guest.
 pub(super) const LIMIT: Duration = Duration::from_secs(20);
 
-/// Pages of [`Host`] before the test's memory: slot 0, with the programs.
+/// The number of pages of [`SlotMemory`] before the test's memory: slot 0, with the programs.
 const PROGRAM_PAGES: u64 = 1;
-/// Where each program begins in slot 0, which is at guest address 0.
+/// The offset of each program in slot 0, which is at guest address 0.
 const AT: [u64; 3] = [0, 0x400, 0x800];
 
-/// What a guest is to do.
+/// The program that a guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Program {
     /// [`program::halves`].
@@ -32,7 +32,7 @@ pub(super) enum Program {
     Sweep,
 }
 
-/// A program with its area.
+/// A program with its arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Start {
     pub(super) program: Program,
@@ -42,33 +42,33 @@ pub(super) struct Start {
     pub(super) stride: u64,
 }
 
-/// How a program ended.
+/// The result of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ended {
-    /// a1.
+    /// The value of a1.
     pub(super) answer: u64,
-    /// Lowest and highest address of stores where no slot was.
+    /// The lowest and the highest address of stores that hit no slot.
     pub(super) astray: Option<(Gpa, Gpa)>,
 }
 
-/// Host memory that has room for the program and `pages` pages of a test.
-pub(super) fn host(pages: u64) -> Result<Arc<Host>, BenchError> {
-    Host::new(PROGRAM_PAGES + pages)
+/// Host memory for the programs and `pages` pages of a test.
+pub(super) fn host(pages: u64) -> Result<Arc<SlotMemory>, BenchError> {
+    SlotMemory::new(PROGRAM_PAGES + pages)
 }
 
-/// The VM.
+/// A VM with its slots and its vCPU.
 pub(super) struct TestVm<M: Memslots> {
     pub(super) vm: Vm<M>,
     pub(super) split: Split,
-    pub(super) host: Arc<Host>,
-    /// How long the creation of the test's slots took.
+    pub(super) host: Arc<SlotMemory>,
+    /// The time to create the test's slots.
     pub(super) setup: Duration,
-    vcpu: Thread,
+    vcpu: VcpuThread,
 }
 
 impl<M: Memslots> TestVm<M> {
-    /// Creates the VM, its vCPU and its slots; only the test's slots are timed.
-    pub(super) fn new(host: &Arc<Host>, split: Split) -> Result<Self, BenchError> {
+    /// Creates the VM, its vCPU and its slots. Only the test's slots are timed.
+    pub(super) fn new(host: &Arc<SlotMemory>, split: Split) -> Result<Self, BenchError> {
         let vm = Vm::<M>::with_memslots(VmConfig::default());
         let memory = Arc::clone(host) as Arc<dyn HostMemory>;
         let region = |slot, gpa, page, pages| Region {
@@ -86,22 +86,15 @@ impl<M: Memslots> TestVm<M> {
                 code.len() * 4 <= 0x400,
                 "a program is longer than its place"
             );
-            for (index, pair) in code.chunks(2).enumerate() {
-                let high = pair.get(1).copied().unwrap_or(0);
-                let word = u64::from(pair[0]) | u64::from(high) << 32;
-                host.word(0, at + 8 * index as u64)
-                    .store(word, Ordering::Relaxed);
-            }
+            host.write_code(at, code);
         }
-        vm.set_user_memory_region2(region(0, Gpa(0), 0, PROGRAM_PAGES))
-            .map_err(refused)?;
-        let vcpu = vm.create_vcpu(0).map_err(refused)?;
+        vm.set_user_memory_region2(region(0, Gpa(0), 0, PROGRAM_PAGES))?;
+        let vcpu = vm.create_vcpu(0)?;
         let began = Instant::now();
         for index in 0..split.slots {
             let first = split.first(index);
             let (gpa, pages) = (Split::gpa(first), split.pages_of(index));
-            vm.set_user_memory_region2(region(id(index), gpa, PROGRAM_PAGES + first, pages))
-                .map_err(refused)?;
+            vm.set_user_memory_region2(region(id(index), gpa, PROGRAM_PAGES + first, pages))?;
         }
         let setup = began.elapsed();
         Ok(Self {
@@ -109,7 +102,7 @@ impl<M: Memslots> TestVm<M> {
             split,
             host: Arc::clone(host),
             setup,
-            vcpu: Thread::start(vcpu)?,
+            vcpu: VcpuThread::start(vcpu)?,
         })
     }
 
@@ -120,20 +113,19 @@ impl<M: Memslots> TestVm<M> {
 
     /// Moves the `index`th slot to another guest address.
     pub(super) fn move_slot(&self, index: u32, gpa: Gpa) -> Result<(), BenchError> {
-        self.vm
-            .set_user_memory_region2(Region {
-                slot: id(index),
-                flags: SlotFlags::EMPTY,
-                gpa,
-                size: self.split.pages_of(index) * PAGE_SIZE,
-                hva: self.host.hva(PROGRAM_PAGES + self.split.first(index)),
-                memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
-                userfault: None,
-            })
-            .map_err(refused)
+        self.vm.set_user_memory_region2(Region {
+            slot: id(index),
+            flags: SlotFlags::EMPTY,
+            gpa,
+            size: self.split.pages_of(index) * PAGE_SIZE,
+            hva: self.host.hva(PROGRAM_PAGES + self.split.first(index)),
+            memory: Some(Arc::clone(&self.host) as Arc<dyn HostMemory>),
+            userfault: None,
+        })?;
+        Ok(())
     }
 
-    /// Unmaps pages of the test's memory, slot by slot.
+    /// Unmaps `pages` pages of the test's memory from `first`, slot by slot.
     pub(super) fn unmap(&self, first: u64, pages: u64) {
         for (first, pages) in self.split.pieces(first, pages) {
             let first = PROGRAM_PAGES + first;
@@ -142,7 +134,7 @@ impl<M: Memslots> TestVm<M> {
         }
     }
 
-    /// Lets the guest begin.
+    /// Starts the guest.
     pub(super) fn start(&self, start: Start) -> Result<(), BenchError> {
         for word in [program::EXIT, program::SYNC, program::PASSES] {
             self.word(0, word).store(0, Ordering::Relaxed);
@@ -150,26 +142,26 @@ impl<M: Memslots> TestVm<M> {
         self.vcpu.program(start)
     }
 
-    /// Asks the guest to do its part and waits until it has.
+    /// Lets the guest do its next part, and waits until it has.
     pub(super) fn synchronise(&self) -> Result<(), BenchError> {
         let word = self.word(0, program::SYNC);
         word.store(1, Ordering::Release);
         wait_for(|| word.load(Ordering::Acquire) == 0)
     }
 
-    /// Waits until the writer has done `more` passes from here.
+    /// Waits until the guest's writer has done `more` further passes.
     pub(super) fn wait_passes(&self, more: u64) -> Result<(), BenchError> {
         let word = self.word(0, program::PASSES);
         let goal = word.load(Ordering::Acquire) + more;
         wait_for(|| word.load(Ordering::Acquire) >= goal)
     }
 
-    /// Waits until the guest has ended by itself.
+    /// Waits until the guest has ended.
     pub(super) fn ended(&self) -> Result<Ended, BenchError> {
         self.vcpu.ended()
     }
 
-    /// Tells the guest to end and waits until it has.
+    /// Ends the guest, and waits until it has ended.
     pub(super) fn end(&self) -> Result<Ended, BenchError> {
         self.word(0, program::EXIT).store(1, Ordering::Release);
         self.ended()
@@ -181,11 +173,7 @@ pub(super) fn id(index: u32) -> u16 {
     u16::try_from(index + 1).expect("a VM has at most 32 764 slots")
 }
 
-fn refused(error: pageferry_hypervisor::VmError) -> BenchError {
-    BenchError::Memslot(format!("the hypervisor refused a call: {error}"))
-}
-
-/// Spins a little, then yields, until `done`.
+/// Waits for `done`: spins briefly, then yields.
 fn wait_for(done: impl Fn() -> bool) -> Result<(), BenchError> {
     for _ in 0..64 {
         if done() {
@@ -210,8 +198,8 @@ fn late() -> BenchError {
     ))
 }
 
-/// The vCPU's thread: sleeps between programs.
-struct Thread {
+/// The vCPU's thread. It sleeps between programs.
+struct VcpuThread {
     starts: Option<mpsc::Sender<Start>>,
     ends: mpsc::Receiver<Result<Ended, String>>,
     kick: KickHandle,
@@ -219,7 +207,7 @@ struct Thread {
     handle: Option<JoinHandle<()>>,
 }
 
-impl Thread {
+impl VcpuThread {
     fn start<M: Memslots>(mut vcpu: VcpuCore<M>) -> Result<Self, BenchError> {
         let (starts, to_start) = mpsc::channel();
         let (ending, ends) = mpsc::channel();
@@ -251,23 +239,23 @@ impl Thread {
         let sent = self.starts.as_ref().map(|starts| starts.send(start));
         match sent {
             Some(Ok(())) => Ok(()),
-            _ => Err(BenchError::Memslot("the vCPU's thread has ended".into())),
+            _ => Err(BenchError::Hypervisor("the vCPU's thread has ended".into())),
         }
     }
 
     fn ended(&self) -> Result<Ended, BenchError> {
         let end = self.ends.recv_timeout(LIMIT).map_err(|_| late())?;
-        end.map_err(BenchError::Memslot)
+        end.map_err(BenchError::Hypervisor)
     }
 }
 
-impl Drop for Thread {
+impl Drop for VcpuThread {
     fn drop(&mut self) {
         self.starts = None;
         self.stop.store(true, Ordering::Release);
         self.kick.kick();
         if let Some(handle) = self.handle.take() {
-            // A panic of that thread was printed by itself.
+            // The panic hook has already printed a panic of that thread.
             let _ = handle.join();
         }
     }

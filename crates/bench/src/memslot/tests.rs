@@ -1,7 +1,7 @@
-//! The copied array against a plain model, and both schemes against each other.
+//! The copied array compared with a plain model, and both schemes with each other.
 #![expect(
     unsafe_code,
-    reason = "a scheme that forgets a frame shows that the benchmark notices"
+    reason = "implements a scheme that forgets a frame, which the benchmark must notice"
 )]
 
 use super::array_copy::{ArrayCopy, ArrayReader, ArrayUpdate};
@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const IDS: u16 = 12;
-/// All slots lie below this frame, so that they often meet.
+/// All slots lie below this frame, so that they often overlap.
 const FRAMES: u64 = 40;
 /// All host memory lies below this page.
 const HOST_PAGES: u64 = 24;
@@ -36,24 +36,24 @@ fn limits() -> Limits {
     }
 }
 
-/// One step of a history.
+/// One action of a history.
 #[derive(Clone, Debug)]
-enum Step {
-    /// Whatever it is.
+enum Action {
+    /// Any request.
     Any(Request<u32>),
-    /// A slot that is there goes to another frame; the flag says whether the change is given up.
+    /// An existing slot moves to another frame. The flag says whether the change is abandoned.
     Move(usize, u64, bool),
-    /// Gets other flags.
+    /// An existing slot gets other flags.
     Flags(usize, u32),
-    /// Goes.
+    /// An existing slot is deleted. The flag says whether the change is abandoned.
     Delete(usize, bool),
-    /// A reader looks at everything.
+    /// A reader looks up every frame.
     Look(usize),
-    /// What can be freed is.
+    /// The writer frees retired slots.
     Free,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn actions() -> impl Strategy<Value = Vec<Action>> {
     let whatever = (
         0..IDS + 1,
         0..FRAMES + 2,
@@ -72,19 +72,19 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
             userfault_bitmap: Some(Hva(0x1000)),
             data,
         });
-    let step = prop_oneof![
-        6 => whatever.prop_map(Step::Any),
-        4 => (any::<usize>(), 0..FRAMES, any::<bool>()).prop_map(|(i, gfn, up)| Step::Move(i, gfn, up)),
-        2 => (any::<usize>(), 0..16u32).prop_map(|(i, flags)| Step::Flags(i, flags)),
-        1 => (any::<usize>(), any::<bool>()).prop_map(|(i, up)| Step::Delete(i, up)),
-        3 => (0..3usize).prop_map(Step::Look),
-        1 => Just(Step::Free),
+    let action = prop_oneof![
+        6 => whatever.prop_map(Action::Any),
+        4 => (any::<usize>(), 0..FRAMES, any::<bool>()).prop_map(|(i, gfn, up)| Action::Move(i, gfn, up)),
+        2 => (any::<usize>(), 0..16u32).prop_map(|(i, flags)| Action::Flags(i, flags)),
+        1 => (any::<usize>(), any::<bool>()).prop_map(|(i, up)| Action::Delete(i, up)),
+        3 => (0..3usize).prop_map(Action::Look),
+        1 => Just(Action::Free),
     ];
-    prop::collection::vec(step, 1..80)
+    prop::collection::vec(action, 1..80)
 }
 
-/// The request of a step and whether its change is given up.
-fn request(step: &Step, model: &Model) -> Option<(Request<u32>, bool)> {
+/// The request of an action, and whether its change is abandoned.
+fn request(action: &Action, model: &Model) -> Option<(Request<u32>, bool)> {
     let there = |index: usize| {
         let slot = model.values().nth(index % model.len().max(1))?;
         Some(Request {
@@ -98,9 +98,9 @@ fn request(step: &Step, model: &Model) -> Option<(Request<u32>, bool)> {
             data: slot.data.wrapping_add(1),
         })
     };
-    Some(match *step {
-        Step::Any(request) => (request, false),
-        Step::Move(index, gfn, up) => {
+    Some(match *action {
+        Action::Any(request) => (request, false),
+        Action::Move(index, gfn, up) => {
             let gpa = Gfn(gfn).gpa();
             (
                 Request {
@@ -110,7 +110,7 @@ fn request(step: &Step, model: &Model) -> Option<(Request<u32>, bool)> {
                 up,
             )
         }
-        Step::Flags(index, flags) => {
+        Action::Flags(index, flags) => {
             let flags = SlotFlags(flags);
             (
                 Request {
@@ -120,12 +120,12 @@ fn request(step: &Step, model: &Model) -> Option<(Request<u32>, bool)> {
                 false,
             )
         }
-        Step::Delete(index, up) => (Request::delete(0, there(index)?.id), up),
-        Step::Look(_) | Step::Free => return None,
+        Action::Delete(index, up) => (Request::delete(0, there(index)?.id), up),
+        Action::Look(_) | Action::Free => return None,
     })
 }
 
-/// What the rules say of a request beside the model's slots.
+/// The verdict of the rules on a request, given the model's slots.
 fn plan(model: &Model, request: &Request<u32>) -> Result<Plan, SlotError> {
     check(
         &limits(),
@@ -174,12 +174,12 @@ fn apply(model: &mut Model, plan: Plan, request: Request<u32>) {
     model.insert(request.id, Slot::new(request, range));
 }
 
-/// What a slot says.
+/// The contents of a slot.
 fn facts(slot: &Slot<u32>) -> (u16, GfnRange, Hva, SlotFlags, u32) {
     (slot.id, slot.range, slot.hva, slot.flags, slot.data)
 }
 
-/// All frames by a reader; `invalid` are those of the slot that is on its way.
+/// Looks up all frames by a reader. `invalid` is the range of a slot that is being changed.
 fn look(reader: &mut ArrayReader<u32>, model: &Model, invalid: Option<GfnRange>) {
     for gfn in (0..FRAMES + 4).map(Gfn) {
         let expected = model.values().find(|slot| slot.range.contains(gfn));
@@ -220,17 +220,17 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
     #[test]
-    fn the_array_is_a_plain_map(history in steps()) {
+    fn the_array_is_a_plain_map(history in actions()) {
         let mut slots = ArrayCopy::with_limits(limits());
         let mut model = Model::new();
         let mut readers: Vec<_> = (0..3).map(|_| slots.new_reader()).collect();
-        for step in &history {
-            match *step {
-                Step::Look(index) => look(&mut readers[index], &model, None),
-                Step::Free => slots.free_retired(),
+        for action in &history {
+            match *action {
+                Action::Look(index) => look(&mut readers[index], &model, None),
+                Action::Free => slots.free_retired(),
                 _ => {}
             }
-            let Some((request, given_up)) = request(step, &model) else { continue };
+            let Some((request, given_up)) = request(action, &model) else { continue };
             let plan = plan(&model, &request);
             let (update, plan) = match (slots.start(request), plan) {
                 (Err(found), Err(expected)) => {
@@ -264,7 +264,7 @@ proptest! {
     }
 }
 
-/// Data that knows whether it was dropped, and counts those that live.
+/// Data that records its drop, and counts the live instances.
 struct Canary {
     value: AtomicU64,
     alive: Arc<AtomicU64>,
@@ -333,7 +333,7 @@ fn readers_never_see_a_slot_that_was_freed() {
         while began.elapsed() < Duration::from_millis(300) {
             round += 1;
             let id = (round * 7 % u64::from(SLOTS)) as u16;
-            // Each slot has 16 frames for itself and goes to and fro among them.
+            // Each slot has its own 16 frames, and moves among them.
             let gfn = u64::from(id) * 16 + round / u64::from(SLOTS) % 4 * 4;
             let update = slots.start(canary(id, gfn, &alive)).expect("free frames");
             update.finish();
@@ -349,7 +349,7 @@ fn readers_never_see_a_slot_that_was_freed() {
     assert_eq!(
         alive.load(Ordering::Relaxed),
         u64::from(SLOTS),
-        "a reader is there"
+        "a reader still exists"
     );
     drop(late);
     assert_eq!(alive.load(Ordering::Relaxed), 0);
@@ -366,7 +366,7 @@ fn a_reader_that_stays_behind_keeps_what_it_can_find() {
         slots.free_retired();
     }
     assert_eq!(alive.load(Ordering::Relaxed), 4);
-    reader.take_up();
+    reader.take_newest();
     slots.free_retired();
     assert_eq!(alive.load(Ordering::Relaxed), 1);
 }
@@ -398,11 +398,11 @@ fn guests_have_the_same_memory_with_both_schemes() {
     }
 }
 
-/// A scheme that finds nothing in the fourth page of the tests' memory: safe, and wrong.
+/// A scheme that finds no slot for the fourth page of the tests' memory. It is safe, but wrong.
 struct Forgetful(ArrayCopy<SlotData>);
 struct ForgetfulReader(ArrayReader<SlotData>);
 
-// SAFETY: all answers are those of `ArrayCopy`, but for one frame at which nothing is found.
+// SAFETY: every answer is that of `ArrayCopy`, except that one frame has no slot.
 unsafe impl Memslots for Forgetful {
     type Reader = ForgetfulReader;
     type Update<'a> = ArrayUpdate<'a, SlotData>;

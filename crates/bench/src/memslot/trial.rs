@@ -1,10 +1,10 @@
 //! One sample of each test: the host's side, in step with the guest's.
 //!
-//! The shapes and sizes are those of `tools/testing/selftests/kvm/memslot_perf_test.c` in Linux.
-//! Where its host calls `madvise(MADV_DONTNEED)`, upon which the kernel calls KVM's MMU notifier,
-//! this one calls the notifier's counterpart ([`pageferry_hypervisor::Vm::invalidate_hva`]) alone:
-//! giving pages back to the host and getting others is no work of the slots, costs 1.4 us a page
-//! and more, and would hide what is measured.
+//! The sizes and steps are those of `tools/testing/selftests/kvm/memslot_perf_test.c` in Linux,
+//! with one difference. Its host calls `madvise(MADV_DONTNEED)`, upon which the kernel calls KVM's
+//! MMU notifier. This one calls only the notifier's counterpart,
+//! [`pageferry_hypervisor::Vm::invalidate_hva`]. Freeing and allocating host pages is no work of
+//! the slots, takes at least 1.4 us per page, and would hide the slots' cost.
 
 use super::program::{VALUE_1, VALUE_2, swept};
 use super::split::Split;
@@ -16,7 +16,7 @@ use pageferry_hypervisor::Memslots;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// The first page that is tested; the one before it is for synchronisation.
+/// The first tested page. The page before it is for synchronisation.
 const FIRST: u64 = 1;
 /// Pages of the map test's area.
 pub(super) const MAP_PAGES: u64 = 8192;
@@ -24,24 +24,22 @@ pub(super) const MAP_PAGES: u64 = 8192;
 pub(super) const UNMAP_PAGES: u64 = 32_768;
 /// Pages of the chunks of "unmap 2M".
 const CHUNK_PAGES: u64 = 512;
-/// Pages of the whole area, in which the move tests and the set-up divide their slots.
+/// Pages of the whole area. The move tests and the set-up divide it into slots.
 pub(super) const ALL_PAGES: u64 = 131_072;
-/// Pages that the guest of the move tests writes to.
+/// The number of pages that the guest of the move tests writes.
 const MOVE_PAGES: u64 = 50;
-/// How many moves, there and back, are timed together. What one takes hangs on what the guest does
-/// at that moment (a fault, an exit, or nothing that has to be waited for), and the guest's passes
-/// and single runs that wait for them would keep in step: then the median is that of one such
-/// moment, here this one and there that.
+/// The number of moves, there and back, that are timed together. The time of one move depends on
+/// the guest's state at that moment: it may fault, exit, or need no wait at all. Single moves would
+/// fall into step with the guest's passes, and the median would be that of one such state.
 const MOVES: u32 = 16;
-/// Where in a slot's first page the word is that the sweep reads.
+/// The offset in a slot's first page of the word that the sweep reads.
 const TOKEN: u64 = 1024;
 
-/// Runs `test` on the VM for at least `at_least` and at least once; gives seconds a run: the mean,
-/// or the median where batches of runs are timed one by one (the move tests, whose runs take
-/// microseconds).
+/// Runs `test` on the VM once, and then again until `at_least` has passed. Returns seconds per run:
+/// the mean, or for the move tests the median of batches, because their runs take microseconds.
 ///
 /// # Errors
-/// If the guest is late, or a value it wrote is not where it should be.
+/// If the guest is late, or one of its values is in the wrong place.
 pub(super) fn sample<M: Memslots>(
     test_vm: &TestVm<M>,
     test: Test,
@@ -50,10 +48,10 @@ pub(super) fn sample<M: Memslots>(
     match test {
         Test::Map => {
             begin_halves(test_vm, MAP_PAGES, PAGE_SIZE)?;
-            // What is allocated once (tables, the host's pages) is allocated here.
+            // This run allocates tables and host pages, so that later runs do not.
             map_once(test_vm, false)?;
             let seconds = repeated(at_least, || map_once(test_vm, false))?;
-            // The first clears all words, the second finds all of them written again.
+            // The first run clears all words. The second one finds all of them stored again.
             map_once(test_vm, true)?;
             map_once(test_vm, true)?;
             ended_inside(test_vm)?;
@@ -74,7 +72,7 @@ pub(super) fn sample<M: Memslots>(
     }
 }
 
-/// Seconds a run of `once`.
+/// Seconds per run of `once`.
 fn repeated(
     at_least: Duration,
     mut once: impl FnMut() -> Result<(), BenchError>,
@@ -90,7 +88,7 @@ fn repeated(
     }
 }
 
-/// Clears the first word of the pages and starts the guest that writes to two halves of them.
+/// Clears the first word of the pages, and starts the guest that writes two halves of them.
 fn begin_halves<M: Memslots>(
     test_vm: &TestVm<M>,
     pages: u64,
@@ -119,7 +117,7 @@ fn map_once<M: Memslots>(test_vm: &TestVm<M>, check_all: bool) -> Result<(), Ben
     check_half(test_vm, FIRST + half, half, VALUE_2, check_all)
 }
 
-/// The guest maps a page of either half; the host unmaps the halves in chunks.
+/// The guest maps one page of each half, and the host unmaps the halves in chunks.
 fn unmap_once<M: Memslots>(test_vm: &TestVm<M>, chunk: u64) -> Result<(), BenchError> {
     let half = UNMAP_PAGES / 2;
     for (first, value) in [(FIRST, VALUE_1), (FIRST + half, VALUE_2)] {
@@ -132,7 +130,7 @@ fn unmap_once<M: Memslots>(test_vm: &TestVm<M>, chunk: u64) -> Result<(), BenchE
     Ok(())
 }
 
-/// Checks and clears the first and the last page of a half, or all.
+/// Checks and clears the first and the last page of a half, or with `all` every page.
 fn check_half<M: Memslots>(
     test_vm: &TestVm<M>,
     first: u64,
@@ -160,12 +158,12 @@ fn expect(page: u64, value: u64, found: u64) -> Result<(), BenchError> {
         Ok(())
     } else {
         Err(wrong(format!(
-            "page {page} has {found:#x} where {value:#x} should be"
+            "page {page} has {found:#x} instead of {value:#x}"
         )))
     }
 }
 
-/// The pages that may have been written to in a sample of `test`.
+/// The pages that a sample of `test` may write.
 #[cfg(test)]
 pub(super) fn touched(test: Test, split: Split) -> Box<dyn Iterator<Item = u64>> {
     let source = split.first(split.slots - 1);
@@ -186,8 +184,8 @@ fn ended_inside<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
     }
 }
 
-/// The last slot is moved behind all others and back while the guest writes to the pages below it;
-/// in the active test half of these pages are in the slot itself.
+/// Moves the last slot behind all others and back while the guest writes to the pages below it. In
+/// the active test, half of these pages are in the slot itself.
 fn moves<M: Memslots>(
     test_vm: &TestVm<M>,
     test: Test,
@@ -224,8 +222,8 @@ fn moves<M: Memslots>(
     test_vm.wait_passes(1)?;
     let (began, mut runs) = (Instant::now(), Samples::default());
     while runs.is_empty() || began.elapsed() < at_least {
-        // On a busy host the guest's thread may wait for a processor, and then there is nobody to
-        // interrupt: each batch begins when the guest is at work.
+        // On a busy host the guest's thread may wait for a core, and then a move interrupts nobody.
+        // So each batch begins while the guest is running.
         test_vm.wait_passes(1)?;
         let batch = Instant::now();
         for _ in 0..MOVES {
@@ -233,8 +231,8 @@ fn moves<M: Memslots>(
         }
         runs.push(batch.elapsed().as_secs_f64() / f64::from(MOVES));
     }
-    // One pass may have begun while the slot was away; the second began and ended with the slot in
-    // its place.
+    // The first pass may have begun while the slot was away. The second begins and ends with the
+    // slot in its place.
     test_vm.wait_passes(2)?;
     let astray = test_vm.end()?.astray;
     for page in area {
@@ -246,7 +244,7 @@ fn moves<M: Memslots>(
     let away = Split::gpa(source)..Split::gpa(source + beyond);
     match astray {
         Some((low, high)) if !(away.contains(&low) && away.contains(&high)) => Err(wrong(format!(
-            "the guest found no slot from {low} to {high}, and only {}..{} was away",
+            "the guest found no slot from {low} to {high}, but only {}..{} had moved away",
             away.start, away.end
         ))),
         _ => Ok(runs.median()),
@@ -260,7 +258,7 @@ pub(super) fn move_once<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchErr
     test_vm.move_slot(last, Split::gpa(test_vm.split.first(last)))
 }
 
-/// The guest reads a word of every slot's first page; host and guest must find the same.
+/// The guest reads a word of every slot's first page. It must find the values that the host stored.
 fn check_slots<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
     let split = test_vm.split;
     for index in 0..split.slots {
@@ -287,7 +285,7 @@ fn check_slots<M: Memslots>(test_vm: &TestVm<M>) -> Result<(), BenchError> {
         Ok(())
     } else {
         Err(wrong(format!(
-            "the guest read {:#x} from the slots, and the host wrote {expected:#x}",
+            "the guest read {:#x} from the slots, but the host stored {expected:#x}",
             ended.answer
         )))
     }

@@ -1,29 +1,37 @@
 //! A MODEL of demand paging with more vCPUs than this host has cores. Not a measurement.
 //!
-//! **Guarantee.** Its inputs are measured in the same run and shown beside it ([`Parts`]); it is
-//! compared with real runs of one and two vCPUs in the same run, and the errors are shown
-//! ([`Check`]). Whatever shows its results says that they are modelled.
+//! **Guarantee.** The model's inputs are measured in the same run, and printed with its results
+//! ([`Parts`]). The model is compared with real runs of one and two vCPUs in the same run, and its
+//! errors are printed ([`Check`]). Every output of a result says that it is modelled.
 //!
-//! **Mechanism.** Each vCPU has a core of its own and loops: the guest's own work for a page, the
-//! look-up of its slot, the work of the fault, and where pages are missing an exit, the copy of a
-//! page and the fault once more ([`Delivery`]). The work of a fault is done under the MMU lock:
-//! exclusive and handed over in order (serialised), or shared, where all that vCPUs have in common
-//! is the line of the table that a new last-level table, one for 512 pages, is linked into
-//! (parallel; one line for all vCPUs is the worst case: with 16 MiB and more for each, most have
-//! lines of their own). [`System`] simulates this event by event ([`queue`](System)).
+//! **Mechanism.** Each vCPU has its own core. For each page it goes through these steps: the
+//! guest's own work, the look-up of the slot, and the fault. If pages are missing, an exit, the
+//! copy of a page and a second fault follow ([`PageDelivery`]). The fault works under the MMU lock.
+//! If faults are serialised, the lock is exclusive and handed over in the order of arrival. If they
+//! are parallel, it is shared. Then vCPUs share only the cache line to which a new last-level table
+//! is linked, once per 512 pages. The model uses one such line for all vCPUs, which is the worst
+//! case: with 16 MiB and more for each vCPU, most link to different lines. [`System`] simulates
+//! this event by event ([`queue`](System)).
 //!
-//! **What it leaves out**, so what it is not good for: the bandwidth of memory, several sockets (a
-//! line takes longer between them), other locks than the MMU's (the talk names those of the host's
-//! memory management as what remains), and overlapping touches. It takes the hypervisor here for
-//! what it is: KVM's faults and exits take longer, all of them. A hand-over is taken to cost the
-//! same however many wait. A clock keeps the processor from overlapping what it stands around with
-//! what is beside it: so the parts of a fault are upper bounds, and the guest's own time, which is
-//! the rest, a lower one (0 where nothing is left). The other way round, a real lock waits for the
-//! guest's last store to memory, which the lock measured alone does not. The checks show what that
-//! comes to: most where a fault is all a page takes ([`Delivery::None`], serialised).
+//! **Limits.**
+//!
+//! - It leaves out memory bandwidth, multiple sockets (where a cache line takes longer), and
+//!   overlapping touches.
+//! - It leaves out locks other than the MMU's. The talk names those of the host's memory management
+//!   as the remaining ones.
+//! - Its costs are those of our hypervisor. KVM's faults and exits all take longer.
+//! - A hand-over costs the same for any number of waiters.
+//! - Reading a clock prevents the processor from overlapping the timed work with its surroundings.
+//!   So the parts of a fault are upper bounds. The guest's own time is the remainder, so it is a
+//!   lower bound (0 if nothing remains).
+//! - A real lock waits for the guest's last store to memory. The lock that is measured alone does
+//!   not.
+//!
+//! The checks show the total error. It is largest where the fault is all of a page's cost
+//! ([`PageDelivery::None`], serialised).
 //!
 //! **Neighbours.** Below: [`crate::demand_paging`], whose guests and locks it measures. The command
-//! line shows [`ModelReport`].
+//! line prints [`ModelReport`].
 
 mod page;
 mod parts;
@@ -38,37 +46,37 @@ pub use parts::Parts;
 pub use queue::{Lock, Outcome, Spread, Step, System};
 pub use report::ModelReport;
 
-use crate::demand_paging::{Host, Plan, Scheme, in_order_touch, soft_touch};
+use crate::demand_paging::{HostRam, Plan, Scheme, in_order_touch, soft_touch};
 use crate::kit::Figure;
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::Engine;
-use parts::{Measured, Rounds};
+use parts::{Guests, PartSamples};
 use serde::Serialize;
 use std::time::Instant;
 
-/// Entries of a table: a vCPU that goes through its memory needs a new last-level table for each so
-/// many pages.
+/// The entries of a table. A vCPU that goes through its memory needs a new last-level table after
+/// this many pages.
 const TABLE_PAGES: u32 = 512;
-/// The most pages a vCPU touches in a simulation. What is beyond goes on at the same rate: the
-/// queue has been in its steady state for long.
+/// The largest number of pages per vCPU in a simulation. Further pages continue at the same rate,
+/// because the queue has long been in its steady state.
 const MAX_SIMULATED: u32 = 2048;
 
-/// What the talk says of its figure; not measured or modelled here.
+/// The figures of the talk, which are not measured or modelled here.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Talk {
-    /// Its largest VM.
+    /// The vCPUs of the VM.
     pub vcpus: u32,
-    /// How much of the time was spent waiting for KVM's MMU lock, faults serialised, in percent.
+    /// The share of time that vCPUs waited for KVM's MMU lock with serialised faults, in percent.
     pub waiting_percent: f64,
-    /// How much of the time faults in parallel saved, in percent.
+    /// The share of time that parallel faults saved, in percent.
     pub saved_percent: f64,
-    /// Where that is from.
+    /// The source of these figures.
     pub source: &'static str,
 }
 
-/// The talk.
+/// A talk on the same change in KVM.
 pub const TALK: Talk = Talk {
     vcpus: 416,
     waiting_percent: 98.0,
@@ -76,20 +84,20 @@ pub const TALK: Talk = Talk {
     source: "Ben Gardon, \"Improving MMU Scalability in x86 KVM\", KVM Forum 2019: KVM with a 416-vCPU, 12 TiB VM",
 };
 
-/// What to model.
+/// The settings of the model.
 #[derive(Clone, Debug)]
 pub struct ModelSetting {
-    /// The numbers of vCPUs.
+    /// The numbers of vCPUs to model, each at least 1.
     pub vcpus: Vec<u32>,
-    /// Bytes for each vCPU, whole pages: also of the real runs.
+    /// Bytes for each vCPU, a multiple of the page size. The real runs use it as well.
     pub memory_per_vcpu: u64,
-    /// Bytes that all vCPUs of a VM share out among them, whole pages: for the other table.
+    /// Bytes that all vCPUs touch together, a multiple of the page size.
     pub total_memory: u64,
-    /// How many samples each input is the median of.
+    /// The number of samples of each input, at least 1.
     pub repeat: u32,
-    /// How single times vary around the measured ones.
+    /// The distribution of single times around the measured means.
     pub spread: Spread,
-    /// Names the sequence of random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
@@ -108,22 +116,22 @@ impl Default for ModelSetting {
     }
 }
 
-/// How a vCPU gets its pages.
+/// The state of the pages before the touch, and their delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Delivery {
-    /// Host memory is there: one fault a page.
+pub enum PageDelivery {
+    /// Host memory is allocated: one fault per page.
     None,
-    /// The page is missing: a fault, an exit, a copy of 4 KiB on the vCPU's thread, and a fault
-    /// again. The nearer to the talk's, whose pages came from user space.
+    /// The page is missing: a fault, an exit, a copy of 4 KiB on the vCPU's thread, and a second
+    /// fault. This is closer to the talk, whose pages came from user space.
     Exit,
 }
 
-impl Delivery {
-    /// Both.
+impl PageDelivery {
+    /// Both deliveries.
     pub const ALL: [Self; 2] = [Self::None, Self::Exit];
 
-    /// The name in tables.
+    /// The name in tables and in JSON.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -132,7 +140,7 @@ impl Delivery {
         }
     }
 
-    /// What a page takes.
+    /// The steps for one page.
     fn steps(self, parts: &Parts) -> Vec<Step> {
         let [guest, lookup, map, missing, exit, copy] = [
             parts.guest_ns,
@@ -177,76 +185,77 @@ fn lock(scheme: Scheme, parts: &Parts, steps: usize) -> Lock {
     }
 }
 
-/// One scheme with one number of vCPUs. Modelled.
+/// The figures of one scheme with one number of vCPUs. Modelled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Side {
-    /// Seconds until each vCPU has touched its memory, the same for every number of vCPUs.
+pub struct SchemeFigures {
+    /// Seconds until each vCPU has touched [`ModelSetting::memory_per_vcpu`].
     pub seconds: f64,
-    /// Pages a second, all vCPUs together.
+    /// Pages per second of all vCPUs together.
     pub pages_per_s: f64,
-    /// How much of the vCPUs' time is waiting for the MMU lock, in percent.
+    /// The share of the vCPUs' time spent waiting for the MMU lock, in percent.
     pub waiting_percent: f64,
-    /// Seconds until all vCPUs together have touched the total memory.
+    /// Seconds until all vCPUs together have touched [`ModelSetting::total_memory`].
     pub total_memory_seconds: f64,
 }
 
-/// Both schemes with one number of vCPUs. Modelled.
+/// The figures of both schemes with one number of vCPUs. Modelled.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Point {
-    /// True: nothing here was measured.
+    /// Always `true`: nothing here was measured.
     pub modelled: bool,
-    /// How many vCPUs, on as many cores.
+    /// The number of vCPUs, on as many cores.
     pub vcpus: u32,
-    /// Faults in parallel.
-    pub parallel: Side,
-    /// Faults one after the other.
-    pub serialised: Side,
-    /// How much less time `parallel` takes than `serialised`, in percent.
+    /// With parallel faults.
+    pub parallel: SchemeFigures,
+    /// With serialised faults.
+    pub serialised: SchemeFigures,
+    /// The time that `parallel` saves, in percent of that of `serialised`.
     pub saved_percent: f64,
 }
 
-/// One delivery with all numbers of vCPUs. Modelled.
+/// The figures of one delivery with all numbers of vCPUs. Modelled.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Curve {
-    /// How pages come.
-    pub delivery: Delivery,
-    /// What a page takes, by the measured parts.
+    /// The delivery.
+    pub delivery: PageDelivery,
+    /// The steps for one page, with the measured times.
     pub steps: Vec<Step>,
-    /// By ascending number of vCPUs.
+    /// The figures, by ascending number of vCPUs.
     pub points: Vec<Point>,
 }
 
-/// The model beside a real run.
+/// The model compared with a real run.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Check {
-    /// How pages came.
-    pub delivery: Delivery,
-    /// How the MMU let vCPUs fault. Serialised ones had the lock in the order in which they asked,
-    /// as in the model.
+    /// The delivery.
+    pub delivery: PageDelivery,
+    /// The MMU's locking of faults. Serialised faults got the lock in the order of arrival, as in
+    /// the model.
     pub scheme: Scheme,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub vcpus: u32,
-    /// Nanoseconds a page of a vCPU, measured.
+    /// Nanoseconds per page of a vCPU, measured.
     pub measured_ns: Figure,
-    /// Nanoseconds a page of a vCPU, modelled.
+    /// Nanoseconds per page of a vCPU, modelled.
     pub modelled_ns: f64,
-    /// How much more `modelled_ns` is than the median of `measured_ns`, in percent.
+    /// The excess of `modelled_ns` over the median of `measured_ns`, in percent; negative if it is
+    /// less.
     pub error_percent: f64,
-    /// How much more it is than the least of `measured_ns`, in percent: on a host with other work
-    /// the fastest run is the one in which each vCPU had a core, as the model supposes.
+    /// The excess of `modelled_ns` over the minimum of `measured_ns`, in percent. On a host with
+    /// other work, in the fastest run each vCPU had a core, as the model supposes.
     pub error_to_fastest_percent: f64,
-    /// Whether inputs were derived from this very run: then the error is none by construction.
+    /// Whether an input is derived from this run. Then the error is zero by construction.
     pub by_construction: bool,
 }
 
-/// Measures the inputs, compares the model with real runs, and models.
+/// Measures the inputs, runs the model, and compares it with real runs.
 ///
 /// # Errors
-/// [`BenchError::Setting`] where this process may use one core only, or the setting asks for
-/// nothing; those of [`crate::demand_paging::demand_paging`] otherwise.
+/// [`BenchError::Setting`] if this process may use only one core, or the settings are empty.
+/// Otherwise the errors of [`crate::demand_paging::demand_paging`].
 pub fn model(
     setting: &ModelSetting,
-    tell: &mut dyn FnMut(&str),
+    progress: &mut dyn FnMut(&str),
 ) -> Result<ModelReport, BenchError> {
     let began = Instant::now();
     let pages = setting.memory_per_vcpu / PAGE_SIZE;
@@ -256,26 +265,26 @@ pub fn model(
         ));
     }
     let isa = isa_of(Engine::Soft);
-    let on = Measured {
-        host: Host::new(Plan::memory_bytes(isa, 2, pages)?)?,
+    let on = Guests {
+        host: HostRam::new(Plan::memory_bytes(isa, 2, pages)?)?,
         plans: [
             Plan::new(isa, 1, pages, false)?,
             Plan::new(isa, 2, pages, false)?,
         ],
     };
-    let (mut rounds, mut real) = (Rounds::default(), Real::default());
+    let (mut part_samples, mut real) = (PartSamples::default(), RealRuns::default());
     for round in 1..=setting.repeat {
-        tell(&format!(
+        progress(&format!(
             "measuring the model's inputs, round {round} of {}",
             setting.repeat
         ));
-        rounds.round(&on)?;
+        part_samples.round(&on)?;
         real.round(&on)?;
     }
-    let parts = rounds.parts();
+    let parts = part_samples.parts();
     let mut curves = Vec::new();
-    for delivery in Delivery::ALL {
-        tell(&format!("modelling, pages missing: {}", delivery.name()));
+    for delivery in PageDelivery::ALL {
+        progress(&format!("modelling, pages missing: {}", delivery.name()));
         curves.push(curve(setting, &parts, delivery));
     }
     let checks = real.checks(setting, &parts);
@@ -292,7 +301,7 @@ pub fn model(
 fn simulate(
     setting: &ModelSetting,
     parts: &Parts,
-    delivery: Delivery,
+    delivery: PageDelivery,
     scheme: Scheme,
     vcpus: u32,
 ) -> Outcome {
@@ -309,7 +318,7 @@ fn simulate(
     .run()
 }
 
-fn curve(setting: &ModelSetting, parts: &Parts, delivery: Delivery) -> Curve {
+fn curve(setting: &ModelSetting, parts: &Parts, delivery: PageDelivery) -> Curve {
     let mut vcpus = setting.vcpus.clone();
     vcpus.sort_unstable();
     vcpus.dedup();
@@ -319,7 +328,7 @@ fn curve(setting: &ModelSetting, parts: &Parts, delivery: Delivery) -> Curve {
         let side = |scheme| {
             let outcome = simulate(setting, parts, delivery, scheme, vcpus);
             let rate = outcome.pages_per_s();
-            Side {
+            SchemeFigures {
                 seconds: pages_each * f64::from(vcpus) / rate,
                 pages_per_s: rate,
                 waiting_percent: outcome.waiting_percent(),
@@ -342,26 +351,26 @@ fn curve(setting: &ModelSetting, parts: &Parts, delivery: Delivery) -> Curve {
     }
 }
 
-/// Real runs of one and two vCPUs: nanoseconds a page of a vCPU.
+/// Real runs of one and two vCPUs, in nanoseconds per page of a vCPU.
 #[derive(Default)]
-struct Real {
-    /// In the order of [`Real::cases`].
+struct RealRuns {
+    /// In the order of [`RealRuns::cases`].
     samples: [Samples; 8],
 }
 
-impl Real {
-    fn cases() -> impl Iterator<Item = (Delivery, Scheme, u32)> {
-        Delivery::ALL.into_iter().flat_map(|delivery| {
+impl RealRuns {
+    fn cases() -> impl Iterator<Item = (PageDelivery, Scheme, u32)> {
+        PageDelivery::ALL.into_iter().flat_map(|delivery| {
             Scheme::ALL
                 .into_iter()
                 .flat_map(move |scheme| [1, 2].map(|vcpus| (delivery, scheme, vcpus)))
         })
     }
 
-    fn round(&mut self, on: &Measured) -> Result<(), BenchError> {
+    fn round(&mut self, on: &Guests) -> Result<(), BenchError> {
         for ((delivery, scheme, vcpus), samples) in Self::cases().zip(&mut self.samples) {
             let plan = &on.plans[vcpus as usize - 1];
-            let exits = delivery == Delivery::Exit;
+            let exits = delivery == PageDelivery::Exit;
             let race = match scheme {
                 Scheme::Parallel => soft_touch(&on.host, plan, scheme, exits)?,
                 Scheme::Serialised => in_order_touch(&on.host, plan, exits)?,
@@ -387,7 +396,7 @@ impl Real {
                     error_percent: 100.0 * (modelled_ns / measured_ns.median - 1.0),
                     error_to_fastest_percent: 100.0 * (modelled_ns / measured_ns.min - 1.0),
                     by_construction: (delivery, scheme, vcpus)
-                        == (Delivery::None, Scheme::Parallel, 1),
+                        == (PageDelivery::None, Scheme::Parallel, 1),
                 }
             })
             .collect()

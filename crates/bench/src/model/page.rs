@@ -1,26 +1,26 @@
-//! The page and the figure of the model. They say on their charts that they are modelled.
+//! The HTML page and the figure of the model. Their charts say that they are modelled.
 
-use super::{Curve, Delivery, ModelReport, Point};
+use super::{Curve, ModelReport, PageDelivery, Point};
 use crate::kit::charts::{self, Line, Linear};
 use crate::kit::{self, escape, scrolling};
 use std::fmt::Write;
 
-/// The model's figures and tables.
+/// The HTML page with the model's charts and tables.
 ///
 /// # Errors
-/// What the drawing failed at.
+/// The drawing library's error.
 pub fn page(report: &ModelReport) -> Result<String, String> {
     let mut body = String::new();
     for curve in &report.curves {
         let heading = match curve.delivery {
-            Delivery::Exit => "Pages are missing: each is brought by an exit and a copy",
-            Delivery::None => "No page is missing: faults only",
+            PageDelivery::Exit => "Pages are missing: each takes an exit and a copy",
+            PageDelivery::None => "No page is missing: faults only",
         };
         let _ = writeln!(body, "<h2>{heading}</h2>");
         body.push_str(&scrolling(&draw(report, curve)?));
     }
-    let about = "A MODEL, not a measurement: as many cores as vCPUs, driven by times measured in the same run, which stand \
-                 below with the model's errors against real runs.";
+    let about = "A MODEL, not a measurement, with a core for each vCPU. Its inputs are times that were measured in the same \
+                 run. The table at the end has these inputs, and the model's errors compared with real runs.";
     let _ = writeln!(
         body,
         "<h2>All figures</h2>\n<pre>{}</pre>",
@@ -29,14 +29,15 @@ pub fn page(report: &ModelReport) -> Result<String, String> {
     Ok(kit::page("Demand paging, modelled", about, &body, ""))
 }
 
-/// The talk's figure, modelled, as an SVG file of its own: pages are missing and brought by exits.
+/// The talk's figure, modelled, as an SVG file: pages are missing, and faults on them are delivered
+/// as exits.
 ///
 /// # Errors
-/// What the drawing failed at.
+/// The drawing library's error.
 pub fn figure(report: &ModelReport) -> Result<String, String> {
     let curve = report
-        .of(Delivery::Exit)
-        .ok_or("the model has no such curve")?;
+        .of(PageDelivery::Exit)
+        .ok_or("the model has no curve for missing pages")?;
     draw(report, curve)
 }
 
@@ -55,8 +56,7 @@ fn draw(report: &ModelReport, curve: &Curve) -> Result<String, String> {
     ];
     let last = curve.points.last().ok_or("there is nothing to draw")?;
     let subtitle = format!(
-        "MODELLED from times measured on {} cores. {} vCPUs: {:.1} % of the time waiting, {:.1} % saved; the talk, on KVM: {} %, \
-         {} %",
+        "MODELLED from times measured on {} cores. {} vCPUs: {:.1} % of the time waiting, {:.1} % saved. Talk, on KVM: {} %, {} %",
         report.cores,
         last.vcpus,
         last.serialised.waiting_percent,
@@ -67,10 +67,12 @@ fn draw(report: &ModelReport, curve: &Curve) -> Result<String, String> {
     let mib = report.memory_per_vcpu as f64 / f64::from(1 << 20);
     charts::linear(&Linear {
         title: Some((
-            &format!("Time to page in {mib} MiB for each vCPU, faults one by one and in parallel"),
+            &format!(
+                "Time to page in {mib} MiB per vCPU, with serialised and with parallel faults"
+            ),
             &subtitle,
         )),
-        x_desc: "vCPUs, each on a core of its own",
+        x_desc: "vCPUs, each on its own core",
         y_desc: "milliseconds, modelled",
         lines: &lines,
     })

@@ -1,14 +1,14 @@
-//! What the parts of a fault take here: the inputs of the model.
+//! The times of a fault's parts on this host: the inputs of the model.
 //!
-//! What a fault does by itself is measured with one vCPU on the soft engine, by a clock around its
-//! work ([`crate::demand_paging`]); what two vCPUs cost each other, by two threads on two cores. Of
-//! what is repeated in batches the fastest batch counts: a thread that lost its core for a while
-//! says nothing about a cache line.
+//! The parts of a fault alone are measured with one vCPU on the soft engine, by a clock around its
+//! work ([`crate::demand_paging`]). The costs that two vCPUs cause each other are measured by two
+//! threads on two cores. Of repeated batches the fastest counts: a thread that lost its core for a
+//! while gives no information about a cache line.
 
 use crate::demand_paging::{
-    Host, Plan, Scheme, Ticket, Timed, clocked_touch, exit_and_entry, soft_touch,
+    FaultTimes, HostRam, Plan, Scheme, TicketLock, clocked_touch, exit_and_entry, soft_touch,
 };
-use crate::kit::Figure;
+use crate::kit::{CacheLine, Figure};
 use crate::{BenchError, Samples, cores};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -19,35 +19,35 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The measured times, nanoseconds each.
+/// The measured times, in nanoseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Parts {
-    /// The guest's own instructions a page, its TLB and the touch itself: all of a touch but the
+    /// The guest's own instructions per page, its TLB and the touch: all of a touch except the
     /// fault.
     pub guest_ns: Figure,
-    /// Finding the memory slot: outside the lock.
+    /// The look-up of the memory slot, outside the lock.
     pub lookup_ns: Figure,
-    /// A fault that maps its page, behind the look-up: the walk and the change of the tables.
-    /// Under the lock.
+    /// A fault that maps its page, after the look-up: the walk and the change of the tables, under
+    /// the lock.
     pub map_ns: Figure,
-    /// A fault that finds its page missing, behind the look-up: the walk and the test of the bit.
-    /// Under the lock.
+    /// A fault that finds its page missing, after the look-up: the walk and the test of the bit,
+    /// under the lock.
     pub missing_ns: Figure,
-    /// Leaving the guest and entering it again.
+    /// Leaving and entering the guest.
     pub exit_ns: Figure,
     /// Copying 4 KiB into a page and clearing its bit.
     pub copy_ns: Figure,
-    /// Taking and releasing the exclusive lock where nobody else wants it.
+    /// Taking and releasing the exclusive lock without contention.
     pub lock_ns: Figure,
-    /// From one holder of the lock to the next on another core.
+    /// Handing the contended lock over to another core.
     pub handover_ns: Figure,
-    /// A cache line from one core to another.
+    /// Moving a cache line to another core.
     pub line_ns: Figure,
 }
 
-/// Samples of [`Parts`], a sample a round.
+/// Samples of [`Parts`], one per round.
 #[derive(Default)]
-pub(super) struct Rounds {
+pub(super) struct PartSamples {
     guest: Samples,
     lookup: Samples,
     map: Samples,
@@ -59,21 +59,21 @@ pub(super) struct Rounds {
     line: Samples,
 }
 
-/// The guests that are measured.
-pub(super) struct Measured {
-    pub(super) host: Arc<Host>,
-    /// With one vCPU and with two.
+/// The guests, and their host memory.
+pub(super) struct Guests {
+    pub(super) host: Arc<HostRam>,
+    /// The plans for one vCPU and for two.
     pub(super) plans: [Plan; 2],
 }
 
-impl Rounds {
-    /// One more of each.
-    pub(super) fn round(&mut self, on: &Measured) -> Result<(), BenchError> {
+impl PartSamples {
+    /// Adds a sample of each part.
+    pub(super) fn round(&mut self, on: &Guests) -> Result<(), BenchError> {
         let [one, _] = &on.plans;
         let clock = clock_ns();
         let present = clocked_touch(&on.host, one, false)?;
         let missing = clocked_touch(&on.host, one, true)?;
-        let of = |faults: &[Timed], which: fn(&Timed) -> Option<u32>| {
+        let of = |faults: &[FaultTimes], which: fn(&FaultTimes) -> Option<u32>| {
             (usual(faults.iter().filter_map(which)) - clock).max(0.0)
         };
         let lookup = of(&present, |fault| Some(fault.lookup));
@@ -81,7 +81,7 @@ impl Rounds {
         let test = of(&missing, |fault| fault.missing.then_some(fault.rest));
         let touch = soft_touch(&on.host, one, Scheme::Parallel, false)?;
         let all = touch.whole.as_nanos() as f64 / one.touches() as f64;
-        // Where the clock says more than all took, all was the fault.
+        // If the timed parts exceed the whole, the fault was all of it.
         self.guest.push((all - lookup - map).max(0.0));
         self.lookup.push(lookup);
         self.map.push(map);
@@ -110,7 +110,7 @@ impl Rounds {
     }
 }
 
-/// The mean of times without those beyond 100 times the median: in them the thread did not run.
+/// The mean of the times up to 100 times the median. During longer ones the thread was not running.
 fn usual(times: impl Iterator<Item = u32>) -> f64 {
     let mut times: Vec<u32> = times.collect();
     times.sort_unstable();
@@ -122,7 +122,7 @@ fn usual(times: impl Iterator<Item = u32>) -> f64 {
     kept.iter().map(|&time| f64::from(time)).sum::<f64>() / kept.len() as f64
 }
 
-/// What a pair of readings of the clock adds to the time between them.
+/// The time that two readings of the clock add between them.
 fn clock_ns() -> f64 {
     let pair = || {
         let first = Instant::now();
@@ -131,7 +131,7 @@ fn clock_ns() -> f64 {
     usual((0..10_000).map(|_| u32::try_from(pair()).unwrap_or(u32::MAX)))
 }
 
-/// The fastest of some batches, each given as nanoseconds an operation.
+/// The fastest of some batches. `batch` returns nanoseconds per operation.
 fn fastest(batches: u32, mut batch: impl FnMut() -> f64) -> f64 {
     (0..batches).map(|_| batch()).fold(f64::INFINITY, f64::min)
 }
@@ -140,8 +140,8 @@ fn per_operation(began: Instant, operations: u32) -> f64 {
     began.elapsed().as_nanos() as f64 / f64::from(operations)
 }
 
-/// Copies into each touched page once, as a vCPU does that brings it.
-fn copy_ns(host: &Host, plan: &Plan) -> f64 {
+/// Nanoseconds to install a page. It copies into each touched page once, as a vCPU does.
+fn copy_ns(host: &HostRam, plan: &Plan) -> f64 {
     let bytes = [0x5a; PAGE_SIZE as usize];
     let missing = PageBitmap::new(plan.touched.end as usize);
     missing.set_range(plan.touched.start as usize..plan.touched.end as usize);
@@ -156,11 +156,11 @@ fn copy_ns(host: &Host, plan: &Plan) -> f64 {
 
 const OPERATIONS: u32 = 2000;
 const BATCHES: u32 = 20;
-/// How long two threads may take to meet at a lock.
+/// The time limit for two threads to contend for a lock.
 const MEETING: Duration = Duration::from_secs(5);
 
 fn lock_ns() -> f64 {
-    let lock = Ticket::default();
+    let lock = TicketLock::default();
     fastest(BATCHES, || {
         let began = Instant::now();
         for _ in 0..OPERATIONS {
@@ -170,21 +170,21 @@ fn lock_ns() -> f64 {
     })
 }
 
-/// A core for each of two threads.
+/// One core for each of two threads.
 ///
 /// # Errors
-/// Where this process may use one core only.
+/// If this process may use only one core.
 fn two_cores() -> Result<[CpuSet; 2], BenchError> {
     match cores::each()[..] {
         [first, second, ..] => Ok([first, second]),
         _ => Err(BenchError::Setting(
-            "the model needs what two vCPUs cost each other, and here is one core only".into(),
+            "the model needs two cores to measure how two vCPUs delay each other".into(),
         )),
     }
 }
 
-/// Runs `body` on two threads with a core each, both from the same moment, and gives what each of
-/// them says. `body` is told which thread it is.
+/// Runs `body` on two threads, each on its own core, which start together. `body` gets the index of
+/// its thread. Returns both results.
 fn on_two_cores<T: Send>(cores: [CpuSet; 2], body: impl Fn(u32) -> T + Sync) -> [T; 2] {
     let arrived = AtomicU32::new(0);
     let run = |index: u32| {
@@ -202,21 +202,16 @@ fn on_two_cores<T: Send>(cores: [CpuSet; 2], body: impl Fn(u32) -> T + Sync) -> 
     })
 }
 
-/// A line on its own.
-#[repr(align(128))]
-#[derive(Default)]
-struct Line(AtomicU64);
-
-/// One way of a word that two threads change by turns.
+/// Nanoseconds for one transfer of a cache line with a word that two threads change in turns.
 fn line_ns(cores: [CpuSet; 2]) -> f64 {
-    let line = Line::default();
+    let line = CacheLine::<AtomicU64>::default();
     let [first, _] = on_two_cores(cores, |index| {
         let mut turn = u64::from(index);
         let mut batch = || {
             let began = Instant::now();
             for _ in 0..OPERATIONS {
-                wait_until(&line.0, turn);
-                line.0.store(turn + 1, Ordering::Release);
+                wait_until(&line, turn);
+                line.store(turn + 1, Ordering::Release);
                 turn += 2;
             }
             per_operation(began, 2 * OPERATIONS)
@@ -238,16 +233,16 @@ fn wait_until(word: &AtomicU64, value: u64) {
     }
 }
 
-/// From one holder to the next where both always want the lock; it protects nothing, so its own
-/// line is all that moves. Batches in which one thread had it twice running too often do not count:
-/// the other was not there.
+/// Nanoseconds for one hand-over between two threads that always want the lock. The lock protects
+/// nothing, so only its own lines move. A batch does not count if one thread took the lock twice in
+/// a row too often: then the other thread was not running.
 ///
 /// # Errors
-/// When no batch counts.
+/// If no batch counts.
 fn handover_ns(cores: [CpuSet; 2]) -> Result<f64, BenchError> {
-    let lock = Ticket::default();
-    // Both take the lock until one has had its batches. On a busy host they may run one after the
-    // other for a while.
+    let lock = TicketLock::default();
+    // Both take the lock until one of them has enough batches. On a busy host they may run one
+    // after the other for a while.
     let (done, deadline) = (AtomicU32::new(0), Instant::now() + MEETING);
     let best = on_two_cores(cores, |_| {
         let (mut best, mut counted) = (f64::INFINITY, 0);
@@ -255,11 +250,11 @@ fn handover_ns(cores: [CpuSet; 2]) -> Result<f64, BenchError> {
             let (began, mut changes, mut last) = (Instant::now(), 0, 0_u32);
             for _ in 0..OPERATIONS {
                 let ticket = lock.lock().ticket();
-                // The other had it once between.
+                // The other thread had the lock once in between.
                 changes += u32::from(ticket.wrapping_sub(last) == 2);
                 last = ticket;
             }
-            // Two hand-overs for each of these.
+            // Each change is two hand-overs.
             if changes >= OPERATIONS * 9 / 10 {
                 best = f64::min(best, per_operation(began, 2 * changes));
                 counted += 1;
@@ -273,7 +268,9 @@ fn handover_ns(cores: [CpuSet; 2]) -> Result<f64, BenchError> {
     if best.is_finite() {
         Ok(best)
     } else {
-        Err(BenchError::Busy("two threads never met at a lock".into()))
+        Err(BenchError::Busy(
+            "two threads never contended for a lock".into(),
+        ))
     }
 }
 

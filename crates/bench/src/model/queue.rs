@@ -1,104 +1,104 @@
-//! The simulation itself: vCPUs that by turns work on their own and pass through one shared thing.
+//! The simulation: vCPUs alternate between work of their own and one shared server.
 //!
-//! **Guarantee.** First come, first served, exactly: an event is handled only when no earlier one
-//! can come any more. The same [`System`] gives the same [`Outcome`], on every host.
+//! **Guarantee.** Service is exactly first come, first served: an event is handled only when no
+//! earlier event can arise. The same [`System`] gives the same [`Outcome`] on every host.
 //!
-//! **Mechanism.** A closed queue with one server, event by event. The only events are vCPUs asking
-//! for the server, kept in a heap by time. Handling one tells when the vCPU is served, when it lets
-//! go, and when it asks again, which is never earlier; so the heap's first is the next to be
-//! served. Time is in whole picoseconds.
+//! **Mechanism.** A closed queue with one server, event by event. The only events are requests of
+//! vCPUs for the server, in a heap by time. Handling a request determines the start of service, its
+//! end, and the vCPU's next request, which is never earlier. So the first request in the heap is
+//! the next one to serve. Time is in whole picoseconds.
 //!
-//! **Neighbours.** It knows vCPUs, steps and a lock, and nothing of pages, hosts or how times were
-//! measured.
+//! **Neighbours.** It knows vCPUs, steps and a lock. It knows nothing of pages, hosts or the origin
+//! of the times.
 
 use super::random::draw;
 use crate::kit::Random;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// One visit of a vCPU to the MMU: work of its own, then work under the MMU lock. Means, in
-/// nanoseconds.
+/// One fault of a vCPU: work of its own, then work under the MMU lock. Mean times.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Step {
-    /// Work that vCPUs do side by side before they ask for the lock.
+    /// Work before the vCPU asks for the lock, in nanoseconds, at least 0. vCPUs do it in parallel.
     pub own_ns: f64,
-    /// Work under the lock.
+    /// Work under the lock, in nanoseconds, at least 0.
     pub held_ns: f64,
 }
 
-/// What the MMU lock is.
+/// The MMU lock.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Lock {
-    /// Held by one vCPU at a time, in the order in which they asked.
+    /// One vCPU at a time holds it, in the order of arrival.
     Exclusive {
-        /// Taking and releasing it where nobody else has used it since this vCPU did.
+        /// Taking and releasing it if no other vCPU has used it since, in nanoseconds.
         alone_ns: f64,
-        /// Added where it is free and another vCPU had it last: its cache line comes over.
+        /// Added if the lock is free and another vCPU had it last, in nanoseconds: the transfer of
+        /// its cache line.
         line_ns: f64,
-        /// From the release to the next holder's start, where vCPUs wait. The same for two waiters
-        /// and for hundreds, as with a queued lock.
+        /// From the release to the next holder's start if vCPUs wait, in nanoseconds. It does not
+        /// depend on the number of waiters, as with a queued lock.
         handover_ns: f64,
     },
-    /// Held by any number: the work under it runs side by side. What is left in common is one cache
-    /// line, which every `every`th step of a vCPU writes; its transfers queue.
+    /// Any number of vCPUs hold it, and work under it in parallel. They share one cache line. A
+    /// vCPU writes it in every `every`th step, and its transfers queue.
     Shared {
-        /// One transfer of the line.
+        /// One transfer of the line, in nanoseconds.
         line_ns: f64,
-        /// After how many steps a vCPU writes it once.
+        /// The steps of a vCPU per write of the line. 0: the line is never written.
         every: u32,
     },
 }
 
-/// How single times lie around their mean.
+/// The distribution of single times around their mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Spread {
-    /// All equal.
+    /// All times are equal to the mean.
     Constant,
-    /// Evenly from a half to one and a half of it.
+    /// Uniform from half to one and a half of the mean.
     Uniform,
-    /// Exponentially: the case with a closed form.
+    /// Exponential. This case has a closed form.
     Exponential,
 }
 
-/// What is simulated.
+/// The simulated system.
 #[derive(Clone, Debug)]
 pub struct System {
-    /// How many vCPUs, each on a core of its own.
+    /// The number of vCPUs, each on its own core; at least 1.
     pub vcpus: u32,
-    /// How often each does all of `steps`.
+    /// The number of times that each vCPU goes through `steps`; at least 1.
     pub pages: u32,
-    /// What a page takes, in order.
+    /// The steps for one page, in order; at least one.
     pub steps: Vec<Step>,
     /// The MMU lock.
     pub lock: Lock,
-    /// How times vary.
+    /// The distribution of times.
     pub spread: Spread,
-    /// Names the sequence of random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
 }
 
-/// What came out.
+/// The result of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
-    /// From the common start to the end of the last vCPU, nanoseconds.
+    /// From the common start to the end of the last vCPU, in nanoseconds.
     pub elapsed_ns: f64,
-    /// The time all vCPUs together waited for the lock, nanoseconds.
+    /// The sum of all vCPUs' waits for the lock, in nanoseconds.
     pub waited_ns: f64,
-    /// The time all vCPUs together ran or waited, nanoseconds.
+    /// The sum of all vCPUs' times from the start to their end, in nanoseconds.
     pub vcpu_ns: f64,
-    /// The pages all did together.
+    /// The number of pages of all vCPUs.
     pub pages: u64,
 }
 
 impl Outcome {
-    /// Pages a second, all vCPUs together.
+    /// Pages per second of all vCPUs together.
     #[must_use]
     pub fn pages_per_s(&self) -> f64 {
         self.pages as f64 * 1e9 / self.elapsed_ns
     }
 
-    /// How much of the vCPUs' time was waiting for the lock, in percent.
+    /// The share of the vCPUs' time spent waiting for the lock, in percent.
     #[must_use]
     pub fn waiting_percent(&self) -> f64 {
         100.0 * self.waited_ns / self.vcpu_ns
@@ -111,26 +111,27 @@ fn ps(ns: f64) -> u64 {
     (ns * PS).round() as u64
 }
 
-/// The one thing that vCPUs pass through in turns.
+/// The shared server: the lock, or its cache line. Times are in picoseconds.
 struct Server {
     free_at: u64,
     last: u32,
 }
 
-/// Where a vCPU is.
+/// The progress of a vCPU.
 #[derive(Clone, Copy)]
-struct Place {
-    /// The index of the step it asks for the lock in.
+struct Progress {
+    /// The index of the step whose request for the lock is next.
     step: usize,
     pages_left: u32,
     visits: u32,
 }
 
 impl System {
-    /// Runs it to the end. Takes time in proportion to `vcpus`, `pages` and the number of steps.
+    /// Runs the simulation to its end. Its cost is proportional to `vcpus`, `pages` and the number
+    /// of steps.
     ///
     /// # Panics
-    /// If there is no vCPU, no page or no step, or a time is negative or not a number.
+    /// If there is no vCPU, no page or no step, or a time is negative or not finite.
     #[must_use]
     pub fn run(&self) -> Outcome {
         assert!(self.vcpus > 0 && self.pages > 0 && !self.steps.is_empty());
@@ -139,17 +140,18 @@ impl System {
             self.steps
                 .iter()
                 .all(|step| sane(step.own_ns) && sane(step.held_ns)),
-            "a time is no time: {:?}",
+            "times must be finite and at least 0: {:?}",
             self.steps
         );
         let mut random = Random::new(self.seed);
-        // Where each is in its tables: not all of them need a new one at the same moment.
+        // vCPUs begin at different progress in their tables, so that they do not all need a new one
+        // at once.
         let every = match self.lock {
             Lock::Shared { every, .. } => every,
             Lock::Exclusive { .. } => 0,
         };
-        let mut places: Vec<Place> = (0..self.vcpus)
-            .map(|_| Place {
+        let mut progress: Vec<Progress> = (0..self.vcpus)
+            .map(|_| Progress {
                 step: 0,
                 pages_left: self.pages,
                 visits: random.below(u64::from(every.max(1))) as u32,
@@ -165,21 +167,21 @@ impl System {
         };
         let (mut elapsed, mut waited, mut all) = (0, 0, 0);
         while let Some(Reverse((asked, vcpu))) = asking.pop() {
-            let place = &mut places[vcpu as usize];
-            place.visits += 1;
-            let work = draw(self.steps[place.step].held_ns);
-            let (wait, done) = self.pass(&mut server, asked, vcpu, place.visits, work);
+            let this = &mut progress[vcpu as usize];
+            this.visits += 1;
+            let work = draw(self.steps[this.step].held_ns);
+            let (wait, done) = self.pass(&mut server, asked, vcpu, this.visits, work);
             waited += wait;
-            place.step += 1;
-            if place.step == self.steps.len() {
-                place.step = 0;
-                place.pages_left -= 1;
+            this.step += 1;
+            if this.step == self.steps.len() {
+                this.step = 0;
+                this.pages_left -= 1;
             }
-            if place.pages_left == 0 {
+            if this.pages_left == 0 {
                 elapsed = elapsed.max(done);
                 all += done;
             } else {
-                let again = done + draw(self.steps[place.step].own_ns);
+                let again = done + draw(self.steps[this.step].own_ns);
                 asking.push(Reverse((again, vcpu)));
             }
         }
@@ -191,7 +193,8 @@ impl System {
         }
     }
 
-    /// How long the vCPU that asks at `asked` waits, and when it is done.
+    /// The wait of the vCPU that asks at `asked`, and the end of its work. All times are in
+    /// picoseconds.
     fn pass(
         &self,
         server: &mut Server,
@@ -213,7 +216,7 @@ impl System {
                 } else {
                     asked + ps(line_ns)
                 };
-                // A hand-over is the whole of taking and releasing where somebody waits.
+                // With waiters, the hand-over includes taking and releasing.
                 let taking = if asked < server.free_at {
                     0
                 } else {
@@ -264,7 +267,7 @@ mod tests {
         }
     }
 
-    /// Pages a nanosecond.
+    /// Pages per nanosecond.
     fn rate(system: &System) -> f64 {
         system.run().pages_per_s() / 1e9
     }
@@ -309,7 +312,7 @@ mod tests {
             let error = (simulated / exact - 1.0).abs();
             assert!(
                 error < 0.03,
-                "{vcpus} vCPUs: {simulated} and exactly {exact}"
+                "{vcpus} vCPUs: {simulated}, by the closed form {exact}"
             );
         }
     }
@@ -329,8 +332,8 @@ mod tests {
 
     #[test]
     fn waiting_grows_as_the_closed_form_says() {
-        // Beyond saturation each of N vCPUs has its lock for 1 / N of the time the others keep it
-        // waiting.
+        // At saturation, a cycle of one vCPU takes as long as N times the work under the lock. The
+        // vCPU waits for all of it except its own step.
         let outcome = system(100, 200.0, 50.0, Spread::Constant).run();
         let expected = 100.0 * (1.0 - (200.0 + 50.0) / (100.0 * 50.0));
         assert!((outcome.waiting_percent() - expected).abs() < 0.5);
@@ -357,7 +360,7 @@ mod tests {
             ..contended.clone()
         };
         assert!((1.0 / rate(&alone) - 155.0).abs() < 0.1);
-        // Two vCPUs: at worst each waits for the other every time.
+        // Two vCPUs: in the worst case each waits for the other every time.
         let two = System {
             vcpus: 2,
             ..contended
@@ -379,7 +382,7 @@ mod tests {
         assert_eq!(free.waited_ns, 0.0);
         assert!((free.pages_per_s() / 1e9 - 416.0 / 350.0).abs() < 1e-6);
         assert_eq!(shared(1, 1).run().waited_ns, 0.0);
-        // Each step writes the line: it is the bottleneck.
+        // Each step writes the line, so the line is the bottleneck.
         assert!((rate(&shared(1, 416)) - 1.0 / 100.0).abs() < 1e-3);
         let seldom = shared(512, 416).run();
         assert!(seldom.waited_ns > 0.0 && seldom.waiting_percent() < 1.0);

@@ -1,9 +1,9 @@
-//! Times drawn from a distribution, the same in every run with the same seed.
+//! Times from a distribution. The same seed gives the same times.
 
 use super::Spread;
 use crate::kit::Random;
 
-/// One time of a distribution with this mean, in the mean's unit.
+/// A time from a distribution with this mean, in the mean's unit.
 pub(super) fn draw(random: &mut Random, mean: f64, spread: Spread) -> f64 {
     match spread {
         Spread::Constant => mean,

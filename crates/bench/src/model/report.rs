@@ -1,6 +1,6 @@
-//! What the model says, and how far it can be believed.
+//! The results of the model, with its inputs and its errors.
 
-use super::{Check, Curve, Delivery, ModelSetting, Parts, Spread, TALK, Talk};
+use super::{Check, Curve, ModelSetting, PageDelivery, Parts, Spread, TALK, Talk};
 use crate::demand_paging::{Scheme, cores, short};
 use crate::kit::Figure;
 use serde::Serialize;
@@ -10,27 +10,27 @@ use std::time::Duration;
 /// Inputs, checks and results.
 #[derive(Clone, Debug, Serialize)]
 pub struct ModelReport {
-    /// True: what is in `curves` was modelled.
+    /// Always `true`: `curves` are modelled.
     pub modelled: bool,
-    /// The inputs: measured in this run on the soft engine.
+    /// The inputs, measured in this run on the soft engine.
     pub parts: Parts,
-    /// How single times vary around them.
+    /// The distribution of single times around the inputs.
     pub spread: Spread,
-    /// The sequence of random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
-    /// The model beside real runs of this run.
+    /// The model compared with real runs in this run.
     pub checks: Vec<Check>,
     /// Bytes for each vCPU.
     pub memory_per_vcpu: u64,
-    /// Bytes for all, in the other table.
+    /// Bytes for all vCPUs together.
     pub total_memory: u64,
     /// The results.
     pub curves: Vec<Curve>,
-    /// What the talk says, for comparison.
+    /// The talk's figures, for comparison.
     pub talk: Talk,
-    /// Cores this process may run on: those the inputs were measured on.
+    /// The number of cores that this process may use.
     pub cores: u32,
-    /// How long the run took.
+    /// The length of the run, in seconds.
     pub seconds: f64,
 }
 
@@ -59,17 +59,17 @@ impl ModelReport {
 
     /// The curve of a delivery.
     #[must_use]
-    pub fn of(&self, delivery: Delivery) -> Option<&Curve> {
+    pub fn of(&self, delivery: PageDelivery) -> Option<&Curve> {
         self.curves.iter().find(|curve| curve.delivery == delivery)
     }
 
-    /// The inputs with their names, in the order in which tables show them.
+    /// The inputs with their names, in the order of the table.
     #[must_use]
     pub fn inputs(&self) -> [(&'static str, Figure); 9] {
         let parts = &self.parts;
         [
             (
-                "guest: its instructions, TLB and touch, a page",
+                "guest: instructions, TLB and touch of a page",
                 parts.guest_ns,
             ),
             ("look-up of the memory slot", parts.lookup_ns),
@@ -84,7 +84,7 @@ impl ModelReport {
             ("exit and entry", parts.exit_ns),
             ("copy of 4 KiB and clearing of its bit", parts.copy_ns),
             (
-                "exclusive lock, taken and released, nobody else",
+                "exclusive lock, taken and released without contention",
                 parts.lock_ns,
             ),
             (
@@ -96,7 +96,7 @@ impl ModelReport {
     }
 }
 
-/// Seconds with three digits.
+/// Formats seconds with three digits and a suitable unit.
 fn seconds(value: f64) -> String {
     match value {
         v if v >= 999.5 => format!("{v:.0} s"),
@@ -106,7 +106,7 @@ fn seconds(value: f64) -> String {
     }
 }
 
-/// Bytes in the largest unit that divides them.
+/// Formats bytes in the largest unit that divides them.
 fn bytes(value: u64) -> String {
     let units = [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")];
     let fits = |shift: &u32| value >= 1 << shift && value.is_multiple_of(1 << shift);
@@ -121,13 +121,13 @@ impl fmt::Display for ModelReport {
         writeln!(
             f,
             "MODEL, not a measurement: demand paging with a core for each vCPU, from times measured in this run on {} \
-             cores ({:.0} s in all).\nTimes vary {}; seed {}.",
+             cores ({:.0} s in all).\nDistribution of times: {}. Seed: {}.",
             self.cores,
             self.seconds,
             match self.spread {
-                Spread::Constant => "not at all",
-                Spread::Uniform => "evenly from a half to one and a half of these",
-                Spread::Exponential => "exponentially around these",
+                Spread::Constant => "constant",
+                Spread::Uniform => "uniform from half to one and a half of the mean",
+                Spread::Exponential => "exponential",
             },
             self.seed
         )?;
@@ -147,7 +147,7 @@ impl fmt::Display for ModelReport {
         }
         writeln!(
             f,
-            "\nThe model beside real runs of this run, ns a page of a vCPU\n  {:<8} {:<11} {:>5} {:>9} {:>8} {:>8} {:>8} {:>8}",
+            "\nThe model compared with real runs, ns per page of a vCPU\n  {:<8} {:<11} {:>5} {:>9} {:>8} {:>8} {:>8} {:>8}",
             "missing", "MMU", "vCPUs", "measured", "modelled", "error", "fastest", "error"
         )?;
         for check in &self.checks {
@@ -163,7 +163,7 @@ impl fmt::Display for ModelReport {
                 short(check.measured_ns.min),
                 check.error_to_fastest_percent,
                 if check.by_construction {
-                    "  (the guest's time is what is left of this)"
+                    "  (the guest's time is derived from this run)"
                 } else {
                     ""
                 }
@@ -174,9 +174,9 @@ impl fmt::Display for ModelReport {
         }
         writeln!(
             f,
-            "\nFor comparison, of the talk and not modelled here: {} % of the time waiting for the lock, {} % of the time \
-             saved\n({}).\nLeft out: memory bandwidth, sockets, the host's own locks, overlapping touches. Against the parallel MMU: every new \
-             table goes\nthrough one cache line of all vCPUs, though most are linked into tables of their own.",
+            "\nThe talk's figures, not modelled here: {} % of the time waiting for the lock, {} % of the time saved\n({}).\n\
+             Left out: memory bandwidth, sockets, the host's own locks, overlapping touches. To the parallel MMU's \
+             disadvantage,\nall vCPUs link new tables through one cache line; in reality most vCPUs use different lines.",
             self.talk.waiting_percent, self.talk.saved_percent, self.talk.source
         )
     }
@@ -185,8 +185,8 @@ impl fmt::Display for ModelReport {
 impl ModelReport {
     fn show(&self, curve: &Curve, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match curve.delivery {
-            Delivery::None => "no page is missing: faults only",
-            Delivery::Exit => "each page is missing, brought by an exit and a copy of 4 KiB",
+            PageDelivery::None => "no page is missing: faults only",
+            PageDelivery::Exit => "each page is missing, and takes an exit and a copy of 4 KiB",
         };
         writeln!(f, "\nMODELLED: {what}")?;
         writeln!(
@@ -194,7 +194,7 @@ impl ModelReport {
             "  {:>5}  {:^32}  {:^32}  {:>7}  {:^21}",
             "",
             format!(
-                "{} for each vCPU: {}",
+                "{} per vCPU: {}",
                 bytes(self.memory_per_vcpu),
                 Scheme::Serialised
             ),
@@ -217,7 +217,7 @@ impl ModelReport {
             "parallel"
         )?;
         for point in &curve.points {
-            let side = |side: &super::Side| {
+            let side = |side: &super::SchemeFigures| {
                 format!(
                     "{:>10} {:>10} {:>8.1} %",
                     seconds(side.seconds),

@@ -1,4 +1,4 @@
-//! What the model says of given parts, and a small real run of all of it.
+//! The model with given parts, and a small run of all of it.
 
 use super::*;
 use pageferry_testkit::skip;
@@ -41,15 +41,15 @@ fn parallel_faults_scale_and_serialised_ones_stop_at_the_lock() {
         spread: Spread::Constant,
         ..setting(&[416, 1, 2, 416])
     };
-    for delivery in Delivery::ALL {
+    for delivery in PageDelivery::ALL {
         let curve = curve(&setting, &parts(), delivery);
         let vcpus: Vec<u32> = curve.points.iter().map(|point| point.vcpus).collect();
         assert_eq!(vcpus, [1, 2, 416]);
         let (one, all) = (curve.points[0], curve.points[2]);
-        // What a page takes one vCPU, and the lock alone.
+        // The nanoseconds of one vCPU's page, and those of them under the lock.
         let (page, held) = match delivery {
-            Delivery::None => (150.0, 120.0),
-            Delivery::Exit => (800.0, 220.0),
+            PageDelivery::None => (150.0, 120.0),
+            PageDelivery::Exit => (800.0, 220.0),
         };
         let near = |value: f64, expected: f64| (value / expected - 1.0).abs() < 0.02;
         assert!(near(one.parallel.seconds, 256.0 * page * 1e-9), "{one:?}");
@@ -84,11 +84,11 @@ fn more_memory_takes_longer_at_the_same_rate() {
             memory_per_vcpu: pages * PAGE_SIZE,
             ..setting(&[64])
         };
-        curve(&setting, &parts(), Delivery::Exit).points[0]
+        curve(&setting, &parts(), PageDelivery::Exit).points[0]
             .serialised
             .seconds
     };
-    // Beyond what is simulated, and within it.
+    // More pages than are simulated, and fewer.
     assert!((time(1 << 20) / time(1 << 18) - 4.0).abs() < 1e-9);
     assert!((time(2000) / time(1000) - 2.0).abs() < 0.05);
 }
@@ -96,13 +96,13 @@ fn more_memory_takes_longer_at_the_same_rate() {
 #[test]
 fn a_seed_and_parts_name_one_curve() {
     let setting = setting(&[7, 64]);
-    let once = || curve(&setting, &parts(), Delivery::Exit);
+    let once = || curve(&setting, &parts(), PageDelivery::Exit);
     assert_eq!(once(), once());
     let other = ModelSetting {
         seed: 1,
         ..setting.clone()
     };
-    assert_ne!(once(), curve(&other, &parts(), Delivery::Exit));
+    assert_ne!(once(), curve(&other, &parts(), PageDelivery::Exit));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What all charts are made of: the picture, the place of the legend, axes, lines and labels.
+//! The parts of all charts: picture, legend, axes, lines and labels.
 
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
@@ -7,13 +7,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::ops::Range;
 
 pub(super) const SIZE: (u32, u32) = (960, 380);
-/// Width of the legend's column.
+/// Width of the legend's column, in pixels.
 pub(super) const KEY_WIDTH: u32 = 170;
 const INK: RGBColor = RGBColor(40, 44, 52);
 const GRID: RGBColor = RGBColor(226, 229, 234);
 const FONT: &str = "sans-serif";
-/// Told apart by most people with impaired colour vision (Okabe and Ito, "Color Universal Design",
-/// 2008).
+/// Most people with impaired colour vision can tell these apart (Okabe and Ito, "Color Universal
+/// Design", 2008).
 pub(super) const COLOURS: [RGBColor; 8] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -25,10 +25,10 @@ pub(super) const COLOURS: [RGBColor; 8] = [
     RGBColor(60, 60, 60),
 ];
 
-/// How many lines can be told apart.
+/// The number of lines with different colours. Further lines repeat the colours.
 pub const MAX_SERIES: usize = COLOURS.len();
 
-/// What was drawn, or why it cannot be.
+/// The result of drawing. The error is a sentence for the user.
 pub type Drawn<T> = Result<T, String>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
@@ -45,18 +45,18 @@ pub(super) fn draw(size: (u32, u32), paint: impl FnOnce(&Area<'_>) -> Drawn<()>)
         paint(&area)?;
         area.present().map_err(say)?;
     }
-    // Scales with the page; the backend gives it a fixed size only.
+    // The picture must scale with the page, but the backend writes a fixed size.
     let (width, height) = size;
     let fixed = format!("<svg width=\"{width}\" height=\"{height}\"");
     Ok(svg.replacen(&fixed, "<svg class=\"chart\" role=\"img\"", 1))
 }
 
-/// The place of a chart, and the legend's beside it.
+/// Splits the picture into the chart's area and the legend's.
 pub(super) fn with_key<'a>(area: &Area<'a>) -> (Area<'a>, Area<'a>) {
     area.split_horizontally(SIZE.0 - KEY_WIDTH)
 }
 
-/// A chart without axes yet; `left` pixels are for what stands at the vertical one.
+/// A chart without axes yet. `left` is the width of the vertical axis' labels, in pixels.
 pub(super) fn chart<'a, 'b>(
     area: &'a Area<'b>,
     left: u32,
@@ -72,15 +72,14 @@ pub(super) fn chart<'a, 'b>(
         .map_err(say)
 }
 
-/// What stands at an axis.
+/// The labels of an axis.
 pub(super) struct Axis<'a> {
     pub(super) labels: usize,
     pub(super) label: &'a dyn Fn(&f64) -> String,
     pub(super) desc: &'a str,
 }
 
-/// Draws both axes and, where `upright`, lines at the labels of the horizontal one, as there always
-/// are at the other's.
+/// Draws both axes and the horizontal grid lines, and with `upright` also the vertical ones.
 pub(super) fn axes(
     chart: &mut Chart<'_, '_>,
     x: &Axis<'_>,
@@ -106,7 +105,7 @@ pub(super) fn axes(
         .map_err(say)
 }
 
-/// Draws one line, `width` pixels wide.
+/// Draws a line that is `width` pixels wide.
 pub(super) fn line(
     chart: &mut Chart<'_, '_>,
     points: impl IntoIterator<Item = (f64, f64)>,
@@ -119,18 +118,18 @@ pub(super) fn line(
     Ok(())
 }
 
-/// Draws lines with a dot at each point, in the order of the colours; gives their legend.
+/// Draws lines with a dot at each point, in the order of the colours. Returns their legend.
 pub(super) fn dotted<'n>(
     chart: &mut Chart<'_, '_>,
     lines: impl Iterator<Item = (usize, &'n str, Vec<(f64, f64)>)>,
-) -> Drawn<Vec<Entry>> {
+) -> Drawn<Vec<LegendEntry>> {
     let mut entries = Vec::new();
     for (index, name, points) in lines {
         let colour = COLOURS[index % MAX_SERIES];
         line(chart, points.iter().copied(), colour, 2)?;
         let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
         chart.draw_series(dots).map_err(say)?;
-        entries.push(Entry::line(name, colour));
+        entries.push(LegendEntry::line(name, colour));
     }
     Ok(entries)
 }
@@ -143,7 +142,7 @@ pub(super) fn small() -> TextStyle<'static> {
     text(16)
 }
 
-/// A power of ten in microseconds, with its unit.
+/// The label of 10^`log_us` microseconds, with a suitable unit.
 pub(super) fn decade(log_us: f64) -> String {
     match log_us.round() as i32 {
         power @ ..0 => format!("{} ns", 10i64.pow((power + 3).max(0) as u32)),
@@ -153,7 +152,7 @@ pub(super) fn decade(log_us: f64) -> String {
     }
 }
 
-/// The label of an axis that has its logarithm: of whole numbers only.
+/// The label of a logarithmic axis: empty between whole powers.
 pub(super) fn whole(value: &f64, shown: impl FnOnce() -> String) -> String {
     if value.fract().abs() < 1e-6 {
         shown()
@@ -162,13 +161,13 @@ pub(super) fn whole(value: &f64, shown: impl FnOnce() -> String) -> String {
     }
 }
 
-/// One line of a legend.
-pub(super) struct Entry {
+/// One entry of a legend.
+pub(super) struct LegendEntry {
     pub(super) name: String,
     pub(super) style: ShapeStyle,
 }
 
-impl Entry {
+impl LegendEntry {
     pub(super) fn line(name: impl Into<String>, colour: RGBColor) -> Self {
         Self {
             name: name.into(),
@@ -177,8 +176,8 @@ impl Entry {
     }
 }
 
-/// The legend, in a column of its own, so that it hides nothing.
-pub(super) fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
+/// Draws the legend into its own column, so that it hides nothing.
+pub(super) fn legend(area: &Area<'_>, entries: &[LegendEntry]) -> Drawn<()> {
     for (index, entry) in entries.iter().enumerate() {
         let y = 22 + index as i32 * 22;
         if entry.style.filled {
@@ -195,7 +194,7 @@ pub(super) fn legend(area: &Area<'_>, entries: &[Entry]) -> Drawn<()> {
     Ok(())
 }
 
-/// A number with a comma every three digits.
+/// Formats a number with a comma every three digits.
 pub(super) fn thousands(value: f64) -> String {
     let digits = format!("{:.0}", value.max(0.0));
     let mut out = String::new();

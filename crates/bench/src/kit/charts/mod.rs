@@ -3,30 +3,30 @@
 mod frame;
 
 use self::frame::{
-    Axis, COLOURS, Entry, KEY_WIDTH, SIZE, axes, chart, decade, dotted, draw, legend, line, say,
-    small, text, thousands, whole, with_key,
+    Axis, COLOURS, KEY_WIDTH, LegendEntry, SIZE, axes, chart, decade, dotted, draw, legend, line,
+    say, small, text, thousands, whole, with_key,
 };
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 pub use self::frame::{Drawn, MAX_SERIES};
 
-/// One bar of a [`histogram`].
+/// One bar of a [`histogram`]: the values from `from_us` up to, but not including, `to_us`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bucket {
-    /// Values of at least this, in microseconds.
+    /// The lower end, included, in microseconds; above 0.
     pub from_us: f64,
-    /// And of less than this.
+    /// The upper end, not included, in microseconds; above `from_us`.
     pub to_us: f64,
-    /// How many.
+    /// The number of values in this range.
     pub count: u64,
 }
 
-/// Numbers of values by their size: both axes logarithmic. `marks` are upright lines: name and
-/// microseconds.
+/// Draws a histogram with two logarithmic axes. `marks` are vertical lines: a name and a position
+/// in microseconds, above 0.
 ///
 /// # Errors
-/// Where there is nothing to draw.
+/// If there is nothing to draw, or a coordinate is out of range.
 pub fn histogram(
     buckets: &[Bucket],
     marks: &[(String, f64)],
@@ -38,7 +38,7 @@ pub fn histogram(
     };
     let (left, right) = (first.from_us.log10().floor(), last.to_us.log10().ceil());
     let most = buckets.iter().map(|b| b.count).max().unwrap_or(1) as f64;
-    let bottom = -0.3; // a bar of one is visible
+    let bottom = -0.3; // so that a bar of one is visible
     let top = most.log10().ceil().max(1.0);
     draw(SIZE, |area| {
         let (plot, key) = with_key(area);
@@ -69,26 +69,27 @@ pub fn histogram(
             let x = us.max(1e-3).log10();
             let colour = COLOURS[(1 + index) % MAX_SERIES];
             line(&mut chart, [(x, bottom), (x, top + 0.25)], colour, 2)?;
-            entries.push(Entry::line(name.clone(), colour));
+            entries.push(LegendEntry::line(name.clone(), colour));
         }
         legend(&key, &entries)
     })
 }
 
-/// A line of a chart.
+/// A line of a chart, or a series of figures.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Line {
-    /// What the legend says.
+    /// The name in the legend.
     pub name: String,
-    /// Its points. [`growth`] takes numbers and seconds above 0 only, [`linear`] takes none below
-    /// 0.
+    /// The points, in the units of the chart's axes. [`growth`] needs coordinates above 0,
+    /// [`linear`] needs coordinates of at least 0.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Seconds over numbers: both axes logarithmic. Lines without points are left out.
+/// Draws seconds over numbers of slots with two logarithmic axes. Lines without points are left
+/// out.
 ///
 /// # Errors
-/// Where there is nothing to draw.
+/// If there is nothing to draw, or a coordinate is out of range.
 pub fn growth(lines: &[Line]) -> Drawn<String> {
     let logs = |line: &Line| -> Vec<(f64, f64)> {
         let log = |&(number, seconds): &(f64, f64)| (number.log10(), (seconds * 1e6).log10());
@@ -133,25 +134,25 @@ pub fn growth(lines: &[Line]) -> Drawn<String> {
     })
 }
 
-/// A chart whose axes both begin at 0.
+/// A chart with two linear axes that begin at 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear<'a> {
-    /// What stands above it: a title and a line below that.
+    /// The title and the subtitle.
     pub title: Option<(&'a str, &'a str)>,
-    /// What the lower axis is.
+    /// The label of the horizontal axis, with its unit.
     pub x_desc: &'a str,
-    /// What the upright axis is.
+    /// The label of the vertical axis, with its unit.
     pub y_desc: &'a str,
-    /// The lines.
+    /// The lines, in the units of the labels.
     pub lines: &'a [Line],
 }
 
-/// Lines over two linear axes.
+/// Draws lines over two linear axes.
 ///
 /// # Errors
-/// Where there is nothing to draw.
+/// If there is nothing to draw, or a coordinate is out of range.
 pub fn linear(of: &Linear<'_>) -> Drawn<String> {
-    /// Height of the title with its line.
+    /// Height of title and subtitle, in pixels.
     const TITLE: u32 = 56;
     let points = || of.lines.iter().flat_map(|line| &line.points);
     let sane = |&(x, y): &(f64, f64)| x.is_finite() && y.is_finite() && x >= 0.0 && y >= 0.0;
@@ -194,35 +195,35 @@ pub fn linear(of: &Linear<'_>) -> Drawn<String> {
     })
 }
 
-/// A stretch of the time axis with a name.
+/// A named interval of the time axis.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Band {
-    /// Where it begins, in milliseconds.
+    /// The start, in milliseconds of the time axis.
     pub from_ms: f64,
-    /// Where it ends.
+    /// The end, in milliseconds of the time axis; not before `from_ms`.
     pub to_ms: f64,
-    /// What stands in it.
+    /// The name.
     pub name: String,
 }
 
-/// A chart of speed over time.
+/// A chart of a rate over time.
 #[derive(Clone, Debug)]
 pub struct Timeline<'a> {
-    /// The time axis, in milliseconds.
+    /// The first and the last instant that are shown, in milliseconds.
     pub window: (f64, f64),
-    /// The phases, in order. They are drawn as bands behind the lines.
+    /// The phases, in ascending order. They are drawn as bands behind the lines.
     pub bands: &'a [Band],
-    /// The stretch that is drawn in red. Its length stands in the legend.
+    /// The interval that is drawn in red. The legend shows its length.
     pub marked: Option<Band>,
-    /// What the time axis counts from, such as `since the migration began`.
+    /// The event at which the time axis begins, such as `since the migration began`.
     pub since: &'a str,
-    /// What the upright axis is.
+    /// The label of the vertical axis, with its unit.
     pub y_desc: &'a str,
-    /// The lines: milliseconds and values.
+    /// The lines: milliseconds of the time axis, and values in the unit of `y_desc`.
     pub lines: &'a [Line],
 }
 
-/// A time in the unit that suits it.
+/// Formats `us` microseconds with three or four digits, in us, ms or s.
 #[must_use]
 pub fn time(us: f64) -> String {
     match us {
@@ -234,17 +235,17 @@ pub fn time(us: f64) -> String {
     }
 }
 
-/// From so many milliseconds on, a time axis counts seconds.
+/// If a time axis reaches this many milliseconds, it counts seconds.
 const SECONDS_FROM: f64 = 2000.0;
-/// Rows for the names of bands.
+/// The number of rows for the names of bands.
 const NAME_ROWS: usize = 4;
-/// The width of a letter of a band's name, in pixels.
+/// The width of a letter in a band's name, in pixels.
 const LETTER: f64 = 8.0;
 
-/// Draws `of`: phases as bands, the marked stretch in red, and a line each.
+/// Draws phases as bands, the marked interval in red, and the lines.
 ///
 /// # Errors
-/// What the drawing failed at.
+/// The drawing library's error.
 pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
     let (left, right) = of.window;
     let points = of.lines.iter().flat_map(|line| &line.points);
@@ -266,7 +267,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
                 .map_err(say)?;
         }
         if let Some(marked) = &of.marked {
-            // At least two pixels wide, so that it is seen on any scale.
+            // At least two pixels wide, so that it is visible on any scale.
             let least = (right - left) * 2.0 / f64::from(SIZE.0);
             let to = marked.to_ms.max(marked.from_ms + least);
             let style = RGBColor(214, 39, 40).mix(0.35).filled();
@@ -274,7 +275,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
                 .draw_series([Rectangle::new([(marked.from_ms, 0.0), (to, top)], style)])
                 .map_err(say)?;
             let length = time((marked.to_ms - marked.from_ms) * 1e3);
-            entries.push(Entry {
+            entries.push(LegendEntry {
                 name: format!("{} {length}", marked.name),
                 style,
             });
@@ -301,7 +302,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
         for (index, one) in of.lines.iter().enumerate() {
             let colour = COLOURS[index % MAX_SERIES];
             line(&mut chart, one.points.iter().copied(), colour, 1)?;
-            entries.push(Entry::line(one.name.clone(), colour));
+            entries.push(LegendEntry::line(one.name.clone(), colour));
         }
         let width = f64::from(SIZE.0 - KEY_WIDTH - 126);
         for (name, row, start) in placed(of.bands, of.window, width) {
@@ -318,14 +319,15 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
     })
 }
 
-/// Where the names of bands stand: each in the first row that has room, and its first pixel there.
+/// The position of each band's name: the first row with enough room, and the first pixel there.
+/// Names that fit into no row are left out.
 fn placed(bands: &[Band], (left, right): (f64, f64), width: f64) -> Vec<(&str, usize, f64)> {
     let mut ends = [f64::NEG_INFINITY; NAME_ROWS];
     let mut all = Vec::new();
     for band in bands {
         let needed = band.name.len() as f64 * LETTER;
         let begin = (band.from_ms.max(left) - left) / (right - left) * width;
-        // A name that would pass the edge is moved to the left.
+        // A name that would cross the right edge moves to the left.
         let begin = begin.min(width - needed).max(0.0);
         if let Some(row) = ends.iter().position(|end| *end <= begin) {
             ends[row] = begin + needed;
@@ -397,7 +399,7 @@ mod tests {
 
     #[test]
     fn a_timeline_names_every_phase_and_the_marked_stretch_with_its_length() {
-        // Post-copy has three hundredths of the axis: its name does not fit its band.
+        // Post-copy takes three hundredths of the axis, so its name does not fit into its band.
         let bands = [
             band(0.0, 2900.0, "pre-copy pass 1"),
             band(2900.0, 2905.0, "switch-over"),

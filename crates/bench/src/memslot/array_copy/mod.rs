@@ -2,36 +2,40 @@
     unsafe_code,
     reason = "array entries point at slots without owning them, so that a copy of the array is a plain copy"
 )]
-//! The memory slots as Linux kept them before its trees (up to 5.16), as a scheme for the same
-//! hypervisor.
+//! The memory slots of Linux before its trees (up to 5.16), as a scheme for our hypervisor.
 //!
-//! **Guarantee.** The semantics are those of `pageferry-memslot`: the same rules, the same two
-//! halves of a change, and a reader sees the slots before a change or after it.
+//! **Guarantee.** The semantics are those of `pageferry-memslot`: the same rules and the same two
+//! halves of a change. A reader sees the slots either before a change or after it.
 //!
-//! **Mechanism.** A *version* is an array of slot structures sorted by guest frame, which never
-//! changes once it is published. A look-up by frame is a binary search after a glance at the slot
-//! used last; by host address it is a scan of the array; by id it is a static table, which only the
-//! writer has. Every change copies the whole array: a creation and a change of flags once; a
-//! deletion and a move twice, first with the slot marked invalid, then without it or with it at its
-//! new place. Readers keep the version they used last and compare generations by one acquire load;
-//! only when they differ do they take the mutex around the newest version.
+//! **Mechanism.** A *version* is an array of slot structures, sorted by guest frame. A published
+//! version never changes.
 //!
-//! It is meant to be as good as that scheme can be, so that beating it means something. Kinder than
-//! the kernel's: an entry has 40 bytes (`struct kvm_memory_slot` had 88 on x86-64), is copied as
-//! bytes without touching a reference count, the table of ids is not copied, look-ups by id need no
-//! index into the array that had to be kept right, and arrays that no reader holds any more are
-//! used again instead of allocated.
+//! - A look-up by frame tests the last-used slot, and then does a binary search.
+//! - A look-up by host address scans the array.
+//! - A look-up by id reads a table that only the writer has.
+//! - A creation and a change of flags copy the whole array once. A deletion and a move copy it
+//!   twice: first with the slot marked invalid, then without it or with it at its new place.
+//! - A reader keeps the version that it used last, and compares generations by one acquire load. It
+//!   takes the mutex around the newest version only if they differ.
 //!
-//! # Why the entries' pointers are good
+//! It should be as fast as that scheme can be, so that the comparison is fair. It is faster than
+//! the kernel's in these points:
 //!
-//! 1. An entry points at a [`Slot`] in an `Arc` of the writer, in `ArrayCopy::slots` while the slot
-//!    is there and in `ArrayCopy::retired` afterwards. Nobody ever makes an exclusive reference to
-//!    it.
-//! 2. The writer frees a retired slot only when each reader has taken up a version without it (it
-//!    says so under the mutex, where the writer looks) or is gone. A reader dereferences entries of
-//!    its own version only.
-//! 3. A writer that goes before its readers leaves all slots to [`Published`], which the readers
-//!    keep.
+//! - An entry has 40 bytes; `struct kvm_memory_slot` had 88 on x86-64.
+//! - Entries are copied as bytes, without touching a reference count.
+//! - The table of ids is not copied, and look-ups by id need no index into the array.
+//! - Arrays that no reader holds are reused instead of freed and allocated.
+//!
+//! # Why the entries' pointers are valid
+//!
+//! 1. An entry points at a [`Slot`] in an `Arc` of the writer. The `Arc` is in `ArrayCopy::slots`
+//!    while the slot exists, and in `ArrayCopy::retired` afterwards. No code ever creates an
+//!    exclusive reference to the slot.
+//! 2. The writer frees a retired slot only when each reader has taken a version without it, or is
+//!    gone. A reader records its version under the mutex, where the writer reads it. A reader
+//!    dereferences entries of its own version only.
+//! 3. A writer that is dropped before its readers leaves all slots to [`Published`], which the
+//!    readers keep.
 //!
 //! **Neighbours.** Only the benchmark uses it. It checks requests by [`pageferry_memslot::rules`].
 
@@ -49,7 +53,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a reader that is gone says it has seen.
+/// The generation that a dropped reader records.
 const GONE: u64 = u64::MAX;
 
 /// One slot in an array.
@@ -62,7 +66,7 @@ struct Entry<D> {
     invalid: bool,
 }
 
-// By hand, since derived ones would ask for `D: Copy`.
+// Not derived: the derived implementations would require `D: Copy`.
 impl<D> Clone for Entry<D> {
     fn clone(&self) -> Self {
         *self
@@ -70,10 +74,10 @@ impl<D> Clone for Entry<D> {
 }
 impl<D> Copy for Entry<D> {}
 
-// SAFETY: an entry is used as a `&Slot<D>`, whose `Sync` follows from that of `D`, and the last to
-// use a slot may drop it on another thread.
+// SAFETY: an entry is used as a `&Slot<D>`, whose `Sync` follows from that of `D`. The last user of
+// a slot may drop it on another thread, which needs `D: Send`.
 unsafe impl<D: Send + Sync> Send for Entry<D> {}
-// SAFETY: as above; the fields are only read.
+// SAFETY: as above, and the fields are only read.
 unsafe impl<D: Send + Sync> Sync for Entry<D> {}
 
 impl<D> Entry<D> {
@@ -101,14 +105,15 @@ struct Version<D> {
 }
 
 impl<D> Version<D> {
-    /// The place of the first entry that ends above `gfn`: the one that holds it, if any does.
+    /// The index of the first entry that ends above `gfn`. If any entry holds `gfn`, it is this
+    /// one.
     #[inline]
     fn place(&self, gfn: Gfn) -> usize {
         self.entries
             .partition_point(|entry| entry.range.end() <= gfn)
     }
 
-    /// Id and frames of an entry other than slot `id` that holds some of `range`.
+    /// The id and the frames of an entry that overlaps `range` and is not slot `id`.
     fn overlap(&self, range: GfnRange, id: u16) -> Option<(u16, GfnRange)> {
         self.entries[self.place(range.start())..]
             .iter()
@@ -118,7 +123,7 @@ impl<D> Version<D> {
     }
 }
 
-/// What writer and readers share.
+/// The state that writer and readers share.
 struct Published<D> {
     generation: AtomicU64,
     newest: Mutex<Newest<D>>,
@@ -126,10 +131,10 @@ struct Published<D> {
 
 struct Newest<D> {
     version: Arc<Version<D>>,
-    /// For each reader the generation it has taken up.
+    /// The generation of each reader's version.
     seen: Vec<Arc<AtomicU64>>,
-    /// The slots of a writer that is gone.
-    estate: Vec<Arc<Slot<D>>>,
+    /// The slots of a dropped writer.
+    orphans: Vec<Arc<Slot<D>>>,
 }
 
 impl<D> Published<D> {
@@ -138,9 +143,11 @@ impl<D> Published<D> {
     }
 }
 
-// SAFETY: 1. Slots are made from committed requests only. 2. and 3. `start` and `finish` publish
-// with release order; a look-up that happens afterwards acquires the generation and takes that
-// version up. 4. Slots never change; those that go are freed after all readers have left them.
+// SAFETY:
+// 1. Slots are created from committed requests only.
+// 2. and 3. `start` and `finish` publish with release order. A later look-up acquires the
+//    generation, and takes that version.
+// 4. Slots never change. A removed slot is freed after all readers have left its last version.
 unsafe impl Memslots for ArrayCopy<SlotData> {
     type Reader = ArrayReader<SlotData>;
     type Update<'a> = ArrayUpdate<'a, SlotData>;
@@ -195,6 +202,6 @@ impl MemslotReader for ArrayReader<SlotData> {
     }
 
     fn refresh(&mut self) {
-        self.take_up();
+        self.take_newest();
     }
 }

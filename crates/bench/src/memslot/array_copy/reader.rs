@@ -1,4 +1,4 @@
-//! One reader's eyes.
+//! The reader's side.
 
 use super::{GONE, Published, Version};
 use pageferry_addr::Gfn;
@@ -6,11 +6,11 @@ use pageferry_memslot::Slot;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// One reader.
+/// A reader.
 pub(in crate::memslot) struct ArrayReader<D> {
     published: Arc<Published<D>>,
     version: Arc<Version<D>>,
-    /// The place of the slot found last: a guess, checked at each use.
+    /// The index of the slot found last: a guess that each use checks.
     last: usize,
     seen: Arc<AtomicU64>,
 }
@@ -29,20 +29,20 @@ impl<D> ArrayReader<D> {
         }
     }
 
-    /// Takes up the newest version, if there is a newer one.
+    /// Takes the newest version, if there is a newer one.
     #[inline]
-    pub(in crate::memslot) fn take_up(&mut self) {
+    pub(in crate::memslot) fn take_newest(&mut self) {
         if self.published.generation.load(Ordering::Acquire) != self.version.generation {
-            self.take_up_newer();
+            self.take_newer();
         }
     }
 
     #[cold]
-    fn take_up_newer(&mut self) {
+    fn take_newer(&mut self) {
         let version = {
             let newest = self.published.newest();
-            // Release, for `free_retired`: this reader's own version is of no use to it from here
-            // on.
+            // Release: pairs with the acquire load in `free_retired`. This reader does not use its
+            // old version from here on.
             self.seen
                 .store(newest.version.generation, Ordering::Release);
             Arc::clone(&newest.version)
@@ -50,14 +50,14 @@ impl<D> ArrayReader<D> {
         self.version = version;
     }
 
-    /// Calls `f` with the slot that holds `gfn`, and with whether it is invalid.
+    /// Calls `f` with the slot that holds `gfn`, and whether that slot is invalid.
     #[inline]
     pub(in crate::memslot) fn find<R>(
         &mut self,
         gfn: Gfn,
         f: impl FnOnce(Option<(&Slot<D>, bool)>) -> R,
     ) -> R {
-        self.take_up();
+        self.take_newest();
         let entries = &self.version.entries;
         let last = entries
             .get(self.last)
@@ -75,7 +75,7 @@ impl<D> ArrayReader<D> {
                 }
             }
         };
-        // SAFETY: points 1 to 3 of the module above: the entry is in this reader's version.
+        // SAFETY: points 1 to 3 of the parent module; the entry is in this reader's version.
         f(Some((unsafe { entry.slot.as_ref() }, entry.invalid)))
     }
 }

@@ -1,4 +1,4 @@
-//! The one who changes the slots.
+//! The writer's side.
 
 use super::{ArrayReader, Entry, GONE, Newest, Published, Version};
 use pageferry_addr::Hva;
@@ -9,32 +9,35 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// How many arrays wait to be used again: readers seldom hold more than the last one.
+/// The number of arrays that are kept for reuse. Readers rarely hold more than the newest.
 const MAX_SPARE: usize = 3;
 
-/// The writer's side: all slots of a VM, in one address space.
+/// All slots of a VM, in one address space.
 pub(in crate::memslot) struct ArrayCopy<D> {
     limits: Limits,
-    /// The pages of all slots.
+    /// The number of pages of all slots.
     pages: u64,
-    /// By id; owns the slots.
+    /// The slots by id. This owns them.
     slots: Box<[Option<Arc<Slot<D>>>]>,
     current: Arc<Version<D>>,
-    /// Versions that were current once, for their arrays.
+    /// Former versions, kept for their arrays.
     spare: Vec<Arc<Version<D>>>,
-    /// Slots that are in no current version, with the first generation without them.
+    /// Slots that the current version lacks, each with the first generation without it.
     retired: Vec<(u64, Arc<Slot<D>>)>,
     published: Arc<Published<D>>,
 }
 
 impl<D> ArrayCopy<D> {
-    /// No slots.
+    /// A writer without slots.
     ///
     /// # Panics
-    /// If `limits` allows another number of address spaces than one.
+    /// If `limits` does not have exactly one address space.
     #[must_use]
     pub(in crate::memslot) fn with_limits(limits: Limits) -> Self {
-        assert_eq!(limits.address_spaces, 1, "this scheme has one");
+        assert_eq!(
+            limits.address_spaces, 1,
+            "this scheme has one address space"
+        );
         let current = Arc::new(Version {
             generation: 0,
             entries: Vec::new(),
@@ -50,20 +53,20 @@ impl<D> ArrayCopy<D> {
                 newest: Mutex::new(Newest {
                     version: Arc::clone(&current),
                     seen: Vec::new(),
-                    estate: Vec::new(),
+                    orphans: Vec::new(),
                 }),
             }),
             current,
         }
     }
 
-    /// One more reader.
+    /// A new reader.
     #[must_use]
     pub(in crate::memslot) fn new_reader(&self) -> ArrayReader<D> {
         ArrayReader::new(&self.published)
     }
 
-    /// How many slots there are.
+    /// The number of slots.
     #[must_use]
     pub(in crate::memslot) fn len(&self) -> usize {
         self.current.entries.len()
@@ -75,8 +78,7 @@ impl<D> ArrayCopy<D> {
         self.slots.get(usize::from(id))?.as_deref()
     }
 
-    /// Calls `f` for each slot whose memory any byte of `hva` lies in, by ascending frame. Looks at
-    /// every slot.
+    /// Calls `f` for each slot with host memory in `hva`, by ascending frame. Scans all slots.
     pub(in crate::memslot) fn find_hva<'a>(
         &'a self,
         hva: &Range<Hva>,
@@ -84,7 +86,7 @@ impl<D> ArrayCopy<D> {
     ) {
         for entry in &self.current.entries {
             if entry.overlaps_hva(hva) {
-                // SAFETY: point 1 of the module above: the entry is in the current version.
+                // SAFETY: point 1 of the parent module; the entry is in the current version.
                 f(unsafe { entry.slot.as_ref() });
             }
         }
@@ -93,7 +95,7 @@ impl<D> ArrayCopy<D> {
     /// The first half of a change.
     ///
     /// # Errors
-    /// By the rules of [`pageferry_memslot::rules`]; nothing has changed then.
+    /// The error of [`pageferry_memslot::rules`]. In that case nothing has changed.
     pub(in crate::memslot) fn start(
         &mut self,
         request: Request<D>,
@@ -123,7 +125,7 @@ impl<D> ArrayCopy<D> {
         })
     }
 
-    /// Makes what `build` makes of the current array the current one.
+    /// Publishes the array that `build` creates from the current one.
     fn publish(&mut self, build: impl FnOnce(&[Entry<D>], &mut Vec<Entry<D>>)) {
         let mut next = self.spare_version();
         let version = Arc::get_mut(&mut next).expect("a spare version has one owner");
@@ -134,7 +136,8 @@ impl<D> ArrayCopy<D> {
         {
             let mut newest = self.published.newest();
             newest.version = Arc::clone(&next);
-            // Release: who reads this generation and then locks finds this version or a later one.
+            // Release: a reader that loads this generation and then locks finds this version or a
+            // later one.
             self.published
                 .generation
                 .store(generation, Ordering::Release);
@@ -146,28 +149,27 @@ impl<D> ArrayCopy<D> {
         self.spare.push(old);
     }
 
-    /// A version that nobody else has.
+    /// A version that this writer alone holds.
     fn spare_version(&mut self) -> Arc<Version<D>> {
         let free = |version: &mut Arc<Version<D>>| Arc::get_mut(version).is_some();
         match self.spare.iter_mut().position(free) {
             Some(index) => self.spare.swap_remove(index),
             None => Arc::new(Version {
                 generation: 0,
-                // Room for one that is added; `Vec` grows by doubling.
+                // Room for one more slot, since `Vec` would double its capacity.
                 entries: Vec::with_capacity(self.len() + 1),
             }),
         }
     }
 
-    /// Frees the replaced slots that no reader can find any more.
+    /// Frees the retired slots that no reader can find any more.
     pub(in crate::memslot) fn free_retired(&mut self) {
         if self.retired.is_empty() {
             return;
         }
         let oldest = {
             let mut newest = self.published.newest();
-            // Acquire: what a reader did with its version before it took up another, or before it
-            // went, happens before the slots are freed.
+            // Acquire: a reader's use of its old version happens before the slots are freed.
             newest
                 .seen
                 .retain(|seen| seen.load(Ordering::Acquire) != GONE);
@@ -177,7 +179,7 @@ impl<D> ArrayCopy<D> {
         self.retired.retain(|(without, _)| *without > oldest);
     }
 
-    /// The bytes of arrays, tables and slots.
+    /// The size of arrays, tables and slots, in bytes.
     #[must_use]
     pub(in crate::memslot) fn bytes(&self) -> usize {
         let arrays = self.spare.iter().chain([&self.current]);
@@ -190,29 +192,29 @@ impl<D> ArrayCopy<D> {
 
 impl<D> Drop for ArrayCopy<D> {
     fn drop(&mut self) {
-        // Point 3 of the module above.
+        // Point 3 of the parent module.
         let slots = std::mem::take(&mut self.slots);
         let retired = std::mem::take(&mut self.retired);
         let mut newest = self.published.newest();
-        newest.estate.extend(slots.into_iter().flatten());
+        newest.orphans.extend(slots.into_iter().flatten());
         newest
-            .estate
+            .orphans
             .extend(retired.into_iter().map(|(_, slot)| slot));
     }
 }
 
-/// A change between its two halves; dropped, it is given up.
+/// A change between its two halves. Dropping it abandons the change.
 pub(in crate::memslot) struct ArrayUpdate<'a, D> {
     slots: &'a mut ArrayCopy<D>,
     /// `None` once committed.
     request: Option<Request<D>>,
     plan: Plan,
-    /// Of the slot that is there already.
+    /// The index of the existing slot.
     place: usize,
 }
 
 impl<D> ArrayUpdate<'_, D> {
-    /// What the change does.
+    /// The effect of the change.
     #[must_use]
     pub(in crate::memslot) fn what(&self) -> Begun {
         let old = self.slots.current.entries.get(self.place);
@@ -254,10 +256,9 @@ impl<D> ArrayUpdate<'_, D> {
                 next.extend_from_slice(&old[place + 1..]);
             }
             Some(entry) => {
-                // Where the new slot comes to be among the old ones, the one that goes still
-                // counted.
+                // The index of the new slot among the old ones, including the one that goes.
                 let to = old.partition_point(|one| one.range.start() < entry.range.start());
-                // Where a slot goes: below, at or above the place of the new one.
+                // The index of the slot that goes, which may be below, at or above `to`.
                 let from = if gone == 0 { to } else { place };
                 next.extend_from_slice(&old[..from.min(to)]);
                 if from < to {

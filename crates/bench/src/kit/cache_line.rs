@@ -1,0 +1,17 @@
+//! A value with a cache line of its own.
+
+use std::ops::Deref;
+
+/// A value with a cache line of its own, so that it shares no line with other data. It is aligned to
+/// 128 bytes, because processors of x86-64 prefetch lines in pairs.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct CacheLine<T>(pub T);
+
+impl<T> Deref for CacheLine<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
