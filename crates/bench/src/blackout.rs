@@ -2,7 +2,7 @@
 //! move needs.
 
 use crate::link::receive;
-use crate::peer::{Guest, Peer, Role, overhead_bytes};
+use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
@@ -30,14 +30,14 @@ pub fn blackout(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec
                 "moving a busy VM on {engine}, round {round} of {}",
                 setting.repeat
             ));
-            let role = Role::Source {
+            let role = Role::Source(SourceVm {
                 engine,
                 vcpus: VCPUS,
                 memory_bytes: MEMORY,
                 passes: 1,
                 push: true,
                 guest: Guest::Workload,
-            };
+            });
             let mut peer = Peer::start(setting, &role)?;
             let (report, vm) = receive(&mut peer, None)?;
             let sent = peer.hear_figures()?;

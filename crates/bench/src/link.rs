@@ -3,7 +3,7 @@
 
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::peer::{
-    BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, listen,
+    BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, SourceVm, listen,
 };
 use crate::vm::{Faults, LIMIT, Vm, create};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
@@ -168,14 +168,14 @@ fn fetch(
     memory_bytes: u64,
     guest: Guest,
 ) -> Result<(DestinationReport, SourceFigures), BenchError> {
-    let role = Role::Source {
+    let role = Role::Source(SourceVm {
         engine,
         vcpus: 1,
         memory_bytes,
         passes: 0,
         push: guest == Guest::Quiet,
         guest,
-    };
+    });
     let mut peer = Peer::start(setting, &role)?;
     let (report, vm) = receive(&mut peer, delivery)?;
     vm.wait_finished(LIMIT)?;

@@ -36,20 +36,24 @@ pub enum Role {
     /// Sends bytes as fast as the benchmark reads them.
     Bulk,
     /// Creates a VM and moves it to the address on its standard input.
-    Source {
-        /// The VM's engine.
-        engine: Engine,
-        /// The number of vCPUs.
-        vcpus: u32,
-        /// Guest memory, in bytes.
-        memory_bytes: u64,
-        /// The number of pre-copy passes.
-        passes: u32,
-        /// Whether the source pushes pages in the background.
-        push: bool,
-        /// The guest program.
-        guest: Guest,
-    },
+    Source(SourceVm),
+}
+
+/// The VM of a source, and how it moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SourceVm {
+    /// The VM's engine.
+    pub engine: Engine,
+    /// The number of vCPUs.
+    pub vcpus: u32,
+    /// Guest memory, in bytes.
+    pub memory_bytes: u64,
+    /// The number of pre-copy passes.
+    pub passes: u32,
+    /// Whether the source pushes pages in the background.
+    pub push: bool,
+    /// The guest program.
+    pub guest: Guest,
 }
 
 /// The guest program of a source's VM.
@@ -83,21 +87,14 @@ impl Role {
         match self {
             Self::Pong => vec!["pong".into()],
             Self::Bulk => vec!["bulk".into()],
-            Self::Source {
-                engine,
-                vcpus,
-                memory_bytes,
-                passes,
-                push,
-                guest,
-            } => vec![
+            Self::Source(vm) => vec![
                 "source".into(),
-                engine.to_string(),
-                vcpus.to_string(),
-                memory_bytes.to_string(),
-                passes.to_string(),
-                push.to_string(),
-                guest.name().into(),
+                vm.engine.to_string(),
+                vm.vcpus.to_string(),
+                vm.memory_bytes.to_string(),
+                vm.passes.to_string(),
+                vm.push.to_string(),
+                vm.guest.name().into(),
             ],
         }
     }
@@ -116,21 +113,23 @@ impl Role {
         match words.as_slice() {
             ["pong"] => Ok(Self::Pong),
             ["bulk"] => Ok(Self::Bulk),
-            ["source", engine, vcpus, memory_bytes, passes, push, guest] => Ok(Self::Source {
-                engine: match *engine {
-                    "kvm" => Engine::Kvm,
-                    "soft" => Engine::Soft,
-                    _ => return Err(bad()),
-                },
-                vcpus: number(vcpus)?,
-                memory_bytes: number(memory_bytes)?,
-                passes: number(passes)?,
-                push: number(push)?,
-                guest: Guest::ALL
-                    .into_iter()
-                    .find(|known| known.name() == *guest)
-                    .ok_or_else(bad)?,
-            }),
+            ["source", engine, vcpus, memory_bytes, passes, push, guest] => {
+                Ok(Self::Source(SourceVm {
+                    engine: match *engine {
+                        "kvm" => Engine::Kvm,
+                        "soft" => Engine::Soft,
+                        _ => return Err(bad()),
+                    },
+                    vcpus: number(vcpus)?,
+                    memory_bytes: number(memory_bytes)?,
+                    passes: number(passes)?,
+                    push: number(push)?,
+                    guest: Guest::ALL
+                        .into_iter()
+                        .find(|known| known.name() == *guest)
+                        .ok_or_else(bad)?,
+                }))
+            }
             _ => Err(bad()),
         }
     }
@@ -144,64 +143,59 @@ impl Role {
         match self {
             Self::Pong => pong(),
             Self::Bulk => bulk(),
-            Self::Source { .. } => self.source(),
+            Self::Source(vm) => source(vm),
         }
     }
+}
 
-    fn source(&self) -> Result<(), BenchError> {
-        let Self::Source {
-            engine,
-            vcpus,
-            memory_bytes,
-            passes,
-            push,
-            guest,
-        } = self
-        else {
-            return Err(BenchError::Peer("not a source".into()));
-        };
-        let vm = create(
-            *engine,
-            *vcpus,
-            *memory_bytes,
-            Resolver::new() as Arc<dyn Faults>,
-        )?;
-        match guest {
-            Guest::Workload => {
-                let program = Workload::new(isa_of(*engine), *vcpus, *memory_bytes)?;
-                vm.load(program.program())?;
-                vm.threads.resume();
-                std::thread::sleep(WARM_UP);
-            }
-            Guest::Toucher | Guest::Quiet => {
-                let pages = if *guest == Guest::Quiet { 1 } else { u64::MAX };
-                let program = toucher(*engine, *memory_bytes, pages)?;
-                fill(&vm, 0..vm.machine.ram().pages());
-                vm.load(program.program())?;
-            }
+fn source(source: &SourceVm) -> Result<(), BenchError> {
+    let &SourceVm {
+        engine,
+        vcpus,
+        memory_bytes,
+        passes,
+        push,
+        guest,
+    } = source;
+    let faults = Resolver::new() as Arc<dyn Faults>;
+    let vm = create(engine, vcpus, memory_bytes, faults)?;
+    match guest {
+        Guest::Workload => {
+            let program = Workload::new(isa_of(engine), vcpus, memory_bytes)?;
+            vm.load(program.program())?;
+            vm.threads.resume();
+            std::thread::sleep(WARM_UP);
         }
-        say("ready")?;
-        let to = read_line()?;
-        let to: Address = to
-            .parse()
-            .map_err(|e| BenchError::Peer(format!("'{to}': {e}")))?;
-        let config = SourceConfig {
-            precopy_passes: *passes,
-            push_background: *push,
-            ..SourceConfig::default()
-        };
-        let report = migrate(
-            &vm.running(),
-            &to,
-            b"bench",
-            &config,
-            &AtomicBool::new(false),
-            &Unobserved,
-        )
-        .map_err(|e| BenchError::Migration(e.to_string()))?;
-        say(&figures_line(&report))?;
-        say(&format!("overhead {}", overhead_bytes()?))
+        Guest::Toucher | Guest::Quiet => {
+            let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
+            let program = toucher(engine, memory_bytes, pages)?;
+            fill(&vm, 0..vm.machine.ram().pages());
+            vm.load(program.program())?;
+        }
     }
+    say("ready")?;
+    let to = parse_address(&read_line()?)?;
+    let config = SourceConfig {
+        precopy_passes: passes,
+        push_background: push,
+        ..SourceConfig::default()
+    };
+    let report = migrate(
+        &vm.running(),
+        &to,
+        b"bench",
+        &config,
+        &AtomicBool::new(false),
+        &Unobserved,
+    )
+    .map_err(|e| BenchError::Migration(e.to_string()))?;
+    say(&figures_line(&report))?;
+    say(&format!("overhead {}", overhead_bytes()?))
+}
+
+fn parse_address(line: &str) -> Result<Address, BenchError> {
+    line.parse()
+        .map_err(|e| BenchError::Peer(format!("'{line}': {e}")))
 }
 
 /// The source's report as a line for the parent process.
@@ -366,10 +360,7 @@ impl Peer {
 
     /// Connects to the address in the peer's next line.
     pub(crate) fn connect(&mut self) -> Result<Connection, BenchError> {
-        let line = self.hear()?;
-        let address: Address = line
-            .parse()
-            .map_err(|e| BenchError::Peer(format!("'{line}': {e}")))?;
+        let address = parse_address(&self.hear()?)?;
         Ok(Connection::connect(
             &address,
             &Wait::block("peer").within(Duration::from_secs(10)),

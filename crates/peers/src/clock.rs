@@ -1,10 +1,10 @@
-//! Time for one operation, from batches.
+//! The time of one operation, from batches.
 
 use crate::slots::KEYS;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// The time one reading of the clock adds to a batch: the least of many.
+/// The time that reading the clock adds to a batch: the minimum of many readings.
 pub(crate) fn overhead() -> Duration {
     (0..1000)
         .map(|_| Instant::now().elapsed())
@@ -12,36 +12,36 @@ pub(crate) fn overhead() -> Duration {
         .unwrap_or_default()
 }
 
-/// Nanoseconds for one of `count` operations done in `spent`, less what the clock itself costs.
+/// Nanoseconds per operation, of `count` operations in `spent`, without the clock's own cost.
 pub(crate) fn per_operation(spent: Duration, overhead: Duration, count: usize) -> f64 {
     spent.saturating_sub(overhead).as_nanos() as f64 / count as f64
 }
 
-/// How long a chunk of look-ups runs: far shorter than a time slice, so that on a busy machine most
-/// chunks are not interrupted and their median is that of undisturbed ones.
+/// The length of a chunk of look-ups. It is far shorter than a time slice, so that even on a busy
+/// machine most chunks run undisturbed, and so does their median.
 const CHUNK: Duration = Duration::from_micros(100);
-/// After so many chunks [`Sampler::look_ups`] calls `before` again.
+/// [`Sampler::look_ups`] calls `before` again after this many chunks.
 const CHUNKS: usize = 8;
 
-/// How many times as long as a sample the caches are warmed at most.
+/// The longest warm-up of the caches, in samples.
 const WARM_UP: u32 = 6;
 
-/// How samples are taken.
+/// The settings for samples.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sampler {
-    /// How long to go on.
+    /// The length of a sample.
     pub(crate) sample: Duration,
-    /// What reading the clock costs.
+    /// The cost of reading the clock.
     pub(crate) overhead: Duration,
 }
 
 impl Sampler {
-    /// Nanoseconds for one call of `look_up`, which is given the indices of keys in turn; a sample
-    /// a chunk.
+    /// Measures `look_up`, which gets the indices of keys in turn. `sink` gets nanoseconds per
+    /// call, once per chunk.
     ///
-    /// Calls `before` before the first chunk and now and then later, untimed. Beforehand all keys
-    /// are looked up once, or as many as fit into the time of [`WARM_UP`] samples, so that the
-    /// caches hold what this scheme needs and not what the one before it did.
+    /// Calls `before` before the first chunk and before every [`CHUNKS`] further ones, untimed. The
+    /// warm-up looks up all keys once, or as many as [`WARM_UP`] samples allow. So the caches hold
+    /// the data of this scheme, not of the previous one.
     #[inline]
     pub(crate) fn look_ups<T>(
         self,

@@ -1,13 +1,14 @@
-//! Other public crates, measured beside ours: memory maps beside `pageferry-memslot`, page tables
-//! beside `pageferry-tdp`. The binary `pageferry-compare` prints the figures.
+//! Other public crates, measured next to ours: memory maps next to `pageferry-memslot`, page tables
+//! next to `pageferry-tdp`. The binary `pageferry-compare` prints the figures.
 //!
 //! **Guarantee.** All schemes get the same inputs in the same order and take turns in one run.
 //! Every figure was measured by the run that reports it. Tests show that each scheme gives the
 //! answers of a plain model.
 //!
-//! **Mechanism.** [`slots`] and [`tables`] each have their schemes behind one static trait. The
-//! module `run` measures both: rounds, steps and schemes, in this nesting. A figure is the median
-//! of its samples.
+//! **Mechanism.** In [`slots`] and in [`tables`], all schemes implement one trait, which is
+//! dispatched statically. The module `run` measures both, round by round, step by step, scheme by
+//! scheme. A figure is the median of its samples. A *floor* is a scheme that does only the least
+//! work that any scheme must do: a lower bound.
 //!
 //! **Neighbours.** Below: the memory slots, the page tables, the crates they are compared with, and
 //! the measuring kit of `pageferry-bench`. Above: nothing but the binary. The library must not

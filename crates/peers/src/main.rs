@@ -1,8 +1,8 @@
-//! `pageferry-compare`: other public crates measured beside Pageferry's memory slots and page
+//! `pageferry-compare`: other public crates, measured next to Pageferry's memory slots and page
 //! tables.
 //!
-//! **Guarantee.** Figures are on stdout, progress and errors are on stderr. A failure is one
-//! sentence, and its exit code is one of [`EXIT_CODES`].
+//! **Guarantee.** Figures go to stdout, progress and errors to stderr. A failure is one sentence,
+//! and its exit code is one of [`EXIT_CODES`].
 
 use clap::{Args, Parser, Subcommand};
 use pageferry_peers::results::{self, moment};
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{ExitCode, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The codes that this program ends with. They mean what they mean for `pageferry`.
+/// The exit codes of this program. They have the same meaning as those of `pageferry`.
 const EXIT_CODES: &str = "\
 Exit codes:
    0  done
@@ -22,30 +22,32 @@ Exit codes:
    2  wrong flags, sizes or files
   12  the host refused something (the message says what), or a bug";
 
-/// Measures other public crates beside Pageferry's memory slots and page tables
+/// Measures other public crates next to Pageferry's memory slots and page tables
 #[derive(Debug, Parser)]
 #[command(name = "pageferry-compare", version, after_help = EXIT_CODES, propagate_version = true)]
 struct Cli {
-    /// What to compare.
+    /// The command.
     #[command(subcommand)]
     command: Command,
 }
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Nanoseconds an operation of our memory slots, beside the memory maps of other crates
+    /// Compares our memory slots with the memory maps of other crates: nanoseconds per operation
     ///
-    /// Every scheme holds the same slots and is asked for the same keys. The floor is a binary
-    /// search over sorted keys.
+    /// Every scheme holds the same slots and looks up the same keys. The floor, a lower bound, is a
+    /// binary search over sorted keys.
     #[command(after_help = EXIT_CODES)]
     Slots(SlotFlags),
-    /// Nanoseconds a page of our second-stage page tables, beside the page tables of other crates
+    /// Compares our second-stage page tables with the page tables of other crates: nanoseconds per
+    /// page
     ///
-    /// Every look-up that is timed is checked; a wrong translation ends the command with 1. Figures
-    /// with two threads need two idle cores. The floors are bare stores and compare-exchanges.
+    /// Every timed look-up is checked; a wrong translation ends the command with 1. Figures with
+    /// two threads need two idle cores. The floors, which are lower bounds, are bare stores and
+    /// compare-exchanges.
     #[command(after_help = EXIT_CODES)]
     Tables(TableFlags),
-    /// Run a command that prints JSON, and keep what it printed together with the conditions
+    /// Run a command that prints JSON, and store its output with the conditions of the run
     ///
     /// Example: pageferry-compare record docs/results/soft.json -- pageferry bench soft --json
     #[command(after_help = EXIT_CODES)]
@@ -60,7 +62,7 @@ enum Command {
     /// Print the page of figures, docs/performance.md, from the results in a directory
     #[command(after_help = EXIT_CODES)]
     Report {
-        /// The directory. Its results come in the order of their names
+        /// The directory. The page has its results in the order of their file names
         #[arg(value_name = "DIR")]
         results: PathBuf,
     },
@@ -68,7 +70,7 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct SlotFlags {
-    /// A few seconds instead of about a minute: with 10 and 509 slots only, and noisier
+    /// A few seconds instead of about a minute: 10 and 509 slots only, and noisier
     #[arg(long)]
     quick: bool,
     /// Numbers of slots, from 4 to 32764 [default: 10,30,50,100,509,8194,32764]
@@ -80,7 +82,7 @@ struct SlotFlags {
 
 #[derive(Debug, Args)]
 struct TableFlags {
-    /// A second or two instead of about ten: 128 MiB a thread instead of a GiB, and noisier
+    /// A second or two instead of about ten: 128 MiB per thread instead of 1 GiB, and noisier
     #[arg(long)]
     quick: bool,
     #[command(flatten)]
@@ -92,8 +94,7 @@ struct TableFlags {
 
 #[derive(Debug, Args)]
 struct CommonFlags {
-    /// How often everything is measured; medians are printed [default: slots 15, tables 9; 5 with
-    /// --quick]
+    /// The number of rounds; medians are printed [default: slots 15, tables 9; 5 with --quick]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: Option<u32>,
     /// Print one JSON object
@@ -101,7 +102,7 @@ struct CommonFlags {
     json: bool,
 }
 
-/// Why a command failed: its exit code and one sentence.
+/// A failure of a command: its exit code and one sentence.
 struct Failure(u8, String);
 
 impl Failure {
@@ -171,7 +172,7 @@ fn compare_tables(flags: &TableFlags) -> Result<(), Failure> {
     let rounds = flags.common.repeat.unwrap_or(config.rounds);
     let config = tables::Config { rounds, ..config };
     let report = tables::run(&config, &mut progress)?;
-    // The figures come first: a page that cannot be written must not cost them.
+    // The figures come first, so that a page that cannot be written does not lose them.
     show(&report, flags.common.json)?;
     match &flags.report {
         Some(path) => write_page(path, &tables::page(&report)),
@@ -194,7 +195,7 @@ fn print(text: &str) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     match written {
-        // A reader that has gone wants no more.
+        // The reader has closed the pipe, so nothing is lost.
         Err(why) if why.kind() != std::io::ErrorKind::BrokenPipe => {
             Err(Failure::host("cannot write the figures to stdout", why))
         }
@@ -207,7 +208,7 @@ fn write_page(path: &Path, page: &str) -> Result<(), Failure> {
         .map_err(|why| Failure(2, format!("cannot write {}: {why}", path.display())))
 }
 
-/// Runs `command` and keeps its output with the conditions in `file`.
+/// Runs `command`, and stores its output with the conditions in `file`.
 fn record(file: &Path, command: &[String]) -> Result<(), Failure> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let load = read("/proc/loadavg");
@@ -227,7 +228,7 @@ fn record(file: &Path, command: &[String]) -> Result<(), Failure> {
         .map_err(|why| Failure(2, format!("cannot run {}: {why}", command[0])))?;
     if !output.status.success() {
         let why = format!(
-            "{} ended with {}: nothing is recorded",
+            "{} ended with {}: its output is not recorded",
             command[0], output.status
         );
         return Err(Failure(12, why));
@@ -238,7 +239,7 @@ fn record(file: &Path, command: &[String]) -> Result<(), Failure> {
         .into_iter()
         .chain(command[1..].iter().cloned())
         .collect();
-    let result = results::Result {
+    let result = results::RecordedRun {
         command: words.join(" "),
         began,
         load_before: load.unwrap_or(f64::NAN),
@@ -249,14 +250,14 @@ fn record(file: &Path, command: &[String]) -> Result<(), Failure> {
             .map_or_else(|| "unknown processor".to_owned(), |pair| pair.1.to_owned()),
         cores: std::thread::available_parallelism().map_or(1, usize::from),
         output: serde_json::from_slice(&output.stdout)
-            .map_err(|why| Failure(2, format!("{} printed no JSON: {why}", command[0])))?,
+            .map_err(|why| Failure(2, format!("{} did not print JSON: {why}", command[0])))?,
     };
     let text = serde_json::to_string_pretty(&result);
     let text = text.map_err(|why| Failure::host("cannot write the result as JSON", why))?;
     write_page(file, &(text + "\n"))
 }
 
-/// Prints the page of the results in `directory`.
+/// Prints the page of figures for the results in `directory`.
 fn report(directory: &Path) -> Result<(), Failure> {
     let wrong = |path: &Path, why: &dyn Display| {
         Failure(2, format!("cannot read {}: {why}", path.display()))

@@ -1,52 +1,53 @@
-//! What a comparison found: figures, and whether ours keep their bounds.
+//! The results of a comparison: figures and verdicts.
 
 use crate::run::Sample;
 use pageferry_bench::kit::Verdict;
 use serde::Serialize;
 use std::time::Duration;
 
-/// What a scheme is measured at.
+/// An operation that is measured.
 pub trait Operation: Copy + Ord + Serialize {
-    /// A name for a sentence.
+    /// The name for use in a sentence.
     fn name(self) -> &'static str;
-    /// The unit of its figures.
+    /// The unit of its figures: `ns`, `ms`, or `k/s` (thousands per second).
     fn unit(self) -> &'static str;
-    /// How many threads do it at once.
+    /// The number of threads that do it at once.
     fn threads(self) -> u32;
 }
 
-/// One figure. The names of the keys are stable.
+/// One figure. The names of its JSON keys are stable.
 #[derive(Clone, Debug, Serialize)]
 pub struct Figure<O> {
-    /// What was measured.
+    /// The operation.
     pub operation: O,
-    /// Of which scheme.
+    /// The scheme's name.
     pub scheme: &'static str,
-    /// With how many slots, where the comparison is of slots.
+    /// The number of slots, in a comparison of slots.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots: Option<u32>,
-    /// The median.
+    /// The median of the samples, in `unit`.
     pub value: f64,
-    /// The mean. It includes costs that few samples bear for all, such as memory given back.
+    /// The mean of the samples, in `unit`. It includes costs that occur in few samples, such as
+    /// freeing memory.
     pub mean: f64,
-    /// The unit of both.
+    /// The unit of `value`, `mean`, `min` and `max`.
     pub unit: &'static str,
-    /// The smallest sample.
+    /// The smallest sample, in `unit`.
     pub min: f64,
-    /// The largest.
+    /// The largest sample, in `unit`.
     pub max: f64,
-    /// How many samples the median is of. A sample is itself the mean of a batch of operations.
+    /// The number of samples that count. Each is the mean of a batch of operations.
     pub samples: usize,
-    /// How many more were left out: a thread lost its core to another process meanwhile, or the
-    /// two did not begin together. Where all samples with one thread are like that, none is
-    /// left out.
+    /// The number of samples that do not count: a thread lost its core to another process, or the
+    /// two threads did not start together. If that holds for all samples of one thread, all of them
+    /// count.
     pub left_out: usize,
-    /// TLB flushes that were asked for, an operation. Flushes are counted here, not done.
+    /// TLB flushes that the scheme requested, per operation. They are counted, not done.
     pub flushes: f64,
 }
 
 impl<O: Operation> Figure<O> {
-    /// The figure of `samples`; none where no sample is fit for it.
+    /// The figure of `samples`. `None` if no sample counts.
     pub(crate) fn of(
         operation: O,
         scheme: &'static str,
@@ -74,25 +75,25 @@ impl<O: Operation> Figure<O> {
     }
 }
 
-/// What a run found. `E` is what one comparison has beside the others.
+/// The results of a run. `E` has the parts that only one comparison has.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report<O, E> {
-    /// Cores this process may run on. There are no figures with two threads where the two never
-    /// ran at once.
+    /// The number of cores that this process may use. Without two threads running at once, there
+    /// are no figures of two threads.
     pub cores: usize,
-    /// How long the run took, in seconds.
+    /// The length of the run, in seconds.
     pub seconds: f64,
-    /// What only this comparison has.
+    /// The parts that only this comparison has.
     #[serde(flatten)]
     pub extra: E,
     /// The figures.
     pub figures: Vec<Figure<O>>,
-    /// What is asked of ours, and whether this run met it.
+    /// The bounds on our schemes, and whether this run met them.
     pub verdicts: Vec<Verdict>,
 }
 
 impl<O: Operation, E> Report<O, E> {
-    /// A report that `verdicts` judges.
+    /// A report with the verdicts that `verdicts` returns for it.
     pub(crate) fn judged(
         figures: Vec<Figure<O>>,
         extra: E,
@@ -110,8 +111,8 @@ impl<O: Operation, E> Report<O, E> {
         report
     }
 
-    /// The median of `operation` by `scheme`, with so many slots where there are slots, if it was
-    /// measured.
+    /// The median of `operation` by `scheme` with `slots` slots, if it was measured. `None` for
+    /// comparisons without slots.
     pub(crate) fn median(&self, operation: O, scheme: &str, slots: Option<u32>) -> Option<f64> {
         let found = self.figures.iter().find(|figure| {
             figure.operation == operation && figure.scheme == scheme && figure.slots == slots
@@ -120,7 +121,7 @@ impl<O: Operation, E> Report<O, E> {
     }
 }
 
-/// Three digits, and a `k` or `M` where the number needs it; a dash for none.
+/// Formats a number with three digits, and `k` or `M` if it is large. A dash stands for no number.
 pub(crate) fn short(value: Option<f64>) -> String {
     let Some(value) = value else {
         return "-".to_owned();

@@ -1,36 +1,36 @@
-//! Raw results, and the page of figures that is made of them.
+//! Recorded results, and the page of figures.
 //!
-//! **Guarantee.** The page has no figure that is not in a raw result. Each raw result says with
-//! which command, when, and how busy the machine was before it began.
+//! **Guarantee.** Every figure of the page is in a recorded result. Each result has its command,
+//! its time, and the load of the machine before it began.
 //!
-//! **Mechanism.** [`Result`] is one command with what it printed as JSON. [`page`] recognises what
-//! a result is by its keys, takes its verdicts and its targets, and writes a table row for each.
+//! **Mechanism.** A [`RecordedRun`] is a command with the JSON that it printed. [`page`] recognises
+//! the kind of a result by its keys, and writes a table row for each verdict or target.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// What one command printed, and the conditions.
+/// The output of one command, with the conditions.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Result {
-    /// The command, without its path.
+pub struct RecordedRun {
+    /// The command line, without the program's path.
     pub command: String,
-    /// When it began: year, month, day, hour and minute, UTC.
+    /// The time when it began, in UTC: `YYYY-MM-DD HH:MM`.
     pub began: String,
-    /// The load average of one minute before it began.
+    /// The load average of the last minute before it began.
     pub load_before: f64,
     /// The kernel's release.
     pub kernel: String,
-    /// The processor.
+    /// The processor's name.
     pub processor: String,
-    /// Cores the process might use.
+    /// The number of cores that the process could use.
     pub cores: usize,
-    /// What it printed on stdout.
+    /// Its standard output.
     pub output: Value,
 }
 
-impl Result {
-    /// Whether other work was likely to have a part in the figures.
+impl RecordedRun {
+    /// Whether other work has probably affected the figures.
     #[must_use]
     pub fn is_disturbed(&self) -> bool {
         self.load_before > 0.3 * self.cores as f64
@@ -43,37 +43,34 @@ struct Row {
     claim: String,
     figure: String,
     ratio: String,
-    /// The floor or the peer, and what was aimed at.
+    /// The lower bound or the peer, and the target.
     against: String,
     met: Option<bool>,
 }
 
-/// The longest that the page may be, in lines.
+/// The largest number of lines of the page.
 pub const MOST_LINES: usize = 120;
 
-/// The page, in Markdown, of `results` in the order of the page.
+/// The page in Markdown, with `results` in this order.
 ///
 /// # Errors
-/// Where a result has nothing that is known, or the page is longer than [`MOST_LINES`].
-pub fn page(results: &[Result]) -> std::result::Result<String, String> {
+/// If a result is of no known kind, or the page is longer than [`MOST_LINES`].
+pub fn page(results: &[RecordedRun]) -> Result<String, String> {
     let mut out = String::from(
         "# Measured figures\n\n\
-         `pageferry-compare report docs/results` writes this page from the raw output in [results](results), and\n\
-         `docs/results/measure` makes that output. Figures are medians. Shared machines are noisy: compare within a run, by\n\
-         the ratio, and measure again before you rely on one.\n\n",
+         `pageferry-compare report docs/results` writes this page from the raw output in [results](results).\n\
+         `docs/results/measure` measures and writes both. Figures are medians. Shared machines are noisy:\n\
+         compare within a run, by the ratio, and measure again before you rely on a figure.\n\n",
     );
     conditions(&mut out, results);
     out.push_str(
-        "\nOther work had the machine while figures with `*` were measured, so their verdicts, in brackets, say little.\n\n\
-         | claim | figure | ratio | floor or peer, and bound | | run |\n|---|---|---|---|---|---|\n",
+        "\nThe machine was busy with other work while figures with `*` were measured. Their verdicts, in brackets, prove\n\
+         little.\n\n\
+         | claim | figure | ratio | lower bound or peer, and target | | run |\n|---|---|---|---|---|---|\n",
     );
     for (number, result) in (1..).zip(results) {
-        let rows = rows(&result.output).ok_or_else(|| {
-            format!(
-                "'{}' printed nothing that this program knows",
-                result.command
-            )
-        })?;
+        let rows = rows(&result.output)
+            .ok_or_else(|| format!("the output of '{}' is of no known kind", result.command))?;
         let busy = result.is_disturbed();
         for row in rows {
             // Writing to a string cannot fail.
@@ -91,12 +88,12 @@ pub fn page(results: &[Result]) -> std::result::Result<String, String> {
     match out.lines().count() {
         0..=MOST_LINES => Ok(out),
         lines => Err(format!(
-            "the page has {lines} lines, at most {MOST_LINES} are allowed: leave results out"
+            "the page has {lines} lines, and at most {MOST_LINES} are allowed: remove results"
         )),
     }
 }
 
-/// A figure, with the mark of those that other work had a part in.
+/// Marks a figure that other work has probably affected.
 fn marked(figure: &str, busy: bool) -> String {
     let mark = if busy && !figure.is_empty() {
         "\\*"
@@ -106,7 +103,7 @@ fn marked(figure: &str, busy: bool) -> String {
     format!("{figure}{mark}")
 }
 
-/// Whether a bound was met, in brackets where other work had a part in that.
+/// The verdict in words, in brackets if other work has probably affected it.
 const fn verdict(met: Option<bool>, busy: bool) -> &'static str {
     match (met, busy) {
         (None, _) => "",
@@ -117,8 +114,8 @@ const fn verdict(met: Option<bool>, busy: bool) -> &'static str {
     }
 }
 
-/// The runs and on what they were made.
-fn conditions(out: &mut String, results: &[Result]) {
+/// Writes the table of runs and their conditions.
+fn conditions(out: &mut String, results: &[RecordedRun]) {
     out.push_str("| run | command | began (UTC) | load before | host |\n|---|---|---|---|---|\n");
     for (number, result) in (1..).zip(results) {
         let _ = writeln!(
@@ -134,7 +131,7 @@ fn conditions(out: &mut String, results: &[Result]) {
     }
 }
 
-/// The rows of one output, if it is of a kind that is known.
+/// The rows of one output, if its kind is known.
 fn rows(output: &Value) -> Option<Vec<Row>> {
     if let Value::Array(rows) = output {
         return Some(rows.iter().filter_map(of_benchmark).collect());
@@ -151,7 +148,7 @@ fn rows(output: &Value) -> Option<Vec<Row>> {
     Some(verdicts.iter().filter_map(of_verdict).collect())
 }
 
-/// A row of `bench link`, `blackout` or `soft`, if something was aimed at.
+/// A row of `bench link`, `blackout` or `soft`, if it has a target.
 fn of_benchmark(row: &Value) -> Option<Row> {
     let met = row["met"].as_bool()?;
     let baseline = row["baseline"].as_str().map(|name| format!("{name}; "));
@@ -215,7 +212,7 @@ fn of_verdict(verdict: &Value) -> Option<Row> {
     })
 }
 
-/// What a migration did.
+/// The rows of a migration's report.
 fn of_migration(report: &Value) -> Vec<Row> {
     let engine = report["engine"].as_str().unwrap_or_default();
     let figures = [
@@ -236,7 +233,7 @@ fn of_migration(report: &Value) -> Vec<Row> {
     rows.collect()
 }
 
-/// How the most vCPUs of a run page in, each way.
+/// The rows of `bench demand-paging`, for the largest number of vCPUs.
 fn of_demand_paging(cells: &[Value]) -> Vec<Row> {
     let most = cells.iter().filter_map(|cell| cell["vcpus"].as_u64()).max();
     let cells = cells.iter().filter(|cell| cell["vcpus"].as_u64() == most);
@@ -259,7 +256,7 @@ fn of_demand_paging(cells: &[Value]) -> Vec<Row> {
     rows.collect()
 }
 
-/// Three digits, with a prefix where the number needs it.
+/// Formats a number with three digits, and a prefix if it is large.
 fn number(value: f64, unit: &str) -> String {
     let (value, unit) = match unit {
         "us" if value >= 1e6 => (value / 1e6, "s"),
@@ -281,10 +278,10 @@ fn number(value: f64, unit: &str) -> String {
     format!("{scaled:.digits$} {prefix}{unit}")
 }
 
-/// A moment as year, month, day, hour and minute, UTC. `seconds` are since 1970.
+/// Formats seconds since 1970 as `YYYY-MM-DD HH:MM`, in UTC.
 ///
-/// The date is by Howard Hinnant, "chrono-Compatible Low-Level Date Algorithms"
-/// (`civil_from_days`).
+/// The algorithm is `civil_from_days` of Howard Hinnant, "chrono-Compatible Low-Level Date
+/// Algorithms".
 #[must_use]
 pub fn moment(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400 + 719_468, seconds % 86_400);
@@ -309,8 +306,8 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn result(output: Value, load_before: f64) -> Result {
-        Result {
+    fn result(output: Value, load_before: f64) -> RecordedRun {
+        RecordedRun {
             command: "pageferry bench x --json".into(),
             began: moment(0),
             load_before,

@@ -1,32 +1,32 @@
 //! The runner of all comparisons: rounds of steps, in which the schemes take turns.
 //!
-//! A disturbance of the machine meets all schemes, because each step is done by one scheme after
-//! the other before the next step begins.
+//! All schemes do a step before the next step begins. So a disturbance of the machine affects all
+//! of them.
 
 use crate::report::{Figure, Operation};
 use crate::slots::SlotSet;
 use crate::tables::{self, scheme::TABLE_PAGES};
 use std::collections::BTreeMap;
 
-/// What is compared: the inputs that all schemes get.
+/// A comparison: the inputs that all schemes get.
 pub(crate) trait Comparison {
-    /// What a scheme is measured at.
+    /// The operations that are measured.
     type Operation: Operation;
-    /// What is done in one go. It gives samples of one operation or of several.
+    /// A unit of measurement. It gives samples of one operation or of several.
     type Step: Copy + 'static;
     /// The steps of a round, in order.
     const STEPS: &'static [Self::Step];
 }
 
-/// The mean of one batch of operations.
+/// A sample: the mean of one batch of operations.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample<O> {
     pub(crate) operation: O,
     /// In the operation's unit.
     pub(crate) value: f64,
-    /// TLB flushes that were asked for, an operation.
+    /// TLB flushes that the scheme requested, per operation.
     pub(crate) flushes: f64,
-    /// A thread lost its core meanwhile, or two threads did not begin together.
+    /// Whether a thread lost its core meanwhile, or two threads did not start together.
     pub(crate) disturbed: bool,
 }
 
@@ -42,10 +42,10 @@ impl<O> Sample<O> {
     }
 }
 
-/// Where samples go.
+/// The receiver of samples.
 pub(crate) type Sink<'a, O> = &'a mut dyn FnMut(Sample<O>);
 
-/// A scheme gave a wrong answer.
+/// A scheme's answer was wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Wrong;
 
@@ -63,56 +63,56 @@ pub(crate) trait Subject<C: Comparison> {
     ) -> Result<(), Wrong>;
 }
 
-/// All schemes of a comparison, in the order of a table's rows.
+/// All schemes of a comparison, in the order of the table's rows.
 pub(crate) type Subjects<C> = Vec<Box<dyn Subject<C>>>;
 
-/// Why there is no report.
+/// The reasons why there is no report.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunError {
-    /// This number of slots cannot be measured.
+    /// The number of slots is out of range.
     #[error("cannot measure {0} slots: expected {min} to {max}", min = SlotSet::MIN_SLOTS, max = SlotSet::MAX_SLOTS)]
     Slots(u32),
-    /// Neither slots nor rounds.
+    /// There are no numbers of slots, or no rounds.
     #[error("nothing to measure: at least one number of slots and one round are needed")]
     Nothing,
-    /// No address space for the slots.
+    /// The system refuses address space for the slots.
     #[error("the system refuses {bytes} bytes of address space: raise the address-space limit (ulimit -v)", bytes = crate::slots::RESERVED_BYTES)]
     AddressSpace,
-    /// Pages or chunks that cannot be measured.
+    /// The numbers of pages, chunks or rounds cannot be measured.
     #[error(
         "cannot measure {pages} pages in chunks of {chunk} and {pair_chunk}, {rounds} times: chunks must be multiples of \
-         {TABLE_PAGES} pages, pages a multiple of both chunks and at most {most}, and rounds at least 1",
+         {TABLE_PAGES} pages, pages must be a multiple of both chunks and at most {most}, and rounds at least 1",
         most = tables::Config::MOST_PAGES
     )]
     Pages {
-        /// Pages a thread.
+        /// Pages per thread.
         pages: u64,
-        /// Pages a chunk.
+        /// Pages per chunk.
         chunk: u64,
-        /// Pages a chunk of two threads.
+        /// Pages per chunk with two threads.
         pair_chunk: u64,
         /// Rounds.
         rounds: u32,
     },
-    /// A scheme did not find what it had stored, or found what it had removed.
+    /// A scheme did not find an entry that it had stored, or found one that it had removed.
     #[error("{scheme} gave a wrong answer to a look-up")]
     Wrong {
-        /// Which one.
+        /// The scheme's name.
         scheme: &'static str,
     },
 }
 
-/// How often everything is measured.
+/// The number of rounds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rounds {
-    /// Rounds whose samples count.
+    /// The rounds whose samples count.
     pub(crate) counted: u32,
-    /// Whether a round that does not count comes first.
+    /// Whether a round whose samples do not count comes first.
     pub(crate) warm_up: bool,
 }
 
-/// Measures all `subjects` and gives the figures, scheme by scheme. `begin` is called at the
-/// beginning of each round with its name.
+/// Measures all `subjects`, and returns the figures scheme by scheme. `begin` gets the name of each
+/// round when it begins.
 pub(crate) fn measure<C: Comparison>(
     input: &C,
     subjects: &mut Subjects<C>,

@@ -1,6 +1,6 @@
-//! Work beside another thread that reads, or that changes.
+//! Work next to another thread that reads or changes the map.
 //!
-//! The other thread runs before the work begins and has ended when the call returns, also by a
+//! The other thread runs before the work begins. It has ended when the call returns, even by a
 //! panic.
 
 use crate::clock;
@@ -8,7 +8,7 @@ use crate::slots::input::{KEYS, Keys, PlainSlot, SlotSet};
 use crate::slots::scheme::{ByGfn, Change, Reader};
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use pageferry_addr::Gfn;
-use pageferry_bench::kit::Random;
+use pageferry_bench::kit::{CacheLine, Random};
 use std::hint::black_box;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,38 +22,33 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// The other thread, as the work sees it.
+/// The other thread's progress.
 #[derive(Debug)]
 pub(crate) struct Background {
-    /// What the other thread has done. A cache line of its own, so that it disturbs nothing but
-    /// its readers.
-    done: Line,
+    /// The number of operations that the other thread has done. It has a cache line of its own, so
+    /// that it disturbs only its readers.
+    done: CacheLine<AtomicU64>,
 }
 
-#[derive(Debug)]
-#[repr(align(128))]
-struct Line(AtomicU64);
-
-/// Longer between two readings of the clock in a row, and this thread was taken off its core.
+/// If two successive readings of the clock are further apart, this thread has lost its core.
 const DESCHEDULED: Duration = Duration::from_micros(100);
-/// The other thread does something in less than this while it runs.
+/// While the other thread has a core, it completes an operation in less than this.
 const STRIDE: Duration = Duration::from_millis(10);
 
 impl Background {
-    /// How much the other thread has done: changes, of a writer.
+    /// The number of operations that the other thread has done.
     pub(crate) fn done(&self) -> u64 {
-        self.done.0.load(Ordering::Relaxed)
+        self.done.load(Ordering::Relaxed)
     }
 
     fn add(&self, count: u64) {
-        // The other thread is the only one that stores.
-        self.done.0.store(self.done() + count, Ordering::Relaxed);
+        // Only the other thread stores.
+        self.done.store(self.done() + count, Ordering::Relaxed);
     }
 
-    /// Waits until the other thread is seen to do something while this one runs: until both have a
-    /// core.
+    /// Waits until the other thread makes progress while this one runs, so that both have a core.
+    /// Returns whether it did. Gives up after `patience`, as on a machine with one core.
     ///
-    /// Gives up after `patience`, as on a machine with one core; says whether it was seen.
     pub(crate) fn meet(&self, patience: Duration) -> bool {
         let begun = Instant::now();
         while begun.elapsed() < patience {
@@ -69,22 +64,22 @@ impl Background {
                 }
                 last = now;
             }
-            // Who sleeps is woken on a core that is idle, if there is one.
+            // The scheduler wakes a sleeping thread on an idle core, if there is one.
             thread::sleep(Duration::from_micros(50));
         }
         false
     }
 }
 
-/// Calls `beside` over and over on another thread while `work` runs here.
+/// Calls `beside` in a loop on another thread while `work` runs on this one.
 fn beside<T>(mut beside: impl FnMut(&Background) + Send, work: impl FnOnce(&Background) -> T) -> T {
     let (stop, running) = (AtomicBool::new(false), AtomicBool::new(false));
     let background = Background {
-        done: Line(AtomicU64::new(0)),
+        done: CacheLine(AtomicU64::new(0)),
     };
     thread::scope(|scope| {
         scope.spawn(|| {
-            // Should `beside` panic, nobody is to wait for it.
+            // If `beside` panics, this keeps the main thread from waiting for it.
             let _running = Stop(&running);
             while !stop.load(Ordering::Relaxed) {
                 beside(&background);
@@ -99,7 +94,7 @@ fn beside<T>(mut beside: impl FnMut(&Background) + Send, work: impl FnOnce(&Back
     })
 }
 
-/// Does `work` while another thread looks up random frames, each look-up protected.
+/// Does `work` while another thread looks up random frames. Each look-up takes the protection.
 pub(crate) fn beside_reader<R: Reader, T>(
     mut reader: R,
     keys: &Keys,
@@ -116,11 +111,11 @@ pub(crate) fn beside_reader<R: Reader, T>(
     beside(look_up, work)
 }
 
-/// Does `work` while another thread changes `scheme` at full speed; also that thread's changes a
-/// second.
+/// Does `work` while another thread changes `scheme` at full speed. Returns that thread's changes
+/// per second, and the result of `work`.
 ///
-/// Slot by slot in turn: deleted, added again, moved to a free place, moved back. So all slots but
-/// at most one are where the set has them, at any time, and in the end all are.
+/// For each slot in turn, the thread deletes it, adds it again, moves it to a free place, and moves
+/// it back. So at any time at most one slot is not where the set has it, and in the end none.
 pub(crate) fn beside_writer<S: Change, T>(
     scheme: &mut S,
     order: &Order,
@@ -147,12 +142,13 @@ pub(crate) fn beside_writer<S: Change, T>(
     })
 }
 
-/// Look-ups beside a writer that was really there: the costs of those chunks during which it made
-/// its changes at no less than a third of its best rate. Others say what a look-up costs while the
-/// writer waits for a core. None, where the writer had no core during any.
+/// Selects the chunks of look-ups during which the writer had a core: its rate was at least a third
+/// of its best. The others show the cost of look-ups while the writer waits for a core. The result
+/// is empty if the writer had no core during any chunk.
 ///
-/// `chunks` are pairs of a cost and of changes a second. Where `slow`, the writer needs longer than
-/// a chunk for a change; then a chunk alone does not tell, and all count.
+/// `chunks` are pairs of a cost in nanoseconds and a rate in changes per second. With `slow`, the
+/// writer needs longer than a chunk for a change. Then a chunk does not show whether the writer had
+/// a core, and all chunks count.
 pub(crate) fn beside_running_writer(
     chunks: &[(f64, f64)],
     slow: bool,
@@ -164,15 +160,14 @@ pub(crate) fn beside_running_writer(
         .filter(move |chunk| slow || (chunk.1 > 0.0 && chunk.1 * 3.0 >= best))
 }
 
-/// Nanoseconds for the way of a cache line from one core to another: half of a round trip between
-/// two threads that wait for each other's store. `None` where the two did not get a core each.
+/// Nanoseconds to move a cache line from one core to another: half of a round trip between two
+/// threads that wait for each other's store. `None` if the threads did not get a core each.
 pub(crate) fn line_transfer(overhead: Duration) -> Option<f64> {
     const TRIPS: usize = 100;
-    let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
+    let (there, back) = (CacheLine(AtomicU64::new(0)), CacheLine(AtomicU64::new(0)));
     let answer = |background: &Background| {
         for _ in 0..1000 {
-            back.0
-                .store(there.0.load(Ordering::Acquire), Ordering::Release);
+            back.store(there.load(Ordering::Acquire), Ordering::Release);
         }
         background.add(1);
     };
@@ -185,8 +180,8 @@ pub(crate) fn line_transfer(overhead: Duration) -> Option<f64> {
             let start = Instant::now();
             for trip in 1..=TRIPS {
                 let word = (sample * TRIPS + trip) as u64;
-                there.0.store(word, Ordering::Release);
-                while back.0.load(Ordering::Acquire) != word {}
+                there.store(word, Ordering::Release);
+                while back.load(Ordering::Acquire) != word {}
             }
             samples.push(clock::per_operation(start.elapsed(), overhead, 2 * TRIPS));
         }
@@ -203,7 +198,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// The order named by `seed`.
+    /// The order that `seed` determines.
     pub(crate) fn new(set: &SlotSet, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let (mut slots, mut free) = (set.slots().to_vec(), set.free().to_vec());
@@ -212,7 +207,7 @@ impl Order {
         Self { slots, free }
     }
 
-    /// The pair of a slot and a free place numbered `at`; any number has one.
+    /// Pair number `at` of a slot and a free place. Any number is valid.
     pub(crate) fn pair(&self, at: usize) -> (PlainSlot, Gfn) {
         (
             self.slots[at % self.slots.len()],
@@ -220,8 +215,8 @@ impl Order {
         )
     }
 
-    /// Batch number `number`: at most `most` different slots and as many different places, fewer
-    /// than half of the slots. Any number has one.
+    /// Batch number `number`: at most `most` different slots, and as many different places. It has
+    /// fewer than half of all slots, but at least one. Any number is valid.
     pub(crate) fn batch(&self, number: usize, most: usize) -> (&[PlainSlot], &[Gfn]) {
         let size = most.min(self.slots.len() / 2).min(self.free.len()).max(1);
         let at = |len: usize| number % (len / size) * size;
@@ -275,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_line_takes_some_time_to_another_core() {
-        // Not there on one core, or where this machine is too busy to give us two.
+        // `None` on one core, or if this machine is too busy to give the threads two cores.
         if let Some(cost) = line_transfer(Duration::ZERO) {
             assert!(cost > 0.5, "{cost}");
         }

@@ -1,4 +1,4 @@
-//! What is asked of the memslots, held against a run's own figures.
+//! The bounds on our memory slots, compared with the figures of a run.
 
 use crate::Operation as _;
 use crate::slots::Operation;
@@ -9,7 +9,7 @@ use pageferry_bench::kit::Verdict;
 /// The scheme that is judged.
 const OURS: &str = Memslots::NAME;
 
-/// Bounds of single figures, at the largest number of slots.
+/// Bounds on single figures, in their units, at the largest number of slots.
 const BOUNDS: [(Operation, f64); 7] = [
     (Operation::AgainHeld, 2.0),
     (Operation::ByHva, 150.0),
@@ -20,11 +20,11 @@ const BOUNDS: [(Operation, f64); 7] = [
     (Operation::BesideWriter, 100.0),
 ];
 
-/// How many times the floor a look-up may take.
+/// The largest ratio of a look-up to the floor.
 const OVER_FLOOR: f64 = 1.3;
-/// How many times a quiet look-up one beside a busy writer may take.
+/// The largest ratio of a look-up next to a busy writer to a quiet one.
 const BUSY: f64 = 1.5;
-/// How many times vm-memory's figure any of ours may be, at any number of slots.
+/// The largest ratio of any of our figures to vm-memory's, at any number of slots.
 const LOSS: f64 = 1.05;
 
 /// All verdicts that the figures of `report` allow.
@@ -34,15 +34,14 @@ pub(crate) fn verdicts(report: &Report) -> Vec<Verdict> {
     let Some(&most) = sizes.iter().max() else {
         return all;
     };
-    // Both floors: the one that hands out an address, and the one that hands out a record as ours
-    // do.
-    for (floor, name) in [(Floor::NAME, "the floor"), (RecordFloor::NAME, "records")] {
-        // A floor has no protection to hold: its plain look-up is the measure of both.
+    // Both floors: the first returns an address, the second a record, as ours does.
+    for (floor, name) in [(Floor::NAME, "floor"), (RecordFloor::NAME, "records")] {
+        // A floor has no protection. Its plain look-up is the baseline of both operations.
         let floor = report.value(Operation::ByGfn, floor, most);
         for operation in [Operation::ByGfn, Operation::ByGfnHeld] {
             let ours = report.value(operation, OURS, most);
             if let (Some(ours), Some(floor)) = (ours, floor) {
-                let name = format!("{}, to {name}", operation.name());
+                let name = format!("{} vs {name}", operation.name());
                 all.push(Verdict::new(name, OVER_FLOOR, ours / floor, "x").with_slots(most));
             }
         }
@@ -54,14 +53,15 @@ pub(crate) fn verdicts(report: &Report) -> Vec<Verdict> {
         }
     }
     if let Some(ratio) = report.busy_ratio(OURS, most) {
-        let name = "look-up beside a busy writer, to a quiet one";
+        let name = "look-up while another thread writes, vs alone";
         all.push(Verdict::new(name, BUSY, ratio, "x").with_slots(most));
     }
     all.extend(sizes.iter().filter_map(|&size| worst(report, size)));
     all
 }
 
-/// The operation of ours that compares worst with vm-memory's; names all that lose.
+/// The verdict on our worst operation compared with vm-memory. Its name lists all operations that
+/// lose.
 fn worst(report: &Report, slots: u32) -> Option<Verdict> {
     let mut ratios: Vec<(Operation, f64)> = Operation::ALL
         .into_iter()
@@ -79,7 +79,7 @@ fn worst(report: &Report, slots: u32) -> Option<Verdict> {
         .filter(|(operation, ratio)| *ratio > LOSS || *operation == worst.0)
         .map(|(operation, ratio)| format!("{} {ratio:.2}", operation.name()))
         .collect();
-    let name = format!("to {}: {}", VmMemory::NAME, lost.join(", "));
+    let name = format!("vs {}: {}", VmMemory::NAME, lost.join(", "));
     Some(Verdict::new(name, LOSS, worst.1, "x").with_slots(slots))
 }
 
@@ -120,11 +120,11 @@ mod tests {
         assert_eq!(
             seen,
             [
-                ("look-up by gfn, to the floor", 1.25, true),
-                ("look-up by gfn, to records", 2.0, false),
+                ("look-up by gfn vs floor", 1.25, true),
+                ("look-up by gfn vs records", 2.0, false),
                 ("add", 501.0, false),
-                ("look-up beside a busy writer", 50.0, true),
-                ("look-up beside a busy writer, to a quiet one", 2.0, false),
+                ("look-up while another thread writes", 50.0, true),
+                ("look-up while another thread writes, vs alone", 2.0, false),
             ]
         );
     }
@@ -142,7 +142,7 @@ mod tests {
         let worst: Vec<&Verdict> = report
             .verdicts
             .iter()
-            .filter(|v| v.name.starts_with("to vm-memory"))
+            .filter(|v| v.name.starts_with("vs vm-memory"))
             .collect();
         assert_eq!(worst.len(), 2);
         assert!(worst[0].name.ends_with("look-up by gfn 1.50") && !worst[0].met);

@@ -1,13 +1,14 @@
-//! Host address space for the slots of a measurement: reserved once for the process, never touched.
+//! Host address space for the slots, reserved once for the process and never touched.
 //!
-//! vm-memory's regions are made of mappings. One without access and without memory behind it stands
-//! for all of them, so that no system call and no page fault is in any figure.
+//! vm-memory's regions consist of mappings. One mapping without access and without memory behind it
+//! serves all of them. So no figure includes a system call or a page fault.
 
 use crate::sync::OnceLock;
 use pageferry_addr::Hva;
 use vm_memory::MmapRegion;
 
-/// How many bytes are reserved: room for [`crate::SlotSet::MAX_SLOTS`] slots at the widest.
+/// The size of the reservation in bytes: room for [`crate::SlotSet::MAX_SLOTS`] slots of the
+/// largest size.
 pub(crate) const RESERVED_BYTES: u64 = 8 << 30;
 
 static RESERVATION: OnceLock<Option<MmapRegion<()>>> = OnceLock::new();
@@ -26,13 +27,13 @@ fn reservation() -> Option<&'static MmapRegion<()>> {
         .as_ref()
 }
 
-/// The first address of the reservation, page-aligned; `None` where the system refuses so much
-/// address space.
+/// The first address of the reservation, page-aligned. `None` if the system refuses the address
+/// space.
 pub(crate) fn base() -> Option<Hva> {
     reservation().map(|region| Hva(region.as_ptr() as u64))
 }
 
-/// A pointer to `bytes` bytes from `hva` on, if the reservation holds them all.
+/// A pointer to `bytes` bytes from `hva` on, if all of them are in the reservation.
 pub(crate) fn pointer(hva: Hva, bytes: u64) -> Option<*mut u8> {
     let region = reservation()?;
     let offset = hva.checked_offset_from(Hva(region.as_ptr() as u64))?;

@@ -1,9 +1,9 @@
-//! The slots that are measured, and the keys that are looked up.
+//! The slots and the keys of a measurement.
 
 use pageferry_addr::{Gfn, Hva, PAGE_SIZE};
 use pageferry_bench::kit::Random;
 
-/// One slot, in plain numbers: what every scheme is given, and what most of them keep.
+/// One slot in plain numbers. Every scheme gets slots in this form, and most schemes store it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlainSlot {
     /// The first guest frame.
@@ -17,7 +17,7 @@ pub struct PlainSlot {
 }
 
 impl PlainSlot {
-    /// The frame behind the last.
+    /// The frame after the last.
     #[inline]
     #[must_use]
     pub const fn end(&self) -> Gfn {
@@ -49,37 +49,37 @@ impl PlainSlot {
     }
 }
 
-/// Slots of 1 to 16 pages in ascending order of guest frames and identifiers, with places left
-/// free.
+/// Slots of 1 to 16 pages, in ascending order of guest frames and identifiers, with free places.
 ///
-/// A place is 16 pages; every fifth is free, so slots can move. Host addresses ascend with the
-/// frames, as a VMM's do, but one slot in 16 lies over its predecessor's host range: overlap is
-/// allowed there.
+/// A place has 16 pages. Every fifth place is free, so that slots can move. Host addresses ascend
+/// with the frames, as in a VMM. One slot in 16 shares the host range of its predecessor, because
+/// slots may overlap by host address.
 #[derive(Clone, Debug)]
 pub struct SlotSet {
     slots: Vec<PlainSlot>,
     free: Vec<Gfn>,
 }
 
-/// The pages of a place.
+/// The number of pages of a place.
 const PLACE_PAGES: u64 = 16;
-/// One place in so many is left free.
+/// One place in this many is free.
 const FREE_EVERY: u64 = 5;
-/// One slot in so many has its predecessor's host address.
+/// One slot in this many has the host address of its predecessor.
 const ALIAS_EVERY: usize = 16;
 /// The frame of the first place: 4 GiB.
 const FIRST: Gfn = Gfn(1 << 20);
 
 impl SlotSet {
-    /// The fewest slots a set can have.
+    /// The smallest number of slots of a set.
     pub const MIN_SLOTS: u32 = 4;
-    /// The most slots a set can have, which is KVM's limit on x86-64 too (`KVM_USER_MEM_SLOTS`).
+    /// The largest number of slots of a set. It is also KVM's limit on x86-64
+    /// (`KVM_USER_MEM_SLOTS`).
     pub const MAX_SLOTS: u32 = 32_764;
 
-    /// A set of `count` slots over the host addresses from `base` on, with sizes named by `seed`.
+    /// A set of `count` slots over the host addresses from `base` on. `seed` determines the sizes.
     ///
     /// # Panics
-    /// Where `count` is outside of [`Self::MIN_SLOTS`]`..=`[`Self::MAX_SLOTS`].
+    /// If `count` is outside [`Self::MIN_SLOTS`]`..=`[`Self::MAX_SLOTS`].
     #[must_use]
     pub fn new(count: u32, base: Hva, seed: u64) -> Self {
         assert!(
@@ -116,20 +116,20 @@ impl SlotSet {
         &self.slots
     }
 
-    /// Frames at which no slot lies, with room for any slot of the set from there.
+    /// The first frames of the free places. Each has room for any slot of the set.
     #[must_use]
     pub fn free(&self) -> &[Gfn] {
         &self.free
     }
 }
 
-/// How many keys of each kind there are; a power of two.
+/// The number of keys of each kind, a power of two.
 pub(crate) const KEYS: usize = 1 << 16;
 
 /// Keys of one kind.
 pub(crate) type KeyList<K> = Box<[K; KEYS]>;
 
-/// Keys that are in a set, in random order.
+/// Keys of a set, in random order.
 #[derive(Clone, Debug)]
 pub(crate) struct Keys {
     /// Random frames of random slots.
@@ -143,7 +143,7 @@ pub(crate) struct Keys {
 }
 
 impl Keys {
-    /// Keys of `set`, in the order named by `seed`.
+    /// Keys of `set`. `seed` determines their order.
     pub(crate) fn new(set: &SlotSet, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let slots = set.slots();

@@ -1,25 +1,26 @@
-//! One scheme under measurement.
+//! The measurement of one scheme.
 
 use crate::clock::{self, Sampler};
 use crate::run::{self, Comparison, Sample, Subject, Wrong};
 use crate::slots::Operation;
 use crate::slots::background::{Order, beside_reader, beside_running_writer, beside_writer};
-use crate::slots::input::{Keys, SlotSet};
+use crate::slots::input::{Keys, PlainSlot, SlotSet};
 use crate::slots::scheme::{ByGfn, Change, Lookup, Payload, Reader, Scheme, SortedKeys};
+use pageferry_addr::Gfn;
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-/// What all schemes are measured with, at one number of slots.
+/// The inputs of all schemes, at one number of slots.
 #[derive(Debug)]
 pub(crate) struct Input {
     /// The slots.
     pub(crate) set: SlotSet,
-    /// What is looked up.
+    /// The keys.
     pub(crate) keys: Keys,
-    /// What is changed, in which order.
+    /// The order of changes.
     pub(crate) order: Order,
-    /// How samples are taken.
+    /// The settings for samples.
     pub(crate) sampler: Sampler,
 }
 
@@ -31,19 +32,19 @@ impl Comparison for Input {
 
 type Sink<'a> = run::Sink<'a, Operation>;
 
-/// The most changes that are timed together.
+/// The largest number of changes that are timed together.
 const BATCH: usize = 16;
-/// How long to wait for the other thread to be seen on a core of its own.
+/// The time to wait for the other thread to get its own core.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// How long to try for one sample beside a reader.
+/// The time to try for one sample next to a reader.
 const TRY: Duration = Duration::from_millis(60);
-/// Of a writer with fewer changes a second, a chunk of look-ups does not tell whether it is
+/// If a writer makes fewer changes per second, a chunk of look-ups does not show whether it is
 /// running.
 const SLOW_WRITER: f64 = 40_000.0;
-/// A set-up that took longer is not repeated.
+/// A set-up that takes longer is not repeated.
 const SLOW_SET_UP: Duration = Duration::from_millis(150);
 
-/// A scheme that can do everything.
+/// A scheme that supports all operations.
 #[derive(Debug)]
 pub(crate) struct Measured<S> {
     scheme: S,
@@ -62,7 +63,7 @@ fn build<S: Change>(set: &SlotSet) -> (S, Duration) {
 }
 
 impl<S: Change> Measured<S> {
-    /// The scheme with all slots of `set`; that is timed.
+    /// Creates the scheme with all slots of `set`, and times that.
     pub(crate) fn new(set: &SlotSet) -> Self {
         let (scheme, set_up) = build(set);
         Self {
@@ -87,28 +88,34 @@ impl<S: Change> Measured<S> {
         }
     }
 
-    /// Deletes and adds again, batch by batch.
-    fn add_and_delete(&mut self, input: &Input, sink: Sink<'_>) {
+    /// Calls `change` with one batch after the other, until the time of a sample is over. Meanwhile
+    /// another thread looks up frames.
+    fn batches(&mut self, input: &Input, mut change: impl FnMut(&mut S, &[PlainSlot], &[Gfn])) {
         let (scheme, number) = (&mut self.scheme, &mut self.batch);
-        let mut samples = Vec::new();
         beside_reader(scheme.reader(), &input.keys, |reader| {
-            let begun = Instant::now();
+            let (begun, first) = (Instant::now(), *number);
             while begun.elapsed() < input.sampler.sample
-                || samples.is_empty() && begun.elapsed() < TRY
+                || *number == first && begun.elapsed() < TRY
             {
-                if !reader.meet(PATIENCE) {
-                    continue;
+                if reader.meet(PATIENCE) {
+                    let (slots, places) = input.order.batch(*number, BATCH);
+                    *number += 1;
+                    change(scheme, slots, places);
                 }
-                let (slots, _) = input.order.batch(*number, BATCH);
-                *number += 1;
-                let start = Instant::now();
-                slots.iter().for_each(|slot| scheme.delete(*slot));
-                let deleted = start.elapsed();
-                let start = Instant::now();
-                slots.iter().for_each(|slot| scheme.add(*slot));
-                let added = start.elapsed();
-                samples.push((deleted, added, slots.len()));
             }
+        });
+    }
+
+    /// Deletes slots and adds them again, batch by batch.
+    fn add_and_delete(&mut self, input: &Input, sink: Sink<'_>) {
+        let mut samples = Vec::new();
+        self.batches(input, |scheme, slots, _| {
+            let start = Instant::now();
+            slots.iter().for_each(|slot| scheme.delete(*slot));
+            let deleted = start.elapsed();
+            let start = Instant::now();
+            slots.iter().for_each(|slot| scheme.add(*slot));
+            samples.push((deleted, start.elapsed(), slots.len()));
         });
         for (deleted, added, count) in samples {
             let each = |spent| clock::per_operation(spent, input.sampler.overhead, count);
@@ -117,7 +124,7 @@ impl<S: Change> Measured<S> {
         }
     }
 
-    /// Looks up while another thread changes.
+    /// Looks up frames while another thread changes slots.
     fn beside_writer(&mut self, input: &Input, sink: Sink<'_>) {
         let (keys, mut reader) = (&input.keys, self.scheme.reader());
         let mut chunks = Vec::new();
@@ -147,32 +154,21 @@ impl<S: Change> Measured<S> {
         }
     }
 
-    /// Moves to free places and back, batch by batch.
+    /// Moves slots to free places and back, batch by batch.
     fn relocate(&mut self, input: &Input, sink: Sink<'_>) {
-        let (scheme, number) = (&mut self.scheme, &mut self.batch);
         let mut samples = Vec::new();
-        beside_reader(scheme.reader(), &input.keys, |reader| {
-            let begun = Instant::now();
-            while begun.elapsed() < input.sampler.sample
-                || samples.is_empty() && begun.elapsed() < TRY
-            {
-                if !reader.meet(PATIENCE) {
-                    continue;
-                }
-                let (slots, places) = input.order.batch(*number, BATCH);
-                *number += 1;
-                let mut moved = [slots[0]; BATCH];
-                let start = Instant::now();
-                for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
-                    *moved = scheme.relocate(*slot, *place);
-                }
-                samples.push((start.elapsed(), slots.len()));
-                let start = Instant::now();
-                for (slot, moved) in slots.iter().zip(moved) {
-                    scheme.relocate(moved, slot.start);
-                }
-                samples.push((start.elapsed(), slots.len()));
+        self.batches(input, |scheme, slots, places| {
+            let mut moved = [slots[0]; BATCH];
+            let start = Instant::now();
+            for ((slot, place), moved) in slots.iter().zip(places).zip(&mut moved) {
+                *moved = scheme.relocate(*slot, *place);
             }
+            samples.push((start.elapsed(), slots.len()));
+            let start = Instant::now();
+            for (slot, moved) in slots.iter().zip(moved) {
+                scheme.relocate(moved, slot.start);
+            }
+            samples.push((start.elapsed(), slots.len()));
         });
         for (spent, count) in samples {
             let each = clock::per_operation(spent, input.sampler.overhead, count);
@@ -236,7 +232,7 @@ where
     }
 }
 
-/// The look-ups that every scheme has.
+/// Measures the look-ups that every scheme has.
 fn by_gfn<R: Reader>(mut reader: R, step: Operation, input: &Input, sink: Sink<'_>) {
     let (keys, sampler) = (&input.keys, input.sampler);
     let sink = |cost| sink(Sample::new(step, cost));

@@ -1,12 +1,12 @@
-//! Memory maps of other public crates, beside the memory slots.
+//! Memory maps of other public crates, next to the memory slots.
 //!
-//! What is compared: vm-memory 0.18 as rust-vmm's VMMs use it, arc-swap over a sorted array, a
+//! The peers are vm-memory 0.18 as rust-vmm's VMMs use it, arc-swap over a sorted array, a
 //! `BTreeMap` behind `RwLock`, and arc-swap over imbl's `OrdMap`. The floor of a look-up by guest
-//! frame is a sorted array of keys that cannot be changed. None of the peers has an index by host
-//! address, because none of their structures takes overlapping ranges: they scan.
+//! frame is a sorted array of keys that never changes. None of the peers has an index by host
+//! address, because none of their structures accepts overlapping ranges. They scan.
 //!
-//! Look-ups are timed in batches with keys drawn beforehand. Changes are timed in batches of 16
-//! while another thread looks up.
+//! Look-ups are timed in batches, with keys that were drawn beforehand. Changes are timed in
+//! batches of 16 while another thread looks up.
 
 mod background;
 mod bounds;

@@ -1,6 +1,6 @@
-//! What is measured of every scheme of memory slots.
+//! The operations on memory slots that are measured.
 //!
-//! An operation with two threads has no figure where the two never ran at once, as on one core.
+//! An operation with two threads has no figure if the two never ran at once, as on one core.
 
 use serde::Serialize;
 
@@ -8,36 +8,39 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operation {
-    /// All slots added to an empty map, one by one, each seen by readers; in milliseconds for all.
+    /// All slots are added to an empty map one by one. Readers see each of them. In milliseconds
+    /// for all.
     SetUp,
-    /// A random frame of a random slot; each look-up takes and drops the scheme's protection.
+    /// Looks up a random frame of a random slot. Each look-up takes and drops the scheme's
+    /// protection.
     ByGfn,
-    /// The same inside one guard or lock that is held throughout.
+    /// The previous operation, inside one guard or lock that is held throughout.
     ByGfnHeld,
-    /// A random frame of one and the same slot; each look-up takes and drops the protection.
+    /// Looks up a random frame of the same slot each time. Each look-up takes and drops the
+    /// protection.
     Again,
-    /// The same inside one guard or lock that is held throughout.
+    /// The previous operation, inside one guard or lock that is held throughout.
     AgainHeld,
-    /// Every slot that has a random host address; protected per look-up.
+    /// Finds every slot with a random host address; protected per look-up.
     ByHva,
-    /// The first slot found that has a random host address; protected per look-up.
+    /// Finds one slot with a random host address; protected per look-up.
     FirstByHva,
-    /// A random identifier; protected per look-up.
+    /// Looks up a random identifier; protected per look-up.
     ById,
-    /// A random slot added, while another thread looks up.
+    /// Adds a random slot while another thread looks up frames.
     Add,
-    /// A random slot deleted, while another thread looks up.
+    /// Deletes a random slot while another thread looks up frames.
     Delete,
-    /// A random slot moved to a random free place, while another thread looks up.
+    /// Moves a random slot to a random free place while another thread looks up frames.
     Move,
-    /// As [`Self::ByGfn`], while another thread deletes, adds and moves as fast as it can.
+    /// As [`Self::ByGfn`], while another thread deletes, adds and moves slots at full speed.
     BesideWriter,
-    /// The changes of that thread, in thousands a second.
+    /// The changes of that thread, in thousands per second.
     WriterRate,
 }
 
 impl Operation {
-    /// All operations, in the order of a table's columns.
+    /// All operations, in the order of the table's columns.
     pub const ALL: [Self; 13] = [
         Self::SetUp,
         Self::ByGfn,
@@ -73,8 +76,8 @@ impl Operation {
         }
     }
 
-    /// What one measurement covers: [`Self::Delete`] is measured with [`Self::Add`], and the
-    /// writer's rate with the look-ups beside it.
+    /// The steps of a round. [`Self::Add`] also measures [`Self::Delete`], and
+    /// [`Self::BesideWriter`] also measures [`Self::WriterRate`].
     pub(crate) const STEPS: [Self; 11] = [
         Self::SetUp,
         Self::ByGfn,
@@ -96,16 +99,16 @@ impl crate::Operation for Operation {
             Self::SetUp => "set-up",
             Self::ByGfn => "look-up by gfn",
             Self::ByGfnHeld => "look-up by gfn, guard held",
-            Self::Again => "same slot again",
-            Self::AgainHeld => "same slot again, guard held",
-            Self::ByHva => "by hva",
-            Self::FirstByHva => "by hva, first only",
-            Self::ById => "by id",
+            Self::Again => "look-up in the same slot",
+            Self::AgainHeld => "look-up in the same slot, guard held",
+            Self::ByHva => "look-up by hva",
+            Self::FirstByHva => "look-up by hva, first only",
+            Self::ById => "look-up by id",
             Self::Add => "add",
             Self::Delete => "delete",
             Self::Move => "move",
-            Self::BesideWriter => "look-up beside a busy writer",
-            Self::WriterRate => "the busy writer's changes",
+            Self::BesideWriter => "look-up while another thread writes",
+            Self::WriterRate => "changes of that writer",
         }
     }
 
@@ -118,8 +121,8 @@ impl crate::Operation for Operation {
     }
 
     fn threads(self) -> u32 {
-        // The other thread of a change reads. Its absence is seen by the one that changes, which
-        // then gives no sample.
+        // The other thread of a change only reads. If it does not run, the changing thread notices
+        // and gives no sample.
         1
     }
 }

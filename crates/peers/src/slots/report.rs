@@ -1,4 +1,4 @@
-//! What a comparison of memory slots found, as text.
+//! The results of a comparison of memory slots.
 
 use super::{Operation, bounds};
 use crate::report::{self, Figure, short};
@@ -6,17 +6,16 @@ use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-/// What only a comparison of slots has.
+/// The part that only a comparison of slots has.
 #[derive(Clone, Debug, Serialize)]
 pub struct LineTransfer {
-    /// What a cache line takes from one core to another, in nanoseconds: the smallest, the median
-    /// and the largest over the rounds. Nothing where there was no second core. All figures with
-    /// two threads depend on it, and on virtual machines it changes with the cores that the host
-    /// gives.
+    /// Nanoseconds to move a cache line from one core to another: minimum, median and maximum over
+    /// the rounds. `None` without a second core. All figures with two threads depend on it. On
+    /// virtual machines it changes with the cores that the host assigns.
     pub line_transfer: Option<[f64; 3]>,
 }
 
-/// What a run found.
+/// The results of a run.
 pub type Report = report::Report<Operation, LineTransfer>;
 
 impl Report {
@@ -40,16 +39,16 @@ impl Report {
         self.median(operation, scheme, Some(slots))
     }
 
-    /// How many times as long a look-up of `scheme` takes beside a busy writer as alone.
+    /// The time of a look-up next to a busy writer, divided by that of a quiet look-up.
     #[must_use]
     pub fn busy_ratio(&self, scheme: &str, slots: u32) -> Option<f64> {
         let quiet = self.value(Operation::ByGfn, scheme, slots)?;
         Some(self.value(Operation::BesideWriter, scheme, slots)? / quiet)
     }
 
-    /// How many nanoseconds of a reader's time each change of the busy writer costs, which its rate
-    /// leaves out: a scheme whose changes take long disturbs a reader seldom. No scheme costs less
-    /// than one move of a cache line, unless the reader needs nothing that changes.
+    /// The nanoseconds of a reader's time that each change of the busy writer costs. The ratio does
+    /// not show this: a scheme with slow changes disturbs a reader rarely. The cost is at least one
+    /// move of a cache line, unless the reader reads nothing that changes.
     #[must_use]
     pub fn lost_a_change(&self, scheme: &str, slots: u32) -> Option<f64> {
         let quiet = self.value(Operation::ByGfn, scheme, slots)?;
@@ -58,7 +57,7 @@ impl Report {
         Some((a_change * (busy - quiet) / busy).max(0.0))
     }
 
-    /// The numbers of slots, in the order they were measured.
+    /// The numbers of slots, in the order of measurement.
     #[must_use]
     pub fn sizes(&self) -> Vec<u32> {
         let mut sizes: Vec<u32> = self
@@ -84,16 +83,16 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "ns an operation (set-up: ms for all slots; writer: 1000 changes a second). held: inside one guard; \
-             first: one slot is enough;\nadd, delete, move: a reader beside; busy: gfn beside that writer; \
-             ratio: busy to gfn; lost: of the reader's time to each change. {} cores, {:.0} s.",
+            "ns per operation (set-up: ms for all slots; writer: 1000 changes/s). held: inside one guard. first: one \
+             slot only.\nadd, delete, move: while a reader runs. busy: gfn while that writer runs. ratio: busy/gfn. \
+             lost: ns of the reader's time per change. {} cores, {:.0} s.",
             self.cores, self.seconds
         )?;
         if let Some(ends) = self.extra.line_transfer {
             let [least, median, most] = ends.map(|ns| short(Some(ns)));
             writeln!(
                 f,
-                "A cache line from core to core: {median} ns ({least} to {most})."
+                "Moving a cache line from core to core: {median} ns ({least} to {most})."
             )?;
         }
         for slots in self.sizes() {
@@ -152,7 +151,7 @@ mod tests {
         let report = Report::new(figures, vec![70.0, 60.0, 90.0], Duration::from_secs(2));
         assert_eq!(report.busy_ratio("one", 10), Some(2.5));
         assert_eq!(report.busy_ratio("two", 10), None);
-        // Of the 2000 ns between two changes a look-up takes 15 of each 25 ns longer.
+        // There are 2000 ns between two changes. Of each 25 ns of a look-up, 15 ns are lost.
         assert_eq!(report.lost_a_change("one", 10), Some(1200.0));
         assert_eq!(report.lost_a_change("two", 10), None);
         assert_eq!(report.extra.line_transfer, Some([60.0, 70.0, 90.0]));

@@ -1,4 +1,4 @@
-//! A whole run: every number of slots, every operation, every scheme, round by round.
+//! A run: every number of slots, every operation and every scheme, round by round.
 
 use super::Report;
 use super::background::{self, Order};
@@ -12,19 +12,19 @@ use crate::clock::{self, Sampler};
 use crate::run::{Rounds, RunError, Subjects, measure};
 use std::time::{Duration, Instant};
 
-/// What to measure and for how long.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The numbers of slots, each in [`SlotSet::MIN_SLOTS`]`..=`[`SlotSet::MAX_SLOTS`].
     pub sizes: Vec<u32>,
-    /// How often everything is measured; figures are medians over the rounds. At least one.
+    /// The number of rounds, at least 1. Figures are medians over the rounds.
     pub rounds: u32,
-    /// How long one sample of one operation runs.
+    /// The length of one sample of one operation.
     pub sample: Duration,
 }
 
 impl Default for Config {
-    /// The numbers of slots of the kernel series' tables, about a minute in all.
+    /// The numbers of slots of the kernel's patch series, 15 rounds: about a minute.
     fn default() -> Self {
         Self {
             sizes: vec![10, 30, 50, 100, 509, 8194, 32_764],
@@ -35,7 +35,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// A few seconds, to see that everything works; its figures are noisier.
+    /// A few seconds: a check that everything works. Its figures are noisier.
     #[must_use]
     pub fn quick() -> Self {
         Self {
@@ -46,13 +46,13 @@ impl Config {
     }
 }
 
-/// Measures all schemes and says how it goes on through `progress`.
+/// Measures all schemes, and reports to `progress`.
 ///
-/// Everything is measured once a round, and inside a round operation by operation: the schemes take
-/// turns, so that a disturbance of the machine meets all of them.
+/// Each round measures every operation once. For each operation the schemes take turns, so that a
+/// disturbance of the machine affects all of them.
 ///
 /// # Errors
-/// Where `config` asks for what cannot be measured, or the system refuses address space.
+/// If `config` cannot be measured, or the system refuses address space.
 pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, RunError> {
     if config.sizes.is_empty() || config.rounds == 0 {
         return Err(RunError::Nothing);
@@ -90,7 +90,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     Ok(Report::new(figures, transfers, start.elapsed()))
 }
 
-/// All schemes with the slots of `set`, in the order of a table's rows.
+/// All schemes with the slots of `set`, in the order of the table's rows.
 fn subjects(set: &SlotSet) -> Subjects<Input> {
     vec![
         Box::new(Floor::new(set.slots())),
@@ -123,7 +123,8 @@ mod tests {
         let report = run(&tiny(&[4, 40]), &mut |doing| said.push(doing.to_owned())).expect("a run");
         assert_eq!(said.len(), 6, "{said:?}");
         assert_eq!(report.sizes(), [4, 40]);
-        // Where this machine is too busy to run two threads at once, they have no figures.
+        // If this machine is too busy to run two threads at once, there are no figures with two
+        // threads.
         let background = [Operation::Add, Operation::Delete, Operation::Move];
         let background = [
             &background[..],

@@ -1,4 +1,4 @@
-//! What is asked of the second-input tables, held against a run's own figures.
+//! The bounds on our second-stage tables, compared with the figures of a run.
 
 use super::Operation;
 use super::Report;
@@ -19,9 +19,9 @@ const BOUNDS: [(Operation, f64); 6] = [
     (Operation::UnmapRange, 8.0),
 ];
 
-/// How many times what one thread alone takes each of two may take that have nothing in common.
+/// The largest ratio of the time of each of two threads with disjoint pages to that of one thread.
 const PARTITIONED: f64 = 1.3;
-/// How many times the floor an operation on ranges may take.
+/// The largest ratio of an operation on ranges to the floor.
 const OVER_FLOOR: f64 = 2.0;
 /// The operations on ranges.
 const RANGES: [Operation; 3] = [
@@ -46,22 +46,22 @@ pub(super) fn verdicts(report: &Report) -> Vec<Verdict> {
     };
     let partitioned = Operation::MapPartitioned;
     ratio(
-        format!("{}, to one thread alone", partitioned.name()),
+        format!("{} vs one thread", partitioned.name()),
         PARTITIONED,
         ours(partitioned),
         ours(Operation::MapPage),
     );
     for operation in RANGES {
-        let name = format!("{}, to {}", operation.name(), CompareExchange::NAME);
+        let name = format!("{} vs {}", operation.name(), CompareExchange::NAME);
         let floor = report.value(operation, CompareExchange::NAME);
         ratio(name, OVER_FLOOR, ours(operation), floor);
     }
     for operation in Operation::ALL.into_iter().filter(|o| o.threads() == 2) {
-        let name = format!("{}, to {}", operation.name(), Komora::NAME);
+        let name = format!("{} vs {}", operation.name(), Komora::NAME);
         let theirs = report.value(operation, Komora::NAME);
         ratio(name, 1.0, ours(operation), theirs);
         for absent in &report.extra.absent {
-            let name = format!("{}, to {}, elsewhere", operation.name(), absent.scheme);
+            let name = format!("{} vs {}, elsewhere", operation.name(), absent.scheme);
             ratio(name, 1.0, ours(operation), absent.value(operation));
         }
     }
@@ -104,20 +104,20 @@ mod tests {
                 ("map a page", 20.0, "ns", true),
                 ("unmap a range", 9.0, "ns", false),
                 (
-                    "map a page, 2 threads partitioned, to one thread alone",
+                    "map a page, 2 threads partitioned vs one thread",
                     1.35,
                     "x",
                     false
                 ),
-                ("map a range, to floor: compare-exchange", 1.8, "x", true),
+                ("map a range vs floor: compare-exchange", 1.8, "x", true),
                 (
-                    "map a page, 2 threads partitioned, to pagetable 0.4 (komora)",
+                    "map a page, 2 threads partitioned vs pagetable 0.4 (komora)",
                     1.5,
                     "x",
                     false
                 ),
                 (
-                    "map a page, 2 threads partitioned, to asterinas ostd, elsewhere",
+                    "map a page, 2 threads partitioned vs asterinas ostd, elsewhere",
                     27.0 / 26.0,
                     "x",
                     false

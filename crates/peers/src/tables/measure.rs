@@ -1,4 +1,4 @@
-//! One scheme under measurement.
+//! The measurement of one scheme.
 
 use super::Operation;
 use super::scheme::{Parallel, Scheme, Worker};
@@ -13,28 +13,30 @@ use std::marker::PhantomData;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What all schemes are measured with.
+/// The inputs of all schemes.
 #[derive(Debug)]
 pub(super) struct Input {
-    /// Pages a thread has; a multiple of `chunk`.
+    /// Pages per thread, a multiple of both chunks.
     pages: u64,
-    /// Pages that are timed together; a multiple of a table's.
+    /// Pages per chunk with one thread, a multiple of a table's.
     chunk: u64,
-    /// The same with two threads.
+    /// Pages per chunk with two threads, a multiple of a table's.
     pair_chunk: u64,
-    /// As many frames of the first thread's pages, at random.
+    /// Random frames of the first thread's pages, `pages` of them.
     random: Vec<Gfn>,
-    /// What reading the clock costs.
+    /// The cost of reading the clock.
     overhead: Duration,
 }
 
-/// The first thread's first frame: at 4 GiB, with no tables in common with what is below 1 GiB.
+/// The first thread's first frame. It is at 4 GiB, so it shares no tables with addresses below 1
+/// GiB.
 const FIRST: Gfn = Gfn(1 << 20);
-/// Frames lie so far above what they back, as far as tables of 2 MiB pages need them aligned.
+/// The distance from a guest frame to the frame that backs it. It keeps the alignment of 2 MiB
+/// pages.
 const OFFSET: u64 = 1 << 23;
-/// Two threads that start a chunk further apart did not have a core each.
+/// If two threads start a chunk further apart, they did not have a core each.
 const APART: Duration = Duration::from_micros(2);
-/// After so many looks at the other thread, let the processor have something else.
+/// The number of spins before a waiting thread yields its core.
 const SPINS: u32 = 1 << 14;
 
 /// The frame that backs `gfn`.
@@ -43,16 +45,16 @@ pub(super) const fn frame(gfn: Gfn) -> Pfn {
     Pfn(gfn.0 + OFFSET)
 }
 
-/// What is measured together, on tables that are empty before.
+/// A sequence of operations that starts with empty tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Mapped page by page, looked up, protected and unmapped by ranges.
+    /// Maps page by page, looks up, protects by ranges, unmaps by ranges.
     Pages,
-    /// Mapped by ranges, unmapped page by page.
+    /// Maps by ranges, unmaps page by page.
     Ranges,
-    /// By two threads, each its own pages.
+    /// Two threads map disjoint pages.
     Partitioned,
-    /// By two threads, the same pages.
+    /// Two threads map the same pages.
     Overlapping,
 }
 
@@ -74,11 +76,11 @@ impl Comparison for Input {
 type Sample = run::Sample<Operation>;
 type Sink<'a> = run::Sink<'a, Operation>;
 
-/// A scheme of one thread.
+/// A scheme that one thread changes at a time.
 #[derive(Debug, Default)]
 pub(super) struct OneThread<S>(PhantomData<S>);
 
-/// A scheme of several.
+/// A scheme that several threads change at once.
 #[derive(Debug, Default)]
 pub(super) struct TwoThreads<S>(PhantomData<S>);
 
@@ -101,8 +103,8 @@ impl<S: Scheme> Subject<Input> for OneThread<S> {
 
     fn measure(&mut self, step: Step, input: &Input, sink: Sink<'_>) -> Result<(), Wrong> {
         match step {
-            Step::Pages => input.pages(&mut S::alone(), sink),
-            Step::Ranges => input.ranges(&mut S::alone(), sink),
+            Step::Pages => input.pages(&mut S::single(), sink),
+            Step::Ranges => input.ranges(&mut S::single(), sink),
             Step::Partitioned | Step::Overlapping => Ok(()),
         }
     }
@@ -115,8 +117,7 @@ impl<S: Parallel> Subject<Input> for TwoThreads<S> {
 
     fn measure(&mut self, step: Step, input: &Input, sink: Sink<'_>) -> Result<(), Wrong> {
         match step {
-            Step::Pages => input.pages(&mut S::alone(), sink),
-            Step::Ranges => input.ranges(&mut S::alone(), sink),
+            Step::Pages | Step::Ranges => OneThread::<S>(PhantomData).measure(step, input, sink),
             Step::Partitioned => {
                 let firsts = [FIRST, Gfn(FIRST.0 + input.pages)];
                 input.two::<S>(Operation::MapPartitioned, firsts, sink)
@@ -127,7 +128,8 @@ impl<S: Parallel> Subject<Input> for TwoThreads<S> {
 }
 
 impl Input {
-    /// `pages` a thread, in chunks of `chunk`, and with two threads of `pair_chunk`.
+    /// The inputs for `pages` pages per thread, in chunks of `chunk` pages, or of `pair_chunk` with
+    /// two threads.
     pub(super) fn new(pages: u64, chunk: u64, pair_chunk: u64) -> Self {
         let mut random = Random::new(3);
         Self {
@@ -149,12 +151,12 @@ impl Input {
         })
     }
 
-    /// Nanoseconds for one of the pages of a chunk.
+    /// Nanoseconds per page of a chunk.
     fn cost(&self, spent: Duration, chunk: u64) -> f64 {
         clock::per_operation(spent, self.overhead, chunk as usize)
     }
 
-    /// Does `work` for each chunk, and times that.
+    /// Times `work` on each chunk.
     #[inline]
     fn each<W: Worker>(
         &self,
@@ -213,8 +215,8 @@ impl Input {
         (first.0..first.0 + self.pages).all(|gfn| is_mapped(worker, Gfn(gfn)))
     }
 
-    /// Maps page by page with two threads, each `pages` from its first frame on, chunk by chunk at
-    /// once.
+    /// Maps page by page with two threads, each from its own first frame. The threads start each
+    /// chunk together.
     fn two<S: Parallel>(
         &self,
         operation: Operation,
@@ -234,7 +236,7 @@ impl Input {
                     map_each(&mut worker, range);
                 }));
             }
-            // Tables that one of them gives back must not be in the other's times.
+            // The threads end together, so that neither frees tables during the other's last chunk.
             meeting.meet(chunks + 1);
             times
         };
@@ -259,12 +261,12 @@ impl Input {
     }
 }
 
-/// Work that was timed.
+/// The time of some work.
 #[derive(Debug)]
 struct Timed {
     start: Instant,
     spent: Duration,
-    /// The thread lost its core meanwhile.
+    /// Whether the thread lost its core meanwhile.
     disturbed: bool,
 }
 
@@ -282,8 +284,8 @@ impl Timed {
     }
 }
 
-/// Maps all pages of `range` one by one. By itself, so that one thread and each of two run the same
-/// instructions: inlined here and there, the compiler makes loops of different speeds of it.
+/// Maps all pages of `range` one by one. It is not inlined, so that one thread and two threads run
+/// the same instructions. The compiler would make loops of different speed of two inlined copies.
 #[inline(never)]
 fn map_each<W: Worker>(worker: &mut W, range: GfnRange) {
     range.iter().for_each(|gfn| worker.map(gfn, frame(gfn)));
@@ -291,17 +293,17 @@ fn map_each<W: Worker>(worker: &mut W, range: GfnRange) {
 
 #[inline]
 fn is_mapped<W: Worker>(worker: &mut W, gfn: Gfn) -> bool {
-    // All of it, as who fills a TLB needs it.
+    // The whole translation must be computed, as for a TLB fill.
     let found = hint::black_box(worker.find(gfn));
     found.is_some_and(|found| found.pfn == frame(gfn))
 }
 
-/// Where two threads wait for each other, again and again.
+/// A barrier of two threads.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Meeting {
     arrived: AtomicU64,
-    /// One of them will not come again.
+    /// Whether a thread has left for good.
     over: AtomicBool,
 }
 
@@ -313,8 +315,8 @@ impl Meeting {
         }
     }
 
-    /// Comes for the `round`th time, from 1, and waits until the other has come as often, or left
-    /// for good.
+    /// Arrives for the `round`th time, counted from 1. Waits until the other thread has arrived as
+    /// often, or has left for good.
     fn meet(&self, round: u64) {
         self.arrived.fetch_add(1, Ordering::AcqRel);
         let mut spins = 0;
@@ -331,7 +333,7 @@ impl Meeting {
     }
 }
 
-/// Says when it is dropped, also by a panic, that its thread does not come to meetings any more.
+/// Marks its thread as gone when it is dropped, even by a panic.
 struct Leaving<'a>(&'a Meeting);
 
 impl Drop for Leaving<'_> {

@@ -1,33 +1,33 @@
-//! What is measured of every scheme: nanoseconds for a page of 4 KiB.
+//! The operations on page tables that are measured: nanoseconds per page of 4 KiB.
 
 use serde::Serialize;
 
-/// One operation on page tables. With two threads, it is each thread's own time that counts.
+/// One operation on page tables. With two threads, each thread's own time counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operation {
-    /// Pages mapped one call each, in order, into empty tables: those that are missing are made.
+    /// Maps pages into empty tables in order, one page per call. Missing tables are created.
     MapPage,
-    /// Pages mapped many a call, into empty tables.
+    /// Maps pages into empty tables, many pages per call.
     MapRange,
-    /// Pages looked up one call each, in order.
+    /// Looks up pages in order, one page per call.
     Find,
-    /// Pages looked up one call each, at random.
+    /// Looks up random pages, one page per call.
     FindRandom,
-    /// Pages write-protected many a call.
+    /// Write-protects pages, many pages per call.
     ProtectRange,
-    /// Pages unmapped many a call.
+    /// Unmaps pages, many pages per call.
     UnmapRange,
-    /// Pages unmapped one call each, in order.
+    /// Unmaps pages in order, one page per call.
     UnmapPage,
-    /// As [`Self::MapPage`], by two threads at once, each its own pages.
+    /// As [`Self::MapPage`], by two threads at once with disjoint pages.
     MapPartitioned,
-    /// As [`Self::MapPage`], by two threads at once, both the same pages.
+    /// As [`Self::MapPage`], by two threads at once with the same pages.
     MapOverlapping,
 }
 
 impl Operation {
-    /// All operations, in the order of a table's columns.
+    /// All operations, in the order of the table's columns.
     pub const ALL: [Self; 9] = [
         Self::MapPage,
         Self::MapRange,

@@ -14,7 +14,7 @@ td.ns { width: 5rem; text-align: right; } .bar { height: .9rem; background: #007
 .absent .bar { background: none; border: 1px dashed #5b6270; box-sizing: border-box; }
 ";
 
-/// One bar: name, nanoseconds, and what it is.
+/// One bar: the scheme's name, nanoseconds per page, and the CSS class.
 struct Bar {
     name: String,
     value: f64,
@@ -48,8 +48,8 @@ fn bars(report: &Report, operation: Operation) -> Vec<Bar> {
 #[must_use]
 pub fn page(report: &Report) -> String {
     let about = format!(
-        "Nanoseconds a page of 4 KiB, {} pages a thread, medians. With two threads it is each thread's own time. Each \
-         operation has a scale of its own. Grey: floors, which do nothing but store. Dashed: not of this run.",
+        "Nanoseconds per page of 4 KiB, {} pages per thread, medians. With two threads, each thread's own time. Each \
+         operation has its own scale. Grey: floors, which only store entries. Dashed: figures of another run.",
         report.extra.pages
     );
     let mut page = String::new();

@@ -1,4 +1,4 @@
-//! What a comparison of page tables found, as text.
+//! The results of a comparison of page tables.
 
 use super::scheme::{Scheme, Tdp};
 use super::{Operation, bounds};
@@ -8,21 +8,21 @@ use serde::Serialize;
 use std::fmt::{self, Write};
 use std::time::Duration;
 
-/// A scheme that was not measured, and what is known of it.
+/// A scheme that was not measured, with figures from elsewhere.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Absent {
-    /// Which one.
+    /// The scheme's name.
     pub scheme: &'static str,
-    /// Why it is not here.
+    /// The reason why it was not measured.
     pub why: &'static str,
-    /// Figures of another run, on a machine of the kind this project is developed on.
+    /// Figures of another run in nanoseconds, on a similar machine.
     pub elsewhere: &'static [(Operation, f64)],
-    /// Where they are from.
+    /// The source of these figures.
     pub source: &'static str,
 }
 
 impl Absent {
-    /// What is known of `operation`.
+    /// The figure of `operation` in nanoseconds, if it is known.
     #[must_use]
     pub fn value(&self, operation: Operation) -> Option<f64> {
         let known = self.elsewhere.iter().find(|(o, _)| *o == operation);
@@ -30,12 +30,12 @@ impl Absent {
     }
 }
 
-/// What is not built.
+/// The schemes that are not built.
 ///
-/// ostd 0.19 declares its dependencies (acpi, x86, multiboot2, ...) for `x86_64-unknown-none` and
-/// other bare-metal targets alone, so for a host's target it does not compile; it needs a nightly
-/// compiler; and `ostd::mm::page_table` is private to the crate, reached through the address spaces
-/// of a booted kernel only.
+/// ostd 0.19 cannot be built here for three reasons. It declares its dependencies (acpi, x86,
+/// multiboot2, ...) for bare-metal targets such as `x86_64-unknown-none` only, so it does not
+/// compile for a host's target. It needs a nightly compiler. And `ostd::mm::page_table` is private
+/// to the crate; only the address spaces of a booted kernel reach it.
 pub const NOT_BUILT: [Absent; 1] = [Absent {
     scheme: "asterinas ostd",
     why: "ostd 0.19 (CortenMM) compiles for bare-metal kernels only, and its page tables are private",
@@ -49,16 +49,16 @@ pub const NOT_BUILT: [Absent; 1] = [Absent {
     source: "measured in 2026-11 on a 2-core virtual machine, not in this run",
 }];
 
-/// What only a comparison of page tables has.
+/// The parts that only a comparison of page tables has.
 #[derive(Clone, Debug, Serialize)]
 pub struct Pages {
-    /// Pages of 4 KiB that each thread had.
+    /// Pages of 4 KiB per thread.
     pub pages: u64,
-    /// What is not built.
+    /// The schemes that are not built.
     pub absent: Vec<Absent>,
 }
 
-/// What a run found.
+/// The results of a run.
 pub type Report = report::Report<Operation, Pages>;
 
 impl Report {
@@ -70,13 +70,13 @@ impl Report {
         Self::judged(figures, extra, spent, bounds::verdicts)
     }
 
-    /// The median of `operation` by `scheme`, if it was measured.
+    /// The median of `operation` by `scheme` in nanoseconds, if it was measured.
     #[must_use]
     pub fn value(&self, operation: Operation, scheme: &str) -> Option<f64> {
         self.median(operation, scheme, None)
     }
 
-    /// The schemes, in the order they were measured.
+    /// The schemes, in the order of measurement.
     #[must_use]
     pub fn schemes(&self) -> Vec<&'static str> {
         let mut schemes: Vec<_> = self.figures.iter().map(|figure| figure.scheme).collect();
@@ -84,7 +84,7 @@ impl Report {
         schemes
     }
 
-    /// Which operations had TLB flushes asked for, by whom, and how many a page.
+    /// The figures of operations that requested TLB flushes.
     fn flushes(&self) -> Vec<&Figure<Operation>> {
         self.figures.iter().filter(|f| f.flushes > 0.0).collect()
     }
@@ -98,7 +98,7 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "ns a page of 4 KiB, {} pages a thread; with 2 threads, each thread's own time. {} cores, {:.0} s.\n",
+            "ns per page of 4 KiB, {} pages per thread; with 2 threads, each thread's own time. {} cores, {:.0} s.\n",
             self.extra.pages, self.cores, self.seconds
         )?;
         for line in 0..2 {
@@ -119,18 +119,18 @@ impl fmt::Display for Report {
         writeln!(f)?;
         for absent in &self.extra.absent {
             writeln!(f, "{}: not built here: {};", absent.scheme, absent.why)?;
-            writeln!(f, "its figures were {}.", absent.source)?;
+            writeln!(f, "its figures: {}.", absent.source)?;
         }
         writeln!(
             f,
-            "What has one writer is behind a mutex where there are two.\n\
+            "With two threads, tables that allow only one writer are behind a mutex.\n\
              {}: a range is mapped as pages of 2 MiB, which are then split.",
             Tdp::NAME
         )?;
         for figure in self.flushes() {
             writeln!(
                 f,
-                "{}, {}: a TLB flush asked for once in {:.0} pages.",
+                "{}, {}: one TLB flush requested per {:.0} pages.",
                 figure.scheme,
                 figure.operation.name(),
                 1.0 / figure.flushes
@@ -141,7 +141,7 @@ impl fmt::Display for Report {
         if left_out > 0 {
             writeln!(
                 f,
-                "{left_out} of {} chunks are left out: a thread lost its core meanwhile.",
+                "{left_out} of {} chunks do not count, because a thread lost its core.",
                 fit + left_out
             )?;
         }

@@ -1,4 +1,4 @@
-//! A whole run: every step, every scheme, round by round.
+//! A run: every step and every scheme, round by round.
 
 use super::Report;
 use super::allocator;
@@ -13,28 +13,27 @@ use super::scheme::{Multiarch, OffsetTable};
 use crate::run::{Rounds, RunError, Subjects, measure};
 use std::time::Instant;
 
-/// What to measure and how often.
+/// The settings of a run.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Pages of 4 KiB that each thread has: a multiple of both chunks, at most
-    /// [`Self::MOST_PAGES`].
+    /// Pages of 4 KiB per thread: a multiple of both chunks, at most [`Self::MOST_PAGES`].
     pub pages: u64,
-    /// Pages that are timed together with one thread: a multiple of 512.
+    /// Pages per chunk with one thread: a multiple of 512. A chunk is timed as a whole.
     pub chunk: u64,
-    /// The same with two threads. They begin each chunk together, and on a busy machine short ones
-    /// come to be done by both at once.
+    /// Pages per chunk with two threads: a multiple of 512. The threads start each chunk together.
+    /// Short chunks give them a chance to run at once on a busy machine.
     pub pair_chunk: u64,
-    /// How often everything is measured; figures are medians over the rounds. At least one. One
-    /// more round is not counted.
+    /// The number of rounds, at least 1. Figures are medians over the rounds. One more round comes
+    /// first and does not count.
     pub rounds: u32,
 }
 
 impl Config {
-    /// The most pages a thread can have: 8 GiB, for which tables of 4 KiB need 16 MiB.
+    /// The largest number of pages per thread: 8 GiB, which need 16 MiB of 4 KiB tables.
     pub const MOST_PAGES: u64 = 1 << 21;
 
-    /// A second or two, to see that everything works; its figures are noisier, and of 128 MiB a
-    /// thread.
+    /// 128 MiB per thread, 5 rounds, a second or two: a check that everything works. Its figures
+    /// are noisier.
     #[must_use]
     pub fn quick() -> Self {
         Self {
@@ -47,7 +46,7 @@ impl Config {
 }
 
 impl Default for Config {
-    /// A GiB a thread, nine times.
+    /// 1 GiB per thread, 9 rounds.
     fn default() -> Self {
         Self {
             pages: 1 << 18,
@@ -58,13 +57,13 @@ impl Default for Config {
     }
 }
 
-/// Measures all schemes and says how it goes on through `progress`.
+/// Measures all schemes, and reports to `progress`.
 ///
-/// Inside a round, the schemes take turns step by step, so that a disturbance of the machine meets
+/// In each round, the schemes take turns step by step, so that a disturbance of the machine affects
 /// all of them.
 ///
 /// # Errors
-/// Where `config` asks for what cannot be measured, or a scheme gave a wrong answer.
+/// If `config` cannot be measured, or a scheme gives a wrong answer.
 pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, RunError> {
     let &Config {
         pages,
@@ -89,7 +88,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     }
     let start = Instant::now();
     let input = Input::new(pages, chunk, pair_chunk);
-    // Twice what two threads' tables need: some wait for a grace period.
+    // Twice the tables of two threads, because some tables wait for a grace period.
     allocator::keep_heap();
     allocator::fill((4 * pages / TABLE_PAGES) as usize + 64);
     let rounds = Rounds {
@@ -100,7 +99,7 @@ pub fn run(config: &Config, progress: &mut dyn FnMut(&str)) -> Result<Report, Ru
     Ok(Report::new(figures, pages, start.elapsed()))
 }
 
-/// All schemes, in the order of a table's rows.
+/// All schemes, in the order of the table's rows.
 fn subjects() -> Subjects<Input> {
     vec![
         OneThread::<PlainStores>::boxed(),

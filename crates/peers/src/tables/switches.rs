@@ -1,19 +1,19 @@
 #![expect(
     unsafe_code,
-    reason = "the standard library does not say how often a thread was switched out"
+    reason = "the standard library does not count a thread's context switches"
 )]
-//! How often the calling thread lost its core to others, which says what the machine did and not
-//! the scheme.
+//! The number of times that the calling thread lost its core to others. It shows the state of the
+//! machine, not of the scheme.
 
 use std::mem::MaybeUninit;
 
-/// Involuntary context switches of the calling thread so far (`ru_nivcsw` of getrusage(2)): a
-/// thread that waits for a mutex is switched too, but of its own will.
+/// Involuntary context switches of the calling thread so far (`ru_nivcsw` of getrusage(2)). A
+/// thread that waits for a mutex switches voluntarily.
 pub(super) fn involuntary() -> i64 {
     let mut usage = MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: the pointer is valid for one `rusage`.
     unsafe { libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()) };
-    // SAFETY: zeros are a `rusage`, whether or not the call has filled it.
+    // SAFETY: zeros are a valid `rusage`, even if the call did not fill it.
     unsafe { usage.assume_init() }.ru_nivcsw
 }
 
@@ -25,7 +25,7 @@ mod tests {
 
     #[test]
     fn sleeping_is_not_losing_the_core_and_being_crowded_out_is() {
-        // On a busy machine this thread may lose its core as well, but not beside every one of its
+        // On a busy machine this thread may lose its core as well, but not during every one of its
         // sleeps.
         let lost = (0..1000).map(|_| {
             let before = involuntary();
@@ -33,7 +33,7 @@ mod tests {
             involuntary() - before
         });
         assert_eq!(lost.into_iter().find(|&lost| lost == 0), Some(0));
-        // More threads than cores, until one of them has lost its core.
+        // More threads than cores run until one of them has lost its core.
         let cores = thread::available_parallelism().map_or(1, usize::from);
         let begun = Instant::now();
         let lost = thread::scope(|scope| {

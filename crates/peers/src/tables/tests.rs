@@ -1,4 +1,4 @@
-//! Every scheme against a plain map, and by two threads.
+//! Every scheme compared with a plain map, and used by two threads.
 
 use super::Operation;
 use super::measure::frame;
@@ -16,18 +16,19 @@ use pageferry_addr::{Gfn, GfnRange};
 use pageferry_bench::kit::Random;
 use std::collections::BTreeMap;
 
-/// Frames that models are about: three tables, across the end of one of level 3.
+/// The first frame of the tests: three tables, across the end of a table of level 3.
 const FIRST: u64 = (1 << 27) - TABLE_PAGES;
 const PAGES: u64 = 3 * TABLE_PAGES;
 
-/// What is mapped: whether it may be stored to.
+/// The mapped frames, and whether stores to them are allowed.
 type Model = BTreeMap<u64, bool>;
 
 fn range(start: u64, pages: u64) -> GfnRange {
     GfnRange::new(Gfn(start), pages).expect("a range")
 }
 
-/// The longest range from `start` on that is mapped as `mapped` says, of `most` pages at most.
+/// The length of the longest range from `start` whose pages are all mapped, or all unmapped. At
+/// most `most` pages.
 fn run_of(model: &Model, start: u64, most: u64, mapped: bool) -> u64 {
     let end = (start + most).min(FIRST + PAGES);
     (start..end)
@@ -47,11 +48,11 @@ fn agree<W: Worker>(worker: &mut W, model: &Model, gfn: u64, after: &str) {
     );
 }
 
-/// Random operations, after each of which random pages, and the edges of what changed, must be as
-/// in the model.
+/// Does random operations. After each, random pages and the edges of the change must be as in the
+/// model.
 fn follows_the_model<S: Scheme>() {
     let mut random = Random::new(7);
-    let (mut worker, mut model) = (S::alone(), Model::new());
+    let (mut worker, mut model) = (S::single(), Model::new());
     let mut done = [0; 5];
     for _ in 0..600 {
         let start = FIRST + random.below(PAGES);
@@ -122,7 +123,8 @@ fn follows_the_model<S: Scheme>() {
     );
 }
 
-/// Two threads map, the same pages or each its own; then all are mapped, and all can be unmapped.
+/// Two threads map the same pages, or disjoint ones. Then all pages are mapped, and all can be
+/// unmapped.
 fn maps_with_two_threads<S: Parallel>() {
     for firsts in [[FIRST, FIRST], [FIRST, FIRST + PAGES]] {
         let tables = S::tables();
@@ -150,7 +152,7 @@ fn maps_with_two_threads<S: Parallel>() {
     }
 }
 
-/// TwoThreads tests of a scheme of several threads.
+/// All tests of a scheme that several threads change.
 fn both<S: Parallel>() {
     follows_the_model::<S>();
     maps_with_two_threads::<S>();
@@ -182,7 +184,7 @@ fn the_peers_translate_what_was_mapped() {
 
 #[test]
 fn ours_flushes_what_it_takes_away_and_nothing_else() {
-    let mut worker = Tdp::alone();
+    let mut worker = Tdp::single();
     for gfn in 0..TABLE_PAGES {
         worker.map(Gfn(gfn), frame(Gfn(gfn)));
     }
@@ -209,7 +211,7 @@ fn a_run_has_every_figure_of_every_scheme() {
     assert!(report.schemes().len() >= 6, "{:?}", report.schemes());
     for scheme in report.schemes() {
         for operation in Operation::ALL {
-            // Where this machine is too busy to run two threads at once, they have no figures.
+            // If this machine is too busy to run two threads at once, they have no figures.
             if operation.threads() == 1 {
                 assert!(
                     report.value(operation, scheme).is_some(),

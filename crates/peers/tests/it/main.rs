@@ -1,4 +1,4 @@
-//! `pageferry-compare` as a program or a person uses it.
+//! `pageferry-compare`, used by programs and by people.
 
 #[expect(dead_code, reason = "the tests of `pageferry` use all of it")]
 #[path = "../../../cli/tests/it/json_document.rs"]
@@ -20,6 +20,12 @@ fn json(words: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
 
+/// A quick run of `tables` with further words.
+fn quick_tables<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    let words = ["tables", "--quick", "--repeat", "1", "--json"];
+    words.iter().chain(more).copied().collect()
+}
+
 fn fails(words: &[&str], code: i32, part: &str) {
     let output = compare(words);
     let said = String::from_utf8_lossy(&output.stderr);
@@ -27,7 +33,7 @@ fn fails(words: &[&str], code: i32, part: &str) {
     assert!(said.contains(part), "{said}");
 }
 
-/// A file of this process that is removed at the end of its test.
+/// The path of a file that is removed at the end of its test.
 struct File(PathBuf);
 
 impl File {
@@ -64,16 +70,7 @@ fn slots_are_measured_beside_other_crates() {
 #[test]
 fn tables_are_measured_and_drawn() {
     let page = File::new("tables.html");
-    let words = [
-        "tables",
-        "--quick",
-        "--repeat",
-        "1",
-        "--json",
-        "--report",
-        page.path(),
-    ];
-    let json = json(&words);
+    let json = json(&quick_tables(&["--report", page.path()]));
     let figures = json["figures"].as_array().expect("figures");
     for operation in ["map_page", "map_range", "find", "find_random", "unmap_page"] {
         let ours = figures
@@ -94,7 +91,7 @@ fn the_document_names_every_key() {
         "slots", "--quick", "--slots", "4", "--repeat", "1", "--json",
     ]);
     section.assert_describes(&slots, &["pages", "absent"], &[]);
-    let tables = json(&["tables", "--quick", "--repeat", "1", "--json"]);
+    let tables = json(&quick_tables(&[]));
     let of_slots = ["figures[].slots", "verdicts[].slots", "line_transfer"];
     section.assert_describes(&tables, &of_slots, &[]);
 }
@@ -112,16 +109,7 @@ fn what_cannot_be_measured_is_a_usage_error() {
 
 #[test]
 fn a_page_that_cannot_be_written_does_not_cost_the_figures() {
-    let words = [
-        "tables",
-        "--quick",
-        "--repeat",
-        "1",
-        "--json",
-        "--report",
-        "/no/such/place/page.html",
-    ];
-    let output = compare(&words);
+    let output = compare(&quick_tables(&["--report", "/no/such/place/page.html"]));
     assert_eq!(output.status.code(), Some(2));
     let json: Value = serde_json::from_slice(&output.stdout).expect("the figures");
     assert!(!json["figures"].as_array().expect("figures").is_empty());
@@ -159,8 +147,12 @@ fn a_recorded_result_becomes_a_page() {
     );
     std::fs::remove_file(&file).expect("the result is removed");
     fails(&["report", dir.path()], 2, "it has no results");
-    fails(&["record", &file, "--", "false"], 12, "nothing is recorded");
-    fails(&["record", &file, "--", "echo", "x"], 2, "printed no JSON");
+    fails(&["record", &file, "--", "false"], 12, "is not recorded");
+    fails(
+        &["record", &file, "--", "echo", "x"],
+        2,
+        "did not print JSON",
+    );
     std::fs::remove_dir(dir.path()).expect("nothing was left behind");
 }
 

@@ -1,21 +1,20 @@
 #![expect(
     unsafe_code,
-    reason = "the floor is one plain load of a raw pointer, as nothing safe is so cheap"
+    reason = "the floor is one plain load of a raw pointer, and nothing safe is as cheap"
 )]
-//! The floor under a look-up by guest frame: sorted keys behind one acquire load, protected by
-//! nothing.
+//! The floor of a look-up by guest frame: sorted keys behind one acquire load, without protection.
 //!
-//! It cannot be changed, so it needs neither guard nor lock: the array is leaked and lives as long
-//! as the process. A binary search over the starts alone, then one read beside it: of end and host
-//! address alone ([`Floor`]), or of a record with all that a slot is, which a look-up of slots
-//! hands out ([`RecordFloor`]).
+//! The array never changes, so it needs neither guard nor lock. It is leaked, and lives as long as
+//! the process. A look-up is a binary search over the starts alone, then one read. [`Floor`] reads
+//! only the end and the host address. [`RecordFloor`] reads a whole record, as look-ups that return
+//! a slot do.
 
 use super::{ByGfn, Reader, Scheme};
 use crate::slots::input::PlainSlot;
 use crate::sync::{AtomicPtr, Ordering};
 use pageferry_addr::{Gfn, Hva, PAGE_SIZE};
 
-/// What the floor keeps of a slot beside its start.
+/// The data of a slot that the floor stores in addition to its start.
 pub trait Payload: From<PlainSlot> + Send + Sync + 'static {
     /// The scheme's name.
     const NAME: &'static str;
@@ -26,15 +25,15 @@ pub trait Payload: From<PlainSlot> + Send + Sync + 'static {
 
 /// End frame and host address.
 #[derive(Debug)]
-pub struct Ends(u64, u64);
+pub struct EndAndHva(u64, u64);
 
-impl From<PlainSlot> for Ends {
+impl From<PlainSlot> for EndAndHva {
     fn from(slot: PlainSlot) -> Self {
         Self(slot.end().0, slot.hva.0)
     }
 }
 
-impl Payload for Ends {
+impl Payload for EndAndHva {
     const NAME: &'static str = "floor (sorted keys)";
 
     #[inline]
@@ -43,7 +42,7 @@ impl Payload for Ends {
     }
 }
 
-/// All that a slot is, as large as the memslots' own record: a cache line.
+/// A whole slot. It has the size of the memslots' own record: a cache line.
 #[derive(Debug)]
 #[repr(align(64))]
 pub struct Record(PlainSlot);
@@ -74,14 +73,15 @@ struct Sorted<P> {
 #[derive(Debug)]
 pub struct SortedKeys<P: 'static>(&'static AtomicPtr<Sorted<P>>);
 
-/// The floor itself: it hands out no more than an address.
-pub type Floor = SortedKeys<Ends>;
+/// The floor of a look-up that returns an address.
+pub type Floor = SortedKeys<EndAndHva>;
 
-/// The floor under a look-up that hands out a slot.
+/// The floor of a look-up that returns a slot.
 pub type RecordFloor = SortedKeys<Record>;
 
 impl<P: Payload> SortedKeys<P> {
-    /// The array of `slots`, which ascend by guest frame. Its memory is never freed.
+    /// Creates the array of `slots`, which are in ascending order of guest frames. Its memory is
+    /// never freed.
     #[must_use]
     pub fn new(slots: &[PlainSlot]) -> Self {
         let sorted = Box::leak(Box::new(Sorted {
@@ -115,8 +115,8 @@ impl<P: Payload> Reader for FloorReader<P> {
     #[inline]
     fn hold(&mut self) -> FloorHeld<P> {
         let sorted = self.0.load(Ordering::Acquire);
-        // SAFETY: the pointer was made by `Box::leak` in `SortedKeys::new` and nothing stores
-        // another.
+        // SAFETY: `SortedKeys::new` made the pointer by `Box::leak`, and nothing stores another
+        // one.
         FloorHeld(unsafe { &*sorted })
     }
 }

@@ -1,23 +1,22 @@
-//! What every scheme can be asked: the one shape behind which they are measured.
+//! The traits that every scheme implements.
 //!
-//! All calls are dispatched statically, so that a scheme's look-up is compiled into the loop that
-//! times it, as it would be into a VMM's.
+//! All calls are dispatched statically. So a scheme's look-up is compiled into the loop that times
+//! it, as it would be in a VMM.
 
-mod array;
+mod collection;
 mod floor;
 mod locked;
 mod ours;
-mod persistent;
 mod rust_vmm;
+mod swapped;
 #[cfg(test)]
 mod tests;
 
-pub use array::ArcSwapArray;
 pub use floor::{Floor, Payload, RecordFloor, SortedKeys};
 pub use locked::LockedTree;
 pub use ours::Memslots;
-pub use persistent::ArcSwapImbl;
 pub use rust_vmm::VmMemory;
+pub use swapped::{ArcSwapArray, ArcSwapImbl};
 
 use crate::slots::input::PlainSlot;
 use pageferry_addr::{Gfn, Hva};
@@ -27,16 +26,16 @@ use std::ops::ControlFlow;
 pub trait Scheme: Send {
     /// Its name in tables.
     const NAME: &'static str;
-    /// What a thread reads through.
+    /// A reader.
     type Reader: Reader;
 
-    /// A reader for one more thread.
+    /// A reader for another thread.
     fn reader(&self) -> Self::Reader;
 }
 
 /// A map of slots that one thread changes while others read it.
 ///
-/// Each change is seen by readers as a whole, when the call has returned at the latest.
+/// Readers see each change as a whole, at the latest when the call has returned.
 pub trait Change: Scheme {
     /// A map without slots.
     fn empty() -> Self;
@@ -44,25 +43,26 @@ pub trait Change: Scheme {
     /// Adds `slot`.
     ///
     /// # Panics
-    /// Where it overlaps another by guest frames, if the scheme notices.
+    /// If it overlaps another slot by guest frames, and the scheme checks that.
     fn add(&mut self, slot: PlainSlot);
 
-    /// Deletes `slot`, which was added or moved to just this.
+    /// Deletes `slot`, which has exactly these numbers.
     ///
     /// # Panics
-    /// Where it is not there, if the scheme notices.
+    /// If there is no such slot, and the scheme checks that.
     fn delete(&mut self, slot: PlainSlot);
 
-    /// Moves `slot` to the frames from `to` on, in one step for readers, and says what it is now.
+    /// Moves `slot` to the frames from `to` on, in one step for readers. Returns the slot with its
+    /// new numbers.
     ///
     /// # Panics
-    /// Where it is not there or overlaps another then, if the scheme notices.
+    /// If there is no such slot, or it then overlaps another, and the scheme checks that.
     fn relocate(&mut self, slot: PlainSlot, to: Gfn) -> PlainSlot;
 }
 
-/// A thread's way to a map.
+/// A thread's reader of a map.
 pub trait Reader: Send {
-    /// What protects look-ups while it lives: a guard, a lock.
+    /// The protection of look-ups, such as a guard or a held lock.
     type Held<'a>: ByGfn
     where
         Self: 'a;
@@ -79,13 +79,13 @@ pub trait ByGfn {
 
 /// The other look-ups.
 pub trait Lookup: ByGfn {
-    /// Whether [`Self::by_id`] is there.
+    /// Whether the scheme supports [`Self::by_id`].
     const HAS_IDS: bool = false;
 
-    /// Hands the frame behind `hva` of every slot that has it to `visit`, until that breaks off.
+    /// Calls `visit` with the frame behind `hva` of every slot that has `hva`, until it breaks.
     fn by_hva(&self, hva: Hva, visit: impl FnMut(Gfn) -> ControlFlow<()>);
 
-    /// The first frame of the slot `id`; `None` for all where the scheme has no such look-up.
+    /// The first frame of slot `id`. `None` for every `id` if the scheme does not support this.
     fn by_id(&self, id: u16) -> Option<Gfn> {
         let _ = id;
         None

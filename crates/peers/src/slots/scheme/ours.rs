@@ -1,8 +1,8 @@
-//! Our own memslots, as a hypervisor uses them: a reader a thread, pinned for a look-up or for
-//! many.
+//! Our own memory slots, as a hypervisor uses them: each thread has a reader, which it pins for one
+//! look-up or for many.
 //!
-//! Unlike the peers this checks every request against the rules of `KVM_SET_USER_MEMORY_REGION2`,
-//! keeps an index by identifier and one by host address, and has a last-used slot in each reader.
+//! Unlike the peers, this checks every request against the rules of `KVM_SET_USER_MEMORY_REGION2`.
+//! It keeps an index by identifier and one by host address. Each reader has a last-used slot.
 
 use super::{ByGfn, Change, Lookup, Reader, Scheme};
 use crate::slots::input::PlainSlot;
@@ -10,7 +10,7 @@ use pageferry_addr::{Gfn, Hva, PAGE_SIZE};
 use pageferry_memslot::{Barrier, Limits, Request, SlotFlags, SlotGuard, SlotReader, SlotWriter};
 use std::ops::ControlFlow;
 
-/// `SlotWriter` and its readers, without data of the user's in the slots.
+/// `SlotWriter` and its readers, without user data in the slots.
 #[derive(Debug)]
 pub struct Memslots(SlotWriter<()>);
 

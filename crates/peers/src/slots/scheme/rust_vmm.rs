@@ -1,15 +1,15 @@
 #![expect(
     unsafe_code,
-    reason = "vm-memory takes mappings that exist already as raw pointers only"
+    reason = "vm-memory accepts existing mappings as raw pointers only"
 )]
 //! vm-memory 0.18: `GuestMemoryAtomic<GuestMemoryMmap>`, as rust-vmm's VMMs use it.
 //!
-//! A look-up takes the guard of `memory()` and asks `find_region`, then the region for its host
-//! address. A change makes a new collection by `insert_region` or `remove_region` (both for a move)
-//! and publishes it by `lock()` and `replace`. By host address there is no index: `iter` is walked.
-//! The regions are true `GuestRegionMmap`s, over address space that is reserved once and never
-//! touched (`MmapRegion` in its form for mappings that exist), so no figure has a system call or a
-//! page fault in it.
+//! A look-up takes the guard of `memory()`, calls `find_region`, and gets the host address from the
+//! region. A change creates a new collection by `insert_region` or `remove_region` (both for a
+//! move), and publishes it by `lock()` and `replace`. There is no index by host address, so `iter`
+//! is walked. The regions are real `GuestRegionMmap`s. They lie over address space that is reserved
+//! once and never touched (`MmapRegion` for existing mappings). So no figure includes a system call
+//! or a page fault.
 
 use super::{ByGfn, Change, Lookup, Reader, Scheme};
 use crate::slots::host;
@@ -43,7 +43,7 @@ impl VmMemory {
 fn region(slot: PlainSlot) -> Arc<GuestRegionMmap> {
     let bytes = slot.pages * PAGE_SIZE;
     let pointer = host::pointer(slot.hva, bytes).expect("a slot inside the reservation");
-    // SAFETY: the reservation is mapped from there for so many bytes and is never unmapped.
+    // SAFETY: the reservation maps these bytes, and is never unmapped.
     let mapping = unsafe {
         MmapRegion::build_raw(pointer, bytes as usize, libc::PROT_NONE, libc::MAP_PRIVATE)
     }

@@ -41,7 +41,7 @@ fn first<L: Lookup>(held: &L, hva: Hva) -> Option<Gfn> {
     found
 }
 
-/// Compares at the edges of `slot` and just outside of them.
+/// Compares the answers at the edges of `slot` and just outside them.
 fn compare<R>(reader: &mut R, plain: &Plain, slot: &PlainSlot)
 where
     R: Reader,
@@ -71,7 +71,7 @@ where
     }
 }
 
-/// Builds a set, then deletes, adds and moves at random, comparing all along.
+/// Builds a set, then deletes, adds and moves slots at random, and compares after each change.
 fn agrees<S>()
 where
     S: Change,

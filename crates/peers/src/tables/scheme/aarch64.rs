@@ -1,15 +1,18 @@
 #![expect(
     unsafe_code,
-    reason = "aarch64-paging gives tables back through an unsafe method of its trait"
+    reason = "aarch64-paging frees tables through an unsafe method of its trait"
 )]
-//! aarch64-paging 0.12: input 2 tables of arm64, four levels, never made active.
+//! aarch64-paging 0.12: stage 2 tables of arm64 with four levels, never made active.
 //!
-//! What it does not do: it takes `&mut`, so one thread at a time changes tables, and with two
-//! threads a mutex stands before it. It has ranges only: a page is a range of one. Tables that are
-//! not active need no care of break-before-make and no TLB maintenance, and none is done here; on
-//! another architecture its instructions are not there anyway. It keeps no counts. Unmapping whole
-//! tables cuts them off at once, without a look at what they hold, which is why that is so much
-//! cheaper than anything that has to know which pages went.
+//! Differences from ours:
+//!
+//! - Its methods take `&mut`. So one thread at a time changes tables, and two threads need a mutex.
+//! - It has ranges only. A page is a range of one.
+//! - Inactive tables need no break-before-make and no TLB maintenance, and it does none here. Other
+//!   architectures lack the instructions anyway.
+//! - It keeps no counts.
+//! - Unmapping whole tables unlinks them without a look at their entries. That is why it is so much
+//!   cheaper than in schemes that must know which pages they unmapped.
 
 use super::{Found, Scheme, Worker};
 use crate::tables::allocator;
@@ -23,7 +26,7 @@ use std::ptr::NonNull;
 #[derive(Debug)]
 pub struct Aarch64Paging;
 
-/// Where it takes tables from.
+/// The source of its tables.
 #[derive(Debug)]
 struct Tables;
 
@@ -35,7 +38,7 @@ impl Translation<Stage2Attributes> for Tables {
     }
 
     unsafe fn deallocate_table(&mut self, table: NonNull<PageTable<Stage2Attributes>>) {
-        // SAFETY: it came from `allocate_table`, as the trait demands of the caller.
+        // SAFETY: it came from `allocate_table`, as the trait requires of the caller.
         unsafe { allocator::give(table.cast()) };
     }
 
@@ -53,14 +56,14 @@ pub struct Aarch64Worker(Mapping<Tables, Stage2>);
 
 impl Scheme for Aarch64Paging {
     const NAME: &'static str = "aarch64-paging 0.12";
-    type Alone = Aarch64Worker;
+    type Single = Aarch64Worker;
 
-    fn alone() -> Aarch64Worker {
+    fn single() -> Aarch64Worker {
         Aarch64Worker(Mapping::new(Tables, 0, Stage2))
     }
 }
 
-/// Write-back memory that may be read and stored to, marked as used.
+/// Write-back memory, readable and writable, with the access flag.
 const READ_WRITE: Stage2Attributes = Stage2Attributes::VALID
     .union(Stage2Attributes::MEMATTR_NORMAL_INNER_WB)
     .union(Stage2Attributes::MEMATTR_NORMAL_OUTER_WB)

@@ -1,6 +1,6 @@
-//! The floors: nothing but the stores, and nothing but those and a way to protect them.
+//! The floors: bare stores of entries, and bare stores inside some protection.
 //!
-//! They keep no counts, know no TLB, never free a table, and know one page size.
+//! They keep no counts, know no TLBs, never free a table, and have one page size.
 
 use super::radix::{Radix, index};
 use super::{Found, Parallel, Scheme, TABLE_PAGES, Worker};
@@ -11,47 +11,47 @@ use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
 use std::marker::PhantomData;
 use std::sync::PoisonError;
 
-/// How an entry changes.
-pub trait Change {
-    /// From `old`, which was just loaded, to `new`.
-    fn change(entry: &AtomicU64, old: u64, new: u64);
+/// A way to change an entry.
+pub trait EntryWrite {
+    /// Changes `entry` from `old`, which was just loaded, to `new`.
+    fn write(entry: &AtomicU64, old: u64, new: u64);
 }
 
-/// By a plain store: for one thread alone.
+/// A plain store, for one thread.
 #[derive(Debug)]
 pub struct Store;
 
-impl Change for Store {
+impl EntryWrite for Store {
     #[inline]
-    fn change(entry: &AtomicU64, _: u64, new: u64) {
-        // On the machines this is for, a relaxed store is a plain one.
+    fn write(entry: &AtomicU64, _: u64, new: u64) {
+        // On x86-64 and arm64, a relaxed store is a plain store.
         entry.store(new, Ordering::Relaxed);
     }
 }
 
-/// By compare-exchange, where losing is fine: whoever wins has made the same change.
+/// A compare-exchange. If it loses, another thread has made the same change.
 #[derive(Debug)]
 pub struct Exchange;
 
-impl Change for Exchange {
+impl EntryWrite for Exchange {
     #[inline]
-    fn change(entry: &AtomicU64, old: u64, new: u64) {
+    fn write(entry: &AtomicU64, old: u64, new: u64) {
         let _ = entry.compare_exchange(old, new, Ordering::Release, Ordering::Relaxed);
     }
 }
 
-/// What is held while entries are looked at or changed: once for a call.
+/// The protection of entries, which each call takes once.
 pub trait Protection {
-    /// Held by this.
+    /// The protection while it is held.
     type Guard<'a>
     where
         Self: 'a;
 
-    /// Takes it.
+    /// Takes the protection.
     fn enter(&self) -> Self::Guard<'_>;
 }
 
-/// Nothing is held.
+/// No protection.
 #[derive(Debug)]
 pub struct Nothing;
 
@@ -80,24 +80,24 @@ impl Protection for Arc<RwLock<()>> {
     }
 }
 
-/// A thread's way to a [`Radix`].
+/// A thread's handle to a [`Radix`].
 #[derive(Debug)]
-pub struct Walker<C, P> {
+pub struct Walker<W, P> {
     tables: Arc<Radix>,
     protection: P,
-    change: PhantomData<C>,
+    write: PhantomData<W>,
 }
 
-impl<C: Change, P: Protection> Walker<C, P> {
+impl<W: EntryWrite, P: Protection> Walker<W, P> {
     fn new(tables: &Arc<Radix>, protection: P) -> Self {
         Self {
             tables: Arc::clone(tables),
             protection,
-            change: PhantomData,
+            write: PhantomData,
         }
     }
 
-    /// Changes each entry of `range` that is not 0, table by table, to what `new` makes of it.
+    /// Changes each entry of `range` that is not 0 to `new` of its value, table by table.
     #[inline]
     fn sweep(&self, range: GfnRange, new: impl Fn(u64) -> u64) {
         let _held = self.protection.enter();
@@ -106,7 +106,7 @@ impl<C: Change, P: Protection> Walker<C, P> {
                 for entry in part(leaves, at, count) {
                     let old = entry.load(Ordering::Relaxed);
                     if old != 0 {
-                        C::change(entry, old, new(old));
+                        W::write(entry, old, new(old));
                     }
                 }
             }
@@ -114,7 +114,8 @@ impl<C: Change, P: Protection> Walker<C, P> {
     }
 }
 
-/// The parts of `range` that lie in one table of level 1 each: first frame and number.
+/// Splits `range` at the ends of level 1 tables. Yields the first frame and the number of pages of
+/// each part.
 pub(super) fn by_table(range: GfnRange) -> impl Iterator<Item = (Gfn, u64)> {
     let (mut at, end) = (range.start().0, range.end().0);
     std::iter::from_fn(move || {
@@ -134,14 +135,14 @@ const fn leaf(pfn: Pfn) -> u64 {
     pfn.0 << PAGE_SHIFT | PRESENT | WRITE
 }
 
-impl<C: Change, P: Protection> Worker for Walker<C, P> {
+impl<W: EntryWrite, P: Protection> Worker for Walker<W, P> {
     #[inline]
     fn map(&mut self, gfn: Gfn, pfn: Pfn) {
         let _held = self.protection.enter();
         let entry = &self.tables.leaves_or_new(gfn)[index(gfn, 1)];
         let old = entry.load(Ordering::Relaxed);
         if old == 0 {
-            C::change(entry, old, leaf(pfn));
+            W::write(entry, old, leaf(pfn));
         }
     }
 
@@ -150,7 +151,7 @@ impl<C: Change, P: Protection> Worker for Walker<C, P> {
         let mut value = leaf(pfn);
         for (at, count) in by_table(range) {
             for entry in part(self.tables.leaves_or_new(at), at, count) {
-                C::change(entry, 0, value);
+                W::write(entry, 0, value);
                 value += 1 << PAGE_SHIFT;
             }
         }
@@ -179,40 +180,40 @@ impl<C: Change, P: Protection> Worker for Walker<C, P> {
         let _held = self.protection.enter();
         if let Some(leaves) = self.tables.leaves(gfn) {
             let entry = &leaves[index(gfn, 1)];
-            C::change(entry, entry.load(Ordering::Relaxed), 0);
+            W::write(entry, entry.load(Ordering::Relaxed), 0);
         }
     }
 }
 
-/// The floor of one thread: entries are stored plainly.
+/// The floor of one thread: plain stores.
 #[derive(Debug)]
 pub struct PlainStores;
 
 impl Scheme for PlainStores {
     const NAME: &'static str = "floor: plain stores";
-    type Alone = Walker<Store, Nothing>;
+    type Single = Walker<Store, Nothing>;
 
-    fn alone() -> Self::Alone {
+    fn single() -> Self::Single {
         Walker::new(&Arc::new(Radix::new()), Nothing)
     }
 }
 
-/// The floor of several threads: entries are exchanged, and tables are never freed.
+/// The floor of several threads: compare-exchanges. Tables are never freed.
 #[derive(Debug)]
 pub struct CompareExchange;
 
 impl Scheme for CompareExchange {
     const NAME: &'static str = "floor: compare-exchange";
-    type Alone = Walker<Exchange, Nothing>;
+    type Single = Walker<Exchange, Nothing>;
 
-    fn alone() -> Self::Alone {
+    fn single() -> Self::Single {
         Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for CompareExchange {
     type Tables = Arc<Radix>;
-    type Worker = Self::Alone;
+    type Worker = Self::Single;
 
     fn tables() -> Arc<Radix> {
         Arc::new(Radix::new())
@@ -223,22 +224,23 @@ impl Parallel for CompareExchange {
     }
 }
 
-/// The same inside a guard of crossbeam-epoch 0.9, one a call: tables could be freed, but are not.
+/// [`CompareExchange`] inside a guard of crossbeam-epoch 0.9, one per call. Tables could be freed,
+/// but are not.
 #[derive(Debug)]
 pub struct EpochPinned;
 
 impl Scheme for EpochPinned {
     const NAME: &'static str = "+ crossbeam-epoch pin";
-    type Alone = Walker<Exchange, LocalHandle>;
+    type Single = Walker<Exchange, LocalHandle>;
 
-    fn alone() -> Self::Alone {
+    fn single() -> Self::Single {
         Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for EpochPinned {
     type Tables = (Arc<Radix>, Collector);
-    type Worker = Self::Alone;
+    type Worker = Self::Single;
 
     fn tables() -> Self::Tables {
         (Arc::new(Radix::new()), Collector::new())
@@ -249,23 +251,23 @@ impl Parallel for EpochPinned {
     }
 }
 
-/// The same under the reading side of the standard library's `RwLock`, one a call, which nobody
-/// ever writes: as an MMU lock of two sides does it that is one shared word.
+/// [`CompareExchange`] inside a read lock of the standard library's `RwLock`, one per call. There
+/// is no writer. It stands for an MMU lock with a shared side that is one shared word.
 #[derive(Debug)]
 pub struct ReadLocked;
 
 impl Scheme for ReadLocked {
     const NAME: &'static str = "+ std RwLock read";
-    type Alone = Walker<Exchange, Arc<RwLock<()>>>;
+    type Single = Walker<Exchange, Arc<RwLock<()>>>;
 
-    fn alone() -> Self::Alone {
+    fn single() -> Self::Single {
         Self::worker(&Self::tables())
     }
 }
 
 impl Parallel for ReadLocked {
     type Tables = (Arc<Radix>, Arc<RwLock<()>>);
-    type Worker = Self::Alone;
+    type Worker = Self::Single;
 
     fn tables() -> Self::Tables {
         (Arc::new(Radix::new()), Arc::default())

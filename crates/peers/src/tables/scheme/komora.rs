@@ -1,14 +1,17 @@
-//! `pagetable` 0.4 (komora): a tree of 64-bit keys that is only ever added to.
+//! `pagetable` 0.4 (komora): a tree of 64-bit keys that never removes entries.
 //!
-//! What it does not do: it is no page table of a processor, but a map from a number to an atomic
-//! word, with 65 536 entries a table: for these keys two loads instead of four. It frees no table
-//! before all are dropped, has no lock, no guard, no counts, no page sizes and no ranges (they are
-//! loops here), and takes its 512 KiB tables from the global allocator, which has them backed by
-//! memory already, as the allocator's. With two threads it allocates in fewer than half of the
-//! chunks, so that medians do not show it there. What an entry means, and how it changes, is ours:
-//! present and writable as in the floors, by compare-exchange.
+//! It is not a processor's page table, but a map from a number to an atomic word:
+//!
+//! - A table has 65 536 entries. A look-up of these keys takes two loads instead of four.
+//! - It frees no table before all are dropped.
+//! - It has no lock, guard, counts, page sizes or ranges. Ranges are loops here.
+//! - It takes its 512 KiB tables from the global allocator, whose memory the system has backed
+//!   before, as with our allocator. With two threads, fewer than half of the chunks allocate, so
+//!   the medians do not show it.
+//! - The entries' format and their changes are ours: present and writable bits as in the floors,
+//!   changed by compare-exchange.
 
-use super::floor::{Change, Exchange};
+use super::floor::{EntryWrite, Exchange};
 use super::{Found, Parallel, Scheme, Worker};
 use crate::sync::{AtomicU64, Ordering};
 use crate::tables::allocator::{FRAME, PRESENT, WRITE};
@@ -19,14 +22,14 @@ use pagetable::PageTable;
 #[derive(Debug)]
 pub struct Komora;
 
-/// A thread's way to it.
+/// A thread's handle to it.
 pub struct KomoraWorker(PageTable<AtomicU64>);
 
 impl Scheme for Komora {
     const NAME: &'static str = "pagetable 0.4 (komora)";
-    type Alone = KomoraWorker;
+    type Single = KomoraWorker;
 
-    fn alone() -> KomoraWorker {
+    fn single() -> KomoraWorker {
         KomoraWorker(PageTable::new())
     }
 }
@@ -49,14 +52,14 @@ impl Worker for KomoraWorker {
     fn map(&mut self, gfn: Gfn, pfn: Pfn) {
         let entry = self.0.get(gfn.0);
         if entry.load(Ordering::Relaxed) == 0 {
-            Exchange::change(entry, 0, pfn.0 << PAGE_SHIFT | PRESENT | WRITE);
+            Exchange::write(entry, 0, pfn.0 << PAGE_SHIFT | PRESENT | WRITE);
         }
     }
 
     fn map_range(&mut self, range: GfnRange, pfn: Pfn) {
         for (gfn, frame) in range.iter().zip(pfn.0..) {
             let value = frame << PAGE_SHIFT | PRESENT | WRITE;
-            Exchange::change(self.0.get(gfn.0), 0, value);
+            Exchange::write(self.0.get(gfn.0), 0, value);
         }
     }
 
@@ -73,7 +76,7 @@ impl Worker for KomoraWorker {
         for gfn in range.iter() {
             let entry = self.0.get(gfn.0);
             let old = entry.load(Ordering::Relaxed);
-            Exchange::change(entry, old, old & !WRITE);
+            Exchange::write(entry, old, old & !WRITE);
         }
     }
 
@@ -84,6 +87,6 @@ impl Worker for KomoraWorker {
     #[inline]
     fn unmap(&mut self, gfn: Gfn) {
         let entry = self.0.get(gfn.0);
-        Exchange::change(entry, entry.load(Ordering::Relaxed), 0);
+        Exchange::write(entry, entry.load(Ordering::Relaxed), 0);
     }
 }

@@ -1,7 +1,7 @@
-//! What every scheme can be asked: the one shape behind which they are measured.
+//! The traits that every scheme implements.
 //!
-//! All calls are dispatched statically, so that a scheme's code is compiled into the loop that
-//! times it, as it would be into a hypervisor's.
+//! All calls are dispatched statically. So a scheme's code is compiled into the loop that times it,
+//! as it would be in a hypervisor.
 
 #[cfg(target_pointer_width = "64")]
 mod aarch64;
@@ -29,36 +29,37 @@ use pageferry_addr::{Gfn, GfnRange, Pfn};
 pub struct Found {
     /// The frame that backs the page.
     pub pfn: Pfn,
-    /// Whether it may be stored to.
+    /// Whether stores are allowed.
     pub writable: bool,
 }
 
-/// The pages that range operations start at and count in multiples of: those of one table.
+/// Ranges that are mapped start at multiples of this, and have multiples of this many pages: those
+/// of one table.
 pub const TABLE_PAGES: u64 = 512;
 
-/// One thread's way to page tables. Pages are of 4 KiB in all that is looked up.
+/// One thread's handle to page tables. Look-ups are of 4 KiB pages.
 pub trait Worker {
-    /// Maps `gfn` to `pfn`, to be stored to. It is not mapped, or other workers are mapping it to
-    /// just this.
+    /// Maps `gfn` to `pfn`, writable. The page is not mapped, or other workers are mapping it to
+    /// the same frame.
     fn map(&mut self, gfn: Gfn, pfn: Pfn);
 
-    /// Maps `range` to the frames from `pfn` on, to be stored to. The first of both and the number
-    /// of pages are multiples of [`TABLE_PAGES`], and no page is mapped.
+    /// Maps `range` to the frames from `pfn` on, writable. The start of `range`, `pfn` and the
+    /// number of pages are multiples of [`TABLE_PAGES`]. No page is mapped.
     fn map_range(&mut self, range: GfnRange, pfn: Pfn);
 
-    /// What `gfn` is mapped to.
+    /// The translation of `gfn`.
     fn find(&mut self, gfn: Gfn) -> Option<Found>;
 
-    /// Takes away that the pages of `range` may be stored to. All are mapped.
+    /// Write-protects the pages of `range`. All of them are mapped.
     fn protect_range(&mut self, range: GfnRange);
 
-    /// Unmaps `range`. All of its pages are mapped.
+    /// Unmaps the pages of `range`. All of them are mapped.
     fn unmap_range(&mut self, range: GfnRange);
 
     /// Unmaps `gfn`, which is mapped.
     fn unmap(&mut self, gfn: Gfn);
 
-    /// How many TLB flushes it has asked for so far; 0 for what does not know TLBs.
+    /// The number of TLB flushes requested so far; 0 if the scheme knows no TLBs.
     fn flushes(&self) -> u64 {
         0
     }
@@ -68,23 +69,23 @@ pub trait Worker {
 pub trait Scheme {
     /// Its name in tables.
     const NAME: &'static str;
-    /// The only way to its tables.
-    type Alone: Worker;
+    /// The only handle to its tables.
+    type Single: Worker;
 
-    /// Empty tables, and nobody else who uses them.
-    fn alone() -> Self::Alone;
+    /// Creates empty tables with one handle.
+    fn single() -> Self::Single;
 }
 
 /// Page tables that several threads change at once.
 pub trait Parallel: Scheme {
-    /// What the threads share.
+    /// The shared tables.
     type Tables: Sync;
-    /// A thread's way to it.
+    /// A thread's handle to the tables.
     type Worker: Worker;
 
-    /// Empty tables.
+    /// Creates empty tables.
     fn tables() -> Self::Tables;
 
-    /// A way to them for the calling thread.
+    /// Creates a handle for the calling thread.
     fn worker(tables: &Self::Tables) -> Self::Worker;
 }

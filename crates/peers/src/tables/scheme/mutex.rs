@@ -1,4 +1,5 @@
-//! Tables of one writer, for several: behind a mutex, as their users have to put them.
+//! Tables that allow only one writer, used by several threads. Their users must put them behind a
+//! mutex.
 
 use super::{Found, Parallel, Scheme, Worker};
 use crate::sync::{Arc, Mutex, MutexGuard};
@@ -6,49 +7,49 @@ use pageferry_addr::{Gfn, GfnRange, Pfn};
 use std::marker::PhantomData;
 use std::sync::PoisonError;
 
-/// `S` alone where there is one thread, and behind the standard library's `Mutex`, locked once a
-/// call, where there are two.
+/// `S` itself with one thread. With two threads, `S` behind the standard library's `Mutex`, which
+/// each call locks once.
 #[derive(Debug)]
 pub struct Locked<S>(PhantomData<S>);
 
 impl<S: Scheme> Scheme for Locked<S> {
     const NAME: &'static str = S::NAME;
-    type Alone = S::Alone;
+    type Single = S::Single;
 
-    fn alone() -> S::Alone {
-        S::alone()
+    fn single() -> S::Single {
+        S::single()
     }
 }
 
 impl<S> Parallel for Locked<S>
 where
     S: Scheme,
-    S::Alone: Send,
+    S::Single: Send,
 {
-    type Tables = Arc<Mutex<S::Alone>>;
-    type Worker = Behind<S::Alone>;
+    type Tables = Arc<Mutex<S::Single>>;
+    type Worker = MutexWorker<S::Single>;
 
     fn tables() -> Self::Tables {
-        Arc::new(Mutex::new(S::alone()))
+        Arc::new(Mutex::new(S::single()))
     }
 
     fn worker(tables: &Self::Tables) -> Self::Worker {
-        Behind(Arc::clone(tables))
+        MutexWorker(Arc::clone(tables))
     }
 }
 
-/// A thread's way to tables behind a mutex.
+/// A thread's handle to tables behind a mutex.
 #[derive(Debug)]
-pub struct Behind<W>(Arc<Mutex<W>>);
+pub struct MutexWorker<W>(Arc<Mutex<W>>);
 
-impl<W> Behind<W> {
+impl<W> MutexWorker<W> {
     #[inline]
     fn lock(&self) -> MutexGuard<'_, W> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<W: Worker> Worker for Behind<W> {
+impl<W: Worker> Worker for MutexWorker<W> {
     #[inline]
     fn map(&mut self, gfn: Gfn, pfn: Pfn) {
         self.lock().map(gfn, pfn);

@@ -1,21 +1,22 @@
 #![expect(
     unsafe_code,
-    reason = "gives the MMU its table memory, which is a contract the compiler cannot check"
+    reason = "implements the unsafe trait that provides the MMU's table memory"
 )]
-//! `pageferry-tdp`: EPT tables with accessed and dirty flags, changed by faults and sweeps as a
-//! hypervisor's are.
+//! `pageferry-tdp`: EPT tables with accessed and dirty flags, changed by faults and sweeps as in a
+//! hypervisor.
 //!
-//! A page is mapped by the whole path of a fault: ticket, MMU lock (the shared side), check of the
-//! ticket, walk, links, leaf, counts. Looking up the memory slot and the host's frame is the
-//! hypervisor's and not here. There is no call that maps many pages of 4 KiB: a range is mapped by
-//! faults for pages of 2 MiB that are then split, as when a log begins. Unmapping is zapping, and
-//! every call that takes something away asks for a TLB flush before it returns; the platform here
-//! has no TLBs, and counts.
+//! Mapping a page takes the whole path of a fault: ticket, MMU lock (the shared side), check of the
+//! ticket, walk, links, leaf, counts. The hypervisor's look-ups of the memory slot and of the
+//! host's frame are not included. No call maps many 4 KiB pages. So a range is mapped by faults for
+//! 2 MiB pages, which are then split, as when dirty logging begins. Unmapping is zapping. Every
+//! call that takes translations away requests a TLB flush before it returns. This platform has no
+//! TLBs, and counts the requests.
 
 use super::{Found, Parallel, Scheme, Worker};
 use crate::sync::{Arc, AtomicU64, Ordering};
 use crate::tables::allocator::{self, ENTRIES};
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, PageSize, Pfn};
+use pageferry_bench::kit::CacheLine;
 use pageferry_tdp::format::{Access, Ept4, Format, MemoryType, Writes};
 use pageferry_tdp::{
     Barrier, Entry, Fault, Flush, Mmu, Platform, Refused, Target, Worker as TdpWorker,
@@ -27,30 +28,24 @@ use std::ptr::NonNull;
 #[derive(Debug)]
 pub struct Tdp;
 
-/// Where it runs: tables are from the allocator, and flushes are counted.
+/// The platform: tables come from the allocator, and flushes are counted.
 #[derive(Debug, Default)]
 pub struct Heap {
-    flushes: Flushes,
+    flushes: CacheLine<AtomicU64>,
 }
 
-/// In a cache line of its own.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Flushes(AtomicU64);
-
 // SAFETY:
-// 1. The allocator's tables are zeroed pages, aligned to their size, that nobody else has.
-// 2. A table's address is its physical one, and its provenance is exposed; user addresses have 47
-//    bits, EPT's 52.
-// 3. There are no vCPUs, and no TLBs.
+// 1. The allocator's tables are zeroed pages, aligned to their size. Nothing else uses them.
+// 2. A table's address is its physical address, and its provenance is exposed. User addresses have
+//    47 bits, EPT's have 52.
+// 3. There are no vCPUs and no TLBs.
 unsafe impl Platform for Heap {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         (entries == ENTRIES).then(|| allocator::take().cast())
     }
 
     unsafe fn free_table(&self, table: NonNull<Entry>, _: usize) {
-        // SAFETY: it came from `allocate_table`, and nobody uses it, as the trait demands of the
-        // caller.
+        // SAFETY: it came from `allocate_table` and is unused, as the trait requires of the caller.
         unsafe { allocator::give(table.cast()) };
     }
 
@@ -73,19 +68,19 @@ unsafe impl Platform for Heap {
     }
 
     fn flush(&self, _: Flush) {
-        self.flushes.0.fetch_add(1, Ordering::Relaxed);
+        self.flushes.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// A thread's way to the tables of [`Tdp`].
+/// A thread's handle to the tables of [`Tdp`].
 #[derive(Debug)]
 pub struct Vcpu(TdpWorker<Ept4, Heap>);
 
 impl Scheme for Tdp {
     const NAME: &'static str = "pageferry tdp";
-    type Alone = Vcpu;
+    type Single = Vcpu;
 
-    fn alone() -> Vcpu {
+    fn single() -> Vcpu {
         Self::worker(&Self::tables())
     }
 }
@@ -121,7 +116,7 @@ impl Vcpu {
             let ticket = self.0.ticket();
             match self.0.fault(ticket, fault, target, &()) {
                 Ok(mapped) => {
-                    // What a hypervisor fills a TLB with, and what `find` gives.
+                    // The data of a hypervisor's TLB fill, and the result of `find`.
                     black_box((mapped.leaf.pfn, mapped.leaf.access.write));
                     return;
                 }
@@ -175,6 +170,6 @@ impl Worker for Vcpu {
     }
 
     fn flushes(&self) -> u64 {
-        self.0.mmu().platform().flushes.0.load(Ordering::Relaxed)
+        self.0.mmu().platform().flushes.load(Ordering::Relaxed)
     }
 }

@@ -1,9 +1,9 @@
 #![expect(
     unsafe_code,
-    reason = "an entry holds the address of the next table, and following it is a dereference"
+    reason = "dereferences the addresses of tables in entries"
 )]
-//! The tree of the floors: four levels of x86-64 tables, made on the way down, freed when all is
-//! dropped.
+//! The tree of the floors: four levels of x86-64 tables. A walk creates missing tables. All tables
+//! are freed when the tree is dropped.
 
 use crate::sync::{AtomicU64, Ordering};
 use crate::tables::allocator::{self, ENTRIES, FRAME, PRESENT, Table, WRITE};
@@ -16,12 +16,12 @@ pub struct Radix {
     root: NonNull<Table>,
 }
 
-// SAFETY: the tables are atomics, links are only made, and the memory is any thread's.
+// SAFETY: tables consist of atomics, links are only added, and any thread may use the memory.
 unsafe impl Send for Radix {}
 // SAFETY: as above.
 unsafe impl Sync for Radix {}
 
-/// Where the entry for `gfn` is in a table of `level`.
+/// The index of the entry for `gfn` in a table of `level`.
 #[inline]
 pub(super) const fn index(gfn: Gfn, level: u32) -> usize {
     (gfn.0 >> (9 * (level - 1))) as usize % ENTRIES
@@ -34,20 +34,20 @@ impl Radix {
         }
     }
 
-    /// The entries of the table of level 1 that has `gfn`'s.
+    /// The entries of the level 1 table for `gfn`, if it exists.
     #[inline]
     pub(super) fn leaves(&self, gfn: Gfn) -> Option<&[AtomicU64; ENTRIES]> {
         self.descend(gfn, |_| None)
     }
 
-    /// The same, where missing tables are made.
+    /// The entries of the level 1 table for `gfn`. Creates missing tables.
     #[inline]
     pub(super) fn leaves_or_new(&self, gfn: Gfn) -> &[AtomicU64; ENTRIES] {
         let leaves = self.descend(gfn, |entry| Some(link(entry)));
         leaves.expect("tables that were just made")
     }
 
-    /// Goes down to level 1; `missing` may give what an entry that is no link has become.
+    /// Walks down to level 1. `missing` may replace an empty entry, and returns its new value.
     #[inline]
     fn descend(
         &self,
@@ -56,7 +56,7 @@ impl Radix {
     ) -> Option<&[AtomicU64; ENTRIES]> {
         let mut table = self.root;
         for level in [4, 3, 2] {
-            // SAFETY: tables are given back when `self` is dropped, not before.
+            // SAFETY: tables live until `self` is dropped.
             let entry = unsafe { &table.as_ref().0[index(gfn, level)] };
             let mut value = entry.load(Ordering::Acquire);
             if value == 0 {
@@ -69,7 +69,7 @@ impl Radix {
     }
 }
 
-/// Links a table into an empty entry; who comes second gives its own back.
+/// Links a table into an empty entry. A thread that loses the exchange gives its own table back.
 #[cold]
 fn link(entry: &AtomicU64) -> u64 {
     let table = allocator::take();
@@ -77,7 +77,7 @@ fn link(entry: &AtomicU64) -> u64 {
     match entry.compare_exchange(0, value, Ordering::AcqRel, Ordering::Acquire) {
         Ok(_) => value,
         Err(other) => {
-            // SAFETY: it was taken above and is linked nowhere.
+            // SAFETY: it was taken above, and no entry links it.
             unsafe { allocator::give(table) };
             other
         }
@@ -86,7 +86,7 @@ fn link(entry: &AtomicU64) -> u64 {
 
 impl Drop for Radix {
     fn drop(&mut self) {
-        // SAFETY: all tables are from the allocator, and no reference into them outlives `self`.
+        // SAFETY: all tables came from the allocator, and no reference into them outlives `self`.
         unsafe { allocator::give_tree(self.root) };
     }
 }

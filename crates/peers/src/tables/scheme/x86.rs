@@ -1,14 +1,17 @@
 #![expect(
     unsafe_code,
-    reason = "x86_64's mapper is made of a raw root, and its mappings are unsafe to make"
+    reason = "creating x86_64's mapper and its mappings is unsafe"
 )]
-//! The two crates for a kernel's own x86-64 tables: x86_64 0.15 and page_table_multiarch 0.6.
+//! Two crates for a kernel's own x86-64 tables: x86_64 0.15 and page_table_multiarch 0.6.
 //!
-//! What both do not do: they take `&mut`, so one thread at a time changes tables, and with two
-//! threads a mutex stands before them. They store entries plainly, keep no counts, never free a
-//! table before all are dropped, and have no ranges of their own beyond a loop. TLBs are left alone
-//! here: x86_64's flushes are handed back and ignored, and page_table_multiarch gathers addresses
-//! but flushes on bare metal only.
+//! Differences of both from ours:
+//!
+//! - Their methods take `&mut`. So one thread at a time changes tables, and two threads need a
+//!   mutex.
+//! - They store entries plainly, keep no counts, and free no table before all are dropped.
+//! - Their range operations are loops.
+//! - No TLB is flushed here. x86_64 returns flush tokens, which are ignored. page_table_multiarch
+//!   gathers addresses, but flushes on bare metal only.
 
 use super::{Found, Scheme, Worker};
 use crate::tables::allocator::{self, Table};
@@ -34,13 +37,13 @@ pub struct OffsetWorker(OffsetPageTable<'static>);
 
 impl Scheme for OffsetTable {
     const NAME: &'static str = "x86_64 0.15 Offset";
-    type Alone = OffsetWorker;
+    type Single = OffsetWorker;
 
-    fn alone() -> OffsetWorker {
+    fn single() -> OffsetWorker {
         let mut root = allocator::take().cast::<PageTable>();
-        // SAFETY: a zeroed page from the allocator, which nobody else has, is an empty table; it is
-        // given back when the worker is dropped. Physical addresses are virtual ones here,
-        // so the offset is 0.
+        // SAFETY: a zeroed page from the allocator that nothing else uses is an empty table.
+        // Dropping the worker gives it back. Physical addresses are virtual addresses here, so the
+        // offset is 0.
         OffsetWorker(unsafe { OffsetPageTable::new(root.as_mut(), VirtAddr::zero()) })
     }
 }
@@ -132,7 +135,7 @@ impl Worker for OffsetWorker {
 #[derive(Debug)]
 pub struct Multiarch;
 
-/// Where they take tables from.
+/// The source of its tables.
 #[derive(Debug)]
 struct Handler;
 
@@ -144,7 +147,7 @@ impl PagingHandler for Handler {
 
     fn dealloc_frames(frame: PhysAddr, count: usize) {
         assert_eq!(count, 1, "tables are taken one by one");
-        // SAFETY: the tables give back, once, what they took above.
+        // SAFETY: the tables free each frame that they took above once.
         unsafe { allocator::give(allocator::at(frame.as_usize() as u64)) };
     }
 
@@ -159,9 +162,9 @@ pub struct MultiarchWorker(X64PageTable<Handler>);
 
 impl Scheme for Multiarch {
     const NAME: &'static str = "page_table_multiarch";
-    type Alone = MultiarchWorker;
+    type Single = MultiarchWorker;
 
-    fn alone() -> MultiarchWorker {
+    fn single() -> MultiarchWorker {
         MultiarchWorker(X64PageTable::try_new().expect("the allocator has tables"))
     }
 }
@@ -186,7 +189,7 @@ impl Worker for MultiarchWorker {
     #[inline]
     fn map(&mut self, gfn: Gfn, pfn: Pfn) {
         let mut cursor = self.0.cursor();
-        // Where it is mapped already, that is an error, and the same mapping.
+        // If the page is mapped, this is an error, and the mapping is the same.
         let _ = cursor.map(address(gfn), frame(pfn), PageSize::Size4K, BOTH);
     }
 
