@@ -40,7 +40,7 @@ pub fn blackout(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec
             });
             let mut peer = Peer::start(setting, &role)?;
             let (report, vm) = receive(&mut peer, None)?;
-            let sent = peer.hear_figures()?;
+            let sent = peer.read_figures()?;
             let first = report
                 .first_instruction_ns
                 .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))

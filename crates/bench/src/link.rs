@@ -179,7 +179,7 @@ fn fetch(
     let mut peer = Peer::start(setting, &role)?;
     let (report, vm) = receive(&mut peer, delivery)?;
     vm.wait_finished(LIMIT)?;
-    Ok((report, peer.hear_figures()?))
+    Ok((report, peer.read_figures()?))
 }
 
 /// Receives a VM from a peer in the role `Source`.
@@ -188,8 +188,8 @@ pub(crate) fn receive(
     delivery: Option<Delivery>,
 ) -> Result<(DestinationReport, Vm), BenchError> {
     let listener = listen()?;
-    match peer.hear()?.as_str() {
-        "ready" => peer.tell(&listener.local_addr().to_string())?,
+    match peer.next_line()?.as_str() {
+        "ready" => peer.send_line(&listener.local_addr().to_string())?,
         other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
     }
     let config = DestinationConfig {

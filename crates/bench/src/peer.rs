@@ -173,7 +173,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
             vm.load(program.program())?;
         }
     }
-    say("ready")?;
+    send_line("ready")?;
     let to = parse_address(&read_line()?)?;
     let config = SourceConfig {
         precopy_passes: passes,
@@ -189,8 +189,8 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         &Unobserved,
     )
     .map_err(|e| BenchError::Migration(e.to_string()))?;
-    say(&figures_line(&report))?;
-    say(&format!("overhead {}", overhead_bytes()?))
+    send_line(&figures_line(&report))?;
+    send_line(&format!("overhead {}", overhead_bytes()?))
 }
 
 fn parse_address(line: &str) -> Result<Address, BenchError> {
@@ -245,7 +245,7 @@ fn end_with_parent() {
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
 }
 
-fn say(line: &str) -> Result<(), BenchError> {
+fn send_line(line: &str) -> Result<(), BenchError> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")
         .and_then(|()| out.flush())
@@ -281,7 +281,7 @@ pub(crate) fn listen() -> Result<Listener, BenchError> {
 
 fn accept_one() -> Result<Connection, BenchError> {
     let listener = listen()?;
-    say(&listener.local_addr().to_string())?;
+    send_line(&listener.local_addr().to_string())?;
     Ok(listener.accept(&Wait::block("the benchmark").within(Duration::from_secs(20)))?)
 }
 
@@ -339,7 +339,7 @@ impl Peer {
     }
 
     /// The next line from the peer.
-    pub(crate) fn hear(&mut self) -> Result<String, BenchError> {
+    pub(crate) fn next_line(&mut self) -> Result<String, BenchError> {
         match self.lines.next() {
             Some(Ok(line)) => Ok(line),
             Some(Err(e)) => Err(BenchError::Peer(e.to_string())),
@@ -350,7 +350,7 @@ impl Peer {
         }
     }
 
-    pub(crate) fn tell(&mut self, line: &str) -> Result<(), BenchError> {
+    pub(crate) fn send_line(&mut self, line: &str) -> Result<(), BenchError> {
         let input = self
             .input
             .as_mut()
@@ -360,7 +360,7 @@ impl Peer {
 
     /// Connects to the address in the peer's next line.
     pub(crate) fn connect(&mut self) -> Result<Connection, BenchError> {
-        let address = parse_address(&self.hear()?)?;
+        let address = parse_address(&self.next_line()?)?;
         Ok(Connection::connect(
             &address,
             &Wait::block("peer").within(Duration::from_secs(10)),
@@ -368,9 +368,9 @@ impl Peer {
     }
 
     /// Reads the figures of a source.
-    pub(crate) fn hear_figures(&mut self) -> Result<SourceFigures, BenchError> {
-        let line = self.hear()?;
-        let overhead = self.hear()?;
+    pub(crate) fn read_figures(&mut self) -> Result<SourceFigures, BenchError> {
+        let line = self.next_line()?;
+        let overhead = self.next_line()?;
         let numbers = |line: &str, word: &str| -> Option<Vec<u64>> {
             line.strip_prefix(word)?
                 .split_whitespace()

@@ -1,4 +1,4 @@
-//! What `docs/json-output.md` says, beside what the commands print.
+//! `docs/json-output.md`, compared with the output of the commands.
 
 use crate::json_document::Document;
 use crate::support::{Source, pageferry, status};
@@ -94,14 +94,111 @@ fn the_exit_codes_are_those_of_the_program() {
 #[cfg(feature = "bench")]
 mod bench {
     use super::*;
+    use crate::json_document::Section;
     use pageferry_testkit::skip;
+    use serde_json::Value;
+    use std::collections::BTreeSet;
+
+    /// The exit code of a host whose cores have other work.
+    const BUSY: i32 = 15;
+
+    /// The values at `path`: points between keys, `[]` for all elements of an array.
+    fn values<'a>(value: &'a Value, path: &str) -> Vec<&'a Value> {
+        let (first, rest) = path.split_once('.').unwrap_or((path, ""));
+        let name = first.strip_suffix("[]");
+        match value {
+            // An array of rows, or the elements of `name[]`.
+            Value::Array(all) => all.iter().flat_map(|value| values(value, path)).collect(),
+            Value::Object(map) => match map.get(name.unwrap_or(first)) {
+                Some(found) if rest.is_empty() => vec![found],
+                Some(found) => values(found, rest),
+                None => Vec::new(),
+            },
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether `value` has the documented type `kind`.
+    fn has_type(value: &Value, kind: &str) -> bool {
+        let literals: Vec<&str> = kind.split('`').skip(1).step_by(2).collect();
+        if literals.iter().any(|literal| literal.starts_with('"')) {
+            let name = value.as_str().unwrap_or_default();
+            return literals.iter().any(|known| known.trim_matches('"') == name);
+        }
+        match kind.split([' ', ',']).next().unwrap_or_default() {
+            "number" | "numbers" => value.is_number(),
+            "integer" | "integers" => value.is_u64(),
+            "boolean" => value.is_boolean(),
+            "string" | "text" => value.is_string(),
+            "object" | "figure" => value.is_object(),
+            "array" => value.is_array(),
+            "`true`" => value == true,
+            "`false`" => value == false,
+            _ => panic!("docs/json-output.md names a type that this test does not know: {kind}"),
+        }
+    }
+
+    /// Fails unless every value has the type that the tables of `section` give. Only a key whose
+    /// row mentions null may be null.
+    #[track_caller]
+    fn assert_types(section: &Section, output: &Value) {
+        let rows = section.rows();
+        for row in rows.filter(|row| row.len() > 2 && row[0].starts_with('`')) {
+            let mut parent = "";
+            for (index, key) in row[0].split('`').skip(1).step_by(2).enumerate() {
+                let path = match key.strip_prefix('.') {
+                    Some(key) => format!("{parent}.{key}"),
+                    None => key.to_owned(),
+                };
+                if let Some((before, _)) = key.rsplit_once('.').filter(|pair| !pair.0.is_empty()) {
+                    parent = before;
+                }
+                let kinds: Vec<&str> = row[1].split("; ").collect();
+                let kind = kinds.get(index).unwrap_or(&kinds[0]);
+                for value in values(output, &path) {
+                    assert!(
+                        has_type(value, kind) || value.is_null() && row[2].contains("null"),
+                        "docs/json-output.md: {path} is '{kind}', not {value}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Fails unless `section` describes `output`: its keys, except those of `absent`, and types.
+    #[track_caller]
+    fn assert_described(section: &Section, output: &Value, absent: &[&str]) {
+        section.assert_describes(output, absent, &[]);
+        assert_types(section, output);
+    }
 
     #[test]
     fn the_rows_of_benchmarks_are_described() {
-        let rows = json(&["bench", "soft", "--repeat", "1", "--json"]);
-        Document::read()
-            .section("bench")
-            .assert_describes(&rows, &[], &[]);
+        let section = Document::read().section("bench");
+        let mut all = Vec::new();
+        for benchmark in ["link", "blackout", "soft"] {
+            let words = [
+                "bench", benchmark, "--engine", "soft", "--repeat", "1", "--json",
+            ];
+            let ended = pageferry(&words);
+            if ended.code == Some(BUSY) && skip("cores", &ended.stderr) {
+                continue;
+            }
+            ended.assert_ok();
+            let output = ended.json();
+            let rows = output.as_array().expect("an array of rows");
+            let found: BTreeSet<&str> =
+                rows.iter().filter_map(|row| row["case"].as_str()).collect();
+            let name = format!("`{benchmark}`");
+            let cases = section.rows().find(|row| row[0] == name);
+            let cases = cases.expect("a row of cases")[1];
+            let documented: BTreeSet<&str> = cases.split('`').skip(1).step_by(2).collect();
+            assert_eq!(found, documented, "the cases of bench {benchmark}");
+            all.extend(rows.iter().cloned());
+        }
+        if !all.is_empty() {
+            assert_described(&section, &Value::Array(all), &[]);
+        }
     }
 
     #[test]
@@ -110,7 +207,7 @@ mod bench {
             "bench", "memslot", "--quick", "--slots", "10", "--repeat", "1", "--json",
         ];
         let section = Document::read().section("bench memslot");
-        section.assert_describes(&json(&words), &[], &[]);
+        assert_described(&section, &json(&words), &[]);
     }
 
     #[test]
@@ -132,7 +229,7 @@ mod bench {
             "case", "subject", "value", "unit", "ratio", "baseline", "min", "max", "samples",
             "target", "met",
         ];
-        section.assert_describes(&json(&words), &rows, &[]);
+        assert_described(&section, &json(&words), &rows);
     }
 
     #[test]
@@ -154,13 +251,13 @@ mod bench {
             |more: &[&str]| pageferry(&common.iter().chain(more).copied().collect::<Vec<_>>());
         let soft = with(&["--engine", "soft"]);
         soft.assert_ok();
-        measured.assert_describes(&soft.json(), &[], &[]);
+        assert_described(&measured, &soft.json(), &[]);
         let model = with(&["--model"]);
         // One core, or cores that other work has.
-        if matches!(model.code, Some(2 | 15)) && skip("cores", &model.stderr) {
+        if matches!(model.code, Some(2 | BUSY)) && skip("cores", &model.stderr) {
             return;
         }
         model.assert_ok();
-        modelled.assert_describes(&model.json(), &[], &[]);
+        assert_described(&modelled, &model.json(), &[]);
     }
 }

@@ -48,7 +48,6 @@ impl Background {
 
     /// Waits until the other thread makes progress while this one runs, so that both have a core.
     /// Returns whether it did. Gives up after `patience`, as on a machine with one core.
-    ///
     pub(crate) fn meet(&self, patience: Duration) -> bool {
         let begun = Instant::now();
         while begun.elapsed() < patience {

@@ -33,7 +33,7 @@ pub type Drawn<T> = Result<T, String>;
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
-pub(super) fn say(error: impl std::fmt::Display) -> String {
+pub(super) fn message(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
@@ -41,9 +41,9 @@ pub(super) fn draw(size: (u32, u32), paint: impl FnOnce(&Area<'_>) -> Drawn<()>)
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, size).into_drawing_area();
-        area.fill(&WHITE).map_err(say)?;
+        area.fill(&WHITE).map_err(message)?;
         paint(&area)?;
-        area.present().map_err(say)?;
+        area.present().map_err(message)?;
     }
     // The picture must scale with the page, but the backend writes a fixed size.
     let (width, height) = size;
@@ -69,7 +69,7 @@ pub(super) fn chart<'a, 'b>(
         .x_label_area_size(46)
         .y_label_area_size(left)
         .build_cartesian_2d(x, y)
-        .map_err(say)
+        .map_err(message)
 }
 
 /// The labels of an axis.
@@ -102,7 +102,7 @@ pub(super) fn axes(
         .label_style(small())
         .axis_desc_style(small())
         .draw()
-        .map_err(say)
+        .map_err(message)
 }
 
 /// Draws a line that is `width` pixels wide.
@@ -114,7 +114,7 @@ pub(super) fn line(
 ) -> Drawn<()> {
     let style = colour.stroke_width(width);
     let series = LineSeries::new(points, style);
-    chart.draw_series(series).map_err(say)?;
+    chart.draw_series(series).map_err(message)?;
     Ok(())
 }
 
@@ -128,7 +128,7 @@ pub(super) fn dotted<'n>(
         let colour = COLOURS[index % MAX_SERIES];
         line(chart, points.iter().copied(), colour, 2)?;
         let dots = points.iter().map(|&at| Circle::new(at, 3, colour.filled()));
-        chart.draw_series(dots).map_err(say)?;
+        chart.draw_series(dots).map_err(message)?;
         entries.push(LegendEntry::line(name, colour));
     }
     Ok(entries)
@@ -182,14 +182,14 @@ pub(super) fn legend(area: &Area<'_>, entries: &[LegendEntry]) -> Drawn<()> {
         let y = 22 + index as i32 * 22;
         if entry.style.filled {
             area.draw(&Rectangle::new([(4, y - 6), (22, y + 6)], entry.style))
-                .map_err(say)?;
+                .map_err(message)?;
         } else {
             area.draw(&PathElement::new([(4, y), (22, y)], entry.style))
-                .map_err(say)?;
+                .map_err(message)?;
         }
         let text = small().pos(Pos::new(HPos::Left, VPos::Center));
         area.draw(&Text::new(entry.name.clone(), (28, y), text))
-            .map_err(say)?;
+            .map_err(message)?;
     }
     Ok(())
 }

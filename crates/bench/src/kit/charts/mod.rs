@@ -4,7 +4,7 @@ mod frame;
 
 use self::frame::{
     Axis, COLOURS, KEY_WIDTH, LegendEntry, SIZE, axes, chart, decade, dotted, draw, legend, line,
-    say, small, text, thousands, whole, with_key,
+    message, small, text, thousands, whole, with_key,
 };
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -63,7 +63,7 @@ pub fn histogram(
             bar.set_margin(0, 0, 1, 1);
             bar
         });
-        chart.draw_series(bars).map_err(say)?;
+        chart.draw_series(bars).map_err(message)?;
         let mut entries = Vec::new();
         for (index, (name, us)) in marks.iter().enumerate() {
             let x = us.max(1e-3).log10();
@@ -166,9 +166,9 @@ pub fn linear(of: &Linear<'_>) -> Drawn<String> {
         let (head, below) = area.split_vertically(above);
         if let Some((title, line)) = of.title {
             head.draw(&Text::new(title.to_owned(), (14, 8), text(20)))
-                .map_err(say)?;
+                .map_err(message)?;
             head.draw(&Text::new(line.to_owned(), (14, 34), small()))
-                .map_err(say)?;
+                .map_err(message)?;
         }
         let (plot, key) = with_key(&below);
         let mut chart = chart(&plot, 96, 0.0..right, 0.0..top)?;
@@ -264,7 +264,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
             let corners = [(band.from_ms.max(left), 0.0), (band.to_ms.min(right), top)];
             chart
                 .draw_series([Rectangle::new(corners, shade.filled())])
-                .map_err(say)?;
+                .map_err(message)?;
         }
         if let Some(marked) = &of.marked {
             // At least two pixels wide, so that it is visible on any scale.
@@ -273,7 +273,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
             let style = RGBColor(214, 39, 40).mix(0.35).filled();
             chart
                 .draw_series([Rectangle::new([(marked.from_ms, 0.0), (to, top)], style)])
-                .map_err(say)?;
+                .map_err(message)?;
             let length = time((marked.to_ms - marked.from_ms) * 1e3);
             entries.push(LegendEntry {
                 name: format!("{} {length}", marked.name),
@@ -313,7 +313,7 @@ pub fn timeline(of: &Timeline<'_>) -> Drawn<String> {
             let anchor = small().pos(Pos::new(HPos::Left, VPos::Top));
             chart
                 .draw_series([Text::new(name.to_owned(), at, anchor)])
-                .map_err(say)?;
+                .map_err(message)?;
         }
         legend(&key, &entries)
     })
