@@ -7,13 +7,13 @@ use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
 
-/// The VM that is moved.
+/// The size of the VM that moves.
 const VCPUS: u32 = 4;
 const MEMORY: u64 = 512 << 20;
 /// The bound on a process' memory beyond guest memory, in bytes: 64 MiB and 1 % of guest memory.
 const OVERHEAD_BOUND: u64 = (64 << 20) + MEMORY / 100;
 
-/// All rows.
+/// Runs `bench blackout` and returns its rows.
 ///
 /// # Errors
 /// [`BenchError`].

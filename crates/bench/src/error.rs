@@ -1,8 +1,8 @@
-//! Why a benchmark has no figures.
+//! The reasons why a benchmark has no figures.
 
 use pageferry_hypervisor::VmError;
 
-/// Why a benchmark has no figures.
+/// The reasons why a benchmark has no figures.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
     /// The migration in it failed.

@@ -24,7 +24,7 @@ const STALL_MEMORY: u64 = 32 << 20;
 /// Memory of the VM whose pages are pushed, in bytes.
 const PUSH_MEMORY: u64 = 512 << 20;
 
-/// All rows.
+/// Runs `bench link` and returns its rows.
 ///
 /// # Errors
 /// [`BenchError`].

@@ -12,7 +12,7 @@ const MEMORY: u64 = 32 << 20;
 const WARM_UP: Duration = Duration::from_millis(500);
 const MEASURED: Duration = Duration::from_millis(1500);
 
-/// All rows.
+/// Runs `bench soft` and returns its rows.
 ///
 /// # Errors
 /// [`BenchError`].

@@ -17,8 +17,8 @@ pub(crate) fn per_operation(spent: Duration, overhead: Duration, count: usize) -
     spent.saturating_sub(overhead).as_nanos() as f64 / count as f64
 }
 
-/// The length of a chunk of look-ups. It is far shorter than a time slice, so that even on a busy
-/// machine most chunks run undisturbed, and so does their median.
+/// The length of a chunk of look-ups. It is far shorter than a time slice. So even on a busy
+/// machine most chunks run undisturbed, and the median is that of an undisturbed chunk.
 const CHUNK: Duration = Duration::from_micros(100);
 /// [`Sampler::look_ups`] calls `before` again after this many chunks.
 const CHUNKS: usize = 8;

@@ -64,8 +64,8 @@ pub fn page(results: &[RecordedRun]) -> Result<String, String> {
     );
     conditions(&mut out, results);
     out.push_str(
-        "\nThe machine was busy with other work while figures with `*` were measured. Their verdicts, in brackets, prove\n\
-         little.\n\n\
+        "\nThe machine was busy with other work while figures with `*` were measured. Their verdicts, in\n\
+         brackets, prove little.\n\n\
          | claim | figure | ratio | lower bound or peer, and target | | run |\n|---|---|---|---|---|---|\n",
     );
     for (number, result) in (1..).zip(results) {

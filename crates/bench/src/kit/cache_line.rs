@@ -2,8 +2,8 @@
 
 use std::ops::Deref;
 
-/// A value with a cache line of its own, so that it shares no line with other data. It is aligned to
-/// 128 bytes, because processors of x86-64 prefetch lines in pairs.
+/// A value that shares its cache line with no other data. It is aligned to 128 bytes, because
+/// x86-64 processors prefetch lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct CacheLine<T>(pub T);

@@ -215,7 +215,7 @@ impl Order {
     }
 
     /// Batch number `number`: at most `most` different slots, and as many different places. It has
-    /// fewer than half of all slots, but at least one. Any number is valid.
+    /// at most half of all slots, and at least one. Any number is valid.
     pub(crate) fn batch(&self, number: usize, most: usize) -> (&[PlainSlot], &[Gfn]) {
         let size = most.min(self.slots.len() / 2).min(self.free.len()).max(1);
         let at = |len: usize| number % (len / size) * size;

@@ -22,8 +22,8 @@ pub struct Bucket {
     pub count: u64,
 }
 
-/// Draws a histogram with two logarithmic axes. `marks` are vertical lines: a name and a position
-/// in microseconds, above 0.
+/// Draws a histogram with two logarithmic axes. `buckets` are in ascending order. `marks` are
+/// vertical lines: a name and a position in microseconds, above 0.
 ///
 /// # Errors
 /// If there is nothing to draw, or a coordinate is out of range.

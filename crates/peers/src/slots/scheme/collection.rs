@@ -9,23 +9,38 @@ use std::ops::ControlFlow;
 
 /// Slots in ascending order of guest frames.
 pub trait Collection: Default + Send + Sync + 'static {
-    /// Inserts `slot`.
-    ///
-    /// # Panics
-    /// If it overlaps another slot.
-    fn insert(&mut self, slot: PlainSlot);
+    /// Stores `slot` under its first frame, where no slot begins.
+    fn put(&mut self, slot: PlainSlot);
 
-    /// Removes `slot`.
-    ///
-    /// # Panics
-    /// If there is no such slot.
-    fn remove(&mut self, slot: PlainSlot);
+    /// Removes the slot that begins at `start`.
+    fn take(&mut self, start: Gfn) -> Option<PlainSlot>;
 
     /// The last slot that begins at or below `gfn`.
     fn last_from(&self, gfn: Gfn) -> Option<&PlainSlot>;
 
     /// All slots.
     fn slots(&self) -> impl Iterator<Item = &PlainSlot>;
+
+    /// Inserts `slot`.
+    ///
+    /// # Panics
+    /// If it overlaps another slot.
+    fn insert_slot(&mut self, slot: PlainSlot) {
+        let last = self.last_from(Gfn(slot.end().0 - 1));
+        assert!(
+            last.is_none_or(|last| last.end() <= slot.start),
+            "{slot:?} overlaps"
+        );
+        self.put(slot);
+    }
+
+    /// Removes `slot`.
+    ///
+    /// # Panics
+    /// If there is no such slot.
+    fn remove_slot(&mut self, slot: PlainSlot) {
+        assert_eq!(self.take(slot.start), Some(slot), "no such slot");
+    }
 
     /// Calls `visit` with the frame behind `hva` of every slot that has `hva`, until it breaks. It
     /// scans all slots, because they may overlap by host address.
@@ -56,42 +71,30 @@ impl<S: Edit> Change for S {
     }
 
     fn add(&mut self, slot: PlainSlot) {
-        self.edit(|slots| slots.insert(slot));
+        self.edit(|slots| slots.insert_slot(slot));
     }
 
     fn delete(&mut self, slot: PlainSlot) {
-        self.edit(|slots| slots.remove(slot));
+        self.edit(|slots| slots.remove_slot(slot));
     }
 
     fn relocate(&mut self, slot: PlainSlot, to: Gfn) -> PlainSlot {
         let moved = PlainSlot { start: to, ..slot };
         self.edit(|slots| {
-            slots.remove(slot);
-            slots.insert(moved);
+            slots.remove_slot(slot);
+            slots.insert_slot(moved);
         });
         moved
     }
 }
 
-/// Panics if `slot` overlaps `last`, the last slot that begins before its end.
-fn assert_apart(slot: &PlainSlot, last: Option<&PlainSlot>) {
-    assert!(
-        last.is_none_or(|other| other.end() <= slot.start),
-        "{slot:?} overlaps"
-    );
-}
-
 impl Collection for BTreeMap<Gfn, PlainSlot> {
-    fn insert(&mut self, slot: PlainSlot) {
-        assert_apart(
-            &slot,
-            self.range(..slot.end()).next_back().map(|last| last.1),
-        );
+    fn put(&mut self, slot: PlainSlot) {
         self.insert(slot.start, slot);
     }
 
-    fn remove(&mut self, slot: PlainSlot) {
-        assert_eq!(self.remove(&slot.start), Some(slot), "no such slot");
+    fn take(&mut self, start: Gfn) -> Option<PlainSlot> {
+        self.remove(&start)
     }
 
     #[inline]
@@ -105,16 +108,12 @@ impl Collection for BTreeMap<Gfn, PlainSlot> {
 }
 
 impl Collection for OrdMap<Gfn, PlainSlot> {
-    fn insert(&mut self, slot: PlainSlot) {
-        assert_apart(
-            &slot,
-            self.range(..slot.end()).next_back().map(|last| last.1),
-        );
+    fn put(&mut self, slot: PlainSlot) {
         self.insert(slot.start, slot);
     }
 
-    fn remove(&mut self, slot: PlainSlot) {
-        assert_eq!(self.remove(&slot.start), Some(slot), "no such slot");
+    fn take(&mut self, start: Gfn) -> Option<PlainSlot> {
+        self.remove(&start)
     }
 
     #[inline]
@@ -128,20 +127,15 @@ impl Collection for OrdMap<Gfn, PlainSlot> {
 }
 
 impl Collection for Vec<PlainSlot> {
-    fn insert(&mut self, slot: PlainSlot) {
+    fn put(&mut self, slot: PlainSlot) {
         let at = self.partition_point(|other| other.start < slot.start);
-        assert!(
-            (at == 0 || self[at - 1].end() <= slot.start)
-                && self.get(at).is_none_or(|next| slot.end() <= next.start),
-            "{slot:?} overlaps"
-        );
         self.insert(at, slot);
     }
 
-    fn remove(&mut self, slot: PlainSlot) {
-        let at = self.partition_point(|other| other.start < slot.start);
-        assert_eq!(self.get(at), Some(&slot), "no such slot");
-        self.remove(at);
+    fn take(&mut self, start: Gfn) -> Option<PlainSlot> {
+        let at = self.partition_point(|other| other.start < start);
+        let found = self.get(at).is_some_and(|slot| slot.start == start);
+        found.then(|| self.remove(at))
     }
 
     #[inline]
