@@ -69,7 +69,7 @@ impl Report {
         sizes
     }
 
-    /// The figures and the verdicts as text of at most 130 columns.
+    /// The figures and the verdicts as text.
     #[must_use]
     pub fn table(&self) -> String {
         self.to_string()
@@ -83,9 +83,9 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "ns per operation (set-up: ms for all slots; writer: 1000 changes/s). held: inside one guard. first: one \
-             slot only.\nadd, delete, move: while a reader runs. busy: gfn while that writer runs. ratio: busy/gfn. \
-             lost: ns of the reader's time per change. {} cores, {:.0} s.",
+            "ns per operation; set-up: ms for all slots. held: inside one guard. first: one slot only. add, delete, move: while \
+             another thread\nlooks up frames. busy: gfn while another thread writes. writer: 1000 changes/s of that thread. \
+             ratio: busy/gfn. lost: ns of the\nreader's time per change. {} cores, {:.0} s.",
             self.cores, self.seconds
         )?;
         if let Some(ends) = self.extra.line_transfer {
