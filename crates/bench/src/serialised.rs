@@ -9,8 +9,8 @@
 //! its entry is in the tables. A sweep of the tables, for a dirty log or an MMU notifier, holds it
 //! as well. The code under the lock is the same, so only the lock makes the difference.
 //!
-//! The lock spins, as the kernel's did, and then yields. A vCPU that does not get the lock in time
-//! leaves its guest and retries, because the lock's holder may be waiting for that vCPU to leave.
+//! The lock spins, as the kernel's did, and then yields. If a vCPU does not get the lock in time,
+//! it leaves its guest and retries. The holder may be waiting for that vCPU to leave.
 
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{

@@ -222,7 +222,7 @@ fn moves<M: Memslots>(
     test_vm.wait_passes(1)?;
     let (began, mut runs) = (Instant::now(), Samples::default());
     while runs.is_empty() || began.elapsed() < at_least {
-        // On a busy host the guest's thread may wait for a core, and then a move interrupts nobody.
+        // On a busy host the guest's thread may wait for a core. A move then interrupts no guest.
         // So each batch begins while the guest is running.
         test_vm.wait_passes(1)?;
         let batch = Instant::now();
