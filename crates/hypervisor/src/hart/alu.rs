@@ -1,8 +1,9 @@
-//! The arithmetic that Rust's operators do not already do as the ISA says.
+//! Arithmetic that the ISA defines differently from Rust's operators.
 //!
-//! Division never traps (M extension, "Division Operations", table of results): by zero gives a
-//! quotient of all ones and the dividend as remainder; the one overflow, the most negative number
-//! by -1, gives itself and 0.
+//! Division never traps (M extension, "Division Operations", table of results):
+//! - Division by zero gives a quotient of all ones. The remainder is the dividend.
+//! - The only overflow is the most negative number divided by -1. The quotient is the dividend, and
+//!   the remainder is 0.
 
 /// MULH: the upper half of the signed product.
 #[inline(always)]

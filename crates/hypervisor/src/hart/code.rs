@@ -1,17 +1,17 @@
-//! Decoded code, a direct-mapped cache of pages.
+//! Decoded code: a direct-mapped cache of pages.
 //!
-//! A page is copied when it is first entered and its instructions are decoded when they are first
-//! executed. Stores do not touch it: the ISA makes code that was stored visible to fetches only by
-//! FENCE.I, which empties the cache, as do the VMM's invalidations.
+//! The hart copies a page when it first enters it, and decodes an instruction when it first
+//! executes it. Stores do not change the cache: in the ISA, only FENCE.I makes stored code visible
+//! to fetches. FENCE.I empties the cache, and so does an invalidation by the VMM.
 
 use super::bus::PAGE_WORDS;
 use super::op::{Kind, Op};
 use pageferry_addr::{PAGE_MASK, PAGE_SHIFT};
 
-/// Pages in the cache; a power of two. Each takes 8 KiB once it is used.
+/// The number of pages in the cache, a power of two. Each takes 8 KiB once it is used.
 const SLOTS: usize = 16;
 
-/// A tag no page has, because it is not page-aligned.
+/// The tag of an empty slot. It is not page-aligned, so no page has it.
 const EMPTY: u64 = 1;
 
 /// The decoded instructions of one page.
@@ -35,7 +35,7 @@ impl CodeCache {
         (gpa >> PAGE_SHIFT) as usize % SLOTS
     }
 
-    /// The page that `pc` lies in, if it is cached.
+    /// The cached page that contains `pc`, if there is one.
     #[inline]
     pub(super) fn page(&mut self, pc: u64) -> Option<&mut CodePage> {
         let slot = Self::slot(pc);
@@ -46,7 +46,7 @@ impl CodeCache {
         }
     }
 
-    /// Puts the page that `pc` lies in into the cache, undecoded.
+    /// Puts the page that contains `pc` into the cache, undecoded.
     pub(super) fn fill(&mut self, pc: u64, words: &[u32; PAGE_WORDS]) {
         let slot = Self::slot(pc);
         let page = self.pages[slot]
@@ -57,7 +57,7 @@ impl CodeCache {
         self.tags[slot] = pc & !PAGE_MASK;
     }
 
-    /// Forgets the page that `gpa` lies in.
+    /// Forgets the page that contains `gpa`.
     pub(super) fn invalidate(&mut self, gpa: u64) {
         let slot = Self::slot(gpa);
         if self.tags[slot] == gpa & !PAGE_MASK {

@@ -1,12 +1,12 @@
-//! The control and status registers of VS-mode, and how traps go in and out.
+//! The control and status registers of VS-mode; trap entry and return.
 //!
 //! Source: The RISC-V Instruction Set Manual, volume II, chapter "Supervisor-Level ISA", version
-//! 1.13, of which this hart implements what a guest sees: translation is Bare only, so `satp` is
-//! read-only zero and `sstatus.SUM` too; there is no F and no V, so `FS`, `VS` and `SD` are zero;
-//! `UXL` is always 64 bits.
+//! 1.13. Fields that this hart fixes:
+//! - Translation is Bare only, so `satp` and `sstatus.SUM` are read-only zero.
+//! - There is no F and no V, so `FS`, `VS` and `SD` are zero.
+//! - `UXL` is always 64 bits.
 
-/// The VM's clock ticks a second, as far as this crate is concerned: the frequency a device tree
-/// should give as `timebase-frequency`.
+/// Ticks a second of the `time` CSR. A device tree gives it as `timebase-frequency`.
 pub const TIMEBASE_HZ: u64 = 10_000_000;
 
 /// Interrupts enabled in S-mode.
@@ -14,20 +14,20 @@ pub(super) const SSTATUS_SIE: u64 = 1 << 1;
 const SSTATUS_SPIE: u64 = 1 << 5;
 const SSTATUS_SPP: u64 = 1 << 8;
 const SSTATUS_MXR: u64 = 1 << 19;
-/// `sstatus.UXL` = 64 bits, the one value there is.
+/// `sstatus.UXL` = 64 bits, its only value.
 pub(super) const SSTATUS_UXL: u64 = 2 << 32;
 /// The bits of `sstatus` that can change.
 pub(super) const SSTATUS_WRITABLE: u64 = SSTATUS_SIE | SSTATUS_SPIE | SSTATUS_SPP | SSTATUS_MXR;
-/// SSIP, STIP, SEIP: the interrupts there are.
+/// SSIP, STIP, SEIP: the implemented interrupts.
 pub(super) const INTERRUPTS: u64 = 1 << 1 | 1 << 5 | 1 << 9;
-/// Only SSIP can be written by the guest.
+/// The guest can write SSIP only.
 const SIP_WRITABLE: u64 = 1 << 1;
-/// CY, TM, IR: the counters there are.
+/// CY, TM, IR: the implemented counters.
 pub(super) const SCOUNTEREN_WRITABLE: u64 = 7;
 
 const SCAUSE_INTERRUPT: u64 = 1 << 63;
 
-/// Why the guest takes an exception: `scause` codes of the privileged manual.
+/// The cause of an exception: an `scause` code of the privileged manual.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Cause {
@@ -51,11 +51,12 @@ pub enum Mode {
     Supervisor,
 }
 
-/// An interrupt the VMM can raise.
+/// An interrupt that the VMM can raise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Interrupt {
-    /// SSIP: a supervisor software interrupt, which is how another hart calls. The guest clears it.
+    /// SSIP: a supervisor software interrupt, such as an IPI from another hart. The guest clears
+    /// it.
     Software = 1,
     /// STIP: the timer.
     Timer = 5,
@@ -63,7 +64,7 @@ pub enum Interrupt {
     External = 9,
 }
 
-/// There is no such CSR in this mode, or it cannot be written: the instruction is illegal.
+/// The CSR does not exist in this mode, or cannot be written. The instruction is illegal.
 pub(super) struct NoCsr;
 
 /// The numbers of the CSRs.
@@ -84,7 +85,7 @@ mod number {
     pub(super) const INSTRET: u32 = 0xc02;
 }
 
-/// The CSRs and the privilege mode. Every field holds only values the guest could read back.
+/// The CSRs and the privilege mode. Every field holds only values that the guest could read back.
 #[derive(Clone, Debug)]
 pub(super) struct Csrs {
     pub(super) mode: Mode,
@@ -116,7 +117,8 @@ impl Csrs {
         }
     }
 
-    /// Whether CSR `number` may be accessed in this mode: bits 9:8 of the number say from which on.
+    /// Checks that this mode may access CSR `number`: bits 9:8 of the number are the lowest
+    /// allowed mode.
     pub(super) fn check_mode(&self, number: u32) -> Result<(), NoCsr> {
         let needs = number >> 8 & 3;
         let mode = match self.mode {
@@ -126,7 +128,7 @@ impl Csrs {
         if needs > mode { Err(NoCsr) } else { Ok(()) }
     }
 
-    /// The value of CSR `number`. `instret` and `time` give the counters.
+    /// Returns the value of CSR `number`. `instret` and `time` give the counters.
     pub(super) fn read(
         &self,
         number: u32,
@@ -143,8 +145,7 @@ impl Csrs {
             number::SEPC => self.sepc,
             number::SCAUSE => self.scause,
             number::STVAL => self.stval,
-            // FIOM may be read-only zero where satp is, and the extensions of the other bits are
-            // absent.
+            // FIOM may be read-only zero if satp is. The extensions of the other bits are absent.
             number::SENVCFG | number::SATP => 0,
             number::CYCLE | number::TIME | number::INSTRET => {
                 let enabled = self.scounteren >> (number & 3) & 1 != 0;
@@ -161,8 +162,8 @@ impl Csrs {
         })
     }
 
-    /// Writes CSR `number`, keeping what the hart does not implement as it is (WARL). The counters
-    /// are read-only.
+    /// Writes CSR `number`. Bits that the hart does not implement keep their values (WARL). The
+    /// counters are read-only.
     pub(super) fn write(&mut self, number: u32, value: u64) -> Result<(), NoCsr> {
         match number {
             number::SSTATUS => self.sstatus = value & SSTATUS_WRITABLE,
@@ -182,20 +183,20 @@ impl Csrs {
         Ok(())
     }
 
-    /// Enters the trap handler for an exception at `pc`. Returns where it begins.
+    /// Enters the trap handler for an exception at `pc`. Returns the handler's address.
     pub(super) fn trap(&mut self, cause: Cause, stval: u64, pc: u64) -> u64 {
         self.enter(cause as u64, stval, pc);
         self.stvec & !3
     }
 
-    /// The interrupts that are pending and enabled, whether or not the hart takes interrupts now.
-    /// What wakes WFI.
+    /// Whether an interrupt is pending and enabled in `sie`. Such an interrupt ends WFI even if
+    /// `sstatus` masks interrupts.
     pub(super) const fn waking(&self) -> bool {
         self.sip & self.sie != 0
     }
 
-    /// Enters the handler of the interrupt the hart has to take before the instruction at `pc`, if
-    /// there is one. Returns where it begins.
+    /// Enters the handler of the interrupt that the hart has to take before the instruction at
+    /// `pc`, if there is one. Returns the handler's address.
     #[inline]
     pub(super) fn interrupt(&mut self, pc: u64) -> Option<u64> {
         let taken = match self.mode {
@@ -206,7 +207,7 @@ impl Csrs {
             return None;
         }
         let pending = self.sip & self.sie;
-        // The order in which the manual wants simultaneous ones taken.
+        // The manual's priority order of simultaneous interrupts.
         let code = [Interrupt::External, Interrupt::Software, Interrupt::Timer]
             .into_iter()
             .map(|interrupt| interrupt as u64)
@@ -231,7 +232,7 @@ impl Csrs {
         self.mode = Mode::Supervisor;
     }
 
-    /// SRET. Returns where it goes.
+    /// SRET. Returns the target address.
     pub(super) fn sret(&mut self) -> u64 {
         self.mode = if self.sstatus & SSTATUS_SPP != 0 {
             Mode::Supervisor

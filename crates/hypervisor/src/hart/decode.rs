@@ -1,7 +1,7 @@
-//! From an instruction's 32 bits to an [`Op`].
+//! The decoder: from an instruction's 32 bits to an [`Op`].
 //!
 //! Source: The RISC-V Instruction Set Manual, volume I, "RV32/64G Instruction Set Listings", and
-//! volume II for the SYSTEM opcode. What RV64IMA_Zicsr_Zifencei does not define is
+//! volume II for the SYSTEM opcode. An encoding that RV64IMA_Zicsr_Zifencei does not define becomes
 //! [`Kind::Illegal`].
 
 use super::op::{Kind, Op, SINK};
@@ -51,7 +51,7 @@ pub(super) const fn imm_j(raw: u32) -> i32 {
     sign_from_bit_31(raw, 31, 20) | (bits_19_12 | bit_11 | bits_10_1) as i32
 }
 
-/// The bits from `low` up, sign-extended, moved to `to` and up.
+/// The bits from `low` up, sign-extended and shifted to start at bit `to`.
 const fn sign_from_bit_31(raw: u32, low: u32, to: u32) -> i32 {
     (raw as i32 >> low) << to
 }
@@ -86,7 +86,7 @@ pub(super) fn decode(raw: u32) -> Op {
         0x1b => op_imm_32(raw).map_or(illegal, |(kind, imm)| op(kind, imm)),
         0x33 => op_reg(raw).map_or(illegal, |kind| op(kind, 0)),
         0x3b => op_reg_32(raw).map_or(illegal, |kind| op(kind, 0)),
-        // Reserved fields of FENCE and FENCE.I are ignored, as the manual asks for.
+        // The manual requires that reserved fields of FENCE and FENCE.I are ignored.
         0x0f if funct3(raw) == 0 => fields(Kind::Fence),
         0x0f if funct3(raw) == 1 => fields(Kind::FenceI),
         0x2f => atomic(raw).map_or(illegal, fields),

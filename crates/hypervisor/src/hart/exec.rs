@@ -1,9 +1,11 @@
-//! The interpreter's loop: everything a guest does often, within one code page.
+//! The interpreter's loop: the frequent instructions, within one code page.
 //!
-//! The loop keeps an index into the page's decoded instructions. Retired instructions are not
-//! counted one by one: straight-line code moves the index by one an instruction, so a taken jump
-//! only corrects the difference between the two. The budget is a bound of the index for the same
-//! reason, which makes it exact and, because the end of the page is such a bound too, free.
+//! The loop keeps an index into the page's decoded instructions. It does not count retired
+//! instructions one by one: in straight-line code, the index grows by one an instruction. A taken
+//! jump only corrects the difference between index and count.
+//!
+//! The budget is therefore a bound of the index, and exact. It costs nothing, because the loop
+//! checks such a bound for the end of the page anyway.
 
 use super::alu;
 use super::bus::{Bus, BusFault, PAGE_WORDS};
@@ -15,29 +17,29 @@ use super::regs::Regs;
 use super::sync::{AtomicU32, Ordering};
 use pageferry_addr::{PAGE_MASK, PAGE_SIZE};
 
-/// Where and why the loop was left.
+/// The state in which the loop was left.
 pub(super) struct Left {
-    /// The next instruction to execute: for every reason but [`Leave::Jump`] the one that stopped
-    /// it.
+    /// The next instruction to execute. For every reason but [`Leave::Jump`], it is the instruction
+    /// that stopped the loop.
     pub(super) pc: u64,
-    /// How many instructions were retired.
+    /// The number of retired instructions.
     pub(super) retired: u64,
     pub(super) leave: Leave,
 }
 
 /// Why the loop was left.
 pub(super) enum Leave {
-    /// The code goes on elsewhere, or the budget is used up, or the request word is set.
+    /// The code continues in another page, or the budget is used up, or the request word is set.
     Jump,
-    /// This one is not done in the loop.
+    /// The loop does not implement this instruction.
     Slow(Op),
-    /// This load or store did not happen.
+    /// The bus refused this load or store.
     Memory(Op, BusFault),
-    /// This JALR goes to this address, which is not a multiple of 4.
+    /// A JALR to this address, which is not a multiple of 4.
     OddTarget(u64),
 }
 
-/// Executes from `pc`, which lies in `page`, at most `budget` (at least 1) instructions.
+/// Executes at most `budget` (at least 1) instructions from `pc`, which lies in `page`.
 #[inline(never)]
 pub(super) fn run_page<B: Bus>(
     x: &mut Regs,
@@ -51,7 +53,7 @@ pub(super) fn run_page<B: Bus>(
     let mut idx = ((pc & PAGE_MASK) >> 2) as usize;
     // Retired instructions are `idx - origin`, modulo 2^64.
     let mut origin = idx;
-    // Below half the range, so that `origin + budget`, taken as signed, orders right.
+    // Below half the range, so that a signed comparison of `origin + budget` is right.
     let budget = budget.min(i64::MAX as u64 / 2) as usize;
     let bound =
         |origin: usize| (origin.wrapping_add(budget) as isize).min(PAGE_WORDS as isize) as usize;
@@ -71,7 +73,7 @@ pub(super) fn run_page<B: Bus>(
             base + idx as u64 * 4
         };
     }
-    // Goes on at index `target` of this page, which may lie outside it.
+    // Continues at index `target`, which may lie outside this page.
     macro_rules! jump {
         ($target:expr) => {{
             let target: usize = $target;
@@ -149,7 +151,7 @@ pub(super) fn run_page<B: Bus>(
 
             Kind::Add => reg!(op, |a, b| a.wrapping_add(b)),
             Kind::Sub => reg!(op, |a, b| a.wrapping_sub(b)),
-            // Rust's wrapping shifts take the amount modulo the width, as the ISA's do.
+            // Like the ISA's shifts, Rust's wrapping shifts take the amount modulo the width.
             Kind::Sll => reg!(op, |a, b| a.wrapping_shl(b as u32)),
             Kind::Slt => reg!(op, |a, b| u64::from((a as i64) < b as i64)),
             Kind::Sltu => reg!(op, |a, b| u64::from(a < b)),

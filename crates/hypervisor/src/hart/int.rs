@@ -1,12 +1,12 @@
-//! The integers a guest loads and stores, and the host atomics that guest memory is reached
-//! through.
+//! The integers that a guest loads and stores, and the host atomics that access guest memory.
 //!
-//! Guest memory is shared by harts and by the VMM's own threads, so every access to it is a host
-//! atomic of the access's width. They are always the real ones of `core`, never a model checker's:
-//! guest memory is a mapping of bytes, not a set of Rust objects.
+//! Harts and the VMM's threads share guest memory, so every access is a host atomic of the access's
+//! width. The atomics are always those of `core`, never a model checker's: guest memory is a
+//! mapping of bytes, not a set of Rust objects.
 //!
-//! A guest may access the same bytes with different widths at the same time. The ISA defines that
-//! and so do the hosts' memory models; Rust's leaves it open, and every VMM depends on it.
+//! A guest may access the same bytes with different widths at the same time. The ISA and the memory
+//! models of the hosts define the result. Rust's memory model leaves it open, and every VMM depends
+//! on it.
 
 use super::sync::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use core::fmt::Debug;
@@ -16,7 +16,7 @@ compile_error!("guest memory is little-endian and is accessed with host atomics"
 
 /// An unsigned integer that guest code loads or stores: `u8`, `u16`, `u32` or `u64`.
 ///
-/// Sealed: [`Bus`](super::Bus) implementors use it, they do not implement it.
+/// The trait is sealed: implementations of [`Bus`](super::Bus) use it, but do not implement it.
 pub trait GuestInt: Copy + Eq + Debug + Send + Sync + private::Sealed + 'static {
     /// The width in bytes: 1, 2, 4 or 8. Also the natural alignment.
     const BYTES: u64;
@@ -33,19 +33,19 @@ pub trait GuestInt: Copy + Eq + Debug + Send + Sync + private::Sealed + 'static 
     fn truncate(value: u64) -> Self;
 }
 
-/// An integer that AMO, LR and SC work on: `u32` or `u64`.
+/// An integer on which AMO, LR and SC operate: `u32` or `u64`.
 pub trait AmoInt: GuestInt {
-    /// A sequentially consistent load, as LR needs it whatever its `aq` and `rl` bits say.
+    /// A sequentially consistent load. It is strong enough for an LR with any `aq` and `rl` bits.
     fn load_ordered(cell: &Self::Atomic) -> Self;
-    /// Does `op` with `operand` in one sequentially consistent step, which is as strong as any `aq`
-    /// and `rl` bits can ask for. Returns the value before.
+    /// Does `op` with `operand` in one sequentially consistent step, which is strong enough for any
+    /// `aq` and `rl` bits. Returns the old value.
     fn amo(cell: &Self::Atomic, op: AmoOp, operand: Self) -> Self;
-    /// Replaces `expected` by `new` in one sequentially consistent step. Returns whether it did; it
+    /// Replaces `expected` by `new` in one sequentially consistent step. Returns whether it did. It
     /// fails only if the value differs.
     fn compare_exchange(cell: &Self::Atomic, expected: Self, new: Self) -> bool;
 }
 
-/// What an AMO instruction does to memory.
+/// The operation of an AMO instruction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AmoOp {
     /// AMOSWAP.

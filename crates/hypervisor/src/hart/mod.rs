@@ -1,21 +1,22 @@
 //! One RV64IMA_Zicsr_Zifencei_Zicntr hart in VS-mode: the vCPU's registers and its interpreter.
 //!
-//! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals say (volume I,
-//! RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare), counts
-//! every retired instruction, and returns only between instructions. It notices a request within a
-//! page of straight-line code, at every taken jump and at every instruction it does outside its
-//! loop.
+//! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals specify (volume
+//! I, RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare). It
+//! counts every retired instruction, and returns only between instructions. It checks the request
+//! word at the end of every code page, at every taken jump, and at every instruction that it
+//! executes outside its loop.
 //!
-//! **Mechanism.** Code is decoded once a page into 8-byte operations, and a loop jumps by their
-//! kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of that loop. Rare
-//! instructions leave the loop and are done by plain code.
+//! **Mechanism.** The hart decodes each instruction once into an 8-byte operation, and a loop jumps
+//! by the operation's kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of
+//! that loop. Rare instructions leave the loop for plain code.
 //!
-//! **LR and SC.** The hart remembers the address, width and value of the last LR; an SC elsewhere
-//! or of another width fails, and every SC ends the reservation. Whether the reserved bytes were
-//! stored to in between is the bus's to say: see [`Bus::store_conditional`] and [`Reservations`].
+//! **LR and SC.** The hart remembers the address, width and value of the last LR. An SC to another
+//! address or of another width fails. Every SC ends the reservation. The bus decides whether
+//! another hart has stored to the reserved bytes: see [`Bus::store_conditional`] and
+//! [`Reservations`].
 //!
 //! **Neighbours.** Above: the vCPU, which owns a hart and lends it a TLB. The hart knows no tables,
-//! slots or pages' states: only that an access worked, or why not.
+//! slots or page states. It only learns that an access worked, or why not.
 
 mod alu;
 mod bus;
@@ -48,7 +49,7 @@ use regs::Regs;
 use slow::{Step, extend, kind_of_access, refused};
 use sync::{AtomicU32, Ordering};
 
-/// What the last LR left, until an SC.
+/// The reservation of the last LR, until an SC.
 #[derive(Clone, Copy)]
 struct Reservation {
     gpa: u64,
@@ -57,7 +58,7 @@ struct Reservation {
     version: u64,
 }
 
-/// The MMIO load the hart last left the guest for.
+/// The MMIO load for which the hart last left the guest.
 #[derive(Clone, Copy)]
 struct MmioLoad {
     rd: u8,
@@ -66,8 +67,7 @@ struct MmioLoad {
 
 /// One hart.
 ///
-/// It starts in VS-mode with all registers 0. About 2 KiB, plus 8 KiB for each of at most 16 code
-/// pages.
+/// A hart takes about 2 KiB, plus 8 KiB for each of at most 16 code pages.
 pub struct Hart {
     x: Regs,
     pc: u64,
@@ -101,9 +101,9 @@ impl Hart {
 
     /// Runs guest code until the hart has to leave it; see [`HartExit`].
     ///
-    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]; it is read
-    /// with relaxed order. `budget` bounds the instructions executed, those that raise exceptions
-    /// included.
+    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]. The hart
+    /// reads `request` with relaxed order. `budget` limits the number of executed instructions.
+    /// Instructions that raise exceptions count too.
     pub fn run<B: Bus>(
         &mut self,
         bus: &mut B,
@@ -129,8 +129,8 @@ impl Hart {
                     match left.leave {
                         Leave::Jump => continue,
                         Leave::Slow(op) => self.slow(bus, op),
-                        // The way of a missing page: not through `Step`, whose copies cost more
-                        // than the look-up.
+                        // The path of a missing page avoids `Step`, whose copies cost more than
+                        // the look-up.
                         Leave::Memory(op, BusFault::Memory(fault)) => {
                             let (access, _) = kind_of_access(op.kind);
                             return HartExit::MemoryFault { fault, access };
@@ -164,7 +164,7 @@ impl Hart {
         }
     }
 
-    /// Counts the instruction at `pc`, goes on at `next`, and takes an interrupt if that
+    /// Counts the instruction at `pc`, continues at `next`, and takes an interrupt if that
     /// instruction enabled one.
     #[inline]
     fn retire(&mut self, next: u64) {
@@ -184,7 +184,7 @@ impl Hart {
     fn fetch<B: Bus>(&mut self, bus: &mut B) -> Result<(), BusFault> {
         let mut words = [0; PAGE_WORDS];
         let page = self.pc & !pageferry_addr::PAGE_MASK;
-        // The fault is the instruction's, not the page's.
+        // The guest sees the address of the instruction, not of the page.
         bus.fetch_page(page, &mut words)
             .map_err(|fault| match fault {
                 BusFault::Access { .. } | BusFault::Mmio { .. } => {
@@ -196,8 +196,8 @@ impl Hart {
         Ok(())
     }
 
-    /// Gives the load that the last [`HartExit::MmioLoad`] was about its value: its low bytes go to
-    /// the load's register, extended as the load says. Without such an exit since the last entry it
+    /// Completes the load of the last [`HartExit::MmioLoad`]: the low bytes of `value` go to the
+    /// load's register, sign- or zero-extended. Without such an exit since the last entry, the call
     /// does nothing.
     #[inline]
     pub fn complete_mmio_load(&mut self, value: u64) {
@@ -216,7 +216,7 @@ impl Hart {
         self.x[index]
     }
 
-    /// Sets register `index`; a write to `x0` is dropped.
+    /// Sets register `index`. A write to `x0` has no effect.
     ///
     /// # Panics
     /// If `index` is not below 32.
@@ -243,13 +243,13 @@ impl Hart {
         Ok(())
     }
 
-    /// How many instructions were retired: the `instret` CSR.
+    /// The number of retired instructions: the `instret` CSR.
     #[must_use]
     pub const fn instret(&self) -> u64 {
         self.instret
     }
 
-    /// Raises or lowers an interrupt. The guest takes it at the next entry, if it has it enabled.
+    /// Raises or lowers an interrupt. The guest takes it at the next entry, if it has enabled it.
     pub const fn set_interrupt(&mut self, interrupt: Interrupt, pending: bool) {
         let bit = 1 << interrupt as u32;
         if pending {
@@ -259,15 +259,15 @@ impl Hart {
         }
     }
 
-    /// Forgets the decoded code of the page that `gpa` lies in. To be called when other memory
-    /// appears there, or when the VMM wrote code there that must run without the guest's FENCE.I.
+    /// Forgets the decoded code of the page that contains `gpa`. Call it when other memory appears
+    /// there, or when the VMM wrote code there that must run without the guest's FENCE.I.
     pub fn invalidate_code_page(&mut self, gpa: u64) {
         self.code.invalidate(gpa);
     }
 
-    /// Forgets all decoded code: after a change of memory slots or a whole TLB flush.
+    /// Forgets all decoded code. Call it after a change of memory slots or a whole TLB flush.
     ///
-    /// The reservation of an LR is dropped too: the memory at its address may be another now.
+    /// It also drops the reservation of an LR: there may be other memory at its address now.
     pub fn invalidate_code(&mut self) {
         self.code.invalidate_all();
         self.reservation = None;
@@ -294,10 +294,10 @@ impl Hart {
         }
     }
 
-    /// Replaces the whole architectural state. Decoded code and the reservation are dropped.
+    /// Replaces the whole architectural state, and drops decoded code and the reservation.
     ///
     /// # Errors
-    /// If `state` is not one a hart can be in; the hart is then unchanged.
+    /// If no hart can be in `state`. The hart is then unchanged.
     pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
         state.validate()?;
         for (index, &value) in (0..).zip(&state.x) {

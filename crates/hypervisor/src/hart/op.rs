@@ -1,6 +1,6 @@
 //! A decoded instruction.
 
-/// Where writes to `x0` go: a register no instruction can read.
+/// The register that takes writes to `x0`. No instruction can read it.
 pub(super) const SINK: u8 = 32;
 
 /// One decoded instruction, 8 bytes.
@@ -12,15 +12,15 @@ pub(super) struct Op {
     pub(super) rd: u8,
     pub(super) rs1: u8,
     pub(super) rs2: u8,
-    /// The immediate, sign-extended. For branches and JAL the distance in instructions. For kinds
-    /// that say so the instruction itself.
+    /// The immediate, sign-extended. For branches and JAL: the distance in instructions. For some
+    /// kinds (see [`Kind`]): the instruction itself.
     pub(super) imm: i32,
 }
 
 const _: () = assert!(size_of::<Op>() == 8);
 
 impl Op {
-    /// An operation that is only its kind and the instruction's 32 bits.
+    /// An operation with no fields but its kind and the instruction's 32 bits.
     pub(super) const fn raw(kind: Kind, raw: u32) -> Self {
         Self {
             kind,
@@ -37,11 +37,11 @@ impl Op {
     }
 }
 
-/// Which instruction. Dense, because the interpreter jumps by it.
+/// The kind of an instruction. Its values are dense, because the interpreter jumps by them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Kind {
-    /// Not looked at yet; `imm` is the instruction.
+    /// Not decoded yet; `imm` is the instruction.
     Undecoded,
     Lui,
     Auipc,
@@ -105,7 +105,7 @@ pub(super) enum Kind {
     Divuw,
     Remw,
     Remuw,
-    // The rest is rare and leaves the interpreter's loop.
+    // The kinds below are rare and leave the interpreter's loop.
     /// `imm` is the instruction.
     Illegal,
     /// JAL or a branch to an address that is not a multiple of 4; `imm` is the instruction.

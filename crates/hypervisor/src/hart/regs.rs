@@ -3,10 +3,10 @@
 use super::op::SINK;
 use core::ops::{Index, IndexMut};
 
-/// `x0` to `x31`, and a place where writes to `x0` go.
+/// `x0` to `x31`, and a register that takes writes to `x0`.
 ///
-/// Indexed by any `u8` without a bounds check, which is why it is larger than it needs to be. The
-/// decoder never yields 0 as a destination, so `x0` is never written.
+/// There are 256 places, so that indexing by a `u8` needs no bounds check. The decoder never yields
+/// 0 as a destination, so nothing writes `x0`.
 #[derive(Clone)]
 pub(super) struct Regs([u64; 256]);
 
@@ -21,7 +21,7 @@ impl Regs {
         x
     }
 
-    /// Sets register `index` (0 to 31); a write to `x0` is dropped.
+    /// Sets register `index` (0 to 31). A write to `x0` has no effect.
     pub(super) const fn set(&mut self, index: u8, value: u64) {
         self.0[if index == 0 { SINK } else { index & 31 } as usize] = value;
     }

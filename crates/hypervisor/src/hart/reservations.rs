@@ -1,55 +1,63 @@
-//! LR/SC between the harts of a VM, exactly: an SC fails if anybody stored to the reserved bytes
-//! since its LR, even if the bytes are again what they were.
+//! Exact LR/SC between the harts of a VM.
 //!
-//! **Why a comparison is not enough.** An SC made of a compare-exchange succeeds after another
-//! hart's stores B, A over an A. The manual (volume I, "Load-Reserved/Store-Conditional
-//! Instructions") forbids that: an SC may succeed only if no store from another hart to the
-//! reservation set can be observed between the LR and the SC. Code like the pop of a linked stack
-//! rests on it.
+//! An SC fails if another hart stored to the reserved bytes since its LR, even if the bytes have
+//! their old value again.
 //!
-//! **Guarantee.** Between [`Reservations::load_reserved`] and a [`Reservations::store_conditional`]
-//! that returns true there was no [`Reservations::write`] to the aligned 8 bytes around, by any
-//! hart. All stores and AMOs to a page with reservations come through `write`, if the users keep
+//! **Why a comparison is not enough.** Over a word that holds A, another hart may store B and then
+//! A again. An SC that is a compare-exchange would succeed after that. The manual (volume I,
+//! "Load-Reserved/Store-Conditional Instructions") forbids it: an SC may succeed only if no store
+//! from another hart to the reservation set can be observed between the LR and the SC. The pop of a
+//! linked stack, for example, depends on it.
+//!
+//! **Guarantee.** Take [`Reservations::load_reserved`] and a [`Reservations::store_conditional`]
+//! that returns true. Between them, no hart called [`Reservations::write`] for the aligned 8 bytes
+//! around. All stores and AMOs to a page with reservations come through `write`, if the bus keeps
 //! the rules below.
 //!
-//! **Mechanism.** Ordinary stores must cost nothing. So pages are *watched* from the first LR in
-//! them on, and a TLB never lets a store to a watched page hit: it takes the miss path, which calls
-//! `write`. There each aligned 8 bytes have a word (shared with others by hash) with a lock bit and
-//! a count of writes. An LR notes the count, then loads; an SC takes the lock, and stores if the
-//! count is still the same. Sharing a word makes an SC fail without need, which the manual allows.
+//! **Mechanism.** Ordinary stores must cost nothing. So the first LR in a page makes it *watched*.
+//! A store to a watched page never hits in a TLB: it takes the miss path, which calls `write`.
 //!
-//! **Rules for the bus.** An address here is the same for all who reach the same memory: the
-//! host's.
-//! 1. A TLB entry for writing is filled only if [`Reservations::is_announced`] is false for its
+//! Each aligned 8 bytes have a word with a lock bit and a count of writes. Hashing makes several of
+//! them share a word. An LR reads the count, then loads. An SC takes the lock, and stores if the
+//! count is still the same. A shared word can make an SC fail without need, which the manual
+//! allows.
+//!
+//! **Rules for the bus.** Addresses here are host addresses, so that all harts use the same address
+//! for the same memory.
+//! 1. The bus fills a TLB entry for writing only if [`Reservations::is_announced`] is false for its
 //!    page.
-//! 2. An access that writes and misses goes through `write`, always.
-//! 3. An LR in a page that is not [`Reservations::is_watched`] leaves the guest
-//!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`], makes
-//!    every vCPU of the VM drop *all* TLB entries for writing, waits until each has, and calls
-//!    [`Reservations::confirm`]. Then it enters again.
+//! 2. An access that writes and misses always goes through `write`.
+//! 3. An LR in a page for which [`Reservations::is_watched`] is false leaves the guest
+//!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`]. It makes
+//!    every vCPU of the VM drop *all* TLB entries for writing, and waits until each has done so.
+//!    Then it calls [`Reservations::confirm`] and enters again.
 //!
-//! Why they suffice: a fill that saw the page not announced was made before its hart took the
-//! request to drop entries, and what that hart stored through it happens before `confirm`; so once
-//! an LR sees the page watched, nobody stores past `write`. Both sets only grow; an alias in them
-//! (they are hashed) watches a page too many.
+//! Why the rules suffice:
+//! 1. A hart that fills an entry before it sees the page announced does so before it takes the
+//!    request to drop entries.
+//! 2. The stores of that hart through that entry happen before `confirm`.
+//! 3. So once an LR sees the page watched, every store goes through `write`.
 //!
-//! **Not seen** are stores by the VMM's threads, unless they go through `write` as well.
+//! Both sets of pages only grow. They are hashed, so an alias makes another page watched as well.
+//!
+//! **Limit.** A store by a thread of the VMM does not end a reservation, unless it goes through
+//! `write` as well.
 
 use super::bus::Reserved;
 use super::int::{AmoInt, AmoOp};
 use super::sync::{AtomicU64, Ordering};
 use pageferry_addr::PAGE_SHIFT;
 
-/// Bits in a set of pages: a page falls together with one in 4096.
+/// The number of bits in a set of pages: two pages share a bit with probability 1/4096.
 const PAGE_BITS: usize = 4096;
-/// Words with a lock and a count.
+/// The number of words with a lock and a count.
 const WORDS: usize = 1024;
 
 const LOCKED: u64 = 1;
 /// One write, in the count above the lock bit.
 const WRITE: u64 = 2;
 
-/// How often a locked word is looked at before the thread gives up its processor.
+/// How often a thread polls a locked word before it yields its CPU.
 const SPINS: u32 = 100;
 
 /// The reservations of one VM. About 9 KiB.
@@ -93,7 +101,7 @@ const fn word_index(address: u64) -> usize {
 }
 
 impl Reservations {
-    /// No page is watched.
+    /// Makes a set in which no page is watched.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -117,14 +125,14 @@ impl Reservations {
         self.watched[index].load(Ordering::Acquire) & bit != 0
     }
 
-    /// From now on no TLB entry for writing is made for the page of `address`. Rule 3 says what has
-    /// to follow.
+    /// Forbids new TLB entries for writing the page of `address`. The caller then does the rest of
+    /// rule 3.
     pub fn announce(&self, address: u64) {
         let (index, bit) = page_bit(address);
         self.announced[index].fetch_or(bit, Ordering::AcqRel);
     }
 
-    /// No TLB has an entry for writing the page of `address`: there may be reservations in it.
+    /// Allows reservations in the page of `address`. No TLB may have an entry for writing it.
     pub fn confirm(&self, address: u64) {
         let (index, bit) = page_bit(address);
         self.watched[index].fetch_or(bit, Ordering::AcqRel);
@@ -137,8 +145,8 @@ impl Reservations {
             "an LR at {address:#x} in a page that is not watched"
         );
         let word = &self.words[word_index(address)];
-        // The count before the value: a write in between only makes the SC fail. Acquire, and the
-        // load itself is ordered: it does not move up.
+        // The count comes before the value, so that a write in between only makes the SC fail.
+        // Acquire keeps the load of the value behind it.
         let mut spins = 0;
         let version = loop {
             let version = word.load(Ordering::Acquire);
@@ -153,8 +161,8 @@ impl Reservations {
         }
     }
 
-    /// SC: stores `value` to `cell`, which is at `address`, unless somebody wrote there since
-    /// `reserved`.
+    /// SC: stores `value` to `cell`, which is at `address`, unless a hart wrote there since
+    /// `reserved`. Returns whether it stored.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
@@ -163,7 +171,7 @@ impl Reservations {
         value: T,
     ) -> bool {
         let word = &self.words[word_index(address)];
-        // Only from the count the LR saw to locked: if it fails, somebody wrote or is writing.
+        // The exchange expects the count that the LR saw. It fails if a hart wrote or is writing.
         let locked = reserved.version | LOCKED;
         let unchanged = word
             .compare_exchange(
@@ -180,15 +188,15 @@ impl Reservations {
         unchanged
     }
 
-    /// Calls `write`, which stores to the `size` bytes (1 to 8) at `address`, so that reservations
-    /// there end. If the page is not announced, it only calls it.
+    /// Calls `write`, which stores to the `size` bytes (1 to 8) at `address`, and ends reservations
+    /// there. If the page is not announced, there are none to end.
     pub fn write<R>(&self, address: u64, size: u64, write: impl FnOnce() -> R) -> R {
         let last = address.wrapping_add(size.saturating_sub(1));
         if !self.is_announced(address) && !self.is_announced(last) {
             return write();
         }
-        // A misaligned store may touch two words; in the order of their places, so that two stores
-        // cannot each wait for the other.
+        // A misaligned store may need two words. Locking them in index order avoids a deadlock of
+        // two stores.
         let (a, b) = (word_index(address), word_index(last));
         let (first, second) = (a.min(b), a.max(b));
         let first_word = self.lock(first);
@@ -201,7 +209,7 @@ impl Reservations {
         result
     }
 
-    /// Locks word `index`. Returns its count.
+    /// Locks word `index`. Returns its value without the lock bit.
     fn lock(&self, index: usize) -> u64 {
         let word = &self.words[index];
         let mut spins = 0;
@@ -224,8 +232,8 @@ impl Reservations {
     }
 }
 
-/// Waits a little for a lock that is held for a few instructions, unless its holder's thread is off
-/// its processor.
+/// Waits a little for a lock. Its holder needs a few instructions only, unless its thread is
+/// descheduled.
 fn pause(spins: &mut u32) {
     if *spins < SPINS {
         *spins += 1;

@@ -1,4 +1,4 @@
-//! The instructions that leave the interpreter's loop, and accesses that did not go through there.
+//! The instructions that leave the interpreter's loop, and accesses that the bus refused there.
 
 use super::bus::{Access, Bus, BusFault, Reserved};
 use super::csr::{Cause, Mode, NoCsr};
@@ -9,11 +9,11 @@ use super::op::{Kind, Op, SINK};
 use super::sync::{Ordering, fence};
 use super::{Hart, MmioLoad, Reservation};
 
-/// What one instruction came to.
+/// The outcome of one instruction.
 pub(super) enum Step {
     /// It is retired; the next one follows.
     Next,
-    /// It is retired; another place follows.
+    /// It is retired; the instruction at this address follows.
     Jump(u64),
     /// It raises an exception, with this `stval`.
     Trap(Cause, u64),
@@ -26,7 +26,7 @@ pub(super) enum Step {
 }
 
 impl Hart {
-    /// Does `op`, which is at `self.pc`; `self.instret` does not count it yet.
+    /// Executes `op`, which is at `self.pc`. `self.instret` does not count it yet.
     pub(super) fn slow<B: Bus>(&mut self, bus: &mut B, op: Op) -> Step {
         let raw = op.instruction();
         match op.kind {
@@ -56,7 +56,7 @@ impl Hart {
             Kind::Sret => Step::Jump(self.csrs.sret()),
             Kind::Wfi if self.csrs.waking() => Step::Next,
             Kind::Wfi => Step::ExitAfter(HartExit::Halted),
-            // Translation is Bare: there is nothing to fence but the order of accesses.
+            // Translation is Bare: only the order of accesses needs the fence.
             Kind::SfenceVma => {
                 fence(Ordering::SeqCst);
                 Step::Next
@@ -65,8 +65,8 @@ impl Hart {
         }
     }
 
-    /// JAL or a branch whose target is not a multiple of 4. The exception is the jump's own, and
-    /// only if the branch is taken; the link register stays as it is.
+    /// JAL or a branch whose target is not a multiple of 4. A taken jump raises the exception at
+    /// its own address, and does not write the link register.
     fn odd_jump(&self, op: Op) -> Step {
         let raw = op.instruction();
         let is_jal = raw & 0x7f == 0x6f;
@@ -99,7 +99,7 @@ impl Hart {
             self.x[op.rs1]
         };
         let (is_swap, clears) = (funct3(raw) & 3 == 1, funct3(raw) & 3 == 3);
-        // CSRRS and CSRRC with x0 or an immediate of 0 only read; CSRRW to x0 only writes.
+        // CSRRS and CSRRC with x0 or an immediate of 0 only read. CSRRW to x0 only writes.
         let (reads, writes) = (!is_swap || op.rd != SINK, is_swap || op.rs1 != 0);
         self.csrs.check_mode(number)?;
         let old = if reads {
@@ -188,7 +188,7 @@ impl Hart {
         }
     }
 
-    /// Does the load or store `op`, which the bus refused with `fault`.
+    /// Completes the load or store `op`, which the bus refused with `fault`.
     pub(super) fn memory<B: Bus>(&mut self, bus: &mut B, op: Op, fault: BusFault) -> Step {
         let gpa = self.x[op.rs1].wrapping_add(op.imm as i64 as u64);
         let (access, size) = kind_of_access(op.kind);
@@ -224,7 +224,7 @@ impl Hart {
     }
 }
 
-/// What the load or store `kind` does, and how many bytes it is of.
+/// The access of a load or store `kind`, and its number of bytes.
 pub(super) const fn kind_of_access(kind: Kind) -> (Access, u8) {
     match kind {
         Kind::Lb | Kind::Lbu => (Access::Load, 1),
@@ -238,7 +238,7 @@ pub(super) const fn kind_of_access(kind: Kind) -> (Access, u8) {
     }
 }
 
-/// What a load of `kind` puts into its register when `value` is what was there.
+/// The register value after a load of `kind` that read `value`.
 pub(super) const fn extend(kind: Kind, value: u64) -> u64 {
     match kind {
         Kind::Lb => value as i8 as i64 as u64,
@@ -256,7 +256,7 @@ fn sign_extend<T: AmoInt>(value: T) -> u64 {
     ((value.to_u64() << shift) as i64 >> shift) as u64
 }
 
-/// A misaligned load, byte by byte: the ISA does not ask for more, and a fault on the way has no
+/// A misaligned load, byte by byte. The ISA does not require more, and a fault in between has no
 /// effect.
 fn load_bytes<B: Bus>(bus: &mut B, gpa: u64, size: u8) -> Result<u64, BusFault> {
     let mut bytes = [0; 8];
@@ -267,15 +267,15 @@ fn load_bytes<B: Bus>(bus: &mut B, gpa: u64, size: u8) -> Result<u64, BusFault> 
 }
 
 fn illegal(raw: u32) -> Step {
-    // stval holds the instruction; one of the 16-bit encodings is only 16 bits long.
+    // stval holds the instruction. A 16-bit encoding has only 16 bits.
     Step::Trap(
         Cause::Illegal,
         u64::from(if raw & 3 == 3 { raw } else { raw & 0xffff }),
     )
 }
 
-/// What an access comes to that is not to be split or emulated: atomics, misaligned accesses and
-/// fetches in MMIO are access faults.
+/// The outcome of a refused access that the hart neither splits nor lets the VMM emulate. Atomics,
+/// misaligned accesses and fetches in MMIO are access faults.
 pub(super) fn refused(fault: BusFault, access: Access) -> Step {
     match fault {
         BusFault::Requested => Step::ExitBefore(HartExit::Requested),
@@ -288,20 +288,21 @@ pub(super) fn refused(fault: BusFault, access: Access) -> Step {
             };
             Step::Trap(cause, gpa)
         }
-        // The bus was asked for what cannot be misaligned.
+        // The hart never calls this for an access that can be misaligned.
         BusFault::Misaligned => unreachable!("a bus reported an aligned access as misaligned"),
     }
 }
 
-/// FENCE, by a host fence at least as strong.
+/// FENCE, by a host fence that is at least as strong.
 ///
-/// The mapping goes by Rust's fences, which here stand between relaxed atomics: an acquire fence
-/// orders earlier loads before everything later, a release fence orders everything earlier before
-/// later stores, and only the sequentially consistent one orders earlier stores before later loads.
+/// Guest accesses are relaxed atomics. Between them,
+/// - an acquire fence orders earlier loads before all later accesses;
+/// - a release fence orders all earlier accesses before later stores;
+/// - only a sequentially consistent fence orders earlier stores before later loads.
 fn guest_fence(raw: u32) {
     let [reads_before, writes_before] = [raw >> 24 & 0b1010, raw >> 24 & 0b0101];
     let [reads_after, writes_after] = [raw >> 20 & 0b1010, raw >> 20 & 0b0101];
-    // FENCE.TSO orders all but earlier stores before later loads.
+    // FENCE.TSO orders everything but earlier stores before later loads.
     let is_tso = raw >> 28 == 8;
     if reads_before | writes_before == 0 || reads_after | writes_after == 0 {
         // A hint (PAUSE is one).

@@ -1,13 +1,15 @@
-//! A hart's whole state, as it moves from one process to another.
+//! A hart's whole state, in the form that moves between processes.
 
 use super::csr::{INTERRUPTS, Mode, SCOUNTEREN_WRITABLE, SSTATUS_UXL, SSTATUS_WRITABLE};
 use thiserror::Error;
 
-/// Everything of a hart that a program can tell, as plain values.
+/// The state of a hart that a guest can observe, as plain values.
 ///
-/// Not in it: the reservation of an LR, which a move drops (the ISA lets an SC fail for no reason);
-/// `cycle`, which is `instret` (this hart takes one cycle an instruction); `time`, which is the
-/// VM's; `satp` and `senvcfg`, which are always 0.
+/// It leaves out:
+/// - the reservation of an LR, which a move drops (the ISA lets an SC fail without reason);
+/// - `cycle`, which equals `instret` (this hart takes one cycle an instruction);
+/// - `time`, which belongs to the VM;
+/// - `satp` and `senvcfg`, which are always 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HartState {
     /// The integer registers; `x[0]` is 0.
@@ -16,7 +18,7 @@ pub struct HartState {
     pub pc: u64,
     /// The privilege mode.
     pub mode: Mode,
-    /// As the guest reads it, `UXL` included.
+    /// The value that the guest reads, `UXL` included.
     pub sstatus: u64,
     /// Interrupts enabled.
     pub sie: u64,
@@ -28,13 +30,13 @@ pub struct HartState {
     pub scounteren: u64,
     /// Scratch register.
     pub sscratch: u64,
-    /// Where the last trap came from, a multiple of 4.
+    /// The address of the last trap, a multiple of 4.
     pub sepc: u64,
-    /// Why the last trap was taken.
+    /// The cause of the last trap.
     pub scause: u64,
-    /// More about the last trap.
+    /// The address or instruction of the last trap.
     pub stval: u64,
-    /// Instructions retired.
+    /// The number of retired instructions.
     pub instret: u64,
 }
 
@@ -47,14 +49,14 @@ pub enum StateError {
     /// `pc` is not a multiple of 4.
     #[error("pc {0:#x} is not a multiple of 4")]
     Pc(u64),
-    /// A CSR has a value it cannot hold.
+    /// A CSR has a value that it cannot hold.
     #[error("{name} cannot hold {value:#x}: the bits {bad:#x} are wrong")]
     Csr {
         /// The CSR's name.
         name: &'static str,
         /// The value.
         value: u64,
-        /// The bits that are set but must be 0, or the other way round.
+        /// The bits that are set but must be 0, or are 0 but must be set.
         bad: u64,
     },
 }
@@ -63,7 +65,7 @@ impl HartState {
     /// Checks that a hart can be in this state.
     ///
     /// # Errors
-    /// The first field that is wrong.
+    /// The first wrong field.
     pub fn validate(&self) -> Result<(), StateError> {
         if self.x[0] != 0 {
             return Err(StateError::X0(self.x[0]));
