@@ -1,4 +1,4 @@
-//! The VM's clock: what the `time` CSR of every vCPU shows.
+//! The VM's clock, which the `time` CSR of every vCPU shows.
 
 use crate::hart::TIMEBASE_HZ;
 use crate::sync::{AtomicU64, Ordering};
@@ -6,7 +6,7 @@ use std::time::Instant;
 
 const NANOS_PER_TICK: u128 = 1_000_000_000 / TIMEBASE_HZ as u128;
 
-/// Ticks of [`TIMEBASE_HZ`] since the VM was created, plus what was set.
+/// Ticks of [`TIMEBASE_HZ`] since the VM was created, plus an offset.
 pub(crate) struct Clock {
     start: Instant,
     /// Added to the ticks since `start`, wrapping.
@@ -30,7 +30,7 @@ impl Clock {
             .wrapping_add(self.offset.load(Ordering::Relaxed))
     }
 
-    /// Moves the clock forward to `ticks`, if it is behind: it never goes back.
+    /// Moves the clock forward to `ticks`. It never moves back.
     pub(crate) fn advance_to(&self, ticks: u64) {
         let since_start = self.since_start();
         let behind = |offset: u64| {

@@ -1,23 +1,25 @@
-//! How a VM is configured, and its capabilities.
+//! The configuration of a VM, and its capabilities.
 
 use crate::dirty_log::DirtyBy;
 use pageferry_memslot::SlotFlags;
 
-/// How large a VM may become.
+/// The limits of a VM, and its kind of dirty log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmConfig {
-    /// The ids of its vCPUs are below this.
+    /// The limit of vCPU ids, exclusive.
     pub max_vcpus: u32,
-    /// The ids of its memory slots are below this.
+    /// The limit of memory slot ids, exclusive.
     pub max_slots: u16,
-    /// How the dirty log learns that a page was written to.
+    /// The way in which the dirty log learns of a written page.
     pub dirty_by: DirtyBy,
     /// The state in which a log begins, and the call that clears it.
     pub dirty_protect: DirtyProtect,
-    /// How many entries each vCPU's dirty ring has, if there are rings
-    /// (`KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`): a power of two from 128 to
-    /// [`MAX_ENTRIES`](pageferry_tdp::ring::MAX_ENTRIES). Pages that vCPUs dirty then go there, by
-    /// write protection. The slots' bitmaps have only pages that are found dirty otherwise.
+    /// The number of entries of each vCPU's dirty ring, if there are rings
+    /// (`KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`). It is a power of two from 128 to
+    /// [`MAX_ENTRIES`](pageferry_tdp::ring::MAX_ENTRIES).
+    ///
+    /// With rings, pages that a vCPU dirties go into its ring, by write protection. The slots'
+    /// bitmaps get the other dirty pages.
     pub dirty_ring: Option<u32>,
 }
 
@@ -30,13 +32,13 @@ pub enum DirtyProtect {
     /// [`Vm::clear_dirty_log`](crate::Vm::clear_dirty_log), which protects the pages that it is
     /// given, when the caller is about to copy them.
     ByClear,
-    /// As `ByClear`; and a log begins with all pages dirty and none protected
-    /// (`KVM_DIRTY_LOG_INITIALLY_SET`), so that turning it on costs next to nothing.
+    /// The same as `ByClear`, but a log begins with all pages dirty and none protected
+    /// (`KVM_DIRTY_LOG_INITIALLY_SET`). Starting such a log costs next to nothing.
     InitiallySet,
 }
 
 impl Default for VmConfig {
-    /// 1024 vCPUs and 32 764 memory slots, as KVM on x86-64.
+    /// 1024 vCPUs and 32 764 memory slots, like KVM on x86-64.
     fn default() -> Self {
         Self {
             max_vcpus: 1024,
@@ -56,11 +58,11 @@ pub struct Capabilities {
     pub max_vcpus: u32,
     /// The most memory slots of this VM (`KVM_CAP_NR_MEMSLOTS`).
     pub max_slots: u16,
-    /// The flags a slot may have.
+    /// The flags that a slot may have.
     pub slot_flags: SlotFlags,
-    /// The bits of a guest-physical address.
+    /// The number of bits of a guest-physical address.
     pub gpa_bits: u32,
-    /// Whether stores to chosen pages can be made to leave the guest:
-    /// [`Vm::track_writes`](crate::Vm::track_writes).
+    /// Whether [`Vm::track_writes`](crate::Vm::track_writes) can make stores to chosen pages leave
+    /// the guest.
     pub write_tracking: bool,
 }

@@ -1,4 +1,4 @@
-//! Reading the dirty log. `revoke.rs` proves that nothing is lost.
+//! Reading the dirty log. `revoke.rs` proves that no write is lost.
 
 use crate::config::DirtyProtect;
 use crate::dirty_log::{DirtyBy, DirtyLog};
@@ -16,17 +16,17 @@ use pageferry_memslot::Slot;
 const BITS: usize = u64::BITS as usize;
 
 impl<M: Memslots> Vm<M> {
-    /// Fetches the dirty log of `slot`; returns how many pages it names. It clears the log and
-    /// protects those pages again, unless [`DirtyProtect`] leaves that to
+    /// Fetches the dirty log of `slot`. Returns the number of pages in it. The call clears the log
+    /// and protects those pages again, unless [`DirtyProtect`] leaves that to
     /// [`clear_dirty_log`](Self::clear_dirty_log).
     ///
-    /// Bit `i` of word `w` is the slot's page `64 * w + i`, as in `KVM_GET_DIRTY_LOG`. When this
-    /// returns, every write made before the call is in `into`, or was in an earlier log. If the log
-    /// was cleared, no vCPU can write the pages in `into` unnoticed any more. So a caller that
-    /// copies them now copies what was logged.
+    /// Bit `i` of word `w` is the slot's page `64 * w + i`, as in `KVM_GET_DIRTY_LOG`. When the
+    /// call returns, every write made before it is in `into`, or was in an earlier log. If the call
+    /// cleared the log, every later write to a page in `into` is logged again. So the caller can
+    /// copy those pages now.
     ///
     /// # Errors
-    /// If there is no such slot, it has no log, or `into` has another number of words than the log.
+    /// If there is no such slot, it has no log, or the length of `into` differs from the log's.
     pub fn get_dirty_log(&self, slot: u16, into: &mut [u64]) -> Result<u64, VmError> {
         if self.config().dirty_protect != DirtyProtect::ByGet {
             return self.read_dirty_log(slot, into);
@@ -51,18 +51,19 @@ impl<M: Memslots> Vm<M> {
             }
         });
         if pages != 0 && changed == 0 {
-            // An entry had lost the permission to store already. The call that took it may not have
+            // Every entry had lost its write permission before. The call that took it may not have
             // flushed.
             self.state.flush_writes();
         }
         Ok(pages)
     }
 
-    /// Copies the dirty log of `slot` and leaves its bits; returns how many pages it names. Beside
-    /// running vCPUs the copy may miss pages. The log does not: the bits stay for the next call.
+    /// Copies the dirty log of `slot` and leaves its bits. Returns the number of pages in it.
+    ///
+    /// While vCPUs run, the copy may miss pages. The log does not: its bits stay for the next call.
     ///
     /// # Errors
-    /// As [`Vm::get_dirty_log`].
+    /// The same as [`Vm::get_dirty_log`].
     pub fn read_dirty_log(&self, slot: u16, into: &mut [u64]) -> Result<u64, VmError> {
         let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
@@ -76,15 +77,15 @@ impl<M: Memslots> Vm<M> {
         Ok(pages)
     }
 
-    /// Takes pages out of the dirty log of `slot` and protects them again, so that the next store
-    /// to each is logged, as `KVM_CLEAR_DIRTY_LOG` does. Bit `i` of word `w` of `clear` is the
-    /// slot's page `first + 64 * w + i`. Returns how many of them the log had.
+    /// Takes pages out of the dirty log of `slot`, and protects them so that the next store to each
+    /// is logged. This is `KVM_CLEAR_DIRTY_LOG`. Bit `i` of word `w` of `clear` is the slot's page
+    /// `first + 64 * w + i`. Returns the number of those pages that were in the log.
     ///
-    /// When this returns, no vCPU can write those pages unnoticed any more: copy them after it. It
+    /// When the call returns, every later write to those pages is logged: copy them after it. It
     /// splits large pages that `clear` reaches, where [`DirtyProtect::InitiallySet`] has left any.
     ///
     /// # Errors
-    /// If there is no such slot, it has no log, `first` is no multiple of 64, or `clear` reaches
+    /// If there is no such slot, it has no log, `first` is not a multiple of 64, or `clear` reaches
     /// past the last word of the log. Nothing has changed then.
     pub fn clear_dirty_log(&self, slot: u16, first: u64, clear: &[u64]) -> Result<u64, VmError> {
         let mut writer = self.changes.lock();
@@ -115,15 +116,15 @@ impl<M: Memslots> Vm<M> {
                     .checked_add(first)
                     .and_then(|first| GfnRange::new(first, reached))
             {
-                // Pages that were large when the log began still are. A dirty bit must name one
-                // page.
+                // Pages that were large when the log began still are. A dirty bit must stand for
+                // one page.
                 let Ok(_) = worker.split(part, 1, &()) else {
                     unreachable!("the platform aborts where there is no memory");
                 };
             }
             for (w, mask) in (from..).zip(clear) {
                 if mask & words[w].load(Ordering::Relaxed) != 0 {
-                    // First the bits, then the protection: see `revoke.rs`.
+                    // The bits come before the protection; see `revoke.rs`.
                     let taken = mask & words[w].fetch_and(!mask, Ordering::AcqRel);
                     changed += protect(worker, slot, log, w, taken);
                     pages += u64::from(taken.count_ones());
@@ -136,11 +137,11 @@ impl<M: Memslots> Vm<M> {
         Ok(pages)
     }
 
-    /// Protects the pages again that were harvested from the vCPUs' dirty rings, and makes room for
-    /// others, as `KVM_RESET_DIRTY_RINGS` does. Returns how many pages those were.
+    /// Protects the pages that were harvested from the vCPUs' dirty rings, and frees their entries
+    /// in the rings. This is `KVM_RESET_DIRTY_RINGS`. Returns the number of those pages.
     ///
-    /// When this returns, no vCPU can write those pages unnoticed any more: copy them after it.
-    /// Pages of slots that were deleted, moved, or made smaller meanwhile are passed over.
+    /// When the call returns, every later write to those pages is logged: copy them after it. It
+    /// skips pages whose slot no longer has them.
     pub fn reset_dirty_rings(&self) -> u64 {
         let mut writer = self.changes.lock();
         let Writer {
@@ -174,7 +175,7 @@ impl<M: Memslots> Vm<M> {
     }
 }
 
-/// Moves the entries' dirty bits to the log, and flushes if there were any; returns how many.
+/// Moves the entries' dirty bits to the log, and flushes if there were any. Returns their number.
 fn harvest<M: Memslots>(
     slots: &M,
     worker: &mut Worker,
@@ -190,8 +191,8 @@ fn harvest<M: Memslots>(
     }
 }
 
-/// Makes the next store to each page of `taken`, 64 bits from the log, be logged again; returns how
-/// many pages' entries changed. No large page is there.
+/// Makes the tables log the next store to each page of `taken`, a word from the log. Returns the
+/// number of changed entries. There must be no large page.
 fn protect(
     worker: &mut Worker,
     slot: &Slot<SlotData>,
@@ -202,8 +203,8 @@ fn protect(
     let base = Gfn(slot.range.start().0 + (word * BITS) as u64);
     match log.by {
         DirtyBy::WriteProtection => worker.log_by_fault_mask(base, taken, &()),
-        // Stores that the bits report come before the flush, and the caller copies the pages after
-        // it.
+        // The stores that the bits report come before the flush. The caller copies the pages after
+        // the flush.
         DirtyBy::Bits => worker.clear_dirty_mask(base, taken, &()),
     }
 }

@@ -1,10 +1,10 @@
-//! The dirty log that a slot keeps: a bit a page.
+//! The dirty log of a slot: one bit a page.
 
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 
-/// How the log learns that a page was written to.
+/// The way in which the log learns of a written page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum DirtyBy {
     /// By write protection: the first store to each page faults.
@@ -15,7 +15,7 @@ pub enum DirtyBy {
     Bits,
 }
 
-/// A slot's log: its page `i` is bit `i`.
+/// A slot's log. Bit `i` is the slot's page `i`.
 #[derive(Clone)]
 pub(crate) struct DirtyLog {
     pub(crate) bits: Arc<PageBitmap>,

@@ -1,4 +1,4 @@
-//! Why a VM refused a call.
+//! The errors of a VM's calls.
 
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
@@ -12,51 +12,50 @@ pub enum VmError {
     /// The memory slots' rules refuse the request.
     #[error(transparent)]
     Slot(#[from] SlotError),
-    /// The host range is not inside the memory that was given with it.
+    /// The host range is not inside the memory that the request names as its owner.
     #[error("host range {hva} + {size:#x} of slot {slot} is not inside the memory given for it{}", owned(.memory))]
     NotOwned {
         /// The slot.
         slot: u16,
         /// The first address.
         hva: Hva,
-        /// In bytes.
+        /// The size in bytes.
         size: u64,
-        /// The memory given, if any was.
+        /// The addresses of the given memory, if any was given.
         memory: Option<Range<Hva>>,
     },
     /// The flag `USERFAULT` needs a bitmap.
-    #[error("slot {0} is to have USERFAULT but no bitmap was given")]
+    #[error("slot {0} needs a userfault bitmap for the flag USERFAULT")]
     NoUserfaultBitmap(u16),
-    /// The bitmap has not a bit for each page.
+    /// The bitmap has too few bits for the slot's pages.
     #[error("the userfault bitmap has {bits} bits, but slot {slot} needs {pages} from {first:?}")]
     UserfaultBitmapTooSmall {
         /// The slot.
         slot: u16,
-        /// How many bits there are.
+        /// The number of bits.
         bits: usize,
         /// The bit of the slot's first page.
         first: RamPage,
-        /// How many pages the slot has.
+        /// The number of the slot's pages.
         pages: u64,
     },
     /// There is no such slot.
     #[error("there is no slot {0}")]
     NoSuchSlot(u16),
-    /// The slot's writes are not logged.
+    /// The slot does not log its writes.
     #[error("slot {0} has no dirty log; give it LOG_DIRTY_PAGES first")]
     NoDirtyLog(u16),
-    /// The buffer for the dirty log has another size than the log.
+    /// The sizes of the buffer and the dirty log differ.
     #[error("the dirty log of slot {slot} has {needed} words, not {given}")]
     DirtyLogSize {
         /// The slot.
         slot: u16,
-        /// The words of the log: one for each 64 pages begun.
+        /// The number of words of the log: one for each 64 pages begun.
         needed: usize,
-        /// The words of the buffer.
+        /// The number of words of the buffer.
         given: usize,
     },
-    /// The part of a dirty log that is to be cleared does not begin at a word, or is not inside the
-    /// log.
+    /// The part of a dirty log to clear does not begin at a word, or is not inside the log.
     #[error(
         "the dirty log of slot {slot} has {log} words of 64 pages: {words} from page {first} are not a part of it"
     )]
@@ -65,36 +64,36 @@ pub enum VmError {
         slot: u16,
         /// The first page.
         first: u64,
-        /// How many words were given.
+        /// The number of given words.
         words: usize,
-        /// The words of the log.
+        /// The number of words of the log.
         log: usize,
     },
-    /// No store reaches a read-only slot, so none can be tracked.
+    /// No store reaches a read-only slot, so the VM cannot track its stores.
     #[error("slot {0} is read-only: its stores leave the guest as MMIO and are not tracked")]
     ReadOnlySlot(u16),
     /// The slot does not have all of the pages.
-    #[error("slot {slot} has {has} pages: {} to {} are not a part of them", .pages.start, .pages.end)]
+    #[error("slot {slot} has {has} pages: {}..{} is not a part of them", .pages.start, .pages.end)]
     PagesOutside {
         /// The slot.
         slot: u16,
-        /// The pages that were given, the last one excluded.
+        /// The given pages.
         pages: Range<u64>,
-        /// How many pages the slot has.
+        /// The number of the slot's pages.
         has: u64,
     },
-    /// The id is not one this VM has room for.
-    #[error("vCPU {id} is too many: ids are below {max}")]
+    /// The id reaches the VM's limit.
+    #[error("vCPU id {id} is too large: the limit is {max}")]
     VcpuIdTooLarge {
         /// The id.
         id: u32,
         /// The VM's limit.
         max: u32,
     },
-    /// The VM is to have dirty rings of a size that there is not.
+    /// The size that the VM's configuration gives for dirty rings is not possible.
     #[error(transparent)]
     DirtyRing(BadRing),
-    /// The id is taken.
+    /// The id is in use.
     #[error("vCPU {0} exists already")]
     VcpuExists(u32),
 }

@@ -3,15 +3,15 @@
 //! **Guarantee.** When [`Gate::request`] and then [`Ticket::wait`] have returned:
 //! 1. Every entry into the guest that began before the request has ended.
 //! 2. All accesses of those entries to guest memory and tables happen before the return.
-//! 3. A later entry begins only after the vCPU has taken the request: it has flushed its TLB, or
-//!    has looked at the new slots.
+//! 3. A later entry begins only after the vCPU has taken the request: for example, after it has
+//!    flushed its TLB.
 //!
-//! No kick is lost, whether the vCPU is inside, outside, or on its way.
+//! No kick is lost, whether the vCPU is inside, outside, or just entering.
 //!
 //! **Mechanism.** Each vCPU has one word: the open requests, one bit "inside the guest", and a
 //! count of entries. KVM has the same protocol in two words (`vcpu->mode` and `vcpu->requests`, see
-//! `Documentation/virt/kvm/vcpu-requests.rst`). There each side writes its own word and reads the
-//! other's, so both need a sequentially consistent fence. Here both sides change *one* word by
+//! `Documentation/virt/kvm/vcpu-requests.rst`). Each side of it writes one word and reads the
+//! other, so both need a sequentially consistent fence. Here both sides change *one* word by
 //! read-modify-write operations, which are totally ordered:
 //!
 //! - The vCPU enters by a compare-exchange from "no request, outside" to "inside, one more entry".
@@ -28,18 +28,18 @@
 //!   everything that the requester did before (zapped SPTEs, published slots) happens before all
 //!   later entries.
 //!
-//! **The poll flag** is a second word, so that an interpreter has something small to poll. A
-//! requester sets it after its `fetch_or`. The vCPU clears it before each read-modify-write of the
-//! first word by which it enters or takes requests. Two cases:
+//! **The poll flag** is a second word, which an interpreter polls. A requester sets it after its
+//! `fetch_or`. The vCPU clears it before each read-modify-write of the first word by which it
+//! enters or takes requests. There are two cases:
 //! 1. The requester's `fetch_or` comes after that read-modify-write. Then it acquires the clearing,
 //!    so the setting comes later in the flag's order and stays.
-//! 2. It comes before. Then the vCPU takes the request, or the request keeps the vCPU out. A flag
-//!    that is set late costs one needless exit.
+//! 2. The `fetch_or` comes before. Then the vCPU takes the request, or the request keeps the vCPU
+//!    out. A flag that the requester sets late costs one needless exit.
 //!
-//! So no request goes unnoticed.
+//! So the vCPU notices every request.
 //!
-//! The count of entries tells a vCPU that has left and entered again from one that never left. So a
-//! requester waits for one exit at most, even if others keep making requests.
+//! The count of entries distinguishes a vCPU that left and entered again from a vCPU that never
+//! left. So a requester waits for one exit at most, even if other threads keep making requests.
 //!
 //! **Neighbours.** [`crate::VcpuCore`] enters and leaves. The VM requests flushes, and
 //! [`crate::KickHandle`] kicks. The gate knows nothing of TLBs, tables or slots. A loom model
@@ -55,9 +55,9 @@ pub struct Requests(u64);
 impl Requests {
     /// Return from `run` with [`crate::Exit::Kicked`].
     pub const KICK: Self = Self(1);
-    /// Leave the guest once. Everything that the vCPU began with old slots is over then.
+    /// Leave the guest once, so that every fault that read old slots has ended.
     pub const QUIESCE: Self = Self(1 << 1);
-    /// Forget that pages are writable (after write protection).
+    /// Forget which pages are writable (after write protection).
     pub const FLUSH_WRITES: Self = Self(1 << 2);
     /// Forget all translations and decoded code.
     pub const FLUSH: Self = Self(1 << 3);
@@ -89,7 +89,7 @@ const ENTRY: u64 = 1 << 5;
 #[repr(align(128))]
 pub struct Gate {
     word: AtomicU64,
-    /// Not 0 where the vCPU should leave.
+    /// Not 0 if the vCPU should leave.
     poll: AtomicU32,
 }
 
@@ -100,7 +100,7 @@ impl Default for Gate {
 }
 
 impl Gate {
-    /// A gate whose vCPU is outside, without requests.
+    /// Makes a gate without requests, whose vCPU is outside.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -114,7 +114,7 @@ impl Gate {
     /// outside.
     ///
     /// # Errors
-    /// The requests taken.
+    /// The requests that it took.
     ///
     /// # Panics
     /// If the vCPU is inside already.
@@ -141,14 +141,14 @@ impl Gate {
         }
     }
 
-    /// Whether a vCPU inside should leave: one relaxed load. It may be true without need.
+    /// Whether a vCPU inside should leave. One relaxed load; it may return true without need.
     #[inline]
     #[must_use]
     pub fn has_requests(&self) -> bool {
         self.poll.load(Ordering::Relaxed) != 0
     }
 
-    /// The word that [`Gate::has_requests`] loads, for a loop that polls on its own: leave when it
+    /// The word that [`Gate::has_requests`] loads. A loop may poll it directly, and leave when it
     /// is not 0.
     #[cfg(not(loom))]
     #[must_use]
@@ -157,13 +157,14 @@ impl Gate {
         &self.poll
     }
 
-    /// Whether a kick waits to be taken.
+    /// Whether a kick is open.
     #[must_use]
     pub fn is_kicked(&self) -> bool {
         self.word.load(Ordering::Relaxed) & Requests::KICK.0 != 0
     }
 
-    /// Makes a request. If the vCPU is inside, it leaves soon, and the ticket tells when it has.
+    /// Makes a request. If the vCPU is inside, it leaves soon, and the caller can wait for that
+    /// with the ticket.
     pub fn request(&self, requests: Requests) -> Option<Ticket<'_>> {
         let old = self.word.fetch_or(requests.0, Ordering::AcqRel);
         self.poll.store(1, Ordering::Relaxed);
@@ -174,7 +175,7 @@ impl Gate {
     }
 }
 
-/// Proof that the vCPU is inside its guest; leaves when dropped, also by a panic.
+/// Proof that the vCPU is inside its guest. Dropping it leaves the guest, also during a panic.
 #[derive(Debug)]
 pub struct Inside<'gate> {
     gate: &'gate Gate,
@@ -187,7 +188,7 @@ impl Drop for Inside<'_> {
     }
 }
 
-/// One entry of a vCPU into its guest, whose end a requester waits for.
+/// One entry of a vCPU into its guest. A requester waits for its end.
 #[derive(Debug)]
 #[must_use = "the vCPU may still be inside"]
 pub struct Ticket<'gate> {
@@ -203,9 +204,11 @@ impl Ticket<'_> {
         self.gate.word.load(Ordering::Acquire) & !Requests::ALL != self.entry
     }
 
-    /// Waits until that entry has ended: it spins for some microseconds, then yields, then sleeps
-    /// for at most a millisecond at a time. A vCPU inside polls every few dozen instructions. So
-    /// this takes long only when that vCPU's thread waits for a processor.
+    /// Waits until that entry has ended. It spins for some microseconds, then yields, then sleeps
+    /// for at most a millisecond at a time.
+    ///
+    /// A vCPU inside polls every few dozen instructions. So the wait is long only if that vCPU's
+    /// thread waits for a CPU.
     pub fn wait(&self) {
         const SPINS: u32 = if cfg!(loom) { 0 } else { 200 };
         const YIELDS: u32 = if cfg!(loom) { 0 } else { 50 };

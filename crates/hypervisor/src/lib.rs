@@ -1,39 +1,39 @@
-//! A hypervisor in one process: "KVM in a process", without the kernel's help and without
+//! A hypervisor in one process: "KVM in a process", without help from the kernel and without
 //! privileges.
 //!
-//! **Guarantee.** Whatever its code does, a guest is confined to the memory slots of its VM:
+//! **Guarantee.** For any guest code, a guest is confined to the memory slots of its VM:
 //! - It reaches host memory only inside those slots, with the permissions that they give.
 //! - No page is mapped while its userfault bit is set.
 //! - Every page that a guest wrote is in the dirty log, if its slot has one.
 //! - No store through its slot reaches a write-tracked page.
-//! - When a call that removes or restricts memory has returned, no vCPU uses what was there before.
+//! - When a call that removes or restricts memory has returned, no vCPU uses the old state.
 //!
 //! vCPUs that fault at the same time share no lock, and none waits for another.
 //!
 //! **Mechanism.** [`VcpuCore::run`] enters the guest through the vCPU's [`Gate`] and interprets
-//! RV64 machine code ([`hart`]). Each vCPU finds memory through a software TLB of its own. On a
-//! miss, the fault path looks the frame up in the memory slots. The look-up is wait-free, under a
-//! guard that lasts as long as the fault. Then it reads the second-stage tables, which all vCPUs of
-//! the [`Vm`] share, and fills the TLB. Where it cannot, the vCPU leaves the guest with an [`Exit`]
-//! on its own thread.
+//! RV64 machine code ([`hart`]). Each vCPU has a software TLB. On a miss, the fault path looks the
+//! frame up in the memory slots. The look-up is wait-free, under a guard that lasts as long as the
+//! fault. Then it reads the second-stage tables, which all vCPUs of the [`Vm`] share, and fills the
+//! TLB. If it cannot, the vCPU leaves the guest with an [`Exit`] on its own thread.
 //!
-//! A call that takes something away (a slot, a write permission) first changes the slots. Then it
-//! goes through every vCPU's gate and the tables. `revoke.rs` gives the order of the steps and
-//! proves it.
+//! A call that takes something away (a slot, a write permission) first changes the slots, then the
+//! tables. In between and after that, it makes requests at every vCPU's gate. `revoke.rs` has the
+//! order of the steps, with its proof.
 //!
 //! A frame of the second-stage tables is a virtual page of this process: the PPN of a leaf is a
 //! host virtual address shifted right by 12. A type parameter with a default chooses the scheme
 //! that keeps the slots: [`Memslots`], [`Scalable`].
 //!
-//! **Neighbours.** Below: `memslot` (which host range backs a guest range), `tdp` (the tables),
-//! `userfault` (the bitmaps), `addr`. Above: `machine`, which puts the traits of all engines over
-//! [`Vm`] and [`VcpuCore`]. The calls are those of KVM's API, so that both engines compare call by
-//! call. This crate does not know that migration exists, where pages come from, or what an exit is
-//! for. It owns no thread, and needs nothing of the kernel but `membarrier` and a clock.
+//! **Neighbours.** Below: `memslot` (the slots), `tdp` (the tables), `userfault` (the bitmaps),
+//! `addr`. Above: `machine`, which implements the traits of all engines for [`Vm`] and
+//! [`VcpuCore`]. The calls are those of KVM's API, so that both engines compare call by call. This
+//! crate knows nothing of migration, of the source of pages, or of the handling of exits. It owns
+//! no thread, and needs only `membarrier` and a clock from the kernel.
 //!
 //! # Example
 //!
-//! A guest adds two numbers and stores the sum where no slot is, which leaves the guest:
+//! A guest adds two numbers and stores the sum to an address without a slot, which leaves the
+//! guest:
 //!
 //! ```
 //! use pageferry_addr::{Gpa, Hva};

@@ -1,4 +1,4 @@
-//! The dirty logs of slots, as the MMU tells them of dirty pages.
+//! The interface between the MMU and the dirty logs of slots.
 
 use crate::dirty_log::{DirtyBy, DirtyLog};
 use crate::region::SlotData;
@@ -28,7 +28,7 @@ impl<'a> SlotLog<'a> {
         }
     }
 
-    /// For a slot that leaves `frames`. It keeps the log `kept`, if it stays logged.
+    /// The log of a slot that leaves `frames`. `kept` is its dirty log, if it stays logged.
     pub(crate) const fn leaving(id: u16, frames: GfnRange, kept: Option<&'a DirtyLog>) -> Self {
         Self {
             id,
@@ -38,7 +38,7 @@ impl<'a> SlotLog<'a> {
         }
     }
 
-    /// This log for a vCPU with a ring, which gets the pages that the vCPU dirties.
+    /// This log for a vCPU with a ring. The ring gets the pages that the vCPU dirties.
     pub(crate) const fn with_ring(self, ring: Option<&'a Producer>) -> Self {
         Self { ring, ..self }
     }
@@ -48,14 +48,15 @@ impl<'a> SlotLog<'a> {
         self.log.is_some() && self.ring.is_some_and(Producer::is_soft_full)
     }
 
-    /// Whether the fault that makes a page writable logs it, and not a bit of its entry.
+    /// Whether there is a log, and the fault that makes a page writable logs it. Other logs read
+    /// the dirty bits of the entries.
     pub(crate) fn is_by_fault(&self) -> bool {
         self.log
             .is_some_and(|log| log.by == DirtyBy::WriteProtection)
     }
 
-    /// Whether a TLB may let stores to `page` through, whose entry is writable and dirty. The fault
-    /// of a store logs the page first.
+    /// Whether a TLB may let stores to `page` through. The page's entry is writable and dirty. If
+    /// the fault is a `store`, this logs the page first.
     #[inline]
     pub(crate) fn admits_writes(&self, page: RamPage, store: bool) -> bool {
         match self.log {
@@ -74,7 +75,7 @@ impl<'a> SlotLog<'a> {
 
     /// The slot's pages among the `pages` from `gfn` on.
     fn part(&self, gfn: Gfn, pages: u64) -> Range<usize> {
-        // The pages may belong to another slot, on either side: the empty part then lies inside the
+        // Pages may belong to a neighbouring slot. The clamping keeps an empty part inside this
         // slot.
         let (first, last) = (self.frames.start().0, self.frames.end().0);
         let offset = |frame: u64| (frame.clamp(first, last) - first) as usize;
@@ -96,8 +97,8 @@ impl Log for SlotLog<'_> {
                 offset,
             };
             let mut offsets = part.start as u64..part.end as u64;
-            // Pages that do not fit go into the bitmap. A vCPU whose ring is nearly full does not
-            // get here.
+            // Pages that do not fit go into the bitmap. A vCPU whose ring is nearly full leaves its
+            // guest before it gets here.
             let left = offsets.find(|&offset| ring.push(page(offset)).is_err());
             if let Some(first) = left {
                 log.bits.set_range(first as usize..part.end);
@@ -114,15 +115,15 @@ impl Log for SlotLog<'_> {
 pub(crate) struct SlotLogs<'a>(Vec<SlotLog<'a>>);
 
 impl<'a> SlotLogs<'a> {
-    /// Those of `logs` that are on.
+    /// Keeps those of `logs` that are on.
     pub(crate) fn new(mut logs: Vec<SlotLog<'a>>) -> Self {
         logs.retain(SlotLog::is_on);
         logs.sort_unstable_by_key(|log| log.frames.start());
         Self(logs)
     }
 
-    /// The logs of the slots that hold any of the `pages` frames from `gfn` on: a search, since a
-    /// notifier tells the log of each dirty page and a VM may have 32 764 slots.
+    /// The logs of the slots that hold any of the `pages` frames from `gfn` on. It is a binary
+    /// search: a notifier reports each dirty page, and a VM may have 32 764 slots.
     fn around(&self, gfn: Gfn, pages: u64) -> &[SlotLog<'a>] {
         let first = self.0.partition_point(|log| log.frames.end() <= gfn);
         let rest = &self.0[first..];
@@ -149,7 +150,7 @@ mod tests {
     use pageferry_userfault::PageBitmap;
     use std::sync::Arc;
 
-    /// Slot `i` has four frames, from `6 * i + 1` on.
+    /// The number of slots. Slot `i` has four frames, from `6 * i + 1` on.
     const SLOTS: u64 = 5000;
     const FRAMES: u64 = 4;
 
@@ -166,7 +167,7 @@ mod tests {
             .collect()
     }
 
-    /// In the order of host addresses, which is not that of frames.
+    /// The logs in the order of host addresses, which differs from that of frames.
     fn logs_of(dirty: &[DirtyLog]) -> SlotLogs<'_> {
         let log = |slot: u64| {
             let kept = slot.is_multiple_of(2).then(|| &dirty[slot as usize]);

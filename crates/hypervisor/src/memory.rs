@@ -28,20 +28,21 @@
 //!
 //! # Why accesses through the TLB are sound
 //!
-//! 1. *Mapped.* The TLB is filled only with addresses inside a slot's host range. The slot held its
-//!    [`HostMemory`](crate::HostMemory) then. Before a slot lets go of it, the slot is invalid and
-//!    unmapped, and every vCPU has left its guest and flushed its TLB (`revoke.rs`, and the
-//!    contract of [`Memslots`](crate::Memslots)). The vCPU accesses memory only inside its gate.
+//! 1. *Mapped.* The fault path fills the TLB only with addresses inside a slot's host range. At
+//!    that time the slot holds its [`HostMemory`](crate::HostMemory). Before a slot drops it, the
+//!    slot is invalid and unmapped, and every vCPU has left its guest and flushed its TLB
+//!    (`revoke.rs`, and the contract of [`Memslots`](crate::Memslots)). The vCPU accesses memory
+//!    only inside its gate.
 //! 2. *Aligned.* The comparison of tags makes only accesses hit that are aligned to their size. So
 //!    no access leaves its page.
 //! 3. *Raced.* Other vCPUs and the VMM access the same bytes. By the contract of `HostMemory` all
 //!    use atomics, volatile accesses or system calls. Accesses of different widths to the same
-//!    bytes may race, and Rust's memory model leaves that open where it sees both sides. Here the
+//!    bytes may race. Rust's memory model leaves that open where it sees both sides. Here the
 //!    addresses come from integers, the memory is a mapping and no Rust object, and each access
-//!    becomes one machine instruction. So the host's own memory model applies, which defines such
+//!    becomes one machine instruction. So the host's memory model applies, which defines such
 //!    races.
-//! 4. *Ordered.* Relaxed accesses give the guest what RVWMO asks of plain loads and stores. Its
-//!    fences, LR, SC and AMOs become the host's.
+//! 4. *Ordered.* Relaxed accesses satisfy RVWMO's rules for plain loads and stores. The guest's
+//!    fences, LR, SC and AMOs become host fences and host atomics.
 //!
 //! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]. [`crate::VcpuCore`] flushes it at
 //! the gate.
@@ -66,7 +67,7 @@ pub(crate) const USERFAULT: u64 = 1;
 /// [`MemoryFault::flags`]: the page is write-tracked.
 pub(crate) const WRITE_TRACKED: u64 = 2;
 
-/// How often a fault tries before the vCPU leaves its guest, so that other threads can go on.
+/// How often a fault tries before the vCPU leaves its guest and yields.
 const TRIES: u32 = 4;
 
 pub(crate) struct VcpuMemory<R> {
@@ -74,12 +75,12 @@ pub(crate) struct VcpuMemory<R> {
     pub(crate) state: Arc<VmState>,
     pub(crate) slots: R,
     pub(crate) worker: Worker,
-    /// The ring for pages of logged slots that this vCPU dirties; without one they go into the
-    /// slots' bitmaps.
+    /// The ring for pages of logged slots that this vCPU dirties. Without a ring, those pages go
+    /// into the slots' bitmaps.
     ring: Option<Producer>,
-    /// Why the last fault must be retried, if it must.
+    /// The reason to retry the last fault, if there is one.
     pub(crate) again: Option<Again>,
-    /// The host address of an LR in a page that has to be watched first.
+    /// The host address of an LR in a page that is not watched yet.
     pub(crate) unwatched: Option<u64>,
 }
 
@@ -168,22 +169,22 @@ impl<R: MemslotReader> VcpuMemory<R> {
     }
 }
 
-/// Why a fault reaches no memory.
+/// The reason for which a fault reaches no memory.
 enum Unreached {
-    /// No slot is there, or a read-only one is stored to.
+    /// No slot holds the frame, or the access is a store and the slot is read-only.
     Mmio,
-    /// The VMM has the page for now: [`USERFAULT`] or [`WRITE_TRACKED`].
+    /// The VMM holds the page for now: [`USERFAULT`] or [`WRITE_TRACKED`].
     Held(u64),
-    /// Something is being changed: leave the guest, and retry.
+    /// A change is in progress: leave the guest, and retry.
     Again(Again),
 }
 
-/// What a fault has to wait for, outside the guest.
+/// The event for which a fault has to wait outside the guest.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Again {
     /// The slot is being deleted or moved, or its memory is being invalidated.
     Slots,
-    /// Exclusive work on the tables goes on.
+    /// A thread does exclusive work on the tables.
     Tables,
     /// The vCPU's dirty ring is nearly full.
     Ring,
@@ -194,8 +195,8 @@ impl VmState {
     /// the page's host address, and whether the TLB may let writes to it through.
     ///
     /// # Panics
-    /// If another slot's page is mapped there. It was zapped before `slot` was committed; see
-    /// `revoke.rs`.
+    /// If another slot's page is mapped there. That is a bug: the writer zaps it before it commits
+    /// `slot` (see `revoke.rs`).
     #[inline]
     fn resolve(
         &self,
@@ -239,8 +240,8 @@ impl VmState {
                 Some(mapped) => mapped.found(),
                 None => self.map(worker, ticket, (slot, gfn, pfn), access, log, tracked)?,
             };
-            // A leaf that another vCPU's load has just mapped allows the store, but is clean. The
-            // next walk marks it dirty.
+            // A leaf that another vCPU's load has just mapped may allow the store, but be clean.
+            // The next walk marks it dirty.
             if found.leaf.accessed && (found.leaf.dirty || !access.write) {
                 break found;
             }
@@ -257,7 +258,7 @@ impl VmState {
         Ok((hva, may_write && !self.reservations.is_announced(hva.0)))
     }
 
-    /// Makes the tables let `access` through, unless the page's userfault bit is set.
+    /// Makes the tables allow `access`, unless the page's userfault bit is set.
     fn map(
         &self,
         worker: &mut Worker,
@@ -290,8 +291,8 @@ fn is_missing(slot: &Slot<SlotData>, gfn: Gfn) -> bool {
     })
 }
 
-/// Why a store may not reach a write-tracked page. Missing comes first: a missing page has no
-/// contents yet.
+/// The reason for which a store may not reach a write-tracked page. Missing comes first: a missing
+/// page has no contents yet.
 #[cold]
 fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
     if is_missing(slot, gfn) {
@@ -301,7 +302,7 @@ fn held_by(slot: &Slot<SlotData>, gfn: Gfn) -> u64 {
     }
 }
 
-/// The mapping that `slot` allows for `gfn`, whose page is `tracked` or not.
+/// The mapping that `slot` allows for `gfn`. `tracked` is whether the page is write-tracked.
 #[inline]
 pub(crate) fn target_of(
     slot: &Slot<SlotData>,
@@ -339,8 +340,7 @@ pub(crate) fn target_of(
 }
 
 impl<R: MemslotReader> VcpuMemory<R> {
-    /// Stores bytes at `pointer`, which was translated for writing and has as many left in its
-    /// page.
+    /// Stores bytes at `pointer`, which was translated for writing. All of them lie in its page.
     fn write_bytes(&self, pointer: *mut u8, bytes: &[u8]) {
         self.state
             .reservations
@@ -386,8 +386,8 @@ impl<R: MemslotReader> Bus for VcpuMemory<R> {
             return Ok(());
         };
         let end = gpa.checked_add(last).ok_or(BusFault::Access { gpa })?;
-        // All or nothing: both pages are writable before the first byte is stored. The pointers
-        // stay valid, since the vCPU stays inside and so takes no flush.
+        // All or nothing: both pages are writable before the first byte is stored. The vCPU stays
+        // inside and so serves no flush. So the pointers stay valid.
         let in_first = bytes.len().min((PAGE_SIZE - (gpa & PAGE_MASK)) as usize);
         let (head, tail) = bytes.split_at(in_first);
         let first = self.fault(gpa, 1, true)?;

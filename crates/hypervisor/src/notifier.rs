@@ -1,15 +1,14 @@
-//! The calls of an MMU notifier: the host takes pages back, or asks which were used.
+//! The calls of an MMU notifier: the host takes pages back, or asks which pages the guest used.
 //!
 //! **Guarantee.** When a call that takes pages away has returned, no vCPU has a translation from
 //! before it. Each page whose entry was dirty is in its slot's log. [`Vm::age_hva`] takes nothing
 //! away.
 //!
-//! **Mechanism.** The slots are found by host address, and the tables' worker gets their frames,
-//! under the writer's mutex. The sequence of invalidations refuses faults of those frames, or
-//! faults meet an empty root.
+//! **Mechanism.** Under the writer's mutex, a call finds the slots by host address and passes their
+//! frames to the tables' worker. Until the invalidation ends, the tables refuse faults of those
+//! frames. After [`Vm::zap_all`], faults meet an empty root.
 //!
-//! **Neighbours.** `revoke.rs` says what else is taken away, and in which order. `vm.rs` has the
-//! other calls.
+//! **Neighbours.** `revoke.rs` has the protocol of all revocations. `vm.rs` has the other calls.
 
 use crate::log::{SlotLog, SlotLogs};
 use crate::slots::Memslots;
@@ -19,21 +18,23 @@ use core::ops::Range;
 use pageferry_addr::{GfnRange, Hva};
 
 impl<M: Memslots> Vm<M> {
-    /// Unmaps the guest pages that `hva` backs, if only by a byte, and flushes: an MMU notifier's
-    /// call, before the host changes what is mapped there. Every translation that existed when the
-    /// call began is gone when it returns. Later touches fault, and map what the slots say. Returns
-    /// how many pages were unmapped. Large pages are unmapped, and counted, as a whole.
+    /// Unmaps every guest page of which `hva` backs a byte or more, and flushes. An MMU notifier
+    /// calls it before the host changes the mapping at `hva`. Returns the number of unmapped pages.
+    /// Large pages are unmapped, and counted, as a whole.
+    ///
+    /// Every translation that existed when the call began is gone when it returns. Later accesses
+    /// fault, and map the pages of the slots again.
     pub fn invalidate_hva(&self, hva: Range<Hva>) -> u64 {
         self.invalidate_hva_around(hva, || ()).0
     }
 
-    /// Both halves of an MMU notifier, around a change of what is mapped at `hva`. It unmaps and
-    /// flushes as [`invalidate_hva`](Self::invalidate_hva) does, then calls `change`. Faults map
-    /// there again only when `change` has returned. Returns how many pages were unmapped, and the
-    /// value of `change`.
+    /// Both halves of an MMU notifier, around a change of the mapping at `hva`. The call unmaps and
+    /// flushes like [`invalidate_hva`](Self::invalidate_hva), then calls `change`. Faults map pages
+    /// there only after `change` has returned. Returns the number of unmapped pages, and the value
+    /// of `change`.
     ///
-    /// A vCPU that touches the range meanwhile retries until `change` is over, so keep `change`
-    /// short. It must not call this VM.
+    /// A vCPU that accesses the range meanwhile retries until `change` has returned, so keep
+    /// `change` short. It must not call this VM.
     pub fn invalidate_hva_around<R>(
         &self,
         hva: Range<Hva>,
@@ -59,8 +60,8 @@ impl<M: Memslots> Vm<M> {
     }
 
     /// Unmaps everything, fast: an empty root replaces the old one. vCPUs fault into it at once,
-    /// while the old tables are taken apart. Returns how many pages of 4 KiB were mapped. Pages
-    /// that are dirty by the entries' bits go into the logs.
+    /// while this thread takes the old tables apart. Returns the number of mapped pages of 4 KiB.
+    /// Pages whose entries are dirty go into the logs.
     pub fn zap_all(&self) -> u64 {
         let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
@@ -71,12 +72,12 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    /// How many of the guest pages that `hva` backs, if only by a byte, the guest has used since
-    /// this was last cleared. A page that a larger one maps counts with all that this one maps.
-    /// With `clear`, they count as unused from now on.
+    /// Returns the number of guest pages at `hva` that the guest has used since the last call with
+    /// `clear`. With `clear`, they count as unused from now on. If `hva` backs a part of a page,
+    /// the page counts. If a large page maps it, all pages of the large page count.
     ///
-    /// It takes no lock that a fault needs, and flushes nothing. So it does not see a use through a
-    /// translation that a vCPU still has in its TLB.
+    /// The call takes no lock that a fault needs, and flushes nothing. So it does not see a use
+    /// through a translation that a vCPU still has in its TLB.
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
         let mut writer = self.changes.lock();
         let Writer {
@@ -90,10 +91,10 @@ impl<M: Memslots> Vm<M> {
     }
 }
 
-/// How many ranges keep their space between calls. Most calls concern one slot.
+/// The capacity for ranges that stays allocated between calls. Most calls concern one slot.
 const RANGES_KEPT: usize = 64;
 
-/// Puts the frames that `hva` backs into `ranges`, slot by slot. Returns the logs of those slots.
+/// Puts the frames at `hva` into `ranges`, slot by slot. Returns the logs of those slots.
 fn backed_by<'a, M: Memslots>(
     slots: &'a M,
     hva: &Range<Hva>,

@@ -4,10 +4,11 @@
 //! **Guarantee.** When a request has returned, every vCPU that was inside its guest has left, and
 //! serves the request before it enters again.
 //!
-//! **Mechanism.** A request goes to every vCPU's [`Gate`]. All are asked before any is waited for.
-//! A frame of a table is an address in this process: physical equals virtual.
+//! **Mechanism.** A request goes to every vCPU's [`Gate`]. The requester asks all gates before it
+//! waits for any. The frame of a table is an address in this process: physical equals virtual.
 //!
-//! **Neighbours.** `pageferry-tdp` calls it for tables and flushes, `revoke.rs` for quiescence.
+//! **Neighbours.** `pageferry-tdp` calls the platform for tables and flushes. `revoke.rs` calls it
+//! to quiesce vCPUs.
 
 use crate::gate::{Gate, Requests};
 use pageferry_addr::{PAGE_SHIFT, Pfn};
@@ -23,7 +24,7 @@ pub(crate) type Format = Sv48x4Svadu;
 /// Changes and reads the tables.
 pub(crate) type Worker = pageferry_tdp::Worker<Format, Harts>;
 
-/// The gates of a VM's vCPUs; those created later flush nothing, as they have seen nothing.
+/// The gates of a VM's vCPUs. A vCPU that is created after a request has nothing to flush.
 #[derive(Default)]
 pub(crate) struct Harts {
     gates: RwLock<Vec<Arc<Gate>>>,
@@ -38,7 +39,7 @@ impl Harts {
     /// Makes the request at every gate and waits until all vCPUs that were inside have left.
     pub(crate) fn request(&self, requests: Requests) {
         let gates = self.gates.read().unwrap_or_else(PoisonError::into_inner);
-        // All are asked before any is waited for.
+        // All gates get the request before the first wait, so that vCPUs leave in parallel.
         let tickets: Vec<_> = gates
             .iter()
             .filter_map(|gate| gate.request(requests))
@@ -55,14 +56,13 @@ fn layout(entries: usize) -> Layout {
         .unwrap_or_else(|_| unreachable!("tables are powers of two of bytes"))
 }
 
-// SAFETY: 1. Memory from the allocator, zeroed, aligned to its size, and not used otherwise. 2. An
-// address aligned to 4096 or more loses nothing by the shift, and its provenance is exposed.
-// Addresses of user space have at most 56 bits, the entries' frames 44. 3. vCPUs use what they
-// cached of the tables inside their gates only, and a vCPU that enters after the request has
-// dropped it.
-// 4. Each vCPU holds the VM and with it the MMU.
+// SAFETY: 1. Tables are memory from the allocator, zeroed, aligned to its size, and not used
+// otherwise. 2. An address aligned to 4096 or more loses nothing by the shift, and its provenance
+// is exposed. Addresses of user space have at most 56 bits, frames in entries 44. 3. A vCPU uses
+// its cached translations inside its gate only. A vCPU that enters after the request has dropped
+// them. 4. Each vCPU holds the VM, and so the MMU.
 unsafe impl Platform for Harts {
-    /// Aborts the process where there is no memory, as all allocations do.
+    /// Aborts the process if there is no memory, like Rust's own allocations.
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         let layout = layout(entries);
         // SAFETY: tables are not of size 0.
@@ -95,8 +95,7 @@ unsafe impl Platform for Harts {
     fn flush(&self, what: Flush) {
         self.request(match what {
             Flush::Writes(_) => Requests::FLUSH_WRITES,
-            // vCPUs read the root at each walk, so that dropping translations is all there is to
-            // do.
+            // vCPUs read the root at each walk, so it is enough to drop translations.
             Flush::Range(_) | Flush::Roots => Requests::FLUSH,
         });
     }

@@ -19,34 +19,33 @@ use std::sync::{Arc, OnceLock};
 /// # Safety
 ///
 /// As long as the value lives, used or not:
-/// 1. All bytes of [`hva_range`](Self::hva_range), which never changes, are mapped, readable, and
-///    (if the memory is put into a slot without `READONLY`) writable, without a fault that ends the
-///    process. A touch may take long or make the thread sleep.
-/// 2. The range's provenance is exposed (by `expose_provenance`, or as memory that came from
+/// 1. [`hva_range`](Self::hva_range) never changes. All its bytes are mapped and readable. If a
+///    slot without `READONLY` holds the memory, they are writable too. An access never ends the
+///    process by a fault. It may take long, or make the thread sleep.
+/// 2. The range's provenance is exposed (by `expose_provenance`, or because the memory came from
 ///    `mmap`).
 /// 3. No Rust reference to any byte of it exists, other than shared references to atomics. All
 ///    accesses are atomics, volatile accesses or system calls. Guests read and write it at any
 ///    time, by relaxed atomics of 1, 2, 4 or 8 bytes.
 pub unsafe trait HostMemory: Send + Sync {
-    /// The addresses; both ends are page-aligned.
+    /// The addresses. Both ends are page-aligned.
     fn hva_range(&self) -> Range<Hva>;
 
-    /// The size of the pages it is made of. A guest gets translations of that size where its frames
-    /// are aligned alike and nothing needs smaller ones. A translation is mapped and unmapped as a
-    /// whole. So memory that is mapped and unmapped by smaller pieces must not return more than
-    /// those.
+    /// The size of the host pages. A guest gets translations of that size where guest and host
+    /// frames have the same alignment and nothing needs smaller ones. A translation is mapped and
+    /// unmapped as a whole. So if the host maps and unmaps smaller pieces, return their size.
     fn page_size(&self) -> PageSize {
         PageSize::Size4K
     }
 }
 
-/// The bits of one slot's pages, inside a bitmap that may cover more than the slot. It is the one
-/// truth about which pages are missing, shared with the threads that bring them.
+/// The bits of one slot's pages, inside a bitmap that may cover more than the slot. The bitmap is
+/// the one truth about missing pages. The VM shares it with the threads that bring the pages.
 ///
-/// The slot's page `i` is missing where bit `first + i` is set. A thread that makes a page present
-/// first puts its bytes in place, then clears the bit with release order ([`PageBitmap::clear`]). A
-/// bit that is *set* after the slot got its `USERFAULT` flag may go unnoticed, if the page is
-/// mapped by then.
+/// The slot's page `i` is missing if bit `first + i` is set. A thread that makes a page present
+/// first puts its bytes in place, then clears the bit with release order ([`PageBitmap::clear`]).
+/// Set bits before the slot gets its `USERFAULT` flag: a bit that is set later has no effect while
+/// the page is mapped.
 #[derive(Clone)]
 pub struct UserfaultBits {
     /// The bitmap.
@@ -62,15 +61,15 @@ pub struct Region {
     pub slot: u16,
     /// Its flags.
     pub flags: SlotFlags,
-    /// The first guest address; page-aligned.
+    /// The first guest address. It is page-aligned.
     pub gpa: Gpa,
-    /// The size in bytes, in whole pages; zero deletes the slot.
+    /// The size in bytes, in whole pages. Zero deletes the slot.
     pub size: u64,
-    /// The host address that backs `gpa`; page-aligned.
+    /// The host address that backs `gpa`. It is page-aligned.
     pub hva: Hva,
-    /// The owner of the host memory. Needed unless the slot is deleted.
+    /// The owner of the host memory. Required unless the region deletes the slot.
     pub memory: Option<Arc<dyn HostMemory>>,
-    /// The bits of missing pages. Needed with the flag `USERFAULT`, ignored without it.
+    /// The bits of missing pages. Required with the flag `USERFAULT`, ignored without it.
     pub userfault: Option<UserfaultBits>,
 }
 
@@ -108,16 +107,16 @@ impl fmt::Debug for Region {
 }
 
 /// The data that this crate keeps in every slot: the memory's owner, the dirty log, the userfault
-/// bits, the write-tracked pages. A scheme ([`crate::Memslots`]) stores it and never looks inside.
+/// bits, the write-tracked pages. A scheme ([`crate::Memslots`]) stores it and never reads it.
 #[derive(Clone, Default)]
 pub struct SlotData {
     /// Keeps the slot's memory mapped.
     pub(crate) memory: Option<Arc<dyn HostMemory>>,
-    /// With the flag `LOG_DIRTY_PAGES`.
+    /// Set with the flag `LOG_DIRTY_PAGES`.
     pub(crate) dirty: Option<DirtyLog>,
-    /// With the flag `USERFAULT`.
+    /// Set with the flag `USERFAULT`.
     pub(crate) userfault: Option<UserfaultBits>,
-    /// From the first time on that pages are tracked.
+    /// Set when pages are tracked for the first time.
     tracked: OnceLock<Arc<Tracked>>,
 }
 
@@ -128,7 +127,7 @@ impl SlotData {
         self.tracked.get().map(Arc::as_ref)
     }
 
-    /// The slot's tracked pages, from now on; the slot has `pages` pages.
+    /// The slot's tracked pages, made at the first call. The slot has `pages` pages.
     pub(crate) fn track(&self, pages: usize) -> &Tracked {
         self.tracked.get_or_init(|| Arc::new(Tracked::new(pages)))
     }

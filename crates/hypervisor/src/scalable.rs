@@ -1,11 +1,8 @@
-#![expect(
-    unsafe_code,
-    reason = "promises that slots are found as the contract of a scheme says"
-)]
+#![expect(unsafe_code, reason = "implements the contract of a scheme of slots")]
 //! The default scheme of memory slots: `pageferry-memslot`, whose operations all take O(log n).
 //!
-//! A fault pins its vCPU's reader for the one look-up it makes and unpins it before it uses the
-//! translation, so a vCPU that stays in its guest keeps nothing from being freed.
+//! A fault holds a guard of its vCPU's reader for one look-up. The guard ends before the vCPU uses
+//! the translation. So a vCPU that stays in its guest does not delay the freeing of old slots.
 
 use crate::region::SlotData;
 use crate::slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
@@ -20,7 +17,7 @@ use pageferry_memslot::{
 pub struct Scalable(SlotWriter<SlotData>);
 
 impl Scalable {
-    /// A handle from which readers come.
+    /// A handle that makes readers.
     pub(crate) fn table(&self) -> SlotTable<SlotData> {
         self.0.table()
     }
@@ -38,10 +35,10 @@ pub struct ScalableReader(SlotReader<SlotData>);
 #[derive(Debug)]
 pub struct ScalableUpdate<'a>(Update<'a, SlotData>);
 
-// SAFETY: 1. and 4. The crate below makes slots from committed requests only and never changes what
-// they say. 2. and
-// 3. It marks and publishes with release order, and look-ups of the newest state acquire. 5.
-//    `begun` repeats what the update says it will do, and dropping one gives it up.
+// SAFETY: 1. and 4. `pageferry-memslot` makes slots from committed requests only, and never changes
+// their contents. 2. and 3. It marks and publishes with release order, and look-ups acquire the
+// newest state. 5. `begun` repeats the update's own description, and dropping an update gives it
+// up.
 unsafe impl Memslots for Scalable {
     type Reader = ScalableReader;
     type Update<'a> = ScalableUpdate<'a>;

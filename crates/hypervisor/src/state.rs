@@ -1,10 +1,10 @@
-//! What a VM is made of: the part that its vCPUs share, and the part that one thread at a time
+//! The two parts of a VM: the part that its vCPUs share, and the part that one thread at a time
 //! changes.
 //!
-//! **Guarantee.** A vCPU's fault path reaches [`VmState`] and its own reader of the slots, and no
-//! lock. [`Changes`] is one mutex around all that calls of the VM change.
+//! **Guarantee.** A vCPU's fault path uses [`VmState`] and the vCPU's reader of the slots, and
+//! takes no lock of the VM. [`Changes`] is one mutex around everything that calls of the VM change.
 //!
-//! **Neighbours.** `revoke.rs` argues how a change reaches the vCPUs.
+//! **Neighbours.** `revoke.rs` proves how a change reaches the vCPUs.
 
 use crate::clock::Clock;
 use crate::hart::Reservations;
@@ -14,7 +14,7 @@ use pageferry_tdp::Mmu;
 use pageferry_tdp::ring::Resetter;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What all vCPUs of a VM share. It does not depend on the scheme of slots.
+/// The state that all vCPUs of a VM share. It does not depend on the scheme of slots.
 pub(crate) struct VmState {
     pub(crate) mmu: Arc<Mmu<Format, Harts>>,
     pub(crate) clock: Clock,
@@ -34,15 +34,15 @@ impl VmState {
     }
 }
 
-/// What one thread at a time changes; `M` keeps the slots.
+/// The state that one thread at a time changes. `M` keeps the slots.
 pub(crate) struct Writer<M> {
     pub(crate) slots: M,
-    /// Whether the id was given to a vCPU; as many as there are ids.
+    /// For each possible id: whether a vCPU has it.
     pub(crate) used: Vec<bool>,
     pub(crate) worker: Worker,
-    /// The ends of the vCPUs' dirty rings that reset them.
+    /// The resetting ends of the vCPUs' dirty rings.
     pub(crate) rings: Vec<Resetter>,
-    /// Scratch space of notifier calls, which so need not allocate.
+    /// Scratch space of notifier calls, kept so that they need not allocate.
     pub(crate) ranges: Vec<GfnRange>,
 }
 
@@ -60,8 +60,8 @@ impl<M> Changes<M> {
         }))
     }
 
-    /// Waits for this thread's turn. A panic of an earlier writer is no obstacle: each step leaves
-    /// the VM in a state from which every later call works.
+    /// Locks the mutex. It ignores poisoning: if an earlier writer panicked, each of its steps has
+    /// left the VM in a state from which every later call works.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Writer<M>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

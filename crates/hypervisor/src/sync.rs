@@ -1,7 +1,7 @@
-//! The one place that chooses where atomics come from: `core`/`std`, or loom's model of them.
+//! The one place that chooses the atomics: those of `core` and `std`, or loom's model of them.
 //!
-//! Guest memory itself is accessed with `core`'s atomics in `access`: loom has no model of foreign
-//! memory, and no protocol of this crate rests on the order of guest accesses among themselves.
+//! `hart` accesses guest memory with `core`'s atomics: loom has no model of foreign memory, and no
+//! protocol of this crate depends on the order among guest accesses.
 
 #[cfg(not(loom))]
 pub(crate) use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -18,7 +18,7 @@ pub(crate) use loom::{
     thread::yield_now,
 };
 
-/// Under the model time does not exist: giving the other threads a turn is all a sleep means.
+/// A model has no time, so a sleep only yields to the other threads.
 #[cfg(loom)]
 pub(crate) fn sleep(_: std::time::Duration) {
     yield_now();

@@ -7,18 +7,19 @@
 //!
 //! **Mechanism.** The TLB is direct-mapped: the low bits of the frame number choose the entry.
 //! Reads (with fetches) and writes have a tag each, so write protection is a write tag that never
-//! matches. A tag is the address of the page. It is compared with the accessed address under a mask
-//! that keeps the page number *and* the bits below the access size. So a misaligned access never
-//! hits, and needs no test of its own.
+//! matches. A tag is the address of the page. A look-up compares it with the accessed address under
+//! a mask that keeps the page number *and* the bits below the access size. So a misaligned access
+//! never hits, and needs no separate test.
 //!
 //! **Neighbours.** The vCPU's view of memory owns and fills it. It knows no slots and no tables.
 
 use pageferry_addr::{Gpa, Hva, PAGE_MASK};
 
-/// How many entries: 1024 reach 4 MiB, in 32 KiB of the host's cache.
+/// The number of entries: 1024 reach 4 MiB, in 32 KiB of the host's cache.
 pub(crate) const ENTRIES: usize = 1024;
 
-/// Matches no masked address: those have their page offset bits clear but for the lowest three.
+/// A tag that matches no masked address: of the page offset, only the lowest three bits can be set
+/// in those.
 const NEVER: u64 = u64::MAX;
 
 #[derive(Clone, Copy)]
@@ -52,8 +53,8 @@ impl Tlb {
         &self.entries[(Gpa(gpa).gfn().0 as usize) % ENTRIES]
     }
 
-    /// Where a read of `size` bytes (1, 2, 4 or 8) at `gpa` goes, if the page is cached and the
-    /// address is aligned to `size`.
+    /// The host address for a read of `size` bytes (1, 2, 4 or 8) at `gpa`, if the page is cached
+    /// and `gpa` is aligned to `size`.
     #[inline(always)]
     pub(crate) fn read(&self, gpa: u64, size: u64) -> Option<*mut u8> {
         let entry = self.entry(gpa);
@@ -67,7 +68,7 @@ impl Tlb {
         (gpa & (!PAGE_MASK | (size - 1)) == entry.write).then(|| pointer(gpa, entry.addend))
     }
 
-    /// Caches the translation of the page of `gpa`; whatever was in its place is gone.
+    /// Caches the translation of the page of `gpa`, and drops the old contents of its entry.
     pub(crate) fn fill(&mut self, gpa: u64, page: Hva, writable: bool) {
         let tag = gpa & !PAGE_MASK;
         self.entries[(Gpa(gpa).gfn().0 as usize) % ENTRIES] = Entry {
@@ -82,7 +83,7 @@ impl Tlb {
         self.entries.fill(EMPTY);
     }
 
-    /// Forgets what is writable; reads still hit.
+    /// Forgets which pages are writable. Reads still hit.
     pub(crate) fn flush_writes(&mut self) {
         for entry in self.entries.iter_mut() {
             entry.write = NEVER;

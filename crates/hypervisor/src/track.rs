@@ -1,21 +1,21 @@
-//! Write tracking: calls that make stores to chosen pages leave the guest, and let them through
-//! again.
+//! Write tracking: calls that make stores to chosen pages leave the guest, and calls that let them
+//! through again.
 //!
 //! **Guarantee.** From the return of [`Vm::track_writes`] until a page is untracked, no guest store
 //! to it goes through: plain, misaligned, AMO or SC. The store leaves the guest before it has any
-//! effect, and is in no dirty log. (Of a store over two pages, the page that is not tracked may
-//! be.) Loads and fetches go through.
+//! effect, and no dirty log has it. (If a store covers two pages, the log may have the untracked
+//! page.) Loads and fetches go through.
 //!
 //! **Mechanism.** The truth is one bit a page in the slot's [`Tracked`](crate::tracked::Tracked).
 //! The fault path tests it before it makes a leaf writable. The leaf of a tracked page has the
 //! class [`Writes::MmuForbids`], which only such a fault changes to a class that allows stores. So
 //! a TLB miss tests no bit if its leaf lets the access through.
 //!
-//! Untracking clears bits, and touches no entry and no vCPU. The fault of the next store gives the
-//! right back. When a slot's last tracked page is untracked, large pages come back.
+//! Untracking clears bits, and changes no entry and no vCPU. The fault of the next store restores
+//! the write permission. When a slot's last tracked page is untracked, large pages come back.
 //!
 //! **Neighbours.** `memory.rs` is the fault path, and `revoke.rs` proves the order of the steps.
-//! The VMM decides what becomes of a page's contents; a background snapshot copies them.
+//! The VMM decides what to do with a page's contents: a background snapshot copies them.
 
 use crate::error::VmError;
 use crate::log::SlotLog;
@@ -30,22 +30,23 @@ use pageferry_memslot::{Slot, SlotFlags};
 use pageferry_tdp::format::{Format as _, Writes};
 
 impl<M: Memslots> Vm<M> {
-    /// Tracks the stores to `pages` of `slot`, whose first page is 0; returns how many pages were
-    /// not tracked before. From its return on, a guest store to one of them does not happen. It
-    /// leaves the guest with [`Exit::MemoryFault`](crate::Exit::MemoryFault), which says that the
-    /// page is write-tracked.
+    /// Tracks the stores to `pages` of `slot`, whose first page is 0. Returns the number of pages
+    /// that were not tracked before. From then on, a guest store to one of the pages does not
+    /// happen. It leaves the guest with [`Exit::MemoryFault`](crate::Exit::MemoryFault), with
+    /// `write_tracked` set.
     ///
-    /// It serves what `UFFDIO_WRITEPROTECT` serves in QEMU's background snapshots. But it tracks
-    /// the slot's pages, as KVM's `page_track` does, and not the host's. So it sees no store
-    /// through another slot over the same memory, and none by the VMM.
+    /// QEMU's background snapshots use `UFFDIO_WRITEPROTECT` for the same purpose. But this call
+    /// tracks pages of the slot, like KVM's `page_track`, and not pages of the host. So it sees no
+    /// store through another slot over the same memory, and none by the VMM.
     ///
-    /// A store that goes through while this runs is over when it returns: all vCPUs agree on which
-    /// stores came before. Each page can then be copied as it was at that moment, until it is
-    /// [untracked](Self::untrack_writes).
+    /// A store that goes through during the call is over when the call returns: all vCPUs agree on
+    /// the set of earlier stores. From then until a page is [untracked](Self::untrack_writes), the
+    /// caller can copy its contents of that moment.
     ///
-    /// It splits large pages that hold a tracked one. A dirty log, `USERFAULT` and notifiers do not
-    /// change which pages are tracked; a missing page is brought first. A slot that moves or gets
-    /// other flags keeps its tracked pages. Deleting the slot ends its tracking.
+    /// The call splits large pages that hold a tracked page. A dirty log, `USERFAULT` and notifiers
+    /// do not change the set of tracked pages. If a tracked page is missing, its first fault is a
+    /// userfault. A slot that moves or gets other flags keeps its tracked pages. Deleting the slot
+    /// ends its tracking.
     ///
     /// # Errors
     /// If there is no such slot, it is read-only, or it does not have all of `pages`. Nothing has
@@ -62,8 +63,8 @@ impl<M: Memslots> Vm<M> {
         }
         let tracked = slot.data.track(slot.range.pages() as usize);
         let added = tracked.add(pages.start as usize..pages.end as usize);
-        // Faults that tested the bits before are over. The sweep sees the entries that they made
-        // writable.
+        // Then faults that tested the bits before have ended, and the sweep sees the entries that
+        // they made writable.
         self.state.quiesce();
         worker.deferred(|worker| {
             let _held = slots.exclude();
@@ -75,21 +76,21 @@ impl<M: Memslots> Vm<M> {
         Ok(added as u64)
     }
 
-    /// Lets stores to `pages` of `slot` through again; returns how many of them were tracked.
-    /// Everything that the caller has read of the pages before is older than any store that this
-    /// lets through.
+    /// Lets stores to `pages` of `slot` through again. Returns the number of those pages that were
+    /// tracked. All reads of the pages that the caller did before come before the stores that the
+    /// call lets through.
     ///
-    /// It looks the slot up and clears a bit a page. It waits for no vCPU, unless another call of
-    /// the VM does. The next store to each page faults once.
+    /// The call looks the slot up and clears one bit a page. It waits for no vCPU, unless another
+    /// call of the VM does. The next store to each page faults once.
     ///
     /// Several threads may copy a tracked page, and then untrack it. Only the thread whose call
-    /// returns that the page was tracked has a whole copy.
+    /// reports the page as tracked has a whole copy.
     ///
-    /// If a call leaves no page of the slot tracked, and the memory is made of large pages, it
-    /// makes those large again, between the first and the last page that were tracked.
+    /// If a call untracks the slot's last page, and the host memory has large pages, it joins small
+    /// pages to large ones again, between the first and the last page that were tracked.
     ///
-    /// A vCPU may have met the tracked page just before. It then leaves the guest although the page
-    /// is no longer tracked. Enter it again, which repeats the store.
+    /// A vCPU may have found the page tracked just before. It then leaves the guest although the
+    /// page is no longer tracked. Enter it again, which repeats the store.
     ///
     /// # Errors
     /// If there is no such slot, or it does not have all of `pages`. Nothing has changed then.
@@ -112,7 +113,7 @@ impl<M: Memslots> Vm<M> {
     }
 }
 
-/// The slot, and the frames of `pages`.
+/// The slot with this id, and the frames of `pages`.
 fn part_of<'a, M: Memslots>(
     slots: &'a M,
     id: u16,
@@ -135,7 +136,8 @@ fn part_of<'a, M: Memslots>(
     }
 }
 
-/// The slot's frames in the pages of `size` frames that hold any of `pages`, of which there is one.
+/// The frames of `pages`, extended to aligned pages of `size` frames and clipped to the slot.
+/// `pages` is not empty.
 fn around(slot: &Slot<SlotData>, pages: &Range<usize>, size: u64) -> GfnRange {
     let (begin, end) = (slot.range.start().0, slot.range.end().0);
     let first = ((begin + pages.start as u64) & !(size - 1)).max(begin);

@@ -1,4 +1,4 @@
-//! The write-tracked pages that a slot keeps: a bit a page.
+//! The write-tracked pages of a slot: one bit a page.
 
 use crate::platform::Format;
 use core::ops::Range;
@@ -9,16 +9,18 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The tracked pages of one slot. Successive records of the slot share it.
 pub(crate) struct Tracked {
-    /// The slot's page `i` is bit `i`. Set with the VM's writer held only.
+    /// Bit `i` is the slot's page `i`. Only a thread that holds the VM's writer sets bits.
     bits: PageBitmap,
     extent: Mutex<Extent>,
 }
 
-/// How much is tracked. Changed with the VM's writer held only.
+/// The extent of the tracking. Only a thread that holds the VM's writer changes it.
 #[derive(Default)]
 struct Extent {
+    /// The number of tracked pages.
     pages: usize,
-    /// The range of pages tracked since none was. Only there can large pages have been split.
+    /// A range around all pages that were tracked since `pages` was last 0. Large pages can be
+    /// split only there.
     span: Range<usize>,
 }
 
@@ -38,8 +40,8 @@ impl Tracked {
     }
 
     /// The level of the largest page around `gfn` that holds no tracked page: `level` at most, 1 at
-    /// least. The slot begins at `start`. A page that comes to be tracked now is no danger: the
-    /// thread that tracks it waits for this fault.
+    /// least. The slot begins at `start`. A page may become tracked during the call: the thread
+    /// that tracks it waits for this fault.
     #[cold]
     pub(crate) fn largest_level(&self, start: Gfn, gfn: Gfn, mut level: u32) -> u32 {
         let frames = |level| Format::frames_per_entry(level);
@@ -59,7 +61,7 @@ impl Tracked {
         self.extent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tracks `pages`; gives how many were not tracked before.
+    /// Tracks `pages`. Returns the number of pages that were not tracked before.
     pub(crate) fn add(&self, pages: Range<usize>) -> usize {
         let mut extent = self.extent();
         extent.span = if extent.pages == 0 {
@@ -72,10 +74,11 @@ impl Tracked {
         added
     }
 
-    /// Stops tracking `pages`. Returns how many were tracked and, if these were the last, the span.
+    /// Stops tracking `pages`. Returns the number of pages that were tracked. If no tracked page is
+    /// left, it also returns the span.
     pub(crate) fn remove(&self, pages: Range<usize>) -> (usize, Option<Range<usize>>) {
         let mut extent = self.extent();
-        // Release: a store that finds the bit clear comes after what the caller has read of the
+        // Release: a store that finds the bit clear comes after the caller's earlier reads of the
         // pages.
         let removed = self.bits.clear_range(pages);
         extent.pages -= removed;

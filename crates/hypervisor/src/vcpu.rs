@@ -17,38 +17,38 @@ use std::time::Instant;
 /// saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// The vCPU touched a page of a slot that is missing, or write-tracked. Entering again repeats
-    /// the access.
+    /// The vCPU accessed a page of a slot that is missing, or stored to a write-tracked page.
+    /// Entering again repeats the access.
     MemoryFault {
         /// The first byte of the page.
         gpa: Gpa,
-        /// How many bytes it has.
+        /// The size of the page in bytes.
         size: u64,
-        /// The access that the instruction tried.
+        /// The kind of access.
         access: Access,
         /// Whether the page's userfault bit is set.
         userfault: bool,
         /// Whether the page is [write-tracked](crate::Vm::track_writes), and the access a store.
         write_tracked: bool,
     },
-    /// A load where no slot is. It returns all ones unless [`VcpuCore::complete_mmio_read`] is
-    /// called before the next entry.
+    /// A load from an address without a slot. It returns all ones, unless the caller calls
+    /// [`VcpuCore::complete_mmio_read`] before the next entry.
     MmioRead {
         /// The address, naturally aligned.
         gpa: Gpa,
-        /// How many bytes: 1, 2, 4 or 8.
+        /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// A store where no slot is, or into a read-only slot. The vCPU has completed it.
+    /// A store to an address without a slot, or into a read-only slot. The vCPU has completed it.
     MmioWrite {
         /// The address, naturally aligned.
         gpa: Gpa,
-        /// How many bytes: 1, 2, 4 or 8.
+        /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
         /// The value, zero-extended.
         value: u64,
     },
-    /// An ECALL from VS-mode; the answer goes into `a0` and `a1`.
+    /// An ECALL from VS-mode. The answer goes into `a0` and `a1`.
     Ecall {
         /// `a0` to `a7`.
         args: [u64; 8],
@@ -57,26 +57,26 @@ pub enum Exit {
     /// repeats the store: harvest the ring and call
     /// [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) first.
     DirtyRingFull,
-    /// A WFI with nothing to wake it.
+    /// A WFI while no interrupt is both pending and enabled.
     Halted,
-    /// Another thread kicked the vCPU.
+    /// A thread kicked the vCPU.
     Kicked,
 }
 
-/// Kicks a vCPU, from any thread.
+/// A handle that kicks a vCPU, from any thread.
 #[derive(Clone)]
 pub struct KickHandle(Arc<Gate>);
 
 impl KickHandle {
-    /// Makes the vCPU return from [`VcpuCore::run`] with [`Exit::Kicked`]: soon, if it is inside
-    /// the guest, else at its next entry. A kick is kept until such an exit takes it; kicks that
-    /// were not taken merge into one.
+    /// Makes the vCPU return from [`VcpuCore::run`] with [`Exit::Kicked`]. It does so soon if it is
+    /// inside the guest, else at its next entry. A kick stays open until such an exit. Open kicks
+    /// merge into one.
     pub fn kick(&self) {
         // A kick does not wait for the vCPU, so the ticket has no use.
         let _ = self.0.request(Requests::KICK);
     }
 
-    /// Whether a kick is waiting to be taken.
+    /// Whether a kick is open.
     #[must_use]
     pub fn is_kicked(&self) -> bool {
         self.0.is_kicked()
@@ -89,7 +89,7 @@ impl fmt::Debug for KickHandle {
     }
 }
 
-/// Whether the first instruction to retire is watched for.
+/// The watch for the first instruction to retire.
 #[derive(Clone, Copy)]
 enum First {
     Unwatched,
@@ -97,12 +97,12 @@ enum First {
     Ran(Instant),
 }
 
-/// One vCPU. Made by [`crate::Vm::create_vcpu`].
+/// One vCPU. [`crate::Vm::create_vcpu`] makes it.
 pub struct VcpuCore<M: Memslots = Scalable> {
     id: u32,
     hart: Hart,
     memory: VcpuMemory<M::Reader>,
-    /// Keeps the slots alive, and with them the memory that the TLB leads to.
+    /// Keeps the slots alive, and so the memory to which the TLB leads.
     changes: Arc<Changes<M>>,
     gate: Arc<Gate>,
     first: First,
@@ -128,19 +128,19 @@ impl<M: Memslots> VcpuCore<M> {
         }
     }
 
-    /// The id it was created with.
+    /// The vCPU's id.
     #[must_use]
     pub const fn id(&self) -> u32 {
         self.id
     }
 
-    /// The reader's end of the vCPU's dirty ring, for whichever thread is to harvest it: once, and
-    /// only where the VM has [`dirty_ring`](crate::VmConfig::dirty_ring).
+    /// Takes the reading end of the vCPU's dirty ring, for the thread that harvests it. It is there
+    /// once, and only if the VM has [`dirty_ring`](crate::VmConfig::dirty_ring).
     pub const fn take_dirty_ring(&mut self) -> Option<Harvester> {
         self.dirty_ring.take()
     }
 
-    /// Runs the guest until it leaves for a reason the caller must see.
+    /// Runs the guest until it leaves for a reason that the caller must see.
     pub fn run(&mut self) -> Exit {
         loop {
             let gate = &*self.gate;
@@ -154,7 +154,7 @@ impl<M: Memslots> VcpuCore<M> {
                     continue;
                 }
             };
-            // Until one instruction has retired, one at a time.
+            // While the first instruction is watched for, execute one at a time.
             let watched = matches!(self.first, First::Watched);
             let before = self.hart.instret();
             let budget = watched.then_some(1);
@@ -170,7 +170,7 @@ impl<M: Memslots> VcpuCore<M> {
                         self.memory.state.watch(address);
                     }
                     match self.memory.again.take() {
-                        // The writer is between the halves of a change: let it go on.
+                        // The writer is between the halves of a change.
                         Some(Again::Slots) => yield_now(),
                         Some(Again::Tables) => self.memory.worker.wait(),
                         Some(Again::Ring) => return Exit::DirtyRingFull,
@@ -206,8 +206,8 @@ impl<M: Memslots> VcpuCore<M> {
         }
     }
 
-    /// Gives the load of the last [`Exit::MmioRead`] its value. It does nothing if the last entry
-    /// ended otherwise.
+    /// Completes the load of the last [`Exit::MmioRead`] with `value`. The call does nothing if the
+    /// last entry ended with another exit.
     pub fn complete_mmio_read(&mut self, value: u64) {
         self.hart.complete_mmio_load(value);
     }
@@ -232,19 +232,19 @@ impl<M: Memslots> VcpuCore<M> {
     /// Replaces the whole architectural state.
     ///
     /// # Errors
-    /// If no hart can be in it; the vCPU is then unchanged.
+    /// If no hart can be in `state`. The vCPU is then unchanged.
     pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
         self.hart.set_state(state)
     }
 
-    /// Watches for the next instruction to retire: [`VcpuCore::first_instruction`] then says when
-    /// it did.
+    /// Watches for the next instruction to retire. [`VcpuCore::first_instruction`] then returns the
+    /// time.
     pub const fn watch_first_instruction(&mut self) {
         self.first = First::Watched;
     }
 
-    /// When the first instruction retired since [`VcpuCore::watch_first_instruction`]; `None` if
-    /// none has.
+    /// The time at which the first instruction since [`VcpuCore::watch_first_instruction`] retired.
+    /// `None` if none has retired.
     #[must_use]
     pub const fn first_instruction(&self) -> Option<Instant> {
         match self.first {
@@ -253,14 +253,13 @@ impl<M: Memslots> VcpuCore<M> {
         }
     }
 
-    /// Whether an instruction that retires now would be the one
-    /// [`VcpuCore::watch_first_instruction`] asked for.
+    /// Whether [`VcpuCore::watch_first_instruction`] still waits for an instruction to retire.
     #[must_use]
     pub const fn watches_first_instruction(&self) -> bool {
         matches!(self.first, First::Watched)
     }
 
-    /// How to kick this vCPU.
+    /// Returns a handle that kicks this vCPU.
     #[must_use]
     pub fn kick_handle(&self) -> KickHandle {
         KickHandle(Arc::clone(&self.gate))
@@ -280,8 +279,8 @@ fn serve<R: MemslotReader>(hart: &mut Hart, memory: &mut VcpuMemory<R>, requests
         memory.slots.refresh();
     }
     if requests != Requests::KICK {
-        // The requester waits until every vCPU has left. Where vCPUs outnumber processors, one that
-        // was preempted inside its guest needs a processor to leave: offer it this one.
+        // The requester waits until every vCPU has left. If vCPUs outnumber CPUs, a vCPU that was
+        // preempted inside its guest needs a CPU to leave: offer it this one.
         yield_now();
     }
 }

@@ -21,10 +21,10 @@ use pageferry_userfault::PageBitmap;
 use std::fmt;
 use std::sync::Arc;
 
-/// A virtual machine. Cloning gives another handle to the same one.
+/// A virtual machine. Cloning gives another handle to the same machine.
 ///
 /// Any thread may make calls that change or revoke something, also a thread whose vCPU is outside
-/// its guest. Calls take turns. A call returns when every vCPU obeys it.
+/// its guest. The calls run one at a time. Each returns when it holds for every vCPU.
 ///
 /// ```
 /// use pageferry_hypervisor::{Exit, Vm, VmConfig};
@@ -42,22 +42,22 @@ pub struct Vm<M: Memslots = Scalable> {
 }
 
 impl Vm {
-    /// A VM without memory and vCPUs.
+    /// Makes a VM without memory and vCPUs.
     #[must_use]
     pub fn new(config: VmConfig) -> Self {
         Self::with_memslots(config)
     }
 
-    /// A handle to the memory slots, for threads that read them: device emulation that translates
-    /// addresses, a migration that walks them. Its readers see every change at once and as a whole,
-    /// and are wait-free.
+    /// A handle to the memory slots, for threads that read them. Examples are device emulation,
+    /// which translates addresses, and a migration, which walks the slots. Its readers are
+    /// wait-free, and see every change at once and as a whole.
     ///
     /// A slot that a [`SlotGuard`](crate::SlotGuard) found stays: while the guard is held, neither
     /// the slot nor its memory's owner is dropped, even if the slot is deleted meanwhile. Slots
     /// that are being deleted or moved are [invalid](crate::Slot::is_invalid).
     ///
-    /// Hold a guard briefly, and hold none while you call this VM or run a vCPU of it. A change
-    /// that finds thousands of replaced slots waiting for a guard waits for that guard too.
+    /// Hold a guard briefly, and hold none while you call this VM or run a vCPU of it. If thousands
+    /// of replaced slots wait for a guard, the next change waits for that guard too.
     ///
     /// ```
     /// use pageferry_addr::{Gfn, Hva};
@@ -75,8 +75,8 @@ impl Vm {
         self.changes.lock().slots.table()
     }
 
-    /// How often the memory slots have changed. It waits for a change in progress, which
-    /// [`Vm::slot_table`]'s generation does not.
+    /// The number of changes of the memory slots. The call waits for a change in progress. The
+    /// generation of [`Vm::slot_table`] does not wait.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.changes.lock().slots.writer().generation()
@@ -84,7 +84,7 @@ impl Vm {
 }
 
 impl<M: Memslots> Vm<M> {
-    /// A VM without memory and vCPUs that keeps its memory slots by the scheme `M`.
+    /// Makes a VM without memory and vCPUs. The scheme `M` keeps its memory slots.
     #[must_use]
     pub fn with_memslots(config: VmConfig) -> Self {
         let limits = Limits {
@@ -102,13 +102,13 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    /// How it was made.
+    /// The configuration from which the VM was made.
     #[must_use]
     pub const fn config(&self) -> VmConfig {
         self.config
     }
 
-    /// What this VM can do.
+    /// The capabilities of this VM.
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         Capabilities {
@@ -123,7 +123,7 @@ impl<M: Memslots> Vm<M> {
     /// Creates a vCPU, outside its guest and with all registers 0. An id is used once.
     ///
     /// # Errors
-    /// If the id is too large or used.
+    /// If the id is too large or in use, or the size of the dirty rings is not possible.
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
         let mut writer = self.changes.lock();
         let max = self.config.max_vcpus;
@@ -151,18 +151,19 @@ impl<M: Memslots> Vm<M> {
         Ok(VcpuCore::new(id, memory, changes, gate, harvester))
     }
 
-    /// Creates, deletes or moves a memory slot, or changes its flags; the rules are those of
+    /// Creates, deletes or moves a memory slot, or changes its flags, by the rules of
     /// `KVM_SET_USER_MEMORY_REGION2`.
     ///
-    /// When this returns, no vCPU uses what was there before:
+    /// When the call returns, no vCPU uses the old state:
     /// - No access reaches the memory of a deleted or moved slot through its old place.
     /// - With `LOG_DIRTY_PAGES` newly set, every later write is logged.
-    /// - With `USERFAULT` newly set, every later touch of a page whose bit is set leaves the guest.
+    /// - With `USERFAULT` newly set, every later access to a page whose bit is set leaves the
+    ///   guest.
     ///
     /// A slot that stays logged keeps its log. A slot that keeps `USERFAULT` keeps its bitmap. To
     /// replace the bitmap, take the flag off and set it again.
     ///
-    /// A vCPU that touches a slot while it is deleted or moved waits outside its guest until the
+    /// A vCPU that accesses a slot while it is deleted or moved waits outside its guest until the
     /// call returns.
     ///
     /// The slot keeps its memory's owner. A deletion or a move drops the old owner before it
@@ -170,9 +171,11 @@ impl<M: Memslots> Vm<M> {
     /// flags changed, one of the next changes drops it, or the VM and the last reader do.
     ///
     /// # Errors
-    /// [`VmError::Slot`] by the slots' rules (guest_memfd is refused as an unknown flag);
-    /// [`VmError::NotOwned`]; and for a bitmap that is missing or too small. Nothing has changed
-    /// then.
+    /// - [`VmError::Slot`] if the region breaks those rules. `GUEST_MEMFD` is an unknown flag.
+    /// - [`VmError::NotOwned`] if the host range is outside the given memory.
+    /// - [`VmError::NoUserfaultBitmap`] or [`VmError::UserfaultBitmapTooSmall`].
+    ///
+    /// Nothing has changed then.
     pub fn set_user_memory_region2(&self, region: Region) -> Result<(), VmError> {
         if region.flags.contains(SlotFlags::GUEST_MEMFD) {
             let unknown = SlotFlags::GUEST_MEMFD;
@@ -196,7 +199,7 @@ impl<M: Memslots> Vm<M> {
             data,
         })?;
         if region.size != 0 {
-            // Dropping the update gives it up.
+            // An error drops the update, which gives it up.
             check_memory(&region)?;
         }
         match update.begun() {
@@ -206,7 +209,7 @@ impl<M: Memslots> Vm<M> {
                 return Ok(());
             }
             Begun::Deleted { old } | Begun::Moved { old, .. } => {
-                // A log that is kept gets the entries' dirty bits, which are not in it yet.
+                // If the slot keeps its log, the log gets the dirty bits of the entries.
                 let log = SlotLog::leaving(region.slot, old, kept.as_ref());
                 self.state.unmap(worker, old, &log);
                 update.commit();
@@ -235,7 +238,7 @@ impl<M: Memslots> Vm<M> {
         Ok(())
     }
 
-    /// How many pages of 4 KiB are mapped in the second-stage tables; exact while no vCPU runs.
+    /// The number of pages of 4 KiB that the second-stage tables map. Exact while no vCPU runs.
     #[must_use]
     pub fn mapped_pages(&self) -> u64 {
         let leaves = self.state.mmu.stats().leaves;
@@ -243,13 +246,14 @@ impl<M: Memslots> Vm<M> {
         (1..).zip(leaves).map(|(level, n)| n * pages(level)).sum()
     }
 
-    /// How many leaves of 4 KiB, 2 MiB and 1 GiB those are.
+    /// The numbers of leaves of 4 KiB, 2 MiB and 1 GiB. Exact while no vCPU runs.
     #[must_use]
     pub fn mapped_leaves(&self) -> [u64; 3] {
         self.state.mmu.stats().leaves
     }
 
-    /// How many of the mapped pages are mapped writable; as exact. It looks at every entry.
+    /// The number of pages that are mapped writable. Exact while no vCPU runs. The call reads every
+    /// entry.
     #[must_use]
     pub fn writable_pages(&self) -> u64 {
         let mut pages = 0;
@@ -265,14 +269,13 @@ impl<M: Memslots> Vm<M> {
         pages
     }
 
-    /// The bytes that the memory slots occupy themselves: slots and what finds them, logs and
-    /// bitmaps excluded.
+    /// The number of bytes of the slots and their index, without logs and bitmaps.
     #[must_use]
     pub fn slot_metadata_bytes(&self) -> usize {
         self.changes.lock().slots.metadata_bytes()
     }
 
-    /// The bytes of all second-stage tables.
+    /// The number of bytes of all second-stage tables.
     #[must_use]
     pub fn table_bytes(&self) -> u64 {
         self.state.mmu.stats().table_bytes
@@ -284,13 +287,13 @@ impl<M: Memslots> Vm<M> {
         self.state.clock.ticks()
     }
 
-    /// Moves the VM's clock forward to `ticks`, for a VM that has arrived by migration. It does
-    /// nothing if the clock is past that.
+    /// Moves the VM's clock forward to `ticks`, for a VM that has arrived by migration. The call
+    /// does nothing if the clock is already past `ticks`.
     pub fn advance_time(&self, ticks: u64) {
         self.state.clock.advance_to(ticks);
     }
 
-    /// The data for a requested slot. The request is not checked yet, so sizes may be absurd.
+    /// Makes the data for a requested slot. The request is not checked yet, so sizes may be absurd.
     fn slot_data(&self, slots: &M, region: &Region) -> Result<SlotData, VmError> {
         let mut data = SlotData::default();
         if region.size == 0 {
@@ -320,14 +323,14 @@ impl<M: Memslots> Vm<M> {
         }
         if region.flags.contains(SlotFlags::LOG_DIRTY_PAGES) {
             let kept = old.and_then(|slot| slot.data.dirty.clone());
-            // Allocates a log only for memory that exists.
+            // The check comes first, so that a log is allocated only for memory that exists.
             check_memory(region)?;
             data.dirty = Some(kept.unwrap_or_else(|| self.new_log(pages as usize)));
         }
         Ok(data)
     }
 
-    /// How logs learn of dirty pages. Faults fill rings.
+    /// The way in which logs learn of dirty pages. With rings, faults report them.
     const fn dirty_by(&self) -> DirtyBy {
         match self.config.dirty_ring {
             Some(_) => DirtyBy::WriteProtection,
@@ -346,16 +349,16 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    /// The slot of `range` has just got its log: makes later stores be logged.
+    /// Makes later stores to `range` be logged. Its slot has just got a log.
     fn start_log(&self, slots: &M, worker: &mut Worker, range: GfnRange) {
         self.state.quiesce();
         if self.config.dirty_protect == DirtyProtect::InitiallySet {
-            // All pages are in the log. Clearing parts of it protects those.
+            // All pages are in the log. A call that clears a part of the log protects it.
             return;
         }
         worker.deferred(|worker| {
             let _held = slots.exclude();
-            // Eagerly, so that the faults to come need not.
+            // Splitting here saves later faults the work.
             let Ok(_) = worker.split(range, 1, &()) else {
                 unreachable!("the platform aborts where there is no memory");
             };
@@ -366,8 +369,8 @@ impl<M: Memslots> Vm<M> {
         });
     }
 
-    /// The slot has lost its log or its userfault bits, or its last tracked page: undoes what these
-    /// changed in the tables.
+    /// Undoes the changes that a log, userfault bits or tracked pages made in the tables. The slot
+    /// has just lost its log, its userfault bits or its last tracked page.
     pub(crate) fn recover(
         &self,
         slots: &M,
@@ -394,7 +397,7 @@ impl<M: Memslots> Vm<M> {
     }
 }
 
-// By hand, since a derived one would ask for `M: Clone`.
+// By hand: a derived implementation would require `M: Clone`.
 impl<M: Memslots> Clone for Vm<M> {
     fn clone(&self) -> Self {
         Self {
@@ -414,15 +417,15 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
     }
 }
 
-/// The address of the word in which the bit of the slot's first page is.
+/// The address of the word that holds the bit of the slot's first page.
 fn first_word(bits: &UserfaultBits) -> Hva {
     let word = bits.first.index() / u64::BITS as usize;
-    // If a request has no whole page, the bit may lie behind the last word. This reads nothing.
+    // If a request has no whole page, the bit may lie behind the last word. Nothing reads it here.
     Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
 }
 
-/// A ring from which a vCPU leaves its guest while there is still room for all that one run can
-/// dirty.
+/// Makes a ring. Its vCPU leaves the guest while the ring still has room for all pages that one run
+/// can dirty.
 fn new_ring(entries: u32) -> Result<(Producer, Harvester, Resetter), VmError> {
     ring::new(entries, ring::RESERVED_ENTRIES).map_err(VmError::DirtyRing)
 }

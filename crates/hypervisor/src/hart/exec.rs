@@ -19,8 +19,8 @@ use pageferry_addr::{PAGE_MASK, PAGE_SIZE};
 
 /// The state in which the loop was left.
 pub(super) struct Left {
-    /// The next instruction to execute. For every reason but [`Leave::Jump`], it is the instruction
-    /// that stopped the loop.
+    /// The next instruction to execute. For every reason but [`Leave::Jump`], it is the
+    /// instruction that stopped the loop.
     pub(super) pc: u64,
     /// The number of retired instructions.
     pub(super) retired: u64,

@@ -28,9 +28,9 @@
 //!    page.
 //! 2. An access that writes and misses always goes through `write`.
 //! 3. An LR in a page for which [`Reservations::is_watched`] is false leaves the guest
-//!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`]. It makes
-//!    every vCPU of the VM drop *all* TLB entries for writing, and waits until each has done so.
-//!    Then it calls [`Reservations::confirm`] and enters again.
+//!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`]. It
+//!    makes every vCPU of the VM drop *all* TLB entries for writing, and waits until each has done
+//!    so. Then it calls [`Reservations::confirm`] and enters again.
 //!
 //! Why the rules suffice:
 //! 1. A hart that fills an entry before it sees the page announced does so before it takes the
