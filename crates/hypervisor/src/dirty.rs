@@ -85,8 +85,10 @@ impl<M: Memslots> Vm<M> {
     /// splits large pages that `clear` reaches, where [`DirtyProtect::InitiallySet`] has left any.
     ///
     /// # Errors
-    /// If there is no such slot, it has no log, `first` is not a multiple of 64, or `clear` reaches
-    /// past the last word of the log. Nothing has changed then.
+    /// - If there is no such slot, or it has no log.
+    /// - If `first` is not a multiple of 64, or `clear` reaches past the last word of the log.
+    ///
+    /// Nothing has changed then.
     pub fn clear_dirty_log(&self, slot: u16, first: u64, clear: &[u64]) -> Result<u64, VmError> {
         let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;

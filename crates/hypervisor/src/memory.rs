@@ -67,7 +67,7 @@ pub(crate) const USERFAULT: u64 = 1;
 /// [`MemoryFault::flags`]: the page is write-tracked.
 pub(crate) const WRITE_TRACKED: u64 = 2;
 
-/// How often a fault tries before the vCPU leaves its guest and yields.
+/// The number of tries of a fault before the vCPU leaves its guest and yields.
 const TRIES: u32 = 4;
 
 pub(crate) struct VcpuMemory<R> {
@@ -354,8 +354,9 @@ impl<R: MemslotReader> VcpuMemory<R> {
 }
 
 /// # Safety
-/// `pointer` came from the TLB or the fault path for an access of `T::BYTES`, since the vCPU last
-/// entered its guest, and the reference is dropped before it leaves.
+/// 1. `pointer` came from the TLB or the fault path for an access of `T::BYTES`, since the vCPU
+///    last entered its guest.
+/// 2. The caller drops the reference before the vCPU leaves the guest.
 #[inline(always)]
 unsafe fn cell<'a, T: GuestInt>(pointer: *mut u8) -> &'a T::Atomic {
     // SAFETY: mapped, aligned and shared as the module's first lines say, points 1 to 3.

@@ -76,8 +76,8 @@
 //!
 //! *Commit* the flag. *Quiesce*. Split large pages, *write-protect* the range, and *flush* writes
 //! (the TLB entries for writing). By the argument above, no SPTE of the range is then writable, and
-//! no TLB has an entry from a writable one, except by faults that saw the slot's log. This
-//! invariant makes the log complete:
+//! no TLB has an entry from a writable one. The only exceptions are those of faults that saw the
+//! slot's log. This invariant makes the log complete:
 //!
 //! > (W) A TLB entry lets writes through only if its fault saw the page's dirty bit set, or set it,
 //! > after the SPTE was writable, and after the vCPU's last entry that flushed writes.

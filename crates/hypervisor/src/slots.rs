@@ -80,9 +80,9 @@ pub enum Begun {
 ///    a copy: readers see changes that the VM makes inside the data of a slot by id.
 /// 2. A look-up that happens after a [`commit`](MemslotUpdate::commit) finds no slot that the
 ///    commit deleted or replaced. It finds no slot at frames from which the commit moved it.
-/// 3. A look-up that happens after [`begin`](Self::begin) of a deletion or move, and before the
-///    update is committed or dropped, finds [`Found::Invalid`] or [`Found::Nothing`] at every frame
-///    of the old slot.
+/// 3. Take a look-up that happens after [`begin`](Self::begin) of a deletion or move, and before
+///    the update is committed or dropped. It finds [`Found::Invalid`] or [`Found::Nothing`] at
+///    every frame of the old slot.
 /// 4. A slot keeps its `data` until a commit that deletes or replaces the slot begins.
 /// 5. [`begun`](MemslotUpdate::begun) returns exactly the frames and flags that the commit removes
 ///    and adds. An update that is dropped changes nothing.

@@ -53,8 +53,8 @@ impl Tlb {
         &self.entries[(Gpa(gpa).gfn().0 as usize) % ENTRIES]
     }
 
-    /// The host address for a read of `size` bytes (1, 2, 4 or 8) at `gpa`, if the page is cached
-    /// and `gpa` is aligned to `size`.
+    /// The host address for a read of `size` bytes (1, 2, 4 or 8) at `gpa`. `None` if the page is
+    /// not cached or `gpa` is not aligned to `size`.
     #[inline(always)]
     pub(crate) fn read(&self, gpa: u64, size: u64) -> Option<*mut u8> {
         let entry = self.entry(gpa);

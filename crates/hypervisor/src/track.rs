@@ -86,8 +86,8 @@ impl<M: Memslots> Vm<M> {
     /// Several threads may copy a tracked page, and then untrack it. Only the thread whose call
     /// reports the page as tracked has a whole copy.
     ///
-    /// If a call untracks the slot's last page, and the host memory has large pages, it joins small
-    /// pages to large ones again, between the first and the last page that were tracked.
+    /// A call that untracks the slot's last page joins small pages to large ones again, if the host
+    /// memory has large pages. It does so between the first and the last page that were tracked.
     ///
     /// A vCPU may have found the page tracked just before. It then leaves the guest although the
     /// page is no longer tracked. Enter it again, which repeats the store.

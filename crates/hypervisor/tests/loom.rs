@@ -1,11 +1,10 @@
-//! Models of the gate and of what is built on it: a flush, a kick, and the completeness of the
-//! dirty log.
+//! Models of the gate and its users: a flush, a kick, and the completeness of the dirty log.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-hypervisor --profile stress --test loom`
 //!
-//! A vCPU's memory is modelled by what it comes down to: an SPTE and a dirty bit that are shared, a
-//! TLB entry that is the vCPU's own, and a page. Loom explores all interleavings with few
-//! preemptions and, in each, all values an atomic load may return under the C11 model.
+//! The model of a vCPU's memory has a shared SPTE, a shared dirty bit, a private TLB entry, and a
+//! page. Loom explores all interleavings with few preemptions. In each, it explores all values that
+//! an atomic load may return under the C11 model.
 #![cfg(loom)]
 
 use loom::sync::Arc;
@@ -24,8 +23,8 @@ fn check(max_preemptions: usize, model: impl Fn() + Sync + Send + 'static) {
 fn a_flushed_translation_is_not_used() {
     check(3, || {
         let gate = Arc::new(Gate::new());
-        // The SPTE: does the guest's page exist? And the host page, into which the host writes 1
-        // once it has it back.
+        // `spte` is whether the guest's page is mapped. The host writes 1 to `page` after it has
+        // taken the page back.
         let spte = Arc::new(AtomicBool::new(true));
         let page = Arc::new(AtomicU64::new(0));
         let vcpu = {
@@ -59,14 +58,14 @@ fn a_flushed_translation_is_not_used() {
     });
 }
 
-/// Two threads publish something each and quiesce at once: once its ticket says so, each knows that
-/// no entry goes on that has not seen its publication.
+/// Two threads each publish a version, and both quiesce. When the ticket of a thread has left, no
+/// entry continues that has not seen its version.
 #[test]
 fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
     check(3, || {
         let gate = Arc::new(Gate::new());
         let versions = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
-        // Whether the vCPU is at work by an old version of either.
+        // For each thread: whether the vCPU works with an old version.
         let at_work = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
         let vcpu = {
             let (gate, versions, at_work) = (Arc::clone(&gate), versions.clone(), at_work.clone());
@@ -93,9 +92,8 @@ fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
             );
             move || {
                 version.store(1, Ordering::Relaxed);
-                // Two threads that wait in loops would give loom runs in which only they have
-                // turns. One look is enough: the claim is about what holds when the entry has
-                // ended.
+                // If both threads waited in loops, loom would find runs that schedule only them.
+                // One check is enough: the claim is about the state after the entry has ended.
                 if gate
                     .request(Requests::QUIESCE)
                     .is_none_or(|ticket| ticket.has_left())
@@ -103,7 +101,7 @@ fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
                     assert_eq!(
                         busy.load(Ordering::Relaxed),
                         0,
-                        "an entry with the old version goes on"
+                        "an entry with the old version continues"
                     );
                 }
             }
@@ -115,7 +113,7 @@ fn no_entry_outlives_a_quiesce_that_it_has_not_seen() {
     });
 }
 
-/// A kick ends a stay in the guest or prevents the next: a vCPU that polls never misses it.
+/// A kick ends an entry into the guest or prevents the next. A vCPU that polls never misses it.
 #[test]
 fn a_kick_is_heard_inside_or_taken_outside() {
     check(3, || {
@@ -131,12 +129,12 @@ fn a_kick_is_heard_inside_or_taken_outside() {
                             assert_eq!(
                                 why.load(Ordering::Relaxed),
                                 1,
-                                "the reason for the kick is not seen"
+                                "the vCPU does not see the reason for the kick"
                             );
                             break;
                         }
-                        // Runs until the bell rings. If it never did, loom would find a run without
-                        // end.
+                        // Runs until a request arrives. If none arrived, loom would find an endless
+                        // run.
                         Ok(_inside) => {
                             while !gate.has_requests() {
                                 thread::yield_now();
@@ -155,8 +153,8 @@ fn a_kick_is_heard_inside_or_taken_outside() {
 
 const WRITABLE: u64 = 1;
 
-/// The vCPU's fault path as `Memory::fault` has it, slots aside. Gives whether its TLB lets writes
-/// through.
+/// The vCPU's fault path, like `VcpuMemory::fault` without slots. Returns whether its TLB lets
+/// writes through.
 fn guest_fault(spte: &AtomicU64, dirty: &AtomicU64, write: bool) -> bool {
     let mut writable = spte.load(Ordering::Acquire) == WRITABLE;
     if write && !writable {
@@ -178,7 +176,7 @@ fn guest_write(spte: &AtomicU64, dirty: &AtomicU64, page: &AtomicU64, tlb: &mut 
     page.store(value, Ordering::Relaxed);
 }
 
-/// The log's reader; gives the page's value if the log names it.
+/// The reader of the log. Returns the page's value if the page is in the log.
 fn harvest(
     gates: &[Arc<Gate>],
     spte: &AtomicU64,
@@ -223,7 +221,7 @@ fn dirty_model(vcpus: u64, writes: u64, preemptions: usize) {
                 })
             })
             .collect();
-        // A migration's copy: what the log names is copied after the harvest has returned.
+        // The copy of a migration: it copies logged pages after the harvest has returned.
         let mut copy = 0;
         if let Some(value) = harvest(&gates, &spte, &dirty, &page) {
             copy = value;
@@ -248,9 +246,9 @@ fn no_write_of_two_vcpus_is_missing_from_the_log() {
     dirty_model(2, 2, 3);
 }
 
-/// One vCPU reads and then writes a page that another one is about to make writable. The first log
-/// that is read after the write names the page, although the other vCPU may not have got as far as
-/// its dirty bit.
+/// One vCPU reads and then writes a page that another vCPU is just making writable. The page is in
+/// the first log that is read after the write, even if the other vCPU has not set the dirty bit
+/// yet.
 #[test]
 fn the_first_log_after_a_write_names_it() {
     check(3, || {

@@ -57,7 +57,7 @@ const LOCKED: u64 = 1;
 /// One write, in the count above the lock bit.
 const WRITE: u64 = 2;
 
-/// How often a thread polls a locked word before it yields its CPU.
+/// The number of polls of a locked word before a thread yields its CPU.
 const SPINS: u32 = 100;
 
 /// The reservations of one VM. About 9 KiB.

@@ -1,7 +1,7 @@
 //! Integer computation: OP, OP-IMM, their 32-bit forms, LUI, AUIPC and the M extension.
 //!
-//! Tables hold values worked out by hand from the manual's definitions. The property tests compare
-//! with formulas written apart from the interpreter: in 128-bit integers for M.
+//! The tables hold values computed by hand from the manual's definitions. The property tests
+//! compare with formulas that share no code with the interpreter. Those for M use 128-bit integers.
 
 use crate::support::hart::{CODE, Machine, alu, alu_imm, asm::*};
 use proptest::prelude::*;
@@ -47,7 +47,7 @@ fn register_forms() {
         ("subw wraps", subw, MIN_W, 1, 0x7fff_ffff),
         ("sllw into the sign", sllw, 1, 31, MIN_W),
         ("sllw uses five bits", sllw, 1, 32 + 3, 8),
-        ("sllw drops what leaves the word", sllw, 0x8000_0001, 1, 2),
+        ("sllw drops bits above the word", sllw, 0x8000_0001, 1, 2),
         (
             "srlw ignores the upper half",
             srlw,
@@ -143,7 +143,7 @@ fn immediate_forms() {
     }
 }
 
-/// Among them the manual's table "Semantics for division by zero and division overflow".
+/// The cases include the manual's table "Semantics for division by zero and division overflow".
 #[test]
 fn multiplication_and_division() {
     let table: &[(&str, Reg, u64, u64, u64)] = &[
@@ -290,7 +290,7 @@ fn x0_reads_zero_and_takes_no_writes() {
     assert_eq!((machine.hart.x(10), machine.hart.x(12)), (0, 3));
 }
 
-/// Source and destination may be the same register, in every place.
+/// Source and destination may be the same register, in every operand.
 #[test]
 fn operands_are_read_before_the_result_is_written() {
     let mut machine = Machine::new(&[
@@ -307,7 +307,7 @@ fn operands_are_read_before_the_result_is_written() {
     }
 }
 
-/// Values at which carries, signs and widths meet, and any others.
+/// Boundary values of carries, signs and widths, and any others.
 fn value() -> impl Strategy<Value = u64> {
     prop_oneof![
         any::<u64>(),
@@ -321,7 +321,7 @@ fn low_word(value: i128) -> u64 {
     i64::from(value as u32 as i32) as u64
 }
 
-/// Quotient and remainder as the manual's table has them, in integers that hold every case.
+/// Quotient and remainder by the manual's table, in integers that hold every case.
 fn divide(a: i128, b: i128, all_ones: i128) -> (i128, i128) {
     match b {
         0 => (all_ones, a),

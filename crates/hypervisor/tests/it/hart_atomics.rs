@@ -9,7 +9,7 @@ use std::time::Instant;
 
 const MIN_W: u64 = i32::MIN as i64 as u64;
 
-/// Does one AMO on `memory` with `operand`: what the register gets, and what memory then holds.
+/// Does one AMO on `memory` with `operand`. Returns the register's value and memory's new value.
 fn amo(funct5: u32, width: u32, memory: u64, operand: u64) -> (u64, u64) {
     let mut machine = Machine::new(&[atomic(funct5, width, A0, A1, A2)]);
     machine.ram().set(DATA + 8, memory);
@@ -41,8 +41,8 @@ fn amos_on_doublewords() {
     }
 }
 
-/// Word forms ignore the operand's upper half, sign-extend what they return, and leave the next
-/// word alone.
+/// Word forms ignore the operand's upper half, sign-extend the result, and do not change the next
+/// word.
 #[test]
 fn amos_on_words() {
     const REST: u64 = 0x1111_2222_0000_0000;
@@ -133,7 +133,7 @@ fn misaligned_atomics_are_exceptions() {
     }
 }
 
-/// Both ways to decide on an SC: by comparison and by [`Reservations`].
+/// Machines with both ways to decide on an SC: by comparison and by [`Reservations`].
 fn machines(code: &[u32]) -> [Machine; 2] {
     let mut watched = Machine::new(code);
     let reservations = Arc::new(Reservations::new());
@@ -247,7 +247,7 @@ fn a_reservation_outlives_a_memory_fault_of_its_sc_but_not_a_move() {
     }
 }
 
-/// Two harts on one RAM with [`Reservations`]; `code` is the second one's.
+/// Two harts on one RAM with [`Reservations`].
 fn pair(first: &[u32], second: &[u32]) -> [Machine; 2] {
     let reservations = Arc::new(Reservations::new());
     let mut one = Machine::new(first);
@@ -262,14 +262,14 @@ fn pair(first: &[u32], second: &[u32]) -> [Machine; 2] {
     for machine in [&mut one, &mut other] {
         machine.hart.set_x(11, DATA);
     }
-    // The second has the page writable in its TLB before anybody reserves anything.
+    // The second hart has the page as writable in its TLB before the first LR.
     other.ram().code(CODE + 0x1800, &[sd(X0, A1, 0)]);
     let pc = other.hart.pc();
     other.hart.set_pc(CODE + 0x1800).unwrap();
     other.step();
     other.hart.set_pc(pc).unwrap();
 
-    // The first LR leaves the guest, and the VMM has the page watched.
+    // The first LR leaves the guest, and the VMM makes the page watched.
     assert_eq!(one.run(1), HartExit::Requested);
     let page = one.bus.to_watch.take().unwrap();
     reservations.announce(page);
@@ -279,7 +279,7 @@ fn pair(first: &[u32], second: &[u32]) -> [Machine; 2] {
     [one, other]
 }
 
-/// What a comparison of values would miss.
+/// A comparison of values would miss these stores.
 #[test]
 fn stores_that_restore_the_value_end_the_reservation() {
     let lr_sc = [atomic(LR, D, T0, A1, 0), atomic(SC, D, A0, A1, A2)];
@@ -304,7 +304,7 @@ fn stores_that_restore_the_value_end_the_reservation() {
         one.step();
         assert_eq!(one.hart.x(10), 1, "{name}");
     }
-    // Loads and stores elsewhere do not.
+    // Loads, and stores to other words, do not end it.
     for code in [
         ld(T0, A1, 0),
         sd(X0, A1, 8),
@@ -319,7 +319,7 @@ fn stores_that_restore_the_value_end_the_reservation() {
     }
 }
 
-/// Runs `code` on one thread a hart until it makes an ECALL. `a0` is the hart's index.
+/// Runs harts on one thread each until they make an ECALL. `a0` is the hart's index.
 fn run_threads(harts: u64, reservations: Option<&Arc<Reservations>>, ram: &Arc<Ram>) {
     std::thread::scope(|scope| {
         for index in 0..harts {
@@ -335,7 +335,7 @@ fn run_threads(harts: u64, reservations: Option<&Arc<Reservations>>, ram: &Arc<R
                 let deadline = Instant::now() + LIMIT;
                 loop {
                     match hart.run(&mut bus, &NO_REQUEST, Some(100_000)) {
-                        // It may be waiting for a hart that has no processor.
+                        // This hart may wait for a hart that has no CPU.
                         HartExit::Budget => std::thread::yield_now(),
                         HartExit::Ecall { .. } => break,
                         exit => panic!("hart {index}: {exit:?}"),
@@ -352,9 +352,9 @@ fn run_threads(harts: u64, reservations: Option<&Arc<Reservations>>, ram: &Arc<R
 
 const ROUNDS: u64 = 20_000;
 
-/// Counts `t2` rounds, the work of which is `work`, which must not use `t2`.
+/// A loop that does `work` for 20000 rounds. `work` must not use `t2`, which counts them.
 fn rounds(work: &[u32]) -> Vec<u32> {
-    // lui and addiw make 20000: 5 << 12, minus 480.
+    // 20000 is (5 << 12) - 480.
     let mut code = vec![lui(T2, 5), addiw(T2, T2, -480)];
     code.extend(work);
     code.push(addi(T2, T2, -1));
@@ -390,7 +390,7 @@ fn harts_count_together_by_lr_and_sc() {
 #[test]
 fn harts_count_together_by_amo_and_by_lock() {
     let amo = rounds(&[addi(T0, X0, 1), atomic(AMOADD, D, X0, A1, T0)]);
-    // A lock at 8(a1) by AMOSWAP.aq, a plain count at 0(a1), an unlock by FENCE RW,W and a store.
+    // AMOSWAP.aq locks 8(a1). A plain increment counts at 0(a1). FENCE RW,W and a store unlock.
     let lock = rounds(&[
         addi(A2, A1, 8),
         addi(T0, X0, 1),
@@ -410,24 +410,23 @@ fn harts_count_together_by_amo_and_by_lock() {
     }
 }
 
-/// Plain stores from one hart against LR/SC of another: an increment by SC never overwrites a store
-/// it did not see.
+/// One hart does plain stores, the other LR/SC: an increment by SC never overwrites a store that it
+/// did not see.
 #[test]
 fn an_sc_never_overwrites_a_store_in_between() {
     let reservations = Arc::new(Reservations::new());
     reservations.announce(DATA);
     reservations.confirm(DATA);
     let ram = Ram::new(16);
-    // Hart 0 stores round << 32 (upper half new, lower half 0) and reads back until it sees that
-    // its store was incremented or not; hart 1 increments by LR/SC. What hart 0 reads has always
-    // its own upper half.
+    // Hart 0 stores round << 32 (a new upper half, and 0 in the lower half) and loads it back. Hart
+    // 1 increments by LR/SC. Every value that hart 0 loads has the upper half that it stored.
     let store = rounds(&[
         slli(T0, T2, 32),
         sd(T0, A1, 0),
         ld(T1, A1, 0),
         srli(T1, T1, 32),
         beq(T1, T2, 8),
-        WFI, // not its own: halts, and the test fails
+        WFI, // another upper half: halts, and the test fails
     ]);
     let count = rounds(&[
         atomic(LR, D, T0, A1, 0),
@@ -444,8 +443,8 @@ fn an_sc_never_overwrites_a_store_in_between() {
     assert!(end >> 32 == 1 && end as u32 as u64 <= ROUNDS, "{end:#x}");
 }
 
-/// Dekker's protocol with FENCE: of two harts that each store and then load the other's flag, at
-/// least one sees it.
+/// Dekker's protocol with FENCE: two harts each store a flag and then load the other's flag. At
+/// least one of them sees it.
 #[test]
 fn fence_orders_stores_before_loads() {
     const FLAGS: u64 = DATA + 0x2000;
@@ -454,7 +453,7 @@ fn fence_orders_stores_before_loads() {
     const RESULT: u32 = 14;
     const ARRIVALS: u32 = 15;
     let round = [
-        // Own flag of this round: FLAGS + round * 128 + index * 64. The other's.
+        // The addresses of this round's flags: FLAGS + round * 128 + index * 64.
         slli(T0, A0, 6),
         xori(A2, T0, 64),
         add(T0, T0, FLAG),
@@ -463,15 +462,16 @@ fn fence_orders_stores_before_loads() {
         sd(T1, T0, 0),
         fence(0b0011, 0b0011),
         ld(T1, A2, 0),
-        // Make the next load quick and the other's next store slow: own the line of its next flag.
+        // Take the cache line of the other's next flag: the next load is then fast, and the
+        // other's next store slow.
         sd(X0, A2, 128 + 8),
-        // To RESULTS + round * 16 + index * 8.
+        // The result goes to RESULTS + round * 16 + index * 8.
         slli(T0, A0, 3),
         add(T0, T0, RESULT),
         sd(T1, T0, 0),
         addi(FLAG, FLAG, 128),
         addi(RESULT, RESULT, 16),
-        // Both have to arrive before the next round begins: they count at DATA + 32.
+        // A barrier before the next round: both harts count at DATA + 32.
         addi(T1, X0, 1),
         addi(T0, A1, 32),
         atomic(AMOADD, D, X0, T0, T1),
@@ -484,7 +484,7 @@ fn fence_orders_stores_before_loads() {
         add(FLAG, FLAG, A1),
         lui(RESULT, ((RESULTS - DATA) >> 12) as u32),
         add(RESULT, RESULT, A1),
-        // As in `rounds`.
+        // The same constant as in `rounds`.
         lui(T2, 5),
         addiw(T2, T2, -480),
     ];

@@ -1,4 +1,4 @@
-//! Jumps and branches, and what stops a hart: budget, requests, halting.
+//! Jumps and branches, and the ways to stop a hart: budget, requests, halting.
 
 use crate::support::hart::{CODE, DATA, Machine, NO_REQUEST, TestBus, asm::*};
 use pageferry_hypervisor::hart::{Hart, HartExit};
@@ -39,8 +39,8 @@ fn branches_compare_as_they_say() {
                     };
                     assert_eq!(machine.hart.pc(), target, "{name} {a:#x} {b:#x} {distance}");
 
-                    // The same to an address that is no instruction's: only a taken branch raises
-                    // it.
+                    // A target that is not a multiple of 4: only a taken branch raises the
+                    // exception.
                     machine.ram().code(CODE + 0x1000, &[branch(A0, A1, 6)]);
                     machine.hart.set_pc(CODE + 0x1000).unwrap();
                     if taken(a, b) {
@@ -67,7 +67,7 @@ fn jal_links_and_jumps_both_ways() {
         assert_eq!(machine.hart.pc(), pc.wrapping_add_signed(distance.into()));
     }
     let mut machine = Machine::new(&[jal(RA, 6)]);
-    assert_eq!(machine.trap(), (0, CODE + 6), "x1 is left as it was");
+    assert_eq!(machine.trap(), (0, CODE + 6), "x1 is unchanged");
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn straight_line_code_goes_on_in_the_next_page() {
     assert_eq!(machine.hart.pc(), CODE + 4 * code.len() as u64);
 }
 
-/// More code pages than the decoded-code cache has room for.
+/// There are more code pages than the decoded-code cache holds.
 #[test]
 fn code_in_many_pages() {
     let ram = crate::support::hart::Ram::new(64);
@@ -133,10 +133,10 @@ fn code_in_many_pages() {
 }
 
 proptest! {
-    /// The budget is exact wherever it ends, and instret counts it.
+    /// The budget is exact at any value, and instret counts it.
     #[test]
     fn the_budget_is_exact(length in 1_u64..2000, parts in prop::collection::vec(0_u64..3000, 1..8)) {
-        // `length` additions, then back.
+        // A loop of `length` additions.
         let mut machine = Machine::new(&[]);
         let mut code = vec![addi(A0, A0, 1); length as usize];
         code.push(jal(X0, -4 * length as i32));
@@ -153,7 +153,7 @@ proptest! {
     }
 }
 
-/// A guest whose trap handler traps retires nothing, and still ends.
+/// If a guest's trap handler traps, the guest retires nothing, and the budget still ends it.
 #[test]
 fn the_budget_ends_a_trap_loop() {
     let mut machine = Machine::new(&[0]);
@@ -183,7 +183,7 @@ fn a_standing_request_keeps_the_guest_from_running() {
     assert_eq!(machine.hart.x(10), 4);
 }
 
-/// Every way to run without end notices a request from another thread.
+/// Every kind of endless loop notices a request from another thread.
 #[test]
 fn a_request_ends_any_loop() {
     let loops: &[(&str, &[u32])] = &[
@@ -217,13 +217,13 @@ fn a_request_ends_any_loop() {
                 request.store(1, Ordering::Relaxed);
             }
         });
-        // A budget, so that a hart that does not notice fails the test and does not hang it.
+        // With a budget, a hart that misses the request fails the test and does not hang it.
         let exit = machine
             .hart
             .run(&mut machine.bus, &request, Some(2_000_000_000));
         assert_eq!(exit, HartExit::Requested, "{name}");
         kicker.join().unwrap();
-        // It stands between two instructions, from where it goes on.
+        // The hart stops between two instructions, and continues there.
         let retired = machine.hart.instret();
         assert_eq!(machine.run(100), HartExit::Budget);
         assert!(machine.hart.instret() > retired || *name == "traps");
@@ -274,7 +274,7 @@ fn fence_i_makes_stored_code_run() {
         machine.hart.set_x(11, new.into());
         machine.hart.set_x(12, CODE);
         assert!(matches!(machine.run(100), HartExit::Ecall { .. }));
-        // Without the fence either would be right; this hart keeps what it decoded.
+        // Without the fence both results are legal. This hart keeps its decoded code.
         assert_eq!(machine.hart.x(10), expected);
     }
 }

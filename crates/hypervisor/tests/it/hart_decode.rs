@@ -1,14 +1,14 @@
-//! Which bit patterns are instructions, and which.
+//! The decoder: defined, undefined and random encodings.
 //!
-//! The vectors are ours: the official riscv-tests need a machine mode to start from. Encodings are
-//! checked against those of an independent assembler.
+//! The official riscv-tests need machine mode, so the test vectors are our own. One test checks the
+//! encodings against an independent assembler.
 
 use crate::support::hart::{Machine, asm::*};
 use pageferry_hypervisor::hart::HartExit;
 use proptest::prelude::*;
 
-/// Text, the word that LLVM 14's assembler makes of it (`llvm-mc -triple=riscv64 -mattr=+m,+a
-/// -show-encoding`), and what the tests' own encoder makes of it.
+/// Assembly text, its encoding by LLVM 14 (`llvm-mc -triple=riscv64 -mattr=+m,+a -show-encoding`),
+/// and its encoding by the tests' encoder.
 #[rustfmt::skip]
 const ENCODINGS: &[(&str, u32, u32)] = &[
     ("add x1,x2,x3", 0x0031_00b3, add(1, 2, 3)),
@@ -122,7 +122,7 @@ fn the_tests_encoder_agrees_with_llvm() {
     }
 }
 
-/// The cause of the exception `word` raises, if it does. Registers point to RAM.
+/// The cause of the exception that `word` raises, if it raises one. Registers point to RAM.
 fn cause(word: u32) -> Option<u64> {
     let mut machine = Machine::new(&[word]);
     for x in 1..32 {
@@ -223,7 +223,7 @@ fn undefined_encodings_are_illegal_and_stval_holds_them() {
     }
 }
 
-/// The manual, 2.7: fields of FENCE that are reserved are ignored.
+/// The manual, 2.7: implementations ignore reserved fields of FENCE.
 #[test]
 fn reserved_fields_of_fences_are_ignored() {
     for word in [
@@ -239,7 +239,7 @@ fn reserved_fields_of_fences_are_ignored() {
 }
 
 proptest! {
-    /// Whatever the bits are, the hart does one instruction or raises one exception; x0 stays 0.
+    /// For any bits, the hart executes one instruction or raises one exception. x0 stays 0.
     #[test]
     fn any_word_is_survived(words in prop::collection::vec(any::<u32>(), 1..64), seed in any::<[u64; 31]>()) {
         let mut machine = Machine::new(&words);
@@ -264,7 +264,7 @@ proptest! {
         }
     }
 
-    /// The same, seeded with defined instructions, whose fields are then varied.
+    /// The same for defined instructions with varied fields.
     #[test]
     fn any_field_is_survived(
         words in prop::collection::vec((0..ENCODINGS.len(), any::<u32>()), 1..64),
@@ -287,7 +287,7 @@ proptest! {
         }
     }
 
-    /// One run and single steps come to the same: the budget, the count and the page's end.
+    /// One run of some instructions and as many single steps have the same result.
     #[test]
     fn steps_add_up(
         words in prop::collection::vec((0..ENCODINGS.len(), any::<u32>()), 1..64),

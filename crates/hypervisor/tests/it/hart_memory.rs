@@ -66,7 +66,7 @@ fn stores_write_their_width_and_no_more() {
     }
 }
 
-/// Makes a load or store of: register, base register, offset.
+/// Encodes a load or store from register, base register and offset.
 type Encode = fn(u32, u32, i32) -> u32;
 
 /// Loads and stores of each width, with the width; for loads, whether they sign-extend.
@@ -82,7 +82,7 @@ const LOADS: [(Encode, u64, bool); 7] = [
 const STORES: [(Encode, u64); 4] = [(sb, 1), (sh, 2), (sw, 4), (sd, 8)];
 
 proptest! {
-    /// At every alignment, over page edges, a load sees the bytes that are there.
+    /// A load sees the bytes in memory, at every alignment and over page edges.
     #[test]
     fn loads_see_bytes(offset in 0xff0_u64..0x1008, bytes in any::<[u8; 32]>(), which in 0..7_usize) {
         let (instruction, width, signed) = LOADS[which];
@@ -168,7 +168,7 @@ fn a_fetch_from_a_missing_page_leaves_the_guest() {
     assert_eq!(machine.hart.x(10), 3);
 }
 
-/// Both pages must be there before the first byte is written.
+/// Both pages must be present before the store writes the first byte.
 #[test]
 fn a_store_over_a_page_edge_writes_all_or_nothing() {
     for (instruction, width) in STORES.into_iter().skip(1) {
@@ -220,7 +220,7 @@ fn a_refused_page_is_an_access_fault_of_the_guest() {
         (sw(A0, A1, 4), DATA, (STORE, DATA + 4)),
         (atomic(LR, W, A0, A1, 0), DATA, (LOAD, DATA)),
         (atomic(AMOOR, W, A0, A1, A2), DATA, (STORE, DATA)),
-        // stval is where the refused part of a split access begins.
+        // stval is the address of the refused part of a split access.
         (ld(A0, A1, 0), DATA - 3, (LOAD, DATA)),
         (sd(A0, A1, 0), DATA - 3, (STORE, DATA)),
         (sd(A0, A1, 0), DATA + 0xffe, (STORE, DATA + 0xffe)),
@@ -285,7 +285,7 @@ fn mmio_loads_give_all_ones_or_what_the_vmm_says() {
             low
         };
         assert_eq!(machine.hart.x(10), expected, "width {width}");
-        // It is complete: a second value has nowhere to go.
+        // The load is complete: a second value has no effect.
         machine.hart.complete_mmio_load(1);
         assert_eq!(machine.hart.x(10), expected);
     }
@@ -322,7 +322,7 @@ fn an_mmio_load_to_x0_leaves_x0() {
     assert_eq!(machine.hart.x(0), 0);
 }
 
-/// Devices see whole, aligned accesses, or none.
+/// Devices see only whole, aligned accesses.
 #[test]
 fn misaligned_accesses_atomics_and_fetches_in_mmio_are_access_faults() {
     let end = RAM + 16 * 0x1000;
@@ -331,7 +331,7 @@ fn misaligned_accesses_atomics_and_fetches_in_mmio_are_access_faults() {
         (sw(A0, A1, 0), DEVICE + 1, (7, DEVICE + 1)),
         (atomic(LR, W, A0, A1, 0), DEVICE, (5, DEVICE)),
         (atomic(AMOSWAP, D, A0, A1, A2), DEVICE, (7, DEVICE)),
-        // From RAM into MMIO and the other way round.
+        // From RAM into MMIO, and from MMIO into RAM.
         (ld(A0, A1, 0), end - 4, (5, end)),
         (sd(A0, A1, 0), end - 4, (7, end)),
         (sd(A0, A1, 0), RAM - 1, (7, RAM - 1)),
@@ -361,7 +361,7 @@ fn addresses_wrap_around() {
     assert_eq!(machine.run(1), HartExit::MmioLoad { gpa: 4, size: 4 });
 }
 
-/// The bus may ask the hart to leave in the middle of anything.
+/// The bus may make the hart leave at any access.
 #[test]
 fn a_request_by_the_bus_repeats_the_access() {
     for (misses, instruction) in [(0, sd(A0, A1, 0)), (1, sd(A0, A1, 0)), (1, ld(A2, A1, 0))] {

@@ -5,8 +5,7 @@ use crate::support::hart::{DATA, Machine, asm::*};
 use pageferry_hypervisor::hart::HartExit;
 use std::time::Instant;
 
-/// Runs `code`, a loop without end, and returns millions of instructions a second: the best of
-/// five.
+/// Runs `code`, an endless loop. Returns millions of instructions a second, the best of five runs.
 fn measure(name: &str, code: &[u32]) -> f64 {
     let mut machine = Machine::new(code);
     machine.hart.set_x(8, DATA);
@@ -41,7 +40,7 @@ fn speed() {
             jal(X0, -20),
         ],
     );
-    // A pseudo-random walk that rewrites a page, as the demo's workload does.
+    // A pseudo-random walk that rewrites a page, like the demo's workload.
     let walk = measure(
         "page rewrite",
         &[

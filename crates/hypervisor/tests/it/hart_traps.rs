@@ -1,4 +1,4 @@
-//! CSRs, traps, interrupts, VU-mode, and the state that moves.
+//! CSRs, traps, interrupts, VU-mode, and moving the state.
 
 use crate::support::hart::{CODE, DATA, Machine, asm::*};
 use pageferry_hypervisor::hart::{HartExit, HartState, Interrupt, Mode, StateError};
@@ -60,7 +60,7 @@ fn csrs_hold_what_they_implement() {
         ("sepc", SEPC, u64::MAX, u64::MAX - 3),
         ("scause", SCAUSE, 1 << 63 | 5, 1 << 63 | 5),
         ("stval", STVAL, u64::MAX, u64::MAX),
-        ("satp: Sv39 is not there", SATP, 8 << 60 | 0x1234, 0),
+        ("satp: no Sv39", SATP, 8 << 60 | 0x1234, 0),
         ("satp: Sv48 neither", SATP, 9 << 60 | 0x1234, 0),
         ("satp: Bare", SATP, 0, 0),
     ];
@@ -70,7 +70,7 @@ fn csrs_hold_what_they_implement() {
     }
 }
 
-/// Zicsr's table of when a CSR is read and written.
+/// Zicsr's table of the conditions for reading and writing a CSR.
 #[test]
 fn csr_instructions() {
     let table = [
@@ -96,7 +96,7 @@ fn csr_instructions() {
             "{instruction:#x}"
         );
     }
-    // The operand is read before the destination is written.
+    // The instruction reads its operand before it writes the destination.
     let mut machine = Machine::new(&[csrrw(A0, SSCRATCH, A0)]);
     machine.hart.set_x(10, 7);
     change(&mut machine, |state| state.sscratch = 9);
@@ -126,7 +126,7 @@ fn absent_and_read_only_csrs_are_illegal() {
         let mut machine = Machine::new(&[instruction]);
         assert_eq!(machine.trap(), (2, instruction.into()), "{instruction:#x}");
     }
-    // Reading a read-only CSR by the set and clear forms is not a write.
+    // The set and clear forms with a zero operand only read, so they may name a read-only CSR.
     for instruction in [
         csrrs(A0, CYCLE, X0),
         csrrc(A0, TIME, X0),
@@ -150,7 +150,7 @@ fn counters() {
     ]);
     machine.bus.now = 0x1234_5678_9abc;
     assert_eq!(machine.run(6), HartExit::Budget);
-    // What was retired before the read.
+    // The counter does not include the read itself.
     assert_eq!(
         (machine.hart.x(10), machine.hart.x(11), machine.hart.x(13)),
         (1, 2, 5)
@@ -169,7 +169,7 @@ fn exceptions_go_to_stvec() {
         for vectored in [0, 1] {
             let mut machine = Machine::new(&[instruction]);
             machine.hart.set_x(11, address);
-            // Vectored or not, exceptions go to the base.
+            // Exceptions go to the base in both modes.
             change(&mut machine, |state| {
                 state.stvec = (DATA + 0x100) | vectored;
                 state.sstatus = UXL | STATUS_SIE | STATUS_MXR;
@@ -261,7 +261,7 @@ fn scounteren_opens_counters_to_user_mode() {
 #[test]
 fn interrupts_are_taken_when_enabled_in_the_manuals_order() {
     let all = [Interrupt::Software, Interrupt::Timer, Interrupt::External];
-    // Pending interrupts as bits of sip, and the one that is taken.
+    // Pending interrupts as bits of sip, and the taken interrupt.
     for (pending, code) in [
         (0x002, 1),
         (0x020, 5),
@@ -321,7 +321,7 @@ fn interrupts_that_are_not_enabled_wait() {
     }
 }
 
-/// The guest itself enables one, in each of the ways it can.
+/// The guest enables an interrupt in every possible way.
 #[test]
 fn an_interrupt_is_taken_right_behind_the_instruction_that_enables_it() {
     for (instruction, after) in [
@@ -354,7 +354,7 @@ fn an_interrupt_is_taken_right_behind_the_instruction_that_enables_it() {
     }
 }
 
-/// WFI wakes for an enabled pending interrupt even where it is not taken.
+/// WFI wakes for an enabled pending interrupt even if the hart does not take it.
 #[test]
 fn wfi_does_not_halt_with_an_interrupt_pending() {
     let mut machine = Machine::new(&[WFI, WFI]);
@@ -388,7 +388,7 @@ fn the_whole_state_moves() {
     let mut machine = Machine::new(&[]);
     machine.hart.set_state(&odd_state()).unwrap();
     assert_eq!(machine.hart.state(), odd_state());
-    // Two harts, one of which moved, go on alike.
+    // The original hart and the moved one continue in the same way.
     let code = [
         mul(A0, A0, A1),
         atomic(AMOADD, D, A1, A2, A0),

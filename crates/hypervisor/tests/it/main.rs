@@ -1,4 +1,4 @@
-//! The hypervisor's integration tests: its harts (`hart_*`), and VMs of them (`vm_*`).
+//! The hypervisor's integration tests: harts (`hart_*`) and whole VMs (`vm_*`).
 
 mod hart_alu;
 mod hart_atomics;

@@ -1,4 +1,4 @@
-//! LR and SC between vCPUs, through the real TLBs.
+//! LR and SC between vCPUs, through the vCPUs' TLBs.
 
 use crate::support::vm::{HostRam, PAGE, asm::*, vcpu, vm};
 use pageferry_hypervisor::{Exit, VcpuCore};
@@ -10,8 +10,8 @@ fn run_from(vcpu: &mut VcpuCore, pc: u64) {
     assert_eq!(vcpu.run(), Exit::Halted);
 }
 
-/// The first vCPU reserves; the second stores something and the old value again, each time in one
-/// way; the first one's SC must fail, although the value is the same.
+/// The first vCPU reserves a word. The second vCPU stores another value and then the old value, by
+/// one kind of store each time. The first vCPU's SC must fail, although the value is the same.
 #[test]
 fn a_store_by_another_vcpu_ends_a_reservation_whatever_it_stores() {
     let ram = HostRam::new(4);
@@ -59,7 +59,7 @@ fn a_store_by_another_vcpu_ends_a_reservation_whatever_it_stores() {
     for (name, code) in ways {
         ram.code(PAGE, code);
         second.hart_mut().invalidate_code();
-        // Its TLB may know the page as writable before the first LR in it.
+        // The TLB may have the page as writable before the first LR in it.
         run_from(&mut second, PAGE);
         assert_eq!(ram.get(WORD), 0, "{name}: the old value again");
         run_from(&mut first, 0);
@@ -67,7 +67,7 @@ fn a_store_by_another_vcpu_ends_a_reservation_whatever_it_stores() {
         run_from(&mut first, 8);
         assert_eq!(first.hart().x(13), 1, "{name}: the SC did not see them");
         assert_eq!(ram.get(WORD), 0);
-        // And without them it stores.
+        // Without those stores, the SC succeeds.
         run_from(&mut first, 0);
         run_from(&mut first, 8);
         assert_eq!((first.hart().x(13), ram.get(WORD)), (0, 99), "{name}");

@@ -1,4 +1,4 @@
-//! The dirty log: nothing a guest wrote is missing from it.
+//! The dirty log: it has every page that a guest wrote.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_hypervisor::{Exit, SlotFlags, Vm};
@@ -27,7 +27,7 @@ fn writes_are_logged_reads_are_not_and_fetching_clears() {
         vcpu.hart_mut().set_x(12, write * PAGE);
         assert_eq!(vcpu.run(), Exit::Halted);
     };
-    // Mapped writable and in the TLB before logging starts.
+    // The page is mapped writable and in the TLB before logging starts.
     touch(5, 129);
     log_dirty(&vm, &ram, 130, true);
     let mut log = [1; 3];
@@ -43,13 +43,13 @@ fn writes_are_logged_reads_are_not_and_fetching_clears() {
     assert_eq!(vm.writable_pages(), 0, "protected again");
     assert_eq!(vm.get_dirty_log(0, &mut log).unwrap(), 0);
     touch(129, 64);
-    // A read of a page that was written before, then a write to it: the TLB knew it as readable
-    // only.
+    // A read of a page that was written before, then a write to it. At the write, the TLB has it as
+    // readable only.
     touch(129, 129);
     assert_eq!(vm.get_dirty_log(0, &mut log).unwrap(), 2);
     assert!(vm.get_dirty_log(0, &mut [0; 2]).is_err());
 
-    // Off and on: a new log, and writes while it was off are not in it.
+    // Logging stops and starts again: the new log does not have the writes in between.
     log_dirty(&vm, &ram, 130, false);
     touch(3, 3);
     log_dirty(&vm, &ram, 130, true);
@@ -59,8 +59,8 @@ fn writes_are_logged_reads_are_not_and_fetching_clears() {
 }
 
 /// Every vCPU writes a rising sequence number into each of its pages in a fixed order. A reader
-/// keeps a copy of memory, as a migration does: for each page of each log it copies the page's
-/// number. When the vCPUs have stopped and the last log is in, the copy must equal memory.
+/// keeps a copy of memory, like a migration: it copies the number of each page in each log. After
+/// the vCPUs have stopped and the reader has read the last log, the copy must equal memory.
 #[test]
 fn a_copy_made_by_the_log_equals_memory() {
     const VCPUS: u64 = 4;
@@ -114,8 +114,7 @@ fn a_copy_made_by_the_log_equals_memory() {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(2) {
             if harvests % 64 == 0 {
-                // Logging stops and starts again, and the copy begins anew, as in a second
-                // migration.
+                // Logging stops and starts again with a new copy, as in a second migration.
                 log_dirty(&vm, &ram, PAGES, false);
                 log_dirty(&vm, &ram, PAGES, true);
                 for page in 0..PAGES {

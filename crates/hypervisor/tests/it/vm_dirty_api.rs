@@ -1,4 +1,4 @@
-//! Dirty logs by hand and dirty rings, call by call: what exactly is in them, and what is refused.
+//! The calls of dirty logs and dirty rings: their exact contents, and their errors.
 
 use crate::support::fleet::{LARGE, LargeRam, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
@@ -12,8 +12,7 @@ use std::sync::Arc;
 const MEMORY: u64 = 0x4000_0000;
 const BOTH: [DirtyBy; 2] = [DirtyBy::WriteProtection, DirtyBy::Bits];
 
-/// One vCPU with a program that loads from, or stores to, one page after another; the code is in
-/// slot 0.
+/// One vCPU, and a program in slot 0 that loads from, or stores to, one page after another.
 struct One {
     vm: Vm,
     vcpu: VcpuCore,
@@ -22,7 +21,7 @@ struct One {
 }
 
 impl One {
-    /// With memory of `pages` pages in slot 1, that is not logged yet.
+    /// Makes slot 1 with `pages` pages, without a log.
     fn new(config: VmConfig, pages: u64) -> Self {
         let ram = HostRam::new(pages as usize);
         let (vm, vcpu) = vm_and_vcpu(config);
@@ -63,7 +62,7 @@ impl One {
         }
     }
 
-    /// The pages that a fetch names.
+    /// The pages in a fetched log.
     fn fetch(&self) -> Vec<u64> {
         named(&dirty_log(&self.vm, 1, self.pages)).collect()
     }
@@ -127,17 +126,17 @@ fn what_is_cleared_by_hand_is_what_is_protected() {
         let mut one = One::logging(config(by, DirtyProtect::ByClear), 200);
         one.store([1, 63, 64, 130, 199]);
         one.load([2, 65]);
-        // Fetching clears nothing.
+        // A fetch clears nothing.
         for _ in 0..2 {
             assert_eq!(one.fetch(), [1, 63, 64, 130, 199], "{by:?}");
         }
-        // Of the bits asked for, those count that the log has; others' pages stay as they are.
+        // The result counts the given bits that are in the log. The other pages do not change.
         assert_eq!(one.clear(64, &[0b11, u64::MAX]), 2, "{by:?}");
         assert_eq!(one.fetch(), [1, 63, 199], "{by:?}");
-        // The second of these is protected, the first is not and stays in the log.
+        // The second of these pages gets protected. The first does not, and stays in the log.
         one.store([1, 64]);
         assert_eq!(one.fetch(), [1, 63, 64, 199], "{by:?}");
-        // The last word of the log is of 8 pages; there is nothing behind them.
+        // The last word of the log has 8 pages.
         assert_eq!(one.clear(192, &[u64::MAX]), 1, "{by:?}");
         assert_eq!(one.clear(0, &[u64::MAX; 4]), 3, "{by:?}");
         assert_eq!(one.clear(0, &[u64::MAX; 4]), 0, "{by:?}");
@@ -147,7 +146,7 @@ fn what_is_cleared_by_hand_is_what_is_protected() {
         one.store([63, 198]);
         assert_eq!(one.fetch(), [63, 198], "{by:?}");
         if by == DirtyBy::WriteProtection {
-            // And the page of the code.
+            // One more is the page of the code.
             assert_eq!(one.vm.writable_pages(), 2 + 1);
         }
     }
@@ -160,7 +159,7 @@ fn a_page_that_was_stored_to_between_fetch_and_clear_is_named_once() {
         one.store([5]);
         assert_eq!(one.fetch(), [5]);
         one.store([5]);
-        // Who copies it after this has both stores.
+        // A copy of the page after this call has both stores.
         assert_eq!(one.clear(0, &[1 << 5]), 1);
         assert_eq!(one.fetch(), [0; 0], "{by:?}");
         one.store([5]);
@@ -195,7 +194,7 @@ fn a_log_can_begin_with_all_pages_and_protect_none() {
         assert_eq!(
             one.vm.writable_pages(),
             writable,
-            "{by:?}: nothing is protected"
+            "{by:?}: no page is protected"
         );
         let all: Vec<_> = (0..100).collect();
         assert_eq!(one.fetch(), all, "{by:?}");
@@ -204,7 +203,7 @@ fn a_log_can_begin_with_all_pages_and_protect_none() {
         assert_eq!(one.fetch(), [0; 0], "{by:?}");
         one.store([7, 60]);
         assert_eq!(one.fetch(), [7, 60], "{by:?}");
-        // A second log begins like the first.
+        // A second log begins in the same way.
         one.log(false);
         one.log(true);
         assert_eq!(one.fetch(), all, "{by:?}");
@@ -243,7 +242,7 @@ fn parts_that_are_none_of_the_log_are_not_cleared() {
             message.contains("slot 1") && message.contains("4 words"),
             "{message}"
         );
-        // Nothing at all is a part, also at the end.
+        // An empty part is valid, also at the end.
         for first in [0, 64, 256] {
             assert_eq!(one.clear(first, &[]), 0);
         }
@@ -259,14 +258,14 @@ fn parts_that_are_none_of_the_log_are_not_cleared() {
     }
 }
 
-/// Clearing by hand is possible where fetching clears too, as in KVM without the capability's
-/// check.
+/// `clear_dirty_log` also works if fetching clears the log. KVM refuses that only by its check of
+/// the capability.
 #[test]
 fn a_log_that_fetching_clears_can_be_cleared_by_hand_too() {
     for by in BOTH {
         let mut one = One::logging(config(by, DirtyProtect::ByGet), 64);
         one.store([3, 4]);
-        // Bits of entries are in the log when it is read.
+        // Reading the log moves the dirty bits of entries to it.
         let mut log = [0];
         assert_eq!(one.vm.read_dirty_log(1, &mut log).unwrap(), 2);
         assert_eq!(one.clear(0, &[1 << 3]), 1);
@@ -299,10 +298,10 @@ fn a_slot_that_moves_takes_its_log_along() {
         region.flags = SlotFlags::LOG_DIRTY_PAGES;
         one.vm.set_user_memory_region2(region.clone()).unwrap();
         assert_eq!(one.fetch(), [3, 69], "{by:?}");
-        // At frame 8 is now page 1.
+        // Page 1 is now at frame 8.
         one.store([8]);
         assert_eq!(one.fetch(), [1], "{by:?}");
-        // The log of a slot that is deleted is gone, also for the next of its id.
+        // Deleting a slot drops its log. The next slot with its id has a new log.
         one.store([8]);
         one.vm.set_user_memory_region2(Region::delete(1)).unwrap();
         one.vm.set_user_memory_region2(region).unwrap();
@@ -327,7 +326,7 @@ fn a_log_that_begins_with_a_move_does_not_know_what_was_before() {
 fn ring_config(entries: u32) -> VmConfig {
     VmConfig {
         dirty_ring: Some(entries),
-        // Rings are filled by faults, whatever this says.
+        // With rings, this has no effect: faults fill them.
         dirty_by: DirtyBy::Bits,
         ..VmConfig::default()
     }
@@ -347,7 +346,7 @@ fn rings_of_a_bad_size_are_refused_and_the_id_is_not_used_up() {
     for entries in [0, 1, 2, 32, 64, 100, 129, 3 << 10, 1 << 17, u32::MAX] {
         let vm = Vm::new(ring_config(entries));
         for _ in 0..2 {
-            // A second refusal says the same: not that the vCPU exists.
+            // A second attempt gives the same error, and not that the vCPU exists.
             let refused = vm.create_vcpu(0).unwrap_err();
             assert!(
                 matches!(refused, VmError::DirtyRing(_)),
@@ -385,7 +384,7 @@ fn a_ring_has_each_page_once_until_it_is_reset() {
     one.store([9, 3, 9, 199]);
     one.load([5]);
     assert_eq!(harvest(&mut ring), [9, 3, 199]);
-    // Harvested and not reset: still writable, and still said.
+    // The page is harvested and not reset: it is still writable, and not pushed again.
     one.store([9]);
     assert_eq!(harvest(&mut ring), [0; 0]);
     assert_eq!(one.vm.reset_dirty_rings(), 3);
@@ -396,14 +395,14 @@ fn a_ring_has_each_page_once_until_it_is_reset() {
     assert_eq!(
         one.fetch(),
         [0; 0],
-        "what is in a ring is not in the bitmap"
+        "the bitmap does not have pages that are in a ring"
     );
-    // What is pushed after the harvest is not reset with it.
+    // A reset leaves pages that were pushed after the harvest.
     one.store([20]);
     assert_eq!(one.vm.reset_dirty_rings(), 2);
     one.store([20]);
     assert_eq!(harvest(&mut ring), [20]);
-    // A store to a slot without a log is in no ring.
+    // No ring has a store to a slot without a log.
     one.log(false);
     one.store([30]);
     assert_eq!(harvest(&mut ring), [0; 0]);
@@ -412,11 +411,11 @@ fn a_ring_has_each_page_once_until_it_is_reset() {
 
 #[test]
 fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
-    // 64 entries are kept in reserve.
+    // The ring keeps 64 entries in reserve.
     let mut one = One::logging(ring_config(128), 100);
     let mut ring = one.vcpu.take_dirty_ring().unwrap();
     one.store(0..64);
-    // Loads, and stores to pages that it may write, go on.
+    // Loads, and stores to writable pages, still work.
     one.load([90]);
     one.store([0, 63]);
     let before = one.vcpu.hart().instret();
@@ -434,7 +433,7 @@ fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
         before + 3,
         "no store has retired"
     );
-    // Harvesting alone makes no room.
+    // Harvesting alone frees no entries.
     let all: Vec<_> = (0..64).collect();
     assert_eq!(harvest(&mut ring), all);
     assert_eq!(one.vcpu.run(), Exit::DirtyRingFull);
@@ -465,7 +464,7 @@ fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
         assert_eq!(harvest(&mut ring).len(), 64);
         assert_eq!(one.vm.reset_dirty_rings(), 64);
         if pc == 0x1000 {
-            // It comes to the second instruction with a full ring too.
+            // The vCPU executes the second instruction with a full ring too.
             assert_eq!(one.ram.get(70 * PAGE), 0);
             let ram = &one.ram;
             let mut region = ram.region(1, MEMORY, 0, 100);
@@ -476,7 +475,7 @@ fn a_full_ring_makes_the_vcpu_leave_before_the_store_and_nothing_is_lost() {
             one.vcpu.set_state(&saved).unwrap();
         }
     }
-    assert_eq!(one.ram.get(70 * PAGE - 8), 0, "no half of it");
+    assert_eq!(one.ram.get(70 * PAGE - 8), 0, "no byte of it");
     assert_eq!(one.vcpu.run(), Exit::Halted);
     assert_eq!(one.ram.get(70 * PAGE - 8), u64::MAX << 32);
     assert_eq!(one.ram.get(70 * PAGE), u64::MAX);
@@ -489,12 +488,12 @@ fn rings_of_pages_that_are_gone_are_reset_all_the_same() {
     let mut ring = one.vcpu.take_dirty_ring().unwrap();
     one.store([0, 50, 99]);
     assert_eq!(harvest(&mut ring), [0, 50, 99]);
-    // The slot comes back smaller: 50 and 99 are past its end.
+    // The new slot is smaller: pages 50 and 99 are past its end.
     one.vm.set_user_memory_region2(Region::delete(1)).unwrap();
     let mut region = one.ram.region(1, MEMORY, 0, 50);
     region.flags = SlotFlags::LOG_DIRTY_PAGES;
     one.vm.set_user_memory_region2(region).unwrap();
-    // Behind it another, which is not to be touched.
+    // The slot behind it must not change.
     let behind = one.ram.region(2, MEMORY + 50 * PAGE, 50, 50);
     one.vm.set_user_memory_region2(behind).unwrap();
     one.store([0, 50, 99]);
@@ -519,7 +518,7 @@ fn what_a_notifier_finds_dirty_is_in_a_ring_or_in_the_bitmap() {
     let mut pages = harvest(&mut ring);
     pages.extend(one.fetch());
     assert_eq!(pages, [2]);
-    // It faults and is pushed again.
+    // The page faults and is pushed again.
     one.store([2]);
     assert_eq!(harvest(&mut ring), [2]);
 }
@@ -536,7 +535,7 @@ fn rings_get_what_is_stored_after_the_bitmap_was_cleared() {
     let mut ring = one.vcpu.take_dirty_ring().unwrap();
     one.store([1, 2]);
     one.log(true);
-    // The bitmap says so already.
+    // The bitmap already has the page.
     one.store([1]);
     assert_eq!(one.fetch().len(), 64);
     assert_eq!(one.clear(0, &[0b010]), 1);
@@ -559,7 +558,7 @@ fn each_vcpu_fills_its_own_ring() {
     for page in [2, 3] {
         assert_eq!(store(&mut second, MEMORY + page * PAGE), Exit::Halted);
     }
-    // Who made it writable says so.
+    // The vCPU that makes a page writable pushes it.
     assert_eq!(rings.each_mut().map(harvest), [vec![1, 2], vec![3]]);
     assert_eq!(one.vm.reset_dirty_rings(), 3);
     assert_eq!(store(&mut second, MEMORY + 2 * PAGE), Exit::Halted);
@@ -593,7 +592,7 @@ fn a_read_only_slot_is_loaded_from_and_stores_to_it_leave() {
                 value: 42,
             };
             assert_eq!(exit, expected);
-            // It is done as far as the vCPU is concerned.
+            // The vCPU has completed the store.
             assert_eq!(vcpu.run(), Exit::Halted);
             assert_eq!(ram.get(5 * PAGE), 77);
         }

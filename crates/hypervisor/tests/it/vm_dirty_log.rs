@@ -1,7 +1,7 @@
 //! The behaviour of Linux's `tools/testing/selftests/kvm/dirty_log_test.c`: vCPUs store to random
-//! pages while the log is read and cleared, in all of its modes. Each word they store carries the
-//! number of the host's iteration, and a count, so that every store changes memory: what the log
-//! says is compared with what memory says, page by page.
+//! pages while the test reads and clears the log, in all of its modes. Each stored word has the
+//! number of the host's iteration and a count, so that every store changes memory. The test
+//! compares the log with the changes of memory, page by page.
 
 use crate::support::fleet::{A4, A5, A6, Fleet, T3, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
@@ -15,22 +15,24 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const VCPUS: u64 = 4;
-/// Where the memory under test is.
+/// The address of the memory under test.
 const MEMORY: u64 = 0x4000_0000;
-/// Pages that guests use: a power of two, and no log ends or begins with them.
+/// The number of pages that guests use, a power of two. They are neither the first nor the last
+/// pages of the log.
 const USED: u64 = 1024;
 const FIRST: u64 = 20;
 const PAGES: u64 = FIRST + USED + 17;
 const WORDS: usize = (PAGES as usize).div_ceil(64);
-/// The iteration's number, and the vCPUs' counts of stores, in a page beside the code.
+/// The addresses of the iteration's number and the vCPUs' counts of stores, in a page beside the
+/// code.
 const ITERATION: u64 = PAGE;
 const COUNTS: u64 = PAGE + 64;
 
-/// For ever: stores iteration << 32 | count to its word of a random page and loads it back; then
-/// loads its word of another random page, where no later count may be.
+/// An endless loop. It stores iteration << 32 | count to its word of a random page, and loads it
+/// back. Then it loads its word of another random page, which must not have a later count.
 ///
-/// t0: random state. a0: count. a1: first page. a2: mask of page numbers. a3: where the iteration
-/// is. a4: the word's offset. a5: where the count goes.
+/// t0: random state. a0: count. a1: first page. a2: mask of page numbers. a3: address of the
+/// iteration. a4: the word's offset. a5: address for the count.
 fn program() -> Vec<u32> {
     let mut code = vec![
         // xorshift64.
@@ -69,25 +71,25 @@ fn program() -> Vec<u32> {
     code
 }
 
-/// Where a vCPU stores in a page: lines of their own.
+/// The offset of a vCPU's word in a page. vCPUs share no cache line.
 const fn word_of(id: u64) -> u64 {
     64 + id * 64
 }
 
 type Words = [u64; VCPUS as usize];
 
-/// One VM, its vCPUs, and what a reader of its log knows.
+/// One VM, and the state of a reader of its log.
 struct Test {
     vm: Vm,
     control: Arc<HostRam>,
     ram: Arc<HostRam>,
     rings: Vec<Harvester>,
     random: Random,
-    /// Kept up by the log alone, as a migration does.
+    /// A copy of memory that is updated from the log alone, like that of a migration.
     copy: Vec<Words>,
     /// Memory at the last pause.
     last: Vec<Words>,
-    /// The pages that logs have named since the last pause.
+    /// Whether each page was in a log since the last pause.
     named: Vec<bool>,
     harvests: u64,
     iteration: u64,
@@ -157,7 +159,7 @@ impl Test {
         (0..PAGES).map(|page| self.words(page)).collect()
     }
 
-    /// How often each vCPU has stored.
+    /// The number of stores of each vCPU.
     fn counts(&self) -> Words {
         std::array::from_fn(|id| self.control.get(COUNTS + id as u64 * 64))
     }
@@ -166,7 +168,7 @@ impl Test {
         self.counts().iter().sum()
     }
 
-    /// Whether all vCPUs have stored something that they began since `before`, and `stores` in all.
+    /// Whether each vCPU has stored since `before`, and all together `stores` times.
     fn has_stored(&self, before: Words, stores: u64) -> bool {
         let now = self.counts();
         let all = now
@@ -181,7 +183,7 @@ impl Test {
         self.named[page as usize] = true;
     }
 
-    /// Reads and clears the log, and copies what it names.
+    /// Reads and clears the log, and copies the pages in it.
     fn harvest(&mut self) {
         self.harvests += 1;
         if !self.rings.is_empty() {
@@ -200,7 +202,7 @@ impl Test {
             named(&log).for_each(|page| self.take(page));
             return;
         }
-        // In parts, as a migration does that copies meanwhile.
+        // In parts, like a migration that copies in between.
         let mut first = 0;
         while first < WORDS {
             let words = 1 + self.random.next() as usize % (WORDS - first);
@@ -212,14 +214,14 @@ impl Test {
         }
     }
 
-    /// All vCPUs are out of their guests and the log is read and cleared: what it named must be
-    /// what has changed.
+    /// Checks that the log had exactly the changed pages. All vCPUs are outside their guests, and
+    /// the log is read and cleared.
     fn check(&mut self) {
         let now = self.memory();
         for (page, words) in now.iter().enumerate() {
             assert_eq!(
                 self.copy[page], *words,
-                "iteration {}: page {page} has changed and no log names it",
+                "iteration {}: page {page} has changed and is in no log",
                 self.iteration
             );
             let changed = *words != self.last[page];
@@ -229,8 +231,8 @@ impl Test {
                 self.iteration
             );
             let newest = words.iter().map(|word| word >> 32).max();
-            // A vCPU may have loaded the number before the last pause and stored it after that, but
-            // not two pauses later.
+            // A vCPU may have loaded the number before the last pause and stored it after that
+            // pause, but not two pauses later.
             assert!(
                 !changed || newest.is_some_and(|newest| newest + 1 >= self.iteration),
                 "iteration {}: page {page} is of {newest:?}",
@@ -240,7 +242,7 @@ impl Test {
         self.begin(now);
     }
 
-    /// From here on logs are compared with `memory`.
+    /// Begins an iteration. Its log is compared with changes since `memory`.
     fn begin(&mut self, memory: Vec<Words>) {
         self.last = memory;
         self.named.fill(false);
@@ -249,7 +251,7 @@ impl Test {
     }
 }
 
-/// How often the log was checked, and how often a ring was full.
+/// The number of checks of the log, and the number of times that a ring was full.
 struct Outcome {
     iterations: u64,
     full: u64,
@@ -288,7 +290,7 @@ fn dirty_log_test(config: VmConfig) -> Outcome {
                 std::thread::yield_now();
             }
         });
-        // Without and with a notifier; the second time logging starts anew.
+        // Without and with a notifier. Logging starts again for the second run.
         for with_notifier in [false, true] {
             notify.store(with_notifier, Ordering::Relaxed);
             iterations += log_and_check(&mut test, fleet);
@@ -303,21 +305,20 @@ fn dirty_log_test(config: VmConfig) -> Outcome {
     Outcome { iterations, full }
 }
 
-/// Starts logging under running vCPUs, reads the log beside them, and pauses them now and then for
-/// a check.
+/// Starts logging and reads the log while vCPUs run, and pauses them now and then for a check.
 fn log_and_check(test: &mut Test, fleet: &Fleet) -> u64 {
     let before = test.counts();
     let stored = || test.has_stored(before, 2 * USED);
     fleet.until("stores before the log", stored);
     test.log(true);
-    // Stores from before; every later one must be in a log.
+    // The copy has the stores from before. Every later store must be in a log.
     test.copy = test.memory();
     {
         let _paused = fleet.pause();
         test.harvest();
         let all = test.named.iter().all(|&named| named);
         let initially = test.vm.config().dirty_protect == DirtyProtect::InitiallySet;
-        assert_eq!(all, initially, "what a log begins with");
+        assert_eq!(all, initially, "the initial contents of the log");
         let now = test.memory();
         assert!(
             test.copy == now,
@@ -388,7 +389,7 @@ fn a_log_that_begins_with_all_pages_names_what_has_changed_since() {
 
 #[test]
 fn dirty_rings_name_what_has_changed() {
-    // The smallest ring is full after 64 pages, the other never: it has room for all.
+    // The smallest ring is full after 64 pages. The other has room for all pages.
     for entries in [128, 4096] {
         let outcome = dirty_log_test(VmConfig {
             dirty_ring: Some(entries),
@@ -404,8 +405,8 @@ fn dirty_rings_name_what_has_changed() {
     }
 }
 
-/// Logs start while vCPUs fault everywhere: a fault that has looked at the slot before must not map
-/// a page writable after.
+/// Logs start while vCPUs fault everywhere. A fault that has looked the slot up before must not map
+/// a page writable afterwards.
 #[test]
 fn a_log_that_starts_among_faults_misses_no_store() {
     for dirty_by in [DirtyBy::WriteProtection, DirtyBy::Bits] {
@@ -414,7 +415,7 @@ fn a_log_that_starts_among_faults_misses_no_store() {
             ..PROTECTED
         });
         for vcpu in &mut vcpus {
-            // Few pages, so that what is mapped wrongly is soon stored to again.
+            // Few pages, so that a wrongly mapped page soon gets another store.
             vcpu.hart_mut().set_x(A2 as u8, 63);
         }
         let fleet = Fleet::of(&vcpus);
@@ -458,15 +459,15 @@ fn a_log_that_starts_among_faults_misses_no_store() {
     }
 }
 
-/// Loads and stores of two vCPUs meet at pages that are not mapped, again and again: a page that
-/// the load's fault maps while the store's is under way is clean, and has to become dirty.
+/// Loads and stores of two vCPUs meet at unmapped pages. The load's fault may map a page while the
+/// store's fault is under way. That page is clean, and has to become dirty.
 #[test]
 fn a_store_whose_fault_a_load_has_answered_is_logged() {
     const TOUCHED: u64 = 512;
     let control = HostRam::new(2);
     let ram = HostRam::new(TOUCHED as usize);
-    // Says by a5 that it has come to round a4, waits a while for the other at a6, and touches pages
-    // a1 to a2, upwards.
+    // The program writes round a4 to a5, waits a while for the other's round at a6, and accesses
+    // pages a1 to a2, upwards.
     for (pc, touch) in [(0, ld(A0, T0, 0)), (256, sd(A4, T0, 0))] {
         let code = [
             sd(A4, A5, 0),
@@ -500,7 +501,7 @@ fn a_store_whose_fault_a_load_has_answered_is_logged() {
             let _stop = fleet.stop_on_drop();
             let (fleet, go, done) = (&fleet, &go, &done);
             for (id, vcpu) in (0..).zip(&mut vcpus) {
-                // The first thing it does is to halt.
+                // The program first halts.
                 set(vcpu, 40, &[]);
                 let mut round = 0;
                 scope.spawn(move || {

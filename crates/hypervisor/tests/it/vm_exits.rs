@@ -1,4 +1,4 @@
-//! Why a vCPU leaves its guest, and how it goes on.
+//! The exits of a vCPU, and entering the guest again.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Gpa, RamPage};
@@ -25,7 +25,7 @@ fn fault(page: u64, access: Access) -> Exit {
 #[test]
 fn a_missing_page_exits_until_its_bit_is_clear() {
     let ram = HostRam::new(8);
-    // Loads a word of page 3, adds 1, stores it to page 4, calls.
+    // The program loads a word of page 3, adds 1, stores it to page 4, and does an ECALL.
     ram.code(0, &[ld(A0, A1, 8), addi(A0, A0, 1), sd(A0, A2, 16), ECALL]);
     let vm = vm(&ram);
     let bitmap = Arc::new(PageBitmap::new(100));
@@ -53,18 +53,13 @@ fn a_missing_page_exits_until_its_bit_is_clear() {
     bitmap.clear(RamPage(53));
     assert_eq!(vcpu.run(), fault(4, Access::Store));
     assert_eq!((vcpu.hart().pc(), vcpu.hart().x(10)), (8, 42));
-    assert_eq!(
-        ram.get(4 * PAGE + 16),
-        0,
-        "nothing is stored to a missing page"
-    );
+    assert_eq!(ram.get(4 * PAGE + 16), 0, "no store reaches a missing page");
     bitmap.clear(RamPage(54));
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     assert_eq!(ram.get(4 * PAGE + 16), 42);
     assert_eq!(vcpu.hart().instret(), 3);
 
-    // A bit that is set under a page that is mapped is unnoticed; setting the flag anew makes it
-    // noticed.
+    // A bit that is set while the page is mapped has no effect, until the slot gets the flag again.
     bitmap.set(RamPage(53));
     vcpu.hart_mut().set_pc(0).unwrap();
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
@@ -94,7 +89,7 @@ fn a_store_over_two_pages_waits_for_both() {
     vcpu.hart_mut().set_x(10, 0x1122_3344_5566_7788);
     vcpu.hart_mut().set_x(11, 2 * PAGE - 3);
     assert_eq!(vcpu.run(), fault(2, Access::Store));
-    assert_eq!(ram.get(2 * PAGE - 8), 0, "not a byte");
+    assert_eq!(ram.get(2 * PAGE - 8), 0, "no byte is stored");
     bitmap.clear(RamPage(2));
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     assert_eq!(ram.get(2 * PAGE - 8), 0x6677_8800_0000_0000);
@@ -125,8 +120,8 @@ fn outside_all_slots_is_mmio() {
     assert_eq!(vcpu.run(), Exit::MmioRead { gpa, size: 8 });
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     assert_eq!(vcpu.hart().x(10), 0xffff_ffff_8000_1234, "sign-extended");
-    assert_eq!(vcpu.hart().x(12), u64::MAX, "all ones where nobody answers");
-    // Past what the tables can map, and past the end of memory by one byte.
+    assert_eq!(vcpu.hart().x(12), u64::MAX, "all ones without an answer");
+    // Past the tables' limit, and past the end of memory by one byte.
     for base in [1 << 50, u64::MAX - 15, 2 * PAGE] {
         vcpu.hart_mut().set_pc(8).unwrap();
         vcpu.hart_mut().set_x(11, base);
@@ -171,7 +166,7 @@ fn halt_and_ecall_leave_with_the_state_complete() {
     let vm = vm(&ram);
     let mut first = vcpu(&vm, 0, 0);
     assert_eq!(first.run(), Exit::Halted);
-    // The state moves to another vCPU, which goes on.
+    // The state moves to another vCPU, which continues.
     let mut second = vm.create_vcpu(1).unwrap();
     second.set_state(&first.state()).unwrap();
     let Exit::Ecall { args } = second.run() else {
@@ -245,7 +240,7 @@ fn atomics_reach_the_same_memory() {
 fn no_kick_is_lost() {
     const KICKS: u64 = 10_000;
     let ram = HostRam::new(2);
-    // Counts in memory for ever.
+    // An endless loop that counts in memory.
     ram.code(
         0,
         &[ld(A0, A1, 0), addi(A0, A0, 1), sd(A0, A1, 0), jal(X0, -12)],
@@ -263,7 +258,7 @@ fn no_kick_is_lost() {
             while !alarm.is_stopped() {
                 assert_eq!(vcpu.run(), Exit::Kicked);
                 taken.fetch_add(1, Ordering::Release);
-                // Sometimes late to enter again, so that kicks also come while the vCPU is outside.
+                // Sometimes this enters late, so that kicks also come while the vCPU is outside.
                 if taken.load(Ordering::Relaxed).is_multiple_of(16) {
                     std::thread::yield_now();
                 }
@@ -272,19 +267,19 @@ fn no_kick_is_lost() {
         let mut latencies = Vec::new();
         let mut random = Random::new(1);
         for sent in 0..KICKS {
-            // Up to some microseconds, so that kicks meet the vCPU inside, outside and on its way.
+            // A random delay, so that kicks meet the vCPU inside, outside and just entering.
             for _ in 0..random.next() % 256 {
                 std::hint::spin_loop();
             }
             let start = Instant::now();
             kick.kick();
-            // Each kick gives an exit: the previous one was taken, so it cannot merge.
+            // The vCPU has taken the previous kick, so this one cannot merge and gives an exit.
             let mut looks = 0_u32;
             while taken.load(Ordering::Acquire) != sent + 1 {
                 assert!(start.elapsed() < LIMIT, "kick {sent} was lost");
                 looks += 1;
                 if looks.is_multiple_of(1000) {
-                    // Where both share one processor, the vCPU needs it now.
+                    // If both threads share one CPU, the vCPU needs it now.
                     std::thread::yield_now();
                 } else {
                     std::hint::spin_loop();

@@ -1,4 +1,4 @@
-//! The flush protocol under stress: vCPUs that fault, exit and are flushed all at once.
+//! The flush protocol under stress: vCPUs fault, exit and flush at the same time.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Hva, RamPage};
@@ -13,13 +13,13 @@ const VCPUS: u64 = 4;
 const PAGES: u64 = 64;
 const WINDOW: u64 = 0x4000_0000;
 
-/// Four vCPUs write to a window of guest memory whose slot is deleted and comes back over other
-/// host memory, is logged, is invalidated, all the time. After each deletion the old host memory is
-/// filled with a mark; a write that arrives there later is a use of a stale translation.
+/// Four vCPUs write to a window of guest memory. Meanwhile its slot is deleted and made again over
+/// other host memory, logged, and invalidated. After each deletion the test fills the old host
+/// memory with a mark. A later write there is a use of a stale translation.
 #[test]
 fn nothing_is_written_through_a_stale_translation() {
     let code_ram = HostRam::new(1);
-    // For ever over the window's pages: store a0.
+    // An endless loop that stores a0 to the window's pages.
     let code = [
         add(T0, A1, X0),
         sd(A0, T0, 0),
@@ -84,7 +84,7 @@ fn nothing_is_written_through_a_stale_translation() {
                 touched += u64::from(bank.get(page * PAGE) != 0);
                 bank.set(page * PAGE, MARK);
             }
-            // Time for a stale writer to come.
+            // Gives a stale writer time to write.
             for _ in 0..random.next() % 2000 {
                 std::hint::spin_loop();
             }
@@ -92,7 +92,7 @@ fn nothing_is_written_through_a_stale_translation() {
                 assert_eq!(
                     bank.get(page * PAGE),
                     MARK,
-                    "round {rounds}: page {page} was written behind our back"
+                    "round {rounds}: page {page} was written after its slot was deleted"
                 );
             }
             rounds += 1;
@@ -103,14 +103,14 @@ fn nothing_is_written_through_a_stale_translation() {
     assert!(rounds > 20 && touched > 0);
 }
 
-/// vCPUs touch pages that are missing; their own threads bring them, as in post-copy. A page's word
-/// is written before its bit is cleared; the guest sums what it loads, so a load that came too
-/// early shows.
+/// vCPUs access missing pages, and their threads bring them, as in post-copy. A thread writes a
+/// page's word before it clears the page's bit. The guest sums the words that it loads, so the sum
+/// shows a load that came too early.
 #[test]
 fn a_missing_page_is_never_read_before_its_bytes_are_there() {
     let pages = 4096;
     let ram = HostRam::new(1 + pages as usize);
-    // Sums the first word of all its pages into a0.
+    // The program sums the first words of its pages into a0.
     let code = [
         ld(T0, A1, 0),
         add(A0, A0, T0),
@@ -145,8 +145,8 @@ fn a_missing_page_is_never_read_before_its_bytes_are_there() {
                             userfault: true,
                             ..
                         } => {
-                            // All vCPUs touch all pages in the same order: several may bring one at
-                            // once.
+                            // All vCPUs access all pages in the same order, so several may bring
+                            // one page at once.
                             ram.set(gpa.0, gpa.0 / PAGE);
                             bitmap.clear(RamPage(gpa.0 / PAGE));
                             exits.fetch_add(1, Ordering::Relaxed);
@@ -167,26 +167,26 @@ fn a_missing_page_is_never_read_before_its_bytes_are_there() {
     assert!(exits.load(Ordering::Relaxed) >= pages);
 }
 
-/// vCPUs pop and push the nodes of one linked stack by LR and SC, which goes wrong at once where an
-/// SC only compares values; meanwhile the log is read, so that TLBs are flushed.
+/// vCPUs pop and push the nodes of one linked stack by LR and SC. An SC that only compared values
+/// would break the stack at once. Meanwhile the test reads the log, so that TLBs are flushed.
 #[test]
 fn a_stack_by_lr_and_sc_keeps_its_nodes() {
     const NODES: u64 = 4;
     const HEAD: u64 = PAGE;
     const ROUNDS: u64 = 20_000;
     let ram = HostRam::new(3);
-    // a1: head, a2: rounds left. Pops a node, counts in it, pushes it.
+    // a1: head, a2: rounds left. The program pops a node, counts in it, and pushes it.
     let code = [
         atomic(LR, D, A0, A1, 0),
         beq(A0, X0, -4),
         ld(T0, A0, 0),
-        // Time for others to change the stack and change it back.
+        // Gives other vCPUs time to change the stack and change it back.
         addi(A3, X0, 100),
         addi(A3, A3, -1),
         bne(A3, X0, -4),
         atomic(SC, D, T1, A1, T0),
         bne(T1, X0, -28),
-        // The node is ours: count without atomics.
+        // This vCPU owns the node, so it counts without atomics.
         ld(T2, A0, 8),
         addi(T2, T2, 1),
         sd(T2, A0, 8),

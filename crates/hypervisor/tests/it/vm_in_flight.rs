@@ -1,14 +1,15 @@
-//! Changes of a slot that begin while a fault is between its look at the slot and the tables. The
-//! fault has found the slot as it was; the change has to wait until it is over, or what it maps
-//! comes after what the change takes away.
+//! Changes of a slot that begin while a fault is between its look-up of the slot and the tables.
+//! The fault has found the old slot. The change must wait until the fault has ended, or the fault
+//! maps a page after the change has swept the tables.
 //!
-//! The fault is held until another vCPU, which is asked after the held one, says that it has been
-//! asked to leave its guest: then the change is known to wait. Or until the change has returned,
-//! which it must not: the fault then goes on and maps by the old slot.
+//! A test holds the fault until another vCPU has left its guest for the change. The change makes
+//! its request to that vCPU after the request to the held one, so it is then waiting. If the change
+//! returns before that, which is a bug, the test releases the fault. The fault then maps a page by
+//! the old slot.
 //!
-//! Which pages are write-tracked is looked up later: there the fault is held when it asks how large
-//! the pages of the memory are, which is after that, and before it maps anything.
-#![expect(unsafe_code, reason = "test memory is put into slots")]
+//! A fault tests the write-tracking bits later. There the test holds the fault when it reads the
+//! size of the memory's pages. That is after the bits, and before the fault maps anything.
+#![expect(unsafe_code, reason = "puts test memory into slots")]
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm_of};
 use crate::support::watched::{LEFT, PAUSE, Watched};
@@ -20,28 +21,28 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Arc, mpsc};
 
-/// Where the slot under test is: one page, which is page `MEMORY` of the host's.
+/// The frame of the slot under test. It has one page, which is page `MEMORY` of the host memory.
 const PLACE: Gfn = Gfn(16);
 const MEMORY: u64 = 1;
 
-/// Where the fault is held.
+/// The point at which the test holds the fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
-    /// It has found the slot.
+    /// The fault has found the slot.
     Slot,
-    /// It has found that the page is not tracked.
+    /// The fault has found that the page is not tracked.
     Size,
 }
 
 thread_local! {
-    /// Is called when this thread asks for the size of the memory's pages.
+    /// Called when this thread reads the size of the memory's pages.
     static ASKED: Cell<Option<Box<dyn FnOnce()>>> = const { Cell::new(None) };
 }
 
-/// Memory that tells when its size is asked for.
+/// Memory with a hook in `page_size`.
 struct Telling(Arc<HostRam>);
 
-// SAFETY: it is `HostRam`, whose contract holds.
+// SAFETY: the range is that of `HostRam`, which keeps the contract.
 unsafe impl HostMemory for Telling {
     fn hva_range(&self) -> Range<Hva> {
         self.0.hva_range()
@@ -58,9 +59,9 @@ unsafe impl HostMemory for Telling {
 struct Test {
     ram: Arc<HostRam>,
     vm: Vm<Watched>,
-    /// Exits of the guest that stores.
+    /// Exits of the vCPU that stores.
     exits: mpsc::Receiver<Exit>,
-    /// What the page held when the change had returned.
+    /// The contents of the page when the change had returned.
     then: u64,
 }
 
@@ -73,18 +74,18 @@ impl Test {
         self.page() != self.then
     }
 
-    /// The guest's next touch leaves with `expected`, and none has stored since the change
-    /// returned.
+    /// Checks that the guest's next access leaves with `expected`, and that no store went through
+    /// since the change returned.
     #[track_caller]
     fn expect_exit(&self, expected: impl Fn(&Exit) -> bool) {
         let mut exit = None;
-        wait_until("the guest's next touch of the page", || {
+        wait_until("the guest's next access to the page", || {
             exit = self.exits.try_recv().ok();
             exit.is_some() || self.has_stored()
         });
         assert!(
             !self.has_stored(),
-            "a store went on to what the slot was before"
+            "a store went to the old page of the slot"
         );
         let exit = exit.expect("one of the two");
         assert!(expected(&exit), "{exit:?}");
@@ -98,22 +99,22 @@ fn region(ram: &Arc<HostRam>) -> Region {
     }
 }
 
-/// Makes `change` while a guest's first store to the slot's page is in flight. Then calls `check`;
-/// the guest goes on storing to the page, a higher number each time, until it leaves.
+/// Makes `change` while a guest's first store to the slot's page is in flight. Then calls `check`.
+/// The guest keeps storing to the page, a higher number each time, until it leaves.
 #[track_caller]
 fn while_a_store_is_in_flight(
     at: At,
     change: impl FnOnce(&Vm<Watched>, Region),
     check: impl FnOnce(&Test),
 ) {
-    // The one stores, the other goes round and round.
+    // One vCPU stores. The other executes an endless loop.
     const OTHER: u64 = 64;
     let ram = HostRam::new(MEMORY as usize + 1);
     ram.code(0, &[addi(A0, A0, 1), sd(A0, A1, 0), jal(X0, -8)]);
     ram.code(OTHER, &[jal(X0, 0)]);
     let vm = vm_of::<Watched>(&ram);
     vm.set_user_memory_region2(region(&ram)).unwrap();
-    // Requests go to vCPUs in the order in which they were made.
+    // Requests go to vCPUs in the order of their creation.
     let mut storing = vcpu(&vm, 0, 0);
     storing.hart_mut().set_x(11, PLACE.gpa().0);
     let mut other = vcpu(&vm, 1, OTHER);
@@ -135,7 +136,7 @@ fn while_a_store_is_in_flight(
                 At::Size => ASKED.set(Some(Box::new(hold))),
             }
             let exit = storing.run();
-            // The test may be over.
+            // The test may have ended.
             let _ = left.send(exit);
         });
         let asked = go_on.clone();
@@ -150,7 +151,7 @@ fn while_a_store_is_in_flight(
         wait_for_fault.recv_timeout(LIMIT).unwrap();
         change(&vm, region(&ram));
         let then = ram.get(MEMORY * PAGE);
-        // Nobody listens where it has gone on.
+        // If the fault was released before, there is no receiver.
         let _ = go_on.send(());
         check(&Test {
             ram: Arc::clone(&ram),
@@ -206,7 +207,7 @@ fn a_deletion_waits_for_a_fault_in_flight() {
         |vm, _| vm.set_user_memory_region2(Region::delete(1)).unwrap(),
         |test| {
             test.expect_exit(|exit| matches!(exit, Exit::MmioWrite { .. }));
-            assert_eq!(test.vm.mapped_pages(), 1, "only the code's page");
+            assert_eq!(test.vm.mapped_pages(), 1, "the page of the code only");
         },
     );
 }

@@ -1,5 +1,5 @@
-//! Memory that is made of 2 MiB pages: mapped by such, split for logs and userfault bits, and large
-//! again afterwards. The behaviours of Linux's
+//! Host memory of 2 MiB pages: the VM maps it by large pages, splits these for logs and userfault
+//! bits, and joins them afterwards. The behaviours are those of Linux's
 //! `tools/testing/selftests/kvm/x86/dirty_log_page_splitting_test.c` and
 //! `access_tracking_perf_test.c`.
 
@@ -19,11 +19,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const VCPUS: u64 = 4;
-/// How many 2 MiB pages.
+/// The number of 2 MiB pages.
 const LARGES: u64 = 8;
 const PAGES: u64 = LARGES * LARGE;
 const MEMORY: u64 = 0x4000_0000;
-/// The one page of 4 KiB that is always mapped: the code.
+/// The number of 4 KiB pages that are always mapped: the code.
 const CODE: u64 = 1;
 /// The program in [`Test::new`].
 const SWEEP: u64 = programs::OWN;
@@ -42,8 +42,8 @@ struct Test {
 impl Test {
     fn new(config: VmConfig) -> Self {
         let code = programs::code();
-        // For ever: counts in a0, stores it to word a4 of pages a1 to a2 and loads it back; then to
-        // a5.
+        // An endless loop. It counts in a0, stores a0 to word a4 of pages a1 to a2 and loads it
+        // back. After each round it stores a0 to a5.
         let sweep = [
             addi(A0, A0, 1),
             add(T0, A1, A4),
@@ -80,7 +80,7 @@ impl Test {
             .unwrap();
     }
 
-    /// Each vCPU runs `program` over its part of the memory.
+    /// Runs `program` on each vCPU, over the vCPU's part of the memory.
     fn all(&mut self, program: u64, tag: u64) {
         for (id, vcpu) in (0..).zip(&mut self.vcpus) {
             let first = MEMORY + id * PAGES / VCPUS * PAGE;
@@ -90,7 +90,7 @@ impl Test {
         run_until_halted(&mut self.vcpus, no_exit);
     }
 
-    /// One vCPU runs it over some pages.
+    /// Runs `program` on one vCPU, over some pages.
     fn one(&mut self, program: u64, tag: u64, pages: impl IntoIterator<Item = u64>) {
         for page in pages {
             let first = MEMORY + page * PAGE;
@@ -103,18 +103,18 @@ impl Test {
         named(&dirty_log(&self.vm, 1, PAGES)).collect()
     }
 
-    /// Has all vCPUs drop their translations: by unmapping the code, and mapping it again.
+    /// Makes all vCPUs drop their translations: it unmaps the code, and maps it again.
     fn flush_tlbs(&mut self) {
         let hva = self.code.hva();
         assert_eq!(self.vm.invalidate_hva(hva..Hva(hva.0 + 1)), 1);
         for vcpu in &mut self.vcpus {
-            // Nothing to do.
+            // The program does nothing.
             set(vcpu, HALT, &[]);
             assert_eq!(vcpu.run(), Exit::Halted);
         }
     }
 
-    /// How many pages were used, counting large pages as 512.
+    /// The number of used pages. A large page counts as 512.
     fn young(&self, clear: bool) -> u64 {
         self.vm.age_hva(self.ram.hvas(0, PAGES), clear)
     }
@@ -147,10 +147,10 @@ fn logs_split_large_pages_and_make_them_large_again() {
                 assert_eq!(
                     test.vm.mapped_leaves(),
                     WHOLE,
-                    "{config:?}: nothing is split"
+                    "{config:?}: no page is split"
                 );
                 assert_eq!(test.fetch(), all);
-                // Clearing a part splits what the part lies in.
+                // Clearing a part splits the large pages around the part.
                 assert_eq!(test.vm.clear_dirty_log(1, 64, &all_bits[..1]).unwrap(), 64);
                 let second = [CODE + LARGE, LARGES - 1, 0];
                 assert_eq!(test.vm.mapped_leaves(), second, "{config:?}");
@@ -163,9 +163,9 @@ fn logs_split_large_pages_and_make_them_large_again() {
             assert_eq!(test.vm.mapped_leaves(), SPLIT, "{config:?}");
             assert_eq!(test.vm.table_bytes(), bytes + LARGES * PAGE, "{config:?}");
             assert_eq!(test.fetch(), [0; 0], "{config:?}");
-            // What was there is there.
+            // Memory is unchanged.
             test.one(CHECK, 1, [1, 99, PAGES - 1]);
-            // Logged one by one.
+            // Small pages are logged one by one.
             let some = [0, 3, LARGE - 1, LARGE, 5 * LARGE + 77, PAGES - 1];
             test.one(STORE, round, some);
             assert_eq!(test.fetch(), some, "{config:?}");
@@ -272,7 +272,7 @@ fn a_notifier_takes_large_pages_whole_and_they_come_back() {
     test.all(STORE, 1);
     assert_eq!(test.vm.mapped_leaves(), WHOLE);
     let bytes = test.vm.table_bytes();
-    // One byte of one small page; then two bytes around the end of a large one.
+    // One byte of one small page, then two bytes around the end of a large page.
     let hva = |page: u64, offset: u64| Hva(test.ram.hva(page).0 + offset);
     assert_eq!(test.vm.invalidate_hva(hva(700, 5)..hva(700, 6)), LARGE);
     assert_eq!(test.vm.mapped_leaves(), [CODE, LARGES - 1, 0]);
@@ -283,14 +283,14 @@ fn a_notifier_takes_large_pages_whole_and_they_come_back() {
     assert_eq!(test.vm.invalidate_hva(end..end), 0, "nothing");
     assert_eq!(test.vm.mapped_leaves(), [CODE, LARGES - 3, 0]);
     assert_eq!(test.vm.mapped_pages(), CODE + (LARGES - 3) * LARGE);
-    // One touch brings each back whole, and what was stored is there.
+    // One access maps each large page again, with its old contents.
     test.one(CHECK, 1, [512]);
     assert_eq!(test.vm.mapped_leaves(), [CODE, LARGES - 2, 0]);
     test.all(CHECK, 1);
     assert_eq!(test.vm.mapped_leaves(), WHOLE);
     assert_eq!(test.vm.table_bytes(), bytes);
 
-    // While it is logged, small pages go one by one, and what they knew is in the log.
+    // While the slot is logged, the notifier unmaps small pages, and the log gets their dirty bits.
     test.flags(SlotFlags::LOG_DIRTY_PAGES);
     test.one(STORE, 1, [513, 700, 1024]);
     let range = test.ram.hvas(600, 200);
@@ -300,7 +300,7 @@ fn a_notifier_takes_large_pages_whole_and_they_come_back() {
     test.one(CHECK, 1, [700]);
     assert_eq!(test.vm.mapped_leaves(), [SPLIT[0] - 199, 0, 0]);
     test.flags(SlotFlags::EMPTY);
-    assert_eq!(test.vm.mapped_leaves(), WHOLE, "also what was not mapped");
+    assert_eq!(test.vm.mapped_leaves(), WHOLE, "also unmapped pages");
     test.all(CHECK, 1);
 }
 
@@ -308,8 +308,8 @@ fn a_notifier_takes_large_pages_whole_and_they_come_back() {
 fn memory_out_of_step_is_mapped_by_small_pages() {
     let mut test = Test::new(VmConfig::default());
     test.vm.set_user_memory_region2(Region::delete(1)).unwrap();
-    // Guest frames that are not in step with the host's, then a slot that begins and ends inside
-    // large pages.
+    // First, guest frames whose alignment differs from the host's. Then a slot that begins and ends
+    // inside large pages.
     let shifted = Region {
         gpa: Gpa(MEMORY + PAGE),
         ..test.ram.region(1, MEMORY, SlotFlags::EMPTY)
@@ -327,7 +327,7 @@ fn memory_out_of_step_is_mapped_by_small_pages() {
     test.vm.set_user_memory_region2(inner).unwrap();
     test.one(STORE, 0, [1, LARGE, PAGES - 2]);
     assert_eq!(test.vm.mapped_leaves(), [CODE + 2, 1, 0]);
-    // And none of it is made larger than it may be.
+    // Recovery makes no page too large.
     let logged = Region {
         flags: SlotFlags::LOG_DIRTY_PAGES,
         gpa: Gpa(MEMORY + PAGE),
@@ -365,13 +365,17 @@ fn pages_with_userfault_bits_are_small_until_the_flag_goes() {
             region(SlotFlags::USERFAULT | SlotFlags::LOG_DIRTY_PAGES),
         );
         test.vm.set_user_memory_region2(on.clone()).unwrap();
-        assert_eq!(test.vm.mapped_leaves(), [CODE, 0, 0], "all is unmapped");
+        assert_eq!(
+            test.vm.mapped_leaves(),
+            [CODE, 0, 0],
+            "no page of the slot is mapped"
+        );
         assert_eq!(
             test.vm.table_bytes(),
             bytes,
             "the large leaves had no tables"
         );
-        // Every page is brought by the vCPU that misses it.
+        // The vCPU that misses a page brings it.
         let brought = AtomicU64::new(0);
         for (id, vcpu) in (0..).zip(&mut test.vcpus) {
             let first = MEMORY + id * PAGES / VCPUS * PAGE;
@@ -394,7 +398,7 @@ fn pages_with_userfault_bits_are_small_until_the_flag_goes() {
         assert_eq!(brought.into_inner(), PAGES);
         assert_eq!(test.vm.mapped_leaves(), SPLIT);
         assert_eq!(test.vm.table_bytes(), bytes + LARGES * PAGE);
-        // A log beside it comes and goes: they stay small.
+        // While the slot has the flag, starting and stopping a log leaves pages small.
         test.vm.set_user_memory_region2(logged).unwrap();
         test.all(STORE, 2);
         test.vm.set_user_memory_region2(on).unwrap();
@@ -417,50 +421,49 @@ fn pages_are_young_until_they_are_aged_and_when_they_are_touched_again() {
         } else {
             LARGE
         };
-        assert_eq!(test.young(true), 0, "nothing is mapped");
+        assert_eq!(test.young(true), 0, "no page is mapped");
         test.all(STORE, 1);
         for clear in [false, false, true] {
-            assert_eq!(test.young(clear), PAGES, "all were touched");
+            assert_eq!(test.young(clear), PAGES, "all were accessed");
         }
         for clear in [false, true] {
             assert_eq!(test.young(clear), 0, "none since");
         }
-        // What TLBs still have is not seen.
+        // The call does not see uses through TLB entries.
         test.one(CHECK, 1, [PAGES / VCPUS - 1]);
         assert_eq!(test.young(false), 0);
         test.flush_tlbs();
         assert_eq!(test.young(false), 0);
-        // By loads and by stores, from one vCPU.
+        // Loads and stores of one vCPU count.
         test.one(CHECK, 1, [0, 1, 2 * LARGE]);
         test.one(STORE, 1, [3, 5 * LARGE + 9]);
         let touched = if logged { 5 } else { 3 * LARGE };
         assert_eq!(test.young(false), touched);
-        // Only what overlaps counts, large pages whole.
+        // Only overlapping pages count. Large pages count as a whole.
         let young = |first, pages| test.vm.age_hva(test.ram.hvas(first, pages), false);
         assert_eq!(young(0, 1), unit);
         assert_eq!(young(LARGE, LARGE), 0);
         assert_eq!(young(5 * LARGE + 9, 1), unit);
         assert_eq!(young(PAGES, 0), 0);
-        // Aging a part leaves the rest.
+        // Aging a part leaves the other pages young.
         assert_eq!(
             test.vm.age_hva(test.ram.hvas(0, LARGE), true),
             if logged { 3 } else { LARGE }
         );
         assert_eq!(test.young(true), if logged { 2 } else { 2 * LARGE });
         assert_eq!(test.young(true), 0);
-        // All vCPUs at once, and nothing was lost.
+        // All vCPUs find their memory unchanged.
         test.flush_tlbs();
         test.all(CHECK, 1);
         assert_eq!(test.young(true), PAGES);
-        // What is unmapped is not young; what is mapped again is.
+        // Unmapped pages are not young. Pages that are mapped again are young.
         assert_eq!(test.vm.invalidate_hva(test.ram.hvas(0, LARGE)), LARGE);
         test.one(CHECK, 1, [7]);
         assert_eq!(test.young(true), unit);
     }
 }
 
-/// vCPUs go on using their pages while these are aged: a page that no vCPU touches never becomes
-/// young.
+/// Pages are aged while vCPUs use them. A page that no vCPU accesses never becomes young.
 #[test]
 fn pages_are_aged_under_running_guests() {
     let Test {
@@ -471,8 +474,8 @@ fn pages_are_aged_under_running_guests() {
     } = Test::new(VmConfig::default());
     vm.set_user_memory_region2(ram.region(1, MEMORY, SlotFlags::LOG_DIRTY_PAGES))
         .unwrap();
-    // The second half is touched once, the first all the time, by more pages than a TLB has
-    // entries.
+    // vCPUs access the second half once, and the first half all the time. The first half has more
+    // pages than a TLB has entries.
     for (id, vcpu) in (0..).zip(&mut vcpus) {
         programs::begin(vcpu, STORE, 1, MEMORY, MEMORY + PAGES * PAGE);
         assert_eq!(vcpu.run(), Exit::Halted, "vCPU {id}");
@@ -501,7 +504,7 @@ fn pages_are_aged_under_running_guests() {
             let before = swept();
             fleet.until("two sweeps", || swept() >= before + 2);
             let _paused = fleet.pause();
-            // Half of 4096 pages do not fit into 1024 entries: each was walked to.
+            // Half of 4096 pages do not fit into 1024 entries, so every page needed a walk.
             assert_eq!(vm.age_hva(halves[0].clone(), true), PAGES / 2);
             assert_eq!(vm.age_hva(halves[0].clone(), true), 0);
             assert_eq!(vm.age_hva(halves[1].clone(), false), 0);
@@ -514,8 +517,8 @@ fn pages_are_aged_under_running_guests() {
 #[test]
 fn tables_go_when_what_they_map_goes() {
     let mut test = Test::new(VmConfig::default());
-    // The root and what leads to the code; then what leads to the memory, without and with tables
-    // of small pages.
+    // First, the root and the tables of the code. Then also the tables of the memory, without and
+    // with tables of small pages.
     set(&mut test.vcpus[0], HALT, &[]);
     assert_eq!(test.vcpus[0].run(), Exit::Halted);
     let code = test.vm.table_bytes();
@@ -524,7 +527,7 @@ fn tables_go_when_what_they_map_goes() {
     assert_eq!(large, code + PAGE, "one table of 512 large pages");
     test.flags(SlotFlags::LOG_DIRTY_PAGES);
     assert_eq!(test.vm.table_bytes(), large + LARGES * PAGE);
-    // A notifier for everything, one for all but a page, a deletion, a move.
+    // A notifier for all pages, a notifier for all pages but one, a deletion, a move.
     test.vm.invalidate_hva(test.ram.hvas(0, PAGES));
     assert_eq!(test.vm.table_bytes(), large);
     test.all(STORE, 1);
@@ -552,7 +555,7 @@ fn tables_go_when_what_they_map_goes() {
         ))
         .unwrap();
     assert_eq!(test.vm.table_bytes(), large);
-    // Again and again it is the same.
+    // Repeating it does not add tables.
     for _ in 0..3 {
         test.flags(SlotFlags::LOG_DIRTY_PAGES);
         test.all(STORE, 1);
@@ -562,8 +565,8 @@ fn tables_go_when_what_they_map_goes() {
     }
 }
 
-/// A slot of large pages is deleted while all vCPUs fault in it, and comes back: what was deleted
-/// is not written any more.
+/// A slot of large pages is deleted while all vCPUs fault in it, and made again. After the
+/// deletion, no store reaches its memory.
 #[test]
 fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
     const MARK: u64 = u64::MAX;
@@ -596,7 +599,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
         for (id, vcpu) in (0..).zip(&mut vcpus) {
             scope.spawn(move || {
                 fleet.drive(vcpu, |vcpu, exit| match exit {
-                    // While there is no slot.
+                    // There is no slot at the moment.
                     Exit::MmioWrite { .. } => {}
                     Exit::Halted => {
                         stored.fetch_add(1, Ordering::Relaxed);
@@ -615,7 +618,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
             let is_touched =
                 |page: u64| (0..VCPUS).any(|id| ram.get(page * PAGE + id * 64) != MARK);
             let reached = || (0..PAGES).step_by(37).any(is_touched);
-            // Sometimes at once, among the first faults.
+            // Sometimes the deletion comes at once, during the first faults.
             if random.next().is_multiple_of(4) {
                 fleet.until("a store to the slot", reached);
             }
@@ -629,7 +632,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
                     (0..VCPUS).for_each(|id| ram.set(page * PAGE + id * 64, MARK));
                 }
                 let before = stored.load(Ordering::Relaxed);
-                fleet.until("vCPUs that meet no slot", || {
+                fleet.until("vCPUs to find no slot", || {
                     stored.load(Ordering::Relaxed) > before
                 });
                 let late = (0..PAGES).step_by(37).find(|page| is_touched(*page));
@@ -639,7 +642,7 @@ fn a_large_slot_that_is_deleted_under_faults_is_out_of_reach() {
                 );
             }
             let _paused = fleet.pause();
-            // Nor is it mapped; the code may not be, at first.
+            // No page of it is mapped. The code may not be mapped yet either.
             assert!(vm.mapped_pages() <= CODE, "round {rounds}: {vm:?}");
             rounds += 1;
         }

@@ -1,6 +1,6 @@
 //! The behaviour of Linux's `tools/testing/selftests/kvm/mmu_stress_test.c`: all vCPUs fault a
-//! large memory of many slots, in passes that store, are made read-only, and store again, while a
-//! notifier unmaps parts of it at random.
+//! large memory of many slots. One pass stores, one loads from read-only slots, and one stores
+//! again. Meanwhile a notifier unmaps random parts.
 
 use crate::support::fleet::{LARGE, LargeRam, dirty_log, named, no_exit, run_until_halted};
 use crate::support::programs::{self, CHECK, STORE};
@@ -13,12 +13,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// One slot each.
+/// The number of vCPUs. There is one slot for each.
 const VCPUS: u64 = 8;
 const SLOT_PAGES: u64 = 4 * LARGE;
 const PAGES: u64 = VCPUS * SLOT_PAGES;
 const MEMORY: u64 = 0x8000_0000;
-/// How often the three passes are made at least.
+/// The least number of rounds of the three passes.
 const ROUNDS: u64 = 2;
 
 struct Test {
@@ -40,7 +40,7 @@ impl Test {
         (test, vcpus)
     }
 
-    /// Gives all slots other flags, by making them anew: one that is read-only cannot become
+    /// Gives all slots other flags. It makes them again, because a read-only slot cannot become
     /// writable.
     fn flags(&self, flags: SlotFlags) {
         for id in 0..VCPUS {
@@ -61,8 +61,7 @@ impl Test {
         self.vm.set_user_memory_region2(region).unwrap();
     }
 
-    /// What is in page `page` of slot `id`, less the page's own address: what the last stores were
-    /// tagged with.
+    /// The tag of the last store to page `page` of slot `id`: its word minus the page's address.
     fn tag(&self, id: u64, page: u64) -> u64 {
         let there = self.ram.get((id * SLOT_PAGES + page) * PAGE);
         there.wrapping_sub(gpa(id, page))
@@ -77,7 +76,7 @@ const fn gpa(id: u64, page: u64) -> u64 {
     MEMORY + (id * SLOT_PAGES + page) * PAGE
 }
 
-/// All vCPUs run `program`, each in the slot of its number plus `shift`.
+/// Makes each vCPU begin `program` in the slot of the vCPU's number plus `shift`.
 fn start(vcpus: &mut [VcpuCore], program: u64, tag: u64, shift: u64) {
     for (id, vcpu) in (0..).zip(vcpus) {
         let id = (id + shift) % VCPUS;
@@ -109,7 +108,7 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
         while rounds < ROUNDS || halved == 0 || begin.elapsed() < Duration::from_secs(1) {
             assert!(begin.elapsed() < LIMIT, "{rounds} rounds, {halved} halved");
             let tag = 8 * rounds;
-            // Every vCPU in a slot that another has used before.
+            // Each vCPU uses a slot that another vCPU has used before.
             let shift = rounds % VCPUS;
             rounds += 1;
 
@@ -118,7 +117,7 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
             start(&mut vcpus, STORE, tag + 1, shift);
             run_until_halted(&mut vcpus, no_exit);
 
-            // 2. Read-only: all load everywhere, and no store arrives.
+            // 2. The slots are read-only: all load everywhere, and no store arrives.
             test.flags(SlotFlags::READONLY);
             start(&mut vcpus, CHECK, tag + 1, shift + 1);
             run_until_halted(&mut vcpus, no_exit);
@@ -137,7 +136,8 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
             start(&mut vcpus, CHECK, tag + 1, shift);
             run_until_halted(&mut vcpus, no_exit);
 
-            // 3. Writable again, and logged: all store everywhere, and the log has all.
+            // 3. The slots are writable again, and logged: all store everywhere, and the log has
+            //    all pages.
             test.flags(SlotFlags::LOG_DIRTY_PAGES);
             start(&mut vcpus, STORE, tag + 3, shift + 3);
             let mut logged = vec![false; PAGES as usize];
@@ -145,7 +145,7 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
                 let vcpus = scope.spawn(|| run_until_halted(&mut vcpus, no_exit));
                 let mut finished = false;
                 while !finished {
-                    // Once more when they have halted.
+                    // Fetches once more after they have halted.
                     finished = vcpus.is_finished();
                     for id in 0..VCPUS {
                         let log = dirty_log(vm, slot(id), SLOT_PAGES);
@@ -158,8 +158,8 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
             let missing = logged.iter().position(|logged| !logged);
             assert_eq!(missing, None, "a page that was stored to is in no log");
 
-            // 4. They become read-only under the stores: these arrive up to one moment and not
-            //    later.
+            // 4. The slots become read-only during the stores: stores arrive until one moment, and
+            //    not later.
             test.flags(SlotFlags::EMPTY);
             start(&mut vcpus, STORE, tag + 4, shift);
             let refused: Vec<_> = vcpus.iter().map(|_| Mutex::new(Vec::new())).collect();
@@ -198,7 +198,7 @@ fn all_vcpus_fault_a_large_memory_in_passes_under_a_notifier() {
     assert!(test.vm.mapped_pages() <= PAGES + 1);
 }
 
-/// Sets it when it goes, also by a panic.
+/// Sets the flag when dropped, also during a panic.
 struct SetOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {

@@ -1,4 +1,4 @@
-//! Both halves of a notifier, and the zap of everything, under vCPUs that run.
+//! Both halves of a notifier, and zapping everything, while vCPUs run.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::Hva;
@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const A4: u32 = 14;
 
-/// Loads the words at a1 and a1 + 8, again and again, and calls if the second is ever the smaller;
-/// a3 counts, in memory at a2.
+/// An endless loop that loads the words at a1 and a1 + 8. It does an ECALL if the second is smaller
+/// than the first. a3 counts rounds, in memory at a2.
 fn watcher_code() -> [u32; 7] {
     [
         ld(A0, A1, 0),
@@ -46,7 +46,7 @@ fn nobody_reaches_a_page_while_it_changes() {
         let mut unmapped = 0;
         for value in 1..=300 {
             let (zapped, mapped) = vm.invalidate_hva_around(page..Hva(page.0 + 1), || {
-                // The first is ahead of the second for a while that only the host may see.
+                // The first word is ahead of the second for a while. Only the host may see that.
                 ram.set(PAGE, value);
                 for _ in 0..2000 {
                     std::hint::spin_loop();
@@ -58,7 +58,7 @@ fn nobody_reaches_a_page_while_it_changes() {
             unmapped += zapped;
             assert!(mapped <= 2, "the page was mapped while it changed");
             let seen = ram.get(2 * PAGE);
-            wait_until("the guest to come back", || {
+            wait_until("the guest to access it again", || {
                 wrong.load(Ordering::Relaxed) != 0 || ram.get(2 * PAGE) > seen + 1
             });
         }
@@ -74,7 +74,7 @@ fn nobody_reaches_a_page_while_it_changes() {
 #[test]
 fn everything_goes_at_once_and_comes_back_by_faults() {
     let ram = HostRam::new(8);
-    // Stores to each of the pages from a1 up to a2, then calls; again and again.
+    // An endless loop that stores to each page from a1 to a2, then does an ECALL.
     ram.code(
         0,
         &[
@@ -106,7 +106,7 @@ fn everything_goes_at_once_and_comes_back_by_faults() {
     assert_eq!(vm.zap_all(), 0);
 }
 
-/// Dirty bits of all slots go with their entries, and each log hears of its own.
+/// When entries of several slots are zapped, each log gets the dirty bits of its slot only.
 #[test]
 fn what_is_dirty_beside_a_logged_slot_stays_out_of_its_log() {
     let ram = HostRam::new(1 + 3 * 2);
@@ -118,7 +118,7 @@ fn what_is_dirty_beside_a_logged_slot_stays_out_of_its_log() {
             ..VmConfig::default()
         });
         vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
-        // The second of three slots is logged; the guest stores to their last pages.
+        // The second of three slots is logged. The guest stores to the last page of each.
         for slot in 1..=3 {
             let first = 2 * u64::from(slot) - 1;
             let mut region = ram.region(slot, u64::from(slot) << 20, first, 2);

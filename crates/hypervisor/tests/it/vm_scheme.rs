@@ -1,5 +1,5 @@
-//! The seam between a VM and who keeps its slots: in which order a VM does the parts of a change,
-//! and what a vCPU makes of the answers.
+//! The interface between a VM and its scheme of slots: the order of the parts of a change, and a
+//! vCPU's reaction to look-ups.
 
 use crate::support::vm::{HostRam, PAGE, asm::*, vcpu, vm_of};
 use crate::support::watched::{DENIED, HOOK, Part, Watched};
@@ -9,7 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
-/// Runs `change` and gives the parts it had, each with the pages that were mapped then.
+/// Calls `change` and returns the parts of the change, each with the number of mapped pages at that
+/// time.
 fn parts(vm: &Vm<Watched>, change: impl FnOnce()) -> Vec<(Part, Begun, u64)> {
     let (send, receive) = mpsc::channel();
     let watched = vm.clone();
@@ -43,7 +44,7 @@ fn a_fault_that_meets_an_invalid_slot_is_tried_again() {
         let mut vcpu = vcpu(&vm, denied, 0);
         vcpu.hart_mut().set_x(10, 40);
         vcpu.hart_mut().set_x(11, PAGE);
-        // The fetch of the code meets it first.
+        // The fetch of the code finds the invalid slot first.
         DENIED.set(denied);
         assert_eq!(vcpu.run(), Exit::Halted);
         assert_eq!(DENIED.get(), 0, "the vCPU did not try again");
@@ -51,7 +52,7 @@ fn a_fault_that_meets_an_invalid_slot_is_tried_again() {
         let retired = vcpu.hart().instret();
         assert_eq!(retired, 5, "each instruction once");
 
-        // And where the code is there already, the store does.
+        // With the code already decoded, the store finds it.
         vm.invalidate_hva(Hva(ram.hva().0 + PAGE)..Hva(ram.hva().0 + 2 * PAGE));
         vcpu.hart_mut().set_pc(0).unwrap();
         vcpu.hart_mut().set_x(10, 0);
@@ -111,7 +112,7 @@ fn what_a_slot_mapped_is_gone_before_its_end_is_committed() {
     );
     assert_eq!(touch(16 * PAGE), Exit::Halted);
     assert_eq!(touch(17 * PAGE), Exit::Halted);
-    // The code's page stays.
+    // The page of the code stays mapped.
     assert_eq!(vm.mapped_pages(), 3);
     let nothing = Begun::Nothing;
     assert_eq!(
@@ -137,7 +138,7 @@ fn what_a_slot_mapped_is_gone_before_its_end_is_committed() {
         old: SlotFlags::EMPTY,
         new: SlotFlags::LOG_DIRTY_PAGES,
     };
-    // Readers have the flag before anything is taken from them.
+    // The commit of the flag comes before the zap.
     assert_eq!(
         parts(&vm, || set(slot(17, SlotFlags::LOG_DIRTY_PAGES))),
         [
@@ -184,7 +185,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
     as_it_was("before");
     let mapped = vm.mapped_pages();
 
-    // A move to memory that is not the slot's: refused after it has begun.
+    // A move to memory outside the given memory is refused after it has begun.
     let mut region = ram.region(1, 17 * PAGE, 2, 2);
     region.memory = None;
     let told = parts(&vm, || {
@@ -209,7 +210,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
     assert_eq!(vm.mapped_pages(), mapped);
     as_it_was("after a refused move");
 
-    // Neither does a request that breaks a rule begin anything.
+    // A request that breaks a rule does not begin a change.
     let told = parts(&vm, || {
         let overlap = vm.set_user_memory_region2(ram.region(2, 17 * PAGE, 0, 1));
         assert!(matches!(
@@ -219,7 +220,7 @@ fn a_change_that_is_given_up_has_changed_nothing() {
     });
     assert_eq!(told, []);
 
-    // A panic between the halves gives the change up too; the VM goes on.
+    // A panic between the halves gives the change up too, and the VM still works.
     for (what, request) in [
         ("delete", Region::delete(1)),
         ("move", ram.region(1, 17 * PAGE, 2, 2)),

@@ -1,7 +1,6 @@
-//! Slots that come, go, move and change their flags under running guests, which check their memory
-//! all the while. The cases of Linux's
+//! Changes of slots under running guests that check their memory. The cases are those of Linux's
 //! `tools/testing/selftests/kvm/{memslot_modification_stress_test,set_memory_region_test}.c`, and
-//! all of them at once.
+//! one test does all of them at once.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Gpa, Hva, RamPage};
@@ -18,13 +17,14 @@ const T3: u32 = 28;
 const A4: u32 = 14;
 const A5: u32 = 15;
 
-/// `memslot_modification_stress_test`: vCPUs store to all pages of their memory and load them back;
-/// the main thread adds and removes a slot that is none of theirs. They must notice nothing.
+/// `memslot_modification_stress_test`: vCPUs store to all pages of their memory and load them back.
+/// The main thread adds and removes a slot that they do not use. They must not notice.
 #[test]
 fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
     const PAGES: u64 = 32;
     let ram = HostRam::new(1 + (VCPUS * PAGES) as usize);
-    // For ever: counts in a0, stores it to the first word of pages a1 to a2, and loads all back.
+    // An endless loop: counts in a0, stores it to the first word of pages a1 to a2, and loads all
+    // back.
     let code = [
         addi(A0, A0, 1),
         add(T0, A1, X0),
@@ -37,7 +37,7 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
         add(T0, T0, T1),
         bltu(T0, A2, -12),
         jal(X0, -40),
-        // What it stored is not there.
+        // The loaded word differs from the stored word.
         ECALL,
     ];
     ram.code(0, &code);
@@ -79,15 +79,15 @@ fn guests_do_not_notice_that_an_unrelated_slot_comes_and_goes() {
         drop(stop);
     });
     for vcpu in &vcpus {
-        assert!(vcpu.hart().x(10) > 10, "{vcpu:?} came to nothing");
+        assert!(vcpu.hart().x(10) > 10, "{vcpu:?} made no progress");
     }
     assert!(changes > 4, "{changes}");
     assert_eq!(vm.generation().number() - before, changes);
     println!("{changes} changes");
 }
 
-/// A guest that loads a word at `a1` until it is not `a2` any more, and reports it. The answer
-/// becomes the next `a2`.
+/// A guest that loads a word at `a1` until it differs from `a2`, and reports it. The answer becomes
+/// the next `a2`.
 fn reporting(vm: &Vm, ram: &HostRam, gpa: u64) -> VcpuCore {
     ram.code(0, &[ld(A0, A1, 0), beq(A0, A2, -4), ECALL, jal(X0, -12)]);
     let mut vcpu = vcpu(vm, 0, 0);
@@ -95,7 +95,7 @@ fn reporting(vm: &Vm, ram: &HostRam, gpa: u64) -> VcpuCore {
     vcpu
 }
 
-/// Runs it until the alarm rings. `reports` gets each value; loads of no memory give [`MMIO`].
+/// Runs the guest until the alarm stops it. `reports` gets each value. MMIO loads give [`MMIO`].
 fn run_reporting(
     vcpu: &mut VcpuCore,
     alarm: &Stop,
@@ -117,11 +117,11 @@ fn run_reporting(
 }
 
 const MMIO: u64 = 0x00c0_ffee;
-/// Written to memory that no guest may see any more.
+/// The contents of memory that no guest may see any more.
 const POISON: u64 = 0xdead_dead;
 
 /// `set_memory_region_test`, "delete": a guest that loads from a slot sees the memory, then MMIO,
-/// then the next memory; each once, in that order, and nothing else.
+/// then the next memory. It sees each once, in that order, and no other value.
 #[test]
 fn a_guest_sees_a_deleted_slot_turn_into_mmio_and_nothing_else() {
     let code = HostRam::new(1);
@@ -136,7 +136,7 @@ fn a_guest_sees_a_deleted_slot_turn_into_mmio_and_nothing_else() {
         let (alarm, last) = (&alarm, &last);
         scope.spawn(move || {
             run_reporting(&mut vcpu, alarm, last, |value| {
-                // MMIO first, as there is no slot yet; then 1, MMIO, 2, MMIO and so on.
+                // MMIO comes first, before there is a slot. Then come 1, MMIO, 2, MMIO and so on.
                 let expected = if seen % 2 == 0 { MMIO } else { seen / 2 + 1 };
                 assert_eq!(value, expected, "report {seen}");
                 seen += 1;
@@ -161,8 +161,8 @@ fn a_guest_sees_a_deleted_slot_turn_into_mmio_and_nothing_else() {
     });
 }
 
-/// `set_memory_region_test`, "move": a slot of two pages moves to and fro by one page under a guest
-/// that loads from the frame it holds at both places. The guest sees the one page or the other, and
+/// `set_memory_region_test`, "move": a slot of two pages moves back and forth by one page. A guest
+/// loads from the frame that is in the slot at both places. It sees one page or the other, and
 /// never MMIO.
 #[test]
 fn a_guest_sees_a_moving_slot_at_one_place_or_the_other() {
@@ -200,22 +200,22 @@ fn a_guest_sees_a_moving_slot_at_one_place_or_the_other() {
 }
 
 const HALF: u64 = 16;
-/// The pages of the slot that moves.
+/// The number of pages of the slot that moves.
 const PAGES: u64 = 2 * HALF;
 
-/// What the main thread does with the slot under four vCPUs.
+/// The main thread's state: it changes the slot under four vCPUs.
 struct Abuse<'a> {
     vm: &'a Vm,
     ram: &'a Arc<HostRam>,
     missing: &'a Arc<PageBitmap>,
-    /// The frames above the window at which the slot is.
+    /// The slot's first frame, relative to the window.
     place: u64,
     userfault: bool,
     copy: Vec<[u64; VCPUS as usize]>,
     seen: Vec<[u64; VCPUS as usize]>,
 }
 
-/// Where vCPU `id` writes in a page: lines of their own.
+/// The offset of the word of vCPU `id` in a page. vCPUs share no cache line.
 fn word(id: u64) -> u64 {
     64 + id * 64
 }
@@ -234,7 +234,7 @@ impl Abuse<'_> {
         self.vm.set_user_memory_region2(region).unwrap();
     }
 
-    /// Copies what the log names, as a migration does.
+    /// Copies the pages in the log, like a migration.
     fn harvest(&mut self) -> u64 {
         let mut log = [0];
         let named = self.vm.get_dirty_log(1, &mut log).unwrap();
@@ -246,7 +246,7 @@ impl Abuse<'_> {
         named
     }
 
-    /// What one vCPU wrote to a page only grows.
+    /// Checks that the word of each vCPU in each page never falls.
     fn check_growth(&mut self) {
         for page in 0..PAGES {
             for id in 0..VCPUS {
@@ -259,18 +259,18 @@ impl Abuse<'_> {
     }
 }
 
-/// Slot moves over a part of itself, userfault bits, a notifier, dirty logging and an unrelated
-/// slot, under four vCPUs that check each page's name and what they stored. Then the copy made by
-/// the log must equal memory.
+/// The test moves a slot over a part of itself, and uses userfault bits, a notifier, a dirty log
+/// and an unrelated slot. Four vCPUs check each page's name and the words that they stored. In the
+/// end, the copy from the log must equal memory.
 #[test]
 fn memory_stays_whole_under_everything_at_once() {
     let code_ram = HostRam::new(1);
     // a0: number of the round. t1: a page. t2: the vCPU's word. a5: half of the slot. Pages a1 to
-    // a2 are in the slot at both of its places.
+    // a2 are in the slot at both places.
     let code = [
         addi(A0, A0, 1),
         add(T0, A1, X0),
-        // The page's name less its place: 0 or half of the slot.
+        // The page's name minus its place: 0 or half of the slot.
         ld(A3, T0, 0),
         sub(T3, T0, A1),
         sub(A3, A3, T3),
@@ -278,7 +278,7 @@ fn memory_stays_whole_under_everything_at_once() {
         bne(A3, A5, 36),
         add(T3, T0, T2),
         sd(A0, T3, 0),
-        // What was stored, or something older where the slot has moved between.
+        // The stored value, or an older one if the slot has moved in between.
         ld(A4, T3, 0),
         bltu(A0, A4, 20),
         add(T0, T0, T1),
@@ -339,7 +339,7 @@ fn memory_stays_whole_under_everything_at_once() {
                             userfault: true,
                             ..
                         } => {
-                            // By now the slot may be at its other place.
+                            // The slot may have moved by now.
                             let index = (gpa - WINDOW) / PAGE - HALF;
                             assert!(index < HALF, "{gpa:#x}");
                             for page in [index, HALF + index] {
@@ -382,7 +382,7 @@ fn memory_stays_whole_under_everything_at_once() {
                 }
                 3 => {
                     vm.set_user_memory_region2(spare.region(2, 0, 0, 1))
-                        .expect_err("the code is there");
+                        .expect_err("the slot of the code is there");
                     vm.set_user_memory_region2(spare.region(2, WINDOW / 2, 0, 1))
                         .unwrap();
                     vm.set_user_memory_region2(Region::delete(2)).unwrap();

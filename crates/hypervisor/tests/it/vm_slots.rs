@@ -1,4 +1,4 @@
-//! Memory slots that change, also under running vCPUs.
+//! Changes of memory slots, also under running vCPUs.
 
 use crate::support::vm::{HostRam, PAGE, StopOnDrop, asm::*, vcpu, vm};
 use pageferry_addr::{Gfn, Gpa, Hva, RamPage};
@@ -52,13 +52,13 @@ fn requests_that_break_a_rule_are_refused_and_change_nothing() {
         set(&|r| *r = Region::delete(3)),
         VmError::Slot(SlotError::NothingToDelete { .. })
     ));
-    // The memory given must hold the range, whole.
+    // The given memory must hold the whole range.
     assert!(matches!(
         set(&|r| r.memory = None),
         VmError::NotOwned { memory: None, .. }
     ));
     for flags in [SlotFlags::EMPTY, SlotFlags::LOG_DIRTY_PAGES] {
-        // The memory has pages 0 to 7.
+        // The memory's pages are 0 to 7.
         for (first, pages) in [(5, 4), (-1, 4), (8, 1), (0, 9), (0, 1 << 30)] {
             let refused = set(&|r| {
                 r.flags = flags;
@@ -98,12 +98,12 @@ fn requests_that_break_a_rule_are_refused_and_change_nothing() {
     let mut log = [0; 1];
     assert_eq!(vm.get_dirty_log(1, &mut log), Err(VmError::NoSuchSlot(1)));
     assert_eq!(vm.get_dirty_log(0, &mut log), Err(VmError::NoDirtyLog(0)));
-    // And after all that the right request goes through.
+    // After all those errors, a valid request succeeds.
     vm.set_user_memory_region2(ram.region(1, 0x10_0000, 4, 4))
         .unwrap();
 }
 
-/// A guest that stores its count at `a1` and loads it back, for ever: `x12` is the loop's round.
+/// An endless loop that stores its count at `a1` and loads it back. `x12` counts rounds.
 fn counting(ram: &HostRam) {
     let code = [addi(A2, A2, 1), sd(A2, A1, 0), ld(A3, A1, 0), jal(X0, -12)];
     ram.code(0, &code);
@@ -125,7 +125,7 @@ fn a_slot_deleted_under_a_running_guest_is_out_of_reach_at_once() {
         let alarm = &alarm;
         scope.spawn(move || {
             while !alarm.is_stopped() {
-                // With the slot it runs on, without it leaves.
+                // Without the slot, the guest leaves.
                 match vcpu.run() {
                     Exit::MmioRead { gpa, .. } | Exit::MmioWrite { gpa, .. } => {
                         assert_eq!(gpa, Gpa(DEVICE));
@@ -136,7 +136,7 @@ fn a_slot_deleted_under_a_running_guest_is_out_of_reach_at_once() {
             }
         });
         for round in 0..300 {
-            // Two places in host memory by turns.
+            // Two places in host memory, in turns.
             let page = 2 + round % 2;
             vm.set_user_memory_region2(ram.region(1, DEVICE, page, 1))
                 .unwrap();
@@ -164,11 +164,11 @@ fn a_slot_moves_with_its_bytes() {
     let vm = vm(&HostRam::new(1));
     vm.set_user_memory_region2(Region::delete(0)).unwrap();
     vm.set_user_memory_region2(ram.region(0, 0, 0, 1)).unwrap();
-    // Two pages that move by one page: over a part of themselves.
+    // Two pages move by one page, over a part of themselves.
     let place = |at: u64| ram.region(1, DEVICE + at * PAGE, 4, 2);
     vm.set_user_memory_region2(place(0)).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
-    // The middle frame is in the slot at both places: first its second page, then its first.
+    // The middle frame is in the slot at both places: first as its second page, then as its first.
     vcpu.hart_mut().set_x(11, DEVICE + PAGE);
     let kick = vcpu.kick_handle();
     let alarm = Stop::new();
@@ -204,7 +204,7 @@ fn a_notifier_unmaps_what_host_memory_backs() {
     let ram = HostRam::new(8);
     ram.code(0, &[sd(A0, A1, 0), WFI]);
     let vm = vm(&ram);
-    // Page 5 has a second place.
+    // Page 5 is in a second slot.
     vm.set_user_memory_region2(ram.region(1, DEVICE, 5, 1))
         .unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
@@ -218,7 +218,7 @@ fn a_notifier_unmaps_what_host_memory_backs() {
     assert_eq!(vm.invalidate_hva(page(6)..page(8)), 0);
     assert_eq!(vm.invalidate_hva(Hva(page(6).0 - 1)..page(6)), 2);
     assert_eq!(vm.mapped_pages(), 2);
-    // It faults and is mapped again.
+    // An access faults and maps the page again.
     vcpu.hart_mut().set_pc(0).unwrap();
     assert_eq!(vcpu.run(), Exit::Halted);
     assert_eq!(vm.mapped_pages(), 3);
@@ -239,11 +239,11 @@ fn code_of_a_deleted_slot_runs_no_more() {
     assert_eq!((vcpu.run(), vcpu.hart().x(10)), (Exit::Halted, 2));
 }
 
-/// Host memory that says when it is dropped.
+/// Host memory that sets a flag when dropped.
 struct Owned(Arc<HostRam>, Arc<AtomicBool>);
 
 #[expect(unsafe_code, reason = "wraps test memory")]
-// SAFETY: the wrapped memory's.
+// SAFETY: the wrapped memory keeps the contract.
 unsafe impl HostMemory for Owned {
     fn hva_range(&self) -> Range<Hva> {
         self.0.hva_range()
@@ -256,7 +256,7 @@ impl Drop for Owned {
     }
 }
 
-/// A slot's region over memory of its own, and whether that memory was dropped.
+/// A slot's region over separate memory, and a flag for whether that memory was dropped.
 fn owned(ram: &Arc<HostRam>, slot: u16, gpa: u64, flags: SlotFlags) -> (Region, Arc<AtomicBool>) {
     let dropped = Arc::new(AtomicBool::new(false));
     let mut region = ram.region(slot, gpa, 0, 1);
@@ -276,22 +276,22 @@ fn a_slot_keeps_its_memory_alive_and_lets_it_go() {
     assert_eq!(vcpu.run(), Exit::Halted);
     assert!(!dropped.load(Ordering::Relaxed));
     vm.set_user_memory_region2(Region::delete(0)).unwrap();
-    // Though the vCPU that has seen it has not entered again.
+    // The vCPU that used the slot has not entered its guest since then.
     assert!(dropped.load(Ordering::Relaxed));
 
-    // A move brings the owner that comes with it.
+    // After a move, the slot has the owner of the request.
     let (region, first) = owned(&ram, 0, 0, SlotFlags::EMPTY);
     vm.set_user_memory_region2(region).unwrap();
     let (region, second) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
     vm.set_user_memory_region2(region).unwrap();
     assert!(first.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
-    // A request that is refused or asks for what is there leaves the owner as it is.
+    // A refused request does not change the owner, nor does a request for the present state.
     let (mut region, third) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
     vm.set_user_memory_region2(region.clone()).unwrap();
     region.flags = SlotFlags::READONLY;
     assert!(vm.set_user_memory_region2(region).is_err());
     assert!(third.load(Ordering::Relaxed) && !second.load(Ordering::Relaxed));
-    // A change of flags lets it go with one of the next changes, if not at once.
+    // After a change of flags, the old owner is dropped at once or by one of the next changes.
     let (region, third) = owned(&ram, 0, PAGE, SlotFlags::LOG_DIRTY_PAGES);
     vm.set_user_memory_region2(region).unwrap();
     let (region, fourth) = owned(&ram, 0, PAGE, SlotFlags::EMPTY);
@@ -300,7 +300,7 @@ fn a_slot_keeps_its_memory_alive_and_lets_it_go() {
     vm.set_user_memory_region2(Region::delete(0)).unwrap();
     assert!(third.load(Ordering::Relaxed) && fourth.load(Ordering::Relaxed));
 
-    // The VM's end is the end of all.
+    // Dropping the VM drops all owners.
     let (region, last) = owned(&ram, 0, 0, SlotFlags::EMPTY);
     vm.set_user_memory_region2(region).unwrap();
     drop(vm);

@@ -1,13 +1,15 @@
-//! Background snapshots: memory is tracked as a whole while harts store to it; pages are copied
-//! when a hart wants to store to them, or in the background, and untracked. The copy must be memory
-//! at the moment when tracking had begun.
+//! Background snapshots: the test tracks all memory while harts store to it. It copies and untracks
+//! a page when a hart's store leaves the guest, or in the background. The copy must equal memory at
+//! the moment at which tracking had begun.
 //!
-//! Each hart goes over its pages in one order, again and again, and counts in its word of each. So
-//! at every moment its words are the number of its round up to some page, and one less behind: a
-//! copy with a store that came later, or without one that came before another, is not of that form.
-//! In some rounds nothing is untracked until all harts stand before tracked pages: then the copy is
-//! compared with memory word by word. Meanwhile pages are unmapped, zapped and aged, and the dirty
-//! log is read. It runs for `PAGEFERRY_STRESS_SECONDS` (4 by default).
+//! Each hart goes over its pages in a fixed order, and stores the number of its round to its word
+//! of each page. So at every moment, its words are that number up to some page, and one less
+//! behind. A copy with a later store is not of that form, nor is a copy that misses an earlier
+//! store.
+//!
+//! In some rounds, the test untracks nothing until every hart waits at a tracked page. Then it
+//! compares the copy with memory word by word. Meanwhile it unmaps, zaps and ages pages, and reads
+//! the dirty log. It runs for `PAGEFERRY_STRESS_SECONDS` (4 by default).
 
 use crate::support::fleet::{A4, Fleet, LARGE, LargeRam, T3, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
@@ -21,8 +23,8 @@ use std::time::{Duration, Instant};
 const MEMORY: u64 = 0x4000_0000;
 const PAGES: u64 = 2 * LARGE;
 
-/// How a hart stores to each of its pages, and where: the last one's words lie over the ends of two
-/// pages each.
+/// A hart's kind of store, and the place of its words. Each word of the last hart lies over the end
+/// of a page.
 struct Way {
     pages: Range<u64>,
     offset: u64,
@@ -41,7 +43,7 @@ const WAYS: [Way; HARTS] = [
         offset: 128,
         store: &[atomic(AMOADD, D, X0, T0, A4)],
     },
-    // Pages with reservations have no stores that hit the TLB; so not all of them.
+    // No store to a page with reservations hits the TLB, so only some pages have reservations.
     Way {
         pages: PAGES - PAGES / 8..PAGES,
         offset: 192,
@@ -60,7 +62,7 @@ const WAYS: [Way; HARTS] = [
 ];
 
 impl Way {
-    /// For ever: counts in a0 and stores to t0, from a1 to a2. t1: from page to page; a4: 1.
+    /// An endless loop: counts in a0 and stores it at t0, from a1 to a2. t1: size of a page. a4: 1.
     fn program(&self) -> Vec<u32> {
         let mut code = vec![addi(A0, A0, 1), add(T0, A1, X0)];
         code.extend(self.store);
@@ -80,7 +82,7 @@ impl Way {
         set(vcpu, pc, &registers);
     }
 
-    /// The rounds that the words of its pages say, in memory of which `get` reads a doubleword.
+    /// The rounds in the hart's words. `get` reads a doubleword of memory.
     fn rounds(&self, get: impl Fn(u64) -> u64) -> Vec<u64> {
         let word = |page: u64| {
             let offset = page * PAGE + self.offset;
@@ -108,7 +110,7 @@ fn check_moment(get: impl Fn(u64) -> u64) {
 
 type Page = Box<[u64]>;
 
-/// What is copied, if anything.
+/// The copy of a snapshot, if there is one.
 #[derive(Default)]
 struct Snapshot {
     pages: Vec<Mutex<Option<Page>>>,
@@ -137,12 +139,12 @@ impl Snapshot {
 struct Test {
     vm: Vm,
     ram: Arc<LargeRam>,
-    /// Who tracks the memory holds it for writing, so that nobody untracks what he has copied
-    /// before.
+    /// The thread that tracks the memory holds it for writing. So no thread untracks a page for an
+    /// older copy.
     snapshot: RwLock<Snapshot>,
-    /// How many harts stand before it.
+    /// The number of harts that wait for it, at a tracked page.
     waiting: AtomicU64,
-    /// Pages that were saved by harts, and in the background.
+    /// The numbers of pages that were saved by harts, and in the background.
     saved: [AtomicU64; 2],
 }
 
@@ -252,7 +254,7 @@ impl Test {
         }
     }
 
-    /// A snapshot from begin to end, and perhaps a log: from before it, or from its begin on.
+    /// Makes a snapshot. Perhaps it keeps a log too, which begins before or after the tracking.
     fn round(&self, fleet: &Fleet, random: &mut Random) {
         let (held, mut log) = (random.next().is_multiple_of(2), None);
         let logged = random.next() % 3;
@@ -293,7 +295,7 @@ impl Test {
             if let Some(moment) = &moment {
                 assert_eq!(copied, moment[page as usize], "page {page}");
             }
-            // Those that are no rounds are 0.
+            // Words that no hart uses are 0.
             let newer = copied
                 .iter()
                 .zip(&before)
@@ -339,7 +341,7 @@ impl Test {
     }
 }
 
-/// A dirty log, and the copy of memory that is kept by it.
+/// A dirty log, and a copy of memory that is updated from the log.
 struct Log<'a> {
     test: &'a Test,
     copy: Vec<Page>,

@@ -18,7 +18,7 @@ fn best(mut run: impl FnMut() -> Duration) -> Duration {
 /// Stores to each page, from the second on.
 const STORE_TO_EACH: [u32; 4] = [sd(A1, A1, 0), add(A1, A1, T1), bltu(A1, A2, -8), WFI];
 
-/// Lets [`STORE_TO_EACH`] begin, for `pages` pages.
+/// Makes the vCPU begin [`STORE_TO_EACH`], for `pages` pages.
 fn begin(vcpu: &mut VcpuCore, pages: u64) {
     let hart = vcpu.hart_mut();
     hart.set_pc(0).unwrap();
@@ -27,7 +27,7 @@ fn begin(vcpu: &mut VcpuCore, pages: u64) {
     }
 }
 
-/// Nanoseconds for one of `pages` pages.
+/// Nanoseconds a page.
 fn per_page(time: Duration, pages: u64) -> f64 {
     time.as_nanos() as f64 / pages as f64
 }
@@ -111,7 +111,7 @@ fn misses_and_memory_fault_exits() {
         start.elapsed()
     };
     let per_page = |time| per_page(time, PAGES);
-    // Tables are there from the first run on.
+    // The first run makes the tables.
     let exits = per_page(best(|| touch_all(true, true)));
     let faults = per_page(best(|| touch_all(false, true)));
     let refills = per_page(best(|| touch_all(false, false)));
@@ -121,7 +121,7 @@ fn misses_and_memory_fault_exits() {
     println!("exit and resume alone: {:.0} ns", exits - faults);
 }
 
-/// Faults beside a notifier that is called for other memory all the time.
+/// Faults while a thread calls a notifier for other memory all the time.
 #[test]
 #[ignore = "measures: nanoseconds on the fault path"]
 fn faults_beside_a_notifier() {
@@ -129,7 +129,7 @@ fn faults_beside_a_notifier() {
     let ram = HostRam::new(1 + PAGES as usize);
     ram.code(0, &STORE_TO_EACH);
     let vm = vm(&ram);
-    // A slot that the guest never touches.
+    // A slot that the guest never accesses.
     let other = HostRam::new(1);
     vm.set_user_memory_region2(other.region(1, 1 << 40, 0, 1))
         .unwrap();
@@ -162,11 +162,11 @@ fn faults_beside_a_notifier() {
         (beside, each)
     });
     println!(
-        "a fault alone: {alone:.0} ns; beside a notifier: {beside:.0} ns, and {each:.0} ns a call of that"
+        "a fault alone: {alone:.0} ns; with a notifier: {beside:.0} ns; {each:.0} ns a call of the notifier"
     );
 }
 
-/// Loads where no slot is, beside few slots and many.
+/// Loads from an address without a slot, in VMs with few slots and with many.
 #[test]
 #[ignore = "measures: nanoseconds on the fault path"]
 fn mmio_exits() {
@@ -189,12 +189,12 @@ fn mmio_exits() {
             start.elapsed()
         });
         let each = time.as_nanos() as f64 / EXITS as f64;
-        println!("MMIO exit and resume beside {slots} slots: {each:.0} ns");
+        println!("MMIO exit and resume with {slots} slots: {each:.0} ns");
     }
 }
 
-/// What a background snapshot pays beside copying: for a page that a guest stores to, and for one
-/// that it does not.
+/// The cost of a background snapshot without the copying, for pages with and without a guest's
+/// store.
 #[test]
 #[ignore = "measures: nanoseconds on the fault path"]
 fn write_tracking() {

@@ -1,5 +1,5 @@
-//! Write tracking, call by call: which stores leave the guest, which pages are tracked, and for how
-//! long.
+//! The calls of write tracking: which stores leave the guest, and which pages are tracked until
+//! when.
 
 use crate::support::tracked::{ELSEWHERE, LOAD, MEMORY, One, SD, STORES, VALUE, one};
 use crate::support::vm::{HostRam, PAGE};
@@ -9,7 +9,7 @@ use pageferry_hypervisor::{Exit, HostMemory, Region, SlotFlags, VmError};
 #[test]
 fn every_kind_of_store_leaves_the_guest_and_is_repeated() {
     for (name, program) in STORES {
-        // Not mapped; mapped by a load; writable in the TLB.
+        // The page is not mapped, then mapped by a load, then writable in the TLB.
         for before in [None, Some(LOAD), Some(program)] {
             let mut one = one(4);
             if let Some(before) = before {
@@ -29,7 +29,7 @@ fn every_kind_of_store_leaves_the_guest_and_is_repeated() {
                 );
             }
             assert!((0..PAGE / 8).all(|word| one.ram.get(PAGE + 8 * word) == 0));
-            assert_eq!(one.run(LOAD, PAGE), Exit::Halted, "loads go on");
+            assert_eq!(one.run(LOAD, PAGE), Exit::Halted, "loads go through");
             one.store([0, 2]);
             assert_eq!(
                 one.run(program, PAGE),
@@ -56,7 +56,7 @@ fn a_store_over_two_pages_needs_both_untracked() {
             assert_eq!(
                 (one.ram.get(PAGE - 8), one.ram.get(PAGE)),
                 (0, 0),
-                "not a byte"
+                "no byte is stored"
             );
             one.untrack(page..page + 1);
         }
@@ -139,10 +139,10 @@ fn tracking_stays_with_a_moved_slot_and_through_changes_of_flags() {
         one.load(0..4);
         one.refuses([1, 2]);
     }
-    // What is untracked now was tracked when the slot was another record.
+    // These pages were tracked in an older record of the slot.
     assert_eq!(one.untrack(0..4), 2);
     one.store(0..4);
-    // And the other way round.
+    // These pages are tracked in the new record, and untracked in the next.
     one.log(true);
     one.track(3..4);
     one.log(false);
@@ -174,7 +174,7 @@ fn a_tracked_page_that_is_unmapped_is_tracked_still() {
         one.vm.age_hva(one.ram.hva_range(), true);
         one.refuses([0, 1]);
     }
-    // Untracked while it is not mapped.
+    // The page is untracked while it is not mapped.
     one.vm.zap_all();
     one.untrack(0..1);
     one.store([0]);

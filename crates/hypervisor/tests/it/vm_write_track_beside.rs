@@ -1,4 +1,4 @@
-//! Write tracking beside dirty logs, rings, userfault bits and large pages.
+//! Write tracking together with dirty logs, rings, userfault bits and large pages.
 
 use crate::support::fleet::LARGE;
 use crate::support::tracked::{LOAD, MEMORY, One, SD, large, leaves, one, one_of};
@@ -25,7 +25,7 @@ fn configs() -> impl Iterator<Item = VmConfig> {
     })
 }
 
-/// Pages 0 to 4 are stored to before; 1 to 3 are tracked before the log begins, or after.
+/// The guest first stores to pages 0 to 4. Pages 1 to 3 are tracked before or after the log begins.
 #[test]
 fn a_log_has_the_stores_that_went_through_and_no_other() {
     for config in configs() {
@@ -44,16 +44,12 @@ fn a_log_has_the_stores_that_went_through_and_no_other() {
                 }
                 pages
             };
-            // Where the log begins all set, its first clearing protects.
+            // If the log begins with all pages, its first clearing protects them.
             fetch(&one);
             if !track_first {
                 one.store([1, 4]);
                 one.track(1..4);
-                assert_eq!(
-                    fetch(&one),
-                    [1, 4],
-                    "{what}: what was stored before is not lost"
-                );
+                assert_eq!(fetch(&one), [1, 4], "{what}: earlier stores are not lost");
             }
             one.refuses([1, 2]);
             one.load([3]);
@@ -61,7 +57,7 @@ fn a_log_has_the_stores_that_went_through_and_no_other() {
             assert_eq!(fetch(&one), [0; 0], "{what}");
             one.untrack(1..3);
             one.load([1, 2]);
-            assert_eq!(fetch(&one), [0; 0], "{what}: untracked, and not stored to");
+            assert_eq!(fetch(&one), [0; 0], "{what}: untracked, without a store");
             one.store([2]);
             one.refuses([3]);
             assert_eq!(fetch(&one), [2], "{what}");
@@ -137,7 +133,7 @@ fn a_missing_page_is_brought_before_it_is_copied() {
         one.untrack(page..page + 1);
         one.store([page]);
     }
-    // The bits are independent of each other.
+    // Userfault bits and tracking bits are independent.
     one.track(2..3);
     one.untrack(2..3);
     assert_eq!(one.run(SD, 2 * PAGE), missing(2, Access::Store));
@@ -149,10 +145,10 @@ fn large_pages_are_split_where_a_page_is_tracked_and_large_again_afterwards() {
     one.store([0, LARGE, 2 * LARGE]);
     assert_eq!(leaves(&one), [0, 3]);
     one.track(LARGE + 7..LARGE + 9);
-    assert_eq!(leaves(&one), [LARGE, 2], "the others stay");
+    assert_eq!(leaves(&one), [LARGE, 2], "the others stay large");
     one.refuses([LARGE + 7, LARGE + 8]);
     one.store([0, LARGE, LARGE + 6, LARGE + 9, 2 * LARGE]);
-    // By faults too.
+    // Faults also map small pages there.
     one.vm.zap_all();
     one.store([3, LARGE + 3]);
     one.load([LARGE + 7]);
@@ -180,7 +176,7 @@ fn a_log_that_ends_leaves_pages_small_that_are_tracked() {
     one.log(false);
     assert_eq!(leaves(&one), [LARGE, 2]);
     one.refuses([5]);
-    // While a log goes on nothing becomes large.
+    // While there is a log, no page becomes large.
     one.log(true);
     one.untrack(5..6);
     assert_eq!(leaves(&one), [3 * LARGE, 0]);
@@ -189,7 +185,7 @@ fn a_log_that_ends_leaves_pages_small_that_are_tracked() {
     assert_eq!(leaves(&one), [0, 3]);
 }
 
-/// What is tracked piece by piece is large again as a whole.
+/// Pages are tracked piece by piece. After the last is untracked, all of them are large again.
 #[test]
 fn all_that_was_tracked_is_large_again_when_the_last_page_is_untracked() {
     let mut one = large();

@@ -1,6 +1,6 @@
-//! Encodes instructions, from the formats of the unprivileged manual ("Base Instruction Formats").
-//! Written apart from the decoder; `hart_decode` checks it against encodings made by LLVM's
-//! assembler.
+//! An encoder of instructions, from the formats of the unprivileged manual ("Base Instruction
+//! Formats"). It shares no code with the decoder. `hart_decode` checks it against encodings of
+//! LLVM's assembler.
 
 pub(crate) const X0: u32 = 0;
 pub(crate) const RA: u32 = 1;
@@ -136,8 +136,8 @@ pub(crate) const WFI: u32 = 0x1050_0073;
 pub(crate) const W: u32 = 2;
 pub(crate) const D: u32 = 3;
 
-/// An instruction of the A extension. `funct5` and the width as the manual's tables have them;
-/// `aq`, `rl` clear.
+/// An instruction of the A extension, with `aq` and `rl` clear. `funct5` and `width` are those of
+/// the manual's tables.
 pub(crate) const fn atomic(funct5: u32, width: u32, rd: u32, rs1: u32, rs2: u32) -> u32 {
     r(0x2f, width, funct5 << 2, rd, rs1, rs2)
 }

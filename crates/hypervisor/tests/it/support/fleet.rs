@@ -1,6 +1,6 @@
-//! Many vCPUs on threads of their own: started, paused at a moment when all are out of their
-//! guests, and stopped; and host memory of large pages for them.
-#![expect(unsafe_code, reason = "test memory is put into slots")]
+//! Many vCPUs with a thread each, which a test can start, pause and stop; and host memory of large
+//! pages for them.
+#![expect(unsafe_code, reason = "puts test memory into slots")]
 
 use crate::support::vm::{HostRam, PAGE};
 use pageferry_addr::{Gpa, Hva, PageSize};
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// 4 KiB pages in a page of 2 MiB.
+/// The number of 4 KiB pages in a page of 2 MiB.
 pub(crate) const LARGE: u64 = 512;
 
 pub(crate) const A4: u32 = 14;
@@ -23,7 +23,7 @@ pub(crate) const T4: u32 = 29;
 #[derive(Default)]
 struct State {
     paused: bool,
-    /// How many threads wait for the end of the pause.
+    /// The number of threads that wait for the end of the pause.
     parked: usize,
     /// No thread enters its guest any more.
     stopped: bool,
@@ -34,16 +34,16 @@ pub(crate) struct Fleet {
     kicks: Vec<KickHandle>,
     state: Mutex<State>,
     changed: Condvar,
-    /// Whether it is paused or stopped, so that a thread whose vCPU leaves often need not lock the
-    /// state.
+    /// Whether the fleet is paused or stopped. A thread whose vCPU leaves often reads it without
+    /// locking the state.
     wanted: AtomicBool,
 }
 
-/// All vCPUs are out of their guests as long as it lives.
+/// All vCPUs are outside their guests as long as this lives.
 #[must_use]
 pub(crate) struct Paused<'a>(&'a Fleet);
 
-/// Stops the fleet when it goes, also by a panic, so that no thread of a test waits for ever.
+/// Stops the fleet when dropped, also during a panic, so that no thread of a test waits forever.
 pub(crate) struct Stop<'a>(&'a Fleet);
 
 impl Fleet {
@@ -68,8 +68,8 @@ impl Fleet {
         self.state().stopped
     }
 
-    /// The thread of one vCPU: runs it until the fleet is stopped. `exit` gets the exits that are
-    /// no kick.
+    /// The body of one vCPU's thread: runs the vCPU until the fleet is stopped. `exit` gets all
+    /// exits but kicks.
     pub(crate) fn drive(&self, vcpu: &mut VcpuCore, mut exit: impl FnMut(&mut VcpuCore, Exit)) {
         let stop = Stop(self);
         loop {
@@ -94,7 +94,7 @@ impl Fleet {
                 break;
             }
         }
-        // Only a panic stops the others.
+        // Only a panic of this thread may stop the others.
         std::mem::forget(stop);
     }
 
@@ -103,7 +103,7 @@ impl Fleet {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Has all vCPUs leave their guests; they go on when the result is dropped.
+    /// Makes all vCPUs leave their guests. They run again when the result is dropped.
     #[track_caller]
     pub(crate) fn pause(&self) -> Paused<'_> {
         self.state().paused = true;
@@ -127,7 +127,7 @@ impl Fleet {
         }
     }
 
-    /// Calls `done` again and again until it says so.
+    /// Calls `done` until it returns true.
     #[track_caller]
     pub(crate) fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
         let end = Instant::now() + LIMIT;
@@ -148,9 +148,10 @@ impl Drop for Paused<'_> {
         }
         self.0.changed.notify_all();
         if !std::thread::panicking() {
-            // Or the next pause would count those that are about to go.
+            // Without this wait, the next pause would count threads that are still leaving this
+            // one.
             let running = |state: &State| state.parked == 0 || state.stopped;
-            self.0.wait_until("all vCPUs to go on", running);
+            self.0.wait_until("all vCPUs to run again", running);
         }
     }
 }
@@ -167,8 +168,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Runs each vCPU on a thread of its own until its guest halts; `exit` gets its index, itself, and
-/// the exits before.
+/// Runs each vCPU on a separate thread until its guest halts. `exit` gets the vCPU's index, the
+/// vCPU, and each exit before that.
 #[track_caller]
 pub(crate) fn run_until_halted(
     vcpus: &mut [VcpuCore],
@@ -202,7 +203,7 @@ pub(crate) fn run_until_halted(
     });
 }
 
-/// Refuses every exit: for [`run_until_halted`].
+/// Fails at every exit, for [`run_until_halted`].
 pub(crate) fn no_exit(index: usize, vcpu: &mut VcpuCore, exit: Exit) {
     panic!("vCPU {index}: {exit:?}, {vcpu:?}");
 }
@@ -215,14 +216,14 @@ pub(crate) fn set(vcpu: &mut VcpuCore, pc: u64, registers: &[(u32, u64)]) {
     }
 }
 
-/// Host memory that says it is made of 2 MiB pages, and begins at one.
+/// Host memory that reports pages of 2 MiB, and is aligned to 2 MiB.
 pub(crate) struct LargeRam {
     ram: Arc<HostRam>,
     skip: u64,
     pages: u64,
 }
 
-// SAFETY: it is a part of `ram`, whose contract holds.
+// SAFETY: the range is a part of `ram`, which keeps the contract.
 unsafe impl HostMemory for LargeRam {
     fn hva_range(&self) -> Range<Hva> {
         let first = self.hva(0).0;
@@ -261,12 +262,12 @@ impl LargeRam {
         self.ram.set(self.skip * PAGE + offset, value);
     }
 
-    /// As [`HostRam::replace`].
+    /// The same as [`HostRam::replace`].
     pub(crate) fn replace(&self, offset: u64, value: u64) -> u64 {
         self.ram.replace(self.skip * PAGE + offset, value)
     }
 
-    /// Slot `slot` at `gpa` over all of it.
+    /// Slot `slot` at `gpa`, over all of this memory.
     pub(crate) fn region(self: &Arc<Self>, slot: u16, gpa: u64, flags: SlotFlags) -> Region {
         Region {
             slot,
@@ -280,7 +281,7 @@ impl LargeRam {
     }
 }
 
-/// The pages that are named by a log of `pages` pages.
+/// The pages in a log.
 pub(crate) fn named(log: &[u64]) -> impl Iterator<Item = u64> + '_ {
     log.iter().enumerate().flat_map(|(w, &word)| {
         let bits = (0..64).filter(move |bit| word >> bit & 1 == 1);
@@ -288,7 +289,7 @@ pub(crate) fn named(log: &[u64]) -> impl Iterator<Item = u64> + '_ {
     })
 }
 
-/// Fetches a log into a vector of its size.
+/// Fetches a log into a vector.
 #[track_caller]
 pub(crate) fn dirty_log(vm: &Vm, slot: u16, pages: u64) -> Vec<u64> {
     let mut log = vec![0; pages.div_ceil(64) as usize];

@@ -1,7 +1,7 @@
 //! Guest memory for the hart's tests, and a small assembler.
 #![expect(
     unsafe_code,
-    reason = "guest memory is reached through raw pointers, as in the real TLB"
+    reason = "accesses guest memory through raw pointers, like the real TLB"
 )]
 
 pub(crate) use crate::support::asm;
@@ -13,11 +13,11 @@ use pageferry_hypervisor::hart::{
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// Where RAM begins.
+/// The start of RAM.
 pub(crate) const RAM: u64 = 0x8000_0000;
-/// Where test code begins.
+/// The start of test code.
 pub(crate) const CODE: u64 = RAM;
-/// Where test data begins: four pages behind the code.
+/// The start of test data, four pages behind the code.
 pub(crate) const DATA: u64 = RAM + 0x4000;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(crate) enum Page {
     Refused,
 }
 
-/// RAM shared by harts.
+/// RAM that harts share.
 pub(crate) struct Ram {
     words: Vec<AtomicU64>,
     pages: Vec<AtomicU8>,
@@ -100,15 +100,15 @@ const EMPTY: Entry = Entry {
     addend: 0,
 };
 
-/// One hart's view of a [`Ram`], with a TLB like the real one. Below and above RAM there is MMIO.
+/// One hart's view of a [`Ram`], with a TLB like the real TLB. Below and above RAM is MMIO.
 pub(crate) struct TestBus {
     pub(crate) ram: Arc<Ram>,
     pub(crate) now: u64,
-    /// How many TLB misses succeed before one is answered with `BusFault::Requested`.
+    /// The number of TLB misses that succeed before one returns `BusFault::Requested`.
     pub(crate) request_after: Option<u32>,
-    /// The page an LR wants watched; the bus has left the guest for that.
+    /// The page that has to be watched for an LR. The LR has left the guest for that.
     pub(crate) to_watch: Option<u64>,
-    /// Who decides on SCs; without it they compare values.
+    /// Decides whether an SC succeeds. Without it, SCs compare values.
     reservations: Option<Arc<Reservations>>,
     tlb: Box<[Entry; 256]>,
 }
@@ -201,20 +201,20 @@ impl TestBus {
             Some(host) => host,
             None => self.miss(gpa, T::BYTES, false)?,
         };
-        // SAFETY: the entry was made for a page of `ram`, which `self` keeps; it matches aligned
+        // SAFETY: the entry leads to a page of `ram`, which `self` keeps. It matches aligned
         // addresses only.
         Ok(unsafe { &*host.cast::<T::Atomic>() })
     }
 
-    /// Does `write` to the cell at `gpa`, past the reservations if the TLB knows that there are
-    /// none.
+    /// Calls `write` with the cell at `gpa`. If the TLB has the page as writable, there are no
+    /// reservations in it, so `write` bypasses them.
     #[inline(always)]
     fn writable<T: GuestInt, R>(
         &mut self,
         gpa: u64,
         write: impl FnOnce(&T::Atomic) -> R,
     ) -> Result<R, BusFault> {
-        // SAFETY: as in `readable`.
+        // SAFETY: the same as in `readable`.
         let cell = |host: *mut u8| unsafe { &*host.cast::<T::Atomic>() };
         match self.hit(gpa, T::BYTES, true) {
             Some(host) => Ok(write(cell(host))),
@@ -300,7 +300,7 @@ impl Bus for TestBus {
     }
 }
 
-/// Nobody requests anything.
+/// A request word without requests.
 pub(crate) static NO_REQUEST: AtomicU32 = AtomicU32::new(0);
 
 /// One hart with 16 pages of RAM.
@@ -310,7 +310,7 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// `code` at [`CODE`], where the hart starts.
+    /// Makes a machine with `code` at [`CODE`], where the hart starts.
     pub(crate) fn new(code: &[u32]) -> Self {
         let ram = Ram::new(16);
         ram.code(CODE, code);
@@ -331,14 +331,14 @@ impl Machine {
         self.hart.run(&mut self.bus, &NO_REQUEST, Some(budget))
     }
 
-    /// Executes exactly one instruction and expects that it is retired and stays in the guest.
+    /// Executes one instruction and expects that it retires and stays in the guest.
     pub(crate) fn step(&mut self) {
         let before = self.hart.instret();
         assert_eq!(self.run(1), HartExit::Budget);
         assert_eq!(self.hart.instret(), before + 1, "{:x?}", self.hart);
     }
 
-    /// Executes one instruction and expects that it raises an exception: (scause, stval).
+    /// Executes one instruction and expects that it raises an exception. Returns (scause, stval).
     pub(crate) fn trap(&mut self) -> (u64, u64) {
         let mut state = self.hart.state();
         state.scause = u64::MAX;

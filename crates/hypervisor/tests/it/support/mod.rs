@@ -1,4 +1,4 @@
-//! What these tests share.
+//! Helpers that these tests share.
 
 pub(crate) mod asm;
 pub(crate) mod fleet;

@@ -1,21 +1,22 @@
-//! Programs that go over pages, one word of each: they store what only they could have stored
-//! there, and check it.
+//! Programs that go over pages. They store a value to one word of each page, which no other program
+//! stores there, and check it.
 
 use super::fleet::{T3, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
 use pageferry_hypervisor::VcpuCore;
 use std::sync::Arc;
 
-/// Where the program that stores begins: its page's address and the tag, in the first word of each.
+/// The address of the program that stores. The value is the page's address plus the tag, in the
+/// first word of each page.
 pub(crate) const STORE: u64 = 0;
-/// Where there is nothing to do.
+/// The address of a program that does nothing.
 pub(crate) const HALT: u64 = STORE + 16;
-/// Where the one begins that loads and compares; an exit by `ECALL` is a wrong value.
+/// The address of the program that loads and compares. It leaves by `ECALL` at a wrong value.
 pub(crate) const CHECK: u64 = 64;
-/// Where a test's own program may begin.
+/// The address for a program of the test.
 pub(crate) const OWN: u64 = 128;
 
-/// A page with both.
+/// A page with these programs.
 pub(crate) fn code() -> Arc<HostRam> {
     let code = HostRam::new(1);
     let store = [
@@ -39,7 +40,7 @@ pub(crate) fn code() -> Arc<HostRam> {
     code
 }
 
-/// Has `vcpu` begin `program` over the pages from address `first` to `end`.
+/// Makes `vcpu` begin `program` over the pages from address `first` to `end`.
 pub(crate) fn begin(vcpu: &mut VcpuCore, program: u64, tag: u64, first: u64, end: u64) {
     let registers = [(A0, tag), (A1, first), (A2, end), (T1, PAGE)];
     set(vcpu, program, &registers);

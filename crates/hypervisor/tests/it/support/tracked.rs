@@ -1,4 +1,4 @@
-//! One vCPU, memory whose stores can be tracked, and the ways to store to it.
+//! One vCPU, memory with write tracking, and all ways to store to it.
 
 use crate::support::fleet::{LargeRam, dirty_log, named, set};
 use crate::support::vm::{HostRam, PAGE, asm::*};
@@ -9,11 +9,11 @@ use std::sync::Arc;
 
 pub(crate) const MEMORY: u64 = 0x4000_0000;
 pub(crate) const ELSEWHERE: u64 = 0x8000_0000;
-/// A page of zeros: each store below changes what it stores to.
+/// A value without zero bytes. Memory is zero, so each store below changes it.
 pub(crate) const VALUE: u64 = 0x0101_0101_0101_0101;
 
 pub(crate) const LOAD: u64 = 0;
-/// Ways to store `VALUE`, in a0, to the address in a1.
+/// Programs that store `VALUE`, in a0, to the address in a1.
 pub(crate) const STORES: [(&str, u64); 6] = [
     ("sd", 64),
     ("sb", 128),
@@ -46,7 +46,7 @@ pub(crate) fn code() -> Arc<HostRam> {
     code
 }
 
-/// One vCPU, and memory of `M` in slot 1.
+/// One vCPU, and memory in slot 1.
 pub(crate) struct One<M> {
     pub(crate) vm: Vm,
     pub(crate) vcpu: VcpuCore,
@@ -69,7 +69,7 @@ impl<M: HostMemory + 'static> One<M> {
         }
     }
 
-    /// Runs a program on an address of the memory.
+    /// Runs a program with an address in the memory.
     pub(crate) fn run(&mut self, program: u64, offset: u64) -> Exit {
         set(
             &mut self.vcpu,
@@ -93,7 +93,7 @@ impl<M: HostMemory + 'static> One<M> {
         }
     }
 
-    /// A store to each leaves the guest.
+    /// Checks that a store to each page leaves the guest.
     #[track_caller]
     pub(crate) fn refuses(&mut self, pages: impl IntoIterator<Item = u64>) {
         for page in pages {
@@ -102,7 +102,7 @@ impl<M: HostMemory + 'static> One<M> {
         }
     }
 
-    /// The exit of a store to the page.
+    /// The exit of a store to a tracked page.
     pub(crate) fn tracked(&self, page: u64) -> Exit {
         Exit::MemoryFault {
             gpa: Gpa(self.region.gpa.0 + page * PAGE),
@@ -152,14 +152,14 @@ pub(crate) fn one(pages: u64) -> One<HostRam> {
     one_of(VmConfig::default(), pages)
 }
 
-/// Three pages of 2 MiB; the slot has all of them.
+/// A slot of three pages of 2 MiB.
 pub(crate) fn large() -> One<LargeRam> {
     let ram = LargeRam::new(3);
     let region = ram.region(1, MEMORY, SlotFlags::EMPTY);
     One::of(VmConfig::default(), ram, region)
 }
 
-/// Of 4 KiB and of 2 MiB; the page of the code is one more.
+/// The numbers of leaves of 4 KiB and of 2 MiB, without the page of the code.
 pub(crate) fn leaves<M>(one: &One<M>) -> [u64; 2] {
     let [small, large, _] = one.vm.mapped_leaves();
     [small - 1, large]

@@ -1,5 +1,5 @@
 //! A small VM for tests: host memory that a slot may point at, and programs in it.
-#![expect(unsafe_code, reason = "test memory is put into slots")]
+#![expect(unsafe_code, reason = "puts test memory into slots")]
 
 pub(crate) use crate::support::asm;
 
@@ -18,8 +18,8 @@ struct Page([AtomicU64; 512]);
 /// Host memory of some pages, all zero.
 pub(crate) struct HostRam(Box<[Page]>);
 
-// SAFETY: 1. The box owns the pages and never gives them up. 2. `hva_range` exposes their
-// provenance. 3. All access in the tests is by atomics.
+// SAFETY: 1. The box owns the pages and keeps them as long as it lives. 2. `hva_range` exposes
+// their provenance. 3. The tests access them by atomics only.
 unsafe impl HostMemory for HostRam {
     fn hva_range(&self) -> Range<Hva> {
         let start = self.0.as_ptr().expose_provenance() as u64;
@@ -50,15 +50,15 @@ impl HostRam {
         self.word(offset).store(value, Ordering::Relaxed);
     }
 
-    /// Puts `value` into the doubleword at `offset`, which is the caller's alone now, and gives
-    /// what was there.
+    /// Puts `value` into the doubleword at `offset`, and returns the old value. No guest may access
+    /// the word during the call.
     pub(crate) fn replace(&self, offset: u64, value: u64) -> u64 {
         let word = self.word(offset);
-        // For ThreadSanitizer plain accesses: they must be ordered after and before all of the
-        // guests'.
+        // Plain accesses, so that ThreadSanitizer checks that they are ordered with all accesses of
+        // guests.
         #[cfg(pageferry_tsan)]
-        // SAFETY: the word is this thread's, unless the hypervisor is wrong, which
-        // ThreadSanitizer then says.
+        // SAFETY: no other thread accesses the word, unless the hypervisor is wrong.
+        // ThreadSanitizer then reports it.
         return unsafe { word.as_ptr().replace(value) };
         #[cfg(not(pageferry_tsan))]
         word.swap(value, Ordering::Relaxed)
@@ -93,7 +93,7 @@ pub(crate) fn vm(ram: &Arc<HostRam>) -> Vm {
     vm_of(ram)
 }
 
-/// The same, with slots kept by `M`.
+/// The same, with the scheme `M`.
 pub(crate) fn vm_of<M: Memslots>(ram: &Arc<HostRam>) -> Vm<M> {
     let vm = Vm::with_memslots(VmConfig::default());
     vm.set_user_memory_region2(ram.region(0, 0, 0, ram.0.len() as u64))
@@ -108,7 +108,7 @@ pub(crate) fn vcpu<M: Memslots>(vm: &Vm<M>, id: u32, pc: u64) -> VcpuCore<M> {
     vcpu
 }
 
-/// Stops a test's threads and kicks its vCPUs when it is dropped, also by a panic.
+/// Stops a test's threads and kicks its vCPUs when dropped, also during a panic.
 pub(crate) struct StopOnDrop<'a>(
     pub(crate) &'a Stop,
     pub(crate) Vec<pageferry_hypervisor::KickHandle>,

@@ -1,5 +1,5 @@
-//! The default scheme of memory slots, watched and disturbed: tests are told the parts of a change,
-//! and hold or refuse look-ups.
+//! The default scheme of memory slots with hooks: tests see the parts of a change, and delay or
+//! refuse look-ups.
 #![expect(unsafe_code, reason = "wraps a scheme of slots")]
 
 use pageferry_addr::{Gfn, Hva};
@@ -23,15 +23,14 @@ type Hook = Box<dyn Fn(Part, Begun)>;
 type Pause = Box<dyn FnOnce()>;
 
 thread_local! {
-    /// How many look-ups of this thread are to find an invalid slot.
+    /// The number of this thread's next look-ups that find an invalid slot.
     pub(crate) static DENIED: Cell<u32> = const { Cell::new(0) };
-    /// Is called when a look-up of this thread has found a slot at this frame, before the slot is
-    /// used.
+    /// Called when a look-up of this thread has found a slot at this frame, before the vCPU uses
+    /// the slot.
     pub(crate) static PAUSE: RefCell<Option<(Gfn, Pause)>> = const { RefCell::new(None) };
-    /// Is called when this thread's vCPU has been asked to leave its guest by who changes slots,
-    /// and has.
+    /// Called when this thread's vCPU has left its guest because a writer quiesced it.
     pub(crate) static LEFT: RefCell<Option<Box<dyn Fn()>>> = const { RefCell::new(None) };
-    /// Is told the parts of this thread's changes.
+    /// Called with the parts of this thread's changes.
     pub(crate) static HOOK: RefCell<Option<Hook>> = const { RefCell::new(None) };
 }
 
@@ -43,12 +42,12 @@ fn tell(part: Part, begun: Begun) {
     });
 }
 
-/// The default scheme, watched and disturbed.
+/// The default scheme with hooks.
 pub(crate) struct Watched(Scalable);
 pub(crate) struct WatchedReader(<Scalable as Memslots>::Reader);
 pub(crate) struct WatchedUpdate<'a>(Option<<Scalable as Memslots>::Update<'a>>);
 
-// SAFETY: the wrapped scheme's; `Invalid` in place of an answer gives no memory away.
+// SAFETY: the wrapped scheme keeps the contract. Returning `Invalid` gives access to no memory.
 unsafe impl Memslots for Watched {
     type Reader = WatchedReader;
     type Update<'a> = WatchedUpdate<'a>;

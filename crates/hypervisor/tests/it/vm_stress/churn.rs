@@ -1,4 +1,4 @@
-//! What the host does to a VM whose harts run: one thread each.
+//! The host's actions on a VM while its harts run, on one thread for each kind.
 
 use super::guest::PAGES;
 use super::host::{self, Host, MISSING, Part};
@@ -13,7 +13,7 @@ use std::time::Duration;
 
 macro_rules! done {
     ($($name:ident $text:literal)*) => {
-        /// Something that was done, and is counted.
+        /// A counted kind of event.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub(crate) enum Done { $($name),* }
 
@@ -25,13 +25,13 @@ macro_rules! done {
 
 done! {
     Invalidations "invalidations"
-    PagesUnmapped "pages unmapped by them"
+    PagesUnmapped "pages invalidated"
     Logs "logs"
-    PagesLogged "pages in them"
+    PagesLogged "pages logged"
     Deletions "deletions"
     Moves "moves"
     OtherSlots "other slots"
-    Retries "accesses that met no slot"
+    Retries "accesses without a slot"
     Zaps "zaps"
     PagesZapped "pages zapped"
     Agings "agings"
@@ -42,7 +42,7 @@ done! {
     Refusals "stores refused"
 }
 
-/// How often what was done.
+/// The number of events of each kind.
 #[derive(Debug, Default)]
 pub(crate) struct Counts([AtomicU64; Done::ALL.len()]);
 
@@ -55,7 +55,7 @@ impl Counts {
         self.0[what as usize].load(Ordering::Relaxed)
     }
 
-    /// What has not been done.
+    /// The kinds without an event.
     pub(crate) fn missing(&self) -> Vec<Done> {
         let all = Done::ALL.iter().map(|&(what, _)| what);
         all.filter(|&what| self.get(what) == 0).collect()
@@ -74,16 +74,15 @@ impl fmt::Display for Counts {
 
 type Churn = fn(&Vm, &Host, &Counts, &Fleet);
 
-/// All of them.
+/// All kinds of actions.
 pub(crate) const ALL: [Churn; 5] = [notify, change_slots, zap_and_age, miss, track];
 
-/// Lets the harts run for up to so many microseconds: the mixture is better for it, and nothing
-/// rests on it.
+/// Lets the harts run for up to `most` microseconds. It only makes the mixture of events better.
 pub(crate) fn pause(random: &mut Random, most: u64) {
     std::thread::sleep(Duration::from_micros(random.next() % most));
 }
 
-/// Up to 64 pages somewhere, or now and then all.
+/// Up to 64 random pages, and sometimes all pages.
 fn some_pages(random: &mut Random) -> Range<u64> {
     if random.next().is_multiple_of(32) {
         return 0..PAGES;
@@ -92,7 +91,7 @@ fn some_pages(random: &mut Random) -> Range<u64> {
     first..(first + 1 + random.next() % 64).min(PAGES)
 }
 
-/// An MMU notifier: pages are replaced.
+/// An MMU notifier that replaces pages.
 fn notify(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random::new(11);
     while !fleet.is_stopped() {
@@ -106,13 +105,13 @@ fn notify(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     }
 }
 
-/// Slots that harts use, and one that none does, come, go and move.
+/// Deletes and moves slots that harts use, and creates and deletes an unused slot.
 fn change_slots(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     const UNUSED: u64 = 0x2000_0000;
     let mut random = Random::new(12);
     let spare = HostRam::new(2);
     let delete = |slot| vm.set_user_memory_region2(Region::delete(slot)).unwrap();
-    // What was a slot's is the host's until the slot is back.
+    // The host owns the slot's pages until the slot is back.
     let away = |part, random: &mut Random| {
         host.take_all(part);
         pause(random, 300);
@@ -143,7 +142,7 @@ fn change_slots(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     }
 }
 
-/// Everything is zapped; what was used is asked for.
+/// Zaps everything, or ages pages.
 fn zap_and_age(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random::new(13);
     while !fleet.is_stopped() {
@@ -160,8 +159,8 @@ fn zap_and_age(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     }
 }
 
-/// Pages are missing for a while: all bits are set before the slot gets the flag, and no page is
-/// touched from then on whose bit is set.
+/// Makes pages missing for a while. It sets all bits before the slot gets the flag. From then on,
+/// no hart accesses a page whose bit is set.
 fn miss(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random::new(14);
     while !fleet.is_stopped() {
@@ -180,14 +179,14 @@ fn miss(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     }
 }
 
-/// Stores to pages leave the guest for a while, whatever becomes of their slot.
+/// Tracks pages for a while, also of slots that change meanwhile.
 fn track(vm: &Vm, host: &Host, counts: &Counts, fleet: &Fleet) {
     let mut random = Random::new(15);
     while !fleet.is_stopped() {
         let part = Part::ALL[(random.next() % Part::ALL.len() as u64) as usize];
         let first = random.next() % part.pages;
         let pages = first..(first + 1 + random.next() % 32).min(part.pages);
-        // What is deleted, or about to be, is tracked no more.
+        // Deleting the slot ends its tracking.
         let goes = part == host::DELETED;
         match vm.track_writes(part.slot, pages.clone()) {
             Ok(tracked) => counts.add(Done::PagesTracked, tracked),

@@ -1,4 +1,4 @@
-//! What each hart runs, and what it must find.
+//! The program of each hart, and the words that it must find.
 
 use super::host::{MEMORY, page_of};
 use crate::support::fleet::{A4, A5, A6, T3, T4, set as set_registers};
@@ -7,12 +7,12 @@ use pageferry_hypervisor::VcpuCore;
 use std::ops::RangeInclusive;
 
 pub(crate) const HARTS: usize = 8;
-/// A power of two.
+/// The number of pages, a power of two.
 pub(crate) const PAGES: u64 = 2048;
 /// Over each block of pages.
 pub(crate) const ROUNDS: u64 = 32;
 const BLOCK: i32 = 64;
-/// The bits of a word that are its address; the number of the round is above.
+/// The number of low bits of a word that hold its address. The number of the round is above.
 const ADDRESS_BITS: i32 = 36;
 
 const S2: u32 = 18;
@@ -20,31 +20,32 @@ const S3: u32 = 19;
 const S4: u32 = 20;
 const S5: u32 = 21;
 
-/// The offset of a hart's word in a page: lines of their own.
+/// The offset of a hart's word in a page. Harts share no cache line.
 pub(crate) const fn word(id: u64) -> u64 {
     64 + id * 64
 }
 
-/// Where a hart says how many rounds it has made.
+/// The address for a hart's number of rounds.
 pub(crate) const fn rounds(id: u64) -> u64 {
     PAGE + id * 64
 }
 
-/// What a hart's round `round` leaves in its word of a page: which nobody else stores, there or
-/// elsewhere.
+/// The value of a hart's word in a page after round `round`. It is stored nowhere else.
 pub(crate) const fn value(id: u64, page: u64, round: u64) -> u64 {
     (round << ADDRESS_BITS) + MEMORY + page * PAGE + word(id)
 }
 
-/// For ever: goes over all pages in its own order, in blocks, and some rounds over each block, so
-/// that pages are found in the TLB that were put there long ago. In each page it finds what its
-/// last round left, and another hart's word, which must be of that address; stores what this round
-/// leaves, and finds that.
+/// An endless loop over all pages in blocks, in the hart's order. It makes some rounds over each
+/// block, so that it hits old TLB entries. In each page,
+/// 1. it loads its word, which must have the value of the last round;
+/// 2. it stores the value of this round;
+/// 3. it loads another hart's word, which must have the address of that word;
+/// 4. it loads its word again, which must have the value of this round.
 ///
-/// a0: the last pass's last round; each pass has the same rounds in all blocks. s4: round. s2:
+/// a0: the last round of the last pass. Each pass has the same rounds in all blocks. s4: round. s2:
 /// pages before the block. s5: the block's first page. t0: pages of the round. a4: page. a1: the
-/// word of page 0. a2: mask of page numbers. a3: pages from one to the next; odd. a5: where it says
-/// how many rounds it has made. a6: from its word to the other hart's.
+/// word of page 0. a2: mask of page numbers. a3: distance between pages, odd. a5: address for the
+/// number of rounds. a6: distance from its word to the other hart's.
 pub(crate) fn program() -> Vec<u32> {
     let back = |code: &Vec<u32>, to: usize| -4 * (code.len() - to) as i32;
     let mut wrong = Vec::new();
@@ -96,7 +97,7 @@ pub(crate) fn program() -> Vec<u32> {
     code
 }
 
-/// Lets a hart begin its first pass over memory as round 0 left it.
+/// Makes a hart begin its first pass, over memory in the state of round 0.
 pub(crate) fn set(vcpu: &mut VcpuCore, id: u64) {
     let other = word((id + 1) % HARTS as u64);
     let registers = [
@@ -110,17 +111,17 @@ pub(crate) fn set(vcpu: &mut VcpuCore, id: u64) {
     set_registers(vcpu, 0, &registers);
 }
 
-/// The rounds of which a hart's words can be now.
+/// The possible rounds of a hart's words now.
 pub(crate) fn rounds_now(vcpu: &VcpuCore) -> RangeInclusive<u64> {
     let last = vcpu.hart().x(A0 as u8);
     last..=last + ROUNDS
 }
 
-/// What a hart has found that it should not have.
+/// Describes a wrong word that a hart has found.
 pub(crate) fn describe(vcpu: &VcpuCore) -> String {
     let x = |register: u32| vcpu.hart().x(register as u8);
     format!(
-        "hart {}, round {}, {} pages of it done, {}: {:#x} is there; own {:#x}, expected {:#x}; other {:#x}",
+        "hart {}, round {}, {} of its pages done, {}: found {:#x}; own {:#x}, expected {:#x}; other {:#x}",
         vcpu.id(),
         x(S4),
         x(T0),

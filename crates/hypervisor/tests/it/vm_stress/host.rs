@@ -1,4 +1,4 @@
-//! The host's side of the memory: which slot has which pages, and pages that the host takes and
+//! The host's side of the memory: the pages of each slot, and the pages that the host takes and
 //! gives back.
 
 use super::guest::{self, HARTS};
@@ -10,14 +10,14 @@ use pageferry_userfault::PageBitmap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Where the guests' memory is.
+/// The address of the guests' memory.
 pub(crate) const MEMORY: u64 = 0x4000_0000;
-/// Where a slot goes that is moved.
+/// The address of a moved slot.
 const ELSEWHERE: u64 = 0x8000_0000;
-/// In a page that the host has taken: the words of no hart.
+/// The contents of a page that the host has taken. No hart stores such words.
 const TAKEN: Words = [0xdead_dead_dead_dead; HARTS];
 
-/// A slot, and the pages of the guests' memory that it has.
+/// A slot, and its pages of the guests' memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) slot: u16,
@@ -25,17 +25,17 @@ pub(crate) struct Part {
     pub(crate) pages: u64,
 }
 
-/// Is logged, and not, in turns.
+/// A slot that is logged for some of the time.
 pub(crate) const LOGGED: Part = Part::new(1, 0, 2 * LARGE);
-/// Stays as it is.
+/// A slot that does not change.
 const PLAIN: Part = Part::new(2, 2 * LARGE, LARGE);
-/// Has pages that are missing.
+/// A slot with missing pages.
 pub(crate) const MISSING: Part = Part::new(3, 3 * LARGE, 256);
-/// Is deleted and made anew.
+/// A slot that is deleted and made again.
 pub(crate) const DELETED: Part = Part::new(4, 3 * LARGE + 256, 128);
-/// Is moved elsewhere and back.
+/// A slot that is moved elsewhere and back.
 pub(crate) const MOVED: Part = Part::new(5, 3 * LARGE + 384, 128);
-/// No hart's.
+/// A slot that no hart uses.
 pub(crate) const UNUSED_SLOT: u16 = 6;
 
 impl Part {
@@ -68,19 +68,19 @@ pub(crate) fn page_of(gpa: u64) -> String {
 /// The words of a page, one a hart.
 pub(crate) type Words = [u64; HARTS];
 
-/// The words of pages that the host has taken for longer, by page.
+/// For each page that the host has taken: the words of its harts.
 type Away = Vec<Option<Words>>;
 
 pub(crate) struct Host {
     ram: Arc<LargeRam>,
-    /// Bit `i` is page `i`; only `MISSING` has any.
+    /// Bit `i` is page `i`. Only pages of `MISSING` can be set.
     pub(crate) missing: Arc<PageBitmap>,
-    /// Who takes and gives pages, or reads them for the log, holds it.
+    /// A thread holds it while it takes or gives pages, or reads them for the log.
     away: Mutex<Away>,
 }
 
 impl Host {
-    /// Memory as round 0 leaves it.
+    /// Makes memory in the state of round 0.
     pub(crate) fn new() -> Self {
         let ram = LargeRam::new(guest::PAGES / LARGE);
         for page in 0..guest::PAGES {
@@ -112,13 +112,13 @@ impl Host {
         }
     }
 
-    /// Has the slot of `part` at its place, with `flags`.
+    /// Puts the slot of `part` at its place, with `flags`.
     pub(crate) fn set(&self, vm: &Vm, part: Part, flags: SlotFlags) {
         vm.set_user_memory_region2(self.region(part, flags, MEMORY))
             .unwrap();
     }
 
-    /// Moves it to where no hart looks.
+    /// Moves the slot to an address that no hart uses.
     pub(crate) fn set_elsewhere(&self, vm: &Vm, part: Part) {
         vm.set_user_memory_region2(self.region(part, SlotFlags::EMPTY, ELSEWHERE))
             .unwrap();
@@ -128,7 +128,7 @@ impl Host {
         self.ram.hvas(pages.start, pages.end - pages.start)
     }
 
-    /// Puts `new` into a page that is the host's alone, and gives what was there.
+    /// Puts `new` into a page, and returns its old words. No guest may access the page.
     fn replace(&self, page: u64, new: &Words) -> Words {
         std::array::from_fn(|id| {
             let offset = page * PAGE + guest::word(id as u64);
@@ -136,14 +136,14 @@ impl Host {
         })
     }
 
-    /// Puts the words of a page back that the host had taken. Nobody has stored to it meanwhile.
+    /// Puts the words of a taken page back. Checks that no store reached the page meanwhile.
     fn give(&self, page: u64, words: &Words) {
         let found = self.replace(page, words);
         assert_eq!(found, TAKEN, "page {page} was stored to while it was taken");
     }
 
-    /// What a host does in a notifier's call: something else is there for a while, then the old
-    /// page again.
+    /// The host's change inside a notifier's call: the pages have other contents for a while, then
+    /// the old ones again.
     pub(crate) fn take_for_a_while(&self, pages: &Range<u64>, wait: impl FnOnce()) {
         let away = self.away();
         let here = || pages.clone().filter(|&page| away[page as usize].is_none());
@@ -154,7 +154,7 @@ impl Host {
             .for_each(|(page, words)| self.give(page, &words));
     }
 
-    /// Takes the pages of a part that are not taken yet and for which `which` says so.
+    /// Takes the pages of a part that are not taken yet, if `which` returns true for them.
     fn take(&self, part: Part, which: impl Fn(u64) -> bool) {
         let mut away = self.away();
         for page in part.range().filter(|&page| which(page)) {
@@ -192,13 +192,13 @@ impl Host {
         std::array::from_fn(|id| self.ram.get(page * PAGE + guest::word(id as u64)))
     }
 
-    /// What is in a page, as the guests left it.
+    /// The guests' words of a page, also if the host has taken it.
     pub(crate) fn words(&self, page: u64) -> Words {
         let _away = self.away();
         self.read(page)
     }
 
-    /// While `wait` takes its time no hart stores to the pages.
+    /// Checks that no hart stores to the pages during `wait`.
     pub(crate) fn check_still(&self, pages: Range<u64>, wait: impl FnOnce()) {
         let _away = self.away();
         let before: Vec<_> = pages.clone().map(|page| self.read(page)).collect();
@@ -208,12 +208,12 @@ impl Host {
         }
     }
 
-    /// What is in all of a part's pages.
+    /// The guests' words of all pages of a part.
     pub(crate) fn all(&self, part: Part) -> Vec<Words> {
         part.range().map(|page| self.words(page)).collect()
     }
 
-    /// No hart runs any more: each word is of a round that its hart has made last.
+    /// Checks that each word is of its hart's last rounds. No hart may run any more.
     pub(crate) fn check(&self, vcpus: &[VcpuCore]) {
         for page in 0..guest::PAGES {
             for (id, (word, vcpu)) in (0..).zip(self.read(page).into_iter().zip(vcpus)) {

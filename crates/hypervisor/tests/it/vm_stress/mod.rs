@@ -1,15 +1,16 @@
-//! Many harts that check their memory, while all that a host may do to a VM is done to it at once,
-//! for `PAGEFERRY_STRESS_SECONDS` (4 by default).
+//! Many harts check their memory while the host makes all its calls to their VM at once, for
+//! `PAGEFERRY_STRESS_SECONDS` (4 by default).
 //!
-//! `guest` is the program: each hart has a word in every page, and knows what it must find there.
-//! `host` is the memory: a page that the host has taken (in a notifier's call, or because it is
-//! missing) holds something else until it is given back, so that a hart which reaches it reads a
-//! wrong word or loses a store. `churn` are the threads that take. The main thread reads the log,
-//! keeps a copy by it, and compares the copy with memory.
+//! - `guest` is the program. Each hart has a word in every page, and knows its value.
+//! - `host` is the memory. The host takes a page in a notifier's call, or when it is missing. Until
+//!   it gives the page back, the page has other contents. A hart that reaches the page reads a
+//!   wrong word, or loses a store.
+//! - `churn` has the threads that take pages.
+//! - The main thread reads the log, updates a copy from it, and compares the copy with memory.
 //!
-//! `.ci/sanitize` runs it under ThreadSanitizer, for which `--cfg pageferry_tsan` makes the host
-//! use the words of the pages it has taken by plain loads and stores: an access of a hart that the
-//! VM has not ordered before or after is a data race.
+//! `.ci/sanitize` runs it under ThreadSanitizer, with `--cfg pageferry_tsan`. The host then uses
+//! plain loads and stores for the words of taken pages. So an access of a hart that the VM has not
+//! ordered before or after them is a data race.
 
 mod churn;
 mod guest;
@@ -58,10 +59,10 @@ impl Test {
         (test, vcpus)
     }
 
-    /// What a hart's thread does when its guest has left.
+    /// Handles an exit, on the thread of the hart.
     fn exit(&self, vcpu: &mut VcpuCore, exit: Exit) {
         match exit {
-            // The slot is gone, or elsewhere: until it is back, again.
+            // The slot is deleted or moved: repeat the access until it is back.
             Exit::MmioRead { gpa, .. } | Exit::MmioWrite { gpa, .. } => {
                 assert!(
                     [host::DELETED, host::MOVED].iter().any(|p| p.holds(gpa)),
@@ -81,7 +82,7 @@ impl Test {
                 let brought = self.host.bring(host::page(gpa));
                 self.counts.add(Done::PagesBrought, u64::from(brought));
             }
-            // Until it is untracked, again.
+            // Repeat the store until the page is untracked.
             Exit::MemoryFault {
                 write_tracked: true,
                 ..
@@ -98,7 +99,7 @@ impl Test {
         std::array::from_fn(|id| self.control.get(guest::rounds(id as u64)))
     }
 
-    /// Everything at once for `time`, and until every kind of thing has been done.
+    /// Runs all threads for `time`, and until every kind of event has been counted.
     fn run(&self, vcpus: &mut [VcpuCore], time: Duration) {
         let fleet = Fleet::of(vcpus);
         std::thread::scope(|scope| {
@@ -124,7 +125,7 @@ impl Test {
                 }
                 assert!(
                     begin.elapsed() < time + LIMIT,
-                    "rounds {:?}, and nothing of {:?}",
+                    "rounds {:?}, and no event of {:?}",
                     self.rounds(),
                     self.counts.missing()
                 );
@@ -134,7 +135,7 @@ impl Test {
     }
 }
 
-/// A reader of the log, and the copy that it keeps by it.
+/// A reader of the log, and a copy of memory that it updates from the log.
 struct Log<'a> {
     test: &'a Test,
     copy: Vec<Words>,
@@ -150,16 +151,17 @@ impl<'a> Log<'a> {
         }
     }
 
-    /// The log begins, is read some times beside the harts, once without them, and ends.
+    /// Starts the log, reads it some times while harts run, once while they are paused, and ends
+    /// it.
     fn round(&mut self, fleet: &Fleet) {
         let Test {
             vm, host, counts, ..
         } = self.test;
         host.set(vm, LOGGED, SlotFlags::LOG_DIRTY_PAGES);
-        // Stores from before; every later one must be in a log.
+        // The copy has the stores from before. Every later store must be in a log.
         self.copy = host.all(LOGGED);
-        // Often not at all: a page that is stored to again later would hide a store that is in no
-        // log.
+        // Often it does not read while harts run: a later store to the same page would hide a store
+        // that is in no log.
         for _ in 0..(self.random.next() % 8).saturating_sub(3) {
             churn::pause(&mut self.random, 3000);
             self.harvest();
@@ -177,7 +179,7 @@ impl<'a> Log<'a> {
         churn::pause(&mut self.random, 3000);
     }
 
-    /// Reads and clears the log, and copies what it names.
+    /// Reads and clears the log, and copies the pages in it.
     fn harvest(&mut self) {
         let test = self.test;
         let log = dirty_log(&test.vm, LOGGED.slot, LOGGED.pages);
@@ -198,7 +200,7 @@ impl<'a> Log<'a> {
     }
 }
 
-/// One after the other, since each takes all processors.
+/// The modes run one after the other, since each uses all CPUs.
 #[test]
 fn guests_find_what_they_stored_whatever_the_host_does() {
     let time = stress_time(Duration::from_secs(4));
