@@ -3,16 +3,18 @@
 //!
 //! **Guarantee.** A vCPU's fault path uses [`VmState`] and the vCPU's reader of the slots, and
 //! takes no lock of the VM. [`Changes`] is one mutex around everything that calls of the VM change.
+//! The end of a [`Turn`] frees the tables that calls cut off.
 //!
 //! **Neighbours.** `revoke.rs` proves how a change reaches the vCPUs.
 
 use crate::clock::Clock;
 use crate::hart::Reservations;
 use crate::platform::{Format, Harts, Worker};
+use core::ops::{Deref, DerefMut};
 use pageferry_addr::GfnRange;
 use pageferry_tdp::Mmu;
 use pageferry_tdp::ring::Resetter;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// The state that all vCPUs of a VM share. It does not depend on the scheme of slots.
 pub(crate) struct VmState {
@@ -46,6 +48,19 @@ pub(crate) struct Writer<M> {
     pub(crate) ranges: Vec<GfnRange>,
 }
 
+impl<M> Writer<M> {
+    /// Frees the tables that were cut off, unless a fault may still use them.
+    fn free_tables(&mut self) {
+        // A grace period takes two advances of the epoch. Each call makes one, unless a guard
+        // prevents it.
+        for _ in 0..2 {
+            if self.worker.reclaim() == 0 {
+                break;
+            }
+        }
+    }
+}
+
 /// The [`Writer`] of a VM under its mutex. No vCPU takes it inside its gate.
 pub(crate) struct Changes<M>(Mutex<Writer<M>>);
 
@@ -60,9 +75,48 @@ impl<M> Changes<M> {
         }))
     }
 
-    /// Locks the mutex. It ignores poisoning: if an earlier writer panicked, each of its steps has
-    /// left the VM in a state from which every later call works.
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Writer<M>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the thread's turn. It ignores poisoning: if an earlier writer panicked, each of
+    /// its steps has left the VM in a state from which every later call works.
+    pub(crate) fn lock(&self) -> Turn<'_, M> {
+        Turn(self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Ends a turn at once, which frees tables. If another thread has its turn, that thread does.
+    pub(crate) fn free_tables(&self) {
+        match self.0.try_lock() {
+            Ok(writer) => drop(Turn(writer)),
+            Err(TryLockError::Poisoned(writer)) => drop(Turn(writer.into_inner())),
+            Err(TryLockError::WouldBlock) => {}
+        }
+    }
+}
+
+/// One thread's turn to change a VM. At its end, it frees the tables that the thread cut off.
+///
+/// Usually this frees all of them: every fault that could use them ended before the flush. But a
+/// later fault can still prevent it. So a vCPU also calls [`Changes::free_tables`] when its faults
+/// have ended and its thread may sleep.
+///
+/// One case is left out: that vCPU may find another thread at the very end of its turn. Then the
+/// tables wait for the next turn. `pageferry-tdp` bounds their number.
+pub(crate) struct Turn<'a, M>(MutexGuard<'a, Writer<M>>);
+
+impl<M> Deref for Turn<'_, M> {
+    type Target = Writer<M>;
+
+    fn deref(&self) -> &Writer<M> {
+        &self.0
+    }
+}
+
+impl<M> DerefMut for Turn<'_, M> {
+    fn deref_mut(&mut self) -> &mut Writer<M> {
+        &mut self.0
+    }
+}
+
+impl<M> Drop for Turn<'_, M> {
+    fn drop(&mut self) {
+        self.0.free_tables();
     }
 }

@@ -149,6 +149,7 @@ impl<M: Memslots> VcpuCore<M> {
                 Err(requests) => {
                     serve(&mut self.hart, &mut self.memory, requests);
                     if requests.contains(Requests::KICK) {
+                        self.changes.free_tables();
                         return Exit::Kicked;
                     }
                     continue;
@@ -201,7 +202,10 @@ impl<M: Memslots> VcpuCore<M> {
                     };
                 }
                 HartExit::Ecall { args } => return Exit::Ecall { args },
-                HartExit::Halted => return Exit::Halted,
+                HartExit::Halted => {
+                    self.changes.free_tables();
+                    return Exit::Halted;
+                }
             }
         }
     }

@@ -281,6 +281,15 @@ impl<M: Memslots> Vm<M> {
         self.state.mmu.stats().table_bytes
     }
 
+    /// The number of second-stage tables that are cut off and wait to be freed, until no fault can
+    /// use them. Usually, the call that cuts tables off frees them before it returns. Otherwise a
+    /// vCPU frees them when it leaves its guest with [`Exit::Halted`](crate::Exit::Halted) or
+    /// [`Exit::Kicked`](crate::Exit::Kicked), or a later call of the VM does.
+    #[must_use]
+    pub fn waiting_tables(&self) -> u64 {
+        self.state.mmu.stats().waiting
+    }
+
     /// The VM's clock, which the `time` CSR reads, in ticks of [`crate::hart::TIMEBASE_HZ`].
     #[must_use]
     pub fn time(&self) -> u64 {
@@ -448,3 +457,6 @@ fn check_memory(region: &Region) -> Result<(), VmError> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

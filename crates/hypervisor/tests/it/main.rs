@@ -26,3 +26,4 @@ mod vm_speed;
 mod vm_stress;
 mod vm_write_track;
 mod vm_write_track_beside;
+mod vm_zapped_tables;
