@@ -10,8 +10,11 @@
 
 use crate::format::Format;
 use crate::sync::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
+use alloc::alloc::alloc;
 use alloc::boxed::Box;
+use core::alloc::Layout;
 use core::ptr::{self, NonNull};
+use pageferry_epoch::OutOfMemory;
 
 /// How many levels can hold leaves in any format.
 pub(crate) const LEAF_LEVELS: usize = 3;
@@ -46,14 +49,22 @@ pub(crate) struct Counts {
 }
 
 impl Counts {
-    fn new(next: *mut Self) -> Self {
-        Self {
+    /// A record that a worker owns, in memory that a `Box` can free.
+    fn new(next: *mut Self) -> Result<NonNull<Self>, OutOfMemory> {
+        const LAYOUT: Layout = Layout::new::<Counts>();
+        let bytes = LAYOUT.size();
+        // SAFETY: the layout's size is not 0.
+        let memory = NonNull::new(unsafe { alloc(LAYOUT) }.cast()).ok_or(OutOfMemory { bytes })?;
+        let counts = Self {
             leaves: core::array::from_fn(|_| AtomicU64::new(0)),
             tables: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
             owned: AtomicBool::new(true),
             next,
-        }
+        };
+        // SAFETY: just allocated with the layout of a record.
+        unsafe { memory.write(counts) };
+        Ok(memory)
     }
 }
 
@@ -77,11 +88,14 @@ impl AllCounts {
         }
     }
 
-    /// A record that no other worker writes; its counts go on from where they are.
+    /// Returns a record that no other worker writes. A reused record keeps its counts.
+    ///
+    /// # Errors
+    /// If the allocator refuses a record.
     ///
     /// # Safety
     /// The result is dropped before `self` is.
-    pub(crate) unsafe fn register(&self) -> OwnCounts {
+    pub(crate) unsafe fn try_register(&self) -> Result<OwnCounts, OutOfMemory> {
         let mut first = self.first.load(Ordering::Acquire);
         let mut record = first;
         while let Some(known) = NonNull::new(record) {
@@ -90,11 +104,11 @@ impl AllCounts {
             // Acquire: what the last owner counted.
             if !counts.owned.load(Ordering::Relaxed) && !counts.owned.swap(true, Ordering::Acquire)
             {
-                return OwnCounts(known);
+                return Ok(OwnCounts(known));
             }
             record = counts.next;
         }
-        let fresh = NonNull::from(Box::leak(Box::new(Counts::new(first))));
+        let fresh = Counts::new(first)?;
         loop {
             match self.first.compare_exchange(
                 first,
@@ -102,7 +116,7 @@ impl AllCounts {
                 Ordering::AcqRel,
                 Ordering::Acquire,
             ) {
-                Ok(_) => return OwnCounts(fresh),
+                Ok(_) => return Ok(OwnCounts(fresh)),
                 Err(now) => {
                     first = now;
                     // SAFETY: not in the list yet, so no other thread knows it.
@@ -117,7 +131,7 @@ impl AllCounts {
         let mut stats = Stats::default();
         let mut record = self.first.load(Ordering::Acquire);
         while let Some(known) = NonNull::new(record) {
-            // SAFETY: as in `register`.
+            // SAFETY: as in `try_register`.
             let counts = unsafe { known.as_ref() };
             let add = |sum: &mut u64, count: &AtomicU64| {
                 *sum = sum.wrapping_add(count.load(Ordering::Relaxed));
@@ -141,7 +155,7 @@ impl Drop for AllCounts {
     fn drop(&mut self) {
         let mut record = self.first.load(Ordering::Relaxed);
         while !record.is_null() {
-            // SAFETY: leaked by `register`, in the list once, and no worker owns it any more.
+            // SAFETY: from `Counts::new`, in the list once, and no worker owns it any more.
             record = unsafe { Box::from_raw(record) }.next;
         }
     }
@@ -149,7 +163,7 @@ impl Drop for AllCounts {
 
 impl OwnCounts {
     const fn counts(&self) -> &Counts {
-        // SAFETY: the list outlives `self`, as `register` demands.
+        // SAFETY: the list outlives `self`, as `try_register` demands.
         unsafe { self.0.as_ref() }
     }
 

@@ -126,4 +126,4 @@ pub use platform::{Entry, Flush, Platform};
 pub use worker::{Found, Look, Worker};
 pub use zap::Invalidating;
 
-pub use pageferry_epoch::Barrier;
+pub use pageferry_epoch::{Barrier, OutOfMemory};

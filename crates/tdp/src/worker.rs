@@ -21,7 +21,7 @@ use core::fmt;
 use core::mem;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange};
-use pageferry_epoch::{Guard, Limbo, Reader};
+use pageferry_epoch::{Guard, Limbo, OutOfMemory, Reader};
 
 /// One thread's access to an [`Mmu`]: each vCPU has one, and each thread that maintains tables.
 ///
@@ -134,10 +134,12 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// call waits for long.
     pub const MOST_WAITING: usize = MOST_WAITING;
 
-    pub(crate) fn new(mmu: Arc<Mmu<F, P>>) -> Self {
-        // SAFETY: `mmu` is dropped after `state`.
-        let counts = unsafe { mmu.counts.register() };
-        Self {
+    pub(crate) fn new(mmu: Arc<Mmu<F, P>>) -> Result<Self, OutOfMemory> {
+        // SAFETY: `mmu` is dropped after `state`. On an error it is dropped last too: a parameter
+        // outlives the locals.
+        let counts = unsafe { mmu.counts.try_register()? };
+        let reader = mmu.domain().try_register()?;
+        Ok(Self {
             state: WorkerState {
                 cache: Cache::new(),
                 batch: Batch::new(),
@@ -145,10 +147,10 @@ impl<F: Format, P: Platform> Worker<F, P> {
                 limbo: Limbo::new(),
                 has_waited: false,
             },
-            reader: mmu.domain().register(),
+            reader,
             deferring: 0,
             mmu,
-        }
+        })
     }
 
     /// The MMU.

@@ -1,7 +1,7 @@
-//! Table memory: when it is given back, how much may wait, and that nothing is allocated under the
-//! lock.
+//! Table memory: the time at which it is freed, the bound on waiting tables, and that nothing is
+//! allocated under the lock.
 
-use crate::allocator::allocations;
+use crate::allocator::{allocations, with_allocations};
 use crate::platform::{Hooked, OnDirty, map, new, range};
 use pageferry_addr::Gfn;
 use pageferry_tdp::format::Ept4;
@@ -10,7 +10,7 @@ use pageferry_testkit::{Stop, wait_until};
 use std::cell::Cell;
 use std::sync::Arc;
 
-/// A guard that another thread holds until it is told to end.
+/// Runs `body` while another thread holds a guard.
 fn beside_a_guard(mmu: &Arc<Mmu<Ept4, Hooked>>, body: impl FnOnce()) {
     let (held, end) = (Stop::new(), Stop::new());
     std::thread::scope(|scope| {
@@ -53,7 +53,7 @@ fn tables_that_wait_for_a_guard_are_bounded_and_come_back() {
             "{stats:?}"
         );
     });
-    // The guard is over. What is empty and still linked goes with the next zap of the range.
+    // The guard is over. The next zap of the range removes empty tables that are still linked.
     assert_eq!(worker.zap(range(0, TABLES * 512), &()), 0);
     wait_until("all tables", || worker.reclaim() == 0);
     assert_eq!(mmu.stats().waiting, 0);
@@ -62,7 +62,7 @@ fn tables_that_wait_for_a_guard_are_bounded_and_come_back() {
     assert_eq!(mmu.platform().live(), 1);
 }
 
-/// Each call frees more than it adds.
+/// Each call frees more tables than it adds.
 #[test]
 #[cfg_attr(miri, ignore = "too many tables for Miri")]
 fn what_waited_goes_beside_later_calls() {
@@ -105,12 +105,12 @@ fn an_mmu_that_goes_takes_what_waits_along() {
     worker.scan(range(0x400, 1), |_, _| {
         mmu.worker().zap(range(0x200, 512), &());
     });
-    // `Hooked` says where memory is freed in another way than it came; leaks are for Miri and
-    // sanitizers.
+    // `Hooked` reports memory that is freed with another size than it was allocated. Miri and
+    // sanitizers find leaks.
     drop((worker, mmu));
 }
 
-/// The log is told under the lock, so no allocation comes between two of its calls in one turn.
+/// The log is called under the lock. So no allocation comes between two of its calls in one turn.
 #[test]
 fn nothing_is_allocated_while_tables_are_cut_off() {
     const TABLES: u64 = 60;
@@ -128,4 +128,22 @@ fn nothing_is_allocated_while_tables_are_cut_off() {
         first > 0 && told.iter().all(|at| at.get() == first),
         "{told:?}"
     );
+}
+
+/// Making a worker takes two allocations: one record of counts, and one of a reader.
+#[test]
+fn a_worker_without_memory_is_refused_and_leaves_nothing() {
+    let mmu = new::<Ept4>();
+    let first = mmu.worker();
+    for refused in [0, 1] {
+        let error = with_allocations(refused, || mmu.try_worker().err());
+        assert!(error.is_some_and(|error| error.bytes > 0), "{refused}");
+        assert_eq!(Arc::strong_count(&mmu), 2, "this and the first worker");
+    }
+    // The second attempt's record of counts serves this worker.
+    let second = with_allocations(1, || mmu.try_worker()).unwrap();
+    drop((first, second));
+    let mut third = with_allocations(0, || mmu.try_worker()).unwrap();
+    map(&mut third, 7);
+    assert_eq!(mmu.stats().leaves, [1, 0, 0]);
 }
