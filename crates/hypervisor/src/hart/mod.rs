@@ -29,6 +29,7 @@ mod int;
 mod op;
 mod regs;
 mod reservations;
+mod run;
 mod slow;
 mod state;
 mod sync;
@@ -43,11 +44,8 @@ pub use state::{HartState, StateError};
 use code::CodeCache;
 use core::fmt;
 use csr::{Csrs, SSTATUS_UXL, SSTATUS_WRITABLE};
-use exec::{Leave, run_page};
 use op::Kind;
 use regs::Regs;
-use slow::{Step, extend, kind_of_access, refused};
-use sync::{AtomicU32, Ordering};
 
 /// The reservation of the last LR, until an SC.
 #[derive(Clone, Copy)]
@@ -96,113 +94,6 @@ impl Hart {
             reservation: None,
             mmio_load: None,
             code: CodeCache::new(),
-        }
-    }
-
-    /// Runs guest code until the hart has to leave it; see [`HartExit`].
-    ///
-    /// While `request` is not 0, nothing runs and the exit is [`HartExit::Requested`]. The hart
-    /// reads `request` with relaxed order. `budget` limits the number of executed instructions.
-    /// Instructions that raise exceptions count too.
-    pub fn run<B: Bus>(
-        &mut self,
-        bus: &mut B,
-        request: &AtomicU32,
-        budget: Option<u64>,
-    ) -> HartExit {
-        let mut budget = budget.unwrap_or(u64::MAX);
-        self.mmio_load = None;
-        self.take_interrupt();
-        loop {
-            if request.load(Ordering::Relaxed) != 0 {
-                return HartExit::Requested;
-            }
-            if budget == 0 {
-                return HartExit::Budget;
-            }
-            let step = match self.code.page(self.pc) {
-                Some(page) => {
-                    let left = run_page(&mut self.x, page, bus, request, self.pc, budget);
-                    self.pc = left.pc;
-                    self.instret = self.instret.wrapping_add(left.retired);
-                    budget -= left.retired;
-                    match left.leave {
-                        Leave::Jump => continue,
-                        Leave::Slow(op) => self.slow(bus, op),
-                        // The path of a missing page avoids `Step`, whose copies cost more than
-                        // the look-up.
-                        Leave::Memory(op, BusFault::Memory(fault)) => {
-                            let (access, _) = kind_of_access(op.kind);
-                            return HartExit::MemoryFault { fault, access };
-                        }
-                        Leave::Memory(op, fault) => self.memory(bus, op, fault),
-                        Leave::OddTarget(target) => {
-                            Step::Trap(csr::Cause::InstructionMisaligned, target)
-                        }
-                    }
-                }
-                None => match self.fetch(bus) {
-                    Ok(()) => continue,
-                    Err(fault) => refused(fault, Access::Fetch),
-                },
-            };
-            budget -= 1;
-            match step {
-                Step::Next => self.retire(self.pc.wrapping_add(4)),
-                Step::Jump(target) => self.retire(target),
-                Step::Trap(cause, stval) => self.pc = self.csrs.trap(cause, stval, self.pc),
-                Step::ExitAfter(exit) => {
-                    self.retire(self.pc.wrapping_add(4));
-                    return exit;
-                }
-                Step::ExitUncounted(exit) => {
-                    self.pc = self.pc.wrapping_add(4);
-                    return exit;
-                }
-                Step::ExitBefore(exit) => return exit,
-            }
-        }
-    }
-
-    /// Counts the instruction at `pc`, continues at `next`, and takes an interrupt if that
-    /// instruction enabled one.
-    #[inline]
-    fn retire(&mut self, next: u64) {
-        self.pc = next;
-        self.instret = self.instret.wrapping_add(1);
-        self.take_interrupt();
-    }
-
-    #[inline]
-    fn take_interrupt(&mut self) {
-        if let Some(handler) = self.csrs.interrupt(self.pc) {
-            self.pc = handler;
-        }
-    }
-
-    #[cold]
-    fn fetch<B: Bus>(&mut self, bus: &mut B) -> Result<(), BusFault> {
-        let mut words = [0; PAGE_WORDS];
-        let page = self.pc & !pageferry_addr::PAGE_MASK;
-        // The guest sees the address of the instruction, not of the page.
-        bus.fetch_page(page, &mut words)
-            .map_err(|fault| match fault {
-                BusFault::Access { .. } | BusFault::Mmio { .. } => {
-                    BusFault::Access { gpa: self.pc }
-                }
-                fault => fault,
-            })?;
-        self.code.fill(self.pc, &words);
-        Ok(())
-    }
-
-    /// Completes the load of the last [`HartExit::MmioLoad`]: the low bytes of `value` go to the
-    /// load's register, sign- or zero-extended. Without such an exit since the last entry, the call
-    /// does nothing.
-    #[inline]
-    pub fn complete_mmio_load(&mut self, value: u64) {
-        if let Some(load) = self.mmio_load.take() {
-            self.x[load.rd] = extend(load.kind, value);
         }
     }
 
