@@ -2,7 +2,7 @@
 
 use core::ops::Range;
 use pageferry_addr::{Hva, RamPage};
-use pageferry_memslot::SlotError;
+use pageferry_memslot::{OutOfMemory, SlotError};
 use pageferry_tdp::ring::BadRing;
 
 /// A refused call; nothing has changed.
@@ -93,6 +93,9 @@ pub enum VmError {
     /// The size that the VM's configuration gives for dirty rings is not possible.
     #[error(transparent)]
     DirtyRing(BadRing),
+    /// There is no memory for a vCPU.
+    #[error("no memory for a vCPU: {0}")]
+    OutOfMemory(#[from] OutOfMemory),
     /// The id is in use.
     #[error("vCPU {0} exists already")]
     VcpuExists(u32),

@@ -128,8 +128,8 @@ pub use error::VmError;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
 pub use pageferry_memslot::{
-    Generation, Limits, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader, SlotTable,
-    SlotView,
+    Generation, Limits, OutOfMemory, Request, Slot, SlotError, SlotFlags, SlotGuard, SlotReader,
+    SlotTable, SlotView,
 };
 #[cfg(not(loom))]
 pub use pageferry_tdp::ring::{DirtyPage, Harvester};

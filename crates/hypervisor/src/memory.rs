@@ -55,7 +55,7 @@ use crate::slots::{Found, MemslotReader};
 use crate::state::VmState;
 use crate::tlb::Tlb;
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
-use pageferry_memslot::{Slot, SlotFlags};
+use pageferry_memslot::{OutOfMemory, Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
 use pageferry_tdp::ring::Producer;
 use pageferry_tdp::{Fault, Log as _, Look, Refused, Target, Ticket, largest_level};
@@ -85,16 +85,25 @@ pub(crate) struct VcpuMemory<R> {
 }
 
 impl<R: MemslotReader> VcpuMemory<R> {
-    pub(crate) fn new(state: Arc<VmState>, slots: R, ring: Option<Producer>) -> Self {
-        Self {
-            tlb: Tlb::new(),
-            worker: state.mmu.worker(),
-            ring,
+    /// Makes a vCPU's view of memory, without a ring.
+    ///
+    /// # Errors
+    /// If the allocator refuses memory for the worker or the TLB.
+    pub(crate) fn try_new(state: Arc<VmState>, slots: R) -> Result<Self, OutOfMemory> {
+        Ok(Self {
+            worker: state.mmu.try_worker()?,
+            tlb: Tlb::try_new()?,
+            ring: None,
             state,
             slots,
             again: None,
             unwatched: None,
-        }
+        })
+    }
+
+    /// This view for a vCPU with a ring, if there are rings.
+    pub(crate) fn with_ring(self, ring: Option<Producer>) -> Self {
+        Self { ring, ..self }
     }
 
     #[inline(always)]

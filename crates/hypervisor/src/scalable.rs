@@ -9,7 +9,8 @@ use crate::slots::{Begun, Found, MemslotReader, MemslotUpdate, Memslots};
 use core::ops::Range;
 use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{
-    Barrier, Change, Limits, Request, Slot, SlotError, SlotReader, SlotTable, SlotWriter, Update,
+    Barrier, Change, Limits, OutOfMemory, Request, Slot, SlotError, SlotReader, SlotTable,
+    SlotWriter, Update,
 };
 
 /// Slots in `pageferry-memslot`'s trees.
@@ -50,6 +51,14 @@ unsafe impl Memslots for Scalable {
 
     fn reader(&self) -> ScalableReader {
         ScalableReader(self.table().reader())
+    }
+
+    fn try_reader(&self) -> Result<ScalableReader, OutOfMemory> {
+        match self.table().try_reader() {
+            Ok(reader) => Ok(ScalableReader(reader)),
+            Err(SlotError::OutOfMemory(error)) => Err(error),
+            Err(error) => unreachable!("making a reader checks no rule: {error}"),
+        }
     }
 
     fn begin(&mut self, request: Request<SlotData>) -> Result<ScalableUpdate<'_>, SlotError> {

@@ -22,7 +22,7 @@
 use crate::region::SlotData;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
-use pageferry_memslot::{Limits, Request, Slot, SlotError, SlotFlags};
+use pageferry_memslot::{Limits, OutOfMemory, Request, Slot, SlotError, SlotFlags};
 
 /// The result of a look-up by frame.
 #[derive(Clone, Copy, Debug)]
@@ -98,8 +98,17 @@ pub unsafe trait Memslots: Send + Sized + 'static {
     /// Makes a scheme without slots, within `limits`.
     fn new(limits: Limits) -> Self;
 
-    /// Makes a reader for one more vCPU.
+    /// Makes a reader for one more vCPU. It may panic or abort without memory.
     fn reader(&self) -> Self::Reader;
+
+    /// Makes a reader for one more vCPU. The VM calls it for each vCPU. A scheme that can report a
+    /// lack of memory overrides it.
+    ///
+    /// # Errors
+    /// If the allocator refuses memory for the reader.
+    fn try_reader(&self) -> Result<Self::Reader, OutOfMemory> {
+        Ok(self.reader())
+    }
 
     /// Begins a change: checks `request` by the rules of `KVM_SET_USER_MEMORY_REGION2`. If the
     /// request deletes or moves a slot, it makes that slot invalid for readers.

@@ -14,6 +14,7 @@
 //! **Neighbours.** The vCPU's view of memory owns and fills it. It knows no slots and no tables.
 
 use pageferry_addr::{Gpa, Hva, PAGE_MASK};
+use pageferry_memslot::OutOfMemory;
 
 /// The number of entries: 1024 reach 4 MiB, in 32 KiB of the host's cache.
 pub(crate) const ENTRIES: usize = 1024;
@@ -42,9 +43,19 @@ pub(crate) struct Tlb {
 }
 
 impl Tlb {
-    pub(crate) fn new() -> Self {
-        Self {
-            entries: Box::new([EMPTY; ENTRIES]),
+    /// Makes an empty TLB.
+    ///
+    /// # Errors
+    /// If the allocator refuses memory for the entries.
+    pub(crate) fn try_new() -> Result<Self, OutOfMemory> {
+        let mut entries = Vec::new();
+        let bytes = ENTRIES * size_of::<Entry>();
+        let reserved = entries.try_reserve_exact(ENTRIES);
+        reserved.map_err(|_| OutOfMemory { bytes })?;
+        entries.resize(ENTRIES, EMPTY);
+        match entries.try_into() {
+            Ok(entries) => Ok(Self { entries }),
+            Err(_) => unreachable!("there are as many entries as were reserved"),
         }
     }
 
@@ -104,7 +115,7 @@ mod tests {
 
     #[test]
     fn hits_are_for_the_page_the_kind_and_the_alignment() {
-        let mut tlb = Tlb::new();
+        let mut tlb = Tlb::try_new().unwrap();
         assert!(
             tlb.read(0, 1).is_none()
                 && tlb.read(u64::MAX, 8).is_none()
@@ -127,7 +138,7 @@ mod tests {
 
     #[test]
     fn flushes_forget_what_they_say() {
-        let mut tlb = Tlb::new();
+        let mut tlb = Tlb::try_new().unwrap();
         tlb.fill(0, PAGE, true);
         tlb.flush_writes();
         assert!(tlb.write(0, 1).is_none() && tlb.read(0, 1).is_some());
@@ -137,7 +148,7 @@ mod tests {
 
     #[test]
     fn a_page_below_its_guest_address_translates_too() {
-        let mut tlb = Tlb::new();
+        let mut tlb = Tlb::try_new().unwrap();
         tlb.fill(0x3_0000_0000_0000, PAGE, true);
         assert_eq!(tlb.write(0x3_0000_0000_0004, 4).unwrap() as u64, PAGE.0 + 4);
     }

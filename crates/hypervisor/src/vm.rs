@@ -123,7 +123,13 @@ impl<M: Memslots> Vm<M> {
     /// Creates a vCPU, outside its guest and with all registers 0. An id is used once.
     ///
     /// # Errors
-    /// If the id is too large or in use, or the size of the dirty rings is not possible.
+    /// - If the id is too large or in use.
+    /// - If the size of the dirty rings is not possible.
+    /// - [`VmError::OutOfMemory`] if the allocator refuses memory for the vCPU's records or its
+    ///   TLB. The few small allocations after them abort the process on a lack of memory, like
+    ///   Rust's own.
+    ///
+    /// The id is still free then.
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuCore<M>, VmError> {
         let mut writer = self.changes.lock();
         let max = self.config.max_vcpus;
@@ -136,6 +142,7 @@ impl<M: Memslots> Vm<M> {
         if *used {
             return Err(VmError::VcpuExists(id));
         }
+        let memory = VcpuMemory::try_new(Arc::clone(&self.state), slots.try_reader()?)?;
         let ring = self.config.dirty_ring.map(new_ring).transpose()?;
         *used = true;
         let (producer, harvester) = ring
@@ -146,7 +153,7 @@ impl<M: Memslots> Vm<M> {
             .unzip();
         let gate = Arc::new(Gate::new());
         self.state.mmu.platform().add(Arc::clone(&gate));
-        let memory = VcpuMemory::new(Arc::clone(&self.state), slots.reader(), producer);
+        let memory = memory.with_ring(producer);
         let changes = Arc::clone(&self.changes);
         Ok(VcpuCore::new(id, memory, changes, gate, harvester))
     }

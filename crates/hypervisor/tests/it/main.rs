@@ -1,5 +1,6 @@
 //! The hypervisor's integration tests: harts (`hart_*`) and whole VMs (`vm_*`).
 
+mod allocator;
 mod hart_alu;
 mod hart_atomics;
 mod hart_control;
@@ -17,6 +18,7 @@ mod vm_flush;
 mod vm_in_flight;
 mod vm_large_pages;
 mod vm_mmu_stress;
+mod vm_no_memory;
 mod vm_notifier;
 mod vm_scheme;
 mod vm_slot_changes;

@@ -4,8 +4,8 @@
 
 use pageferry_addr::{Gfn, Hva};
 use pageferry_hypervisor::{
-    Begun, Found, Limits, MemslotReader, MemslotUpdate, Memslots, Request, Scalable, Slot,
-    SlotData, SlotError,
+    Begun, Found, Limits, MemslotReader, MemslotUpdate, Memslots, OutOfMemory, Request, Scalable,
+    Slot, SlotData, SlotError,
 };
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -58,6 +58,10 @@ unsafe impl Memslots for Watched {
 
     fn reader(&self) -> WatchedReader {
         WatchedReader(self.0.reader())
+    }
+
+    fn try_reader(&self) -> Result<WatchedReader, OutOfMemory> {
+        self.0.try_reader().map(WatchedReader)
     }
 
     fn begin(&mut self, request: Request<SlotData>) -> Result<WatchedUpdate<'_>, SlotError> {
