@@ -30,9 +30,9 @@
 //!
 //! 1. *Mapped.* The fault path fills the TLB only with addresses inside a slot's host range. At
 //!    that time the slot holds its [`HostMemory`](crate::HostMemory). Before a slot drops it, the
-//!    slot is invalid and unmapped, and every vCPU has left its guest and flushed its TLB
-//!    (`revoke.rs`, and the contract of [`Memslots`](crate::Memslots)). The vCPU accesses memory
-//!    only inside its gate.
+//!    slot is invalid and unmapped, and every vCPU has left its guest and flushed its TLB. See
+//!    `revoke.rs`, and the contract of [`Memslots`](crate::Memslots). The vCPU accesses memory only
+//!    inside its gate.
 //! 2. *Aligned.* The comparison of tags makes only accesses hit that are aligned to their size. So
 //!    no access leaves its page.
 //! 3. *Raced.* Other vCPUs and the VMM access the same bytes. By the contract of `HostMemory` all

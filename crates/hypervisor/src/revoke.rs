@@ -79,8 +79,9 @@
 //! no TLB has an entry from a writable one. The only exceptions are those of faults that saw the
 //! slot's log. This invariant makes the log complete:
 //!
-//! > (W) A TLB entry lets writes through only if its fault saw the page's dirty bit set, or set it,
-//! > after the SPTE was writable, and after the vCPU's last entry that flushed writes.
+//! > (W) A TLB entry lets writes through only if its fault saw the page's dirty bit set, or set it.
+//! > That happened after the SPTE was writable, and after the vCPU's last entry that flushed
+//! > writes.
 //!
 //! # The dirty log is read
 //!
@@ -120,8 +121,8 @@
 //! *Set* the pages' bits. *Quiesce*. Split large pages, and make the SPTEs
 //! [`Writes::MmuForbids`](pageferry_tdp::format::Writes). *Flush* writes. Claim:
 //!
-//! > (T) From then on until a page's bit is cleared, its SPTE is not writable, and no TLB entry
-//! > lets a store to it through.
+//! > (T) Until a page's bit is cleared, its SPTE is not writable, and no TLB entry lets a store to
+//! > it through.
 //!
 //! 1. A fault that found the bit clear has ended when the vCPUs are quiesced. The sweep sees the
 //!    SPTE that it made writable, or large.
@@ -140,7 +141,7 @@
 //! writable, which keeps (W) as for any other page. An SPTE that loses the write permission to
 //! tracking passes its dirty bit to the log.
 //!
-//! # A page comes to be watched
+//! # A page becomes watched
 //!
 //! The first LR in a page makes all vCPUs drop their TLB entries for writing: announce, flush
 //! writes, confirm. From then on, every store to the page takes the miss path.

@@ -2,10 +2,10 @@
 
 use super::int::{AmoInt, AmoOp, GuestInt};
 
-/// Instructions in one code page.
+/// The number of instructions in one code page.
 pub const PAGE_WORDS: usize = 1024;
 
-/// Guest memory, as one hart sees it: usually a TLB over second-stage tables.
+/// One hart's view of guest memory: usually a TLB over second-stage tables.
 ///
 /// **Required guarantee.** An access that returns `Ok` has happened once, as one single-copy atomic
 /// access of its width. An access that returns `Err` has changed nothing the guest can see, and may
@@ -55,9 +55,9 @@ pub trait Bus {
     /// Any fault but [`BusFault::Misaligned`].
     fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault>;
 
-    /// Stores `value` at `gpa` if nobody else has stored to the reserved bytes since `reserved` was
-    /// returned for the same `gpa` and `T`. Returns whether it stored. It may fail without reason,
-    /// but not forever.
+    /// Stores `value` at `gpa` if no other hart has stored to the reserved bytes since `reserved`
+    /// was returned for the same `gpa` and `T`. Returns whether it stored. It may fail without
+    /// reason, but not forever.
     ///
     /// # Errors
     /// Any fault but [`BusFault::Misaligned`]. The reservation outlives the fault: the hart repeats
@@ -90,7 +90,7 @@ pub struct Reserved<T> {
     pub version: u64,
 }
 
-/// Why an access did not happen.
+/// The reason for which an access did not happen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BusFault {
     /// The address is not naturally aligned. The bus checked nothing else.

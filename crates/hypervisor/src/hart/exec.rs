@@ -27,7 +27,7 @@ pub(super) struct Left {
     pub(super) leave: Leave,
 }
 
-/// Why the loop was left.
+/// The reason for which the loop was left.
 pub(super) enum Leave {
     /// The code continues in another page, or the budget is used up, or the request word is set.
     Jump,

@@ -3,8 +3,8 @@
 //! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals specify (volume
 //! I, RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare). It
 //! counts every retired instruction, and returns only between instructions. It checks the request
-//! word at the end of every code page, at every taken jump, and at every instruction that it
-//! executes outside its loop.
+//! word at the end of every code page and at every taken jump. It also does so after every
+//! instruction that it executes outside its loop.
 //!
 //! **Mechanism.** The hart decodes each instruction once into an 8-byte operation, and a loop jumps
 //! by the operation's kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of

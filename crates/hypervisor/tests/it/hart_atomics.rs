@@ -342,7 +342,7 @@ fn run_threads(harts: u64, reservations: Option<&Arc<Reservations>>, ram: &Arc<R
                     }
                     assert!(
                         Instant::now() < deadline,
-                        "hart {index} gets nowhere: {hart:x?}"
+                        "hart {index} makes no progress: {hart:x?}"
                     );
                 }
             });

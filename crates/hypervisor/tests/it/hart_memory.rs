@@ -69,7 +69,7 @@ fn stores_write_their_width_and_no_more() {
 /// Encodes a load or store from register, base register and offset.
 type Encode = fn(u32, u32, i32) -> u32;
 
-/// Loads and stores of each width, with the width; for loads, whether they sign-extend.
+/// Loads and stores of each width, with the width. Loads also have whether they sign-extend.
 const LOADS: [(Encode, u64, bool); 7] = [
     (lb, 1, true),
     (lh, 2, true),

@@ -1,4 +1,4 @@
-//! Measurements: how many guest instructions one hart executes in a second. Run them by
+//! Measurements of the guest instructions that one hart executes in a second. Run them by
 //! `cargo test --release -p pageferry-hypervisor --test it -- --ignored --nocapture hart_speed::`.
 
 use crate::support::hart::{DATA, Machine, asm::*};

@@ -23,7 +23,7 @@ const USED: u64 = 1024;
 const FIRST: u64 = 20;
 const PAGES: u64 = FIRST + USED + 17;
 const WORDS: usize = (PAGES as usize).div_ceil(64);
-/// The addresses of the iteration's number and the vCPUs' counts of stores, in a page beside the
+/// The addresses of the iteration's number and the vCPUs' counts of stores, in the page after the
 /// code.
 const ITERATION: u64 = PAGE;
 const COUNTS: u64 = PAGE + 64;

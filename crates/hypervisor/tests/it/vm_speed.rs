@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The best of five.
+/// The best of five runs.
 fn best(mut run: impl FnMut() -> Duration) -> Duration {
     (0..5).map(|_| run()).min().unwrap()
 }

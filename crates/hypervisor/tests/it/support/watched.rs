@@ -13,7 +13,7 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Part {
     Begin,
-    /// Before the new state is there.
+    /// Reported just before the commit.
     Commit,
     GiveUp,
     Reclaim,

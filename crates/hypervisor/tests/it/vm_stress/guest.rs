@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 pub(crate) const HARTS: usize = 8;
 /// The number of pages, a power of two.
 pub(crate) const PAGES: u64 = 2048;
-/// Over each block of pages.
+/// The number of rounds over each block of pages.
 pub(crate) const ROUNDS: u64 = 32;
 const BLOCK: i32 = 64;
 /// The number of low bits of a word that hold its address. The number of the round is above.
