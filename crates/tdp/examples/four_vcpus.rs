@@ -1,9 +1,8 @@
 //! Four vCPUs fault into one set of tables, on a platform whose table memory is one vector.
 //!
-//! Each vCPU stores to every page of its half of a 64 MiB guest; two vCPUs share each half. A fifth
-//! thread takes the guest's lower 8 MiB away again and again, as a host does that reclaims memory.
-//! At the end every page must be mapped to the frame that its slot says, and every table must be
-//! accounted for.
+//! Each vCPU stores to every page of its half of a 64 MiB guest. Two vCPUs share each half. A fifth
+//! thread repeatedly takes the guest's lower 8 MiB away, like a host that reclaims memory. At the
+//! end every page must be mapped to its slot's frame, and every table must be accounted for.
 //!
 //! ```sh
 //! cargo run -p pageferry-tdp --example four_vcpus
@@ -69,7 +68,7 @@ unsafe impl Platform for Tables {
     }
 
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
-        // All of the table, so that its entries can be reached from its first.
+        // A pointer to the whole table, so that all entries can be reached from the first.
         NonNull::from(&self.tables[table.0 as usize]).cast()
     }
 
@@ -83,7 +82,7 @@ unsafe impl Platform for Tables {
 }
 
 const PAGES: u64 = 16 << 10;
-/// The slot: page `n` of the guest is in this frame of the host, plus `n`.
+/// The first host frame of the slot: page `n` of the guest is in this frame plus `n`.
 const FIRST_FRAME: u64 = 0x10_0000;
 
 fn target(gfn: u64) -> Target {
@@ -96,7 +95,7 @@ fn target(gfn: u64) -> Target {
     }
 }
 
-/// Stores to every page of `pages`; returns how many faults mapped a page.
+/// Stores to every page of `pages`. Returns the number of faults that mapped a page.
 fn vcpu(mmu: &Arc<Mmu<Ept4, Tables>>, pages: impl Iterator<Item = u64>) -> u64 {
     let mut worker = mmu.worker();
     let mut installed = 0;
@@ -110,7 +109,7 @@ fn vcpu(mmu: &Arc<Mmu<Ept4, Tables>>, pages: impl Iterator<Item = u64>) -> u64 {
             let ticket = worker.ticket();
             match worker.fault(ticket, fault, target(gfn), &()) {
                 Ok(mapped) => installed += u64::from(mapped.how == How::Installed),
-                // The host is at it: fault again.
+                // The host is taking pages away: fault again.
                 Err(Refused::Excluded | Refused::Invalidated) => std::thread::yield_now(),
                 Err(refused) => panic!("page {gfn:#x}: {refused}"),
             }
@@ -147,7 +146,7 @@ fn main() {
         (installed, host.join().unwrap())
     });
 
-    // What the host took last comes back by faults.
+    // Faults restore the pages that the host took last.
     let again = vcpu(&mmu, 0..PAGES);
     assert_eq!(
         installed + again - zapped,

@@ -1,16 +1,16 @@
-//! What changes leave behind: a flush that is owed, and tables that were cut off.
+//! The debts of changes: a TLB flush, and the tables that they cut off.
 //!
-//! **Guarantee.** The memory of a table that was cut off is given back after a TLB flush that came
-//! later, *and* after a grace period that began later still. Both wait in bounded amounts: a sweep
-//! stops for a flush when [`Batch::MOST_TABLES`] tables are in a batch, and `waiting.rs` bounds the
-//! second wait.
+//! **Guarantee.** The memory of a table that was cut off is freed after a later TLB flush, *and*
+//! after a grace period that began after that flush. Both queues are bounded. A sweep stops for a
+//! flush when a batch has [`Batch::MOST_TABLES`] tables. `waiting.rs` bounds the queue for the
+//! grace period.
 //!
-//! **Mechanism.** Each worker has one batch. Before the first change of a batch that TLBs may
-//! contradict, the worker counts the batch as open, in the MMU ([`Unflushed`]). When it settles the
-//! batch it flushes, and then counts it as closed. A thread that needs to know that nothing stale
-//! is left, of any worker's changes, reads that count and flushes itself if a batch is open. Two
-//! more things are counted there: roots that were replaced, as long as vCPUs may use them; and
-//! permissions to store that aging took without flushing.
+//! **Mechanism.** Each worker has one batch. Before the batch's first change that TLBs may
+//! contradict, the worker counts the batch as open in the MMU ([`Unflushed`]). To settle the batch,
+//! it flushes, and then counts it as closed. Another thread may need to know that no stale
+//! translation is left, of any worker's changes. It reads that count, and flushes if a batch is
+//! open. `Unflushed` also counts the replaced roots that vCPUs may still use, and the permissions
+//! to store that aging took without a flush.
 
 use crate::pages::Page;
 use crate::platform::{Flush, Platform};
@@ -18,17 +18,17 @@ use crate::sync::{AtomicU64, Ordering};
 use alloc::vec::{Drain, Vec};
 use pageferry_addr::{Gfn, GfnRange};
 
-/// What TLBs may contradict, whichever worker has changed it.
+/// The counts of changes that TLBs may contradict, of all workers.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Unflushed {
-    /// How many batches have changed entries and not flushed yet.
+    /// The number of batches that have changed entries and not flushed yet.
     batches: AtomicU64,
-    /// How many roots were replaced that vCPUs may still use.
+    /// The number of replaced roots that vCPUs may still use.
     roots: AtomicU64,
-    /// How many leaves have lost the permission to store by aging, ever.
+    /// The number of leaves that have ever lost the permission to store by aging.
     aged: AtomicU64,
-    /// The value of `aged` when the last flush of everything that is over began. It only grows.
+    /// The value of `aged` when the latest completed flush of everything began. It only grows.
     aged_flushed: AtomicU64,
 }
 
@@ -42,43 +42,42 @@ impl Unflushed {
         }
     }
 
-    /// Comes before the first change of a batch. A thread that sees that change sees this too: the
-    /// change is a read-modify-write with release order, and comes after it.
+    /// Precedes the first change of a batch. A thread that sees that change sees this count too:
+    /// the change is a later read-modify-write with release order.
     pub(crate) fn open(&self) {
         self.batches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Comes after the flush.
+    /// Follows the flush.
     fn close(&self) {
         self.batches.fetch_sub(1, Ordering::Release);
     }
 
-    /// Comes before a root is replaced, and orders as [`open`](Self::open) does.
+    /// Precedes the replacement of a root, and orders as [`open`](Self::open) does.
     pub(crate) fn open_root(&self) {
         self.roots.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Comes after [`Flush::Roots`].
+    /// Follows [`Flush::Roots`].
     pub(crate) fn close_root(&self) {
         self.roots.fetch_sub(1, Ordering::Release);
     }
 
-    /// Comes after a change that took the permission to store by aging, and leaves the flush to a
-    /// thread that needs it, as KVM's `tlbs_dirty` did. [`open`](Self::open) came before the
-    /// change.
+    /// Follows a change that took the permission to store by aging. [`open`](Self::open) preceded
+    /// the change. The flush is left to a thread that needs it, as with KVM's `tlbs_dirty`.
     ///
-    /// The change is counted as aged before its batch is closed, so it is owed at every moment. It
-    /// is counted after the change, since a flush before the change pays for nothing.
+    /// `aged` is counted before the batch is closed, so the flush is owed at every moment. `aged`
+    /// is counted after the change, since a flush before the change does not cover it.
     pub(crate) fn close_aged(&self) {
-        // Release: the thread that pays for it makes vCPUs see the change.
+        // Release: the thread that flushes for it makes vCPUs see the change.
         self.aged.fetch_add(1, Ordering::Release);
         self.close();
     }
 
-    /// Flushes if TLBs may contradict changes that happened before this call; `all` are all frames.
+    /// Flushes if TLBs may contradict changes that happened before this call. `all` are all frames.
     pub(crate) fn pay<P: Platform>(&self, platform: &P, all: GfnRange) {
-        // Acquire: what was flushed is over. This load is the first: a thread that has closed what
-        // it aged has counted it before.
+        // Acquire: a closed batch's flush is over. This load is the first of the three. A thread
+        // that has closed an aged batch has counted `aged` before.
         let open = self.batches.load(Ordering::Acquire) != 0;
         let aged = self.aged.load(Ordering::Acquire);
         let is_aged = self.aged_flushed.load(Ordering::Acquire) < aged;
@@ -100,17 +99,18 @@ impl Unflushed {
 /// One worker's batch.
 #[derive(Debug)]
 pub(crate) struct Batch {
-    /// The frames whose translations changed, end excluded; empty if none did.
+    /// The frames whose translations changed, end excluded. Empty if none did.
     first: u64,
     end: u64,
-    /// Whether permissions to store are all that was taken.
+    /// Whether the changes took nothing but permissions to store.
     writes_only: bool,
-    /// Has room before a side of the lock is taken, so that nothing is allocated under it.
+    /// Grows before the worker takes a side of the lock, so that nothing is allocated under it.
     tables: Vec<Page>,
 }
 
 impl Batch {
-    /// How many tables wait for one flush at most: 64 tables of 4 KiB, and at least one subtree.
+    /// The number of tables at which a sweep stops to flush: 64 tables of 4 KiB, and at least one
+    /// subtree.
     pub(crate) const MOST_TABLES: usize = 64;
 
     pub(crate) const fn new() -> Self {
@@ -122,34 +122,34 @@ impl Batch {
         }
     }
 
-    /// Makes room for a full batch whose last visit cuts off `most` tables. Without memory for that
+    /// Makes room for a full batch whose last visit cuts off `most` tables. If memory is short
     /// there is no room, and sweeps leave tables linked.
     pub(crate) fn reserve(&mut self, most: usize) {
         let more = (Self::MOST_TABLES - 1 + most).saturating_sub(self.tables.len());
         let _ = self.tables.try_reserve(more);
     }
 
-    /// Whether `tables` more can be kept without an allocation.
+    /// Whether there is room for `tables` more without an allocation.
     pub(crate) const fn has_room(&self, tables: usize) -> bool {
         self.tables.capacity() - self.tables.len() >= tables
     }
 
-    /// How many tables were cut off and not handed over yet.
+    /// The number of tables that were cut off and not handed over yet.
     pub(crate) const fn len(&self) -> usize {
         self.tables.len()
     }
 
-    /// Whether nothing is owed.
+    /// Whether no debt is left.
     pub(crate) const fn is_empty(&self) -> bool {
         self.end == 0 && self.tables.is_empty()
     }
 
-    /// Whether it should be settled before more is cut off.
+    /// Whether the worker should settle it before it cuts off more tables.
     pub(crate) const fn is_full(&self) -> bool {
         self.tables.len() >= Self::MOST_TABLES
     }
 
-    /// Announces a change of entries for the `frames` frames from `gfn`, before it is made.
+    /// Announces a change of entries for the `frames` frames from `gfn`. It precedes the change.
     #[inline]
     pub(crate) fn owe(&mut self, unflushed: &Unflushed, gfn: Gfn, frames: u64, writes_only: bool) {
         if self.end == 0 {
@@ -165,8 +165,8 @@ impl Batch {
         self.tables.push(page);
     }
 
-    /// Flushes what is owed and empties the batch. Returns the tables, for which a grace period may
-    /// begin. If the flush panics, all stays owed.
+    /// Flushes if that is owed, and empties the batch. Returns the tables, for which a grace period
+    /// may begin. If the flush panics, everything stays owed.
     pub(crate) fn settle<P: Platform>(
         &mut self,
         unflushed: &Unflushed,

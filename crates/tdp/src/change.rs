@@ -8,29 +8,30 @@
 //! **Guarantee.** An entry changes from the value that the caller has seen to the new one, or not
 //! at all. For each change:
 //!
-//! - it is counted once;
-//! - the log is told of a dirty or accessed state that is lost with it;
-//! - what TLBs may contradict is owed to them;
-//! - a table that it cuts off has all its entries frozen, recursively, and waits for a flush and a
-//!   grace period.
+//! - the counts change once;
+//! - the log hears of each dirty or accessed state that the change clears;
+//! - the flush of the old translation is owed;
+//! - if it cuts a table off, all entries of that table and the tables below are frozen. The tables
+//!   then wait for a flush and a grace period.
 //!
-//! A panic of the log changes none of this, except that the log is not told the rest.
+//! If the log panics, all of this still holds, except that the log does not hear the rest.
 //!
 //! **Mechanism.** Compare-exchange, on entries that all others change in the same way: other
 //! workers, and hardware that sets accessed and dirty bits. Then [`account`](Session::account)
-//! compares old and new, as `handle_changed_spte` of Linux's `arch/x86/kvm/mmu/tdp_mmu.c` does.
+//! compares old and new, like `handle_changed_spte` in Linux's `arch/x86/kvm/mmu/tdp_mmu.c`.
 //!
 //! # Why frozen entries suffice
 //!
 //! 1. The worker that removes a link still shares the table with workers that went down before.
 //! 2. It *exchanges* each entry of the table for [`FROZEN`](crate::format::EntryLayout::FROZEN).
-//! 3. A change by another worker that comes before this exchange is found by it, and accounted for.
-//! 4. A change that comes after it fails, since no worker's expected value is `FROZEN`. That worker
-//!    starts again from the root.
+//! 3. If another worker changes an entry before this exchange, the exchange returns that change,
+//!    and the worker accounts for it.
+//! 4. A change after the exchange fails, since no worker's expected value is `FROZEN`. The worker
+//!    that tried it starts again from the root.
 //! 5. So after the exchange of the last entry the table belongs to the worker that cut it off.
 //!
-//! An entry that is frozen already belongs to a worker that changes the size of a page. That worker
-//! will put something else there soon, so step 2 waits for it.
+//! If an entry is frozen already, another worker is changing the size of that page. That worker
+//! will soon store something else there, so step 2 waits for it.
 
 use crate::batch::{Batch, Unflushed};
 use crate::counts::OwnCounts;
@@ -45,7 +46,7 @@ use core::mem::ManuallyDrop;
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_epoch::Limbo;
 
-/// An entry, and what it held when it was looked at.
+/// An entry, with the value that it held when it was read.
 pub(crate) struct Seen<'g> {
     pub(crate) entry: &'g Entry,
     pub(crate) value: u64,
@@ -54,19 +55,19 @@ pub(crate) struct Seen<'g> {
     pub(crate) first: Gfn,
 }
 
-/// What the new entry preserves of the old one.
+/// The part of the old entry that the new one preserves.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Preserves {
-    /// Nothing but what the two entries say.
+    /// Only the fields that are equal in both entries.
     Nothing,
-    /// The translations and their state: the new entry, or the table it links, says the same.
+    /// The translations and their state: the new entry, or the table it links, has the same.
     All,
-    /// All but the accessed state, which ages without a flush, and the permission to store where
-    /// that goes with it. A caller that needs these gone flushes.
+    /// All but two things: the accessed state, and the permission to store if it goes with that
+    /// state. Neither is flushed. A caller that needs a flush makes it.
     AllButAge,
 }
 
-/// What a worker owns, beside its reader.
+/// The data that a worker owns, besides its reader.
 #[derive(Debug)]
 pub(crate) struct WorkerState {
     pub(crate) cache: Cache,
@@ -77,7 +78,7 @@ pub(crate) struct WorkerState {
     pub(crate) has_waited: bool,
 }
 
-/// A worker at work, under a guard.
+/// A worker during a call, under a guard.
 pub(crate) struct Session<'w, F: Format, P: Platform, L> {
     pub(crate) mmu: &'w Mmu<F, P>,
     pub(crate) state: &'w mut WorkerState,
@@ -88,7 +89,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     /// Changes the entry at `seen` to `new`.
     ///
     /// # Errors
-    /// What the entry holds, if that is not what `seen` says.
+    /// The current value of the entry, if `seen` has another.
     #[inline(always)]
     pub(crate) fn change(
         &mut self,
@@ -111,7 +112,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
         if ages_stores {
             self.mmu.unflushed.open();
         }
-        // Release: what the entry leads to is filled. Acquire: what led to the old value.
+        // Release: the contents of the table that the entry leads to. Acquire: the history of the
+        // old value.
         let changed = seen
             .entry
             .compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
@@ -123,7 +125,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
         Ok(())
     }
 
-    /// The bookkeeping of a change that was made. The log comes last, as it may panic.
+    /// Does the bookkeeping of a change. The log comes last, as it may panic.
     #[inline(always)]
     pub(crate) fn account(
         &mut self,
@@ -150,25 +152,27 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
         }
     }
 
-    /// Tells the log what a change from one leaf to another, or to none, means for the page.
+    /// Reports a change from one leaf to another, or to none, to the log.
     #[inline(always)]
     pub(crate) fn tell(&self, first: Gfn, level: u32, old: Option<u64>, new: Option<u64>) {
         tell::<F>(self.log, first, level, old, new);
     }
 
-    /// Whether there is room for `tables` more that wait to be freed. If not, their link stays.
+    /// Whether there is room for `tables` more that wait to be freed. Without room, the caller
+    /// leaves the tables linked.
     pub(crate) fn may_cut_off(&self, tables: usize) -> bool {
         let WorkerState { batch, limbo, .. } = &*self.state;
         let waiting = batch.len() + limbo.len() + self.mmu.abandoned.tables();
         batch.has_room(tables) && waiting < MOST_WAITING
     }
 
-    /// Freezes the entries of a table of `level` whose link was just removed by `self`, and of all
-    /// below, and tells the log if `told`; `first` is the first frame it covers.
+    /// Takes over a table of `level` after `self` has removed its link. It freezes the entries of
+    /// that table and of all tables below. It reports them to the log if `told`. `first` is the
+    /// first frame that the table covers.
     #[cold]
     fn cut_off(&mut self, first: Gfn, level: u32, pfn: Pfn, told: bool) {
-        // SAFETY: the caller has replaced the one link to this table by compare-exchange, so it is
-        // the only one to take it over. Workers that went down before hold guards, and its memory
+        // SAFETY: the caller has replaced the one link to this table by compare-exchange, so no
+        // other thread takes it over. Workers that went down before hold guards, and the memory
         // waits for them in the batch.
         let page = unsafe { Page::from_link(self.mmu.platform(), pfn, F::entries(level)) };
         let mut cut = CutOff {
@@ -182,14 +186,14 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 }
 
-/// A table that is being cut off. Dropping it does what is left, so that a panic of the log loses
-/// nothing.
+/// A table during its cut-off. Dropping it freezes the remaining entries, so that a panic of the
+/// log loses nothing.
 struct CutOff<'s, 'w, F: Format, P: Platform, L: Log> {
     session: &'s mut Session<'w, F, P, L>,
     page: ManuallyDrop<Page>,
     level: u32,
     first: Gfn,
-    /// How many entries are frozen.
+    /// The number of entries that are frozen.
     frozen: usize,
 }
 
@@ -199,8 +203,8 @@ impl<F: Format, P: Platform, L: Log> CutOff<'_, '_, F, P, L> {
         while let Some(entry) = self.page.entries().get(self.frozen) {
             let first = Gfn(self.first.0 + self.frozen as u64 * frames);
             let old = loop {
-                // Acquire: what led to the value. Release: nothing; AcqRel keeps the release
-                // sequence's meaning simple.
+                // Acquire: the history of the value. Release is not needed: `AcqRel` keeps the
+                // meaning of the release sequence simple.
                 let old = entry.swap(F::FROZEN, Ordering::AcqRel);
                 if !F::is_frozen(old) {
                     break old;
@@ -223,19 +227,19 @@ impl<F: Format, P: Platform, L: Log> CutOff<'_, '_, F, P, L> {
 
 impl<F: Format, P: Platform, L: Log> Drop for CutOff<'_, '_, F, P, L> {
     fn drop(&mut self) {
-        // Nothing, unless the log has panicked.
+        // Does nothing unless the log has panicked.
         self.freeze_rest(false);
         let state = &mut *self.session.state;
         state.counts.tables(-1);
         state.counts.waiting(1);
-        // SAFETY: taken once, as this is dropped once.
+        // SAFETY: taken once, as `drop` runs once.
         state
             .batch
             .keep(unsafe { ManuallyDrop::take(&mut self.page) });
     }
 }
 
-/// Tells `log` what a change from one leaf to another, or to none, means for the page.
+/// Reports a change from one leaf to another, or to none, to `log`.
 #[inline(always)]
 pub(crate) fn tell<F: Format>(
     log: &impl Log,
@@ -247,8 +251,8 @@ pub(crate) fn tell<F: Format>(
     let frames = F::frames_per_entry(level);
     let same_page =
         matches!((old, new), (Some(old), Some(new)) if F::pfn(old, level) == F::pfn(new, level));
-    // A log by write protection hears of a dirty leaf when it becomes one, a log by dirty bits when
-    // the bit goes.
+    // A log by write protection hears of a leaf that becomes dirty. A log by dirty bits hears of a
+    // dirty bit that is cleared.
     let became = new.is_some_and(|new| {
         by_fault::<F>(new)
             && F::is_dirty(new)
@@ -276,9 +280,8 @@ fn by_fault<F: Format>(leaf: u64) -> bool {
     F::DIRTY_BY == DirtyBy::WriteProtection || F::writes(leaf) == Writes::AllowedLoggedByFault
 }
 
-/// Whether a change of leaf `old` takes permissions to store, or the state that a store was seen,
-/// and nothing else that needs a flush. No change takes the permission to execute and keeps the
-/// page.
+/// Whether a change of leaf `old` takes only permissions to store, or the record of a store, and
+/// nothing else that needs a flush. No change takes the permission to execute and keeps the page.
 #[inline]
 fn same_but_for_writes<F: Format>(old: u64, new: u64, level: u32) -> bool {
     F::is_leaf(new, level)

@@ -2,10 +2,10 @@
     unsafe_code,
     reason = "the workers' counts form a list without locks that lives as long as its MMU"
 )]
-//! What is mapped, counted by each worker in cache lines of its own.
+//! The counts of leaves and tables. Each worker counts in its own cache lines.
 //!
-//! A worker adds what it does by plain loads and stores, since no other thread writes its record. A
-//! negative count is one of things that another worker made. The sum over all records is exact
+//! A worker updates its record by plain loads and stores, since no other thread writes it. A
+//! negative count stands for things that another worker made. The sum over all records is exact
 //! while no change is in flight.
 
 use crate::format::Format;
@@ -16,24 +16,24 @@ use core::alloc::Layout;
 use core::ptr::{self, NonNull};
 use pageferry_epoch::OutOfMemory;
 
-/// How many levels can hold leaves in any format.
+/// The number of levels that can hold leaves in any format.
 pub(crate) const LEAF_LEVELS: usize = 3;
 
-/// What is mapped, and what it costs.
+/// The numbers of leaves and tables, and the memory that they take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Leaves by level: of 4 KiB, 2 MiB and 1 GiB.
     pub leaves: [u64; LEAF_LEVELS],
-    /// Tables that are linked, the root excluded.
+    /// Linked tables, without the root.
     pub tables: u64,
-    /// Bytes of the linked tables and the root. Tables that are cached or wait to be freed are not
-    /// in it.
+    /// The bytes of the linked tables and the root. Cached tables and tables that wait to be freed
+    /// are excluded.
     pub table_bytes: u64,
-    /// Tables that were cut off and wait to be freed: [`Worker::reclaim`](crate::Worker::reclaim)
-    /// frees them when nobody can use them any more.
+    /// Tables that were cut off and wait to be freed. [`Worker::reclaim`](crate::Worker::reclaim)
+    /// frees them once nobody can use them.
     pub waiting: u64,
-    /// Invalidations in progress. One that stays without an [`Invalidating`](crate::Invalidating)
-    /// around was forgotten: see [`Mmu::end_invalidations`](crate::Mmu::end_invalidations).
+    /// Invalidations in progress. One without an existing [`Invalidating`](crate::Invalidating) was
+    /// forgotten: see [`Mmu::end_invalidations`](crate::Mmu::end_invalidations).
     pub invalidations: u64,
 }
 
@@ -68,17 +68,17 @@ impl Counts {
     }
 }
 
-/// The records of all workers, also of those that are gone.
+/// The records of all workers, including dropped ones.
 #[derive(Debug)]
 pub(crate) struct AllCounts {
     first: AtomicPtr<Counts>,
 }
 
-/// The right to write one record. The MMU that the record is of must outlive it.
+/// The right to write one record. The record's MMU must outlive it.
 #[derive(Debug)]
 pub(crate) struct OwnCounts(NonNull<Counts>);
 
-// SAFETY: a record consists of atomics, of which only its owner writes the counts.
+// SAFETY: a record consists of atomics, and only its owner writes the counts.
 unsafe impl Send for OwnCounts {}
 
 impl AllCounts {
@@ -101,7 +101,7 @@ impl AllCounts {
         while let Some(known) = NonNull::new(record) {
             // SAFETY: records are freed with the list only, which is borrowed.
             let counts = unsafe { known.as_ref() };
-            // Acquire: what the last owner counted.
+            // Acquire: the last owner's counts.
             if !counts.owned.load(Ordering::Relaxed) && !counts.owned.swap(true, Ordering::Acquire)
             {
                 return Ok(OwnCounts(known));
@@ -126,7 +126,7 @@ impl AllCounts {
         }
     }
 
-    /// The sums, as far as workers count them.
+    /// The sums of all records.
     pub(crate) fn sum(&self) -> Stats {
         let mut stats = Stats::default();
         let mut record = self.first.load(Ordering::Acquire);
@@ -143,7 +143,7 @@ impl AllCounts {
             add(&mut stats.waiting, &counts.waiting);
             record = counts.next;
         }
-        // While changes are in flight a sum may be below zero for a moment.
+        // While changes are in flight, a sum may briefly be below zero.
         let settled = |sum: u64| if sum > i64::MAX as u64 { 0 } else { sum };
         stats.leaves = stats.leaves.map(settled);
         (stats.tables, stats.waiting) = (settled(stats.tables), settled(stats.waiting));
@@ -173,7 +173,8 @@ impl OwnCounts {
         add(&self.counts().leaves[level as usize - 1], change);
     }
 
-    /// The frames that this record's leaves map, those that others made excluded: for differences.
+    /// The frames that the leaves of this record map. Leaves that other workers made are excluded,
+    /// so only differences have a meaning.
     pub(crate) fn frames<F: Format>(&self) -> i64 {
         (1..=F::MAX_LEAF_LEVEL)
             .zip(&self.counts().leaves)
@@ -196,7 +197,7 @@ impl OwnCounts {
     }
 }
 
-/// Two plain instructions: there is one writer.
+/// Two plain instructions suffice: there is one writer.
 #[inline]
 fn add(count: &AtomicU64, change: i64) {
     let now = count.load(Ordering::Relaxed).wrapping_add_signed(change);

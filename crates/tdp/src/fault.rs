@@ -1,24 +1,23 @@
-//! A vCPU's fault: from what its slot says to an entry in the tables.
+//! A vCPU's fault: from the target in the memory slot to an entry in the tables.
 //!
 //! **Guarantee.** When a fault is answered with [`Mapped`], the access would succeed at that
-//! moment. The log knows of every store that can go unnoticed from then on. Any number of vCPUs
-//! fault at once. They write no common cache line but those of the tables themselves, and no fault
-//! waits for another.
+//! moment. From then on, every store that causes no further fault is in the log. Any number of
+//! vCPUs fault at once. They write no common cache line but those of the tables themselves, and no
+//! fault waits for another.
 //!
-//! **Mechanism.** A fault takes pages for tables before it holds anything. Then, under the shared
-//! side of the MMU lock:
+//! **Mechanism.** A fault allocates pages for tables before it holds anything. Then, under the
+//! shared side of the MMU lock:
 //!
 //! 1. It checks that no invalidation came between ([`Ticket`]).
-//! 2. It walks down, links what is missing, and splits what is too large.
+//! 2. It walks down, links missing tables, and splits pages that are too large.
 //! 3. It puts the leaf in place by compare-exchange. A thread that loses the exchange retries.
 //!    Usually the winner has already done the work.
 //!
-//! [`Worker::fast_fault`] does without the side and the check. It changes a leaf only by the
-//! permission that the leaf itself grants, so it needs no look at the slot's frame.
+//! [`Worker::fast_fault`] needs neither the lock nor the check. It adds only permissions that the
+//! leaf itself grants, so it does not depend on the slot's frame.
 //!
 //! A fault waits briefly for exclusive work. If the work is not over by then, the fault is
-//! [refused](Refused::Excluded). So a platform may wait, in its flush, for vCPUs to come out of
-//! their faults.
+//! [refused](Refused::Excluded). So a platform's flush may wait for vCPUs to leave their faults.
 
 use crate::change::{Preserves, Seen, Session};
 use crate::format::{Access, Format, Leaf, MemoryType, TlbAfterFault, Writes};
@@ -31,48 +30,49 @@ use crate::worker::{Found, Worker, found};
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use pageferry_epoch::{Guard, Shared};
 
-/// What a vCPU tried to do, and where. A load is an access that neither writes nor executes.
+/// The access that a vCPU tried, and its frame. A load is an access that neither writes nor
+/// executes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Where.
+    /// The guest frame.
     pub gfn: Gfn,
-    /// What it did beside loading.
+    /// The access besides a load.
     pub access: Access,
 }
 
-/// What may be mapped for a fault: found in the memory slot, under the fault's [`Ticket`].
+/// The page that a fault may map, found in the memory slot under the fault's [`Ticket`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Target {
     /// The frame behind the fault's `gfn`.
     pub pfn: Pfn,
     /// The level of the largest page that may be mapped: see [`largest_level`].
     pub level: u32,
-    /// What the leaf allows. If the slot is logged by write protection: stores only if the fault
-    /// is a store.
+    /// The accesses that the leaf allows. If the slot is logged by write protection, stores are
+    /// among them only if the fault is a store.
     pub access: Access,
-    /// Who may allow stores later.
+    /// The permission to allow stores later.
     pub writes: Writes,
-    /// How the page is cached.
+    /// The caching of the page.
     pub memory: MemoryType,
 }
 
 /// The answer to a fault: the access is allowed now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapped {
-    /// The leaf as it was left; its frame is that of the leaf's first page.
+    /// The leaf after the fault. Its frame is that of the leaf's first page.
     pub leaf: Leaf,
-    /// The level of the table it stands in.
+    /// The level of the table that holds it.
     pub level: u32,
-    /// What the fault did.
+    /// The work that the fault did.
     pub how: How,
-    /// Whether the vCPU must invalidate its *own* TLB for the faulting page before it goes on.
+    /// Whether the vCPU must invalidate its *own* TLB for the faulting page before it continues.
     /// Otherwise it may fault for ever at the entry that its TLB still has.
     ///
-    /// It depends on the format: x86-64 processors drop the entry when they fault. Arm's and
-    /// RISC-V's may keep a leaf that denied the access, and RISC-V's an entry that was not
-    /// present. There the vCPU invalidates the page in its own TLB only (`TLBI IPAS2E1`
-    /// without the shareable suffix, `HFENCE.GVMA`): Linux does so in
-    /// `kvm_pgtable_stage2_relax_perms`. No other vCPU needs it, as each fault answers for its
+    /// This depends on the format. x86-64 processors drop the entry when they fault. Arm and RISC-V
+    /// processors may keep a leaf that denied the access, and RISC-V processors also an entry that
+    /// was not present. There the vCPU invalidates the page in its own TLB only (`TLBI IPAS2E1`
+    /// without the shareable suffix, `HFENCE.GVMA`). Linux does so in
+    /// `kvm_pgtable_stage2_relax_perms`. Other vCPUs need no flush, as each fault answers for its
     /// own TLB.
     pub local_flush: bool,
 }
@@ -88,43 +88,43 @@ impl Mapped {
     }
 }
 
-/// What a fault did.
+/// The work that a fault did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// There was no leaf; now there is.
+    /// It installed a leaf where there was none.
     Installed,
-    /// The leaf allowed less, or was marked as not used.
+    /// It added permissions to the leaf, or marked it as accessed.
     Upgraded,
-    /// The access was allowed already: another vCPU was faster, or the TLB was old.
+    /// None: the leaf already allowed the access. Another vCPU was faster, or the TLB was stale.
     Spurious,
 }
 
-/// Why a fault has mapped nothing.
+/// The reason why a fault has mapped nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Exclusive work goes on. Fault again later; if the platform's flush does not wait for this
-    /// thread, [wait](Worker::wait) first.
-    #[error("exclusive work on the tables goes on: fault again")]
+    /// Exclusive work is in progress. Fault again later. If the platform's flush does not wait for
+    /// this thread, [wait](Worker::wait) first.
+    #[error("exclusive work on the tables is in progress: fault again")]
     Excluded,
-    /// What was looked up may be old: the range is being invalidated, or was since the ticket was
-    /// taken, or so much was that this is not known. Or tables were cut off again and again while
-    /// the fault walked down. Fault again, with a new ticket.
+    /// The look-up may be stale. The range is being invalidated, or may have been invalidated since
+    /// the ticket was taken. Or other workers repeatedly cut tables off while the fault walked
+    /// down. Fault again, with a new ticket.
     #[error("the range was invalidated meanwhile: fault again with a new ticket")]
     Invalidated,
-    /// A large page is in the way, and the format demands a flush to split it.
+    /// A large page is in the way, and splitting it needs a flush in this format.
     /// [Split](Worker::split) it outside the fault, and fault again.
     #[error("a page of level {level} is in the way: split it outside the fault")]
     TooLarge {
-        /// The level of the table it stands in.
+        /// The level of the table that holds it.
         level: u32,
     },
     /// The target does not allow the access.
     #[error("the target does not allow the access")]
     Denied,
     /// Another frame is mapped there, and was not invalidated.
-    #[error("{:?} is mapped there and was not invalidated", existing.leaf.pfn)]
+    #[error("the page is mapped to {:?}, which was not invalidated", existing.leaf.pfn)]
     Conflict {
-        /// What is mapped.
+        /// The existing translation.
         existing: Found,
     },
     /// There is no memory for a table.
@@ -132,9 +132,9 @@ pub enum Refused {
     OutOfTables(#[from] OutOfTables),
 }
 
-/// The level of the largest page that can map `gfn` to `pfn` inside `slot`, if what is behind it
-/// allows `backing`. The page must lie in the slot, and begin at a multiple of its size on both
-/// sides.
+/// The level of the largest page that can map `gfn` to `pfn` inside `slot`, if the host memory
+/// behind it allows `backing`. The page must lie in the slot, and begin at a multiple of its size
+/// on both sides.
 ///
 /// ```
 /// use pageferry_addr::{Gfn, GfnRange, Pfn};
@@ -162,16 +162,15 @@ pub fn largest_level<F: Format>(slot: GfnRange, gfn: Gfn, pfn: Pfn, backing: u32
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Answers a fault from what is mapped, without the MMU lock. That works in three cases:
+    /// Answers a fault from the existing leaf, without the MMU lock. That works in three cases:
     ///
     /// - another vCPU was faster;
-    /// - the page was write-protected for its log, and the leaf itself says that stores are
-    ///   allowed;
-    /// - the page was marked as not used.
+    /// - the page was write-protected for its log, and its class allows stores;
+    /// - the page was marked as not accessed.
     ///
     /// Otherwise it returns `None`, and the caller calls [`fault`](Self::fault).
     ///
-    /// The caller has looked at the page's slot, and no change of the slot's flags is over before
+    /// The caller has looked at the page's slot. No change of the slot's flags completes before
     /// this returns.
     #[inline]
     pub fn fast_fault<L: Log>(&mut self, fault: Fault, log: &L) -> Option<Mapped> {
@@ -209,14 +208,14 @@ impl<F: Format, P: Platform> Worker<F, P> {
 
     /// Answers a fault by mapping `target`.
     ///
-    /// A leaf that is there and maps the same frame gets more rights, never fewer. If a table is in
-    /// the way of a large page, a smaller page is mapped. If a large page is in the way of a
-    /// smaller one (for a log, or since it allows less), it is split in place.
+    /// If a leaf already maps the same frame, it gets more rights, never fewer. If a table is in
+    /// the way of a large page, the fault maps a smaller page. If a large page is in the way of a
+    /// smaller one (for a log, or since it allows less), the fault splits it in place.
     ///
-    /// The vCPU then does what [`Mapped::local_flush`] asks.
+    /// The vCPU then obeys [`Mapped::local_flush`].
     ///
     /// # Errors
-    /// [`Refused`]; then nothing has changed, except that tables may have been linked, or large
+    /// [`Refused`]. Then nothing has changed, except that tables may have been linked, or large
     /// pages split.
     ///
     /// # Panics
@@ -249,8 +248,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
         session.map_or_retry(&shared, fault, target)
     }
 
-    /// What a fault needs to change the page of `frames` frames around `gfn`, under its ticket:
-    /// tables, the shared side, and that no invalidation came between.
+    /// Prepares a change of the page of `frames` frames around `gfn`, under a fault's ticket. It
+    /// fills the cache of tables, takes the shared side, and checks that no invalidation came
+    /// between.
     #[inline(always)]
     pub(crate) fn begin_fault<'w, L: Log>(
         &'w mut self,
@@ -276,8 +276,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
 }
 
 impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
-    /// The common case by itself, as straight code: the tables are there, nothing is mapped, and no
-    /// thread interferes. Otherwise it returns `None`, and nothing has changed.
+    /// The common case, as straight code: the tables exist, nothing is mapped, and no thread
+    /// interferes. Otherwise it returns `None`, and nothing has changed.
     #[inline(always)]
     fn install(&mut self, top: Table<'_, F>, fault: Fault, target: Target) -> Option<Mapped> {
         let (table, value) = top.descend(self.mmu.platform(), fault.gfn);
@@ -332,7 +332,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
             let level = table.level();
             let seen = see::<F>(table, fault.gfn, value);
             let logged = target.access.write && self.log.is_on();
-            // A store to a logged page must not make a large one writable.
+            // A store to a logged page must not make a large page writable.
             let limit = if logged { 1 } else { target.level };
             if F::is_leaf(value, level) {
                 let offset = fault.gfn.0 & (F::frames_per_entry(level) - 1);
@@ -348,8 +348,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
                         return Some(Err(Refused::TooLarge { level }));
                     }
                     match self.split_here(&seen) {
-                        // If the exchange was lost, another worker has changed the entry: look
-                        // again.
+                        // If the exchange was lost, another worker has changed the entry, so read
+                        // it again.
                         Ok(()) | Err(NotSplit::Lost) => continue,
                         Err(NotSplit::NoTable) => return Some(Err(Refused::Invalidated)),
                     }
@@ -372,8 +372,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 
     /// Links an empty table at `seen`, which is no link and no leaf. If another worker was faster,
-    /// the page goes back. Returns whether there was a page: there is one for each level, but each
-    /// table that others cut off meanwhile costs one.
+    /// the page returns to the cache. Returns whether there was a page. The cache has one for each
+    /// level, but each table that others cut off meanwhile costs one more.
     #[cold]
     pub(crate) fn link(&mut self, seen: &Seen<'_>) -> bool {
         let Some(page) = self.state.cache.take() else {
@@ -408,7 +408,7 @@ fn mapped<F: Format>(value: u64, level: u32, how: How) -> Option<Mapped> {
     })
 }
 
-/// Whether the vCPU's own TLB may still have what it faulted at.
+/// Whether the vCPU's own TLB may still have the entry at which it faulted.
 #[inline]
 fn local_flush<F: Format>(how: How) -> bool {
     match F::TLB_AFTER_FAULT {
@@ -424,7 +424,7 @@ fn pfn_at<F: Format>(target: Target, level: u32) -> Pfn {
     Pfn(target.pfn.0 & !(F::frames_per_entry(level) - 1))
 }
 
-/// What a new leaf says.
+/// The contents of a new leaf.
 #[inline]
 fn new_leaf<F: Format>(level: u32, fault: Fault, target: Target) -> Leaf {
     Leaf {
@@ -443,9 +443,8 @@ pub(crate) fn leaf_for<F: Format>(level: u32, fault: Fault, target: Target) -> u
     F::leaf(new_leaf::<F>(level, fault, target), level)
 }
 
-/// The leaf `old` with what the target allows besides. Nothing is taken away, as a fault flushes
-/// nothing. What `old` knows stays; so does its memory type, and a class that lets the MMU allow
-/// stores.
+/// The leaf `old` with the target's permissions added. It loses none, as a fault flushes nothing.
+/// State, memory type, and a class that lets the MMU allow stores are kept.
 fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
     let leaf = Leaf {
         pfn: pfn_at::<F>(target, level),
@@ -465,8 +464,8 @@ fn more<F: Format>(old: u64, level: u32, fault: Fault, target: Target) -> u64 {
     F::leaf(leaf, level)
 }
 
-/// The leaf with what it may be given without asking, so that it allows `access`. `None` if that is
-/// not enough.
+/// The leaf with the permissions that it may get without a look-up, so that it allows `access`.
+/// `None` if they do not suffice.
 #[inline]
 fn allow<F: Format>(leaf: u64, access: Access) -> Option<u64> {
     let mut new = F::set_accessed(leaf);

@@ -1,48 +1,48 @@
 //! Faults that race an invalidation: the frame that a fault has looked up is stale if the host
 //! takes it away before the fault maps it.
 //!
-//! **Guarantee.** A fault takes its [`Ticket`] before it looks its frame up. It maps nothing that
-//! an invalidation of these frames, which began since, has taken away. While an invalidation is in
-//! progress, no fault maps anything in its range.
+//! **Guarantee.** A fault takes its [`Ticket`] before it looks its frame up. It maps no frame that
+//! an invalidation has taken away since the ticket. While an invalidation is in progress, no fault
+//! maps anything in its range.
 //!
-//! **Mechanism.** As KVM's (`virt/kvm/kvm_main.c`, `kvm_mmu_invalidate_begin`): a sequence number
-//! that moves on when an invalidation ends, a count of those in progress, and one range that covers
-//! all of these. Begin and end hold the exclusive side, and the check that counts holds the shared
-//! one. So each check is wholly before or wholly after each of them:
+//! **Mechanism.** As in KVM (`virt/kvm/kvm_main.c`, `kvm_mmu_invalidate_begin`). There is a
+//! sequence number that each end of an invalidation increments, a count of those in progress, and
+//! one range that covers all of these. Begin and end hold the exclusive side. The check in a fault
+//! holds the shared side. So each check is wholly before or wholly after each begin and end:
 //!
-//! 1. Before begin: the invalidation's zap finds what the fault maps.
-//! 2. Between begin and end: the range tells.
-//! 3. After end: a ticket from before end has an old number. A ticket from after end was followed
-//!    by a look-up after end, which found what the host has now.
+//! 1. Before begin: the invalidation's zap finds the leaf that the fault maps.
+//! 2. Between begin and end: the range covers the fault.
+//! 3. After end: a ticket from before end has an old number. After a ticket from after end, the
+//!    look-up finds the host's current frame.
 //!
 //! KVM retries every fault with an old number, wherever it was. Beside a host that invalidates all
-//! the time, hardly one gets through. Here the ranges of the last [`KEPT`] invalidations are known.
-//! An old ticket is still good for a page that lies in none of those that have ended since.
+//! the time, hardly one succeeds. Here the ranges of the last [`KEPT`] invalidations are known. An
+//! old ticket is still good for a page outside all ranges that have ended since.
 //!
 //! Without the lock the same words are a hint that lets a fault give up early.
 //!
-//! The numbers of two MMUs are far apart, so that a ticket tells which MMU it is of.
+//! The numbers of two MMUs are far apart, so a ticket identifies its MMU.
 
 use crate::sync::{AtomicU64, Ordering};
 use core::ops::Range;
 use core::sync::atomic::AtomicU64 as Unmodelled;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// The moment at which a fault began, in invalidations of one MMU.
+/// The moment at which a fault began, as a number of invalidations of one MMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ticket(u64);
 
-/// The ranges of how many invalidations are known after their end.
+/// The number of latest invalidations whose ranges are kept.
 const KEPT: usize = if cfg!(any(loom, shuttle)) { 2 } else { 16 };
 
-/// Numbers of one MMU are nearer to each other than this: an invalidation takes more than 100 ns,
-/// so this many take more than a month.
+/// The bound on the distance between two numbers of one MMU. An invalidation takes more than 100
+/// ns, so this many take more than a month.
 const FAR: u64 = 1 << 45;
 
-/// Where the numbers of a new MMU begin.
+/// The first number of a new MMU.
 ///
-/// Multiples of 2^64 divided by the golden ratio are spread evenly: a hundred thousand in a row are
-/// more than [`FAR`] apart. Models count from 0, as they replay runs.
+/// Multiples of 2^64 divided by the golden ratio are spread evenly: any hundred thousand
+/// consecutive ones are more than [`FAR`] apart. Models count from 0, as they replay runs.
 fn first_number() -> u64 {
     #[cfg(not(any(loom, shuttle)))]
     {
@@ -55,7 +55,7 @@ fn first_number() -> u64 {
     0
 }
 
-/// The first frame, and the first behind the last.
+/// The first frame, and the frame after the last.
 #[derive(Debug)]
 struct Frames {
     first: AtomicU64,
@@ -86,14 +86,15 @@ impl Frames {
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Invalidations {
-    /// The number of the next one to end.
+    /// The number of the next invalidation to end.
     ended: AtomicU64,
     active: AtomicU64,
-    /// What is in progress.
+    /// The range that covers all invalidations in progress.
     current: Frames,
-    /// How often all were ended at once. The exclusive side orders it, and it is not modelled.
+    /// The number of calls that ended all invalidations at once. The exclusive side orders it, so
+    /// it is not modelled.
     resets: Unmodelled,
-    /// What number `n` was of, at `n` modulo their count.
+    /// The range of invalidation `n`, at index `n` modulo the length.
     recent: [Frames; KEPT],
 }
 
@@ -115,12 +116,12 @@ impl Invalidations {
         }
     }
 
-    /// How many are in progress.
+    /// The number of invalidations in progress.
     pub(crate) fn in_progress(&self) -> u64 {
         self.active.load(Ordering::Relaxed)
     }
 
-    /// The range that holds those of all in progress. The caller holds the exclusive side.
+    /// The range that covers all invalidations in progress. The caller holds the exclusive side.
     pub(crate) fn current(&self) -> Option<GfnRange> {
         let first = self.current.first.load(Ordering::Relaxed);
         let end = self.current.end.load(Ordering::Relaxed);
@@ -130,16 +131,16 @@ impl Invalidations {
         GfnRange::new(Gfn(first), end - first)
     }
 
-    /// For a fault, before it looks anything up.
+    /// A ticket for a fault, taken before its look-up.
     #[inline]
     pub(crate) fn ticket(&self) -> Ticket {
-        // Acquire: the look-up that follows finds what the host had at the end of that
-        // invalidation, or later.
+        // Acquire: the look-up that follows finds the host's state at the end of that invalidation,
+        // or a later one.
         Ticket(self.ended.load(Ordering::Acquire))
     }
 
-    /// Whether some of the `frames` frames from `first` are in a range that is being invalidated:
-    /// exact under the lock, a hint without.
+    /// Whether some of the `frames` frames from `first` are in a range that is being invalidated.
+    /// This is exact under the lock, and a hint without it.
     #[inline]
     pub(crate) fn covers(&self, first: Gfn, frames: u64) -> bool {
         self.active.load(Ordering::Relaxed) != 0 && self.current.overlap(first, frames)
@@ -161,8 +162,8 @@ impl Invalidations {
             && !self.covers(first, frames)
     }
 
-    /// Whether it is sure that the invalidations with numbers from `ticket` to `ended` were of
-    /// other frames.
+    /// Whether all invalidations with numbers from `ticket` to `ended` are known, and were of other
+    /// frames.
     #[cold]
     fn spared(&self, ticket: u64, ended: u64, first: Gfn, frames: u64) -> bool {
         let since = ended.wrapping_sub(ticket);
@@ -175,7 +176,7 @@ impl Invalidations {
         since <= known && (0..since).all(|n| !of(ticket.wrapping_add(n)).overlap(first, frames))
     }
 
-    /// Begins one more, of the frames `first..end`. The caller holds the exclusive side.
+    /// Begins an invalidation of the frames `first..end`. The caller holds the exclusive side.
     #[must_use]
     pub(crate) fn begin(&self, frames: Range<u64>) -> Begun {
         let active = self.active.load(Ordering::Relaxed);
@@ -204,7 +205,7 @@ impl Invalidations {
         self.active.store(active - 1, Ordering::Relaxed);
     }
 
-    /// Ends all in progress; returns how many. The caller holds the exclusive side.
+    /// Ends all in progress and returns their number. The caller holds the exclusive side.
     pub(crate) fn end_all(&self) -> u64 {
         let active = self.in_progress();
         if let Some(frames) = self.current() {
@@ -216,12 +217,12 @@ impl Invalidations {
         active
     }
 
-    /// Makes tickets from before this old for `frames`. The caller holds the exclusive side.
+    /// Makes all earlier tickets old for `frames`. The caller holds the exclusive side.
     pub(crate) fn moves_on(&self, frames: Range<u64>) {
         let ended = self.ended.load(Ordering::Relaxed);
         self.recent[(ended % KEPT as u64) as usize].set(frames.start, frames.end);
-        // Release: what the host did before this is found by look-ups after a ticket with the new
-        // number.
+        // Release: after a ticket with the new number, a look-up finds the host's changes from
+        // before this.
         self.ended.store(ended.wrapping_add(1), Ordering::Release);
     }
 }

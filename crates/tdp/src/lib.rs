@@ -1,12 +1,12 @@
 //! Second-stage page tables: which host page backs a guest page, right now?
 //!
 //! **Guarantee.** Any number of vCPUs fault into one set of tables at once. Meanwhile other threads
-//! take translations away, log what guests write, and change the size of pages.
+//! take translations away, log the pages that guests write, and change the size of pages.
 //!
 //! - A look-up sees each entry before or after a change.
-//! - When a call that takes translations away returns, no TLB holds what it took.
-//! - What a guest wrote is in the log.
-//! - The memory of a table is freed when neither hardware nor a reader can reach it any more.
+//! - When a call that takes translations away returns, no TLB holds them.
+//! - Every page that a guest wrote is in the log.
+//! - The memory of a table is freed once neither hardware nor a reader can reach it.
 //! - vCPUs that fault at different places write no cache line that the other reads.
 //!
 //! **Mechanism.** After Linux's TDP MMU (`arch/x86/kvm/mmu/tdp_mmu.c`).
@@ -14,15 +14,15 @@
 //! - One function (`change.rs`) changes an entry of a live table, by compare-exchange, and does all
 //!   the bookkeeping. Everything else calls it.
 //! - A walk (`walk.rs`) goes from the root to the entries of a range, in order.
-//! - Faults and other work on single entries hold the shared side of the MMU lock, invalidations
-//!   the exclusive one. Both sides rest on the announcement that a guard makes anyway
+//! - Faults and other work on single entries hold the shared side of the MMU lock. Invalidations
+//!   hold the exclusive side. Both sides use the announcement that each guard makes
 //!   ([`pageferry_epoch`]).
-//! - Tables that are cut off have their entries frozen. They wait for a TLB flush (`batch.rs`) and
+//! - When a table is cut off, its entries are frozen. It waits for a TLB flush (`batch.rs`) and
 //!   then for a grace period (`waiting.rs`).
 //!
 //! The types:
 //!
-//! - [`Mmu`]: what the vCPUs of a VM share. [`Worker`]: one thread's access to it.
+//! - [`Mmu`]: the state that the vCPUs of a VM share. [`Worker`]: one thread's access to it.
 //! - [`format`]: EPT, NPT, Sv48x4 and Sv57x4, arm64 stage 2. [`Platform`]: table memory and TLB
 //!   flushes.
 //! - [`Worker::fault`], [`Worker::fast_fault`]; [`Worker::invalidate`] for notifiers;
@@ -32,9 +32,9 @@
 //! - [`ring`]: dirty rings.
 //!
 //! **Neighbours.** `pageferry-addr` and `pageferry-epoch` below, the hypervisor above. This crate
-//! must not know memory slots, what TLBs are made of, or the contents of guest memory: it is told
-//! frames and keeps them. There is no struct per table and no reverse map: a caller that knows a
-//! host page asks the memory slots for its guest frames.
+//! must not know memory slots, the structure of TLBs, or the contents of guest memory: callers hand
+//! it frames. There is no struct per table and no reverse map. A caller that knows a host page asks
+//! the memory slots for its guest frames.
 //!
 //! ```
 //! use core::ptr::NonNull;
@@ -50,8 +50,8 @@
 //!     Layout::from_size_align(entries * 8, entries * 8).unwrap()
 //! }
 //!
-//! // SAFETY: memory from the allocator, zeroed, aligned to its size, which is a page or more; its addresses
-//! // are exposed; there is no hardware.
+//! // SAFETY: the allocator's memory is zeroed and aligned to its size, which is a page or more.
+//! // Its addresses are exposed. There is no hardware.
 //! unsafe impl Platform for Heap {
 //!     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
 //!         // SAFETY: not of size 0.
@@ -74,7 +74,7 @@
 //! }
 //!
 //! let mmu = Mmu::<Ept4, _>::new(Heap)?;
-//! let mut vcpu = mmu.worker();
+//! let mut vcpu = mmu.try_worker()?;
 //!
 //! let fault = Fault { gfn: Gfn(0x80123), access: Access::READ_WRITE };
 //! let ticket = vcpu.ticket(); // Before the slot is looked up.

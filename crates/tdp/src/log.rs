@@ -1,38 +1,38 @@
-//! The interface to dirty logs: what guests did to pages.
+//! The interface to dirty logs: reports of what guests did to pages.
 
 use pageferry_addr::Gfn;
 
-/// Is told what the MMU learns about pages while it changes their entries: a dirty log, above all.
+/// Receives reports about pages from the MMU, above all for a dirty log.
 ///
-/// The MMU calls it after the entry has changed, and before the call that changed it returns. It
-/// must not call the MMU. If it panics, the tables and counts stay right, but it is not told the
-/// rest of that call.
+/// The MMU calls it after an entry has changed, and before the call that changed it returns. It
+/// must not call the MMU. If it panics, the tables and counts stay right, but it does not get the
+/// rest of that call's reports.
 ///
-/// A reader of the log misses nothing for good if it takes these steps in order, and copies the
-/// pages then:
+/// A reader of the log misses nothing for good if it takes these steps in order, and then copies
+/// the pages:
 ///
 /// | log by write protection | log by dirty bits |
 /// |---|---|
-/// | 1. take the bits | 1. [clean](crate::Worker::clear_dirty) the pages, which tells the log |
+/// | 1. take the bits | 1. [clean](crate::Worker::clear_dirty) the pages, which reports them |
 /// | 2. protect those pages | 2. flush |
 /// | 3. flush | 3. take the bits |
 ///
-/// A call that is still under way may have found a page dirty, or made it writable, also for other
-/// vCPUs, whose TLBs may hold it at once. The page is in the log when that call is over. So before
-/// the last reading, vCPUs stand still outside their faults, and zaps are over.
+/// A call in progress may have found a page dirty, or made it writable for all vCPUs, and not
+/// reported it yet. Other vCPUs' TLBs may hold that page at once. The page is in the log when that
+/// call is over. So before the last reading, vCPUs must stand still outside their faults, and zaps
+/// must be over.
 pub trait Log {
-    /// Whether the pages are logged at all. If so, no page larger than the smallest becomes
-    /// writable.
+    /// Whether the pages are logged at all. If so, only pages of the smallest size become writable.
     fn is_on(&self) -> bool {
         true
     }
 
-    /// The guest has stored to some of the `pages` pages from `gfn` on, or can do so unnoticed from
-    /// now on.
+    /// Reports that the guest has stored to some of the `pages` pages from `gfn` on, or can from
+    /// now on do so without a fault.
     fn dirtied(&self, gfn: Gfn, pages: u64);
 
-    /// The guest has used some of the `pages` pages from `gfn` on, and the entry that said so is
-    /// gone.
+    /// Reports that the guest has used some of the `pages` pages from `gfn` on. The entry that
+    /// recorded this is gone.
     fn accessed(&self, gfn: Gfn, pages: u64) {
         let _ = (gfn, pages);
     }

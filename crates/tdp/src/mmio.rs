@@ -1,31 +1,32 @@
-//! Markers of MMIO: the walk alone says that no slot holds a frame.
+//! MMIO markers: with them, the walk alone finds that no slot holds a frame.
 //!
-//! **Guarantee.** A marker is found only where nothing is mapped, and says under which generation
-//! of the slots it was made. A fault makes none if its [`Ticket`] is older than an invalidation of
+//! **Guarantee.** A marker exists only where nothing is mapped, and holds the slots' generation at
+//! which it was made. A fault makes no marker if its [`Ticket`] is older than an invalidation of
 //! the frame, or than [`Worker::forget_mmio`].
 //!
-//! **Mechanism.** As KVM's MMIO SPTEs. A marker is an entry of level 1 that is not present. So
-//! nothing counts it, and no TLB knows it. Code that puts a leaf in its place, or cuts its table
-//! off, treats it as an empty entry. Besides look-ups only zaps see it, and clear it. It is
-//! *current* if its generation is that of the slots now. So a change of slots has nothing to take
-//! back: all markers are stale then.
+//! **Mechanism.** As with KVM's MMIO SPTEs. A marker is an entry of level 1 that is not present. So
+//! nothing counts it, and no TLB caches it. Code that stores a leaf in its place, or cuts its table
+//! off, treats it as an empty entry. Besides look-ups only zaps read it, and clear it. It is
+//! *current* if its generation is the current one of the slots. So a change of slots makes all
+//! markers stale, and removes none.
 //!
 //! # When generations repeat
 //!
 //! A marker keeps the low
 //! [`MMIO_GENERATION_BITS`](crate::format::EntryLayout::MMIO_GENERATION_BITS) of its generation.
-//! One that was not replaced since would count again when those repeat. So [`Worker::forget_mmio`]
-//! has to be called in each generation for which [`must_forget_mmio`] holds, twice a round: after
-//! the slots have that generation, and before they get the next.
+//! When those bits repeat, an old marker would be current again. So a caller must call
+//! [`Worker::forget_mmio`] in each generation for which [`must_forget_mmio`] holds, which is twice
+//! a round. The call comes after the slots have that generation, and before they get the next.
 //!
-//! 1. It moves the invalidation sequence on, under the exclusive side.
+//! 1. The call moves the invalidation sequence on, under the exclusive side.
 //! 2. A fault that looked at the slots before makes its marker before that, or is refused.
 //! 3. A fault that took its ticket later has seen this generation.
-//! 4. Then it sweeps, and finds the markers of step 2. So markers of older generations are gone.
-//! 5. Those of this generation go half a round later, before they could count again.
+//! 4. Then the call sweeps, and finds the markers of step 2. So markers of older generations are
+//!    gone.
+//! 5. Markers of this generation go half a round later, before they could be current again.
 //!
-//! Once a round would not do: a marker of the generation of one call would count in that of the
-//! next, until the sweep comes by.
+//! Once a round would not suffice: a marker of the generation of one call would be current in the
+//! generation of the next call, until the sweep clears it.
 
 use crate::change::{Preserves, Seen, Session};
 use crate::fault::{Refused, see};
@@ -37,8 +38,8 @@ use crate::platform::Platform;
 use crate::worker::{Hold, Look, Then, Worker, all_frames, found};
 use pageferry_addr::Gfn;
 
-/// Whether a marker's generation, as [`Look::Mmio`] gives it, is `generation`, in the bits that
-/// markers keep.
+/// Whether `generation` equals the generation of a marker, as [`Look::Mmio`] gives it, in the bits
+/// that markers keep.
 ///
 /// ```
 /// use pageferry_tdp::format::{Ept4, EntryLayout};
@@ -54,7 +55,7 @@ pub const fn is_mmio_current<F: Format>(found: u64, generation: u64) -> bool {
     (found ^ generation) & ((1 << F::MMIO_GENERATION_BITS) - 1) == 0
 }
 
-/// Whether markers have to be [forgotten](Worker::forget_mmio) in `generation`, before the next
+/// Whether a caller must [forget](Worker::forget_mmio) markers in `generation`, before the next
 /// begins.
 ///
 /// ```
@@ -86,16 +87,15 @@ pub(crate) fn absent<F: Format>(value: u64) -> Look {
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Marks `gfn`, which no slot held in `generation`: for a fault that found this, under the
-    /// `ticket` that it took before. From then on [`look`](Self::look) says so. It replaces an
-    /// older marker.
+    /// Marks `gfn`: no slot held it in `generation`. A fault that found this calls it with the
+    /// `ticket` that it took before. From then on [`look`](Self::look) returns [`Look::Mmio`]
+    /// there. The marker replaces an older one.
     ///
-    /// Marking links tables as a fault of a 4 KiB page does. They stay until the range is zapped,
-    /// and keep large pages from being mapped there: zap the frames of a slot that comes and wants
-    /// those.
+    /// Like a fault of a 4 KiB page, marking links tables. They stay until the range is zapped, and
+    /// prevent large pages there. If a new slot wants large pages, zap its frames.
     ///
     /// # Errors
-    /// As [`fault`](Self::fault); [`Refused::Conflict`] where something is mapped.
+    /// As [`fault`](Self::fault). [`Refused::Conflict`] if something is mapped.
     ///
     /// # Panics
     /// If the format has no room for `gfn`.
@@ -108,15 +108,15 @@ impl<F: Format, P: Platform> Worker<F, P> {
             .unwrap_or(Err(Refused::Invalidated))
     }
 
-    /// Clears all markers of older generations than the slots have now, for good: no fault that is
-    /// under way makes one later. Returns how many it cleared. A caller that leaves it out where
-    /// [`must_forget_mmio`] demands it has markers that count when they should not. It holds the
-    /// exclusive side for a moment, then the shared one, in turns.
+    /// Clears all markers of generations before the slots' current one, and prevents faults in
+    /// progress from making more. Returns the number of cleared markers. If a caller omits this
+    /// call where [`must_forget_mmio`] demands it, stale markers become current again. It holds the
+    /// exclusive side briefly, then the shared side, in turns.
     pub fn forget_mmio(&mut self) -> u64 {
         {
             let mmu = &*self.mmu;
             let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
-            // All frames: a fault that looked up before makes no marker. What is mapped stays.
+            // All frames: a fault that looked up before makes no marker. Mapped pages stay.
             mmu.invalidations.moves_on(0..u64::MAX);
         }
         let mut cleared = 0;

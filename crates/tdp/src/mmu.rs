@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "owns the root and, when it is dropped, every table below it"
 )]
-//! The second stage of one VM: what all its workers share.
+//! The second stage of one VM: the state that all its workers share.
 
 use crate::batch::Unflushed;
 use crate::counts::{AllCounts, LEAF_LEVELS, OwnCounts, Stats};
@@ -22,17 +22,17 @@ use pageferry_epoch::{Domain, Guard, Limbo, OutOfMemory};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
-/// All work goes through a [`Worker`]: each vCPU has one, and each thread that maintains the
-/// tables. The workers share what is here: the root, the MMU lock, the sequence of invalidations,
-/// and the sums of what is mapped.
+/// All work goes through a [`Worker`]. Each vCPU has one, and each thread that maintains the
+/// tables. The workers share the state here: the root, the MMU lock, the sequence of invalidations,
+/// and the sums of the counts.
 ///
-/// The MMU lock is the pair of sides of an epoch [`Domain`]. Faults, and all else that changes
-/// single entries, hold the shared side, which writes a cache line of the worker's own.
-/// Invalidations and the swap of roots hold the exclusive side.
+/// The MMU lock is the shared and the exclusive side of an epoch [`Domain`]. Faults and all other
+/// changes of single entries hold the shared side. Taking it writes only a cache line of the
+/// worker. Invalidations and the swap of roots hold the exclusive side.
 pub struct Mmu<F: Format, P: Platform> {
     platform: P,
     domain: Arc<Domain>,
-    /// The frame of the current root. Replaced under the exclusive side only.
+    /// The frame of the current root, replaced under the exclusive side only.
     root: AtomicU64,
     pub(crate) invalidations: Invalidations,
     pub(crate) unflushed: Unflushed,
@@ -49,7 +49,7 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     ///
     /// # Panics
     /// If the platform's [`pointer`](Platform::pointer) of the root's [`frame`](Platform::frame) is
-    /// not the root. Every call that allocates a table checks that table likewise.
+    /// not the root. Every call that allocates a table checks the new table in the same way.
     pub fn new(platform: P) -> Result<Arc<Self>, OutOfTables> {
         const { assert!(F::NON_PRESENT == 0, "fresh tables are all 0") };
         let root = new_root::<F, P>(&platform)?;
@@ -85,21 +85,21 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         Worker::new(Arc::clone(self))
     }
 
-    /// The frame of the root, for the hardware. It changes when everything is zapped:
-    /// [`Flush::Roots`](crate::Flush::Roots) tells the platform.
+    /// The frame of the root, for the hardware. It changes when everything is zapped, and
+    /// [`Flush::Roots`](crate::Flush::Roots) then tells the platform.
     #[must_use]
     pub fn root(&self) -> Pfn {
         Pfn(self.root.load(Ordering::Acquire))
     }
 
-    /// Where it runs.
+    /// The platform.
     #[must_use]
     pub const fn platform(&self) -> &P {
         &self.platform
     }
 
-    /// What is mapped now. Exact while nothing changes; otherwise each part may miss changes in
-    /// flight.
+    /// The current counts. They are exact while nothing changes. Otherwise each part may miss
+    /// changes in flight.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let sum = self.counts.sum();
@@ -111,22 +111,22 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         }
     }
 
-    /// The frames that faults are refused for, since they are being invalidated: one range that
-    /// holds those of all invalidations in progress. It waits for other workers' calls, as all
-    /// exclusive work does, so callbacks must not call it.
+    /// The frames on which faults are refused because of invalidations: one range that covers all
+    /// invalidations in progress. The call waits for other workers' calls, like all exclusive work,
+    /// so callbacks must not make it.
     #[must_use]
     pub fn invalidating(&self) -> Option<GfnRange> {
         let _exclusive = self.domain.exclude(|| self.platform.relax());
         self.invalidations.current()
     }
 
-    /// Ends all invalidations in progress; returns how many. Dropping their
+    /// Ends all invalidations in progress and returns their number. Dropping their
     /// [`Invalidating`](crate::Invalidating) later does nothing.
     ///
     /// This is the way out after an `Invalidating` was forgotten ([`core::mem::forget`]): until
     /// then no fault maps anything in its range. [`Stats::invalidations`] and
-    /// [`invalidating`](Self::invalidating) show it. The caller sees to it that the host has
-    /// changed what it wanted to, in all of these ranges. Callbacks must not call it.
+    /// [`invalidating`](Self::invalidating) show the leak. The caller ensures that the host has
+    /// finished its changes in all of these ranges. Callbacks must not make this call.
     pub fn end_invalidations(&self) -> u64 {
         let _exclusive = self.domain.exclude(|| self.platform.relax());
         self.invalidations.end_all()
@@ -144,19 +144,19 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     }
 
     /// Puts another root in place and returns the old one. The caller holds the exclusive side, so
-    /// no worker changes entries, and what comes after it begins at the new root.
+    /// no worker changes entries, and later calls begin at the new root.
     pub(crate) fn swap_root(&self, new: Page) -> OldRoot {
         let new = new.frame(&self.platform).0;
         self.unflushed.open_root();
-        // Release: the entries of the new one. Acquire: the old one's history.
+        // Release: the entries of the new root. Acquire: the history of the old one.
         let old = Pfn(self.root.swap(new, Ordering::AcqRel));
-        // SAFETY: `root` was the one link to it, and is replaced.
+        // SAFETY: `root` was the one link to it, and now has another value.
         OldRoot(unsafe { Page::from_link(&self.platform, old, root_entries::<F>()) })
     }
 }
 
-/// The entries that a root has memory for: at least a page of them, as a frame number cannot say
-/// where in its page a smaller root begins. Those beyond the format's are never used.
+/// The number of entries that a root has memory for. It is at least a page of them: a frame number
+/// cannot say where in its page a smaller root begins. Entries beyond the format's are never used.
 fn root_entries<F: Format>() -> usize {
     let page = if cfg!(any(loom, shuttle)) {
         1
@@ -171,7 +171,7 @@ pub(crate) fn new_root<F: Format, P: Platform>(platform: &P) -> Result<Page, Out
     Page::new::<F, P>(platform, root_entries::<F>()).ok_or(OutOfTables)
 }
 
-/// A tree whose root was replaced; vCPUs and guards may still use it.
+/// A tree whose root was replaced. vCPUs and guards may still use it.
 pub(crate) struct OldRoot(Page);
 
 impl OldRoot {
@@ -200,7 +200,7 @@ impl OldRoot {
             counts,
             tally: Tally::default(),
         };
-        // SAFETY: the root was replaced; then vCPUs were made to leave it, then guards.
+        // SAFETY: the root was replaced, then vCPUs left it, then guards.
         let tree =
             unsafe { Dismantling::<F, P>::new(&mmu.platform, root, F::LEVELS, 0, &mut gone.tally) };
         tree.free(&mut leaf);
@@ -208,7 +208,7 @@ impl OldRoot {
     }
 }
 
-/// What a tree held.
+/// The contents of a tree, counted.
 #[derive(Default)]
 struct Tally {
     leaves: [i64; LEAF_LEVELS],
@@ -225,7 +225,7 @@ impl Tally {
     }
 }
 
-/// Takes what a tree held from the counts when it is dropped, also by a panic of the log.
+/// Takes the contents of a tree from the counts when it is dropped, so also if the log panics.
 struct Gone<'c> {
     counts: &'c mut OwnCounts,
     tally: Tally,
@@ -240,14 +240,14 @@ impl Drop for Gone<'_> {
     }
 }
 
-/// A table that nobody else can reach. Dropping it frees it and all below, also by a panic of the
-/// log.
+/// A table that nobody else can reach. Dropping it frees it and all tables below, so also if the
+/// log panics.
 struct Dismantling<'t, F: Format, P: Platform> {
     platform: &'t P,
     page: ManuallyDrop<Page>,
     level: u32,
     first: u64,
-    /// How many entries were visited.
+    /// The number of entries that were visited.
     visited: usize,
     tally: &'t mut Tally,
     format: PhantomData<F>,
@@ -255,8 +255,8 @@ struct Dismantling<'t, F: Format, P: Platform> {
 
 impl<'t, F: Format, P: Platform> Dismantling<'t, F, P> {
     /// # Safety
-    /// `page` is a table of `level` whose link is gone, and its first entry is for frame `first`.
-    /// No guard and no hardware can reach it, or what is below.
+    /// `page` is a table of `level` whose link was removed, and its first entry is for frame
+    /// `first`. No guard and no hardware can reach it, nor the tables below.
     unsafe fn new(
         platform: &'t P,
         page: Page,
@@ -275,7 +275,7 @@ impl<'t, F: Format, P: Platform> Dismantling<'t, F, P> {
         }
     }
 
-    /// Frees it, and calls `leaf` with the value, the level and the first frame of each leaf.
+    /// Frees it. Calls `leaf` with the value, the level and the first frame of each leaf.
     fn free(mut self, leaf: &mut impl FnMut(u64, u32, Gfn)) {
         self.visit_rest(leaf);
     }
@@ -293,8 +293,8 @@ impl<'t, F: Format, P: Platform> Dismantling<'t, F, P> {
             } else if F::is_table(value, level) {
                 self.tally.tables += 1;
                 let (platform, pfn) = (self.platform, F::table_pfn(value));
-                // SAFETY: the one link to that table, and `new`'s caller promises that nobody
-                // follows it again.
+                // SAFETY: this was the one link to that table, and `new`'s caller promises that
+                // nobody follows it again.
                 let below = unsafe { Page::from_link(platform, pfn, F::entries(level - 1)) };
                 // SAFETY: as `new`'s caller promises.
                 let below = unsafe {
@@ -308,9 +308,9 @@ impl<'t, F: Format, P: Platform> Dismantling<'t, F, P> {
 
 impl<F: Format, P: Platform> Drop for Dismantling<'_, F, P> {
     fn drop(&mut self) {
-        // Nothing, unless the log has panicked.
+        // Does nothing unless the log has panicked.
         self.visit_rest(&mut |_, _, _| ());
-        // SAFETY: taken once, as this is dropped once; the rest as `new`'s caller promises.
+        // SAFETY: taken once, as `drop` runs once; the rest as `new`'s caller promises.
         unsafe { ManuallyDrop::take(&mut self.page).free(self.platform) };
     }
 }
@@ -319,9 +319,10 @@ impl<F: Format, P: Platform> Drop for Mmu<F, P> {
     fn drop(&mut self) {
         let entries = root_entries::<F>();
         let mut tally = Tally::default();
-        // SAFETY: the root's one link is this field, which goes.
+        // SAFETY: this field is the one link to the root, and is dropped.
         let root = unsafe { Page::from_link(&self.platform, self.root(), entries) };
-        // SAFETY: each worker holds the MMU, so there is none and no guard; vCPUs by `Platform`, 4.
+        // SAFETY: each worker holds the MMU, so there is no worker and no guard. For vCPUs:
+        // `Platform`, 4.
         let tree =
             unsafe { Dismantling::<F, P>::new(&self.platform, root, F::LEVELS, 0, &mut tally) };
         drop(tree);

@@ -2,16 +2,16 @@
     unsafe_code,
     reason = "an entry holds the frame of the next table, and following it is a dereference"
 )]
-//! Table memory: pages that are owned, and tables that are reached.
+//! Table memory: pages that are owned, and tables that a walk has reached.
 //!
-//! **Guarantee.** A [`Table`] that was reached under a guard stays readable and writable as long as
-//! the guard is held, even if it is cut off meanwhile.
+//! **Guarantee.** A [`Table`] that was reached under a guard stays readable and writable until the
+//! guard ends, even if it is cut off meanwhile.
 //!
 //! **Mechanism.**
 //!
-//! 1. [`Table::step`] follows what it has itself loaded, with acquire order, from an entry of a
-//!    table that was reached under the same guard.
-//! 2. The one function in `change.rs` makes links, from pages of this platform.
+//! 1. [`Table::step`] follows a link that it has loaded itself, with acquire order, from a table
+//!    that was reached under the same guard.
+//! 2. The one function in `change.rs` makes links, to pages of this platform.
 //! 3. A page that was cut off is freed after a flush and a grace period
 //!    ([`Batch`](crate::batch::Batch)).
 //! 4. So a link that was seen under a guard leads to memory that is not freed before the guard
@@ -27,7 +27,7 @@ use core::slice;
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_epoch::Guard;
 
-/// Memory of one table, owned. [`Page::free`] frees it; a mere drop loses it.
+/// The memory of one table, owned. [`Page::free`] frees it. Dropping it leaks the memory.
 #[derive(Debug)]
 pub(crate) struct Page {
     table: NonNull<Entry>,
@@ -38,11 +38,10 @@ pub(crate) struct Page {
 unsafe impl Send for Page {}
 
 impl Page {
-    /// From the platform, all entries not present.
+    /// Allocates from the platform. All entries are not present.
     ///
     /// # Panics
-    /// If an entry that points to the table would lead elsewhere: to memory that is not the
-    /// table's.
+    /// If an entry that points to the table would lead to memory other than the table.
     pub(crate) fn new<F: Format, P: Platform>(platform: &P, entries: usize) -> Option<Self> {
         let table = platform.allocate_table(entries)?;
         let frame = platform.frame(table);
@@ -61,32 +60,32 @@ impl Page {
         Some(Self { table, entries })
     }
 
-    /// Gives the memory back.
+    /// Returns the memory to the platform.
     ///
     /// # Safety
     /// Neither the hardware nor a guard can reach the memory.
     pub(crate) unsafe fn free<P: Platform>(self, platform: &P) {
-        // SAFETY: from `allocate_table` with `entries`, in `new` or before `from_link` took it
-        // over; the caller vouches for the rest.
+        // SAFETY: `new`, or the owner before `from_link`, got it from `allocate_table` with
+        // `entries`. The caller vouches for the rest.
         unsafe { platform.free_table(self.table, self.entries) };
     }
 
-    /// The page that the table `pfn`, with as many `entries`, is in.
+    /// The page of the table in frame `pfn`, which was allocated with `entries`.
     ///
     /// # Safety
-    /// `pfn` is from the link that held the table, which has been removed by the caller, once.
+    /// `pfn` is from the one link to the table, and the caller has removed that link, once.
     pub(crate) unsafe fn from_link<P: Platform>(platform: &P, pfn: Pfn, entries: usize) -> Self {
         let table = platform.pointer(pfn);
         Self { table, entries }
     }
 
-    /// What to link.
+    /// The frame for a link to this table.
     pub(crate) fn frame<P: Platform>(&self, platform: &P) -> Pfn {
         platform.frame(self.table)
     }
 
-    /// The entries, to be filled before the page is linked, or read when no other thread can reach
-    /// it.
+    /// The entries. The owner fills them before the page is linked, or reads them when no other
+    /// thread can reach it.
     pub(crate) const fn entries(&self) -> &[Entry] {
         // SAFETY: valid for `entries` by `Platform`, 1, as long as `self` holds the memory; all are
         // atomics.
@@ -94,10 +93,11 @@ impl Page {
     }
 }
 
-/// Pages for tables to come, of one size: filled while nothing is locked, used under the lock.
+/// Empty tables of one size for later use. The worker fills the cache while it holds nothing, and
+/// uses it under the lock.
 #[derive(Debug)]
 pub(crate) struct Cache {
-    /// All empty tables, but the last may be [filled](Self::filled).
+    /// All are empty tables, except that the last may be [filled](Self::filled).
     pages: Vec<Page>,
     /// Whether the last page was handed out to be filled, and may not be empty.
     filled: bool,
@@ -111,7 +111,7 @@ impl Cache {
         }
     }
 
-    /// Makes sure that there are `count` pages.
+    /// Ensures that there are `count` pages.
     #[inline]
     pub(crate) fn fill<F: Format, P: Platform>(
         &mut self,
@@ -144,13 +144,13 @@ impl Cache {
         self.pages.pop()
     }
 
-    /// Puts an empty page back that was not linked.
+    /// Puts back an empty page that was not linked.
     pub(crate) fn put_back(&mut self, page: Page) {
         self.wipe();
         self.pages.push(page);
     }
 
-    /// A page to be filled before it is linked. It stays here until
+    /// A page for the caller to fill before it links it. It stays here until
     /// [`take_filled`](Self::take_filled), so that a panic does not lose it.
     pub(crate) fn page_to_fill(&mut self) -> Option<&Page> {
         self.filled = true;
@@ -195,7 +195,7 @@ pub(crate) struct Table<'g, F> {
     format: PhantomData<F>,
 }
 
-// By hand, since derived ones would ask for `F: Copy`.
+// By hand, since derived implementations would require `F: Copy`.
 impl<F> Clone for Table<'_, F> {
     fn clone(&self) -> Self {
         *self
@@ -204,7 +204,7 @@ impl<F> Clone for Table<'_, F> {
 
 impl<F> Copy for Table<'_, F> {}
 
-/// What [`Table::step`] found.
+/// The result of [`Table::step`].
 pub(crate) enum Step<'g, F> {
     /// A table one level down.
     Down(Table<'g, F>),
@@ -213,14 +213,13 @@ pub(crate) enum Step<'g, F> {
 }
 
 impl<'g, F: Format> Table<'g, F> {
-    /// The root whose frame is `root`.
+    /// The root in frame `root`.
     ///
     /// # Safety
-    /// `root` was loaded, with acquire order, from where the MMU keeps its current root, under
-    /// `guard`.
+    /// The caller loaded `root` under `guard`, with acquire order, from the MMU's current root.
     pub(crate) unsafe fn root<P: Platform>(_: &'g Guard<'_>, platform: &P, root: Pfn) -> Self {
         let table = platform.pointer(root);
-        // SAFETY: a root is freed after it was replaced, a flush and a grace period, so not under
+        // SAFETY: a root is freed after its replacement, a flush and a grace period, so not under
         // the guard.
         let entries = unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(F::LEVELS)) };
         Self {
@@ -241,20 +240,20 @@ impl<'g, F: Format> Table<'g, F> {
         &self.entries[F::index(gfn, self.level)]
     }
 
-    /// The entries from `index` on, `count` at most.
+    /// The entries from `index` on, at most `count`.
     #[inline(always)]
     pub(crate) fn entries_from(self, index: usize, count: usize) -> &'g [Entry] {
         let end = self.entries.len().min(index + count);
         &self.entries[index..end]
     }
 
-    /// Goes down from here to the entry for `gfn` that is no link; gives the table it stands in,
+    /// Goes down from here to the entry for `gfn` that is no link. Returns the table it stands in,
     /// and its value.
     #[inline(always)]
     pub(crate) fn descend<P: Platform>(self, platform: &P, gfn: Gfn) -> (Self, u64) {
         let mut table = self;
-        // At most as many turns as there are links. The compiler knows the level of each if it
-        // begins at the root.
+        // Each iteration follows one link. The compiler knows the level of each if the walk begins
+        // at the root.
         for _ in 1..F::LEVELS {
             match table.step(platform, gfn) {
                 Step::Down(below) => table = below,
@@ -264,10 +263,10 @@ impl<'g, F: Format> Table<'g, F> {
         (table, table.entry(gfn).load(Ordering::Acquire))
     }
 
-    /// Looks at the entry for `gfn`, and goes down where it is a link.
+    /// Reads the entry for `gfn`, and follows it if it is a link.
     #[inline]
     pub(crate) fn step<P: Platform>(self, platform: &P, gfn: Gfn) -> Step<'g, F> {
-        // Acquire: the table's entries as they were filled, and what was mapped before it was.
+        // Acquire: the contents of the table, and the history of the entry.
         let value = self.entry(gfn).load(Ordering::Acquire);
         if !F::is_table(value, self.level) {
             return Step::Entry(value);

@@ -1,4 +1,4 @@
-//! Taking permissions and state from leaves: write protection, dirty bits, age.
+//! Calls that take permissions and state from leaves: write protection, dirty bits, age.
 
 use crate::change::{Preserves, Seen, Session};
 use crate::format::{Format, Writes};
@@ -8,36 +8,36 @@ use crate::worker::{Hold, Then, Worker};
 use pageferry_addr::{Gfn, GfnRange};
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Takes the permission to store from all leaves of `range`, and flushes. Returns how many
-    /// frames had it. It holds the shared side, in turns.
+    /// Takes the permission to store from all leaves of `range`, and flushes. Returns the number of
+    /// frames that had it. It holds the shared side, in turns.
     ///
     /// If hardware sets dirty bits, a leaf that loses the permission loses its dirty bit too, and
-    /// `log` is told.
+    /// `log` hears of it.
     ///
-    /// A caller that starts a log makes sure that no fault is under way that looked at the slot
+    /// A caller that starts a log ensures that no fault is in progress that looked at the slot
     /// before it was logged.
     pub fn write_protect<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, F::write_protect, F::is_writable)
     }
 
-    /// [`write_protect`](Self::write_protect) for those of the 64 frames from `base` whose bit is
-    /// set in `mask` (bit 0 is `base`): for a word of a log. Many words are best done inside
-    /// [`deferred`](Self::deferred). A large page is protected as a whole. `base` needs no
+    /// Does [`write_protect`](Self::write_protect) for one word of a log: the frames among the 64
+    /// from `base` whose bit is set in `mask` (bit 0 is `base`). For many words, make the calls
+    /// inside [`deferred`](Self::deferred). A large page is protected as a whole. `base` needs no
     /// alignment.
     pub fn write_protect_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         self.protect_mask(base, mask, log, F::write_protect, F::is_writable)
     }
 
-    /// Tells `log` which leaves of `range` are dirty, makes them clean, and flushes. Returns how
-    /// many frames were dirty. It holds the shared side, in turns.
+    /// Reports the dirty leaves of `range` to `log`, makes them clean, and flushes. Returns the
+    /// number of dirty frames. It holds the shared side, in turns.
     ///
     /// This reads a log by dirty bits. Leaves that are dirty exactly while they are writable lose
-    /// the permission to store; the log was told when they got it.
+    /// the permission to store. The log heard of them when they got it.
     pub fn clear_dirty<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, F::clear_dirty, F::is_dirty)
     }
 
-    /// [`clear_dirty`](Self::clear_dirty) for the frames of a mask, as
+    /// Does [`clear_dirty`](Self::clear_dirty) for the frames of a mask, as in
     /// [`write_protect_mask`](Self::write_protect_mask).
     pub fn clear_dirty_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         self.protect_mask(base, mask, log, F::clear_dirty, F::is_dirty)
@@ -46,21 +46,21 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// Makes the next store to each leaf of `range` fault, and flushes: the start of a log by write
     /// protection.
     ///
-    /// Leaves whose class is [`Writes::Allowed`] get [`Writes::AllowedLoggedByFault`]. All lose the
-    /// permission to store, and the dirty bits that hardware set; `log` is told of those. Returns
-    /// how many frames have changed. It holds the shared side, in turns.
+    /// Leaves of class [`Writes::Allowed`] get [`Writes::AllowedLoggedByFault`]. All lose the
+    /// permission to store and the dirty bits that hardware set, and `log` hears of those. Returns
+    /// the number of frames that have changed. It holds the shared side, in turns.
     pub fn log_by_fault<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(range, u64::MAX, log, by_fault::<F>, is_unlogged::<F>)
     }
 
-    /// [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as
+    /// Does [`log_by_fault`](Self::log_by_fault) for the frames of a mask, as in
     /// [`write_protect_mask`](Self::write_protect_mask).
     pub fn log_by_fault_mask<L: Log>(&mut self, base: Gfn, mask: u64, log: &L) -> u64 {
         self.protect_mask(base, mask, log, by_fault::<F>, is_unlogged::<F>)
     }
 
-    /// Undoes the class that [`log_by_fault`](Self::log_by_fault) gave; permissions come back by
-    /// faults. Returns how many frames had it. It holds the shared side, in turns.
+    /// Takes back the class that [`log_by_fault`](Self::log_by_fault) gave. Faults restore the
+    /// permissions. Returns the number of frames of that class. It holds the shared side, in turns.
     pub fn unlog<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         self.protect(
             range,
@@ -71,11 +71,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
         )
     }
 
-    /// Gives all leaves of `range` another class of [`Writes`], and flushes. Returns how many
-    /// frames were of another class. It holds the shared side, in turns.
+    /// Gives all leaves of `range` another class of [`Writes`], and flushes. Returns the number of
+    /// frames that were of another class. It holds the shared side, in turns.
     ///
-    /// [`Writes::MmuForbids`] is for a tracker: every store faults until the class is changed back,
-    /// or a fault's target has another.
+    /// [`Writes::MmuForbids`] is for a tracker: every store faults until a call or a fault's target
+    /// changes the class.
     pub fn set_writes<L: Log>(&mut self, range: GfnRange, writes: Writes, log: &L) -> u64 {
         self.protect(
             range,
@@ -86,9 +86,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
         )
     }
 
-    /// Returns how many frames of `range` are mapped by a leaf that was used. With `clear`, these
-    /// leaves count as unused from then on. It takes no lock and flushes nothing: uses through a
-    /// translation that a TLB still has are not seen.
+    /// Returns the number of frames of `range` whose leaf was used. With `clear`, these leaves
+    /// count as unused from then on. It takes no lock and flushes nothing, so it misses uses
+    /// through a translation that a TLB still has.
     pub fn age<L: Log>(&mut self, range: GfnRange, clear: bool, log: &L) -> u64 {
         let mut young = 0;
         let swept = self.sweep(range, 1, Hold::Guard, log, |session, seen| {
@@ -109,7 +109,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         young
     }
 
-    /// [`protect`](Self::protect) for the frames that `mask` names, `base` being bit 0.
+    /// Does [`protect`](Self::protect) for the frames in `mask`, whose bit 0 is `base`.
     fn protect_mask<L: Log>(
         &mut self,
         base: Gfn,
@@ -125,7 +125,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 
     /// Changes the leaves of `range` for which `applies` holds and whose frame's bit is set in
-    /// `mask`, and flushes. A `mask` of all ones means all frames.
+    /// `mask`, and flushes. A `mask` of all ones stands for all frames.
     fn protect<L: Log>(
         &mut self,
         range: GfnRange,
@@ -155,7 +155,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 }
 
-/// The leaf write-protected, of the class that is logged by faults if it may be stored to at all.
+/// The leaf without permission to store. If its class allows stores, it gets the class that is
+/// logged by faults.
 fn by_fault<F: Format>(leaf: u64) -> u64 {
     let leaf = F::write_protect(leaf);
     if F::mmu_writable(leaf) {
@@ -165,7 +166,7 @@ fn by_fault<F: Format>(leaf: u64) -> u64 {
     }
 }
 
-/// Whether a store to the leaf goes unnoticed, now or after the fast path has made the leaf
+/// Whether a store to the leaf would be missed, now or after the fast path has made the leaf
 /// writable.
 fn is_unlogged<F: Format>(leaf: u64) -> bool {
     F::is_writable(leaf) || F::writes(leaf) == Writes::Allowed
@@ -185,8 +186,8 @@ fn change_leaf<F: Format, P: Platform, L: Log>(
     Then::On
 }
 
-/// Whether one of the frames of `seen` has its bit set. `mask` counts from the range's start; all
-/// ones means all.
+/// Whether one of the frames of `seen` has its bit set. Bit 0 of `mask` is the range's first frame.
+/// All ones stand for all frames.
 #[inline]
 fn is_marked<F: Format>(range: GfnRange, mask: u64, seen: &Seen<'_>) -> bool {
     if mask == u64::MAX {
@@ -198,7 +199,7 @@ fn is_marked<F: Format>(range: GfnRange, mask: u64, seen: &Seen<'_>) -> bool {
     from < 64 && (mask & below_end) >> from != 0
 }
 
-/// From the first frame that `mask` names to the last.
+/// The range from the first frame in `mask` to the last.
 fn mask_range(base: Gfn, mask: u64) -> Option<GfnRange> {
     if mask == 0 {
         return None;

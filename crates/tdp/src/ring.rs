@@ -1,40 +1,39 @@
-//! The dirty ring of one vCPU: which pages has it dirtied since they were protected last?
+//! The dirty ring of one vCPU: which pages has it dirtied since their last protection?
 //!
-//! **Guarantee.** Every page that is pushed is harvested once, in the order of the pushes, and then
-//! handed to a reset once (again if a panic interrupted the reset). A push fails only if as many
-//! pages as there are entries were not reset. No thread waits for another. While the ring is less
-//! than [soft-full](Producer::is_soft_full), a push reads no line that another thread writes,
-//! except for the entries.
+//! **Guarantee.** Every pushed page is harvested once, in the order of the pushes, and then handed
+//! to a reset once (again if a panic interrupted the reset). A push fails only if no entry is
+//! empty: as many pages as there are entries were pushed and not reset. No thread waits for
+//! another. Until the ring is [soft-full](Producer::is_soft_full), a push reads no line that
+//! another thread writes, except for the entries.
 //!
 //! **Mechanism.** That of KVM (`Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING`;
 //! `virt/kvm/dirty_ring.c`): a fixed power of two of entries with the layout of `struct
 //! kvm_dirty_gfn`. The [`Producer`] makes an entry dirty, the [`Harvester`] harvested, and the
 //! [`Resetter`] empty again, always in the order of the ring. There is one value of each type, and
-//! each serves one thread at a time. Where KVM has its lock of the slots, the owner of the resetter
-//! has a lock.
+//! each serves one thread at a time. KVM holds its slots lock during a reset. Here the resetter's
+//! owner has a lock.
 //!
 //! # Orderings
 //!
-//! An entry has one owner at a time, and what the last one did happens before what the next one
-//! does:
-//! - (p) the producer fills the entry and then stores *dirty*, release; the harvester loads that,
-//!   acquire;
-//! - (h) the harvester reads the entry and then stores *harvested*, release; the resetter loads
-//!   that, acquire;
-//! - (z) the resetter reads the entry, has the page protected, stores *empty*, and then stores the
-//!   count of what was reset, release; the producer loads that, acquire, before it takes the entry
-//!   again. So it needs no look at the flags.
+//! An entry has one owner at a time. The actions of each owner happen before those of the next:
+//! - (p) The producer fills the entry and then stores *dirty*, release. The harvester loads that,
+//!   acquire.
+//! - (h) The harvester reads the entry and then stores *harvested*, release. The resetter loads
+//!   that, acquire.
+//! - (z) The resetter reads the entry, has the page protected, and stores *empty*. Then it stores
+//!   the count of reset entries, release. The producer loads that count, acquire, before it takes
+//!   the entry again. So it does not read the flags.
 //!
 //! # What keeps the log complete
 //!
 //! 1. A vCPU pushes a page after its entry in the second-stage tables became writable, and before a
 //!    TLB can hold that entry.
-//! 2. The thread that copies pages harvests them, resets, flushes the TLBs of all vCPUs, and copies
-//!    them then.
-//! 3. A store that the copy misses finds the page protected, and is pushed again.
+//! 2. The thread that copies pages harvests them, resets, flushes the TLBs of all vCPUs, and then
+//!    copies them.
+//! 3. A store that the copy misses finds the page protected, so its vCPU pushes the page again.
 //!
-//! A page that another thread finds dirty (by a dirty bit that a zap meets, say) does not fit the
-//! ring of one producer. It goes into a bitmap, as with `KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`.
+//! A page that another thread finds dirty (for example a zap that meets a dirty bit) does not fit
+//! the ring of one producer. It goes into a bitmap, as with `KVM_CAP_DIRTY_LOG_RING_WITH_BITMAP`.
 //!
 //! **Neighbours.** None: this module knows slots and offsets as numbers.
 //!
@@ -48,7 +47,7 @@
 //! assert!(!producer.is_soft_full());
 //! assert_eq!(harvester.harvest(), Some(DirtyPage { slot: 1, offset: 10 }));
 //! while harvester.harvest().is_some() {}
-//! // Protect what was harvested, then flush, then copy it.
+//! // Protect the harvested pages, then flush, then copy them.
 //! let pages = resetter.reset(|slot, base, mask| assert_eq!((slot, base, mask), (1, 10, 0b1011)));
 //! assert_eq!(pages, 3);
 //! # Ok::<(), ring::BadRing>(())
@@ -62,9 +61,9 @@ use core::cell::Cell;
 /// The most entries that a ring can have, as with KVM (`KVM_DIRTY_RING_MAX_ENTRIES`).
 pub const MAX_ENTRIES: u32 = 65_536;
 
-/// The reserve that KVM keeps for what a vCPU may dirty on its way out
-/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). A vCPU that pushes a huge page as small ones, or the contents
-/// of a hardware log, at once needs as many more.
+/// The reserve that KVM keeps for the pages that a vCPU may dirty on its way out
+/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). A vCPU that pushes a huge page as small ones, or a hardware
+/// log, needs that many more.
 pub const RESERVED_ENTRIES: u32 = 64;
 
 /// The flags of an entry, as in `struct kvm_dirty_gfn`.
@@ -77,25 +76,25 @@ const HARVESTED: u32 = 2;
 /// A page that a vCPU has dirtied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DirtyPage {
-    /// The memory slot, with the address space in the upper 16 bits: as the producer and its user
+    /// The memory slot, with the address space in the upper 16 bits, as the producer and its user
     /// agree.
     pub slot: u32,
     /// The page's number within the slot.
     pub offset: u64,
 }
 
-/// Why a ring cannot be made.
+/// The reason why a ring cannot be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRing {
-    /// The number of entries.
-    #[error("a dirty ring has 2 to {MAX_ENTRIES} entries, a power of two, and not {0}")]
+    /// The number of entries is not allowed.
+    #[error("a dirty ring cannot have {0} entries: expected a power of two from 2 to {MAX_ENTRIES}")]
     Entries(u32),
     /// The reserve leaves no entry.
-    #[error("a dirty ring of {entries} entries has a reserve of less than that, and not {reserve}")]
+    #[error("the reserve of {reserve} entries leaves none: the dirty ring has {entries} entries")]
     Reserve {
-        /// How many entries there were to be.
+        /// The requested number of entries.
         entries: u32,
-        /// The reserve.
+        /// The requested reserve.
         reserve: u32,
     },
 }
@@ -104,7 +103,7 @@ pub enum BadRing {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the dirty ring is full: none of its {entries} pages was reset")]
 pub struct Full {
-    /// How many entries the ring has.
+    /// The number of entries of the ring.
     pub entries: u32,
 }
 
@@ -132,11 +131,11 @@ impl Entry {
 #[derive(Debug)]
 struct Ring {
     entries: Box<[Entry]>,
-    /// How many entries were reset so far, from [`Ring::first`] on; it wraps.
+    /// The number of entries that were reset so far, from [`Ring::first`] on. It wraps.
     reset: Apart,
 }
 
-/// In a cache line of its own, since producers read what is beside it.
+/// A count in its own cache line, since producers read the neighbouring fields.
 #[derive(Debug)]
 #[repr(align(64))]
 struct Apart(AtomicU32);
@@ -146,8 +145,7 @@ impl Ring {
         self.entries.len() as u32
     }
 
-    /// Where counts begin: a lap before they wrap, so that every ring which is used shows that it
-    /// can.
+    /// The start of all counts: one lap before they wrap, so that every ring in use tests the wrap.
     const fn first(entries: u32) -> u32 {
         0_u32.wrapping_sub(entries)
     }
@@ -157,8 +155,8 @@ impl Ring {
     }
 }
 
-/// A ring of `entries`, of which `reserve` are kept for the pushes of a vCPU that has yet to notice
-/// that the ring is soft-full. It takes 16 bytes an entry.
+/// Makes a ring of `entries`. It keeps `reserve` of them for the pushes of a vCPU that has yet to
+/// notice that the ring is soft-full. It takes 16 bytes an entry.
 ///
 /// # Errors
 /// If `entries` is not a power of two from 2 to [`MAX_ENTRIES`], or `reserve` is not less.
@@ -199,15 +197,15 @@ pub struct Producer {
     ring: Arc<Ring>,
     soft_limit: u32,
     pushed: Cell<u32>,
-    /// What `Ring::reset` was when the producer looked last: it may be more now.
+    /// The value of `Ring::reset` that the producer read last. The current one may be higher.
     reset: Cell<u32>,
 }
 
 impl Producer {
-    /// Says that `page` is dirty. Allocates nothing and never waits.
+    /// Pushes `page` as dirty. Allocates nothing and never waits.
     ///
     /// # Errors
-    /// If all entries are taken, the reserve included. The page is not in the ring then, so the
+    /// If all entries are taken, including the reserve. The page is then not in the ring, so the
     /// guest must not get to write it unnoticed.
     #[inline]
     pub fn push(&self, page: DirtyPage) -> Result<(), Full> {
@@ -224,7 +222,7 @@ impl Producer {
         Ok(())
     }
 
-    /// Whether only the reserve is left: the vCPU then leaves the guest, as by
+    /// Whether only the reserve is left. The vCPU then leaves the guest, as with
     /// `KVM_EXIT_DIRTY_RING_FULL`, and does not enter it before pages were harvested and reset.
     #[inline]
     #[must_use]
@@ -252,13 +250,13 @@ pub struct Harvester {
 }
 
 impl Harvester {
-    /// The next page that was pushed, if there is one. Its entry is not used again before a
-    /// [reset](Resetter::reset), and its contents are not to be copied before that and a flush.
+    /// The next pushed page, if there is one. The producer does not reuse its entry before a
+    /// [reset](Resetter::reset). Copy the page only after that reset and a flush.
     #[inline]
     pub fn harvest(&mut self) -> Option<DirtyPage> {
         let entry = self.ring.entry(self.harvested);
-        // Acquire: what is in the entry. Anything but dirty is empty, or harvested a lap ago and
-        // not reset. (p)
+        // Acquire: the contents of the entry. Any other flag means empty, or harvested a lap ago
+        // and not reset. (p)
         if entry.flags.load(Ordering::Acquire) != DIRTY {
             return None;
         }
@@ -277,22 +275,22 @@ pub struct Resetter {
 }
 
 impl Resetter {
-    /// Empties the entries that were harvested, at most one lap of them; gives how many.
+    /// Empties the harvested entries, at most one lap of them, and returns their number.
     ///
     /// Before it empties entries it calls `protect` with their slot, the offset of a page in it,
-    /// and a mask: bit `i` is the page at that offset plus `i`, and bit 0 is set. Entries that
-    /// follow each other share a call where they fit into 64 pages. `protect` takes the permission
-    /// to store, or the dirty bit, from those pages, so that the next store is pushed again; the
-    /// caller flushes TLBs afterwards, where the result is not 0.
+    /// and a mask. Bit `i` stands for the page at that offset plus `i`, and bit 0 is set.
+    /// Consecutive entries within 64 pages share a call. `protect` takes the permission to store,
+    /// or the dirty bit, from those pages, so that the next store pushes them again. If the result
+    /// is not 0, the caller flushes TLBs afterwards.
     ///
-    /// Where `protect` panics, its entries stay harvested, and the next reset hands them out again.
+    /// If `protect` panics, its entries stay harvested, and the next reset hands them out again.
     pub fn reset(&mut self, mut protect: impl FnMut(u32, u64, u64)) -> u32 {
         let first = self.reset;
         let mut batch: Option<Batch> = None;
         let mut next = first;
         while next.wrapping_sub(first) < self.ring.len() {
             let entry = self.ring.entry(next);
-            // Acquire: what is in the entry. (h)
+            // Acquire: the contents of the entry. (h)
             if entry.flags.load(Ordering::Acquire) & HARVESTED == 0 {
                 break;
             }
@@ -329,7 +327,7 @@ impl Resetter {
 struct Batch {
     slot: u32,
     base: u64,
-    /// Bit 0 is the page at `base`, and is set.
+    /// Bit 0 stands for the page at `base`, and is set.
     mask: u64,
 }
 
@@ -342,7 +340,7 @@ impl Batch {
         }
     }
 
-    /// The batch and `page`, which may come before all others, where that fits.
+    /// The batch with `page` added, or `None` if it does not fit. The page may precede all others.
     fn with(self, page: DirtyPage) -> Option<Self> {
         if page.slot != self.slot {
             return None;

@@ -1,17 +1,18 @@
-//! Pages change their size: large ones are split, and small ones become large again, in place.
+//! Changes of page size in place: large pages are split, and small pages become large again.
 //!
-//! **Guarantee.** A guest that uses the pages meanwhile notices at most a spurious fault. No dirty
+//! **Guarantee.** A guest that uses the pages meanwhile sees at most a spurious fault. No dirty
 //! state is lost.
 //!
-//! **Mechanism.** *Split*: a table is filled aside with the translations that the large leaf stands
-//! for, and linked in its place by one compare-exchange. The exchange fails if hardware has set a
-//! bit of the leaf meanwhile. Old and new translate the same, so nothing is flushed.
+//! **Mechanism.** *Split*: the worker fills an unlinked table with the translations of the large
+//! leaf. One compare-exchange links it in place of the leaf. The exchange fails if hardware has set
+//! a bit of the leaf meanwhile. Old and new translate the same, so nothing is flushed.
 //!
-//! *Recovery*: one compare-exchange replaces the link by a large leaf. Then the table's entries are
-//! frozen, which collects what hardware has set in them, and the table waits for the flush.
+//! *Recovery*: one compare-exchange replaces the link by a large leaf. Then the worker freezes the
+//! table's entries, which collects the bits that hardware has set in them. The table waits for the
+//! flush.
 //!
-//! Formats with break-before-make get it: the entry is frozen, flushed, and then set. If the flush
-//! panics, the old value comes back.
+//! In a format with break-before-make, the worker freezes the entry, flushes, and then stores the
+//! new value. If the flush panics, it restores the old value.
 
 use crate::change::{Preserves, Seen, Session};
 use crate::fault::{Fault, Target, leaf_for};
@@ -23,7 +24,7 @@ use crate::sync::Ordering;
 use crate::worker::{Hold, Then, Worker};
 use pageferry_addr::{Gfn, GfnRange};
 
-/// Why a page was not split.
+/// The reason why a page was not split.
 pub(crate) enum NotSplit {
     /// The cache is empty.
     NoTable,
@@ -32,12 +33,13 @@ pub(crate) enum NotSplit {
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Splits the pages of `range` that are larger than level `to`: before a log starts, so that
-    /// faults need not. Pages that reach past the range are split too. Returns how many were split.
-    /// It holds the shared side, in turns, and allocates tables between those.
+    /// Splits the pages of `range` that are larger than level `to`. Called before a log starts, it
+    /// saves faults that work. Pages that reach past the range are split too. Returns the number of
+    /// pages that were split. It holds the shared side, in turns, and allocates tables between
+    /// turns.
     ///
     /// # Errors
-    /// If there is no memory for tables; what was split by then stays split.
+    /// If there is no memory for tables. Pages that were already split stay split.
     ///
     /// # Panics
     /// If `to` is 0: levels begin at 1.
@@ -48,7 +50,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
             if F::is_frozen(seen.value) {
                 return Then::Again;
             }
-            // The root may hold leaves and be of a lower level than the walk's lowest.
+            // The root may hold leaves, and its level may be lower than the walk's lowest.
             if !F::is_leaf(seen.value, seen.level) || seen.level <= to {
                 return Then::On;
             }
@@ -65,21 +67,21 @@ impl<F: Format, P: Platform> Worker<F, P> {
         swept.map(|()| split)
     }
 
-    /// Makes pages of `range` large again, and returns how many large pages came to be. It replaces
+    /// Makes pages of `range` large again, and returns the number of new large pages. It replaces
     /// whole subtrees that lie in the range, the largest first. It holds the shared side, in turns.
     ///
-    /// `allowed` says what a page of that level, which begins at that frame, may map. It answers
-    /// for *all* frames of the page, mapped now or not: what backs them is one piece, all of it may
-    /// be touched, and they are neither logged nor tracked. This must stay so until the call is
-    /// over, invalidations excepted. `allowed` is asked under the shared side, and not about pages
-    /// that overlap what is being invalidated. So it only has to look up what is behind them when
-    /// it is asked.
+    /// `allowed` returns what a page of that level, which begins at that frame, may map. Its answer
+    /// must hold for *all* frames of the page, mapped or not. One piece backs them, all of it may
+    /// be accessed, and they are neither logged nor tracked. This must stay true until the call is
+    /// over, except for invalidations. The call runs `allowed` under the shared side, and not for
+    /// pages that overlap an invalidation in progress. So `allowed` only has to look up what backs
+    /// the page at that moment.
     ///
-    /// Tables that it replaces are freed after a grace period: see
-    /// [`MOST_WAITING`](Self::MOST_WAITING).
+    /// Replaced tables are freed after a grace period: see [`MOST_WAITING`](Self::MOST_WAITING).
     ///
     /// # Panics
-    /// If the format has no room for the target's frame, or the page and the frame are out of step.
+    /// If the format has no room for the target's frame, or if the page and the frame are out of
+    /// step.
     pub fn recover<L: Log>(
         &mut self,
         range: GfnRange,
@@ -185,8 +187,8 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 }
 
-/// A frozen entry between break and make. Dropping it ends that: if the flush panics, the old value
-/// comes back.
+/// A frozen entry between break and make. Dropping it stores the next value, which is the old one
+/// if the flush panics.
 struct Broken<'e> {
     entry: &'e Entry,
     next: u64,
@@ -194,7 +196,8 @@ struct Broken<'e> {
 
 impl Drop for Broken<'_> {
     fn drop(&mut self) {
-        // Frozen, so no other worker's. Release: what it leads to is filled.
+        // The entry is frozen, so no other worker changes it. Release: the contents of the table
+        // that it leads to.
         self.entry.store(self.next, Ordering::Release);
     }
 }

@@ -1,4 +1,4 @@
-//! The one place that chooses atomics: the core's, or loom's or shuttle's when a model is checked.
+//! The one place that chooses the atomics: those of core, or of loom or shuttle in models.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};

@@ -4,13 +4,13 @@
 )]
 //! Tables that were cut off and flushed, and wait for a grace period.
 //!
-//! **Guarantee.** The memory of a table is freed after every guard is gone that existed when the
-//! table was handed over. A worker has [`MOST_WAITING`] tables waiting at most, and the subtree
+//! **Guarantee.** The memory of a table is freed after every guard has ended that existed when the
+//! table was handed over. A worker has at most [`MOST_WAITING`] waiting tables, plus the subtree
 //! that reached the bound. Dropping a worker waits for nobody.
 //!
-//! **Mechanism.** Each worker has a limbo. Each time it hands tables over it frees more of them, if
-//! their grace period is over, so that a backlog shrinks. At the bound a sweep waits for a moment;
-//! if guards are still there, it leaves tables linked
+//! **Mechanism.** Each worker has a limbo. Each time it hands tables over, it frees more expired
+//! ones than it adds, so that a backlog shrinks. At the bound a sweep waits briefly. If guards
+//! still exist then, it leaves tables linked
 //! ([`may_cut_off`](crate::change::Session::may_cut_off)). A worker that is dropped beside a guard
 //! leaves its limbo in the MMU's list. Every worker that reclaims frees from that list too.
 
@@ -22,11 +22,10 @@ use core::ptr;
 use core::sync::atomic::AtomicU64;
 use pageferry_epoch::{Domain, Limbo};
 
-/// How many tables of one worker wait for a grace period, before its sweeps stop cutting tables
-/// off.
+/// The number of one worker's waiting tables at which its sweeps stop cutting tables off.
 pub(crate) const MOST_WAITING: usize = 1024;
 
-/// Frees at most `most` tables of `limbo` whose grace period is over; returns how many.
+/// Frees at most `most` tables of `limbo` whose grace period is over. Returns their number.
 pub(crate) fn free_expired<P: Platform>(
     limbo: &mut Limbo<Page>,
     domain: &Domain,
@@ -45,11 +44,11 @@ pub(crate) fn free_expired<P: Platform>(
     freed
 }
 
-/// What workers that are gone have left: a list that grows at its head, and is taken as a whole.
+/// The limbos of dropped workers: a list that grows at its head, and is taken as a whole.
 #[derive(Debug)]
 pub(crate) struct Abandoned {
     first: AtomicPtr<Node>,
-    /// How many tables there are, for the bound. It orders nothing, so it is not modelled.
+    /// The number of tables in the list, for the bound. It orders nothing, so it is not modelled.
     tables: AtomicU64,
 }
 
@@ -67,12 +66,12 @@ impl Abandoned {
         }
     }
 
-    /// How many tables there are.
+    /// The number of tables in the list.
     pub(crate) fn tables(&self) -> usize {
         self.tables.load(Ordering::Relaxed) as usize
     }
 
-    /// Puts in what a worker leaves.
+    /// Adds the limbo of a dropped worker.
     #[cold]
     pub(crate) fn leave(&self, limbo: Limbo<Page>) {
         let next = ptr::null_mut();
@@ -86,7 +85,7 @@ impl Abandoned {
         let node = Box::into_raw(node);
         // Release: the node, for the thread that takes it.
         loop {
-            // SAFETY: not in the list yet, so it is this thread's.
+            // SAFETY: the node is not in the list yet, so no other thread knows it.
             let next = unsafe { &mut (*node).next };
             let put =
                 self.first
@@ -98,7 +97,7 @@ impl Abandoned {
         }
     }
 
-    /// Takes the list. What two threads take is disjoint.
+    /// Takes the list. No node is taken twice.
     fn take(&self) -> impl Iterator<Item = Box<Node>> + use<> {
         // Acquire: the nodes.
         let mut next = self.first.swap(ptr::null_mut(), Ordering::Acquire);
@@ -106,14 +105,14 @@ impl Abandoned {
             if next.is_null() {
                 return None;
             }
-            // SAFETY: made by `push`, and taken with the list by this thread only.
+            // SAFETY: `push` made the node, and only this thread has taken it.
             let node = unsafe { Box::from_raw(next) };
             next = node.next;
             Some(node)
         })
     }
 
-    /// Frees what has waited long enough; returns how many tables that were.
+    /// Frees all tables whose grace period is over. Returns their number.
     pub(crate) fn free_expired<P: Platform>(&self, domain: &Domain, platform: &P) -> usize {
         if self.tables() == 0 {
             return 0;

@@ -1,17 +1,18 @@
 //! The direct walk: from the root to every entry of a range, in order.
 //!
-//! **Guarantee.** The walk visits every entry that covers a frame of the range and is of the lowest
-//! level asked for, or no link, in the order of frames. It visits links before what is below them
-//! (pre-order). It sees an entry that changes meanwhile as it was or as it became.
+//! **Guarantee.** The walk visits every entry that covers a frame of the range and is no link, or
+//! is of the lowest level that was asked for. It goes in the order of frames. It visits each link
+//! before the entries below it (pre-order). It sees an entry that changes meanwhile as it was
+//! before or after the change.
 //!
-//! **Mechanism.** A path of tables, one a level. A step goes *down* if the current entry is a link
-//! *now*: the walk reads it again, as the caller or another worker may have changed it. Otherwise
-//! it goes to the *side*, or *up* at the end of a table. This is as in Linux's
-//! `arch/x86/kvm/mmu/tdp_iter.c`, with one difference: an entry that was a link when it was
+//! **Mechanism.** The walk keeps a path of tables, one a level. A step goes *down* if the current
+//! entry is a link *now*: the walk reads it again, as the caller or another worker may have changed
+//! it. Otherwise the step goes to the *side*, or *up* at the end of a table. This is as in Linux's
+//! `arch/x86/kvm/mmu/tdp_iter.c`, with one difference. An entry that was a link when it was
 //! visited, and is none now, is visited again.
 //!
-//! A walk lives as long as its guard. A caller that drops the guard continues with a new walk, from
-//! [`Walk::at`] on.
+//! A walk lives as long as its guard. A caller that drops the guard continues with a new walk from
+//! [`Walk::at`].
 
 use crate::change::Seen;
 use crate::format::Format;
@@ -23,24 +24,24 @@ use core::ops::Range;
 use pageferry_addr::Gfn;
 use pageferry_epoch::Guard;
 
-/// The most levels a format has.
+/// The largest number of levels of any format.
 const MOST_LEVELS: usize = 5;
 
 pub(crate) struct Walk<'g, F: Format, P: Platform> {
     mmu: &'g Mmu<F, P>,
-    /// By level, from 1. Those below the current level are left over.
+    /// The tables by level, from 1. Those below the current level are stale.
     path: [Table<'g, F>; MOST_LEVELS],
     level: u32,
     lowest: u32,
     at: u64,
     end: u64,
     begun: bool,
-    /// Whether the current entry was a link when it was looked at.
+    /// Whether the current entry was a link when it was last read.
     link: bool,
 }
 
 impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
-    /// Over `frames`, down to tables of level `lowest`.
+    /// A walk over `frames`, down to tables of level `lowest`.
     pub(crate) fn new(
         mmu: &'g Mmu<F, P>,
         guard: &'g Guard<'_>,
@@ -60,7 +61,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         }
     }
 
-    /// The frame at which the walk stands: another walk may continue there.
+    /// The current frame. Another walk may continue there.
     pub(crate) const fn at(&self) -> u64 {
         self.at
     }
@@ -84,7 +85,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
                     self.path[self.level as usize - 1] = table;
                     return Some(self.look());
                 }
-                // It holds now what was below it before.
+                // The entry itself now holds the frames that were below it.
                 Step::Entry(_) if self.link => return Some(self.look()),
                 Step::Entry(_) => {}
             }
@@ -92,7 +93,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         self.side()
     }
 
-    /// The current entry, as it is now.
+    /// The current entry, read again.
     #[inline(always)]
     pub(crate) fn look(&mut self) -> Seen<'g> {
         let entry = self.table().entry(Gfn(self.at));
@@ -106,7 +107,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         }
     }
 
-    /// The entry after the current one and what is below it.
+    /// The entry after the current one, without the entries below it.
     #[inline(always)]
     pub(crate) fn side(&mut self) -> Option<Seen<'g>> {
         let frames = F::frames_per_entry(self.level);
@@ -114,22 +115,22 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         self.up()
     }
 
-    /// For a current entry of level 1: it and those after it in its table that the walk has to
-    /// visit, `most` in all. Most entries are of this level, and a plain loop over them is the
-    /// fastest walk.
+    /// At level 1: the current entry and its successors in the same table that the walk must visit,
+    /// at most `most`. Most entries are of this level, and a plain loop over them is the fastest
+    /// walk.
     #[inline(always)]
     pub(crate) fn run(&self, most: usize) -> &'g [Entry] {
         let count = (self.end - self.at).min(most as u64) as usize;
         self.table().entries_from(F::index(Gfn(self.at), 1), count)
     }
 
-    /// Stands at the entry `count` behind the current one, in the same table.
+    /// Moves `count` entries forward in the same table.
     #[inline(always)]
     pub(crate) const fn skip(&mut self, count: u64) {
         self.at += count;
     }
 
-    /// From the start of the entry at which it now stands, up where it is the first of its table.
+    /// Goes up while the new position is the first entry of its table.
     fn up(&mut self) -> Option<Seen<'g>> {
         if self.at >= self.end {
             return None;

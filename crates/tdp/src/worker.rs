@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "owns a record of the MMU it holds, and frees tables when their grace period is over"
 )]
-//! A worker: one thread's access to the tables, and the sweeps it makes.
+//! A worker: one thread's access to the tables, and its sweeps.
 
 use crate::batch::Batch;
 use crate::change::{Seen, Session, WorkerState};
@@ -23,48 +23,48 @@ use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange};
 use pageferry_epoch::{Guard, Limbo, OutOfMemory, Reader};
 
-/// One thread's access to an [`Mmu`]: each vCPU has one, and each thread that maintains tables.
+/// One thread's access to an [`Mmu`]. Each vCPU has one, and each thread that maintains tables.
 ///
-/// It owns what must not be shared: a place among the readers, pages for tables to come, counts,
+/// It owns data that threads must not share: a reader of the epoch, pages for new tables, counts,
 /// and tables that wait to be freed.
 ///
-/// Calls that take something away flush the TLBs before they return, on the caller's thread and
-/// without the MMU lock. They may wait for other workers' calls to end. So a thread that the
-/// platform's flush would wait for must not make them.
+/// Calls that take permissions or translations away flush the TLBs before they return, on the
+/// caller's thread and without the MMU lock. They may wait for other workers' calls to end. So a
+/// thread that the platform's flush waits for must not make them.
 ///
-/// Dropping it waits for nobody. It leaves tables that a guard may still use to the other workers,
-/// and to the MMU.
+/// Dropping it waits for nobody. If a guard may still use some of its tables, it leaves them to the
+/// other workers and the MMU.
 pub struct Worker<F: Format, P: Platform> {
     pub(crate) state: WorkerState,
     pub(crate) reader: Reader,
-    /// How many calls of [`deferred`](Self::deferred) there are around.
+    /// The number of calls of [`deferred`](Self::deferred) in progress.
     deferring: u32,
     // Last: `state.counts` is a record of it.
     pub(crate) mmu: Arc<Mmu<F, P>>,
 }
 
-/// A translation that was found.
+/// A translation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// What the leaf says; its frame is that of the leaf's first page.
+    /// The contents of the leaf. Its frame is that of the leaf's first page.
     pub leaf: Leaf,
-    /// The level of the table it stands in: 1 for 4 KiB, 2 for 2 MiB, 3 for 1 GiB.
+    /// The level of the table that holds it: 1 for 4 KiB, 2 for 2 MiB, 3 for 1 GiB.
     pub level: u32,
 }
 
-/// What a walk on behalf of an access comes to.
+/// The result of a walk for an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// The access goes through.
+    /// A leaf allows the access.
     Allowed(Found),
     /// There is a leaf, but it denies the access.
     Denied(Found),
     /// There is no leaf.
     Absent,
-    /// There is no leaf, but a [marker](Worker::mark_mmio): no slot held the frame. It counts if it
-    /// is [current](crate::is_mmio_current), and means no more than `Absent` otherwise.
+    /// There is no leaf, but a [marker](Worker::mark_mmio): no slot held the frame. If the marker
+    /// is not [current](crate::is_mmio_current), this means the same as `Absent`.
     Mmio {
-        /// The slots' generation when it was made: the low bits that a marker keeps.
+        /// The low bits of the slots' generation at which the marker was made.
         generation: u64,
     },
 }
@@ -72,7 +72,7 @@ pub enum Look {
 /// The kind of guard that a sweep holds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Hold {
-    /// Keeps memory, and excludes nothing.
+    /// A plain guard. It keeps memory, and excludes nothing.
     Guard,
     /// The shared side of the MMU lock.
     Shared,
@@ -80,23 +80,23 @@ pub(crate) enum Hold {
     Exclusive,
 }
 
-/// What a sweep does after it has visited an entry.
+/// The next step of a sweep after it has visited an entry.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Then {
-    /// Goes on: down, side or up.
+    /// Continue: down, side or up.
     On,
-    /// Goes on, but not down.
+    /// Continue, but not down.
     Side,
-    /// Looks at the same entry again: the change was lost to another's.
+    /// Read the same entry again: another thread has changed it.
     Again,
-    /// Lets go, gets more pages for tables, and comes back to the same entry.
+    /// Release the lock, get more pages for tables, and return to the same entry.
     NeedsTable,
-    /// Lets go, waits for tables to be freed, for a moment and once a sweep, and comes back to the
-    /// same entry.
+    /// Release the lock, wait briefly for tables to be freed (once a sweep), and return to the same
+    /// entry.
     NeedsRoom,
 }
 
-/// Why a turn ended.
+/// The reason why a turn ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     /// It was over, or long enough.
@@ -108,30 +108,32 @@ enum Ended {
 }
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// A vCPU's fault needs a table on each level below the root at most.
+    /// The number of tables that a vCPU's fault needs at most: one on each level below the root.
     pub(crate) const FAULT_TABLES: usize = F::LEVELS as usize - 1;
-    /// How often a fault looks whether exclusive work is over. Models do not wait.
+    /// The number of times that a fault tests whether exclusive work is over. Models do not wait.
     pub(crate) const SPINS: u32 = if cfg!(any(loom, shuttle)) { 0 } else { 32 };
-    /// How often a fault begins again from the root after it met a frozen entry.
+    /// The number of times that a fault starts from the root before it gives up on frozen entries.
     pub(crate) const TRIES: u32 = 8;
-    /// After how many entries a sweep asks whether a thread waits for it.
+    /// The number of entries after which a sweep tests whether a thread waits for it.
     const ASK: u32 = 64;
-    /// After how many entries a sweep lets go in any case, so that memory can be freed.
+    /// The number of entries after which a sweep releases the lock in any case, so that memory can
+    /// be freed.
     const MOST: u32 = 1 << 15;
 
-    /// How often a sweep looks whether tables are freed before it leaves tables linked.
+    /// The number of times that a sweep tests whether tables are freed, before it leaves tables
+    /// linked.
     const ROOM_TRIES: u32 = if cfg!(any(loom, shuttle)) { 2 } else { 1000 };
-    /// How often a worker that goes looks whether its tables are freed.
+    /// The number of times that a worker's drop tests whether its tables are freed.
     const LAST_TRIES: u32 = 8;
 
-    /// How many tables of one worker wait for a grace period, before its calls stop cutting tables
-    /// off.
+    /// The number of one worker's tables that wait for a grace period at which its calls stop
+    /// cutting tables off.
     ///
-    /// Then a call waits a moment for other workers' calls to end. If some last longer (a
-    /// [`scan`](Self::scan) whose callback blocks, say), it goes on without: a zap empties tables
-    /// and leaves them linked, and a recovery leaves small pages. A later zap or recovery of the
-    /// range does the rest. So at most this many tables wait, and those of the last subtree; and no
-    /// call waits for long.
+    /// A call at this bound waits briefly for other workers' calls to end. If some last longer (for
+    /// example a [`scan`](Self::scan) whose callback blocks), it continues without cutting off. A
+    /// zap then empties tables and leaves them linked, and a recovery leaves small pages. A later
+    /// zap or recovery of the range does the rest. So at most this many tables wait, plus those of
+    /// the last subtree, and no call waits for long.
     pub const MOST_WAITING: usize = MOST_WAITING;
 
     pub(crate) fn new(mmu: Arc<Mmu<F, P>>) -> Result<Self, OutOfMemory> {
@@ -159,7 +161,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         &self.mmu
     }
 
-    /// What `gfn` translates to at this moment. Wait-free: a guard, and a load a level.
+    /// The current translation of `gfn`. Wait-free: a guard, and a load a level.
     #[inline]
     #[must_use]
     pub fn walk(&mut self, gfn: Gfn) -> Option<Found> {
@@ -171,9 +173,9 @@ impl<F: Format, P: Platform> Worker<F, P> {
         found::<F>(value, table.level())
     }
 
-    /// Does what the hardware's walk does, in software: finds the leaf for `gfn`. If the leaf
-    /// allows `access`, and the format's hardware sets accessed and dirty bits, it sets them
-    /// likewise: by compare-exchange, without a lock, and without telling a log.
+    /// Does the hardware's walk in software: finds the leaf for `gfn`. If the leaf allows `access`,
+    /// and the format's hardware sets accessed and dirty bits, this sets them too. It does so by
+    /// compare-exchange, without a lock, and without a report to a log.
     #[inline]
     #[must_use]
     pub fn look(&mut self, gfn: Gfn, access: Access) -> Look {
@@ -203,8 +205,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
     }
 
-    /// The leaf that allows `access` to `gfn`, as [`look`](Self::look) finds it. `None` if the
-    /// hardware would fault.
+    /// The leaf that allows `access` to `gfn`, as in [`look`](Self::look). `None` if the hardware
+    /// would fault.
     #[inline]
     #[must_use]
     pub fn translate(&mut self, gfn: Gfn, access: Access) -> Option<Found> {
@@ -214,11 +216,11 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
     }
 
-    /// Calls `visit` with each leaf that covers a frame of `range`, and its first frame, as it is
-    /// when the walk meets it. Takes no lock.
+    /// Calls `visit` with each leaf that covers a frame of `range`, and the leaf's first frame. The
+    /// leaf is as the walk meets it. Takes no lock.
     ///
-    /// `visit` runs under a guard: no table is freed before it returns. It may use other workers,
-    /// but [`zap_all`](Self::zap_all) would wait for this call to end.
+    /// `visit` runs under a guard, so no table is freed before it returns. It may use other
+    /// workers, but [`zap_all`](Self::zap_all) would wait for this call to end.
     pub fn scan(&mut self, range: GfnRange, mut visit: impl FnMut(Gfn, Found)) {
         let swept = self.sweep(range, 1, Hold::Guard, &(), |_, seen| {
             if let Some(found) = found::<F>(seen.value, seen.level) {
@@ -229,23 +231,23 @@ impl<F: Format, P: Platform> Worker<F, P> {
         debug_assert!(swept.is_ok(), "looking needs no tables");
     }
 
-    /// The moment at which a fault begins. Take it before the memory slot, or the host's frame, is
-    /// looked up.
+    /// The moment at which a fault begins. Take it before you look up the memory slot or the host's
+    /// frame.
     #[inline]
     #[must_use]
     pub fn ticket(&self) -> Ticket {
         self.mmu.invalidations.ticket()
     }
 
-    /// Whether `gfn` is being invalidated, so that a fault there would be refused. It is a hint
-    /// that costs two loads, and saves a look-up that would be in vain.
+    /// Whether `gfn` is being invalidated, so that a fault there would be refused. This hint costs
+    /// two loads, and saves a look-up in vain.
     #[inline]
     #[must_use]
     pub fn is_invalidating(&self, gfn: Gfn) -> bool {
         self.mmu.invalidations.covers(gfn, 1)
     }
 
-    /// Waits until no thread holds the exclusive side: after a fault was refused with
+    /// Waits until no thread holds the exclusive side. Call it after a fault was refused with
     /// [`Excluded`](crate::Refused::Excluded), if the platform's flush does not wait for this
     /// thread.
     pub fn wait(&mut self) {
@@ -253,10 +255,10 @@ impl<F: Format, P: Platform> Worker<F, P> {
         self.reader.wait_included(|| mmu.platform().relax());
     }
 
-    /// Makes several calls with one flush: calls inside `f` that take something away leave the
-    /// flush to the end of this one. They may still flush if they cut off many tables.
+    /// Makes several calls with one flush. The calls inside `f` leave their flush to the end of
+    /// this one. They may still flush if they cut off many tables.
     pub fn deferred<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
-        /// Counts one call less, also if `f` panics.
+        /// Decrements the count, also if `f` panics.
         struct Within<'w, F: Format, P: Platform>(&'w mut Worker<F, P>);
         impl<F: Format, P: Platform> Drop for Within<'_, F, P> {
             fn drop(&mut self) {
@@ -268,7 +270,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         f(Within(self).0)
     }
 
-    /// The end of every call that takes something away.
+    /// Ends every call that takes permissions or translations away.
     pub(crate) fn finish(&mut self) {
         if self.deferring == 0 {
             self.flush();
@@ -276,24 +278,24 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 
     /// Flushes the TLBs if any worker has taken something away and not flushed yet. After this,
-    /// TLBs contradict nothing that happened before the call.
+    /// TLBs contradict no change that happened before the call.
     pub fn flush(&mut self) {
         self.settle();
         let platform = self.mmu.platform();
         self.mmu.unflushed.pay(platform, all_frames::<F>());
     }
 
-    /// Frees the tables of this worker, and of workers that are gone, that nobody can use any more.
-    /// Returns how many of these still wait.
+    /// Frees tables of this worker, and of dropped workers, that nobody can use any more. Returns
+    /// the number of these tables that still wait.
     ///
-    /// Calls that cut tables off do it too, for more tables than they cut off. So it is for a
-    /// worker that makes no such calls for a while: call it again where the result is not 0.
-    /// [`Stats::waiting`](crate::Stats::waiting) shows what waits, whichever worker has it.
+    /// Calls that cut tables off also free more tables than they cut off. So this call is for a
+    /// worker that makes no such calls for a while. Repeat it while the result is not 0.
+    /// [`Stats::waiting`](crate::Stats::waiting) counts the waiting tables of all workers.
     pub fn reclaim(&mut self) -> usize {
         self.reclaim_some(usize::MAX)
     }
 
-    /// [`reclaim`](Self::reclaim) for at most `most` tables of its own.
+    /// Does [`reclaim`](Self::reclaim) for at most `most` tables of its own.
     fn reclaim_some(&mut self, most: usize) -> usize {
         let WorkerState { limbo, counts, .. } = &mut self.state;
         let (domain, platform) = (self.mmu.domain(), self.mmu.platform());
@@ -307,8 +309,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
         limbo.len() + abandoned.tables()
     }
 
-    /// Pays what the last changes owe: flush, then hand tables over to the grace period. No guard
-    /// is held.
+    /// Settles the batch: flushes, then hands tables over to the grace period. The caller holds no
+    /// guard.
     pub(crate) fn settle(&mut self) {
         if self.state.batch.is_empty() {
             return;
@@ -323,12 +325,12 @@ impl<F: Format, P: Platform> Worker<F, P> {
         for page in tables {
             limbo.retire(stamp, page);
         }
-        // More than was added, so that what has waited for a long guard goes.
+        // More than were added, so that a backlog behind a long guard shrinks.
         self.reclaim_some(2 * count + Batch::MOST_TABLES);
     }
 
-    /// Waits a moment until fewer tables wait than may; returns whether that is so. No guard is
-    /// held.
+    /// Waits briefly until fewer tables wait than the bound. Returns whether that is so. The caller
+    /// holds no guard.
     #[cold]
     fn wait_for_room(&mut self) -> bool {
         self.settle();
@@ -342,8 +344,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 
     /// Visits the entries of `range` down to level `lowest`, in as many turns as it takes. Between
-    /// two turns it holds nothing, and threads that waited can go first. Each turn visits at least
-    /// one entry that is no link. The caller [settles](Self::settle) what is owed at the end.
+    /// two turns it holds nothing, and waiting threads can go first. Each turn visits at least one
+    /// entry that is no link. The caller [settles](Self::settle) the debts at the end.
     ///
     /// # Errors
     /// If there is no memory for a table that `visit` needs.
@@ -371,7 +373,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
                         .fill::<F, P>(platform, F::LEVELS as usize)?;
                 }
                 Ended::NeedsRoom => {
-                    // Twice at one entry: there was no memory for the batch's room.
+                    // The second time at one entry: there was no memory for the batch's room.
                     let again = waited_at.replace(at) == Some(at);
                     self.state.has_waited = !self.wait_for_room() || again;
                 }
@@ -385,7 +387,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         Ok(())
     }
 
-    /// One turn: returns where to go on, and why it ended.
+    /// Makes one turn. Returns the frame where the next one starts, and the reason for the end.
     fn turn<L: Log>(
         &mut self,
         frames: Range<u64>,
@@ -420,7 +422,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 }
 
-/// Walks under a guard until the end, or until it should let go.
+/// Walks under a guard until the end, or until it should release the guard.
 fn advance<F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
     guard: &Guard<'_>,
@@ -443,8 +445,8 @@ fn advance<F: Format, P: Platform, L: Log>(
             Then::On => walk.next(),
             Then::Side => walk.side(),
             Then::Again if F::is_frozen(seen.entry.load(Ordering::Acquire)) => {
-                // Its table was cut off, or its owner will put something else there: from the root
-                // again.
+                // The table was cut off, or the entry's owner will store something else there.
+                // Start again from the root.
                 session.mmu.platform().relax();
                 return (walk.at(), Ended::Well);
             }
@@ -463,13 +465,12 @@ fn advance<F: Format, P: Platform, L: Log>(
     }
 }
 
-/// Visits `seen`, at which the walk stands. If that is of level 1, it visits what comes after it in
-/// its table too, `most` entries in all, until `visit` returns anything but [`Then::On`]. Then
-/// `seen` and the walk are at the last entry that was visited. Returns the answer for that one, and
-/// how many there were.
+/// Visits `seen`, the walk's current entry. At level 1, it also visits the following entries of the
+/// same table, at most `most` entries in all, until `visit` returns anything but [`Then::On`]. Then
+/// `seen` and the walk are at the last visited entry. Returns the answer for that entry, and the
+/// number of visited entries.
 ///
-/// Most entries are of level 1. This plain loop visits them, and the compiler knows their level in
-/// it.
+/// Most entries are of level 1. The compiler knows the level in this plain loop.
 #[inline(always)]
 fn visit_run<'g, F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
@@ -505,10 +506,10 @@ pub(crate) fn all_frames<F: Format>() -> GfnRange {
         .unwrap_or_else(|| unreachable!("frames below the format's limit"))
 }
 
-/// What an entry translates to.
+/// The translation of an entry.
 #[inline]
 pub(crate) fn found<F: Format>(value: u64, level: u32) -> Option<Found> {
-    // The same either way, but most leaves are decoded with a level that the compiler knows.
+    // Both branches do the same. Most leaves take the first, where the compiler knows the level.
     if level == 1 {
         decode::<F>(value, 1)
     } else {

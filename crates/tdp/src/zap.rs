@@ -1,4 +1,4 @@
-//! Taking translations away: a range, for a notifier, or everything.
+//! Calls that take translations away: from a range, for a notifier, or everything.
 
 use crate::change::{Preserves, Seen, Session, tell};
 use crate::format::Format;
@@ -13,18 +13,17 @@ use core::fmt;
 use pageferry_addr::GfnRange;
 
 impl<F: Format, P: Platform> Worker<F, P> {
-    /// Removes all translations of `range`, and all MMIO markers, and flushes. Returns how many
-    /// frames had a translation. A large page that reaches past the range goes as a whole: a fault
-    /// brings back what is outside.
+    /// Removes all translations and MMIO markers of `range`, and flushes. Returns the number of
+    /// frames that had a translation. A large page that reaches past the range is removed as a
+    /// whole. Faults restore the part outside.
     ///
-    /// A fault that looked its frame up before may map it again at any time. Where that must not
-    /// be, use [`invalidate`](Self::invalidate), or make sure that no such fault is under way.
+    /// A fault that looked its frame up before may map it again at any time. To prevent that, use
+    /// [`invalidate`](Self::invalidate), or ensure that no such fault is in progress.
     ///
-    /// It holds the shared side, in turns. If the format asks for break-before-make, it is an
-    /// invalidation, as no fault may put something else in place before the flush.
+    /// It holds the shared side, in turns. In a format with break-before-make it is an
+    /// invalidation: no fault may store a new entry before the flush.
     ///
-    /// Tables that it empties are freed after a grace period: see
-    /// [`MOST_WAITING`](Self::MOST_WAITING).
+    /// Emptied tables are freed after a grace period: see [`MOST_WAITING`](Self::MOST_WAITING).
     pub fn zap<L: Log>(&mut self, range: GfnRange, log: &L) -> u64 {
         if F::BREAK_BEFORE_MAKE {
             return self.invalidate(&[range], log).zapped();
@@ -45,22 +44,22 @@ impl<F: Format, P: Platform> Worker<F, P> {
     }
 
     /// Begins to invalidate `ranges`: the first half of an MMU notifier, before the host changes
-    /// what is behind them. Dropping the result is the second half.
+    /// the memory behind them. Dropping the result is the second half.
     ///
-    /// The result owns what it needs, so it can be kept from one callback of the host to another,
-    /// on any thread, and this worker can go on with other work. Until it is dropped no fault maps
-    /// anything in the ranges, nor between them. Faults there that took their
-    /// [`Ticket`](crate::Ticket) earlier map nothing later either, and are tried again.
+    /// The result owns its data. A caller can keep it from one callback of the host to another, on
+    /// any thread, and use this worker meanwhile. Until it is dropped, no fault maps anything in
+    /// the ranges, nor between them. A fault there with an earlier [`Ticket`](crate::Ticket) maps
+    /// nothing later either, and must be retried.
     ///
-    /// When this returns, what was mapped in the ranges is gone and flushed, with one flush for
+    /// When this returns, all translations in the ranges are gone and flushed, with one flush for
     /// all. It holds the exclusive side, in turns if faults wait.
     pub fn invalidate<L: Log>(&mut self, ranges: &[GfnRange], log: &L) -> Invalidating<F, P> {
         let first = ranges.iter().map(|r| r.start().0).min();
         let end = ranges.iter().map(|r| r.end().0).max();
         let (mut first, mut end) = (first.unwrap_or(0), end.unwrap_or(0));
         if F::BREAK_BEFORE_MAKE {
-            // A large page that reaches past the ranges goes as a whole: nothing may take its place
-            // before the flush.
+            // A large page that reaches past the ranges is removed as a whole. No fault may replace
+            // any part of it before the flush.
             let largest = F::frames_per_entry(F::MAX_LEAF_LEVEL);
             first &= !(largest - 1);
             end = end.div_ceil(largest).saturating_mul(largest);
@@ -118,7 +117,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
 ///
 /// If it is forgotten ([`core::mem::forget`]), faults in its ranges are refused from then on, and
 /// the MMU is never dropped. [`Stats::invalidations`](crate::Stats::invalidations) and
-/// [`Mmu::invalidating`] show that, and [`Mmu::end_invalidations`] ends it.
+/// [`Mmu::invalidating`] show such a leak, and [`Mmu::end_invalidations`] ends it.
 #[must_use = "the ranges can be mapped again as soon as this is dropped"]
 pub struct Invalidating<F: Format, P: Platform> {
     mmu: Arc<Mmu<F, P>>,
@@ -127,7 +126,7 @@ pub struct Invalidating<F: Format, P: Platform> {
 }
 
 impl<F: Format, P: Platform> Invalidating<F, P> {
-    /// How many frames had a translation that was removed.
+    /// The number of frames that had a translation before.
     #[must_use]
     pub const fn zapped(&self) -> u64 {
         self.zapped
@@ -135,7 +134,7 @@ impl<F: Format, P: Platform> Invalidating<F, P> {
 }
 
 impl<F: Format, P: Platform> Drop for Invalidating<F, P> {
-    /// The second half of the notifier: the host has changed what it wanted to.
+    /// The second half of the notifier: the host has finished its change.
     fn drop(&mut self) {
         let mmu = &*self.mmu;
         let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
@@ -151,7 +150,7 @@ impl<F: Format, P: Platform> fmt::Debug for Invalidating<F, P> {
     }
 }
 
-/// Zaps what is at `seen`, if it lies in `range`.
+/// Zaps the entry at `seen`, if it lies in `range`.
 #[inline]
 fn zap_here<F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
@@ -179,7 +178,7 @@ fn zap_here<F: Format, P: Platform, L: Log>(
     let whole = seen.first >= range.start() && seen.first.0 + frames <= range.end().0;
     if level == 2 && whole && F::is_table(seen.value, level) {
         if !session.may_cut_off(1) {
-            // Without room the table stays, and loses its entries one by one.
+            // Without room the table stays linked, and the sweep removes its entries one by one.
             return if session.state.has_waited {
                 Then::On
             } else {

@@ -11,33 +11,37 @@
 use super::entry::{AccessedBy, DirtyBy, MemoryType, TlbAfterFault};
 use super::layout::EntryLayout;
 
-/// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48), whose hardware sets the
-/// Access flag and the dirty state if `HAFDBS`, and whose memory types are those of FEAT_S2FWB if
-/// `FWB`.
+/// Stage 2 for `IPA_BITS` of intermediate physical address (33 to 48).
 ///
-/// `HAFDBS` is VTCR_EL2.HA and HD; without it a clear AF is an Access flag fault. `FWB` is
-/// HCR_EL2.FWB. The manual's level is 4 minus the level here. Up to 43 bits the walk starts at the
-/// manual's level 1, in up to 16 concatenated tables, above at its level 0, as KVM sets VTCR_EL2
-/// up.
+/// - `HAFDBS`: the hardware sets the Access flag and the dirty state (VTCR_EL2.HA and HD). Without
+///   it,
+///   an access through a clear AF is an Access flag fault.
+/// - `FWB`: memory types are those of FEAT_S2FWB (HCR_EL2.FWB).
+///
+/// The manual's level is 4 minus the level here. The start level is the one that KVM sets in
+/// VTCR_EL2.
+/// Up to 43 bits the walk starts at the manual's level 1, in up to 16 concatenated tables. Above,
+/// it
+/// starts at the manual's level 0.
 #[derive(Clone, Copy, Debug)]
 pub struct Arm64Stage2<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool>;
 
-/// 40 bits: three levels, a root of two concatenated tables; FEAT_S2FWB.
+/// 40 bits: three levels, a root of two concatenated tables, FEAT_S2FWB.
 pub type Arm64Ipa40<const HAFDBS: bool> = Arm64Stage2<40, HAFDBS, true>;
-/// 44 bits: four levels, a root of 32 entries; FEAT_S2FWB.
+/// 44 bits: four levels, a root of 32 entries, FEAT_S2FWB.
 pub type Arm64Ipa44<const HAFDBS: bool> = Arm64Stage2<44, HAFDBS, true>;
-/// 48 bits: four levels, a root of one full table; FEAT_S2FWB.
+/// 48 bits: four levels, a root of one full table, FEAT_S2FWB.
 pub type Arm64Ipa48<const HAFDBS: bool> = Arm64Stage2<48, HAFDBS, true>;
 
-/// Bit 0: the descriptor is valid; if clear, all others are the software's.
+/// Bit 0: the descriptor is valid. If it is clear, software owns all other bits.
 const VALID: u64 = 1 << 0;
-/// Bit 1: a table above level 1, a page at level 1; clear in a block. Clear at level 1 is reserved.
+/// Bit 1: a table above level 1, a page at level 1. Clear in a block. Clear is reserved at level 1.
 const TABLE_OR_PAGE: u64 = 1 << 1;
 /// MemAttr, bits 5:2.
 const MEM_ATTR: u64 = 0b1111 << 2;
 /// Normal, inner and outer write-back, without FWB.
 const NORMAL_WRITE_BACK: u64 = 0b1111 << 2;
-/// Write-back whatever stage 1 says, with FWB.
+/// Write-back whatever stage 1 requests, with FWB.
 const FORCED_WRITE_BACK: u64 = 0b0110 << 2;
 /// Normal, inner and outer non-cacheable; the same with FWB.
 const NORMAL_NON_CACHEABLE: u64 = 0b0101 << 2;
@@ -45,7 +49,7 @@ const NORMAL_NON_CACHEABLE: u64 = 0b0101 << 2;
 const DEVICE: u64 = 0b0001 << 2;
 /// S2AP bit 0: loads are allowed.
 const S2AP_READ: u64 = 1 << 6;
-/// S2AP bit 1: stores are allowed; together with DBM: dirty.
+/// S2AP bit 1: stores are allowed. Together with DBM: dirty.
 const S2AP_WRITE: u64 = 1 << 7;
 /// SH, bits 9:8: inner shareable.
 const INNER_SHAREABLE: u64 = 0b11 << 8;
@@ -53,14 +57,14 @@ const INNER_SHAREABLE: u64 = 0b11 << 8;
 const ACCESS_FLAG: u64 = 1 << 10;
 /// DBM: the hardware may set S2AP bit 1 at a store.
 const DIRTY_BIT_MODIFIER: u64 = 1 << 51;
-/// XN bit 1: fetches are not allowed at any exception level; bit 53 (FEAT_XNX) stays clear.
+/// XN bit 1: fetches are not allowed at any exception level. Bit 53 (FEAT_XNX) stays clear.
 const EXECUTE_NEVER: u64 = 1 << 54;
-/// Bits 58:55 are the software's (55 is NS in the Realm state).
+/// Software owns bits 58:55 (55 is NS in the Realm state).
 const HOST_WRITABLE: u64 = 1 << 56;
 const MMU_WRITABLE: u64 = 1 << 57;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
-// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+// SAFETY: the constants come from the specifications at the top of this file, and
+// `tests/it/formats` checks them bit by bit. `is_leaf_kind` tells leaves from links.
 unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> EntryLayout
     for Arm64Stage2<IPA_BITS, HAFDBS, FWB>
 {
@@ -91,22 +95,23 @@ unsafe impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> EntryLayou
     } else {
         DirtyBy::WriteProtection
     };
-    /// Required without FEAT_BBM level 2. Else two sizes in a TLB may conflict: an abort, or a
-    /// translation made of both, coherency and ordering lost.
+    /// Required without FEAT_BBM level 2. Otherwise two sizes in a TLB may conflict. The result is
+    /// an abort, or a translation made of both that loses coherency and ordering.
     const BREAK_BEFORE_MAKE: bool = true;
-    /// Descriptors that give a Translation fault or an Access flag fault are not cached, others
-    /// are: so a leaf that gives a Permission fault may stay in the TLB.
+    /// The TLB does not cache descriptors that give a Translation fault or an Access flag fault. It
+    /// may keep a leaf that gives a Permission fault.
     const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::KeepsDenied;
 
-    /// Bits 47:12; blocks have them from 21 or 30 on, with the rest reserved. The contiguous hint
-    /// (52) is never set: it binds 16 entries to change together, under break-before-make.
+    /// Bits 47:12. In blocks the frame begins at bit 21 or 30, and the bits below are reserved. The
+    /// contiguous hint (52) is never set: 16 entries with it must change together, under
+    /// break-before-make.
     const PFN_SHIFT: u32 = 12;
     const PFN_BITS: u32 = 36;
     const PRESENT: u64 = VALID;
     const HARDWARE_PRESENT: u64 = VALID;
     const TABLE: u64 = VALID | TABLE_OR_PAGE;
     const LEAF: u64 = VALID | S2AP_READ | INNER_SHAREABLE;
-    /// With hardware management DBM is the permission, and S2AP bit 1 the dirty state.
+    /// With hardware management, DBM is the permission and S2AP bit 1 the dirty state.
     const WRITE: u64 = if HAFDBS {
         DIRTY_BIT_MODIFIER
     } else {

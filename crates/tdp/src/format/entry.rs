@@ -1,10 +1,10 @@
-//! What an entry can mean, in words that all formats share.
+//! The meanings of an entry, in terms that all formats share.
 
 use pageferry_addr::{Gfn, Pfn};
 
-/// What the guest may do with a page beside loading from it.
+/// The accesses that a page allows the guest besides loads.
 ///
-/// Loads are always allowed: x86-64 cannot express otherwise, EPT only on some processors. A page
+/// Loads are always allowed: x86-64 cannot forbid them, and EPT only on some processors. A page
 /// that must not be read is not mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Access {
@@ -29,36 +29,36 @@ impl Access {
     }
 }
 
-/// How accesses to a page are cached, as far as the second stage decides it.
+/// The caching of a page, as far as the second stage controls it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum MemoryType {
     /// Ordinary memory, write-back cacheable.
     #[default]
     WriteBack,
-    /// Memory that is not cached, whose stores may be gathered: x86's write combining, Arm's Normal
-    /// non-cacheable, RISC-V's NC.
+    /// Memory that is not cached, whose stores may be gathered: x86 write combining, Arm Normal
+    /// non-cacheable, RISC-V NC.
     WriteCombining,
-    /// A device's registers: neither cached nor gathered.
+    /// Device registers: neither cached nor gathered.
     Device,
 }
 
-/// Who may make a leaf writable, and how its dirty state is known: two software bits of each leaf.
+/// The permission to make a leaf writable, and the source of its dirty state: two software bits of
+/// each leaf.
 ///
-/// KVM has the same in three bits: Host-writable, MMU-writable, and the `WRPROT_ONLY` type of A/D
-/// tracking (`arch/x86/kvm/mmu/spte.h`). Of their combinations only these four mean something.
+/// KVM uses three bits for this: Host-writable, MMU-writable, and the `WRPROT_ONLY` type of A/D
+/// tracking (`arch/x86/kvm/mmu/spte.h`). Only these four of their combinations have a meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Writes {
-    /// The host does not let the guest write: a read-only slot, or a host page that is mapped
-    /// read-only.
+    /// The host forbids writes: the slot is read-only, or the host page is mapped read-only.
     #[default]
     HostForbids,
-    /// The host would, the MMU does not: the page is write-tracked, and each store must reach the
-    /// tracker.
+    /// The host allows writes, the MMU does not. The page is write-tracked, and each store must
+    /// reach the tracker.
     MmuForbids,
-    /// Allowed. Where the entry is write-protected all the same, the fast path of a fault may undo
-    /// it.
+    /// Writes are allowed. If the entry is write-protected, the fast path of a fault may make it
+    /// writable.
     Allowed,
-    /// Allowed, and the dirty state is kept by write protection even where the format has a dirty
+    /// Writes are allowed. Write protection keeps the dirty state, even in a format with a dirty
     /// bit: a leaf of this class is writable exactly when it is dirty.
     AllowedLoggedByFault,
 }
@@ -71,7 +71,7 @@ impl Writes {
         !matches!(self, Self::HostForbids)
     }
 
-    /// Whether a write-protected leaf may be made writable without asking anyone (KVM's
+    /// Whether a fault may make a write-protected leaf writable without a look-up (KVM's
     /// MMU-writable).
     #[inline]
     #[must_use]
@@ -80,79 +80,80 @@ impl Writes {
     }
 }
 
-/// What a leaf says.
+/// The contents of a leaf.
 ///
 /// Not all combinations can be stored: see [`Format::canonical`](super::Format::canonical).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Leaf {
-    /// The first host frame; a multiple of the frames the leaf covers.
+    /// The first host frame, a multiple of the number of frames that the leaf covers.
     pub pfn: Pfn,
-    /// What the guest may do.
+    /// The accesses that it allows.
     pub access: Access,
-    /// How it is cached.
+    /// The caching of its page.
     pub memory: MemoryType,
-    /// Whether it was used since this was last cleared.
+    /// Whether the guest has used it since this was last cleared.
     pub accessed: bool,
-    /// Whether it was stored to since this was last cleared.
+    /// Whether the guest has stored to it since this was last cleared.
     pub dirty: bool,
-    /// Who may make it writable.
+    /// The permission to make it writable.
     pub writes: Writes,
 }
 
-/// What an entry means.
+/// The meaning of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Meaning {
-    /// Nothing is known here: an access faults, and the fault fills the entry.
+    /// Empty: an access faults, and the fault fills the entry.
     NonPresent,
-    /// One thread is about to change the entry, or has cut its table off: no other may change it.
+    /// One thread is about to change the entry, or has cut off its table. No other thread may
+    /// change it.
     Frozen,
-    /// No slot holds this frame: an access is emulated, if the slots are still those of
+    /// No slot holds this frame. The hypervisor emulates an access if the slots are still those of
     /// `generation`.
     Mmio {
         /// The guest frame.
         gfn: Gfn,
-        /// The slots' generation the marker was made under, as far as it fits.
+        /// The low bits of the slots' generation at which the marker was made.
         generation: u64,
     },
     /// A pointer to the table of the next level.
     Table {
-        /// The frame the table fills.
+        /// The frame that holds the table.
         table: Pfn,
     },
     /// A translation.
     Leaf(Leaf),
 }
 
-/// How the accessed state of a leaf is known.
+/// The source of a leaf's accessed state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AccessedBy {
     /// The hardware sets a bit at the first access.
     Hardware,
-    /// There is a bit, but the hardware does not set it: an access through a leaf where it is clear
-    /// faults, and the fault sets it.
+    /// There is a bit, but the hardware does not set it. An access through a leaf whose bit is
+    /// clear faults, and the fault sets the bit.
     FaultOnClear,
-    /// There is no bit: a leaf that is not accessed has its permissions put aside in software bits,
-    /// faults on every access, and the fault restores them. The permission to store is not among
-    /// them: it comes back by a write fault, as after write protection.
+    /// There is no bit. Software bits save the permissions of a leaf that is not accessed, so every
+    /// access to it faults. The fault restores them, except for the permission to store. A write
+    /// fault restores that one, as after write protection.
     SavedPermissions,
 }
 
-/// How the dirty state of a leaf is known.
+/// The source of a leaf's dirty state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DirtyBy {
     /// The hardware sets a bit at the first store.
     Hardware,
-    /// A leaf is dirty exactly while it lets stores through.
+    /// A leaf is dirty exactly while it allows stores.
     WriteProtection,
 }
 
-/// What a vCPU's own TLB holds of an entry when an access through it has faulted.
+/// The entries that a vCPU's own TLB may keep after an access through them has faulted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TlbAfterFault {
-    /// Nothing: the fault drops what the TLB had for the address.
+    /// None: the fault drops all TLB entries for the address.
     Forgets,
-    /// It may keep a leaf that denied the access. It keeps no entry that is not present.
+    /// A leaf that denied the access. It keeps no entry that is not present.
     KeepsDenied,
-    /// It may keep any entry, also one that is not present.
+    /// Any entry, including one that is not present.
     KeepsAbsent,
 }

@@ -12,13 +12,15 @@ use super::layout::EntryLayout;
 
 /// EPT with `LEVELS` (4 or 5), with accessed and dirty flags if `AD`.
 ///
-/// `AD` is bit 6 of the EPT pointer, and to be had where IA32_VMX_EPT_VPID_CAP bit 21 says so.
-/// Leaves of 2 MiB and 1 GiB are that register's bits 16 and 17, five levels its bit 7.
+/// `AD` is bit 6 of the EPT pointer. IA32_VMX_EPT_VPID_CAP reports support for `AD` in bit 21, for
+/// leaves of 2 MiB in bit 16, for leaves of 1 GiB in bit 17, and for five levels in bit 7.
 ///
-/// The VM-execution controls "mode-based execute control" (bit 10), "EPT-violation #VE" (bit 63),
-/// "guest-paging verification" (57), "EPT paging-write control" (58), "sub-page write permissions"
-/// (61) and the EPT pointer's supervisor-shadow-stack control (60) must be off: entries leave their
-/// bits clear.
+/// Entries leave the bits of these controls clear, so the controls must be off:
+///
+/// - the VM-execution controls "mode-based execute control" (bit 10), "EPT-violation #VE" (63),
+///   "guest-paging verification" (57), "EPT paging-write control" (58) and "sub-page write
+///   permissions" (61);
+/// - the EPT pointer's supervisor-shadow-stack control (60).
 #[derive(Clone, Copy, Debug)]
 pub struct Ept<const LEVELS: u32, const AD: bool>;
 
@@ -31,39 +33,38 @@ pub type Ept5 = Ept<5, true>;
 /// EPT, five levels, without accessed and dirty flags.
 pub type Ept5NoAd = Ept<5, false>;
 
-/// Bit 0: loads are allowed. Bits 2:0 all clear: not present.
+/// Bit 0: loads are allowed. An entry whose bits 2:0 are all clear is not present.
 const READ: u64 = 1 << 0;
 /// Bit 1: stores are allowed. Without bit 0 the entry is misconfigured.
 const WRITE: u64 = 1 << 1;
-/// Bit 2: fetches are allowed. Without bit 0 only processors with IA32_VMX_EPT_VPID_CAP bit 0 take
-/// it.
+/// Bit 2: fetches are allowed. Without bit 0 this needs IA32_VMX_EPT_VPID_CAP bit 0.
 const EXECUTE: u64 = 1 << 2;
-/// Bits 5:3: the memory type of a leaf; bit 6: the guest's PAT has no say in it.
+/// Bits 5:3: the memory type of a leaf. Bit 6: ignore the guest's PAT.
 const MEMORY: u64 = 0b1111 << 3;
-/// Type 6: write-back; and bit 6, so that the guest cannot make uncached aliases of ordinary
+/// Type 6, write-back. Bit 6 is set too, so that the guest cannot make uncached aliases of ordinary
 /// memory.
 const WRITE_BACK: u64 = 6 << 3 | 1 << 6;
 /// Type 1: write-combining.
 const WRITE_COMBINING: u64 = 1 << 3;
-/// Bit 7: the entry of level 2 or 3 is a leaf; ignored at level 1, reserved at levels 4 and 5.
+/// Bit 7: an entry of level 2 or 3 is a leaf. Ignored at level 1, reserved at levels 4 and 5.
 const PAGE: u64 = 1 << 7;
-/// Bit 8: accessed, in leaves and in table pointers; ignored where the flags are off.
+/// Bit 8: accessed, in leaves and in table pointers. Ignored where the flags are off.
 const ACCESSED: u64 = 1 << 8;
-/// Bit 9: dirty, in leaves; ignored where the flags are off.
+/// Bit 9: dirty, in leaves. Ignored where the flags are off.
 const DIRTY: u64 = 1 << 9;
-/// Bit 11: ignored at all levels. Leaves without permissions need a bit that says present; KVM
-/// takes this one.
+/// Bit 11, ignored at all levels. A leaf without permissions needs a software bit for "present".
+/// KVM uses the same one.
 const PRESENT: u64 = 1 << 11;
-/// Bits 56:52, 59 and 62 are ignored whatever the controls: two of them for the class of writes,
-/// ...
+/// Bits 56:52, 59 and 62 are ignored under all controls. Two of them hold the class of writes.
 const HOST_WRITABLE: u64 = 1 << 52;
 const MMU_WRITABLE: u64 = 1 << 53;
-/// ... and 54 and 56 for saved read and execute permission, as KVM has them. The frame stays: a
-/// processor with the L1 Terminal Fault flaw reads the guest's own page through it, no other.
+/// Bits 54 and 56 save the read and execute permissions, as in KVM. The frame number stays in the
+/// entry. On a processor with the L1 Terminal Fault flaw a guest can read its own page through it,
+/// and no other.
 const SAVED_SHIFT: u32 = 54;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
-// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+// SAFETY: the constants come from the specifications at the top of this file, and
+// `tests/it/formats` checks them bit by bit. `is_leaf_kind` tells leaves from links.
 unsafe impl<const LEVELS: u32, const AD: bool> EntryLayout for Ept<LEVELS, AD> {
     const NAME: &'static str = match (LEVELS, AD) {
         (4, true) => "EPT, 4 levels, A/D",
@@ -75,7 +76,8 @@ unsafe impl<const LEVELS: u32, const AD: bool> EntryLayout for Ept<LEVELS, AD> {
         assert!(LEVELS == 4 || LEVELS == 5, "EPT walks have length 4 or 5");
         LEVELS
     };
-    /// Level 5 reaches 57 bits, guest-physical addresses only 52 (the limit of MAXPHYADDR).
+    /// Level 5 covers 57 bits, but guest-physical addresses have at most 52 (the limit of
+    /// MAXPHYADDR).
     const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(any(loom, shuttle)) {
         40
     } else {
@@ -92,18 +94,19 @@ unsafe impl<const LEVELS: u32, const AD: bool> EntryLayout for Ept<LEVELS, AD> {
     } else {
         DirtyBy::WriteProtection
     };
-    /// Section "Caching Translation Information": either page size may be used until INVEPT, both
-    /// are legal.
+    /// Section "Caching Translation Information": the processor may use either page size until
+    /// INVEPT, and both are legal.
     const BREAK_BEFORE_MAKE: bool = false;
-    /// Section "Caching Translation Information": no mapping is created from entries that are not
-    /// present or misconfigured, and an EPT violation invalidates the mappings of its address.
+    /// Section "Caching Translation Information": the processor creates no mapping from an entry
+    /// that is not present or misconfigured. An EPT violation invalidates the mappings of its
+    /// address.
     const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::Forgets;
 
-    /// Bits 51:12, of which those from MAXPHYADDR on are reserved.
+    /// Bits 51:12. Those from MAXPHYADDR on are reserved.
     const PFN_SHIFT: u32 = 12;
     const PFN_BITS: u32 = 40;
     const PRESENT: u64 = PRESENT;
-    /// Bit 10 is among them only under mode-based execute control, and always clear here.
+    /// Bit 10 counts only under mode-based execute control, and is always clear here.
     const HARDWARE_PRESENT: u64 = READ | WRITE | EXECUTE;
     /// Bits 7:3 are reserved. Accessed is set, so that the hardware never writes to a link.
     const TABLE: u64 = PRESENT | READ | WRITE | EXECUTE | if AD { ACCESSED } else { 0 };

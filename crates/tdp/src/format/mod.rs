@@ -1,18 +1,19 @@
 //! The page-table formats: how an address picks entries, and what the bits of an entry mean.
 //!
-//! **Guarantee.** Every entry made here has one meaning ([`Format::decode`] gives it back), is
-//! legal for the hardware at the level it was made for, and keeps the order of permissions: stores
-//! are let through only where [`Writes`] allows them, and only what lets stores through is dirty.
-//! Values that are not translations ([`EntryLayout::NON_PRESENT`], [`EntryLayout::FROZEN`], MMIO
-//! markers, entries whose permissions are put aside) stop every access of the hardware.
+//! **Guarantee.** Every entry made here has one meaning, which [`Format::decode`] returns. It is
+//! legal for the hardware at its level. Its permissions are ordered: it allows stores only where
+//! [`Writes`] does, and it is dirty only if it allows stores. Every other value stops each access
+//! of the hardware: [`EntryLayout::NON_PRESENT`], [`EntryLayout::FROZEN`], MMIO markers, and leaves
+//! with saved permissions.
 //!
-//! **Mechanism.** A format is a type that holds nothing; [`EntryLayout`] gives it the places of the
-//! fields as associated constants, and [`Format`], implemented for all layouts, moves the bits: its
-//! functions fold into a few masks where the format is known, and code that is generic over formats
-//! needs that bound only. Entries are plain `u64`: they are read and exchanged as such. What a
-//! concurrent MMU must know beyond the bits is an associated constant too: who sets the accessed
-//! and dirty state, which bits the hardware may change under the reader, whether size changes need
-//! break-before-make, whether faulting entries may be cached.
+//! **Mechanism.** A format is a type without data. [`EntryLayout`] gives it the positions of the
+//! fields as associated constants. [`Format`] is implemented for all layouts and moves the bits.
+//! Its functions fold into a few masks once the format is known. Generic code needs that bound
+//! only. Entries are plain `u64`.
+//!
+//! Associated constants also describe the hardware for a concurrent MMU: the source of the accessed
+//! and dirty state, the bits that the hardware may change at any time, the need for
+//! break-before-make, and which faulting entries TLBs may cache.
 //!
 //! | format | levels | accessed | dirty | root | guest-physical bits |
 //! |---|---|---|---|---|---|
@@ -21,9 +22,9 @@
 //! | [`RiscvX4`] | 4, 5 | bit; without Svadu a clear one faults | bit, or write protection | 16 KiB | 50, 59 |
 //! | [`Arm64Stage2`] | 3, 4 | bit; without HA a clear one faults | bit, or write protection | 64 B..64 KiB | 33..48 |
 //!
-//! **Neighbours.** The walker, the function that changes entries and the fault handler are above;
-//! they must not know a bit's position. This module must not know atomics, locks, slots or table
-//! memory.
+//! **Neighbours.** The walker, the function that changes entries and the fault handler use this
+//! module, and must not know a bit's position. This module must not know atomics, locks, slots or
+//! table memory.
 //!
 //! ```
 //! use pageferry_addr::Pfn;

@@ -10,12 +10,12 @@ use super::layout::EntryLayout;
 
 /// Nested paging with `LEVELS` (4 or 5) of long-mode tables.
 ///
-/// EFER.NXE of the host must be set (bit 63), CR4.PKE has no effect on nested tables. 1 GiB leaves
-/// are CPUID Fn8000_0001_EDX bit 26. The host's PAT must have write-back in entry 0, UC- in 2 and
-/// UC in 3, as at reset.
+/// The host must set EFER.NXE (bit 63). CR4.PKE has no effect on nested tables. CPUID
+/// Fn8000_0001_EDX bit 26 reports 1 GiB leaves. The host's PAT must have write-back in entry 0, UC-
+/// in 2 and UC in 3, as at reset.
 ///
-/// Every nested walk counts as one by user mode (15.25), so that all entries have U/S, and the
-/// tables serve as ordinary ones of user mode as well.
+/// Every nested walk counts as a user-mode access (15.25), so all entries have U/S. The tables
+/// therefore also serve as ordinary user-mode tables.
 #[derive(Clone, Copy, Debug)]
 pub struct Npt<const LEVELS: u32>;
 
@@ -24,30 +24,30 @@ pub type Npt4 = Npt<4>;
 /// Nested paging, five levels.
 pub type Npt5 = Npt<5>;
 
-/// Bit 0, P: the entry is in use; if clear, all others are the software's.
+/// Bit 0, P: the entry is in use. If it is clear, software owns all other bits.
 const PRESENT: u64 = 1 << 0;
 /// Bit 1, R/W: stores are allowed.
 const WRITE: u64 = 1 << 1;
 /// Bit 2, U/S: user mode may use it.
 const USER: u64 = 1 << 2;
-/// Bit 3, PWT, and bit 4, PCD: the low bits of the index into the PAT; its high bit stays clear.
+/// Bit 3, PWT, and bit 4, PCD: the low bits of the index into the PAT. Its high bit stays clear.
 const PWT: u64 = 1 << 3;
 const PCD: u64 = 1 << 4;
 /// Bit 5, A: accessed, in leaves and in table pointers.
 const ACCESSED: u64 = 1 << 5;
 /// Bit 6, D: dirty, in leaves.
 const DIRTY: u64 = 1 << 6;
-/// Bit 7, PS: the entry of level 2 or 3 is a leaf; at level 1 the PAT bit; reserved at levels 4 and
-/// 5.
+/// Bit 7, PS: an entry of level 2 or 3 is a leaf. It is the PAT bit at level 1, and reserved at
+/// levels 4 and 5.
 const PAGE: u64 = 1 << 7;
-/// Bits 11:9 are the software's at all levels; KVM takes these two as well.
+/// Software owns bits 11:9 at all levels. KVM uses these two as well.
 const HOST_WRITABLE: u64 = 1 << 9;
 const MMU_WRITABLE: u64 = 1 << 10;
 /// Bit 63, NX: fetches are not allowed.
 const NO_EXECUTE: u64 = 1 << 63;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
-// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+// SAFETY: the constants come from the specifications at the top of this file, and
+// `tests/it/formats` checks them bit by bit. `is_leaf_kind` tells leaves from links.
 unsafe impl<const LEVELS: u32> EntryLayout for Npt<LEVELS> {
     const NAME: &'static str = match LEVELS {
         4 => "NPT, 4 levels",
@@ -57,7 +57,7 @@ unsafe impl<const LEVELS: u32> EntryLayout for Npt<LEVELS> {
         assert!(LEVELS == 4 || LEVELS == 5, "long mode has 4 or 5 levels");
         LEVELS
     };
-    /// Level 5 reaches 57 bits, guest-physical addresses only 52.
+    /// Level 5 covers 57 bits, but guest-physical addresses have at most 52.
     const GFN_BITS: u32 = if LEVELS == 5 && !cfg!(any(loom, shuttle)) {
         40
     } else {
@@ -66,15 +66,15 @@ unsafe impl<const LEVELS: u32> EntryLayout for Npt<LEVELS> {
 
     const ACCESSED_BY: AccessedBy = AccessedBy::Hardware;
     const DIRTY_BY: DirtyBy = DirtyBy::Hardware;
-    /// Until the flush either size may be used. (Family 10h raises a machine check over two sizes
-    /// in one TLB, erratum 383, and is not supported.)
+    /// The processor may use either size until the flush. Family 10h is not supported: it raises a
+    /// machine check over two sizes in one TLB (erratum 383).
     const BREAK_BEFORE_MAKE: bool = false;
-    /// Section 5.5 "Translation-Lookaside Buffer": entries with P clear are not cached, and a page
-    /// fault invalidates the entries of its address.
+    /// Section 5.5 "Translation-Lookaside Buffer": the TLB does not cache entries with P clear. A
+    /// page fault invalidates the entries of its address.
     const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::Forgets;
 
-    /// Bits 51:12; in leaves of 2 MiB and 1 GiB bit 12 is PAT, and those up to the page's size are
-    /// reserved.
+    /// Bits 51:12. In leaves of 2 MiB and 1 GiB, bit 12 is PAT, and the other bits below the page's
+    /// size are reserved.
     const PFN_SHIFT: u32 = 12;
     const PFN_BITS: u32 = 40;
     const PRESENT: u64 = PRESENT;

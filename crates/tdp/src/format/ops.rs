@@ -1,4 +1,4 @@
-//! What can be done with the entries of any format: one set of functions moves the bits.
+//! The operations on the entries of all formats: one set of functions moves the bits.
 
 use super::entry::{Access, AccessedBy, DirtyBy, Leaf, Meaning, MemoryType, Writes};
 use super::layout::{EntryLayout, MMIO_GFN_SHIFT, MMIO_LOW_BITS, MMIO_LOW_SHIFT, low_bits};
@@ -6,14 +6,14 @@ use pageferry_addr::{Gfn, PAGE_SHIFT, Pfn};
 
 /// The operations on entries, the same for every [`EntryLayout`].
 ///
-/// Functions that take an entry and a level must get the level of the table the entry stands in.
-/// Those whose doc says *leaf* expect a present leaf; `debug_assert`s check it.
+/// The level is that of the table in which the entry stands. A function whose doc says *leaf*
+/// expects a present leaf, and `debug_assert`s check that.
 ///
-/// All are pure. An MMU that changes a live entry computes the new value from the one it has read,
-/// and stores it by compare-exchange: the hardware may set
+/// All functions are pure. An MMU that changes a live entry computes the new value from the one it
+/// has read, and stores it by compare-exchange. The hardware may set
 /// [`HARDWARE_UPDATES`](EntryLayout::HARDWARE_UPDATES) in between.
 pub trait Format: EntryLayout {
-    /// The entries of a table of `level`.
+    /// The number of entries in a table of `level`.
     #[inline]
     #[must_use]
     fn entries(level: u32) -> usize {
@@ -24,14 +24,14 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// How many guest frames one entry of a table of `level` covers.
+    /// The number of guest frames that one entry of a table of `level` covers.
     #[inline]
     #[must_use]
     fn frames_per_entry(level: u32) -> u64 {
         1 << ((level - 1) * Self::INDEX_BITS)
     }
 
-    /// Which entry of a table of `level` leads to `gfn`; bits of `gfn` above the format's are
+    /// The index of the entry for `gfn` in a table of `level`. Bits of `gfn` above the format's are
     /// ignored.
     #[inline]
     #[must_use]
@@ -46,7 +46,7 @@ pub trait Format: EntryLayout {
         1 <= level && level <= Self::MAX_LEAF_LEVEL
     }
 
-    /// The bits of the frame number that a leaf of `level` uses; those below are reserved there.
+    /// The bits of the frame number that a leaf of `level` uses. Lower bits are reserved there.
     #[inline]
     #[must_use]
     fn pfn_mask(level: u32) -> u64 {
@@ -55,15 +55,14 @@ pub trait Format: EntryLayout {
 
     // Making entries.
 
-    /// A pointer to the next table, which fills frame `table` or starts there.
+    /// A pointer to the next table, which fills frame `table` or starts in it.
     #[inline]
     #[must_use]
     fn table(table: Pfn) -> u64 {
         frame_bits::<Self>(table, 1) | Self::TABLE
     }
 
-    /// A leaf of `level` that says `leaf`, as far as it can be said: see
-    /// [`canonical`](Self::canonical).
+    /// A leaf of `level` with the [canonical](Self::canonical) contents of `leaf`.
     ///
     /// Bits of the frame number below the leaf's size or above
     /// [`PFN_LIMIT`](EntryLayout::PFN_LIMIT) are cut off.
@@ -96,12 +95,12 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// What [`leaf`](Self::leaf) makes of `leaf`, the frame number aside.
+    /// The contents that [`leaf`](Self::leaf) stores for `leaf`, the frame number aside.
     ///
-    /// - Stores are allowed only where [`Writes::mmu_writable`] holds, and where permissions are
-    ///   put aside ([`AccessedBy::SavedPermissions`]) only in an accessed leaf.
-    /// - Only a leaf that allows stores is dirty; one that does is, where dirty state is known by
-    ///   write protection ([`DirtyBy::WriteProtection`], [`Writes::AllowedLoggedByFault`]).
+    /// - A leaf allows stores only if [`Writes::mmu_writable`] holds. If permissions are saved
+    ///   ([`AccessedBy::SavedPermissions`]), it must also be accessed.
+    /// - Only a leaf that allows stores is dirty. If write protection keeps the dirty state
+    ///   ([`DirtyBy::WriteProtection`], [`Writes::AllowedLoggedByFault`]), each such leaf is dirty.
     #[inline]
     #[must_use]
     fn canonical(leaf: Leaf) -> Leaf {
@@ -120,12 +119,12 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// A marker that no slot holds `gfn`, made under `generation`, of which only the low
-    /// [`MMIO_GENERATION_BITS`](EntryLayout::MMIO_GENERATION_BITS) are kept. The hardware stops at
+    /// A marker that no slot held `gfn` under `generation`. It keeps only the low
+    /// [`MMIO_GENERATION_BITS`](EntryLayout::MMIO_GENERATION_BITS) of that. The hardware stops at
     /// it.
     ///
-    /// The frame number is stored inverted: on a processor with the L1 Terminal Fault flaw a
-    /// non-present entry must not name memory that exists.
+    /// The frame number is stored inverted. On a processor with the L1 Terminal Fault flaw, a
+    /// non-present entry must not name existing memory.
     #[inline]
     #[must_use]
     fn mmio(gfn: Gfn, generation: u64) -> u64 {
@@ -139,8 +138,8 @@ pub trait Format: EntryLayout {
             | high << (MMIO_GFN_SHIFT + Self::MMIO_GFN_BITS)
     }
 
-    /// The entry of `level` that means `meaning`; as for [`leaf`](Self::leaf), as far as it can be
-    /// said.
+    /// The entry of `level` that means `meaning`, with [canonical](Self::canonical) contents if it
+    /// is a leaf.
     #[must_use]
     fn encode(meaning: Meaning, level: u32) -> u64 {
         match meaning {
@@ -154,8 +153,8 @@ pub trait Format: EntryLayout {
 
     // Reading entries.
 
-    /// Whether the entry is a leaf or a table pointer. A leaf whose permissions are put aside is
-    /// present, though the hardware stops at it.
+    /// Whether the entry is a leaf or a table pointer. A leaf with saved permissions is present,
+    /// though the hardware stops at it.
     #[inline]
     #[must_use]
     fn is_present(entry: u64) -> bool {
@@ -169,7 +168,7 @@ pub trait Format: EntryLayout {
         Self::is_present(entry) && Self::is_leaf_kind(entry, level)
     }
 
-    /// Whether the entry points to a table; entries of level 1 never do.
+    /// Whether the entry points to a table. Entries of level 1 never do.
     #[inline]
     #[must_use]
     fn is_table(entry: u64, level: u32) -> bool {
@@ -229,8 +228,7 @@ pub trait Format: EntryLayout {
         Pfn((entry & Self::pfn_mask(level)) >> Self::PFN_SHIFT)
     }
 
-    /// Whether stores through the leaf are let through, by the hardware setting the dirty bit if
-    /// need be.
+    /// Whether the leaf allows stores. The hardware may have to set the dirty bit first.
     #[inline]
     #[must_use]
     fn is_writable(entry: u64) -> bool {
@@ -238,7 +236,7 @@ pub trait Format: EntryLayout {
         entry & Self::WRITE == Self::WRITE
     }
 
-    /// Whether fetches through the leaf are allowed, now or when its permissions are back in place.
+    /// Whether the leaf allows fetches, now or once its saved permissions are restored.
     #[inline]
     #[must_use]
     fn is_executable(entry: u64) -> bool {
@@ -256,8 +254,8 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// Whether the leaf was stored to; where that is known by write protection, whether it lets
-    /// stores through.
+    /// Whether the leaf was stored to. If write protection keeps the dirty state: whether the leaf
+    /// allows stores.
     #[inline]
     #[must_use]
     fn is_dirty(entry: u64) -> bool {
@@ -268,7 +266,7 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// Who may make the leaf writable.
+    /// The permission to make the leaf writable.
     #[inline]
     #[must_use]
     fn writes(entry: u64) -> Writes {
@@ -284,7 +282,7 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// Whether the leaf may be made writable by the fast path: [`Writes::mmu_writable`], by one
+    /// Whether the fast path may make the leaf writable: [`Writes::mmu_writable`], tested by one
     /// bit.
     #[inline]
     #[must_use]
@@ -293,7 +291,7 @@ pub trait Format: EntryLayout {
         entry & Self::MMU_WRITABLE != 0
     }
 
-    /// How the leaf's page is cached.
+    /// The caching of the leaf's page.
     #[inline]
     #[must_use]
     fn memory(entry: u64) -> MemoryType {
@@ -308,8 +306,8 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// Whether the hardware lets a load through the leaf, and what of `access` is set beside it,
-    /// without any fault: what a fault handler asks to know that a fault was spurious.
+    /// Whether the hardware allows a load and `access` through the leaf without any fault. If so, a
+    /// fault on the leaf was spurious.
     #[inline]
     #[must_use]
     fn allows(entry: u64, access: Access) -> bool {
@@ -318,8 +316,8 @@ pub trait Format: EntryLayout {
         used && write && (!access.execute || Self::is_executable(entry))
     }
 
-    /// What the entry means at `level`, or `None` for a value that nothing here makes: entries of a
-    /// live table always mean something.
+    /// The meaning of the entry at `level`, or `None` for a value that no function here makes. An
+    /// entry of a live table always has a meaning.
     #[must_use]
     fn decode(entry: u64, level: u32) -> Option<Meaning> {
         let meaning = if entry == Self::NON_PRESENT {
@@ -354,7 +352,7 @@ pub trait Format: EntryLayout {
 
     // Changing entries.
 
-    /// The leaf without permission to store, and clean: whether it was dirty is in the old value.
+    /// The leaf without permission to store, and clean. The old value tells whether it was dirty.
     #[inline]
     #[must_use]
     fn write_protect(entry: u64) -> u64 {
@@ -362,10 +360,10 @@ pub trait Format: EntryLayout {
         entry & !(Self::WRITE | Self::DIRTY)
     }
 
-    /// The leaf with permission to store, or `None` where its [`Writes`] forbids that.
+    /// The leaf with permission to store, or `None` if its [`Writes`] forbids that.
     ///
-    /// Permissions that were put aside are back in place. Where dirty state is known by write
-    /// protection the leaf now is dirty, and the caller's log has to say so.
+    /// Saved permissions are restored. If write protection keeps the dirty state, the leaf is now
+    /// dirty, and the caller must tell the log.
     #[inline]
     #[must_use]
     fn make_writable(entry: u64) -> Option<u64> {
@@ -384,12 +382,13 @@ pub trait Format: EntryLayout {
         Some(entry | Self::WRITE | dirty)
     }
 
-    /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults;
-    /// where permissions are put aside, the one to store is gone, and with it the dirty state.
+    /// The leaf, not accessed. Unless the hardware sets the bit, the next access through it faults.
+    /// If permissions are saved, the leaf loses the permission to store, and with it the dirty
+    /// state.
     ///
-    /// Aging does not flush. So stores may go on through a stale translation, while the entry no
-    /// longer allows them. A log that is read must flush for every page it reports, not only for
-    /// the entries that the reading has changed.
+    /// Aging does not flush. So stores may continue through a stale translation that the entry no
+    /// longer allows. A thread that reads a log must therefore flush for every page that it
+    /// reports, not only for the entries that the reading has changed.
     #[inline]
     #[must_use]
     fn clear_accessed(entry: u64) -> u64 {
@@ -403,8 +402,8 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// The leaf, accessed: what the fault of an access that
-    /// [`clear_accessed`](Self::clear_accessed) stopped stores.
+    /// The leaf, accessed. A fault stores this value if [`clear_accessed`](Self::clear_accessed)
+    /// has stopped the access.
     #[inline]
     #[must_use]
     fn set_accessed(entry: u64) -> u64 {
@@ -418,8 +417,8 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// The leaf, clean, so that the next store is seen: by the hardware's dirty bit or, where dirty
-    /// state is known by write protection, by a fault.
+    /// The leaf, clean, so that the next store is noticed. The hardware sets the dirty bit, or the
+    /// store faults if write protection keeps the dirty state.
     #[inline]
     #[must_use]
     fn clear_dirty(entry: u64) -> u64 {
@@ -430,7 +429,7 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// The leaf, dirty if it is writable: saves the hardware the update when a store is about to
+    /// The leaf, dirty if it is writable. This saves the hardware an update if a store is about to
     /// come.
     #[inline]
     #[must_use]
@@ -442,9 +441,8 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// The leaf with another class of [`Writes`]; it loses the permission to store where the class
-    /// forbids it, and a writable one becomes dirty where the class says that dirty is what is
-    /// writable.
+    /// The leaf with another class of [`Writes`]. It loses the permission to store if the class
+    /// forbids it. A writable leaf becomes dirty if the class equates dirty and writable.
     #[inline]
     #[must_use]
     fn set_writes(entry: u64, writes: Writes) -> u64 {
@@ -458,17 +456,17 @@ pub trait Format: EntryLayout {
         }
     }
 
-    /// Whether a TLB that has used `old` may let through what `new`, stored in its place, stops:
-    /// another page, a store or a fetch, a store that should set a clear dirty bit. The change
-    /// counts only after a flush.
+    /// Whether a TLB that has used `old` may allow accesses that `new` stops. Examples are another
+    /// page, a store, a fetch, or a store that should set a clear dirty bit. The change takes
+    /// effect only after a flush.
     ///
-    /// - Accessed state is not asked about: what a stale translation lets through is not seen as an
-    ///   access.
-    /// - A leaf that loses [`Writes::mmu_writable`] needs a flush even if it was write-protected:
-    ///   who write-protected it for a log may not have flushed yet (as in KVM's `spte.h`).
-    /// - A leaf that becomes a table is said to need one. If the table translates the same and
-    ///   [`BREAK_BEFORE_MAKE`](EntryLayout::BREAK_BEFORE_MAKE) does not hold, the caller may know
-    ///   better.
+    /// - The accessed state needs no flush: an access through a stale translation does not count.
+    /// - A leaf that loses [`Writes::mmu_writable`] needs a flush even if it was write-protected.
+    ///   The thread that write-protected it for a log may not have flushed yet (as in KVM's
+    ///   `spte.h`).
+    /// - A leaf that becomes a table counts as a change that needs a flush. A caller may skip it if
+    ///   the table translates the same and [`BREAK_BEFORE_MAKE`](EntryLayout::BREAK_BEFORE_MAKE) is
+    ///   false.
     #[inline]
     #[must_use]
     fn needs_flush(old: u64, new: u64, level: u32) -> bool {
@@ -483,8 +481,8 @@ pub trait Format: EntryLayout {
         moved | lost != 0 || (Self::is_executable(old) && !Self::is_executable(new))
     }
 
-    /// Leaf number `child` of the table of `level - 1` that translates as `entry`, a leaf of
-    /// `level`, does. All else is as in `entry`: all children of a dirty leaf are dirty.
+    /// Leaf number `child` of a table of `level - 1` that translates the same as `entry`, a leaf of
+    /// `level`. All else is as in `entry`: all children of a dirty leaf are dirty.
     #[inline]
     #[must_use]
     fn split(entry: u64, level: u32, child: usize) -> u64 {
@@ -495,9 +493,9 @@ pub trait Format: EntryLayout {
         with_frame::<Self>(entry, level, pfn, level - 1)
     }
 
-    /// The leaf of `level + 1` that holds `entry`, a leaf of `level`, and is as it is: what the
-    /// recovery of a huge page installs. The caller knows that the whole of it is backed by
-    /// consecutive frames.
+    /// The leaf of `level + 1` that contains `entry`, a leaf of `level`, with the same permissions
+    /// and state. The recovery of a huge page installs it. The caller knows that consecutive frames
+    /// back all of it.
     #[inline]
     #[must_use]
     fn parent_of(entry: u64, level: u32) -> u64 {
@@ -505,12 +503,13 @@ pub trait Format: EntryLayout {
         with_frame::<Self>(entry, level, Self::pfn(entry, level), level + 1)
     }
 
-    /// The leaf of `level + 1` that translates as all `children`, a whole table of `level`, do.
+    /// The leaf of `level + 1` that translates the same as `children`, a whole table of `level`.
     ///
-    /// It is accessed and dirty if one of them is. `None` where they are not a full table of leaves
-    /// that map consecutive frames from an aligned one on, with the same permissions, memory type
-    /// and [`Writes`]. Leaves that dirty logging has write-protected differ in permission: pass
-    /// each through [`make_writable`](Self::make_writable) first where the log is off.
+    /// It is accessed and dirty if one of the children is. Returns `None` unless they are a full
+    /// table of leaves that map consecutive frames from an aligned one on, with the same
+    /// permissions, memory type and [`Writes`]. A leaf that dirty logging has write-protected
+    /// differs in permission. If the log is off, pass each child through
+    /// [`make_writable`](Self::make_writable) first.
     #[must_use]
     fn join(children: impl IntoIterator<Item = u64>, level: u32) -> Option<u64> {
         let parents = level + 1;
@@ -547,7 +546,7 @@ fn frame_bits<F: Format>(pfn: Pfn, level: u32) -> u64 {
     (pfn.0 << F::PFN_SHIFT) & F::pfn_mask(level)
 }
 
-/// The leaf of another level and frame that is as `entry` in all else.
+/// The leaf with another level and frame, and all else as in `entry`.
 #[inline]
 fn with_frame<F: Format>(entry: u64, level: u32, pfn: Pfn, new_level: u32) -> u64 {
     let rest = entry & !(F::pfn_mask(level) | F::leaf_kind(level));

@@ -11,8 +11,8 @@ use super::layout::EntryLayout;
 
 /// The G-stage with `LEVELS` (4: Sv48x4, 5: Sv57x4), whose hardware sets A and D if `SVADU`.
 ///
-/// `SVADU` is menvcfg.ADUE, and without it a clear A, or D at a store, is a guest-page fault
-/// (Svade). Memory types other than [`MemoryType::WriteBack`] need Svpbmt and menvcfg.PBMTE.
+/// `SVADU` is menvcfg.ADUE. Without it, a clear A is a guest-page fault, and so is a clear D at a
+/// store (Svade). Memory types other than [`MemoryType::WriteBack`] need Svpbmt and menvcfg.PBMTE.
 #[derive(Clone, Copy, Debug)]
 pub struct RiscvX4<const LEVELS: u32, const SVADU: bool>;
 
@@ -25,7 +25,7 @@ pub type Sv57x4Svadu = RiscvX4<5, true>;
 /// Sv57x4, A and D set by software.
 pub type Sv57x4Svade = RiscvX4<5, false>;
 
-/// V: the entry is in use; if clear, all others are the software's.
+/// V: the entry is in use. If it is clear, software owns all other bits.
 const VALID: u64 = 1 << 0;
 /// R: loads are allowed. With R, W and X clear the entry points to a table.
 const READ: u64 = 1 << 1;
@@ -33,14 +33,14 @@ const READ: u64 = 1 << 1;
 const WRITE: u64 = 1 << 2;
 /// X: fetches are allowed.
 const EXECUTE: u64 = 1 << 3;
-/// U: user mode may use it. Every access by the guest counts as one by user mode, so leaves need
-/// it; reserved in table pointers, as A and D are.
+/// U: user mode may use it. Every guest access counts as a user-mode access, so leaves need it. U,
+/// A and D are reserved in table pointers.
 const USER: u64 = 1 << 4;
 /// A: accessed.
 const ACCESSED: u64 = 1 << 6;
 /// D: dirty.
 const DIRTY: u64 = 1 << 7;
-/// RSW, bits 9:8: the software's, and the only ones in a valid entry.
+/// RSW, bits 9:8: the only bits of a valid entry that software owns.
 const HOST_WRITABLE: u64 = 1 << 8;
 const MMU_WRITABLE: u64 = 1 << 9;
 /// PBMT, bits 62:61: 0 as the physical address says, 1 not cacheable, 2 I/O. Reserved in table
@@ -49,8 +49,8 @@ const PBMT: u64 = 0b11 << 61;
 const PBMT_NC: u64 = 1 << 61;
 const PBMT_IO: u64 = 2 << 61;
 
-// SAFETY: the constants are those of the specifications that the first lines name, bit by bit in
-// `tests/formats`; a leaf and a link differ in what `is_leaf_kind` looks at.
+// SAFETY: the constants come from the specifications at the top of this file, and
+// `tests/it/formats` checks them bit by bit. `is_leaf_kind` tells leaves from links.
 unsafe impl<const LEVELS: u32, const SVADU: bool> EntryLayout for RiscvX4<LEVELS, SVADU> {
     const NAME: &'static str = match (LEVELS, SVADU) {
         (4, true) => "Sv48x4, Svadu",
@@ -74,20 +74,20 @@ unsafe impl<const LEVELS: u32, const SVADU: bool> EntryLayout for RiscvX4<LEVELS
     } else {
         DirtyBy::WriteProtection
     };
-    /// Section "Supervisor Memory-Management Fence": until the fence either translation may be
-    /// used.
+    /// Section "Supervisor Memory-Management Fence": the hardware may use either translation until
+    /// the fence.
     const BREAK_BEFORE_MAKE: bool = false;
-    /// Entries with V clear may be cached; only Svvptc bounds how long.
+    /// The TLB may cache entries with V clear. Only Svvptc bounds the time.
     const TLB_AFTER_FAULT: TlbAfterFault = TlbAfterFault::KeepsAbsent;
 
-    /// Bits 53:10; bits 60:54 are reserved, and 63 (N) is never set.
+    /// Bits 53:10. Bits 60:54 are reserved, and bit 63 (N) is never set.
     const PFN_SHIFT: u32 = 10;
     const PFN_BITS: u32 = 44;
     const PRESENT: u64 = VALID;
     const HARDWARE_PRESENT: u64 = VALID;
     const TABLE: u64 = VALID;
     const LEAF: u64 = VALID | READ | USER;
-    /// Under Svade a store needs D as well, and the two go together.
+    /// Under Svade a store needs D as well, so the two change together.
     const WRITE: u64 = if SVADU { WRITE } else { WRITE | DIRTY };
     const EXECUTE: u64 = EXECUTE;
     const NO_EXECUTE: u64 = 0;

@@ -1,9 +1,9 @@
-//! Sweeps that meet frozen entries: their table was cut off under them, so they begin again from
+//! Sweeps that meet frozen entries. Another worker cut their table off, so they start again from
 //! the root.
 //!
-//! The other worker recovers the large page from inside the log's callback, that is between two
-//! entries of the sweep. Its table is cut off then, and a large leaf stands in its place, which the
-//! sweep must find.
+//! The other worker recovers the large page inside the log's callback, so between two entries of
+//! the sweep. That cuts the sweep's table off and installs a large leaf in its place. The sweep
+//! must find that leaf.
 
 use crate::platform::{Hooked, OnDirty, map, new, range, target};
 use pageferry_addr::Gfn;
@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 const FIRST: u64 = 0x200;
 
-/// Maps 512 dirty pages, and calls `sweep` with a log that recovers their large page when it is
-/// told of the first.
+/// Maps 512 dirty pages, and calls `sweep` with a log. At the first page, the log recovers their
+/// large page.
 fn meets_a_recovery<F: Format>(
     sweep: impl FnOnce(&mut Worker<F, Hooked>, &OnDirty<&dyn Fn(Gfn)>),
 ) -> (Arc<Mmu<F, Hooked>>, Worker<F, Hooked>) {
@@ -37,7 +37,7 @@ fn meets_a_recovery<F: Format>(
     (mmu, worker)
 }
 
-/// Not the whole table, which would be cut off at once.
+/// Less than the whole table, which would be cut off at once.
 const MOST: u64 = 511;
 
 fn a_zap_finds_the_large_page<F: Format>() {

@@ -1,4 +1,4 @@
-//! Several invalidations at once, their tokens, and tickets.
+//! Concurrent invalidations, their tokens, and tickets.
 
 use crate::platform::{fault, map, new, range, target};
 use pageferry_addr::Gfn;
@@ -77,14 +77,14 @@ fn a_forgotten_invalidation_is_seen_and_can_be_ended() {
     assert_eq!(mmu.end_invalidations(), 2);
     assert_eq!((mmu.stats().invalidations, mmu.invalidating()), (0, None));
     read(&mut worker, 0x10).unwrap();
-    // Tickets from before it are old in all of its ranges.
+    // Earlier tickets are old in all of its ranges.
     let at = Fault {
         gfn: Gfn(0x20),
         access: Access::READ,
     };
     let refused = worker.fault(ticket, at, target(0x20, 1), &());
     assert_eq!(refused.map(drop), Err(Refused::Invalidated));
-    // The one that was not forgotten ends nothing that began later.
+    // The token of an invalidation that was already ended must not end a later one.
     let later = worker.invalidate(&[range(0x30, 1)], &());
     drop(kept);
     assert_eq!(mmu.stats().invalidations, 1);

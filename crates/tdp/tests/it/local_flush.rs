@@ -1,5 +1,5 @@
-//! A vCPU's own TLB after a fault: it keeps what the format's hardware may keep, and what the fault
-//! does not ask to be invalidated. The access must go through all the same.
+//! A vCPU's own TLB after a fault. It keeps every entry that the format's hardware may keep, unless
+//! the fault asks to invalidate it. The access must still succeed.
 
 use crate::platform::{Hooked, fault, new, range, target};
 use pageferry_addr::Gfn;
@@ -10,7 +10,7 @@ use pageferry_tdp::{Fault, Mapped, Worker};
 
 const AT: Gfn = Gfn(0x42);
 
-/// What the vCPU's TLB has of [`AT`].
+/// The TLB's contents for [`AT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cached {
     Nothing,
@@ -24,7 +24,7 @@ struct Vcpu<F: Format> {
 }
 
 impl<F: Format> Vcpu<F> {
-    /// Whether the hardware lets the access through. It walks only if its TLB has nothing.
+    /// Whether the hardware allows the access. It walks only if its TLB has no entry.
     fn access(&mut self, access: Access) -> bool {
         if self.tlb == Cached::Nothing {
             let found = self.worker.walk(AT);
@@ -47,7 +47,7 @@ impl<F: Format> Vcpu<F> {
         allowed
     }
 
-    /// Accesses and faults until the access goes through; returns how many faults that took.
+    /// Accesses and faults until the access succeeds. Returns the number of faults.
     fn run(&mut self, access: Access, fix: impl Fn(&mut Worker<F, Hooked>) -> Mapped) -> u32 {
         for faults in 0..4 {
             if self.access(access) {
@@ -84,7 +84,8 @@ fn a_vcpu_gets_on<F: Format>() {
     for vcpu in &mut vcpus {
         assert!(vcpu.run(Access::READ, load) <= 1);
     }
-    // One vCPU makes the leaf writable, the other finds it so: in both TLBs it is read-only.
+    // One vCPU makes the leaf writable, and the other finds it writable. Both TLBs have it
+    // read-only.
     for vcpu in &mut vcpus {
         assert_eq!(vcpu.run(Access::READ_WRITE, store), 1);
     }

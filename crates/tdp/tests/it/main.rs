@@ -1,4 +1,4 @@
-//! All tests of the crate but its models: one binary, so that it links once.
+//! All tests of the crate except its models, in one binary, so that it links once.
 //!
 //! - [`formats`]: entries against the manuals; [`ring`]: dirty rings.
 //! - [`mmu`]: the calls of an [`Mmu`](pageferry_tdp::Mmu), on one thread; [`races`]: the same at

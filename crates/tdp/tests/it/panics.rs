@@ -1,4 +1,4 @@
-//! A panic inside the platform's flush or inside the log: tables and counts stay right, and no
+//! A panic inside the platform's flush or inside the log. Tables and counts stay right, and no
 //! memory is lost.
 
 use crate::platform::{Hooked, OnDirty, fault, map, new, range, target};
@@ -15,8 +15,8 @@ fn panics<R>(body: impl FnOnce() -> R) {
     assert!(catch_unwind(AssertUnwindSafe(body)).is_err(), "it panics");
 }
 
-/// The counts are what the tables hold, and all memory that is not linked is free once workers are
-/// gone.
+/// The counts equal the contents of the tables. When the workers are gone, all memory that is not
+/// linked is free.
 fn check<F: Format>(mmu: &Arc<Mmu<F, Hooked>>, mut worker: Worker<F, Hooked>) {
     let mut leaves = [0; 3];
     worker.scan(range(0, F::GFN_LIMIT.0), |_, found| {
@@ -57,7 +57,7 @@ fn a_recovery_whose_flush_panics_leaves_the_pages_as_they_were() {
     check(&mmu, worker);
 }
 
-/// Tables that were cut off are not lost where the flush fails: the next call flushes again.
+/// Tables that were cut off are not lost if the flush fails: the next call flushes again.
 #[test]
 fn a_zap_whose_flush_panics_is_flushed_later() {
     let mmu = new::<Ept4>();
@@ -77,7 +77,7 @@ fn a_zap_whose_flush_panics_is_flushed_later() {
     check(&mmu, worker);
 }
 
-/// A log that panics when it is told for the `n`th time.
+/// A log that panics at its `n`th report.
 fn panic_at(n: u64) -> OnDirty<impl Fn(Gfn)> {
     let told = AtomicU64::new(0);
     OnDirty(move |_| {
@@ -90,7 +90,7 @@ fn panic_at(n: u64) -> OnDirty<impl Fn(Gfn)> {
 fn mapped<F: Format>() -> (Arc<Mmu<F, Hooked>>, Worker<F, Hooked>) {
     let mmu = new::<F>();
     let mut worker = mmu.worker();
-    // Two tables of level 1 under one of level 2, and one far off.
+    // Two tables of level 1 under one of level 2, and one at a distance.
     for gfn in [0, 1, 2, 3, 511, 512, 513, 1 << 27] {
         map(&mut worker, gfn);
     }
@@ -117,7 +117,7 @@ fn a_fast_zap_whose_log_panics<F: Format>() {
 fn a_recovery_whose_log_panics<F: Format>() {
     for n in 1..=6 {
         let (mmu, mut worker) = mapped::<F>();
-        // All of 1 GiB at once, so that a table of tables is cut off.
+        // All of 1 GiB at once, so that the call cuts off a table of tables.
         let large = |gfn: Gfn, level| (level == 3).then(|| target(gfn.0, level));
         panics(|| worker.recover(range(0, 1 << 18), &panic_at(n), large));
         check(&mmu, worker);
@@ -138,7 +138,7 @@ of_formats!(
     a_recovery_whose_log_panics
 );
 
-/// Where a dirty leaf is a writable one, the fault tells the log.
+/// If dirty equals writable, the fault reports to the log.
 #[test]
 fn a_fault_whose_log_panics_has_mapped_the_page() {
     let mmu = new::<Sv48x4Svade>();

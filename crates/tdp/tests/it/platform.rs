@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "a platform of tables from the heap")]
-//! A platform that knows its live tables, and does something in the middle of a flush.
+//! A platform that knows its live tables, and runs a hook inside a flush.
 
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
 use pageferry_tdp::format::{Access, Format, MemoryType, Writes};
@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
 use std::sync::{Arc, Mutex};
 
-/// Something to do at the next flush.
+/// The action of the next flush.
 type Hook = Box<dyn FnOnce() + Send>;
 
-/// Tables from the heap, each aligned to its own size, as in the example of the crate's first page.
+/// Tables from the heap, each aligned to its own size, as in the example on the crate's front page.
 #[derive(Default)]
 pub(crate) struct Hooked {
     /// The address and the entries of each table that is not freed.
@@ -30,12 +30,12 @@ impl Hooked {
         *self.hook.lock().unwrap() = Some(Box::new(hook));
     }
 
-    /// How many tables are allocated and not freed.
+    /// The number of tables that are allocated and not freed.
     pub(crate) fn live(&self) -> usize {
         self.live.lock().unwrap().len()
     }
 
-    /// How many entries each live table has.
+    /// The number of entries of each live table.
     pub(crate) fn sizes(&self) -> Vec<usize> {
         self.live.lock().unwrap().values().copied().collect()
     }
@@ -45,8 +45,8 @@ fn layout(entries: usize) -> Layout {
     Layout::from_size_align(entries * 8, entries * 8).unwrap()
 }
 
-// SAFETY: memory from the allocator, zeroed and aligned to its size, whose addresses are exposed;
-// there is no hardware.
+// SAFETY: the allocator's memory is zeroed and aligned to its size, and its addresses are exposed.
+// There is no hardware.
 unsafe impl Platform for Hooked {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         // SAFETY: not of size 0.
@@ -60,7 +60,7 @@ unsafe impl Platform for Hooked {
         let address = table.as_ptr().addr();
         let allocated = self.live.lock().unwrap().remove(&address);
         assert_eq!(allocated, Some(entries), "freed as it was allocated");
-        // SAFETY: from `allocate_table` with as many entries, by the caller.
+        // SAFETY: from `allocate_table` with as many entries, as the caller promises.
         unsafe { dealloc(table.as_ptr().cast(), layout(entries)) };
     }
 
@@ -122,7 +122,7 @@ pub(crate) fn map<F: Format>(worker: &mut Worker<F, Hooked>, gfn: u64) {
     fault(worker, gfn, Access::READ_WRITE, target(gfn, 1)).unwrap();
 }
 
-/// A log that calls its function with each first page it is told is dirty.
+/// A log that calls its function with the first page of each dirty report.
 pub(crate) struct OnDirty<T>(pub(crate) T);
 
 impl<T: Fn(Gfn)> Log for OnDirty<T> {

@@ -1,5 +1,5 @@
-//! Races whose other side runs at a chosen moment: inside the platform's flush, or inside a
-//! callback. One thread.
+//! Races on one thread. The other side runs at a chosen moment: inside the platform's flush, or
+//! inside a callback.
 
 use crate::platform::{fault, new, range, target};
 use pageferry_addr::{Gfn, Pfn};
@@ -11,7 +11,7 @@ fn who_flushes_while_a_root_is_replaced_makes_vcpus_use_the_new_one() {
     let mmu = new::<Ept4>();
     let (mut worker, mut notifier) = (mmu.worker(), mmu.worker());
     fault(&mut worker, 7, Access::READ_WRITE, target(0x77, 1)).unwrap();
-    // The new root is in place, and vCPUs have not been told yet.
+    // The new root is in place, but vCPUs do not know it yet.
     let inner = std::sync::Arc::clone(&mmu);
     mmu.platform().at_next_flush(move || {
         inner.platform().take_flushes();
@@ -34,7 +34,7 @@ fn a_permission_that_aging_took_is_flushed_for_the_log() {
     fault(&mut worker, 7, Access::READ_WRITE, target(0x77, 1)).unwrap();
     assert_eq!(worker.age(range(0, 64), true, &()), 1);
     assert_eq!(mmu.platform().take_flushes(), [], "aging flushes nothing");
-    // A TLB may still let stores through, so the log's reader needs a flush though the entry is not
+    // A TLB may still allow stores. So the log's reader needs a flush, although the entry is not
     // writable.
     assert_eq!(worker.write_protect_mask(Gfn(0), 1 << 7, &()), 0);
     assert_eq!(mmu.platform().take_flushes().len(), 1);
@@ -82,7 +82,7 @@ fn nothing_takes_the_place_of_a_large_page_before_the_flush() {
     fault(&mut worker, 0x200, Access::READ, target(0x800, 2)).unwrap();
     let (send, receive) = std::sync::mpsc::channel();
     mmu.platform().at_next_flush(move || {
-        // Outside the range, but inside the large page that went with it.
+        // Outside the range, but inside the large page that was removed with it.
         send.send(fault(&mut vcpu, 0x20f, Access::READ, target(0x80f, 1)))
             .unwrap();
     });
@@ -119,7 +119,7 @@ fn a_fault_takes_nothing_away() {
         ..target(0x77, 1)
     };
     fault(&mut worker, 7, Access::READ_WRITE, first).unwrap();
-    // What the slot says now allows no stores, but it is not the fault that takes them.
+    // The slot now allows no stores, but a fault takes no permissions away.
     let now = Target {
         writes: Writes::HostForbids,
         memory: MemoryType::Device,

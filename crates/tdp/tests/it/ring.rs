@@ -1,4 +1,4 @@
-//! The dirty ring against a plain model, what a reset puts together, and three threads at once.
+//! The dirty ring against a plain model, the batches of a reset, and three threads at once.
 
 use pageferry_tdp::ring::{self, BadRing, DirtyPage, Full, Harvester, Producer, Resetter};
 use pageferry_testkit::LIMIT;
@@ -22,7 +22,7 @@ fn harvested(pages: &[DirtyPage]) -> (Producer, Harvester, Resetter) {
     (producer, harvester, resetter)
 }
 
-/// What a reset makes of `offsets` in one slot.
+/// The batches of a reset for `offsets` in one slot.
 fn batches(offsets: impl IntoIterator<Item = u64>) -> Vec<(u64, u64)> {
     let pages: Vec<_> = offsets.into_iter().map(|offset| page(7, offset)).collect();
     let (_producer, _harvester, mut resetter) = harvested(&pages);
@@ -42,12 +42,12 @@ fn neighbours_share_a_mask() {
     assert_eq!(batches([5, 5, 8]), [(5, 0b1001)]);
     assert_eq!(batches(100..164), [(100, u64::MAX)]);
     assert_eq!(batches(100..165), [(100, u64::MAX), (164, 1)]);
-    // Backwards, as a guest may go through its memory too, and from the middle.
+    // Backwards, as a guest may walk its memory too, and from the middle.
     assert_eq!(batches((100..164).rev()), [(100, u64::MAX)]);
     assert_eq!(batches((100..165).rev()), [(101, u64::MAX), (100, 1)]);
     assert_eq!(batches([40, 70, 10]), [(10, 1 | 1 << 30 | 1 << 60)]);
     assert_eq!(batches([40, 100, 10]), [(40, 1 | 1 << 60), (10, 1)]);
-    // The masks' ends, and offsets' ends.
+    // The ends of masks and of offsets.
     assert_eq!(batches([0, 63]), [(0, 1 | 1 << 63)]);
     assert_eq!(batches([63, 0]), [(0, 1 | 1 << 63)]);
     assert_eq!(batches([0, 64]), [(0, 1), (64, 1)]);
@@ -107,8 +107,8 @@ fn what_cannot_be_a_ring_is_refused() {
     assert_eq!(
         [BadRing::Entries(3), refused].map(|bad| bad.to_string()),
         [
-            "a dirty ring has 2 to 65536 entries, a power of two, and not 3",
-            "a dirty ring of 64 entries has a reserve of less than that, and not 64"
+            "a dirty ring cannot have 3 entries: expected a power of two from 2 to 65536",
+            "the reserve of 64 entries leaves none: the dirty ring has 64 entries"
         ]
     );
     assert!(ring::new(2, 1).is_ok() && ring::new(ring::MAX_ENTRIES, 0).is_ok());
@@ -184,7 +184,7 @@ proptest! {
     }
 }
 
-/// All pages come through in order, once, with three threads.
+/// All pages get through once and in order, with three threads.
 #[test]
 fn three_threads_lose_nothing() {
     const PAGES: u64 = if cfg!(miri) { 300 } else { 200_000 };

@@ -6,7 +6,7 @@ use pageferry_tdp::format::{Access, Arm64Stage2, Format, Npt4, Sv57x4Svadu};
 use pageferry_tdp::{Entry, Flush, Mmu, Platform};
 use std::ptr::NonNull;
 
-/// Maps, walks and zaps at both ends of what the format can map.
+/// Maps, walks and zaps at both ends of the frames that the format can map.
 fn tables_work<F: Format>() {
     let mmu = new::<F>();
     let mut worker = mmu.worker();
@@ -31,7 +31,7 @@ fn tables_work_in_formats_whose_root_is_smaller_than_a_page() {
     tables_work::<Arm64Stage2<44, true, true>>();
 }
 
-/// A whole MMU a width takes long to compile; its root does not.
+/// A whole MMU for each width takes long to compile, a root alone does not.
 #[test]
 fn roots_of_all_widths_take_a_page_or_more() {
     macro_rules! widths {
@@ -59,10 +59,10 @@ struct Askew(Hooked);
     unsafe_code,
     reason = "breaks the contract, to see that this is noticed"
 )]
-// SAFETY: it breaks point 2, and the MMU must notice before it follows a pointer.
+// SAFETY: it breaks point 2. The MMU must notice that before it follows a pointer.
 unsafe impl Platform for Askew {
     fn allocate_table(&self, _: usize) -> Option<NonNull<Entry>> {
-        // The part of a page that begins behind its first 256 bytes.
+        // The part of a page after its first 256 bytes.
         let table = self.0.allocate_table(128)?;
         // SAFETY: inside the table.
         Some(unsafe { table.add(32) })

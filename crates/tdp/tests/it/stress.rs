@@ -1,5 +1,5 @@
-//! Threads that do everything to one MMU at once, on real tables, for `PAGEFERRY_STRESS_SECONDS` (2
-//! by default).
+//! Threads that make all calls to one MMU at once, on real tables, for `PAGEFERRY_STRESS_SECONDS`
+//! (2 by default).
 //!
 //! Under ThreadSanitizer, for a minute (`rustup component add --toolchain nightly rust-src` once):
 //!
@@ -8,10 +8,10 @@
 //!     cargo +nightly test -Zbuild-std --target x86_64-unknown-linux-gnu -p pageferry-tdp --test it stress
 //! ```
 //!
-//! `pageferry_tsan` makes epochs acquire where they fence, which ThreadSanitizer does not
-//! understand; freed tables go back to the allocator at once; and the host copies a page that moves
-//! by plain loads, so that a store that is not ordered before the copy is a data race. With tables
-//! freed after the flush, without a grace period, it reports races between `free` and walks within
+//! `pageferry_tsan` makes epochs acquire where they fence, as ThreadSanitizer does not understand
+//! fences. Freed tables return to the allocator at once. The host copies a page that moves by plain
+//! loads, so a store that is not ordered before the copy is a data race. If tables are freed after
+//! the flush without a grace period, ThreadSanitizer reports races between `free` and walks within
 //! ten seconds.
 
 use crate::guest::{Length, Machine, Role};
@@ -27,7 +27,7 @@ fn run<F: Format>(share: u32, roles: &[Role]) {
     Machine::<F>::run(3, PAGES, roles, false, length);
 }
 
-/// One after the other, since all take all processors.
+/// One after the other, since each uses all processors.
 #[test]
 fn everything_at_once() {
     let logged = [

@@ -1,9 +1,9 @@
-//! Running a model, and gathering what it gives.
+//! Runs a model, and gathers its results.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-/// All that `model` can give, with at most so many preemptions in a run of it.
+/// All possible results of `model`, with at most this many preemptions in one run.
 pub(crate) fn explore<O: Ord + Send + 'static>(
     preemptions: usize,
     model: impl Fn() -> O + Sync + Send + 'static,

@@ -1,11 +1,11 @@
 //! A dirty ring's producer, harvester and resetter at once.
 //!
-//! Page `n` has slot `n` and offset `10 * n`, so that a page that was put together from two is
-//! seen. Two cells a page show what is ordered: one is written before it is pushed and read by who
-//! harvests and who resets it; the other is written by who resets it and read by who pushes the
-//! next page into its entry. The tests name the outcomes that must be seen.
+//! Page `n` has slot `n` and offset `10 * n`, so that a mixture of two pages is noticed. Two cells
+//! for each page check the order. The producer writes the first before the push, and the harvester
+//! and the resetter read it. The resetter writes the second, and the next push into the same entry
+//! reads it. The tests name the outcomes that must occur.
 //!
-//! What fails when a rule is broken (tried by hand):
+//! The tests that fail when a rule is broken (tried by hand):
 //! - relaxed order of either side of (p), no look for room, or a reset of what is dirty only, or
 //!   that leaves entries harvested: `all_three_at_once` and others;
 //! - relaxed order of either side of (z): `all_three_at_once` and `an_entry_is_used_again`;
@@ -20,7 +20,7 @@ use std::collections::BTreeSet;
 
 const ENTRIES: u32 = 2;
 
-/// Two cells for each page there is.
+/// Two cells for each page.
 struct Cells {
     pushed: [Watched; 3],
     reset: [Watched; 3],
@@ -35,7 +35,7 @@ impl Cells {
         })
     }
 
-    /// Pushes page `number`; says whether there was room.
+    /// Pushes page `number`. Returns whether there was room.
     fn push(&self, producer: &Producer, number: u32) -> bool {
         self.pushed[number as usize].write();
         let page = DirtyPage {
@@ -44,7 +44,7 @@ impl Cells {
         };
         let pushed = producer.push(page).is_ok();
         if pushed && number >= ENTRIES {
-            // Who reset the page that had this entry is done with it.
+            // The reset of the page that had this entry is over.
             self.reset[(number - ENTRIES) as usize].read();
         }
         pushed
@@ -58,7 +58,7 @@ impl Cells {
         Some(page.slot)
     }
 
-    /// Resets; gives the pages.
+    /// Resets and returns the pages.
     fn reset(&self, resetter: &mut Resetter) -> Vec<u32> {
         let mut pages = Vec::new();
         let count = resetter.reset(|slot, base, mask| {
@@ -101,20 +101,20 @@ fn a_page_is_harvested_whole() {
     assert_eq!(seen, BTreeSet::from([vec![], vec![0], vec![0, 1]]));
 }
 
-/// What the three did, before the rest came out of the ring.
+/// The results of the three threads, before the ring is emptied.
 struct Seen<P> {
     pushed: P,
     harvested: Vec<u32>,
     reset: Vec<u32>,
-    /// All that was harvested, in the end.
+    /// All harvested pages, in the end.
     all: Vec<u32>,
 }
 
 /// Lets the harvester look `looks` times and the resetter once, while the producer does `body`.
 ///
-/// loom remembers one last access an atomic, so a harvester that loads before it stores hides an
-/// earlier load of the resetter's. Hence the order in which they begin, by which each comes after
-/// those whose stores it loads.
+/// Loom remembers only the last access of an atomic. So a harvester that loads before it stores
+/// hides an earlier load of the resetter's. Therefore each thread begins after those whose stores
+/// it loads.
 fn at_once<P>(
     (cells, producer, mut harvester, mut resetter): (Arc<Cells>, Producer, Harvester, Resetter),
     looks: usize,
@@ -152,7 +152,7 @@ fn at_once<P>(
     }
 }
 
-/// The ring is full and harvested in part, while the producer wants an entry again.
+/// The ring is full and partly harvested, while the producer needs an entry again.
 #[test]
 fn an_entry_is_used_again() {
     let seen = explore(3, || {
@@ -174,7 +174,7 @@ fn an_entry_is_used_again() {
     assert!(seen.contains(&((false, true), vec![1], vec![0, 1])));
 }
 
-/// The same from an entry that is dirty only, and one that is empty.
+/// The same from an entry that is only dirty, and from one that is empty.
 #[test]
 fn all_three_at_once() {
     let seen = explore(3, || {

@@ -2,14 +2,14 @@
     unsafe_code,
     reason = "a cell that loom watches is shared between threads"
 )]
-//! What threads use that must be ordered.
+//! A cell that marks uses which must be ordered.
 
 use loom::cell::UnsafeCell;
 
 /// Loom reports a use that is not ordered before or after a write.
 pub(crate) struct Watched(UnsafeCell<()>);
 
-// SAFETY: it holds no data, and what is not shared correctly is what the models look for.
+// SAFETY: it holds no data, and the models look for incorrect sharing.
 unsafe impl Sync for Watched {}
 // SAFETY: as above.
 unsafe impl Send for Watched {}
@@ -24,7 +24,7 @@ impl Watched {
         self.0.with(|_| ());
     }
 
-    /// Ends what it was: whoever reads it beside this would use something else.
+    /// Ends the use of the old contents: loom reports a concurrent reader.
     pub(crate) fn write(&self) {
         self.0.with_mut(|_| ());
     }

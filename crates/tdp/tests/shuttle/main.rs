@@ -1,6 +1,6 @@
-//! Whole flows of the MMU under a scheduler that decides every step (the `shuttle` crate): vCPUs
-//! that fault, store and check what they load, beside notifiers, readers of the log, splitting and
-//! recovery, aging, and zaps of everything.
+//! Whole flows of the MMU under a scheduler that decides every step (the `shuttle` crate). vCPUs
+//! fault, store, and check the values that they load. Beside them run notifiers, readers of the
+//! log, splitting and recovery, aging, and zaps of everything.
 //!
 //! ```sh
 //! RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-tdp --profile stress --test shuttle
@@ -8,14 +8,14 @@
 //!
 //! `PAGEFERRY_SHUTTLE_SECONDS` is the time for all scenarios together, 40 by default. A failure
 //! prints its schedule, which `shuttle::replay` takes. Tables have two entries here, so that a tree
-//! has all its levels and few steps. "failing seed" beside a test that passes only says that its
-//! time was over. Shuttle knows sequential consistency only: orderings are for the models of loom
-//! and ThreadSanitizer.
+//! has all its levels and few steps. "failing seed" beside a test that passes only means that its
+//! time was over. Shuttle knows sequential consistency only. The models of loom and ThreadSanitizer
+//! check orderings.
 //!
-//! # What it catches
+//! # Caught faults
 //!
-//! With one rule broken, after so many schedules of the scenario that was first (a few thousand are
-//! run of each):
+//! Each row breaks one rule. The last column has the number of schedules of the first scenario that
+//! failed. A few thousand schedules of each run.
 //!
 //! | broken rule | found as | schedules |
 //! |---|---|---|
@@ -35,15 +35,16 @@
 //! | (W) the log is told before the entry is writable | page not in the log | 2429 |
 //! | (W) the reader protects first, then takes bits | page not in the log | 1 |
 //! | an entry is stored, not compared and exchanged | everything | 1 |
-//! | what others owe is not flushed | page not in the log, frame used that was taken | 357 |
+//! | other workers' debts are not flushed | page not in the log, frame used that was taken | 357 |
 //! | a batch counts as closed before its flush | page not in the log, frame used that was taken | 4256 |
 //! | a lost dirty bit owes no flush | page not in the log | 11 |
 //!
-//! It does not catch, in thousands of schedules of the scenario meant for it: aging that is counted
-//! before the change (three threads have to meet in it); a walk that passes over a link which
-//! became a leaf (only a zap beside a recovery could tell); an invalidation that begins, or a root
-//! that is swapped, without the exclusive side (the first turn of the zap takes it anyway, and the
-//! flush covers the old tree).
+//! Thousands of schedules of the matching scenario do not catch these faults:
+//!
+//! - Aging is counted before the change: three threads would have to meet.
+//! - A walk passes over a link that became a leaf: only a zap beside a recovery could show it.
+//! - An invalidation begins, or a root is swapped, without the exclusive side. The first turn of
+//!   the zap takes that side anyway, and the flush covers the old tree.
 #![cfg(shuttle)]
 
 #[path = "../it/guest/mod.rs"]
@@ -118,7 +119,7 @@ fn break_before_make() {
     check::<Arm64Ipa48<false>>(2, 8, &[Role::Resizer, Role::Notifier], false);
 }
 
-/// Splits leave entries frozen for a moment, and the log's first pass meets them.
+/// Splits leave entries frozen briefly, and the log's first pass meets them.
 #[test]
 fn break_before_make_under_a_log() {
     check::<Arm64Ipa48<false>>(1, 8, &[Role::LazyLogger, Role::Splitter], false);

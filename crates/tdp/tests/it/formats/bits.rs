@@ -1,4 +1,4 @@
-//! Entries computed by hand: each field's value is in the comment, low bits first.
+//! Entries computed by hand. Each comment gives the values of the fields, low bits first.
 
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::{
@@ -55,7 +55,7 @@ const LOGGED: Leaf = leaf(
     Writes::AllowedLoggedByFault,
 );
 
-/// Checks making and decoding of each `(level, leaf, entry)`.
+/// Checks encoding and decoding of each `(level, leaf, entry)`.
 #[track_caller]
 fn check<F: Format>(rows: &[(u32, Leaf, u64)]) {
     for &(level, leaf, entry) in rows {
@@ -152,7 +152,7 @@ fn ept_without_accessed_and_dirty_flags() {
     rows::<Ept4NoAd>();
     rows::<Ept5NoAd>();
     assert_eq!(Ept4NoAd::HARDWARE_UPDATES, 0);
-    // A writable leaf that is not accessed cannot be said: it becomes writable by a fault.
+    // A leaf that is writable and not accessed cannot be expressed. A fault makes it writable.
     let tracked = 0x0170_0000_1234_5870;
     assert_eq!(Ept4NoAd::leaf(unused(ordinary(0x1_2345)), 1), tracked);
     assert_eq!(Ept4NoAd::clear_accessed(0x0030_0000_1234_5877), tracked);
@@ -244,7 +244,7 @@ fn riscv_without_svadu() {
 
 #[test]
 fn riscv_permissions_decide_the_kind() {
-    // Table "Encoding of PTE R/W/X fields": R = W = X = 0 points to a table, all else is a leaf or
+    // Table "Encoding of PTE R/W/X fields": R = W = X = 0 points to a table. All else is a leaf or
     // reserved.
     for low in 0..16u64 {
         let (valid, any) = (low & 1 != 0, low & 0b1110 != 0);
@@ -333,7 +333,7 @@ fn what_translates_nothing() {
     rows::<Npt5>();
     rows::<Sv48x4Svade>();
     rows::<Arm64Ipa48<true>>();
-    // What EPT takes as present is no marker, whoever made it.
+    // An entry that EPT takes as present is no marker.
     assert!(!Ept4::is_mmio(0x48df_ffff_011f_f058 | 1 << 2));
     // Sv57x4: generation 9:4 = 5, 62:59 = 0xb; inverted guest frame 58:12.
     check_mmio::<Sv57x4Svade>(0x4000_0000_fee0, 0x2c5, 0x5bff_ffff_f011_f058);

@@ -1,4 +1,4 @@
-//! How an address picks entries.
+//! The entries that an address selects.
 
 use super::for_each_format;
 use super::strategy::run;
@@ -23,7 +23,7 @@ fn check<F: Format>(levels: u32, root_entries: usize, guest_bits: u32, host_bits
 #[test]
 fn roots_and_limits() {
     check::<Ept4>(4, 512, 48, 52);
-    // Five levels index 57 bits; guest-physical addresses have 52.
+    // Five levels index 57 bits, but guest-physical addresses have 52.
     check::<Ept5>(5, 512, 52, 52);
     check::<Npt4>(4, 512, 48, 52);
     check::<Npt5>(5, 512, 52, 52);

@@ -1,5 +1,5 @@
-//! What processors do with an entry, read from the manuals a second time and with no constant of
-//! the crate.
+//! A model of how processors interpret an entry: a second reading of the manuals, without the
+//! crate's constants.
 
 use super::for_each_format;
 use super::strategy::{leaf, leaf_place, leaves_of, meaning, run};
@@ -16,18 +16,18 @@ enum Kind {
     Fetch,
 }
 
-/// What the processor finds.
+/// The result of the processor's reading of an entry.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Found {
-    /// An access faults, in the way a missing translation does.
+    /// An access faults, as with a missing translation.
     Nothing,
-    /// An access faults, as the entry has a reserved value.
+    /// An access faults, since the entry has a reserved value.
     Reserved,
-    /// The walk goes on at this frame, every permission left.
+    /// The walk continues at this frame, with every permission.
     Table(u64),
     /// The access goes to this frame, and the entry gets this value.
     Page(u64, u64),
-    /// The access faults as the page does not permit it, or as software has to set a flag.
+    /// The access faults, since the page does not permit it, or since software has to set a flag.
     Denied,
 }
 
@@ -41,7 +41,7 @@ fn bits(entry: u64, high: u32, low: u32) -> u64 {
 
 trait Hardware: Format {
     fn find(entry: u64, level: u32, kind: Kind) -> Found;
-    /// The memory type as the manual numbers it.
+    /// The memory type, by its number in the manual.
     fn memory_type(entry: u64) -> u64;
     /// The numbers of write-back, write-combining and device memory.
     const TYPES: [u64; 3];
@@ -61,7 +61,8 @@ impl<const LEVELS: u32, const AD: bool> Hardware for Ept<LEVELS, AD> {
         if !read || bit(entry, 10) {
             return Found::Reserved;
         }
-        // Controls of 57, 58, 60, 61 and 63 are off; the crate keeps their bits clear all the same.
+        // The controls of bits 57, 58, 60, 61 and 63 are off. The crate keeps those bits clear
+        // nevertheless.
         if [57, 58, 60, 61, 63].iter().any(|&n| bit(entry, n)) {
             return Found::Reserved;
         }
@@ -114,8 +115,8 @@ impl<const LEVELS: u32> Hardware for Npt<LEVELS> {
                 Found::Reserved
             };
         }
-        // PS at levels 4 and 5, frame bits below the page's size; PAT (7 at level 1, else 12)
-        // unused.
+        // PS at levels 4 and 5, and frame bits below the page's size. PAT (7 at level 1, else 12)
+        // is unused.
         let low = if level == 1 {
             u64::from(page)
         } else {
@@ -145,7 +146,7 @@ impl<const LEVELS: u32, const SVADU: bool> Hardware for RiscvX4<LEVELS, SVADU> {
             return Found::Nothing;
         }
         let [read, write, execute, user] = [1, 2, 3, 4].map(|n| bit(entry, n));
-        // 60:54 reserved, N (63) without Svnapot, PBMT 3, writable but not readable; G is never set
+        // 60:54 reserved, N (63) without Svnapot, PBMT 3, writable but not readable. G is never set
         // here.
         let reserved = bits(entry, 60, 54) != 0 || bit(entry, 63) || bits(entry, 62, 61) == 3;
         if reserved || (write && !read) || bit(entry, 5) {
@@ -190,7 +191,7 @@ impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Hardware
             return Found::Nothing;
         }
         if level > 1 && bit(entry, 1) {
-            // Everything else in a pointer is ignored or reserved.
+            // All other bits of a pointer are ignored or reserved.
             let clear = bits(entry, 11, 2) == 0 && bits(entry, 63, 48) == 0;
             return if clear {
                 Found::Table(bits(entry, 47, 12))
@@ -198,7 +199,7 @@ impl<const IPA_BITS: u32, const HAFDBS: bool, const FWB: bool> Hardware
                 Found::Reserved
             };
         }
-        // A level-3 descriptor without bit 1, a block at the manual's level 0.
+        // A level-3 descriptor without bit 1 is a block at the manual's level 0.
         if (level == 1 && !bit(entry, 1)) || level > 3 {
             return Found::Reserved;
         }
@@ -258,7 +259,8 @@ for_each_format!(
     what_narrows_an_entry_needs_a_flush,
 );
 
-/// For all leaves at all levels: permissions, frame, memory type, and what the hardware then sets.
+/// For all leaves at all levels: permissions, frame, memory type, and the bits that the hardware
+/// then sets.
 fn the_processor_does_what_the_leaf_says<F: Hardware>() {
     run(leaf_place::<F>(), |(level, pfn)| {
         for leaf in leaves_of(pfn) {
@@ -343,7 +345,7 @@ fn the_processor_follows_table_pointers<F: Hardware>() {
         }
         Ok(())
     });
-    // Nothing else is followed.
+    // No other value is followed.
     run(meaning::<F>(), |(level, meaning)| {
         let entry = F::encode(meaning, level);
         let followed = matches!(F::find(entry, level, Kind::Load), Found::Table(_));
@@ -391,8 +393,7 @@ fn the_dirty_state_of_hardware_formats_is_the_hardwares() {
     check::<Arm64Stage2<48, true, true>>();
 }
 
-/// A TLB holds what the processor found in `old` once accessed and dirty are set; it goes on using
-/// it.
+/// A TLB holds the result for `old` once accessed and dirty are set, and continues to use it.
 fn without_a_flush_nothing_is_let_through_that_the_entry_stops<F: Hardware>() {
     run(leaf_place::<F>(), |(level, pfn)| {
         let entries: Vec<u64> = leaves_of(pfn)
@@ -417,7 +418,8 @@ fn without_a_flush_nothing_is_let_through_that_the_entry_stops<F: Hardware>() {
                     if F::is_dirty(cached) != F::is_dirty(old) {
                         continue;
                     }
-                    // Accessed state aside, the walk of the new entry must end as the cached one.
+                    // Apart from the accessed state, a walk of the new entry must end like the
+                    // cached one.
                     let Found::Page(now, updated) = F::find(F::set_accessed(new), level, kind)
                     else {
                         return Err(TestCaseError::fail(format!(

@@ -1,4 +1,4 @@
-//! Splitting a huge leaf and putting it together again.
+//! Splitting a huge leaf and joining it again.
 
 use super::for_each_format;
 use super::strategy::{leaf, run};
@@ -47,8 +47,8 @@ fn a_split_leaf_joins_to_itself<F: Format>() {
         let all = children::<F>(entry, level);
         prop_assert_eq!(F::join(all.iter().copied(), level - 1), Some(entry));
         prop_assert_eq!(F::parent_of(all[one], level - 1), entry);
-        // One that was used makes the whole used, and one that the hardware marked dirty makes it
-        // dirty.
+        // One accessed child makes the whole accessed, and one child with a hardware dirty bit
+        // makes it dirty.
         if F::ACCESSED_BY != AccessedBy::SavedPermissions {
             let mut all: Vec<u64> = all.into_iter().map(F::clear_accessed).collect();
             let none = F::clear_accessed(entry);

@@ -1,4 +1,4 @@
-//! Entries and meanings are one to one, and a change of an entry is the change of its meaning.
+//! Entries and meanings map one to one, and each change of an entry is the change of its meaning.
 
 use super::for_each_format;
 use super::strategy::{WRITES, leaf, leaf_place, leaves_of, meaning, run};
@@ -94,7 +94,7 @@ fn a_flipped_bit_never_keeps_the_meaning<F: Format>() {
     });
 }
 
-/// What the functions that change leaves must do, said of the meaning.
+/// The effects of the functions that change leaves, in terms of meanings.
 fn changes_of_the_entry_are_changes_of_the_meaning<F: Format>() {
     let saves = F::ACCESSED_BY == AccessedBy::SavedPermissions;
     let dirty_bit = |leaf: Leaf| {
@@ -180,7 +180,8 @@ fn changes_of_the_entry_are_changes_of_the_meaning<F: Format>() {
     });
 }
 
-/// Dirty implies writable implies MMU-writable implies host-writable, whatever was asked for.
+/// Dirty implies writable, which implies MMU-writable, which implies host-writable, for every
+/// request.
 fn permissions_keep_their_order<F: Format>() {
     for leaf in leaves_of(Pfn(0)) {
         let entry = F::leaf(leaf, 1);

@@ -1,9 +1,10 @@
 //! The page-table formats against their specifications.
 //!
-//! `bits` compares entries computed by hand from the manuals; `hardware` holds a second reading of
-//! the manuals, a model of what each processor does with an entry, and checks what is made here
-//! against it; `meaning` checks that entries and meanings are one to one and that every change of
-//! an entry is the change of its meaning.
+//! - `bits` compares entries computed by hand from the manuals.
+//! - `hardware` is a second reading of the manuals: a model of each processor's behaviour. It
+//!   checks the entries that the crate makes.
+//! - `meaning` checks that entries and meanings map one to one, and that each change of an entry is
+//!   the change of its meaning.
 
 mod bits;
 mod geometry;
@@ -12,7 +13,7 @@ mod join;
 mod meaning;
 mod strategy;
 
-/// Calls `$check::<F>()` in a test of its own for each format.
+/// Makes a separate test of `$check::<F>()` for each format.
 macro_rules! for_each_format {
     ($($check:ident),+ $(,)?) => { $(mod $check {
         use pageferry_tdp::format as f;

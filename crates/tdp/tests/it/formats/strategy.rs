@@ -39,7 +39,7 @@ pub(crate) fn leaves_of(pfn: Pfn) -> Vec<Leaf> {
     all
 }
 
-/// A level that may hold leaves, and a frame such a leaf may start at.
+/// A level that may hold leaves, and a frame at which such a leaf may start.
 pub(crate) fn leaf_place<F: Format>() -> impl Strategy<Value = (u32, Pfn)> {
     (1..=F::MAX_LEAF_LEVEL, 0..F::PFN_LIMIT.0)
         .prop_map(|(level, pfn)| (level, Pfn(pfn & !(F::frames_per_entry(level) - 1))))
@@ -52,7 +52,7 @@ pub(crate) fn leaf<F: Format>() -> impl Strategy<Value = (u32, Leaf)> {
     })
 }
 
-/// A level and a meaning an entry may have there, in the form that `decode` gives.
+/// A level and a meaning that an entry may have there, in the form that `decode` returns.
 pub(crate) fn meaning<F: Format>() -> impl Strategy<Value = (u32, Meaning)> {
     let generations = 0..1u64 << F::MMIO_GENERATION_BITS;
     prop_oneof![

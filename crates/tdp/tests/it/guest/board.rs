@@ -13,14 +13,14 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Mutex as PlainMutex, PoisonError};
 
-/// Where a vCPU meets requests.
+/// The place where a vCPU receives requests.
 pub(crate) struct Gate {
     requested: AtomicU64,
     acknowledged: AtomicU64,
     inside: AtomicBool,
-    /// Whether it handles a fault with what it has read about the slot.
+    /// Whether it handles a fault with data that it has read about the slot.
     pub(crate) faulting: AtomicBool,
-    /// Whether it stands still, since all shall, or has ended.
+    /// Whether it stands still because all vCPUs must, or has ended.
     pub(crate) parked: AtomicBool,
     pending: PlainMutex<Vec<Flush>>,
 }
@@ -45,8 +45,7 @@ impl Gate {
         self.inside.store(false, Ordering::SeqCst);
     }
 
-    /// What was requested since the last call, which [`acknowledge`](Self::acknowledge) must
-    /// follow.
+    /// Takes the requests since the last call. [`acknowledge`](Self::acknowledge) must follow.
     pub(crate) fn requests(&self) -> Option<(u64, Vec<Flush>)> {
         let requested = self.requested.load(Ordering::SeqCst);
         if requested == self.acknowledged.load(Relaxed) {
@@ -61,17 +60,17 @@ impl Gate {
     }
 }
 
-/// A platform with as many vCPUs as it has gates.
+/// A platform with one gate for each vCPU.
 pub(crate) struct Board<F> {
     pub(crate) gates: Vec<Gate>,
     /// Tables that are allocated and not freed.
     pub(crate) live: AtomicI64,
-    /// Freed tables, poisoned, so that who still uses one is caught.
+    /// Freed tables, poisoned, so that later uses are noticed.
     freed: PlainMutex<VecDeque<(usize, usize)>>,
     format: PhantomData<F>,
 }
 
-/// How many freed tables are kept.
+/// The number of freed tables that are kept.
 const KEPT: usize = if cfg!(pageferry_tsan) {
     0
 } else if cfg!(shuttle) {
@@ -80,8 +79,8 @@ const KEPT: usize = if cfg!(pageferry_tsan) {
     1 << 10
 };
 
-/// Lets others run now and then between reading a link and following it, on real threads: there is
-/// where tables must not go.
+/// Lets other threads run now and then between reading a link and following it, on real threads. In
+/// this window, tables must not be freed.
 fn dawdle() {
     thread_local! {
         static STEPS: Cell<u32> = const { Cell::new(0) };
@@ -105,7 +104,8 @@ impl<F: Format> Board<F> {
         }
     }
 
-    /// Where a poisoned entry leads. At level 1 it reads as a leaf for a frame that is nobody's.
+    /// The frame in a poisoned entry. At level 1 the entry reads as a leaf for a frame that belongs
+    /// to nobody.
     const NOWHERE: Pfn = Pfn(F::PFN_LIMIT.0 - 1);
 
     fn layout(entries: usize) -> Layout {
@@ -115,15 +115,14 @@ impl<F: Format> Board<F> {
 
     fn deallocate(address: usize, entries: usize) {
         let table = ptr::with_exposed_provenance_mut::<Entry>(address);
-        // SAFETY: allocated below with this layout, entries initialised, and given back once.
+        // SAFETY: allocated below with this layout, with initialised entries, and returned once.
         unsafe {
             ptr::drop_in_place(ptr::slice_from_raw_parts_mut(table, entries));
             dealloc(table.cast(), Self::layout(entries));
         }
     }
 
-    /// Waits until what was published before is known to every fault that is under way: each that
-    /// read older settings is over.
+    /// Waits until every fault in progress has ended that may have read older settings.
     pub(crate) fn wait_for_faults(&self) {
         for gate in &self.gates {
             while gate.faulting.load(Ordering::SeqCst) {
@@ -133,9 +132,9 @@ impl<F: Format> Board<F> {
     }
 }
 
-// SAFETY: memory from the allocator, initialised to 0 and aligned to at least a page; frames are
-// addresses without their lowest bits; `flush` waits for each vCPU to be outside, where it uses
-// nothing cached, or to have done what was asked.
+// SAFETY: the allocator's memory is initialised to 0 and aligned to at least a page. Frames are
+// addresses without their lowest bits. `flush` waits for each vCPU to be outside, where it uses
+// nothing cached, or to have done the request.
 unsafe impl<F: Format> Platform for Board<F> {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         // SAFETY: not of size 0.
@@ -153,7 +152,7 @@ unsafe impl<F: Format> Platform for Board<F> {
         self.live.fetch_sub(1, Relaxed);
         let poison = F::table(Self::NOWHERE);
         for index in 0..entries {
-            // SAFETY: the caller gives the memory, of that many entries.
+            // SAFETY: the caller returns the memory, of that many entries.
             unsafe { table.add(index).as_ref() }.store(poison, Relaxed);
         }
         let address = table.as_ptr().expose_provenance();
@@ -190,10 +189,10 @@ unsafe impl<F: Format> Platform for Board<F> {
         NonNull::new(ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
     }
 
-    /// Under shuttle all accesses are seen at once, and nothing is needed.
+    /// Under shuttle all accesses are seen at once, so this does nothing.
     fn barrier(&self) -> Option<Barrier> {
         #[cfg(shuttle)]
-        // SAFETY: as said.
+        // SAFETY: the caller promises it.
         let barrier = Some(unsafe { Barrier::new(|| ()) });
         #[cfg(not(shuttle))]
         let barrier = Barrier::membarrier();
@@ -237,7 +236,7 @@ impl<F> Drop for Board<F> {
             let layout =
                 Layout::from_size_align(bytes, bytes.next_power_of_two().max(4096)).unwrap();
             let table = ptr::with_exposed_provenance_mut::<Entry>(address);
-            // SAFETY: as in `deallocate`; nobody is left to use it.
+            // SAFETY: as in `deallocate`. Nobody is left to use it.
             unsafe {
                 ptr::drop_in_place(ptr::slice_from_raw_parts_mut(table, entries));
                 dealloc(table.cast(), layout);

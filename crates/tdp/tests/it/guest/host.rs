@@ -5,43 +5,43 @@
         reason = "reads words as one may only if nobody writes them"
     )
 )]
-//! What backs the guest: two banks of frames, between which pages move.
+//! The memory behind the guest: two banks of frames, between which pages move.
 //!
-//! Everything is a relaxed atomic of the standard library, so that nothing here orders what the MMU
-//! should.
+//! All state is relaxed atomics of the standard library, so that none of it provides an ordering
+//! that the MMU should provide.
 
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::Format;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// The guest has the frame.
+/// The guest owns the frame.
 const GIVEN: u64 = 1;
-/// The host has it.
+/// The host owns the frame.
 const TAKEN: u64 = 0;
-/// In the map: nothing is behind the page now.
+/// In the map: no frame is behind the page now.
 const ABSENT: u64 = u64::MAX;
 
 struct Frame {
     state: AtomicU64,
-    /// One a vCPU.
+    /// One for each vCPU.
     words: Vec<AtomicU64>,
 }
 
-/// The frames, and which page is where.
+/// The frames, and the place of each page.
 pub(crate) struct Host {
     pages: u64,
-    /// The first frame of a bank, in frames from the one before.
+    /// The distance from one bank's first frame to the next one's.
     stride: u64,
     /// The bank of each page, or [`ABSENT`].
     map: Vec<AtomicU64>,
     frames: Vec<Vec<Frame>>,
 }
 
-/// The first frame of bank 0: no guest frame number is a host's.
+/// The first frame of bank 0. No guest frame number equals a host's.
 const BASE: u64 = 0x100_0000;
 
 impl Host {
-    /// All pages in bank 0. `pages` is a multiple of the largest page that shall be used.
+    /// All pages in bank 0. `pages` is a multiple of the largest page in use.
     pub(crate) fn new(pages: u64, vcpus: usize) -> Self {
         let frame = |state: u64| Frame {
             state: AtomicU64::new(state),
@@ -69,7 +69,7 @@ impl Host {
         }
     }
 
-    /// Whether the whole page of `level` around `gfn` is in one piece; then where it is.
+    /// The first frame of the page of `level` around `gfn`, if all of it is in one piece.
     pub(crate) fn piece<F: Format>(&self, gfn: u64, level: u32) -> Option<Pfn> {
         let frames = F::frames_per_entry(level);
         let first = gfn & !(frames - 1);
@@ -86,7 +86,7 @@ impl Host {
         &self.frames[(place / self.stride) as usize][gfn.0 as usize]
     }
 
-    /// What vCPU number `vcpu` finds in its word; it stores `new` there first, if there is one.
+    /// Returns the word of vCPU number `vcpu`. Before that, it stores `new` there, if given.
     pub(crate) fn access(&self, pfn: Pfn, gfn: Gfn, vcpu: usize, new: Option<u64>) -> u64 {
         let frame = self.frame(pfn, gfn);
         let check = || {
@@ -103,7 +103,7 @@ impl Host {
         found
     }
 
-    /// The words of a page, as a reader of the log sees them at any time.
+    /// The words of a page, as a reader of the log may see them at any time.
     pub(crate) fn words(&self, gfn: u64) -> Option<Vec<u64>> {
         let pfn = self.pfn(gfn)?;
         let frame = self.frame(pfn, Gfn(gfn));
@@ -111,7 +111,7 @@ impl Host {
         (self.pfn(gfn) == Some(pfn)).then_some(words)
     }
 
-    /// First half of a move: nobody uses the frame any more.
+    /// The first half of a move: nobody uses the frame any more.
     pub(crate) fn take(&self, gfn: u64) -> u64 {
         let bank = self.map[gfn as usize].swap(ABSENT, Relaxed);
         self.frames[bank as usize][gfn as usize]
@@ -120,7 +120,7 @@ impl Host {
         bank
     }
 
-    /// Second half, where the page stays where it was.
+    /// The second half, if the page stays in place.
     pub(crate) fn keep(&self, gfn: u64, bank: u64) {
         self.frames[bank as usize][gfn as usize]
             .state
@@ -128,15 +128,16 @@ impl Host {
         self.map[gfn as usize].store(bank, Relaxed);
     }
 
-    /// Second half: the page is in `to` from now on.
+    /// The second half: the page is in `to` from now on.
     pub(crate) fn give(&self, gfn: u64, from: u64, to: u64) {
         let old = &self.frames[from as usize][gfn as usize];
         let new = &self.frames[to as usize][gfn as usize];
         for (old, new) in old.words.iter().zip(&new.words) {
-            // For ThreadSanitizer a plain load: it must be ordered after all the vCPUs' stores.
+            // A plain load, so that ThreadSanitizer checks that it is ordered after all the vCPUs'
+            // stores.
             #[cfg(pageferry_tsan)]
-            // SAFETY: the word is this thread's, unless the MMU is wrong, which ThreadSanitizer
-            // then says.
+            // SAFETY: only this thread uses the word, unless the MMU is wrong. ThreadSanitizer then
+            // reports it.
             let word = unsafe { old.as_ptr().read() };
             #[cfg(not(pageferry_tsan))]
             let word = old.load(Relaxed);

@@ -1,4 +1,4 @@
-//! The whole, and who does what in it.
+//! The whole machine, and the roles of its threads.
 
 use super::board::Board;
 use super::host::Host;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-/// The log of the one slot there is, a bit a page.
+/// The log of the only slot, one bit a page.
 pub(crate) struct SlotLog {
     on: AtomicBool,
     words: Vec<AtomicU64>,
@@ -58,29 +58,29 @@ impl SlotLog {
     }
 }
 
-/// How long a run is.
+/// The length of a run.
 #[derive(Clone, Copy)]
 pub(crate) enum Length {
-    /// So many accesses a vCPU, and a quarter as many rounds of everybody else.
+    /// A number of accesses for each vCPU. Each other thread makes a quarter as many rounds.
     #[cfg_attr(not(shuttle), expect(dead_code, reason = "for shuttle only"))]
     Accesses(u64),
-    /// So long.
+    /// A duration.
     #[cfg_attr(shuttle, expect(dead_code, reason = "for threads only"))]
     Time(Duration),
 }
 
-/// What a thread beside the vCPUs does, again and again.
+/// The repeated work of a thread other than a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// Moves pages to other frames, single ones and large pieces.
+    /// Moves pages to other frames, both single ones and large pieces.
     Notifier,
-    /// Starts the log, reads it a few times, and stops it: split, protect or clean; recover.
+    /// Starts the log, reads it a few times, and stops it: split, protect or clean, recover.
     Logger,
-    /// A logger that splits nothing: faults and others do.
+    /// A logger that splits nothing. Faults and other threads do.
     LazyLogger,
-    /// Splits and recovers, where there is no logger.
+    /// Splits and recovers. Not beside a logger.
     Resizer,
-    /// Splits only, which it may beside a logger.
+    /// Splits only. Works beside a logger.
     Splitter,
     /// Ages.
     Ager,
@@ -94,12 +94,12 @@ pub(crate) struct Machine<F: Format> {
     pub(crate) mmu: Arc<Mmu<F, Board<F>>>,
     pub(crate) host: Host,
     pub(crate) log: SlotLog,
-    /// Whether all vCPUs shall stand still.
+    /// Whether all vCPUs must stand still.
     pub(crate) paused: AtomicBool,
-    /// Keeps log passes by dirty bits apart from zaps, which find dirty bits and tell the log a
-    /// moment later.
+    /// Excludes log passes by dirty bits against zaps. A zap finds dirty bits and reports them to
+    /// the log a moment later.
     pub(crate) passes: Mutex<()>,
-    /// Whether only pages of 4 KiB are mapped by faults.
+    /// Whether faults map only pages of 4 KiB.
     pub(crate) small: bool,
     length: Length,
     begun: Instant,
@@ -111,7 +111,7 @@ pub(crate) fn range(first: u64, pages: u64) -> GfnRange {
 }
 
 impl<F: Format> Machine<F> {
-    /// Runs `vcpus` vCPUs and a thread for each role on `pages` pages, then looks at everything.
+    /// Runs `vcpus` vCPUs and a thread for each role on `pages` pages, then checks everything.
     pub(crate) fn run(vcpus: usize, pages: u64, roles: &[Role], small: bool, length: Length) {
         let machine = Arc::new(Self {
             mmu: Mmu::new(Board::new(vcpus)).expect("memory for a root"),
@@ -151,7 +151,7 @@ impl<F: Format> Machine<F> {
         machine.check();
     }
 
-    /// Whether there is more to do for who has done something `done` times.
+    /// Whether a thread that has done something `done` times must go on.
     pub(crate) fn goes_on(&self, done: u64) -> bool {
         match self.length {
             Length::Accesses(accesses) => done < accesses,
@@ -159,7 +159,7 @@ impl<F: Format> Machine<F> {
         }
     }
 
-    /// How many rounds there are for others than vCPUs.
+    /// The number of rounds for threads other than vCPUs.
     pub(crate) fn goes_round(&self, done: u64) -> bool {
         match self.length {
             Length::Accesses(accesses) => done < accesses / 4,
@@ -167,7 +167,7 @@ impl<F: Format> Machine<F> {
         }
     }
 
-    /// When nobody is left.
+    /// The checks after all threads have ended.
     fn check(&self) {
         let mut worker = self.mmu.worker();
         let mut leaves = [0; 3];
@@ -192,8 +192,8 @@ impl<F: Format> Machine<F> {
         assert_eq!(live, 1, "tables are left over beside the root");
     }
 
-    /// Reads the log once: copies each page that is in it, after nobody can store to it any more
-    /// without its being in the log again.
+    /// Reads the log once. It copies each logged page after every later store to it will be in the
+    /// log again.
     pub(crate) fn pass(
         &self,
         worker: &mut pageferry_tdp::Worker<F, Board<F>>,
@@ -219,7 +219,7 @@ impl<F: Format> Machine<F> {
         }
     }
 
-    /// The last pass: all vCPUs stand still, and then every page must be as it was copied.
+    /// The last pass. All vCPUs stand still, and then every page must equal its copy.
     pub(crate) fn last_pass(
         &self,
         worker: &mut pageferry_tdp::Worker<F, Board<F>>,
@@ -240,7 +240,7 @@ impl<F: Format> Machine<F> {
         self.paused.store(false, Ordering::SeqCst);
     }
 
-    /// Copies one page, when it is somewhere.
+    /// Copies one page, if a frame is behind it.
     pub(crate) fn copy_page(&self, copy: &mut [Vec<u64>], gfn: usize) {
         loop {
             if let Some(words) = self.host.words(gfn as u64) {

@@ -1,4 +1,4 @@
-//! What threads beside the vCPUs do.
+//! The work of the threads other than vCPUs.
 
 use super::board::Board;
 use super::machine::{Machine, Role, range};
@@ -42,7 +42,7 @@ impl<'m, F: Format> Maintainer<'m, F> {
         }
     }
 
-    /// Some pages: one, or a piece of a power of two.
+    /// Some pages: a single one, or a piece whose size is a power of two.
     fn some(&mut self) -> (u64, u64) {
         let pages = self.machine.host.pages();
         let size = 1 << self.random.below(u64::from(pages.ilog2()));
@@ -132,7 +132,7 @@ impl<'m, F: Format> Maintainer<'m, F> {
             .age(range(first, pages), true, &self.machine.log);
     }
 
-    /// What keeps dirty bits that are on their way to the log apart from who reads it.
+    /// Keeps the log's reader out while dirty bits are on their way to the log.
     fn apart(&self) -> Option<impl Drop + use<'m, F>> {
         let machine = self.machine;
         (F::DIRTY_BY == DirtyBy::Hardware).then(|| machine.passes.lock().unwrap())

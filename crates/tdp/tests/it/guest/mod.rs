@@ -1,18 +1,20 @@
-//! A machine to try the MMU on: a host that moves frames, and vCPUs with TLBs that check what they
-//! read.
+//! A machine to test the MMU: a host that moves frames, and vCPUs whose TLBs check the words that
+//! they read.
 //!
-//! **Guarantee.** A run of a [`Machine`] panics where a vCPU uses a host frame that was taken away,
-//! where a table is reached after it was freed, where a word a vCPU reads is not what it wrote
-//! last, and, at the end, where a page that was stored to is missing from the log or the tables say
-//! anything that the host does not.
+//! **Guarantee.** A run of a [`Machine`] panics in these cases:
 //!
-//! **Mechanism.** Hardware is modelled, not the MMU: vCPUs walk the tables as hardware does,
-//! without any guard, from the root they were last told, and keep what they find in a TLB, pointers
-//! to tables included, until a flush that covers it is requested; they acknowledge between two
-//! accesses. Guest memory is one word a vCPU in each frame.
+//! - a vCPU uses a host frame that was taken away;
+//! - a thread reaches a table after it was freed;
+//! - a vCPU reads a word other than the one it wrote last;
+//! - at the end, the log misses a page that was stored to, or the tables contradict the host.
 //!
-//! `tests/shuttle` runs it under a scheduler that decides every step, on tables of two entries;
-//! `tests/stress_mmu.rs` on threads and real tables. `sync.rs` chooses.
+//! **Mechanism.** The machine models hardware, not the MMU. vCPUs walk the tables without a guard,
+//! from the root that they last received. They cache translations and pointers to tables in a TLB
+//! until a flush that covers them is requested. They acknowledge a flush between two accesses.
+//! Guest memory is one word for each vCPU in each frame.
+//!
+//! `tests/shuttle` runs it under a scheduler that decides every step, on tables of two entries.
+//! `tests/it/stress.rs` runs it on threads and real tables. `sync.rs` chooses.
 
 mod board;
 mod host;

@@ -1,5 +1,5 @@
-//! Atomics and threads: shuttle's, whose every operation is a point at which another thread may go
-//! on, or the real ones.
+//! Atomics and threads: shuttle's or the real ones. Under shuttle, another thread may run at each
+//! operation.
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
@@ -18,13 +18,13 @@ pub(crate) use std::{
     thread,
 };
 
-/// Lets another thread go on, here.
+/// Lets another thread run.
 pub(crate) fn point() {
     #[cfg(shuttle)]
     AtomicBool::new(false).load(Ordering::Relaxed);
 }
 
-/// The random numbers of one thread.
+/// A thread's random numbers.
 pub(crate) struct Random(pageferry_testkit::Random);
 
 impl Random {
@@ -35,12 +35,12 @@ impl Random {
         Self(pageferry_testkit::Random::new(seed))
     }
 
-    /// One of `0..end`.
+    /// A number of `0..end`.
     pub(crate) fn below(&mut self, end: u64) -> u64 {
         self.0.below(end)
     }
 
-    /// Once in `n` times.
+    /// True once in `n` calls on average.
     pub(crate) fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }

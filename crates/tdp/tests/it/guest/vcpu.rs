@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "walks tables as hardware does: by what entries say"
 )]
-//! A vCPU: hardware that walks tables and keeps translations, and a hypervisor's loop around it.
+//! A vCPU: hardware that walks tables and caches translations, and a hypervisor's loop around it.
 
 use super::board::{Board, Gate};
 use super::host::Host;
@@ -13,17 +13,17 @@ use pageferry_tdp::format::{Access, DirtyBy, Format, Leaf, MemoryType, Writes};
 use pageferry_tdp::{Entry, Fault, Flush, Log, Platform, Refused, Target, Worker};
 use std::slice;
 
-/// A translation that is cached.
+/// A cached translation.
 #[derive(Clone, Copy)]
 struct Cached {
     first: u64,
     frames: u64,
     pfn: Pfn,
-    /// Whether stores go through without a look at the tables.
+    /// Whether stores succeed without a look at the tables.
     stores: bool,
 }
 
-/// A pointer to a table of level 1 that is cached.
+/// A cached pointer to a table of level 1.
 #[derive(Clone, Copy)]
 struct CachedTable {
     first: u64,
@@ -38,12 +38,12 @@ pub(crate) struct Vcpu<'m, F: Format> {
     root: Pfn,
     tlb: Vec<Cached>,
     tables: Option<CachedTable>,
-    /// What it stored last in each page.
+    /// The last value that it stored in each page.
     stored: Vec<u64>,
     random: Random,
 }
 
-/// How many translations are cached.
+/// The number of cached translations.
 const TLB: usize = if cfg!(shuttle) { 4 } else { 64 };
 
 fn overlaps(first: u64, frames: u64, what: Flush) -> bool {
@@ -77,17 +77,16 @@ impl<'m, F: Format> Vcpu<'m, F> {
         &self.machine.host
     }
 
-    /// Accesses pages until the machine says that it is enough.
+    /// Accesses pages until the machine ends the run.
     pub(crate) fn run(mut self) {
-        // A root that was replaced before is not told.
+        // The vCPU does not hear of a root that was replaced before.
         self.gate().enter();
         self.root = self.machine.mmu.root();
         let (mut done, mut gfn) = (0, 0);
         while self.machine.goes_on(done) {
             done += 1;
             self.park();
-            // Often the same page again: that is what a translation that should be gone is good
-            // for.
+            // Often the same page again: this finds translations that should be gone.
             if self.random.one_in(2) {
                 gfn = self.random.below(self.host().pages());
             }
@@ -97,10 +96,11 @@ impl<'m, F: Format> Vcpu<'m, F> {
         self.gate().leave();
     }
 
-    /// Stands still while all shall.
+    /// Stands still while all vCPUs must.
     fn park(&mut self) {
         let paused = &self.machine.paused;
-        // Again after each time: who pauses may have seen it parked from the time before.
+        // Repeat this after each time: the pausing thread may have seen the vCPU parked from the
+        // time before.
         while paused.load(Ordering::SeqCst) {
             self.gate().leave();
             self.gate().parked.store(true, Ordering::SeqCst);
@@ -112,7 +112,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
         }
     }
 
-    /// One load, or store of `new`, which may take several faults.
+    /// One load, or one store of `new`. It may take several faults.
     fn access(&mut self, gfn: u64, new: Option<u64>) {
         let mut faults = 0_u32;
         loop {
@@ -121,13 +121,13 @@ impl<'m, F: Format> Vcpu<'m, F> {
                 self.fault(gfn, new.is_some());
                 faults += 1;
                 if faults.is_multiple_of(4) {
-                    // It may walk from a root that was replaced, and fault until it is told: for
-                    // that others must run.
+                    // It may walk from a replaced root, and fault until it hears of the new one.
+                    // For that, others must run.
                     thread::yield_now();
                 }
                 continue;
             };
-            // Requests that come here are for after the access.
+            // Requests that arrive here wait until after the access.
             point();
             let found = self.host().access(pfn, Gfn(gfn), self.number, new);
             let last = &mut self.stored[gfn as usize];
@@ -137,7 +137,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
         }
     }
 
-    /// Between two instructions: does what is requested.
+    /// Does the requests, between two instructions.
     fn poll(&mut self) {
         let Some((number, requests)) = self.gate().requests() else {
             return;
@@ -164,7 +164,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
         self.gate().acknowledge(number);
     }
 
-    /// What the hardware finds, in its TLB or by a walk; `None` is a fault.
+    /// The hardware's translation, from its TLB or by a walk. `None` is a fault.
     fn translate(&mut self, gfn: u64, store: bool) -> Option<Pfn> {
         let hit = |cached: &&Cached| gfn.wrapping_sub(cached.first) < cached.frames;
         let cached = self.tlb.iter().rfind(hit).copied();
@@ -177,8 +177,8 @@ impl<'m, F: Format> Vcpu<'m, F> {
 
     fn table(&self, pfn: Pfn, level: u32) -> &'m [Entry] {
         let table = self.machine.mmu.platform().pointer(pfn);
-        // SAFETY: what hardware may do: the root was told, links were read, and neither was flushed
-        // since; so none of the tables is freed, if the MMU is right.
+        // SAFETY: hardware may do this. The vCPU received the root, has read the links, and no
+        // flush covered either since. So none of the tables is freed, if the MMU is right.
         unsafe { slice::from_raw_parts(table.as_ptr(), F::entries(level)) }
     }
 
@@ -231,7 +231,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
     }
 
     fn cache(&mut self, cached: Cached) -> Cached {
-        // The walk that found it replaces what it contradicts.
+        // A new translation replaces a cached one for the same page.
         self.tlb
             .retain(|old| old.first != cached.first || old.frames != cached.frames);
         if self.tlb.len() == TLB {
@@ -242,12 +242,12 @@ impl<'m, F: Format> Vcpu<'m, F> {
         cached
     }
 
-    /// The hypervisor's side. A fault drops what is cached for its page.
+    /// The hypervisor's side. A fault drops the cached translations of its page.
     fn fault(&mut self, gfn: u64, store: bool) {
         self.tlb
             .retain(|cached| gfn.wrapping_sub(cached.first) >= cached.frames);
         self.tables = None;
-        // Some hypervisors handle faults where their vCPU cannot be asked to flush, some outside.
+        // Some hypervisors handle faults where their vCPU cannot receive a flush, some outside.
         let outside = self.random.one_in(2);
         if outside {
             self.gate().leave();
@@ -266,7 +266,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
         self.gate().faulting.store(false, Ordering::SeqCst);
         match found {
             Ok(Some((leaf, level))) if !outside => {
-                // As a hypervisor in software does, which need not walk again.
+                // A software hypervisor does the same, and need not walk again.
                 let frames = F::frames_per_entry(level);
                 self.cache(Cached {
                     first: gfn & !(frames - 1),
@@ -294,7 +294,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
         self.gate().enter();
     }
 
-    /// One try; `None` where it is to be tried again.
+    /// One attempt. `None` asks for another.
     fn handle(&mut self, fault: Fault, log: &SlotLog) -> Result<Option<(Leaf, u32)>, Refused> {
         if self.random.one_in(2)
             && let Some(mapped) = self.worker.fast_fault(fault, log)
@@ -329,8 +329,8 @@ impl<'m, F: Format> Vcpu<'m, F> {
         };
         match self.worker.fault(ticket, fault, target, log) {
             Ok(mapped) => Ok(Some((mapped.leaf, mapped.level))),
-            // The host moved the page between two looks of `piece`, or it is another's old leaf
-            // that is on its way out.
+            // Either the host moved the page between two looks of `piece`, or another vCPU's old
+            // leaf is about to be removed.
             Err(
                 refused @ (Refused::Excluded | Refused::Invalidated | Refused::TooLarge { .. }),
             ) => Err(refused),
@@ -341,7 +341,7 @@ impl<'m, F: Format> Vcpu<'m, F> {
 
 impl<F: Format> Drop for Vcpu<'_, F> {
     fn drop(&mut self) {
-        // Also after a panic: nobody shall wait for it.
+        // Also after a panic, so that nobody waits for it.
         self.gate().leave();
         self.gate().parked.store(true, Ordering::SeqCst);
     }

@@ -1,10 +1,12 @@
 //! The MMU and the plain model make the same calls, and must agree after each.
 //!
-//! What is compared: what each call gives; every leaf, by `scan` and by `walk`; the counts and the
-//! bytes; what the log was told. What must hold beside: no TLB entry contradicts the tables once a
-//! call has returned; each store of the guest is in the log, or in a dirty bit, until a reader has
-//! taken it; entries are broken before they are made, where the format asks for it; in the end all
-//! memory is back.
+//! The test compares the result of each call, every leaf (by `scan` and by `walk`), the counts and
+//! the bytes, and the log's reports. It also checks four more rules:
+//!
+//! - After a call has returned, no TLB entry contradicts the tables.
+//! - Each store of the guest is in the log, or in a dirty bit, until a reader has taken it.
+//! - If the format needs break-before-make, each such change breaks the entry first.
+//! - In the end all memory is free.
 
 use super::machine::{Cached, Machine, Parts, range};
 use super::model::{Model, Rules, frames};
@@ -18,7 +20,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// What the log was told.
+/// The reports that the log received.
 #[derive(Default)]
 struct Told {
     on: Cell<bool>,
@@ -47,15 +49,15 @@ struct Agree<F: Format> {
     mmu: Arc<Mmu<F, Machine>>,
     model: Model,
     told: Told,
-    /// The log's bits: what was told and not taken by its reader.
+    /// The log's bits: pages that were reported, and that the log's reader has not taken.
     bits: Vec<(u64, u64)>,
     /// Frames that the guest has stored to and no reader has taken.
     stored: BTreeSet<u64>,
-    /// What is behind the regions changes with this.
+    /// Selects the frames behind the regions.
     generation: u64,
 }
 
-/// What is behind `gfn`, in a page of the level that is granted.
+/// The frame behind `gfn`, in a page of the level that is granted.
 fn target(generation: u64, gfn: u64, grant: Grant) -> Target {
     let region = (gfn >> 18) % 8;
     let behind = (region * 8 + generation % 8 + 1) << 18 | gfn & 0x3_ffff;
@@ -127,7 +129,7 @@ impl<F: Format> Agree<F> {
         Ok((mapped.how, mapped.found()))
     }
 
-    /// A fault, which also may find no memory.
+    /// A fault. It may find no memory.
     fn fault(
         &mut self,
         w: &mut W<F>,
@@ -162,7 +164,7 @@ impl<F: Format> Agree<F> {
         answer
     }
 
-    /// What hardware does where its TLB has nothing; it has then.
+    /// Hardware's walk on a TLB miss. The TLB then has the translation.
     fn look(&mut self, w: &mut W<F>, gfn: u64, access: Access) -> bool {
         let seen = w.look(Gfn(gfn), access);
         assert_eq!(seen, self.model.look(gfn, access));
@@ -190,7 +192,7 @@ impl<F: Format> Agree<F> {
     fn guest(&mut self, w: &mut W<F>, gfn: u64, access: Access, grant: Grant) {
         let mut tlb = self.parts.tlb.lock().unwrap().clone().into_iter();
         if tlb.any(|cached| cached.allows(gfn, access)) {
-            // The tables are not asked, nor told.
+            // The TLB hit neither reads nor changes the tables.
             if access.write {
                 self.stored.insert(gfn);
             }
@@ -202,7 +204,7 @@ impl<F: Format> Agree<F> {
         if self.fast_fault(w, gfn, access).is_none() && self.fault(w, gfn, access, grant).is_err() {
             return;
         }
-        // In the vCPU's own TLB there may be what faulted; hardware drops that.
+        // The vCPU's own TLB may hold the entry at which it faulted. Hardware drops that.
         assert!(
             self.look(w, gfn, access),
             "the access goes through after its fault"
@@ -341,7 +343,7 @@ impl<F: Format> Agree<F> {
     fn recover(&mut self, w: &mut W<F>, (start, end): (u64, u64), grant: Grant) {
         let generation = self.generation;
         let allowed = |gfn: Gfn, level: u32| {
-            // Not everything is backed by large pages.
+            // Large pages back only some of the regions.
             let small = (gfn.0 >> 9) % 3 == 1;
             let wrong = false;
             let grant = Grant {
@@ -372,12 +374,12 @@ impl<F: Format> Agree<F> {
         let mut start = ranges.iter().map(|ends| ends.0).min().unwrap();
         let mut end = ranges.iter().map(|ends| ends.1).max().unwrap();
         if self.model.rules.breaks {
-            // What a large page leaves is kept empty as well, until the flush.
+            // The rest of a removed large page also stays empty until the flush.
             start &= !(frames(3) - 1);
             end = end.next_multiple_of(frames(3));
         }
         assert_eq!(worker.is_invalidating(Gfn(gfn)), start <= gfn && gfn < end);
-        // A fault meanwhile. The page it would map must be out of the way as a whole.
+        // A fault meanwhile. It may map only a page that is wholly outside the ranges.
         let fault = Fault {
             gfn: Gfn(gfn),
             access,
@@ -407,7 +409,7 @@ impl<F: Format> Agree<F> {
         }
         drop(invalidating);
         self.generation += 1;
-        // Faults with an old ticket: as good as new, where nothing of the page was invalidated.
+        // Faults with an old ticket succeed where no part of the page was invalidated.
         let marked = worker.mark_mmio(early, Gfn(gfn), 1);
         if hit {
             assert_eq!(marked, Err(Refused::Invalidated));
@@ -435,7 +437,7 @@ impl<F: Format> Agree<F> {
         self.stored.retain(|&gfn| !covers(&taken, gfn));
     }
 
-    /// Compares what the log was told since the last look, and keeps the bits.
+    /// Compares the reports since the last call, and keeps the bits.
     fn hear(&mut self) {
         let dirtied = sorted(self.told.dirtied.take());
         assert_eq!(
@@ -459,7 +461,7 @@ impl<F: Format> Agree<F> {
         scanned
     }
 
-    /// The tables say what the model says.
+    /// The tables equal the model.
     fn compare(&mut self, w: &mut W<F>) {
         let scanned = self.scanned(w);
         let model = self.model.leaves.iter();
@@ -492,7 +494,7 @@ impl<F: Format> Agree<F> {
         self.parts.look(None);
     }
 
-    /// The tables translate as the model does, if by smaller pages.
+    /// The tables translate like the model, perhaps by smaller pages.
     fn compare_halfway(&mut self, w: &mut W<F>) {
         let mut covered = 0;
         for (gfn, Found { leaf, level }) in self.scanned(w) {
@@ -505,7 +507,7 @@ impl<F: Format> Agree<F> {
         assert_eq!(covered, all.map(|&(level, _)| frames(level)).sum::<u64>());
     }
 
-    /// No TLB entry lets through what the tables do not, or what nobody would notice.
+    /// No TLB entry allows an access that the tables forbid, or a store that nobody would notice.
     fn check_tlb(&mut self, flushed: bool) {
         let mut tlb = self.parts.tlb.lock().unwrap();
         for cached in tlb.iter_mut() {
@@ -576,7 +578,7 @@ impl<F: Format> Agree<F> {
         self.check_log();
     }
 
-    /// The workers are gone.
+    /// Checks that follow the drop of all workers.
     fn finish(self) {
         let Self {
             parts, mmu, model, ..
@@ -592,7 +594,7 @@ impl<F: Format> Agree<F> {
     }
 }
 
-/// Where the frames of a mask begin, its range, and which leaves it means.
+/// The base of a mask, its range, and the leaves that it selects.
 fn masked<F: Format>(at: At, mask: u64) -> (Gfn, (u64, u64), impl Fn(u64, u64) -> bool) {
     let base = at.gfn::<F>();
     let marked = move |first: u64, end: u64| {

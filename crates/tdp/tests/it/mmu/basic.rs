@@ -1,4 +1,4 @@
-//! What each call does to tables of one thread.
+//! The effect of each call on tables, on one thread.
 
 use super::heap::Heap;
 use pageferry_addr::{Gfn, GfnRange, Pfn};
@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 type M<F> = Worker<F, Heap>;
 
-/// A log that keeps frames.
+/// A log that records frames.
 #[derive(Default)]
 struct Dirty(RefCell<BTreeSet<u64>>);
 
@@ -224,8 +224,8 @@ fn an_old_ticket_is_good_where_nothing_was_invalidated() {
     };
     let mut invalidate = |first, pages| drop(other.invalidate(&[range(first, pages)], &()));
     let old = worker.ticket();
-    // Between two ranges of one invalidation nothing is mapped, and what is above and below both
-    // is.
+    // While two ranges are invalidated together, no fault maps anything between them. Below and
+    // above both, faults do.
     invalidate(0x10, 1);
     invalidate(0x20, 0x10);
     for (gfn, level, good) in [
@@ -246,7 +246,7 @@ fn an_old_ticket_is_good_where_nothing_was_invalidated() {
             "{gfn:#x} at level {level}: {answer:?}"
         );
     }
-    // So much has been invalidated since that it is not known any more what.
+    // More invalidations have ended since than their ranges are kept.
     for _ in 2..16 {
         invalidate(0x10, 1);
     }

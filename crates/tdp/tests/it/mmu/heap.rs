@@ -1,4 +1,4 @@
-//! A platform in this process: tables from the heap, addresses as frames, flushes counted.
+//! A platform in this process: tables from the heap, addresses as frames, flushes recorded.
 
 use pageferry_addr::{PAGE_SHIFT, Pfn};
 use pageferry_tdp::{Entry, Flush, Platform};
@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 pub(crate) struct Heap {
     /// Tables that are allocated and not freed.
     pub(crate) live: AtomicI64,
-    /// How many more may be allocated, if not 0; 1 is none.
+    /// The number of allocations left plus one. 0 stands for no limit.
     pub(crate) limit: AtomicUsize,
-    /// What was asked to be flushed.
+    /// The requested flushes.
     pub(crate) flushes: Mutex<Vec<Flush>>,
 }
 
 impl Heap {
-    /// How many flushes there were since the last call.
+    /// Takes the flushes since the last call.
     pub(crate) fn take_flushes(&self) -> Vec<Flush> {
         std::mem::take(&mut self.flushes.lock().unwrap())
     }
@@ -29,8 +29,8 @@ fn layout(entries: usize) -> Layout {
     Layout::from_size_align(entries * 8, entries * 8).unwrap()
 }
 
-// SAFETY: memory from the allocator, zeroed and aligned to its size; frames are addresses without
-// their lowest bits, which are clear; there is no hardware.
+// SAFETY: the allocator's memory is zeroed and aligned to its size. Frames are addresses without
+// their lowest bits, which are clear. There is no hardware.
 unsafe impl Platform for Heap {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         match self.limit.load(Ordering::Relaxed) {
@@ -47,7 +47,7 @@ unsafe impl Platform for Heap {
 
     unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize) {
         self.live.fetch_sub(1, Ordering::Relaxed);
-        // SAFETY: from `allocate_table` with as many entries, by the caller.
+        // SAFETY: from `allocate_table` with as many entries, as the caller promises.
         unsafe { dealloc(table.as_ptr().cast(), layout(entries)) };
     }
 

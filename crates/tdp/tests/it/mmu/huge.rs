@@ -1,4 +1,4 @@
-//! What the tables of a VM of 12 TiB cost.
+//! The cost of the tables of a VM of 12 TiB.
 
 use super::heap::Heap;
 use pageferry_addr::{Gfn, Pfn};
@@ -14,10 +14,10 @@ const LARGE: u64 = 512;
 /// memory slot has an array of them for each page size (`struct kvm_arch_memory_slot`, `rmap`),
 /// with one for each page of that size.
 const RMAP_HEAD: u64 = 8;
-/// Bytes of `struct kvm_mmu_page`, of which there is one for each table: three list links of two
-/// words, flags and role in 8 bytes, gfn, two pointers, two counts of 4 bytes, a `kvm_rmap_head`, a
-/// bitmap of 512 bits, a count and a flag, rounded up to 8. `arch/x86/kvm/mmu/mmu_internal.h` of
-/// Linux 5.10, on a 64-bit processor.
+/// Bytes of `struct kvm_mmu_page`, of which there is one for each table. It has three list links of
+/// two words, flags and role in 8 bytes, gfn, two pointers, two counts of 4 bytes, a
+/// `kvm_rmap_head`, a bitmap of 512 bits, a count and a flag, rounded up to 8. Source:
+/// `arch/x86/kvm/mmu/mmu_internal.h` of Linux 5.10, on a 64-bit processor.
 const KVM_MMU_PAGE: u64 = 3 * 16 + 8 + 8 + 2 * 8 + 2 * 4 + 8 + 64 + 8;
 
 fn megabytes(bytes: u64) -> f64 {
@@ -30,7 +30,7 @@ fn the_tables_of_a_12_tib_vm_take_less_than_60_mb() {
     let mut worker = mmu.worker();
     for gfn in (0..FRAMES).step_by(LARGE as usize) {
         let target = Target {
-            // Host memory starts somewhere.
+            // Host memory does not start at frame 0.
             pfn: Pfn(gfn + (1 << 20)),
             level: 2,
             access: Access::ALL,
@@ -48,7 +48,7 @@ fn the_tables_of_a_12_tib_vm_take_less_than_60_mb() {
     let tables = stats.tables + 1;
     let allocated = mmu.platform().live.load(Ordering::Relaxed).cast_unsigned() * 4096;
     assert_eq!(stats.leaves, [0, FRAMES / LARGE, 0]);
-    // A table for each GiB, one for each 512 GiB, the root.
+    // A table for each GiB, one for each 512 GiB, and the root.
     assert_eq!(tables, (12 << 10) + 24 + 1);
     assert_eq!(
         (stats.table_bytes, allocated),

@@ -1,5 +1,5 @@
-//! A platform that keeps watch: a TLB that forgets what it is told to and nothing else, and the
-//! tables as hardware finds them whenever that is flushed.
+//! A platform that checks the MMU. Its TLB forgets only flushed entries. At each flush it compares
+//! the tables as hardware sees them.
 
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use pageferry_tdp::format::{Access, Format, MemoryType};
@@ -10,18 +10,18 @@ use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// What a TLB holds of one leaf.
+/// A TLB's entry for one leaf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cached {
     pub(crate) first: u64,
     pub(crate) frames: u64,
     pub(crate) pfn: u64,
-    /// Stores go through without a look at the entry: they are allowed, and it says dirty where
+    /// Stores succeed without a look at the entry. They are allowed, and the entry is dirty if
     /// hardware would set that.
     pub(crate) write: bool,
     pub(crate) execute: bool,
-    /// The entry was aged since, which may take the permission to store without a flush. Ends with
-    /// the next call that promises that nothing stale is stored through.
+    /// The entry was aged since, which may take the permission to store without a flush. The next
+    /// call that promises that no stale store succeeds clears this.
     pub(crate) aged: bool,
 }
 
@@ -50,7 +50,7 @@ impl Cached {
     }
 }
 
-/// What hardware makes of an entry, as far as break-before-make cares.
+/// The hardware's reading of an entry, as far as break-before-make needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Table(Pfn),
@@ -60,7 +60,7 @@ enum Kind {
 /// All entries that translate, by level and first frame.
 type Picture = BTreeMap<(u32, u64), Kind>;
 
-/// The root of the tables, and how to take their picture.
+/// The root of the tables, and the function that records their contents.
 #[derive(Clone, Copy)]
 struct Watched {
     root: Pfn,
@@ -71,7 +71,7 @@ struct Watched {
 pub(crate) struct Parts {
     /// Tables that are allocated and not freed.
     pub(crate) live: AtomicUsize,
-    /// How many more may be allocated; `None` for any number.
+    /// The number of tables that may still be allocated. `None` for any number.
     pub(crate) spare: Mutex<Option<usize>>,
     pub(crate) tlb: Mutex<Vec<Cached>>,
     pub(crate) flushes: AtomicUsize,
@@ -80,7 +80,7 @@ pub(crate) struct Parts {
 }
 
 impl Parts {
-    /// Begins to watch entries for break-before-make; again when there is another root.
+    /// Begins to watch entries for break-before-make. Called again for a new root.
     pub(crate) fn watch<F: Format>(&self, root: Pfn) {
         if F::BREAK_BEFORE_MAKE {
             *self.watched.lock().unwrap() = Some(Watched {
@@ -90,9 +90,9 @@ impl Parts {
         }
     }
 
-    /// Compares the entries with what they were since the last flush: none may have changed from
-    /// one thing that translates to another without one between. What is gone is forgotten where it
-    /// is `flushed`.
+    /// Compares the entries with their values at the last flush. None may have changed from one
+    /// translation to another without an absent value between. Removed entries that are `flushed`
+    /// are forgotten.
     pub(crate) fn look(&self, flushed: Option<GfnRange>) {
         let Some(Watched { root, take }) = *self.watched.lock().unwrap() else {
             return;
@@ -118,8 +118,8 @@ impl Parts {
 
     fn flush(&self, what: Flush) {
         if std::thread::panicking() {
-            // A call that has failed settles what it owes on the way out; what failed is to be
-            // told, not this.
+            // A call that has failed still flushes its debts. The test must report that failure,
+            // not this one.
             return;
         }
         self.flushes.fetch_add(1, Ordering::Relaxed);
@@ -151,7 +151,7 @@ fn take_root<F: Format>(root: Pfn, into: &mut Picture) {
 fn take_picture<F: Format>(table: Pfn, level: u32, first: u64, into: &mut Picture) {
     let entries = pointer_to(table);
     for index in 0..F::entries(level) {
-        // SAFETY: a live table of as many entries: one thread, and the link was just read.
+        // SAFETY: a live table of as many entries: there is one thread, and the link was just read.
         let value = unsafe { entries.add(index).as_ref() }.load(Ordering::Acquire);
         let first = first + index as u64 * F::frames_per_entry(level);
         if F::is_leaf(value, level) {
@@ -177,9 +177,8 @@ fn pointer_to(table: Pfn) -> NonNull<Entry> {
     NonNull::new(ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
 }
 
-// SAFETY: memory from the allocator, zeroed and aligned to its size; frames are addresses without
-// their lowest bits, which are clear; the TLB is a model of one, and nobody but the test's thread
-// uses it.
+// SAFETY: the allocator's memory is zeroed and aligned to its size. Frames are addresses without
+// their lowest bits, which are clear. The TLB is a model, and only the test's thread uses it.
 unsafe impl Platform for Machine {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         if let Some(spare) = &mut *self.0.spare.lock().unwrap() {
@@ -194,7 +193,7 @@ unsafe impl Platform for Machine {
 
     unsafe fn free_table(&self, table: NonNull<Entry>, entries: usize) {
         self.0.live.fetch_sub(1, Ordering::Relaxed);
-        // SAFETY: from `allocate_table` with as many entries, by the caller.
+        // SAFETY: from `allocate_table` with as many entries, as the caller promises.
         unsafe { dealloc(table.as_ptr().cast(), layout(entries)) };
     }
 
@@ -211,7 +210,7 @@ unsafe impl Platform for Machine {
     }
 }
 
-/// From `start` on, `pages` frames.
+/// The `pages` frames from `start` on.
 pub(crate) fn range(start: u64, pages: u64) -> GfnRange {
     GfnRange::new(Gfn(start), pages).unwrap()
 }

@@ -1,12 +1,12 @@
-//! What an MMU should do, without tables: a map from each leaf's first frame to what it says, and a
-//! set of tables.
+//! A model of an MMU without tables: a map from each leaf's first frame to its contents, and a set
+//! of tables.
 
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::{Access, AccessedBy, DirtyBy, Format, Leaf, Writes};
 use pageferry_tdp::{Fault, Found, How, Look, Refused, Stats, Target};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What of a format the model knows.
+/// The properties of a format that the model needs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rules {
     pub(crate) levels: u32,
@@ -18,7 +18,7 @@ pub(crate) struct Rules {
     /// Such a leaf has lost the permission to store.
     pub(crate) saved: bool,
     pub(crate) breaks: bool,
-    /// How much of a generation a marker keeps.
+    /// The bits of a generation that a marker keeps.
     generations: u64,
 }
 
@@ -36,12 +36,12 @@ impl Rules {
         }
     }
 
-    /// Whether the leaf is dirty exactly if it can be stored to.
+    /// Whether the leaf is dirty exactly while it is writable.
     pub(crate) fn by_fault(self, leaf: &Leaf) -> bool {
         !self.dirty_bit || leaf.writes == Writes::AllowedLoggedByFault
     }
 
-    /// What can be said of `leaf`.
+    /// The canonical contents of `leaf`.
     fn settle(self, mut leaf: Leaf) -> Leaf {
         leaf.access.write &= leaf.writes.mmu_writable() && (leaf.accessed || !self.saved);
         leaf.dirty = leaf.access.write && (leaf.dirty || self.by_fault(&leaf));
@@ -55,7 +55,7 @@ impl Rules {
     }
 }
 
-/// How many frames an entry of `level` covers.
+/// The number of frames that an entry of `level` covers.
 pub(crate) const fn frames(level: u32) -> u64 {
     1 << (9 * (level - 1))
 }
@@ -69,7 +69,7 @@ pub(crate) struct Model {
     pub(crate) markers: BTreeMap<u64, u64>,
     /// Tables below the root, by level and first frame.
     pub(crate) tables: BTreeSet<(u32, u64)>,
-    /// What the log has to be told, in this step: first frames and numbers of pages.
+    /// The reports that the log must get in this step: first frames and numbers of pages.
     pub(crate) dirtied: Vec<(u64, u64)>,
     pub(crate) accessed: Vec<(u64, u64)>,
     pub(crate) log_on: bool,
@@ -88,7 +88,7 @@ impl Model {
         }
     }
 
-    /// The leaf that covers `gfn`: its first frame, its level, what it says.
+    /// The leaf that covers `gfn`: its first frame, its level, its contents.
     pub(crate) fn at(&self, gfn: u64) -> Option<(u64, u32, Leaf)> {
         let (&first, &(level, leaf)) = self.leaves.range(..=gfn).next_back()?;
         (gfn < first + frames(level)).then_some((first, level, leaf))
@@ -123,7 +123,7 @@ impl Model {
         }
     }
 
-    /// Puts another leaf, or none, where one is or none. What that means to a log is told.
+    /// Replaces a leaf or nothing by another leaf or nothing. Records the reports to the log.
     fn put(&mut self, first: u64, level: u32, new: Option<Leaf>) {
         let new = new.map(|leaf| self.rules.settle(leaf));
         self.forget_markers(first, first + frames(level));
@@ -133,7 +133,7 @@ impl Model {
         };
         let old = old.map(|(_, leaf)| leaf);
         let stays = old.zip(new).is_some_and(|(old, new)| old.pfn == new.pfn);
-        // A permission that counts as a store, and a bit that says there was one.
+        // A permission that counts as a store, and a bit that records one.
         let open = |leaf: &Leaf| self.rules.by_fault(leaf) && leaf.dirty;
         let bit = |leaf: &Leaf| !self.rules.by_fault(leaf) && leaf.dirty;
         let opened = new.as_ref().is_some_and(open) && !(stays && old.as_ref().is_some_and(open));
@@ -147,7 +147,8 @@ impl Model {
         }
     }
 
-    /// Changes the leaves of a range for which `applies` holds; gives how many frames they cover.
+    /// Changes the leaves of a range for which `applies` holds. Returns the number of frames that
+    /// they cover.
     fn each(
         &mut self,
         (start, end): (u64, u64),
@@ -175,12 +176,12 @@ impl Model {
         }
         leaf.accessed |= !self.rules.faults_unused;
         leaf.dirty |= self.rules.dirty_bit && access.write;
-        // The hardware tells nobody.
+        // The hardware reports nothing.
         self.leaves.insert(first, (level, leaf));
         Look::Allowed(Found { leaf, level })
     }
 
-    /// What a look finds at a frame that no leaf covers.
+    /// The result of a look at a frame that no leaf covers.
     pub(crate) fn absent(&self, gfn: u64) -> Look {
         match self.markers.get(&gfn) {
             Some(&generation) => Look::Mmio { generation },
@@ -198,15 +199,15 @@ impl Model {
         Ok(())
     }
 
-    /// Clears the markers of a range; gives how many there were.
+    /// Clears the markers of a range and returns their number.
     pub(crate) fn forget_markers(&mut self, start: u64, end: u64) -> u64 {
         let before = self.markers.len();
         self.markers.retain(|gfn, _| !(start..end).contains(gfn));
         (before - self.markers.len()) as u64
     }
 
-    /// Links tables down to one of level `limit` for a frame that no leaf covers; gives the level
-    /// of the last there is.
+    /// Links tables down to one of level `limit` for a frame that no leaf covers. Returns the level
+    /// of the lowest table.
     fn link_down(&mut self, gfn: u64, limit: u32) -> u32 {
         let first = |level: u32| gfn & !(frames(level) - 1);
         let mut level = self.rules.levels;
@@ -300,7 +301,7 @@ impl Model {
             zapped += frames(level);
         }
         self.forget_markers(start, end);
-        // Of the tables, those of the lowest level go if the range has them whole.
+        // Of the tables, those of the lowest level go if the range covers all of them.
         let spared =
             |&(level, first): &(u32, u64)| level > 1 || first < start || first + frames(2) > end;
         self.tables.retain(spared);
@@ -313,7 +314,7 @@ impl Model {
         zapped
     }
 
-    /// `marked` says which leaves are meant, by their first frame and their end.
+    /// `marked` selects leaves, by their first frame and their end.
     pub(crate) fn write_protect(
         &mut self,
         range: (u64, u64),

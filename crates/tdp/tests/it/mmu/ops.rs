@@ -1,12 +1,12 @@
-//! Calls at random, near the places where pages, tables and masks begin and end.
+//! Random calls near the borders of pages, tables and masks.
 
 use pageferry_tdp::format::{Access, Format, Writes};
 use proptest::prelude::*;
 
 const GIGA: u64 = 1 << 18;
 
-/// A frame near an edge: which of three regions of 1 GiB (two neighbours, and the last that the
-/// format has), which of its pages of 2 MiB, which frame of that.
+/// A frame near a border. It is given by one of three regions of 1 GiB (two neighbours, and the
+/// last of the format), one of its pages of 2 MiB, and one of that page's frames.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct At {
     region: u8,
@@ -40,7 +40,7 @@ impl At {
 pub(crate) enum Span {
     Pages(At, u64),
     Blocks(At, u64),
-    /// From one frame to another, however far.
+    /// From one frame to another, at any distance.
     Between(At, At),
     Region(At),
     All,
@@ -69,33 +69,33 @@ impl Span {
         (start, end.min(limit))
     }
 
-    /// Not more than a few pages of 2 MiB: so many frames can be mapped one by one in time.
+    /// At most a few pages of 2 MiB, so that mapping all frames one by one is fast enough.
     pub(crate) fn short<F: Format>(self) -> (u64, u64) {
         let (start, end) = self.ends::<F>();
         (start, end.min(start + 3 * 512))
     }
 }
 
-/// What a target says, but for the frame.
+/// A target without its frame.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grant {
     pub(crate) level: u32,
     pub(crate) access: Access,
     pub(crate) writes: Writes,
-    /// Another frame than the one that is behind the page.
+    /// Another frame than the one behind the page.
     pub(crate) wrong: bool,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) enum Op {
-    /// A guest's access: through the TLB, the tables, the fast path, the fault.
+    /// A guest's access: through the TLB, the tables, the fast path, and the fault.
     Guest(At, Access, Grant),
     Fault(At, Access, Grant),
     Fast(At, Access),
     Look(At, Access),
     /// A fault that found no slot.
     MarkMmio(At, u64),
-    /// A mark with a ticket from before is tried after it.
+    /// A mark with an earlier ticket follows it.
     ForgetMmio(At),
     Zap(Span),
     ZapAll,
@@ -110,22 +110,22 @@ pub(crate) enum Op {
     Age(Span, bool),
     Split(Span, u32),
     Recover(Span, Grant),
-    /// Ranges that a notifier takes away; a fault tried meanwhile, and one with a ticket from
-    /// before tried after it.
+    /// The ranges that a notifier takes away. A fault comes meanwhile, and one with an earlier
+    /// ticket afterwards.
     Invalidate(Vec<Span>, At, Grant),
     Deferred(Vec<Op>),
-    /// What a log's reader does: takes the bits, protects or cleans the pages, flushes.
+    /// The steps of a log's reader: it takes the bits, protects or cleans the pages, and flushes.
     TakeLog,
     LogOn(bool),
     Flush,
     Reclaim,
-    /// The next fault, split or fast zap finds this many tables.
+    /// The number of tables that the next fault, split or fast zap can allocate.
     Starve(usize),
-    /// Another worker goes on.
+    /// Another worker continues.
     OtherWorker,
 }
 
-/// Mostly a few places, so that calls meet.
+/// Few distinct places, so that calls meet.
 fn any_at() -> impl Strategy<Value = At> {
     let region = prop_oneof![6 => Just(0), 1 => 0..3_u8];
     let block = prop_oneof![4 => Just(0), 2 => Just(1), 1 => 0..4_u8];
@@ -196,7 +196,7 @@ fn mask() -> impl Strategy<Value = u64> {
     ]
 }
 
-/// Calls that may be made inside `deferred`: a fault after something was taken away, above all.
+/// Calls that may come inside `deferred`. The main case is a fault after something was taken away.
 fn plain() -> impl Strategy<Value = Op> {
     prop_oneof![
         6 => (any_at(), access(), grant()).prop_map(|(at, access, grant)| Op::Fault(at, access, grant)),

@@ -1,5 +1,5 @@
-//! No memory for tables, at each allocation in turn: the call is refused, nothing is half done, and
-//! later it works.
+//! No memory for tables, at each allocation in turn. The call is refused, nothing is half done, and
+//! a later call succeeds.
 
 use super::machine::{Machine, Parts, range};
 use pageferry_addr::{Gfn, Pfn};
@@ -24,7 +24,7 @@ impl<F: Format> Scarce<F> {
         Self { parts, mmu }
     }
 
-    /// Allows so many tables more.
+    /// Allows this many more tables.
     fn allow(&self, tables: Option<usize>) {
         *self.parts.spare.lock().unwrap() = tables;
     }
@@ -69,7 +69,7 @@ fn no_root_no_mmu<F: Format>() {
     assert_eq!(parts.live.load(Ordering::Relaxed), 0);
 }
 
-/// A fault takes all it may need before it begins.
+/// A fault allocates all tables that it may need before it begins.
 fn a_fault_is_refused_whole<F: Format>() {
     let needs = F::LEVELS as usize - 1;
     for spare in 0..=needs {
@@ -84,7 +84,7 @@ fn a_fault_is_refused_whole<F: Format>() {
                 (0, [0; 3])
             );
             assert_eq!(leaves(&mut worker), []);
-            // What was got is kept for the next time.
+            // The allocated tables stay in the cache.
             assert_eq!(scarce.live(), 1 + spare);
             scarce.allow(Some(needs - spare));
         }
@@ -94,7 +94,7 @@ fn a_fault_is_refused_whole<F: Format>() {
             Pfn((1 << 18) + 0x1234)
         );
         assert_eq!(scarce.live(), 1 + needs);
-        // Faults that need no table need no memory, but they do not know that before.
+        // A fault that needs no table needs no memory either, but it does not know that before.
         let again = fault(&mut worker, 0x1234, 1);
         assert_eq!(again, Err(Refused::OutOfTables(OutOfTables)));
         drop(worker);
@@ -102,17 +102,17 @@ fn a_fault_is_refused_whole<F: Format>() {
     }
 }
 
-/// A page of 1 GiB becomes pages of 4 KiB, where memory ends after `spare` tables: what is split by
-/// then stays so and translates as before; the rest is not touched.
+/// Splits a page of 1 GiB into pages of 4 KiB, with memory for only `spare` tables. The pages that
+/// are split by then stay split and translate as before. The others are unchanged.
 fn a_split_stops_between_pages<F: Format>() {
     let range = range(0, 3 * 512);
-    // One table for the page itself, three for those of its pages that are in the range.
+    // One table for the page itself, three for its pages in the range.
     for spare in 0..5 + F::LEVELS as usize {
         let scarce = Scarce::<F>::new();
         let mut worker = scarce.mmu.worker();
         fault(&mut worker, 0, 3).unwrap();
         worker = {
-            // Another, whose cache is empty.
+            // A new worker, whose cache is empty.
             drop(worker);
             scarce.mmu.worker()
         };
@@ -159,7 +159,7 @@ fn a_fast_zap_needs_a_root<F: Format>() {
     assert_eq!(leaves(&mut worker), []);
 }
 
-/// What takes away needs no memory.
+/// Calls that take translations away need no memory.
 #[test]
 fn zapping_and_recovering_need_no_tables() {
     let scarce = Scarce::<Npt4>::new();

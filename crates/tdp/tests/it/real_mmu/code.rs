@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "the guest's code is put together by the assembler, between symbols"
 )]
-//! What the guest executes: position-independent, copied into its memory.
+//! The guest's code: position-independent, and copied into its memory.
 
 use super::layout::PROGRAM_GVA;
 use std::arch::global_asm;
@@ -17,7 +17,7 @@ pub(crate) mod report {
     pub(crate) const CR2: u64 = 0;
     pub(crate) const ERROR: u64 = 8;
     pub(crate) const RIP: u64 = 16;
-    /// Where the program goes on if the access is given up, or 0.
+    /// The address at which the program continues if the access is given up, or 0.
     pub(crate) const RESUME: u64 = 24;
 }
 
@@ -29,21 +29,21 @@ pub(crate) mod command {
     pub(crate) const STRIDE: u64 = 24;
     pub(crate) const VALUE: u64 = 32;
     pub(crate) const STACK: u64 = 40;
-    /// Not 0: `spin` ends.
+    /// `spin` ends if this is not 0.
     pub(crate) const STOP: u64 = 48;
-    /// How many rounds `spin` has made.
+    /// The number of rounds that `spin` has made.
     pub(crate) const ROUNDS: u64 = 56;
 }
 
-// The stub reports CR2, the error code and the instruction, tells the VMM, and returns to the
-// instruction, or to where the VMM wants.
+// The stub reports CR2, the error code and the instruction to the VMM. It then returns to the
+// instruction, or to the VMM's address.
 //
-// The program: r15 the doorbell, rbp its command. Each routine goes over the addresses from rdi up
-// to rsi, rdx bytes apart; rbx is its value; rax its result, which `top` stores to the doorbell.
+// The program: r15 is the doorbell, rbp its command. Each routine visits the addresses from rdi up
+// to rsi, rdx bytes apart. rbx is its value. rax is its result, which `top` stores to the doorbell.
 global_asm!(
     ".pushsection .rodata.real_mmu_guest, \"a\"",
-    // Global, since whoever uses a label may be compiled into another object than this one;
-    // hidden, as none leaves the program.
+    // Global, since a user of a label may be compiled into another object than this one. Hidden, as
+    // no label leaves the program.
     ".globl real_mmu_fault, real_mmu_fault_end, real_mmu_other, real_mmu_other_end, real_mmu_program",
     ".globl real_mmu_next, real_mmu_load, real_mmu_store, real_mmu_verify, real_mmu_call",
     ".globl real_mmu_add, real_mmu_spin, real_mmu_callee, real_mmu_callee_end",
@@ -88,7 +88,7 @@ global_asm!(
     "xor eax, eax",
     "mov rcx, [rbp]",
     "jmp rcx",
-    // Sum of what is there.
+    // Returns the sum of the words.
     "real_mmu_load:",
     "add rax, [rdi]",
     "add rdi, rdx",
@@ -103,7 +103,7 @@ global_asm!(
     "cmp rdi, rsi",
     "jb real_mmu_store",
     "jmp real_mmu_program",
-    // How many words are not their address + rbx.
+    // Returns the number of words that are not their address + rbx.
     "real_mmu_verify:",
     "lea rcx, [rdi + rbx]",
     "cmp [rdi], rcx",
@@ -114,7 +114,7 @@ global_asm!(
     "cmp rdi, rsi",
     "jb real_mmu_verify",
     "jmp real_mmu_program",
-    // Calls each address; what is there adds to rax and returns.
+    // Calls each address. The code there adds to rax and returns.
     "real_mmu_call:",
     "call rdi",
     "add rdi, rdx",
@@ -149,7 +149,7 @@ global_asm!(
     ".popsection",
 );
 
-// SAFETY: the symbols above; only their addresses are used.
+// SAFETY: the symbols above. Only their addresses are used.
 unsafe extern "C" {
     static real_mmu_fault: u8;
     static real_mmu_fault_end: u8;
@@ -187,7 +187,7 @@ pub(crate) fn program() -> &'static [u8] {
     between(&raw const real_mmu_program, &raw const real_mmu_callee)
 }
 
-/// What data pages hold that are called: adds one to rax.
+/// The contents of data pages that are called: code that adds one to rax.
 pub(crate) fn callee() -> &'static [u8] {
     between(&raw const real_mmu_callee, &raw const real_mmu_callee_end)
 }
@@ -196,26 +196,26 @@ fn gva(label: *const u8) -> u64 {
     PROGRAM_GVA + (label as u64 - &raw const real_mmu_program as u64)
 }
 
-/// What the program can do with a range of addresses.
+/// The operations of the program on a range of addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Routine {
-    /// Gives the sum of the words.
+    /// Returns the sum of the words.
     Load,
     /// Stores to each word its address plus a value.
     Store,
-    /// Gives how many words are not as `Store` leaves them.
+    /// Returns the number of words that differ from those that `Store` leaves.
     Verify,
-    /// Calls each address, and gives how many of the [callees](callee) have run.
+    /// Calls each address, and returns the number of [callees](callee) that have run.
     Call,
     /// Adds a value to each word, atomically.
     Add,
-    /// Stores to each word the number of the round, again and again until told to stop; gives the
-    /// last number.
+    /// Stores to each word the number of the round, until it is told to stop. Returns the last
+    /// number.
     Spin,
 }
 
 impl Routine {
-    /// Where it is.
+    /// Its address.
     pub(crate) fn gva(self) -> u64 {
         gva(match self {
             Self::Load => &raw const real_mmu_load,
@@ -228,12 +228,12 @@ impl Routine {
     }
 }
 
-/// Where the program reports and then takes its next command.
+/// The address at which the program reports and then takes its next command.
 pub(crate) fn top_gva() -> u64 {
     PROGRAM_GVA
 }
 
-/// Where it takes its first command.
+/// The address at which it takes its first command.
 pub(crate) fn next_gva() -> u64 {
     gva(&raw const real_mmu_next)
 }

@@ -1,4 +1,5 @@
-//! Entries of the format, put into tables by hand: the MMU obeys them, and reports by them.
+//! Entries of the format, put into tables by hand. The processor's MMU obeys them, and reports
+//! through them.
 
 use super::code::{Routine, callee};
 use super::hand::{HandTables, plain};
@@ -42,7 +43,8 @@ fn leaves(pfn: u64) -> impl Iterator<Item = Leaf> {
     })
 }
 
-/// The guest tries `routine` at `gva`: the error code of the fault there, if there was one.
+/// Lets the guest try `routine` at `gva`. Returns the error code of the fault there, if there was
+/// one.
 fn attempt(vcpu: &mut Vcpu, tables: &mut HandTables, routine: Routine, gva: u64) -> Option<u64> {
     match vcpu.run(Command::at(routine, gva), tables) {
         Outcome::Done(_) => None,
@@ -68,7 +70,7 @@ fn every_leaf_lets_through_what_the_format_says_and_no_more() {
         for (number, leaf) in leaves(pfn).enumerate() {
             let number = number as u64;
             let frames = Npt4::frames_per_entry(level);
-            // An unused entry for each, so that no TLB matters.
+            // An unused entry for each, so that the TLB has no effect.
             let first = Gfn((u64::from(level) << 27) + number * frames);
             let entry = Npt4::leaf(leaf, level);
             let Some(Meaning::Leaf(said)) = Npt4::decode(entry, level) else {
@@ -79,7 +81,7 @@ fn every_leaf_lets_through_what_the_format_says_and_no_more() {
             tables.set(first, level, entry);
             vm.ram.word(page).store(0x1234, Ordering::Relaxed);
 
-            // A store that is stopped leaves no trace.
+            // A denied store leaves no trace.
             let stored = attempt(&mut vcpu, &mut tables, Routine::Store, gva);
             let expected = (!said.access.write).then_some(USER | PRESENT | PageFault::WRITE);
             assert_eq!(stored, expected, "{context}");
@@ -101,7 +103,7 @@ fn every_leaf_lets_through_what_the_format_says_and_no_more() {
             assert_eq!(called, expected, "{context}");
             assert_eq!(Npt4::allows(entry, Access::READ_EXECUTE), called.is_none());
 
-            // All is as it was, but for what the hardware has reported.
+            // Only the bits that the hardware reports may have changed.
             let dirty = said.dirty || stored.is_none();
             let expected = Leaf {
                 accessed: true,
@@ -131,7 +133,7 @@ fn a_load_sets_the_accessed_bit_and_no_other() {
         tables.set(gfn, level, entry);
         vcpu.complete(Command::at(Routine::Load, gfn.gpa().0), &mut tables);
         assert_eq!(tables.get(gfn, level), entry | Npt4::ACCESSED);
-        // Links were made accessed, so that the hardware never writes to them.
+        // Links are made accessed, so that the hardware never writes to them.
         for above in level + 1..=Npt4::LEVELS {
             let link = tables.get(gfn, above);
             assert_eq!(link, Npt4::table(Npt4::table_pfn(link)), "level {above}");
@@ -154,7 +156,7 @@ fn values_that_translate_nothing_stop_every_access_at_every_level() {
             Npt4::mmio(Gfn(0x5_5555_5555), 0x2aaa),
         ];
         for (number, value) in (0..).zip(values) {
-            // Below 47 bits of address, and apart at every level.
+            // Below 47 bits of address, and different at every level.
             let gfn = Gfn((u64::from(level) * 8 + number) << 27);
             tables.set(gfn, level, value);
             let routines = [(Routine::Load, 0), (Routine::Store, PageFault::WRITE)];
@@ -171,7 +173,7 @@ fn values_that_translate_nothing_stop_every_access_at_every_level() {
     }
 }
 
-/// What the other tests would see if the format set a reserved bit.
+/// The symptom in the other tests if the format set a reserved bit.
 #[test]
 fn reserved_bits_are_found_out() {
     let Some(vm) = Vm::new() else { return };
@@ -191,7 +193,7 @@ fn reserved_bits_are_found_out() {
         let gfn = Gfn(number << 27);
         tables.set(gfn, level, entry);
         let fault = attempt(&mut vcpu, &mut tables, Routine::Load, gfn.gpa().0);
-        // Processors report such an entry as present; QEMU's does not.
+        // Processors report such an entry as present. QEMU's does not.
         let fault = fault.map(|error| error | PRESENT);
         assert_eq!(fault, Some(USER | PRESENT | PageFault::RESERVED), "{what}");
     }
@@ -202,7 +204,7 @@ fn each_bit_of_the_frame_number_picks_as_the_format_says() {
     let Some(vm) = Vm::new() else { return };
     let mut vcpu = vm.vcpu(0);
     let mut tables = HandTables::new(&vm);
-    // User addresses have 47 bits; bit 46 is the pinned pages'.
+    // User addresses have 47 bits. The pinned pages use bit 46.
     for bit in 0..34_u64 {
         let pfn = DATA_PFN + bit;
         vm.ram.word(pfn << 12).store(1000 + bit, Ordering::Relaxed);
@@ -236,7 +238,7 @@ fn the_parts_of_a_split_leaf_translate_as_the_whole() {
             let found = vcpu.complete(Command::at(Routine::Load, gva), &mut tables);
             assert_eq!(found, pfn + child * part, "part {child} at level {level}");
         }
-        // And back: the whole at another place, with what its parts have become.
+        // And back: the whole at another place, with the state of its parts.
         let parts = (0..512).map(|child| tables.get(Gfn(first + child * part), level - 1));
         let parts: Vec<_> = parts.collect();
         let joined = Npt4::join(parts, level - 1).expect("the parts of one leaf");

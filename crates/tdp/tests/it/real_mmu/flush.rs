@@ -1,14 +1,14 @@
-//! The remote TLB flush: every vCPU leaves the guest, and loads CR3 before it goes on.
+//! The remote TLB flush: every vCPU leaves the guest, and loads CR3 before it continues.
 //!
-//! A flush advances a number. A vCPU that finds it advanced when it is about to enter has KVM load
-//! its CR3, which flushes what its TLB has; one that is inside is kicked until it is out. So when
-//! the flush returns, each vCPU is out, or has come in by the new CR3. The load is the VMM's
-//! (`KVM_SET_SREGS` with one bit of CR3 changed) and not an instruction of the stub: no instruction
-//! of the guest is executed, and no speculative walk begins, on what must be flushed.
+//! A flush advances a number. A vCPU that finds it advanced before an entry has KVM load its CR3,
+//! which flushes its TLB. A vCPU inside is kicked until it is out. So when the flush returns, each
+//! vCPU is out, or has entered with the new CR3. The VMM makes this load (`KVM_SET_SREGS` with one
+//! bit of CR3 changed), not an instruction of the stub. So the guest executes no instruction, and
+//! starts no speculative walk, on stale translations.
 //!
-//! Where KVM shadows the tables, more is cached than a TLB has: KVM keeps its shadows in step by
-//! the *guest's* stores to its tables, and does not see ours. Its shadows go when a memory slot
-//! does, so there a flush plugs and unplugs a slot.
+//! Where KVM shadows the tables, it caches more than a TLB. KVM updates its shadows at the
+//! *guest's* stores to its tables, and does not see ours. It drops them with a memory slot, so
+//! there a flush plugs and unplugs a slot.
 
 use super::kick::kick;
 use pageferry_testkit::LIMIT;
@@ -16,26 +16,26 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// What a vCPU shows to who flushes.
+/// The state of a vCPU that the flushing thread reads.
 #[derive(Debug, Default)]
 pub(crate) struct Presence {
     /// At `KVM_RUN`, or about to be.
     inside: AtomicBool,
     thread: AtomicI32,
-    /// The number of the last flush it has carried out.
+    /// The number of the last flush that it has carried out.
     flushed: AtomicU64,
-    /// How often it has loaded CR3 for a flush.
+    /// The number of CR3 loads for a flush.
     reloads: AtomicU64,
 }
 
 impl Presence {
-    /// How often it has loaded CR3 for a flush.
+    /// The number of CR3 loads for a flush.
     pub(crate) fn reloads(&self) -> u64 {
         self.reloads.load(Ordering::Relaxed)
     }
 
-    /// Announces an entry by `thread`. `Err` gives the number of a flush that has to be carried out
-    /// first; then nothing is announced.
+    /// Announces an entry by `thread`. `Err` holds the number of a flush that the vCPU must carry
+    /// out first. Then nothing is announced.
     pub(crate) fn try_enter(&self, flushes: &Flushes, thread: i32) -> Result<(), u64> {
         self.thread.store(thread, Ordering::Relaxed);
         self.inside.store(true, Ordering::SeqCst);
@@ -47,7 +47,7 @@ impl Presence {
         Err(wanted)
     }
 
-    /// Flush `number` is carried out by the next entry.
+    /// The next entry carries out flush `number`.
     pub(crate) fn carried_out(&self, number: u64) {
         self.flushed.store(number, Ordering::Relaxed);
         self.reloads.fetch_add(1, Ordering::Relaxed);
@@ -73,22 +73,21 @@ impl Flushes {
         }
     }
 
-    /// One more vCPU to flush.
+    /// Adds a vCPU to flush.
     pub(crate) fn register(&self, vcpu: Arc<Presence>) {
         let mut vcpus = self.vcpus.lock().unwrap_or_else(PoisonError::into_inner);
         vcpus.push(vcpu);
     }
 
-    /// How many there were.
+    /// The number of flushes so far.
     pub(crate) fn count(&self) -> u64 {
         self.number.load(Ordering::Relaxed) - 1
     }
 
-    /// Flushes all vCPUs; `drop_shadows` makes KVM forget its shadows of the tables, if it has any.
+    /// Flushes all vCPUs. `drop_shadows` makes KVM drop its shadows of the tables, if it has any.
     pub(crate) fn flush(&self, drop_shadows: impl FnOnce()) {
         let number = self.number.fetch_add(1, Ordering::SeqCst) + 1;
-        // A vCPU that faults from here on, even before it is kicked, has the tables walked as they
-        // are now.
+        // If a vCPU faults from here on, even before its kick, the walk sees the current tables.
         drop_shadows();
         let end = Instant::now() + LIMIT / 2;
         for vcpu in &*self.vcpus.lock().unwrap_or_else(PoisonError::into_inner) {

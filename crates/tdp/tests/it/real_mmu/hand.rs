@@ -1,4 +1,4 @@
-//! Tables by hand: entries from the format's functions, stored where the test wants them.
+//! Tables by hand: entries from the format's functions, stored at the test's choice of places.
 
 use super::layout::{TABLES, pinned};
 use super::vcpu::{Answer, PageFault, Space};
@@ -8,7 +8,7 @@ use pageferry_tdp::format::{Access, EntryLayout, Format, Leaf, MemoryType, Npt4,
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// A tree of tables. Faults are not answered.
+/// A tree of tables. It answers no faults.
 pub(crate) struct HandTables {
     vm: Arc<Vm>,
     root: Pfn,
@@ -42,7 +42,7 @@ impl HandTables {
         self.at(gfn, level).store(entry, Ordering::Release);
     }
 
-    /// The entry of `level` that leads to `gfn`, as it is now.
+    /// The current entry of `level` that leads to `gfn`.
     pub(crate) fn get(&mut self, gfn: Gfn, level: u32) -> u64 {
         self.at(gfn, level).load(Ordering::Acquire)
     }
@@ -82,7 +82,7 @@ impl Space for HandTables {
     }
 }
 
-/// Ordinary memory that may be written and is known to be used.
+/// Ordinary memory with all permissions, neither accessed nor dirty.
 pub(crate) const fn plain(pfn: u64) -> Leaf {
     Leaf {
         pfn: Pfn(pfn),

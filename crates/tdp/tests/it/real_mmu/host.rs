@@ -1,4 +1,4 @@
-//! What KVM is on this host, and limits that keep a test from hanging.
+//! The abilities of KVM on this host, and limits that keep a test from hanging.
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES};
 use kvm_ioctls::Kvm;
@@ -8,17 +8,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-/// KVM, and what it offers.
+/// KVM, and its abilities.
 pub(crate) struct Host {
     pub(crate) kvm: Kvm,
     pub(crate) cpuid: CpuId,
-    /// The processor translates guest-physical addresses itself, so that it walks the guest's own
-    /// tables. Otherwise KVM walks them, and builds shadows of what it finds.
+    /// The processor translates guest-physical addresses itself, so it walks the guest's own
+    /// tables. Otherwise KVM walks them, and builds shadows of the translations.
     pub(crate) second_level_paging: bool,
 }
 
 impl Host {
-    /// KVM, or `None` where there is none: prints why, or panics where it is required.
+    /// KVM, or `None` if there is none. Then it prints the reason, or panics if KVM is required.
     pub(crate) fn open() -> Option<Self> {
         let opened = Kvm::new().and_then(|kvm| {
             let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?;
@@ -46,7 +46,7 @@ impl Host {
         Some(host)
     }
 
-    /// Who walks the tables.
+    /// The walker of the tables.
     pub(crate) fn walker(&self) -> &'static str {
         if self.second_level_paging {
             "the processor (KVM uses EPT or NPT)"
@@ -55,8 +55,8 @@ impl Host {
         }
     }
 
-    /// Whether accessed bits may be set of pages that the program did not use: processors that walk
-    /// the tables do so while they speculate. Dirty bits are exact everywhere.
+    /// Whether pages that the program did not use may have accessed bits. Processors that walk the
+    /// tables set them while they speculate. Dirty bits are exact everywhere.
     pub(crate) const fn speculates(&self) -> bool {
         self.second_level_paging
     }
@@ -80,8 +80,8 @@ impl Host {
     }
 }
 
-/// Ends the process if a test takes longer than [`LIMIT`], wherever it is stuck: a spinning wait
-/// cannot be ended otherwise.
+/// Ends the process if a test takes longer than [`LIMIT`], wherever it hangs. Nothing else can end
+/// a spinning wait.
 pub(crate) struct Watchdog {
     done: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,

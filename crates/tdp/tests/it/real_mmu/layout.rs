@@ -1,9 +1,9 @@
-//! Where everything is, in guest-physical and guest-virtual addresses, and the descriptor tables of
-//! the stub.
+//! The places of everything in guest-physical and guest-virtual addresses, and the stub's
+//! descriptor tables.
 //!
-//! The stub, its tables and stacks, and the program are *pinned*: mapped at [`PINNED_GVA`] + their
-//! guest-physical address in whatever tables the guest runs on, by whoever makes these. They are
-//! user pages like all others; without SMEP and SMAP ring 0 may use them.
+//! The stub, its tables and stacks, and the program are *pinned*. Every set of tables that the
+//! guest runs on maps them at [`PINNED_GVA`] + their guest-physical address. They are user pages
+//! like all others. Without SMEP and SMAP ring 0 may use them.
 
 use super::code;
 use super::ram::Ram;
@@ -11,19 +11,19 @@ use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::MemoryType;
 use std::sync::atomic::Ordering;
 
-/// Bytes of RAM, from guest-physical 0 on: the second GiB is for a leaf of 1 GiB.
+/// Bytes of RAM, from guest-physical 0 on. The second GiB is for a leaf of 1 GiB.
 pub(crate) const RAM_BYTES: u64 = 2 << 30;
 /// Frames for page tables.
 pub(crate) const TABLES: std::ops::Range<u64> = 0x400..0x2000;
-/// The first frame for data; a multiple of 512.
+/// The first frame for data, a multiple of 512.
 pub(crate) const DATA_PFN: u64 = 0x2000;
 /// The first frame of the second GiB.
 pub(crate) const GIB_PFN: u64 = 1 << 18;
-/// Pages of the slot that flushes by going, at [`FLUSH_GPA`].
+/// The pages of the slot that is unplugged for a flush, at [`FLUSH_GPA`].
 pub(crate) const FLUSH_PAGES: u64 = 1;
 pub(crate) const FLUSH_GPA: u64 = 0xc000_0000;
 
-/// How many vCPUs there is room for.
+/// The largest number of vCPUs.
 pub(crate) const MOST_VCPUS: u64 = 4;
 /// Guest-virtual minus guest-physical address of pinned pages.
 pub(crate) const PINNED_GVA: u64 = 0x6000_0000_0000;
@@ -33,7 +33,7 @@ const STUB: u64 = 0x1_2000;
 const PROGRAM: u64 = 0x1_3000;
 const VCPUS: u64 = 0x1_4000;
 const VCPU_BYTES: u64 = 0x4000;
-/// A store there leaves the guest: no RAM is behind it.
+/// The address at which a store leaves the guest: no RAM is behind it.
 const DOORBELL_GPA: u64 = 0xd000_0000;
 pub(crate) const DOORBELL_GVA: u64 = PINNED_GVA + DOORBELL_GPA;
 
@@ -43,7 +43,7 @@ pub(crate) const CODE_RING3: u16 = 0x33;
 const TSS_SELECTOR: u16 = 0x40;
 pub(crate) const TSS_LIMIT: u32 = 0x67;
 
-/// The gfn, the frame and the memory type of each page that must be mapped wherever a vCPU runs.
+/// The gfn, the frame and the memory type of each page that every set of tables must map.
 pub(crate) fn pinned() -> impl Iterator<Item = (Gfn, Pfn, MemoryType)> {
     let end = VCPUS + MOST_VCPUS * VCPU_BYTES;
     let pages = (IDT..end)
@@ -67,12 +67,12 @@ impl Seat {
         self.page(0)
     }
 
-    /// The stack of ring 0, at whose bottom the stub reports.
+    /// The stack of ring 0. The stub reports at its bottom.
     pub(crate) const fn report(self) -> u64 {
         self.page(1)
     }
 
-    /// What the program is to do.
+    /// The program's command.
     pub(crate) const fn command(self) -> u64 {
         self.page(2)
     }
@@ -95,7 +95,7 @@ pub(crate) const IDT_GVA: u64 = PINNED_GVA + IDT;
 pub(crate) const GDT_GVA: u64 = PINNED_GVA + GDT;
 pub(crate) const IDT_LIMIT: u16 = 32 * 16 - 1;
 pub(crate) const GDT_LIMIT: u16 = TSS_SELECTOR + 16 * MOST_VCPUS as u16 - 1;
-/// Where the program is, as the guest sees it.
+/// The address of the program in the guest.
 pub(crate) const PROGRAM_GVA: u64 = PINNED_GVA + PROGRAM;
 
 /// Writes stub, program and descriptor tables. Sources: AMD64 APM volume 2, 4.8 "Long-Mode Segment
@@ -113,7 +113,7 @@ pub(crate) fn write(ram: &Ram) {
             STUB + 0x800
         };
         let to = PINNED_GVA + stub;
-        // Present interrupt gate, no stack of its own.
+        // A present interrupt gate, without its own stack.
         let low =
             to & 0xffff | u64::from(CODE_RING0) << 16 | 0x8e00 << 32 | (to & 0xffff_0000) << 32;
         set(IDT + vector * 16, low);

@@ -1,4 +1,4 @@
-//! Pages change their size, their rights and their place while vCPUs use them.
+//! Pages change their size, their permissions and their place while vCPUs use them.
 
 use super::code::{Routine, command};
 use super::layout::{DATA_PFN, Seat};
@@ -27,7 +27,7 @@ impl Spinning<'_> {
         at.load(Ordering::Acquire)
     }
 
-    /// Waits until the guest has made `count` more rounds, so that it has passed all pages in
+    /// Waits until the guest has made `count` more rounds, so that it has visited all pages in
     /// between.
     fn wait(&self, count: u64) {
         let (from, end) = (self.rounds(), Instant::now() + LIMIT);
@@ -38,8 +38,8 @@ impl Spinning<'_> {
     }
 }
 
-/// Calls `meanwhile` while the guest spins over `linear`; gives the result, and the faults from the
-/// moment on when all is mapped.
+/// Calls `meanwhile` while the guest spins over `linear`. Returns the result, and the faults since
+/// all pages were mapped.
 fn while_spinning<R>(
     vm: &Arc<Vm>,
     mmu: &Arc<GuestMmu>,
@@ -113,7 +113,7 @@ fn pages_are_split_under_a_guest_that_writes_them_without_a_flush_or_a_fault() {
             assert_eq!(found.leaf.pfn.0 - DATA_PFN, gfn.0 - 0x4_0000);
         });
         assert_eq!(log.take(), []);
-        // What the TLB still had of the large pages goes, and all is looked up in the new tables.
+        // The flush removes the large pages from the TLB, and the guest uses the new tables.
         vm.flush();
         guest.wait(2);
     });
@@ -143,13 +143,12 @@ fn pages_are_recovered_under_a_guest_that_writes_them() {
         }
         worker.reclaim();
     });
-    // No table is lost: what is in use is the tree, and what caches hold.
+    // No table is lost: the tables in use are those of the tree and of the caches.
     let stats = mmu.stats();
     assert_eq!(mmu.platform().in_use(), stats.tables + 1);
 }
 
-/// What pre-copy does: pages the log names are copied, again and again, and the last round with the
-/// guest stopped.
+/// A pre-copy: it copies the logged pages again and again, and stops the guest for the last round.
 fn copy(vm: &Vm, linear: &Linear, copies: &mut [u64], pages: &[u64]) {
     for &page in pages {
         let word = vm.ram.word(linear.gpa() + page * 4096);
@@ -239,7 +238,7 @@ fn a_copy_made_by_write_protection_is_complete() {
     let ((), faults) = while_spinning(&vm, &mmu, &linear, &log, |guest| {
         worker.set_writes(linear.range, Writes::AllowedLoggedByFault, &log);
         for round in 0..40 {
-            // Bits first, then the protection of what they name, then the flush.
+            // First take the bits, then protect their pages, then flush.
             let dirty = log.take();
             worker.deferred(|worker| {
                 for &page in &dirty {

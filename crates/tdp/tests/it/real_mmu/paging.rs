@@ -1,5 +1,5 @@
-//! Faults: pages of all sizes come when they are touched, each once, with the contents of their
-//! frames; and go.
+//! Faults: pages of all sizes appear when they are touched, each once, with the contents of their
+//! frames. Then they are removed.
 
 use super::code::Routine;
 use super::layout::{DATA_PFN, GIB_PFN};
@@ -14,7 +14,7 @@ use pageferry_testkit::skip;
 use std::sync::atomic::Ordering;
 
 const PAGES: u64 = 2048;
-/// A guest frame no table boundary is near.
+/// A guest frame far from all table boundaries.
 const FIRST: u64 = 0x1_2345_6785;
 
 #[test]
@@ -22,7 +22,7 @@ fn each_page_is_faulted_in_once_and_has_its_own_frame() {
     let Some((vm, mmu)) = vm_and_mmu() else {
         return;
     };
-    // Neighbours are not neighbours in the host.
+    // Neighbouring guest pages have distant host frames.
     let frame = |page: u64| DATA_PFN + page * 577 % PAGES;
     let slot = |gfn: Gfn, _: Access| {
         let page = gfn
@@ -72,7 +72,7 @@ fn each_page_is_faulted_in_once_and_has_its_own_frame() {
         assert_eq!(found.leaf.pfn, Pfn(frame(page)));
     }
 
-    // Beyond the slot there is nothing.
+    // There is no memory beyond the slot.
     let beyond = gva + PAGES * 4096;
     let outcome = vcpu.run(Command::at(Routine::Load, beyond), &mut space);
     let fault = PageFault {
@@ -167,7 +167,7 @@ fn what_was_zapped_faults_again_and_has_kept_its_contents() {
         mmu.platform().take_flushes();
         let before = vcpu.presence().reloads();
 
-        // The third large page, a part of the second and all that is mapped of the first.
+        // The third large page, a part of the second, and all mapped pages of the first.
         let part = pageferry_addr::GfnRange::new(slot.range.start(), 512 + 8).expect("a range");
         let third = Gfn(slot.range.start().0 + 1024);
         let third = pageferry_addr::GfnRange::new(third, 512).expect("a range");
@@ -214,7 +214,7 @@ fn after_everything_was_zapped_the_vcpu_goes_on_under_a_new_root() {
         assert_eq!(leaves(&mmu, true), [0, 3, 0]);
     }
     drop(space);
-    // All that is in use is the tree.
+    // Only the tree's tables are in use.
     let stats = mmu.stats();
     assert_eq!(mmu.platform().in_use(), stats.tables + 1);
 }

@@ -1,4 +1,4 @@
-//! Permissions that are taken and given back, and the dirty log that is kept by them.
+//! Permissions that are taken and restored, and the dirty log that uses them.
 
 use super::code::{Routine, callee};
 use super::layout::DATA_PFN;
@@ -28,7 +28,7 @@ fn a_store_to_a_write_protected_page_faults_and_is_logged_and_then_goes_through(
     };
     let mut vcpu = vm.vcpu(0);
     let linear = Linear::new(0x7_0000, PAGES, DATA_PFN, 1);
-    // Dirty is what is writable, though the format has a dirty bit.
+    // Dirty equals writable, though the format has a dirty bit.
     let slot = |gfn: Gfn, access: Access| {
         let target = linear.everything(gfn)?;
         Some(Target {
@@ -56,7 +56,7 @@ fn a_store_to_a_write_protected_page_faults_and_is_logged_and_then_goes_through(
             ..Faults::default()
         };
         assert_eq!(space.take_faults(), expected, "one fast fault a page");
-        // Writable pages take no more faults, and no more entries in the log.
+        // Writable pages cause no more faults, and no more reports to the log.
         for &page in &stored {
             let store = Command::at(Routine::Store, linear.gva() + page * 4096 + 8);
             vcpu.complete(store, &mut space);
@@ -80,7 +80,7 @@ fn a_large_page_that_is_logged_by_faults_is_split_by_the_first_store() {
     vcpu.complete(stores, &mut unlogged);
     assert_eq!(mmu.stats().leaves[1], 2);
 
-    // The log goes on: by write protection from now on.
+    // The log continues, by write protection from now on.
     let log = DirtyLog::new(linear.range);
     let worker = &mut unlogged.worker;
     let changed = worker.deferred(|worker| {

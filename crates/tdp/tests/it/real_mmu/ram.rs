@@ -10,10 +10,10 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::ptr::{NonNull, null_mut};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
-/// Guest-physical `0..RAM_BYTES`, and behind it the pages of the slot that flushes by going.
+/// Guest-physical `0..RAM_BYTES`, followed by the pages of the slot that is unplugged for a flush.
 pub(crate) struct Ram(NonNull<u8>);
 
-// SAFETY: a mapping that belongs to no thread, and whose every access is atomic.
+// SAFETY: the mapping belongs to no thread, and every access to it is atomic.
 unsafe impl Send for Ram {}
 // SAFETY: as above.
 unsafe impl Sync for Ram {}
@@ -21,7 +21,7 @@ unsafe impl Sync for Ram {}
 impl Ram {
     /// Zeroes. Pages take host memory when they are touched.
     pub(crate) fn new() -> Self {
-        // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
+        // SAFETY: the kernel chooses an unused address, so this replaces no mapping.
         let start = unsafe {
             rustix::mm::mmap_anonymous(
                 null_mut(),
@@ -62,7 +62,7 @@ impl Ram {
         self.at(gpa, count * 8).cast()
     }
 
-    /// The guest-physical address of what [`words`](Self::words) gave.
+    /// The guest-physical address of a result of [`words`](Self::words).
     pub(crate) fn gpa(&self, words: NonNull<AtomicU64>) -> u64 {
         let gpa = (words.as_ptr() as u64).wrapping_sub(self.host_address());
         assert!(gpa < RAM_BYTES, "{words:?} is not in RAM");
@@ -82,7 +82,7 @@ impl Ram {
 
 impl Drop for Ram {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`; whoever uses it holds `self`.
+        // SAFETY: mapped in `new`. Every user holds `self`.
         let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), Self::mapped_bytes()) };
     }
 }

@@ -1,4 +1,4 @@
-//! What the hardware reports: accessed and dirty bits, harvested as ages and as a dirty log.
+//! The hardware's reports: accessed and dirty bits, read as ages and as a dirty log.
 
 use super::code::Routine;
 use super::layout::DATA_PFN;
@@ -35,8 +35,8 @@ fn dirty_bits_are_exactly_the_pages_the_program_wrote() {
     space.take_faults();
     for round in 1..=8 {
         let written = pages_of(round);
-        // All are read; the chosen ones are written as well, with the first and the last word of
-        // the page.
+        // The guest reads all of them. It also writes the first and the last word of each chosen
+        // page.
         vcpu.complete(Command::pages(Routine::Load, slot.gva(), PAGES), &mut space);
         for &page in &written {
             let gva = slot.gva() + page * 4096;
@@ -76,7 +76,7 @@ fn the_dirty_bit_of_a_large_page_stands_for_all_of_it() {
     vcpu.complete(Command::at(Routine::Store, at), &mut space);
     assert_eq!(space.worker.clear_dirty(slot.range, &log), 512);
     assert_eq!(log.take(), (512..1024).collect::<Vec<_>>());
-    // A dirty page that is split is dirty in all its parts; a clean one in none.
+    // A dirty page that is split is dirty in all its parts. A clean one is dirty in none.
     vcpu.complete(Command::at(Routine::Store, at), &mut space);
     assert_eq!(space.worker.split(slot.range, 1, &log), Ok(2));
     vcpu.complete(Command::at(Routine::Store, slot.gva() + 4096), &mut space);
@@ -146,7 +146,7 @@ fn accessed_bits_are_the_pages_the_program_used() {
     for round in 1..=8 {
         assert!(space.worker.age(slot.range, true, &()) > 0);
         assert_eq!(space.worker.age(slot.range, false, &()), 0);
-        // Aging does not flush; without, nobody knows when the TLB lets a translation go.
+        // Aging does not flush. Without a flush, nobody knows when the TLB drops a translation.
         vm.flush();
         let used = pages_of(round);
         for &page in &used {

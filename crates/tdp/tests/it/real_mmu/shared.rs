@@ -1,8 +1,8 @@
-//! Two vCPUs that add to the same pages while other threads maintain the tables, and the host moves
-//! what is behind them.
+//! Two vCPUs add to the same pages. Meanwhile other threads maintain the tables, and the host moves
+//! the memory behind the pages.
 //!
-//! Each addition is a load and a store. One that goes to a frame the host has already taken away is
-//! missing in the end.
+//! Each addition is a load and a store. An addition to a frame that the host has already taken away
+//! is missing in the end.
 
 use super::code::Routine;
 use super::layout::DATA_PFN;
@@ -21,9 +21,10 @@ use std::time::Duration;
 /// One large page.
 const PAGES: u64 = 512;
 const FIRST: Gfn = Gfn(0x5_0000);
-/// How long the vCPUs add.
+/// The time for which the vCPUs add.
 const TIME: Duration = Duration::from_millis(1200);
-/// Between two rounds of a maintaining thread, so that the vCPUs get to use what they map.
+/// The pause between two rounds of a maintaining thread, so that the vCPUs use the pages that they
+/// map.
 const PAUSE: Duration = Duration::from_millis(2);
 
 fn all() -> GfnRange {
@@ -63,14 +64,14 @@ fn two_vcpus_fault_the_same_pages_in_at_once() {
     }
 }
 
-/// What the host has behind the pages: of two frames for each, one.
+/// The host's frames behind the pages: one of two frames for each.
 struct Host {
     frames: Vec<AtomicU64>,
     /// The frames are those of one large page.
     large: AtomicBool,
-    /// Notifiers of one range run one after the other, as they do under the host's locks.
+    /// Notifiers of one range run one after the other, as under the host's locks.
     moving: Mutex<()>,
-    /// How many pages were mapped when they were moved.
+    /// The number of pages that were mapped when they were moved.
     moved: AtomicU64,
 }
 
@@ -99,8 +100,8 @@ impl Host {
         })
     }
 
-    /// Moves `pages` pages from `first` on to where `to` says: invalidates, copies and wipes them,
-    /// lets go. `large`: the frames are one large page afterwards.
+    /// Moves `pages` pages from `first` on as `to` says: invalidates, copies and wipes them, and
+    /// ends the invalidation. `large`: the frames are one large page afterwards.
     fn migrate(
         &self,
         vm: &Vm,
@@ -112,7 +113,7 @@ impl Host {
         let _one = self.moving.lock().unwrap_or_else(PoisonError::into_inner);
         let range = GfnRange::new(Gfn(FIRST.0 + first), pages).expect("a range");
         let invalidating = worker.invalidate(&[range], &());
-        // Whoever faults now is told the old frames still.
+        // A fault still gets the old frames here.
         std::thread::yield_now();
         for page in first..first + pages {
             let from = self.frames[page as usize].load(Ordering::Relaxed);
@@ -129,7 +130,7 @@ impl Host {
         drop(invalidating);
     }
 
-    /// Some pages go to their other frames.
+    /// Moves some pages to their other frames.
     fn scatter(&self, vm: &Vm, worker: &mut GuestWorker, round: u64) {
         let first = round * 37 % PAGES;
         let pages = (PAGES - first).min(round % 64 + 1);
@@ -142,16 +143,16 @@ impl Host {
         );
     }
 
-    /// All come together as one large page.
+    /// Moves all pages together as one large page.
     fn collapse(&self, vm: &Vm, worker: &mut GuestWorker) {
         self.migrate(vm, worker, (0, PAGES), |frame| frame % PAGES, true);
     }
 }
 
-/// What a thread does, round after round.
+/// The repeated work of a thread.
 type Maintain<'m> = &'m (dyn Fn(&Vm, &mut GuestWorker, u64) + Sync);
 
-/// Sets a flag when it goes, also in a panic.
+/// Sets a flag when it is dropped, also by a panic.
 struct Stop<'f>(&'f AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -160,8 +161,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Two vCPUs add 1 to every page, pass after pass, while each of `maintain` has a thread; then each
-/// page must have had every addition. Without KVM nothing is done.
+/// Two vCPUs add 1 to every page, pass after pass, while each of `maintain` has a thread. In the
+/// end each page must have every addition. Does nothing without KVM.
 fn two_vcpus_add(host: &Host, maintain: &[Maintain<'_>]) {
     let Some((vm, mmu)) = vm_and_mmu() else {
         return;

@@ -1,13 +1,13 @@
-//! What is behind guest frames, and a log of what guests do to them.
+//! The memory behind guest frames, and a log of the guests' actions on them.
 
 use pageferry_addr::{Gfn, GfnRange, Pfn};
 use pageferry_tdp::format::{Access, MemoryType, Npt4, Writes};
 use pageferry_tdp::{Log, Target, largest_level};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What is behind guest frames: the part of a memory slot.
+/// The memory behind guest frames, as a memory slot gives it.
 pub(crate) trait Slot: Sync {
-    /// What may be mapped for an access to `gfn`, if anything.
+    /// The page that may be mapped for an access to `gfn`, if any.
     fn target(&self, gfn: Gfn, access: Access) -> Option<Target>;
 }
 
@@ -22,7 +22,7 @@ impl<F: Fn(Gfn, Access) -> Option<Target> + Sync> Slot for F {
 pub(crate) struct Linear {
     pub(crate) range: GfnRange,
     pub(crate) pfn: Pfn,
-    /// The level of the largest page its backing allows.
+    /// The level of the largest page that its backing allows.
     pub(crate) level: u32,
 }
 
@@ -45,7 +45,7 @@ impl Linear {
         self.pfn.0 << 12
     }
 
-    /// What may be mapped at `gfn`: everything, by the largest page.
+    /// The page that may be mapped at `gfn`: all permissions, the largest size.
     pub(crate) fn everything(&self, gfn: Gfn) -> Option<Target> {
         let offset = gfn.checked_offset_from(self.range.start())?;
         let pfn = Pfn(self.pfn.0 + offset);
@@ -65,7 +65,7 @@ impl Slot for Linear {
     }
 }
 
-/// Frames that were written, or can be without being noticed.
+/// Frames that the guest has written, or can write unnoticed.
 pub(crate) struct DirtyLog {
     range: GfnRange,
     is_on: bool,
@@ -78,7 +78,7 @@ impl DirtyLog {
         Self::with(range, true)
     }
 
-    /// One that does not, but notes what it is told.
+    /// A log that leaves pages large, but records reports.
     pub(crate) fn off(range: GfnRange) -> Self {
         Self::with(range, false)
     }
@@ -92,7 +92,7 @@ impl DirtyLog {
         }
     }
 
-    /// Takes out what was noted: frames of the range, counted from its start, in order.
+    /// Takes the recorded frames of the range out, counted from its start, in order.
     pub(crate) fn take(&self) -> Vec<u64> {
         let mut found = Vec::new();
         for (number, word) in (0..).zip(&self.bits) {
@@ -113,7 +113,7 @@ impl Log for DirtyLog {
     }
 
     fn dirtied(&self, gfn: Gfn, pages: u64) {
-        // Pinned pages are written as well; they have no slot.
+        // The guest also writes pinned pages, which have no slot.
         let dirtied = GfnRange::new(gfn, pages).expect("a range of frames");
         let Some(part) = dirtied.intersection(self.range) else {
             return;

@@ -9,15 +9,15 @@ use pageferry_tdp::format::{Access, MemoryType, Writes};
 use pageferry_tdp::{Fault, How, Log, Refused, Target};
 use std::sync::Arc;
 
-/// How many faults a vCPU took, by what they came to.
+/// The number of faults of a vCPU, by result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Faults {
     pub(crate) installed: u64,
     pub(crate) upgraded: u64,
     pub(crate) spurious: u64,
-    /// Of the upgraded: without the lock.
+    /// The upgraded ones that needed no lock.
     pub(crate) fast: u64,
-    /// Refused and tried again.
+    /// Refused and retried.
     pub(crate) again: u64,
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct MmuSpace<'s, S, L> {
     pub(crate) slot: &'s S,
     pub(crate) log: &'s L,
     pub(crate) faults: Faults,
-    /// How often the last fault was spurious in a row.
+    /// The length of the current sequence of spurious faults.
     stuck: (Option<PageFault>, u32),
 }
 
@@ -42,7 +42,7 @@ impl<'s, S: Slot, L: Log> MmuSpace<'s, S, L> {
         }
     }
 
-    /// The faults since the last call.
+    /// Takes the faults since the last call.
     pub(crate) fn take_faults(&mut self) -> Faults {
         std::mem::take(&mut self.faults)
     }

@@ -2,9 +2,9 @@
     unsafe_code,
     reason = "implements the contract of the memory that tables are made of"
 )]
-//! Guest memory for tables, and the MMU that is made of it.
+//! Guest memory for tables, and the MMU that uses it.
 //!
-//! A freed table is filled with entries that a processor cannot walk without a fault that says so.
+//! A freed table is filled with entries at which a processor faults with a distinct error code.
 
 use super::layout::{TABLES, pinned};
 use super::vm::Vm;
@@ -16,17 +16,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// What a freed table is filled with: present, with reserved bits. A processor that still walks it
-/// faults, and says so.
+/// The contents of a freed table: present, with reserved bits. A processor that still walks it
+/// faults, and reports that.
 const FREED: u64 = u64::MAX;
 
 /// Guest memory for tables, and the flush.
 pub(crate) struct GuestTables {
     vm: Arc<Vm>,
     free: Mutex<Vec<Pfn>>,
-    /// Each flush the MMU has asked for.
+    /// Each requested flush.
     asked: Mutex<Vec<Flush>>,
-    /// A new root takes its time to reach the vCPUs.
+    /// Whether a new root reaches the vCPUs late.
     late_roots: AtomicBool,
 }
 
@@ -40,7 +40,7 @@ impl GuestTables {
         }
     }
 
-    /// From now on a new root takes its time to reach the vCPUs, so that others come in between.
+    /// Makes a new root reach the vCPUs late from now on, so that other threads run in between.
     pub(crate) fn flush_roots_late(&self) {
         self.late_roots.store(true, Ordering::Relaxed);
     }
@@ -49,18 +49,18 @@ impl GuestTables {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many frames are in use.
+    /// The number of frames in use.
     pub(crate) fn in_use(&self) -> u64 {
         TABLES.end - TABLES.start - self.free().len() as u64
     }
 
-    /// The flushes that were asked for since the last call.
+    /// Takes the requested flushes since the last call.
     pub(crate) fn take_flushes(&self) -> Vec<Flush> {
         std::mem::take(&mut self.asked.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-// SAFETY: 1. Frames of the VM's RAM, 4 KiB each and so aligned; zeroed here; on the list once. The
+// SAFETY: 1. Frames of the VM's RAM, 4 KiB each and so aligned, zeroed here, on the list once. The
 // mapping lives as long as the VM, which `self` holds. 2. The offset in RAM, and back. 3.
 // `Vm::flush`. 4. Each `MmuSpace` holds the MMU, and a vCPU is inside the guest only in a call that
 // borrows one.
@@ -117,7 +117,7 @@ pub(crate) type GuestMmu = Mmu<Npt4, GuestTables>;
 /// A worker of it.
 pub(crate) type GuestWorker = Worker<Npt4, GuestTables>;
 
-/// A VM and an empty MMU for it; `None` where there is no KVM.
+/// A VM and an empty MMU for it. `None` without KVM.
 pub(crate) fn vm_and_mmu() -> Option<(Arc<Vm>, Arc<GuestMmu>)> {
     let vm = Vm::new()?;
     let mmu = Mmu::new(GuestTables::new(&vm)).expect("a frame for the root");

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// What the program is to do.
+/// A command for the program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Command {
     pub(crate) routine: Routine,
@@ -57,16 +57,16 @@ impl Command {
     }
 }
 
-/// A page fault as the processor reports it.
+/// A page fault, as the processor reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PageFault {
     pub(crate) gva: u64,
-    /// The error code, made of the constants here.
+    /// The error code, a combination of the constants here.
     pub(crate) error: u64,
 }
 
 impl PageFault {
-    /// The page is mapped; its permissions are in the way.
+    /// The page is mapped, but its permissions forbid the access.
     pub(crate) const PRESENT: u64 = 1 << 0;
     /// A store.
     pub(crate) const WRITE: u64 = 1 << 1;
@@ -77,7 +77,7 @@ impl PageFault {
     /// An instruction fetch.
     pub(crate) const FETCH: u64 = 1 << 4;
 
-    /// What was tried.
+    /// The attempted access.
     pub(crate) const fn access(self) -> Access {
         Access {
             write: self.error & Self::WRITE != 0,
@@ -85,35 +85,35 @@ impl PageFault {
         }
     }
 
-    /// Where.
+    /// Its address.
     pub(crate) const fn gfn(self) -> Gfn {
         Gfn(self.gva >> 12)
     }
 }
 
-/// What becomes of a fault.
+/// The answer to a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// The access is tried again.
+    /// Retry the access.
     Retry,
-    /// The command is given up.
+    /// Give the command up.
     Abandon,
 }
 
-/// How a command has ended.
+/// The end of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// With the routine's result.
+    /// It returned the routine's result.
     Done(u64),
     /// It was given up at this fault.
     Faulted(PageFault),
 }
 
-/// The tables a vCPU runs on.
+/// The tables that a vCPU runs on.
 pub(crate) trait Space {
     /// The frame of the root. All [pinned](super::layout::pinned) pages are mapped under it.
     fn root(&mut self) -> Pfn;
-    /// A page fault; the vCPU is out of the guest.
+    /// Handles a page fault. The vCPU is out of the guest.
     fn fault(&mut self, fault: PageFault) -> Answer;
 }
 
@@ -123,7 +123,7 @@ pub(crate) struct Vcpu {
     seat: Seat,
     vm: Arc<Vm>,
     presence: Arc<Presence>,
-    /// CR3's bit 3 (how the root is cached) at the last load.
+    /// Bit 3 of CR3 at the last load (the caching of the root).
     cr3_bit: u64,
 }
 
@@ -194,12 +194,12 @@ impl Vcpu {
         self.fd.set_regs(&regs).expect("registers");
     }
 
-    /// What who flushes sees of it.
+    /// The state that the flushing thread reads.
     pub(crate) fn presence(&self) -> &Presence {
         &self.presence
     }
 
-    /// Has the program execute `command` on the tables of `space`.
+    /// Makes the program execute `command` on the tables of `space`.
     ///
     /// # Panics
     /// If the guest does anything else than fault and finish, or takes too long.
@@ -236,7 +236,8 @@ impl Vcpu {
         }
     }
 
-    /// [`run`](Self::run), of a command that must not be given up: the routine's result.
+    /// Does [`run`](Self::run) for a command that must not be given up. Returns the routine's
+    /// result.
     pub(crate) fn complete(&mut self, command: Command, space: &mut impl Space) -> u64 {
         match self.run(command, space) {
             Outcome::Done(value) => value,
@@ -290,8 +291,7 @@ impl Vcpu {
         }
     }
 
-    /// Loads CR3, with bit 3 the other way round than the last time: KVM takes that as a change and
-    /// flushes.
+    /// Loads CR3 with bit 3 inverted since the last time. KVM takes that as a change and flushes.
     fn load_cr3(&mut self, root: Pfn) {
         self.cr3_bit ^= 1 << 3;
         let mut sregs = self.fd.get_sregs().expect("registers");

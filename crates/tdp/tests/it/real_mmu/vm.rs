@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "gives the kernel the mapping that is the guest's memory"
 )]
-//! The VM: RAM, one memory slot, and what its vCPUs share.
+//! The VM: RAM, one memory slot, and the state that its vCPUs share.
 
 use super::flush::Flushes;
 use super::host::{Host, Watchdog};
@@ -14,27 +14,27 @@ use kvm_bindings::kvm_userspace_memory_region;
 use kvm_ioctls::VmFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Three pages that KVM takes on Intel hosts; no RAM is there.
+/// Three pages that KVM takes on Intel hosts. They have no RAM.
 const TSS_ADDRESS: usize = 0xfffb_d000;
 
-/// The slot of RAM, and the one that flushes by going.
+/// The slot of RAM, and the slot that is unplugged for a flush.
 const RAM_SLOT: u32 = 0;
 const FLUSH_SLOT: u32 = 1;
 
 /// The VM.
 pub(crate) struct Vm {
-    // Before `ram`, which the kernel uses as long as the VM lives.
+    // Declared before `ram`, which the kernel uses as long as the VM lives.
     pub(crate) fd: VmFd,
     pub(crate) ram: Ram,
     pub(crate) host: Host,
     pub(crate) flushes: Flushes,
-    /// One flush at a time plugs the slot.
+    /// Only one flush at a time plugs the slot.
     flush_slot: Mutex<()>,
     _watchdog: Watchdog,
 }
 
 impl Vm {
-    /// A VM with stub and program in its memory and no vCPU; `None` where there is no KVM.
+    /// A VM without vCPUs, with stub and program in its memory. `None` without KVM.
     pub(crate) fn new() -> Option<Arc<Self>> {
         let host = Host::open()?;
         kick::install();
@@ -66,8 +66,9 @@ impl Vm {
             memory_size: bytes,
             userspace_addr: self.ram.host_address() + offset,
         };
-        // SAFETY: `offset..offset + bytes` is inside the mapping, which outlives the VM's
-        // descriptor and those of vCPUs, which hold the VM; it is accessed by atomics only.
+        // SAFETY: `offset..offset + bytes` is inside the mapping, which is accessed by atomics
+        // only. It outlives the VM's descriptor. It also outlives those of vCPUs, which hold the
+        // VM.
         unsafe { self.fd.set_user_memory_region(region) }.expect("a memory slot");
     }
 

@@ -26,7 +26,7 @@ fn two_faults_of_one_frame_agree_on_one_leaf() {
     assert_eq!(seen, BTreeSet::from([(true, false), (false, true)]));
 }
 
-/// Host memory that is given away when an invalidation says it may be.
+/// Host memory that is given away once an invalidation allows it.
 struct Ram([Watched; 2]);
 
 impl Ram {
@@ -39,7 +39,7 @@ impl Ram {
         self.0[usize::from(pfn == NEW)].read();
     }
 
-    /// The host puts the old frame to another use.
+    /// The host reuses the old frame.
     fn give_away(&self) {
         self.0[0].write();
     }
@@ -78,7 +78,7 @@ fn a_fault_beside_an_invalidation_never_maps_what_is_given_away() {
     });
     let refused = |why: &str| Some(Err(why.to_owned()));
     let all = [
-        // Zapped between the fault and the look, which is over before the flush.
+        // The page was zapped between the fault and the look. The look ends before the flush.
         None,
         Some(Ok(OLD)),
         Some(Ok(NEW)),
@@ -88,7 +88,7 @@ fn a_fault_beside_an_invalidation_never_maps_what_is_given_away() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// The slots change, and markers are forgotten: what is left is of the new generation.
+/// The slots change, and markers are forgotten. The remaining markers are of the new generation.
 #[test]
 fn no_marker_of_an_old_generation_outlives_the_sweep() {
     let seen = explore_orders(|swap| {

@@ -6,15 +6,15 @@
 
 use pageferry_tdp::format::{AccessedBy, DirtyBy, EntryLayout, Ept, MemoryType, TlbAfterFault};
 
-/// EPT's entries in two levels of two: frames 0 and 1 share a table, or are a large page.
+/// EPT's entries in two levels of two. Frames 0 and 1 share a table, or are a large page.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Two<const AD: bool, const BREAKS: bool>;
 
-/// Accessed and dirty bits.
+/// With accessed and dirty bits.
 pub(crate) type WithBits = Two<true, false>;
-/// None: aging takes permissions, and dirty is what can be stored to.
+/// Without these bits: aging takes permissions, and dirty equals writable.
 pub(crate) type WithoutBits = Two<false, false>;
-/// With bits, and sizes change by break-before-make.
+/// With these bits, and with break-before-make for changes of size.
 pub(crate) type Breaking = Two<true, true>;
 
 // SAFETY: EPT's, with fewer levels.

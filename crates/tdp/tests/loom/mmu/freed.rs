@@ -1,4 +1,4 @@
-//! A table is freed after all who may still use it have gone.
+//! A table is freed only after all its users have left it.
 
 use super::explore_orders;
 use super::format::WithBits;
@@ -8,7 +8,7 @@ use pageferry_addr::Gfn;
 use pageferry_tdp::format::Access;
 use std::collections::BTreeSet;
 
-/// Who was in a table when it was cut off may stay there until its guard ends.
+/// A thread in a table that is cut off may stay there until its guard ends.
 #[test]
 fn a_table_is_not_freed_before_who_walks_it_has_gone() {
     let seen = explore_orders(|swap| {
@@ -47,7 +47,7 @@ fn a_tree_is_not_freed_before_who_walks_it_has_gone() {
     assert_eq!(seen, BTreeSet::from([false, true]));
 }
 
-/// Hardware holds no guard: it is made to leave by the flush.
+/// Hardware holds no guard. The flush makes it leave.
 #[test]
 fn a_table_is_not_freed_before_hardware_has_left_it() {
     let seen = explore_orders(|swap| {
@@ -58,7 +58,7 @@ fn a_table_is_not_freed_before_hardware_has_left_it() {
             |vm, _| hardware_finds(&vm.mmu, &vm.gate.lock().unwrap(), 0),
             |_, worker| {
                 assert_eq!(worker.zap(range(BOTH), &()), 1);
-                // Nobody has a guard for long.
+                // Nobody holds a guard for long.
                 (0..4).for_each(|_| _ = worker.reclaim());
             },
         );

@@ -1,4 +1,4 @@
-//! No store is lost to who reads a log, by either way of knowing that a page is dirty.
+//! No store is lost to a log's reader, for either source of the dirty state.
 
 use super::format::{WithBits, WithoutBits};
 use super::vm::{AT_0, OLD, Vm, W, fault, range, target};
@@ -7,8 +7,8 @@ use loom::sync::atomic::Ordering;
 use pageferry_tdp::format::Access;
 use std::collections::BTreeSet;
 
-/// (W): an entry is writable, then the log says so, then a TLB has it; the reader takes the bit,
-/// protects, flushes.
+/// (W): first an entry is writable, then the log has its bit, then a TLB holds it. The reader takes
+/// the bit, protects, and flushes.
 fn no_store_is_lost_to_a_reader_of_the_log(mapped: bool) -> BTreeSet<(u64, u64, bool)> {
     explore_orders(move |swap| {
         let vm = Vm::<WithoutBits>::new();
@@ -28,7 +28,8 @@ fn no_store_is_lost_to_a_reader_of_the_log(mapped: bool) -> BTreeSet<(u64, u64, 
             swap,
             |vm, worker| {
                 let fix = |worker: &mut W<_>| worker.fast_fault(AT_0, &vm.log).is_some();
-                // Where it is protected in the middle of its fault, the guest would fault again.
+                // If another thread protects the page in the middle of the fault, the guest would
+                // fault again.
                 (1..=2)
                     .take_while(|&value| vm.store(worker, 0, value, fix))
                     .count() as u64
@@ -88,13 +89,13 @@ fn no_store_is_lost_that_only_a_dirty_bit_tells_of() {
         vm.check(workers);
         (copied, bit)
     });
-    // The flush waits for what the bit tells of.
+    // The flush waits for the store that the bit reports.
     assert!(!seen.contains(&(0, true)));
     assert!(seen.is_superset(&BTreeSet::from([(0, false), (1, true), (2, true)])));
 }
 
-/// Aging takes the permission to store and does not flush; who has to know flushes, even if it
-/// finds nothing to take.
+/// Aging takes the permission to store and does not flush. A thread that needs the flush makes it,
+/// even if it finds nothing to take.
 #[test]
 fn who_protects_pays_for_who_ages() {
     let seen = explore_preempting(2, |swap| {

@@ -13,40 +13,40 @@ use pageferry_tdp::format::Format;
 use pageferry_tdp::{Entry, Flush, Mmu, Platform};
 use std::ptr::NonNull;
 
-/// One table. Its memory stays until the model is over, so that who uses it too late is found and
-/// not lost.
+/// One table. Its memory stays until the model is over, so that a late use is found and does not
+/// crash.
 struct Slot {
     entries: Vec<Entry>,
-    /// Read by whoever goes to the table and written when it is freed: loom reports the one that
-    /// is not ordered before the other.
+    /// Read by each thread that enters the table, and written when it is freed. Loom reports an
+    /// access that is not ordered before or after the other.
     freed: UnsafeCell<bool>,
 }
 
-/// What a TLB has of the one page that the models store to.
+/// The TLB's entry for the one page that the models store to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cached {
     pub(crate) pfn: u64,
     pub(crate) write: bool,
 }
 
-/// A vCPU: who holds this is in the guest, or handles its fault.
+/// The gate of a vCPU. Its holder is in the guest, or handles its fault.
 pub(crate) type Gate = Mutex<Option<Cached>>;
 
 /// A platform whose frames are indices of tables, and whose flush waits for each vCPU to be out of
 /// its guest.
 pub(crate) struct Machine {
-    /// Never touched while it is held: loom's objects.
+    /// The lock is not held while loom's objects are used.
     tables: std::sync::Mutex<Vec<NonNull<Slot>>>,
     gates: Vec<Arc<Gate>>,
 }
 
-// SAFETY: slots are shared, and what is not shared correctly in them is what the models look for.
+// SAFETY: slots are shared, and the models look for incorrect sharing.
 unsafe impl Send for Machine {}
 // SAFETY: as above.
 unsafe impl Sync for Machine {}
 
 impl Machine {
-    /// With one vCPU, whose gate this is.
+    /// A platform with one vCPU, whose gate this is.
     pub(crate) fn new(gate: Arc<Gate>) -> Self {
         Self {
             tables: std::sync::Mutex::new(Vec::new()),
@@ -66,7 +66,7 @@ impl Machine {
         let live = |slot: &&NonNull<Slot>| {
             // SAFETY: as in `slot`.
             let freed = unsafe { &slot.as_ref().freed };
-            // SAFETY: loom reports whoever frees beside this.
+            // SAFETY: loom reports a concurrent free.
             !freed.with(|freed| unsafe { *freed })
         };
         tables.iter().filter(live).count()
@@ -82,8 +82,8 @@ impl Drop for Machine {
     }
 }
 
-// SAFETY: frames are different and stay those of their tables; alignment and reuse do not matter
-// where memory is never reused; `flush` holds each gate once.
+// SAFETY: tables have different frames and keep them. Alignment and reuse do not matter, as memory
+// is never reused. `flush` holds each gate once.
 unsafe impl Platform for Machine {
     fn allocate_table(&self, entries: usize) -> Option<NonNull<Entry>> {
         let slot = Box::new(Slot {
@@ -98,7 +98,7 @@ unsafe impl Platform for Machine {
 
     unsafe fn free_table(&self, table: NonNull<Entry>, _: usize) {
         let slot = self.slot(self.frame(table));
-        // SAFETY: loom reports whoever may use the table beside this, or later.
+        // SAFETY: loom reports a concurrent or later use of the table.
         slot.freed
             .with_mut(|freed| assert!(!std::mem::replace(unsafe { &mut *freed }, true)));
     }
@@ -113,7 +113,7 @@ unsafe impl Platform for Machine {
     fn pointer(&self, table: Pfn) -> NonNull<Entry> {
         let slot = self.slot(table);
         assert!(
-            // SAFETY: loom reports whoever frees it beside this.
+            // SAFETY: loom reports a concurrent free.
             !slot.freed.with(|freed| unsafe { *freed }),
             "a freed table is used"
         );
@@ -145,7 +145,7 @@ pub(crate) fn hardware_finds<F: Format>(
     let mut level = F::LEVELS;
     loop {
         let entries = mmu.platform().pointer(table);
-        // SAFETY: in the table; that it is not freed is what the model is about.
+        // SAFETY: inside the table. The model tests that it is not freed.
         let entry = unsafe { entries.add(F::index(Gfn(gfn), level)).as_ref() };
         let value = entry.load(Ordering::Acquire);
         if !F::is_table(value, level) {

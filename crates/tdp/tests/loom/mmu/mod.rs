@@ -1,13 +1,13 @@
-//! Interleavings of the MMU's kernel: one entry and who changes it, a table and who still is in it
-//! when it goes.
+//! Interleavings of the MMU's kernel: one entry and the threads that change it, a table and its
+//! users when it is freed.
 //!
-//! A format of two levels with tables of two entries; a vCPU that is in its guest holds its gate,
-//! and the platform's flush takes each gate once. Freed tables and host pages that were given away
-//! are cells that loom watches, so that what is not ordered is reported, and not only what is seen
-//! too late. There are three preemptions, and two in the models of aging and of an invalidation
-//! beside a fast zap. All but those take a second or less.
+//! The format has two levels, with tables of two entries. A vCPU in its guest holds its gate, and
+//! the platform's flush takes each gate once. Freed tables and host pages that were given away are
+//! cells that loom watches. So loom reports accesses that are not ordered, not only stale values.
+//! There are three preemptions, and two in the models of aging and of an invalidation beside a fast
+//! zap. All but those take a second or less.
 //!
-//! What fails when a rule is broken (tried by hand; each model by the name it has below):
+//! The models that fail when a rule is broken (tried by hand, each model by its name below):
 //! - entries of a table that was cut off are read and not frozen: `a_fault_beside_a_zap_..`,
 //!   `a_fault_beside_a_recovery_..`;
 //! - a store for the compare-exchange in `Session::change`: `two_faults_..`,
@@ -15,21 +15,21 @@
 //! - no grace period in `Worker::reclaim`, or one epoch of it:
 //!   `a_table_is_not_freed_before_who_walks_it_..`, `a_fault_beside_a_zap_..`; none in
 //!   `OldRoot::dismantle`: `a_tree_is_not_freed_..`;
-//! - no flush in `Batch::settle`: `a_table_is_not_freed_before_hardware_..`, and all about what is
-//!   lost or given away;
-//! - the flush before the change: all about stores, `a_fault_beside_an_invalidation_..`,
+//! - no flush in `Batch::settle`: `a_table_is_not_freed_before_hardware_..`, and all models of
+//!   pages that are lost or given away;
+//! - the flush before the change: all models of stores, `a_fault_beside_an_invalidation_..`,
 //!   `who_protects_pays_..`;
-//! - the log told before the change: `no_store_is_lost_that_a_fast_fault_allows`;
-//! - the ticket checked before the lock, or not at all, or the range not looked at:
+//! - the report to the log before the change: `no_store_is_lost_that_a_fast_fault_allows`;
+//! - the ticket checked before the lock, or not at all, or without the range:
 //!   `a_fault_beside_an_invalidation_..`;
 //! - roots swapped without the exclusive side: `a_fault_beside_a_fast_zap_..`; a swap that is not
 //!   counted as owed, or no `Flush::Roots`: `an_invalidation_beside_a_fast_zap_..`;
 //! - a fault that waits for a frozen entry: `a_split_by_break_before_make_..` (it never ends);
-//! - markers swept without moving the invalidation sequence on before, or with it moved on after:
-//!   `no_marker_of_an_old_..`;
+//! - a sweep of markers without moving the invalidation sequence on before, or with moving it
+//!   after: `no_marker_of_an_old_..`;
 //! - a link followed without acquire: `a_page_is_there_..`; an exchange without release and
 //!   acquire: that and `who_protects_pays_..`;
-//! - what was aged counted before the change, not at all, or without release:
+//! - aged permissions counted before the change, not at all, or without release:
 //!   `who_protects_pays_for_who_ages`.
 
 mod faults;
@@ -44,9 +44,9 @@ mod zaps;
 use crate::explore;
 use std::collections::BTreeSet;
 
-/// All that `model` can give. It runs twice, with its threads in either order: loom remembers one
-/// last access of an atomic, so that a thread that loads before it exchanges can hide an earlier
-/// load of another's, and one order alone explores less than it seems to.
+/// All possible results of `model`. It runs twice, with its threads in either order. Loom remembers
+/// only the last access of an atomic. So a thread that loads before it exchanges can hide another
+/// thread's earlier load, and one order alone explores less than it seems to.
 fn explore_orders<O: Ord + std::fmt::Debug + Send + 'static>(
     model: impl Fn(bool) -> O + Copy + Sync + Send + 'static,
 ) -> BTreeSet<O> {

@@ -1,4 +1,4 @@
-//! Pages change their size.
+//! Changes of page size.
 
 use super::explore_orders;
 use super::format::{Breaking, WithBits};
@@ -31,7 +31,7 @@ fn a_split_beside_the_hardware_keeps_its_dirty_bit() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// Old and new say the same, so nobody notices.
+/// Old and new translate the same, so no reader notices.
 #[test]
 fn a_page_is_there_while_it_is_split() {
     let seen = explore_orders(|swap| {
@@ -53,7 +53,7 @@ fn a_page_is_there_while_it_is_split() {
     assert_eq!(seen, BTreeSet::from([Some((OLD, 2)), Some((OLD + 1, 1))]));
 }
 
-/// The flush between break and make waits for the vCPU, which must not wait for the entry.
+/// The flush between break and make waits for the vCPU, so the vCPU must not wait for the entry.
 #[test]
 fn a_split_by_break_before_make_and_a_fault_do_not_wait_for_each_other() {
     let seen = explore_orders(|swap| {
@@ -92,7 +92,7 @@ fn a_fault_beside_a_recovery_finds_the_page_and_loses_no_dirty_bit() {
         let (stored, recovered, mut workers) = vm.race(
             swap,
             |vm, worker| {
-                // What it mapped may be gone before it looks; it would fault again.
+                // Its mapping may be gone before its look. Then it would fault again.
                 vm.store(worker, 1, 1, |worker| {
                     let answer = fault(worker, 1, Access::READ_WRITE, target(OLD + 1, 1), &());
                     answer.unwrap();

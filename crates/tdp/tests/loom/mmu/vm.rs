@@ -9,7 +9,7 @@ use pageferry_tdp::format::{Access, Format, Leaf, MemoryType, Writes};
 use pageferry_tdp::{Fault, Found, Log, Mapped, Mmu, Refused, Target, Worker};
 
 pub(crate) type W<F> = Worker<F, Machine>;
-/// A thread, which gives its worker back.
+/// A thread that returns its worker.
 pub(crate) type Run<F, O> = JoinHandle<(O, W<F>)>;
 
 /// Tables, one vCPU's TLB, a page's contents, and a log of four frames.
@@ -17,7 +17,7 @@ pub(crate) struct Vm<F: Format> {
     pub(crate) mmu: std::sync::Arc<Mmu<F, Machine>>,
     pub(crate) gate: Arc<Gate>,
     pub(crate) log: Bits,
-    /// What the guest stored last.
+    /// The last value that the guest stored.
     pub(crate) memory: Arc<AtomicU64>,
 }
 
@@ -32,7 +32,7 @@ impl<F: Format> Clone for Vm<F> {
     }
 }
 
-/// A log: a bit a frame.
+/// A log: one bit a frame.
 #[derive(Clone)]
 pub(crate) struct Bits(Arc<AtomicU64>);
 
@@ -50,7 +50,7 @@ impl Bits {
 }
 
 pub(crate) const BOTH: u64 = 2;
-/// Behind frame 0; frame 1 is behind by one more.
+/// The frame behind frame 0. The frame behind frame 1 is the next one.
 pub(crate) const OLD: u64 = 8;
 pub(crate) const NEW: u64 = 12;
 
@@ -93,7 +93,7 @@ impl<F: Format> Vm<F> {
         }
     }
 
-    /// Does something with a worker that is gone afterwards.
+    /// Calls a function with a worker, and drops the worker.
     pub(crate) fn before<O>(&self, body: impl FnOnce(&mut W<F>) -> O) -> O {
         body(&mut self.mmu.worker())
     }
@@ -109,8 +109,8 @@ impl<F: Format> Vm<F> {
         thread::spawn(move || (body(&vm, &mut worker), worker))
     }
 
-    /// Two threads, of which loom starts the second first where `swap`; what they give, and their
-    /// workers.
+    /// Runs two threads, and loom starts the second first if `swap`. Returns their results and
+    /// their workers.
     pub(crate) fn race<A: 'static, B: 'static>(
         &self,
         swap: bool,
@@ -130,8 +130,8 @@ impl<F: Format> Vm<F> {
         (a, b, [first, second])
     }
 
-    /// The vCPU's store of `value` to `gfn`, by the TLB or the tables; `fix` handles the fault.
-    /// Whether it was made.
+    /// The vCPU's store of `value` to `gfn`, by the TLB or the tables. `fix` handles the fault.
+    /// Returns whether the store succeeded.
     pub(crate) fn store(
         &self,
         worker: &mut W<F>,
@@ -153,7 +153,7 @@ impl<F: Format> Vm<F> {
         true
     }
 
-    /// The counts are what is there, and all tables that are not in use are free.
+    /// The counts equal the tables' contents, and all unused tables are free.
     pub(crate) fn check<const N: usize>(&self, mut workers: [W<F>; N]) {
         let mut leaves = [0; 3];
         let all = GfnRange::new(Gfn(0), F::GFN_LIMIT.0).unwrap();
@@ -164,14 +164,14 @@ impl<F: Format> Vm<F> {
         assert_eq!(self.mmu.platform().live() as u64, 1 + stats.tables);
     }
 
-    /// Which frames the tables or the log know to be dirty.
+    /// The frames that are dirty in the tables or in the log.
     pub(crate) fn dirty(&self, worker: &mut W<F>) -> u64 {
         worker.clear_dirty(range(4), &self.log);
         self.log.take()
     }
 }
 
-/// What a vCPU's TLB has after a store that was let through.
+/// The vCPU's TLB entry after a successful store.
 pub(crate) fn seen<F: Format>(worker: &mut W<F>, gfn: u64) -> Option<Cached> {
     let Found { leaf, .. } = worker.translate(Gfn(gfn), Access::READ_WRITE)?;
     let Leaf { pfn, .. } = leaf;

@@ -8,7 +8,7 @@ use pageferry_tdp::How;
 use pageferry_tdp::format::Access;
 use std::collections::BTreeSet;
 
-/// The table that the fault goes to is cut off before it, beside it, or after it.
+/// The fault's table is cut off before it, beside it, or after it.
 #[test]
 fn a_fault_beside_a_zap_that_cuts_its_table_off() {
     let seen = explore_orders(|swap| {
@@ -25,7 +25,7 @@ fn a_fault_beside_a_zap_that_cuts_its_table_off() {
         vm.check(workers);
         (zapped, there)
     });
-    // Mapped after the zap, or found by it.
+    // The fault maps after the zap, or the zap finds its leaf.
     assert_eq!(seen, BTreeSet::from([(1, true), (2, false)]));
 }
 
@@ -51,11 +51,12 @@ fn a_fault_beside_a_fast_zap_is_in_the_old_tree_or_in_the_new() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// An invalidation that finds nothing in the new tree must not think that vCPUs have left the old
+/// An invalidation that finds nothing in the new tree must not assume that vCPUs have left the old
 /// one.
 #[test]
 fn an_invalidation_beside_a_fast_zap_waits_for_the_old_tree_as_well() {
-    // Three preemptions take minutes: the zap waits for the other worker to leave the old tree.
+    // Three preemptions take minutes, since the zap waits for the other worker to leave the old
+    // tree.
     let seen = explore_preempting(2, |swap| {
         let vm = Vm::<WithBits>::new();
         vm.before(|worker| {
@@ -66,7 +67,7 @@ fn an_invalidation_beside_a_fast_zap_waits_for_the_old_tree_as_well() {
             swap,
             |vm, worker| {
                 let invalidating = worker.invalidate(&[range(1)], &());
-                // What a vCPU has in its TLB now it uses, while the frame is another's.
+                // The vCPU uses its TLB's entry now, while the frame belongs to somebody else.
                 let tlb = *vm.gate.lock().unwrap();
                 assert!(
                     tlb.is_none_or(|cached| cached.pfn != OLD),
