@@ -87,7 +87,9 @@ pub struct DirtyPage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadRing {
     /// The number of entries is not allowed.
-    #[error("a dirty ring cannot have {0} entries: expected a power of two from 2 to {MAX_ENTRIES}")]
+    #[error(
+        "a dirty ring cannot have {0} entries: expected a power of two from 2 to {MAX_ENTRIES}"
+    )]
     Entries(u32),
     /// The reserve leaves no entry.
     #[error("the reserve of {reserve} entries leaves none: the dirty ring has {entries} entries")]

@@ -12,8 +12,13 @@ use super::layout::EntryLayout;
 
 /// EPT with `LEVELS` (4 or 5), with accessed and dirty flags if `AD`.
 ///
-/// `AD` is bit 6 of the EPT pointer. IA32_VMX_EPT_VPID_CAP reports support for `AD` in bit 21, for
-/// leaves of 2 MiB in bit 16, for leaves of 1 GiB in bit 17, and for five levels in bit 7.
+/// `AD` is bit 6 of the EPT pointer. IA32_VMX_EPT_VPID_CAP reports support:
+///
+/// | bit | for |
+/// |---|---|
+/// | 7 | five levels |
+/// | 16, 17 | leaves of 2 MiB, of 1 GiB |
+/// | 21 | `AD` |
 ///
 /// Entries leave the bits of these controls clear, so the controls must be off:
 ///
