@@ -16,6 +16,7 @@ use crate::pages::Page;
 use crate::platform::{Flush, Platform};
 use crate::sync::{AtomicU64, Ordering};
 use alloc::vec::{Drain, Vec};
+use core::mem;
 use pageferry_addr::{Gfn, GfnRange};
 
 /// The counts of changes that TLBs may contradict, of all workers.
@@ -104,6 +105,8 @@ pub(crate) struct Batch {
     end: u64,
     /// Whether the changes took nothing but permissions to store.
     writes_only: bool,
+    /// The number of roots that this worker has replaced and whose flush has failed.
+    roots: u64,
     /// Grows before the worker takes a side of the lock, so that nothing is allocated under it.
     tables: Vec<Page>,
 }
@@ -118,6 +121,7 @@ impl Batch {
             first: u64::MAX,
             end: 0,
             writes_only: true,
+            roots: 0,
             tables: Vec::new(),
         }
     }
@@ -160,6 +164,11 @@ impl Batch {
         self.writes_only &= writes_only;
     }
 
+    /// Makes [`Flush::Roots`] owed for a root that this worker has replaced.
+    pub(crate) const fn owe_root(&mut self) {
+        self.roots += 1;
+    }
+
     /// Takes over a table that was cut off and whose entries are frozen.
     pub(crate) fn keep(&mut self, page: Page) {
         self.tables.push(page);
@@ -172,18 +181,33 @@ impl Batch {
         unflushed: &Unflushed,
         platform: &P,
     ) -> Drain<'_, Page> {
-        if self.end != 0 {
-            let pages = self.end - self.first;
-            let range = GfnRange::new(Gfn(self.first), pages);
-            let range = range.unwrap_or_else(|| unreachable!("frames below the format's limit"));
-            platform.flush(if self.writes_only && self.tables.is_empty() {
-                Flush::Writes(range)
-            } else {
-                Flush::Range(range)
-            });
-            unflushed.close();
+        if let Some(what) = self.owed() {
+            platform.flush(what);
+            for _ in 0..mem::take(&mut self.roots) {
+                unflushed.close_root();
+            }
+            if self.end != 0 {
+                unflushed.close();
+            }
             (self.first, self.end, self.writes_only) = (u64::MAX, 0, true);
         }
         self.tables.drain(..)
+    }
+
+    /// The flush that the changes of this batch need.
+    fn owed(&self) -> Option<Flush> {
+        if self.roots != 0 {
+            return Some(Flush::Roots);
+        }
+        if self.end == 0 {
+            return None;
+        }
+        let range = GfnRange::new(Gfn(self.first), self.end - self.first);
+        let range = range.unwrap_or_else(|| unreachable!("frames below the format's limit"));
+        Some(if self.writes_only && self.tables.is_empty() {
+            Flush::Writes(range)
+        } else {
+            Flush::Range(range)
+        })
     }
 }

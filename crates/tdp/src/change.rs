@@ -175,6 +175,19 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
         // other thread takes it over. Workers that went down before hold guards, and the memory
         // waits for them in the batch.
         let page = unsafe { Page::from_link(self.mmu.platform(), pfn, F::entries(level)) };
+        self.freeze(first, level, page, told);
+    }
+
+    /// Cuts off a whole tree after its root was replaced, beside vCPUs that may still use it.
+    #[cold]
+    pub(crate) fn cut_off_root(&mut self, root: Page) {
+        self.state.batch.owe_root();
+        // The root becomes a table like the others here, but no root is counted.
+        self.state.counts.tables(1);
+        self.freeze(Gfn(0), F::LEVELS, root, true);
+    }
+
+    fn freeze(&mut self, first: Gfn, level: u32, page: Page, told: bool) {
         let mut cut = CutOff {
             session: self,
             page: ManuallyDrop::new(page),

@@ -9,7 +9,7 @@ use crate::counts::{AllCounts, LEAF_LEVELS, OwnCounts, Stats};
 use crate::format::Format;
 use crate::invalidate::Invalidations;
 use crate::pages::{OutOfTables, Page, Table};
-use crate::platform::{Flush, Platform};
+use crate::platform::Platform;
 use crate::sync::{AtomicU64, Ordering};
 use crate::waiting::Abandoned;
 use crate::worker::Worker;
@@ -175,18 +175,22 @@ pub(crate) fn new_root<F: Format, P: Platform>(platform: &P) -> Result<Page, Out
 pub(crate) struct OldRoot(Page);
 
 impl OldRoot {
-    /// Makes all vCPUs use the new root, waits until no guard is left in the old tree, and frees
-    /// it, entry by entry with plain loads. `counts` loses what was there, and `leaf` is called
-    /// with the value, the level and the first frame of each leaf. Returns how many frames had a
-    /// translation. The caller holds no guard.
+    /// The root's own memory. The tables below become the caller's as well.
+    pub(crate) fn into_page(self) -> Page {
+        self.0
+    }
+
+    /// Waits until no guard is left in the old tree, and frees it, entry by entry with plain loads.
+    /// Takes its leaves and tables from `counts`. Calls `leaf` with the value, the level and the
+    /// first frame of each leaf. Returns the number of frames that had a translation.
+    ///
+    /// All vCPUs use the new root already, and the caller holds no guard.
     pub(crate) fn dismantle<F: Format, P: Platform>(
         self,
         mmu: &Mmu<F, P>,
         counts: &mut OwnCounts,
         mut leaf: impl FnMut(u64, u32, Gfn),
     ) -> u64 {
-        mmu.platform.flush(Flush::Roots);
-        mmu.unflushed.close_root();
         let mut limbo = Limbo::new();
         limbo.retire(mmu.domain.stamp(), self.0);
         let root = loop {

@@ -4,9 +4,9 @@ use crate::change::{Preserves, Seen, Session, tell};
 use crate::format::Format;
 use crate::invalidate::Begun;
 use crate::log::Log;
-use crate::mmu::{Mmu, new_root};
+use crate::mmu::{Mmu, OldRoot, new_root};
 use crate::pages::OutOfTables;
-use crate::platform::Platform;
+use crate::platform::{Flush, Platform};
 use crate::worker::{Hold, Then, Worker};
 use alloc::sync::Arc;
 use core::fmt;
@@ -82,14 +82,13 @@ impl<F: Format, P: Platform> Worker<F, P> {
         invalidating
     }
 
-    /// Removes everything, fast, and returns how many frames had a translation:
+    /// Removes everything, fast, and returns the number of frames that had a translation:
     ///
-    /// 1. It puts an empty root in place, which takes the exclusive side for a moment whatever is
+    /// 1. It puts an empty root in place. That takes the exclusive side briefly, however much is
     ///    mapped.
     /// 2. It makes all vCPUs use the new root.
-    /// 3. It takes the old tree apart with nothing held and without locked instructions, since no
-    ///    thread can reach that tree any more. First it waits until other workers' calls have left
-    ///    it.
+    /// 3. It waits until other workers' calls have left the old tree. Then no thread can reach that
+    ///    tree, and it takes the tree apart without a lock and without locked instructions.
     ///
     /// Faults begin at the new root at once, and step 3 does not delay them.
     ///
@@ -97,19 +96,47 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// read meanwhile does not have them. A caller that reads logs by dirty bits keeps these calls
     /// apart.
     ///
+    /// If the flush of step 2 panics, vCPUs may still use the old tree. Its dirty bits reach `log`
+    /// all the same, and its tables wait for the worker's next flush.
+    ///
     /// # Errors
-    /// If there is no memory for a root; nothing has changed then.
+    /// If there is no memory for a root. Then nothing has changed.
     pub fn zap_all<L: Log>(&mut self, log: &L) -> Result<u64, OutOfTables> {
-        let mmu = &*self.mmu;
+        let Self { mmu, state, .. } = self;
+        let mmu = &**mmu;
         let fresh = new_root::<F, P>(mmu.platform())?;
         let old = {
             let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
             mmu.swap_root(fresh)
         };
-        let counts = &mut self.state.counts;
-        Ok(old.dismantle(mmu, counts, |value, level, first| {
-            tell::<F>(log, first, level, Some(value), None);
+        let mut replaced = Replaced {
+            session: Session { mmu, state, log },
+            old: Some(old),
+        };
+        mmu.platform().flush(Flush::Roots);
+        mmu.unflushed.close_root();
+        let old = replaced.old.take();
+        let counts = &mut replaced.session.state.counts;
+        Ok(old.map_or(0, |old| {
+            old.dismantle(mmu, counts, |value, level, first| {
+                tell::<F>(log, first, level, Some(value), None);
+            })
         }))
+    }
+}
+
+/// A tree between the replacement of its root and the flush. If the flush panics, vCPUs may still
+/// use the tree. Then dropping this cuts it off like a table, and the worker owes the flush.
+struct Replaced<'w, F: Format, P: Platform, L: Log> {
+    session: Session<'w, F, P, L>,
+    old: Option<OldRoot>,
+}
+
+impl<F: Format, P: Platform, L: Log> Drop for Replaced<'_, F, P, L> {
+    fn drop(&mut self) {
+        if let Some(old) = self.old.take() {
+            self.session.cut_off_root(old.into_page());
+        }
     }
 }
 

@@ -4,7 +4,8 @@
 use crate::platform::{Hooked, OnDirty, fault, map, new, range, target};
 use pageferry_addr::{Gfn, Pfn};
 use pageferry_tdp::format::{Access, Arm64Ipa48, Ept4, Format, Sv48x4Svade};
-use pageferry_tdp::{Mmu, Worker};
+use pageferry_tdp::{Flush, Mmu, Worker};
+use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -114,6 +115,27 @@ fn a_fast_zap_whose_log_panics<F: Format>() {
     }
 }
 
+fn a_fast_zap_whose_flush_panics<F: Format>() {
+    let (mmu, mut worker) = mapped::<F>();
+    let reported = RefCell::new(Vec::new());
+    let log = OnDirty(|gfn: Gfn| reported.borrow_mut().push(gfn.0));
+    mmu.platform().at_next_flush(|| panic!("the flush fails"));
+    panics(|| worker.zap_all(&log));
+    assert_eq!(reported.take(), [0, 1, 2, 3, 511, 512, 513, 1 << 27]);
+    assert_eq!((mmu.stats().leaves, mmu.stats().tables), ([0; 3], 0));
+
+    // vCPUs may still use the old root.
+    mmu.platform().take_flushes();
+    mmu.worker().flush();
+    assert_eq!(mmu.platform().take_flushes(), [Flush::Roots]);
+    map(&mut worker, 2);
+    worker.flush();
+    assert_eq!(mmu.platform().take_flushes(), [Flush::Roots]);
+    worker.flush();
+    assert_eq!(mmu.platform().take_flushes(), [], "the flush was owed once");
+    check(&mmu, worker);
+}
+
 fn a_recovery_whose_log_panics<F: Format>() {
     for n in 1..=6 {
         let (mmu, mut worker) = mapped::<F>();
@@ -135,6 +157,7 @@ macro_rules! of_formats {
 of_formats!(
     a_zap_whose_log_panics,
     a_fast_zap_whose_log_panics,
+    a_fast_zap_whose_flush_panics,
     a_recovery_whose_log_panics
 );
 
