@@ -194,6 +194,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
             level,
             first,
             frozen: 0,
+            leaves: 0,
         };
         cut.freeze_rest(told);
     }
@@ -208,13 +209,15 @@ struct CutOff<'s, 'w, F: Format, P: Platform, L: Log> {
     first: Gfn,
     /// The number of entries that are frozen.
     frozen: usize,
+    /// The number of leaves among them. The worker's record gets the sum, once.
+    leaves: i64,
 }
 
 impl<F: Format, P: Platform, L: Log> CutOff<'_, '_, F, P, L> {
     fn freeze_rest(&mut self, told: bool) {
         let (level, frames) = (self.level, F::frames_per_entry(self.level));
-        while let Some(entry) = self.page.entries().get(self.frozen) {
-            let first = Gfn(self.first.0 + self.frozen as u64 * frames);
+        let rest = &self.page.entries()[self.frozen..];
+        for (index, entry) in (self.frozen..).zip(rest) {
             let old = loop {
                 // Acquire: the history of the value. Release is not needed: `AcqRel` keeps the
                 // meaning of the release sequence simple.
@@ -224,9 +227,10 @@ impl<F: Format, P: Platform, L: Log> CutOff<'_, '_, F, P, L> {
                 }
                 self.session.mmu.platform().relax();
             };
-            self.frozen += 1;
+            self.frozen = index + 1;
+            let first = Gfn(self.first.0 + index as u64 * frames);
             if F::is_leaf(old, level) {
-                self.session.state.counts.leaves(level, -1);
+                self.leaves += 1;
                 if told {
                     self.session.tell(first, level, Some(old), None);
                 }
@@ -243,6 +247,9 @@ impl<F: Format, P: Platform, L: Log> Drop for CutOff<'_, '_, F, P, L> {
         // Does nothing unless the log has panicked.
         self.freeze_rest(false);
         let state = &mut *self.session.state;
+        if self.leaves != 0 {
+            state.counts.leaves(self.level, -self.leaves);
+        }
         state.counts.tables(-1);
         state.counts.waiting(1);
         // SAFETY: taken once, as `drop` runs once.
