@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "a platform of tables from the heap")]
-//! A platform that knows its live tables, and runs a hook inside a flush.
+//! A platform that knows its live tables, and runs hooks inside a flush and on the way to a table.
 
 use pageferry_addr::{Gfn, GfnRange, PAGE_SHIFT, Pfn};
 use pageferry_tdp::format::{Access, Format, MemoryType, Writes};
@@ -7,9 +7,10 @@ use pageferry_tdp::{Entry, Fault, Flush, Log, Mapped, Mmu, Platform, Refused, Ta
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// The action of the next flush.
+/// An action that runs once.
 type Hook = Box<dyn FnOnce() + Send>;
 
 /// Tables from the heap, each aligned to its own size, as in the example on the crate's front page.
@@ -19,6 +20,11 @@ pub(crate) struct Hooked {
     live: Mutex<BTreeMap<usize, usize>>,
     flushes: Mutex<Vec<Flush>>,
     hook: Mutex<Option<Hook>>,
+    /// An action before the next walk enters the table in this frame.
+    at_table: Mutex<Option<(Pfn, Hook)>>,
+    /// The frames of the tables that walks entered, while a test wants them.
+    entered: Mutex<Option<Vec<Pfn>>>,
+    relaxed: AtomicU64,
 }
 
 impl Hooked {
@@ -28,6 +34,23 @@ impl Hooked {
 
     pub(crate) fn at_next_flush(&self, hook: impl FnOnce() + Send + 'static) {
         *self.hook.lock().unwrap() = Some(Box::new(hook));
+    }
+
+    /// Runs `hook` when a walk has loaded the link to `table`, and has read none of its entries.
+    pub(crate) fn at_table(&self, table: Pfn, hook: impl FnOnce() + Send + 'static) {
+        *self.at_table.lock().unwrap() = Some((table, Box::new(hook)));
+    }
+
+    /// The frames of the tables that lead to `gfn`, from the root on.
+    pub(crate) fn tables_to<F: Format>(&self, worker: &mut Worker<F, Self>, gfn: u64) -> Vec<Pfn> {
+        *self.entered.lock().unwrap() = Some(Vec::new());
+        _ = worker.walk(Gfn(gfn));
+        self.entered.lock().unwrap().take().unwrap()
+    }
+
+    /// The number of times that a worker has waited for another.
+    pub(crate) fn relaxed(&self) -> u64 {
+        self.relaxed.load(Ordering::Relaxed)
     }
 
     /// The number of tables that are allocated and not freed.
@@ -72,6 +95,17 @@ unsafe impl Platform for Hooked {
         let address = (table.0 << PAGE_SHIFT) as usize;
         let live = self.live.lock().unwrap().contains_key(&address);
         assert!(live, "no table is at {address:#x}");
+        if let Some(entered) = &mut *self.entered.lock().unwrap() {
+            entered.push(table);
+        }
+        let hook = self
+            .at_table
+            .lock()
+            .unwrap()
+            .take_if(|hook| hook.0 == table);
+        if let Some((_, hook)) = hook {
+            hook();
+        }
         NonNull::new(ptr::with_exposed_provenance_mut(address)).expect("a table's frame")
     }
 
@@ -84,6 +118,7 @@ unsafe impl Platform for Hooked {
     }
 
     fn relax(&self) {
+        self.relaxed.fetch_add(1, Ordering::Relaxed);
         std::thread::yield_now();
     }
 }
