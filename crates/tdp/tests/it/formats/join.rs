@@ -1,7 +1,7 @@
 //! Splitting a huge leaf and joining it again.
 
 use super::for_each_format;
-use super::strategy::{leaf, run};
+use super::strategy::{large_leaf, leaf, run};
 use pageferry_addr::Pfn;
 use pageferry_tdp::format::{AccessedBy, Format, Leaf, Meaning};
 use proptest::prelude::*;
@@ -13,10 +13,6 @@ for_each_format!(
     recovery_takes_over_all_but_the_frame,
 );
 
-fn huge<F: Format>() -> impl Strategy<Value = (u32, Leaf)> {
-    leaf::<F>().prop_filter("4 KiB", |&(level, _)| level > 1)
-}
-
 fn children<F: Format>(entry: u64, level: u32) -> Vec<u64> {
     (0..512)
         .map(|child| F::split(entry, level, child))
@@ -24,7 +20,7 @@ fn children<F: Format>(entry: u64, level: u32) -> Vec<u64> {
 }
 
 fn children_cover_exactly_the_parent<F: Format>() {
-    run(huge::<F>(), |(level, leaf)| {
+    run(large_leaf::<F>(), |(level, leaf)| {
         let entry = F::leaf(leaf, level);
         let said = F::canonical(leaf);
         let mut next = said.pfn.0;
@@ -42,7 +38,7 @@ fn children_cover_exactly_the_parent<F: Format>() {
 }
 
 fn a_split_leaf_joins_to_itself<F: Format>() {
-    run((huge::<F>(), 0..512usize), |((level, leaf), one)| {
+    run((large_leaf::<F>(), 0..512usize), |((level, leaf), one)| {
         let entry = F::leaf(leaf, level);
         let all = children::<F>(entry, level);
         prop_assert_eq!(F::join(all.iter().copied(), level - 1), Some(entry));
@@ -69,7 +65,7 @@ fn a_split_leaf_joins_to_itself<F: Format>() {
 
 fn leaves_that_differ_do_not_join<F: Format>() {
     run(
-        (huge::<F>(), leaf::<F>(), 0..512usize),
+        (large_leaf::<F>(), leaf::<F>(), 0..512usize),
         |((level, leaf), (_, other), one)| {
             let level = level - 1;
             let entry = F::leaf(leaf, level + 1);

@@ -15,6 +15,7 @@ use pageferry_addr::{Gfn, GfnRange, Pfn};
 use pageferry_tdp::format::{Access, Format, MemoryType, Writes};
 use pageferry_tdp::{Fault, Found, How, Log, Look, Mmu, Refused, Target, Ticket, Worker};
 use proptest::prelude::*;
+use proptest::test_runner::TestRunner;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -613,23 +614,29 @@ fn run<F: Format>(ops: &[Op]) {
     agree.finish();
 }
 
-macro_rules! formats {
-    ($($name:ident: $format:ty),+ $(,)?) => {
-        proptest! {
-            #![proptest_config(ProptestConfig {
-                cases: std::env::var("PROPTEST_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(128),
-                failure_persistence: None,
-                max_shrink_iters: 2000,
-                ..ProptestConfig::default()
-            })]
-            $(
-                #[test]
-                fn $name(ops in prop::collection::vec(op(), 10..60)) {
-                    run::<$format>(&ops);
-                }
-            )+
-        }
+/// Not generic, since a test runner takes long to compile.
+fn check(run: fn(&[Op])) {
+    let cases = std::env::var("PROPTEST_CASES").ok();
+    let config = ProptestConfig {
+        cases: cases.and_then(|n| n.parse().ok()).unwrap_or(128),
+        failure_persistence: None,
+        max_shrink_iters: 2000,
+        ..ProptestConfig::default()
     };
+    let ops = prop::collection::vec(op(), 10..60);
+    let agreed = TestRunner::new(config).run(&ops, |ops| {
+        run(&ops);
+        Ok(())
+    });
+    if let Err(failure) = agreed {
+        panic!("{failure}");
+    }
+}
+
+macro_rules! formats {
+    ($($name:ident: $format:ty),+ $(,)?) => { $(
+        #[test] fn $name() { check(run::<$format>); }
+    )+ };
 }
 
 mod of {
