@@ -90,7 +90,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     ///
     /// # Errors
     /// The current value of the entry, if `seen` has another.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn change(
         &mut self,
         seen: &Seen<'_>,
@@ -126,7 +126,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 
     /// Does the bookkeeping of a change. The log comes last, as it may panic.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn account(
         &mut self,
         first: Gfn,
@@ -153,7 +153,7 @@ impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     }
 
     /// Reports a change from one leaf to another, or to none, to the log.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn tell(&self, first: Gfn, level: u32, old: Option<u64>, new: Option<u64>) {
         tell::<F>(self.log, first, level, old, new);
     }
@@ -260,7 +260,7 @@ impl<F: Format, P: Platform, L: Log> Drop for CutOff<'_, '_, F, P, L> {
 }
 
 /// Reports a change from one leaf to another, or to none, to `log`.
-#[inline(always)]
+#[cfg_attr(not(debug_assertions), inline(always))]
 pub(crate) fn tell<F: Format>(
     log: &impl Log,
     first: Gfn,

@@ -251,7 +251,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// Prepares a change of the page of `frames` frames around `gfn`, under a fault's ticket. It
     /// fills the cache of tables, takes the shared side, and checks that no invalidation came
     /// between.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn begin_fault<'w, L: Log>(
         &'w mut self,
         ticket: Ticket,
@@ -278,7 +278,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
 impl<F: Format, P: Platform, L: Log> Session<'_, F, P, L> {
     /// The common case, as straight code: the tables exist, nothing is mapped, and no thread
     /// interferes. Otherwise it returns `None`, and nothing has changed.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     fn install(&mut self, top: Table<'_, F>, fault: Fault, target: Target) -> Option<Mapped> {
         let (table, value) = top.descend(self.mmu.platform(), fault.gfn);
         if table.level() != 1 || F::is_present(value) || F::is_frozen(value) {

@@ -115,7 +115,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
     pub fn forget_mmio(&mut self) -> u64 {
         {
             let mmu = &*self.mmu;
-            let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
+            let _exclusive = mmu.exclude();
             // All frames: a fault that looked up before makes no marker. Mapped pages stay.
             mmu.invalidations.moves_on(0..u64::MAX);
         }

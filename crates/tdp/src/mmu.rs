@@ -18,7 +18,7 @@ use core::fmt;
 use core::marker::PhantomData;
 use core::mem::ManuallyDrop;
 use pageferry_addr::{Gfn, GfnRange, PAGE_SIZE, Pfn};
-use pageferry_epoch::{Domain, Guard, Limbo, OutOfMemory};
+use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, OutOfMemory, Reader, Shared};
 
 /// The second-stage tables of one VM, in format `F` on platform `P`.
 ///
@@ -116,7 +116,7 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     /// so callbacks must not make it.
     #[must_use]
     pub fn invalidating(&self) -> Option<GfnRange> {
-        let _exclusive = self.domain.exclude(|| self.platform.relax());
+        let _exclusive = self.exclude();
         self.invalidations.current()
     }
 
@@ -128,12 +128,23 @@ impl<F: Format, P: Platform> Mmu<F, P> {
     /// [`invalidating`](Self::invalidating) show the leak. The caller ensures that the host has
     /// finished its changes in all of these ranges. Callbacks must not make this call.
     pub fn end_invalidations(&self) -> u64 {
-        let _exclusive = self.domain.exclude(|| self.platform.relax());
+        let _exclusive = self.exclude();
         self.invalidations.end_all()
     }
 
     pub(crate) const fn domain(&self) -> &Arc<Domain> {
         &self.domain
+    }
+
+    /// Takes the exclusive side of the MMU lock.
+    pub(crate) fn exclude(&self) -> Exclusive<'_> {
+        self.domain.exclude(|| self.platform.relax())
+    }
+
+    /// Takes the shared side of the MMU lock, for `reader`.
+    #[inline]
+    pub(crate) fn share<'r>(&self, reader: &'r mut Reader) -> Shared<'r> {
+        reader.share(|| self.platform.relax())
     }
 
     /// The root, under a guard.

@@ -241,7 +241,7 @@ impl<'g, F: Format> Table<'g, F> {
     }
 
     /// The entries from `index` on, at most `count`.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn entries_from(self, index: usize, count: usize) -> &'g [Entry] {
         let end = self.entries.len().min(index + count);
         &self.entries[index..end]
@@ -249,7 +249,7 @@ impl<'g, F: Format> Table<'g, F> {
 
     /// Goes down from here to the entry for `gfn` that is no link. Returns the table it stands in,
     /// and its value.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn descend<P: Platform>(self, platform: &P, gfn: Gfn) -> (Self, u64) {
         let mut table = self;
         // Each iteration follows one link. The compiler knows the level of each if the walk begins

@@ -172,7 +172,7 @@ fn is_unlogged<F: Format>(leaf: u64) -> bool {
     F::is_writable(leaf) || F::writes(leaf) == Writes::Allowed
 }
 
-#[inline(always)]
+#[cfg_attr(not(debug_assertions), inline(always))]
 fn change_leaf<F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
     seen: &Seen<'_>,

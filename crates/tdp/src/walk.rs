@@ -66,13 +66,13 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
         self.at
     }
 
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     fn table(&self) -> Table<'g, F> {
         self.path[self.level as usize - 1]
     }
 
     /// The next entry.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn next(&mut self) -> Option<Seen<'g>> {
         if !self.begun {
             self.begun = true;
@@ -94,7 +94,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     }
 
     /// The current entry, read again.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn look(&mut self) -> Seen<'g> {
         let entry = self.table().entry(Gfn(self.at));
         let value = entry.load(Ordering::Acquire);
@@ -108,7 +108,7 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     }
 
     /// The entry after the current one, without the entries below it.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn side(&mut self) -> Option<Seen<'g>> {
         let frames = F::frames_per_entry(self.level);
         self.at = (self.at & !(frames - 1)) + frames;
@@ -118,14 +118,14 @@ impl<'g, F: Format, P: Platform> Walk<'g, F, P> {
     /// At level 1: the current entry and its successors in the same table that the walk must visit,
     /// at most `most`. Most entries are of this level, and a plain loop over them is the fastest
     /// walk.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) fn run(&self, most: usize) -> &'g [Entry] {
         let count = (self.end - self.at).min(most as u64) as usize;
         self.table().entries_from(F::index(Gfn(self.at), 1), count)
     }
 
     /// Moves `count` entries forward in the same table.
-    #[inline(always)]
+    #[cfg_attr(not(debug_assertions), inline(always))]
     pub(crate) const fn skip(&mut self, count: u64) {
         self.at += count;
     }

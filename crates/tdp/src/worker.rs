@@ -402,23 +402,27 @@ impl<F: Format, P: Platform> Worker<F, P> {
             state: &mut self.state,
             log,
         };
-        match hold {
+        // Of these, `hold` selects some. One call of `advance` compiles faster than three.
+        let (exclusive, pinned, shared);
+        let (asks_exclusive, asks_shared);
+        let (guard, wanted): (&Guard<'_>, &dyn Fn() -> bool) = match hold {
             Hold::Guard => {
-                let guard = self.reader.pin();
-                advance(&mut session, &guard, frames, lowest, visit, || false)
+                pinned = self.reader.pin();
+                (&pinned, &|| false)
             }
             Hold::Shared => {
-                let shared = self.reader.share(|| mmu.platform().relax());
-                let wanted = || shared.is_wanted();
-                advance(&mut session, &shared, frames, lowest, visit, wanted)
+                shared = mmu.share(&mut self.reader);
+                asks_shared = || shared.is_wanted();
+                (&shared, &asks_shared)
             }
             Hold::Exclusive => {
-                let exclusive = mmu.domain().exclude(|| mmu.platform().relax());
-                let guard = self.reader.pin();
-                let wanted = || exclusive.is_wanted();
-                advance(&mut session, &guard, frames, lowest, visit, wanted)
+                exclusive = mmu.exclude();
+                pinned = self.reader.pin();
+                asks_exclusive = || exclusive.is_wanted();
+                (&pinned, &asks_exclusive)
             }
-        }
+        };
+        advance(&mut session, guard, frames, lowest, visit, wanted)
     }
 }
 
@@ -429,7 +433,7 @@ fn advance<F: Format, P: Platform, L: Log>(
     frames: Range<u64>,
     lowest: u32,
     visit: &mut impl FnMut(&mut Session<'_, F, P, L>, &mut Seen<'_>) -> Then,
-    wanted: impl Fn() -> bool,
+    wanted: &dyn Fn() -> bool,
 ) -> (u64, Ended) {
     let end = frames.end;
     let mut walk = Walk::new(session.mmu, guard, frames, lowest);
@@ -471,7 +475,7 @@ fn advance<F: Format, P: Platform, L: Log>(
 /// number of visited entries.
 ///
 /// Most entries are of level 1. The compiler knows the level in this plain loop.
-#[inline(always)]
+#[cfg_attr(not(debug_assertions), inline(always))]
 fn visit_run<'g, F: Format, P: Platform, L: Log>(
     session: &mut Session<'_, F, P, L>,
     walk: &mut Walk<'g, F, P>,
@@ -517,7 +521,7 @@ pub(crate) fn found<F: Format>(value: u64, level: u32) -> Option<Found> {
     }
 }
 
-#[inline(always)]
+#[cfg_attr(not(debug_assertions), inline(always))]
 fn decode<F: Format>(value: u64, level: u32) -> Option<Found> {
     if !F::is_leaf(value, level) {
         return None;

@@ -66,7 +66,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         }
         let begun = {
             let mmu = &*self.mmu;
-            let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
+            let _exclusive = mmu.exclude();
             mmu.invalidations.begin(first..end)
         };
         // From here on a panic ends it.
@@ -106,7 +106,7 @@ impl<F: Format, P: Platform> Worker<F, P> {
         let mmu = &**mmu;
         let fresh = new_root::<F, P>(mmu.platform())?;
         let old = {
-            let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
+            let _exclusive = mmu.exclude();
             mmu.swap_root(fresh)
         };
         let mut replaced = Replaced {
@@ -164,7 +164,7 @@ impl<F: Format, P: Platform> Drop for Invalidating<F, P> {
     /// The second half of the notifier: the host has finished its change.
     fn drop(&mut self) {
         let mmu = &*self.mmu;
-        let _exclusive = mmu.domain().exclude(|| mmu.platform().relax());
+        let _exclusive = mmu.exclude();
         mmu.invalidations.end(&self.begun);
     }
 }
