@@ -97,7 +97,8 @@ impl<F: Format, P: Platform> Worker<F, P> {
     /// apart.
     ///
     /// If the flush of step 2 panics, vCPUs may still use the old tree. Its dirty bits reach `log`
-    /// all the same, and its tables wait for the worker's next flush.
+    /// all the same, and its tables wait for the worker's next flush. If `log` panics as well, the
+    /// process aborts.
     ///
     /// # Errors
     /// If there is no memory for a root. Then nothing has changed.

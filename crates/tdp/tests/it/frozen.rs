@@ -58,7 +58,7 @@ fn write_protection_finds_the_large_page<F: Format>() {
     assert!(worker.translate(Gfn(FIRST + 5), Access::READ).is_some());
 }
 
-/// What [`Worker::recover`] may map: pages of `level` only.
+/// The callback of [`Worker::recover`] that allows pages of `level` only.
 fn only(level: u32) -> impl Fn(Gfn, u32) -> Option<Target> {
     move |gfn, at| (at == level).then(|| target(gfn.0, at))
 }
