@@ -17,7 +17,7 @@ macro_rules! word {
         pub struct $name(pub u64);
 
         impl $name {
-            /// The value moved up by `delta`, or `None` past `u64::MAX`.
+            /// The value plus `delta`, or `None` past `u64::MAX`.
             #[inline]
             #[must_use]
             pub const fn checked_add(self, delta: u64) -> Option<Self> {
@@ -27,7 +27,7 @@ macro_rules! word {
                 }
             }
 
-            /// How far `self` lies above `base`, or `None` if it lies below.
+            /// The distance of `self` above `base`, or `None` if it lies below.
             #[inline]
             #[must_use]
             pub const fn checked_offset_from(self, base: Self) -> Option<u64> {
@@ -70,13 +70,13 @@ word!(
 word!(
     /// The index of a base page in a VM's RAM, counted from its first byte and without holes.
     ///
-    /// Bitmaps of page states are indexed by it. A [`Gfn`] counts guest-physical address space, which has holes. The VM's
-    /// memory layout translates between the two.
+    /// It is the index into bitmaps of page states. A [`Gfn`] counts guest-physical address space,
+    /// which has holes. The VM's memory layout translates between the two.
     RamPage, "ram page"
 );
 
 impl Gpa {
-    /// The frame this address lies in.
+    /// The frame that holds this address.
     #[inline]
     #[must_use]
     pub const fn gfn(self) -> Gfn {

@@ -1,13 +1,14 @@
-//! Addresses of a virtual machine's memory, each with a type of its own.
+//! Addresses of a virtual machine's memory, with one type for each kind.
 //!
-//! **Guarantee.** A guest-physical address is never mistaken for a host-virtual one, a frame number
-//! never for an address, and no arithmetic here wraps silently: what can overflow is `checked_*`.
+//! **Guarantee.** The compiler rejects a guest-physical address in place of a host-virtual one, and
+//! a frame number in place of an address. No arithmetic here wraps silently: operations that can
+//! overflow are `checked_*`.
 //!
 //! **Mechanism.** One-word newtypes over `u64` ([`Gpa`], [`Gfn`], [`Hva`], [`Pfn`], [`RamPage`]),
 //! [`PageSize`] for the leaf sizes of a page table, and the half-open ranges [`GfnRange`].
 //!
-//! **Neighbours.** Every other crate of Pageferry uses this one. It must not know any of them: no
-//! slots, no tables, no system calls.
+//! **Neighbours.** Every other crate of Pageferry uses this one. It must not know slots, tables or
+//! system calls.
 #![no_std]
 
 mod frame;

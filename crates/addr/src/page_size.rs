@@ -2,7 +2,7 @@
 
 use crate::{Gfn, PAGE_SHIFT};
 
-/// A leaf size: 4 KiB, 2 MiB or 1 GiB (a 4 KiB granule, 512 entries a table).
+/// A leaf size: 4 KiB, 2 MiB or 1 GiB (a 4 KiB granule, 512 entries per table).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum PageSize {
     /// 4 KiB, level 1.

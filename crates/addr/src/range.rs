@@ -2,7 +2,7 @@
 
 use crate::Gfn;
 
-/// `pages` frames from `start`; the end never exceeds [`Gfn::MAX`] + 1.
+/// `pages` frames from `start`. The end never exceeds [`Gfn::MAX`] + 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GfnRange {
     start: Gfn,
@@ -41,7 +41,7 @@ impl GfnRange {
         Gfn(self.start.0 + self.pages)
     }
 
-    /// How many frames.
+    /// The number of frames.
     #[inline]
     #[must_use]
     pub const fn pages(self) -> u64 {
@@ -62,7 +62,7 @@ impl GfnRange {
         self.start.0 <= gfn.0 && gfn.0 < self.end().0
     }
 
-    /// The frames that both ranges have, or `None` if they have none in common.
+    /// The common frames of both ranges, or `None` if there are none.
     #[inline]
     #[must_use]
     pub fn intersection(self, other: Self) -> Option<Self> {
