@@ -36,22 +36,22 @@
 //!    of w3 came after r3.
 //! 5. So its a3 sees the announcement of `p`, or the end of the guard.
 //! 6. `p` is not `e + 1`, so its a3 saw the end.
-//! 7. The end is a release store, and a fence with acquire order follows a3. So all that the guard
-//!    did happens before a4.
-//! 8. The free loads the epoch that a4 wrote, with acquire order. So all that the guard did happens
-//!    before the free.
+//! 7. The end is a release store, and a fence with acquire order follows a3. So all accesses of the
+//!    guard happen before a4.
+//! 8. The free loads the epoch that a4 wrote, with acquire order. So all accesses of the guard
+//!    happen before the free.
 //!
-//! The same holds for any store w1 and whatever is retired after it: it is not freed while there is
-//! a guard whose loads did not see w1.
+//! The same holds for any store w1 and any thing that is retired after it: the thing is not freed
+//! while there is a guard whose loads did not see w1.
 //!
-//! # Why light guards are as good
+//! # Why light guards are as safe
 //!
 //! In a domain with a barrier most guards are *light*: they have no r3. `mode.rs` proves this
-//! promise for each a2 and each q1: either the loads of announcements that follow it see what the
-//! guard announced (or a later announcement of that reader), or the guard's loads see what came
-//! before that a2 or q1. The sections on quiet domains and on later guards use r3 for no more than
-//! that. The section above also compares r3 with w2. Two steps replace steps 1 to 5. Let a light
-//! guard have reached the thing, so its loads did not see w1.
+//! promise for each a2 and each q1: either the later loads of announcements see that of the guard
+//! (or a later one of that reader), or the guard's loads see everything before that a2 or q1. The
+//! sections on quiet domains and on later guards need no more than that from r3. The section above
+//! also compares r3 with w2. Two steps replace steps 1 to 5. Let a light guard have reached the
+//! thing, so its loads did not see w1.
 //!
 //! 1. All processors see w1 before any sees an epoch above `e`, as w3 loaded `e` after the fence
 //!    w2.
@@ -59,29 +59,29 @@
 //!    `p` is at most `e`.
 //! 3. The thread that moves the epoch on from `e + 1` read that epoch in its a1, so w1 came before
 //!    its a2.
-//! 4. The guard's loads do not see what came before that a2. So, by the promise, its a3 sees `p` or
-//!    the end of the guard.
+//! 4. The guard's loads do not see w1, which came before that a2. So, by the promise, its a3 sees
+//!    `p` or the end of the guard.
 //!
-//! # Why everything retired may go when the domain is quiet
+//! # Why a quiet domain frees everything retired
 //!
 //! Let a writer unlink things, take a stamp, move the epoch on to `n`, and then find the domain
 //! quiet.
 //!
 //! 1. A guard that q2 did not see has ended, or its r3 comes after q1.
-//! 2. If it has ended, all that it did happens before what the writer does next.
+//! 2. If it has ended, all its accesses happen before the writer's next.
 //! 3. If its r3 comes after q1, its loads see that the things are unlinked, and its check of the
 //!    epoch sees `n`.
-//! 4. A guard of epoch `n` has read what a4 wrote, after the things were unlinked. So it has not
-//!    reached them either.
+//! 4. A guard of epoch `n` has read the epoch that a4 wrote, after the things were unlinked. So it
+//!    has not reached them either.
 //! 5. So no guard uses the things, and no reader remembers them under epoch `n` (next section).
 //!
-//! # Why a later guard of the same epoch may use what an earlier one reached
+//! # Why a later guard of the same epoch may use things that an earlier one reached
 //!
-//! [`Guard::epoch`] returns the announced epoch `p` if the epoch is still `p` when it looks, after
-//! r3.
+//! [`Guard::epoch`] returns the announced epoch `p` if it finds, after r3, that the epoch is still
+//! `p`.
 //!
-//! 1. What such a guard reached was unlinked, if at all, with a stamp of `p` or later (first
-//!    section). So it is not freed before epoch `p + 2`.
+//! 1. A thing that such a guard reached was unlinked, if at all, with a stamp of `p` or later
+//!    (first section). So it is not freed before epoch `p + 2`.
 //! 2. Let a later guard, of this or another reader, also have `p` from [`Guard::epoch`].
 //! 3. A thread that moves the epoch on from `p + 1` read `p + 1` before its a2.
 //! 4. That a2 comes after the later guard's r3. Otherwise the guard's check, a load after r3, would
@@ -89,7 +89,7 @@
 //! 5. So that thread sees the announcement of `p`, which is not `p + 1`, and gives up. The epoch
 //!    stays at `p + 1` at most while the later guard lasts.
 //!
-//! Hence a cache of pointers need only remember the epoch.
+//! Hence a cache of pointers needs to remember only the epoch.
 
 use crate::Barrier;
 use crate::mode::{Mode, QUIET_GUARDS, Seen};
@@ -108,16 +108,16 @@ use core::ptr;
 pub struct Epoch(u64);
 
 impl Epoch {
-    /// An epoch that no domain is ever in: less than all others.
+    /// An epoch that no domain ever has. It is less than all others.
     pub const NEVER: Self = Self(0);
 
-    /// Whether what was unlinked in `self` may be freed in `now`.
+    /// Whether things that were unlinked in `self` may be freed in `now`.
     pub(crate) const fn is_over_in(self, now: Self) -> bool {
         now.0 >= self.0 + 2
     }
 
-    /// The epoch modulo 3. A table with one place an epoch needs three places: when an epoch
-    /// begins, nobody uses the place of the epoch after it any more.
+    /// The epoch modulo 3. A table with one place per epoch needs three places: when an epoch
+    /// begins, nobody uses the place of the next epoch any more.
     #[must_use]
     pub const fn modulo_3(self) -> usize {
         (self.0 % 3) as usize
@@ -133,7 +133,7 @@ impl Epoch {
 /// The allocator refused memory. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfMemory {
-    /// How much was asked for.
+    /// The size of the refused allocation.
     pub bytes: usize,
 }
 
@@ -154,31 +154,31 @@ impl core::error::Error for OutOfMemory {}
 #[repr(align(64))]
 pub struct Domain {
     epoch: AtomicU64,
-    /// Whether readers fence, and whether a thread excludes. In the line of `epoch`, as guards
-    /// read both.
+    /// Whether readers fence, and whether a thread excludes. It lies in the cache line of `epoch`,
+    /// because guards read both.
     pub(crate) mode: Mode,
-    /// How many threads wait for exclusive work to end. Only those write it, so it needs no line
-    /// of its own.
+    /// The number of threads that wait for exclusive work to end. Only those threads write it, so
+    /// it needs no separate cache line.
     pub(crate) kept_out: AtomicU64,
-    /// The records of all readers there ever were; freed with the domain.
+    /// The list of all readers' records, former ones included. Freed with the domain.
     records: AtomicPtr<Record>,
 }
 
-/// One reader's announcement, in cache lines of its own.
+/// One reader's announcement, in separate cache lines.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Record {
-    /// Twice the epoch of the reader's guard, plus [`SHARES`] for a shared guard; 0 without a
+    /// Twice the epoch of the reader's guard, plus [`SHARES`] for a shared guard. 0 without a
     /// guard.
     announced: AtomicU64,
     /// Whether a [`Reader`] owns the record.
     owned: AtomicBool,
-    /// The record that was first in the list before this one; never changes.
+    /// The record that was first in the list before this one. It never changes.
     next: *mut Record,
 }
 
 impl Record {
-    /// A record that a reader owns.
+    /// Allocates a record, owned by a reader.
     fn new() -> Result<Box<Self>, OutOfMemory> {
         const LAYOUT: Layout = Layout::new::<Record>();
         // SAFETY: the layout's size is not 0.
@@ -187,7 +187,8 @@ impl Record {
             let bytes = LAYOUT.size();
             return Err(OutOfMemory { bytes });
         }
-        // SAFETY: just allocated by the global allocator, with the layout of a record, as a box is.
+        // SAFETY: the memory was just allocated by the global allocator with the layout of a
+        // record, like that of a box.
         unsafe {
             memory.write(Self {
                 announced: AtomicU64::new(NONE),
@@ -200,23 +201,23 @@ impl Record {
 }
 
 const NONE: u64 = 0;
-/// In an announcement: the guard keeps exclusive work out.
+/// The bit of an announcement that keeps exclusive work out.
 pub(crate) const SHARES: u64 = 1;
 
 impl Domain {
-    /// A domain without readers, all of whose guards fence.
+    /// A domain without readers. All its guards fence.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Self::with_barrier(None)
     }
 
-    /// A domain without readers, most of whose guards need no fence: a thread that advances the
-    /// epoch or excludes calls `barrier`, which fences in all threads.
+    /// A domain without readers. Most of its guards need no fence. Instead, a thread that advances
+    /// the epoch or excludes calls `barrier`, which fences in all threads.
     ///
-    /// Readers fence themselves until one of them has taken some 500 guards between two such calls,
-    /// so frequent advances do not call `barrier` each time. Without a barrier this is
-    /// [`new`](Self::new). The barrier is used on x86-64 only, and not under ThreadSanitizer,
-    /// which cannot see it.
+    /// Readers fence until one of them has taken about 500 guards without such a call in between.
+    /// So frequent advances do not call `barrier` each time. Without a barrier this is
+    /// [`new`](Self::new). The domain uses the barrier on x86-64 only, and not under
+    /// ThreadSanitizer, which cannot see it.
     ///
     /// ```
     /// # #[cfg(feature = "membarrier")]
@@ -261,7 +262,7 @@ impl Domain {
     pub fn try_register(self: &Arc<Self>) -> Result<Reader, OutOfMemory> {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
-            // SAFETY: records in the list are freed with the domain only, which is borrowed here.
+            // SAFETY: records in the list are freed only with the domain, which is borrowed here.
             let known = unsafe { &*record };
             if !known.owned.load(Ordering::Relaxed) && !known.owned.swap(true, Ordering::Acquire) {
                 return Ok(self.reader(record));
@@ -271,11 +272,11 @@ impl Domain {
         let raw = Box::into_raw(Record::new()?);
         let mut first = self.records.load(Ordering::Relaxed);
         loop {
-            // SAFETY: made above, and not shared before the exchange succeeds.
+            // SAFETY: the record was made above, and is not shared before the exchange succeeds.
             unsafe { (*raw).next = first };
-            // Release: a thread that finds the record finds what is in it. A scan that comes too
-            // early to find the record is as good as one that finds no announcement,
-            // which comes after this.
+            // Release: a thread that finds the record sees its contents. A scan that comes too
+            // early to find the record may as well have found no announcement: the reader announces
+            // after this exchange.
             match self
                 .records
                 .compare_exchange(first, raw, Ordering::AcqRel, Ordering::Relaxed)
@@ -294,16 +295,16 @@ impl Domain {
         }
     }
 
-    /// The current epoch; what a limbo frees by.
+    /// The current epoch. A limbo compares stamps with it.
     #[inline]
     #[must_use]
     pub fn epoch(&self) -> Epoch {
-        // Acquire: what the guards did for which the epoch waited happens before what the caller
-        // does next.
+        // Acquire: all accesses of the guards that the epoch waited for happen before the caller's
+        // next.
         Epoch(self.epoch.load(Ordering::Acquire))
     }
 
-    /// The stamp of all that the caller has unlinked before: see
+    /// A stamp for everything that the caller has unlinked before: see
     /// [`Limbo::retire`](crate::Limbo::retire).
     #[inline]
     #[must_use]
@@ -313,10 +314,10 @@ impl Domain {
     }
 
     /// Moves the epoch on, unless a guard announces an older one or another thread moves it at the
-    /// same time. Any thread may call it. It looks at every reader's record once. Two advances
-    /// after a stamp was taken, what has that stamp may be freed.
+    /// same time. Returns whether it moved. Any thread may call it. It reads every reader's record
+    /// once. Things may be freed two advances after their stamp was taken.
     pub fn try_advance(&self) -> bool {
-        // Relaxed would do for the compare-exchange; acquire chains one advance to the next.
+        // The compare-exchange needs only a relaxed load. Acquire chains one advance to the next.
         let epoch = self.epoch.load(Ordering::Acquire); // (a1)
         self.mode.fence_before_scan(); // (a2)
         if self.any_announced(|announced| announced != NONE && announced >> 1 != epoch) {
@@ -330,31 +331,31 @@ impl Domain {
             .is_ok()
     }
 
-    /// Whether there is no guard at this moment. If so, everything that was retired before the
-    /// caller's last successful [`try_advance`](Self::try_advance), or before an advance that
-    /// happened earlier, may be freed at once, whatever its stamp: see
-    /// [`Limbo::take`](crate::Limbo::take). It looks at every reader's record once.
+    /// Whether there is no guard at this moment. If so, the caller may free at once everything that
+    /// was retired before its last successful [`try_advance`](Self::try_advance), or before an
+    /// advance that happened earlier. Stamps do not matter: see
+    /// [`Limbo::take`](crate::Limbo::take). It reads every reader's record once.
     pub fn is_quiet(&self) -> bool {
         self.mode.fence_before_scan(); // (q1)
         if self.any_announced(|announced| announced != NONE) {
             return false;
         }
-        // All that ended guards did happens before what the caller does next.
+        // All accesses of ended guards happen before the caller's next.
         fence(Ordering::Acquire);
         true
     }
 
-    /// Whether `found` holds for a reader's announcement. The caller fences, before and after.
+    /// Whether `found` holds for any reader's announcement. The caller fences before and after.
     pub(crate) fn any_announced(&self, mut found: impl FnMut(u64) -> bool) -> bool {
         self.any_announcement(|announced| found(announced.load(SCAN)))
     }
 
-    /// Whether `found` holds for the word of a reader's announcement. `found` may wait for another
-    /// value.
+    /// Whether `found` holds for the word of any reader's announcement. `found` may wait for
+    /// another value.
     pub(crate) fn any_announcement(&self, mut found: impl FnMut(&AtomicU64) -> bool) -> bool {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
-            // SAFETY: as in `register`.
+            // SAFETY: as in `try_register`.
             let known = unsafe { &*record };
             if found(&known.announced) {
                 return true;
@@ -367,24 +368,27 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // Each reader holds the domain, so there is none.
+        // Each reader holds the domain, so there is no reader.
         let mut record = self.records.load(Ordering::Relaxed);
         while !record.is_null() {
-            // SAFETY: made by `Box::into_raw`, in the list once, and nobody else is left.
+            // SAFETY: the record comes from `Box::into_raw` and is in the list once. Nobody else is
+            // left.
             record = unsafe { Box::from_raw(record) }.next;
         }
     }
 }
 
-/// One thread's place in a domain. It can be sent to another thread, and serves one at a time.
+/// One thread's place in a domain. It can be sent to another thread and serves one thread at a
+/// time.
 pub struct Reader {
     domain: Arc<Domain>,
     record: *const Record,
-    /// Also makes the reader `!Sync`, as pinning by `&mut` requires.
+    /// Counts guards for the turn to light. The `Cell` also makes the reader `!Sync`, which pinning
+    /// by `&mut` requires.
     streak: Cell<Streak>,
 }
 
-/// How many guards in a row have fenced although no thread scanned: word and epoch stayed the same.
+/// A row of guards that fenced although no thread scanned: word and epoch stayed the same.
 #[derive(Clone, Copy)]
 struct Streak {
     mode: Seen,
@@ -400,8 +404,8 @@ impl Streak {
     };
 }
 
-// SAFETY: the record is shared by atomics only and lives as long as `domain`. One thread at a time
-// uses a reader, since it is not `Sync` and pinning it takes `&mut`.
+// SAFETY: the record is shared through atomics only and lives as long as `domain`. One thread at a
+// time uses a reader: it is not `Sync`, and pinning takes `&mut`.
 unsafe impl Send for Reader {}
 
 impl Reader {
@@ -410,7 +414,7 @@ impl Reader {
         unsafe { &*self.record }
     }
 
-    /// Takes a guard. Wait-free: a few loads, and one exchange or one store
+    /// Takes a guard. Wait-free: it takes a few loads, and one exchange or one store
     /// ([`Domain::with_barrier`]).
     #[inline]
     pub fn pin(&mut self) -> Guard<'_> {
@@ -421,17 +425,17 @@ impl Reader {
         }
     }
 
-    /// Announces the current epoch, and `flags`.
+    /// Announces the current epoch and `flags`.
     #[inline]
     pub(crate) fn announce(&self, flags: u64) -> Announced {
         let (domain, announced) = (&*self.domain, &self.record().announced);
-        // Acquire: a light guard sees what was unlinked before this epoch. (r1)
+        // Acquire: a light guard sees every unlink before this epoch. (r1)
         let epoch = Epoch(domain.epoch.load(Ordering::Acquire));
         let announcement = epoch.0 << 1 | flags;
-        // Models of domains without a barrier go without the load.
+        // Loom models of domains without a barrier skip this load, to explore less.
         let asks = domain.mode.has_barrier() || !cfg!(loom);
         if asks && domain.mode.load(Ordering::Relaxed).is_light() {
-            // Release: what an earlier guard of this reader did happens before a scan that sees
+            // Release: the accesses of earlier guards of this reader happen before a scan that sees
             // this. (l1 to l4)
             announced.store(announcement, Ordering::Release);
             light_fence();
@@ -451,7 +455,7 @@ impl Reader {
     }
 
     /// Announces and fences in a domain with a barrier. After enough guards without a scan between
-    /// them it turns the domain light.
+    /// them, it turns the domain light.
     #[inline(never)]
     fn announce_and_count(&self, epoch: Epoch, announcement: u64) {
         announce_and_fence(&self.record().announced, announcement);
@@ -473,7 +477,8 @@ impl Reader {
         }
     }
 
-    /// Ends the announcement. Release: what the guard did happens before a scan that sees this.
+    /// Ends the announcement. Release: the accesses of the guard happen before a scan that sees
+    /// this.
     #[inline]
     pub(crate) fn withdraw(&self) {
         self.record().announced.store(NONE, Ordering::Release);
@@ -488,9 +493,9 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // A guard that was forgotten (`mem::forget`) ends here.
+        // This ends a guard that was forgotten (`mem::forget`).
         self.withdraw();
-        // Release: the next owner announces after this one has ended.
+        // Release: the next owner announces after this owner's guard has ended.
         self.record().owned.store(false, Ordering::Release);
     }
 }
@@ -501,15 +506,15 @@ impl fmt::Debug for Reader {
     }
 }
 
-/// Announces, and fences. (r2, r3)
+/// Announces and fences. (r2, r3)
 #[inline]
 fn announce_and_fence(announced: &AtomicU64, announcement: u64) {
-    // Release: what an earlier guard of this reader did happens before a scan that sees this
+    // Release: the accesses of earlier guards of this reader happen before a scan that sees this
     // announcement.
     #[cfg(all(target_arch = "x86_64", not(any(loom, shuttle, miri))))]
     {
         use crate::sync::full_fence_after_exchange;
-        // Cheaper than a store and a fence.
+        // An exchange is cheaper than a store and a fence.
         announced.swap(announcement, Ordering::SeqCst);
         full_fence_after_exchange();
     }
@@ -526,18 +531,18 @@ fn fence_late() {
     full_fence();
 }
 
-/// What a reader has announced.
+/// The announcement of a reader.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Announced {
     epoch: Epoch,
-    /// Whether that was without a fence. Then no thread excluded, and a thread that excludes later
-    /// finds it.
+    /// Whether the reader announced without a fence. Then no thread excluded, and a thread that
+    /// excludes later finds the announcement.
     pub(crate) light: bool,
 }
 
-/// While it lives, nothing that the reader reaches is freed.
+/// A read section: while it lives, nothing that the reader reaches is freed.
 #[derive(Debug)]
-#[must_use = "what was reached may be freed as soon as the guard is dropped"]
+#[must_use = "things that were reached may be freed as soon as the guard is dropped"]
 pub struct Guard<'reader> {
     pub(crate) reader: &'reader Reader,
     pub(crate) announced: Announced,
@@ -545,8 +550,8 @@ pub struct Guard<'reader> {
 
 impl Guard<'_> {
     /// The epoch that this guard announces, or [`Epoch::NEVER`] if the epoch has moved on since.
-    /// What a guard reached may be used under any guard of the same domain with the same epoch,
-    /// other than `NEVER`. One load.
+    /// Things that a guard reached may be used under any guard of the same domain with the same
+    /// epoch other than `NEVER`. It takes one load.
     #[inline]
     #[must_use]
     pub fn epoch(&self) -> Epoch {
@@ -562,8 +567,8 @@ impl Guard<'_> {
         self.reader.domain.epoch.load(Ordering::Relaxed) != self.announced.epoch.0
     }
 
-    /// Drops the guard and takes it again, for one load if the epoch has not moved. A reader that
-    /// holds a guard for long calls this now and then, so that memory can be freed.
+    /// Drops the guard and takes it again. This takes one load if the epoch has not moved. A reader
+    /// that holds a guard for long calls this from time to time, so that memory can be freed.
     #[inline]
     pub fn refresh(&mut self) {
         self.refresh_as(0);

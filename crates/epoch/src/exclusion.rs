@@ -1,15 +1,15 @@
-//! Shared and exclusive work, by the announcements that guards make anyway.
+//! Shared and exclusive work on top of the announcements of guards.
 //!
 //! **Guarantee.** While an [`Exclusive`] is held there is neither a [`Shared`] guard of its domain
-//! nor another `Exclusive`, and what the one did happens before what the next does. Exclusive work
-//! neither keeps plain guards out nor waits for them. A thread that excludes comes before those
-//! that want to share from then on.
+//! nor another `Exclusive`. The work under one of them happens before the work under the next.
+//! Exclusive work neither keeps plain guards out nor waits for them. A thread that excludes comes
+//! before threads that want to share from then on.
 //!
-//! **Mechanism.** A readers/writer lock whose readers write no cache line that another reader
-//! writes. A shared guard has one bit more in its announcement, in the reader's own line. To
-//! exclude is to set one bit of a word that sharers read, in the line of the epoch that they read
-//! anyway, and to wait for every announcement that has the bit. So sharing costs one load more than
-//! a plain guard, however many share. Excluding costs a look at every reader.
+//! **Mechanism.** This is a readers/writer lock whose readers write no cache line that another
+//! reader writes. A shared guard sets one more bit in its announcement, in the reader's own line.
+//! An excluding thread sets one bit of a word that sharers read, in the line of the epoch that they
+//! read anyway. Then it waits for every announcement that has the shared bit. So sharing costs one
+//! load more than a plain guard, for any number of sharers. Excluding costs one load per reader.
 //!
 //! # Steps
 //!
@@ -17,14 +17,14 @@
 //! |---|---|---|
 //! | s1 | a sharer | announces with the bit |
 //! | s2 | the same | a sequentially consistent fence; a light guard has none (`mode.rs`) |
-//! | s3 | the same | loads the word; it has a guard if nobody excludes, and withdraws otherwise |
+//! | s3 | the same | loads the word. It has a guard if no thread excludes, and withdraws otherwise |
 //! | x1 | a thread that excludes | sets the word's bit by compare-exchange |
 //! | x2 | the same | a sequentially consistent fence |
 //! | x3 | the same | loads each announcement until it has seen it once without the bit |
 //! | x4 | the same | a fence with acquire order |
 //! | x5 | the same, at its end | removes the word's bit with release order |
 //!
-//! # Why one of the two sees the other
+//! # Why the sharer or the excluding thread sees the other
 //!
 //! 1. Let s2 precede x2 in the order of fences. Then x3 finds the reader's record and reads s1 or
 //!    something later. So it waits until the guard has ended.
@@ -33,16 +33,16 @@
 //! 3. So x3 may look at one reader after the other: a reader that it has passed has no guard, and
 //!    gets none before x5.
 //!
-//! Light guards do not fence at s2. `mode.rs`, whose word it is, says why they are as good.
+//! Light guards do not fence at s2. `mode.rs`, which owns the word, proves that they are as safe.
 //!
-//! # What happens before what
+//! # The order of accesses
 //!
-//! 1. A guard ends with a release store, and the reader's next announcement is one too. So whatever
-//!    x3 reads instead of the bit, x4 orders all that the guard did before what the excluding
-//!    thread does.
+//! 1. A guard ends with a release store, and the reader's next announcement is one too. x3 reads
+//!    one of these or a later one, so x4 orders all accesses of the guard before the exclusive
+//!    work.
 //! 2. In the other direction s3 acquires x5.
 //! 3. All changes of the word are exchanges that acquire and release. So exclusive work is one
-//!    chain, and reading a word later than an x5 is as good as reading that x5.
+//!    chain, and a load of a later word orders as much as a load of that x5.
 //!
 //! A refreshed guard announces another epoch with the same bit, by one store, so x3 sees no gap.
 //! The count of waiting threads is a hint: it orders nothing.
@@ -54,7 +54,7 @@ use core::hint;
 use core::mem;
 use core::ops::Deref;
 
-/// How often a thread that wants to exclude checks whether waiting threads have had their turn. The
+/// The number of spins for which a thread that wants to exclude lets waiting threads go first. The
 /// delay orders nothing, so models have none.
 const GIVE_WAY: u32 = if cfg!(loom) { 0 } else { 8 };
 
@@ -62,7 +62,7 @@ impl Reader {
     /// Takes a guard that keeps exclusive work out. Calls `relax` while there is exclusive work or
     /// a thread waits for it.
     ///
-    /// A thread that holds an [`Exclusive`] of the domain must not call it: it would wait for
+    /// A thread that holds an [`Exclusive`] of the domain must not call this: it would wait for
     /// itself.
     #[inline]
     pub fn share(&mut self, relax: impl FnMut()) -> Shared<'_> {
@@ -77,9 +77,9 @@ impl Reader {
     }
 
     /// Takes a guard that keeps exclusive work out, unless there is exclusive work or a thread
-    /// waits for it. Wait-free: what [`pin`](Self::pin) does, and one load.
+    /// waits for it. Wait-free: it costs one load more than [`pin`](Self::pin).
     ///
-    /// A call that fails can still make [`Domain::try_exclude`] fail, for a moment.
+    /// A failing call may make a concurrent [`Domain::try_exclude`] fail.
     #[inline]
     pub fn try_share(&mut self) -> Option<Shared<'_>> {
         let announced = self.announce(SHARES);
@@ -93,9 +93,9 @@ impl Reader {
         }))
     }
 
-    /// [`try_share`](Self::try_share), but beside exclusive work it tries again after each of at
-    /// most `turns` calls of `relax`, and counts as waiting meanwhile. For callers that must
-    /// not wait for long, and that would have to start over if it failed.
+    /// Like [`try_share`](Self::try_share), but beside exclusive work it tries again after each of
+    /// at most `turns` calls of `relax`. Meanwhile it counts as waiting. It is for callers that
+    /// must not wait for long, and for which a failure is expensive.
     #[inline]
     pub fn share_within(&mut self, turns: u32, relax: impl FnMut()) -> Option<Shared<'_>> {
         let mut announced = self.announce(SHARES);
@@ -108,8 +108,8 @@ impl Reader {
         }))
     }
 
-    /// Withdraws, and announces again when there is no exclusive work; gives up after `turns` calls
-    /// of `relax`.
+    /// Withdraws, and announces again when there is no exclusive work. Fails after `turns` calls of
+    /// `relax`.
     #[cold]
     fn announce_within(&self, turns: u32, mut relax: impl FnMut()) -> Option<Announced> {
         self.withdraw();
@@ -131,9 +131,9 @@ impl Reader {
         None
     }
 
-    /// Waits without a guard, calling `relax`, until there is a moment without exclusive work;
-    /// counts as waiting meanwhile. For callers whose [`try_share`](Self::try_share) failed.
-    /// What exclusive work did is ordered before their next success, not before this returns.
+    /// Waits without a guard until there is a moment without exclusive work. Meanwhile it calls
+    /// `relax` and counts as waiting. It is for callers whose [`try_share`](Self::try_share)
+    /// failed. It orders nothing: exclusive work is ordered before their next success.
     pub fn wait_included(&self, mut relax: impl FnMut()) {
         if self.domain().is_excluded() {
             let _counted = KeptOut::new(self.domain());
@@ -160,15 +160,15 @@ impl Reader {
         }
     }
 
-    /// Whether exclusive work keeps out what was just announced. (s3)
+    /// Whether exclusive work keeps the new announcement out. (s3)
     #[inline]
     fn is_kept_out(&self, announced: Announced) -> bool {
-        // Acquire: what exclusive work did happens before what the guard does.
+        // Acquire: exclusive work happens before the accesses of the guard.
         !announced.light && self.domain().mode.load(Ordering::Acquire).is_excluded()
     }
 }
 
-/// A guard during which there is no exclusive work.
+/// A guard that keeps exclusive work out.
 #[derive(Debug)]
 #[must_use = "exclusive work begins as soon as the guard is dropped"]
 pub struct Shared<'reader>(Guard<'reader>);
@@ -183,25 +183,26 @@ impl<'reader> Deref for Shared<'reader> {
 }
 
 impl Shared<'_> {
-    /// Whether a thread waits to exclude. Long shared work [yields](Self::yield_now) then. One
-    /// load.
+    /// Whether a thread waits to exclude. If so, long shared work should [yield](Self::yield_now).
+    /// It takes one load.
     #[inline]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.0.reader.domain().is_excluded()
     }
 
-    /// [`Guard::refresh`], without letting exclusive work in. What was reached before may be freed.
+    /// Does a [`Guard::refresh`] without letting exclusive work in. Things that were reached before
+    /// may be freed.
     #[inline]
     pub fn refresh(&mut self) {
         self.0.refresh_as(SHARES);
     }
 
     /// Drops the guard and takes it again by [`Reader::share`]. A thread that waits to exclude
-    /// comes first. What was reached or found before may have changed and may have been freed.
+    /// comes first. Things that were reached before may have changed or been freed.
     ///
     /// There is a guard afterwards even if `relax` panics: the wait continues without `relax`, and
-    /// then the panic.
+    /// then the panic continues.
     pub fn yield_now(&mut self, relax: impl FnMut()) {
         let again = ShareAgain(&mut self.0);
         again.0.announced = again.0.reader.announce_later(relax);
@@ -209,7 +210,7 @@ impl Shared<'_> {
     }
 }
 
-/// Announces again however a wait ends, since the guard is used afterwards.
+/// Announces again when dropped, even by a panic, because the guard is used afterwards.
 struct ShareAgain<'guard, 'reader>(&'guard mut Guard<'reader>);
 
 impl Drop for ShareAgain<'_, '_> {
@@ -235,20 +236,21 @@ impl Drop for KeptOut<'_> {
 }
 
 impl Domain {
-    /// Waits for other exclusive work, then keeps new shared guards out and waits until there are
-    /// none. Calls `relax` while it waits.
+    /// Waits for other exclusive work. Then it keeps new shared guards out, and waits until the
+    /// present ones have ended. While it waits, it calls `relax`.
     ///
     /// If other threads wait already, it lets them go first, but only for a moment. Otherwise a
-    /// thread that excludes again and again would leave the others gaps that are hard to hit.
+    /// thread that excludes repeatedly would leave the others only short gaps.
     ///
-    /// A thread that holds a [`Shared`] or an [`Exclusive`] of the domain must not call it: it
-    /// would wait for itself. With a plain guard it may; nothing is freed while it waits.
+    /// A thread that holds a [`Shared`] or an [`Exclusive`] of the domain must not call this: it
+    /// would wait for itself. A thread with a plain guard may call it. Nothing is freed while it
+    /// waits.
     pub fn exclude(&self, mut relax: impl FnMut()) -> Exclusive<'_> {
         for _ in 0..GIVE_WAY {
             if self.kept_out.load(Ordering::Relaxed) == 0 {
                 break;
             }
-            // A waiting thread may have lost its core, so this must not take long.
+            // A waiting thread may have lost its core, so this delay must be short.
             hint::spin_loop();
         }
         let exclusive = match self.keep_out() {
@@ -265,9 +267,9 @@ impl Domain {
         exclusive
     }
 
-    /// Excludes if that needs no wait: `None` if there is other exclusive work, a thread waits for
-    /// it, or there is a shared guard. It does not queue. It keeps shared guards out only while
-    /// it looks at the readers, and a [`Reader::try_share`] at that moment fails.
+    /// Excludes if that needs no wait. Returns `None` if there is other exclusive work, if a thread
+    /// waits for it, or if there is a shared guard. It does not queue. It keeps shared guards out
+    /// only while it reads the announcements. A [`Reader::try_share`] at that moment fails.
     pub fn try_exclude(&self) -> Option<Exclusive<'_>> {
         let exclusive = self.keep_out()?;
         if self.any_announced(|announced| announced & SHARES != 0) {
@@ -277,17 +279,16 @@ impl Domain {
         Some(exclusive)
     }
 
-    /// Whether there is exclusive work, or a thread waits for shared guards to end: whether
-    /// [`Reader::try_share`] would fail. A hint that orders nothing.
+    /// Whether there is exclusive work, or a thread waits for shared guards to end. Then
+    /// [`Reader::try_share`] would fail. This is a hint that orders nothing.
     #[inline]
     #[must_use]
     pub fn is_excluded(&self) -> bool {
         self.mode.load(Ordering::Relaxed).is_excluded()
     }
 
-    /// Keeps new shared guards out, unless another thread does (x1, x2). Present ones stay.
-    /// Dropping the result lets others in, also if the wait for the present ones ends by a
-    /// panic.
+    /// Keeps new shared guards out, unless another thread does so (x1, x2). Present ones stay.
+    /// Dropping the result lets others in, also if the wait for the present ones panics.
     fn keep_out(&self) -> Option<Exclusive<'_>> {
         let before = self.mode.exclude()?;
         let exclusive = Exclusive { domain: self };
@@ -316,17 +317,17 @@ pub struct Exclusive<'d> {
 }
 
 impl Exclusive<'_> {
-    /// Whether a thread waits, to share or to exclude. Long exclusive work
-    /// [yields](Self::yield_now) then. One load.
+    /// Whether a thread waits to share or to exclude. If so, long exclusive work should
+    /// [yield](Self::yield_now). It takes one load.
     #[inline]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         self.domain.kept_out.load(Ordering::Relaxed) != 0
     }
 
-    /// Ends, lets in the threads that wait, or another one that excludes, and excludes again. What
-    /// was found before may have changed. It lasts at least until each waiting thread has
-    /// noticed, so as long as their `relax` takes.
+    /// Ends the exclusive work, lets in the threads that wait or another one that excludes, and
+    /// excludes again. Shared data may have changed meanwhile. The call lasts until each waiting
+    /// thread has noticed, which takes as long as their `relax`.
     pub fn yield_now(self, mut relax: impl FnMut()) -> Self {
         let domain = self.domain;
         drop(self);

@@ -1,33 +1,34 @@
 //! Epochs: when may memory be freed that a reader may still see?
 //!
-//! **Guarantee.** A reader that holds a [`Guard`] may use whatever it reached through shared
-//! pointers while it held it. What a writer unlinks and then puts into a [`Limbo`] comes out only
-//! after a *grace period*: when every guard has ended that existed when it was unlinked. Readers
-//! are wait-free. Taking a guard is one exchange, or one store in a domain with a barrier; dropping
-//! it is one store. Neither reads anything that another reader writes.
+//! **Guarantee.** A reader that holds a [`Guard`] may use everything that it reached through shared
+//! pointers under that guard. A thing that a writer unlinks and then puts into a [`Limbo`] comes
+//! out only after a *grace period*: when every guard has ended that existed when the thing was
+//! unlinked. Readers are wait-free. Taking a guard is one exchange, or one store in a domain with a
+//! barrier; dropping it is one store. Neither reads anything that another reader writes.
 //!
 //! **Mechanism.** Epoch-based reclamation (K. Fraser, *Practical lock-freedom*, 2004). A [`Domain`]
 //! counts epochs. A guard announces the epoch in which it was taken, in a cache line of the
-//! reader's own. The epoch moves on only when every announced epoch is the current one. What was
-//! unlinked in epoch `e` is freed in `e + 2`. The module `domain` argues the orderings, and models
-//! under loom check them.
+//! reader's own. The epoch moves on only when every announced epoch is the current one. A thing
+//! that was unlinked in epoch `e` is freed in `e + 2`. The module `domain` has the proof of the
+//! orderings, and models under loom check them.
 //!
-//! **Barrier.** A guard needs a full fence, which takes longer than all else it does. A domain with
-//! a [`Barrier`] for all threads at once ([`Domain::with_barrier`]; `membarrier(2)` in a Linux
-//! process) spares its readers theirs while nobody frees or excludes often. That works on x86-64;
-//! elsewhere readers always fence. The module `mode` argues it, and a model of processors with
-//! store buffers checks it.
+//! **Barrier.** A guard needs a full fence, which takes longer than the rest of its work. A domain
+//! with a [`Barrier`] for all threads at once ([`Domain::with_barrier`]; `membarrier(2)` in a Linux
+//! process) spares its readers this fence while nobody frees or excludes often. That works on
+//! x86-64 only. Elsewhere readers always fence. The module `mode` has the proof, and a model of
+//! processors with store buffers checks it.
 //!
 //! **Exclusion.** The same announcement can keep exclusive work out ([`Reader::share`],
-//! [`Domain::exclude`]): a readers/writer lock whose readers write nothing that another reader
-//! writes. The module `exclusion` argues it, and models under loom check it.
+//! [`Domain::exclude`]). This is a readers/writer lock whose readers write nothing that another
+//! reader writes. The module `exclusion` has the proof, and models under loom check it.
 //!
-//! A guard that is kept for long does one kind of harm: nothing that is retired meanwhile is freed.
+//! A long guard does one kind of harm: nothing that is retired meanwhile is freed.
 //!
-//! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes by it,
-//! `pageferry-tdp` page tables. This crate must not know what is freed, nor by whom. It allocates
-//! one record a reader, and returns an error if that is refused ([`Domain::try_register`]). It
-//! blocks only if a caller passes it something to do while it waits.
+//! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes with it, and
+//! `pageferry-tdp` page tables. This crate must not know which things are freed, nor which thread
+//! frees them. It allocates one record per reader, and returns an error if the allocator refuses
+//! that ([`Domain::try_register`]). It blocks only in calls that take a function to run while
+//! waiting.
 //!
 //! ```
 //! use pageferry_epoch::{Domain, Limbo};

@@ -4,18 +4,18 @@ use crate::{Domain, Epoch, OutOfMemory};
 use alloc::collections::VecDeque;
 
 /// Unlinked things, oldest first. New guards cannot reach them, but older ones may still use them.
-/// A limbo belongs to one writer; several writers have one each.
+/// A limbo belongs to one writer. Each of several writers has one.
 ///
-/// It only keeps things. The caller frees what comes out by [`next_expired`](Self::next_expired),
-/// as much at a time as it likes. Dropping a limbo drops what is in it, so no guard may be left
-/// then.
+/// A limbo only keeps things. The caller takes them out with [`next_expired`](Self::next_expired)
+/// and frees them, as many at a time as it likes. Dropping a limbo drops its things, so no guard
+/// may be left then.
 #[derive(Debug)]
 pub struct Limbo<T> {
     waiting: VecDeque<(Epoch, T)>,
 }
 
 impl<T> Limbo<T> {
-    /// An empty one; allocates nothing.
+    /// An empty limbo. It allocates nothing.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -34,8 +34,8 @@ impl<T> Limbo<T> {
             .map_err(|_| OutOfMemory { bytes })
     }
 
-    /// Puts `thing` in. `stamp` comes from a [`Domain::stamp`] *after* `thing` was unlinked, and is
-    /// at least as new as the one before. It allocates unless there is
+    /// Puts `thing` in. The caller takes `stamp` from [`Domain::stamp`] *after* it unlinked
+    /// `thing`. Stamps must not decrease. The call allocates unless there is
     /// [room](Self::try_reserve).
     #[inline]
     pub fn retire(&mut self, stamp: Epoch, thing: T) {
@@ -43,7 +43,7 @@ impl<T> Limbo<T> {
         self.waiting.push_back((stamp, thing));
     }
 
-    /// Takes the oldest thing out, if its grace period is over.
+    /// Takes the oldest thing out if its grace period is over.
     #[inline]
     pub fn next_expired(&mut self, domain: &Domain) -> Option<T> {
         self.next_expired_in(domain.epoch())
@@ -59,7 +59,7 @@ impl<T> Limbo<T> {
         None
     }
 
-    /// How many things wait.
+    /// The number of things that wait.
     #[must_use]
     pub fn len(&self) -> usize {
         self.waiting.len()
@@ -71,8 +71,8 @@ impl<T> Limbo<T> {
         self.waiting.is_empty()
     }
 
-    /// Takes the oldest thing out, whatever its stamp. For an owner that knows that no guard is
-    /// left, or that advanced the epoch after the last stamp and then found the domain
+    /// Takes the oldest thing out regardless of its stamp. The owner must know that no guard is
+    /// left, or must have advanced the epoch after the last stamp and then found the domain
     /// [quiet](Domain::is_quiet).
     pub fn take(&mut self) -> Option<T> {
         self.waiting.pop_front().map(|(_, thing)| thing)

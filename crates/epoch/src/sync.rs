@@ -1,5 +1,4 @@
-//! The one place that chooses where atomics come from: `core`, or a model (loom, shuttle,
-//! `tso.rs`).
+//! The one place that chooses the source of atomics: `core`, or a model (loom, shuttle, `tso.rs`).
 //!
 //! On x86-64 any locked instruction is a full barrier, and most are faster than `MFENCE`, to which
 //! a sequentially consistent fence compiles there (Intel SDM volume 3A, 10.2.2 and 10.2.3.9; AMD64
@@ -26,12 +25,12 @@ pub(crate) const SCAN: Ordering = if cfg!(pageferry_tsan) {
     Ordering::Relaxed
 };
 
-/// Whether readers may leave fences to the threads that scan (`mode.rs`).
+/// Whether readers may leave fences to scanning threads (`mode.rs`).
 ///
-/// On x86-64 only: its memory model is the one on which `tests/tso.rs` checks the argument. AArch64
-/// and RISC-V would do by their manuals, but no model here checks it there. ThreadSanitizer does
-/// not see a heavy barrier. Under loom, shuttle and Miri, which have none, light guards fence all
-/// the same, other than in the model of `tso.rs`. So those check the turns.
+/// This holds on x86-64 only, because `tests/tso.rs` checks the proof on its memory model. By their
+/// manuals AArch64 and RISC-V qualify too, but no model here checks them. ThreadSanitizer does not
+/// see the barrier. Loom, shuttle and Miri have no such barrier. Under them light guards fence
+/// after all, except in the model of `tso.rs`. So they check only the switching.
 pub(crate) const MAY_BE_LIGHT: bool = cfg!(any(
     loom,
     shuttle,
@@ -39,7 +38,7 @@ pub(crate) const MAY_BE_LIGHT: bool = cfg!(any(
     all(target_arch = "x86_64", not(pageferry_tsan))
 ));
 
-/// Stands where readers would fence if they had to. It keeps the compiler from moving accesses
+/// The place of the fence that light guards omit. It keeps the compiler from moving accesses
 /// across.
 #[inline(always)]
 pub(crate) fn light_fence() {
@@ -49,7 +48,7 @@ pub(crate) fn light_fence() {
     fence(Ordering::SeqCst);
 }
 
-/// Whether a locked instruction stands for a fence.
+/// Chooses the first block where a locked instruction replaces a fence.
 macro_rules! if_locked {
     ($yes:block else $no:block) => {{
         #[cfg(all(
@@ -71,7 +70,7 @@ pub(crate) fn full_fence() {
     if_locked!({ locked_nothing() } else { fence(Ordering::SeqCst) });
 }
 
-/// The same, directly after an atomic read-modify-write by this thread.
+/// The same directly after an atomic read-modify-write by this thread.
 #[inline(always)]
 pub(crate) fn full_fence_after_exchange() {
     if_locked!({ core::sync::atomic::compiler_fence(Ordering::SeqCst) } else { fence(Ordering::SeqCst) });

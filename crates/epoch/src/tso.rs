@@ -4,11 +4,11 @@
 //!
 //! A store goes to its thread's buffer, first in, first out, and reaches memory at some later,
 //! random moment. A load sees the thread's own buffer, then memory. An exchange and a full fence
-//! empty the thread's buffer first. So this model notices a missing fence, which models in which
-//! each access is seen at once cannot. It does not model weaker orders: on this processor all loads
+//! empty the thread's buffer first. So this model notices a missing fence. A model in which each
+//! access is visible at once cannot. It does not model weaker orders: on this processor all loads
 //! acquire and all stores release.
 //!
-//! Exists with `--cfg shuttle --cfg pageferry_tso` only.
+//! It exists with `--cfg shuttle --cfg pageferry_tso` only.
 
 use crate::Barrier;
 use shuttle::rand::Rng;
@@ -28,7 +28,7 @@ struct Store {
 
 impl Store {
     fn perform(&self) {
-        // SAFETY: a word forgets all stores to it when it is dropped.
+        // SAFETY: dropping a word removes all stores to it from the buffers.
         unsafe { &*self.to }.store(self.value, Ordering::SeqCst);
     }
 }
@@ -39,8 +39,8 @@ struct Buffer {
     stores: VecDeque<Store>,
 }
 
-/// How many accesses of any thread a store stays in its buffer, on average, if nothing empties the
-/// buffer.
+/// The average number of accesses, by any thread, that a store stays in its buffer if nothing
+/// empties the buffer.
 const SLOWNESS: u32 = 12;
 
 std::thread_local! {
@@ -48,7 +48,7 @@ std::thread_local! {
     static BUFFERS: RefCell<Vec<Buffer>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Lets another thread run, and some stores reach memory.
+/// Lets another thread run, and lets some stores reach memory.
 fn point() {
     shuttle::sync::atomic::AtomicBool::new(false).load(Ordering::SeqCst);
     BUFFERS.with_borrow_mut(|buffers| {
@@ -63,7 +63,7 @@ fn point() {
     });
 }
 
-/// Runs `body` on the running thread's buffer.
+/// Calls `body` with the running thread's buffer.
 fn own<R>(body: impl FnOnce(&mut VecDeque<Store>) -> R) -> R {
     let me = shuttle::thread::current().id();
     BUFFERS.with_borrow_mut(|buffers| {
@@ -91,10 +91,10 @@ pub fn fence(order: Ordering) {
     }
 }
 
-/// A barrier in all threads, one after the other.
+/// A barrier that reaches all threads, one after the other.
 #[must_use]
 pub fn barrier() -> Barrier {
-    // SAFETY: each thread's buffer is emptied at some moment of the call; loads are not delayed.
+    // SAFETY: the call empties each thread's buffer at some moment. Loads are not delayed.
     unsafe {
         Barrier::new(|| {
             fence(Ordering::SeqCst);
@@ -165,7 +165,7 @@ impl AtomicU64 {
         self.exclusive(|word| word.fetch_sub(value, Ordering::SeqCst))
     }
 
-    /// Takes bits away.
+    /// Removes bits.
     pub fn fetch_and(&self, value: u64, _: Ordering) -> u64 {
         self.exclusive(|word| word.fetch_and(value, Ordering::SeqCst))
     }
@@ -173,7 +173,7 @@ impl AtomicU64 {
     /// Compares and exchanges.
     ///
     /// # Errors
-    /// What it holds, if that is not `current`.
+    /// The present value, if it is not `current`.
     pub fn compare_exchange(
         &self,
         current: u64,
@@ -202,7 +202,7 @@ impl Drop for AtomicU64 {
 pub struct AtomicBool(AtomicU64);
 
 impl AtomicBool {
-    /// One that is `value`.
+    /// A truth value with the value `value`.
     #[must_use]
     pub const fn new(value: bool) -> Self {
         Self(AtomicU64::new(value as u64))

@@ -4,26 +4,26 @@
 //! --test tso`
 //!
 //! The crate's own code runs on the atomics of `src/tso.rs`. Readers turn light after one guard
-//! without a scan. Threads and buffers are scheduled at random. So a model shows that a rule is
-//! missing, with so many runs, and not that the rules suffice.
+//! without a scan. Threads and buffers are scheduled at random. So with many runs a model shows
+//! that a rule is missing, but not that the rules suffice.
 //!
-//! What fails when a rule is broken (tried by hand):
-//! - no barrier in `Mode::finish_turn`, or one after `TURNING` was removed: all that retire, and
-//!   some that exclude;
-//! - no barrier where the word has `TURNING`: in `fence_before_scan` all that retire, in
-//!   `fence_after_exclude` `.._beside_other_scans`;
-//! - no second look at the word in `Reader::announce`: all that exclude, and
+//! Broken rules and the models that fail (tried by hand):
+//! - no barrier in `Mode::finish_turn`, or a barrier after `TURNING` was removed: all models that
+//!   retire, and some that exclude;
+//! - no barrier if the word has `TURNING`: in `fence_before_scan`, all models that retire; in
+//!   `fence_after_exclude`, `.._beside_other_scans`;
+//! - no second load of the word in `Reader::announce`: all models that exclude, and
 //!   `what_is_remembered_is_not_freed`;
 //! - no fence in `fence_late`: `what_is_remembered_is_not_freed`;
 //! - no fence in `Domain::stamp`: `what_is_stamped_is_not_read_beside_a_thread_that_advances`;
-//! - readers that turn light while a thread excludes, `LIGHT` left, or no barrier if `LIGHT` comes
-//!   between the scan and the exchange of a thread that excludes:
+//! - readers that turn light while a thread excludes, `LIGHT` that is not removed, or no barrier if
+//!   `LIGHT` comes between the scan and the exchange of a thread that excludes:
 //!   `.._beside_guards_that_share_nothing`.
 //!
-//! Readers that turn light while the word has `TURNING` fail `what_is_retired_is_not_read` in
-//! thirty times as many runs only. `tests/it/light.rs` catches that at once. The fence in
-//! `Mode::fence_before_scan` is not missed here, as the stamp has fenced on this processor; loom
-//! misses it.
+//! If readers turn light while the word has `TURNING`, `what_is_retired_is_not_read` fails only
+//! with thirty times as many runs. `tests/it/light.rs` catches that at once. No model here needs
+//! the fence in `Mode::fence_before_scan`, as the stamp has fenced on this processor. Models under
+//! loom need it.
 #![cfg(all(shuttle, pageferry_tso))]
 
 use pageferry_epoch::tso::{self, AtomicU64};
@@ -38,13 +38,14 @@ fn domain() -> Arc<Domain> {
     Domain::with_barrier(Some(tso::barrier()))
 }
 
-/// By chance, and with few changes of threads at places that are hard to meet by chance.
+/// Runs `body` with a random scheduler, and with one that switches threads rarely (PCT).
 fn check(body: fn()) {
     shuttle::check_random(body, RUNS);
     shuttle::check_pct(body, RUNS, 4);
 }
 
-/// What exclusive work protects. Not of the modelled memory: it tells what is, not what is seen.
+/// The state that exclusive work protects. It is not part of the modelled memory: it has the actual
+/// state, which buffers do not delay.
 #[derive(Default)]
 struct Room {
     sharers: atomic::AtomicU64,
@@ -71,14 +72,14 @@ impl Room {
     }
 }
 
-/// There is none of `others`, and none after others have had the chance to run.
+/// Asserts that there is none of `others`, now and after other threads could run.
 fn nobody_comes(others: &atomic::AtomicU64, met: &str) {
     assert_eq!(others.load(Ordering::SeqCst), 0, "{met}");
     thread::sleep(std::time::Duration::ZERO);
     assert_eq!(others.load(Ordering::SeqCst), 0, "{met}");
 }
 
-/// Sharers of so many guards each, beside one thread that excludes.
+/// Runs sharers with `guards` guards each, beside one thread that excludes.
 fn sharers(
     domain: &Arc<Domain>,
     room: &Arc<Room>,
@@ -139,11 +140,11 @@ fn shared_and_exclusive_work_do_not_meet_beside_other_scans() {
     });
 }
 
-/// Things that are linked one after the other, and which of them are free.
+/// Things that a writer links one after the other.
 struct Things {
-    /// The one that is linked.
+    /// The number of the linked thing.
     linked: AtomicU64,
-    /// Not of the modelled memory.
+    /// Whether each thing is freed. Not part of the modelled memory.
     freed: [atomic::AtomicBool; Self::MOST],
 }
 
@@ -167,7 +168,7 @@ impl Things {
         assert!(!freed, "thing {thing} is used, and free");
     }
 
-    /// Links one thing after the other, retires the one before, and frees what may be freed.
+    /// Links one thing after the other, retires the thing before, and frees expired things.
     fn write(&self, domain: &Domain, by: By) {
         let mut limbo = Limbo::new();
         for thing in 1..Self::MOST {
@@ -191,16 +192,16 @@ impl Things {
     }
 }
 
-/// How a writer learns what may be freed.
+/// The rule by which a writer frees.
 #[derive(Clone, Copy)]
 enum By {
-    /// The epoch moves on; readers fence after that.
+    /// The epoch has moved on. Readers fence after that.
     Epochs,
-    /// The same, and then there is no guard.
+    /// The same, and then the domain was quiet.
     Quiet,
 }
 
-/// One writer, beside readers that do `read` a few times, and another who excludes.
+/// Runs one writer beside readers that call `read` a few times, and a thread that excludes.
 fn beside_a_writer(by: By, read: fn(&Things, &mut Reader, &mut Remembered)) {
     let (domain, things) = (domain(), Things::new());
     let readers = [5, 3].map(|guards| {
@@ -228,7 +229,7 @@ fn read(things: &Things, reader: &mut Reader, _: &mut Remembered) {
     things.use_it(thing);
 }
 
-/// As a cache does: what was reached under a guard is used under others of the same epoch.
+/// Acts like a cache: uses a thing that was reached under one guard under others of the same epoch.
 fn remember(things: &Things, reader: &mut Reader, remembered: &mut Remembered) {
     let guard = reader.pin();
     let now = guard.epoch();
@@ -256,8 +257,8 @@ fn what_is_remembered_is_not_freed() {
     check(|| beside_a_writer(By::Quiet, remember));
 }
 
-/// The writer stamps and then only looks at the epoch, which another thread advances. So nothing
-/// but the fence of the stamp takes the writer's store out of its buffer.
+/// The writer stamps and then only loads the epoch, which another thread advances. So only the
+/// fence of the stamp empties the writer's buffer.
 #[test]
 fn what_is_stamped_is_not_read_beside_a_thread_that_advances() {
     check(|| {

@@ -1,5 +1,5 @@
-//! Shared guards and exclusive work: who keeps whom out, who is told that somebody waits, and that
-//! all come in.
+//! Shared guards and exclusive work: each keeps the other out, holders learn of waiting threads,
+//! and all threads get in.
 
 use pageferry_epoch::{Barrier, Domain, Epoch, Limbo, Reader};
 use pageferry_testkit::{LIMIT, wait_until};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Instant;
 
-/// What threads of these tests do while they wait; not for ever.
+/// Returns the `relax` function of these tests. It panics after too long a wait.
 fn patience() -> impl FnMut() {
     let begun = Instant::now();
     move || {
@@ -42,8 +42,11 @@ fn exclusive_work_keeps_shared_guards_and_other_exclusive_work_out() {
     assert!(domain.is_excluded());
     assert!(reader.try_share().is_none());
     assert!(domain.try_exclude().is_none());
-    assert!(!exclusive.is_wanted(), "who tries does not wait");
-    assert!(domain.is_quiet(), "nothing is left of what was tried");
+    assert!(
+        !exclusive.is_wanted(),
+        "a thread that only tries does not wait"
+    );
+    assert!(domain.is_quiet(), "failed attempts leave nothing behind");
     drop(reader.pin());
     drop(exclusive);
     assert!(!domain.is_excluded());
@@ -55,7 +58,7 @@ fn exclusive_work_keeps_shared_guards_and_other_exclusive_work_out() {
 fn who_shares_within_some_turns_waits_no_longer() {
     let domain = Domain::new();
     let mut reader = domain.register();
-    let no_turn = || panic!("a turn more than there are");
+    let no_turn = || panic!("more turns than allowed");
     drop(reader.share_within(0, no_turn).expect("nobody excludes"));
     let exclusive = domain.exclude(|| panic!("waits"));
     assert!(reader.share_within(0, no_turn).is_none());
@@ -85,7 +88,7 @@ fn who_excludes_gives_way_for_a_moment_only() {
     let domain = Domain::new();
     let mut reader = domain.register();
     let mut held = Some(domain.exclude(|| panic!("waits")));
-    // Somebody waits whenever this excludes again, and does not come to its turn.
+    // A thread waits whenever this excludes again, and the sharer does not get in.
     let again = || {
         held = None;
         held = Some(domain.exclude(|| panic!("nobody shares")));
@@ -125,10 +128,10 @@ fn each_side_is_told_that_the_other_waits() {
     thread::scope(|scope| {
         scope.spawn(|| {
             let exclusive = domain.exclude(patience());
-            wait_until("somebody who wants to share", || exclusive.is_wanted());
+            wait_until("a thread that wants to share", || exclusive.is_wanted());
             turns.store(1, Ordering::Relaxed);
         });
-        wait_until("somebody who wants to exclude", || shared.is_wanted());
+        wait_until("a thread that wants to exclude", || shared.is_wanted());
         assert_eq!(turns.load(Ordering::Relaxed), 0);
         shared.yield_now(patience());
         assert_eq!(turns.load(Ordering::Relaxed), 1);
@@ -184,7 +187,7 @@ fn a_wait_that_panics_leaves_nothing_behind() {
     drop(shared);
 }
 
-/// A guard whose wait panics is one all the same.
+/// A guard whose wait panics is a guard again.
 #[test]
 fn a_guard_that_yields_is_one_again_also_after_a_panic() {
     let domain = Domain::new();
@@ -193,17 +196,17 @@ fn a_guard_that_yields_is_one_again_also_after_a_panic() {
     thread::scope(|scope| {
         scope.spawn(|| {
             let exclusive = domain.exclude(patience());
-            wait_until("somebody who wants to share", || exclusive.is_wanted());
+            wait_until("a thread that wants to share", || exclusive.is_wanted());
         });
-        wait_until("somebody who wants to exclude", || shared.is_wanted());
+        wait_until("a thread that wants to exclude", || shared.is_wanted());
         let yields = || shared.yield_now(|| panic!("in the wait"));
-        // Whether it had to wait depends on how fast the other is.
+        // Whether it had to wait depends on the speed of the other thread.
         drop(catch_unwind(AssertUnwindSafe(yields)));
         assert!(domain.try_exclude().is_none() && !domain.is_quiet());
     });
 }
 
-/// Who excludes writes two words, which a sharer never sees apart; all waits end.
+/// Excluders write two words, and no sharer sees them differ. All waits end.
 #[test]
 fn many_share_and_some_exclude() {
     const ROUNDS: u64 = if cfg!(miri) { 20 } else { 500 };
@@ -259,12 +262,11 @@ fn many_share_and_some_exclude() {
     assert!(domain.is_quiet() && !domain.is_excluded());
 }
 
-/// A barrier that panics: the caller sees the panic, nobody is kept out, nothing is freed, and the
-/// domain goes on.
+/// After a panic of the barrier no thread is kept out, nothing is freed, and the domain works.
 #[test]
 fn a_barrier_that_panics_leaves_nothing_behind() {
     static FAILS: AtomicU64 = AtomicU64::new(1);
-    // SAFETY: one thread uses the domain, and its own accesses are in order.
+    // SAFETY: one thread uses the domain, and its accesses are in order.
     let barrier = unsafe {
         Barrier::new(|| {
             let failing = FAILS.load(Ordering::Relaxed) != 0;

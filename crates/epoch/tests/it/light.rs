@@ -8,17 +8,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often the barrier was called, by all tests.
+/// The number of calls of the barrier by all tests.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// The process's barrier, counted; none if the kernel has none.
+/// The process's barrier, which counts its calls. `None` if the kernel has none.
 fn barrier() -> Option<Barrier> {
     let registered = membarrier(MembarrierCommand::RegisterPrivateExpedited);
     if let Err(error) = registered {
         skip("membarrier", error);
         return None;
     }
-    // SAFETY: what it calls reaches all threads of this process.
+    // SAFETY: the inner barrier reaches all threads of this process.
     Some(unsafe {
         Barrier::new(|| {
             CALLS.fetch_add(1, Ordering::Relaxed);
@@ -33,8 +33,8 @@ fn guards(reader: &mut Reader, count: u32) {
     }
 }
 
-/// Memory that no cache holds. Who stores to it has to wait for it, and later stores of the same
-/// thread wait behind that one, in the processor: so announcements come to be seen late.
+/// Memory that no cache holds. A store to it takes long, and later stores of the same thread wait
+/// behind it in the processor. So announcements become visible late.
 struct Far {
     words: Vec<AtomicU64>,
     at: usize,
@@ -49,18 +49,18 @@ impl Far {
         }
     }
 
-    /// More stores than a processor waits for at once.
+    /// Makes more stores than a processor can have outstanding.
     fn write(&mut self) {
         for _ in 0..40 {
-            // An odd number of lines, and far.
+            // The stride is an odd number of cache lines, and large.
             self.at = (self.at + 8 * 20_011) % self.words.len();
             self.words[self.at].store(1, Ordering::Relaxed);
         }
     }
 }
 
-/// Calls `guard` until it is to stop, with the number of the call; now and then announcements come
-/// late. Gives how many there were.
+/// Calls `guard` with the number of the call until `stop`. Some announcements become visible late.
+/// Returns the number of calls.
 fn until(stop: &Stop, mut guard: impl FnMut(u64)) -> u64 {
     let (mut guards, mut far) = (0_u64, Far::new());
     while !stop.is_stopped() {
@@ -73,7 +73,7 @@ fn until(stop: &Stop, mut guard: impl FnMut(u64)) -> u64 {
     guards
 }
 
-/// Longer than readers take to turn a domain light.
+/// Pauses for longer than readers need to turn a domain light.
 fn pause() {
     let end = Instant::now() + Duration::from_micros(100);
     while Instant::now() < end {
@@ -81,7 +81,7 @@ fn pause() {
     }
 }
 
-/// One test, as all count the same calls.
+/// This is one test, because all parts count the same calls.
 #[test]
 fn light_guards() {
     let Some(barrier) = barrier() else {
@@ -94,7 +94,7 @@ fn light_guards() {
     what_is_retired_is_not_read(barrier);
 }
 
-/// Whether this processor's readers may be light.
+/// 1 if readers may be light on this processor, else 0.
 const LIGHT: u64 = cfg!(target_arch = "x86_64") as u64;
 
 fn scans_turn_and_quiet_readers_turn_back(barrier: Barrier) {
@@ -135,9 +135,9 @@ fn scans_turn_and_quiet_readers_turn_back(barrier: Barrier) {
     assert_eq!(calls(), 3 * LIGHT, "without light guards no barrier");
 }
 
-/// While a scan's barrier is under way, readers do not turn the domain light again, however many
-/// guards they take. Otherwise two scans could be turning at once, and the first to finish would
-/// hide the other's barrier from a third.
+/// During a scan's barrier readers do not turn the domain light again, for any number of guards.
+/// Otherwise two scans could be turning at once, and the first to finish would hide the other's
+/// barrier from a third.
 #[test]
 fn readers_do_not_turn_light_during_a_barrier() {
     const BEFORE: u64 = 1;
@@ -145,8 +145,8 @@ fn readers_do_not_turn_light_during_a_barrier() {
     const AFTER: u64 = 3;
     static PHASE: AtomicU64 = AtomicU64::new(0);
     static BARRIERS: AtomicU64 = AtomicU64::new(0);
-    // SAFETY: the one other thread that uses the domain goes through locked instructions, its
-    // guards' and its stores to `PHASE`, before a call returns that it does not make itself.
+    // SAFETY: only one other thread uses the domain. Before a call that it does not make itself
+    // returns, it executes locked instructions: those of its guards and its stores to `PHASE`.
     let barrier = unsafe {
         Barrier::new(|| {
             BARRIERS.fetch_add(1, Ordering::SeqCst);
@@ -162,7 +162,7 @@ fn readers_do_not_turn_light_during_a_barrier() {
     };
     let domain = Domain::with_barrier(Some(barrier));
     let mut reader = domain.register();
-    // Light, where that can be.
+    // This turns the domain light, if the processor allows it.
     guards(&mut reader, 2000);
     thread::scope(|scope| {
         PHASE.store(BEFORE, Ordering::SeqCst);
@@ -183,7 +183,7 @@ fn readers_do_not_turn_light_during_a_barrier() {
     );
 }
 
-/// A sharer as fast as can be, and an excluder that lets it turn light each time. With a barrier
+/// Runs a sharer at full speed, and an excluder that lets it turn light each time. With a barrier
 /// that is only a fence this fails within half a second.
 fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
     let domain = Domain::with_barrier(Some(barrier));
@@ -229,7 +229,7 @@ fn shared_and_exclusive_work_do_not_meet(barrier: Barrier) {
     assert!(calls <= exclusions && (calls > 10 || LIGHT == 0));
 }
 
-/// Things that are linked one after the other, and freed; readers see none that is free.
+/// Links things one after the other and frees them. Readers must see no freed thing.
 fn what_is_retired_is_not_read(barrier: Barrier) {
     const THINGS: usize = 64;
     let domain = Domain::with_barrier(Some(barrier));
@@ -256,7 +256,7 @@ fn what_is_retired_is_not_read(barrier: Barrier) {
         let stopping = stop.on_drop();
         let (begun, mut limbo, mut now, mut uses) = (Instant::now(), Limbo::new(), 0, 0_u64);
         while begun.elapsed() < Duration::from_millis(700) {
-            // One that nobody uses any more: there is one soon, as guards are short.
+            // Take a thing that nobody uses any more. There is one soon, as guards are short.
             if let Some(new) = (0..THINGS).find(|&thing| freed[thing].load(Ordering::Relaxed)) {
                 freed[new].store(false, Ordering::Relaxed);
                 linked.store(new, Ordering::Release);

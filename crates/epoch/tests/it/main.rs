@@ -2,7 +2,7 @@
 #![cfg(not(any(loom, shuttle)))]
 #![expect(
     unsafe_code,
-    reason = "a barrier's maker promises that it is one, and tests under Miri share memory by pointer"
+    reason = "the maker of a barrier promises its effect, and tests under Miri share memory by pointer"
 )]
 
 mod exclusion;

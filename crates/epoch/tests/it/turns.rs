@@ -1,5 +1,5 @@
-//! The turns between light guards and guards that fence, with Miri's weak memory and its checks for
-//! races and for uses of freed memory.
+//! The switching between light guards and guards that fence, with Miri's weak memory and its checks
+//! for races and for uses of freed memory.
 //!
 //! `cargo +nightly miri test -p pageferry-epoch --test it`; `MIRIFLAGS=-Zmiri-many-seeds=0..32`
 //! tries more schedules.
@@ -18,7 +18,7 @@ use std::thread;
 static BARRIERS: AtomicU32 = AtomicU32::new(0);
 
 fn domain() -> Arc<Domain> {
-    // SAFETY: with light guards that fence, a fence is as good.
+    // SAFETY: under Miri light guards fence, so a fence suffices.
     let barrier = unsafe {
         Barrier::new(|| {
             BARRIERS.fetch_add(1, Ordering::Relaxed);
@@ -38,7 +38,7 @@ fn what_a_guard_reached_is_freed_after_it() {
                 let mut last = 0;
                 for _ in 0..40 {
                     let guard = reader.pin();
-                    // SAFETY: what is linked is freed after a grace period only.
+                    // SAFETY: a linked thing is freed only after a grace period.
                     let now = unsafe { *linked.load(Ordering::Acquire) };
                     assert!(last <= now);
                     last = now;
@@ -47,7 +47,7 @@ fn what_a_guard_reached_is_freed_after_it() {
             });
         }
         let mut limbo = Limbo::new();
-        // SAFETY: linked by this thread, unlinked since, and a grace period is over.
+        // SAFETY: this thread linked the thing and has unlinked it, and a grace period is over.
         let free = |thing: *mut u32| drop(unsafe { Box::from_raw(thing) });
         for number in 1..20 {
             let old = linked.swap(Box::into_raw(Box::new(number)), Ordering::AcqRel);
@@ -67,14 +67,14 @@ fn what_a_guard_reached_is_freed_after_it() {
             free(thing);
         }
     });
-    // SAFETY: the last one, and nobody reads any more.
+    // SAFETY: this is the last thing, and no thread reads any more.
     drop(unsafe { Box::from_raw(linked.swap(ptr::null_mut(), Ordering::Relaxed)) });
     assert!(BARRIERS.load(Ordering::Relaxed) > 0, "no guard was light");
 }
 
 struct Shared(UnsafeCell<u32>);
 
-// SAFETY: what is not kept apart is what Miri looks for.
+// SAFETY: Miri looks for accesses that are not kept apart.
 unsafe impl Sync for Shared {}
 
 #[test]
