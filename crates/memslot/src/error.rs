@@ -1,4 +1,4 @@
-//! Why a request was refused.
+//! The error of a refused request.
 
 use crate::SlotFlags;
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
@@ -15,8 +15,11 @@ pub enum SlotError {
     /// The allocator refused memory that the request needs.
     #[error("{0}")]
     OutOfMemory(#[from] OutOfMemory),
-    /// A flag nobody knows.
-    #[error("unknown slot flags {unknown}; known are {}", SlotFlags::KNOWN)]
+    /// An unknown flag.
+    #[error(
+        "unknown slot flags {unknown}; the known flags are {}",
+        SlotFlags::KNOWN
+    )]
     UnknownFlags {
         /// The bits that are not known.
         unknown: SlotFlags,
@@ -53,8 +56,8 @@ pub enum SlotError {
         /// In bytes.
         size: u64,
     },
-    /// The host has no memory there: the address has more than 60 bits, sign-extended as processors
-    /// do, or the range begins in the lower half of the address space and ends above it.
+    /// The host has no memory there. Either the address does not fit 60 bits with sign extension,
+    /// or the range crosses the end of the lower half of the address space.
     #[error(
         "host range {hva} + {size:#x} is not canonical: it must lie in the lowest or the highest 2^59 bytes of the \
          address space, without a tag"
@@ -66,15 +69,15 @@ pub enum SlotError {
         size: u64,
     },
     /// There is no such address space.
-    #[error("address space {address_space} does not exist; there are {count}, from 0")]
+    #[error("address space {address_space} does not exist; expected a number below {count}")]
     NoSuchAddressSpace {
-        /// The one asked for.
+        /// The address space asked for.
         address_space: u16,
-        /// How many there are.
+        /// The number of address spaces.
         count: u16,
     },
     /// The id is too large.
-    #[error("slot id {id} is too large; ids are below {max_slots}")]
+    #[error("slot id {id} is too large; expected an id below {max_slots}")]
     IdTooLarge {
         /// The id asked for.
         id: u16,
@@ -88,7 +91,7 @@ pub enum SlotError {
         gpa: Gpa,
         /// In bytes.
         size: u64,
-        /// The first frame no slot may hold.
+        /// The first frame that no slot may hold.
         limit: Gfn,
     },
     /// One slot is too large.
@@ -110,7 +113,7 @@ pub enum SlotError {
         id: u16,
     },
     /// The pages of all slots together no longer fit 64 bits.
-    #[error("{pages} pages more than the {total} there are do not fit a 64-bit count")]
+    #[error("{pages} pages added to the present {total} do not fit a 64-bit count")]
     TotalPagesOverflow {
         /// The pages of all slots today.
         total: u64,
@@ -137,7 +140,7 @@ pub enum SlotError {
         /// The address asked for.
         new: Hva,
     },
-    /// `READONLY` and `GUEST_MEMFD` stay as they were at creation.
+    /// A slot keeps `READONLY` and `GUEST_MEMFD` as they were at creation.
     #[error(
         "slot {id} has flags {old}: {toggled} cannot be toggled by changing to {new}; delete and create it"
     )]
@@ -148,7 +151,7 @@ pub enum SlotError {
         old: SlotFlags,
         /// The flags asked for.
         new: SlotFlags,
-        /// Those of the differences that are not allowed.
+        /// The differences that are not allowed.
         toggled: SlotFlags,
     },
     /// A slot with guest_memfd cannot move.
@@ -175,12 +178,12 @@ pub enum SlotError {
         taken: GfnRange,
     },
     /// `USERFAULT` needs a bitmap.
-    #[error("slot {id} is to have USERFAULT and names no bitmap; give the address of its words")]
+    #[error("slot {id} has USERFAULT but no bitmap; give the address of the bitmap's words")]
     NoUserfaultBitmap {
         /// The id.
         id: u16,
     },
-    /// The bitmap is not made of whole words.
+    /// The bitmap's address is not a multiple of the word size.
     #[error("userfault bitmap {bitmap} is not a multiple of 8")]
     UnalignedBitmap {
         /// The address asked for.
@@ -191,7 +194,7 @@ pub enum SlotError {
     BitmapOverflow {
         /// The first address.
         bitmap: Hva,
-        /// How many bytes the slot's pages need.
+        /// The bytes that the slot's pages need.
         bytes: u64,
     },
     /// A slot keeps its bitmap as long as it has `USERFAULT`.

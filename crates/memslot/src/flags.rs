@@ -3,8 +3,8 @@
 use core::fmt;
 use core::ops::BitOr;
 
-/// A slot's flags as they come in a request, known or not;
-/// [`SlotWriter::begin`](crate::SlotWriter::begin) refuses the unknown ones.
+/// The flags of a request or a slot. A request may have unknown ones, which
+/// [`SlotWriter::begin`](crate::SlotWriter::begin) refuses.
 ///
 /// Values: `include/uapi/linux/kvm.h`; `USERFAULT` as the KVM Userfault series (2024) numbers it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -20,7 +20,7 @@ impl SlotFlags {
     /// A guest_memfd backs the slot's private memory (`KVM_MEM_GUEST_MEMFD`); fixed when the slot
     /// is created.
     pub const GUEST_MEMFD: Self = Self(1 << 2);
-    /// A touch of a page whose userfault bit is set leaves the guest (`KVM_MEM_USERFAULT`).
+    /// An access to a page whose userfault bit is set leaves the guest (`KVM_MEM_USERFAULT`).
     pub const USERFAULT: Self = Self(1 << 3);
     /// All flags this crate knows.
     pub const KNOWN: Self = Self(0b1111);

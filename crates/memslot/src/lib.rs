@@ -2,29 +2,29 @@
 //!
 //! **Guarantee.** Slots obey the rules of Linux's `KVM_SET_USER_MEMORY_REGION2`. Inside an address
 //! space they never overlap by guest frame. They may overlap by host address. They keep size and
-//! host address for life. Every look-up (by guest frame, exact or nearest below; by id; over a
-//! frame range; over a host range) and every change takes O(log n). Readers are wait-free and see
-//! an operation wholly or not at all. While a slot is being deleted or moved they find it invalid
-//! and know that they must retry. A refused request changes nothing, and its error says which value
-//! was wrong and what would be right. A lack of memory is such an error.
+//! host address for life. Every change takes O(log n). So does every look-up: by guest frame (exact
+//! or nearest below), by id, over a frame range, and over a host range. Readers are wait-free and
+//! see an operation wholly or not at all. While a writer deletes or moves a slot, readers find it
+//! invalid and must retry. A refused request changes nothing. Its error names the wrong value and
+//! what would be right. A lack of memory is such an error.
 //!
 //! **Mechanism.** Each address space has three B+ trees over one set of slot records: by frame, by
-//! id, and by host address with the largest end below each child (an interval tree). A change makes
-//! a new record of the slot it changes, and copies a leaf of each tree in which the slot's place
-//! changes. One store publishes each tree. Slots that come in ascending order fill unused places,
-//! so they copy next to nothing. Nodes and records carry versions, so that a reader's view sees all
-//! trees at one version. What was replaced is freed after a grace period. The module `table`
-//! says in which order things become visible and why that suffices. The kernel keeps two sets of
-//! trees instead and waits for its readers at every change (Szmigiero, *Scalable memslots
-//! implementation*, v5, 2021).
+//! id, and by host address. The last is an interval tree: it keeps the largest end below each
+//! child. A change makes a new record of its slot, and copies a leaf of each tree in which the
+//! slot's place changes. One store publishes each tree. Slots that come in ascending order fill
+//! unused places, so they copy almost nothing. Nodes and records carry versions, so that a reader's
+//! view sees all trees at one version. Replaced nodes and records are freed after a grace period.
+//! The module `table` describes the order in which things become visible, and proves that it
+//! suffices. The kernel keeps two sets of trees instead and waits for its readers at every change
+//! (Szmigiero, *Scalable memslots implementation*, v5, 2021).
 //!
 //! **Cost.** A table without slots takes less than 1 KiB. A slot takes about 150 to 200 bytes with
-//! its index entries. In a full table from which many slots have gone again, a slot takes more:
-//! measured, 215 bytes with a quarter gone, 340 with half.
+//! its index entries. After many deletions from a full table a slot takes more: measured, 215 bytes
+//! with a quarter of the slots gone, 340 with half.
 //!
-//! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which knows when memory may be
+//! **Neighbours.** Below: `pageferry-addr`, and `pageferry-epoch`, which decides when memory may be
 //! freed. The hypervisor above keeps its own data in every slot (the `D` of [`Slot`]: dirty log,
-//! userfault bitmap) and zaps second-stage mappings as [`Change`] tells it. This crate must not
+//! userfault bitmap) and zaps second-stage mappings according to [`Change`]. This crate must not
 //! know page tables, vCPUs, bitmaps or system calls. It never touches the memory that slots
 //! describe.
 //!

@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "keeps a pointer to the slot that was found last"
 )]
-//! Readers, their guards, and the slot each found last.
+//! Readers, their guards, and the slot that each reader found last.
 
 use crate::table::{Generation, SharedTable, view};
 use crate::tree::TwoLeaves;
@@ -14,30 +14,30 @@ use core::ptr;
 use pageferry_addr::Gfn;
 use pageferry_epoch::{Epoch, Guard, OutOfMemory, Reader};
 
-/// One reader of a table: a vCPU, or any thread. It can be sent to another thread and serves one at
-/// a time.
+/// One reader of a table, for a vCPU or any other thread. It can be sent to another thread and
+/// serves one thread at a time.
 ///
 /// It remembers the slot it found last by gfn, so that looking it up again costs about a nanosecond
 /// (the kernel's per-vCPU `last_used_slot`).
 pub struct SlotReader<D> {
     reader: Reader,
     last: LastUsed<D>,
-    // After `reader`, so that the record is given back before the domain can go.
+    // Declared after `reader`, so that `reader` gives its record back before the domain can go.
     shared: Arc<SharedTable<D>>,
 }
 
 /// A reader's cache: the slot that it found last by gfn.
 struct LastUsed<D> {
     cached: Cell<Cached<D>>,
-    /// The epoch of the guard under which the slot was found; that of the current guard if there
-    /// is one.
+    /// The epoch of the current guard or, without one, of the last guard. The slot was found under
+    /// a guard of this epoch.
     epoch: Cell<Epoch>,
 }
 
 /// The slot found last.
 struct Cached<D> {
     slot: *const Slot<D>,
-    /// The frames of the slot, copied from the record. No pages if there is no slot.
+    /// The frames of the slot, copied from the record. `pages` is 0 if there is no slot.
     start: u64,
     pages: u64,
 }
@@ -58,7 +58,7 @@ impl<D> Clone for Cached<D> {
 }
 impl<D> Copy for Cached<D> {}
 
-// SAFETY: the pointer in `last` is used under a guard of this reader only, and is valid on any
+// SAFETY: the pointer in `last` is followed under a guard of this reader only, and is valid on any
 // thread. Slots are shared (`D: Sync`), and the last handle drops them (`D: Send`).
 unsafe impl<D: Send + Sync> Send for SlotReader<D> {}
 
@@ -74,8 +74,8 @@ impl<D> SlotReader<D> {
         })
     }
 
-    /// Takes a guard. Wait-free: a few nanoseconds, and it reads no cache line that others write
-    /// often.
+    /// Takes a guard. Wait-free. It takes a few nanoseconds and reads no cache line that others
+    /// write often.
     #[inline]
     pub fn pin(&mut self) -> SlotGuard<'_, D> {
         let guard = self.reader.pin();
@@ -89,7 +89,8 @@ impl<D> SlotReader<D> {
 }
 
 impl<D> LastUsed<D> {
-    /// Forgets a slot that was found in another epoch than the guard's, as it may have been freed.
+    /// Forgets a slot that was found in another epoch than the guard's: the writer may have freed
+    /// it.
     #[inline]
     fn forget_older(&self, epoch: Epoch) {
         if self.epoch.get() != epoch {
@@ -105,11 +106,12 @@ impl<D> fmt::Debug for SlotReader<D> {
     }
 }
 
-/// While it lives, nothing that the reader sees is freed. Look-ups borrow from it.
+/// A read section. While the guard lives, nothing that its reader sees is freed. Look-ups borrow
+/// from it.
 ///
-/// Hold it as long as slots are in use and no longer. While any guard is held, what was replaced
-/// since it was taken stays in memory, and a writer that has replaced too much
-/// ([`crate::Limits::max_retired`]) waits.
+/// Hold it as long as slots are in use and no longer. Everything that is replaced while a guard
+/// lives stays in memory. A writer that has replaced too much ([`crate::Limits::max_retired`])
+/// waits for the guard.
 #[must_use = "slots can be looked up as long as the guard lives"]
 pub struct SlotGuard<'r, D> {
     guard: Guard<'r>,
@@ -118,7 +120,7 @@ pub struct SlotGuard<'r, D> {
 }
 
 impl<D> SlotGuard<'_, D> {
-    /// The slot that holds `gfn` in address space 0, newest state: see
+    /// The slot that holds `gfn` in the newest state of address space 0: see
     /// [`lookup_in`](Self::lookup_in).
     #[inline]
     #[must_use]
@@ -126,21 +128,21 @@ impl<D> SlotGuard<'_, D> {
         self.lookup_in(0, gfn)
     }
 
-    /// The slot that holds `gfn`, as of some moment during the call: before or after any one
-    /// operation.
+    /// The slot that holds `gfn` at some moment during the call. That moment lies before or after
+    /// any one operation.
     ///
-    /// While that slot is being deleted or moved the answer is the old slot, and
-    /// [`Slot::is_invalid`]: leave, let the writer finish, and look again. `None` also if there
-    /// is no such address space. O(1) if it is the slot that this reader found last, otherwise
-    /// O(log n).
+    /// While a writer deletes or moves that slot, the answer is the old slot, and
+    /// [`Slot::is_invalid`] holds. Then drop the guard, let the writer finish, and look again. The
+    /// answer is also `None` if there is no such address space. O(1) for the slot that this reader
+    /// found last, otherwise O(log n).
     #[inline]
     #[must_use]
     pub fn lookup_in(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let last = self.last.cached.get();
         if gfn.0.wrapping_sub(last.start) < last.pages {
-            // SAFETY: the pointer was reached under this guard, or one of the same epoch other than
-            // `NEVER`, since `pin` and `refresh` forget all others. So the slot is not
-            // freed: see `pageferry_epoch`.
+            // SAFETY: the pointer was reached under this guard, or under one of the same epoch
+            // other than `NEVER`: `pin` and `refresh` forget all others. So the slot is not freed:
+            // see `pageferry_epoch`.
             let slot = unsafe { &*last.slot };
             slot.alive.used();
             if slot.is_current() && slot.address_space == address_space {
@@ -172,11 +174,11 @@ impl<D> SlotGuard<'_, D> {
         Some(self.remember(slot))
     }
 
-    /// The look-up if one leaf alone cannot tell.
+    /// Does the look-up if one leaf alone cannot answer it.
     ///
     /// An operation in progress may have changed the tree already, and this reader may have seen
-    /// that. So it asks for the version that the operation makes. A move makes that in two
-    /// steps. A look-up may miss the first and meet the second; a second look meets both.
+    /// that. So it looks at the version that the operation makes. A move takes two steps. A first
+    /// look-up may miss the first step and meet the second. Then a second look-up meets both.
     #[cold]
     fn find_in_two_leaves(&self, address_space: u16, gfn: Gfn) -> Option<&Slot<D>> {
         let generation = self.shared.generation();
@@ -189,7 +191,7 @@ impl<D> SlotGuard<'_, D> {
         found
     }
 
-    /// The epoch of the guard when it was taken. That counts for what is remembered.
+    /// The epoch of the guard when it was taken. The reader's cache belongs to that epoch.
     #[inline]
     fn epoch(&self) -> Epoch {
         self.last.epoch.get()
@@ -207,7 +209,7 @@ impl<D> SlotGuard<'_, D> {
         slot
     }
 
-    /// All look-ups at one version: the newest that is complete.
+    /// A view of the newest complete version.
     #[inline]
     #[must_use]
     pub fn view(&self) -> SlotView<'_, D> {
@@ -215,15 +217,16 @@ impl<D> SlotGuard<'_, D> {
         view(self.shared, generation.number(), generation)
     }
 
-    /// How often the table has changed, and whether it is changing now.
+    /// The number of changes, and whether one is in progress.
     #[inline]
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.generation()
     }
 
-    /// Drops the guard and takes it again, for one load if nothing has been freed lately. For
-    /// readers that stay for long. Nothing that was looked up before can be in use.
+    /// Drops the guard and takes it again. If the epoch has not moved, this costs one load. It is
+    /// for readers that work for long. The borrow checker ensures that no earlier look-up is still
+    /// in use.
     #[inline]
     pub fn refresh(&mut self) {
         self.guard.refresh();

@@ -1,25 +1,26 @@
 #![expect(unsafe_code, reason = "frees slots and tree nodes")]
-//! When what the writer replaced is freed.
+//! Frees the slots and tree nodes that the writer replaced.
 //!
-//! Readers may use it while they hold guards from before. [`crate::table`] says why that is enough.
+//! Readers may use a replaced thing while they hold guards from before. [`crate::table`] proves
+//! that this is enough.
 
 use crate::SlotWriter;
 use crate::table::WriterState;
 use pageferry_epoch::OutOfMemory;
 
-/// How many replaced things make a batch beside readers at work: the writer looks at every reader
-/// once a batch. An operation that completes a batch frees up to two batches.
+/// The number of replaced things in a batch while readers are active. The writer scans all readers
+/// once per batch. An operation that completes a batch frees up to two batches.
 const BATCH: usize = 32;
-/// The same while no reader is at work: the things of a few operations, which caches still hold
-/// when they are reused.
+/// The same while no reader is active: the things of a few operations, so that later operations
+/// reuse memory which is still in the cache.
 const QUIET_BATCH: usize = 5;
 
 impl<D> SlotWriter<D> {
-    /// Frees some of what no reader uses any more; waits if too much is in use.
+    /// Frees some of the things that no reader uses any more. Waits if too many are still in use.
     ///
-    /// As long as no reader has a guard whenever the writer looks, it looks every few operations.
-    /// Then the next operations reuse what was replaced while caches still hold it. Looking
-    /// disturbs readers at work, so beside them the writer looks less often.
+    /// While no scan finds a reader with a guard, the writer scans every few operations. Then later
+    /// operations reuse memory that is still in the cache. A scan disturbs active readers, so
+    /// beside them the writer scans less often.
     pub(crate) fn free_some(&mut self) -> Result<(), OutOfMemory> {
         let limit = self.shared.limits.max_retired;
         let state = self.state();
@@ -44,8 +45,8 @@ impl<D> SlotWriter<D> {
         Ok(())
     }
 
-    /// Frees all that was replaced, and `most` of what waits. Since it was replaced the epoch has
-    /// moved on, and then no reader had a guard.
+    /// Frees everything in `replaced`, and up to `most` things of the limbo. The caller has
+    /// advanced the epoch since the things were replaced, and then found no reader with a guard.
     fn free_quietly(&mut self, most: usize) {
         let WriterState {
             replaced,
@@ -54,7 +55,7 @@ impl<D> SlotWriter<D> {
             ..
         } = self.state();
         while let Some(thing) = replaced.pop() {
-            // SAFETY: no reader knows of it any more, as `Domain::is_quiet` says, and it was
+            // SAFETY: no reader knows of the thing any more, as `Domain::is_quiet` says. It was
             // replaced once.
             unsafe { pools.free(thing) };
         }
@@ -67,8 +68,8 @@ impl<D> SlotWriter<D> {
         }
     }
 
-    /// Stamps all that was replaced. For most of it the stamp is newer than it need be, which does
-    /// no harm.
+    /// Stamps everything in `replaced` and retires it. Most stamps are newer than needed, which
+    /// does no harm.
     fn retire(&mut self) -> Result<(), OutOfMemory> {
         let state = self.state();
         state.limbo.try_reserve(state.replaced.len())?;
@@ -88,36 +89,36 @@ impl<D> SlotWriter<D> {
             let Some(thing) = state.limbo.next_expired_in(now) else {
                 return;
             };
-            // SAFETY: its grace period is over, and it was retired once.
+            // SAFETY: the grace period of the thing is over, and it was retired once.
             unsafe { state.pools.free(thing) };
         }
     }
 
     fn advance(&mut self) -> bool {
-        // Only the writer moves the epoch, so this is the next.
+        // Only the writer moves the epoch, so `next` is the epoch that comes.
         let next = self.shared.domain.epoch().next();
         self.shared.forget_last_used(next);
         self.shared.domain.try_advance()
     }
 
-    /// Frees all that no reader can use any more, without waiting. Returns how many slots and tree
-    /// nodes are left.
+    /// Frees everything that no reader can use any more, without waiting. Returns the number of
+    /// slots and tree nodes that are left.
     ///
     /// If nobody holds a guard, nothing is left, and the data of all deleted and replaced slots has
-    /// been dropped. Without a call that happens during later operations, when the writer is
-    /// dropped, or when the last reader's guard and the table are. Call it after a change if
-    /// data owns something that should go soon.
+    /// been dropped. Without this call the data goes during later operations, with the writer, or
+    /// with the last handle to the table. Call it after a change if the data owns something that
+    /// should go soon.
     pub fn reclaim(&mut self) -> usize {
         if self.advance() && self.shared.domain.is_quiet() {
             self.free_quietly(usize::MAX);
             return 0;
         }
         if self.retire().is_err() {
-            // Without memory for the list they wait for the next call.
+            // There is no memory for the list, so the things wait for the next call.
             self.free(usize::MAX);
             return self.retired();
         }
-        // What was stamped in this epoch goes after two advances.
+        // Things stamped in this epoch expire after two advances.
         for _ in 0..2 {
             self.free(usize::MAX);
             if self.state().limbo.is_empty() || !self.advance() {
@@ -128,7 +129,7 @@ impl<D> SlotWriter<D> {
         self.retired()
     }
 
-    /// How many slots and tree nodes wait for a grace period.
+    /// The number of slots and tree nodes that wait for a grace period.
     #[must_use]
     pub fn retired(&self) -> usize {
         let state = self.state_ref();

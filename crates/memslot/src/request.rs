@@ -3,25 +3,26 @@
 use crate::{Slot, SlotFlags};
 use pageferry_addr::{Gfn, Gpa, Hva};
 
-/// What a table allows.
+/// The limits of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// How many address spaces there are; at least 1.
+    /// The number of address spaces, at least 1.
     pub address_spaces: u16,
-    /// Ids in each address space are below this, so it is the largest number of slots as well.
+    /// Ids in each address space are below this, so it also limits the number of slots.
     pub max_slots: u16,
     /// The largest slot, in pages.
     pub max_slot_pages: u64,
-    /// The first frame no slot may hold: one past what the second-stage tables can map.
+    /// The first frame that no slot may hold: one past the last frame that the second-stage tables
+    /// can map.
     pub gfn_limit: Gfn,
-    /// Whether readers of an address space share which slot they found last, besides remembering
-    /// it themselves. Good for readers that come and go and mostly use one slot. Bad for
-    /// readers at work in different slots, as all of them write one cache line.
+    /// Whether readers of an address space share the slot that they found last, besides remembering
+    /// it themselves. This suits short-lived readers that mostly use one slot. It harms readers
+    /// that work in different slots, as all of them write one cache line.
     pub shared_last_used: bool,
-    /// How many replaced slots and tree nodes may wait for readers before a writer waits for them.
-    /// One operation usually replaces 1 to 4, and rarely some dozens. After such a wait
-    /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all at once; operations free
-    /// only some 64 each.
+    /// The number of replaced slots and tree nodes that may wait for readers before the writer
+    /// waits. One operation usually replaces 1 to 4, and rarely some dozens. After such a wait
+    /// [`SlotWriter::reclaim`](crate::SlotWriter::reclaim) frees all of them. An operation frees
+    /// only about 64.
     pub max_retired: usize,
 }
 
@@ -43,9 +44,9 @@ impl Default for Limits {
 
 /// A request with the meaning of `KVM_SET_USER_MEMORY_REGION2`.
 ///
-/// If no slot has `id`, it creates one. If one has, a size of zero deletes it, another `gpa` moves
-/// it (and sets its flags), other `flags` alone change its flags, and a request without a
-/// difference does nothing.
+/// If no slot has `id`, the request creates one. If a slot has `id`, a size of zero deletes it.
+/// Another `gpa` moves it and sets its flags. Other `flags` alone change its flags. A request
+/// without a difference does nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<D> {
     /// The address space, counted from 0.
@@ -56,16 +57,15 @@ pub struct Request<D> {
     pub gpa: Gpa,
     /// The size in bytes, in whole pages; zero deletes.
     pub size: u64,
-    /// The host address that backs `gpa`; page-aligned. The whole host range lies in the lowest or
-    /// in the highest 2^59 bytes of the address space, as the memory of all existing hosts
-    /// does.
+    /// The host address that backs `gpa`; page-aligned. The whole host range must lie in the lowest
+    /// or the highest 2^59 bytes of the address space. The memory of all existing hosts does.
     pub hva: Hva,
     /// The flags the slot is to have.
     pub flags: SlotFlags,
-    /// With the flag `USERFAULT`: the address of the 64-bit word in which the first page's bit is;
-    /// a multiple of 8. Ignored without the flag, as in the KVM Userfault series.
+    /// With the flag `USERFAULT`: the address of the 64-bit word with the first page's bit, a
+    /// multiple of 8. Ignored without the flag, as in the KVM Userfault series.
     pub userfault_bitmap: Option<Hva>,
-    /// What the new slot carries. Dropped if the request makes no slot.
+    /// The user's data of the new slot. Dropped if the request makes no slot.
     pub data: D,
 }
 
@@ -86,28 +86,28 @@ impl<D: Default> Request<D> {
     }
 }
 
-/// What a request does, so that its caller can update everything derived from slots.
+/// The effect of a request. With it the caller updates everything derived from slots.
 ///
 /// For `Deleted` and `Moved` the caller must zap and flush the second-stage mappings of `old.range`
-/// before it puts the old slot's memory to another use. For `FlagsChanged` the flags say what is
-/// due: write protection when dirty logging starts, a zap when userfault starts.
+/// before it puts the old slot's memory to another use. For `FlagsChanged` the caller compares the
+/// flags. If dirty logging starts, it write-protects. If userfault starts, it zaps.
 #[derive(Debug)]
 pub enum Change<'table, D> {
-    /// The request asked for what is there.
+    /// The request changes nothing.
     Nothing,
-    /// A slot comes.
+    /// The request creates a slot.
     Created {
         /// The slot.
         new: &'table Slot<D>,
     },
-    /// A slot goes.
+    /// The request deletes a slot.
     Deleted {
-        /// The slot as it was; marked invalid.
+        /// The slot as it was, marked invalid.
         old: &'table Slot<D>,
     },
     /// A slot gets another first frame, and perhaps other flags.
     Moved {
-        /// The slot as it was; marked invalid.
+        /// The slot as it was, marked invalid.
         old: &'table Slot<D>,
         /// The slot as it will be.
         new: &'table Slot<D>,
@@ -121,7 +121,7 @@ pub enum Change<'table, D> {
     },
 }
 
-// By hand, since derived ones would ask for `D: Clone`.
+// Not derived: a derived impl would need `D: Clone`.
 impl<D> Clone for Change<'_, D> {
     fn clone(&self) -> Self {
         *self

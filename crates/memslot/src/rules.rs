@@ -1,24 +1,24 @@
 //! The rules a request must obey, for any structure that keeps slots.
 //!
 //! Source: `kvm_set_memory_region` and `check_memory_region_flags` in Linux's
-//! `virt/kvm/kvm_main.c`, and the KVM Userfault series for the flag `USERFAULT` and its bitmap.
-//! They are checked in an order that gives the kernel's answer, `EINVAL` or `EEXIST`, if a request
-//! breaks several.
+//! `virt/kvm/kvm_main.c`, and the KVM Userfault series for the flag `USERFAULT` and its bitmap. If
+//! a request breaks several rules, the order of the checks gives the kernel's answer, `EINVAL` or
+//! `EEXIST`.
 //!
 //! Two differences:
-//! - The bitmap is stricter than in the series. It must be given, in whole words, and stays while
-//!   the flag stays. The series ignores another bitmap or takes it over, depending on what else
-//!   changes.
-//! - A request for a slot with guest_memfd that asks for what is there does nothing, as in the
-//!   series' third version. Kernels without the series refuse all changes of such slots.
+//! - The rules for the bitmap are stricter than in the series. A request must give one, in whole
+//!   words, and cannot change it while the flag stays. The series ignores or adopts another bitmap,
+//!   depending on the rest of the change.
+//! - A request without a difference for a slot with guest_memfd does nothing, as in the series'
+//!   third version. Kernels without the series refuse all requests for such slots.
 
 use crate::{Limits, Request, Slot, SlotError, SlotFlags};
 use pageferry_addr::{GfnRange, PAGE_MASK, PAGE_SHIFT};
 
-/// What an allowed request does.
+/// The effect of an allowed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plan {
-    /// It asks for what is there.
+    /// It changes nothing.
     Nothing,
     /// It creates a slot at these frames.
     Create(GfnRange),
@@ -30,12 +30,12 @@ pub enum Plan {
     Flags,
 }
 
-/// Whether `request` is allowed beside the slots there are, and what it does.
+/// Checks `request` against the present slots, and returns its effect.
 ///
-/// `total_pages` are the pages of all slots in all address spaces. `by_id` returns the slot of an
-/// address space and id. `overlap` returns id and frames of another slot of an address space than
-/// the one with the given id, if one holds some of the given frames. Both are called at most once,
-/// and only for address spaces and ids within `limits`.
+/// `total_pages` is the number of pages of all slots in all address spaces. `by_id` returns the
+/// slot of an address space and id. `overlap` returns id and frames of a slot that holds some of
+/// the given frames and does not have the given id. `check` calls each at most once, and only for
+/// address spaces and ids within `limits`.
 ///
 /// # Errors
 /// One [`SlotError`] for each rule.
@@ -88,7 +88,7 @@ pub fn check<'s, D: 's, E>(
             taken,
         });
     }
-    // After the overlap, as the kernel asks the architecture last
+    // This comes after the overlap, because the kernel asks the architecture last
     // (`kvm_arch_prepare_memory_region`).
     if range.end() > limits.gfn_limit {
         return Err(too_high(limits, request));
@@ -117,7 +117,7 @@ fn check_flags(flags: SlotFlags) -> Result<(), SlotError> {
     Ok(())
 }
 
-/// What holds for every request, a deletion included.
+/// The rules for every request, including a deletion.
 fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError> {
     let &Request { gpa, size, hva, .. } = request;
     if size & PAGE_MASK != 0 {
@@ -151,21 +151,21 @@ fn check_place<E>(limits: &Limits, request: &Request<E>) -> Result<(), SlotError
     Ok(())
 }
 
-/// How many bytes either half of the address space has in which host memory can be: as many as with
-/// addresses of 60 bits. (Those of processors have up to 57; above them are copies of the highest,
-/// or tags, which the kernel refuses too: `access_ok`.)
+/// The size of the part of each half of the address space in which host memory can be: that of
+/// 60-bit addresses. (Addresses of processors have up to 57 bits. The bits above are copies of the
+/// highest, or tags, which the kernel refuses too: `access_ok`.)
 pub(crate) const HALF: u64 = 1 << 59;
 
-/// Whether `size` bytes from `hva` on lie in the lowest [`HALF`] of the address space, or in the
-/// highest. They do not overflow.
+/// Whether `size` bytes from `hva` on lie in the lowest or the highest [`HALF`] of the address
+/// space. The caller knows that they do not overflow.
 #[inline]
 pub(crate) const fn is_canonical(hva: u64, size: u64) -> bool {
     let half = HALF.wrapping_neg();
     hva + size.saturating_sub(1) < HALF || hva >= half
 }
 
-/// With `USERFAULT` there are bits for all pages, in whole words. A request that makes no slot
-/// needs none.
+/// With `USERFAULT` the bitmap has bits for all pages, in whole words. A request that makes no slot
+/// needs no bitmap.
 fn check_bitmap<E>(request: &Request<E>) -> Result<(), SlotError> {
     let wanted = request.flags.contains(SlotFlags::USERFAULT) && request.size != 0;
     if !wanted {
@@ -200,8 +200,9 @@ fn check_range<E>(limits: &Limits, request: &Request<E>) -> Result<GfnRange, Slo
     Ok(range)
 }
 
-/// What an existing slot keeps. A slot with guest_memfd may change `USERFAULT` and nothing else, as
-/// in the KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on guest_memfd memslot").
+/// The rules for a request about an existing slot. A slot with guest_memfd may change `USERFAULT`
+/// and nothing else, as in the KVM Userfault series ("Allow late setting of KVM_MEM_USERFAULT on
+/// guest_memfd memslot").
 fn check_same<D, E>(old: &Slot<D>, request: &Request<E>, range: GfnRange) -> Result<(), SlotError> {
     let id = request.id;
     if range.pages() != old.range.pages() {
@@ -238,7 +239,7 @@ fn check_same<D, E>(old: &Slot<D>, request: &Request<E>, range: GfnRange) -> Res
     check_same_bitmap(old, request)
 }
 
-/// The bits change with the flag only: while it stays, somebody may wait on them.
+/// The bitmap changes with the flag only: while the flag stays, a thread may wait on the bitmap.
 fn check_same_bitmap<D, E>(old: &Slot<D>, request: &Request<E>) -> Result<(), SlotError> {
     let stays = request.flags.contains(SlotFlags::USERFAULT);
     match (old.userfault_bitmap(), request.userfault_bitmap) {

@@ -1,13 +1,13 @@
 #![expect(unsafe_code, reason = "places slot records in chunks of memory")]
-//! Where slot records live.
+//! The memory of slot records.
 //!
 //! **Guarantee.** A record keeps its address until it is freed. It begins a cache line, and
 //! look-ups read that line only. It costs its size rounded up to lines, and a share of its chunk's
-//! head. A chunk without records is given back, unless it is the only one. A chunk of 2 KiB or more
-//! lives as long as any record in it.
+//! head. The slab gives back a chunk without records, unless it is the only one. A chunk has at
+//! least 2 KiB and lives as long as any record in it.
 //!
-//! **Mechanism.** A chunk begins with the bits of its free places. Chunks with free places are in a
-//! list. A record knows its place, which tells where its chunk begins.
+//! **Mechanism.** A chunk begins with a bitmap of its free places. Chunks with free places form a
+//! list. A record has its place number, from which the slab computes the beginning of the chunk.
 //!
 //! **Neighbours.** Only the writer allocates and frees, so nothing here is atomic.
 
@@ -41,7 +41,7 @@ pub(crate) struct Slab<D> {
 
 impl<D> Slab<D> {
     const STRIDE: usize = size_of::<Place<D>>();
-    /// Where the first place is: behind the head, aligned as places are.
+    /// The offset of the first place: behind the head, aligned as places are.
     const FIRST: usize = LINE.next_multiple_of(align_of::<Place<D>>());
     /// At least 2 KiB, and room for at least 8 records.
     const CHUNK: usize = {
@@ -73,15 +73,15 @@ impl<D> Slab<D> {
         self.chunks * Self::CHUNK
     }
 
-    /// Gives `slot` an address.
+    /// Moves `slot` into a free place.
     pub(crate) fn insert(&mut self, mut slot: Slot<D>) -> Result<*mut Slot<D>, OutOfMemory> {
         if self.first.is_null() {
             self.grow()?;
         }
         let head = self.first;
-        // SAFETY: chunks in the list are allocated and have a free place; nobody else has a
-        // reference to a head. Place `i` lies `FIRST + i * STRIDE` bytes into its chunk,
-        // for `i` below `PLACES`.
+        // SAFETY: chunks in the list are allocated and have a free place. Nobody else has a
+        // reference to a head. Place `i` lies `FIRST + i * STRIDE` bytes into its chunk, for `i`
+        // below `PLACES`.
         unsafe {
             let index = (*head).free.trailing_zeros() as usize;
             (*head).free &= (*head).free - 1;
@@ -100,12 +100,12 @@ impl<D> Slab<D> {
     /// Drops a record and frees its place.
     ///
     /// # Safety
-    /// `slot` is the very pointer that [`insert`](Self::insert) of this slab gave, not one made
-    /// from a reference to the record; it was not removed since, and nobody uses it.
+    /// `slot` is the very pointer that [`insert`](Self::insert) of this slab returned, not one made
+    /// from a reference to the record. The record was not removed since, and nobody uses it.
     pub(crate) unsafe fn remove(&mut self, slot: *const Slot<D>) {
         let slot = slot.cast_mut();
-        // SAFETY: the record was written by `insert` and is read out once; its chunk begins as many
-        // places before it as it knows, and is allocated as long as a record is in it.
+        // SAFETY: `insert` wrote the record, and it is read out once. Its place number tells where
+        // its chunk begins. The chunk is allocated as long as a record is in it.
         let record = unsafe {
             let record = slot.read();
             let index = record.place as usize;
@@ -125,7 +125,7 @@ impl<D> Slab<D> {
             record
         };
         record.alive.freed();
-        // Last, as it may run the user's code, which may panic.
+        // This comes last, because it may run the user's code, which may panic.
         drop(record);
     }
 
@@ -143,7 +143,7 @@ impl<D> Slab<D> {
             return Err(OutOfMemory { bytes });
         }
         self.chunks += 1;
-        // SAFETY: just allocated, large and aligned enough for a head.
+        // SAFETY: the chunk was just allocated, and is large and aligned enough for a head.
         unsafe {
             head.write(Head {
                 free: Self::ALL_FREE,
@@ -189,11 +189,11 @@ impl<D> Slab<D> {
 
 impl<D> Drop for Slab<D> {
     fn drop(&mut self) {
-        // The owner has removed all records. (If dropping one panicked, the others are left, with
-        // their memory.)
+        // The owner has removed all records. (If the drop of a record panicked, the others leak
+        // with their memory.)
         let mut head = self.first;
         while !head.is_null() {
-            // SAFETY: chunks in the list are allocated; each is freed once.
+            // SAFETY: chunks in the list are allocated, and each is freed once.
             unsafe {
                 let next = (*head).next;
                 dealloc(head.cast(), Self::LAYOUT);

@@ -13,11 +13,12 @@ const INVALID: u32 = 1;
 /// Another record takes this one's place: caches must not answer with it.
 const REPLACED: u32 = 2;
 
-/// The record whose place a record took. Only trees follow it; their tables are shared only if `D`
-/// may be.
+/// The record that another record replaced. Only trees follow the pointer, and a table is shared
+/// between threads only if `D` may be.
 pub(crate) struct Predecessor<D>(pub(crate) *const Slot<D>);
 
-// SAFETY: an address. The code that follows it shows that the record lives: see `tree/mod.rs`.
+// SAFETY: this is an address. The code that follows it shows that the record lives: see
+// `tree/mod.rs`.
 unsafe impl<D> Send for Predecessor<D> {}
 // SAFETY: as above.
 unsafe impl<D> Sync for Predecessor<D> {}
@@ -30,10 +31,10 @@ impl<D> fmt::Debug for Predecessor<D> {
 
 /// A guest range and the host range of the same size that backs it.
 ///
-/// A record never changes, other than a mark, [`is_invalid`](Self::is_invalid): a request that
-/// changes a slot puts another record in its place. `data` is the user's own (a hypervisor's dirty
-/// log and userfault bitmap, say). This crate carries it and never looks at it.
-// In this order, a fault reads the beginning of the record only.
+/// Only the mark [`is_invalid`](Self::is_invalid) of a record ever changes: a request that changes
+/// a slot puts another record in its place. `data` belongs to the user (a hypervisor's dirty log
+/// and userfault bitmap, say). This crate carries it and never looks at it.
+// The order of the fields matters: a fault reads the beginning of the record only.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Slot<D> {
@@ -48,25 +49,25 @@ pub struct Slot<D> {
     pub address_space: u16,
     /// The slot's name inside its address space.
     pub id: u16,
-    /// Where in its chunk the record is; see `slab.rs`.
+    /// The index of the record in its chunk: see `slab.rs`.
     pub(crate) place: u32,
     /// 0 without the flag `USERFAULT`.
     bitmap: Hva,
-    /// The version in which the record came into its places.
+    /// The version in which the record entered the trees.
     pub(crate) born: u64,
-    /// The record that was in its place before: by id and by host address, and by frame if its
-    /// frames are the same. As in the head of a tree's node.
+    /// The record that this one replaced in the trees by id and by host address, and by frame if
+    /// the frames are the same. Heads of tree nodes have the same field.
     pub(crate) previous: Predecessor<D>,
-    /// The user's own. Dropped by the writer, some operations after the slot was deleted or
-    /// replaced: see [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
+    /// The user's data. The writer drops it some operations after the slot was deleted or replaced:
+    /// see [`SlotWriter::reclaim`](crate::SlotWriter::reclaim).
     pub data: D,
     pub(crate) alive: Alive,
 }
 
 impl<D> Slot<D> {
-    /// The slot that `request` asks for, at `range`. Tables make their own slots. This is for other
-    /// structures that keep slots, once [`rules::check`](crate::rules::check) has allowed the
-    /// request.
+    /// Makes the slot that `request` asks for, at `range`. Tables make their own slots. This
+    /// function is for other structures that keep slots, after
+    /// [`rules::check`](crate::rules::check) has allowed the request.
     ///
     /// # Panics
     /// If the host addresses of `range`'s size do not fit 64 bits.
@@ -93,8 +94,9 @@ impl<D> Slot<D> {
         }
     }
 
-    /// The address of the bits of missing pages, if and only if the slot has the flag `USERFAULT`:
-    /// that of the 64-bit word with the first page's bit. This crate never reads them.
+    /// The address of the bitmap of missing pages, if and only if the slot has the flag
+    /// `USERFAULT`. It is the address of the 64-bit word with the first page's bit. This crate
+    /// never reads the bitmap.
     #[inline]
     #[must_use]
     pub const fn userfault_bitmap(&self) -> Option<Hva> {
@@ -105,7 +107,7 @@ impl<D> Slot<D> {
         }
     }
 
-    /// The host address of `gfn`'s first byte, or `None` where the slot does not hold `gfn`.
+    /// The host address of `gfn`'s first byte, or `None` if the slot does not hold `gfn`.
     #[inline]
     #[must_use]
     pub const fn hva_of(&self, gfn: Gfn) -> Option<Hva> {
@@ -125,7 +127,7 @@ impl<D> Slot<D> {
         self.hva..Hva(self.hva.0 + (self.range.pages() << PAGE_SHIFT))
     }
 
-    /// The frames of this slot any byte of which lies in `hva`, or `None` where there are none.
+    /// The frames of this slot with a byte in `hva`, or `None` if there are none.
     ///
     /// Ends inside a page count as the whole page, as in the kernel's `kvm_handle_hva_range`.
     #[must_use]
@@ -142,13 +144,13 @@ impl<D> Slot<D> {
         GfnRange::new(Gfn(self.range.start().0 + skipped), end - skipped)
     }
 
-    /// Whether the slot is being deleted or moved, or was. Then do not use it: let the writer go
-    /// on, and look again when the [`Generation`](crate::Generation) has changed. The kernel's
-    /// `KVM_MEMSLOT_INVALID`.
+    /// Whether the slot is being deleted or moved, or was. Do not use an invalid slot: let the
+    /// writer finish, and look again when the [`Generation`](crate::Generation) has changed. The
+    /// kernel's name for this is `KVM_MEMSLOT_INVALID`.
     ///
-    /// The mark is set before anything else of such a change can be seen, on the record that all
-    /// readers share. So it shows under guards and views that are older than the change. It
-    /// goes away only if the change is given up, which changes the generation too.
+    /// The writer marks the record before any other part of the change becomes visible. All readers
+    /// share that record, so the mark also shows under guards and views that are older than the
+    /// change. It goes away only if the change is aborted, which changes the generation too.
     #[inline]
     #[must_use]
     pub fn is_invalid(&self) -> bool {

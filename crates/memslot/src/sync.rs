@@ -1,16 +1,13 @@
-#![expect(
-    unsafe_code,
-    reason = "copies atomics of which there is nobody else's store"
-)]
-//! The one place that chooses where atomics come from: `core`, or loom's model of it.
+#![expect(unsafe_code, reason = "copies atomics that no other thread stores to")]
+//! The one place that chooses the source of atomics: `core`, or loom's model of it.
 
 #[cfg(not(loom))]
 pub(crate) use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-/// Part of everything that is freed after a grace period. In loom's models it reports a use that a
-/// free did not wait for. Otherwise it is empty.
+/// A part of everything that is freed after a grace period. In loom's models it reports a use that
+/// a free did not wait for. Otherwise it is empty.
 #[cfg(not(loom))]
 #[derive(Debug)]
 pub(crate) struct Alive;
@@ -59,7 +56,7 @@ pub(crate) fn prefetch<T>(at: *const T) {
 
 /// A word or a pointer that only one thread stores to.
 pub(crate) trait Own {
-    /// A copy, while nobody stores to it.
+    /// Copies the value. Nobody stores to it meanwhile.
     #[cfg(loom)]
     fn copied(&self) -> Self;
 }
@@ -84,10 +81,10 @@ impl Own for AtomicU64 {
     }
 }
 
-/// Copies `count` of them, while nobody stores to them. The ranges may overlap.
+/// Copies `count` values. Nobody stores to them meanwhile. The ranges may overlap.
 ///
 /// # Safety
-/// As for [`core::ptr::copy`]; what `to` held needs no drop.
+/// As for [`core::ptr::copy`]. The old values at `to` need no drop.
 #[cfg(not(loom))]
 #[inline(always)]
 pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) {
@@ -95,7 +92,7 @@ pub(crate) unsafe fn copy_own<T: Own>(from: *const T, to: *mut T, count: usize) 
     unsafe { core::ptr::copy(from, to, count) }
 }
 
-/// The same for loom, where each is an object of its own.
+/// The same for loom, where each value is a separate object.
 ///
 /// # Safety
 /// As above.

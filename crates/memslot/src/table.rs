@@ -2,53 +2,53 @@
     unsafe_code,
     reason = "slots and tree nodes are shared by pointer and freed after a grace period"
 )]
-//! What the writer and the readers of a table share.
+//! The state that the writer and the readers of a table share.
 //!
-//! # In what order an operation becomes visible
+//! # The order in which an operation becomes visible
 //!
-//! All by stores with release order. Let `g` be the generation before.
+//! Every step is a store with release order. Let `g` be the generation before.
 //!
 //! 1. The generation word gets its bit "update in progress".
-//! 2. If a slot is deleted or moved, its record is marked invalid. (Here the caller takes back what
-//!    it derived from the slot.) If flags change, the old record is marked as replaced.
-//! 3. The trees are changed. New nodes and the new record are born at version `g + 1`. A slot that
-//!    moves is put at its new place by frame before it is taken from the old one. Where its key
-//!    stays, the new record is stored over the old one, which is its predecessor: by id and by host
-//!    address, and in all trees if flags change.
+//! 2. If a slot is deleted or moved, its record is marked invalid. (Here the caller takes back
+//!    everything derived from the slot.) If flags change, the old record is marked as replaced.
+//! 3. The trees are changed. New nodes and the new record are born at version `g + 1`. In the tree
+//!    by frame, a slot that moves enters its new place before it leaves the old one. In a tree
+//!    where the key stays, the new record is stored over the old one, its predecessor. A move keeps
+//!    the keys by id and by host address. A change of flags keeps all three.
 //! 4. The generation word becomes `g + 1`.
-//! 5. Replaced nodes and records are stamped and retired: at once, or with those of some later
-//!    operations.
+//! 5. Replaced nodes and records are stamped and retired, at once or together with those of some
+//!    later operations.
 //!
 //! # What readers may see, and when memory is freed
 //!
 //! *Views* load the generation word, strip the bit, and look at that version: `g` before step 4, `g
 //! + 1` after. So a view sees an operation wholly or not at all.
 //!
-//! 1. Each node and record that a view meets tells whether it is too new, and what was in its place
-//!    before, if anything ([`crate::tree`]).
-//! 2. What a view goes back to was replaced in a version above the view's.
-//! 3. So it was stamped after that version was published, which the loads of the view's guard did
-//!    not see.
-//! 4. So the epochs keep it while the guard lasts ([`pageferry_epoch`]).
+//! 1. Each node and record that a view meets has its version and, if it replaced another, a pointer
+//!    to that predecessor ([`crate::tree`]).
+//! 2. A view goes back only to things that were replaced in a version above its own.
+//! 3. So each such thing was stamped after that version was published. The loads of the view's
+//!    guard did not see that publication.
+//! 4. So the epochs keep the thing while the guard lasts ([`pageferry_epoch`]).
 //!
 //! *Look-ups of the newest state* follow the cells as they are.
 //!
-//! 1. By frame, a change other than a move is one store, of a node or a record. A look-up sees it
-//!    or not.
+//! 1. By frame, a change other than a move is one store of a node or a record. A look-up sees that
+//!    store or does not.
 //! 2. During a move a look-up may find the old record at the old place. That record is invalid by
 //!    then (step 2 before step 3), so the reader knows that it has to look again. A reader that has
 //!    seen the new record finds the old one invalid or gone.
-//! 3. A look-up that needs two leaves reads them at one version instead: the one that an operation
-//!    in progress makes, as single look-ups may have seen what it has done. That version is as safe
-//!    as `g`: what it replaces, and what later ones replace, is stamped after `g + 1` was
-//!    published.
+//! 3. A look-up that needs two leaves reads them at one version instead. If an operation is in
+//!    progress, this is the version that it makes, because single look-ups may have seen parts of
+//!    it. That version is as safe as `g`: everything that it or a later version replaces is stamped
+//!    after `g + 1` was published.
 //!
 //! *Caches* remember a record and check its mark. A record that was deleted, moved or replaced is
 //! marked before anything else shows that.
 //!
-//! The *generation* that a reader loaded before a look-up is a good key for what it derives. If the
-//! word is the same later, without "in progress", nothing has changed in between. An operation that
-//! is given up takes a generation too, so its mark does not come and go unnoticed.
+//! The *generation* that a reader loads before a look-up is a good key for derived data. If a later
+//! load returns the same word without "in progress", nothing has changed in between. An aborted
+//! operation takes a generation too, so no reader misses that its mark came and went.
 
 use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
@@ -62,25 +62,26 @@ use core::fmt;
 use core::ptr;
 use pageferry_epoch::{Domain, Epoch, Guard, Limbo, OutOfMemory};
 
-/// How often a table has changed, and whether it is changing now.
+/// The number of changes of a table, and whether a change is in progress.
 ///
-/// A reader that derives something from slots (a cached MMIO address, say) loads it *before* it
-/// looks. It may use what it derived as long as it loads the same again and
-/// [`in_progress`](Self::in_progress) is false: the kernel's `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`.
+/// A reader that derives something from slots (a cached MMIO address, say) loads the generation
+/// *before* the look-up. The derived data is valid as long as the reader loads the same generation
+/// and [`in_progress`](Self::in_progress) is false. The kernel's flag for that is
+/// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Generation(u64);
 
 impl Generation {
     pub(crate) const IN_PROGRESS: u64 = 1 << 63;
 
-    /// How many operations are complete or given up.
+    /// The number of operations that are complete or aborted.
     #[inline]
     #[must_use]
     pub const fn number(self) -> u64 {
         self.0 & !Self::IN_PROGRESS
     }
 
-    /// Whether an operation has begun and is neither complete nor given up.
+    /// Whether an operation has begun and is neither complete nor aborted.
     #[inline]
     #[must_use]
     pub const fn in_progress(self) -> bool {
@@ -88,8 +89,8 @@ impl Generation {
     }
 }
 
-/// On cache lines of its own, since the writer writes one of these at each change, and readers read
-/// the other.
+/// A value on cache lines of its own. The writer writes some of these values at each change, and
+/// readers read the others.
 #[repr(align(128))]
 struct Apart<T>(T);
 
@@ -98,7 +99,7 @@ pub(crate) struct Space<D> {
     pub(crate) by_gfn: Tree<ByGfn, D>,
     pub(crate) by_id: Tree<ById, D>,
     pub(crate) by_hva: Tree<ByHva, D>,
-    /// The slot that some reader found last: one place for each of three epochs.
+    /// The slot that any reader found last, with one place for each of three epochs.
     last_used: Option<Box<[AtomicPtr<Slot<D>>; 3]>>,
 }
 
@@ -107,21 +108,21 @@ pub(crate) struct SharedTable<D> {
     pub(crate) domain: Arc<Domain>,
     pub(crate) limits: Limits,
     pub(crate) spaces: Box<[Space<D>]>,
-    /// The writer's; see [`SharedTable::writer`].
+    /// Used by the writer only: see [`SharedTable::writer`].
     state: Apart<UnsafeCell<WriterState<D>>>,
 }
 
-/// What only the writer uses.
+/// State that only the writer uses.
 pub(crate) struct WriterState<D> {
     pub(crate) pools: Pools<D>,
     pub(crate) limbo: Limbo<Garbage<D>>,
-    /// What was replaced and has no stamp yet. Changes find room here.
+    /// Replaced things without a stamp. A change reserves room here before it begins.
     pub(crate) replaced: Vec<Garbage<D>>,
-    /// How many slots there are, and their pages.
+    /// The number of slots and of their pages, in all address spaces.
     pub(crate) len: usize,
     pub(crate) pages: u64,
     pub(crate) pending: Pending<D>,
-    /// Whether no reader had a guard when the writer looked last.
+    /// Whether the last scan of the writer found no reader with a guard.
     pub(crate) quiet: bool,
     pub(crate) relax: fn(),
 }
@@ -133,7 +134,7 @@ pub(crate) struct Pools<D> {
     pub(crate) slots: Slab<D>,
 }
 
-/// What waits for readers.
+/// A replaced thing that readers may still use.
 pub(crate) enum Garbage<D> {
     ByGfn(Replaced),
     ById(Replaced),
@@ -160,7 +161,7 @@ pub(crate) enum Pending<D> {
     },
 }
 
-// By hand, since derived ones would ask for `D: Copy`.
+// Not derived: a derived impl would need `D: Copy`.
 impl<D> Clone for Pending<D> {
     fn clone(&self) -> Self {
         *self
@@ -168,9 +169,8 @@ impl<D> Clone for Pending<D> {
 }
 impl<D> Copy for Pending<D> {}
 
-// SAFETY: readers get `&Slot<D>` on any thread (`D: Sync`), and the last handle, on any thread,
-// drops the slots (`D: Send`). Cells and marks are atomics. Only the one writer, which is unique,
-// and `drop` use `state`.
+// SAFETY: readers get `&Slot<D>` on any thread (`D: Sync`). The last handle drops the slots, on any
+// thread (`D: Send`). Cells and marks are atomics. Only the one writer and `drop` use `state`.
 unsafe impl<D: Send + Sync> Send for SharedTable<D> {}
 // SAFETY: as above.
 unsafe impl<D: Send + Sync> Sync for SharedTable<D> {}
@@ -205,14 +205,14 @@ impl<D> SharedTable<D> {
     /// The writer's state.
     ///
     /// # Safety
-    /// The caller is the one writer, by `&mut` while it uses the reference.
+    /// The caller is the one writer, and borrows it by `&mut` while it uses the reference.
     #[expect(clippy::mut_from_ref, reason = "exclusive by the caller's promise")]
     pub(crate) unsafe fn writer(&self) -> &mut WriterState<D> {
-        // SAFETY: nobody else has one, as the caller promises.
+        // SAFETY: there is no other reference, as the caller promises.
         unsafe { &mut *self.state.0.get() }
     }
 
-    /// The writer's state, to read.
+    /// The writer's state, for reading.
     ///
     /// # Safety
     /// The caller is the one writer.
@@ -230,9 +230,9 @@ impl<D> SharedTable<D> {
         self.generation.0.store(word, Ordering::Release);
     }
 
-    /// Empties the places of the shared last-used slots that readers of epoch `next` will use. To
-    /// be called before the epoch moves there: they still hold what readers put there three
-    /// epochs before.
+    /// Empties the places of the shared last-used slots that readers of epoch `next` will use. The
+    /// writer calls this before it advances the epoch, because the places still hold pointers from
+    /// three epochs before.
     pub(crate) fn forget_last_used(&self, next: Epoch) {
         for space in &self.spaces {
             if let Some(places) = &space.last_used {
@@ -256,9 +256,8 @@ impl<D> Space<D> {
     /// The newest state of the tree by gfn.
     #[inline]
     pub(crate) fn newest<'g>(&'g self, _: &'g Guard<'_>) -> At<'g, ByGfn, D> {
-        // SAFETY: the guard, which lasts as long as `'g`, keeps all that the cells hold from now
-        // on, since nodes are retired with a stamp that is taken after the store that
-        // replaced them.
+        // SAFETY: the guard lasts as long as `'g`. It keeps everything that the cells hold from now
+        // on, because the writer stamps a node after the store that replaced it.
         unsafe { self.by_gfn.at(NEWEST) }
     }
 
@@ -267,8 +266,7 @@ impl<D> Space<D> {
         self.last_used.is_some()
     }
 
-    /// The slot that some reader of `epoch` found last; `guard` has had that epoch, unless it is
-    /// `NEVER`.
+    /// The slot that any reader of `epoch` found last. `epoch` is that of `guard`, or `NEVER`.
     #[cold]
     pub(crate) fn last_used<'g>(
         &'g self,
@@ -280,15 +278,15 @@ impl<D> Space<D> {
             return None;
         }
         let slot = places[epoch.modulo_3()].load(Ordering::Acquire);
-        // SAFETY: null, or a record that a reader put there whose guard had this very epoch. Places
-        // are emptied before the epoch comes to them, and by then the readers of three
-        // epochs before have gone. What was reached under a guard of the same epoch may be
+        // SAFETY: the pointer is null, or a reader whose guard had this very epoch stored it. The
+        // writer empties a place before the epoch comes to it, and by then the readers of three
+        // epochs before have gone. A record that was reached under a guard of the same epoch may be
         // used.
         unsafe { slot.as_ref() }
     }
 
-    /// Tells other readers of `slot`, which was reached under a guard that had `epoch`, unless it
-    /// is `NEVER`.
+    /// Offers `slot` to other readers. `epoch` is that of the guard under which it was reached, or
+    /// `NEVER`.
     #[cold]
     pub(crate) fn remember(&self, epoch: Epoch, slot: *const Slot<D>) {
         if let Some(places) = &self.last_used
@@ -300,7 +298,7 @@ impl<D> Space<D> {
 }
 
 impl<D> WriterState<D> {
-    /// Makes room for what a change replaces.
+    /// Makes room for the things that a change replaces.
     #[inline]
     pub(crate) fn reserve_replaced(&mut self, count: usize) -> Result<(), OutOfMemory> {
         let bytes = count * size_of::<Garbage<D>>();
@@ -316,7 +314,7 @@ impl<D> Pools<D> {
     }
 
     /// # Safety
-    /// Nobody can reach it any more, and it is freed once.
+    /// No new reader can reach the thing, no old reader uses it, and it is freed once.
     pub(crate) unsafe fn free(&mut self, garbage: Garbage<D>) {
         // SAFETY: as the caller promises.
         unsafe {
@@ -332,19 +330,19 @@ impl<D> Pools<D> {
 
 impl<D> Drop for SharedTable<D> {
     fn drop(&mut self) {
-        // Every reader and the writer hold the table, so there is none, and no guard.
+        // Every reader and the writer hold the table. So no reader, writer or guard is left.
         let state = self.state.0.get_mut();
         match state.pending {
             Pending::Nothing | Pending::Delete { .. } => {}
             Pending::Create { new } | Pending::Move { new, .. } | Pending::Flags { new, .. } => {
-                // SAFETY: made for the operation, and in no tree.
+                // SAFETY: `begin` made the record, and it is in no tree.
                 unsafe { state.pools.slots.remove(new) };
             }
         }
         let unstamped = core::mem::take(&mut state.replaced).into_iter();
         let stamped = core::iter::from_fn(|| state.limbo.take());
         for garbage in unstamped.chain(stamped) {
-            // SAFETY: replaced once, and nobody is left.
+            // SAFETY: the thing was replaced once, and nobody is left.
             unsafe { state.pools.free(garbage) };
         }
         let Pools {
@@ -354,8 +352,8 @@ impl<D> Drop for SharedTable<D> {
             slots,
         } = &mut state.pools;
         for space in &mut self.spaces {
-            // SAFETY: nobody is left. Each slot is in each of the three trees once, and freed by
-            // the last.
+            // SAFETY: nobody is left. Each slot is in each of the three trees once, and only the
+            // last of them frees it.
             unsafe {
                 space.by_gfn.free_all(by_gfn, &mut |_| ());
                 space.by_hva.free_all(by_hva, &mut |_| ());
@@ -365,7 +363,7 @@ impl<D> Drop for SharedTable<D> {
     }
 }
 
-/// A handle to a table, from which readers come. Cloning gives another handle to the same table.
+/// A handle to a table. It makes readers. A clone is another handle to the same table.
 pub struct SlotTable<D> {
     pub(crate) shared: Arc<SharedTable<D>>,
 }
@@ -382,9 +380,9 @@ impl<D> SlotTable<D> {
             .unwrap_or_else(|error| panic!("no reader: {error}"))
     }
 
-    /// A new reader, for one thread (a vCPU) at a time. It takes a small allocation, unless a
-    /// reader has gone before. The allocation lives as long as the table, and each batch of
-    /// changes looks at all of them. So make one reader a thread, not one a request.
+    /// A new reader, for one thread (a vCPU) at a time. It allocates a small record, or takes that
+    /// of a dropped reader. Records live as long as the table, and each batch of changes scans all
+    /// of them. So make one reader per thread, not one per request.
     ///
     /// # Errors
     /// [`SlotError::OutOfMemory`] if the allocator refuses it.
@@ -392,14 +390,14 @@ impl<D> SlotTable<D> {
         Ok(SlotReader::new(Arc::clone(&self.shared))?)
     }
 
-    /// How often the table has changed, and whether it is changing now.
+    /// The number of changes, and whether one is in progress.
     #[inline]
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.generation()
     }
 
-    /// What the table allows.
+    /// The limits of the table.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         &self.shared.limits

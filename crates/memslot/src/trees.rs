@@ -14,7 +14,7 @@ pub(crate) struct Trees<'a, D> {
     pub(crate) space: &'a Space<D>,
     pub(crate) version: u64,
     pub(crate) state: &'a mut WriterState<D>,
-    /// The places of the request, as [`Places::find`] left them.
+    /// The places of the request, from [`Places::find`].
     pub(crate) places: &'a Places,
 }
 
@@ -53,11 +53,12 @@ impl<D> Trees<'_, D> {
     /// As for [`Edit::put`].
     pub(crate) unsafe fn put_by_gfn(&mut self, slot: *const Slot<D>) {
         let place = self.places.by_gfn.as_ref();
-        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        // SAFETY: as the caller promises. The tree has not changed since the place was found.
         self.by_gfn(|edit| unsafe { put(edit, place, slot) });
     }
 
-    /// Puts `new` in, and takes `old` out: look-ups find the slot at one of both places.
+    /// Puts `new` in, then takes `old` out, so that look-ups always find the slot at one of the
+    /// places.
     ///
     /// # Safety
     /// As for [`Edit::put`]; `old` is in the tree.
@@ -67,12 +68,12 @@ impl<D> Trees<'_, D> {
         if let (Some(to), Some(from)) = (to, from)
             && to.is_in_leaf_of(from)
         {
-            // SAFETY: as the caller promises; the tree is as it was when the places were found.
+            // SAFETY: as the caller promises. The tree has not changed since the places were found.
             self.by_gfn(|edit| unsafe { edit.move_at(to, from, key, new) });
             return;
         }
-        // SAFETY: as the caller promises. The leaf of the old place is another one, so it is as it
-        // was unless more than one leaf has changed.
+        // SAFETY: as the caller promises. The old place is in another leaf, which has not changed
+        // if only the leaf of the new place has.
         self.by_gfn(|edit| unsafe {
             let alone = put(edit, to, new);
             remove(edit, from.filter(|_| alone), key);
@@ -84,22 +85,22 @@ impl<D> Trees<'_, D> {
     pub(crate) unsafe fn put_elsewhere(&mut self, slot: *const Slot<D>) {
         let Places { by_id, by_hva, .. } = self.places;
         let (by_id, by_hva) = (by_id.as_ref(), by_hva.as_ref());
-        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        // SAFETY: as the caller promises. The tree has not changed since the place was found.
         self.by_id(|edit| unsafe { put(edit, by_id, slot) });
         // SAFETY: likewise.
         self.by_hva(|edit| unsafe { put(edit, by_hva, slot) });
     }
 
-    /// The slot in place of its predecessor, in the tree by gfn.
+    /// Stores `slot` over its predecessor in the tree by gfn.
     ///
     /// # Safety
     /// As for [`Edit::put`].
     pub(crate) unsafe fn replace_by_gfn(&mut self, slot: *const Slot<D>) {
-        // SAFETY: as the caller promises; the tree is as it was when the place was found.
+        // SAFETY: as the caller promises. The tree has not changed since the place was found.
         unsafe { replace(&self.space.by_gfn, self.places.old.as_ref(), slot) };
     }
 
-    /// The same in the others.
+    /// Stores `slot` over its predecessor in the other two trees.
     ///
     /// # Safety
     /// As for [`Edit::put`].
@@ -112,13 +113,13 @@ impl<D> Trees<'_, D> {
         }
     }
 
-    /// Takes `slot`, which is in them, out of all three.
+    /// Takes `slot` out of all three trees, each of which holds it.
     pub(crate) fn remove(&mut self, slot: &Slot<D>) {
         let Places {
             old, by_id, by_hva, ..
         } = self.places;
         let (by_gfn, by_id, by_hva) = (old.as_ref(), by_id.as_ref(), by_hva.as_ref());
-        // SAFETY: the trees are as they were when the places were found.
+        // SAFETY: the trees have not changed since the places were found.
         unsafe {
             self.by_gfn(|edit| remove(edit, by_gfn, ByGfn::key(slot)));
             self.by_id(|edit| remove(edit, by_id, ById::key(slot)));
@@ -126,7 +127,7 @@ impl<D> Trees<'_, D> {
         }
     }
 
-    /// Gives back what was reserved and not used.
+    /// Gives back reserved memory that was not used.
     pub(crate) fn trim(&mut self) {
         let pools = &mut self.state.pools;
         pools.by_gfn.trim(|| self.space.by_gfn.room());
@@ -135,13 +136,13 @@ impl<D> Trees<'_, D> {
     }
 }
 
-/// Keeps what was replaced; there is room.
+/// Keeps a replaced thing. The caller has reserved room.
 fn keep<D>(replaced: &mut Vec<Garbage<D>>, garbage: Garbage<D>) {
     debug_assert!(replaced.len() < replaced.capacity(), "room was reserved");
     replaced.push(garbage);
 }
 
-/// Puts `slot` in; returns whether nothing but the leaf at `place` has changed.
+/// Puts `slot` in. Returns whether only the leaf at `place` has changed.
 ///
 /// # Safety
 /// As for [`Edit::put`] and, if there is a place, [`Edit::put_at`].
@@ -185,9 +186,9 @@ unsafe fn replace<O: Order, D>(tree: &Tree<O, D>, place: Option<&Place>, slot: *
 /// The places of a request, found before anything is changed.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Places {
-    /// Of the requested frames.
+    /// The place of the requested frames.
     by_gfn: Option<Place>,
-    /// Of the slot's present frames.
+    /// The place of the slot's present frames.
     old: Option<Place>,
     by_id: Option<Place>,
     by_hva: Option<Place>,
@@ -202,7 +203,7 @@ impl Places {
         request: &Request<D>,
     ) -> Option<*const Slot<D>> {
         let &Request { id, gpa, hva, .. } = request;
-        // SAFETY: only the writer frees, and it is here.
+        // SAFETY: only the writer frees, and the caller is the writer.
         let (gfns, ids, hvas) = unsafe {
             let Space {
                 by_gfn,
@@ -212,21 +213,21 @@ impl Places {
             } = space;
             (by_gfn.at(NEWEST), by_id.at(NEWEST), by_hva.at(NEWEST))
         };
-        // The id first: its leaf is looked into here, and is loaded while the others are found.
+        // The id comes first: its leaf loads while the other places are found, and is read below.
         self.by_id = ids.place(u64::from(id));
         (self.by_gfn, self.by_hva) = if request.size == 0 {
             (None, None)
         } else {
-            // The request has not been checked yet, so its address may be any.
+            // The request has not been checked yet, so `hva` may be any number.
             let by_hva = ByHva::starting_at(hva.0, id).min(MOST - 1);
             (gfns.place(gpa.gfn().0), hvas.place(by_hva))
         };
         self.old = None;
         let id = u64::from(id);
         let place = self.by_id.as_mut()?;
-        // SAFETY: nothing has changed.
+        // SAFETY: the tree has not changed since the place was found.
         let found = unsafe { space.by_id.record_at(place, id) }?;
-        // SAFETY: in the tree.
+        // SAFETY: the slot is in the tree.
         let old = unsafe { &*found };
         self.old = gfns.place(ByGfn::key(old));
         if request.size == 0 {
@@ -235,8 +236,8 @@ impl Places {
         Some(found)
     }
 
-    /// Whether these places show that no slot holds any of `range`, which begins at the requested
-    /// frames.
+    /// Whether these places show that no slot holds a frame of `range`, which begins at the
+    /// requested frame.
     #[inline]
     pub(crate) fn are_free<D>(&mut self, space: &Space<D>, range: GfnRange) -> bool {
         let Some(place) = &mut self.by_gfn else {
@@ -246,12 +247,12 @@ impl Places {
         let Some(found) = (unsafe { space.by_gfn.neighbours(place, range.start().0) }) else {
             return false;
         };
-        // SAFETY: in the tree.
+        // SAFETY: the slot is in the tree.
         let ends = |slot: *const Slot<D>| unsafe { &*slot }.range.end() <= range.start();
         found.next >= range.end().0 && found.below.is_none_or(ends)
     }
 
-    /// Reserves all that `plan` takes, so that the change cannot fail.
+    /// Reserves all memory that `plan` needs, so that the change cannot fail.
     #[inline]
     pub(crate) fn reserve<D, E>(
         &mut self,
@@ -301,7 +302,7 @@ impl Places {
             }
         };
         let (by_gfn, by_id, by_hva) = needs;
-        // And the record of the slot.
+        // One more: the record of the slot.
         let replaced = by_gfn.replaced + by_id.replaced + by_hva.replaced + 1;
         state.reserve_replaced(replaced)?;
         state.pools.by_gfn.reserve(&by_gfn)?;

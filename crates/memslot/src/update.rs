@@ -5,10 +5,10 @@ use crate::table::Pending;
 use crate::{Change, SlotWriter};
 use core::fmt;
 
-/// An operation that has begun. Dropping it gives it up, and nothing has happened.
-#[must_use = "dropping an update gives it up"]
+/// An operation that has begun. Dropping it aborts the operation and changes nothing.
+#[must_use = "dropping an update aborts it"]
 pub struct Update<'w, D> {
-    /// `None` once it was committed.
+    /// `None` after the commit.
     writer: Option<&'w mut SlotWriter<D>>,
     space: usize,
 }
@@ -22,33 +22,33 @@ impl<'w, D> Update<'w, D> {
         }
     }
 
-    /// What the commit will do.
+    /// The change that the commit will make.
     #[must_use]
     pub fn change(&self) -> Change<'_, D> {
         let pending = self
             .writer
             .as_ref()
             .map(|writer| writer.state_ref().pending);
-        // SAFETY: pending records are in the trees or not yet published, and the writer, which is
-        // borrowed, frees none.
+        // SAFETY: pending records are in the trees or not yet published. The writer is borrowed, so
+        // it frees none.
         pending.map_or(Change::Nothing, |pending| unsafe { change_of(pending) })
     }
 
-    /// Completes the operation. It allocates nothing and cannot fail. The records of the change can
-    /// be used until the writer is used again.
+    /// Completes the operation. It allocates nothing and cannot fail. The records of the returned
+    /// change live until the writer is used again.
     pub fn commit(mut self) -> Change<'w, D> {
         let Some(writer) = self.writer.take() else {
             return Change::Nothing;
         };
         let done = writer.commit(self.space);
         // SAFETY: the new record is in the trees, and the old one waits to be freed. The writer
-        // frees nothing while the answer borrows it.
+        // frees nothing while the returned change borrows it.
         unsafe { change_of(done) }
     }
 }
 
 /// # Safety
-/// The records live as long as the answer.
+/// The records live as long as the returned change.
 unsafe fn change_of<'w, D>(pending: Pending<D>) -> Change<'w, D> {
     // SAFETY: as the caller promises.
     unsafe {

@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "says which versions of the trees are alive")]
-//! All look-ups, at one version.
+//! Look-ups at one version.
 
 use crate::Slot;
 use crate::table::{Generation, SharedTable, Space};
@@ -8,14 +8,14 @@ use core::fmt;
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Hva};
 
-/// The slots of one address space at one version: what [`SlotGuard::view`](crate::SlotGuard::view)
-/// and [`SlotWriter::view`](crate::SlotWriter::view) give. All look-ups of one view agree, whatever
-/// a writer does meanwhile.
+/// The slots of one address space at one version, from [`SlotGuard::view`](crate::SlotGuard::view)
+/// or [`SlotWriter::view`](crate::SlotWriter::view). All look-ups of one view agree, even while a
+/// writer changes the table.
 ///
-/// All take O(log n) steps. Under a guard that is older than some changes they take one or two
-/// steps more for each change of the same part of a tree;
-/// [`Limits::max_retired`](crate::Limits::max_retired) bounds their number. Only
-/// the mark [`Slot::is_invalid`] may appear under a view.
+/// Each look-up takes O(log n) steps. If the guard is older than some changes, the look-up takes
+/// one or two steps more for each change of the same part of a tree.
+/// [`Limits::max_retired`](crate::Limits::max_retired) bounds the number of such changes. Only the
+/// mark [`Slot::is_invalid`] may appear under a view.
 pub struct SlotView<'g, D> {
     shared: &'g SharedTable<D>,
     space: &'g Space<D>,
@@ -47,7 +47,7 @@ impl<'g, D> SlotView<'g, D> {
         Some(Self { space, ..self })
     }
 
-    /// The generation the view was taken in; its number is the view's version.
+    /// The generation in which the view was taken. Its number is the view's version.
     #[must_use]
     pub const fn generation(self) -> Generation {
         self.generation
@@ -55,8 +55,8 @@ impl<'g, D> SlotView<'g, D> {
 
     #[inline]
     fn by_gfn(self) -> At<'g, ByGfn, D> {
-        // SAFETY: the maker of a view has, for `'g`, the writer or a guard that was taken before it
-        // loaded the version. So nothing of this version or newer is freed. See `table.rs`.
+        // SAFETY: for `'g` the maker of the view holds the writer, or a guard that it took before
+        // it loaded the version. So nothing of this version or newer is freed. See `table.rs`.
         unsafe { self.space.by_gfn.at(self.version) }
     }
 
@@ -80,8 +80,8 @@ impl<'g, D> SlotView<'g, D> {
             .filter(|slot| slot.range.contains(gfn))
     }
 
-    /// The slot that holds `gfn`, or else the nearest one below it: the kernel's approximate
-    /// look-up.
+    /// The slot that holds `gfn`, or else the nearest slot below it. This is the kernel's
+    /// approximate look-up.
     #[inline]
     #[must_use]
     pub fn lookup_or_below(self, gfn: Gfn) -> Option<&'g Slot<D>> {
@@ -106,7 +106,7 @@ impl<'g, D> SlotView<'g, D> {
     }
 
     /// All slots with a byte of host memory in `hva`, ascending by host address, then id. They may
-    /// overlap. [`Slot::frames_in_hva`] tells which of their frames lie there.
+    /// overlap. [`Slot::frames_in_hva`] returns their frames in that range.
     #[inline]
     pub fn iter_hva(self, hva: Range<Hva>) -> impl Iterator<Item = &'g Slot<D>> + use<'g, D> {
         Overlapping::new(self.by_hva(), hva.start.0, hva.end.0)
@@ -124,7 +124,7 @@ impl<'g, D> SlotView<'g, D> {
     }
 }
 
-// By hand, since derived ones would ask for `D: Clone`.
+// Not derived: a derived impl would need `D: Clone`.
 impl<D> Clone for SlotView<'_, D> {
     #[inline]
     fn clone(&self) -> Self {

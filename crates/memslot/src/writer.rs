@@ -1,7 +1,7 @@
 #![expect(unsafe_code, reason = "publishes and retires slots and tree nodes")]
 //! The one writer of a table.
 //!
-//! What becomes visible when is said in [`crate::table`].
+//! [`crate::table`] describes the order in which changes become visible.
 
 use crate::rules::{self, Plan};
 use crate::slot::Predecessor;
@@ -15,15 +15,15 @@ use core::mem;
 use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
 
-/// The right to change a table. A table has one writer, and changing takes `&mut`. If several
-/// threads change slots, put it into a mutex.
+/// The right to change a table. A table has one writer, and a change takes `&mut`. If several
+/// threads change slots, put the writer into a mutex.
 ///
-/// An operation takes O(log n), and does not wait for readers. What it replaces waits for a grace
-/// period, and later operations free it in batches of up to some 64 slots and tree nodes. If
-/// [`Limits::max_retired`] of them wait, because some reader has held its guard all the while, the
-/// next operation waits for that guard to go, which is one grace period. Meanwhile it calls the
-/// function given to [`with_relax`](Self::with_relax). So a thread that holds a guard of the same
-/// table must neither write nor wait for a lock that the writer's thread holds.
+/// An operation takes O(log n) and does not wait for readers. Replaced slots and tree nodes wait
+/// for a grace period. Later operations free them in batches of about 64. If a reader holds its
+/// guard until [`Limits::max_retired`] of them wait, the next operation waits for one grace period.
+/// While it waits, it calls the function given to [`with_relax`](Self::with_relax). So a thread
+/// that holds a guard of the same table must neither write nor wait for a lock that the writer's
+/// thread holds.
 ///
 /// A lack of memory is an error ([`SlotError::OutOfMemory`]), and then nothing has changed: an
 /// operation reserves all it needs before it begins. Only making a table may abort the process for
@@ -48,7 +48,7 @@ use pageferry_addr::{Gfn, GfnRange};
 /// let update = writer.begin(moved)?;
 /// if let Change::Moved { old, .. } = update.change() {
 ///     assert!(old.is_invalid());
-///     // Here a hypervisor zaps what it has mapped of `old.range`, and flushes.
+///     // Here a hypervisor zaps its mappings of `old.range`, and flushes.
 /// }
 /// update.commit();
 /// assert!(writer.view().lookup(Gfn(0x80000)).is_none());
@@ -72,10 +72,10 @@ impl<D> SlotWriter<D> {
         Self::with_barrier(limits, None)
     }
 
-    /// The same with readers that usually need no fence of their own: then a guard is two stores,
-    /// instead of an exchange and a store. A batch of changes beside readers at work calls
-    /// `barrier`, which takes microseconds, unless readers fence again by then: they do for
-    /// some hundred guards after each batch.
+    /// The same with readers that usually need no fence: a guard is then two stores instead of an
+    /// exchange and a store. A batch of changes beside active readers calls `barrier`, which takes
+    /// microseconds. After each batch, readers fence for some hundred guards, and another batch
+    /// during that time calls no barrier.
     ///
     /// # Panics
     /// As [`new`](Self::new).
@@ -88,15 +88,15 @@ impl<D> SlotWriter<D> {
         }
     }
 
-    /// Sets what the writer calls again and again while it waits for a grace period, such as
-    /// yielding the processor. It should be short. Without it the writer spins.
+    /// Sets the function that the writer calls repeatedly while it waits for a grace period, for
+    /// example to yield the processor. It should be short. Without it the writer spins.
     #[must_use]
     pub fn with_relax(mut self, relax: fn()) -> Self {
         self.state().relax = relax;
         self
     }
 
-    /// A handle from which readers come.
+    /// A handle that makes readers.
     #[must_use]
     pub fn table(&self) -> SlotTable<D> {
         SlotTable {
@@ -114,21 +114,21 @@ impl<D> SlotWriter<D> {
         unsafe { self.shared.writer_ref() }
     }
 
-    /// All look-ups in the current state of address space 0; nothing changes while it is borrowed.
+    /// A view of the current state of address space 0. Nothing changes while it is borrowed.
     #[inline]
     #[must_use]
     pub fn view(&self) -> SlotView<'_, D> {
-        // Only the writer frees, and by `&mut self`.
+        // Only the writer frees, and it needs `&mut self` for that.
         view(&self.shared, NEWEST, self.shared.generation())
     }
 
-    /// What the table allows.
+    /// The limits of the table.
     #[must_use]
     pub fn limits(&self) -> &Limits {
         &self.shared.limits
     }
 
-    /// How many slots there are, in all address spaces.
+    /// The number of slots in all address spaces.
     #[must_use]
     pub fn len(&self) -> usize {
         self.state_ref().len
@@ -146,14 +146,14 @@ impl<D> SlotWriter<D> {
         self.state_ref().pages
     }
 
-    /// How many operations are complete or given up. Requests that were refused, or that asked for
-    /// what was there, do not count.
+    /// The number of operations that are complete or aborted. Refused requests do not count, nor do
+    /// requests without a difference.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.generation()
     }
 
-    /// A whole operation: [`begin`](Self::begin) and [`Update::commit`].
+    /// Does a whole operation: [`begin`](Self::begin) and [`Update::commit`].
     ///
     /// # Errors
     /// As for [`begin`](Self::begin).
@@ -161,17 +161,18 @@ impl<D> SlotWriter<D> {
         Ok(self.begin(request)?.commit())
     }
 
-    /// Checks a request and begins to do what it asks. If it deletes or moves a slot, look-ups that
-    /// happen after this find that slot [invalid](Slot::is_invalid). They see everything else
-    /// when the update is committed. Look-ups that run at the same time may have found the slot
-    /// valid. So a caller that takes back what vCPUs have derived from it waits for those first
-    /// (makes every vCPU leave its guest, say), then zaps, flushes, and commits.
+    /// Checks a request and begins its operation. If the request deletes or moves a slot, look-ups
+    /// after this call find that slot [invalid](Slot::is_invalid). Everything else becomes visible
+    /// at the commit. A look-up that runs beside this call may still find the slot valid. So a
+    /// caller that takes back what vCPUs derived from the slot first waits for such look-ups, for
+    /// example by making every vCPU leave its guest. Then it zaps, flushes, and commits.
     ///
-    /// An update that was forgotten (by `mem::forget`) is given up first, also if the request is
-    /// refused. It may wait as [`SlotWriter`] says, also before a refusal.
+    /// The call first aborts an update that was forgotten (by `mem::forget`), even if it then
+    /// refuses the request. It may wait as [`SlotWriter`] says, even before a refusal.
     ///
     /// # Errors
-    /// One [`SlotError`] for each rule, and one for a lack of memory. Nothing has changed then.
+    /// One [`SlotError`] for each rule, and one for a lack of memory. After an error nothing has
+    /// changed.
     pub fn begin(&mut self, request: Request<D>) -> Result<Update<'_, D>, SlotError> {
         // An update that was forgotten instead of dropped.
         self.abort();
@@ -179,13 +180,13 @@ impl<D> SlotWriter<D> {
         let space = usize::from(request.address_space);
         let Self { shared, places } = self;
         let shared = &**shared;
-        // SAFETY: `self` is the one writer and does not use its state otherwise while `state`
+        // SAFETY: `self` is the one writer, and makes no other reference to its state while `state`
         // lives.
         let state = unsafe { shared.writer() };
         let here = shared.spaces.get(space);
-        // If there is no such space, the request is refused, and no place is asked for.
+        // If there is no such space, `check` refuses the request and asks for no place.
         let old = here.and_then(|here| places.find(here, &request));
-        // SAFETY: in the tree, and nothing is freed meanwhile.
+        // SAFETY: the slot is in the tree, and nothing is freed meanwhile.
         let old_slot = old.map(|old| unsafe { &*old });
         let plan = rules::check(
             &shared.limits,
@@ -211,8 +212,8 @@ impl<D> SlotWriter<D> {
             slot.previous = Predecessor(old);
             slots.insert(slot)
         };
-        // The pointer by which the record was put in, as it is freed by that one day, and not one
-        // of the reference.
+        // Not a pointer made from the reference: the slab frees a record by the pointer with which
+        // it was put in.
         let pending = match (plan, old) {
             (Plan::Create(range), None) => Pending::Create {
                 new: record(range, ptr::null())?,
@@ -241,14 +242,14 @@ impl<D> SlotWriter<D> {
         Ok(Update::new(self, space))
     }
 
-    /// Gives a pending update up.
+    /// Aborts a pending update.
     pub(crate) fn abort(&mut self) {
         let pending = mem::replace(&mut self.state().pending, Pending::Nothing);
         let new = match pending {
             Pending::Nothing => return,
             Pending::Create { new } | Pending::Flags { new, .. } => Some(new),
             Pending::Delete { old } => {
-                // SAFETY: in the trees, as nothing was committed.
+                // SAFETY: the record is in the trees, as nothing was committed.
                 unsafe { &*old }.unmark();
                 None
             }
@@ -258,23 +259,23 @@ impl<D> SlotWriter<D> {
                 Some(new)
             }
         };
-        // A new version that equals the last, so that a reader that waits for another generation
-        // does not wait for ever.
+        // Take a new version, though it equals the last. Otherwise a reader that waits for another
+        // generation would wait for ever.
         self.shared
             .set_generation(self.shared.generation().number() + 1);
         if let Some(new) = new {
-            // SAFETY: made by `begin`, and nobody else has seen it. Last, as it drops the user's
-            // data.
+            // SAFETY: `begin` made the record, and no reader has seen it. This comes last, because
+            // it drops the user's data.
             unsafe { self.state().pools.slots.remove(new) };
         }
     }
 
-    /// Does what was begun, and returns it. It allocates nothing.
+    /// Completes the pending operation and returns it. It allocates nothing.
     pub(crate) fn commit(&mut self, space: usize) -> Pending<D> {
         let version = self.shared.generation().number() + 1;
         let Self { shared, places } = self;
         let shared = &**shared;
-        // SAFETY: `self` is the one writer and does not use its state otherwise while `state`
+        // SAFETY: `self` is the one writer, and makes no other reference to its state while `state`
         // lives.
         let state = unsafe { shared.writer() };
         let pending = mem::replace(&mut state.pending, Pending::Nothing);
@@ -285,8 +286,8 @@ impl<D> SlotWriter<D> {
             places,
             state,
         };
-        // SAFETY: new records live until they are retired, which is after they were taken out; old
-        // ones are in the trees.
+        // SAFETY: new records live until they are retired, which happens after they left the trees.
+        // Old records are in the trees.
         let gone = unsafe {
             match pending {
                 Pending::Nothing => {
@@ -329,9 +330,9 @@ impl<D> SlotWriter<D> {
     }
 
     /// The bytes that this table occupies: its fixed part, tree nodes, and slots with their `D`
-    /// (not what `D` points at). That includes what waits for a grace period or for reuse. It
-    /// leaves out readers (256 bytes each), the lists of what waits, and the allocator's own
-    /// overhead.
+    /// (not the memory that `D` points at). Nodes and slots that wait for a grace period or for
+    /// reuse count. Readers (256 bytes each), the lists of retired things, and the allocator's own
+    /// overhead do not.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         let state = self.state_ref();
@@ -342,21 +343,21 @@ impl<D> SlotWriter<D> {
     }
 }
 
-/// A change of the trees is half done. If something panics now, which is a bug, nobody may go on
-/// with them.
+/// Guards a change of the trees that is half done. After a panic, which is a bug, nobody may use
+/// the trees.
 struct HalfDone;
 
 impl Drop for HalfDone {
     fn drop(&mut self) {
-        // Only a panic drops it, and a second panic ends the process.
+        // Only a panic drops it, and a panic during a panic aborts the process.
         panic!("a change of memory slots was interrupted");
     }
 }
 
 /// A slot of `now` other than `id` that holds some of `range`.
 fn overlapping<D>(now: SlotView<'_, D>, range: GfnRange, id: u16) -> Option<(u16, GfnRange)> {
-    // Slots do not overlap each other. So those that end above the start are the last ones that
-    // begin below the end.
+    // Slots do not overlap each other. So the slots that overlap the range are the last ones that
+    // begin below its end.
     let mut below = range.end();
     loop {
         let slot = now.lookup_or_below(Gfn(below.0.checked_sub(1)?))?;
@@ -371,7 +372,7 @@ fn overlapping<D>(now: SlotView<'_, D>, range: GfnRange, id: u16) -> Option<(u16
 }
 
 impl<D> Drop for SlotWriter<D> {
-    /// Gives up what was begun and forgotten, and frees what no reader uses.
+    /// Aborts an update that was forgotten, and frees everything that no reader uses.
     fn drop(&mut self) {
         self.abort();
         self.reclaim();

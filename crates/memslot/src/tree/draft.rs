@@ -1,10 +1,10 @@
-//! The children of an inner node in the making.
+//! The children of an inner node that a change is building.
 
 use super::kind::{INNER, MOST, Order, Reach};
 use super::node::{Head, Inner};
 use core::ptr;
 
-/// Children, one more than fit.
+/// The children of a new inner node, with room for one more than fits into a node.
 pub(super) struct Draft {
     pub(super) keys: [u64; INNER + 1],
     pub(super) nodes: [*const Head; INNER + 1],

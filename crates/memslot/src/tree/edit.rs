@@ -1,17 +1,18 @@
-//! Changes, all by the one writer.
+//! Changes of a tree, made by the one writer.
 //!
-//! A record that takes the place of another with the same key and end is stored over it in its
-//! leaf. A new slot after all others of its leaf goes into that leaf, if there is room. Any other
-//! change goes down to the leaf of its key and makes a new leaf. On the way up each inner node does
-//! one of two things:
+//! A record that replaces another with the same key and end is stored over it in its leaf. A new
+//! slot after all others of its leaf goes into that leaf, if there is room. Any other change goes
+//! down to the leaf of its key and makes a new leaf. On the way up, the change does one of two
+//! things at each inner node:
 //!
-//! - It publishes the new node in the cell of its child, which ends the change.
-//! - It makes a new node of itself and passes that on. It must if its own keys change (a child was
-//!   split, joined or has gone), or if a bound that reaches into the next child becomes lower.
+//! - It publishes the new child in the child's cell. That ends the change.
+//! - It makes a new inner node and passes that up. This is needed if the keys of the node change (a
+//!   child was split, joined or removed), or if a bound that reaches into the next child becomes
+//!   lower.
 //!
-//! So the whole change becomes visible by the one store that ends it.
+//! So one store, the last, makes the whole change visible.
 //!
-//! A node may hold a quarter of what it could. Below that it joins a neighbour or shares with it
+//! A node holds at least a quarter of its room. With less, it joins a neighbour or shares with it
 //! ([`super::shape`]). The last node of a level may hold less: slots that come in ascending order
 //! fill all nodes but the last.
 
@@ -36,19 +37,19 @@ pub(crate) struct Edit<'e, O: Order, D> {
     pub(crate) tree: &'e Tree<O, D>,
     /// The version in which the change becomes visible.
     pub(crate) version: u64,
-    /// Has what the change [needs](super::Need).
+    /// Holds the memory that the change [needs](super::Need).
     pub(crate) pool: &'e mut NodePool<O, D>,
     /// Takes the nodes that were replaced.
     pub(crate) replaced: &'e mut dyn FnMut(Replaced),
 }
 
-/// What a change makes of a node.
+/// The effect of a change on a node.
 pub(super) enum Effect {
-    /// It stays; the change is published below it.
+    /// The node stays. The change was published below it.
     Stays,
-    /// Another takes its place.
+    /// Another node takes its place.
     One(*const Head),
-    /// Two take its place; the key is the least of the second.
+    /// Two nodes take its place. The key is the least of the second.
     Two(*const Head, u64, *const Head),
     /// Nothing is left of it.
     Gone,
@@ -59,11 +60,11 @@ impl<O: Order, D> Tree<O, D> {
     /// only.
     ///
     /// # Safety
-    /// `slot` is alive until it is removed or replaced and a grace period has passed.
+    /// `slot` lives until it is removed or replaced and a grace period has passed.
     pub(crate) unsafe fn replace(&self, slot: *const Slot<D>) {
         // SAFETY: alive, as the caller says.
         let key = O::key(unsafe { &*slot });
-        // SAFETY: only the writer frees nodes, and it is here.
+        // SAFETY: only the writer frees nodes, and the caller is the writer.
         let (leaf, index) = unsafe { self.at(NEWEST) }.find(key).expect("no such slot");
         leaf.patch(index, slot);
     }
@@ -76,11 +77,10 @@ impl<O: Order, D> Tree<O, D> {
         }
     }
 
-    /// Frees all nodes; passes each slot pointer to `slot` first.
+    /// Frees all nodes. Passes each slot pointer to `slot` first.
     ///
     /// # Safety
-    /// Nobody uses the tree any more, and it is not used again. All replaced nodes are freed by
-    /// somebody else.
+    /// Nobody uses the tree now or later. The caller frees all replaced nodes separately.
     pub(crate) unsafe fn free_all(
         &mut self,
         pool: &mut NodePool<O, D>,
@@ -98,12 +98,12 @@ impl<O: Order, D> Tree<O, D> {
                 Node::Leaf(leaf) => (0..leaf.len()).for_each(|i| slot(leaf.record(i))),
                 Node::Inner(inner) => {
                     for cell in &inner.cells[..inner.head.len()] {
-                        // SAFETY: as for the caller: each node is in one cell.
+                        // SAFETY: as for the caller. Each node is in one cell.
                         unsafe { below(cell.newest(), pool, slot) };
                     }
                 }
             }
-            // SAFETY: nobody uses it, and its cell is not looked at again.
+            // SAFETY: nobody uses the node, and nobody reads its cell again.
             unsafe { pool.free(Replaced(node)) };
         }
         // SAFETY: as the caller promises.
@@ -114,11 +114,12 @@ impl<O: Order, D> Tree<O, D> {
 /// The node behind a pointer that the writer got from a cell, or has just made. The borrow of the
 /// pointer stands for that of the node: the writer frees no node during a change.
 pub(super) fn view<O: Order, D>(node: &*const Head) -> Node<'_, O, D> {
-    // SAFETY: nodes in cells, and new ones, are alive, and only the writer frees.
+    // SAFETY: new nodes and nodes in cells are alive. Only the writer frees, and the caller is the
+    // writer.
     unsafe { Node::at(*node) }
 }
 
-/// How many slots of a leaf have keys below `key`, which none has.
+/// The number of slots of a leaf with keys below `key`. No slot has `key`.
 #[inline]
 pub(super) fn rank_of_new<O: Order, D>(leaf: Leaf<'_, O, D>, key: u64) -> usize {
     let at = leaf.rank(key);
@@ -126,25 +127,25 @@ pub(super) fn rank_of_new<O: Order, D>(leaf: Leaf<'_, O, D>, key: u64) -> usize 
     at
 }
 
-/// How many slots or children a node has.
+/// The number of slots or children of a node.
 pub(super) fn len_of(node: *const Head) -> usize {
     // SAFETY: as in `view`.
     unsafe { &*node }.len()
 }
 
-/// Whether one of the slots of the leaf at `place` can go without a change of any other node.
+/// Whether a slot can leave the leaf at `place` without a change of any other node.
 #[inline]
 pub(super) fn stays_alone<O: Order, D>(place: &Place, leaf: Leaf<'_, O, D>) -> bool {
     let (left, room) = (leaf.len() - 1, leaf.room());
     if place.root {
         left > 0 && (left >= least(room) || room == room_for(left))
     } else {
-        // Bounds further up may have to be lowered.
+        // Otherwise bounds further up may have to be lowered.
         left >= least(O::LEAF) && !O::Reach::passes(place.reach, place.next)
     }
 }
 
-/// How many slots or children a node below an inner node could have.
+/// The most slots or children that a node below an inner node can have.
 pub(super) fn full<O: Order>(node: *const Head) -> usize {
     // SAFETY: as in `view`.
     if unsafe { &*node }.level() == 0 {
@@ -154,7 +155,7 @@ pub(super) fn full<O: Order>(node: *const Head) -> usize {
     }
 }
 
-/// Where the slots of a leaf end at most; of an inner node, the greatest of its bounds.
+/// The greatest end of a leaf's slots, or the greatest bound of an inner node.
 pub(super) fn reach_of<O: Order, D>(node: *const Head) -> u64 {
     if !O::Reach::KEPT {
         return 0;
@@ -170,16 +171,16 @@ pub(super) fn reach_of<O: Order, D>(node: *const Head) -> u64 {
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// Puts `slot` in; there must be none with the same key.
+    /// Puts `slot` in. The tree must have no slot with the same key.
     ///
     /// # Safety
-    /// `slot` is alive until it is removed or replaced and a grace period has passed.
+    /// `slot` lives until it is removed or replaced and a grace period has passed.
     pub(crate) unsafe fn put(&mut self, slot: *const Slot<D>) {
         let old = self.tree.root.newest();
         // SAFETY: alive, as the caller says.
         let new = unsafe { Entry::of::<O>(slot) };
         let effect = match view::<O, D>(&old) {
-            // Only a leaf that is all of its tree grows. Others are split when they are full.
+            // Only a leaf that is the whole tree grows. Others are split when they are full.
             Node::Leaf(leaf) if leaf.len() == leaf.room() => {
                 let at = rank_of_new(leaf, new.key);
                 Effect::One(if leaf.room() == O::FLAT {
@@ -208,7 +209,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.retire_child(old);
     }
 
-    /// Takes the slot with this key out; it must be there.
+    /// Takes the slot with this key out. The tree must have it.
     pub(crate) fn remove(&mut self, key: u64) {
         let old = self.tree.root.newest();
         let effect = self.remove_below(old, key, true, MOST);
@@ -226,14 +227,14 @@ impl<O: Order, D> Edit<'_, O, D> {
         (self.replaced)(Replaced(node));
     }
 
-    /// Retires a node that was replaced, if it has not done so itself.
+    /// Retires a replaced child, unless the change below has done so.
     fn retire_child(&mut self, old: *const Head) {
         if !matches!(view::<O, D>(&old), Node::Inner(_)) {
             self.retire(old);
         }
     }
 
-    /// An inner node of the children `range` of `draft`.
+    /// Makes an inner node of the children `range` of `draft`.
     pub(super) fn inner(
         &mut self,
         draft: &Draft,
@@ -262,7 +263,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         new.cast()
     }
 
-    /// One or two inner nodes of `draft`, in place of `old`. `append` where the last child is the
+    /// Makes one or two inner nodes of `draft`, in place of `old`. `append`: the last child is the
     /// last of the tree.
     fn inners(&mut self, draft: &Draft, old: *const Head, append: bool) -> Effect {
         // SAFETY: as in `view`.
@@ -278,8 +279,8 @@ impl<O: Order, D> Edit<'_, O, D> {
     }
 }
 
-/// A node that passes `One`, `Two` or `Gone` up has retired itself if it is an inner node. A leaf
-/// or the empty tree has not: the caller does.
+/// These functions return `One`, `Two` or `Gone` for a replaced node. If it is an inner node, they
+/// have retired it. If it is a leaf or the empty tree, the caller retires it.
 impl<O: Order, D> Edit<'_, O, D> {
     /// `last`: there is no node to the right of this one on its level.
     fn put_below(&mut self, node: *const Head, new: &Entry<D>, last: bool) -> Effect {
@@ -293,9 +294,9 @@ impl<O: Order, D> Edit<'_, O, D> {
             Node::Inner(inner) => {
                 let index = upper_bound(&inner.keys, new.key).saturating_sub(1);
                 let last = last && index + 1 == inner.head.len();
-                // Before any reader that needs the bound can see the slot. Slots usually come in
-                // ascending order, and a reader that looks beyond the last child
-                // belongs there. So `MOST` is raised to once.
+                // Raise the bound before any reader that needs it can see the slot. Slots usually
+                // come in ascending order, and a reader that looks beyond the last child must look
+                // there anyway. So the last bound is raised to `MOST`, once.
                 inner.reach.raise(index, if last { MOST } else { new.end });
                 let old = inner.cells[index].newest();
                 match self.put_below(old, new, last) {
@@ -336,8 +337,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.split(node, leaf, at, new, last)
     }
 
-    /// A leaf with twice the room of `leaf`, which is full and all of its tree, with `new` at index
-    /// `at`.
+    /// Makes a leaf with twice the room of `leaf` and with `new` at index `at`. `leaf` is full and
+    /// is the whole tree.
     fn grown(&mut self, leaf: Leaf<'_, O, D>, at: usize, new: &Entry<D>) -> *const Head {
         let len = leaf.len();
         let mut copy = self.pool.leaf(room_for(len + 1));
@@ -347,8 +348,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         copy.done(self.version, leaf.node())
     }
 
-    /// Puts `new` at index `at` of `leaf`, which has room for it. Returns the leaf that is to take
-    /// its place, or none if `leaf` has the slot itself now.
+    /// Puts `new` at index `at` of `leaf`, which has room for it. Returns the leaf that must
+    /// replace `leaf`, or `None` if `leaf` itself has the slot now.
     #[inline(always)]
     pub(super) fn put_in_room(
         &mut self,
@@ -363,7 +364,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         Some(copy.with(leaf, at, new, self.version))
     }
 
-    /// `root`: the node is the root. No key to the right of it is less than `next`.
+    /// `root`: the node is the root. `next`: a lower bound of the keys to the right of the node.
     fn remove_below(&mut self, node: *const Head, key: u64, root: bool, next: u64) -> Effect {
         match view::<O, D>(&node) {
             Node::Empty => unreachable!("no such slot"),
@@ -441,7 +442,8 @@ mod tests {
         }
     }
 
-    /// The children, at all levels below `node`, whose bounds pass the keys to the right of them.
+    /// The number of children, at all levels below `node`, whose bounds pass the keys to their
+    /// right.
     fn passing(node: *const Head, next: u64) -> usize {
         let Node::Inner(inner) = view::<ByHva, ()>(&node) else {
             return 0;
@@ -458,7 +460,8 @@ mod tests {
     const THIRD: u16 = SLOTS / 3;
     const START: u64 = 1 << 30;
 
-    /// Slots of a page each, side by side, put in by `order`; and a look at the bounds.
+    /// Returns a writer with adjacent slots of one page each, put in by `order`, and a function
+    /// that checks the bounds.
     fn side_by_side(order: impl Fn(u16) -> u16) -> (SlotWriter<()>, impl Fn() -> usize) {
         let mut writer = SlotWriter::new(Limits::default());
         for id in (0..SLOTS).map(order) {
@@ -480,7 +483,7 @@ mod tests {
         for order in orders {
             let (mut writer, passing) = side_by_side(order);
             assert_eq!(passing(), 0);
-            // The last goes, and others become the last, and go on.
+            // Remove the last slot again and again, so that other nodes become the last.
             for id in (THIRD..SLOTS).rev() {
                 writer.set(Request::delete(0, id)).expect("it");
             }
@@ -496,10 +499,10 @@ mod tests {
     #[test]
     fn a_bound_that_passes_the_next_child_is_lowered_with_the_slot_it_was_for() {
         let (mut writer, passing) = side_by_side(|i| i);
-        // One that lies over all the others, and ones over some.
+        // Add one slot that overlaps all others, and slots that overlap some.
         let (all, third) = (u64::from(SLOTS), u64::from(THIRD));
         let over = [(0, all), (0, 40), (third, third / 2), (all - 10, 20)];
-        // With as few slots as under Miri, the last one passes no other child.
+        // Under Miri there are so few slots that the last of these passes no other child.
         let over = &over[..if cfg!(miri) { 3 } else { 4 }];
         for (number, &(first, pages)) in (0..).zip(over) {
             let hva = START + first * PAGE_SIZE;
@@ -510,7 +513,8 @@ mod tests {
             writer.set(Request::delete(0, SLOTS + number)).expect("it");
             assert_eq!(passing(), 0, "{first}");
         }
-        // What is put in and taken out in any order, ends of leaves among it, leaves none either.
+        // Toggle random slots, which also adds and removes ends of leaves. No bound may pass then
+        // either.
         let mut there = alloc::vec![true; usize::from(SLOTS)];
         for step in 0..if cfg!(miri) { 60 } else { 20_000_u64 } {
             let id = (step * step % u64::from(SLOTS)) as u16;

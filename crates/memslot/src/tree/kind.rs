@@ -5,27 +5,27 @@ use crate::rules::{HALF, is_canonical};
 use crate::sync::{AtomicU64, Ordering};
 use pageferry_addr::PAGE_MASK;
 
-/// How many children an inner node may have. Inner nodes are copied seldom, so they may be large.
+/// The most children of an inner node. Inner nodes are copied rarely, so they may be large.
 pub(crate) const INNER: usize = if cfg!(loom) { 4 } else { 64 };
 
-/// Below or equal to all keys.
+/// The least key: less than or equal to all keys.
 pub(crate) const LEAST: u64 = 0;
 /// Above all keys.
 pub(crate) const MOST: u64 = u64::MAX;
 
 /// An order of slots.
 pub(crate) trait Order: Sized + 'static {
-    /// How many slots a leaf below an inner node has room for.
+    /// The number of slots for which a leaf below an inner node has room.
     const LEAF: usize;
-    /// How many slots a leaf may have room for if it is all of its tree.
+    /// The most slots for which a leaf that is the whole tree may have room.
     const FLAT: usize;
-    /// Bounds of where the slots below each child end, for orders in which slots overlap. Their
-    /// leaves keep ends.
+    /// Upper bounds of the ends below each child, for orders in which slots overlap. Leaves of such
+    /// orders keep ends.
     type Reach: Reach;
-    /// Unique among the slots of an address space.
+    /// The key of a slot, unique in an address space.
     fn key<D>(slot: &Slot<D>) -> u64;
 
-    /// Where the slot ends; not used if ends are not kept.
+    /// The end of the slot. Not used if the order keeps no ends.
     #[inline]
     fn end<D>(_slot: &Slot<D>) -> u64 {
         0
@@ -72,12 +72,12 @@ impl ByHva {
         hva << 4 | id as u64
     }
 
-    /// The greatest key of a slot that begins at or below `hva`, which may be any address.
+    /// The greatest key of a slot that begins at or below `hva`. `hva` may be any address.
     #[inline]
     pub(crate) const fn up_to(hva: u64) -> u64 {
-        // An address between the two halves: all slots of the lower half are below it.
+        // If `hva` lies between the two halves, all slots of the lower half are below it.
         let hva = if is_canonical(hva, 0) { hva } else { HALF - 1 };
-        // Ids are less than a number of 16 bits.
+        // Ids are below `max_slots`, a `u16`. So no id is `u16::MAX`.
         Self::starting_at(hva & !PAGE_MASK, u16::MAX - 1)
     }
 }
@@ -98,17 +98,18 @@ impl Order for ByHva {
     }
 }
 
-/// For each child of an inner node an upper bound of the ends below it, or nothing.
+/// For each child of an inner node, an upper bound of the ends below it. Orders that keep no ends
+/// have no bounds.
 ///
-/// The bound may be too high, which costs a wasted look. It is never too low for a reader: it is
-/// raised before a slot that needs it can be seen, and lowered only in a new node. A lower bound is
-/// worth a new node if the old one [passes](Self::passes) the keys of the next child; otherwise
-/// readers that look there belong there. The last child of the tree has no next child, and usually
-/// `MOST` as its bound.
+/// A bound may be too high, which costs readers a wasted visit. It is never too low for a reader:
+/// the writer raises it before a slot that needs it becomes visible, and lowers it only in a new
+/// node. Lowering a bound is worth a new node only if the old bound [passes](Self::passes) the keys
+/// of the next child. Otherwise it wastes no visit. The last child of the tree has no next child,
+/// and usually has the bound `MOST`.
 pub(crate) trait Reach {
     /// Whether there are bounds.
     const KEPT: bool;
-    /// For children with these bounds.
+    /// Makes the bounds of a node's children.
     fn new(bounds: &[u64]) -> Self;
     /// Whether a slot that ends at `bound` overlaps one with `key`.
     fn passes(bound: u64, key: u64) -> bool;
@@ -139,15 +140,16 @@ impl Reach for () {
     fn raise(&self, _: usize, _: u64) {}
 }
 
-/// [`Reach`] that is kept.
+/// A [`Reach`] with bounds.
 pub(crate) struct Bounds {
     each: [AtomicU64; INNER],
-    /// The highest so far. Usually one look tells that no child further left needs a visit.
+    /// The greatest bound up to each child. One load usually shows that no child further left needs
+    /// a visit.
     up_to: [AtomicU64; INNER],
 }
 
-// All accesses are relaxed: see `Reach`. The pointer to its leaf or its cell, and the version, make
-// a slot visible.
+// All accesses are relaxed. A slot becomes visible by the store of a leaf's pointer or of a slot's
+// cell, and by the version. `Reach` says why the bounds need no more order.
 impl Reach for Bounds {
     const KEPT: bool = true;
 

@@ -2,16 +2,15 @@
     unsafe_code,
     reason = "the arrays of a leaf are as long as its head says"
 )]
-//! Leaves: the slots of a range of keys.
+//! Leaves, which hold the slots of a range of keys.
 //!
 //! A leaf is its [`Head`], then as many keys as it has room for, then (if the order keeps them) the
 //! end of each slot and the greatest end so far, then the cells of slots. Below inner nodes all
-//! leaves have the room [`Order::LEAF`]. A leaf that is all of its tree has as much as it needs, up
-//! to [`Order::FLAT`], as searching one array takes less time than going down a level.
+//! leaves have the room [`Order::LEAF`]. A leaf that is the whole tree has as much as it needs, up
+//! to [`Order::FLAT`], because searching one array is faster than going down a level.
 //!
-//! After the leaf was published, only the cell of a place changes: when another record takes the
-//! place of the one with the same key. The new record knows the old one and the version in which it
-//! came ([`Slot`]), as nodes do.
+//! In a published leaf only cells change: a new record replaces the record with the same key. Like
+//! a node, the new record has a pointer to the old one and its own version ([`Slot`]).
 //!
 //! # Slots that come after the others
 //!
@@ -22,23 +21,24 @@
 //!
 //! 1. The cell makes the slot visible, as one store. Until then the cell is null: a reader that
 //!    finds the key, or counts the place, finds no slot there. A reader that has seen the slot
-//!    (`Acquire`) sees its key and the number of slots from then on, by whatever look-up.
+//!    (`Acquire`) sees its key and the number of slots from then on, in every look-up.
 //! 2. A reader of an older version finds that the record was born later and has no predecessor, so
-//!    there is no such slot. A record with a predecessor elsewhere, of a slot that moves, comes by
-//!    a copy of the leaf only. The first slot of a leaf has been there as long as the leaf, so a
-//!    walk downwards ends.
+//!    that version has no such slot. A slot that moves has a predecessor elsewhere, so its record
+//!    enters only by a copy of the leaf. The first slot of a leaf is as old as the leaf, so a walk
+//!    downwards ends.
 //! 3. A reader may see the keys of several such slots out of order: see [`upper_bound`]. It then
-//!    finds the last slot of a state between their creations, all of which run beside the look-up.
+//!    finds the last slot of a state between the creations of those slots. All these creations run
+//!    beside the look-up.
 //! 4. A reader that finds a null cell takes the slot before. That slot may have been replaced
 //!    since, so it is no longer the last one up to the key. But by frame slots do not overlap. The
-//!    frame is not in that slot, as the frame is not below the slot that comes. "No slot holds the
-//!    frame" was true when the cell was null. So [`newest_floor`](super::At::newest_floor) is for
-//!    callers that ask whether the slot holds the frame.
-//! 5. Walks by host address read keys, ends and greatest ends in any order. All of a slot that a
-//!    version has was there before that version was published. A walk does not look for a slot that
-//!    is still coming, whatever it reads of it. The greatest end so far may be too high for an
-//!    older version, which costs a wasted look. (Until a slot comes it is `MOST`, so no slot before
-//!    it is skipped.)
+//!    frame is not below the slot that comes, so it is not in the slot before. When the cell was
+//!    null, no slot held the frame. So [`newest_floor`](super::At::newest_floor) is for callers
+//!    that ask whether the slot holds the frame.
+//! 5. Walks by host address read keys, ends and greatest ends in any order. All parts of a
+//!    version's slots were written before that version was published. A walk never needs a slot
+//!    that is still coming, so any value that it reads of such a slot is fine. The greatest end so
+//!    far may be too high for an older version, which costs a wasted visit. (In an unused place it
+//!    is `MOST`, so a walk skips no slot before that place.)
 
 use super::kind::{ByHva, Order, Reach};
 use super::node::{Head, Key, upper_bound};
@@ -48,21 +48,21 @@ use core::alloc::Layout;
 use core::marker::PhantomData;
 use core::{ptr, slice};
 
-/// The least room of a leaf. Other rooms are this times a power of two.
+/// The least room of a leaf. All other rooms are a power of two times this.
 pub(crate) const LEAST_ROOM: usize = if cfg!(loom) { 4 } else { 16 };
 /// The alignment of leaves.
 const ALIGN: usize = 16;
 /// The size of a cache line.
 const LINE: usize = 64;
-/// How many rooms there are.
+/// The number of different rooms.
 pub(crate) const ROOMS: usize = 4;
 
-/// The least room for `len` slots.
+/// The smallest room for `len` slots.
 pub(crate) fn room_for(len: usize) -> usize {
     len.next_power_of_two().max(LEAST_ROOM)
 }
 
-/// The number of this room among the rooms there are, from 0 on.
+/// The index of this room among all rooms.
 pub(crate) const fn kind_of(room: usize) -> usize {
     (room / LEAST_ROOM).trailing_zeros() as usize
 }
@@ -70,12 +70,12 @@ pub(crate) const fn kind_of(room: usize) -> usize {
 /// One slot of a leaf.
 pub(crate) struct Entry<D> {
     pub(crate) key: u64,
-    /// Where the slot ends, if the order keeps ends.
+    /// The end of the slot, if the order keeps ends.
     pub(crate) end: u64,
     pub(crate) slot: *const Slot<D>,
 }
 
-// By hand, since derived ones would ask for `D: Copy`.
+// Not derived: a derived impl would need `D: Copy`.
 impl<D> Clone for Entry<D> {
     #[inline]
     fn clone(&self) -> Self {
@@ -101,7 +101,7 @@ impl<D> Entry<D> {
     }
 }
 
-/// Where the parts of a leaf are, in bytes from its beginning.
+/// The offsets of the parts of a leaf, in bytes from its beginning.
 pub(super) struct Parts<O, D>(PhantomData<(O, fn() -> D)>);
 
 impl<O: Order, D> Parts<O, D> {
@@ -124,7 +124,7 @@ impl<O: Order, D> Parts<O, D> {
         Self::up_to(room) + room * Self::EACH_END
     }
 
-    /// How many words of keys and ends there are.
+    /// The number of words for keys and ends.
     pub(super) const fn words(room: usize) -> usize {
         (Self::cells(room) - Self::KEYS) / size_of::<AtomicU64>()
     }
@@ -146,7 +146,7 @@ pub(crate) const fn layout_of<O: Order, D>(room: usize) -> Layout {
     Parts::<O, D>::layout(room)
 }
 
-/// A leaf in a tree, or one that was.
+/// A leaf that is or was in a tree.
 pub(crate) struct Leaf<'g, O: Order, D> {
     node: *const Head,
     order: PhantomData<(O, &'g Slot<D>)>,
@@ -162,8 +162,8 @@ impl<O: Order, D> Copy for Leaf<'_, O, D> {}
 
 impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// # Safety
-    /// `node` is a leaf of this order and data, by the pointer it was allocated with; during `'g`
-    /// it is not freed.
+    /// `node` is a leaf of this order and data, and is the pointer with which it was allocated. The
+    /// leaf is not freed during `'g`.
     #[inline(always)]
     pub(crate) const unsafe fn at(node: *const Head) -> Self {
         Self {
@@ -172,7 +172,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
-    /// The pointer it was allocated with.
+    /// The pointer with which the leaf was allocated.
     #[inline(always)]
     pub(crate) const fn node(self) -> *const Head {
         self.node
@@ -198,30 +198,30 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
     /// `count` words begin `offset` bytes into the leaf.
     #[inline(always)]
     unsafe fn array(self, offset: usize, count: usize) -> &'g [AtomicU64] {
-        // SAFETY: as the caller says; alive during `'g`, and allocated as one piece.
+        // SAFETY: as the caller says. The leaf lives during `'g` and is one allocation.
         unsafe { slice::from_raw_parts(self.node.byte_add(offset).cast(), count) }
     }
 
     #[inline(always)]
     fn keys_of(self, room: usize) -> &'g [AtomicU64] {
         debug_assert_eq!(room, self.room());
-        // SAFETY: written whole before the leaf was published.
+        // SAFETY: all keys were written before the leaf was published.
         unsafe { self.array(Parts::<O, D>::KEYS, room) }
     }
 
-    /// Ascending; unused ones are `MOST`.
+    /// The keys, ascending. Keys of unused places are `MOST`.
     #[inline]
     pub(super) fn keys(self) -> &'g [AtomicU64] {
         self.keys_of(self.room())
     }
 
-    /// The key of a slot; `MOST` in an unused place.
+    /// The key of a slot, or `MOST` in an unused place.
     #[inline]
     pub(crate) fn key(self, index: usize) -> u64 {
         self.keys()[index].value()
     }
 
-    /// Where each slot ends; empty if ends are not kept.
+    /// The end of each slot. Empty if the order keeps no ends.
     #[inline]
     pub(super) fn ends(self) -> &'g [AtomicU64] {
         let room = if O::Reach::KEPT { self.room() } else { 0 };
@@ -229,7 +229,8 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { self.array(Parts::<O, D>::ends(self.room()), room) }
     }
 
-    /// The greatest end up to and including each slot, likewise; `MOST` in unused places.
+    /// The greatest end up to and including each slot, and `MOST` in unused places. Empty if the
+    /// order keeps no ends.
     #[inline]
     fn up_to(self) -> &'g [AtomicU64] {
         self.up_to_of(self.room())
@@ -243,7 +244,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         unsafe { self.array(Parts::<O, D>::up_to(room), count) }
     }
 
-    /// The greatest end of all, if ends are kept.
+    /// The greatest end of all slots, if the order keeps ends.
     pub(crate) fn reach(self) -> u64 {
         match self.len().checked_sub(1) {
             Some(last) if O::Reach::KEPT => self.up_to()[last].value(),
@@ -253,28 +254,29 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 
     #[inline(always)]
     pub(super) fn cells(self, room: usize) -> *const AtomicPtr<Slot<D>> {
-        // SAFETY: a part of the leaf.
+        // SAFETY: the offset is that of a part of the leaf.
         unsafe { self.node.byte_add(Parts::<O, D>::cells(room)).cast() }
     }
 
     #[inline(always)]
     fn cell(self, room: usize, index: usize) -> &'g AtomicPtr<Slot<D>> {
         debug_assert!(room == self.room() && index < room);
-        // SAFETY: as above; what changes of a cell is behind its atomic.
+        // SAFETY: as above. A cell changes only through its atomic.
         unsafe { &*self.cells(room).add(index) }
     }
 
-    /// The newest record of a slot; null if the slot is about to come. `Acquire`: what it says was
-    /// written before.
+    /// The newest record of a slot, or null if the slot is about to come. `Acquire`: the contents
+    /// of the record were written before.
     #[inline(always)]
     pub(crate) fn record(self, index: usize) -> *const Slot<D> {
         self.cell(self.room(), index).load(Ordering::Acquire)
     }
 
-    /// How many keys are at most `key`.
+    /// The number of keys that are at most `key`.
     #[inline(always)]
     pub(crate) fn rank(self, key: u64) -> usize {
-        // The compiler knows the room of most leaves: those of large trees, and the smallest.
+        // Constant rooms let the compiler unroll. They cover most leaves: those of large trees, and
+        // the smallest.
         match self.room() {
             room if room == O::LEAF => upper_bound(self.keys_of(O::LEAF), key),
             LEAST_ROOM => upper_bound(self.keys_of(LEAST_ROOM), key),
@@ -282,7 +284,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
-    /// The same, for any room; not inlined, as it is large.
+    /// The same for any room. Not inlined, because it is large.
     #[inline(never)]
     fn rank_of_any(self, key: u64) -> usize {
         const { assert!(ROOMS == 4) };
@@ -294,11 +296,11 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
-    /// [`record`](Self::record) of the slot with the greatest key that is at most `key`. For leaves
-    /// below inner nodes: their room is known, so this does not read the head.
+    /// The [`record`](Self::record) of the slot with the greatest key that is at most `key`. It is
+    /// for leaves below inner nodes: their room is known, so this does not read the head.
     #[inline(always)]
     pub(crate) fn usual_floor(self, key: u64) -> Option<*const Slot<D>> {
-        // Cells and keys lie in different cache lines: load both at the same time.
+        // Cells and keys lie in different cache lines. Load both at the same time.
         self.prefetch_from(Parts::<O, D>::cells(O::LEAF));
         let at = upper_bound(self.keys_of(O::LEAF), key).checked_sub(1)?;
         Some(self.cell(O::LEAF, at).load(Ordering::Acquire))
@@ -318,19 +320,19 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
     }
 
-    /// Publishes `slot`, whose key and end are those of the record at `index`, in its place. Writer
+    /// Publishes `slot` in place of the record at `index`, which has the same key and end. Writer
     /// only.
     pub(crate) fn patch(self, index: usize, slot: *const Slot<D>) {
         self.cell(self.room(), index)
             .store(slot.cast_mut(), Ordering::Release);
     }
 
-    /// Puts a slot whose key is greater than all others after them; there is room for it. False,
-    /// with nothing done, if the slot has a predecessor. Writer only.
+    /// Adds a slot whose key is greater than all others. The leaf has room for it. If the slot has
+    /// a predecessor, this returns false and does nothing. Writer only.
     #[inline]
     pub(crate) fn extend(self, new: &Entry<D>) -> bool {
         let len = self.len();
-        // SAFETY: alive, as it is about to be found.
+        // SAFETY: the slot is alive, as it is about to enter the tree.
         let predecessor = unsafe { &*new.slot }.previous.0;
         if !predecessor.is_null() {
             return false;
@@ -343,7 +345,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         }
         self.keys()[len].store(new.key, Ordering::Release);
         self.head().grow(len + 1);
-        // This makes it visible.
+        // This store makes the slot visible.
         self.patch(len, new.slot);
         true
     }
@@ -354,7 +356,7 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
         self.index_at(self.rank(key), key)
     }
 
-    /// The same, for callers that know the rank of the key.
+    /// The same for callers that know the rank of the key.
     #[inline]
     pub(crate) fn index_at(self, rank: usize, key: u64) -> Option<usize> {
         let index = rank.checked_sub(1)?;
@@ -372,19 +374,18 @@ impl<'g, O: Order, D> Leaf<'g, O, D> {
 }
 
 impl<D> Leaf<'_, ByHva, D> {
-    /// Where the first slot is that ends above `start`, which is less than `MOST`. No slot before
-    /// it ends above `start`. There may be no such slot: then the place has no key, or that of
-    /// a slot about to come.
+    /// The index of the first slot that ends above `start`, where `start` is less than `MOST`. If
+    /// there is no such slot, the place at the index has no key, or that of a slot about to come.
     #[inline(always)]
     pub(crate) fn first_above(self, start: u64) -> usize {
-        // The greatest end so far is greater from the first such slot on.
+        // From that slot on, the greatest end so far is above `start`.
         match self.room() {
             LEAST_ROOM => upper_bound(self.up_to_of(LEAST_ROOM), start),
             _ => self.first_above_in_any(start),
         }
     }
 
-    /// The same, for any room.
+    /// The same for any room.
     #[inline(never)]
     fn first_above_in_any(self, start: u64) -> usize {
         const { assert!(ByHva::FLAT <= 4 * LEAST_ROOM) };
@@ -395,7 +396,7 @@ impl<D> Leaf<'_, ByHva, D> {
         }
     }
 
-    /// Whether the slot at `index` ends above `start`; `None` if its key is above `last`, as then
+    /// Whether the slot at `index` ends above `start`. `None` if its key is above `last`: then so
     /// are all keys after it.
     #[inline(always)]
     pub(crate) fn overlaps(self, index: usize, start: u64, last: u64) -> Option<bool> {
@@ -404,12 +405,12 @@ impl<D> Leaf<'_, ByHva, D> {
     }
 }
 
-/// Drops what loom tracks of a leaf. Its memory can then be used again.
+/// Drops the objects that loom tracks in a leaf, so that its memory can be reused.
 ///
 /// # Safety
-/// As for [`Leaf::at`], and nobody uses the leaf any more.
+/// As for [`Leaf::at`]. Nobody uses the leaf any more.
 pub(crate) unsafe fn drop_leaf<O: Order, D>(node: *mut Head) {
-    // SAFETY: written whole, and dropped once.
+    // SAFETY: all parts were written, and each is dropped once.
     unsafe {
         let room = (*node).room();
         if core::mem::needs_drop::<AtomicPtr<Slot<D>>>() {

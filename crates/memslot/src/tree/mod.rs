@@ -2,31 +2,31 @@
     unsafe_code,
     reason = "readers follow pointers into nodes and slots that the writer replaces; see `Tree`"
 )]
-//! A B+ tree that one writer changes under readers that never wait and see it at one version.
+//! A B+ tree with one writer and wait-free readers, each of which sees the tree at one version.
 //!
-//! **Guarantee.** A look-up at a version returns what the tree held at that version, however many
-//! changes came since. A look-up of the newest state returns what the tree held at some moment
-//! during the look-up. Both take O(log n) steps; at an older version, also one step for each later
-//! change of the places they look at. A change takes O(log n) steps and copies little:
+//! **Guarantee.** A look-up at a version returns the state of the tree at that version, regardless
+//! of later changes. A look-up of the newest state returns the state at some moment during the
+//! look-up. Both take O(log n) steps. A look-up at an older version takes one more step for each
+//! later change of the places that it visits. A change takes O(log n) steps and copies little:
 //!
 //! | change | copies |
 //! |---|---|
 //! | a record takes the place of another with the same key | nothing |
 //! | a new slot after all others of its leaf | nothing, if the leaf has room |
-//! | any other | a leaf: at most 32 slot pointers, or 128 if it is all of its tree |
-//! | one after which a node is split, joined, or has a lower bound | inner nodes above the leaf as well |
+//! | any other | a leaf: at most 32 slot pointers, or 128 if the leaf is the whole tree |
+//! | one that splits or joins nodes, or lowers a bound | inner nodes above the leaf as well |
 //!
-//! **Mechanism.** A published node never changes, other than its cells and the unused places of a
-//! leaf ([`node`], [`leaf`]). A change makes a new leaf. One store publishes it, in the cell of the
-//! lowest node above whose keys and bounds stay valid ([`edit`]). So readers elsewhere in the tree
-//! meet no changed cache line. Plain path copying would give all of them a new root. Few slots are
-//! one leaf, which may hold more than a leaf below others ([`shape`]). If only one leaf changes,
-//! the change uses the place that the checks of the request have found ([`place`]). All memory that
-//! a change needs is reserved before it begins ([`pool`], [`need`]), so a change cannot fail half
+//! **Mechanism.** In a published node only cells and the unused places of a leaf change ([`node`],
+//! [`leaf`]). A change makes a new leaf. One store publishes it, in a cell of the lowest ancestor
+//! whose keys and bounds stay valid ([`edit`]). So readers elsewhere in the tree meet no changed
+//! cache line. Plain path copying would give all of them a new root. A small tree is one leaf,
+//! which may hold more than a leaf below an inner node ([`shape`]). If only one leaf changes, the
+//! change uses the place that the checks of the request have found ([`place`]). All memory that a
+//! change needs is reserved before it begins ([`pool`], [`need`]), so a change cannot fail half
 //! way.
 //!
-//! **Neighbours.** [`crate::table`] keeps three trees an address space, says which versions readers
-//! may use, and frees. The tree reports each node that it has replaced ([`Replaced`]).
+//! **Neighbours.** [`crate::table`] keeps three trees per address space, decides which versions
+//! readers may use, and frees. The tree reports each node that it has replaced ([`Replaced`]).
 
 mod draft;
 mod edit;
@@ -54,8 +54,8 @@ use core::marker::PhantomData;
 use leaf::Leaf;
 use node::{Cell, Head, Inner, Node, upper_bound};
 
-/// More levels than a tree of 2^16 slots can have: all nodes other than the root and the last of
-/// each level are at least a quarter full.
+/// More levels than a tree of 2^16 slots can have. All nodes are at least a quarter full, except
+/// the root and the last node of each level.
 const MAX_LEVELS: usize = 8;
 
 pub(crate) struct Tree<O: Order, D> {
@@ -79,11 +79,11 @@ impl<O: Order, D> Clone for At<'_, O, D> {
 }
 impl<O: Order, D> Copy for At<'_, O, D> {}
 
-/// What a look-up of the slot at or below a key met in the one leaf that may hold that key.
+/// The result of looking for the slot at or below a key in the one leaf that may hold that key.
 enum Floor<'g, O: Order, D> {
     Found(&'g Slot<D>),
     Nothing,
-    /// Nothing in this leaf. If there is such a slot, it is the last one below this child.
+    /// This leaf has no such slot. If the tree has one, it is the last slot below this child.
     Left(&'g Inner<O>, usize),
 }
 
@@ -98,9 +98,9 @@ impl<O: Order, D> Tree<O, D> {
     }
 
     /// # Safety
-    /// As long as `'g` lasts, no node and no slot is freed that the tree's cells held at version
-    /// `version` or at any moment since `'g` began; and `version` is [`NEWEST`], or at a moment
-    /// in `'g` was current or in the making.
+    /// During `'g` nobody frees a node or slot that the tree's cells held at version `version` or
+    /// at any moment since `'g` began. `version` is [`NEWEST`], or was current or in progress at a
+    /// moment in `'g`.
     #[inline]
     pub(crate) unsafe fn at<'g>(&'g self, version: u64) -> At<'g, O, D> {
         At {
@@ -112,7 +112,7 @@ impl<O: Order, D> Tree<O, D> {
 }
 
 impl<'g, O: Order, D> At<'g, O, D> {
-    /// The node that `cell`, which belongs to a node of this version, held at this version.
+    /// The node that `cell` held at this version. `cell` belongs to a node of this version.
     #[inline]
     fn enter(self, cell: &'g Cell) -> Node<'g, O, D> {
         let mut node = cell.newest();
@@ -129,18 +129,18 @@ impl<'g, O: Order, D> At<'g, O, D> {
             head = unsafe { &*node };
             head.alive.used();
         }
-        // SAFETY: as above; trees hold nodes of their own order only.
+        // SAFETY: as above. A tree holds only nodes of its order.
         unsafe { Node::at(node) }
     }
 
-    /// The slot of this version in the place whose newest record is `record`; none if it came
-    /// later, or is about to come (null).
+    /// The slot of this version in the place whose newest record is `record`. `None` if the slot
+    /// came later, or is about to come (null).
     #[inline]
     fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
-        // SAFETY: null, or a slot. It lives as long as a leaf that was reached holds it: it is
-        // retired together with, or after, the node that takes it out. The same holds, by
-        // the contract of `Tree::at`, for its predecessors down to the first that was born
-        // at or before `version`.
+        // SAFETY: the pointer is null or a slot. The slot lives as long as a leaf that was reached
+        // holds it, because the writer retires the leaf before the slot or together with it. By the
+        // contract of `Tree::at` the same holds for its predecessors, down to the first that was
+        // born at or before `version`.
         let mut slot = unsafe { record.as_ref() }?;
         slot.alive.used();
         while slot.born > self.version {
@@ -151,7 +151,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         Some(slot)
     }
 
-    /// The last slot of this version among the first `count` of a leaf; there is one unless `count`
+    /// The last slot of this version among the first `count` of a leaf. There is one unless `count`
     /// is 0.
     #[inline]
     fn last_of(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
@@ -160,7 +160,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
             .or_else(|| self.earlier(leaf, last))
     }
 
-    /// The same, if some came after this version.
+    /// The same if some of the slots came after this version.
     #[cold]
     #[inline(never)]
     fn earlier(self, leaf: Leaf<'g, O, D>, count: usize) -> Option<&'g Slot<D>> {
@@ -192,7 +192,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
-    /// The slot with the greatest key that is at most `key`. Not for [`NEWEST`] beside a writer.
+    /// The slot with the greatest key that is at most `key`. Do not call it at [`NEWEST`] beside a
+    /// writer.
     #[inline]
     pub(crate) fn floor(self, key: u64) -> Option<&'g Slot<D>> {
         match self.descend(key) {
@@ -202,11 +203,12 @@ impl<'g, O: Order, D> At<'g, O, D> {
         }
     }
 
-    /// The same in the newest state, for callers that ask whether the slot holds `key`. If it does
-    /// not, it may no longer be the last one (see `leaf.rs`). For [`NEWEST`] only.
+    /// The same in the newest state, for callers that ask whether the slot holds `key`. A slot that
+    /// does not hold `key` may no longer be the last one up to it (see `leaf.rs`). Call it at
+    /// [`NEWEST`] only.
     ///
-    /// An error if one leaf alone cannot tell: two leaves read one after the other may be of
-    /// different versions. The caller then looks at a version.
+    /// Returns an error if one leaf alone cannot answer: two leaves read one after the other may be
+    /// of different versions. The caller then looks at a version.
     #[inline]
     pub(crate) fn newest_floor(self, key: u64) -> Result<Option<&'g Slot<D>>, TwoLeaves> {
         debug_assert_eq!(self.version, NEWEST);
@@ -217,18 +219,19 @@ impl<'g, O: Order, D> At<'g, O, D> {
             }
             Node::Empty => return Ok(None),
         };
-        // Levels tell what the nodes below are, and a look-up of the newest state needs no
-        // versions.
+        // The level of a node determines the kind of its children, and a look-up of the newest
+        // state needs no versions. So this loop reads no heads of children.
         let mut leftmost = true;
         for _ in 1..inner.head.level() {
             let index = upper_bound(&inner.keys, key).saturating_sub(1);
             leftmost &= index == 0;
-            // SAFETY: as in `enter`. The children are one level lower: here, inner nodes.
+            // SAFETY: as in `enter`. The children are one level lower, which here means inner
+            // nodes.
             inner = unsafe { &*inner.cells[index].newest().cast::<Inner<O>>() };
             inner.head.alive.used();
         }
         let index = upper_bound(&inner.keys, key).saturating_sub(1);
-        // SAFETY: as above; the children at level 0 are leaves.
+        // SAFETY: as above. The children at level 0 are leaves.
         let leaf: Leaf<'g, O, D> = unsafe { Leaf::at(inner.cells[index].newest()) };
         leaf.head().alive.used();
         let found = leaf.usual_floor(key).and_then(|record| {
@@ -248,7 +251,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
         loop {
             match self.enter(cell) {
                 Node::Inner(inner) => {
-                    // Child 0 takes all keys below `keys[1]`.
+                    // Child 0 holds all keys below `keys[1]`.
                     let index = upper_bound(&inner.keys, key).saturating_sub(1);
                     if index > 0 {
                         left = Floor::Left(inner, index - 1);

@@ -1,16 +1,16 @@
 #![expect(unsafe_code, reason = "looks into leaves by pointer")]
-//! How many nodes a change takes, before it begins.
+//! The number of nodes that a change takes, computed before it begins.
 //!
 //! **Guarantee.** A change takes no more than its [`Need`] says. `tests/it/no_memory.rs` checks
-//! that changes allocate nothing after that was reserved.
+//! that changes allocate nothing after the reservation.
 //!
-//! **Mechanism.** Most changes copy one leaf, which the [`Place`] of the key tells. The others are
-//! bounded by the number of levels. With `levels` levels above the leaves:
+//! **Mechanism.** Most changes copy one leaf, the one at the [`Place`] of the key. For the others,
+//! the number of levels above the leaves bounds the need:
 //!
 //! | change | leaves | inner nodes |
 //! |---|---|---|
 //! | split of a leaf | 2 | 2 for each full ancestor in a row, and 1 |
-//! | a full leaf that is all of its tree becomes a tree | its slots at three quarters a leaf | 1 |
+//! | a full leaf that is the whole tree becomes a tree of two levels | its slots, with leaves three quarters full | 1 |
 //! | removal with joins | 1, 2 for a join, 1 if the tree becomes one leaf | 1, and for each level above the lowest 3 and 1 if the root goes |
 
 use super::edit::stays_alone;
@@ -28,9 +28,10 @@ pub(crate) struct Need {
     pub(super) inners: u8,
     /// Whether the tree may become empty.
     pub(super) empty: bool,
-    /// Whether it is more than one leaf: then what is left over is given back.
+    /// Whether the need is more than one leaf. Then the pool gives back unused memory after the
+    /// change.
     pub(super) is_many: bool,
-    /// How many nodes the change replaces.
+    /// The number of nodes that the change replaces.
     pub(crate) replaced: usize,
 }
 
@@ -38,7 +39,7 @@ pub(crate) struct Need {
 #[derive(Clone, Copy)]
 pub(crate) struct Incoming {
     pub(crate) key: u64,
-    /// Whether it is another record of a slot.
+    /// Whether the slot is in the table already and this is a new record of it.
     pub(crate) has_predecessor: bool,
 }
 
@@ -51,7 +52,7 @@ impl Need {
         replaced: 0,
     };
 
-    /// One leaf, which takes the place of another node.
+    /// The need for one leaf that replaces another node.
     const fn leaf(room: usize) -> Self {
         let mut need = Self::NOTHING;
         need.leaves[kind_of(room)] = 1;
@@ -64,7 +65,7 @@ impl Need {
         self
     }
 
-    /// Both, one after the other.
+    /// The need for both changes, one after the other.
     fn and(mut self, other: Self) -> Self {
         for (sum, leaves) in self.leaves.iter_mut().zip(other.leaves) {
             *sum += leaves;
@@ -76,28 +77,28 @@ impl Need {
         self
     }
 
-    /// To take a slot out of a tree with so many levels above the leaves, where nodes may be
-    /// joined.
+    /// The need to take a slot out of a tree with `levels` levels above the leaves, where nodes may
+    /// be joined.
     fn removal_with_joins<O: Order>(levels: u8) -> Self {
         let mut need = Self::NOTHING.many();
         need.leaves[kind_of(O::LEAF)] = 3;
-        // The tree may become one leaf of one of these rooms.
+        // The tree may become one leaf with one of these rooms.
         let most = LEAST_ROOM.max(O::LEAF).max(O::FLAT / 2);
         for leaves in &mut need.leaves[..=kind_of(most)] {
             *leaves += 1;
         }
         need.inners = 1 + 4 * levels.saturating_sub(1);
         need.empty = true;
-        // Each level: two joined, what one of them became before, and the node above. The children
-        // of the root where it becomes one leaf: fewer than 20.
+        // Each level replaces up to 4 nodes: two that join, the former version of one of them, and
+        // the node above. If the tree becomes one leaf, the root's children go too: fewer than 20.
         need.replaced = 4 * (1 + usize::from(levels)) + 20;
         need
     }
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// How many levels are above the leaves, and how many full inner nodes in a row above the leaf
-    /// of `key`.
+    /// The number of levels above the leaves, and the number of full inner nodes in a row above the
+    /// leaf of `key`.
     fn levels_above(&self, key: u64) -> (u8, u8) {
         // SAFETY: only the writer frees nodes, and it is here.
         let at: At<'_, O, D> = unsafe { self.at(NEWEST) };
@@ -114,10 +115,10 @@ impl<O: Order, D> Tree<O, D> {
         (levels, full)
     }
 
-    /// What putting `new` in takes.
+    /// The need to put `new` in.
     ///
     /// # Safety
-    /// `place` is that of its key in this tree, which has not changed since.
+    /// `place` is the place of its key in this tree, which has not changed since.
     #[inline]
     pub(crate) unsafe fn need_to_put(&self, place: Option<&mut Place>, new: Incoming) -> Need {
         let Some(place) = place else {
@@ -158,7 +159,7 @@ impl<O: Order, D> Tree<O, D> {
         need
     }
 
-    /// What taking the slot at `place` out takes.
+    /// The need to take the slot at `place` out.
     ///
     /// # Safety
     /// As for [`need_to_put`](Self::need_to_put).
@@ -179,7 +180,7 @@ impl<O: Order, D> Tree<O, D> {
         Need::removal_with_joins::<O>(self.levels_above(key).0)
     }
 
-    /// What moving a slot takes from `from` to another key, which has the place `to`.
+    /// The need to move a slot from `from` to another key, whose place is `to`.
     ///
     /// # Safety
     /// As for [`need_to_put`](Self::need_to_put), for both.
@@ -201,7 +202,7 @@ impl<O: Order, D> Tree<O, D> {
         // SAFETY: as the caller says.
         let put = unsafe { self.need_to_put(to, new) };
         let remove = if put.is_many {
-            // By then the tree may have a level more.
+            // The put may have added a level.
             Need::removal_with_joins::<O>(self.levels_above(old).0 + 1)
         } else {
             // SAFETY: as the caller says.

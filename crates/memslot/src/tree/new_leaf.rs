@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "writes the arrays of a leaf, which are as long as its room"
 )]
-//! New leaves: built slot by slot, or as a copy of a leaf with one slot more, less, or replaced.
+//! New leaves. They are built slot by slot, or by a copy with one slot added, removed or replaced.
 
 use super::kind::{MOST, Order, Reach};
 use super::leaf::{Entry, LEAST_ROOM, Leaf, Parts};
@@ -13,7 +13,7 @@ use core::marker::PhantomData;
 use core::ops::Range;
 use core::ptr;
 
-/// A new leaf, which no reader sees yet.
+/// A new leaf that no reader sees yet.
 pub(crate) struct NewLeaf<O: Order, D> {
     node: *mut Head,
     room: usize,
@@ -22,10 +22,10 @@ pub(crate) struct NewLeaf<O: Order, D> {
 }
 
 impl<O: Order, D> NewLeaf<O, D> {
-    /// One without slots.
+    /// A leaf without slots.
     ///
     /// # Safety
-    /// `node` is memory for a leaf with `room`, which nobody else uses.
+    /// `node` is memory for a leaf with `room`. Nobody else uses it.
     #[inline]
     pub(crate) unsafe fn new(node: *mut Head, room: usize) -> Self {
         Self {
@@ -38,7 +38,7 @@ impl<O: Order, D> NewLeaf<O, D> {
 
     #[inline(always)]
     fn part<T>(&self, offset: usize) -> *mut T {
-        // SAFETY: `offset` is that of a part of the leaf.
+        // SAFETY: `offset` is the offset of a part of the leaf.
         unsafe { self.node.byte_add(offset).cast() }
     }
 
@@ -79,7 +79,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         }
     }
 
-    /// Adds a slot after those there are.
+    /// Adds a slot after the others.
     #[inline]
     pub(crate) fn push(&mut self, entry: &Entry<D>) {
         assert!(self.len < self.room, "a leaf is full");
@@ -88,11 +88,11 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.len += 1;
     }
 
-    /// Adds the slots `range` of `from` after those there are.
+    /// Adds the slots `range` of `from` after the others.
     pub(crate) fn append(&mut self, from: Leaf<'_, O, D>, range: Range<usize>) {
         let (at, count) = (self.len, range.len());
         assert!(count <= self.room - at && range.end <= from.len());
-        // SAFETY: each part has `room` places, of which those up to `at + count` are used now;
+        // SAFETY: each part has `room` places, and the assertion keeps `at + count` within them.
         // `from` is another leaf.
         unsafe {
             let keys = from.keys().as_ptr().add(range.start);
@@ -107,7 +107,8 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.len += count;
     }
 
-    /// The leaf, to be published or freed: born at `version` in place of `previous`.
+    /// Completes the leaf: born at `version` in place of `previous`. The caller publishes or frees
+    /// it.
     pub(crate) fn done(mut self, version: u64, previous: *const Head) -> *const Head {
         for unused in self.len..self.room {
             // SAFETY: less than the room.
@@ -116,7 +117,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.finish(0, version, previous)
     }
 
-    /// Makes place `at` an unused one.
+    /// Marks place `at` as unused.
     ///
     /// # Safety
     /// `at` is less than the room.
@@ -127,7 +128,7 @@ impl<O: Order, D> NewLeaf<O, D> {
             end: 0,
             slot: ptr::null(),
         };
-        // SAFETY: as the caller says, and each part has `room` places.
+        // SAFETY: as the caller says. Each part has `room` places.
         unsafe {
             self.write(at, &unused);
             if O::Reach::KEPT {
@@ -136,7 +137,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         }
     }
 
-    /// `from` with a slot more, at index `at`; there is room for it.
+    /// Makes a copy of `from` with one more slot, at index `at`. There is room for it.
     #[inline]
     pub(crate) fn with(
         mut self,
@@ -148,7 +149,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         let len = from.len();
         assert!(len < from.room() && at <= len, "a leaf is full");
         self.copy(from);
-        // SAFETY: below `len` all is written, and there is one place more.
+        // SAFETY: all places below `len` are written, and there is one more place.
         unsafe {
             self.shift(at..len, at + 1);
             self.write(at, entry);
@@ -157,13 +158,13 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.finish(at, version, from.node())
     }
 
-    /// `from` without the slot at index `at`.
+    /// Makes a copy of `from` without the slot at index `at`.
     #[inline]
     pub(crate) fn without(mut self, from: Leaf<'_, O, D>, at: usize, version: u64) -> *const Head {
         let len = from.len();
         assert!(at < len, "no such slot");
         self.copy(from);
-        // SAFETY: below `len` all is written.
+        // SAFETY: all places below `len` are written.
         unsafe {
             self.shift(at + 1..len, at);
             self.clear(len - 1);
@@ -172,8 +173,8 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.finish(at, version, from.node())
     }
 
-    /// `from` with `entry` instead of the slot at index `at`; `rank` slots of `from` have keys
-    /// below its key.
+    /// Makes a copy of `from` with `entry` instead of the slot at index `at`. `rank` slots of
+    /// `from` have keys below the key of `entry`.
     #[inline]
     pub(crate) fn with_other(
         mut self,
@@ -187,7 +188,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         assert!(at < len && rank <= len, "no such slot");
         self.copy(from);
         let to = rank - usize::from(rank > at);
-        // SAFETY: below `len` all is written, and no index is above.
+        // SAFETY: all places below `len` are written, and no index is above `len`.
         unsafe {
             if to > at {
                 self.shift(at + 1..to + 1, at);
@@ -200,13 +201,12 @@ impl<O: Order, D> NewLeaf<O, D> {
         self.finish(at.min(to), version, from.node())
     }
 
-    /// Copies all but the head of `from`, which has the same room.
+    /// Copies all of `from` except its head. `from` has the same room.
     #[inline]
     fn copy(&mut self, from: Leaf<'_, O, D>) {
         let room = self.room;
         assert_eq!(room, from.room(), "room for a copy");
-        // Copies whose size the compiler knows are faster.
-        // SAFETY: two leaves of this room.
+        // Copies of constant size are faster. SAFETY: both leaves have this room.
         unsafe {
             match room {
                 _ if room == O::LEAF => self.copy_parts(from, O::LEAF),
@@ -217,15 +217,15 @@ impl<O: Order, D> NewLeaf<O, D> {
     }
 
     /// # Safety
-    /// `room` is that of both.
+    /// `room` is the room of both leaves.
     #[inline(always)]
     unsafe fn copy_parts(&mut self, from: Leaf<'_, O, D>, room: usize) {
         let start = Parts::<O, D>::KEYS;
-        // SAFETY: all parts follow the keys, the cells last. Only the writer stores to them, and it
-        // is here.
+        // SAFETY: all parts follow the keys, the cells last. Only the writer stores to them, and
+        // the caller is the writer.
         unsafe {
             if cfg!(loom) {
-                // Under loom each word is an object.
+                // Under loom each word is an object, so words are copied one by one.
                 let words: *const AtomicU64 = from.node().byte_add(start).cast();
                 copy_own(words, self.keys(), Parts::<O, D>::words(room));
                 copy_own(from.cells(room), self.cells(), room);
@@ -237,7 +237,7 @@ impl<O: Order, D> NewLeaf<O, D> {
         }
     }
 
-    /// Moves the slots in `from` so that they begin at `to`.
+    /// Moves the slots in `from` to the places from `to` on.
     ///
     /// # Safety
     /// There is room for them there.
@@ -261,8 +261,8 @@ impl<O: Order, D> NewLeaf<O, D> {
     /// Writes the head, and the greatest ends from index `changed` on.
     #[inline]
     fn finish(self, changed: usize, version: u64, previous: *const Head) -> *const Head {
-        // SAFETY: each part has `room` places; those below `len` are written, and the greatest ends
-        // below `changed`.
+        // SAFETY: each part has `room` places. All places below `len` are written, and the greatest
+        // ends below `changed`.
         unsafe {
             let head = Head::leaf(version, previous, self.len, self.room);
             self.node.write(head);

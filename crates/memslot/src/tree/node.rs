@@ -1,12 +1,12 @@
-#![expect(unsafe_code, reason = "tells by its head what a node is")]
-//! Nodes, how to tell them apart, and the cells that point at them.
+#![expect(unsafe_code, reason = "reads the kind of a node from its head")]
+//! Nodes, their kinds, and the cells that point at them.
 //!
-//! A node begins with a [`Head`]. Its `level` says what follows: nothing (an empty tree), a
-//! [`Leaf`] or an [`Inner`]. After a node was published only cells change: one for each child of an
-//! inner node, and the root. (`leaf.rs` says what changes in leaves.)
+//! A node begins with a [`Head`]. Its `level` determines the kind: an empty tree, a [`Leaf`] or an
+//! [`Inner`]. After a node was published only cells change. Each child of an inner node has a cell,
+//! and so has the root. (`leaf.rs` lists the changes of leaves.)
 //!
-//! A cell holds the newest node of its place. Each node knows the version in which it came into its
-//! place, `born`, and the node that was there before, `previous`. So a reader of an older version
+//! A cell holds the newest node of its place. Each node has the version in which it came into its
+//! place, `born`, and a pointer to the node before it, `previous`. A reader of an older version
 //! goes back until it finds the node of its version (Wei, Ben-David, Blelloch, Fatourou, Ruppert,
 //! Sun: *Constant-time snapshots with applications to concurrent data structures*, 2021).
 
@@ -14,7 +14,7 @@ use super::kind::{INNER, Order};
 use super::leaf::Leaf;
 use crate::sync::{Alive, AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
-/// A version that is newer than all.
+/// A version newer than all others.
 pub(crate) const NEWEST: u64 = u64::MAX;
 
 const EMPTY: u8 = u8::MAX;
@@ -22,14 +22,14 @@ const EMPTY: u8 = u8::MAX;
 pub(crate) struct Head {
     /// The version in which this node came into its place.
     pub(crate) born: u64,
-    /// The node that was in its place before. Only readers of versions below `born` use it, and
-    /// for them it is kept.
+    /// The node that was in its place before. Only readers of versions below `born` use it, and it
+    /// is kept for them.
     pub(crate) previous: *const Head,
-    /// How many children or slots there are; it may grow in a leaf that is in the tree.
+    /// The number of children or slots. It may grow in a leaf that is in the tree.
     len: AtomicU8,
     /// 0 for leaves, 1 and up for inner nodes.
     level: u8,
-    /// How many slots a leaf has room for.
+    /// The number of slots for which a leaf has room.
     room: u8,
     pub(crate) alive: Alive,
 }
@@ -68,13 +68,13 @@ impl Head {
         Self::new(born, previous, EMPTY, 0)
     }
 
-    /// `Acquire`: their keys were written before.
+    /// The number of children or slots. `Acquire`: their keys were written before.
     #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len.load(Ordering::Acquire).into()
     }
 
-    /// There are `len` slots now. Writer only.
+    /// Sets the number of slots. Writer only.
     #[inline]
     pub(crate) fn grow(&self, len: usize) {
         self.len.store(len as u8, Ordering::Release);
@@ -101,11 +101,10 @@ pub(crate) struct Inner<O: Order> {
 }
 
 impl<O: Order> Inner<O> {
-    /// A lower bound of the keys to the right of a child; `next` is one for the keys to the right
-    /// of this node.
+    /// A lower bound of the keys to the right of a child. `next` is such a bound for this node.
     #[inline]
     pub(crate) fn next_key(&self, child: usize, next: u64) -> u64 {
-        // Unused keys are `MOST`, so then the bound from further up is the better one.
+        // An unused key is `MOST`, and then `next` is the lower bound.
         self.keys.get(child + 1).map_or(next, |&key| next.min(key))
     }
 }
@@ -119,26 +118,27 @@ pub(crate) enum Node<'g, O: Order, D> {
 
 impl<'g, O: Order, D> Node<'g, O, D> {
     /// # Safety
-    /// `node` is a node of this order and data, by the pointer it was allocated with. During `'g`
-    /// it is not freed, and nothing of it changes but its cells and reach, or what
+    /// `node` is a node of this order and data, and is the pointer with which it was allocated.
+    /// During `'g` it is not freed. Only its cells and reach change, and the parts that
     /// [`Leaf::extend`] changes.
     #[inline(always)]
     pub(crate) unsafe fn at(node: *const Head) -> Self {
-        // SAFETY: alive, as the caller says; all nodes begin with their head (`repr(C)`).
+        // SAFETY: the node is alive, as the caller says. All nodes begin with their head
+        // (`repr(C)`).
         let head = unsafe { &*node };
         if head.level() == 0 {
-            // SAFETY: level 0 is the head of a leaf.
+            // SAFETY: level 0 means a leaf.
             Self::Leaf(unsafe { Leaf::at(node) })
         } else if head.is_empty_tree() {
             Self::Empty
         } else {
-            // SAFETY: all others are heads of inner nodes.
+            // SAFETY: all other levels mean inner nodes.
             Self::Inner(unsafe { &*node.cast::<Inner<O>>() })
         }
     }
 }
 
-/// A place for a node.
+/// A place of a node.
 pub(crate) struct Cell(AtomicPtr<Head>);
 
 impl Cell {
@@ -152,14 +152,14 @@ impl Cell {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Publishes the node and all that was written before. Writer only.
+    /// Publishes the node and everything that was written before. Writer only.
     #[inline]
     pub(crate) fn publish(&self, node: *const Head) {
         self.0.store(node.cast_mut(), Ordering::Release);
     }
 }
 
-/// A key in an array that is searched.
+/// A key in a searched array.
 pub(crate) trait Key {
     fn value(&self) -> u64;
 }
@@ -178,23 +178,23 @@ impl Key for AtomicU64 {
     }
 }
 
-/// How many of `keys` are at most `key`. Unused keys are `MOST`, and `key` is less than that. The
-/// number of keys is a power of two, 4 or more.
+/// The number of `keys` that are at most `key`. Unused keys are `MOST`, and `key` is less than
+/// that. The length of `keys` is a power of two, 4 or more.
 ///
-/// Keys may be added after the others meanwhile ([`Leaf::extend`]), some of which this sees and
-/// some not. Then the count is at most the final one, and at least that of the keys which are seen
-/// at every look. Each step counts keys of ascending places: missing one of them counts less, but
-/// never less than there were before.
+/// Meanwhile the writer may add keys after the others ([`Leaf::extend`]), and this function may see
+/// some of them. Then the count is at most the final one, and at least the number of keys that
+/// every load sees. Each step counts keys of ascending places. A missed key lowers the count, but
+/// not below the number of keys that were there before.
 #[inline(always)]
 pub(crate) fn upper_bound<K: Key>(keys: &[K], key: u64) -> usize {
-    // Counts without branches: which 16, which 4 of them, which of these. That takes fewer
-    // comparisons than counting all, and fewer that depend on each other than a binary search.
-    // Up to 32 keys need no first step, so that their cache lines are loaded at the same time.
+    // Counts without branches in three steps: which 16 keys, which 4 of them, which one of these.
+    // That needs fewer comparisons than counting all keys, and fewer dependent ones than a binary
+    // search. Up to 32 keys need no first step, so that their cache lines load at the same time.
     let room = keys.len();
     debug_assert!(room.is_power_of_two() && room >= 4);
-    // SAFETY: whatever the keys are, `sixteens` is less than the number of sixteens, `fours` less
-    // than that of the fours left, and the last index is at most 3 above. So all indices are
-    // less than `room`.
+    // SAFETY: for any keys, `sixteens` is less than the number of sixteens, and `fours` is less
+    // than the number of fours left. The last index is at most 3 above. So all indices are less
+    // than `room`.
     let at_most = |index: usize| usize::from(unsafe { keys.get_unchecked(index) }.value() <= key);
     let (start, left) = match room {
         ..=32 => (0, room),
@@ -215,7 +215,7 @@ mod tests {
     use core::cell::Cell;
     use pageferry_testkit::Random;
 
-    /// A key that is seen only after some looks.
+    /// A key that becomes visible after some loads.
     struct Coming {
         key: u64,
         unseen: Cell<u32>,
@@ -250,7 +250,7 @@ mod tests {
                 (up_to(before)..=up_to(after)).contains(&counted),
                 "room {room}, from {before} to {after} keys, {key}: {counted}"
             );
-            // Once seen, always seen: looking again gives no less.
+            // A key that was seen stays visible, so a second count is no less.
             assert!(upper_bound(&keys, key) >= counted);
         }
     }

@@ -2,14 +2,14 @@
     unsafe_code,
     reason = "goes back to a leaf that was found before, by pointer"
 )]
-//! Places: where a key is, found once for the checks of a request and for its change.
+//! Places of keys, found once for the checks of a request and for its change.
 //!
-//! Most changes are of one leaf: it has room or stays large enough, and the bounds above it hold.
-//! Then the way down that the checks need is the way for the change too. All other changes go down
-//! again ([`super::edit`]).
+//! Most changes affect one leaf: it has room or stays large enough, and the bounds above it hold.
+//! Then the change uses the way down that the checks have found. All other changes go down again
+//! ([`super::edit`]).
 //!
-//! The writer finds all places that a request needs before it looks into any. With thousands of
-//! slots each leaf is a cache miss, and so the misses overlap.
+//! The writer finds all places that a request needs before it reads any of the leaves. With
+//! thousands of slots each leaf is a cache miss. This way the misses overlap.
 
 use super::edit::{Edit, rank_of_new, stays_alone};
 use super::kind::{MOST, Order, Reach};
@@ -18,7 +18,8 @@ use super::node::{Cell, Head, Node, upper_bound};
 use super::{At, Inner, NEWEST, Tree};
 use crate::Slot;
 
-/// Where in the newest state of a tree a key is or would be. Valid until the tree changes.
+/// The place of a present or absent key in the newest state of a tree. Valid until the tree
+/// changes.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     /// The cell that holds the leaf.
@@ -26,24 +27,26 @@ pub(crate) struct Place {
     pub(super) leaf: *const Head,
     /// No key of the leaves to the right is less than this.
     pub(super) next: u64,
-    /// The bound of its ends in the node above, if ends are kept; `MOST` without a node above.
+    /// The bound of its ends in the node above, if the order keeps ends. `MOST` without a node
+    /// above.
     pub(super) reach: u64,
-    /// Whether the leaf is all of its tree.
+    /// Whether the leaf is the whole tree.
     pub(super) root: bool,
     /// Whether there is no leaf to the left.
     leftmost: bool,
-    /// How many keys of the leaf are at most the key; none until the leaf was looked into.
+    /// The number of keys of the leaf that are at most the key. `None` until `look_into` has read
+    /// the leaf.
     rank: Option<u8>,
 }
 
-// SAFETY: addresses, which only the writer follows, on whatever thread it is.
+// SAFETY: the fields are addresses, which only the writer follows, on any thread.
 unsafe impl Send for Place {}
-// SAFETY: a shared reference to a place allows only what the contracts of the functions that take
-// one allow.
+// SAFETY: all functions that follow the addresses of a shared place are unsafe, and their contracts
+// cover the use.
 unsafe impl Sync for Place {}
 
 impl Place {
-    /// Whether both are in one leaf.
+    /// Whether both places are in one leaf.
     pub(crate) fn is_in_leaf_of(&self, other: &Self) -> bool {
         self.leaf == other.leaf
     }
@@ -65,19 +68,19 @@ impl Place {
         leaf.index_at(self.rank(leaf, key), key)
     }
 
-    /// Looks into the leaf, and remembers the rank of the key.
+    /// Returns the rank of the key in the leaf, and remembers it.
     #[inline]
     pub(super) fn look_into<O: Order, D>(&mut self, leaf: Leaf<'_, O, D>, key: u64) -> usize {
         let rank = leaf.rank(key);
-        // A leaf has 128 places at most.
+        // A leaf has at most 128 places.
         self.rank = Some(rank as u8);
         rank
     }
 }
 
 impl<'g, O: Order, D> At<'g, O, D> {
-    /// The place of `key`; none in an empty tree. It begins to load the leaf. Newest state; writer
-    /// only.
+    /// The place of `key` in the newest state, or `None` in an empty tree. It begins to load the
+    /// leaf. Writer only.
     #[inline]
     pub(crate) fn place(self, key: u64) -> Option<Place> {
         debug_assert_eq!(self.version, NEWEST);
@@ -104,8 +107,8 @@ impl<'g, O: Order, D> At<'g, O, D> {
             let cell = &inner.cells[index];
             let node = cell.newest();
             if inner.head.level() == 1 {
-                // SAFETY: the children at level 1 are leaves, and the writer, who is here, frees
-                // none.
+                // SAFETY: the children at level 1 are leaves. Only the writer frees, and the caller
+                // is the writer.
                 unsafe { Leaf::<'g, O, D>::at(node) }.prefetch();
                 return Some(Place {
                     cell,
@@ -117,18 +120,18 @@ impl<'g, O: Order, D> At<'g, O, D> {
                     rank: None,
                 });
             }
-            // SAFETY: the children at other levels are inner nodes; as above.
+            // SAFETY: the children at other levels are inner nodes. As above.
             inner = unsafe { &*node.cast::<Inner<O>>() };
         }
     }
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// The pointer to the record of the slot with this key, as it was put in, so the slot may be
-    /// freed by it one day.
+    /// The pointer with which the record of the slot with this key was put in. The slab can free
+    /// the record by it.
     ///
     /// # Safety
-    /// `place` is that of `key` in this tree, which has not changed since.
+    /// `place` is the place of `key` in this tree, which has not changed since.
     #[inline]
     pub(crate) unsafe fn record_at(&self, place: &mut Place, key: u64) -> Option<*const Slot<D>> {
         // SAFETY: as the caller says, the leaf is alive.
@@ -137,10 +140,10 @@ impl<O: Order, D> Tree<O, D> {
         index.map(|index| leaf.record(index))
     }
 
-    /// Stores `slot` over the slot with the same key, as [`Tree::replace`].
+    /// Stores `slot` over the slot with the same key, like [`Tree::replace`].
     ///
     /// # Safety
-    /// As for both.
+    /// As for [`Tree::replace`] and [`record_at`](Self::record_at).
     #[inline]
     pub(crate) unsafe fn replace_at(&self, place: &Place, slot: *const Slot<D>) {
         // SAFETY: as the caller says, slot and leaf are alive.
@@ -149,8 +152,8 @@ impl<O: Order, D> Tree<O, D> {
         leaf.patch(index, slot);
     }
 
-    /// The slots on both sides of `key`, if this leaf can tell: the record of the last slot with a
-    /// key up to `key`, and a lower bound of the next slot's key.
+    /// The last slot with a key up to `key`, and a lower bound of the next slot's key. `None` if
+    /// this leaf alone cannot answer.
     ///
     /// # Safety
     /// As for [`record_at`](Self::record_at).
@@ -177,17 +180,17 @@ pub(crate) struct Neighbours<D> {
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// [`put`](Self::put) if only the leaf at `place` changes. Otherwise false, and nothing is
-    /// done.
+    /// Does a [`put`](Self::put) if it changes only the leaf at `place`. Otherwise returns false
+    /// and does nothing.
     ///
     /// # Safety
-    /// As for `put`; `place` is that of the slot's key, and the tree has not changed since.
+    /// As for `put`. `place` is the place of the slot's key, and the tree has not changed since.
     pub(crate) unsafe fn put_at(&mut self, place: &Place, slot: *const Slot<D>) -> bool {
         // SAFETY: alive, as the caller says.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
         // SAFETY: as above.
         let new = unsafe { Entry::of::<O>(slot) };
-        // Bounds further up may have to be raised.
+        // Otherwise bounds further up may have to be raised, or the leaf is full.
         if new.end > place.reach || leaf.len() == leaf.room() {
             return false;
         }
@@ -198,10 +201,11 @@ impl<O: Order, D> Edit<'_, O, D> {
         true
     }
 
-    /// [`remove`](Self::remove), likewise.
+    /// Does a [`remove`](Self::remove) if it changes only the leaf at `place`. Otherwise returns
+    /// false and does nothing.
     ///
     /// # Safety
-    /// `place` is that of `key`, and the tree has not changed since.
+    /// `place` is the place of `key`, and the tree has not changed since.
     pub(crate) unsafe fn remove_at(&mut self, place: &Place, key: u64) -> bool {
         // SAFETY: as the caller says, alive.
         let leaf: Leaf<'_, O, D> = unsafe { Leaf::at(place.leaf) };
@@ -215,8 +219,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         true
     }
 
-    /// Puts `slot` in at `to` and takes the slot with key `old` out at `from`, which is in the same
-    /// leaf.
+    /// Puts `slot` in at `to` and takes the slot with key `old` out at `from`. Both places are in
+    /// the same leaf.
     ///
     /// # Safety
     /// As for [`put_at`](Self::put_at) and [`remove_at`](Self::remove_at). The order keeps no ends.
@@ -241,8 +245,8 @@ impl<O: Order, D> Edit<'_, O, D> {
     /// # Safety
     /// The tree has not changed since `place` was found.
     unsafe fn exchange(&mut self, place: &Place, leaf: *const Head) {
-        // SAFETY: cells lie in the tree or in inner nodes, which are alive as long as the tree does
-        // not change.
+        // SAFETY: the cell lies in the tree or in an inner node. The node is alive as long as the
+        // tree does not change.
         unsafe { &*place.cell }.publish(leaf);
         self.retire(place.leaf);
     }

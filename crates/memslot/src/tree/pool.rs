@@ -1,11 +1,10 @@
 //! The memory of nodes.
 //!
-//! **Guarantee.** A change that reserved what it needs allocates nothing, so it cannot fail half
-//! way.
+//! **Guarantee.** A change that reserved its [`Need`] allocates nothing, so it cannot fail
+//! half-way.
 //!
-//! **Mechanism.** Freed nodes are kept for the next changes, in numbers that follow those of the
-//! tree. [`NodePool::reserve`] adds what is missing. [`NodePool::trim`] gives back what a change of
-//! many nodes left over.
+//! **Mechanism.** The pool keeps freed nodes for the next changes. [`NodePool::reserve`] allocates
+//! the nodes that are missing. [`NodePool::trim`] gives back nodes that a large change left over.
 
 use super::kind::Order;
 use super::leaf::{LEAST_ROOM, ROOMS, drop_leaf, kind_of, layout_of};
@@ -18,23 +17,23 @@ use core::mem;
 use core::ptr;
 use pageferry_epoch::OutOfMemory;
 
-/// A node that is no longer in the tree; readers that came earlier may still use it.
+/// A node that is no longer in the tree. Earlier readers may still use it.
 pub(crate) struct Replaced(pub(super) *const Head);
 
-/// How many inner nodes are kept for reuse.
+/// The number of inner nodes that are kept for reuse.
 const KEPT_INNERS: u8 = 4;
 
-/// The nodes of one tree that are in no tree: where they come from and go to.
+/// The memory of one tree's nodes while they are not in the tree.
 pub(crate) struct NodePool<O: Order, D> {
-    /// Leaves kept, by room. Each begins with a pointer to the next, as kept inner nodes do.
+    /// Kept leaves, by room. Each begins with a pointer to the next, as kept inner nodes do.
     leaves: [*mut Head; ROOMS],
     kept: [u8; ROOMS],
     live_leaves: u32,
     inners: *mut Head,
     kept_inners: u8,
-    /// The head of an empty tree, kept; or null.
+    /// The kept head of an empty tree, or null.
     empty: *mut Head,
-    /// Whether more was reserved than most changes need.
+    /// Whether the last change reserved more than most changes need.
     reserved_many: bool,
     bytes: usize,
     data: PhantomData<fn() -> (O, D)>,
@@ -42,7 +41,7 @@ pub(crate) struct NodePool<O: Order, D> {
 
 const HEAD: Layout = Layout::new::<Head>();
 
-/// Memory of this layout, whose size is not 0.
+/// Allocates memory of this layout, whose size is not 0.
 fn allocate(layout: Layout) -> Result<*mut Head, OutOfMemory> {
     // SAFETY: nodes are not empty.
     let node = unsafe { alloc(layout) };
@@ -58,7 +57,7 @@ fn allocate(layout: Layout) -> Result<*mut Head, OutOfMemory> {
 /// # Safety
 /// `node` is memory for a node that nobody uses.
 unsafe fn push(list: &mut *mut Head, node: *mut Head) {
-    // SAFETY: as the caller says; all nodes are larger than a pointer, and aligned for one.
+    // SAFETY: as the caller says. All nodes are larger than a pointer, and aligned for one.
     unsafe { node.cast::<*mut Head>().write(*list) };
     *list = node;
 }
@@ -72,7 +71,7 @@ unsafe fn pop(list: &mut *mut Head) -> Option<*mut Head> {
     if node.is_null() {
         return None;
     }
-    // SAFETY: it begins with this pointer, as the caller says.
+    // SAFETY: the node begins with this pointer, as the caller says.
     *list = unsafe { node.cast::<*mut Head>().read() };
     Some(node)
 }
@@ -94,12 +93,12 @@ impl<O: Order, D> NodePool<O, D> {
         }
     }
 
-    /// The bytes of all nodes that came from here, including those that wait for reuse.
+    /// The bytes of all nodes of this pool, including those that wait for reuse.
     pub(crate) const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Makes sure that a change can take what it needs.
+    /// Makes sure that a change can take the nodes that it needs.
     #[inline]
     pub(crate) fn reserve(&mut self, need: &Need) -> Result<(), OutOfMemory> {
         for kind in 0..ROOMS {
@@ -140,7 +139,7 @@ impl<O: Order, D> NodePool<O, D> {
         Ok(())
     }
 
-    /// Gives back what was reserved for a change of many nodes and not used. Leaves of other rooms
+    /// Gives back nodes that were reserved for a large change and not used. Leaves of other rooms
     /// than `room` go too: a tree has leaves of one room at a time.
     #[inline]
     pub(crate) fn trim(&mut self, room: impl FnOnce() -> usize) {
@@ -160,7 +159,7 @@ impl<O: Order, D> NodePool<O, D> {
         {
             self.kept_inners -= 1;
             self.bytes -= Self::INNER.size();
-            // SAFETY: allocated with this layout, and freed once.
+            // SAFETY: the node was allocated with this layout, and is freed once.
             unsafe { dealloc(inner.cast(), Self::INNER) };
         }
         let empty = mem::replace(&mut self.empty, ptr::null_mut());
@@ -170,7 +169,7 @@ impl<O: Order, D> NodePool<O, D> {
         }
     }
 
-    /// Gives back the leaves kept of this room.
+    /// Gives back the kept leaves of this room.
     fn release(&mut self, kind: usize) {
         let layout = layout_of::<O, D>(LEAST_ROOM << kind);
         self.bytes -= usize::from(mem::take(&mut self.kept[kind])) * layout.size();
@@ -183,7 +182,7 @@ impl<O: Order, D> NodePool<O, D> {
         }
     }
 
-    /// A leaf with `room`, without slots; it was reserved.
+    /// A leaf with `room` and without slots. It was reserved.
     #[inline]
     pub(super) fn leaf(&mut self, room: usize) -> NewLeaf<O, D> {
         let kind = kind_of(room);
@@ -191,11 +190,11 @@ impl<O: Order, D> NodePool<O, D> {
         let node = unsafe { pop(&mut self.leaves[kind]) }.expect("a leaf was reserved");
         self.kept[kind] -= 1;
         self.live_leaves += 1;
-        // SAFETY: memory for a leaf with this room that nobody uses.
+        // SAFETY: the memory is for a leaf with this room, and nobody uses it.
         unsafe { NewLeaf::new(node, room) }
     }
 
-    /// Memory for an inner node, which was reserved; not initialised.
+    /// Uninitialised memory for an inner node. It was reserved.
     pub(super) fn inner(&mut self) -> *mut Inner<O> {
         // SAFETY: kept inner nodes came into the list by `push`.
         let node = unsafe { pop(&mut self.inners) }.expect("an inner node was reserved");
@@ -203,16 +202,16 @@ impl<O: Order, D> NodePool<O, D> {
         node.cast()
     }
 
-    /// The node of an empty tree, which was reserved.
+    /// The node of an empty tree. It was reserved.
     pub(super) fn empty(&mut self, head: Head) -> *const Head {
         let node = mem::replace(&mut self.empty, ptr::null_mut());
         assert!(!node.is_null(), "an empty tree was reserved");
-        // SAFETY: memory for a head that nobody uses.
+        // SAFETY: the memory is for a head, and nobody uses it.
         unsafe { node.write(head) };
         node
     }
 
-    /// Takes a node back, keeping some for the next changes.
+    /// Takes a node back, and keeps some nodes for the next changes.
     ///
     /// # Safety
     /// Nobody can reach the node any more, and it is freed once.
@@ -222,7 +221,7 @@ impl<O: Order, D> NodePool<O, D> {
         let head = unsafe { &*node };
         head.alive.freed();
         if head.is_empty_tree() {
-            // SAFETY: as the caller says; allocated with this layout.
+            // SAFETY: as the caller says. The node was allocated with this layout.
             unsafe {
                 ptr::drop_in_place(node);
                 dealloc(node.cast(), HEAD);
@@ -231,7 +230,7 @@ impl<O: Order, D> NodePool<O, D> {
             self.live_leaves -= 1;
             let room = head.room();
             let kind = kind_of(room);
-            // SAFETY: as the caller says; the memory was allocated for this room.
+            // SAFETY: as the caller says. The memory was allocated for this room.
             unsafe {
                 drop_leaf::<O, D>(node);
                 let few = if room <= O::LEAF { 4 } else { 2 };
@@ -245,7 +244,7 @@ impl<O: Order, D> NodePool<O, D> {
                 }
             }
         } else {
-            // SAFETY: likewise. Dropping atomics does nothing but what loom tracks.
+            // SAFETY: likewise. The drop of atomics only concerns loom.
             unsafe {
                 ptr::drop_in_place(node.cast::<Inner<O>>());
                 if self.kept_inners < KEPT_INNERS {

@@ -8,22 +8,21 @@ use super::node::{Head, Inner, Node};
 use core::ops::Range;
 use core::ptr;
 
-/// How many entries a joined node may have. With more, the neighbours share.
+/// The most entries of a joined node. With more, the neighbours share.
 const fn joined(full: usize) -> usize {
     full * 3 / 4
 }
 
-/// The most slots of which new leaves are made at once: those of a leaf that is all of its tree,
-/// and a new one.
+/// The most slots from which leaves are built at once: those of a leaf that is the whole tree, and
+/// a new one.
 const MOST_SLOTS: usize = if cfg!(loom) { 9 } else { 129 };
 
-/// How many leaves a leaf that is all of its tree is divided into, if it is full and gets one slot
-/// more.
+/// The number of leaves that replace a full leaf which is the whole tree and gets one more slot.
 pub(super) const fn leaves_of_unfolded<O: Order>() -> usize {
     (O::FLAT + 1).div_ceil(joined(O::LEAF))
 }
 
-/// The slots of which new leaves are made.
+/// The slots from which new leaves are built.
 struct Slots<D> {
     entries: [Entry<D>; MOST_SLOTS],
     len: usize,
@@ -54,14 +53,15 @@ impl<D> Slots<D> {
 }
 
 impl<O: Order, D> Edit<'_, O, D> {
-    /// A leaf below an inner node, of the slots in `range`; it has a new place.
+    /// Makes a leaf below an inner node from the slots in `range`. It has a new place, so no
+    /// predecessor.
     fn leaf_of(&mut self, slots: &Slots<D>, range: Range<usize>) -> *const Head {
         let mut leaf = self.pool.leaf(O::LEAF);
         slots.entries[range].iter().for_each(|slot| leaf.push(slot));
         leaf.done(self.version, ptr::null())
     }
 
-    /// Two leaves in place of a full one, with `new` at `at`.
+    /// Makes two leaves in place of a full one, with `new` at index `at`.
     pub(super) fn split(
         &mut self,
         node: *const Head,
@@ -99,7 +99,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         Effect::Two(first, key, second)
     }
 
-    /// A root of two levels in place of `old`, which is one full leaf, with `new` at index `at`.
+    /// Makes a tree of two levels in place of `old`, which is one full leaf, with `new` at index
+    /// `at`. Returns its root.
     pub(super) fn unfolded(
         &mut self,
         leaf: Leaf<'_, O, D>,
@@ -113,7 +114,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         slots.push(*new);
         slots.add(leaf, at..leaf.len());
         let len = slots.len;
-        // Slots that come in ascending order fill leaves. Otherwise leaves are filled to three
+        // If slots come in ascending order, leaves are filled. Otherwise they are filled to three
         // quarters.
         let each = if comes_last {
             O::LEAF
@@ -133,7 +134,7 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.inner(&draft, 0..draft.len, 1, old)
     }
 
-    /// Joins the children `left` and `left + 1` of `draft`, or lets them share.
+    /// Joins the children `left` and `left + 1` of `draft`, or distributes their entries evenly.
     pub(super) fn join(&mut self, draft: &mut Draft, left: usize) {
         let (first, second) = (draft.nodes[left], draft.nodes[left + 1]);
         let middle_of = |total| {
@@ -165,7 +166,7 @@ impl<O: Order, D> Edit<'_, O, D> {
                 let middle = middle_of(first.head.len() + second.head.len());
                 self.shared(first, second, left_key, right_key, middle)
             }
-            // Children of one node have one level.
+            // All children of a node have the same level.
             _ => unreachable!("neighbours of different levels"),
         };
         draft.replace(left, one, reach_of::<O, D>(one));
@@ -180,8 +181,8 @@ impl<O: Order, D> Edit<'_, O, D> {
         self.retire(second);
     }
 
-    /// The children of two neighbours, the first `middle` of them in one node and the rest in
-    /// another.
+    /// Distributes the children of two neighbours: the first `middle` into one node and the rest
+    /// into another.
     fn shared(
         &mut self,
         first: &Inner<O>,
@@ -211,20 +212,20 @@ impl<O: Order, D> Edit<'_, O, D> {
         (node, Some((other.keys[0], second)))
     }
 
-    /// What becomes the root in place of `old`: `node`, or, if `node` is an inner node with too
-    /// little below it, a copy of its only child or one leaf of all slots, which is at most
+    /// The new root in place of `old`. Usually that is `node`. If `node` is an inner node with too
+    /// little below it, the root is a copy of its only child, or one leaf of all slots, at most
     /// half full.
     pub(super) fn lowered(&mut self, old: *const Head, mut node: *const Head) -> *const Head {
-        // Copies, since `born` is the version in which a node came into its place, and the root is
-        // another place.
+        // The child is copied because `born` is the version in which a node came into its place,
+        // and the root is another place.
         loop {
             let Node::Inner(inner) = view::<O, D>(&node) else {
                 return node;
             };
             let children = inner.head.len();
             let copy = if inner.head.level() == 1 {
-                // All children but the last have at least `least` slots. So many children have too
-                // many slots.
+                // All children but the last have at least `least` slots. So this many children have
+                // too many slots.
                 if children > O::FLAT / 2 / least(O::LEAF) + 1 {
                     return node;
                 }

@@ -7,7 +7,8 @@ use super::{At, MAX_LEVELS};
 use crate::Slot;
 use core::mem::MaybeUninit;
 
-/// The inner nodes above where a walk is, each with the children that are still to be visited.
+/// The inner nodes above the position of a walk, each with the children that are still to be
+/// visited.
 struct Path<'g, O: Order> {
     levels: [Option<(&'g Inner<O>, usize)>; MAX_LEVELS],
     depth: usize,
@@ -26,7 +27,7 @@ impl<'g, O: Order> Path<'g, O> {
         self.depth += 1;
     }
 
-    /// The lowest node, and where its next child is kept.
+    /// The lowest node, and the index of its next child.
     fn top(&mut self) -> Option<(&'g Inner<O>, &mut usize)> {
         let (inner, next) = self.levels[self.depth.checked_sub(1)?].as_mut()?;
         Some((inner, next))
@@ -46,7 +47,7 @@ pub(crate) struct Ascending<'g, O: Order, D> {
 }
 
 impl<'g, O: Order, D> Ascending<'g, O, D> {
-    /// From the first key that is greater than `after`; from the very first if there is none.
+    /// Begins at the first key that is greater than `after`, or at the very first without `after`.
     pub(crate) fn new(at: At<'g, O, D>, after: Option<u64>) -> Self {
         let mut walk = Self {
             at,
@@ -113,35 +114,34 @@ impl<'g, O: Order, D> Iterator for Ascending<'g, O, D> {
     }
 }
 
-/// All slots any byte of whose host memory lies in a range, ascending by start and id.
+/// All slots with a byte of host memory in a range, ascending by start and id.
 pub(crate) struct Overlapping<'g, D> {
     at: At<'g, ByHva, D>,
-    /// Where to begin. Not before the first slot is asked for: a walk that has begun is large to
-    /// move.
+    /// The root, until the walk begins. It begins with the first call of `next`, because moving a
+    /// walk that has begun is expensive.
     root: Option<&'g Cell>,
-    /// Slots of interest end above this.
+    /// Wanted slots end above this.
     start: u64,
-    /// And have keys up to this.
+    /// Wanted slots have keys up to this.
     last: u64,
-    /// The inner nodes above where the walk is, each with the bits of the children still to be
-    /// visited. Those below `depth` are there; the others are not even initialised, as mostly none
-    /// is needed.
+    /// The inner nodes above the position of the walk, each with a bit for each child that is still
+    /// to be visited. Only the entries below `depth` are initialised, as most walks need none.
     levels: [MaybeUninit<(&'g Inner<ByHva>, u64)>; MAX_LEVELS],
     depth: usize,
     leaf: Option<Leaf<'g, ByHva, D>>,
-    /// Where in `leaf` to go on.
+    /// The index in `leaf` at which the walk continues.
     index: usize,
 }
 
 impl<'g, D> Overlapping<'g, D> {
-    /// Those that share a byte with `start..end`; an empty range shares none.
+    /// The slots that share a byte with `start..end`. An empty range shares none.
     #[inline]
     pub(crate) fn new(at: At<'g, ByHva, D>, start: u64, end: u64) -> Self {
         Self {
             at,
             root: (start < end).then_some(at.root),
             start,
-            // A slot that starts at `end` or above is not wanted, whatever its id.
+            // No slot that starts at `end` or above is wanted, with any id.
             last: ByHva::up_to(end.wrapping_sub(1)),
             levels: [const { MaybeUninit::uninit() }; MAX_LEVELS],
             depth: 0,
@@ -156,10 +156,10 @@ impl<'g, D> Overlapping<'g, D> {
         let start = self.start;
         match self.at.enter(cell) {
             Node::Inner(inner) => {
-                // Child 0 may have any key below `keys[1]`.
+                // Child 0 may hold any key below `keys[1]`.
                 let low = upper_bound(&inner.keys, self.last).max(1);
                 let last = low - 1;
-                // Where slots do not overlap it is the last or none.
+                // If slots do not overlap, only the last child can be wanted.
                 let mut children = u64::from(inner.reach.get(last) > start) << last;
                 if last > 0 && inner.reach.up_to(last - 1) > start {
                     children |= bits(last, |i| inner.reach.get(i) > start);
@@ -175,7 +175,7 @@ impl<'g, D> Overlapping<'g, D> {
         }
     }
 
-    /// Goes on to the next leaf in which there may be such a slot; false where there is none.
+    /// Moves to the next leaf that may have a wanted slot. Returns false if there is none.
     #[inline]
     fn next_leaf(&mut self) -> bool {
         self.leaf = None;
@@ -196,8 +196,8 @@ impl<'g, D> Overlapping<'g, D> {
             *children &= *children - 1;
             let cell = &inner.cells[child];
             if inner.head.level() == 1 {
-                // Keys, ends and cells lie in different lines: wait for all at the same time.
-                // SAFETY: the children at level 1 are leaves, and those in cells are alive (see
+                // Keys, ends and cells lie in different cache lines. Load all at the same time.
+                // SAFETY: the children at level 1 are leaves. Nodes in cells are alive (see
                 // `At::enter`).
                 unsafe { Leaf::<'g, ByHva, D>::at(cell.newest()) }.prefetch();
             }
@@ -207,14 +207,15 @@ impl<'g, D> Overlapping<'g, D> {
     }
 }
 
-/// The bits of those below `end` for which `wanted` holds. Without branches that depend on it.
+/// A bitmap of the indices below `end` for which `wanted` holds, without branches that depend on
+/// it.
 #[inline(always)]
 fn bits(end: usize, wanted: impl Fn(usize) -> bool) -> u64 {
     const { assert!(ByHva::FLAT <= 64 && INNER <= 64) };
     (0..end).fold(0, |bits, i| bits | u64::from(wanted(i)) << i)
 }
 
-/// The next slot of `leaf` from `index` on.
+/// The next wanted slot of `leaf` from `index` on.
 #[inline(always)]
 fn next_in<'g, D>(
     walk: (At<'g, ByHva, D>, u64, u64),
@@ -249,8 +250,8 @@ impl<'g, D> Iterator for Overlapping<'g, D> {
         }
     }
 
-    /// As [`next`](Self::next) again and again, without what is kept between; few slots are one
-    /// leaf.
+    /// Like repeated calls of [`next`](Self::next), but keeps the position in registers. A small
+    /// tree is one leaf.
     #[inline]
     fn fold<B, F: FnMut(B, &'g Slot<D>) -> B>(self, init: B, mut f: F) -> B {
         let mut folded = init;

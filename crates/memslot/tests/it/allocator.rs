@@ -1,9 +1,9 @@
 #![expect(
     unsafe_code,
-    reason = "an allocator that counts, and refuses when told to"
+    reason = "implements an allocator that counts and refuses"
 )]
-//! The allocator of these tests. It counts what each thread has allocated, and refuses memory to a
-//! thread that asks for that.
+//! The allocator of these tests. It counts each thread's allocated bytes, and refuses memory to a
+//! thread on request.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -11,14 +11,14 @@ use std::cell::Cell;
 struct Counting;
 
 thread_local! {
-    /// What the thread has allocated and not freed, in bytes asked for.
+    /// The bytes that the thread has requested and not freed.
     static LIVE: Cell<isize> = const { Cell::new(0) };
-    /// How many allocations succeed before one fails.
+    /// The number of allocations that succeed before all others fail.
     static LEFT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
 fn add(bytes: isize) {
-    // Not there any more while a thread ends.
+    // The variable is gone while a thread ends.
     let _ = LIVE.try_with(|live| live.set(live.get() + bytes));
 }
 
@@ -31,7 +31,7 @@ fn is_refused() -> bool {
     left == Ok(Some(0))
 }
 
-// SAFETY: the system's allocator does the work.
+// SAFETY: all calls go to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if is_refused() {
@@ -52,12 +52,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// What this thread has allocated and not freed.
+/// The bytes that this thread has allocated and not freed.
 pub(crate) fn live() -> isize {
     LIVE.get()
 }
 
-/// What `make` leaves allocated.
+/// The bytes that `make` leaves allocated, and its result.
 pub(crate) fn bytes_of<T>(make: impl FnOnce() -> T) -> (usize, T) {
     let before = live();
     let made = make();
@@ -65,14 +65,15 @@ pub(crate) fn bytes_of<T>(make: impl FnOnce() -> T) -> (usize, T) {
     (usize::try_from(bytes).expect("more than before"), made)
 }
 
-/// Does something whose allocations are not the table's: printing, which the test harness captures.
+/// Calls `act` without counting its allocations. It is for printing, which the test harness
+/// captures.
 pub(crate) fn uncounted(act: impl FnOnce()) {
     let before = live();
     act();
     LIVE.set(before);
 }
 
-/// Does `act` on this thread, with so many allocations that succeed before all others fail.
+/// Calls `act`. On this thread the first `count` allocations succeed and all others fail.
 pub(crate) fn with_allocations<T>(count: usize, act: impl FnOnce() -> T) -> T {
     struct Disarm;
     impl Drop for Disarm {

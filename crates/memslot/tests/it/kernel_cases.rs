@@ -1,6 +1,5 @@
-//! The cases of Linux's `tools/testing/selftests/kvm/set_memory_region_test.c` that are about slots
-//! alone, and `memslot_modification_stress_test.c`, re-expressed: what a vCPU's access would find
-//! is asked of the look-ups.
+//! The cases of Linux's `tools/testing/selftests/kvm/set_memory_region_test.c` that concern only
+//! slots, and `memslot_modification_stress_test.c`. Look-ups take the place of vCPU accesses.
 
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
 use pageferry_memslot::{Change, Limits, Request, SlotError, SlotFlags, SlotWriter};
@@ -9,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-// The selftest's own constants.
+// The constants of the selftest.
 const MEM_REGION_GPA: u64 = 0xc000_0000;
 const MEM_REGION_SIZE: u64 = 0x20_0000;
 const MEM_REGION_SLOT: u16 = 10;
@@ -62,7 +61,7 @@ fn move_memory_region() {
     let before = reader.pin();
     let old_view = before.view();
     let down = MEM_REGION_GPA - 0x1000;
-    // One page down: its old and new place overlap, which is no overlap with another slot.
+    // Move it one page down. Its old and new place overlap, which is no overlap with another slot.
     let change = writer.set(region(MEM_REGION_SLOT, down, 0x7000_0000));
     let Ok(Change::Moved { old, new }) = change else {
         panic!("a new base is a move");
@@ -75,11 +74,11 @@ fn move_memory_region() {
     let last = gfn(MEM_REGION_GPA + MEM_REGION_SIZE - 0x1000);
     let moved = writer.view();
     assert!(moved.lookup(last).is_none() && moved.lookup(gfn(down)).is_some());
-    // Who still reads the old version sees all of the old state, and that it is not to be used.
+    // A reader of the old version sees all of the old state, and sees that the slot is invalid.
     assert!(old_view.lookup(gfn(down)).is_none());
     assert!(old_view.lookup(last).unwrap().is_invalid());
     drop(before);
-    // And back up, as the test's main thread does.
+    // Move it back up, as the test's main thread does.
     let back = region(MEM_REGION_SLOT, MEM_REGION_GPA, 0x7000_0000);
     writer.set(back).unwrap();
     assert_eq!(
@@ -88,8 +87,8 @@ fn move_memory_region() {
     );
 }
 
-/// The selftest's vCPU reads one address while its slot is moved away and back: each access gives
-/// the value there, or faults, and then the address is seen again once the slot is back.
+/// The selftest's vCPU reads one address while its slot is moved away and back. Each access returns
+/// the value or faults. After a fault the vCPU finds the address again when the slot is back.
 #[test]
 fn move_memory_region_while_a_vcpu_reads_it() {
     let (least_moves, least_hits) = if cfg!(miri) { (10, 1) } else { (2000, 100) };
@@ -105,7 +104,7 @@ fn move_memory_region_while_a_vcpu_reads_it() {
             while !stop.is_stopped() {
                 let guard = reader.pin();
                 match guard.lookup(frame) {
-                    // 0x20_0000 up is where the slot goes: this frame is not in it then.
+                    // The slot moves up by 0x20_0000. Then it does not hold this frame.
                     Some(slot) if !slot.is_invalid() => {
                         assert_eq!(slot.hva_of(frame), Some(Hva(0x7000_0000)));
                         hits.fetch_add(1, Ordering::Relaxed);
@@ -126,7 +125,8 @@ fn move_memory_region_while_a_vcpu_reads_it() {
             moves += 1;
         }
         drop(stop_on_drop);
-        vcpu.join().expect("saw one of the two states");
+        vcpu.join()
+            .expect("each look-up sees one of the two states");
     });
     assert_eq!(
         reader.pin().lookup(gfn(MEM_REGION_GPA)).unwrap().id,
@@ -161,7 +161,7 @@ fn delete_memory_region() {
     assert_eq!(writer.generation().number(), 2);
     assert!(writer.view().lookup(gfn(MEM_REGION_GPA)).is_none());
     assert!(writer.view().by_id(MEM_REGION_SLOT).is_none());
-    // The reader does not answer with the slot it found last.
+    // The reader must not answer with the slot that it found last.
     assert!(reader.pin().lookup(gfn(MEM_REGION_GPA)).is_none());
     let again = writer.set(Request::delete(0, MEM_REGION_SLOT));
     assert!(matches!(again, Err(SlotError::NothingToDelete { .. })));
@@ -169,7 +169,7 @@ fn delete_memory_region() {
 
 #[test]
 fn deletion_still_checks_flags_and_alignment() {
-    // As the kernel does: the size is looked at after flags and addresses.
+    // Like the kernel, the writer checks the size after flags and addresses.
     let mut writer = with(region(1, MEM_REGION_GPA, 0x7000_0000));
     let delete = Request::<u32>::delete(0, 1);
     let flags = SlotFlags(1 << 31);
@@ -181,8 +181,8 @@ fn deletion_still_checks_flags_and_alignment() {
     assert_eq!(writer.len(), 1);
 }
 
-/// `KVM_CAP_NR_MEMSLOTS` slots, each beside the one before, all on the same host memory; then one
-/// more.
+/// Creates `KVM_CAP_NR_MEMSLOTS` adjacent slots, all with the same host memory. Then one more is
+/// refused.
 #[test]
 #[cfg_attr(miri, ignore = "too slow there")]
 fn add_max_memory_regions() {
@@ -235,8 +235,7 @@ fn flags_only_and_no_change_at_all() {
     assert_eq!((old.data, new.data), (7, 8));
     assert!(new.flags == logged.flags && old.flags == SlotFlags::EMPTY);
     assert_eq!(new.userfault_bitmap(), Some(Hva(0x1000)));
-    // The old record is as good as before, but a reader finds the new one, though it found the old
-    // one last.
+    // The old record stays valid, but a reader finds the new one even if it found the old one last.
     assert!(!old.is_invalid());
     let found = guard.lookup(gfn(MEM_REGION_GPA)).unwrap();
     assert!(std::ptr::eq(found, new));
@@ -270,7 +269,7 @@ fn address_spaces_do_not_see_each_other() {
     let frame = gfn(MEM_REGION_GPA);
     let mut reader = writer.table().reader();
     let guard = reader.pin();
-    // In turn, so that the slot found last is always the other space's.
+    // Alternate, so that the slot found last is always in the other space.
     for _ in 0..2 {
         let hva_in = |space| guard.lookup_in(space, frame)?.hva_of(frame);
         assert_eq!(hva_in(0), Some(Hva(0x7000_0000)));
@@ -283,12 +282,12 @@ fn address_spaces_do_not_see_each_other() {
     assert!(writer.view().space(2).is_none());
 }
 
-/// `memslot_modification_stress_test`: vCPUs read their memory while slots beside it come and go
-/// without pause. They never miss a page of their own, and the other slots leave nothing behind.
+/// `memslot_modification_stress_test`: vCPUs read their memory while adjacent slots come and go
+/// without pause. They never miss one of their pages, and the other slots leave nothing behind.
 #[test]
 #[cfg_attr(miri, ignore = "too slow there")]
 fn memslot_modification_stress() {
-    // The selftest's dummy slot is one page and comes right behind the memory of the vCPUs.
+    // The selftest's dummy slot has one page, directly behind the memory of the vCPUs.
     const DUMMY_SLOT: u16 = 7;
     const VCPUS: u16 = 2;
     let mut writer = empty();
@@ -334,7 +333,7 @@ fn memslot_modification_stress() {
         }
         drop(stop_on_drop);
         for vcpu in vcpus {
-            assert!(vcpu.join().expect("found its memory") > 0);
+            assert!(vcpu.join().expect("the vCPU finds its memory") > 0);
         }
     });
     assert_eq!(writer.len(), usize::from(VCPUS));

@@ -1,4 +1,4 @@
-//! What a table costs in memory, and when it gives memory back.
+//! The memory that a table costs, and when it gives memory back.
 
 use crate::allocator::{bytes_of, live, uncounted};
 use pageferry_addr::{Gfn, Hva};
@@ -32,10 +32,11 @@ fn an_empty_table_takes_less_than_a_kibibyte() {
     assert!(reader <= 256, "a reader takes {reader} bytes");
     let mut writer = writer;
     let (refused, _) = bytes_of(|| writer.set(Request::delete(0, 0)).unwrap_err());
-    assert_eq!(refused, 0, "a refusal leaves something behind");
+    assert_eq!(refused, 0, "a refusal leaves memory behind");
 }
 
-/// What is allocated for `slots`, and what the table says of it; without what waits for readers.
+/// The bytes that the table has allocated, and the bytes that it reports. Nothing waits for
+/// readers.
 fn measured(writer: &mut SlotWriter<()>, before: isize) -> (usize, usize) {
     assert_eq!(writer.reclaim(), 0);
     let live = usize::try_from(live() - before).unwrap();
@@ -52,7 +53,7 @@ fn a_slot_takes_less_than_256_bytes() {
             writer.set(request(id)).unwrap();
         }
         let (ordered, said_ordered) = measured(&mut writer, before);
-        // Half of the slots go and come again at random, several times over; some move.
+        // Half of the slots go and come again at random, several times. Some move.
         let mut random = Random::new(1);
         let mut gone = Vec::new();
         for _ in 0..6 {
@@ -79,13 +80,14 @@ fn a_slot_takes_less_than_256_bytes() {
                 each(said_churned)
             );
         });
-        // A few nodes that are not full, and some kept for reuse, weigh more than few slots do.
+        // With few slots, some nodes that are not full or are kept for reuse cost more than the
+        // slots.
         assert!(ordered.max(churned) < 256 * usize::from(slots) + (16 << 10));
         if slots >= 509 {
             assert!(each(ordered) < 256.0 && each(churned) < 256.0);
         }
         for (live, said) in [(ordered, said_ordered), (churned, said_churned)] {
-            // Lists of what waits, or waits for reuse, are not said.
+            // The report leaves out the lists of things that wait.
             assert!(said <= live && live - said < 64 << 10, "{live} and {said}");
         }
         for id in 0..slots {
@@ -94,19 +96,20 @@ fn a_slot_takes_less_than_256_bytes() {
         let (emptied, _) = measured(&mut writer, before);
         uncounted(|| println!("{slots} slots: {emptied} bytes when all have gone"));
         drop(writer);
-        assert_eq!(live(), before, "the table leaves something behind");
+        assert_eq!(live(), before, "the table leaves memory behind");
     }
 }
 
 static RELAXED: AtomicU64 = AtomicU64::new(0);
 
-/// While a reader holds its guard the writer goes on until so much waits that it must wait itself;
-/// it waits for that guard, though other guards come and go.
+/// While a reader holds its guard, the writer continues until too much waits. Then it waits for
+/// that guard, even if other guards come and go.
 #[test]
 #[cfg_attr(miri, ignore = "too slow there")]
 fn a_guard_that_is_held_bounds_what_waits() {
     const MOST: usize = 500;
-    // What is put aside before it is counted against the limit, and what one operation adds.
+    // A bound of the things that do not count against the limit yet, and of those that one
+    // operation adds.
     const SLACK: usize = 200;
     let mut writer = SlotWriter::<()>::new(Limits {
         max_retired: MOST,
@@ -147,7 +150,7 @@ fn a_guard_that_is_held_bounds_what_waits() {
     let waited = std::time::Instant::now();
     while RELAXED.load(Ordering::Relaxed) < 100 {
         assert!(waited.elapsed() < LIMIT, "the writer never waits");
-        // Guards that end do not let it go on.
+        // The end of another guard does not let it continue.
         drop(table.reader().pin());
         thread::yield_now();
     }
@@ -155,7 +158,7 @@ fn a_guard_that_is_held_bounds_what_waits() {
     assert!(stuck < 1000 && finished.try_recv().is_err());
     thread::sleep(Duration::from_millis(20));
     assert_eq!(progress.load(Ordering::Relaxed), stuck, "it waits");
-    // What the guard saw is all there, and invalid by now.
+    // The slot that the guard found is still alive, and invalid by now.
     assert!(slot.id == 1 && slot.is_invalid());
     drop(guard);
     let most = finished
@@ -171,7 +174,7 @@ fn a_guard_that_is_held_bounds_what_waits() {
     assert_eq!(writer.retired(), 0);
 }
 
-/// The data of slots that have gone is dropped by `reclaim`, unless somebody may still see it.
+/// `reclaim` drops the data of deleted slots, unless a reader may still see it.
 #[test]
 fn reclaim_drops_the_data_of_slots_that_have_gone() {
     let mut writer = SlotWriter::<Option<Arc<()>>>::new(Limits::default());
@@ -194,13 +197,13 @@ fn reclaim_drops_the_data_of_slots_that_have_gone() {
     assert_eq!(
         Arc::strong_count(&counted),
         201,
-        "a reader may still see all"
+        "a reader may still see all of them"
     );
     drop(guard);
     assert_eq!(writer.reclaim(), 0);
     assert_eq!(Arc::strong_count(&counted), 51);
-    // A pending update's data goes with the update, a forgotten one's with the next operation or
-    // the writer.
+    // The data of an aborted update goes with the update. That of a forgotten one goes with the
+    // next operation or the writer.
     let data = Some(Arc::clone(&counted));
     let update = writer.begin(Request { data, ..request(0) }).unwrap();
     std::mem::forget(update);
@@ -210,7 +213,7 @@ fn reclaim_drops_the_data_of_slots_that_have_gone() {
     assert_eq!(Arc::strong_count(&counted), 50);
     let data = Some(Arc::clone(&counted));
     std::mem::forget(writer.begin(Request { data, ..request(0) }).unwrap());
-    // So does the writer's end.
+    // The drop of the writer frees it too.
     drop(writer);
     assert_eq!(
         Arc::strong_count(&counted),
@@ -221,8 +224,8 @@ fn reclaim_drops_the_data_of_slots_that_have_gone() {
     assert_eq!(Arc::strong_count(&counted), 1);
 }
 
-/// What readers told each other of a slot is forgotten before the slot's memory serves another
-/// address space.
+/// The writer empties the shared last-used places before a slot's memory serves another address
+/// space.
 #[test]
 fn a_shared_last_used_slot_is_not_found_in_memory_that_is_used_again() {
     for moves in 0..9 {
@@ -243,7 +246,7 @@ fn a_shared_last_used_slot_is_not_found_in_memory_that_is_used_again() {
         };
         writer.set(other).unwrap();
         for id in 2..2 + moves {
-            // Something to reclaim, so that the epoch moves.
+            // Leave something to reclaim, so that the epoch moves.
             writer.set(request(id)).unwrap();
             writer.set(Request::delete(0, id)).unwrap();
             assert!(writer.retired() > 0);

@@ -1,4 +1,4 @@
-//! A lack of memory is an error, and then nothing has changed.
+//! A lack of memory is an error that leaves everything unchanged.
 
 use crate::allocator::{live, with_allocations};
 use crate::model::driver::{End, Pair};
@@ -21,8 +21,8 @@ fn is_out_of_memory(error: &SlotError) -> bool {
     matches!(error, SlotError::OutOfMemory(_))
 }
 
-/// Does `request` with no allocation, then with one, and so on, until the memory suffices. Each
-/// time before that, the table is as it was. Returns how often that was.
+/// Tries `request` with no allocation, then with one, and so on, until it succeeds. After each
+/// failure the table must be unchanged. Returns the number of failures.
 fn step(pair: &mut Pair, request: Request<u32>) -> usize {
     let refused = (0..)
         .find(|&allocations| {
@@ -33,7 +33,8 @@ fn step(pair: &mut Pair, request: Request<u32>) -> usize {
             );
             let begun = with_allocations(allocations, || pair.writer.begin(request).map(drop));
             let Err(error) = begun else {
-                // It was given up, which takes a generation unless the request changes nothing.
+                // The update was aborted, which takes a generation unless the request changes
+                // nothing.
                 if pair.writer.generation() != before.0 {
                     pair.model.give_up();
                 }
@@ -52,7 +53,8 @@ fn step(pair: &mut Pair, request: Request<u32>) -> usize {
             false
         })
         .expect("some number of allocations suffices");
-    // And now wholly: what the update reserves, the commit uses, so it allocates nothing.
+    // Now the whole operation. The commit uses memory that the update has reserved, so it allocates
+    // nothing.
     let old = pair.model.get(request.address_space, request.id).copied();
     let plan = pair.model.plan(&request);
     let done = match (pair.writer.begin(request), plan) {
@@ -71,8 +73,8 @@ fn step(pair: &mut Pair, request: Request<u32>) -> usize {
     refused
 }
 
-/// From an empty table to a tree of several levels and back, with random changes at each size,
-/// beside a reader's guard or without.
+/// Grows an empty table to a tree of several levels and shrinks it again, with random changes at
+/// each size, with and without a reader's guard.
 #[test]
 fn an_operation_without_memory_changes_nothing() {
     let sizes: &[usize] = if cfg!(miri) {
@@ -109,11 +111,11 @@ fn an_operation_without_memory_changes_nothing() {
         assert!(refused > size, "{refused} refusals at {size}");
         drop(guard);
     }
-    assert_eq!(live(), before, "something is left behind");
+    assert_eq!(live(), before, "memory is left behind");
 }
 
-/// Slots that come in ascending order fill leaves, and their tree gets levels; from both ends it
-/// loses them.
+/// Slots that come in ascending order fill leaves and add levels. Deletions from both ends remove
+/// them.
 #[test]
 fn slots_in_order_come_and_go_without_memory() {
     let slots: u16 = if cfg!(miri) { 20 } else { 2000 };
@@ -130,7 +132,7 @@ fn slots_in_order_come_and_go_without_memory() {
         for id in (0..slots).map(in_order) {
             step(&mut pair, request(id));
         }
-        // To another leaf, and to the end of all.
+        // Move a slot to another leaf, and behind all others.
         for _ in 0..slots / 8 {
             let id = random.below(u64::from(slots)) as u16;
             let frame = (u64::from(slots) + random.below(40)) * 4;
@@ -167,13 +169,14 @@ fn a_reader_without_memory_is_an_error() {
     writer.set(one).unwrap();
     let mut reader = table.try_reader().expect("there is memory now");
     assert!(reader.pin().lookup(Gfn(0)).is_some());
-    // A record that a reader has left needs no memory.
+    // The record of a dropped reader serves the next one without memory.
     drop(reader);
     let again = with_allocations(0, || table.try_reader().map(drop));
     assert!(again.is_ok());
 }
 
-/// Without memory for what waits, nothing is freed too early, and all of it later.
+/// Without memory for the list of retired things, nothing is freed too early, and everything is
+/// freed later.
 #[test]
 fn what_waits_is_kept_without_memory() {
     const COUNT: u16 = if cfg!(miri) { 20 } else { 100 };

@@ -1,11 +1,11 @@
-//! Every rule a request can break, one test each, with the values the error must carry.
+//! One test for each rule that a request can break, with the values that the error must have.
 
 use core::ops::Range;
 use pageferry_addr::{Gfn, GfnRange, Gpa, Hva};
 use pageferry_memslot::{Change, Limits, Request, SlotError, SlotFlags, SlotWriter};
 
 const MIB: u64 = 1 << 20;
-/// Ignored without the flag `USERFAULT`.
+/// A bitmap, which is ignored without the flag `USERFAULT`.
 const BITMAP: Hva = Hva(0x6000_0000);
 
 /// Slot 3: 1 MiB at frame 0x100, backed at 0x7000_0000.
@@ -41,7 +41,8 @@ fn table_of(requests: impl IntoIterator<Item = Request<()>>) -> SlotWriter<()> {
     writer
 }
 
-/// The refusal, after checking that the table is none the worse.
+/// Makes a request that must be refused. Returns the error, after checking that the table is
+/// unchanged.
 fn refused(writer: &mut SlotWriter<()>, request: Request<()>) -> SlotError {
     let before = (writer.generation(), writer.len(), writer.pages());
     let error = writer.set(request).expect_err("the request breaks a rule");
@@ -237,7 +238,7 @@ fn deleting_what_is_not_there() {
 #[test]
 #[cfg_attr(miri, ignore = "too slow there")]
 fn a_total_past_64_bits() {
-    // Only thousands of address spaces, each nearly full, can get there.
+    // Only thousands of address spaces, each nearly full, can reach this limit.
     const PAGES: u64 = 1 << 47;
     const EACH: u64 = 31;
     let mut table = SlotWriter::new(Limits {
@@ -326,7 +327,7 @@ fn moving_a_guest_memfd_slot() {
         new: Gfn(0x200),
     };
     assert_eq!(refused(&mut table, request), error);
-    // Late userfault is the one thing that may change.
+    // Only late userfault may change.
     let late = with_flags(SlotFlags::GUEST_MEMFD | SlotFlags::USERFAULT);
     let change = table.set(late).unwrap();
     assert!(matches!(change, Change::FlagsChanged { .. }));
@@ -356,14 +357,14 @@ fn frames_another_slot_holds() {
         };
         assert_eq!(refused(&mut table, new_at(gfn, pages)), error);
     }
-    // Touching is no overlap, and the same host memory may back both.
+    // Adjacent slots do not overlap, and the same host memory may back both.
     for (gfn, pages) in [(0xff, 1), (0x200, 1)] {
         let mut table = table_of([valid()]);
         assert!(table.set(new_at(gfn, pages)).is_ok());
     }
 }
 
-/// A slot that moves is not in its own way, but in the way of others while it has not moved.
+/// A slot that moves may overlap its old place, but not another slot.
 #[test]
 fn moves_into_another_slot() {
     let other = Request {
@@ -389,7 +390,7 @@ fn moves_into_another_slot() {
 fn userfault_without_a_bitmap() {
     let error = SlotError::NoUserfaultBitmap { id: 3 };
     assert_eq!(refused(&mut table_of([]), with_bitmap(None)), error);
-    // Late userfault, and a move that sets it, need one as well; a deletion does not.
+    // Late userfault and a move that sets it need a bitmap too. A deletion does not.
     assert_eq!(refused(&mut table_of([valid()]), with_bitmap(None)), error);
     let moved = Request {
         gpa: Gpa(0),
@@ -410,7 +411,7 @@ fn a_bitmap_of_broken_words() {
         let bitmap = Hva(BITMAP.0 + off);
         let error = SlotError::UnalignedBitmap { bitmap };
         assert_eq!(refused(&mut table_of([]), with_bitmap(Some(bitmap))), error);
-        // Nobody looks at it without the flag.
+        // Without the flag the bitmap is ignored.
         let without = Request {
             userfault_bitmap: Some(bitmap),
             ..valid()
@@ -422,7 +423,7 @@ fn a_bitmap_of_broken_words() {
 
 #[test]
 fn a_bitmap_past_64_bits() {
-    // 256 pages have four words.
+    // 256 pages need four words.
     let bitmap = Hva(u64::MAX - 31);
     let error = SlotError::BitmapOverflow { bitmap, bytes: 32 };
     assert_eq!(refused(&mut table_of([]), with_bitmap(Some(bitmap))), error);
@@ -449,13 +450,13 @@ fn another_bitmap_while_userfault_stays() {
         ..with_bitmap(Some(new))
     };
     assert_eq!(refused(&mut table, moved), error);
-    // Off and on again.
+    // Clear the flag and set it again.
     table.set(valid()).unwrap();
     table.set(with_bitmap(Some(new))).unwrap();
     assert_eq!(table.view().by_id(3).unwrap().userfault_bitmap(), Some(new));
 }
 
-/// Which rule answers for a request that breaks several: each step repairs the rule that answered.
+/// The rule that answers a request which breaks several. Each step repairs the rule that answered.
 #[test]
 fn rules_are_checked_in_one_order() {
     let taken = Request {
@@ -566,6 +567,6 @@ fn messages_say_what_was_wrong_and_what_would_be_right() {
     };
     assert_eq!(
         flags.to_string(),
-        "unknown slot flags 0x30; known are LOG_DIRTY_PAGES|READONLY|GUEST_MEMFD|USERFAULT"
+        "unknown slot flags 0x30; the known flags are LOG_DIRTY_PAGES|READONLY|GUEST_MEMFD|USERFAULT"
     );
 }

@@ -1,6 +1,6 @@
-//! Readers that check what they see, against a writer at full speed.
+//! Readers that check all results, beside a writer at full speed.
 //!
-//! Takes about six seconds; `PAGEFERRY_STRESS_SECONDS` asks for more.
+//! It takes about six seconds, or `PAGEFERRY_STRESS_SECONDS`.
 
 use pageferry_addr::{Gfn, GfnRange, Hva};
 use pageferry_memslot::{
@@ -12,20 +12,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Moves back and forth by less than its size.
+/// This slot moves back and forth by less than its size.
 const ROCKER: u16 = 0;
 const ROCKER_PAGES: u64 = 64;
-/// This frame is in it wherever it is.
+/// This frame is in `ROCKER` at both of its places.
 const COVERED: u64 = 1000 + 48;
-/// Each is at one of two places.
+/// Each of these slots is at one of two places.
 const MOVERS: std::ops::Range<u16> = 1..20;
-/// Is often about to move, and does not.
+/// A move of this slot often begins and is always aborted.
 const HESITANT: u16 = 20;
-/// Come and go, so that nodes split and join.
+/// These slots come and go, so that nodes split and join.
 const PASSING: std::ops::Range<u16> = 21..400;
-/// Change their flags.
+/// These slots change their flags.
 const FLAGGED: std::ops::Range<u16> = 400..410;
-/// Every other address space.
+/// Readers look at frames below this.
 const FRAMES: u64 = 20_000;
 
 const ALIVE: u64 = 0x600d_600d_600d_600d;
@@ -34,7 +34,7 @@ const DEAD: u64 = 0xdead_dead_dead_dead;
 static CREATED: AtomicU64 = AtomicU64::new(0);
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// What each record carries: what it must say, and whether it is still there.
+/// The data of each record: the expected contents of the record, and a check that it is alive.
 #[derive(Debug)]
 struct Data {
     id: u16,
@@ -72,7 +72,7 @@ fn places(id: u16) -> [u64; 2] {
     let number = u64::from(id);
     match id {
         ROCKER => [1000, 1000 + 32],
-        // The second is in another leaf, and between slots that come and go.
+        // The second place is in another leaf, between slots that come and go.
         _ if MOVERS.contains(&id) || id == HESITANT => [2000 + 8 * number, 4006 + 40 * number],
         _ => [4000 + 10 * number; 2],
     }
@@ -112,7 +112,7 @@ fn deletion(id: u16) -> Request<Data> {
     }
 }
 
-/// A record says what its data says, and is alive. Gives the record's own number.
+/// Asserts that a record agrees with its data and is alive. Returns the record's serial number.
 fn check(slot: &Slot<Data>) -> u64 {
     let data = &slot.data;
     assert_eq!(data.alive.load(Ordering::Relaxed), ALIVE, "{slot:?}");
@@ -126,7 +126,7 @@ fn check(slot: &Slot<Data>) -> u64 {
     data.serial
 }
 
-/// How many slots there were at each of the last versions: number and version in one word.
+/// The number of slots at each of the last versions. Number and version share one word.
 struct Counts([AtomicU64; 4096]);
 
 impl Counts {
@@ -139,7 +139,7 @@ impl Counts {
         self.0[version as usize % self.0.len()].store(word, Ordering::Relaxed);
     }
 
-    /// `None` where it was too long ago.
+    /// `None` if the version is too old.
     fn at(&self, version: u64) -> Option<usize> {
         let word = self.0[version as usize % self.0.len()].load(Ordering::Relaxed);
         (word >> 16 == version).then_some((word & 0xffff) as usize)
@@ -152,7 +152,7 @@ struct Seen {
     invalid: u64,
 }
 
-/// Looks at random frames in the newest state; takes a guard for each.
+/// Looks at random frames in the newest state, with a new guard for each.
 fn look_up(stop: &Stop, reader: &mut SlotReader<Data>) -> Seen {
     let mut random = Random::new(1);
     let mut seen = Seen::default();
@@ -175,7 +175,7 @@ fn look_up(stop: &Stop, reader: &mut SlotReader<Data>) -> Seen {
         if let Some(slot) = slot {
             check(slot);
             assert!(slot.range.contains(Gfn(gfn)));
-            // A second look finds it still, or finds that it has changed.
+            // A second look-up finds the same, or a change.
             let again = guard.lookup(Gfn(gfn)).map(check);
             let same = again == Some(slot.data.serial);
             assert!(same || guard.generation() != before || before.in_progress());
@@ -184,7 +184,7 @@ fn look_up(stop: &Stop, reader: &mut SlotReader<Data>) -> Seen {
     seen
 }
 
-/// All look-ups of a view say the same; gives its generation.
+/// Asserts that all look-ups of a view agree. Returns its generation.
 fn check_view(view: SlotView<'_, Data>, counts: &Counts) -> Generation {
     let slots: Vec<_> = view.iter().collect();
     let version = view.generation().number();
@@ -224,7 +224,7 @@ fn check_view(view: SlotView<'_, Data>, counts: &Counts) -> Generation {
     view.generation()
 }
 
-/// Takes views, looks at all of each, and again some time later.
+/// Takes views, and checks all of each at once and again some time later.
 fn look_at_views(stop: &Stop, reader: &mut SlotReader<Data>, counts: &Counts) -> Seen {
     let mut seen = Seen::default();
     let mut last = 0;
@@ -240,7 +240,7 @@ fn look_at_views(stop: &Stop, reader: &mut SlotReader<Data>, counts: &Counts) ->
     seen
 }
 
-/// Holds what it found for long.
+/// Holds a found slot for long.
 fn hold(stop: &Stop, reader: &mut SlotReader<Data>) -> Seen {
     let mut random = Random::new(3);
     let mut seen = Seen::default();
@@ -264,7 +264,7 @@ fn hold(stop: &Stop, reader: &mut SlotReader<Data>) -> Seen {
     seen
 }
 
-/// What the writer knows of its own slots.
+/// The writer's record of its slots.
 struct World {
     place: [usize; 21],
     there: [bool; 400],
@@ -333,17 +333,14 @@ fn what_readers_see_is_one_state_and_alive() {
     run(long, None, Duration::ZERO);
     let barrier = Barrier::membarrier();
     if barrier.is_none() {
-        skip(
-            "membarrier",
-            "this kernel refuses it, so readers always fence",
-        );
+        skip("membarrier", "this kernel refuses it; readers always fence");
         return;
     }
     // Readers are light again after each pause.
     run(long, barrier, Duration::from_micros(50));
 }
 
-/// For so long, with a pause now and then.
+/// Runs for `long`, with pauses of `pause`.
 fn run(long: Duration, barrier: Option<Barrier>, pause: Duration) {
     let limits = Limits {
         shared_last_used: true,
@@ -385,7 +382,7 @@ fn run(long: Duration, barrier: Option<Barrier>, pause: Duration) {
             assert!(writer.retired() <= writer.limits().max_retired + 200);
         }
         drop(stopping);
-        let seen = threads.map(|thread| thread.join().expect("saw nothing wrong"));
+        let seen = threads.map(|thread| thread.join().expect("no reader saw an error"));
         (changes, seen)
     });
     for (name, seen) in ["newest", "views", "held"].iter().zip(&seen) {
@@ -395,10 +392,10 @@ fn run(long: Duration, barrier: Option<Barrier>, pause: Duration) {
     println!("{changes} changes");
     assert!(
         seen[0].invalid + seen[2].invalid > 0,
-        "no change was met half way"
+        "no look-up met an incomplete change"
     );
 
-    // Exactly the slots there are have their data.
+    // Only present slots have data that is alive.
     assert_eq!(writer.reclaim(), 0);
     let alive = || CREATED.load(Ordering::Relaxed) - DROPPED.load(Ordering::Relaxed);
     assert_eq!(alive(), writer.len() as u64);

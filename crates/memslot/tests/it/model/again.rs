@@ -1,5 +1,5 @@
-//! Slots that go and come again to few places, their own and those of others, under a view of each
-//! version between.
+//! Slots that go and come again to few places, their former ones and those of others, under views
+//! of all versions in between.
 
 use super::driver::{End, Pair};
 use super::plain::compare_all;
@@ -7,7 +7,7 @@ use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{Limits, Request, SlotReader};
 use pageferry_testkit::Random;
 
-/// Slots that stay.
+/// The number of slots that stay.
 const STAYING: u16 = 7;
 const IDS: u16 = 3;
 const FRAMES: u64 = 24;
@@ -23,14 +23,14 @@ fn request(id: u16, start: u64, pages: u64, page: u64, data: u32) -> Request<u32
     }
 }
 
-/// Some request about one of few slots, at one of few places.
+/// A random request about one of few slots, at one of few places.
 fn any(pair: &Pair, random: &mut Random, data: u32) -> Request<u32> {
     let id = STAYING + random.below(u64::from(IDS)) as u16;
     let start = 12 + 2 * random.below(4);
     match pair.model.get(0, id) {
         Some(_) if random.below(2) == 0 => Request::delete(0, id),
         Some(old) => request(id, start, old.pages, old.hva / 4096, data),
-        // Two pages, seldom five, which hold the beginnings of others.
+        // Two pages, and rarely five, which hold the beginnings of others.
         None => {
             let pages = if random.below(6) == 0 { 5 } else { 2 };
             request(id, start, pages, 16 + 2 * random.below(2), data)
@@ -44,7 +44,7 @@ fn what_comes_again_is_seen_in_its_own_versions() {
     let limits = Limits {
         max_slots: STAYING + IDS,
         address_spaces: 1,
-        // Nobody waits here.
+        // The writer must never wait.
         max_retired: usize::MAX,
         ..Limits::default()
     };
@@ -56,7 +56,7 @@ fn what_comes_again_is_seen_in_its_own_versions() {
         }
         let table = pair.writer.table();
         let mut readers: Vec<_> = (0..STEPS).map(|_| table.reader()).collect();
-        // Taken before anything changes, so that all of it stays.
+        // The guards come before all changes, so that nothing is freed.
         let guards: Vec<_> = readers.iter_mut().map(SlotReader::pin).collect();
         let mut views = Vec::new();
         for (step, guard) in (0..).zip(&guards) {

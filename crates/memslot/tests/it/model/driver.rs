@@ -1,10 +1,10 @@
-//! A table and the model of it, changed step by step.
+//! A table and its model, changed step by step.
 
 use super::plain::{Kind, Model, Plain, assert_change};
 use pageferry_memslot::{Limits, Request, SlotReader, SlotWriter};
 use std::mem;
 
-/// How an update ends.
+/// The end of an update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     Set,
@@ -32,10 +32,10 @@ impl Pair {
         }
     }
 
-    /// Asks both for the same, and compares what came of it; says whether anything changed.
+    /// Makes the same request to both, and compares the results. Returns whether anything changed.
     pub(crate) fn step(&mut self, request: Request<u32>, end: End) -> bool {
         if mem::take(&mut self.pending) {
-            // Whatever was forgotten before is given up.
+            // The call aborts an update that was forgotten before.
             self.model.give_up();
         }
         let plan = self.model.plan(&request);
@@ -53,7 +53,7 @@ impl Pair {
         self.done(&request, done)
     }
 
-    /// Begins and ends an update; gives what was done.
+    /// Begins and ends an update. Returns its effect.
     fn update(
         &mut self,
         request: &Request<u32>,
@@ -107,8 +107,8 @@ impl Pair {
     }
 }
 
-/// What a reader finds of the slot `old` that an update is about, which changes nothing of what is
-/// there.
+/// Checks that a reader finds the slot `old` of a pending update at its place, marked if the update
+/// deletes or moves it.
 fn meanwhile(
     reader: &mut SlotReader<u32>,
     model: &Model,

@@ -1,5 +1,5 @@
-//! Tables that grow and shrink through all forms a tree has: one leaf of each room, leaves below a
-//! root, and back; with views of before that outlive each change of form.
+//! Tables that grow and shrink through all forms of a tree: one leaf of each room, leaves below a
+//! root, and back. Older views outlive each change of form.
 
 use super::driver::{End, Pair};
 use super::plain::{
@@ -16,7 +16,7 @@ const SHAPE: Shape = Shape {
     most_pages: 60,
 };
 
-/// More than any leaf holds, so that there are some below a root, and few enough for one leaf
+/// Waves of growing and shrinking. The largest need leaves below a root, and the least fit one leaf
 /// again.
 const WAVES: [(usize, usize); 5] = [(20, 3), (70, 10), (140, 30), (400, 60), (150, 0)];
 
@@ -66,7 +66,7 @@ fn all_forms_there_and_back_under_old_views() {
                 }
             }
         }
-        // And each slot in order, from one end, so that roots get one child only.
+        // Delete the slots in order, so that roots are left with one child.
         let ids: Vec<u16> = pair.model.slots().map(|slot| slot.id).collect();
         for id in ids {
             pair.step(Request::delete(0, id), End::Set);

@@ -1,4 +1,5 @@
-//! As many slots as the kernel allows: in all orders, in waves, and at random on top.
+//! The full number of slots that the kernel allows: in several orders, in waves, and with random
+//! changes.
 
 use super::driver::{End, Pair};
 use super::plain::{
@@ -10,7 +11,7 @@ use pageferry_memslot::{Limits, Request};
 use pageferry_testkit::Random;
 
 const SLOTS: u16 = 32_764;
-/// Frames from one slot to the next.
+/// The distance from one slot to the next, in frames.
 const STRIDE: u64 = 8;
 
 const SHAPE: Shape = Shape {
@@ -20,16 +21,16 @@ const SHAPE: Shape = Shape {
     most_pages: 2000,
 };
 
-/// Where slots lie in host memory.
+/// The layout of slots in host memory.
 #[derive(Clone, Copy)]
 enum Host {
-    /// Each alone, in the order of ids.
+    /// Disjoint, in the order of ids.
     Apart,
-    /// Each alone, in the opposite order.
+    /// Disjoint, in the opposite order.
     Opposite,
     /// All at one address.
     Same,
-    /// Anywhere; they overlap.
+    /// At random places, with overlaps.
     Scattered,
 }
 
@@ -105,8 +106,8 @@ fn filled_and_emptied_in_all_orders() {
 
     fill(pair, 0..SLOTS, Host::Apart);
     compare(pair, random);
-    // From one end to the last, so that roots collapse; then one that comes into a tree without
-    // slots.
+    // Delete from one end to the other, so that roots collapse. Then create one slot in an empty
+    // tree.
     empty(pair, 0..SLOTS - 40);
     compare(pair, random);
     empty(pair, (SLOTS - 40..SLOTS).rev());
@@ -120,7 +121,7 @@ fn filled_and_emptied_in_all_orders() {
 
     fill(pair, shuffled(random), Host::Same);
     compare(pair, random);
-    // Most of it goes at random, and comes again elsewhere in host memory.
+    // Most slots go in random order, and come again elsewhere in host memory.
     let order = shuffled(random);
     let (gone, left) = order.split_at(order.len() - 700);
     empty(pair, gone.iter().copied());
@@ -159,7 +160,7 @@ fn random_operations_and_waves_on_top_of_a_full_table() {
         empty(&mut pair, gone.iter().copied());
         compare(&mut pair, &mut random);
         for id in gone {
-            // Some of their places are taken by now.
+            // Some of their places may be taken by now.
             pair.step(request(id, Host::Scattered), End::Set);
         }
         compare(&mut pair, &mut random);

@@ -1,5 +1,5 @@
-//! Operations on a table, against a plain model: every look-up, at every version that somebody
-//! still reads.
+//! Operations on a table, compared with a plain model: every look-up, at every version that a
+//! reader still uses.
 
 mod again;
 pub(crate) mod driver;
@@ -12,7 +12,7 @@ mod tiny;
 
 use proptest::test_runner::Config;
 
-/// `cases`, unless the environment asks for another number.
+/// A configuration with `cases` cases, unless the environment sets another number.
 fn cases(cases: u32) -> Config {
     let asked = std::env::var_os("PROPTEST_CASES").is_some();
     let default = Config::default();

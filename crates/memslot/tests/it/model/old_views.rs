@@ -1,7 +1,7 @@
-//! Views of old versions answer as they did when they were taken, however much has changed since.
+//! Views of old versions answer as they did when they were taken, after any number of changes.
 //!
-//! Each view is kept by a thread of its own together with a copy of the model; the threads work one
-//! at a time, on demand, so that every run is the same.
+//! A separate thread keeps each view together with a copy of the model. The threads work one at a
+//! time, on demand, so that every run is the same.
 
 use super::driver::{End, Pair};
 use super::plain::{Model, compare_all, compare_frame, compare_hva, compare_whole};
@@ -12,7 +12,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
 enum Order {
-    /// Take a guard and a view, of the state that the model tells.
+    /// Take a guard and a view of the model's present state.
     Open(Box<Model>),
     Check(u64),
     Close,
@@ -25,7 +25,7 @@ struct Keeper {
     open: bool,
 }
 
-/// Compares a view with the model of its time; the number chooses what is looked at.
+/// Compares a view with the model of its time. The number selects the part to compare.
 type Compare = fn(SlotView<'_, u32>, &Model, Shape, u64);
 
 fn keep(
@@ -67,7 +67,7 @@ impl Keeper {
 
     fn ask(&mut self, order: Order) {
         self.open = !matches!(order, Order::Close);
-        // A failed send shows in the answer that does not come.
+        // If the send fails, no answer comes.
         let _ = self.orders.send(order);
         self.answers
             .recv_timeout(LIMIT)
@@ -76,7 +76,7 @@ impl Keeper {
 
     fn end(self) {
         drop(self.orders);
-        self.thread.join().expect("all views were as they had been");
+        self.thread.join().expect("all views are unchanged");
     }
 }
 
@@ -84,13 +84,13 @@ struct Plan {
     shape: Shape,
     operations: u64,
     keepers: usize,
-    /// How many operations there are between two looks at old views.
+    /// The number of operations between two checks of old views.
     every: u64,
     compare: Compare,
 }
 
-/// Changes slots at random, now mostly creating and now mostly deleting, while views of all ages
-/// are kept.
+/// Changes slots at random while views of all ages are kept. Phases that mostly create and mostly
+/// delete alternate.
 fn run(pair: &mut Pair, plan: &Plan, seed: u64) {
     let mut churn = Churn::new(plan.shape, seed);
     let mut dice = Random::new(!seed);
@@ -126,10 +126,7 @@ fn run(pair: &mut Pair, plan: &Plan, seed: u64) {
         freed_beside_views += usize::from(some_open && pair.writer.retired() < waiting);
     }
     assert!(changes > plan.operations / 4, "only {changes} were allowed");
-    assert!(
-        freed_beside_views > 0,
-        "no memory was used again beside a view"
-    );
+    assert!(freed_beside_views > 0, "no memory was reused beside a view");
     for keeper in &mut keepers {
         if keeper.open {
             keeper.ask(Order::Check(plan.operations));
@@ -143,7 +140,7 @@ fn run(pair: &mut Pair, plan: &Plan, seed: u64) {
 fn limits(shape: Shape) -> Limits {
     Limits {
         max_slots: shape.ids,
-        // Nobody waits here.
+        // The writer must never wait.
         max_retired: usize::MAX,
         ..Limits::default()
     }

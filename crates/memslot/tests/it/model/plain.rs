@@ -1,11 +1,10 @@
-//! What a table of slots should hold, as plainly as it can be said: a map by id, one by first
-//! frame, and scans.
+//! The plain model of a table of slots: a map by id, a map by first frame, and scans.
 
 use pageferry_addr::{Gfn, GfnRange, Hva};
 use pageferry_memslot::{Change, Limits, Request, Slot, SlotGuard, SlotView};
 use std::collections::BTreeMap;
 
-/// What a slot says, without types of the crate.
+/// The contents of a slot, without types of the crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Plain {
     pub(crate) space: u16,
@@ -40,7 +39,7 @@ impl Plain {
         self.start <= gfn && gfn < self.end()
     }
 
-    /// Whether it shares a byte with `start..end`.
+    /// Whether the slot shares a byte with `start..end`.
     fn backed_in(&self, start: u64, end: u64) -> bool {
         start.max(self.hva) < end.min(self.hva + self.pages * 4096)
     }
@@ -58,9 +57,9 @@ pub(crate) enum Kind {
 #[derive(Clone, Debug)]
 pub(crate) struct Model {
     limits: Limits,
-    /// By address space and id.
+    /// The slots by address space and id.
     slots: BTreeMap<(u16, u16), Plain>,
-    /// The id by address space and first frame.
+    /// The ids by address space and first frame.
     starts: BTreeMap<(u16, u64), u16>,
     generation: u64,
 }
@@ -83,7 +82,7 @@ impl Model {
         self.slots.get(&(space, id))
     }
 
-    /// An operation that began and was given up: all is as before, in a new generation.
+    /// Records an aborted operation: nothing changes but the generation.
     pub(crate) fn give_up(&mut self) {
         self.generation += 1;
     }
@@ -127,7 +126,7 @@ impl Model {
         self.by_frame(space).filter(meets).copied().collect()
     }
 
-    /// What `request` does, or `None` where it must be refused.
+    /// The effect of `request`, or `None` if it must be refused.
     pub(crate) fn plan(&self, request: &Request<u32>) -> Option<Kind> {
         let flags = request.flags.0;
         let (memfd, userfault) = (flags & 4 != 0, flags & 8 != 0);
@@ -178,7 +177,8 @@ impl Model {
                 }
             }
         };
-        // The last other slot that starts below the end is the one that ends last, as none overlap.
+        // Slots do not overlap, so of the other slots that start below the end the last one ends
+        // last.
         let below = self.starts.range((key.0, 0)..(key.0, start + pages)).rev();
         let taken = below
             .map(|(_, id)| &self.slots[&(key.0, *id)])
@@ -203,7 +203,7 @@ impl Model {
         }
     }
 
-    /// Does what `plan` said.
+    /// Applies the effect that `plan` returned.
     pub(crate) fn apply(&mut self, request: &Request<u32>, kind: Kind) {
         if kind == Kind::Nothing {
             return;
@@ -221,7 +221,7 @@ impl Model {
     }
 }
 
-/// Whether `change` is what turns `old` into what `request` asks for.
+/// Asserts that `change` is the change from `old` to the slot that `request` asks for.
 pub(crate) fn assert_change(
     change: Change<'_, u32>,
     kind: Kind,
@@ -255,7 +255,7 @@ pub(crate) fn compare_all(view: SlotView<'_, u32>, model: &Model, frames: u64, h
     assert_eq!(view.generation().number(), model.generation);
     assert!(view.space(limits.address_spaces).is_none());
     for space in 0..limits.address_spaces {
-        let view = view.space(space).expect("there is this space");
+        let view = view.space(space).expect("the address space exists");
         let all: Vec<_> = model.by_frame(space).copied().collect();
         assert_eq!(plain(view.iter()), all);
         assert_eq!(view.is_empty(), all.is_empty());
@@ -334,8 +334,8 @@ pub(crate) fn compare_hva(
     );
 }
 
-/// Compares what a guard finds in the newest state at each frame, up and down, so that the slot
-/// found last is the right one, a neighbour, and one far away.
+/// Compares a guard's look-ups of the newest state at each frame, up and down. So the slot found
+/// last is the right one, a neighbour, and one far away.
 pub(crate) fn compare_newest(guard: &SlotGuard<'_, u32>, model: &Model, frames: u64) {
     let spaces = model.limits.address_spaces;
     for gfn in (0..frames).chain((0..frames).rev().step_by(5)) {
@@ -350,9 +350,9 @@ pub(crate) fn compare_newest(guard: &SlotGuard<'_, u32>, model: &Model, frames: 
     assert!(guard.lookup_in(spaces, Gfn(0)).is_none());
 }
 
-/// Compares all slots of a space, one after the other in each order.
+/// Compares all slots of a space in each order.
 pub(crate) fn compare_whole(view: SlotView<'_, u32>, model: &Model, space: u16) {
-    let view = view.space(space).expect("there is this space");
+    let view = view.space(space).expect("the address space exists");
     let all: Vec<_> = model.by_frame(space).copied().collect();
     assert!(plain(view.iter()) == all, "by frame");
     let found = plain(view.iter_hva(Hva(0)..Hva(u64::MAX)));
@@ -362,7 +362,7 @@ pub(crate) fn compare_whole(view: SlotView<'_, u32>, model: &Model, space: u16) 
     }
 }
 
-/// Compares what a guard finds in the newest state of space 0.
+/// Compares a guard's look-up of the newest state of space 0.
 pub(crate) fn compare_sample_newest(guard: &SlotGuard<'_, u32>, model: &Model, gfn: u64) {
     for gfn in [gfn, gfn + 1] {
         let found = guard.lookup(Gfn(gfn)).map(Plain::of);

@@ -1,4 +1,4 @@
-//! Random requests, the same in each run.
+//! Random requests. Each run makes the same ones.
 
 use super::plain::{Model, Plain};
 use pageferry_addr::{Gfn, Hva};
@@ -12,14 +12,14 @@ pub(crate) fn shuffle<T>(random: &mut Random, things: &mut [T]) {
     }
 }
 
-/// What random requests are about.
+/// The range of random requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) ids: u16,
     pub(crate) frames: u64,
     pub(crate) host_pages: u64,
-    /// Most slots have up to 3 pages; one in eight up to this many, so that it covers the starts
-    /// of many others.
+    /// The largest size. Most slots have up to 3 pages. One in eight has up to this many, so that
+    /// it covers the starts of many others.
     pub(crate) most_pages: u64,
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct Shape {
 pub(crate) struct Churn {
     pub(crate) shape: Shape,
     pub(crate) random: Random,
-    /// Slots as they were before they were deleted or moved, of late.
+    /// Slots as they were before recent deletions and moves.
     past: VecDeque<Plain>,
 }
 
@@ -40,8 +40,8 @@ impl Churn {
         }
     }
 
-    /// A request; of eight, `creations` create, and as many as are left delete, move or change
-    /// flags. Half of those that create ask for what there was some changes ago.
+    /// Makes a request. Of eight, `creations` create, and the others delete, move or change flags.
+    /// Half of the creations ask for a slot that existed some changes ago.
     pub(crate) fn request(
         &mut self,
         model: &Model,
@@ -67,7 +67,7 @@ impl Churn {
         }
     }
 
-    /// What `past` was; a move, if the slot is there.
+    /// Asks for the slot `past` again. If the slot exists, this moves it.
     fn again(&mut self, past: Plain) -> Request<u32> {
         Request {
             gpa: Gfn(past.start).gpa(),
@@ -95,7 +95,7 @@ impl Churn {
         }
     }
 
-    /// The slot `old` a little away, far away, or with other flags.
+    /// Asks for the slot `old` a little away, far away, or with other flags.
     pub(crate) fn changed(&mut self, old: Plain) -> Request<u32> {
         let random = &mut self.random;
         let start = match random.below(4) {

@@ -1,5 +1,5 @@
-//! Few frames and few host pages, so that slots meet all the time, and every look-up after every
-//! step.
+//! Few frames and few host pages, so that slots often collide. Every look-up is compared after
+//! every step.
 
 use super::driver::{End, Pair};
 use super::plain::{Model, Plain, compare_all, compare_newest};
@@ -7,14 +7,14 @@ use pageferry_addr::{Gfn, Gpa, Hva};
 use pageferry_memslot::{Limits, Request, SlotFlags};
 use proptest::prelude::*;
 
-/// How large the world is in which slots meet.
+/// The bounds of the slots.
 #[derive(Clone, Copy)]
 struct World {
     ids: u16,
     frames: u64,
     host_pages: u64,
     steps: usize,
-    /// Every how many steps all look-ups are compared.
+    /// The number of steps between two comparisons of all look-ups.
     every: usize,
 }
 
@@ -38,8 +38,8 @@ const LARGER: World = World {
 
 const SPACES: u16 = 2;
 
-/// One step: a request as it comes, or one that names an existing slot and changes one thing of it,
-/// which a random one seldom hits.
+/// One step: a random request, or a request for an existing slot with one change, which random
+/// requests rarely make.
 #[derive(Clone, Debug)]
 enum Step {
     Any(Request<u32>),
@@ -62,7 +62,7 @@ enum Step {
     Delete {
         index: usize,
     },
-    /// A slot as it was before some request of late.
+    /// A slot as it was before a recent request.
     Again {
         index: usize,
     },
@@ -82,7 +82,7 @@ fn limits(world: World) -> Limits {
     }
 }
 
-/// Mostly sane flags; now and then anything at all.
+/// Mostly valid flags, and sometimes any bits.
 fn flags() -> impl Strategy<Value = u32> {
     prop_oneof![
         8 => Just(0u32),
@@ -91,7 +91,7 @@ fn flags() -> impl Strategy<Value = u32> {
     ]
 }
 
-/// Two good bitmaps, one that is not aligned and one that passes the end.
+/// Two valid bitmaps, one that is not aligned, and one that passes the end.
 fn bitmaps() -> impl Strategy<Value = Option<Hva>> {
     prop_oneof![
         2 => Just(None),
@@ -127,7 +127,7 @@ fn requests(world: World) -> impl Strategy<Value = Request<u32>> {
 
 fn steps(world: World) -> impl Strategy<Value = Vec<(Step, End)>> {
     let index = 0..1024usize;
-    // Runs of short slots fill a world; longer ones collide.
+    // Runs of short slots fill the frames. Longer slots collide.
     let create = (0..world.ids, 0..world.frames, 1..4u64, 0..world.host_pages).prop_map(
         |(id, gfn, pages, page)| Step::Create {
             id,
@@ -266,7 +266,7 @@ proptest! {
 
 #[test]
 fn the_model_can_refuse() {
-    // Or the comparison would prove nothing.
+    // Otherwise the comparison would prove nothing.
     let mut model = Model::new(limits(SMALL));
     let first = Request {
         size: 0x2000,
