@@ -1,6 +1,6 @@
 //! A virtio device on memory slots, while another thread changes the slots.
 //!
-//! The guest's memory is four pages of RAM in slot 0. A driver (this program plays it) puts
+//! The guest's memory is four pages of RAM in slot 0. This program plays the driver. It puts
 //! descriptor chains into a split queue there: a header and a payload that the device reads, and a
 //! word that it writes. The device knows only `vm-memory`'s traits. It takes a snapshot for each
 //! chain, adds up the bytes, and writes the sum. Meanwhile a hotplug thread inserts, moves and
@@ -25,13 +25,13 @@ const RAM_PAGES: u64 = 4;
 const QUEUE_SIZE: u16 = 16;
 const ROUNDS: u16 = 20_000;
 
-// Where the queue and its buffers are in the RAM.
+// The offsets of the queue and its buffers in the RAM.
 const DESCRIPTORS: u64 = 0;
 const AVAILABLE: u64 = 0x800;
 const USED: u64 = PAGE;
 const BUFFERS: u64 = 2 * PAGE;
 
-// Of the descriptor flags in the virtio specification, 2.7.5.
+// The descriptor flags of the virtio specification, 2.7.5.
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 
@@ -43,7 +43,7 @@ fn region(base: u64, pages: u64) -> Result<Arc<GuestRegionMmap>, Box<dyn Error +
     Ok(Arc::new(region))
 }
 
-/// A device that adds up bytes. It would work as well on a `GuestMemoryAtomic<GuestMemoryMmap>`.
+/// A device that adds up bytes. It would also work on a `GuestMemoryAtomic<GuestMemoryMmap>`.
 struct Adder {
     memory: Memory,
     queue: Queue,
@@ -59,11 +59,11 @@ impl Adder {
         Ok(Self { memory, queue })
     }
 
-    /// Processes all available chains, and returns how many there were.
+    /// Processes all available chains. Returns their number.
     fn notified(&mut self) -> Result<u16, Box<dyn Error + Send + Sync>> {
         let mut chains = 0;
         loop {
-            // One version of the memory for all accesses of this chain.
+            // All accesses of this chain use one version of the memory.
             let memory = self.memory.memory();
             let Some(chain) = self.queue.iter(memory.clone())?.next() else {
                 return Ok(chains);
@@ -79,8 +79,8 @@ impl Adder {
     }
 }
 
-/// The guest's driver: makes one chain available, whose bytes depend on `round`. Returns the
-/// expected sum.
+/// Acts as the guest's driver: makes one chain available, with bytes that depend on `round`.
+/// Returns the expected sum.
 fn submit(memory: &Memory, round: u16) -> vm_memory::GuestMemoryResult<u32> {
     let memory = memory.memory();
     let (header, payload) = ([round as u8; 16], [(round >> 8) as u8; 300]);
@@ -97,8 +97,8 @@ fn submit(memory: &Memory, round: u16) -> vm_memory::GuestMemoryResult<u32> {
         let at = GuestAddress(DESCRIPTORS + 16 * index);
         memory.write_obj(RawDescriptor::from(descriptor), at)?;
     }
-    // Flags, the index of the next entry, then the entries, each of which names the head of a
-    // chain.
+    // The ring has flags, the index of the next entry, then the entries. Each entry names the head
+    // of a chain.
     let entry = u64::from(round % QUEUE_SIZE);
     memory.write_obj(0_u16, GuestAddress(AVAILABLE + 4 + 2 * entry))?;
     let next = round.wrapping_add(1);
@@ -107,14 +107,14 @@ fn submit(memory: &Memory, round: u16) -> vm_memory::GuestMemoryResult<u32> {
     Ok(bytes.map(|&byte| u32::from(byte)).sum())
 }
 
-/// What the device answered: the used index, and the sum that it wrote.
+/// The device's answer: the used index, and the sum that it wrote.
 fn answer(memory: &Memory) -> vm_memory::GuestMemoryResult<(u16, u32)> {
     let memory = memory.memory();
     let used = memory.load(GuestAddress(USED + 2), Ordering::Acquire)?;
     Ok((used, memory.read_obj(GuestAddress(BUFFERS + 0x800))?))
 }
 
-/// Changes slots until `stop`, and returns how often.
+/// Changes slots until `stop`. Returns the number of changes.
 fn change_slots(memory: &Memory, stop: &AtomicBool) -> Result<u64, Box<dyn Error + Send + Sync>> {
     let (low, high) = (GuestAddress(0x10_0000), GuestAddress(0x20_0000));
     let size = 8 * PAGE;
@@ -123,7 +123,7 @@ fn change_slots(memory: &Memory, stop: &AtomicBool) -> Result<u64, Box<dyn Error
         let plugged = region(low.0, 8)?;
         let moved = GuestRegionMmap::with_arc(plugged.get_mmap(), high);
         let moved = Arc::new(moved.ok_or("the new place is in the address space")?);
-        // The lock is free between two changes, so that others can change the memory too.
+        // The lock is free between two changes, so that other threads can change the memory too.
         memory.lock().insert_region(plugged)?;
         memory.lock().move_region(low, moved)?;
         let log = SlotFlags::LOG_DIRTY_PAGES;

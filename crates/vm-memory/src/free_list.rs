@@ -1,28 +1,28 @@
 #![expect(unsafe_code, reason = "boxes change hands as raw pointers")]
-//! Boxes that are costly to make, kept for reuse.
+//! A list that keeps expensive boxes for reuse.
 //!
-//! **Guarantee.** A thread that takes a box owns it alone. Nobody waits. If a row is full, a box
-//! that is put back is dropped; if a row is empty, the caller makes a new one. After
-//! [`FreeList::close`] nothing is kept.
+//! **Guarantee.** A thread that takes a box owns it alone. No thread waits. If a row is full, the
+//! list drops a box that is put back. If a row is empty, the caller makes a new box. After
+//! [`FreeList::close`] the list keeps nothing.
 //!
-//! **Mechanism.** A row of places a thread. Each row has cache lines of its own, so that threads do
-//! not disturb each other. A place goes from null to a pointer (put back), from the pointer to null
-//! (take), and to [`CLOSED`](closed) once and for ever. Each step is one compare-exchange or swap
-//! on that place. Putting back releases, taking and closing acquire. So a taker sees all that the
-//! thread before it did.
+//! **Mechanism.** Each thread has a row of places. Rows have separate cache lines, so that threads
+//! do not disturb each other. A place goes from null to a pointer (put back), from the pointer to
+//! null (take), and finally to [`CLOSED`](closed). Each step is one compare-exchange or swap on
+//! that place. Putting back releases, taking and closing acquire. So a taker sees all writes of the
+//! thread before it.
 //!
-//! **Neighbours.** `pinned` keeps readers here. This file knows nothing of them.
+//! **Neighbours.** `pinned` keeps readers here. This file does not know them.
 
 use crate::sync::{AtomicPtr, Ordering, statics};
 use std::cell::Cell;
 use std::ptr::null_mut;
 
-/// How many rows; threads beyond that share.
+/// The number of rows. With more threads, threads share rows.
 const ROWS: usize = if cfg!(loom) { 1 } else { 32 };
-/// Places a row: a row fills the 128 bytes that adjacent-line prefetch pulls together.
+/// The places of a row. A row fills the 128 bytes that adjacent-line prefetch loads together.
 const PLACES: usize = if cfg!(loom) { 1 } else { 16 };
 
-/// What a place of a closed list holds; never the address of anything.
+/// The pointer in the places of a closed list. It is never the address of a box.
 fn closed<T>() -> *mut T {
     std::ptr::without_provenance_mut(1)
 }
@@ -30,13 +30,13 @@ fn closed<T>() -> *mut T {
 #[repr(align(128))]
 struct Row<T>([AtomicPtr<T>; PLACES]);
 
-/// The list. It has nothing but atomics, so that a shared reference to it may outlive it by the
-/// return of a call; see [`FreeList::put_back`].
+/// The list. It has only atomics, so a shared reference to it may outlive it until a call returns:
+/// see [`FreeList::put_back`].
 pub(crate) struct FreeList<T>([Row<T>; ROWS]);
 
-// SAFETY: a list owns what it keeps and moves it between threads; it hands out no reference to it.
+// SAFETY: a list owns its boxes and moves them between threads. It hands out no reference to them.
 unsafe impl<T: Send> Send for FreeList<T> {}
-// SAFETY: as for `Send`: one thread takes only what another has given up.
+// SAFETY: as for `Send`. A thread takes only boxes that another has given up.
 unsafe impl<T: Send> Sync for FreeList<T> {}
 
 /// The row of the calling thread.
@@ -54,7 +54,7 @@ pub(crate) fn own_row() -> usize {
 }
 
 impl<T> FreeList<T> {
-    /// A list with nothing in it.
+    /// An empty list.
     pub(crate) fn new() -> Self {
         Self(std::array::from_fn(|_| {
             Row(std::array::from_fn(|_| AtomicPtr::new(null_mut())))
@@ -71,17 +71,17 @@ impl<T> FreeList<T> {
             place
                 .compare_exchange(found, null_mut(), Ordering::Acquire, Ordering::Relaxed)
                 .ok()
-                // SAFETY: the pointer came from `Box::into_raw` in `put_back`, and the thread that
-                // takes it out of its place, this one, owns it.
+                // SAFETY: the pointer came from `Box::into_raw` in `put_back`. This thread took it
+                // out of its place and owns it.
                 .map(|taken| unsafe { Box::from_raw(taken) })
         })
     }
 
     /// Puts `thing` into `row`, or drops it if there is no place or the list is closed.
     ///
-    /// `thing` may own the last share of the list. From the step that puts it there, another thread
-    /// may close the list, drop `thing` and with it the list. That step is the last access made
-    /// here.
+    /// `thing` may own the last share of the list. After the step that puts it into a place,
+    /// another thread may close the list, and drop `thing` and with it the list. So that step is
+    /// the last access of this call.
     pub(crate) fn put_back(&self, row: usize, thing: Box<T>) {
         let put = Box::into_raw(thing);
         for place in &self.0[row].0 {
@@ -93,16 +93,16 @@ impl<T> FreeList<T> {
                 return;
             }
         }
-        // SAFETY: the pointer came from the box above and was put nowhere.
+        // SAFETY: the pointer came from the box above and is in no place.
         drop(unsafe { Box::from_raw(put) });
     }
 
-    /// Drops all that is kept. What is put back later is dropped at once.
+    /// Drops all kept boxes. Boxes that are put back later are dropped at once.
     pub(crate) fn close(&self) {
         for place in self.0.iter().flat_map(|row| &row.0) {
             let found = place.swap(closed(), Ordering::AcqRel);
             if !found.is_null() && found != closed() {
-                // SAFETY: as in `take`: the swap took the pointer out of its place.
+                // SAFETY: as in `take`. The swap took the pointer out of its place.
                 drop(unsafe { Box::from_raw(found) });
             }
         }
@@ -128,7 +128,7 @@ mod tests {
             list.put_back(3, Box::new(Arc::clone(&counted)));
         }
         assert_eq!(Arc::strong_count(&counted), 1 + PLACES, "a full row drops");
-        assert!(list.take(4).is_none(), "rows are apart");
+        assert!(list.take(4).is_none(), "rows are separate");
         let taken = list.take(3).unwrap();
         list.close();
         assert_eq!(Arc::strong_count(&counted), 2);
@@ -169,7 +169,7 @@ mod models {
     use super::*;
     use loom::sync::Arc;
 
-    /// A list is closed while a box that holds a share of it is put back.
+    /// One thread closes the list while another puts back a box with a share of it.
     #[test]
     fn closing_beside_putting_back_drops_the_thing_exactly_once() {
         loom::model(|| {
@@ -186,7 +186,7 @@ mod models {
         });
     }
 
-    /// One place, two threads that take and put back: the value is never held twice.
+    /// Two threads take from and put back to one place. No value is ever held twice.
     #[test]
     fn one_thing_has_one_owner() {
         loom::model(|| {
@@ -194,7 +194,7 @@ mod models {
             list.put_back(0, Box::new(loom::cell::UnsafeCell::new(0usize)));
             let work = |list: &FreeList<loom::cell::UnsafeCell<usize>>| {
                 if let Some(thing) = list.take(0) {
-                    // SAFETY: a box's owner is alone with it; loom checks just that.
+                    // SAFETY: the owner of a box is alone with it. Loom checks that.
                     thing.with_mut(|value| unsafe { *value += 1 });
                     list.put_back(0, thing);
                 }
@@ -205,7 +205,7 @@ mod models {
             });
             work(&list);
             other.join().unwrap();
-            let thing = list.take(0).expect("nobody closed the list");
+            let thing = list.take(0).expect("no thread closed the list");
             // SAFETY: as above.
             let times = thing.with(|value| unsafe { *value });
             assert!((1..=2).contains(&times));

@@ -1,37 +1,37 @@
 //! Memslots as the guest memory of a VMM built on rust-vmm's `vm-memory`.
 //!
-//! **Guarantee.** A VMM that is generic over `vm-memory`'s traits takes a [`SlotMemory`] where it
-//! had a `GuestMemoryAtomic<GuestMemoryMmap>`. Devices see no difference: the same look-ups,
-//! slices, partial results and errors. A snapshot shows one version of the memory, which stays
-//! mapped while the snapshot lives. Inserting, moving or removing a region costs O(log n) and
-//! copies that region's record only. No look-up takes a lock or waits, not even for a writer.
+//! **Guarantee.** A VMM that is generic over `vm-memory`'s traits takes a [`SlotMemory`] in place
+//! of a `GuestMemoryAtomic<GuestMemoryMmap>`. Devices get the same look-ups, slices, partial
+//! results and errors. A snapshot shows one version of the memory, which stays mapped while the
+//! snapshot lives. Inserting, moving or removing a region costs O(log n) and copies that region's
+//! record only. No look-up takes a lock or waits, not even for a writer.
 //!
 //! **Mechanism.** A region is a memory slot of `pageferry-memslot` whose data is an `Arc` of the
 //! region, so a slot keeps its mapping alive. [`memory`](vm_memory::GuestAddressSpace::memory) pins
 //! the newest version with a reader that is kept for the calling thread, and returns it as an owned
 //! [`SlotSnapshot`]. Its look-ups walk the slots' tree. The slots' rules are KVM's. So regions are
 //! page-aligned, and a refusal is a [`SlotError`](pageferry_memslot::SlotError) with its values. A
-//! change can be made in two steps, to tell the kernel in between ([`RegionUpdate`]).
+//! change can take two steps, so that the VMM can tell the kernel in between ([`RegionUpdate`]).
 //!
 //! **Cost**, in ns, ours / `GuestMemoryMmap` in a `GuestMemoryAtomic` (x86-64, two busy cores):
 //!
 //! | regions | 10 | 509 | 8194 |
 //! |---|---|---|---|
-//! | look-up in the region of the last one | 1 / 10 | 1 / 21 | 1 / 42 |
+//! | look-up in the region that was found last | 1 / 10 | 1 / 21 | 1 / 42 |
 //! | look-up in random order | 12 / 10 | 29 / 25 | 52 / 85 |
 //! | reading a `u64` in one region | 14 / 27 | 16 / 46 | 13 / 68 |
 //! | reading a `u64` in random order | 33 / 26 | 53 / 54 | 112 / 135 |
 //! | inserting or removing a region | 210 / 140 | 270 / 5800 | 300 / 125 000 |
 //! | `memory()` and its drop | 17 / 5 | 17 / 5 | 17 / 5 |
 //!
-//! While a snapshot is held, each change leaves about 2 KB behind, at any size.
+//! While a snapshot is held, each change leaves about 2 KB behind, with any number of regions.
 //!
 //! **Neighbours.** Below: `pageferry-memslot`, `pageferry-addr`, and `vm-memory`. The region is
-//! usually `vm-memory`'s `GuestRegionMmap`; any `GuestMemoryRegion` with a host address serves.
-//! This crate must not know hypervisors or devices, and it never touches guest memory itself:
-//! slices come from the regions.
+//! usually `vm-memory`'s `GuestRegionMmap`. Any `GuestMemoryRegion` with a host address works. This
+//! crate must not know hypervisors or devices, and it never touches guest memory: slices come from
+//! the regions.
 //!
-//! # A VMM that takes it
+//! # Example: a VMM with slot memory
 //!
 //! ```
 //! use pageferry_vm_memory::SlotMemory;

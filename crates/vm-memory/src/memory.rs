@@ -17,26 +17,26 @@ struct MemoryInner<R: Send + Sync + 'static> {
 
 impl<R: Send + Sync + 'static> Drop for MemoryInner<R> {
     fn drop(&mut self) {
-        // Kept readers hold shares of the list that keeps them.
+        // Kept readers hold shares of the list, so the list must drop them.
         self.readers.close();
     }
 }
 
-/// Guest memory as a set of memory slots, each backed by a region `R`, usually
-/// [`GuestRegionMmap`](vm_memory::GuestRegionMmap): what `GuestMemoryAtomic<GuestMemoryMmap>` is
-/// elsewhere.
+/// Guest memory as a set of memory slots. A region `R` backs each slot, usually a
+/// [`GuestRegionMmap`](vm_memory::GuestRegionMmap). It takes the place of
+/// `GuestMemoryAtomic<GuestMemoryMmap>`.
 ///
 /// Clones are handles of the same memory. Devices take a snapshot with
 /// [`memory`](vm_memory::GuestAddressSpace::memory) and look up regions in it. A thread that
 /// changes the memory takes [`lock`](Self::lock). Neither waits for the other: a snapshot shows the
-/// version it was taken of.
+/// version at which it was taken.
 pub struct SlotMemory<R: Send + Sync + 'static> {
     shared: Arc<MemoryInner<R>>,
 }
 
 impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
-    /// Memory without regions, of at most 32 764 (KVM's number of slots on x86-64) to come. Changes
-    /// never wait for snapshots.
+    /// Memory without regions. It can have up to 32 764 regions, KVM's number of slots on x86-64.
+    /// Changes never wait for snapshots.
     #[must_use]
     pub fn new() -> Self {
         Self::with_limits(Limits {
@@ -47,18 +47,18 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
 
     /// Memory without regions, within `limits`. Only address space 0 is used.
     ///
-    /// With a finite `max_retired`, a change waits for the oldest snapshot to go when that much has
-    /// been replaced since it was taken. That bounds the memory. But then a thread that holds a
-    /// snapshot must not change the memory, and no snapshot may be held for as long as the
-    /// machine runs: the change would wait for ever.
+    /// A finite `max_retired` bounds the memory: after that many replacements since the oldest
+    /// snapshot, a change waits until that snapshot goes. But then a thread that holds a snapshot
+    /// must not change the memory, and no snapshot may be held for ever: the change would wait for
+    /// ever.
     #[must_use]
     pub fn with_limits(limits: Limits) -> Self {
         Self::with_barrier(limits, None)
     }
 
-    /// [`with_limits`](Self::with_limits), but taking a snapshot usually needs no fence: see
+    /// Like [`with_limits`](Self::with_limits), but a snapshot usually needs no fence: see
     /// [`SlotWriter::with_barrier`](pageferry_memslot::SlotWriter::with_barrier).
-    /// [`Barrier::membarrier`] is behind the feature `membarrier`, as a VMM that filters its
+    /// [`Barrier::membarrier`] needs the feature `membarrier`, because a VMM that filters its
     /// system calls must allow that one.
     #[must_use]
     pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
@@ -72,10 +72,10 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
         }
     }
 
-    /// Memory of `regions`, in any order, with slot ids counted from 0 in theirs.
+    /// Memory with `regions`, which may come in any order. Slot ids count from 0 in that order.
     ///
     /// # Errors
-    /// The first region that is refused.
+    /// The error of the first region that is refused.
     pub fn from_regions(regions: impl IntoIterator<Item = Arc<R>>) -> Result<Self, RegionError> {
         let memory = Self::new();
         let mut writer = memory.lock();
@@ -86,17 +86,16 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
         Ok(memory)
     }
 
-    /// The right to change the memory; waits for another thread that has it. Readers never wait for
-    /// it.
+    /// The right to change the memory. It waits for another thread that has it. Readers never wait
+    /// for it.
     #[must_use]
     pub fn lock(&self) -> SlotMemoryWriter<'_, R> {
-        // A change is made in one step or not at all, so a panic elsewhere leaves nothing
-        // half-done.
+        // Ignore poison: each change is one step, so a panic elsewhere leaves nothing half-done.
         let writer = self.shared.writer.lock();
         SlotMemoryWriter::new(writer.unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Which version of the memory is the newest.
+    /// The newest version of the memory.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.shared.table.generation()
@@ -127,8 +126,8 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestAddressSpace for SlotMem
     type M = SlotSnapshot<R>;
     type T = SlotMemoryGuard<R>;
 
-    /// The newest version. Takes no lock, and no allocation once this thread has held as many
-    /// snapshots at a time before.
+    /// A snapshot of the newest version. It takes no lock. It allocates only if this thread holds
+    /// more snapshots than ever before.
     fn memory(&self) -> SlotMemoryGuard<R> {
         SlotMemoryGuard::new(SlotSnapshot::new(PinnedRef::new(
             &self.shared.readers,

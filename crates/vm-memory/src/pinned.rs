@@ -5,23 +5,25 @@
 //! One version of the slots, owned rather than borrowed.
 //!
 //! **Guarantee.** While any [`PinnedRef`] of a pin lives, its view shows one version of the slots,
-//! and nothing seen through it is freed. Making one takes no lock and, once the thread has made one
-//! before, no allocation.
+//! and nothing seen through it is freed. Making one takes no lock. If the thread has made one
+//! before, it takes no allocation either.
 //!
 //! **Mechanism.** A reader of `memslot` belongs to one thread at a time. Its guards borrow the
-//! reader, and its views borrow a guard. `vm-memory` wants an object that borrows nothing. So the
-//! three share an allocation that never moves, counted by its users. The last user drops the guard,
-//! which ends the pin, and puts the reader into a [`FreeList`] for the next pin of that thread.
+//! reader, and its views borrow a guard. `vm-memory` needs an object that borrows nothing. So the
+//! three share an allocation that never moves and has a count of users. The last user drops the
+//! guard, which ends the pin, and puts the reader into a [`FreeList`] for the next pin of that
+//! thread.
 //!
-//! **The argument.**
-//! 1. The allocation is reached through a raw pointer only, from its making to its return to the
-//!    list. So no Rust reference to the whole of it ever contradicts those that guard and view hold
-//!    into it.
-//! 2. Guard and view say `'static`, but leave this file only as borrows of the `PinnedRef`.
+//! **Proof of soundness.**
+//! 1. From its making to its return to the list, the allocation is reached through a raw pointer
+//!    only. So no Rust reference to the whole of it ever conflicts with the references that guard
+//!    and view hold into it.
+//! 2. Guard and view have the lifetime `'static`, but leave this file only as borrows of the
+//!    `PinnedRef`.
 //! 3. The fields that change (`guard`, `view`, the reader inside its borrow) change while one
 //!    thread owns the allocation: before the first `PinnedRef` exists and after the last is gone.
-//!    In between, threads share the view, which only reads, and two atomics: the count, and the
-//!    slot that was found last.
+//!    In between, threads share the view, which only reads, and two atomics: the count and the slot
+//!    that was found last.
 
 use crate::free_list::{self, FreeList};
 use crate::sync::{AtomicPtr, AtomicUsize, Ordering, fence};
@@ -31,7 +33,7 @@ use std::mem::MaybeUninit;
 use std::ptr::{self, NonNull, null_mut};
 use std::sync::Arc;
 
-/// A reader, and while it is in use its guard and view.
+/// A reader and, while it is in use, its guard and view.
 pub(crate) struct Pinned<R: Send + Sync + 'static> {
     users: AtomicUsize,
     /// The slot that was found last through the view, or null.
@@ -41,7 +43,7 @@ pub(crate) struct Pinned<R: Send + Sync + 'static> {
     /// Valid while there are users.
     guard: MaybeUninit<SlotGuard<'static, Arc<R>>>,
     reader: SlotReader<Arc<R>>,
-    /// The list that keeps it while there are no users.
+    /// The list that keeps the allocation while there are no users.
     home: Arc<FreeList<Pinned<R>>>,
     row: usize,
 }
@@ -53,23 +55,23 @@ const fn send<T: Send>() {}
 const fn sync<T: Sync>() {}
 
 impl<R: Send + Sync + 'static> PinnedRef<R> {
-    /// What the impls of `Send` and `Sync` below rest on, checked by the compiler.
+    /// The conditions of the impls of `Send` and `Sync` below, checked by the compiler.
     const PARTS_MAY_TRAVEL: () = {
         send::<SlotReader<Arc<R>>>();
         sync::<SlotTable<Arc<R>>>();
     };
 }
 
-// SAFETY: a reader may be used by one thread after another. Its guard alone is not `Send`, since it
+// SAFETY: one thread after another may use a reader. Its guard alone is not `Send`, because it
 // shares the reader with that reader's owner, perhaps on another thread. Here both are in one
-// allocation and go together. One thread at a time makes and drops the guard (3), each after it has
-// acquired what the one before did.
+// allocation and move together. One thread at a time makes and drops the guard (3). It has acquired
+// all accesses of the thread before.
 unsafe impl<R: Send + Sync + 'static> Send for PinnedRef<R> {}
 // SAFETY: a shared `PinnedRef` gives clones, which are counted atomically, and the view. The view
-// is a version and shared references into the table, which is `Sync`, and it only reads.
+// has a version and shared references into the table, which is `Sync`. It only reads.
 unsafe impl<R: Send + Sync + 'static> Sync for PinnedRef<R> {}
-// SAFETY: as for `PinnedRef`: nobody uses one that is in the list, and one thread takes it, with
-// acquire order.
+// SAFETY: as for `PinnedRef`. No thread uses an allocation in the list, and one thread takes it,
+// with acquire order.
 unsafe impl<R: Send + Sync + 'static> Send for Pinned<R> {}
 
 impl<R: Send + Sync + 'static> PinnedRef<R> {
@@ -88,10 +90,10 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
                 row,
             })
         }));
-        // SAFETY: this thread owned the box alone, and from here on nothing but this pointer
-        // reaches it (1). The reader is not moved while the guard exists, nor the guard
-        // while the view does: all stay in this allocation until `drop` has dropped the
-        // guard (2).
+        // SAFETY: this thread owned the box alone, and from here on only this pointer reaches it
+        // (1). Reader, guard and view stay in this allocation until `drop` has dropped the guard.
+        // So the reader does not move while the guard exists, nor the guard while the view does
+        // (2).
         unsafe {
             (*pinned).users.store(1, Ordering::Relaxed);
             (*pinned).last.store(null_mut(), Ordering::Relaxed);
@@ -105,24 +107,25 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         }
     }
 
-    /// The version that is pinned.
+    /// The pinned version.
     #[inline]
     pub(crate) fn view(&self) -> SlotView<'_, Arc<R>> {
-        // SAFETY: there is a user, `self`, so the view is valid, and nobody writes it (3).
+        // SAFETY: `self` is a user, so the view is valid, and no thread writes it (3).
         unsafe { (*self.0.as_ptr()).view.assume_init() }
     }
 
-    /// The slot of this version that holds `gfn`. It looks at the slot found last first.
+    /// The slot of this version that holds `gfn`. It tries the slot found last first.
     ///
-    /// A hit writes nothing. Relaxed order suffices: a thread got its `PinnedRef`, or the one it is
-    /// a clone of, from the thread that pinned, and every slot of the version was complete
-    /// before that.
+    /// A hit writes nothing. Relaxed order suffices: a thread got its `PinnedRef` or the original
+    /// of its clone from the thread that pinned. Every slot of the version was complete before
+    /// that.
     #[inline]
     pub(crate) fn find(&self, gfn: Gfn) -> Option<&Slot<Arc<R>>> {
-        // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
+        // SAFETY: there is a user, so the allocation exists. The reference is to this field alone
+        // (1).
         let last = unsafe { &(*self.0.as_ptr()).last };
-        // SAFETY: null, or a slot of this version, put there below since the pin began: it is kept
-        // as long.
+        // SAFETY: the pointer is null or a slot of this version, which `look_up` stored since the
+        // pin began. The pin keeps the slot.
         let hit = unsafe { last.load(Ordering::Relaxed).as_ref() };
         if let Some(slot) = hit.filter(|slot| slot.range.contains(gfn)) {
             return Some(slot);
@@ -130,8 +133,7 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
         self.look_up(gfn, last)
     }
 
-    /// Not inlined, so that the path of a hit is short enough to be inlined into the loops of
-    /// callers.
+    /// Not inlined, so that the path of a hit is short enough to inline into callers' loops.
     #[inline(never)]
     fn look_up(&self, gfn: Gfn, last: &AtomicPtr<Slot<Arc<R>>>) -> Option<&Slot<Arc<R>>> {
         let slot = self.view().lookup(gfn)?;
@@ -140,7 +142,8 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
     }
 
     fn users(&self) -> &AtomicUsize {
-        // SAFETY: there is a user, so the allocation is there; a reference to this field alone (1).
+        // SAFETY: there is a user, so the allocation exists. The reference is to this field alone
+        // (1).
         unsafe { &(*self.0.as_ptr()).users }
     }
 }
@@ -148,7 +151,7 @@ impl<R: Send + Sync + 'static> PinnedRef<R> {
 impl<R: Send + Sync + 'static> Clone for PinnedRef<R> {
     fn clone(&self) -> Self {
         let before = self.users().fetch_add(1, Ordering::Relaxed);
-        // As `Arc` does: a count that could wrap would free what is in use.
+        // Like `Arc`: if the count could wrap, memory in use would be freed.
         if before > usize::MAX / 2 {
             std::process::abort();
         }
@@ -158,9 +161,9 @@ impl<R: Send + Sync + 'static> Clone for PinnedRef<R> {
 
 impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
     fn drop(&mut self) {
-        // The only user cannot be cloned meanwhile, as that takes a user. So it needs no locked
-        // instruction. Each decrement releases what its user did, and the last user
-        // acquires that before it ends the pin.
+        // A clone takes a user, so the only user cannot be cloned meanwhile and needs no locked
+        // instruction. Each decrement releases the accesses of its user. The last user acquires
+        // them before it ends the pin.
         if self.users().load(Ordering::Acquire) != 1 {
             if self.users().fetch_sub(1, Ordering::Release) != 1 {
                 return;
@@ -169,9 +172,8 @@ impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
         }
         let pinned = self.0.as_ptr();
         // SAFETY: no user is left, so this thread owns the allocation alone. The guard is valid
-        // until it is dropped here, once. The view, which needs no drop, is not read again
-        // before it is written anew. Then nothing borrows from the allocation, and it may
-        // be a box again.
+        // until it is dropped here, once. The view needs no drop and is not read again before it is
+        // rewritten. Then nothing borrows from the allocation, so it may be a box again.
         let (pinned, home, row) = unsafe {
             (&raw mut (*pinned).guard)
                 .cast::<SlotGuard<'static, Arc<R>>>()
@@ -179,9 +181,8 @@ impl<R: Send + Sync + 'static> Drop for PinnedRef<R> {
             let (home, row) = (Arc::as_ptr(&(*pinned).home), (*pinned).row);
             (Box::from_raw(pinned), home, row)
         };
-        // SAFETY: `pinned` holds a share of its home until it is put back or dropped, and
-        // `put_back` makes its last access to the list before another thread may drop
-        // either.
+        // SAFETY: `pinned` holds a share of its home until it is put back or dropped. `put_back`
+        // makes its last access to the list before another thread may drop either.
         unsafe { (*home).put_back(row, pinned) };
     }
 }

@@ -1,4 +1,4 @@
-//! One version of the guest's memory, with `vm-memory`'s traits.
+//! One version of the guest's memory, which implements `vm-memory`'s traits.
 
 use crate::pinned::PinnedRef;
 use pageferry_addr::{Gfn, Gpa, Hva};
@@ -11,17 +11,17 @@ use vm_memory::{
     GuestRegionCollectionError, MemoryRegionAddress,
 };
 
-/// One version of the memory: owned, cheap to clone, usable from any thread.
+/// One version of the memory. It is owned, cheap to clone, and usable from any thread.
 ///
-/// It shows the regions as they were when it was taken, whatever is inserted, moved or removed
-/// since. All of them stay mapped while it or a clone of it lives. Meanwhile nothing that was
-/// replaced can be freed: neither the records of a few hundred bytes that each change leaves
-/// behind, nor the mappings of removed regions. Take a new one for each unit of work, as with
-/// `GuestMemoryAtomic`. To keep one for long, make a [`detach`](Self::detach)ed copy.
+/// It shows the regions as they were when it was taken. All of them stay mapped while the snapshot
+/// or a clone lives. Meanwhile no replaced memory can be freed: neither the records that each
+/// change leaves behind (a few hundred bytes), nor the mappings of removed regions. Take a new
+/// snapshot for each unit of work, as with `GuestMemoryAtomic`. To keep one for long, make a
+/// [`detach`](Self::detach)ed copy.
 ///
-/// Look-ups cost O(log n) in the regions and take no lock. They try the region found last first.
-/// Finding another one writes one word, which clones share. So threads that work in different
-/// regions each take their own snapshot.
+/// Look-ups take O(log n) in the number of regions, and no lock. They first try the region that was
+/// found last. Finding another one writes one word, which clones share. So threads that work in
+/// different regions should each take a snapshot.
 pub struct SlotSnapshot<R: Send + Sync + 'static>(PinnedRef<R>);
 
 impl<R: Send + Sync + 'static> SlotSnapshot<R> {
@@ -29,7 +29,7 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
         Self(pinned)
     }
 
-    /// The slots themselves, for look-ups that `vm-memory` does not have: by id, by host address,
+    /// The view of the slots, for look-ups that `vm-memory` does not have: by id, by host address,
     /// and of the nearest slot below.
     #[inline]
     #[must_use]
@@ -37,7 +37,7 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
         self.0.view()
     }
 
-    /// Which version of the memory this is.
+    /// The version of this snapshot.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.slots().generation()
@@ -50,19 +50,20 @@ impl<R: Send + Sync + 'static> SlotSnapshot<R> {
         self.0.find(Gpa(addr.0).gfn())
     }
 
-    /// The regions that have any of the host addresses `range`; O(log n + their number).
+    /// The regions with a host address in `range`, in O(log n + their number).
     ///
-    /// For a VMM that is given a host address: by SIGBUS, by userfaultfd, by a balloon.
+    /// It is for a VMM that learns a host address from SIGBUS, userfaultfd or a balloon.
     pub fn regions_at_host(&self, range: Range<Hva>) -> impl Iterator<Item = &R> {
         self.slots().iter_hva(range).map(|slot| slot.data.as_ref())
     }
 }
 
 impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotSnapshot<R> {
-    /// A copy of the list of regions that lets the writer free what it replaces; O(n).
+    /// Copies the list of regions, in O(n). The copy does not keep the writer from freeing memory
+    /// that it replaces.
     ///
     /// # Errors
-    /// If there is no region: `vm-memory`'s collection is never empty.
+    /// If there is no region, because `vm-memory`'s collection is never empty.
     pub fn detach(&self) -> Result<GuestRegionCollection<R>, GuestRegionCollectionError> {
         let regions = self.slots().iter().map(|slot| Arc::clone(&slot.data));
         GuestRegionCollection::from_arc_regions(regions.collect())
@@ -84,7 +85,7 @@ impl<R: Send + Sync + 'static> fmt::Debug for SlotSnapshot<R> {
 impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestMemoryBackend for SlotSnapshot<R> {
     type R = R;
 
-    /// Counts them: O(n).
+    /// Counts the regions in O(n).
     fn num_regions(&self) -> usize {
         self.slots().iter().count()
     }
@@ -113,8 +114,8 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> GuestMemoryBackend for SlotSn
     }
 }
 
-/// A smart pointer to a [`SlotSnapshot`]: what [`memory`](vm_memory::GuestAddressSpace::memory) of
-/// a [`SlotMemory`](crate::SlotMemory) returns.
+/// A smart pointer to a [`SlotSnapshot`], returned by
+/// [`memory`](vm_memory::GuestAddressSpace::memory) of a [`SlotMemory`](crate::SlotMemory).
 pub struct SlotMemoryGuard<R: Send + Sync + 'static>(SlotSnapshot<R>);
 
 impl<R: Send + Sync + 'static> SlotMemoryGuard<R> {
@@ -122,7 +123,7 @@ impl<R: Send + Sync + 'static> SlotMemoryGuard<R> {
         Self(snapshot)
     }
 
-    /// The snapshot itself.
+    /// The snapshot.
     #[must_use]
     pub fn into_inner(self) -> SlotSnapshot<R> {
         self.0

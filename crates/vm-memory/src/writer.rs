@@ -1,4 +1,4 @@
-//! Changing the memory.
+//! Changes of the memory.
 
 use crate::RegionError;
 use pageferry_addr::{Gpa, Hva};
@@ -11,7 +11,7 @@ use std::collections::BinaryHeap;
 use std::sync::{Arc, MutexGuard};
 use vm_memory::{GuestAddress, GuestMemoryRegion, GuestUsize, MemoryRegionAddress};
 
-/// The free slot ids: those given back, and all from `next` on.
+/// The free slot ids: those that were given back, and all from `next` on.
 #[derive(Default)]
 struct Ids {
     back: BinaryHeap<Reverse<u16>>,
@@ -31,7 +31,7 @@ impl Ids {
         }
     }
 
-    /// Makes room for one id to be given back.
+    /// Reserves room to give one id back.
     fn reserve(&mut self) -> Result<(), OutOfMemory> {
         let bytes = size_of::<Reverse<u16>>();
         self.back.try_reserve(1).map_err(|_| OutOfMemory { bytes })
@@ -42,7 +42,7 @@ impl Ids {
     }
 }
 
-/// What the lock of a [`SlotMemory`](crate::SlotMemory) protects.
+/// The state that the lock of a [`SlotMemory`](crate::SlotMemory) protects.
 pub(crate) struct Writer<R: Send + Sync + 'static> {
     slots: SlotWriter<Arc<R>>,
     ids: Ids,
@@ -63,8 +63,8 @@ impl<R: Send + Sync + 'static> Writer<R> {
 
 /// The right to change the memory of a [`SlotMemory`](crate::SlotMemory).
 ///
-/// Each change is one step for readers: a snapshot has it or has not. It costs O(log n), whatever
-/// snapshots hold.
+/// Each change is one step for readers: a snapshot has it or has not. It costs O(log n), even while
+/// snapshots are held.
 pub struct SlotMemoryWriter<'a, R: Send + Sync + 'static>(MutexGuard<'a, Writer<R>>);
 
 impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
@@ -72,17 +72,18 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Self(writer)
     }
 
-    /// Adds `region` and gives the id of its slot, the lowest that is free.
+    /// Adds `region`. Returns the id of its slot, the lowest free one.
     ///
     /// # Errors
-    /// If it has no bytes or no host address, overlaps another, or breaks another rule of slots.
+    /// If the region has no bytes or no host address, overlaps another, or breaks another rule of
+    /// slots.
     pub fn insert_region(&mut self, region: Arc<R>) -> Result<u16, RegionError> {
         Ok(self.begin_insert(region, SlotFlags::EMPTY)?.commit())
     }
 
     /// Removes the region that begins at `base` and has `size` bytes, and returns it. The mapping
-    /// goes when the last snapshot that shows it and the caller's share are gone, and the
-    /// writer has seen that; see [`reclaim`](Self::reclaim).
+    /// goes after the last snapshot that shows it and the caller's share, when the writer
+    /// [reclaims](Self::reclaim).
     ///
     /// # Errors
     /// If there is no such region.
@@ -96,15 +97,15 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Ok(region)
     }
 
-    /// Moves a region in one step: `moved`, the same host memory at another address, takes the slot
-    /// of the region that begins at `base`. Returns the old region.
+    /// Moves the region that begins at `base`, in one step. `moved` is the same host memory at
+    /// another address and takes the region's slot. Returns the old region.
     ///
     /// For a `GuestRegionMmap`, `moved` is `GuestRegionMmap::with_arc(region.get_mmap(),
     /// new_base)`.
     ///
     /// # Errors
-    /// If there is no region at `base` of that size, `moved` is other host memory, or its place is
-    /// taken.
+    /// If there is no region at `base` with that size, if `moved` is other host memory, or if its
+    /// place is taken.
     pub fn move_region(
         &mut self,
         base: GuestAddress,
@@ -115,10 +116,10 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Ok(old)
     }
 
-    /// Sets the flags of the slot at `base`, e.g. [`SlotFlags::LOG_DIRTY_PAGES`].
+    /// Sets the flags of the slot at `base`, for example [`SlotFlags::LOG_DIRTY_PAGES`].
     ///
     /// # Errors
-    /// If there is no such region, or those flags cannot be set.
+    /// If there is no such region, or if the flags cannot be set.
     pub fn set_flags(
         &mut self,
         base: GuestAddress,
@@ -129,11 +130,11 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         Ok(())
     }
 
-    /// [`insert_region`](Self::insert_region) with flags and in two steps, so that the kernel can
-    /// be told between them.
+    /// [`insert_region`](Self::insert_region) with flags and in two steps, so that the caller can
+    /// tell the kernel in between.
     ///
     /// # Errors
-    /// As there.
+    /// As for the call in one step.
     pub fn begin_insert(
         &mut self,
         region: Arc<R>,
@@ -152,7 +153,7 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
     /// region.
     ///
     /// # Errors
-    /// As there.
+    /// As for the call in one step.
     pub fn begin_remove(
         &mut self,
         base: GuestAddress,
@@ -169,7 +170,7 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
     /// place.
     ///
     /// # Errors
-    /// As there.
+    /// As for the call in one step.
     pub fn begin_move(
         &mut self,
         base: GuestAddress,
@@ -184,7 +185,7 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
     /// [`set_flags`](Self::set_flags) in two steps.
     ///
     /// # Errors
-    /// As there.
+    /// As for the call in one step.
     pub fn begin_flags(
         &mut self,
         base: GuestAddress,
@@ -197,20 +198,20 @@ impl<'a, R: GuestMemoryRegion + Send + Sync + 'static> SlotMemoryWriter<'a, R> {
         RegionUpdate::begin(slots, ids, request)
     }
 
-    /// How many regions there are.
+    /// The number of regions.
     #[must_use]
     pub fn num_regions(&self) -> usize {
         self.0.slots.len()
     }
 
-    /// Frees what was replaced and no snapshot can show any more. Returns how many records still
-    /// wait for a snapshot. Each change does some of this. A call after the last change of a
-    /// burst makes removed mappings go.
+    /// Frees replaced records that no snapshot can show any more. Returns the number of records
+    /// that still wait for a snapshot. Each change frees some records. A call after the last change
+    /// of a burst unmaps removed regions.
     pub fn reclaim(&mut self) -> usize {
         self.0.slots.reclaim()
     }
 
-    /// The bytes that slots and their trees occupy, with what waits to be freed; regions excluded.
+    /// The bytes of slots and their trees, including retired ones and excluding regions.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         self.0.slots.metadata_bytes()
@@ -249,7 +250,7 @@ fn request<R: GuestMemoryRegion>(
     })
 }
 
-/// What to tell the kernel of a slot: the arguments of `KVM_SET_USER_MEMORY_REGION`.
+/// The arguments of `KVM_SET_USER_MEMORY_REGION` for a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelSlot {
     /// The slot's id.
@@ -258,16 +259,18 @@ pub struct KernelSlot {
     pub flags: u32,
     /// The first guest-physical address.
     pub guest_phys_addr: u64,
-    /// In bytes; zero removes the slot.
+    /// The size in bytes. Zero removes the slot.
     pub memory_size: u64,
     /// The host address of its first byte.
     pub userspace_addr: u64,
 }
 
-/// A change that is checked and begun, but not made; dropping it leaves the memory as it was.
+/// A change that is checked and has begun. Dropping it aborts the change and leaves the memory as
+/// it was.
 ///
-/// A VMM on KVM tells the kernel between begin and commit. So the two always agree: the kernel is
-/// not asked for what these rules refuse, and what the kernel refuses is not committed.
+/// A VMM on KVM tells the kernel between begin and commit. So the two always agree: the VMM does
+/// not ask the kernel for changes that these rules refuse, and does not commit changes that the
+/// kernel refuses.
 ///
 /// ```no_run
 /// # use pageferry_vm_memory::{KernelSlot, SlotMemoryWriter, RegionError};
@@ -284,7 +287,7 @@ pub struct KernelSlot {
 /// # Ok(())
 /// # }
 /// ```
-#[must_use = "a change that is not committed is not made"]
+#[must_use = "dropping a change aborts it"]
 pub struct RegionUpdate<'w, R: Send + Sync + 'static> {
     update: Update<'w, Arc<R>>,
     ids: &'w mut Ids,
@@ -306,7 +309,7 @@ impl<'w, R: Send + Sync + 'static> RegionUpdate<'w, R> {
             memory_size: request.size,
             userspace_addr: request.hva.0,
         };
-        // So that the commit allocates nothing.
+        // Reserve here, so that the commit allocates nothing.
         ids.reserve().map_err(SlotError::from)?;
         let creates = kernel.memory_size != 0 && slots.view().by_id(kernel.id).is_none();
         Ok(Self {
@@ -317,7 +320,7 @@ impl<'w, R: Send + Sync + 'static> RegionUpdate<'w, R> {
         })
     }
 
-    /// What to tell the kernel before the commit.
+    /// The slot to tell the kernel before the commit.
     #[must_use]
     pub fn kernel_slot(&self) -> KernelSlot {
         self.kernel
@@ -326,8 +329,7 @@ impl<'w, R: Send + Sync + 'static> RegionUpdate<'w, R> {
     /// Makes the change and returns the slot's id. It allocates nothing.
     #[expect(clippy::must_use_candidate, reason = "the change is what is wanted")]
     pub fn commit(self) -> u16 {
-        // Readers of this memory keep what they see alive, so nothing is left to do with the old
-        // slot.
+        // Snapshots keep the regions that they show alive, so the old slot needs no more work.
         let _ = self.update.commit();
         if self.creates {
             self.ids.take();

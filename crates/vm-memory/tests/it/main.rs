@@ -1,4 +1,5 @@
-//! Slots as guest memory: what only slots have, and what they share with `vm-memory`'s own memory.
+//! Slots as guest memory: the features of slots, and the behaviour that they share with
+//! `vm-memory`'s own memory.
 #![cfg(not(loom))]
 
 mod measure;

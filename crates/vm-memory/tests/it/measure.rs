@@ -1,5 +1,5 @@
-//! The cost of look-ups, snapshots and changes beside that of `vm-memory`'s own memory. Run it with
-//! `cargo test --release -p pageferry-vm-memory --test it measure -- --ignored --nocapture`.
+//! The cost of look-ups, snapshots and changes next to that of `vm-memory`'s own memory. Run it
+//! with `cargo test --release -p pageferry-vm-memory --test it measure -- --ignored --nocapture`.
 
 use pageferry_testkit::Random;
 use pageferry_vm_memory::SlotMemory;
@@ -14,7 +14,7 @@ use vm_memory::{
 const PAGE: u64 = 0x1000;
 const LOOKS: u64 = 1 << 20;
 
-/// The least of five runs, in ns an operation.
+/// The least of five runs, in ns per operation.
 fn ns(count: u64, mut run: impl FnMut()) -> f64 {
     let mut best = f64::INFINITY;
     for _ in 0..5 {

@@ -1,5 +1,5 @@
-//! What only slots have: ids, flags, moves, two-step changes, look-up by host address, and when
-//! memory goes.
+//! Features that only slots have: ids, flags, moves, two-step changes, look-up by host address, and
+//! the release of memory.
 
 use pageferry_addr::Hva;
 use pageferry_memslot::{Limits, SlotError, SlotFlags};
@@ -76,7 +76,7 @@ fn refusals_say_what_was_wrong() {
         writer.remove_region(base, size).unwrap_err(),
         RegionError::NoSuchRegion { base, size }
     );
-    // Not the same host memory: that is another region, not a moved one.
+    // Other host memory means another region, not a move.
     assert!(matches!(
         writer.move_region(a(0x4000), region(0x8000, 2)),
         Err(RegionError::Slot(SlotError::HvaChanged { id: 0, .. }))
@@ -187,7 +187,7 @@ fn a_snapshot_outlives_the_memory_it_came_from() {
     let (region, memory) = (region(0, 1), Memory::new());
     let weak = Arc::downgrade(&region);
     memory.lock().insert_region(region).unwrap();
-    // Some readers are parked, some in use, when the memory goes.
+    // When the memory goes, some readers are parked and some are in use.
     let held: Vec<_> = (0..20).map(|_| memory.memory()).collect();
     let kept = held[7].clone().into_inner();
     drop(held);
@@ -214,8 +214,8 @@ fn a_detached_copy_holds_nothing_up() {
     assert_eq!(memory.memory().last_addr(), a(0));
 }
 
-/// A snapshot is held by one thread and changes are made by the same: with unlimited retirement,
-/// which is the default here, that must not wait for itself.
+/// One thread holds a snapshot and makes changes. With unlimited retirement, the default here, it
+/// must not wait for itself.
 #[test]
 fn a_thread_may_change_what_it_holds_a_snapshot_of() {
     let memory = Memory::from_regions([region(0, 1)]).unwrap();
@@ -239,8 +239,8 @@ fn memory_and_snapshots_go_where_their_threads_go() {
     shared::<<Memory as GuestAddressSpace>::T>();
 }
 
-/// Snapshots without fences, of memory whose regions come and go and are then unmapped. A device
-/// that got into one later would fault.
+/// Snapshots without fences, of memory whose regions come, go and are unmapped. A device that used
+/// an unmapped region would fault.
 #[test]
 fn snapshots_without_fences_keep_what_they_show() {
     let barrier = Barrier::membarrier();
@@ -272,7 +272,7 @@ fn snapshots_without_fences_keep_what_they_show() {
             let mut writer = memory.lock();
             writer.insert_region(region(plugged.0, 4)).unwrap();
             drop(writer);
-            // Long enough for the device's guards to be light again.
+            // Wait until the device's guards are light again.
             let begun = Instant::now();
             while begun.elapsed() < Duration::from_micros(100) {
                 std::hint::spin_loop();
@@ -280,7 +280,9 @@ fn snapshots_without_fences_keep_what_they_show() {
             memory.lock().remove_region(plugged, 4 * PAGE).unwrap();
         }
         drop(stopping);
-        device.join().expect("found memory where it was shown")
+        device
+            .join()
+            .expect("the device finds memory where the snapshot shows it")
     });
     assert!(written > 0);
 }

@@ -1,5 +1,4 @@
-//! What `vm-memory` promises of a memory backend, checked against its own and against ours by the
-//! same code.
+//! The promises of `vm-memory` for a memory backend. The same code checks its own memory and ours.
 
 use super::kinds::against_both;
 use super::kinds::{Kind, PAGE, file_map, map, region, tempfile};
@@ -46,7 +45,7 @@ fn a(addr: u64) -> GuestAddress {
 const THREE: [(u64, u64); 3] = [(0x1000, PAGE), (0x2000, 2 * PAGE), (0x8000, PAGE)];
 
 fn regions_are_shown_in_order<K: Kind>() {
-    // Given in another order than by address.
+    // The regions do not come in the order of addresses.
     let space = map::<(), K>(&[THREE[2], THREE[0], THREE[1]]);
     let memory = space.memory();
     let shown: Vec<_> = memory.iter().map(|r| (r.start_addr().0, r.len())).collect();
@@ -124,7 +123,7 @@ fn bytes_cross_regions_and_stop_at_holes<K: Kind>() {
     let mut back = [0; 200];
     assert_eq!(memory.read(&mut back, a(0x1f9c)).unwrap(), 200);
     assert_eq!(back[..], sample[..]);
-    // Each region holds its part.
+    // Each region has its part.
     let second = memory.find_region(a(0x2000)).unwrap();
     let mut part = [0; 100];
     second
@@ -238,7 +237,7 @@ fn files_are_read_and_written_through<K: Kind>() {
     out.read_to_end(&mut written).unwrap();
     assert_eq!(written, image);
 
-    // Stops at the hole, and says how far it came.
+    // The call stops at the hole and returns the count so far.
     file.rewind().unwrap();
     assert_eq!(
         memory
@@ -262,7 +261,8 @@ fn slices_stay_inside_a_region<K: Kind>() {
     assert_eq!(memory.get_slice(a(0x1100), 0x200).unwrap().len(), 0x200);
     assert_eq!(memory.get_slice(a(0x2000), 0x2000).unwrap().len(), 0x2000);
     assert!(memory.get_slice(a(0x2100), 0).unwrap().is_empty());
-    // One slice is one piece of host memory: not over the edge, touching or not.
+    // A slice is one piece of host memory, so it cannot cross the edge of a region, even to an
+    // adjacent one.
     assert!(memory.get_slice(a(0x1800), 0x801).is_err());
     assert!(memory.get_slice(a(0x5000), 1).is_err());
     assert!(memory.get_slice(a(0x9000), 1).is_err());
@@ -295,7 +295,7 @@ fn slices_cover_a_range_until_its_hole<K: Kind>() {
         [0x800, 0x2000]
     );
     assert!(memory.get_slices(a(0x6000), 8).stop_on_error().is_err());
-    // Once it has failed it is over.
+    // The iterator ends after a failure.
     let mut failing = memory.get_slices(a(0x6000), 8);
     assert!(failing.next().unwrap().is_err());
     assert!(failing.next().is_none() && failing.next().is_none());
@@ -316,7 +316,8 @@ fn try_access_visits_regions_in_order<K: Kind>() {
         [(0, 0x400, 0xc00, 0x1000), (0x400, 0x2000, 0, 0x2000)]
     );
 
-    // A callback that does less is asked again from there; one that does nothing ends it.
+    // A callback that handles less is called again for the rest. One that handles nothing ends the
+    // call.
     let mut calls = 0;
     let total = memory.try_access(0x1000, a(0x2000), |_, _, _, _| {
         calls += 1;
@@ -356,7 +357,7 @@ fn atomics_need_their_alignment_and_their_memory<K: Kind>() {
         memory.read_obj::<u16>(a(0x1ffe)).unwrap()
     );
     assert!(memory.store(1u32, a(0x1002), Ordering::Relaxed).is_err());
-    // Over the edge into the next region: no atomic can be that.
+    // No atomic can cross the edge into the next region.
     assert!(memory.load::<u64>(a(0x1ffc), Ordering::Relaxed).is_err());
     assert!(matches!(
         memory.store(1u8, a(0x7fff), Ordering::Relaxed),
@@ -484,7 +485,7 @@ fn writes_are_tracked_in_the_regions_bitmap<K: Kind<AtomicBitmap>>() {
     assert!(!dirty(0x3000));
 }
 
-/// As a device does that knows `GuestMemory` only.
+/// Accesses memory like a device that knows only `GuestMemory`.
 fn memory_is_reached_through_the_iova_trait_too<K: Kind>() {
     use vm_memory::GuestMemory;
     fn device<M: GuestMemory>(memory: &M) -> bool {
@@ -510,8 +511,8 @@ fn the_highest_region_is_reached<K: Kind>() {
     assert!(memory.find_region(a(u64::MAX)).is_none());
 }
 
-/// Mappings that are there from the start: IOVA 0xf_0000 is 0x1800, over an edge between regions,
-/// and a read-only page.
+/// Fixed mappings: IOVA 0xf_0000 maps to 0x1800, across an edge between regions, and there is a
+/// read-only page.
 #[derive(Debug)]
 struct Fixed(Iotlb);
 
@@ -564,8 +565,7 @@ fn an_iommu_leads_into_the_regions<K: Kind>() {
     ));
     assert!(behind.read_obj::<u8>(a(0x1800)).is_err(), "no such IOVA");
 
-    // The region behind the read-only window is replaced: by a new snapshot, as a device reset
-    // would do it.
+    // Replace the region behind the read-only window, and take a new snapshot, like a device reset.
     K::remove(&space, 0x8000, PAGE).unwrap();
     assert_eq!(behind.read_obj::<u32>(a(Fixed::READ_ONLY)).unwrap(), 0);
     assert!(K::insert(&space, Arc::new(region(0x8000, PAGE))));

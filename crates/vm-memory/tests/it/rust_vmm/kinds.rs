@@ -15,17 +15,17 @@ pub(crate) trait Kind<B: NewBitmap + Send + Sync + 'static = ()> {
     type Memory: GuestMemoryBackend<R = GuestRegionMmap<B>> + Clone;
     type Space: GuestAddressSpace<M = Self::Memory> + Send + Sync + 'static;
 
-    /// A map of these regions; `None` if they are refused.
+    /// A map of these regions, or `None` if they are refused.
     fn of(regions: Vec<GuestRegionMmap<B>>) -> Option<Self::Space>;
     fn insert(space: &Self::Space, region: Arc<GuestRegionMmap<B>>) -> bool;
     fn remove(space: &Self::Space, base: u64, size: u64) -> Option<Arc<GuestRegionMmap<B>>>;
-    /// Takes the region at `base` to `to`; in one step where the kind can.
+    /// Moves the region at `base` to `to`, in one step if the kind can.
     fn relocate(space: &Self::Space, base: u64, size: u64, to: u64) -> bool;
 }
 
-/// `vm-memory`'s.
+/// `vm-memory`'s own memory.
 pub(crate) struct Mmap;
-/// Ours.
+/// The memory of this crate.
 pub(crate) struct Slots;
 
 impl<B: NewBitmap + Send + Sync + 'static> Kind<B> for Mmap {
@@ -121,7 +121,7 @@ pub(crate) fn map<B: NewBitmap + Send + Sync + 'static, K: Kind<B>>(
     .unwrap()
 }
 
-/// The same regions, mapped from a file, one after the other from `offset` on.
+/// A map of regions of a file, one after the other from `offset` on.
 pub(crate) fn file_map<K: Kind>(ranges: &[(u64, u64)], offset: u64) -> K::Space {
     let total: u64 = ranges.iter().map(|(_, size)| size).sum();
     let file = tempfile();
@@ -139,7 +139,7 @@ pub(crate) fn file_map<K: Kind>(ranges: &[(u64, u64)], offset: u64) -> K::Space 
     K::of(regions).unwrap()
 }
 
-/// A file that nobody else sees.
+/// A file that no other process sees.
 pub(crate) fn tempfile() -> std::fs::File {
     use std::sync::atomic::{AtomicU32, Ordering};
     static NEXT: AtomicU32 = AtomicU32::new(0);

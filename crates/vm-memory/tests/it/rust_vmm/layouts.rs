@@ -1,5 +1,5 @@
-//! Random layouts under random changes: both memories must answer alike, refusals and errors
-//! included.
+//! Random layouts under random changes. Both memories must give the same answers, including
+//! refusals and errors.
 
 use super::kinds::{Kind, Mmap, PAGE, Slots, region};
 use proptest::prelude::*;
@@ -40,7 +40,7 @@ enum Step {
 fn addresses() -> impl Strategy<Value = u64> {
     prop_oneof![
         3 => 0..PAGES * PAGE,
-        // At the edges of pages, where regions begin and end.
+        // Addresses at the edges of pages, where regions begin and end.
         2 => (0..=PAGES, -9i64..9).prop_map(|(page, off)| (page * PAGE).saturating_add_signed(off)),
         1 => Just(u64::MAX),
     ]
@@ -62,7 +62,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..60)
 }
 
-/// All that a look at `addr` tells, as text, errors included.
+/// The results of all look-ups at `addr` as text, including errors.
 fn look<M: GuestMemoryBackend>(memory: &M, addr: u64, len: usize) -> String {
     fn show(answer: impl Debug) -> String {
         format!("{answer:?}; ")
@@ -85,7 +85,7 @@ fn look<M: GuestMemoryBackend>(memory: &M, addr: u64, len: usize) -> String {
     .concat()
 }
 
-/// The layout, and everything at its edges.
+/// The layout, and the results of all look-ups at its edges.
 fn survey<M: GuestMemoryBackend>(memory: &M) -> String {
     let mut text = format!("{} {:?} ", memory.num_regions(), memory.last_addr());
     for region in memory.iter() {
@@ -108,7 +108,7 @@ where
     Some((region.start_addr().0, region.len()))
 }
 
-/// Does `step` and gives what came of it.
+/// Makes the change `step`. Returns its result as text.
 fn apply<K: Kind>(space: &K::Space, step: &Step) -> String {
     match *step {
         Step::Insert { page, pages } => {
@@ -138,7 +138,7 @@ proptest! {
         let theirs = Mmap::of(vec![region::<()>(0, PAGE)]).unwrap();
         let ours = Slots::of(vec![region::<()>(0, PAGE)]).unwrap();
         for step in &steps {
-            // What was there before must be there after, for those who hold it.
+            // A snapshot from before the change must not change.
             let before = GuestAddressSpace::memory(&ours);
             let shown = survey(&*before);
             prop_assert_eq!(apply::<Mmap>(&theirs, step), apply::<Slots>(&ours, step), "{:?}", step);

@@ -1,5 +1,5 @@
-//! `vm-memory`'s own memory and ours, side by side. Every test here runs the same generic code
-//! against both, or compares the two.
+//! `vm-memory`'s own memory and ours, side by side. Every test here runs the same generic code on
+//! both, or compares the two.
 
 mod behaviour;
 mod kinds;

@@ -1,4 +1,4 @@
-//! The memory changes while others hold snapshots of it.
+//! Changes of the memory while other threads hold snapshots.
 
 use super::kinds::against_both;
 use super::kinds::{Kind, PAGE, map, region};
@@ -56,8 +56,8 @@ fn a_clone_shows_what_its_original_shows<K: Kind>() {
     assert_eq!(space.memory().num_regions(), 0);
 }
 
-/// One region is always there, at one of many places; another comes and goes. Every snapshot must
-/// show the first exactly once, with its mark at its start, and answer the same when asked again.
+/// One region always exists, at one of many places. Another comes and goes. Every snapshot must
+/// show the first exactly once, with its mark at its start, and must give the same answers again.
 fn readers_beside_a_writer_see_one_version_each<K: Kind>() {
     const PLACES: u64 = 40;
     const MARK: u64 = 0x6d61_726b;
@@ -89,7 +89,7 @@ fn readers_beside_a_writer_see_one_version_each<K: Kind>() {
         let end = Instant::now() + Duration::from_millis(400);
         let (mut at, mut rounds) = (0, 0u64);
         while Instant::now() < end || looks.load(Ordering::Relaxed) < 50 {
-            assert!(Instant::now() < end + LIMIT, "readers stand still");
+            assert!(Instant::now() < end + LIMIT, "readers make no progress");
             let to = (at + 7) % PLACES;
             assert!(K::relocate(&space, at * PAGE, PAGE, to * PAGE));
             at = to;
