@@ -1,11 +1,11 @@
-//! Demand paging of a memfd by userfaultfd: one thread reads pages, another one serves its faults.
+//! Demand paging of a memfd by userfaultfd: one thread reads pages, another serves its faults.
 //!
 //! `cargo run -p pageferry-userfault --example memfd`
 //!
 //! The memfd is mapped twice. The *guest* mapping is registered for missing and minor faults: a
 //! thread that touches a missing page there sleeps. The *alias* mapping never faults into
 //! userfaultfd: the serving thread writes a page's bytes there, then maps the page for the guest by
-//! `UFFDIO_CONTINUE`. [`PageStates`] knows which pages are missing, so that each page is served
+//! `UFFDIO_CONTINUE`. [`PageStates`] records which pages are missing, so that each page is served
 //! once.
 #![expect(unsafe_code, reason = "maps memory, and registers it with userfaultfd")]
 
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 const PAGES: u64 = 256;
 const BYTES: usize = (PAGES * PAGE_SIZE) as usize;
-/// A machine that needs longer does not serve faults.
+/// The limit after which the example fails.
 const LIMIT: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn std::error::Error>;
@@ -52,7 +52,7 @@ const fn contents(page: u64) -> u64 {
     page * page + 1
 }
 
-/// Serves faults until `done`; returns how many pages it brought.
+/// Serves faults until `done`. Returns the number of pages that it brought.
 fn serve(
     uffd: &Userfaultfd,
     states: &PageStates,
@@ -73,11 +73,12 @@ fn serve(
         poll(&mut [PollFd::new(uffd, PollFlags::IN)], Some(&moment))?;
         while let Some(event) = uffd.read_event()? {
             let Event::PageFault(fault) = event else {
-                return Err(format!("unexpected {event:?}: no such feature was asked for").into());
+                return Err(format!("unexpected {event:?}: no such feature was requested").into());
             };
             let page = (fault.address.0 - guest.0) / PAGE_SIZE;
             if states.claim(RamPage(page)) == Claim::Mine {
-                // SAFETY: inside the alias mapping. No thread reads the page before it is mapped.
+                // SAFETY: the word is inside the alias mapping. No thread reads the page before it
+                // is mapped.
                 unsafe { alias.word(page).write_volatile(contents(page)) };
                 let hva = Hva(guest.0 + page * PAGE_SIZE);
                 uffd.continue_range(hva, PAGE_SIZE, Wake::Now)?;
@@ -105,15 +106,15 @@ fn main() -> Result<(), Failure> {
     missing.set_range(0..PAGES as usize);
     let states = PageStates::new(missing);
     let mode = RegisterMode::MISSING | RegisterMode::MINOR;
-    // SAFETY: (1) only the reading thread touches the guest mapping, and the thread that resolves
-    // its faults uses the alias; (2) no reference into the mapping exists; (3) it is never
+    // SAFETY: (1) Only the reading thread touches the guest mapping, and the thread that resolves
+    // its faults uses the alias. (2) No reference into the mapping exists. (3) It is never
     // unmapped.
     unsafe { uffd.register(Hva(guest.0), BYTES as u64, mode)? };
 
-    // Each second page, twice: the first touch faults, the second finds the page.
+    // Read every second page twice: the first touch faults, the second finds the page.
     let reader = thread::spawn(move || {
         let touched = (0..PAGES).step_by(2);
-        // SAFETY: inside the guest mapping; the thread may sleep there.
+        // SAFETY: the word is inside the guest mapping, and this thread may sleep there.
         let read = |page| unsafe { guest.word(page).read_volatile() };
         touched.clone().chain(touched).map(read).sum::<u64>()
     });

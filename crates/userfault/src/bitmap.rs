@@ -1,10 +1,10 @@
-//! A bitmap with one bit a page, which any number of threads read and change at once.
+//! A bitmap with one bit per page. Any number of threads may read and change it at once.
 //!
 //! The ordering rules, for a bitmap of *missing* pages:
 //! 1. A page's bytes are written before its bit is cleared, and [`PageBitmap::clear`] releases.
 //! 2. [`PageBitmap::test`] acquires. So a thread that finds the bit clear also finds the bytes.
 //! 3. [`PageBitmap::set`] releases too. Both calls acquire and return the old bit. So exactly one
-//!    of several racing threads sees the change that it made.
+//!    of several racing threads finds that it made the change.
 
 use crate::sync::{AtomicU64, Ordering};
 use core::fmt;
@@ -15,8 +15,8 @@ const BITS: usize = u64::BITS as usize;
 
 /// One bit for each page of a VM's RAM.
 ///
-/// The words are little-endian in bit order, as KVM's dirty and userfault bitmaps are: bit `i` of
-/// word `w` is page `64 * w + i`. Bits behind the last page are always clear.
+/// The bit order is that of KVM's dirty and userfault bitmaps: bit `i` of word `w` is page `64 * w
+/// + i`. Bits behind the last page are always clear.
 ///
 /// ```
 /// use pageferry_addr::RamPage;
@@ -35,7 +35,7 @@ pub struct PageBitmap {
 }
 
 impl PageBitmap {
-    /// A bitmap of `pages` pages, all clear.
+    /// A bitmap of `pages` pages, with all bits clear.
     #[must_use]
     pub fn new(pages: usize) -> Self {
         Self {
@@ -46,14 +46,13 @@ impl PageBitmap {
         }
     }
 
-    /// How many pages it has a bit for.
+    /// The number of pages.
     #[must_use]
     pub fn pages(&self) -> usize {
         self.pages
     }
 
-    /// The words themselves, for a fast path that tests bits on its own or a kernel that is handed
-    /// them.
+    /// The words, for a fast path that tests bits without a call, or for a kernel.
     #[must_use]
     pub fn words(&self) -> &[AtomicU64] {
         &self.words
@@ -70,10 +69,11 @@ impl PageBitmap {
         (&self.words[index / BITS], 1 << (index % BITS))
     }
 
-    /// Whether the page's bit is set. Acquires what the thread that changed it had written before.
+    /// Whether the page's bit is set. Acquires the earlier writes of the thread that changed the
+    /// bit.
     ///
     /// # Panics
-    /// If the page lies behind the last one; so do all calls that take a page.
+    /// If the page lies behind the last one. So do all calls that take a page.
     #[inline]
     #[must_use]
     pub fn test(&self, page: RamPage) -> bool {
@@ -81,14 +81,14 @@ impl PageBitmap {
         word.load(Ordering::Acquire) & bit != 0
     }
 
-    /// Sets the page's bit; true if this call changed it.
+    /// Sets the page's bit. Returns whether this call changed it.
     #[inline]
     pub fn set(&self, page: RamPage) -> bool {
         let (word, bit) = self.split(page);
         word.fetch_or(bit, Ordering::AcqRel) & bit == 0
     }
 
-    /// Clears the page's bit and releases all that was written before; true if this call changed
+    /// Clears the page's bit, and releases all earlier writes. Returns whether this call changed
     /// it.
     #[inline]
     pub fn clear(&self, page: RamPage) -> bool {
@@ -121,7 +121,7 @@ impl PageBitmap {
         }
     }
 
-    /// Sets every bit of `range` (page indices); returns how many were clear.
+    /// Sets every bit of `range` (page indices). Returns the number of bits that were clear.
     pub fn set_range(&self, range: Range<usize>) -> usize {
         self.words_of(&range)
             .map(|w| {
@@ -131,7 +131,8 @@ impl PageBitmap {
             .sum()
     }
 
-    /// Clears every bit of `range` (page indices) with release order; returns how many were set.
+    /// Clears every bit of `range` (page indices) with release order. Returns the number of bits
+    /// that were set.
     pub fn clear_range(&self, range: Range<usize>) -> usize {
         self.words_of(&range)
             .map(|w| {
@@ -141,7 +142,7 @@ impl PageBitmap {
             .sum()
     }
 
-    /// How many bits of `range` (page indices) are set.
+    /// The number of set bits of `range` (page indices).
     #[must_use]
     pub fn count_range(&self, range: Range<usize>) -> usize {
         self.words_of(&range)
@@ -152,7 +153,7 @@ impl PageBitmap {
             .sum()
     }
 
-    /// How many bits are set. While others change bits this is an estimate.
+    /// The number of set bits. While other threads change bits this is an estimate.
     #[must_use]
     pub fn count(&self) -> usize {
         self.words
@@ -173,8 +174,8 @@ impl PageBitmap {
         self.scan(from, self.pages, |word| !word)
     }
 
-    /// The first page in `from..to` that is set in `view` of its word; `to` is at most the page
-    /// count.
+    /// The first page in `from..to` whose bit is set in `view` of its word. `to` is at most the
+    /// page count.
     fn scan(&self, from: usize, to: usize, view: impl Fn(u64) -> u64) -> Option<usize> {
         if from >= to {
             return None;
@@ -192,9 +193,9 @@ impl PageBitmap {
     }
 
     /// The first run of set bits at or behind `from`, at most `limit` pages long (a limit of 0
-    /// counts as 1). Looks at no word behind the run it returns.
+    /// counts as 1). It loads no word behind the returned run.
     ///
-    /// While others change bits, each page of the run was set when it was looked at.
+    /// While other threads change bits, each page of the run was set when its word was loaded.
     #[must_use]
     pub fn next_run(&self, from: usize, limit: usize) -> Option<Range<usize>> {
         let start = self.next_set(from)?;
@@ -202,7 +203,7 @@ impl PageBitmap {
         Some(start..self.scan(start + 1, cap, |word| !word).unwrap_or(cap))
     }
 
-    /// Adds to word `index` the bits of `bits`; returns those that were clear before.
+    /// Sets the bits `bits` in word `index`. Returns those that were clear before.
     ///
     /// # Panics
     /// If the word is behind the last, or a bit names a page behind the last.

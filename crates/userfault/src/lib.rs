@@ -1,15 +1,16 @@
 //! The state of pages that a VM has not received yet, and userfaultfd.
 //!
-//! **Guarantee.** A page is *missing* until its bytes are in their final place. A thread that sees
-//! it present sees its bytes. A page is requested at most once, however many threads touch it.
+//! **Guarantee.** A page is *missing* until its bytes are in their final place. A thread that finds
+//! a page present finds its bytes. A page is requested at most once, for any number of threads that
+//! touch it.
 //!
-//! **Mechanism.** [`PageBitmap`] has one bit a page in atomic words, cleared with release order and
-//! tested with acquire order. [`PageStates`] (missing, requested, present) is two of them.
-//! [`Waiters`] knows which thread sleeps until which page. [`uffd`] is the kernel's userfaultfd,
-//! for threads that touch guest memory without testing a bitmap.
+//! **Mechanism.** [`PageBitmap`] has one bit per page in atomic words, cleared with release order
+//! and tested with acquire order. [`PageStates`] (missing, requested, present) consists of two
+//! bitmaps. [`Waiters`] records which thread sleeps until which page arrives. [`uffd`] is the
+//! kernel's userfaultfd, for threads that touch guest memory without testing a bitmap.
 //!
 //! **Neighbours.** Below: `addr`. Above: `hypervisor`, which tests the bitmap on its fault path,
-//! and `machine`. This crate does not know what a vCPU is, nor where pages come from.
+//! and `machine`. This crate must not know vCPUs, nor the source of pages.
 
 mod bitmap;
 mod states;

@@ -1,41 +1,41 @@
-//! The life of a page that has still to come: missing, requested, present.
+//! The states of a page that has not been received: missing, requested, present.
 //!
 //! **Guarantee.**
-//! 1. Of all threads that claim a missing page at most one is told [`Claim::Mine`], and exactly one
+//! 1. Of all threads that claim a missing page at most one gets [`Claim::Mine`], and exactly one
 //!    unless the page arrives meanwhile.
-//! 2. A thread that is told [`Claim::Present`] finds the page's bytes.
-//! 3. If a thread is told [`Claim::Mine`] or [`Claim::Others`], the page's arrival counts the page
-//!    in [`Arrival::requested`]. So where that is 0, no claimer waits for any of these pages.
+//! 2. A thread that gets [`Claim::Present`] finds the page's bytes.
+//! 3. If a thread gets [`Claim::Mine`] or [`Claim::Others`], the page's arrival counts the page in
+//!    [`Arrival::requested`]. So if that is 0, no claimer waits for any of these pages.
 //!
 //! **Mechanism.** Two bitmaps, *missing* (M) and *requested* (R). For each page:
 //!
 //! ```text
 //! claim:  c1  load M: clear -> Present             arrive:      (the bytes are written)
-//!         c2  set R, learn what it was                     a1   clear M
-//!         c3  load M: clear -> Present                     a2   clear R, learn what it was
+//!         c2  set R, learn the old bit                     a1   clear M
+//!         c3  load M: clear -> Present                     a2   clear R, learn the old bit
 //!             else R was clear -> Mine, R was set -> Others
 //! ```
 //!
-//! **Why this suffices.** Loads acquire; changes are read-modify-writes that acquire and release.
-//! So the c2s and the a2 of a page, which change the same word, are in one total order, and each
-//! synchronizes with all that come before it. a1 comes before a2 in the same thread. M is cleared
-//! by a1 only, R by a2 only, and M is never set again once claims have begun.
+//! **Why this suffices.** Loads acquire. Changes are read-modify-writes that acquire and release.
+//! The c2s and the a2 of a page change the same word. So they are in one total order, and each
+//! synchronizes with all before it. a1 comes before a2 in the same thread. Only a1 clears M, and
+//! only a2 clears R. M is never set again after claims have begun.
 //!
-//! - *A c2 behind a2* synchronizes with a2, thus a1 happens before its c3, which finds M clear:
+//! - *A c2 behind a2* synchronizes with a2. So a1 happens before its c3, which finds M clear:
 //!   Present.
-//! - *A c2 before a2* may be told any answer. The first of these c2s, and no other, finds R clear:
-//!   at most one is Mine. If c3 of the first finds M clear it is Present and nobody is Mine; the
-//!   page is then arriving. Where no arrival runs, all c3s find M set, and the first c2 is Mine:
-//!   together this is (1).
-//! - Mine and Others are thus told only where c2 is before a2. Nobody but a2 clears R, so a2 finds
-//!   it set and counts the page: (3). This is why a claim that finds the page present in c3 does
-//!   not take back the bit it set in c2: another thread may have been told Others by that bit, and
-//!   the arrival would not know of it.
-//! - Present is told after a load of M that reads what a1 (or, in the same word, a later change)
-//!   released, and the bytes were written before a1: (2).
+//! - *A c2 before a2* may get any answer. The first of these c2s, and no other, finds R clear: at
+//!   most one is Mine. If c3 of the first finds M clear, it is Present and no claim is Mine. Then
+//!   the page is arriving. If no arrival runs, all c3s find M set, and the first c2 is Mine.
+//!   Together this is (1).
+//! - So only a c2 before a2 gets Mine or Others. Only a2 clears R, so a2 finds it set and counts
+//!   the page: (3). This is why a claim that finds the page present in c3 does not clear the bit
+//!   that it set in c2. Another thread may have got Others by that bit, and the arrival would not
+//!   know of it.
+//! - A claim returns Present after a load of M that reads from a1 or from a later change of the
+//!   word. The bytes were written before a1: (2).
 //!
-//! A c2 behind a2 leaves R set for a page that is present. That bit means nothing: c1 comes before
-//! R is looked at, and [`PageStates::next_outstanding`] reads R only where M is set.
+//! A c2 behind a2 leaves R set for a page that is present. That bit has no effect: claims load M
+//! before R, and [`PageStates::next_outstanding`] reads R only for pages whose M is set.
 
 use crate::PageBitmap;
 use core::fmt;
@@ -47,9 +47,9 @@ use std::sync::Arc;
 pub enum Claim {
     /// The page is here, and so are its bytes.
     Present,
-    /// The page is missing and no thread had asked for it: the caller must.
+    /// The page is missing and no thread has asked for it. The caller must ask.
     Mine,
-    /// The page is missing and another thread asks or has asked for it: wait.
+    /// The page is missing and another thread asks or has asked for it. The caller must wait.
     Others,
 }
 
@@ -57,9 +57,9 @@ pub enum Claim {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 #[must_use = "threads may wait for pages that were requested"]
 pub struct Arrival {
-    /// How many of the pages were missing until now.
+    /// The number of pages that were missing until now.
     pub newly: usize,
-    /// How many of the pages had been claimed. If 0, there is no thread to wake.
+    /// The number of pages that had been claimed. If 0, there is no thread to wake.
     pub requested: usize,
 }
 
@@ -89,7 +89,7 @@ impl PageStates {
     /// The states of the pages of `missing`, none of them requested.
     ///
     /// Bits of `missing` may still be set until the first claim. From then on they are only
-    /// cleared, and only by [`PageStates::arrive`]; a VM that is received once more needs a new
+    /// cleared, and only by [`PageStates::arrive`]. A VM that is received once more needs a new
     /// `PageStates`.
     #[must_use]
     pub fn new(missing: Arc<PageBitmap>) -> Self {
@@ -113,7 +113,7 @@ impl PageStates {
         self.missing.test(page)
     }
 
-    /// Says that the caller needs `page`. A caller that is told [`Claim::Mine`] must ask for it.
+    /// Claims `page` for the caller. A caller that gets [`Claim::Mine`] must ask for the page.
     #[inline]
     pub fn claim(&self, page: RamPage) -> Claim {
         if !self.missing.test(page) {
@@ -129,8 +129,8 @@ impl PageStates {
         }
     }
 
-    /// Says that `pages` pages from `first` are present. Their bytes must be in place before: a
-    /// thread that finds them present reads them.
+    /// Marks `pages` pages from `first` as present. Their bytes must be in place, because threads
+    /// that find the pages present read them.
     pub fn arrive(&self, first: RamPage, pages: usize) -> Arrival {
         let range = first.index()..first.index() + pages;
         Arrival {
@@ -140,7 +140,7 @@ impl PageStates {
     }
 
     /// The first page at or behind index `from` that is requested and still missing. A new
-    /// connection must ask for these again. While others claim or arrive this is a snapshot.
+    /// connection must ask for these pages again. Beside claims and arrivals this is a snapshot.
     #[must_use]
     pub fn next_outstanding(&self, mut from: usize) -> Option<RamPage> {
         loop {
@@ -216,7 +216,7 @@ mod tests {
         assert_eq!(found, [3, 71, 130]);
     }
 
-    /// The same protocol as in the loom test, at full speed over many pages.
+    /// Runs the protocol of the loom test at full speed over many pages.
     #[test]
     fn racing_threads_claim_each_page_once_and_none_is_forgotten() {
         const PAGES: usize = if cfg!(miri) { 100 } else { 20_000 };

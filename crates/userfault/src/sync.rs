@@ -1,4 +1,4 @@
-//! The one place that chooses where atomics come from: `core`, or loom's model of it.
+//! The one place that chooses the source of atomics: `core`, or loom's model of it.
 
 #[cfg(not(loom))]
 pub(crate) use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};

@@ -1,7 +1,7 @@
-//! Which thread sleeps until which page arrives.
+//! A table of the threads that sleep until a page arrives.
 //!
-//! **Guarantee.** A thread that announces its page, then finds the page still missing, then sleeps,
-//! is woken when the page arrives. While no thread sleeps, an arrival costs one fence and one load.
+//! **Guarantee.** A thread announces its page, then finds the page still missing, then sleeps. The
+//! arrival of the page wakes it. While no thread sleeps, an arrival costs one fence and one load.
 //!
 //! **Mechanism.** Store buffering, with a full fence on both sides.
 //!
@@ -13,11 +13,11 @@
 //! | 4. sleeps | |
 //!
 //! Either (3) sees (a), and the sleeper does not sleep. Or (c) sees (1), and the other thread wakes
-//! it. The two fences rule out that both miss each other. A loom model checks this: it deadlocks
+//! it. With the two fences, they cannot both miss the other. A loom model checks this: it deadlocks
 //! without either fence.
 //!
-//! The caller sleeps and wakes. A wake-up may come before the sleep, so it must be of a kind that
-//! is kept (`Thread::unpark`, an eventfd).
+//! The caller does the sleeping and the waking. A wake-up may come before the sleep, so it must
+//! persist (`Thread::unpark`, an eventfd).
 
 use crate::sync::{AtomicU64, AtomicUsize, Ordering, fence};
 use std::ops::Range;
@@ -33,7 +33,7 @@ pub struct Waiters {
 }
 
 impl Waiters {
-    /// A table of `slots` slots, for no sleeper yet.
+    /// A table of `slots` slots without sleepers.
     #[must_use]
     pub fn new(slots: usize) -> Self {
         Self {
@@ -42,23 +42,23 @@ impl Waiters {
         }
     }
 
-    /// Says that the owner of `slot` is about to sleep until `page` arrives. It must test the
-    /// page's missing bit after this call and before it sleeps, and call [`Waiters::withdraw`]
-    /// afterwards.
+    /// Announces that the owner of `slot` is about to sleep until `page` arrives. The owner must
+    /// test the page's missing bit after this call and before it sleeps, and call
+    /// [`Waiters::withdraw`] afterwards.
     pub fn announce(&self, slot: usize, page: u64) {
         self.slots[slot].store(page, Ordering::Relaxed);
         self.sleepers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// The owner of `slot` sleeps no more.
+    /// Ends the announcement of the owner of `slot`.
     pub fn withdraw(&self, slot: usize) {
         self.slots[slot].store(NOBODY, Ordering::Relaxed);
         self.sleepers.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Calls `wake` with each slot whose owner may sleep until one of `pages`. To be called after
-    /// the pages' missing bits were cleared.
+    /// Calls `wake` with each slot whose owner may sleep until one of `pages` arrives. The caller
+    /// must have cleared the pages' missing bits.
     pub fn arrived(&self, pages: Range<u64>, wake: impl FnMut(usize)) {
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) != 0 {

@@ -2,8 +2,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-userfault --profile stress --test loom`
 //!
-//! A page's bytes are stood for by a relaxed atomic: a reader that is not ordered behind the writer
-//! is shown the old value in some execution.
+//! A relaxed atomic stands for a page's bytes: a reader that is not ordered behind the writer sees
+//! the old value in some execution.
 #![cfg(loom)]
 
 use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -83,14 +83,14 @@ fn an_arrival_between_two_claims_loses_and_doubles_nothing() {
         if claims.iter().any(|claim| *claim != Claim::Present) {
             assert_eq!(
                 arrival.requested, 1,
-                "a waiter that the arrival does not know of: {claims:?}"
+                "the arrival missed a waiter: {claims:?}"
             );
         }
         if claims.contains(&Claim::Others) {
             let present = claims.contains(&Claim::Present);
             assert!(
                 present || mine(&claims) == 1,
-                "all wait and nobody has asked: {claims:?}"
+                "all threads wait and none has asked: {claims:?}"
             );
         }
         assert_eq!(page.claim(), Claim::Present);
@@ -139,7 +139,7 @@ fn a_clear_bit_shows_the_bytes() {
 
 #[test]
 fn changes_of_neighbours_in_a_word_do_not_hide_the_bytes() {
-    // The reader may see the bit clear in a value of the word that somebody else wrote last.
+    // The reader may see the bit clear in a value of the word that another thread wrote last.
     loom::model(|| {
         let page = Page::missing();
         let neighbour = {
@@ -167,20 +167,21 @@ fn racing_changes_of_a_bit_have_one_winner() {
         };
         let here = map.set_range(0..2);
         let (set, ored) = other.join().unwrap();
-        // Bit 0 only here, bit 2 only there, bit 1 by whoever came first, and once.
+        // Only this thread counts bit 0, and only the other counts bit 2. The first of them counts
+        // bit 1, once.
         let bit1 = usize::from(set) + usize::from(ored & 0b010 != 0) + (here - 1);
         assert_eq!((bit1, ored & 0b100, map.take_word(0)), (1, 0b100, 0b111));
     });
 }
 
-/// One bit a page and who waits for it, as a receiving VM has them.
+/// A bitmap of missing pages and its waiters, as in a receiving VM.
 fn waited(pages: usize) -> Arc<(PageBitmap, Waiters)> {
     let missing = PageBitmap::new(pages);
     missing.set_range(0..pages);
     Arc::new((missing, Waiters::new(pages)))
 }
 
-/// The thread of slot `slot` sleeps until the page of the same number is there.
+/// Starts the thread of slot `slot`, which sleeps until the page of the same number is present.
 fn sleeper(shared: &Arc<(PageBitmap, Waiters)>, slot: usize) -> thread::JoinHandle<()> {
     let shared = Arc::clone(shared);
     thread::spawn(move || {
@@ -193,7 +194,8 @@ fn sleeper(shared: &Arc<(PageBitmap, Waiters)>, slot: usize) -> thread::JoinHand
     })
 }
 
-/// A sleeper sleeps only if it must and is always woken: a lost wake-up is a deadlock here.
+/// A sleeper sleeps only if it must, and is always woken. A lost wake-up is a deadlock in this
+/// model.
 #[test]
 fn a_sleeper_is_woken_by_the_arrival_of_its_page() {
     loom::model(|| {
@@ -208,7 +210,7 @@ fn a_sleeper_is_woken_by_the_arrival_of_its_page() {
     });
 }
 
-/// Two sleepers on two pages: each is woken by its own, whatever the other does.
+/// Two sleepers on two pages: each is woken by its own page.
 #[test]
 fn sleepers_do_not_take_each_others_wakes() {
     let mut model = loom::model::Builder::new();

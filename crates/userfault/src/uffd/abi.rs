@@ -7,7 +7,7 @@ use core::mem::{offset_of, size_of};
 use rustix::ioctl::{Opcode, opcode};
 
 const GROUP: u8 = 0xaa;
-/// The API number that `UFFDIO_API` must be given.
+/// The API number that `UFFDIO_API` needs.
 pub(super) const UFFD_API: u64 = 0xaa;
 /// Flag of `userfaultfd(2)`: serve faults of user mode only.
 pub(super) const USER_MODE_ONLY: u32 = 1;
@@ -16,7 +16,7 @@ pub(super) const USER_MODE_ONLY: u32 = 1;
 pub(super) const MODE_DONTWAKE: u64 = 1 << 0;
 /// UFFDIO_WRITEPROTECT: protect (set) or lift the protection (clear).
 pub(super) const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
-/// UFFDIO_WRITEPROTECT: its DONTWAKE has a bit of its own.
+/// UFFDIO_WRITEPROTECT has another DONTWAKE bit.
 pub(super) const WRITEPROTECT_MODE_DONTWAKE: u64 = 1 << 1;
 
 pub(super) const EVENT_PAGEFAULT: u8 = 0x12;
@@ -28,9 +28,9 @@ pub(super) const PAGEFAULT_FLAG_WRITE: u64 = 1 << 0;
 pub(super) const PAGEFAULT_FLAG_WP: u64 = 1 << 1;
 pub(super) const PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
-/// `sizeof(struct uffd_msg)`; its fields are decoded by `event.rs` at the offsets below.
+/// `sizeof(struct uffd_msg)`. `event.rs` decodes its fields at the offsets below.
 pub(super) const MSG_BYTES: usize = 32;
-/// Where the union of `struct uffd_msg` begins; `event` is byte 0.
+/// The offset of the union of `struct uffd_msg`. `event` is byte 0.
 pub(super) const MSG_ARG: usize = 8;
 
 #[repr(C)]
@@ -66,7 +66,7 @@ pub(super) struct UffdioCopy {
     pub(super) copy: i64,
 }
 
-/// `struct uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which are laid out alike.
+/// `struct uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which have the same layout.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(super) struct UffdioFill {
@@ -84,7 +84,7 @@ pub(super) struct UffdioWriteprotect {
 
 pub(super) const UFFDIO_API: Opcode = opcode::read_write::<UffdioApi>(GROUP, 0x3f);
 pub(super) const UFFDIO_REGISTER: Opcode = opcode::read_write::<UffdioRegister>(GROUP, 0x00);
-// The kernel reads the argument of the next two, yet declares them as _IOR; see its header.
+// The kernel reads the argument of the next two, but declares them as _IOR in its header.
 pub(super) const UFFDIO_UNREGISTER: Opcode = opcode::read::<UffdioRange>(GROUP, 0x01);
 pub(super) const UFFDIO_WAKE: Opcode = opcode::read::<UffdioRange>(GROUP, 0x02);
 pub(super) const UFFDIO_COPY: Opcode = opcode::read_write::<UffdioCopy>(GROUP, 0x03);
@@ -93,7 +93,8 @@ pub(super) const UFFDIO_WRITEPROTECT: Opcode =
     opcode::read_write::<UffdioWriteprotect>(GROUP, 0x06);
 pub(super) const UFFDIO_CONTINUE: Opcode = opcode::read_write::<UffdioFill>(GROUP, 0x07);
 pub(super) const UFFDIO_POISON: Opcode = opcode::read_write::<UffdioFill>(GROUP, 0x08);
-/// On `/dev/userfaultfd`: its argument is the flags, by value, and it returns a new descriptor.
+/// The ioctl of `/dev/userfaultfd`. Its argument is the flags, by value, and it returns a new
+/// descriptor.
 pub(super) const USERFAULTFD_IOC_NEW: Opcode = opcode::none(GROUP, 0x00);
 
 const _: () = {

@@ -1,15 +1,15 @@
-//! What can go wrong with a userfaultfd, and what to do about it.
+//! The errors of a userfaultfd, with advice.
 
 use super::Features;
 use core::fmt;
 use pageferry_addr::Hva;
 use rustix::io::Errno;
 
-/// Why no userfaultfd could be opened.
+/// The error of opening a userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Neither the system call nor the device is open to this process.
+    /// This process may use neither the system call nor the device.
     #[error(
         "this process may not open a userfaultfd that serves faults of the kernel (userfaultfd(2): {syscall}; \
          /dev/userfaultfd: {device}): run it as root or with CAP_SYS_PTRACE, or set the sysctl \
@@ -17,39 +17,39 @@ pub enum OpenError {
          userfaultfd needs none of this, but does not serve KVM)"
     )]
     NotPermitted {
-        /// What the system call said.
+        /// The error of the system call.
         syscall: Errno,
-        /// What opening the device said; `ENOENT` where there is none.
+        /// The error of opening the device. `ENOENT` if there is none.
         device: Errno,
     },
-    /// The kernel has no userfaultfd at all.
+    /// The kernel has no userfaultfd.
     #[error(
         "this kernel has no userfaultfd: Linux 4.11 or later with CONFIG_USERFAULTFD=y is needed \
          (a sandbox that hides the system call looks the same)"
     )]
     NotSupported,
-    /// The kernel knows userfaultfd but speaks another version of its API, or too old a one.
+    /// The kernel has userfaultfd with another or too old version of the API.
     #[error(
         "the kernel refused the userfaultfd API handshake ({0}): Linux 4.11 or later is needed"
     )]
     Handshake(Errno),
-    /// The kernel lacks features that were asked for.
+    /// The kernel lacks requested features.
     #[error("this kernel's userfaultfd lacks {}; it has {available}", .missing.with_versions())]
     MissingFeatures {
-        /// What was asked for and is not there.
+        /// The requested features that the kernel lacks.
         missing: Features,
-        /// All that is there.
+        /// All features of the kernel.
         available: Features,
     },
-    /// [`Features::EVENT_FORK`] was asked for without the capability.
+    /// [`Features::EVENT_FORK`] was requested without the capability.
     #[error("fork events of a userfaultfd need CAP_SYS_PTRACE")]
     ForkEventsNotPermitted,
-    /// Something else: no descriptor left, no memory.
+    /// Another error, such as no free descriptor or no memory.
     #[error("{call} failed: {errno}")]
     Failed {
-        /// Which call.
+        /// The call that failed.
         call: &'static str,
-        /// What it said.
+        /// Its error.
         errno: Errno,
     },
 }
@@ -95,23 +95,24 @@ impl fmt::Display for RangeOp {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{op} of {len:#x} bytes at {start} stopped after {done:#x} bytes: {errno}")]
 pub struct RangeError {
-    /// Which call.
+    /// The call that failed.
     pub op: RangeOp,
     /// The first byte of the range.
     pub start: Hva,
     /// Its length in bytes.
     pub len: u64,
-    /// How many bytes from the start are done and stay done (and, unless told otherwise, were
-    /// woken). Always 0 where the call is all or nothing: register, unregister, wake,
-    /// write-protect.
+    /// The number of bytes from the start that are done and stay done. Unless the call was told
+    /// otherwise, their sleepers were woken. Always 0 for calls that succeed or fail as a whole:
+    /// register, unregister, wake, write-protect.
     pub done: u64,
-    /// What the kernel said of the page at `start + done`.
+    /// The kernel's error for the page at `start + done`.
     pub errno: Errno,
 }
 
 impl RangeError {
-    /// Whether the page at `start + done` is there already (`EEXIST`): mapped, or for a poison
-    /// marker also marked. Nothing was changed there, and no thread that sleeps on it was woken.
+    /// Whether the page at `start + done` is already mapped or, for a poison marker, mapped or
+    /// marked (`EEXIST`). The call changed nothing there, and woke no thread that sleeps on the
+    /// page.
     #[must_use]
     pub fn is_already_there(&self) -> bool {
         self.errno == Errno::EXIST
@@ -129,8 +130,8 @@ impl RangeError {
         self.errno == Errno::NOENT
     }
 
-    /// Whether the mappings are being changed, and the call may be repeated from `start + done`
-    /// once the event that tells of it has been read (`EAGAIN`).
+    /// Whether the mappings are being changed (`EAGAIN`). The caller may repeat the call from
+    /// `start + done` after it has read the event of that change.
     #[must_use]
     pub fn is_changing(&self) -> bool {
         self.errno == Errno::AGAIN

@@ -1,62 +1,62 @@
-//! The messages a userfaultfd is read for.
+//! The messages that are read from a userfaultfd.
 
 use super::abi;
 use pageferry_addr::Hva;
 use std::os::fd::{OwnedFd, RawFd};
 
-/// A page fault that a thread sleeps on until its page is made present or it is woken.
+/// A page fault. Its thread sleeps until the page is present or the thread is woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFault {
-    /// Where: the address of the base page, or with [`Features::EXACT_ADDRESS`](super::Features)
-    /// the very address that was touched.
+    /// The address of the base page. With [`Features::EXACT_ADDRESS`](super::Features) it is the
+    /// exact address of the access.
     pub address: Hva,
-    /// Whether the toucher wanted to write.
+    /// Whether the access was a write.
     pub write: bool,
-    /// Whether the page is there but write-protected.
+    /// Whether the page is present but write-protected.
     pub write_protected: bool,
-    /// Whether the page is in the page cache and only not mapped.
+    /// Whether the page is in the page cache but not mapped.
     pub minor: bool,
     /// The thread's id with [`Features::THREAD_ID`](super::Features), else 0.
     pub thread: u32,
 }
 
-/// What a userfaultfd tells.
+/// An event of a userfaultfd.
 ///
-/// All but [`Event::PageFault`] come only where their feature was asked for on opening.
+/// All events but [`Event::PageFault`] come only if their feature was requested on opening.
 #[derive(Debug)]
 pub enum Event {
     /// A thread touched a registered page.
     PageFault(PageFault),
-    /// The process has forked; the child's ranges are served by this userfaultfd.
+    /// The process has forked. The userfaultfd of this event serves the child's ranges.
     Fork {
         /// The child's userfaultfd, owned by the reader of the event.
         child: OwnedFd,
     },
-    /// A registered range was moved by `mremap`.
+    /// `mremap` moved a registered range.
     Remap {
-        /// Where it was.
+        /// The old address.
         from: Hva,
-        /// Where it is now.
+        /// The new address.
         to: Hva,
         /// Its length in bytes.
         len: u64,
     },
-    /// Pages in `start..end` were dropped; they are missing again.
+    /// Pages in `start..end` were dropped. They are missing again.
     Remove {
         /// The first byte.
         start: Hva,
-        /// The first byte behind.
+        /// The first byte behind the range.
         end: Hva,
     },
     /// The mappings in `start..end` are gone.
     Unmap {
         /// The first byte.
         start: Hva,
-        /// The first byte behind.
+        /// The first byte behind the range.
         end: Hva,
     },
-    /// A message this crate does not know. The kernel sends none unless a feature was asked for
-    /// that this crate does not know either. The reader may ignore it.
+    /// A message that this crate does not know. The kernel sends such messages only for requested
+    /// features that this crate does not know either. The reader may ignore it.
     Unknown {
         /// The kernel's number of the event.
         event: u8,

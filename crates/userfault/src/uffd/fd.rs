@@ -1,7 +1,7 @@
 //! [`Userfaultfd`]: opening, registering, reading events.
 #![expect(
     unsafe_code,
-    reason = "registering a range is unsafe to call; adopting a descriptor"
+    reason = "registering a range is unsafe to call, and adopting a descriptor is unsafe"
 )]
 
 use super::abi::{self, UffdioApi, UffdioRange, UffdioRegister};
@@ -13,7 +13,7 @@ use pageferry_addr::Hva;
 use rustix::io::Errno;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-/// The way by which a userfaultfd was opened.
+/// The interface by which a userfaultfd was opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenedBy {
     /// `userfaultfd(2)`.
@@ -24,11 +24,11 @@ pub enum OpenedBy {
 
 /// An open userfaultfd after its API handshake: close-on-exec and non-blocking.
 ///
-/// All calls may come from any thread at any time; the kernel orders them.
+/// Any thread may make any call at any time. The kernel orders them.
 ///
-/// Dropping it closes the descriptor. All its ranges are unregistered, and a thread that slept on a
-/// missing page goes on *with the present contents*, zeros or half-received bytes. So it must
-/// outlive the last missing page of every VM it serves.
+/// Dropping it closes the descriptor. The kernel unregisters all its ranges, and a thread that
+/// slept on a missing page continues *with the present contents*, zeros or half-received bytes. So
+/// it must outlive the last missing page of every VM that it serves.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
@@ -37,18 +37,18 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens a userfaultfd with `features`. It serves faults of user mode and of the kernel, so
-    /// also KVM's.
+    /// Opens a userfaultfd with `features`. It serves faults of user mode and of the kernel,
+    /// including KVM's.
     ///
     /// Tries the system call, then `/dev/userfaultfd`.
     ///
     /// # Errors
-    /// See [`OpenError`]: no permission, no such feature, no such kernel.
+    /// See [`OpenError`]: no permission, a missing feature, or a kernel without userfaultfd.
     pub fn open(features: Features) -> Result<Self, OpenError> {
         Self::open_as(features, false)
     }
 
-    /// Opens a userfaultfd that serves faults of user mode only, which any process may. A fault
+    /// Opens a userfaultfd that serves faults of user mode only. Any process may do so. A fault
     /// inside a system call or in KVM then fails (`EFAULT`) and is not reported.
     ///
     /// # Errors
@@ -68,7 +68,7 @@ impl Userfaultfd {
             Err(Errno::PERM) if features.contains(Features::EVENT_FORK) => {
                 Err(OpenError::ForkEventsNotPermitted)
             }
-            // EINVAL has two causes. A handshake without features tells which.
+            // EINVAL has two causes. A handshake without features tells them apart.
             Err(Errno::INVAL) if !features.is_empty() => {
                 let (fd, _) = open_descriptor(user_mode_only)?;
                 let available = handshake(&fd, Features::empty()).map_err(OpenError::Handshake)?;
@@ -83,38 +83,38 @@ impl Userfaultfd {
         }
     }
 
-    /// All features of this kernel, requested or not.
+    /// All features of this kernel, including those that were not requested.
     #[must_use]
     pub fn available(&self) -> Features {
         self.available
     }
 
-    /// The way by which it was opened.
+    /// The interface by which the userfaultfd was opened.
     #[must_use]
     pub fn opened_by(&self) -> OpenedBy {
         self.opened_by
     }
 
-    /// Registers `len` bytes from `start` for the faults of `mode`; returns the ioctls that they
-    /// allow.
+    /// Registers `len` bytes from `start` for the faults of `mode`. Returns the ioctls that the
+    /// range allows.
     ///
     /// Both must be multiples of the mapping's page size. Registering a range again replaces its
     /// mode.
     ///
     /// # Errors
-    /// `EINVAL`: not aligned, nothing mapped there, or the mapping's kind does not know `mode`.
-    /// `EPERM`: a shared file that may not be written. `EBUSY`: another userfaultfd has it.
-    /// `ENOMEM`.
+    /// `EINVAL`: the range is not aligned or not mapped, or the kind of mapping does not support
+    /// `mode`. `EPERM`: the mapping is a shared file without write permission. `EBUSY`: another
+    /// userfaultfd has the range. `ENOMEM`: no memory.
     ///
     /// # Safety
     /// From now on, until the range is unregistered or unmapped:
     /// 1. A thread that touches a missing page of it, in user mode or by a system call, sleeps
     ///    until another thread resolves the fault. (On a poisoned page it gets SIGBUS.) The program
-    ///    must stand that: the thread that resolves the faults never touches the range, and no
+    ///    must allow for that: the thread that resolves the faults never touches the range, and no
     ///    thread touches the range while it holds a lock that the resolving thread needs.
     /// 2. Calls of this userfaultfd give pages of the range their first contents. So no Rust
     ///    reference to such a page may exist that relies on it being zero.
-    /// 3. The range is a mapping the caller owns, and it stays one for as long as it is registered.
+    /// 3. The caller owns the mapping of the range, and keeps it as long as it is registered.
     pub unsafe fn register(
         &self,
         start: Hva,
@@ -137,11 +137,11 @@ impl Userfaultfd {
 
     /// Ends the registration of `len` bytes from `start`.
     ///
-    /// A thread that sleeps on a missing page of it goes on *with the present contents*, as if the
-    /// userfaultfd were dropped. Poison markers stay.
+    /// A thread that sleeps on a missing page of the range continues *with the present contents*,
+    /// as if the userfaultfd were dropped. Poison markers stay.
     ///
     /// # Errors
-    /// `EINVAL`: not aligned, or nothing mapped there.
+    /// `EINVAL`: the range is not aligned or not mapped.
     pub fn unregister(&self, start: Hva, len: u64) -> Result<(), RangeError> {
         sys::unregister(
             &self.fd,
@@ -153,13 +153,14 @@ impl Userfaultfd {
         .map_err(|errno| at(RangeOp::Unregister, start, len, errno))
     }
 
-    /// Reads at most `limit` events that wait now and appends them to `events`; returns how many.
-    /// Never blocks: 0 when none waits. To wait, poll the descriptor ([`AsFd`]) for readability.
+    /// Reads at most `limit` waiting events and appends them to `events`. Returns their number. It
+    /// never blocks: without a waiting event it returns 0. To wait, poll the descriptor ([`AsFd`])
+    /// for readability.
     ///
     /// # Errors
-    /// The error of `read(2)`; events appended before stay.
+    /// The error of `read(2)`. Events that were appended before stay.
     pub fn read_events(&self, events: &mut Vec<Event>, limit: usize) -> Result<usize, Errno> {
-        // 2 KiB of stack.
+        // This takes 2 KiB of stack.
         let mut buffer = [[0; abi::MSG_BYTES]; 64];
         let mut count = 0;
         while count < limit {
@@ -173,7 +174,7 @@ impl Userfaultfd {
         Ok(count)
     }
 
-    /// Reads one event, or `None` when none waits now. Never blocks.
+    /// Reads one event, or returns `None` if none waits. It never blocks.
     ///
     /// # Errors
     /// The error of `read(2)`.
@@ -183,7 +184,7 @@ impl Userfaultfd {
         Ok(event)
     }
 
-    /// One `read(2)` of as many messages as wait and fit; returns how many.
+    /// Makes one `read(2)` of as many waiting messages as fit. Returns their number.
     fn read_batch(
         &self,
         buffer: &mut [[u8; abi::MSG_BYTES]],
@@ -201,7 +202,7 @@ impl Userfaultfd {
             each(match Message::decode(message) {
                 Message::PageFault(fault) => Event::PageFault(fault),
                 Message::Fork(raw) => Event::Fork {
-                    // SAFETY: the message was read just now, and this loop looks at each once.
+                    // SAFETY: the message was just read, and this loop decodes each once.
                     child: unsafe { sys::adopt(raw) },
                 },
                 Message::Remap { from, to, len } => Event::Remap { from, to, len },
@@ -220,7 +221,7 @@ impl AsFd for Userfaultfd {
     }
 }
 
-/// The error of a call that is all or nothing.
+/// The error of a call that succeeds or fails as a whole.
 pub(super) fn at(op: RangeOp, start: Hva, len: u64, errno: Errno) -> RangeError {
     RangeError {
         op,
@@ -231,11 +232,11 @@ pub(super) fn at(op: RangeOp, start: Hva, len: u64, errno: Errno) -> RangeError 
     }
 }
 
-/// A descriptor before its handshake.
+/// Opens a descriptor, before its handshake.
 fn open_descriptor(user_mode_only: bool) -> Result<(OwnedFd, OpenedBy), OpenError> {
     let syscall = match sys::open_by_syscall(user_mode_only) {
         Ok(fd) => return Ok((fd, OpenedBy::Syscall)),
-        // A sandbox may answer either way to the call and still offer the device.
+        // A sandbox may refuse the call with either error and still offer the device.
         Err(errno @ (Errno::PERM | Errno::NOSYS)) => errno,
         Err(errno) => {
             return Err(OpenError::Failed {
@@ -261,7 +262,7 @@ fn open_descriptor(user_mode_only: bool) -> Result<(OwnedFd, OpenedBy), OpenErro
     }
 }
 
-/// `UFFDIO_API`; returns all features the kernel has.
+/// Calls `UFFDIO_API`. Returns all features of the kernel.
 fn handshake(fd: &OwnedFd, features: Features) -> Result<Features, Errno> {
     let mut argument = UffdioApi {
         api: abi::UFFD_API,

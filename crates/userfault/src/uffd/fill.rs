@@ -1,4 +1,4 @@
-//! Resolving faults: the calls that make pages present, mark or wake.
+//! The calls that resolve faults: they make pages present, set markers, or wake threads.
 
 use super::abi::{self, UffdioFill, UffdioRange, UffdioWriteprotect};
 use super::error::{RangeError, RangeOp};
@@ -7,20 +7,21 @@ use super::sys;
 use pageferry_addr::{Hva, PageSize};
 use rustix::io::Errno;
 
-/// How often a call that makes no headway (`EAGAIN`) is repeated before the caller is asked.
+/// The number of repetitions of a call that makes no progress (`EAGAIN`), before the caller gets
+/// the error.
 ///
-/// Without event features it comes of a page table that vanishes under the call (a huge page being
-/// made there) and passes at once. With them it may last until an event is read, maybe by this
-/// thread.
+/// Without event features the cause is a page table that vanishes under the call (the kernel makes
+/// a huge page), and it passes at once. With event features it may last until an event is read,
+/// perhaps by this thread.
 const RETRIES: u32 = 32;
 
-/// When threads that sleep on a page are woken.
+/// The moment at which threads that sleep on a page are woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// By the same call.
+    /// The same call wakes them.
     Now,
-    /// Not by this call (DONTWAKE): by [`Userfaultfd::wake`] later, or never where none can sleep
-    /// there.
+    /// This call does not wake them (DONTWAKE). A later [`Userfaultfd::wake`] does, if any thread
+    /// can sleep there.
     Later,
 }
 
@@ -34,14 +35,14 @@ impl Wake {
 }
 
 impl Userfaultfd {
-    /// Copies `bytes` to the missing pages from `dst` and maps them, each page atomically for
-    /// threads that touch it. The length must be a multiple of the page size and not 0.
+    /// Copies `bytes` to the missing pages from `dst` and maps them. Each page appears atomically
+    /// to threads that touch it. The length must be a multiple of the page size and not 0.
     ///
-    /// The slice must not lie in memory that is itself missing, or the call fails with `EFAULT` or
-    /// waits for a fault that no thread may resolve.
+    /// The slice must not lie in missing memory. Otherwise the call fails with `EFAULT` or waits
+    /// for a fault that no thread may resolve.
     ///
     /// # Errors
-    /// [`RangeError`]; of note `EEXIST`: the page at `done` has contents already.
+    /// [`RangeError`]. Among others `EEXIST`: the page at `done` has contents already.
     pub fn copy(&self, dst: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
         let len = bytes.len() as u64;
         advance(RangeOp::Copy, dst, len, |done| {
@@ -53,33 +54,34 @@ impl Userfaultfd {
     /// Maps zeros at the missing pages of `len` bytes from `start`.
     ///
     /// # Errors
-    /// [`RangeError`]; of note `EEXIST` as in [`Userfaultfd::copy`], and `EINVAL` on hugetlbfs.
+    /// [`RangeError`]. Among others `EEXIST` as in [`Userfaultfd::copy`], and `EINVAL` on
+    /// hugetlbfs.
     pub fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
         self.fill(RangeOp::Zeropage, start, len, wake)
     }
 
-    /// Maps the pages of `len` bytes from `start` that are in the page cache already, put there
-    /// through another mapping of the same file. Poison markers are replaced.
+    /// Maps the pages of `len` bytes from `start`. They must be in the page cache, written through
+    /// another mapping of the same file. The call replaces poison markers.
     ///
     /// # Errors
-    /// [`RangeError`]; of note `EEXIST` (the page at `done` is mapped already,
+    /// [`RangeError`]. Among others `EEXIST` (the page at `done` is mapped already,
     /// [`RangeError::is_already_there`]) and `EFAULT` (it is not in the page cache,
     /// [`RangeError::is_not_in_page_cache`]).
     pub fn continue_range(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
         self.fill(RangeOp::Continue, start, len, wake)
     }
 
-    /// [`Userfaultfd::continue_range`] over a range some of whose pages may be mapped already:
-    /// those are stepped over. Returns how many bytes were mapped newly.
+    /// Does a [`Userfaultfd::continue_range`] that skips pages which are mapped already. Returns
+    /// the number of bytes that it mapped.
     ///
-    /// `page` is the mapping's page size. With [`Wake::Now`] sleepers on *all* pages are woken,
-    /// also on those that others had mapped.
+    /// `page` is the mapping's page size. [`Wake::Now`] wakes sleepers on *all* pages, including
+    /// pages that other threads had mapped.
     ///
     /// # Errors
-    /// [`RangeError`], but never `EEXIST`.
+    /// [`RangeError`] other than `EEXIST`.
     ///
     /// # Panics
-    /// If `len` is no multiple of `page`.
+    /// If `len` is not a multiple of `page`.
     pub fn continue_unmapped(
         &self,
         start: Hva,
@@ -94,30 +96,30 @@ impl Userfaultfd {
     /// touches one gets SIGBUS with its address, at once and without an event. A system call gets
     /// `EFAULT`, and a vCPU of KVM leaves the guest with SIGBUS pending for its thread.
     ///
-    /// The signal's code is `BUS_MCEERR_AR`; to a thread that touches the page itself, a kernel
-    /// without `CONFIG_MEMORY_FAILURE` says `BUS_ADRERR` instead (x86: `do_sigbus` in
+    /// The signal's code is `BUS_MCEERR_AR`. For a direct touch, a kernel without
+    /// `CONFIG_MEMORY_FAILURE` uses `BUS_ADRERR` instead (x86: `do_sigbus` in
     /// `arch/x86/mm/fault.c`).
     ///
-    /// Lifted by [`Userfaultfd::continue_range`] or [`Userfaultfd::copy`] over it.
+    /// A [`Userfaultfd::continue_range`] or [`Userfaultfd::copy`] over the marker removes it.
     ///
     /// # Errors
-    /// [`RangeError`]; of note `EEXIST`: the page at `done` is mapped or marked already.
+    /// [`RangeError`]. Among others `EEXIST`: the page at `done` is mapped or marked already.
     pub fn poison(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
         self.fill(RangeOp::Poison, start, len, wake)
     }
 
-    /// [`Userfaultfd::poison`] over a range some of whose pages may be mapped or marked already:
-    /// those are stepped over. Returns how many bytes were marked newly.
+    /// Does a [`Userfaultfd::poison`] that skips pages which are mapped or marked already. Returns
+    /// the number of bytes that it marked.
     ///
-    /// A page that was mapped once and whose mapping the kernel has dropped since is marked as
-    /// well. A thread that touches it gets SIGBUS. It must look up the page's state, and not assume
-    /// that the page is missing.
+    /// The call also marks a page that was mapped before, if the kernel has dropped that mapping. A
+    /// thread that touches the page gets SIGBUS. The thread must look up the page's state, and not
+    /// assume that the page is missing.
     ///
     /// # Errors
-    /// [`RangeError`], but never `EEXIST`.
+    /// [`RangeError`] other than `EEXIST`.
     ///
     /// # Panics
-    /// If `len` is no multiple of `page`.
+    /// If `len` is not a multiple of `page`.
     pub fn poison_unmapped(
         &self,
         start: Hva,
@@ -131,7 +133,7 @@ impl Userfaultfd {
     /// Wakes all threads that sleep on faults in `len` bytes from `start`. Each repeats its access.
     ///
     /// # Errors
-    /// `EINVAL`: not aligned, or no length.
+    /// `EINVAL`: the range is not aligned or is empty.
     pub fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
         sys::wake(
             self,
@@ -143,12 +145,12 @@ impl Userfaultfd {
         .map_err(|errno| at(RangeOp::Wake, start, len, errno))
     }
 
-    /// Write-protects `len` bytes from `start`, registered with
-    /// [`RegisterMode::WP`](super::RegisterMode): a thread that writes there sleeps, and an event
-    /// is sent.
+    /// Write-protects `len` bytes from `start`, which are registered with
+    /// [`RegisterMode::WP`](super::RegisterMode). A thread that writes there sleeps, and the kernel
+    /// sends an event.
     ///
     /// # Errors
-    /// [`RangeError`]; of note `ENOENT`: not registered so.
+    /// [`RangeError`]. Among others `ENOENT`: the range is not registered with that mode.
     pub fn write_protect(&self, start: Hva, len: u64) -> Result<(), RangeError> {
         self.set_write_protection(start, len, abi::WRITEPROTECT_MODE_WP)
     }
@@ -240,7 +242,7 @@ impl Userfaultfd {
             }
         }
         if wake == Wake::Now && there > 0 {
-            // The call that mapped those pages may not have woken their sleepers.
+            // The call that mapped the skipped pages may not have woken their sleepers.
             self.wake(start, len)?;
         }
         Ok(len - there)
@@ -259,7 +261,7 @@ fn advance(
     loop {
         let errno = match call(done) {
             (Ok(()), _) => return Ok(()),
-            // A negative count is the errno once more.
+            // A negative count repeats the errno.
             (Err(Errno::AGAIN), count) => {
                 let count = u64::try_from(count).unwrap_or(0);
                 done += count;

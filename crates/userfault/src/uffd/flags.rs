@@ -1,4 +1,4 @@
-//! The bit sets of userfaultfd: features, registration modes, ioctls of a range.
+//! The bit sets of userfaultfd: features, registration modes, and the ioctls of a range.
 
 use core::fmt;
 use core::ops::BitOr;
@@ -13,23 +13,23 @@ macro_rules! bit_set {
         impl $name {
             $($(#[$bit_doc])* pub const $bit: Self = Self(1 << $shift);)*
 
-            /// Name, bit and the Linux version that brought it.
+            /// The name and the bit, and the Linux version that added it.
             const TABLE: &[(&'static str, u64, &'static str)] =
                 &[$((stringify!($bit), 1 << $shift, $since),)*];
 
-            /// No bit.
+            /// The empty set.
             #[must_use]
             pub const fn empty() -> Self {
                 Self(0)
             }
 
-            /// The set with exactly the kernel's `bits`, also those that have no name here.
+            /// The set with exactly the kernel's `bits`, including bits without a name here.
             #[must_use]
             pub const fn from_bits(bits: u64) -> Self {
                 Self(bits)
             }
 
-            /// The bits as the kernel knows them.
+            /// The bits of the kernel's ABI.
             #[must_use]
             pub const fn bits(self) -> u64 {
                 self.0
@@ -41,13 +41,13 @@ macro_rules! bit_set {
                 self.0 == 0
             }
 
-            /// Whether every bit of `other` is in here.
+            /// Whether the set has every bit of `other`.
             #[must_use]
             pub const fn contains(self, other: Self) -> bool {
                 self.0 & other.0 == other.0
             }
 
-            /// The bits of either.
+            /// The bits of `self` and of `other`.
             #[must_use]
             pub const fn union(self, other: Self) -> Self {
                 Self(self.0 | other.0)
@@ -59,8 +59,8 @@ macro_rules! bit_set {
                 Self(self.0 & !other.0)
             }
 
-            /// The kernel header's names of the bits, in order of their value; nameless bits are
-            /// left out.
+            /// The kernel header's names of the bits, in order of their value, without nameless
+            /// bits.
             pub fn names(self) -> impl Iterator<Item = &'static str> {
                 Self::TABLE.iter().filter(move |row| self.0 & row.1 != 0).map(|row| row.0)
             }
@@ -79,8 +79,8 @@ macro_rules! bit_set {
             }
         }
 
-        /// The names, joined by commas; nameless bits as one hexadecimal number; "none" where
-        /// empty.
+        /// Writes the names joined by commas, nameless bits as one hexadecimal number, and "none"
+        /// for the empty set.
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 let mut comma = "";
@@ -105,7 +105,7 @@ macro_rules! bit_set {
 }
 
 bit_set! {
-    /// What a kernel's userfaultfd can do, or what is asked of it (`UFFD_FEATURE_*`).
+    /// The available or the requested features of a userfaultfd (`UFFD_FEATURE_*`).
     ///
     /// ```
     /// use pageferry_userfault::uffd::Features;
@@ -116,8 +116,8 @@ bit_set! {
     Features {
         /// Write-protect faults on anonymous memory.
         PAGEFAULT_FLAG_WP = 0, "5.7";
-        /// An event when the process forks; the child's ranges come with a userfaultfd of their
-        /// own. Needs `CAP_SYS_PTRACE`.
+        /// An event when the process forks. It carries a new userfaultfd for the child's ranges.
+        /// Needs `CAP_SYS_PTRACE`.
         EVENT_FORK = 1, "4.11";
         /// An event when a range moves (`mremap`).
         EVENT_REMAP = 2, "4.11";
@@ -141,11 +141,11 @@ bit_set! {
         EXACT_ADDRESS = 11, "5.18";
         /// Write-protect faults on shared memory and hugetlbfs.
         WP_HUGETLBFS_SHMEM = 12, "5.19";
-        /// Write protection covers anonymous pages that are not there yet.
+        /// Write protection covers anonymous pages that are not present yet.
         WP_UNPOPULATED = 13, "6.4";
         /// `UFFDIO_POISON`.
         POISON = 14, "6.6";
-        /// Write-protect faults that the kernel resolves on its own.
+        /// Write-protect faults that the kernel resolves itself.
         WP_ASYNC = 15, "6.7";
         /// `UFFDIO_MOVE`.
         MOVE = 16, "6.8";
@@ -153,7 +153,7 @@ bit_set! {
 }
 
 impl Features {
-    /// The bits with the Linux version that brought each, for messages.
+    /// The names of the bits, each with the Linux version that added it, for messages.
     pub(super) fn with_versions(self) -> String {
         let mut parts: Vec<String> = Self::TABLE
             .iter()
@@ -168,7 +168,7 @@ impl Features {
 }
 
 bit_set! {
-    /// Which faults on a range are reported (`UFFDIO_REGISTER_MODE_*`).
+    /// The faults on a range that are reported (`UFFDIO_REGISTER_MODE_*`).
     RegisterMode {
         /// The page has no contents yet: resolved by [`copy`](super::Userfaultfd::copy) or
         /// [`zeropage`](super::Userfaultfd::zeropage).
@@ -182,7 +182,7 @@ bit_set! {
 }
 
 bit_set! {
-    /// What can be done to a registered range, as the kernel answers on registration.
+    /// The ioctls that a registered range allows. The kernel returns them on registration.
     RangeIoctls {
         /// [`wake`](super::Userfaultfd::wake)
         WAKE = 2, "4.3";

@@ -1,27 +1,28 @@
-//! What this host's userfaultfd can do, for reports.
+//! The capabilities of this host's userfaultfd, for reports.
 
 use super::error::OpenError;
 use super::fd::{OpenedBy, Userfaultfd};
 use super::flags::Features;
 
-/// What this process can do with userfaultfd on this host.
+/// The userfaultfd capabilities of this process on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UffdSupport {
-    /// Whether a userfaultfd can be opened that serves faults of the kernel, as KVM needs; else
-    /// why not.
+    /// Whether this process can open a userfaultfd that serves faults of the kernel, as KVM needs.
+    /// Otherwise the error.
     pub usable: Result<(), OpenError>,
-    /// By which door, where one could be opened.
+    /// The interface by which a userfaultfd could be opened.
     pub opened_by: Option<OpenedBy>,
-    /// Whether at least a user-mode-only one can be opened. It does not serve KVM.
+    /// Whether this process can at least open a user-mode-only userfaultfd, which does not serve
+    /// KVM.
     pub user_mode: bool,
-    /// All features the kernel has; empty where nothing could be opened to ask.
+    /// All features of the kernel. Empty if no userfaultfd could be opened.
     pub features: Features,
-    /// The sysctl `vm.unprivileged_userfaultfd`, where it can be read.
+    /// The sysctl `vm.unprivileged_userfaultfd`, if it can be read.
     pub unprivileged_sysctl: Option<bool>,
 }
 
 impl UffdSupport {
-    /// Opens and closes userfaultfds to find out.
+    /// Probes the capabilities by opening and closing userfaultfds.
     #[must_use]
     pub fn probe() -> Self {
         let full = Userfaultfd::open(Features::empty());
@@ -39,7 +40,7 @@ impl UffdSupport {
         }
     }
 
-    /// Whether a userfaultfd for KVM can be opened *and* the kernel has all of `features`.
+    /// Whether this process can open a userfaultfd for KVM *and* the kernel has all of `features`.
     #[must_use]
     pub fn serves(&self, features: Features) -> bool {
         self.usable.is_ok() && self.features.contains(features)

@@ -1,4 +1,4 @@
-//! The system calls, each with its arguments' types; what is sound to call by anyone is safe here.
+//! The system calls, with typed arguments. Calls that are always sound are safe functions.
 #![expect(
     unsafe_code,
     reason = "system calls: opening a userfaultfd and its ioctls"
@@ -25,16 +25,16 @@ fn flags(user_mode_only: bool) -> UserfaultfdFlags {
 
 /// `userfaultfd(2)`, close-on-exec and non-blocking.
 pub(super) fn open_by_syscall(user_mode_only: bool) -> Result<OwnedFd, Errno> {
-    // SAFETY: a new userfaultfd serves no range; serving one takes `register`, which is unsafe.
+    // SAFETY: a new userfaultfd serves no range. Only `register` adds one, and it is unsafe.
     unsafe { rustix::mm::userfaultfd(flags(user_mode_only)) }
 }
 
-/// The argument of `USERFAULTFD_IOC_NEW`: flags by value; its result: a descriptor.
+/// The argument of `USERFAULTFD_IOC_NEW`: flags by value. Its result is a descriptor.
 struct NewByDevice(UserfaultfdFlags);
 
-// SAFETY: (1) USERFAULTFD_IOC_NEW takes its argument by value, so the "pointer" is never followed,
-// by us or by the kernel, and no memory of ours changes; (2) what it returns on success is a
-// descriptor made for this call, which nobody else owns.
+// SAFETY: (1) USERFAULTFD_IOC_NEW takes its argument by value. So neither we nor the kernel follow
+// the "pointer", and no memory of ours changes. (2) On success it returns a descriptor made for
+// this call, which nobody else owns.
 unsafe impl Ioctl for NewByDevice {
     type Output = OwnedFd;
 
@@ -49,12 +49,12 @@ unsafe impl Ioctl for NewByDevice {
     }
 
     unsafe fn output_from_ptr(out: IoctlOutput, _: *mut c_void) -> Result<OwnedFd, Errno> {
-        // SAFETY: `out` is the result of a successful USERFAULTFD_IOC_NEW; see (2) above.
+        // SAFETY: `out` is the result of a successful USERFAULTFD_IOC_NEW. See (2) above.
         Ok(unsafe { OwnedFd::from_raw_fd(out) })
     }
 }
 
-/// Opens `/dev/userfaultfd` (Linux 6.1 and later), where a file's mode takes the place of
+/// Opens `/dev/userfaultfd` (Linux 6.1 and later), which checks the file's mode instead of
 /// capabilities.
 pub(super) fn open_by_device(user_mode_only: bool) -> Result<OwnedFd, Errno> {
     let device = rustix::fs::open(
@@ -62,15 +62,15 @@ pub(super) fn open_by_device(user_mode_only: bool) -> Result<OwnedFd, Errno> {
         OFlags::RDWR | OFlags::CLOEXEC,
         Mode::empty(),
     )?;
-    // SAFETY: as `open_by_syscall`; and a file that is no such device answers ENOTTY.
+    // SAFETY: as in `open_by_syscall`. A file that is not this device answers ENOTTY.
     unsafe { ioctl(device, NewByDevice(flags(user_mode_only))) }
 }
 
 /// # Safety
-/// The ioctl `OPCODE` takes a pointer to a `T`, and its effect on memory other than `*argument` is
-/// none or one that the caller answers for.
+/// The ioctl `OPCODE` takes a pointer to a `T`. The caller is responsible for any effect on memory
+/// other than `*argument`.
 unsafe fn call<const OPCODE: Opcode, T>(fd: BorrowedFd<'_>, argument: &mut T) -> Result<(), Errno> {
-    // SAFETY: by contract `OPCODE` reads and writes one `T`, which `argument` is, borrowed
+    // SAFETY: by contract `OPCODE` reads and writes one `T`. `argument` is one, borrowed
     // exclusively.
     unsafe { ioctl(fd, Updater::<OPCODE, T>::new(argument)) }
 }
@@ -89,22 +89,22 @@ pub(super) unsafe fn register(
     fd: impl AsFd,
     argument: &mut abi::UffdioRegister,
 ) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_register`; what touching the range does from now
-    // on is the caller's contract.
+    // SAFETY: the ioctl reads and writes a `struct uffdio_register`. The caller is responsible for
+    // later touches of the range.
     unsafe { call::<{ abi::UFFDIO_REGISTER }, _>(fd.as_fd(), argument) }
 }
 
 /// `UFFDIO_UNREGISTER`.
 pub(super) fn unregister(fd: impl AsFd, mut range: abi::UffdioRange) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_range`; pages keep their contents, and empty ones become
-    // what they are in any mapping: zeros, or the file's contents.
+    // SAFETY: the ioctl reads a `struct uffdio_range`. Pages keep their contents, and empty ones
+    // read as in any mapping: zeros, or the file's contents.
     unsafe { call::<{ abi::UFFDIO_UNREGISTER }, _>(fd.as_fd(), &mut range) }
 }
 
 /// `UFFDIO_WAKE`.
 pub(super) fn wake(fd: impl AsFd, mut range: abi::UffdioRange) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_range` and changes no memory; a woken thread repeats its
-    // access.
+    // SAFETY: the ioctl reads a `struct uffdio_range` and changes no memory. A woken thread repeats
+    // its access.
     unsafe { call::<{ abi::UFFDIO_WAKE }, _>(fd.as_fd(), &mut range) }
 }
 
@@ -113,13 +113,13 @@ pub(super) fn write_protect(
     fd: impl AsFd,
     mut argument: abi::UffdioWriteprotect,
 ) -> Result<(), Errno> {
-    // SAFETY: it reads a `struct uffdio_writeprotect`; contents stay, and writes to pages
-    // registered for it may sleep, for which the caller of the registration answers.
+    // SAFETY: the ioctl reads a `struct uffdio_writeprotect`. Contents stay. Writes to pages
+    // registered for it may sleep, for which the caller of the registration is responsible.
     unsafe { call::<{ abi::UFFDIO_WRITEPROTECT }, _>(fd.as_fd(), &mut argument) }
 }
 
-/// `UFFDIO_COPY` of `bytes` to `dst`; also returns the field in which the kernel counts bytes
-/// copied.
+/// `UFFDIO_COPY` of `bytes` to `dst`. It also returns the field in which the kernel counts copied
+/// bytes.
 pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<(), Errno>, i64) {
     let mut argument = abi::UffdioCopy {
         dst,
@@ -128,39 +128,39 @@ pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<
         mode,
         copy: 0,
     };
-    // SAFETY: (1) it reads and writes a `struct uffdio_copy`; (2) it reads `bytes`, which is
-    // borrowed; (3) it writes nothing but pages of registered ranges that have no contents yet,
-    // which nobody can have read, as touching them sleeps.
+    // SAFETY: (1) The ioctl reads and writes a `struct uffdio_copy`. (2) It reads `bytes`, which is
+    // borrowed. (3) It writes only pages of registered ranges that have no contents yet. No thread
+    // can have read them, as a touch of them sleeps.
     let result = unsafe { call::<{ abi::UFFDIO_COPY }, _>(fd.as_fd(), &mut argument) };
     (result, argument.copy)
 }
 
-/// `UFFDIO_ZEROPAGE`; as [`copy`] with zeros.
+/// `UFFDIO_ZEROPAGE`, which is [`copy`] with zeros.
 pub(super) fn zeropage(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<(), Errno> {
-    // SAFETY: as (1) and (3) of `copy`.
+    // SAFETY: as in (1) and (3) of `copy`.
     unsafe { call::<{ abi::UFFDIO_ZEROPAGE }, _>(fd.as_fd(), argument) }
 }
 
 /// `UFFDIO_CONTINUE`.
 pub(super) fn continue_range(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_continue`; it maps pages of the file that is
-    // mapped there anyway, and only where none is mapped.
+    // SAFETY: the ioctl reads and writes a `struct uffdio_continue`. It maps only missing pages,
+    // and only of the file that is mapped there.
     unsafe { call::<{ abi::UFFDIO_CONTINUE }, _>(fd.as_fd(), argument) }
 }
 
 /// `UFFDIO_POISON`.
 pub(super) fn poison(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<(), Errno> {
-    // SAFETY: it reads and writes a `struct uffdio_poison`; it marks only pages that are not
-    // mapped, and touching one raises SIGBUS, which is no access to memory.
+    // SAFETY: the ioctl reads and writes a `struct uffdio_poison`. It marks only pages that are not
+    // mapped. A touch of such a page raises SIGBUS, which is no access to memory.
     unsafe { call::<{ abi::UFFDIO_POISON }, _>(fd.as_fd(), argument) }
 }
 
 /// Adopts the descriptor that a fork event carries.
 ///
 /// # Safety
-/// `raw` comes from an `UFFD_EVENT_FORK` message that was read just now and is adopted only once.
+/// `raw` comes from a `UFFD_EVENT_FORK` message that was just read, and is adopted only once.
 pub(super) unsafe fn adopt(raw: i32) -> OwnedFd {
-    // SAFETY: the kernel opens the descriptor for the reader of the message, who by contract we
-    // are.
+    // SAFETY: the kernel opens the descriptor for the reader of the message. By contract that is
+    // the caller.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }

@@ -1,11 +1,11 @@
-//! `PageBitmap` does what a plain `Vec<bool>` does, for every method.
+//! Every method of `PageBitmap` agrees with a plain `Vec<bool>`.
 
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use proptest::prelude::*;
 use std::ops::Range;
 
-/// The plain model: slow, and obviously right.
+/// The plain model: slow and obviously correct.
 struct Model(Vec<bool>);
 
 impl Model {
@@ -92,7 +92,7 @@ fn step(pages: usize) -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Miri takes seconds for what takes milliseconds natively.
+/// Miri is about a thousand times slower.
 const CASES: u32 = if cfg!(miri) { 4 } else { 512 };
 const MOST_PAGES: usize = if cfg!(miri) { 150 } else { 400 };
 

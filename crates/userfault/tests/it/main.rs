@@ -1,5 +1,5 @@
-//! Page states against their model, and userfaultfd on the real kernel (`uffd_*`). Tests that need
-//! userfaultfd and may not use it are skipped; `PAGEFERRY_REQUIRE=uffd` makes them fail instead.
+//! Page states compared with their model, and userfaultfd on the real kernel (`uffd_*`). Tests that
+//! may not use userfaultfd are skipped. With `PAGEFERRY_REQUIRE=uffd` they fail instead.
 #![cfg(not(loom))]
 
 mod bitmap_model;

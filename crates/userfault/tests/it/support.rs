@@ -1,7 +1,7 @@
 //! Memory to fault on, threads that touch it, and waiting with a limit.
 #![expect(
     unsafe_code,
-    reason = "mapping memory, touching it as a guest would, registering it"
+    reason = "maps memory, touches it like a guest, and registers it"
 )]
 
 use pageferry_addr::Hva;
@@ -19,18 +19,18 @@ use std::thread;
 use std::time::Duration;
 
 pub(crate) const PAGE: u64 = 4096;
-/// How long something must not happen to count as not happening.
+/// The time without an event that counts as no event.
 const QUIET: Duration = Duration::from_millis(60);
 
-/// A userfaultfd with `features`, or `None` after saying why not.
+/// Opens a userfaultfd with `features`. Without support it reports the reason and returns `None`.
 pub(crate) fn open(features: Features) -> Option<Userfaultfd> {
     Userfaultfd::open(features)
         .map_err(|error| skip("uffd", error))
         .ok()
 }
 
-/// Pages at `guest`, where faults are reported, and for a memfd the same pages at `alias`, where
-/// not.
+/// Pages at `guest`, where faults are reported. A memfd has the same pages at `alias`, where they
+/// are not.
 pub(crate) struct Memory {
     guest: usize,
     alias: Option<usize>,
@@ -86,10 +86,10 @@ impl Memory {
         std::ptr::with_exposed_provenance_mut(self.guest)
     }
 
-    /// Registers all of it.
+    /// Registers all pages.
     pub(crate) fn register(&self, uffd: &Userfaultfd, mode: RegisterMode) -> RangeIoctls {
-        // SAFETY: (1) whoever touches it in these tests is a thread of its own, or knows that the
-        // page is there; (2) nobody holds a reference into it; (3) it is mapped until dropped.
+        // SAFETY: (1) In these tests only separate threads touch missing pages. (2) Nobody holds a
+        // reference into the memory. (3) It is mapped until dropped.
         unsafe { uffd.register(self.at(0), self.len(), mode) }.unwrap()
     }
 
@@ -102,7 +102,7 @@ impl Memory {
         unsafe { alias.byte_add((page * PAGE) as usize).write_volatile(value) };
     }
 
-    /// Reads the first byte of a page that is there.
+    /// Reads the first byte of a present page.
     pub(crate) fn get(&self, page: u64) -> u8 {
         assert!(page * PAGE < self.len());
         // SAFETY: inside the guest mapping, which lives as long as `self`.
@@ -113,11 +113,11 @@ impl Memory {
         }
     }
 
-    /// Reads the first byte of a page as a system call does.
+    /// Reads the first byte of a page by a system call.
     pub(crate) fn get_by_syscall(&self, page: u64) -> rustix::io::Result<u8> {
         let (reader, writer) = rustix::pipe::pipe()?;
         let at = self.guest().wrapping_byte_add((page * PAGE) as usize);
-        // SAFETY: write(2) reads one byte from `at` or says EFAULT.
+        // SAFETY: write(2) reads one byte from `at` or fails with EFAULT.
         let sent = unsafe { libc::write(std::os::fd::AsRawFd::as_raw_fd(&writer), at.cast(), 1) };
         if sent != 1 {
             let error = std::io::Error::last_os_error();
@@ -128,7 +128,7 @@ impl Memory {
         Ok(byte[0])
     }
 
-    /// A thread that reads the first byte of a page, or writes it.
+    /// Starts a thread that reads or writes the first byte of a page.
     pub(crate) fn touch(self: &Arc<Self>, page: u64, write: Option<u8>) -> Toucher {
         assert!(page * PAGE < self.len());
         let (send, told) = channel();
@@ -150,7 +150,7 @@ impl Memory {
                 }
                 at.read_volatile()
             };
-            // The test may have failed and gone.
+            // The test may have failed and ended.
             let _ = send.send(value.into());
         });
         let thread = u32::try_from(told.recv_timeout(LIMIT).unwrap()).unwrap();
@@ -161,7 +161,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         for start in [Some(self.guest), self.alias].into_iter().flatten() {
-            // SAFETY: our own mapping; whoever touches it holds an `Arc` of `self`.
+            // SAFETY: this is our mapping. Every thread that touches it holds an `Arc` of `self`.
             unsafe { munmap(std::ptr::with_exposed_provenance_mut(start), self.len) }.unwrap();
         }
     }
@@ -170,12 +170,12 @@ impl Drop for Memory {
 /// A thread that touches a page.
 pub(crate) struct Toucher {
     told: Receiver<u64>,
-    /// Its id.
+    /// The thread's id.
     pub(crate) thread: u32,
 }
 
 impl Toucher {
-    /// What it read; it must get that far.
+    /// The value that it read. It must wake up in time.
     pub(crate) fn value(self) -> u8 {
         u8::try_from(
             self.told
@@ -185,7 +185,7 @@ impl Toucher {
         .unwrap()
     }
 
-    /// Fails if it does not sleep.
+    /// Asserts that it sleeps.
     pub(crate) fn assert_asleep(&self) {
         assert_eq!(
             self.told.recv_timeout(QUIET),
@@ -195,14 +195,14 @@ impl Toucher {
     }
 }
 
-/// Whether an event is there to be read before `limit` passes.
+/// Whether an event arrives within `limit`.
 fn readable(uffd: &Userfaultfd, limit: Duration) -> bool {
     let timeout = Timespec::try_from(limit).unwrap();
     let mut fds = [PollFd::new(uffd, PollFlags::IN)];
     poll(&mut fds, Some(&timeout)).unwrap() == 1
 }
 
-/// The next event, which must come.
+/// The next event. It must come in time.
 pub(crate) fn next_event(uffd: &Userfaultfd) -> Event {
     assert!(readable(uffd, LIMIT), "no event comes");
     uffd.read_event().unwrap().expect("an event")
@@ -216,7 +216,7 @@ pub(crate) fn next_fault(uffd: &Userfaultfd) -> PageFault {
     }
 }
 
-/// Fails if an event comes.
+/// Asserts that no event comes.
 pub(crate) fn assert_no_event(uffd: &Userfaultfd) {
     assert!(
         !readable(uffd, QUIET),

@@ -1,8 +1,5 @@
-//! Reading events: in batches, never blocking, and those that are no page faults.
-#![expect(
-    unsafe_code,
-    reason = "changing mappings and forking, which is what the events tell of"
-)]
+//! Reading events: in batches, without blocking, and events other than page faults.
+#![expect(unsafe_code, reason = "changes mappings and forks, to cause events")]
 
 use crate::support::{Memory, PAGE, next_event, next_fault, open};
 use pageferry_addr::Hva;
@@ -16,7 +13,7 @@ use std::time::Instant;
 
 #[test]
 fn faults_of_many_threads_come_in_batches_up_to_the_limit() {
-    const THREADS: u64 = 70; // more than one read(2) takes
+    const THREADS: u64 = 70; // more than one read(2) returns
     let Some(uffd) = open(Features::MINOR_SHMEM) else {
         return;
     };
@@ -37,7 +34,7 @@ fn faults_of_many_threads_come_in_batches_up_to_the_limit() {
     while (pages.len() as u64) < THREADS {
         assert!(start.elapsed() < LIMIT, "only {} faults came", pages.len());
         events.clear();
-        // Alternate between a small limit and none to speak of.
+        // Alternate between a small and a very large limit.
         let limit = if pages.len() % 2 == 0 { 3 } else { 1000 };
         let count = uffd.read_events(&mut events, limit).unwrap();
         assert!(count == events.len() && count <= limit);
@@ -80,11 +77,11 @@ fn dropped_pages_are_reported_and_fills_wait_for_the_report_to_be_read() {
             memory.guest().wrapping_byte_add(PAGE as usize),
             2 * PAGE as usize,
         );
-        // SAFETY: two pages of our own mapping; nobody has a reference into it.
+        // SAFETY: these are two pages of our mapping, and nobody has a reference into it.
         unsafe { libc::madvise(at.cast(), len, libc::MADV_DONTNEED) }
     });
     let start = Instant::now();
-    // Until the event is read the kernel refuses to fill.
+    // The kernel refuses to fill until the event is read.
     while !uffd
         .copy(memory.at(1), &[2; PAGE as usize], Wake::Now)
         .unwrap_err()
@@ -104,20 +101,23 @@ fn dropped_pages_are_reported_and_fills_wait_for_the_report_to_be_read() {
 
 #[test]
 fn moved_and_unmapped_ranges_are_reported() {
-    // Dropped last: unmapping while the userfaultfd is open waits for a reader of the event.
+    // These are dropped last, because unmapping waits for a reader of its event while the
+    // userfaultfd is open.
     let (memory, target) = (Memory::anonymous(2), Memory::anonymous(1));
     let Some(uffd) = open(Features::EVENT_REMAP | Features::EVENT_UNMAP) else {
         return;
     };
     memory.register(&uffd, RegisterMode::MISSING);
-    // No address is ever free in between, where another thread's mapping could slip in: the page is
-    // moved over a mapping of ours and leaves an empty one behind, and then it is mapped over.
+    // No address may become free in between, or another thread's mapping could take it. So the page
+    // is moved over a mapping of ours and leaves an empty mapping behind. Then that one is mapped
+    // over.
     let to = target.at(0);
     let call = in_thread(&memory, move |memory| {
         let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
         let to: *mut libc::c_void = std::ptr::with_exposed_provenance_mut(to.0 as usize);
         let from = memory.guest().wrapping_byte_add(PAGE as usize);
-        // SAFETY: replaces `target`, which nobody touches, by a page of `memory`; both are ours.
+        // SAFETY: this replaces `target` with a page of `memory`. Both are ours, and nobody touches
+        // `target`.
         let moved = unsafe { libc::mremap(from.cast(), PAGE as usize, PAGE as usize, flags, to) };
         i32::from(moved == libc::MAP_FAILED)
     });
@@ -132,7 +132,7 @@ fn moved_and_unmapped_ranges_are_reported() {
     assert_eq!(call.join().unwrap(), 0);
     let call = in_thread(&target, |target| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: replaces a page of ours that nobody touches.
+        // SAFETY: this replaces a page of ours that nobody touches.
         let mapped = unsafe {
             libc::mmap(
                 target.guest().cast(),
@@ -159,7 +159,7 @@ fn a_fork_hands_over_the_childs_userfaultfd() {
     };
     let memory = Memory::anonymous(1);
     memory.register(&uffd, RegisterMode::MISSING);
-    // SAFETY: the child does nothing but exit, which is safe to do after a fork of many threads.
+    // SAFETY: the child only exits, which is safe after a fork of a process with many threads.
     let call = in_thread(&memory, |_| unsafe {
         match libc::fork() {
             0 => libc::_exit(7),
@@ -173,7 +173,7 @@ fn a_fork_hands_over_the_childs_userfaultfd() {
     drop(child);
     let pid = call.join().unwrap();
     let mut status = 0;
-    // SAFETY: waits for our child and writes `status`.
+    // SAFETY: the call waits for our child and writes `status`.
     assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
     assert_eq!(
         (libc::WIFEXITED(status), libc::WEXITSTATUS(status)),

@@ -1,4 +1,4 @@
-//! Opening: by which door, with which features, and what is said when it cannot be.
+//! Opening: interfaces, features, and errors.
 
 use crate::support::{Memory, PAGE, assert_no_event, open};
 use pageferry_testkit::skip;
@@ -11,7 +11,7 @@ use rustix::process::{Uid, getuid};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities, set_thread_res_uid};
 use std::thread;
 
-/// Runs `call` in a thread of its own, whose credentials may be changed without harm to others.
+/// Runs `call` in a new thread, whose credentials it may change without harm to others.
 fn apart<R: Send>(call: impl FnOnce() -> R + Send) -> R {
     thread::scope(|scope| scope.spawn(call).join().unwrap())
 }
@@ -65,11 +65,11 @@ fn what_the_kernel_lacks_is_named() {
 #[test]
 fn without_any_privilege_the_error_says_what_to_do() {
     if !getuid().is_root() {
-        return println!("SKIPPED: taking privileges away needs root");
+        return println!("SKIPPED: dropping privileges needs root");
     }
     let nobody = Uid::from_raw(65534);
     let (opened, support) = apart(|| {
-        // Of this thread only: the C library's call would change all of them.
+        // This changes only this thread. The C library's call would change all of them.
         set_thread_res_uid(nobody, nobody, nobody).unwrap();
         (
             Userfaultfd::open(Features::empty()).map(drop),

@@ -1,7 +1,8 @@
-//! Poison markers: who touches one is told at once, in its own thread, and a page goes in over it.
+//! Poison markers: a touch raises SIGBUS at once in the touching thread, and a page can replace a
+//! marker.
 #![expect(
     unsafe_code,
-    reason = "a SIGBUS handler, which is how a poisoned page is noticed"
+    reason = "installs a SIGBUS handler, which notices poisoned pages"
 )]
 
 use crate::support::{Memory, PAGE, assert_no_event};
@@ -18,7 +19,7 @@ const FEATURES: Features = Features::MINOR_SHMEM
     .union(Features::MISSING_SHMEM)
     .union(Features::POISON);
 
-/// A userfaultfd with poison markers. Before Linux 6.6 there are none: there, only a run that
+/// Opens a userfaultfd with poison markers. Linux before 6.6 has none. There only a run that
 /// requires "poison" fails.
 fn open_for_poison() -> Option<Userfaultfd> {
     match Userfaultfd::open(FEATURES) {
@@ -116,12 +117,12 @@ fn a_batch_of_continues_replaces_a_batch_of_markers() {
     }
 }
 
-/// What the SIGBUS handler works on, and what it saw.
+/// The state of the SIGBUS handler.
 static SERVED: OnceLock<Userfaultfd> = OnceLock::new();
 static SEEN_ADDRESS: AtomicU64 = AtomicU64::new(0);
 static SEEN_THREAD: AtomicU32 = AtomicU32::new(0);
 
-/// Installs the page over the marker in the thread that touched it. Calls nothing but system calls.
+/// Installs the page over the marker, in the thread that touched it. It makes only system calls.
 extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
     // SAFETY: the kernel passes a valid siginfo_t, which for SIGBUS has an address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr() as u64) };
@@ -129,9 +130,9 @@ extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc
     let installed = SERVED
         .get()
         .is_some_and(|uffd| uffd.continue_range(page, PAGE, Wake::Later).is_ok());
-    // ADRERR comes of a kernel without CONFIG_MEMORY_FAILURE.
+    // A kernel without CONFIG_MEMORY_FAILURE sends ADRERR.
     if !matches!(code, libc::BUS_MCEERR_AR | libc::BUS_ADRERR) || !installed {
-        // SAFETY: ends the process, which would else repeat the access for ever.
+        // SAFETY: this ends the process. Otherwise it would repeat the access for ever.
         unsafe { libc::_exit(101) };
     }
     SEEN_ADDRESS.store(address, Ordering::Relaxed);
@@ -150,7 +151,7 @@ fn the_toucher_itself_installs_the_page_on_sigbus_and_goes_on() {
         return;
     };
     let uffd = SERVED.get_or_init(|| uffd);
-    // SAFETY: all zeros is a valid sigaction; the handler is safe to run at any access to memory,
+    // SAFETY: all zeros is a valid sigaction. The handler is safe to run at any access to memory,
     // and SIGBUS has no other meaning in this program.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();

@@ -1,4 +1,4 @@
-//! Calls that stop before their end say where and why, with the kernel's own errno.
+//! Calls that stop before their end return the place and the kernel's errno.
 #![expect(unsafe_code, reason = "registering ranges that the kernel must refuse")]
 
 use crate::support::{Memory, PAGE, open};
@@ -136,7 +136,7 @@ fn ranges_that_are_not_registered_are_refused() {
             .unwrap_err()
             .is_not_registered()
     );
-    // Registered, and then no longer.
+    // Register the range, and unregister it.
     memory.register(&uffd, RegisterMode::MINOR);
     uffd.unregister(memory.at(0), memory.len()).unwrap();
     assert!(
@@ -171,7 +171,7 @@ fn unaligned_and_empty_ranges_are_invalid() {
 fn registration_of_what_cannot_be_is_refused() {
     let Some(uffd) = open(SHARED) else { return };
     let memory = Memory::shared(2);
-    // SAFETY: refused each time, so nothing is registered by them.
+    // SAFETY: the kernel refuses each call, so nothing is registered.
     let register =
         |uffd: &Userfaultfd, start, len, mode| unsafe { uffd.register(start, len, mode) };
     for (start, len, mode) in [

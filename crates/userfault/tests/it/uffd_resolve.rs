@@ -1,5 +1,5 @@
-//! A thread sleeps on a page; the page is made present; the thread goes on and sees the right
-//! bytes.
+//! A thread sleeps on a page. After the page is made present, the thread continues and sees the
+//! right bytes.
 
 use crate::support::{Memory, PAGE, assert_no_event, next_fault, open};
 use pageferry_addr::PageSize;
@@ -18,8 +18,8 @@ fn a_minor_fault_is_resolved_by_continue_after_a_write_through_the_alias() {
     let fault = next_fault(&uffd);
     assert_eq!(fault.address, memory.at(5));
     assert!(fault.minor && !fault.write && !fault.write_protected);
-    assert_eq!(fault.thread, 0, "nobody asked for thread ids");
-    // The bytes are replaced while the toucher sleeps: it must see the last ones.
+    assert_eq!(fault.thread, 0, "thread ids were not requested");
+    // The bytes change while the toucher sleeps. It must see the last ones.
     memory.put(5, 0xa5);
     toucher.assert_asleep();
     uffd.continue_range(memory.at(5), PAGE, Wake::Now).unwrap();
@@ -157,7 +157,7 @@ fn a_write_to_a_protected_page_sleeps_until_the_protection_is_lifted() {
         .unwrap();
     uffd.write_protect(memory.at(0), memory.len()).unwrap();
     let reader = memory.touch(0, None);
-    assert_eq!(reader.value(), 1, "reading is free");
+    assert_eq!(reader.value(), 1, "a read does not fault");
     let writer = memory.touch(1, Some(2));
     let fault = next_fault(&uffd);
     assert!(fault.write && fault.write_protected && fault.address == memory.at(1));
