@@ -1,34 +1,34 @@
-//! One reader, or two, against the writer, in all interleavings with few preemptions.
+//! One or two readers beside the writer, in all interleavings with few preemptions.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --profile stress --test loom`
 //!
-//! Nodes have four entries there, and a leaf that is all of the tree by id up to eight. What is
-//! freed is watched: a reader that uses a slot or a node which the free did not wait for makes a
-//! model fail, as does a state that is neither old nor new. Each model gives what the reader saw,
-//! and the test names outcomes that must be among them.
+//! Under loom, nodes have four entries, and a leaf that is the whole tree by id has up to eight. A
+//! model fails if a reader uses a slot or node that was freed too early, or sees a state that is
+//! neither old nor new. Each model returns the outcomes of its readers, and the test names outcomes
+//! that must occur.
 //!
-//! What fails when a rule is broken (tried by hand):
+//! Broken rules and the models that fail (tried by hand):
 //! - the generation published before the cells, or nodes born a version early:
 //!   `a_view_sees_a_move_wholly_or_not`, `a_view_sees_a_deletion_wholly_or_not`,
 //!   `a_view_outlives_changes`, `a_leaf_splits_under_readers`;
-//! - in a move, taken from the old place before it is put at the new: the four moves over itself,
-//!   `a_moved_slot_is_never_valid_at_both_places`;
-//! - marked invalid after the publication: `a_slot_that_goes_is_seen_valid_then_invalid_then_not`,
-//!   `a_move_up_over_itself`, `a_moved_slot_is_never_valid_at_both_places`,
-//!   `an_update_that_is_given_up`;
+//! - a moving slot taken from the old place before it is put at the new: the four moves over
+//!   itself, `a_moved_slot_is_never_valid_at_both_places`;
+//! - a slot marked invalid after the publication:
+//!   `a_slot_that_goes_is_seen_valid_then_invalid_then_not`, `a_move_up_over_itself`,
+//!   `a_moved_slot_is_never_valid_at_both_places`, `an_update_that_is_given_up`;
 //! - flags changed without a mark: `flags_change_at_once_and_stay_changed`;
-//! - a slot found last kept over epochs: `the_slot_found_last_is_not_found_after_it_has_gone`;
+//! - the slot found last kept over epochs: `the_slot_found_last_is_not_found_after_it_has_gone`;
 //! - two leaves read at the last complete version:
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - records taken whatever version they came in: `a_view_sees_a_move_wholly_or_not`,
+//! - records used without a check of their version: `a_view_sees_a_move_wholly_or_not`,
 //!   `a_view_outlives_changes`, `flags_change_at_once_and_stay_changed`;
-//! - a slot that comes into a leaf found in whatever version:
+//! - a slot that comes into a leaf used without a check of its version:
 //!   `a_view_sees_no_slot_that_comes_into_its_leaf`,
 //!   `a_view_sees_nothing_of_a_slot_that_came_and_changed`;
 //! - its cell stored before its key or the number of slots:
 //!   `a_slot_that_was_seen_from_the_next_leaf_stays_seen`,
 //!   `a_slot_that_came_stays_seen_from_the_next_leaf`;
-//! - a slot that moves put there too:
+//! - a moving slot put into a leaf without a copy:
 //!   `a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not`;
 #![cfg(loom)]
 
@@ -37,11 +37,12 @@ use pageferry_addr::{Gfn, Hva};
 use pageferry_memslot::{
     Limits, Request, Slot, SlotFlags, SlotGuard, SlotReader, SlotView, SlotWriter,
 };
+use pageferry_testkit::model::explore;
 use std::collections::BTreeSet;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-/// What a look-up gave: the slot's first frame and data, and whether it is valid.
+/// The result of a look-up: the slot's first frame and data, and whether it is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Found {
     Nothing,
@@ -92,8 +93,8 @@ impl Model {
         }
     }
 
-    /// All that a view, which is made beside `write`, can see; with fewer preemptions, as views
-    /// look at more.
+    /// Returns all outcomes of `read` on a view that is made beside `write`. It allows fewer
+    /// preemptions, as views take more steps.
     fn views<O: Ord + Debug + Send + 'static>(
         mut self,
         read: impl Fn(SlotView<'_, u32>) -> O + Send + Sync + 'static,
@@ -103,19 +104,15 @@ impl Model {
         self.explore(1, move |reader| read(reader.pin().view()), write)
     }
 
-    /// All that the readers can see.
+    /// Returns all outcomes of `readers` readers.
     fn explore<O: Ord + Debug + Send + 'static>(
         self,
         readers: usize,
         read: impl Fn(&mut SlotReader<u32>) -> O + Send + Sync + 'static,
         write: impl Fn(&mut SlotWriter<u32>) + Send + Sync + 'static,
     ) -> BTreeSet<O> {
-        let seen = Arc::new(Mutex::new(BTreeSet::new()));
-        let mut builder = loom::model::Builder::new();
-        builder.preemption_bound = Some(self.preemptions);
-        builder.max_branches = 20_000;
-        let (outcomes, read) = (Arc::clone(&seen), Arc::new(read));
-        builder.check(move || {
+        let read = Arc::new(read);
+        let seen = explore(self.preemptions, move || {
             let mut writer = SlotWriter::new(self.limits);
             for request in &self.slots {
                 writer.set(*request).unwrap();
@@ -128,16 +125,16 @@ impl Model {
                 })
                 .collect();
             write(&mut writer);
-            for thread in threads {
-                outcomes.lock().unwrap().insert(thread.join().unwrap());
-            }
+            let outcomes: Vec<O> = threads.into_iter().map(|t| t.join().unwrap()).collect();
             assert_eq!(writer.reclaim(), 0, "nobody reads any more");
+            outcomes
         });
-        std::mem::take(&mut seen.lock().unwrap())
+        seen.into_iter().flatten().collect()
     }
 }
 
-/// All look-ups of one view, for slot `id` of the model: at two frames, by id, and by host address.
+/// The results of all look-ups of one view for slot `id`: at two frames, by id, and by host
+/// address.
 fn all_of(view: SlotView<'_, u32>, id: u16, frames: [u64; 2]) -> [Found; 4] {
     let mut in_host = view.iter_hva(host(id)).filter(|slot| slot.id == id);
     let by_hva = found(in_host.next());
@@ -146,7 +143,7 @@ fn all_of(view: SlotView<'_, u32>, id: u16, frames: [u64; 2]) -> [Found; 4] {
     [first, second, found(view.by_id(id)), by_hva]
 }
 
-/// The same whatever the marks, which alone may change under a view.
+/// The same without the marks, which may change under a view.
 fn unmarked<const N: usize>(all: [Found; N]) -> [Found; N] {
     all.map(|found| match found {
         Invalid(start, data) => Valid(start, data),
@@ -178,14 +175,14 @@ fn a_slot_that_comes_is_seen_or_not() {
     );
 }
 
-/// Looks twice for a new slot that is the last of one leaf, where a look-up of its last frame goes
-/// to the next.
+/// Looks twice for a new slot that is the last of one leaf. A look-up of its last frame goes to the
+/// next leaf.
 fn comes_before_the_next_leaf(frames: [u64; 2]) {
     let starts = [0, 10, 20, 30, 40, 50];
     let mut slots: Vec<_> = (0..6)
         .map(|i| slot(i, starts[usize::from(i)], 1, 0))
         .collect();
-    // The second leaf begins at frame 40 still, and the first has room.
+    // The second leaf still begins at frame 40, and the first has room.
     slots.push(Request::delete(0, 4));
     slots.push(Request::delete(0, 1));
     let seen = Model::of(slots).explore(
@@ -193,7 +190,7 @@ fn comes_before_the_next_leaf(frames: [u64; 2]) {
         move |reader| {
             let guard = reader.pin();
             let first = see(&guard, frames[0]);
-            // Something else is found last.
+            // Make another slot the one found last.
             let _ = see(&guard, 0);
             [first, see(&guard, frames[1])]
         },
@@ -227,7 +224,7 @@ fn a_slot_that_goes_is_seen_valid_then_invalid_then_not() {
             let guard = reader.pin();
             let first = guard.lookup(Gfn(10));
             let both = [found(first), see(&guard, 11)];
-            // Still there to be used, however far the writer is.
+            // The record may be used at any progress of the writer.
             assert!(first.is_none_or(|slot| slot.data == 7));
             both
         },
@@ -272,7 +269,7 @@ fn the_slot_found_last_is_not_found_after_it_has_gone() {
     assert!(seen.contains(&[Valid(10, 7), Nothing, Nothing]));
 }
 
-/// Two readers tell each other which slot they found last.
+/// Two readers share the slot that they found last.
 #[test]
 fn a_slot_that_another_reader_found_last() {
     let mut model = Model::of([slot(1, 10, 2, 7)]);
@@ -291,7 +288,7 @@ fn a_slot_that_another_reader_found_last() {
     );
 }
 
-/// Frames 12 and 13 are in the slot before and after.
+/// Moves a slot so that frames 12 and 13 are in it before and after.
 fn overlapping_move(from: u64, to: u64) {
     let seen = Model::of([slot(1, from, 4, 1)]).explore(
         1,
@@ -306,7 +303,7 @@ fn overlapping_move(from: u64, to: u64) {
     );
     for [first, only_one, last] in &seen {
         assert!(*first != Nothing && *last != Nothing, "{seen:?}");
-        // At frame 10 there is only one of the two, whichever is lower.
+        // Frame 10 is only in the lower one of the two.
         let (old, new) = (Valid(from, 1), Valid(to, 2));
         match first {
             f if *f == new => {
@@ -379,8 +376,8 @@ fn a_move_down_over_itself_into_the_leaf_before() {
     overlapping_move_between_leaves(40, 38);
 }
 
-/// Slot 1 of `slots` moves from frame 10 to `to`: the newest state is at one of the two places, and
-/// never valid at both.
+/// Moves slot 1 of `slots` from frame 10 to `to`. In the newest state it is at one of the places,
+/// and never valid at both.
 fn moves_far(slots: Vec<Request<u32>>, to: u64) {
     let seen = Model::of(slots).explore(
         1,
@@ -411,7 +408,7 @@ fn a_moved_slot_is_never_valid_at_both_places() {
     moves_far(in_order(5), 90);
 }
 
-/// All look-ups of one view give one version: here of a slot that moves in all trees of two levels.
+/// All look-ups of one view return one version. Here a slot moves, and all trees have two levels.
 #[test]
 fn a_view_sees_a_move_wholly_or_not() {
     let slots = (0..5).map(|i| slot(i, u64::from(i) * 10, 1, 1));
@@ -433,8 +430,8 @@ fn a_view_sees_a_move_wholly_or_not() {
     assert_eq!(seen, possible);
 }
 
-/// A slot moves behind all others of another leaf, which has room, and is not found there at its
-/// old time.
+/// A slot moves behind all others of another leaf, which has room. An older view must not find it
+/// there.
 #[test]
 fn a_view_sees_a_move_to_the_end_of_another_leaf_wholly_or_not() {
     let seen = Model::of(in_order(6)).views(
@@ -471,8 +468,7 @@ fn a_view_sees_a_deletion_wholly_or_not() {
     assert_eq!(seen, possible);
 }
 
-/// A view stays at its version over two changes, of which the second uses memory that the first has
-/// left.
+/// A view stays at its version over two changes. The second change reuses memory of the first.
 #[test]
 fn a_view_outlives_changes() {
     let seen = Model::of([slot(1, 10, 1, 1)]).views(
@@ -498,7 +494,7 @@ fn a_view_outlives_changes() {
     assert_eq!(seen, possible);
 }
 
-/// A slot goes, comes again to where it was, and goes again.
+/// A slot is deleted, created again at the same place, and deleted again.
 #[test]
 fn a_view_sees_a_slot_that_goes_and_comes_again() {
     let slots = in_order(3);
@@ -525,7 +521,7 @@ fn a_view_sees_a_slot_that_goes_and_comes_again() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A slot moves to where another was until then, and back.
+/// A slot moves to the former place of another, and back.
 #[test]
 fn a_view_sees_a_slot_that_moves_to_where_another_was() {
     let seen = Model::of(in_order(4)).views(
@@ -553,14 +549,15 @@ fn a_view_sees_a_slot_that_moves_to_where_another_was() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// Two slots come behind the others into a leaf that stays; who sees the second sees the first too.
+/// Two slots come behind the others into a leaf that stays. A reader that sees the second sees the
+/// first too.
 #[test]
 fn slots_that_come_in_order_are_seen_in_order() {
     let seen = Model::of([slot(1, 10, 1, 1)]).explore(
         1,
         |reader| {
             let guard = reader.pin();
-            // Not the slot found last.
+            // Make another slot the one found last.
             assert_eq!(see(&guard, 10), Valid(10, 1));
             [see(&guard, 30), see(&guard, 20)]
         },
@@ -576,7 +573,7 @@ fn slots_that_come_in_order_are_seen_in_order() {
     );
 }
 
-/// The same under a view, which sees as many as had come when it was made.
+/// The same under a view, which sees the slots that had come when it was made.
 #[test]
 fn a_view_sees_no_slot_that_comes_into_its_leaf() {
     let model = Model::of([slot(1, 10, 1, 1)]);
@@ -586,7 +583,7 @@ fn a_view_sees_no_slot_that_comes_into_its_leaf() {
             let guard = reader.pin();
             let view = guard.view();
             let come = view.generation().number() - 1;
-            // Their host memory is that of slot 1.
+            // The new slots have the same host memory as slot 1.
             assert_eq!(view.iter_hva(host(1)).count() as u64, 1 + come);
             assert_eq!(view.iter().count() as u64, 1 + come);
             let last = 10 * (1 + come);
@@ -602,8 +599,8 @@ fn a_view_sees_no_slot_that_comes_into_its_leaf() {
     assert_eq!(seen, BTreeSet::from([0, 1, 2]));
 }
 
-/// A leaf whose neighbour goes takes over its frames, and a slot comes into it there: a view from
-/// before finds the neighbour.
+/// A leaf takes over the frames of a neighbour that goes, and a slot comes into it there. An older
+/// view finds the neighbour.
 #[test]
 fn a_slot_comes_where_another_leaf_was() {
     let mut slots = in_order(9);
@@ -634,8 +631,8 @@ fn a_slot_comes_where_another_leaf_was() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A slot comes into a leaf that stays, and another record takes its place: a view from before
-/// leads back to nothing.
+/// A slot comes into a leaf that stays, and another record replaces it. An older view finds
+/// neither.
 #[test]
 fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
     let seen = Model::of([slot(1, 10, 1, 1)]).views(
@@ -663,8 +660,7 @@ fn a_view_sees_nothing_of_a_slot_that_came_and_changed() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// A leaf splits, and the root becomes another node, under a view and a look-up of the newest
-/// state.
+/// A leaf splits, and the root is replaced, under a view and a look-up of the newest state.
 #[test]
 fn a_leaf_splits_under_readers() {
     let slots = (0..4).map(|i| slot(i, u64::from(i) * 10, 1, 1));
@@ -694,8 +690,8 @@ fn a_leaf_splits_under_readers() {
     assert_eq!(seen, BTreeSet::from(possible));
 }
 
-/// What a view has by id, of a tree whose form `write` changes: slot `changed`, and three others.
-/// There are `before` changes first.
+/// Returns whether views find slot `changed` by id, in a tree whose form `write` changes. Views
+/// must always find the three `others`. `before` changes come first.
 fn forms(
     slots: Vec<Request<u32>>,
     changed: u16,
@@ -721,7 +717,7 @@ fn in_order(count: u16) -> Vec<Request<u32>> {
         .collect()
 }
 
-/// By id there is one leaf of up to eight slots, which has room for four at first.
+/// The tree by id is one leaf of up to eight slots. It has room for four at first.
 #[test]
 fn one_leaf_grows_under_a_view() {
     let seen = forms(in_order(4), 4, [0, 1, 3], |writer| {
@@ -780,7 +776,8 @@ fn flags_change_at_once_and_stay_changed() {
     assert_eq!(seen, BTreeSet::from([[old, old], [old, new], [new, new]]));
 }
 
-/// Who loads the same generation before and after, with nothing in progress, saw that version.
+/// A reader that loads the same generation before and after, with nothing in progress, saw that
+/// version.
 #[test]
 fn a_generation_that_has_not_changed_vouches_for_what_was_seen() {
     let model = Model::of([slot(1, 10, 1, 1)]);
@@ -800,12 +797,12 @@ fn a_generation_that_has_not_changed_vouches_for_what_was_seen() {
     );
     let vouched: BTreeSet<_> = seen.into_iter().flatten().collect();
     let (old, new) = (Valid(10, 1), Valid(30, 2));
-    // In the first, the slot's mark may come before the generation is loaded again.
+    // In the first outcome, the slot's mark may come before the second load of the generation.
     assert!(vouched.contains(&(1, [old, Nothing])) && vouched.contains(&(2, [Nothing, new])));
     assert_eq!(vouched.len(), 2, "{vouched:?}");
 }
 
-/// An update that is given up leaves the slot as it was; in between it was invalid.
+/// An aborted update leaves the slot as it was. During the update the slot was invalid.
 #[test]
 fn an_update_that_is_given_up() {
     let model = Model::of([slot(1, 10, 1, 1)]);

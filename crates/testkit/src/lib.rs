@@ -1,22 +1,27 @@
-//! Shared by the tests of all crates: skips, bounded waiting, random numbers, stopping threads.
+//! Shared by the tests of all crates: skips, bounded waiting, random numbers, stopping threads, and
+//! models under loom.
 //!
-//! **Guarantee.** A test that cannot run here says so, and fails where it is required to run. No
-//! test waits without a limit. Random numbers are the same in every run.
+//! **Guarantee.** A test that cannot run here says so. If it is required to run, it fails. No test
+//! waits without a limit. Random numbers are the same in every run.
 //!
-//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists what must be there (`kvm,uffd,lab`). The
-//! variable `PAGEFERRY_STRESS_SECONDS` sets how long a stress test runs.
+//! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists the required resources (`kvm,uffd,lab`).
+//! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
-//! **Neighbours.** A development dependency only: no crate needs it to build. It uses only `std`.
+//! **Neighbours.** A development dependency only: no crate needs it to build. It uses only `std`,
+//! and loom under `--cfg loom`.
+
+#[cfg(loom)]
+pub mod model;
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The longest time a test waits for something that should happen at once. Machines that run tests
-/// are slow and shared, so this is a bound against hanging and no statement about speed.
+/// The longest time for which a test waits for something that should happen at once. Test machines
+/// are slow and shared, so this bound only prevents hanging.
 pub const LIMIT: Duration = Duration::from_secs(300);
 
-/// Says that a test is skipped because `resource` is not usable here, for the reason `why`.
+/// Reports that a test is skipped because `resource` is not usable here, for the reason `why`.
 ///
 /// Returns `true`, so that a test can say `if missing.is_some_and(|why| skip("kvm", why)) { return
 /// }`.
@@ -34,10 +39,10 @@ pub fn skip(resource: &str, why: impl Display) -> bool {
     true
 }
 
-/// Waits until `ready` returns something, and returns that.
+/// Waits until `ready` returns a value, and returns that value.
 ///
 /// # Panics
-/// After [`LIMIT`], naming `what`.
+/// After [`LIMIT`]. The message names `what`.
 #[track_caller]
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
@@ -54,13 +59,13 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> T {
 /// Waits until `done` returns `true`.
 ///
 /// # Panics
-/// After [`LIMIT`], naming `what`.
+/// After [`LIMIT`]. The message names `what`.
 #[track_caller]
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     wait_for(what, || done().then_some(()));
 }
 
-/// How long a stress test runs: `PAGEFERRY_STRESS_SECONDS`, or `default`.
+/// The duration of a stress test: `PAGEFERRY_STRESS_SECONDS`, or `default`.
 ///
 /// # Panics
 /// If the variable is not a whole number.
@@ -106,13 +111,13 @@ impl Random {
     /// If `limit` is zero.
     pub const fn below(&mut self, limit: u64) -> u64 {
         assert!(limit > 0, "no number is below zero");
-        // The upper bits are the better ones; the bias is of no matter to a test.
+        // The upper bits are better. The bias does not matter to a test.
         ((self.next() as u128 * limit as u128) >> 64) as u64
     }
 }
 
-/// Tells the threads of a test to end. It also rings when the test panics, through
-/// [`Stop::on_drop`].
+/// A signal that tells the threads of a test to end. With [`Stop::on_drop`] a panic of the test
+/// gives it too.
 #[derive(Debug, Default)]
 pub struct Stop(AtomicBool);
 
@@ -134,7 +139,7 @@ impl Stop {
         self.0.load(Ordering::Acquire)
     }
 
-    /// Gives the signal when the returned value is dropped, also by a panic.
+    /// Returns a value that gives the signal when it is dropped, also by a panic.
     #[must_use = "dropping it at once stops the threads at once"]
     pub const fn on_drop(&self) -> StopOnDrop<'_> {
         StopOnDrop(self)

@@ -1,31 +1,32 @@
 //! Shared guards against exclusive work.
 //!
-//! Who shares reads a cell, who excludes adds 1 to it, and loom reports what is not ordered. Each
-//! model gives what its threads saw, and the test names the outcomes that must be seen. Where a
-//! model tries rather than waits, it ends soon: both ways in run the same code.
+//! Sharers read a cell, and excluders add 1 to it. Loom reports accesses that are not ordered. Each
+//! model returns the outcomes of its threads, and the test names the outcomes that must occur. Most
+//! models try instead of waiting, so they end soon. Both ways run the same code.
 //!
-//! What fails when a rule is broken (tried by hand):
+//! Broken rules and the models that fail (tried by hand):
 //! - no fence in `Reader::announce` or in `Domain::keep_out`, relaxed order in `Reader::withdraw`
-//!   or at the end of `Exclusive`, `try_exclude` without its look at the readers: all models but
+//!   or at the end of `Exclusive`, `try_exclude` without its scan of the readers: all models but
 //!   one or two;
-//! - relaxed order in `Reader::is_kept_out`: all that see what was added;
+//! - relaxed order in `Reader::is_kept_out`: all models in which a sharer may see an added 1;
 //! - relaxed order in `Reader::announce`: `a_plain_guard_after_a_shared_one` only;
-//! - no acquire fence in `try_exclude`: all that try; none in `exclude`, or no wait there:
-//!   `an_excluder_waits_for_a_sharer`;
+//! - no acquire fence in `try_exclude`: all models that call it; no acquire fence or no wait in
+//!   `exclude`: `an_excluder_waits_for_a_sharer`;
 //! - `Shared::refresh` without the bit: `a_refreshed_guard_still_shares`;
-//! - `announce_later` without its second look: `a_sharer_waits_for_one_exclusion_after_another`;
-//!   `announce_within` likewise: `who_shares_within_a_turn`.
+//! - `announce_later` without its second load of the word:
+//!   `a_sharer_waits_for_one_exclusion_after_another`; `announce_within` likewise:
+//!   `who_shares_within_a_turn`.
 
-use crate::explore::explore;
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::thread;
 use pageferry_epoch::{Domain, Exclusive, Reader, Shared};
+use pageferry_testkit::model::explore;
 use std::collections::BTreeSet;
 
 struct Cell(UnsafeCell<u32>);
 
-// SAFETY: what is not shared correctly is what the models look for.
+// SAFETY: the models look for accesses that are not shared correctly.
 unsafe impl Sync for Cell {}
 // SAFETY: as above.
 unsafe impl Send for Cell {}
@@ -40,10 +41,10 @@ impl Cell {
         self.0.with(|value| unsafe { *value })
     }
 
-    /// Adds 1; gives what was there before.
+    /// Adds 1. Returns the value before.
     fn add(&self, _: &Exclusive<'_>) -> u32 {
         self.0.with_mut(|value| {
-            // SAFETY: loom reports whatever races with this.
+            // SAFETY: loom reports any access that races with this.
             let value = unsafe { &mut *value };
             *value += 1;
             *value - 1
@@ -51,7 +52,7 @@ impl Cell {
     }
 }
 
-/// A sharer's thread, which gives what `body` gives.
+/// Runs `body` on a sharer's thread.
 fn spawn<O: 'static>(
     cell: &Arc<Cell>,
     mut reader: Reader,
@@ -61,12 +62,12 @@ fn spawn<O: 'static>(
     thread::spawn(move || body(&cell, &mut reader))
 }
 
-/// What a sharer reads, if it gets in.
+/// The value that a sharer reads, if it gets in.
 fn try_read(cell: &Cell, reader: &mut Reader) -> Option<u32> {
     reader.try_share().map(|shared| cell.read(&shared))
 }
 
-/// What was there before an excluder added, if it got in.
+/// The value before an excluder added 1, if it got in.
 fn try_add(cell: &Cell, domain: &Domain) -> Option<u32> {
     domain.try_exclude().map(|exclusive| cell.add(&exclusive))
 }
@@ -79,8 +80,8 @@ fn one_shares_and_one_excludes() {
         let added = try_add(&cell, &domain);
         (sharer.join().unwrap(), added)
     });
-    // Both get in, one after the other; or one keeps the other out; or each sees the other and
-    // goes.
+    // Both get in, one after the other. Or one keeps the other out. Or each sees the other, and
+    // both withdraw.
     let all = [
         (Some(0), Some(0)),
         (Some(1), Some(0)),
@@ -150,7 +151,7 @@ fn who_shares_within_a_turn() {
     assert!(seen.contains(&(Some(0), [None, Some(0)])));
 }
 
-/// The reader registers while the excluder looks at all readers, so that it may be missed.
+/// The reader registers during the excluder's scan, so the scan may miss it.
 #[test]
 fn a_sharer_that_has_just_come() {
     let seen = explore(3, || {
@@ -166,16 +167,15 @@ fn a_sharer_that_has_just_come() {
     assert!(seen.contains(&(None, Some(0))) && seen.contains(&(Some(0), None)));
 }
 
-/// A plain guard is not waited for, and seeing it is as good as seeing the end of the shared one
-/// before it.
+/// An excluder does not wait for a plain guard. Its announcement orders as much as the end of the
+/// shared guard before it.
 #[test]
 fn a_plain_guard_after_a_shared_one() {
     let seen = explore(3, || {
         let (cell, domain) = (Cell::new(), Domain::new());
         let sharer = spawn(&cell, domain.register(), |cell, reader| {
             let value = try_read(cell, reader);
-            // Not ended before the model is over, so that its announcement is what the excluder
-            // sees.
+            // The guard does not end during the model, so the excluder sees its announcement.
             std::mem::forget(reader.pin());
             value
         });
@@ -186,7 +186,7 @@ fn a_plain_guard_after_a_shared_one() {
     assert!(seen.contains(&(Some(0), Some(0))) && seen.contains(&(Some(0), None)));
 }
 
-/// A guard that goes on to another epoch goes on keeping exclusive work out.
+/// A guard that moves to another epoch still keeps exclusive work out.
 #[test]
 fn a_refreshed_guard_still_shares() {
     let seen = explore(3, || {
@@ -195,7 +195,7 @@ fn a_refreshed_guard_still_shares() {
         let sharer = spawn(&cell, domain.register(), move |cell, reader| {
             let mut shared = reader.try_share()?;
             let before = shared.epoch();
-            // A guard allows one.
+            // A guard allows one advance.
             assert!(moved.try_advance());
             shared.refresh();
             assert_ne!(shared.epoch(), before);
@@ -207,7 +207,7 @@ fn a_refreshed_guard_still_shares() {
     assert!(seen.contains(&(Some(0), Some(0))) && seen.contains(&(Some(0), None)));
 }
 
-/// The one who waits to exclude gets in as soon as the guard has gone, whatever it was doing.
+/// A thread that waits to exclude gets in as soon as the guard has ended.
 #[test]
 fn an_excluder_waits_for_a_sharer() {
     let seen = explore(3, || {
@@ -236,7 +236,7 @@ fn a_sharer_waits_for_an_excluder() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// The second exclusive work begins when the sharer has just seen the first one end.
+/// The second exclusive work may begin when the sharer has just seen the first one end.
 #[test]
 fn a_sharer_waits_for_one_exclusion_after_another() {
     let seen = explore(3, || {
@@ -252,7 +252,7 @@ fn a_sharer_waits_for_one_exclusion_after_another() {
     }
 }
 
-/// Shared work that yields reads before and after, and never while another adds.
+/// Shared work that yields reads before and after the yield, and never beside an addition.
 #[test]
 fn a_sharer_yields_to_an_excluder() {
     let seen = explore(3, || {

@@ -1,23 +1,22 @@
-//! Guards against a writer who unlinks, retires, moves the epoch on and frees.
+//! Guards beside a writer that unlinks, retires, moves the epoch on and frees.
 //!
-//! There are two things, 0 and 1, and a word that says which of them is linked; to free one is to
-//! write to it, and loom reports a read that the write does not wait for. Each model gives what its
-//! threads saw, and the test names the outcomes that must be seen, so that a model which explores
-//! too little fails.
+//! There are two things, 0 and 1, and a word with the number of the linked thing. A free is a write
+//! to a thing, and loom reports a read that is not ordered with it. Each model returns the outcomes
+//! of its threads. The test names the outcomes that must occur, so a model that explores too little
+//! fails.
 //!
-//! What fails when a rule is broken (tried by hand):
+//! Broken rules and the models that fail (tried by hand):
 //! - no fence in `Domain::stamp`: `two_threads_move_the_epoch`;
-//! - no fence in `Reader::announce`, or freeing after one move of the epoch instead of two: all
+//! - no fence in `Reader::announce`, or a free after one advance of the epoch instead of two: all
 //!   models;
-//! - no fence in `Domain::try_advance`, or `Guard::epoch` without its second look:
+//! - no fence in `Domain::try_advance`, or `Guard::epoch` without its second load:
 //!   `a_cache_is_good_in_its_epoch`.
 
-use crate::explore::explore;
-use crate::watched::Watched;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 use pageferry_epoch::{Domain, Epoch, Guard, Limbo, Reader};
+use pageferry_testkit::model::{Watched, explore};
 use std::collections::BTreeSet;
 
 struct Things {
@@ -33,7 +32,7 @@ impl Things {
         })
     }
 
-    /// Follows the link under a guard; gives what it led to, which the guard then keeps.
+    /// Follows the link under a guard, which then keeps the returned thing.
     fn reach(&self, _: &Guard<'_>) -> usize {
         let thing = self.linked.load(Ordering::Acquire);
         self.use_it(thing);
@@ -44,13 +43,13 @@ impl Things {
         self.things[thing].read();
     }
 
-    /// Links the other thing, and retires this one.
+    /// Links thing 1, and retires thing 0.
     fn replace(&self, domain: &Domain, limbo: &mut Limbo<usize>) {
         self.linked.store(1, Ordering::Release);
         limbo.retire(domain.stamp(), 0);
     }
 
-    /// Moves the epoch on where that can be, and frees; says whether thing 0 is gone.
+    /// Tries to move the epoch on, and frees. Returns whether thing 0 is gone.
     fn reclaim(&self, domain: &Domain, limbo: &mut Limbo<usize>) -> bool {
         for _ in 0..2 {
             domain.try_advance();
@@ -62,7 +61,7 @@ impl Things {
     }
 }
 
-/// A reader's thread, which gives what `body` gives.
+/// Runs `body` on a reader's thread.
 fn spawn<O: 'static>(
     things: &Arc<Things>,
     mut reader: Reader,
@@ -111,7 +110,7 @@ fn each_of_two_readers_holds_its_own() {
     }
 }
 
-/// The reader registers while the writer is at work, so that a scan may miss it.
+/// The reader registers while the writer works, so that a scan may miss it.
 #[test]
 fn a_reader_that_has_just_come() {
     let seen = explore(3, || {
@@ -129,7 +128,7 @@ fn a_reader_that_has_just_come() {
     assert_eq!(seen, BTreeSet::from(all));
 }
 
-/// A record that one reader leaves is another's: what the first did is over before the second
+/// A reader takes the record of a dropped one. All accesses of the first happen before the second
 /// announces.
 #[test]
 fn a_record_is_used_again() {
@@ -154,8 +153,8 @@ fn a_record_is_used_again() {
     assert!(seen.contains(&(0, 0, true)) && seen.contains(&(0, 1, true)));
 }
 
-/// Whoever refreshes its guard lets go of what it reached before, and holds what it reaches
-/// afterwards.
+/// A reader that refreshes its guard gives up things that it reached before, and keeps things that
+/// it reaches afterwards.
 #[test]
 fn a_refreshed_guard_holds_what_comes_after() {
     let seen = explore(3, || {
@@ -178,8 +177,8 @@ fn a_refreshed_guard_holds_what_comes_after() {
     }
 }
 
-/// What a guard reached is used under the next guard of the same epoch, without following the link
-/// again.
+/// A reader uses a thing from one guard under its next guard of the same epoch, without following
+/// the link again.
 #[test]
 fn a_cache_is_good_in_its_epoch() {
     let seen = explore(3, || {
@@ -201,13 +200,12 @@ fn a_cache_is_good_in_its_epoch() {
         let (cached, good, after) = reader.join().unwrap();
         (cached, good, after, freed)
     });
-    // The cache is used though the link has changed; and it is not once the epoch has moved.
+    // The reader uses the cache though the link has changed. It does not after the epoch has moved.
     assert!(seen.contains(&(0, true, 1, false)));
     assert!(seen.contains(&(0, false, 1, true)));
 }
 
-/// The epoch may be moved by anybody: what two threads find out together is as good as what one
-/// does.
+/// Any thread may move the epoch. One advance each by two threads is as safe as two by one thread.
 #[test]
 fn two_threads_move_the_epoch() {
     let seen = explore(3, || {

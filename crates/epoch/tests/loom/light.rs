@@ -1,29 +1,28 @@
 //! Readers that turn a domain light, beside a thread that frees or excludes.
 //!
 //! Loom has no barrier in all threads. Here light guards fence after all, and the barrier is a
-//! fence. So these models check the turns, and the orders that the language knows; `tso.rs` models
-//! the barrier. Each model names outcomes in which the barrier was called.
+//! fence. So these models check the switching, and the orders that the language knows. `tso.rs`
+//! models the barrier. Each model names outcomes in which the barrier was called.
 //!
 //! A broken rule that fails here (tried by hand): relaxed order in `Mode::include` fails two
 //! models. Guards that fence hide the lack of orders that only light guards need (of l4, and of
-//! exchanges of the word). Those rest on the argument in `mode.rs`.
+//! exchanges of the word). Those orders rest on the proof in `mode.rs`.
 
-use crate::explore::explore;
-use crate::watched::Watched;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering, fence};
 use loom::thread;
 use pageferry_epoch::{Barrier, Domain, Limbo, Reader};
+use pageferry_testkit::model::{Watched, explore};
 use std::cell::Cell;
 
 std::thread_local! {
-    /// Calls of the barrier in this run; all threads of a model run on one.
+    /// The calls of the barrier in this run. All threads of a model run on one thread of the host.
     static CALLS: Cell<u32> = const { Cell::new(0) };
 }
 
 fn domain() -> std::sync::Arc<Domain> {
     CALLS.set(0);
-    // SAFETY: with guards that fence a fence is as good.
+    // SAFETY: here light guards fence, so a fence suffices.
     let barrier = unsafe {
         Barrier::new(|| {
             CALLS.set(CALLS.get() + 1);
@@ -33,14 +32,14 @@ fn domain() -> std::sync::Arc<Domain> {
     Domain::with_barrier(Some(barrier))
 }
 
-/// Takes guards until the domain is light: the second turns it.
+/// Takes guards until the domain is light. The second one turns it.
 fn turn(reader: &mut Reader) {
     for _ in 0..2 {
         drop(reader.pin());
     }
 }
 
-/// Reads the cell, if it gets in.
+/// Reads the cell, if the sharer gets in.
 fn try_read(cell: &Watched, reader: &mut Reader) -> bool {
     let shared = reader.try_share();
     if shared.is_some() {
@@ -49,7 +48,7 @@ fn try_read(cell: &Watched, reader: &mut Reader) -> bool {
     shared.is_some()
 }
 
-/// Writes it, if it gets in alone.
+/// Writes the cell, if the excluder gets in.
 fn try_write(cell: &Watched, domain: &Domain) -> bool {
     let exclusive = domain.try_exclude();
     if exclusive.is_some() {
@@ -95,7 +94,7 @@ fn a_light_guard_keeps_what_it_reached() {
     );
 }
 
-/// The second guard or the third turns the domain, perhaps beside exclusive work.
+/// The second or the third guard turns the domain, perhaps beside exclusive work.
 #[test]
 fn a_sharer_turns_the_domain_beside_exclusive_work() {
     let seen = explore(3, || {
@@ -115,8 +114,8 @@ fn a_sharer_turns_the_domain_beside_exclusive_work() {
     assert!(seen.iter().any(|&(shared, ..)| shared < 2), "kept out");
 }
 
-/// One reader turns the domain after exclusive work. The other, which is light, learns of that work
-/// only by the turn.
+/// One reader turns the domain after exclusive work. The other reader is light, and only the turn
+/// orders it after that work.
 #[test]
 fn a_light_guard_comes_after_what_came_before_the_turn() {
     let seen = explore(2, || {
@@ -135,7 +134,7 @@ fn a_light_guard_comes_after_what_came_before_the_turn() {
     assert!(seen.contains(&(true, true, 0)) && seen.contains(&(true, true, 1)));
 }
 
-/// Two threads scan at once: one may come while the other's barrier is under way.
+/// Two threads scan at once. One may come during the other's barrier.
 #[test]
 fn two_threads_scan_at_once_beside_a_light_reader() {
     let seen = explore(2, || {

@@ -1,14 +1,12 @@
-//! Models of the crate under loom: every interleaving, up to a number of preemptions.
+//! Models of the crate under loom: every interleaving with a bounded number of preemptions.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-epoch --profile stress --test loom`
 #![cfg(loom)]
 #![expect(
     unsafe_code,
-    reason = "loom watches cells that threads share, and a barrier's maker promises that it is one"
+    reason = "threads share cells that loom watches, and the maker of a barrier promises its effect"
 )]
 
 mod exclusion;
-mod explore;
 mod guards;
 mod light;
-mod watched;

@@ -5,7 +5,5 @@
 //! ```
 #![cfg(loom)]
 
-mod explore;
 mod mmu;
 mod ring;
-mod watched;

@@ -11,11 +11,10 @@
 //! - relaxed order of either side of (z): `all_three_at_once` and `an_entry_is_used_again`;
 //! - relaxed order of either side of (h): `all_three_at_once` only.
 
-use crate::explore::explore;
-use crate::watched::Watched;
 use loom::sync::Arc;
 use loom::thread;
 use pageferry_tdp::ring::{self, DirtyPage, Harvester, Producer, Resetter};
+use pageferry_testkit::model::{Watched, explore};
 use std::collections::BTreeSet;
 
 const ENTRIES: u32 = 2;

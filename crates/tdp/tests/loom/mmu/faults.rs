@@ -3,12 +3,12 @@
 use super::explore_orders;
 use super::format::WithBits;
 use super::vm::{AT_0, NEW, OLD, Vm, W, fault, range, target};
-use crate::watched::Watched;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
 use pageferry_addr::Gfn;
 use pageferry_tdp::format::Access;
 use pageferry_tdp::{How, Look};
+use pageferry_testkit::model::Watched;
 use std::collections::BTreeSet;
 
 #[test]

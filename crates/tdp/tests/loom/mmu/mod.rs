@@ -41,7 +41,7 @@ mod sizes;
 mod vm;
 mod zaps;
 
-use crate::explore;
+use pageferry_testkit::model::explore;
 use std::collections::BTreeSet;
 
 /// All possible results of `model`. It runs twice, with its threads in either order. Loom remembers
@@ -57,8 +57,8 @@ fn explore_preempting<O: Ord + std::fmt::Debug + Send + 'static>(
     preemptions: usize,
     model: impl Fn(bool) -> O + Copy + Sync + Send + 'static,
 ) -> BTreeSet<O> {
-    let mut seen = explore::explore(preemptions, move || model(false));
-    seen.append(&mut explore::explore(preemptions, move || model(true)));
+    let mut seen = explore(preemptions, move || model(false));
+    seen.append(&mut explore(preemptions, move || model(true)));
     println!("{seen:?}");
     seen
 }
