@@ -96,9 +96,8 @@ use crate::mode::{Mode, QUIET_GUARDS, Seen};
 use crate::sync::{
     AtomicBool, AtomicPtr, AtomicU64, Ordering, SCAN, fence, full_fence, light_fence,
 };
-use alloc::alloc::{Layout, alloc};
+use crate::try_arc::{TryArc, try_box};
 use alloc::boxed::Box;
-use alloc::sync::Arc;
 use core::cell::Cell;
 use core::fmt;
 use core::ptr;
@@ -149,7 +148,7 @@ impl fmt::Display for OutOfMemory {
 
 impl core::error::Error for OutOfMemory {}
 
-/// Readers, and the epoch that they announce. Shared by `Arc`.
+/// Readers, and the epoch that they announce. Shared by [`TryArc`].
 #[derive(Debug)]
 #[repr(align(64))]
 pub struct Domain {
@@ -178,24 +177,12 @@ struct Record {
 }
 
 impl Record {
-    /// Allocates a record, owned by a reader.
-    fn new() -> Result<Box<Self>, OutOfMemory> {
-        const LAYOUT: Layout = Layout::new::<Record>();
-        // SAFETY: the layout's size is not 0.
-        let memory: *mut Self = unsafe { alloc(LAYOUT) }.cast();
-        if memory.is_null() {
-            let bytes = LAYOUT.size();
-            return Err(OutOfMemory { bytes });
-        }
-        // SAFETY: the memory was just allocated by the global allocator with the layout of a
-        // record, like that of a box.
-        unsafe {
-            memory.write(Self {
-                announced: AtomicU64::new(NONE),
-                owned: AtomicBool::new(true),
-                next: ptr::null_mut(),
-            });
-            Ok(Box::from_raw(memory))
+    /// A record that a reader owns.
+    fn new() -> Self {
+        Self {
+            announced: AtomicU64::new(NONE),
+            owned: AtomicBool::new(true),
+            next: ptr::null_mut(),
         }
     }
 }
@@ -206,8 +193,11 @@ pub(crate) const SHARES: u64 = 1;
 
 impl Domain {
     /// A domain without readers. All its guards fence.
+    ///
+    /// # Panics
+    /// If the allocator refuses memory.
     #[must_use]
-    pub fn new() -> Arc<Self> {
+    pub fn new() -> TryArc<Self> {
         Self::with_barrier(None)
     }
 
@@ -233,23 +223,36 @@ impl Domain {
     /// assert!(domain.try_advance());
     /// # }
     /// ```
+    ///
+    /// # Panics
+    /// If the allocator refuses memory.
     #[must_use]
-    pub fn with_barrier(barrier: Option<Barrier>) -> Arc<Self> {
-        Arc::new(Self {
+    pub fn with_barrier(barrier: Option<Barrier>) -> TryArc<Self> {
+        Self::try_with_barrier(barrier).unwrap_or_else(|error| panic!("no domain: {error}"))
+    }
+
+    /// [`with_barrier`](Self::with_barrier) for callers that handle a lack of memory.
+    ///
+    /// # Errors
+    /// If the allocator refuses memory.
+    pub fn try_with_barrier(barrier: Option<Barrier>) -> Result<TryArc<Self>, OutOfMemory> {
+        TryArc::try_new(Self {
             epoch: AtomicU64::new(1),
             mode: Mode::new(barrier),
             kept_out: AtomicU64::new(0),
             records: AtomicPtr::new(ptr::null_mut()),
         })
     }
+}
 
+impl TryArc<Domain> {
     /// A new reader, for one thread at a time: [`try_register`](Self::try_register) for callers
     /// that do not handle a lack of memory.
     ///
     /// # Panics
     /// If the allocator refuses a record.
     #[must_use]
-    pub fn register(self: &Arc<Self>) -> Reader {
+    pub fn register(&self) -> Reader {
         self.try_register()
             .unwrap_or_else(|error| panic!("no reader: {error}"))
     }
@@ -259,7 +262,7 @@ impl Domain {
     ///
     /// # Errors
     /// If the allocator refuses a record.
-    pub fn try_register(self: &Arc<Self>) -> Result<Reader, OutOfMemory> {
+    pub fn try_register(&self) -> Result<Reader, OutOfMemory> {
         let mut record = self.records.load(Ordering::Acquire);
         while !record.is_null() {
             // SAFETY: records in the list are freed only with the domain, which is borrowed here.
@@ -269,7 +272,7 @@ impl Domain {
             }
             record = known.next;
         }
-        let raw = Box::into_raw(Record::new()?);
+        let raw = Box::into_raw(try_box(Record::new())?);
         let mut first = self.records.load(Ordering::Relaxed);
         loop {
             // SAFETY: the record was made above, and is not shared before the exchange succeeds.
@@ -287,14 +290,16 @@ impl Domain {
         }
     }
 
-    fn reader(self: &Arc<Self>, record: *const Record) -> Reader {
+    fn reader(&self, record: *const Record) -> Reader {
         Reader {
-            domain: Arc::clone(self),
+            domain: self.clone(),
             record,
             streak: Cell::new(Streak::NONE),
         }
     }
+}
 
+impl Domain {
     /// The current epoch. A limbo compares stamps with it.
     #[inline]
     #[must_use]
@@ -381,7 +386,7 @@ impl Drop for Domain {
 /// One thread's place in a domain. It can be sent to another thread and serves one thread at a
 /// time.
 pub struct Reader {
-    domain: Arc<Domain>,
+    domain: TryArc<Domain>,
     record: *const Record,
     /// Counts guards for the turn to light. The `Cell` also makes the reader `!Sync`, which pinning
     /// by `&mut` requires.
@@ -486,7 +491,7 @@ impl Reader {
 
     /// The domain.
     #[must_use]
-    pub const fn domain(&self) -> &Arc<Domain> {
+    pub const fn domain(&self) -> &TryArc<Domain> {
         &self.domain
     }
 }

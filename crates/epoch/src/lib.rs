@@ -26,9 +26,9 @@
 //!
 //! **Neighbours.** None below. `pageferry-memslot` frees replaced slots and tree nodes with it, and
 //! `pageferry-tdp` page tables. This crate must not know which things are freed, nor which thread
-//! frees them. It allocates one record per reader, and returns an error if the allocator refuses
-//! that ([`Domain::try_register`]). It blocks only in calls that take a function to run while
-//! waiting.
+//! frees them. It allocates each domain and one record per reader, and returns an error if the
+//! allocator refuses ([`Domain::try_with_barrier`], [`TryArc::try_register`]). It blocks only in
+//! calls that take a function to run while waiting.
 //!
 //! ```
 //! use pageferry_epoch::{Domain, Limbo};
@@ -58,6 +58,7 @@ mod exclusion;
 mod limbo;
 mod mode;
 mod sync;
+mod try_arc;
 #[cfg(pageferry_tso)]
 #[doc(hidden)]
 #[expect(
@@ -70,6 +71,7 @@ pub use barrier::Barrier;
 pub use domain::{Domain, Epoch, Guard, OutOfMemory, Reader};
 pub use exclusion::{Exclusive, Shared};
 pub use limbo::Limbo;
+pub use try_arc::TryArc;
 
 /// The examples of the README are tests.
 #[cfg(doctest)]

@@ -27,14 +27,14 @@
 #![cfg(all(shuttle, pageferry_tso))]
 
 use pageferry_epoch::tso::{self, AtomicU64};
-use pageferry_epoch::{Domain, Epoch, Limbo, Reader};
+use pageferry_epoch::{Domain, Epoch, Limbo, Reader, TryArc};
 use shuttle::thread;
 use std::sync::Arc;
 use std::sync::atomic::{self, Ordering};
 
 const RUNS: usize = 20_000;
 
-fn domain() -> Arc<Domain> {
+fn domain() -> TryArc<Domain> {
     Domain::with_barrier(Some(tso::barrier()))
 }
 
@@ -81,7 +81,7 @@ fn nobody_comes(others: &atomic::AtomicU64, met: &str) {
 
 /// Runs sharers with `guards` guards each, beside one thread that excludes.
 fn sharers(
-    domain: &Arc<Domain>,
+    domain: &TryArc<Domain>,
     room: &Arc<Room>,
     guards: &'static [u32],
 ) -> Vec<thread::JoinHandle<()>> {
@@ -130,7 +130,7 @@ fn shared_and_exclusive_work_do_not_meet_beside_other_scans() {
         let (domain, room) = (domain(), Arc::new(Room::default()));
         let sharers = sharers(&domain, &room, &[5, 3]);
         let scanning = {
-            let domain = Arc::clone(&domain);
+            let domain = domain.clone();
             thread::spawn(move || (0..2).for_each(|_| _ = domain.try_advance()))
         };
         for _ in 0..3 {
@@ -214,7 +214,7 @@ fn beside_a_writer(by: By, read: fn(&Things, &mut Reader, &mut Remembered)) {
         })
     });
     let excluding = {
-        let domain = Arc::clone(&domain);
+        let domain = domain.clone();
         thread::spawn(move || drop(domain.exclude(thread::yield_now)))
     };
     things.write(&domain, by);
@@ -269,7 +269,7 @@ fn what_is_stamped_is_not_read_beside_a_thread_that_advances() {
             thread::spawn(move || (0..4).for_each(|_| read(&things, &mut reader, &mut None)))
         };
         let advancing = {
-            let domain = Arc::clone(&domain);
+            let domain = domain.clone();
             thread::spawn(move || (0..4).for_each(|_| _ = domain.try_advance()))
         };
         let mut limbo = Limbo::new();

@@ -7,12 +7,11 @@
 use crate::table::{Generation, SharedTable, view};
 use crate::tree::TwoLeaves;
 use crate::{Slot, SlotView};
-use alloc::sync::Arc;
 use core::cell::Cell;
 use core::fmt;
 use core::ptr;
 use pageferry_addr::Gfn;
-use pageferry_epoch::{Epoch, Guard, OutOfMemory, Reader};
+use pageferry_epoch::{Epoch, Guard, OutOfMemory, Reader, TryArc};
 
 /// One reader of a table, for a vCPU or any other thread. It can be sent to another thread and
 /// serves one thread at a time.
@@ -23,7 +22,7 @@ pub struct SlotReader<D> {
     reader: Reader,
     last: LastUsed<D>,
     // Declared after `reader`, so that `reader` gives its record back before the domain can go.
-    shared: Arc<SharedTable<D>>,
+    shared: TryArc<SharedTable<D>>,
 }
 
 /// A reader's cache: the slot that it found last by gfn.
@@ -63,7 +62,7 @@ impl<D> Copy for Cached<D> {}
 unsafe impl<D: Send + Sync> Send for SlotReader<D> {}
 
 impl<D> SlotReader<D> {
-    pub(crate) fn new(shared: Arc<SharedTable<D>>) -> Result<Self, OutOfMemory> {
+    pub(crate) fn new(shared: TryArc<SharedTable<D>>) -> Result<Self, OutOfMemory> {
         Ok(Self {
             reader: shared.domain.try_register()?,
             last: LastUsed {

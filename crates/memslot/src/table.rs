@@ -54,13 +54,11 @@ use crate::slab::Slab;
 use crate::sync::{AtomicPtr, AtomicU64, Ordering};
 use crate::tree::{At, ByGfn, ByHva, ById, NEWEST, NodePool, Replaced, Tree};
 use crate::{Barrier, Limits, Slot, SlotError, SlotReader, SlotView};
-use alloc::boxed::Box;
-use alloc::sync::Arc;
 use alloc::vec::Vec;
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::ptr;
-use pageferry_epoch::{Domain, Epoch, Guard, Limbo, OutOfMemory};
+use pageferry_epoch::{Domain, Epoch, Guard, Limbo, OutOfMemory, TryArc};
 
 /// The number of changes of a table, and whether a change is in progress.
 ///
@@ -99,15 +97,16 @@ pub(crate) struct Space<D> {
     pub(crate) by_gfn: Tree<ByGfn, D>,
     pub(crate) by_id: Tree<ById, D>,
     pub(crate) by_hva: Tree<ByHva, D>,
-    /// The slot that any reader found last, with one place for each of three epochs.
-    last_used: Option<Box<[AtomicPtr<Slot<D>>; 3]>>,
+    /// The slot that any reader found last, with one place for each of three epochs. Empty if
+    /// readers do not share it.
+    last_used: Vec<AtomicPtr<Slot<D>>>,
 }
 
 pub(crate) struct SharedTable<D> {
     generation: Apart<AtomicU64>,
-    pub(crate) domain: Arc<Domain>,
+    pub(crate) domain: TryArc<Domain>,
     pub(crate) limits: Limits,
-    pub(crate) spaces: Box<[Space<D>]>,
+    pub(crate) spaces: Vec<Space<D>>,
     /// Used by the writer only: see [`SharedTable::writer`].
     state: Apart<UnsafeCell<WriterState<D>>>,
 }
@@ -176,14 +175,12 @@ unsafe impl<D: Send + Sync> Send for SharedTable<D> {}
 unsafe impl<D: Send + Sync> Sync for SharedTable<D> {}
 
 impl<D> SharedTable<D> {
-    pub(crate) fn new(limits: Limits, barrier: Option<Barrier>) -> Self {
-        Self {
+    pub(crate) fn try_new(limits: Limits, barrier: Option<Barrier>) -> Result<Self, OutOfMemory> {
+        let mut table = Self {
             generation: Apart(AtomicU64::new(0)),
-            domain: Domain::with_barrier(barrier),
+            domain: Domain::try_with_barrier(barrier)?,
             limits,
-            spaces: (0..limits.address_spaces)
-                .map(|_| Space::new(limits.shared_last_used))
-                .collect(),
+            spaces: with_room(limits.address_spaces.into())?,
             state: Apart(UnsafeCell::new(WriterState {
                 pools: Pools {
                     by_gfn: NodePool::new(),
@@ -199,7 +196,13 @@ impl<D> SharedTable<D> {
                 quiet: true,
                 relax: core::hint::spin_loop,
             })),
+        };
+        for _ in 0..limits.address_spaces {
+            let space =
+                Space::try_new(limits.shared_last_used, &mut table.state.0.get_mut().pools)?;
+            table.spaces.push(space);
         }
+        Ok(table)
     }
 
     /// The writer's state.
@@ -235,22 +238,30 @@ impl<D> SharedTable<D> {
     /// three epochs before.
     pub(crate) fn forget_last_used(&self, next: Epoch) {
         for space in &self.spaces {
-            if let Some(places) = &space.last_used {
-                places[next.modulo_3()].store(ptr::null_mut(), Ordering::Relaxed);
+            if let Some(place) = space.last_used.get(next.modulo_3()) {
+                place.store(ptr::null_mut(), Ordering::Relaxed);
             }
         }
     }
 }
 
 impl<D> Space<D> {
-    fn new(shared_last_used: bool) -> Self {
-        let place = |_| AtomicPtr::new(ptr::null_mut());
-        Self {
-            by_gfn: Tree::new(),
-            by_id: Tree::new(),
-            by_hva: Tree::new(),
-            last_used: shared_last_used.then(|| Box::new(core::array::from_fn(place))),
+    fn try_new(shared_last_used: bool, pools: &mut Pools<D>) -> Result<Self, OutOfMemory> {
+        let mut last_used = Vec::new();
+        if shared_last_used {
+            last_used = with_room(3)?;
+            last_used.extend((0..3).map(|_| AtomicPtr::new(ptr::null_mut())));
         }
+        // First everything that can fail. A pool frees what it has reserved.
+        pools.by_gfn.reserve_empty()?;
+        pools.by_id.reserve_empty()?;
+        pools.by_hva.reserve_empty()?;
+        Ok(Self {
+            by_gfn: Tree::new(&mut pools.by_gfn),
+            by_id: Tree::new(&mut pools.by_id),
+            by_hva: Tree::new(&mut pools.by_hva),
+            last_used,
+        })
     }
 
     /// The newest state of the tree by gfn.
@@ -263,7 +274,7 @@ impl<D> Space<D> {
 
     #[inline]
     pub(crate) const fn shares_last_used(&self) -> bool {
-        self.last_used.is_some()
+        !self.last_used.is_empty()
     }
 
     /// The slot that any reader of `epoch` found last. `epoch` is that of `guard`, or `NEVER`.
@@ -273,11 +284,11 @@ impl<D> Space<D> {
         _guard: &'g Guard<'_>,
         epoch: Epoch,
     ) -> Option<&'g Slot<D>> {
-        let places = self.last_used.as_ref()?;
         if epoch == Epoch::NEVER {
             return None;
         }
-        let slot = places[epoch.modulo_3()].load(Ordering::Acquire);
+        let place = self.last_used.get(epoch.modulo_3())?;
+        let slot = place.load(Ordering::Acquire);
         // SAFETY: the pointer is null, or a reader whose guard had this very epoch stored it. The
         // writer empties a place before the epoch comes to it, and by then the readers of three
         // epochs before have gone. A record that was reached under a guard of the same epoch may be
@@ -289,10 +300,10 @@ impl<D> Space<D> {
     /// `NEVER`.
     #[cold]
     pub(crate) fn remember(&self, epoch: Epoch, slot: *const Slot<D>) {
-        if let Some(places) = &self.last_used
+        if let Some(place) = self.last_used.get(epoch.modulo_3())
             && epoch != Epoch::NEVER
         {
-            places[epoch.modulo_3()].store(slot.cast_mut(), Ordering::Release);
+            place.store(slot.cast_mut(), Ordering::Release);
         }
     }
 }
@@ -365,7 +376,7 @@ impl<D> Drop for SharedTable<D> {
 
 /// A handle to a table. It makes readers. A clone is another handle to the same table.
 pub struct SlotTable<D> {
-    pub(crate) shared: Arc<SharedTable<D>>,
+    pub(crate) shared: TryArc<SharedTable<D>>,
 }
 
 impl<D> SlotTable<D> {
@@ -387,7 +398,7 @@ impl<D> SlotTable<D> {
     /// # Errors
     /// [`SlotError::OutOfMemory`] if the allocator refuses it.
     pub fn try_reader(&self) -> Result<SlotReader<D>, SlotError> {
-        Ok(SlotReader::new(Arc::clone(&self.shared))?)
+        Ok(SlotReader::new(self.shared.clone())?)
     }
 
     /// The number of changes, and whether one is in progress.
@@ -407,7 +418,7 @@ impl<D> SlotTable<D> {
 impl<D> Clone for SlotTable<D> {
     fn clone(&self) -> Self {
         Self {
-            shared: Arc::clone(&self.shared),
+            shared: self.shared.clone(),
         }
     }
 }
@@ -418,6 +429,15 @@ impl<D> fmt::Debug for SlotTable<D> {
             .field("generation", &self.generation())
             .finish_non_exhaustive()
     }
+}
+
+/// A vector with room for `count` things.
+fn with_room<T>(count: usize) -> Result<Vec<T>, OutOfMemory> {
+    let mut room = Vec::new();
+    let bytes = count * size_of::<T>();
+    room.try_reserve_exact(count)
+        .map_err(|_| OutOfMemory { bytes })?;
+    Ok(room)
 }
 
 /// A view of address space 0.

@@ -9,11 +9,11 @@ use crate::table::{Garbage, Generation, Pending, SharedTable, Space, WriterState
 use crate::tree::NEWEST;
 use crate::trees::{Places, Trees};
 use crate::{Barrier, Change, Limits, Request, Slot, SlotError, SlotTable, SlotView, Update};
-use alloc::sync::Arc;
 use core::fmt;
 use core::mem;
 use core::ptr;
 use pageferry_addr::{Gfn, GfnRange};
+use pageferry_epoch::TryArc;
 
 /// The right to change a table. A table has one writer, and a change takes `&mut`. If several
 /// threads change slots, put the writer into a mutex.
@@ -26,8 +26,8 @@ use pageferry_addr::{Gfn, GfnRange};
 /// thread holds.
 ///
 /// A lack of memory is an error ([`SlotError::OutOfMemory`]), and then nothing has changed: an
-/// operation reserves all it needs before it begins. Only making a table may abort the process for
-/// want of memory.
+/// operation reserves all it needs before it begins. [`new`](Self::new),
+/// [`with_barrier`](Self::with_barrier) and [`SlotTable::reader`] panic instead.
 ///
 /// ```
 /// use pageferry_addr::{Gfn, Gpa, Hva};
@@ -57,35 +57,51 @@ use pageferry_addr::{Gfn, GfnRange};
 /// # Ok::<(), pageferry_memslot::SlotError>(())
 /// ```
 pub struct SlotWriter<D> {
-    pub(crate) shared: Arc<SharedTable<D>>,
+    pub(crate) shared: TryArc<SharedTable<D>>,
     /// Of the operation that has begun. Here and not in [`Update`], which is moved about.
     places: Places,
 }
 
 impl<D> SlotWriter<D> {
-    /// A table without slots, at generation 0, and the right to change it.
+    /// A table without slots, at generation 0, and the right to change it:
+    /// [`try_new`](Self::try_new) without a barrier, for callers that do not handle a lack of
+    /// memory.
     ///
     /// # Panics
-    /// If `limits` allows no address space.
+    /// If `limits` allows no address space, or if the allocator refuses memory.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self::with_barrier(limits, None)
     }
 
-    /// The same with readers that usually need no fence: a guard is then two stores instead of an
-    /// exchange and a store. A batch of changes beside active readers calls `barrier`, which takes
-    /// microseconds. After each batch, readers fence for some hundred guards, and another batch
-    /// during that time calls no barrier.
+    /// [`try_new`](Self::try_new) for callers that do not handle a lack of memory.
     ///
     /// # Panics
     /// As [`new`](Self::new).
     #[must_use]
     pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
+        Self::try_new(limits, barrier).unwrap_or_else(|error| panic!("no table: {error}"))
+    }
+
+    /// A table without slots, at generation 0, and the right to change it.
+    ///
+    /// With a barrier, readers usually need no fence: a guard is then two stores instead of an
+    /// exchange and a store. A batch of changes beside active readers calls `barrier`, which takes
+    /// microseconds. After each batch, readers fence for some hundred guards, and another batch
+    /// during that time calls no barrier.
+    ///
+    /// # Errors
+    /// [`SlotError::OutOfMemory`] if the allocator refuses memory.
+    ///
+    /// # Panics
+    /// If `limits` allows no address space.
+    pub fn try_new(limits: Limits, barrier: Option<Barrier>) -> Result<Self, SlotError> {
         assert!(limits.address_spaces > 0, "a VM has an address space");
-        Self {
-            shared: Arc::new(SharedTable::new(limits, barrier)),
+        let table = SharedTable::try_new(limits, barrier)?;
+        Ok(Self {
+            shared: TryArc::try_new(table)?,
             places: Places::default(),
-        }
+        })
     }
 
     /// Sets the function that the writer calls repeatedly while it waits for a grace period, for
@@ -100,7 +116,7 @@ impl<D> SlotWriter<D> {
     #[must_use]
     pub fn table(&self) -> SlotTable<D> {
         SlotTable {
-            shared: Arc::clone(&self.shared),
+            shared: self.shared.clone(),
         }
     }
 

@@ -31,7 +31,7 @@ use pageferry_epoch::{Domain, Exclusive, Guard, Limbo, OutOfMemory, Reader, Shar
 /// worker. Invalidations and the swap of roots hold the exclusive side.
 pub struct Mmu<F: Format, P: Platform> {
     platform: P,
-    domain: Arc<Domain>,
+    domain: pageferry_epoch::TryArc<Domain>,
     /// The frame of the current root, replaced under the exclusive side only.
     root: AtomicU64,
     pub(crate) invalidations: Invalidations,
@@ -132,7 +132,7 @@ impl<F: Format, P: Platform> Mmu<F, P> {
         self.invalidations.end_all()
     }
 
-    pub(crate) const fn domain(&self) -> &Arc<Domain> {
+    pub(crate) const fn domain(&self) -> &pageferry_epoch::TryArc<Domain> {
         &self.domain
     }
 

@@ -9,5 +9,6 @@ mod exclusion;
 mod guards;
 #[cfg(not(miri))]
 mod light;
+mod try_arc;
 #[cfg(miri)]
 mod turns;

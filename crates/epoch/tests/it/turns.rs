@@ -8,16 +8,15 @@
 //! and one guard without a scan turns the domain light. Without their fence
 //! `what_a_guard_reached_is_freed_after_it` fails.
 
-use pageferry_epoch::{Barrier, Domain, Limbo};
+use pageferry_epoch::{Barrier, Domain, Limbo, TryArc};
 use std::cell::UnsafeCell;
 use std::ptr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering, fence};
 use std::thread;
 
 static BARRIERS: AtomicU32 = AtomicU32::new(0);
 
-fn domain() -> Arc<Domain> {
+fn domain() -> TryArc<Domain> {
     // SAFETY: under Miri light guards fence, so a fence suffices.
     let barrier = unsafe {
         Barrier::new(|| {

@@ -11,7 +11,7 @@
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering, fence};
 use loom::thread;
-use pageferry_epoch::{Barrier, Domain, Limbo, Reader};
+use pageferry_epoch::{Barrier, Domain, Limbo, Reader, TryArc};
 use pageferry_testkit::model::{Watched, explore};
 use std::cell::Cell;
 
@@ -20,7 +20,7 @@ std::thread_local! {
     static CALLS: Cell<u32> = const { Cell::new(0) };
 }
 
-fn domain() -> std::sync::Arc<Domain> {
+fn domain() -> TryArc<Domain> {
     CALLS.set(0);
     // SAFETY: here light guards fence, so a fence suffices.
     let barrier = unsafe {

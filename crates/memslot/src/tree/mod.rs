@@ -49,7 +49,6 @@ pub(crate) use pool::{NodePool, Replaced};
 pub(crate) use walk::{Ascending, Overlapping};
 
 use crate::Slot;
-use alloc::boxed::Box;
 use core::marker::PhantomData;
 use leaf::Leaf;
 use node::{Cell, Head, Inner, Node, upper_bound};
@@ -88,10 +87,10 @@ enum Floor<'g, O: Order, D> {
 }
 
 impl<O: Order, D> Tree<O, D> {
-    /// An empty tree, empty in all versions.
-    pub(crate) fn new() -> Self {
+    /// An empty tree, empty in all versions. The pool has [reserved](NodePool::reserve_empty) it.
+    pub(crate) fn new(pool: &mut NodePool<O, D>) -> Self {
         Self {
-            root: Cell::new(Box::into_raw(Box::new(Head::empty(0, core::ptr::null())))),
+            root: Cell::new(pool.empty(Head::empty(0, core::ptr::null()))),
             order: PhantomData,
             slots: PhantomData,
         }

@@ -133,7 +133,15 @@ impl<O: Order, D> NodePool<O, D> {
             // SAFETY: just allocated.
             unsafe { push(&mut self.inners, node) };
         }
-        if need.empty && self.empty.is_null() {
+        if need.empty {
+            self.reserve_empty()?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that there is a node for an empty tree.
+    pub(crate) fn reserve_empty(&mut self) -> Result<(), OutOfMemory> {
+        if self.empty.is_null() {
             self.empty = allocate(HEAD)?;
         }
         Ok(())

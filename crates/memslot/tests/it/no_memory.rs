@@ -152,6 +152,35 @@ fn slots_in_order_come_and_go_without_memory() {
     }
 }
 
+/// Each refused allocation of a new table is an error that leaves no memory behind.
+#[test]
+fn a_table_without_memory_is_an_error() {
+    let many = Limits {
+        address_spaces: 3,
+        shared_last_used: true,
+        ..LIMITS
+    };
+    for (limits, least) in [(LIMITS, 3), (many, 3 * 4)] {
+        let before = live();
+        let refused = (0..).find(|&count| {
+            let made = with_allocations(count, || SlotWriter::<u32>::try_new(limits, None));
+            let done = match made {
+                Ok(mut writer) => writer.set(Request::delete(0, 1)).is_err(),
+                Err(error) => {
+                    assert!(is_out_of_memory(&error), "{error}");
+                    false
+                }
+            };
+            assert_eq!(live(), before, "memory is left behind after {count}");
+            done
+        });
+        assert!(
+            refused.is_some_and(|refused| refused > least),
+            "{refused:?}"
+        );
+    }
+}
+
 #[test]
 fn a_reader_without_memory_is_an_error() {
     let mut writer = SlotWriter::<()>::new(Limits::default());
