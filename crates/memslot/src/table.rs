@@ -293,7 +293,9 @@ impl<D> Space<D> {
         // writer empties a place before the epoch comes to it, and by then the readers of three
         // epochs before have gone. A record that was reached under a guard of the same epoch may be
         // used.
-        unsafe { slot.as_ref() }
+        let slot = unsafe { slot.as_ref() }?;
+        slot.alive.used();
+        Some(slot)
     }
 
     /// Offers `slot` to other readers. `epoch` is that of the guard under which it was reached, or
