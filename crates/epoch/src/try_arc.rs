@@ -5,14 +5,13 @@
 //! Allocations that may fail: boxes, and a reference-counted pointer.
 
 use crate::OutOfMemory;
-use crate::sync::Users;
+use crate::sync::{Ordering, Users};
 use alloc::alloc::{Layout, alloc};
 use alloc::boxed::Box;
 use core::fmt;
 use core::marker::PhantomData;
 use core::ops::Deref;
 use core::ptr::NonNull;
-use core::sync::atomic::Ordering;
 
 /// Puts `value` into a box.
 pub(crate) fn try_box<T>(value: T) -> Result<Box<T>, OutOfMemory> {

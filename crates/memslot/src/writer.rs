@@ -58,7 +58,7 @@ use pageferry_epoch::TryArc;
 /// ```
 pub struct SlotWriter<D> {
     pub(crate) shared: TryArc<SharedTable<D>>,
-    /// Of the operation that has begun. Here and not in [`Update`], which is moved about.
+    /// The places of the pending operation. They are not in [`Update`], which callers move.
     places: Places,
 }
 
