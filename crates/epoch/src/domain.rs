@@ -47,8 +47,8 @@
 //! # Why light guards are as safe
 //!
 //! In a domain with a barrier most guards are *light*: they have no r3. `mode.rs` proves this
-//! promise for each a2 and each q1: either the later loads of announcements see that of the guard
-//! (or a later one of that reader), or the guard's loads see everything before that a2 or q1. The
+//! promise for each a2 and each q1. Either the later loads of announcements see that of the guard,
+//! or a later one of its reader. Or the guard's loads see everything before that a2 or q1. The
 //! sections on quiet domains and on later guards need no more than that from r3. The section above
 //! also compares r3 with w2. Two steps replace steps 1 to 5. Let a light guard have reached the
 //! thing, so its loads did not see w1.

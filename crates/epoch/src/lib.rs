@@ -12,11 +12,11 @@
 //! that was unlinked in epoch `e` is freed in `e + 2`. The module `domain` has the proof of the
 //! orderings, and models under loom check them.
 //!
-//! **Barrier.** A guard needs a full fence, which takes longer than the rest of its work. A domain
-//! with a [`Barrier`] for all threads at once ([`Domain::with_barrier`]; `membarrier(2)` in a Linux
-//! process) spares its readers this fence while nobody frees or excludes often. That works on
-//! x86-64 only. Elsewhere readers always fence. The module `mode` has the proof, and a model of
-//! processors with store buffers checks it.
+//! **Barrier.** A guard needs a full fence, which takes longer than the rest of its work. A
+//! [`Barrier`] fences in all threads at once; in a Linux process it is `membarrier(2)`. In a domain
+//! with a barrier ([`Domain::with_barrier`]) readers need no fence while nobody frees or excludes
+//! often. That works on x86-64 only. Elsewhere readers always fence. The module `mode` has the
+//! proof, and a model of processors with store buffers checks it.
 //!
 //! **Exclusion.** The same announcement can keep exclusive work out ([`Reader::share`],
 //! [`Domain::exclude`]). This is a readers/writer lock whose readers write nothing that another

@@ -1,9 +1,9 @@
 //! The one place that chooses the source of atomics: `core`, or a model (loom, shuttle, `tso.rs`).
 //!
-//! On x86-64 any locked instruction is a full barrier, and most are faster than `MFENCE`, to which
-//! a sequentially consistent fence compiles there (Intel SDM volume 3A, 10.2.2 and 10.2.3.9; AMD64
-//! APM volume 2, 7.4.2). The processor promises that; the language's memory model does not. So
-//! models, Miri and ThreadSanitizer get the fence.
+//! On x86-64 any locked instruction is a full barrier (Intel SDM volume 3A, 10.2.2 and 10.2.3.9;
+//! AMD64 APM volume 2, 7.4.2). Most are faster than `MFENCE`, to which a sequentially consistent
+//! fence compiles. The processor promises that; the language's memory model does not. So models,
+//! Miri and ThreadSanitizer get the fence.
 
 #[cfg(not(any(loom, shuttle)))]
 pub(crate) use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering, fence};

@@ -16,8 +16,8 @@
 //!   `what_is_remembered_is_not_freed`;
 //! - no fence in `fence_late`: `what_is_remembered_is_not_freed`;
 //! - no fence in `Domain::stamp`: `what_is_stamped_is_not_read_beside_a_thread_that_advances`;
-//! - readers that turn light while a thread excludes, `LIGHT` that is not removed, or no barrier if
-//!   `LIGHT` comes between the scan and the exchange of a thread that excludes:
+//! - readers that turn light while a thread excludes, `LIGHT` that is not removed, or no barrier
+//!   for a `LIGHT` between an excluding thread's scan and its exchange:
 //!   `.._beside_guards_that_share_nothing`.
 //!
 //! If readers turn light while the word has `TURNING`, `what_is_retired_is_not_read` fails only

@@ -12,10 +12,9 @@ use pageferry_addr::{Gfn, GfnRange, Hva};
 /// or [`SlotWriter::view`](crate::SlotWriter::view). All look-ups of one view agree, even while a
 /// writer changes the table.
 ///
-/// Each look-up takes O(log n) steps. If the guard is older than some changes, the look-up takes
-/// one or two steps more for each change of the same part of a tree.
-/// [`Limits::max_retired`](crate::Limits::max_retired) bounds the number of such changes. Only the
-/// mark [`Slot::is_invalid`] may appear under a view.
+/// Each look-up takes O(log n) steps. Under an older guard it takes one or two steps more for each
+/// later change of the same part of a tree. [`Limits::max_retired`](crate::Limits::max_retired)
+/// bounds the number of such changes. Only the mark [`Slot::is_invalid`] may appear under a view.
 pub struct SlotView<'g, D> {
     shared: &'g SharedTable<D>,
     space: &'g Space<D>,

@@ -180,8 +180,8 @@ impl<D> SlotWriter<D> {
     /// Checks a request and begins its operation. If the request deletes or moves a slot, look-ups
     /// after this call find that slot [invalid](Slot::is_invalid). Everything else becomes visible
     /// at the commit. A look-up that runs beside this call may still find the slot valid. So a
-    /// caller that takes back what vCPUs derived from the slot first waits for such look-ups, for
-    /// example by making every vCPU leave its guest. Then it zaps, flushes, and commits.
+    /// caller that takes back data derived from the slot first waits for such look-ups. For
+    /// example, it makes every vCPU leave its guest. Then it zaps, flushes, and commits.
     ///
     /// The call first aborts an update that was forgotten (by `mem::forget`), even if it then
     /// refuses the request. It may wait as [`SlotWriter`] says, even before a refusal.

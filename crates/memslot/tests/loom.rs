@@ -3,9 +3,9 @@
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-memslot --profile stress --test loom`
 //!
 //! Under loom, nodes have four entries, and a leaf that is the whole tree by id has up to eight. A
-//! model fails if a reader uses a slot or node that was freed too early, or sees a state that is
-//! neither old nor new. Each model returns the outcomes of its readers, and the test names outcomes
-//! that must occur.
+//! model fails if a reader uses a slot or node that was freed too early. It also fails if a reader
+//! sees a state that is neither old nor new. Each model returns the outcomes of its readers, and
+//! the test names outcomes that must occur.
 //!
 //! Broken rules and the models that fail (tried by hand):
 //! - the generation published before the cells, or nodes born a version early:

@@ -6,9 +6,9 @@
 //! things at each inner node:
 //!
 //! - It publishes the new child in the child's cell. That ends the change.
-//! - It makes a new inner node and passes that up. This is needed if the keys of the node change (a
-//!   child was split, joined or removed), or if a bound that reaches into the next child becomes
-//!   lower.
+//! - It makes a new inner node and passes that up. It must if the keys of the node change (a child
+//!   was split, joined or removed). It also must if a bound that reaches into the next child
+//!   becomes lower.
 //!
 //! So one store, the last, makes the whole change visible.
 //!

@@ -4,13 +4,15 @@
 )]
 //! Leaves, which hold the slots of a range of keys.
 //!
-//! A leaf is its [`Head`], then as many keys as it has room for, then (if the order keeps them) the
-//! end of each slot and the greatest end so far, then the cells of slots. Below inner nodes all
-//! leaves have the room [`Order::LEAF`]. A leaf that is the whole tree has as much as it needs, up
-//! to [`Order::FLAT`], because searching one array is faster than going down a level.
+//! A leaf begins with its [`Head`]. Arrays follow, each with a place for every slot that the leaf
+//! has room for. First come the keys. If the order keeps ends, the end of each slot and the
+//! greatest end so far follow. The cells of slots come last. Below inner nodes all leaves have the
+//! room [`Order::LEAF`]. A leaf that is the whole tree has as much as it needs, up to
+//! [`Order::FLAT`]. Searching one array is faster than going down a level.
 //!
-//! In a published leaf only cells change: a new record replaces the record with the same key. Like
-//! a node, the new record has a pointer to the old one and its own version ([`Slot`]).
+//! After the leaf was published, only the cell of a used place changes: a new record replaces the
+//! record with the same key. Like a node, the new record has a pointer to the old one and its own
+//! version ([`Slot`]).
 //!
 //! # Slots that come after the others
 //!

@@ -115,16 +115,16 @@ impl<'g, O: Order, D> At<'g, O, D> {
     #[inline]
     fn enter(self, cell: &'g Cell) -> Node<'g, O, D> {
         let mut node = cell.newest();
-        // SAFETY: cells are never null. By the contract of `Tree::at`, a node in a cell is not
-        // freed during `'g`, nor are its predecessors down to the first that was born at or
-        // before `version`. `Acquire` in `newest` makes their contents visible.
+        // SAFETY: cells are never null. By the contract of `Tree::at`, nobody frees a node in a
+        // cell during `'g`. The same holds for its predecessors, down to the first that was born at
+        // or before `version`. `Acquire` in `newest` makes their contents visible.
         let mut head: &'g Head = unsafe { &*node };
         head.alive.used();
         while head.born > self.version {
             node = head.previous;
             debug_assert!(!node.is_null(), "a place is younger than its node");
-            // SAFETY: as above. The first node of a place was born with the node that has the
-            // place, or with the tree, so no reader goes back beyond it.
+            // SAFETY: as above. The first node of a place was born with the tree or with the node
+            // that has the place. So no reader goes back beyond it.
             head = unsafe { &*node };
             head.alive.used();
         }
@@ -137,7 +137,7 @@ impl<'g, O: Order, D> At<'g, O, D> {
     #[inline]
     fn slot(self, record: *const Slot<D>) -> Option<&'g Slot<D>> {
         // SAFETY: the pointer is null or a slot. The slot lives as long as a leaf that was reached
-        // holds it, because the writer retires the leaf before the slot or together with it. By the
+        // holds it: the writer retires the leaf before the slot or together with it. By the
         // contract of `Tree::at` the same holds for its predecessors, down to the first that was
         // born at or before `version`.
         let mut slot = unsafe { record.as_ref() }?;

@@ -212,9 +212,9 @@ impl<O: Order, D> Edit<'_, O, D> {
         (node, Some((other.keys[0], second)))
     }
 
-    /// The new root in place of `old`. Usually that is `node`. If `node` is an inner node with too
-    /// little below it, the root is a copy of its only child, or one leaf of all slots, at most
-    /// half full.
+    /// The new root in place of `old`. Usually that is `node`. If there is too little below an
+    /// inner `node`, the root is a copy of its only child or one leaf of all slots. Such a leaf is
+    /// at most half full.
     pub(super) fn lowered(&mut self, old: *const Head, mut node: *const Head) -> *const Head {
         // The child is copied because `born` is the version in which a node came into its place,
         // and the root is another place.

@@ -73,8 +73,8 @@ fn step(pair: &mut Pair, request: Request<u32>) -> usize {
     refused
 }
 
-/// Grows an empty table to a tree of several levels and shrinks it again, with random changes at
-/// each size, with and without a reader's guard.
+/// Grows an empty table to a tree of several levels and shrinks it again. At each size it makes
+/// random changes, with and without a reader's guard.
 #[test]
 fn an_operation_without_memory_changes_nothing() {
     let sizes: &[usize] = if cfg!(miri) {

@@ -110,7 +110,7 @@ impl Userfaultfd {
     /// From now on, until the range is unregistered or unmapped:
     /// 1. A thread that touches a missing page of it, in user mode or by a system call, sleeps
     ///    until another thread resolves the fault. (On a poisoned page it gets SIGBUS.) The program
-    ///    must allow for that: the thread that resolves the faults never touches the range, and no
+    ///    must allow for that: the thread that resolves the faults never touches the range. No
     ///    thread touches the range while it holds a lock that the resolving thread needs.
     /// 2. Calls of this userfaultfd give pages of the range their first contents. So no Rust
     ///    reference to such a page may exist that relies on it being zero.
