@@ -37,6 +37,9 @@ pub struct SlotMemory<R: Send + Sync + 'static> {
 impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     /// Memory without regions. It can have up to 32 764 regions, KVM's number of slots on x86-64.
     /// Changes never wait for snapshots.
+    ///
+    /// # Panics
+    /// If the allocator refuses memory for the slots.
     #[must_use]
     pub fn new() -> Self {
         Self::with_limits(Limits {
@@ -51,6 +54,9 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     /// snapshot, a change waits until that snapshot goes. But then a thread that holds a snapshot
     /// must not change the memory, and no snapshot may be held for ever: the change would wait for
     /// ever.
+    ///
+    /// # Panics
+    /// If `limits` allows no address space, or if the allocator refuses memory for the slots.
     #[must_use]
     pub fn with_limits(limits: Limits) -> Self {
         Self::with_barrier(limits, None)
@@ -60,6 +66,9 @@ impl<R: GuestMemoryRegion + Send + Sync + 'static> SlotMemory<R> {
     /// [`SlotWriter::with_barrier`](pageferry_memslot::SlotWriter::with_barrier).
     /// [`Barrier::membarrier`] needs the feature `membarrier`, because a VMM that filters its
     /// system calls must allow that one.
+    ///
+    /// # Panics
+    /// As [`with_limits`](Self::with_limits).
     #[must_use]
     pub fn with_barrier(limits: Limits, barrier: Option<Barrier>) -> Self {
         let writer = Writer::new(limits, barrier);
