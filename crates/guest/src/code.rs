@@ -1,9 +1,8 @@
 //! The machine code, assembled at run time for either instruction set on any host.
 //!
-//! The code of a program is the same for all its vCPUs and does not depend on where it lies. It
-//! starts with the control page's address in the first argument and the doorbell's in the second;
-//! the x86-64 code, short of registers, has the doorbell's address built in. Nothing is pushed on
-//! the stack.
+//! The code of a program is the same for all its vCPUs and position independent. It expects the
+//! control page's address in the first argument and the doorbell's in the second. The x86-64 code
+//! is short of registers, so it has the doorbell's address built in. No code pushes to the stack.
 
 mod rv64_toucher;
 mod rv64_workload;
@@ -19,7 +18,8 @@ use crate::layout::{HOLE_END, HOLE_START};
 use crate::toucher::Touch;
 use pageferry_addr::PAGE_SIZE;
 
-/// RAM page index from which on an address is [`HOLE_BYTES`] higher than index times page size.
+/// RAM page index of the first page behind the hole. From here on, an address is [`HOLE_BYTES`]
+/// higher than index times page size.
 const HOLE_PAGE: u64 = HOLE_START / PAGE_SIZE;
 /// Length of the hole in bytes.
 const HOLE_BYTES: u64 = HOLE_END - HOLE_START;

@@ -1,8 +1,8 @@
-//! The control page: where a vCPU's program publishes how far it is and what it has found.
+//! The control page: here a vCPU's program publishes its progress and the errors it found.
 //!
-//! Offsets are bytes from the start of the page; every field is a little-endian `u64`. The layout
-//! is the same for both instruction sets and for all programs; a field a program does not use stays
-//! zero.
+//! Offsets are bytes from the start of the page. Every field is a little-endian `u64`. The offsets
+//! are the same for both instruction sets and for all programs. A field that a program does not use
+//! stays zero.
 
 use crate::layout::{MAX_MEMORY_BYTES, MAX_VCPUS};
 use crate::{ErrorKind, GuestError};
@@ -23,32 +23,33 @@ pub const PAGES: usize = 0x18;
 pub const MASK: usize = 0x20;
 /// Offset of the order generator's output shift. Constant.
 pub const SHIFT: usize = 0x28;
-/// Offset of the number of passes after which the program ends; 0: never. Constant.
+/// Offset of the number of passes after which the program ends; 0 means no end. Constant.
 pub const PASS_LIMIT: usize = 0x30;
-/// Offset of the number of the pass under way, from 1; 0 before the first instruction.
+/// Offset of the current pass, from 1; 0 before the first instruction.
 pub const PASS: usize = 0x40;
 /// Offset of the order generator's state: the page chosen last. A hint for an observer.
 pub const STATE: usize = 0x48;
-/// Offset of the page being rewritten, as its RAM page index plus 1; 0: none.
+/// Offset of the page being rewritten, as its RAM page index plus 1; 0 means none.
 pub const IN_PROGRESS: usize = 0x50;
 /// Offset of the number of pages done since the start, over all passes. Never decreases.
 pub const DONE: usize = 0x58;
-/// Offset of the wrapping sum of all words loaded (a toucher that reads).
+/// Offset of the wrapping sum of all words that a reading toucher has loaded.
 pub const SUM: usize = 0x60;
 /// Offset of the number of errors found.
 pub const ERRORS: usize = 0x80;
-/// Offset of the first error's kind ([`ErrorKind::code`]); valid if there are errors, as all below.
+/// Offset of the first error's kind ([`ErrorKind::code`]). This field and those below are valid if
+/// there are errors.
 pub const ERROR_KIND: usize = 0x88;
 /// Offset of the first error's RAM page index.
 pub const ERROR_PAGE: usize = 0x90;
-/// Offset of the word the first error's page should have had.
+/// Offset of the expected word in the first error's page.
 pub const ERROR_EXPECTED: usize = 0x98;
-/// Offset of the word it had.
+/// Offset of the word found in its place.
 pub const ERROR_FOUND: usize = 0xa0;
-/// Offset of the number of the pass in which the first error was found.
+/// Offset of the pass that found the first error.
 pub const ERROR_PASS: usize = 0xa8;
 
-/// Which program a control page belongs to.
+/// The program that a control page belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProgramKind {
     /// [`crate::Workload`].
@@ -63,7 +64,7 @@ impl ProgramKind {
     /// All kinds.
     pub const ALL: [Self; 3] = [Self::Workload, Self::Toucher, Self::Spin];
 
-    /// The first word of its control pages: eight letters.
+    /// The first word of the program's control pages: eight letters.
     #[must_use]
     pub const fn magic(self) -> u64 {
         u64::from_le_bytes(match self {
@@ -74,53 +75,53 @@ impl ProgramKind {
     }
 }
 
-/// The first error a guest has found.
+/// The first error that a guest found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestReport {
-    /// What is wrong with the page.
+    /// The kind of error.
     pub kind: ErrorKind,
-    /// Which page.
+    /// The page.
     pub page: RamPage,
-    /// The word that should have been there; [`ErrorKind`] says which word it is.
+    /// The expected word; [`ErrorKind`] names the word.
     pub expected: u64,
-    /// The word that was there.
+    /// The word found.
     pub found: u64,
-    /// In which pass.
+    /// The pass that found the error.
     pub pass: u64,
 }
 
 /// A control page, read and checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Control {
-    /// Whose it is.
+    /// The program.
     pub program: ProgramKind,
     /// The vCPU's index.
     pub vcpu: u32,
     /// The first page the program visits.
     pub first: RamPage,
-    /// How many pages it visits.
+    /// The number of pages that the program visits.
     pub pages: u64,
-    /// The pass under way, from 1; 0 before the first instruction.
+    /// The current pass, from 1; 0 before the first instruction.
     pub pass: u64,
     /// The order generator's state.
     pub state: u64,
     /// The page being rewritten.
     pub in_progress: Option<RamPage>,
-    /// How many pages (of a [`crate::Spin`]: rounds) are done since the start, over all passes.
+    /// The number of pages (of a [`crate::Spin`]: rounds) done since the start, over all passes.
     pub done: u64,
     /// The wrapping sum of all words loaded.
     pub sum: u64,
-    /// How many errors the guest has found.
+    /// The number of errors that the guest has found.
     pub errors: u64,
-    /// The first of them.
+    /// The first error.
     pub first_error: Option<GuestReport>,
 }
 
 impl Control {
-    /// Reads a control page. Every value is checked against what a program could have written.
+    /// Reads a control page. Every value is checked against the values that a program can write.
     ///
     /// # Errors
-    /// When the magic number is no program's, or a field is out of its range.
+    /// When the magic number belongs to no program, or a field is out of its range.
     pub fn parse(page: &PageBytes) -> Result<Self, GuestError> {
         let magic = word(page, MAGIC);
         let program = ProgramKind::ALL

@@ -1,23 +1,23 @@
-//! What a program reports: kinds of page errors, and the doorbell.
+//! The reports of a program: kinds of page errors, and the doorbell.
 
 use crate::GuestError;
 use crate::layout::MAX_VCPUS;
 use std::fmt;
 
-/// What can be wrong with a page. The kinds exclude each other and are tried in this order.
+/// An error in a page. The kinds exclude each other and are tried in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ErrorKind {
-    /// All zero, where contents were expected. Words: the sequence expected, and 0.
+    /// All zero, where contents were expected. Words: the expected sequence, and 0.
     Lost,
-    /// The checksum does not fit the contents: no visit wrote the page as it is (a mixture of two
-    /// versions, a flipped bit, someone else's bytes). Words: the checksum of the contents, and the
-    /// checksum in the page.
+    /// The checksum does not fit the contents. No visit wrote the page as it is: it mixes two
+    /// versions, has a flipped bit, or holds foreign bytes. Words: the checksum of the contents,
+    /// and the checksum in the page.
     Torn,
-    /// Whole, but another vCPU's, or another page's. Words: the tag or the index, expected and
-    /// found.
+    /// Whole, but the page of another vCPU or of another index. Words: the tag or the index,
+    /// expected and found.
     Foreign,
-    /// Whole and the right page, but of another pass than the one before. Words: the sequence
-    /// expected, and the sequence in the page.
+    /// Whole and the right page, but not of the previous pass. Words: the expected sequence, and
+    /// the sequence in the page.
     Stale,
 }
 
@@ -25,7 +25,7 @@ impl ErrorKind {
     /// All kinds.
     pub const ALL: [Self; 4] = [Self::Lost, Self::Torn, Self::Foreign, Self::Stale];
 
-    /// The number that stands for it in control pages and on the doorbell: 1 to 4.
+    /// The number of this kind in control pages and on the doorbell: 1 to 4.
     #[must_use]
     pub const fn code(self) -> u64 {
         match self {
@@ -36,7 +36,7 @@ impl ErrorKind {
         }
     }
 
-    /// The kind a number stands for.
+    /// The kind with this number.
     #[must_use]
     pub fn from_code(code: u64) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.code() == code)
@@ -60,40 +60,40 @@ impl fmt::Display for ErrorKind {
     }
 }
 
-/// Bit of the doorbell value where the event's number starts.
+/// First bit of the event number in a doorbell value.
 pub(crate) const EVENT_SHIFT: u32 = 16;
-/// Bit of the doorbell value where the error kind's number starts.
+/// First bit of the error kind in a doorbell value.
 pub(crate) const KIND_SHIFT: u32 = 24;
 /// Number of the event "a page error".
 pub(crate) const EVENT_ERROR: u32 = 1;
 /// Number of the event "finished".
 pub(crate) const EVENT_FINISHED: u32 = 2;
 
-/// Why a program rang.
+/// The reason for a store to the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// It has found a page error, and goes on. Its control page counts errors and describes the
-    /// first.
+    /// The program found a page error, and continues. Its control page counts errors and describes
+    /// the first.
     Error(ErrorKind),
-    /// It has done what it was asked for. Entered again, it only rings again.
+    /// The program has done its work. Entered again, it only stores to the doorbell again.
     Finished,
 }
 
-/// A value stored to the doorbell ([`crate::DOORBELL_GPA`]): bits 0 to 15 the vCPU, 16 to 23 the
-/// event (1 error, 2 finished), 24 to 31 the error's kind.
+/// A value stored to the doorbell ([`crate::DOORBELL_GPA`]). Bits 0 to 15 hold the vCPU, 16 to 23
+/// the event (1 error, 2 finished), 24 to 31 the error's kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Doorbell {
-    /// The vCPU that rang.
+    /// The vCPU that stored the value.
     pub vcpu: u32,
-    /// Why.
+    /// The reason.
     pub event: Event,
 }
 
 impl Doorbell {
-    /// Reads a 32-bit store to the doorbell.
+    /// Parses a 32-bit store to the doorbell.
     ///
     /// # Errors
-    /// When no program writes such a value.
+    /// When no program writes this value.
     pub fn parse(value: u32) -> Result<Self, GuestError> {
         let refused = GuestError::Doorbell { value };
         let vcpu = value & 0xffff;

@@ -1,13 +1,13 @@
-//! The instruction sets programs are written in.
+//! The instruction sets of the programs.
 
 use std::fmt;
 
 /// An instruction set, with the mode its programs run in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// x86-64: 64-bit mode, ring 3, flat page tables of the program's own image.
+    /// x86-64: 64-bit mode, ring 3, flat page tables in the program's image.
     X86_64,
-    /// RV64IMA: VS-mode with `vsatp` = Bare, so without page tables of the guest's own.
+    /// RV64IMA: VS-mode with `vsatp` = Bare, so without page tables in the guest.
     Rv64,
 }
 

@@ -1,9 +1,15 @@
-//! Where everything lies: the plan of a program's memory.
+//! The plan of a program's memory.
 //!
-//! RAM starts at guest-physical address 0; what does not fit below 3 GiB continues at 4 GiB. In
-//! order of RAM page index the plan is: one page left zero (so that a null pointer reads nothing of
-//! worth), the code page, a control page for every vCPU, a stack page for every vCPU, the page
-//! tables (x86-64 only), the data pages in equal shares, and what the division leaves over.
+//! RAM starts at guest-physical address 0. The part that does not fit below 3 GiB continues at 4
+//! GiB. In order of RAM page index the plan is:
+//!
+//! 1. one page left zero, so that a null pointer reads no data,
+//! 2. the code page,
+//! 3. a control page for every vCPU,
+//! 4. a stack page for every vCPU,
+//! 5. the page tables (x86-64 only),
+//! 6. the data pages in equal shares,
+//! 7. the remainder of that division.
 
 use crate::tables;
 use crate::{GuestError, Isa};
@@ -14,7 +20,7 @@ use std::ops::Range;
 pub const MAX_VCPUS: u32 = 1024;
 /// The most RAM a program can address, in bytes: 4 TiB.
 pub const MAX_MEMORY_BYTES: u64 = 4 << 40;
-/// The doorbell: no memory slot covers it, so a store here leaves the guest.
+/// The doorbell. No memory slot covers it, so a store to it leaves the guest.
 pub const DOORBELL_GPA: Gpa = Gpa(0xD000_0000);
 /// First guest-physical address of the hole in RAM.
 pub const HOLE_START: u64 = 0xC000_0000;
@@ -48,8 +54,8 @@ impl Layout {
     /// ```
     ///
     /// # Errors
-    /// When there are no vCPUs or more than [`MAX_VCPUS`], or the memory is not a multiple of 4096
-    /// bytes, less than [`Layout::minimum_memory`] or more than [`MAX_MEMORY_BYTES`].
+    /// When there are no vCPUs or more than [`MAX_VCPUS`]. When the memory is not a multiple of
+    /// 4096 bytes, less than [`Layout::minimum_memory`] or more than [`MAX_MEMORY_BYTES`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
         if vcpus == 0 {
             return Err(GuestError::NoVcpus);
@@ -85,10 +91,10 @@ impl Layout {
         Ok(layout)
     }
 
-    /// The least memory for `vcpus` vCPUs, in bytes: the low area and one data page each.
+    /// The smallest memory for `vcpus` vCPUs, in bytes: the low area and one data page per vCPU.
     #[must_use]
     pub fn minimum_memory(isa: Isa, vcpus: u32) -> u64 {
-        // The low area of the largest plan ends far below 1 GiB, so the tables are those of 1 GiB.
+        // The low area of the largest plan ends far below 1 GiB, so its tables are those of 1 GiB.
         let tables = match isa {
             Isa::X86_64 => tables::count(1 << 30),
             Isa::Rv64 => 0,
@@ -102,19 +108,19 @@ impl Layout {
         self.isa
     }
 
-    /// How many vCPUs.
+    /// The number of vCPUs.
     #[must_use]
     pub fn vcpus(&self) -> u32 {
         self.vcpus
     }
 
-    /// How much RAM, in bytes.
+    /// The size of RAM in bytes.
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         self.memory_bytes
     }
 
-    /// How much RAM, in pages.
+    /// The size of RAM in pages.
     #[must_use]
     pub fn ram_pages(&self) -> u64 {
         self.memory_bytes / PAGE_SIZE
@@ -131,7 +137,7 @@ impl Layout {
         }
     }
 
-    /// The page of the code.
+    /// The code page.
     #[must_use]
     pub fn code_page(&self) -> RamPage {
         RamPage(CODE_PAGE)
@@ -147,14 +153,14 @@ impl Layout {
         RamPage(CONTROL_PAGE + u64::from(vcpu))
     }
 
-    /// Whose control page this is, if it is one.
+    /// The vCPU whose control page this is, if it is a control page.
     #[must_use]
     pub fn control_owner(&self, page: RamPage) -> Option<u32> {
         let vcpu = page.0.checked_sub(CONTROL_PAGE)?;
         u32::try_from(vcpu).ok().filter(|&vcpu| vcpu < self.vcpus)
     }
 
-    /// The stack page of a vCPU. The programs here push nothing, so it stays zero.
+    /// The stack page of a vCPU. The programs of this crate push nothing, so it stays zero.
     ///
     /// # Panics
     /// When there is no such vCPU.
@@ -164,7 +170,7 @@ impl Layout {
         RamPage(CONTROL_PAGE + u64::from(self.vcpus) + u64::from(vcpu))
     }
 
-    /// The pages of the page tables, the root first; empty for RV64. All lie below the hole.
+    /// The page table pages, the root first; empty for RV64. All lie below the hole.
     #[must_use]
     pub fn table_pages(&self) -> Range<u64> {
         let first = CONTROL_PAGE + 2 * u64::from(self.vcpus);
@@ -175,7 +181,7 @@ impl Layout {
         first..first + count
     }
 
-    /// All pages that belong to some vCPU's share, as RAM page indices.
+    /// The pages of all shares, as RAM page indices.
     #[must_use]
     pub fn data(&self) -> Range<u64> {
         let first = self.first_data_page();
@@ -193,13 +199,13 @@ impl Layout {
         first..first + self.share_pages
     }
 
-    /// How many pages a share has, at least 1.
+    /// The number of pages in a share, at least 1.
     #[must_use]
     pub fn share_pages(&self) -> u64 {
         self.share_pages
     }
 
-    /// Whose data page this is, if it is one.
+    /// The vCPU whose share has this page, if it is a data page.
     #[must_use]
     pub fn data_owner(&self, page: RamPage) -> Option<u32> {
         let offset = page.0.checked_sub(self.first_data_page())?;

@@ -1,51 +1,54 @@
-//! Programs that run inside test and demo virtual machines, as machine code, without an operating
+//! Programs that run inside test and demo virtual machines: machine code, without an operating
 //! system.
 //!
 //! Each program exists for both instruction sets (x86-64, RV64IMA), behind one interface.
 //!
 //! **Guarantee.** The programs of both instruction sets compute the same bytes, those of [`model`].
-//! A guest that runs the [`Workload`] finds any page that is lost, stale, torn or foreign
-//! ([`ErrorKind`]) at its next visit. [`Workload::verify`] compares all RAM of a paused VM with the
+//! A guest that runs the [`Workload`] detects a lost, stale, torn or foreign page ([`ErrorKind`])
+//! at its next visit to that page. [`Workload::verify`] compares all RAM of a paused VM with the
 //! progress of its vCPUs, and finds every byte that differs.
 //!
-//! **Mechanism.** [`Layout`] plans the memory: code, page tables, a control page a vCPU, and data
-//! pages in equal shares. The code is assembled at run time, on any host. Every vCPU publishes its
-//! progress in its control page. To report something, it stores to the *doorbell*, an address
+//! **Mechanism.** [`Layout`] plans the memory: code, page tables, one control page per vCPU, and
+//! data pages in equal shares. The code is assembled at run time, on any host. Every vCPU publishes
+//! its progress in its control page. To report an event, it stores to the *doorbell*, an address
 //! without memory.
 //!
-//! **Neighbours.** Only `addr` is below. Above are the engines' tests, the demo and the
-//! measurements. This crate knows no machines, hypervisors or migration: it gives bytes, addresses
-//! and start values, and reads the bytes of pages.
+//! **Neighbours.** Only `addr` is below. Above are the engines' tests, the demo and the benchmarks.
+//! This crate knows no machines, hypervisors or migration. It gives bytes, addresses and start
+//! values, and reads the bytes of pages.
 //!
 //! # Use
 //!
 //! 1. Plan a program: [`Workload::new`], [`Toucher::new`] or [`Spin::new`]. [`Program`] is their
 //!    common part.
-//! 2. Give a VM RAM as [`Layout`] says: from guest-physical address 0, all zero, with the part
-//!    above 3 GiB moved up to 4 GiB, and no memory slot at [`DOORBELL_GPA`]. Write the pieces of
-//!    [`Program::image`] into it.
-//! 3. Give each vCPU its [`Program::start`] values, and on x86-64 64-bit mode in ring 3 with flat
-//!    segments (CR0 = PG, NE, ET, PE; CR4 = PAE; EFER = LMA, LME; CS long, DPL 3) with CR3 =
-//!    [`Start::tables`]; on RV64 VS-mode with `vsatp` = 0. Interrupts, segment tables and traps are
-//!    never used: a fault of the program's own is a triple fault.
-//! 4. Run. A 32-bit store to the doorbell is read with [`Doorbell::parse`]; enter again to go on.
+//! 2. Give a VM zeroed RAM from guest-physical address 0. [`Layout`] moves the part above 3 GiB up
+//!    to 4 GiB. No memory slot may cover [`DOORBELL_GPA`]. Write the pieces of [`Program::image`]
+//!    into RAM.
+//! 3. Give each vCPU its [`Program::start`] values.
+//!    - On x86-64, start in 64-bit mode, ring 3, flat segments: CR0 = PG, NE, ET, PE; CR4 = PAE;
+//!      EFER = LMA, LME; CS long, DPL 3; CR3 = [`Start::tables`].
+//!    - On RV64, start in VS-mode with `vsatp` = 0.
+//!    - The programs use no interrupts, segment tables or traps. A fault in the program is a triple
+//!      fault.
+//! 4. Run. Parse a 32-bit store to the doorbell with [`Doorbell::parse`], then enter the guest
+//!    again.
 //! 5. Read [`Program::control_page`] with [`Control::parse`] at any time. Call [`Workload::verify`]
 //!    while no vCPU runs.
 //!
 //! # The workload
 //!
 //! Each vCPU visits all pages of its share, pass after pass, without end. The [`Order`] is a
-//! permutation of them, another one in each pass. At a visit in pass *p* the vCPU
+//! permutation of them, a different one in each pass. At a visit in pass *p* the vCPU
 //! 1. checks that the page is whole, its own, and of sequence *p* - 1 (all zero in the first pass),
-//!    and reports if not,
+//!    and reports an error otherwise,
 //! 2. rewrites all 512 words with sequence *p* ([`model`] has the page's format),
-//! 3. compares the count in its control page with the one in its registers, since control pages can
-//!    be lost and stale like any other page, and adds one.
+//! 3. compares the count in its control page with the count in its registers, since a control page
+//!    can be lost or stale like any other page, and adds one.
 //!
 //! # The control page
 //!
-//! Little-endian 64-bit words at these offsets; everything else in the page stays zero. *Constant*
-//! words are part of the image. The offsets are constants of [`control`].
+//! Little-endian 64-bit words at these offsets; the rest of the page stays zero. *Constant* words
+//! are part of the image. The offsets are constants of [`control`].
 //!
 //! | offset | word | workload | toucher | spinner |
 //! |---|---|---|---|---|
@@ -69,9 +72,9 @@
 //! | `0xa8` | first error: pass in which it was found | yes | 0 | 0 |
 //!
 //! The workload stores in this order: page in progress, the page's words in ascending order, pages
-//! done, no page in progress. So in a pause at any instruction, *pages done* says exactly which
-//! pages have which sequence, and at most one page a vCPU, the next one and only if named, is a
-//! prefix of its new and a suffix of its old contents.
+//! done, no page in progress. A pause may fall on any instruction. *Pages done* then gives the
+//! exact sequence number of every page but one per vCPU. That page is the next one in the order,
+//! named in the control page. It is a prefix of its new and a suffix of its old contents.
 
 mod code;
 pub mod control;

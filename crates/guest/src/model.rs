@@ -1,4 +1,4 @@
-//! The demo workload in plain Rust: what the machine code of either instruction set must compute.
+//! The demo workload in plain Rust: the reference for the machine code of both instruction sets.
 //!
 //! A data page, in 64-bit little-endian words:
 //!
@@ -10,12 +10,12 @@
 //! | 3 to 510 | payload: a generator's outputs, seeded by owner, index and sequence |
 //! | 511 | checksum over words 0 to 510, in order |
 //!
-//! Words are written in ascending order. A page that is half rewritten therefore is a prefix of its
-//! new contents and a suffix of its old ones, and its checksum, written last, is still the old one.
+//! Words are written in ascending order. A half rewritten page is therefore a prefix of its new
+//! contents and a suffix of its old ones. Its checksum is written last, so it is still the old one.
 //! A page that no pass has written (sequence 0) is all zero.
 //!
-//! The checksum is a polynomial with an odd multiplier modulo 2^64: a change of any one word
-//! changes it for certain, anything else but for one chance in about 2^64 for contents that are not
+//! The checksum is a polynomial with an odd multiplier modulo 2^64. A change of any one word always
+//! changes it. Any other change escapes it with a chance of about 2^-64, unless the contents are
 //! made to collide. It guards against lost work, not against an adversary.
 
 use crate::control::{
@@ -29,14 +29,14 @@ use crate::params::{
 use crate::{ErrorKind, Order, Workload};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 
-/// What a check of a page has found wrong.
+/// The first fault that a check found in a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mismatch {
-    /// What is wrong.
+    /// The kind of error.
     pub kind: ErrorKind,
-    /// The word that should have been there; see [`ErrorKind`].
+    /// The expected word; see [`ErrorKind`].
     pub expected: u64,
-    /// The word that was there.
+    /// The word found.
     pub found: u64,
 }
 
@@ -73,7 +73,7 @@ pub fn fill(page: &mut PageBytes, owner: u32, index: RamPage, sequence: u64) {
     set_word(page, WORD_CHECKSUM * 8, checksum);
 }
 
-/// The checksum a page with these contents should have.
+/// Computes the checksum of a page's contents.
 #[must_use]
 pub fn checksum(page: &PageBytes) -> u64 {
     (0..WORD_CHECKSUM).fold(HASH_START, |hash, nth| {
@@ -82,11 +82,10 @@ pub fn checksum(page: &PageBytes) -> u64 {
     })
 }
 
-/// Checks that a page is `owner`'s page `index` as pass `sequence` left it, with what the page
-/// itself carries: header and checksum.
+/// Checks by header and checksum that a page is `owner`'s page `index` as pass `sequence` left it.
 ///
 /// # Errors
-/// What is wrong with it.
+/// The mismatch, if the page differs.
 pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Result<(), Mismatch> {
     if page.iter().all(|&byte| byte == 0) {
         return if sequence == 0 {
@@ -112,7 +111,7 @@ pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Res
     equal(ErrorKind::Foreign, index.0, WORD_INDEX)?;
     equal(ErrorKind::Stale, sequence, WORD_SEQUENCE)?;
     if sequence == 0 {
-        // Whole by its checksum, and with sequence 0, which no pass writes.
+        // A page with a valid checksum and sequence 0. No pass writes sequence 0.
         return Err(Mismatch {
             kind: ErrorKind::Stale,
             expected: 0,
@@ -122,11 +121,11 @@ pub fn check(page: &PageBytes, owner: u32, index: RamPage, sequence: u64) -> Res
     Ok(())
 }
 
-/// One visit in pass `pass` (from 1): checks that the page is as the pass before left it, then
-/// rewrites it, whatever the check said.
+/// One visit in pass `pass` (from 1). It checks that the page is as the pass before left it. Then
+/// it rewrites the page, whatever the check found.
 ///
 /// # Errors
-/// What the check found wrong.
+/// The mismatch that the check found.
 pub fn visit(page: &mut PageBytes, owner: u32, index: RamPage, pass: u64) -> Result<(), Mismatch> {
     let checked = check(page, owner, index, pass - 1);
     fill(page, owner, index, pass);
@@ -161,20 +160,20 @@ impl ModelVcpu {
         }
     }
 
-    /// How many pages are done.
+    /// The number of visits done.
     #[must_use]
     pub fn done(&self) -> u64 {
         self.done
     }
 
-    /// How many steps of the order generator the pass under way has taken so far.
+    /// The number of steps that the order generator has taken in the current pass.
     #[must_use]
     pub fn order_steps(&self) -> u64 {
         self.order.steps()
     }
 
-    /// One visit: finds the next page in `ram` (indexed by RAM page), visits it and keeps the
-    /// control page, exactly as the machine code does. Returns the page.
+    /// One visit, exactly as in the machine code: finds the next page in `ram` (indexed by RAM
+    /// page), visits it, and updates the control page. Returns the page.
     ///
     /// # Panics
     /// When `ram` is shorter than the workload's memory.

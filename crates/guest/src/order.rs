@@ -4,13 +4,13 @@
 //!
 //! **Mechanism.** A linear congruential generator modulo a power of two has its full period if its
 //! increment is odd and its multiplier is 1 modulo 4 (Hull and Dobell, "Random Number Generators",
-//! SIAM Review 4, 1962). Its state is passed through `s ^ (s >> shift)`, a bijection, as the low
-//! bits of such a generator alternate; values outside the share are skipped. Start and increment of
-//! a pass are a hash of the pass's number and the vCPU.
+//! SIAM Review 4, 1962). The low bits of such a generator alternate, so its state is passed through
+//! the bijection `s ^ (s >> shift)`. Values outside the share are skipped. The start and the
+//! increment of a pass are a hash of the pass number and the vCPU.
 
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, tag};
 
-/// The modulus and the output shift for a number of pages; the same in the guest and in the model.
+/// The modulus and the output shift for a number of pages. Guest and model use the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OrderParams {
     pub(crate) mask: u64,
@@ -77,8 +77,7 @@ impl Order {
         self.state
     }
 
-    /// How often the generator has been advanced: once for each visit, and once for each value
-    /// skipped.
+    /// The number of generator steps: one for each visit, and one for each skipped value.
     #[must_use]
     pub fn steps(&self) -> u64 {
         self.steps

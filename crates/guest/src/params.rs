@@ -1,4 +1,4 @@
-//! The numbers the guest's machine code and the model share.
+//! The numbers that the guest's machine code and the model share.
 
 /// Upper 48 bits of a data page's first word; the lower 16 are the owner.
 pub(crate) const PAGE_MAGIC: u64 = 0x5046_4441_5441 << 16;
@@ -9,10 +9,10 @@ pub(crate) const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
 /// Multiplier of the generator that fills pages: Knuth's for MMIX (The Art of Computer Programming,
 /// volume 2, section 3.3.4).
 pub(crate) const FILL_MULTIPLIER: u64 = 6_364_136_223_846_793_005;
-/// Its increment: odd, and an immediate of 31 bits, which x86-64 can add.
+/// Increment of that generator: odd, and an immediate of 31 bits, which x86-64 can add.
 pub(crate) const FILL_INCREMENT: u64 = 1_013_904_223;
 
-/// Start of the checksum: any odd number, so that the checksum of a zero page is not zero.
+/// Start of the checksum. An odd number makes the checksum of a zero page differ from zero.
 pub(crate) const HASH_START: u64 = 0xC2B2_AE3D_27D4_EB4F;
 /// Multiplier of the checksum: odd, and an immediate of 31 bits, which x86-64 can multiply by.
 pub(crate) const HASH_MULTIPLIER: u64 = 668_265_263;
@@ -20,7 +20,7 @@ pub(crate) const HASH_MULTIPLIER: u64 = 668_265_263;
 /// Multiplier of the generator that orders visits: 1 modulo 4.
 pub(crate) const ORDER_MULTIPLIER: u64 = 1_664_525;
 
-/// Words a page.
+/// Words per page.
 pub(crate) const WORDS: usize = 512;
 /// Word of a data page that holds the magic number and the owner.
 pub(crate) const WORD_TAG: usize = 0;
@@ -32,7 +32,7 @@ pub(crate) const WORD_SEQUENCE: usize = 2;
 pub(crate) const WORD_PAYLOAD: usize = 3;
 /// Word that holds the checksum: the last, so that it is written last.
 pub(crate) const WORD_CHECKSUM: usize = 511;
-/// How many words an unrolled loop handles at a time.
+/// Words per round of an unrolled loop.
 pub(crate) const UNROLL: usize = 4;
 const _: () = assert!((WORD_CHECKSUM - WORD_PAYLOAD).is_multiple_of(UNROLL));
 const _: () = assert!(HASH_MULTIPLIER % 2 == 1 && HASH_MULTIPLIER < 1 << 31);

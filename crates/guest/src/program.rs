@@ -1,4 +1,4 @@
-//! What a VMM needs to start any of the programs: image, start states, control pages.
+//! The data that a VMM needs to start any of the programs: image, start states, control pages.
 
 use crate::control::{FIRST, MAGIC, MASK, PAGES, PASS_LIMIT, PageBytes, SHIFT, VCPU, set_word};
 use crate::order::OrderParams;
@@ -7,7 +7,7 @@ use crate::{DOORBELL_GPA, Isa, Layout, ProgramKind};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::ops::Range;
 
-/// Where a vCPU starts. Every other register is as the engine's reset left it.
+/// The start state of a vCPU. Every other register keeps its value after the engine's reset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Start {
     /// Address of the first instruction (rip, pc).
@@ -20,7 +20,7 @@ pub struct Start {
     pub tables: Gpa,
 }
 
-/// A program laid out in memory, whichever it is.
+/// Any of the programs, laid out in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     kind: ProgramKind,
@@ -31,7 +31,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// `ranges` holds the pages each vCPU visits.
+    /// `ranges` holds the pages that each vCPU visits.
     pub(crate) fn new(
         kind: ProgramKind,
         layout: Layout,
@@ -39,8 +39,8 @@ impl Program {
         ranges: Vec<Range<u64>>,
         pass_limit: u64,
     ) -> Self {
-        assert!(code.len() as u64 <= PAGE_SIZE, "the plan has one code page");
-        assert_eq!(ranges.len(), layout.vcpus() as usize, "one range a vCPU");
+        assert!(code.len() as u64 <= PAGE_SIZE, "code of at most one page");
+        assert_eq!(ranges.len(), layout.vcpus() as usize, "one range per vCPU");
         Self {
             kind,
             layout,
@@ -50,7 +50,7 @@ impl Program {
         }
     }
 
-    /// Which program.
+    /// The kind of program.
     #[must_use]
     pub fn kind(&self) -> ProgramKind {
         self.kind
@@ -62,7 +62,7 @@ impl Program {
         self.layout.isa()
     }
 
-    /// Where everything lies.
+    /// The plan of the program's memory.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.layout
@@ -74,8 +74,8 @@ impl Program {
         &self.code
     }
 
-    /// The bytes the VMM writes into RAM that is otherwise zero, before a vCPU starts. Every piece
-    /// begins at a page and lies below the hole; no two share a page.
+    /// The bytes that the VMM writes into zeroed RAM before a vCPU starts. Every piece begins at a
+    /// page boundary and lies below the hole. No two pieces share a page.
     #[must_use]
     pub fn image(&self) -> Vec<(Gpa, Vec<u8>)> {
         let mut pieces = self.constant_pages();
@@ -115,7 +115,7 @@ impl Program {
         page
     }
 
-    /// Where a vCPU starts.
+    /// The start state of a vCPU.
     ///
     /// # Panics
     /// When there is no such vCPU.
@@ -147,7 +147,7 @@ impl Program {
         self.layout.control_page(vcpu)
     }
 
-    /// The pages a vCPU visits, as RAM page indices. Empty for a [`crate::Spin`].
+    /// The pages that a vCPU visits, as RAM page indices. Empty for a [`crate::Spin`].
     ///
     /// # Panics
     /// When there is no such vCPU.
@@ -161,13 +161,13 @@ impl Program {
 macro_rules! forward_to_program {
     ($type:ty) => {
         impl $type {
-            /// The program as a VMM sees it, whichever it is.
+            /// The part that all programs have in common.
             #[must_use]
             pub fn program(&self) -> &$crate::Program {
                 &self.program
             }
 
-            /// Where everything lies.
+            /// The plan of the program's memory.
             #[must_use]
             pub fn layout(&self) -> &$crate::Layout {
                 self.program.layout()

@@ -1,9 +1,10 @@
-//! The spinner: a counter and nothing else, for tests of kicks and of pausing.
+//! The spinner: only a counter, for tests of kicks and pauses.
 
 use crate::program::forward_to_program;
 use crate::{GuestError, Isa, Layout, Program, ProgramKind, code};
 
-/// A program whose vCPUs count up the `done` field of their control pages for ever and never ring.
+/// A program whose vCPUs count up the `done` field of their control pages for ever. It never stores
+/// to the doorbell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Spin {
     program: Program,

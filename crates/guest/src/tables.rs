@@ -1,8 +1,9 @@
 //! Flat x86-64 page tables: every address is mapped to itself.
 //!
-//! 2 MiB leaves, for ring 3, writable, with the accessed and dirty bits set from the start, so that
-//! the CPU never writes to a table and a table page stays what the image made it. Mapped are RAM
-//! and the 2 MiB around the doorbell, nothing else. Entry format: Intel SDM volume 3, section 5.5.
+//! All leaves are 2 MiB large, writable and open to ring 3. Their accessed and dirty bits are set
+//! from the start, so the CPU never writes to a table, and a table page keeps the bytes of the
+//! image. RAM and the 2 MiB around the doorbell are mapped, nothing else. Entry format: Intel SDM
+//! volume 3, section 5.5.
 
 use crate::layout::{DOORBELL_GPA, HOLE_END, HOLE_START, Layout};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
@@ -11,12 +12,12 @@ const PRESENT_WRITABLE_USER: u64 = 0b111;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const PAGE_2M: u64 = 1 << 7;
-/// Entries a table.
+/// Entries per table.
 const ENTRIES: u64 = 512;
 const GIB: u64 = 1 << 30;
 const DOORBELL_GIB: u64 = DOORBELL_GPA.0 / GIB;
 
-/// Guest-physical ranges of RAM, each by its first and its first absent address.
+/// Guest-physical ranges of RAM, as pairs of start and end.
 fn ram_ranges(memory_bytes: u64) -> [(u64, u64); 2] {
     let high = memory_bytes.saturating_sub(HOLE_START);
     [
@@ -34,7 +35,7 @@ fn mapped_gibs(memory_bytes: u64) -> Vec<u64> {
     gibs
 }
 
-/// How many pages the tables of `memory_bytes` bytes of RAM take.
+/// The number of table pages for `memory_bytes` bytes of RAM.
 pub(crate) fn count(memory_bytes: u64) -> u64 {
     let gibs = mapped_gibs(memory_bytes);
     let pointer_tables = gibs.last().map_or(0, |gib| gib / ENTRIES + 1);

@@ -4,36 +4,36 @@ use crate::program::forward_to_program;
 use crate::{GuestError, Layout, Program, ProgramKind, code};
 use std::ops::Range;
 
-/// What a toucher does to a page.
+/// The access that a toucher makes to a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TouchAccess {
-    /// Loads its first word, and adds it to the sum in the control page.
+    /// Load the page's first word, and add it to the sum in the control page.
     Read,
-    /// Stores its RAM page index plus 1 to its first word.
+    /// Store the page's RAM page index plus 1 to its first word.
     Write,
 }
 
-/// In what order a toucher goes over its pages.
+/// The order in which a toucher visits its pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TouchOrder {
     /// From the first to the last.
     Ascending,
-    /// In the order of [`crate::Order`], which is another one every pass.
+    /// In the order of [`crate::Order`], a different one in each pass.
     Random,
 }
 
-/// What a toucher does.
+/// The work of a toucher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Touch {
-    /// To each page.
+    /// The access to each page.
     pub access: TouchAccess,
-    /// In what order.
+    /// The order of the visits.
     pub order: TouchOrder,
-    /// How often; then it rings [`crate::Event::Finished`]. 0: for ever.
+    /// The number of passes before [`crate::Event::Finished`]; 0 means no end.
     pub passes: u64,
 }
 
-/// A program that touches every page of a range once a pass.
+/// A program that touches every page of a range once per pass.
 ///
 /// ```
 /// use pageferry_guest::{Isa, Layout, Touch, TouchAccess, TouchOrder, Toucher};
@@ -54,11 +54,12 @@ pub struct Toucher {
 forward_to_program!(Toucher);
 
 impl Toucher {
-    /// Plans a toucher; `ranges` holds the pages of every vCPU, as RAM page indices. They may
+    /// Plans a toucher. `ranges` holds the pages of every vCPU, as RAM page indices. Ranges may
     /// overlap.
     ///
     /// # Errors
-    /// When there is not one range for every vCPU, or one is empty or leaves the data pages.
+    /// When the number of ranges is not the number of vCPUs, or a range is empty or leaves the data
+    /// pages.
     pub fn new(layout: Layout, ranges: Vec<Range<u64>>, touch: Touch) -> Result<Self, GuestError> {
         if ranges.len() != layout.vcpus() as usize {
             return Err(GuestError::RangeCount {

@@ -1,19 +1,18 @@
-//! Checks the whole memory of a paused VM against what its vCPUs say they have done.
+//! Checks the whole memory of a paused VM against the progress that its vCPUs published.
 //!
-//! **Guarantee.** A verdict that holds means: every byte of RAM is what the workload's machine
-//! code, run on memory that keeps what is written to it, would have left there, given the number of
-//! pages each control page says is done. (Not judged: the order generator's state in a control
-//! page, a hint.)
+//! **Guarantee.** A verdict that holds means that every byte of RAM has its only correct value. The
+//! correct value is the one that the workload's machine code leaves in memory that keeps every
+//! store, given the number of pages done in each control page. One word is not judged: the order
+//! generator's state in a control page, a hint.
 //!
-//! **Mechanism.** The number of pages done gives the pass and, by replaying the pass's [`Order`],
-//! the set of pages already visited in it: those must have this pass's contents, all others those
-//! of the pass before. The next page in the order may be a prefix of its new and a suffix of its
-//! old contents, and only if the control page names it as in progress. Code and page tables must be
-//! as in the image; every page no program writes must be zero.
+//! **Mechanism.** The number of pages done gives the current pass. Replaying the pass's [`Order`]
+//! gives the set of pages already visited in it. Visited pages must have this pass's contents, all
+//! others those of the pass before. The next page in the order may be a prefix of its new and a
+//! suffix of its old contents, but only if the control page names it as in progress. Code and page
+//! tables must be as in the image. Every page that no program writes must be zero.
 //!
-//! A destination that restored an *older* control page together with equally old data pages would
-//! pass this check alone; the guest's own check catches it, as it compares with counts kept in
-//! registers.
+//! An *older* control page, restored together with equally old data pages, passes this check. The
+//! guest's own check catches it, because it compares with counts kept in registers.
 
 mod verdict;
 
@@ -28,22 +27,23 @@ use crate::{Control, ErrorKind, Order, ProgramKind, Workload, model};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use std::collections::BTreeMap;
 
-/// A vCPU's place in its work, by its control page.
+/// A vCPU's position in its work, from its control page.
 struct Place {
-    /// Passes completed.
+    /// The number of completed passes.
     passes: u64,
-    /// Positions visited in the pass under way.
+    /// The positions visited in the current pass.
     visited: Vec<bool>,
     /// The position that may be half rewritten.
     in_progress: Option<u64>,
 }
 
 impl Place {
-    /// `None` if the fields contradict each other.
+    /// Returns `None` if the fields contradict each other.
     fn of(control: &Control, pages: u64) -> Option<Self> {
         let passes = control.done / pages;
         let in_pass = control.done % pages;
-        // A pass's number is published at its start, after the last page of the one before is done.
+        // A pass number is published at the start of the pass, after the last page of the pass
+        // before is done.
         let pass_fits = control.pass == passes + 1 || (in_pass == 0 && control.pass == passes);
         if !pass_fits {
             return None;
@@ -63,7 +63,7 @@ impl Place {
             Some(page) => Some(page.0.checked_sub(control.first.0)?),
             None => None,
         };
-        // A page stays published for two stores after it is done; it is whole then.
+        // A page stays published for two stores after it is done. It is whole then.
         if named.is_some() && named != next && named != last {
             return None;
         }
@@ -80,7 +80,7 @@ impl Place {
 }
 
 impl Workload {
-    /// Verifies the memory of a VM whose vCPUs do not run. `read_page` gives the bytes of a RAM
+    /// Verifies the memory of a VM whose vCPUs do not run. `read_page` reads the bytes of a RAM
     /// page.
     ///
     /// ```
@@ -117,7 +117,7 @@ impl Workload {
         Ok(verdict)
     }
 
-    /// Code, page tables, and the pages nobody writes.
+    /// Verifies code, page tables, and the pages that no program writes.
     fn verify_rest<E>(
         &self,
         verdict: &mut Verdict,
@@ -166,7 +166,7 @@ impl Workload {
         Ok(())
     }
 
-    /// A vCPU's control page and its share.
+    /// Verifies a vCPU's control page and its share.
     fn verify_vcpu<E>(
         &self,
         verdict: &mut Verdict,
@@ -218,7 +218,7 @@ impl Workload {
         Ok(())
     }
 
-    /// Where a vCPU is, or what is wrong with its control page.
+    /// Returns a vCPU's position in its work, or the kind of error of its control page.
     fn place(&self, vcpu: u32, bytes: &PageBytes) -> Result<Place, ErrorKind> {
         if is_zero(bytes) {
             return Err(ErrorKind::Lost);
@@ -227,7 +227,7 @@ impl Workload {
         if control.program != ProgramKind::Workload || control.vcpu != vcpu {
             return Err(ErrorKind::Foreign);
         }
-        // All but the fields the guest writes must be as in the image.
+        // All fields that the guest does not write must be as in the image.
         let mut constant = *bytes;
         for offset in [
             PASS,
@@ -254,8 +254,8 @@ fn is_zero(bytes: &PageBytes) -> bool {
     bytes.iter().all(|&byte| byte == 0)
 }
 
-/// What is wrong with a data page that should be as pass `sequence` left it, or, if it may be
-/// `half` rewritten, on its way from there to the next.
+/// Returns the error of a data page that pass `sequence` wrote last. If `half`, the next pass may
+/// have rewritten a prefix of it.
 fn judge(
     bytes: &PageBytes,
     vcpu: u32,
@@ -275,7 +275,8 @@ fn judge(
             return None;
         }
     }
-    // A page that carries everything right but is not the one the guest writes was made up.
+    // Header and checksum are right, but the guest never writes these contents: someone forged
+    // them.
     let checked = model::check(bytes, vcpu, page, sequence);
     Some(checked.map_or_else(|mismatch| mismatch.kind, |()| ErrorKind::Torn))
 }

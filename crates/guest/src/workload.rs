@@ -9,8 +9,8 @@ use std::ops::Range;
 
 /// The demo workload for a number of vCPUs and an amount of memory.
 ///
-/// Two workloads made with the same numbers are the same to the last byte, so a migration's
-/// destination makes its own to verify what arrived.
+/// Two workloads made with the same numbers are equal to the last byte. So a migration's
+/// destination makes its own to verify the memory that arrived.
 ///
 /// ```
 /// use pageferry_guest::{Isa, Workload};
@@ -48,7 +48,7 @@ impl Workload {
         Layout::minimum_memory(isa, vcpus)
     }
 
-    /// The pages a vCPU rewrites, as RAM page indices.
+    /// The pages that a vCPU rewrites, as RAM page indices.
     ///
     /// # Panics
     /// When there is no such vCPU.
@@ -57,19 +57,19 @@ impl Workload {
         self.layout().share(vcpu)
     }
 
-    /// Whether a page is in some vCPU's share.
+    /// Whether a page is in a vCPU's share.
     #[must_use]
     pub fn is_data(&self, page: RamPage) -> bool {
         self.layout().data().contains(&page.0)
     }
 
-    /// How many instructions the RV64 program retires for a page, on average over a pass; `None`
-    /// for x86-64, where nobody counts them.
+    /// The number of instructions that the RV64 program retires per page, on average over a pass.
+    /// `None` for x86-64, where nobody counts them.
     ///
-    /// Exact for the second and every later pass without errors, but for two things: pages above
-    /// the hole take one instruction more, and the end of a pass cuts off on average half the
-    /// values the order generator would still skip. The first pass, which only looks for zero,
-    /// takes fewer.
+    /// The number is exact from the second pass on if the guest finds no errors, with two
+    /// exceptions. Pages above the hole take one instruction more. The end of a pass cuts off, on
+    /// average, half of the values that the order generator would skip last. The first pass only
+    /// tests for zero and takes fewer instructions.
     #[must_use]
     pub fn instructions_per_page(&self) -> Option<f64> {
         if self.layout().isa() != Isa::Rv64 {

@@ -1,10 +1,18 @@
 //! The toucher and the spinner in RV64IM machine code.
 //!
-//! Registers of the toucher: a0 control page, a1 doorbell, s0 first page, s1 pages, s2 order mask,
-//! s3 order shift, s4 pass, s5 pages done, s6 visits left in this pass, s7 order generator's state,
-//! s8 its increment, s9 tag, s10 fill multiplier, s11 sum, a3 order multiplier, a4 pass limit, a6
-//! first page behind the hole, gp golden ratio, tp length of the hole; a2 page index, t0 page
-//! address, t1 scratch.
+//! Registers of the toucher:
+//!
+//! | register | contents |
+//! |---|---|
+//! | a0, a1 | control page, doorbell |
+//! | s0, s1 | first page, pages |
+//! | s2, s3 | order mask, order shift |
+//! | s4, s5, s6 | pass, pages done, visits left in this pass |
+//! | s7, s8 | order generator's state, its increment |
+//! | s9, s10, s11 | tag, fill multiplier, sum |
+//! | a3, a4, a6 | order multiplier, pass limit, first page behind the hole |
+//! | gp, tp | golden ratio, length of the hole |
+//! | a2, t0, t1 | page index, page address, scratch |
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
@@ -115,7 +123,7 @@ pub(super) fn assemble(touch: &Touch) -> Vec<u8> {
         .expect("every label of fixed code is defined")
 }
 
-/// a0 control page, t0 rounds.
+/// Registers: a0 control page, t0 rounds.
 pub(super) fn assemble_spin() -> Vec<u8> {
     let mut ops = VecAssembler::<RiscvRelocation>::new(0);
     dynasm!(ops

@@ -1,11 +1,20 @@
 //! The demo workload in RV64IM machine code.
 //!
-//! Registers that live from visit to visit: a0 control page, a1 doorbell, s0 first page, s1 pages
-//! of the share, s2 order mask, s3 order shift, s4 pass, s5 pages done, s6 visits left in this
-//! pass, s7 order generator's state, s8 its increment, s9 tag, s10 fill multiplier, s11 checksum
-//! multiplier, a3 order multiplier, a4 fill increment, a5 start of the checksum, a6 first page
-//! behind the hole, a7 bytes of payload, gp golden ratio, tp length of the hole. In a visit: a2
-//! page index, t0 page address; t1 to t6 are scratch.
+//! Registers that keep their contents from visit to visit:
+//!
+//! | register | contents |
+//! |---|---|
+//! | a0, a1 | control page, doorbell |
+//! | s0, s1 | first page, pages of the share |
+//! | s2, s3 | order mask, order shift |
+//! | s4, s5, s6 | pass, pages done, visits left in this pass |
+//! | s7, s8 | order generator's state, its increment |
+//! | s9, s10, s11 | tag, fill multiplier, checksum multiplier |
+//! | a3, a4, a5 | order multiplier, fill increment, start of the checksum |
+//! | a6, a7 | first page behind the hole, bytes of payload |
+//! | gp, tp | golden ratio, length of the hole |
+//!
+//! In a visit, a2 is the page index and t0 the page address; t1 to t6 are scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
@@ -27,15 +36,15 @@ const SEQUENCE: i32 = 8 * WORD_SEQUENCE as i32;
 const PAYLOAD: i32 = 8 * WORD_PAYLOAD as i32;
 const PAYLOAD_BYTES: i32 = 8 * (WORD_CHECKSUM - WORD_PAYLOAD) as i32;
 const STRIDE: i32 = 8 * UNROLL as i32;
-/// Times the unrolled loops go round for a page's payload.
+/// Rounds of the unrolled loops over a page's payload.
 const ROUNDS: u64 = (WORD_CHECKSUM - WORD_PAYLOAD) as u64 / UNROLL as u64;
 
 /// Instructions at the start of a pass.
 pub(crate) const INSTRUCTIONS_PER_PASS: u64 = 14;
-/// Instructions for each step of the order generator, be its value used or skipped.
+/// Instructions for each step of the order generator, whether its value is used or skipped.
 pub(crate) const INSTRUCTIONS_PER_STEP: u64 = 6;
-/// Instructions of a visit (from the second pass on, below the hole), without the order
-/// generator's.
+/// Instructions of a visit (from the second pass on, below the hole), without those of the order
+/// generator.
 pub(crate) const INSTRUCTIONS_PER_VISIT: u64 = 54 + ROUNDS * (UNROLL as u64 * (3 + 5) + 2 * 2);
 
 pub(super) fn assemble() -> Vec<u8> {
@@ -49,7 +58,7 @@ pub(super) fn assemble() -> Vec<u8> {
         .expect("every label of fixed code is defined")
 }
 
-/// Entry; start of a pass; choice of the next page; the page's address.
+/// Entry, start of a pass, choice of the next page, address of the page.
 fn start_and_choose(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i
@@ -102,8 +111,8 @@ fn start_and_choose(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Compares the page with what the pass before left: header and checksum; or zero in the first
-/// pass.
+/// Checks header and checksum of the page against the previous pass. In the first pass, checks that
+/// the page is zero.
 fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i
@@ -153,8 +162,8 @@ fn verify(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Rewrites the page in ascending order, between the two stores that publish it as in progress;
-/// counts it.
+/// Rewrites the page in ascending order, between the two stores that publish it as in progress.
+/// Then counts it.
 fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
     dynasm!(ops
         ; .arch riscv64i
@@ -200,7 +209,7 @@ fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
         ; addi t1, t1, STRIDE
         ; bne t1, t2, <next
         ; sd t3, [t1, 0]
-        // the control page is memory, too: it must still say what this vCPU stored last
+        // the control page is memory, too: it must still hold this vCPU's last store
         ; ld t1, [a0, DONE as i32]
         ; bne t1, s5, ->control_error
         ;->count:
@@ -214,7 +223,7 @@ fn rewrite(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Finds out what is wrong: t4 becomes the kind, t5 the word expected, t6 the word found.
+/// Classifies the error: t4 becomes the kind, t5 the expected word, t6 the word found.
 fn classify(ops: &mut VecAssembler<RiscvRelocation>) {
     let kind = |kind: ErrorKind| kind.code() as i32;
     dynasm!(ops
@@ -291,7 +300,7 @@ fn classify(ops: &mut VecAssembler<RiscvRelocation>) {
     );
 }
 
-/// Records the error (page in t1), rings, and goes on where it was found.
+/// Records the error (page in t1), stores to the doorbell, and continues after the failed check.
 #[expect(
     clippy::unnecessary_cast,
     reason = "the assembler casts shift amounts that have the right type"

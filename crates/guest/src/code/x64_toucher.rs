@@ -1,8 +1,16 @@
 //! The toucher and the spinner in x86-64 machine code.
 //!
-//! Registers of the toucher: rdi control page, r8 pass, r9 pages done, r10 order generator's state,
-//! r11 its increment, r12 tag, r13 first page, r14 pages, r15 visits left in this pass, rbx sum,
-//! ecx order shift, rbp order mask; rdx page index, rsi page address, rax scratch.
+//! Registers of the toucher:
+//!
+//! | register | contents |
+//! |---|---|
+//! | rdi | control page |
+//! | r8, r9, r15 | pass, pages done, visits left in this pass |
+//! | r10, r11 | order generator's state, its increment |
+//! | ecx, rbp | order shift, order mask |
+//! | r12, rbx | tag, sum |
+//! | r13, r14 | first page, pages |
+//! | rdx, rsi, rax | page index, page address, scratch |
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
@@ -111,7 +119,7 @@ pub(super) fn assemble(touch: &Touch) -> Vec<u8> {
         .expect("every label of fixed code is defined")
 }
 
-/// rdi control page, rax rounds.
+/// Registers: rdi control page, rax rounds.
 pub(super) fn assemble_spin() -> Vec<u8> {
     let mut ops = VecAssembler::<X64Relocation>::new(0);
     dynasm!(ops

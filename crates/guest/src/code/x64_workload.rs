@@ -1,8 +1,16 @@
 //! The demo workload in x86-64 machine code.
 //!
-//! Registers that live from visit to visit: rdi control page, r8 pass, r9 pages done, r10 order
-//! generator's state, r11 its increment, r12 tag, r13 first page, r15 visits left in this pass, rbp
-//! fill multiplier. In a visit: rdx page index, rsi page address; rax, rbx, rcx, r14 are scratch.
+//! Registers that keep their contents from visit to visit:
+//!
+//! | register | contents |
+//! |---|---|
+//! | rdi | control page |
+//! | r8, r9, r15 | pass, pages done, visits left in this pass |
+//! | r10, r11 | order generator's state, its increment |
+//! | r12, r13 | tag, first page |
+//! | rbp | fill multiplier |
+//!
+//! In a visit, rdx is the page index and rsi the page address; rax, rbx, rcx and r14 are scratch.
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
@@ -42,10 +50,10 @@ pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
         .expect("every label of fixed code is defined")
 }
 
-/// Entry; start of a pass; choice of the next page; the page's address.
+/// Entry, start of a pass, choice of the next page, address of the page.
 ///
-/// The share's size is built in, so that a control page that has lost its contents does not lead
-/// the program astray.
+/// The share's size is built in. So a control page that has lost its contents does not lead the
+/// program astray.
 fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
     let pages = i32::try_from(share_pages).expect("a layout has at most 2^30 pages");
     let order = OrderParams::new(share_pages);
@@ -96,8 +104,8 @@ fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
     );
 }
 
-/// Compares the page with what the pass before left: header and checksum; or zero in the first
-/// pass.
+/// Checks header and checksum of the page against the previous pass. In the first pass, checks that
+/// the page is zero.
 fn verify(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
@@ -134,8 +142,8 @@ fn verify(ops: &mut VecAssembler<X64Relocation>) {
     );
 }
 
-/// Rewrites the page in ascending order, between the two stores that publish it as in progress;
-/// counts it.
+/// Rewrites the page in ascending order, between the two stores that publish it as in progress.
+/// Then counts it.
 fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64
@@ -183,7 +191,7 @@ fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
         ; cmp r14, rcx
         ; jne <next
         ; mov [rsi + CHECKSUM], rax
-        // the control page is memory, too: it must still say what this vCPU stored last
+        // the control page is memory, too: it must still hold this vCPU's last store
         ; cmp r9, [rdi + DONE as i32]
         ; jne ->control_error
         ;->count:
@@ -197,7 +205,7 @@ fn rewrite(ops: &mut VecAssembler<X64Relocation>) {
     );
 }
 
-/// Finds out what is wrong: rbx becomes the kind, rcx the word expected, rax the word found.
+/// Classifies the error: rbx becomes the kind, rcx the expected word, rax the word found.
 fn classify(ops: &mut VecAssembler<X64Relocation>) {
     let kind = |kind: ErrorKind| kind.code() as i32;
     dynasm!(ops
@@ -272,7 +280,7 @@ fn classify(ops: &mut VecAssembler<X64Relocation>) {
     );
 }
 
-/// Records the error (page in r14), rings, and goes on where it was found.
+/// Records the error (page in r14), stores to the doorbell, and continues after the failed check.
 fn report(ops: &mut VecAssembler<X64Relocation>) {
     dynasm!(ops
         ; .arch x64

@@ -1,34 +1,33 @@
-//! What a verification says.
+//! The outcome of a verification.
 
 use crate::{ErrorKind, GuestReport};
 use pageferry_addr::RamPage;
 
-/// The most page errors a verdict describes; it counts all.
+/// The maximum number of page errors that a verdict describes. It counts all.
 pub const MAX_ERRORS: usize = 64;
 
-/// What a page is for.
+/// The use of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageUse {
     /// Code or page tables.
     Constant,
     /// The control page of this vCPU.
     Control(u32),
-    /// In the share of this vCPU.
+    /// A page in the share of this vCPU.
     Data(u32),
-    /// Nothing: it stays zero.
+    /// None: the page stays zero.
     Unused,
 }
 
-/// A page that is not as it should be.
+/// A page with wrong contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageError {
-    /// Which page.
+    /// The page.
     pub page: RamPage,
-    /// What it is for.
+    /// The use of the page.
     pub page_use: PageUse,
-    /// What is wrong with it. Of a control page, [`ErrorKind::Torn`] also means that its fields
-    /// contradict each other; of other pages that are not data, it means other bytes than
-    /// expected.
+    /// The kind of error. In a control page, [`ErrorKind::Torn`] also means that fields contradict
+    /// each other. In code, page tables and unused pages it means unexpected bytes.
     pub kind: ErrorKind,
     /// For a data page, the sequence number it should have; otherwise 0.
     pub expected_sequence: u64,
@@ -36,29 +35,29 @@ pub struct PageError {
     pub found_sequence: u64,
 }
 
-/// The first error a guest reported, and the vCPU that did.
+/// The first error that a guest reported, and the vCPU that reported it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestFinding {
-    /// The side that found it.
+    /// The vCPU that found it.
     pub vcpu: u32,
-    /// What it found.
+    /// The error.
     pub report: GuestReport,
 }
 
 /// The outcome of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verdict {
-    /// How many pages were compared; all of RAM, unless control pages could not be read.
+    /// The number of pages compared: all of RAM, unless control pages could not be read.
     pub pages_checked: u64,
-    /// The first [`MAX_ERRORS`] pages that are not as they should be.
+    /// The first [`MAX_ERRORS`] pages with wrong contents.
     pub errors: Vec<PageError>,
-    /// How many pages are not as they should be.
+    /// The number of pages with wrong contents.
     pub error_count: u64,
-    /// How many errors the vCPUs have found themselves, by their control pages.
+    /// The number of errors that the vCPUs found themselves, from their control pages.
     pub guest_errors: u64,
     /// The first error of the first vCPU that found any.
     pub first_guest_error: Option<GuestFinding>,
-    /// How many pages the vCPUs have done, in all.
+    /// The number of pages that all vCPUs have done.
     pub pages_done: u64,
 }
 
