@@ -14,8 +14,8 @@ pub(crate) use rv64_workload::{
 };
 
 use crate::Isa;
-use crate::layout::{HOLE_END, HOLE_START};
-use crate::toucher::Touch;
+use crate::address_space::{HOLE_END, HOLE_START};
+use crate::touch::Touch;
 use pageferry_addr::PAGE_SIZE;
 
 /// RAM page index of the first page behind the hole. From here on, an address is [`HOLE_BYTES`]

@@ -4,7 +4,7 @@
 //! are the same for both instruction sets and for all programs. A field that a program does not use
 //! stays zero.
 
-use crate::layout::{MAX_MEMORY_BYTES, MAX_VCPUS};
+use crate::address_space::{MAX_MEMORY_BYTES, MAX_VCPUS};
 use crate::{ErrorKind, GuestError};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 

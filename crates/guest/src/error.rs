@@ -1,6 +1,6 @@
 //! Errors of plans and of control pages.
 
-use crate::layout::{MAX_MEMORY_BYTES, MAX_VCPUS};
+use crate::address_space::{MAX_MEMORY_BYTES, MAX_VCPUS};
 
 /// The reason why a program cannot be planned, or a control page or doorbell value cannot be
 /// parsed.

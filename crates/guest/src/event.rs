@@ -1,7 +1,7 @@
 //! The reports of a program: kinds of page errors, and the doorbell.
 
 use crate::GuestError;
-use crate::layout::MAX_VCPUS;
+use crate::address_space::MAX_VCPUS;
 use std::fmt;
 
 /// An error in a page. The kinds exclude each other and are tried in this order.

@@ -11,21 +11,11 @@
 //! 6. the data pages in equal shares,
 //! 7. the remainder of that division.
 
+use crate::address_space::{self, MAX_MEMORY_BYTES, MAX_VCPUS};
 use crate::tables;
 use crate::{GuestError, Isa};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::ops::Range;
-
-/// The most vCPUs a program can have.
-pub const MAX_VCPUS: u32 = 1024;
-/// The most RAM a program can address, in bytes: 4 TiB.
-pub const MAX_MEMORY_BYTES: u64 = 4 << 40;
-/// The doorbell. No memory slot covers it, so a store to it leaves the guest.
-pub const DOORBELL_GPA: Gpa = Gpa(0xD000_0000);
-/// First guest-physical address of the hole in RAM.
-pub const HOLE_START: u64 = 0xC000_0000;
-/// First guest-physical address behind the hole.
-pub const HOLE_END: u64 = 0x1_0000_0000;
 
 /// RAM page index of the code.
 const CODE_PAGE: u64 = 1;
@@ -129,12 +119,7 @@ impl Layout {
     /// The guest-physical address of a RAM page.
     #[must_use]
     pub fn gpa_of(page: RamPage) -> Gpa {
-        let offset = page.byte_offset();
-        if offset < HOLE_START {
-            Gpa(offset)
-        } else {
-            Gpa(offset + (HOLE_END - HOLE_START))
-        }
+        address_space::gpa_of(page)
     }
 
     /// The code page.
@@ -230,6 +215,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::address_space::{HOLE_END, HOLE_START};
 
     #[test]
     fn the_minimum_is_enough_and_a_page_less_is_not() {

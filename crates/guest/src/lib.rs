@@ -76,6 +76,7 @@
 //! exact sequence number of every page but one per vCPU. That page is the next one in the order,
 //! named in the control page. It is a prefix of its new and a suffix of its old contents.
 
+mod address_space;
 mod code;
 pub mod control;
 mod error;
@@ -88,18 +89,21 @@ mod params;
 mod program;
 mod spin;
 mod tables;
+mod touch;
 mod toucher;
 pub mod verify;
 mod workload;
 
+pub use address_space::{DOORBELL_GPA, HOLE_END, HOLE_START, MAX_MEMORY_BYTES, MAX_VCPUS};
 pub use control::{Control, GuestReport, PageBytes, ProgramKind};
 pub use error::GuestError;
 pub use event::{Doorbell, ErrorKind, Event};
 pub use isa::Isa;
-pub use layout::{DOORBELL_GPA, HOLE_END, HOLE_START, Layout, MAX_MEMORY_BYTES, MAX_VCPUS};
+pub use layout::Layout;
 pub use order::Order;
 pub use program::{Program, Start};
 pub use spin::Spin;
-pub use toucher::{Touch, TouchAccess, TouchOrder, Toucher};
+pub use touch::{Touch, TouchAccess, TouchOrder};
+pub use toucher::Toucher;
 pub use verify::{GuestFinding, PageError, PageUse, Verdict};
 pub use workload::Workload;

@@ -90,7 +90,8 @@ impl Program {
     pub(crate) fn constant_pages(&self) -> Vec<(Gpa, Vec<u8>)> {
         let mut pieces = vec![(Layout::gpa_of(self.layout.code_page()), self.code.clone())];
         if self.isa() == Isa::X86_64 {
-            pieces.extend(tables::build(&self.layout));
+            let root = RamPage(self.layout.table_pages().start);
+            pieces.extend(tables::build(self.layout.memory_bytes(), root));
         }
         pieces
     }

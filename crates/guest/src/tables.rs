@@ -5,7 +5,7 @@
 //! image. RAM and the 2 MiB around the doorbell are mapped, nothing else. Entry format: Intel SDM
 //! volume 3, section 5.5.
 
-use crate::layout::{DOORBELL_GPA, HOLE_END, HOLE_START, Layout};
+use crate::address_space::{DOORBELL_GPA, HOLE_END, HOLE_START, gpa_of};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 
 const PRESENT_WRITABLE_USER: u64 = 0b111;
@@ -42,13 +42,11 @@ pub(crate) fn count(memory_bytes: u64) -> u64 {
     1 + pointer_tables + gibs.len() as u64
 }
 
-/// The tables of `layout`, one page each, the root first.
-pub(crate) fn build(layout: &Layout) -> Vec<(Gpa, Vec<u8>)> {
-    let memory_bytes = layout.memory_bytes();
+/// The tables of `memory_bytes` bytes of RAM, one page each. The first is the root, at `root`.
+pub(crate) fn build(memory_bytes: u64, root: RamPage) -> Vec<(Gpa, Vec<u8>)> {
     let gibs = mapped_gibs(memory_bytes);
-    let pages = layout.table_pages();
-    let gpa = |table: usize| Layout::gpa_of(RamPage(pages.start + table as u64)).0;
-    let mut tables = vec![[0_u64; ENTRIES as usize]; (pages.end - pages.start) as usize];
+    let gpa = |table: usize| gpa_of(RamPage(root.0 + table as u64)).0;
+    let mut tables = vec![[0_u64; ENTRIES as usize]; count(memory_bytes) as usize];
     let link = PRESENT_WRITABLE_USER | ACCESSED;
     let leaf = PRESENT_WRITABLE_USER | ACCESSED | DIRTY | PAGE_2M;
 
@@ -82,7 +80,6 @@ pub(crate) fn build(layout: &Layout) -> Vec<(Gpa, Vec<u8>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Isa;
     use std::collections::HashMap;
 
     /// Walks the tables as the CPU does.
@@ -106,14 +103,14 @@ mod tests {
     #[test]
     fn ram_and_the_doorbell_are_mapped_to_themselves_and_nothing_else_is() {
         for memory in [1 << 21, 5 << 20, 3 << 30, (3 << 30) + 4096, 600 << 30] {
-            let layout = Layout::new(Isa::X86_64, 1, memory).unwrap();
-            let root = Layout::gpa_of(RamPage(layout.table_pages().start)).0;
-            let tables: HashMap<u64, Vec<u8>> = build(&layout)
+            let root_page = RamPage(4);
+            let root = gpa_of(root_page).0;
+            let tables: HashMap<u64, Vec<u8>> = build(memory, root_page)
                 .into_iter()
                 .map(|(gpa, bytes)| (gpa.0, bytes))
                 .collect();
             assert_eq!(tables.len() as u64, count(memory));
-            let last = Layout::gpa_of(RamPage(layout.ram_pages() - 1)).0;
+            let last = gpa_of(RamPage(memory / PAGE_SIZE - 1)).0;
             for address in [0, 4096, memory.min(HOLE_START) - 1, last, DOORBELL_GPA.0] {
                 assert_eq!(
                     translate(&tables, root, address),

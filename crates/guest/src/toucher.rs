@@ -1,37 +1,8 @@
 //! The toucher: one access to each page of a range, for measurements of faults.
 
 use crate::program::forward_to_program;
-use crate::{GuestError, Layout, Program, ProgramKind, code};
+use crate::{GuestError, Layout, Program, ProgramKind, Touch, code};
 use std::ops::Range;
-
-/// The access that a toucher makes to a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TouchAccess {
-    /// Load the page's first word, and add it to the sum in the control page.
-    Read,
-    /// Store the page's RAM page index plus 1 to its first word.
-    Write,
-}
-
-/// The order in which a toucher visits its pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TouchOrder {
-    /// From the first to the last.
-    Ascending,
-    /// In the order of [`crate::Order`], a different one in each pass.
-    Random,
-}
-
-/// The work of a toucher.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Touch {
-    /// The access to each page.
-    pub access: TouchAccess,
-    /// The order of the visits.
-    pub order: TouchOrder,
-    /// The number of passes before [`crate::Event::Finished`]; 0 means no end.
-    pub passes: u64,
-}
 
 /// A program that touches every page of a range once per pass.
 ///
@@ -98,7 +69,7 @@ impl Toucher {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Isa;
+    use crate::{Isa, TouchAccess, TouchOrder};
 
     #[test]
     fn ranges_that_cannot_be_are_named() {

@@ -18,7 +18,7 @@ use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
 use crate::event::{EVENT_FINISHED, EVENT_SHIFT};
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, PAGE_MAGIC};
-use crate::toucher::{Touch, TouchAccess, TouchOrder};
+use crate::touch::{Touch, TouchAccess, TouchOrder};
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 

@@ -13,11 +13,11 @@
 //! | rdx, rsi, rax | page index, page address, scratch |
 
 use super::{HOLE_BYTES, HOLE_PAGE};
+use crate::address_space::DOORBELL_GPA;
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
 use crate::event::{EVENT_FINISHED, EVENT_SHIFT};
-use crate::layout::DOORBELL_GPA;
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, PAGE_MAGIC};
-use crate::toucher::{Touch, TouchAccess, TouchOrder};
+use crate::touch::{Touch, TouchAccess, TouchOrder};
 use dynasmrt::x64::X64Relocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 

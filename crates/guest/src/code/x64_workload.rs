@@ -14,12 +14,12 @@
 
 use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
+use crate::address_space::DOORBELL_GPA;
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
     IN_PROGRESS, MAGIC, PASS, STATE, VCPU,
 };
 use crate::event::{EVENT_ERROR, EVENT_SHIFT, KIND_SHIFT};
-use crate::layout::DOORBELL_GPA;
 use crate::order::OrderParams;
 use crate::params::{
     FILL_INCREMENT, FILL_MULTIPLIER, GOLDEN, HASH_MULTIPLIER, HASH_START, ORDER_MULTIPLIER,
