@@ -14,15 +14,7 @@ pub(crate) use rv64_workload::{
 };
 
 use crate::Isa;
-use crate::address_space::{HOLE_END, HOLE_START};
 use crate::touch::Touch;
-use pageferry_addr::PAGE_SIZE;
-
-/// RAM page index of the first page behind the hole. From here on, an address is [`HOLE_BYTES`]
-/// higher than index times page size.
-const HOLE_PAGE: u64 = HOLE_START / PAGE_SIZE;
-/// Length of the hole in bytes.
-const HOLE_BYTES: u64 = HOLE_END - HOLE_START;
 
 /// The workload's code for shares of `share_pages` pages.
 pub(crate) fn workload(isa: Isa, share_pages: u64) -> Vec<u8> {

@@ -14,7 +14,7 @@
 //! | gp, tp | golden ratio, length of the hole |
 //! | a2, t0, t1 | page index, page address, scratch |
 
-use super::{HOLE_BYTES, HOLE_PAGE};
+use crate::address_space::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
 use crate::event::{EVENT_FINISHED, EVENT_SHIFT};
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, PAGE_MAGIC};

@@ -16,8 +16,8 @@
 //!
 //! In a visit, a2 is the page index and t0 the page address; t1 to t6 are scratch.
 
-use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
+use crate::address_space::{HOLE_BYTES, HOLE_PAGE};
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
     IN_PROGRESS, MAGIC, MASK, PAGES, PASS, SHIFT, STATE, VCPU,

@@ -12,8 +12,7 @@
 //! | r13, r14 | first page, pages |
 //! | rdx, rsi, rax | page index, page address, scratch |
 
-use super::{HOLE_BYTES, HOLE_PAGE};
-use crate::address_space::DOORBELL_GPA;
+use crate::address_space::{DOORBELL_GPA, HOLE_BYTES, HOLE_PAGE};
 use crate::control::{DONE, FIRST, MASK, PAGES, PASS, PASS_LIMIT, SHIFT, STATE, SUM, VCPU};
 use crate::event::{EVENT_FINISHED, EVENT_SHIFT};
 use crate::params::{FILL_MULTIPLIER, GOLDEN, ORDER_MULTIPLIER, PAGE_MAGIC};

@@ -12,9 +12,8 @@
 //!
 //! In a visit, rdx is the page index and rsi the page address; rax, rbx, rcx and r14 are scratch.
 
-use super::{HOLE_BYTES, HOLE_PAGE};
 use crate::ErrorKind;
-use crate::address_space::DOORBELL_GPA;
+use crate::address_space::{DOORBELL_GPA, HOLE_BYTES, HOLE_PAGE};
 use crate::control::{
     DONE, ERROR_EXPECTED, ERROR_FOUND, ERROR_KIND, ERROR_PAGE, ERROR_PASS, ERRORS, FIRST,
     IN_PROGRESS, MAGIC, PASS, STATE, VCPU,
