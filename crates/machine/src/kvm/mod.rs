@@ -1,19 +1,18 @@
 //! The KVM engine: the kernel runs the guest.
 //!
-//! **Guarantee.** It keeps the promises of [`Machine`](crate::Machine) and [`Vcpu`](crate::Vcpu) on
-//! `/dev/kvm` of an x86-64 host. It loses no kick and no dirty page. A saved vCPU goes on elsewhere
-//! as if nothing had happened. A vCPU that touches a missing page sees that page's bytes and
-//! nothing else.
+//! **Guarantee.** The engine keeps the promises of [`Machine`](crate::Machine) and
+//! [`Vcpu`](crate::Vcpu) on `/dev/kvm` of an x86-64 host. It loses no kick and no dirty page. A
+//! saved vCPU continues elsewhere without a visible difference. A vCPU that touches a missing page
+//! sees that page's bytes and nothing else.
 //!
 //! **Mechanism.** Each RAM region has one memory slot over the guest's mapping of
 //! [`GuestRam`](crate::GuestRam). A slot table always agrees with the kernel's slots, and
 //! translates addresses. Faults on missing pages come through userfaultfd on that mapping, or as
-//! *poison exits*. Each file of `x86` has one concept: `kick`, `signal`, `dirty`, `exits`,
-//! `userfault`, `poison`, `state`, ..
+//! *poison exits*. Each file of `x86` has one concept; `x86/mod.rs` lists them.
 //!
 //! **Neighbours.** Above: [`create`](crate::create) and [`select`](crate::select). Below:
-//! `/dev/kvm`, `pageferry_userfault`. Only x86-64 has an implementation. Elsewhere [`probe_vm`]
-//! says so.
+//! `/dev/kvm`, `pageferry_userfault`. Only x86-64 has an implementation. On other hosts
+//! [`probe_vm`] returns an error that says so.
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -31,7 +30,7 @@ mod absent {
         )
     }
 
-    /// Whether a VM really runs on this host's KVM: never on this architecture.
+    /// Tests whether this host's KVM runs a VM: never on this architecture.
     ///
     /// # Errors
     /// Always.
@@ -39,7 +38,7 @@ mod absent {
         Err(absent())
     }
 
-    /// A machine of this engine: never on this architecture.
+    /// Creates a machine of this engine: never on this architecture.
     ///
     /// # Errors
     /// Always.

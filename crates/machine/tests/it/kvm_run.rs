@@ -119,7 +119,7 @@ fn a_triple_fault_is_an_error_that_says_where() {
             // KVM's module for AMD resets a vCPU that has shut down.
             let resets = std::path::Path::new("/sys/module/kvm_amd").exists();
             let place = if resets {
-                "where is not known"
+                "its position is not known"
             } else {
                 "rip 0x5000"
             };

@@ -1,7 +1,7 @@
-//! CPUID: what a new vCPU has, and whether a host can offer what a moved one had.
+//! CPUID: the features of a new vCPU, and the check of a moved one against the host.
 //!
-//! A new vCPU has all that the host's KVM supports. A moved vCPU keeps what it had, since its guest
-//! has looked at it; so a host that lacks one of its feature bits is refused.
+//! A new vCPU has every feature that the host's KVM supports. A moved vCPU keeps its features,
+//! because its guest has read them. So a host that lacks one of its feature bits is refused.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
@@ -25,8 +25,8 @@ impl Reg {
     }
 }
 
-/// Function, index, register: words of feature bits, and the bits in them that are none or that KVM
-/// changes at run time (APIC on; OSXSAVE and OSPKE mirror CR4, MONITOR an MSR).
+/// Function, index, register: words of feature bits. The mask has the bits that are no features,
+/// and those that KVM changes at run time (APIC on; OSXSAVE and OSPKE mirror CR4, MONITOR an MSR).
 /// Source: AMD64 APM vol. 3 appendix E, Intel SDM vol. 2 "CPUID".
 const FEATURES: &[(u32, u32, Reg, u32)] = &[
     (0x1, 0, Reg::Ecx, 1 << 27 | 1 << 3),
@@ -58,7 +58,7 @@ fn find(entries: &[kvm_cpuid_entry2], function: u32, index: u32) -> Option<&kvm_
         .find(|e| e.function == function && e.index == index)
 }
 
-/// What vCPU `id` of a new machine has: all that is supported, with its own APIC id.
+/// The CPUID of vCPU `id` of a new machine: all that is supported, with its own APIC id.
 pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u32) -> Vec<kvm_cpuid_entry2> {
     let mut entries = supported.to_vec();
     for entry in &mut entries {
@@ -72,10 +72,10 @@ pub(super) fn for_vcpu(supported: &[kvm_cpuid_entry2], id: u32) -> Vec<kvm_cpuid
     entries
 }
 
-/// Whether a guest that has seen `wanted` can go on where `offered` is supported.
+/// Checks whether a guest that has seen `wanted` can run where `offered` is supported.
 ///
 /// # Errors
-/// Names the first difference that matters.
+/// The first difference that matters.
 pub(super) fn refuse_unoffered(
     wanted: &[kvm_cpuid_entry2],
     offered: &[kvm_cpuid_entry2],

@@ -1,14 +1,13 @@
-//! KVM's device: opened, and checked for what this engine needs of it.
+//! KVM's device: opened, and checked for the features that this engine needs.
 
 use crate::MachineError;
 use kvm_bindings::{KVM_CAP_IMMEDIATE_EXIT, KVM_CAP_XCRS, KVM_CAP_XSAVE};
 use kvm_ioctls::Kvm;
 use std::ffi::CStr;
 
-/// The API's version has been this since 2007 and will not change
-/// (`Documentation/virt/kvm/api.rst`).
+/// The API's version since 2007. It will not change (`Documentation/virt/kvm/api.rst`).
 const API_VERSION: i32 = 12;
-/// "`what`: the kernel's answer", as an unusable engine.
+/// The error of an unusable engine: "`what`: the kernel's answer".
 pub(super) fn unavailable(what: &str, error: kvm_ioctls::Error) -> MachineError {
     MachineError::EngineUnavailable(format!(
         "{what}: {}",
@@ -16,10 +15,10 @@ pub(super) fn unavailable(what: &str, error: kvm_ioctls::Error) -> MachineError 
     ))
 }
 
-/// Opens KVM and looks whether it is what this engine needs.
+/// Opens KVM and checks the features that this engine needs.
 ///
 /// # Errors
-/// [`MachineError::EngineUnavailable`] with the way out, where there is one.
+/// [`MachineError::EngineUnavailable`] with a remedy, where there is one.
 pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
     let shown = path.to_string_lossy();
     let no = |why: String| Err(MachineError::EngineUnavailable(why));
@@ -48,7 +47,7 @@ pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
         version if version < 0 => return no(format!("{shown} is not KVM's device")),
         version => {
             return no(format!(
-                "KVM speaks version {version} of its API, and {API_VERSION} is needed"
+                "KVM has API version {version}, expected {API_VERSION}"
             ));
         }
     }

@@ -1,32 +1,32 @@
-//! The dirty log: which pages vCPUs wrote since the last harvest.
+//! The dirty log: the pages that vCPUs wrote since the last harvest.
 //!
 //! While a slot has a log, KVM write-protects its pages. The first write to a page faults, sets its
 //! bit and lifts the protection. A *harvest* reads the bits. To re-arm, it also clears them and
 //! protects the pages again.
 //!
-//! **The guest's page tables are in the log too**, whatever the host. Under shadow paging KVM sets
+//! **The guest's page tables are in the log too**, on every host. Under shadow paging KVM sets
 //! their accessed and dirty bits for the guest. Under NPT, and under EPT with accessed and dirty
-//! bits, the CPU walks them by accesses that count as writes, even if there is no bit left to set
-//! (AMD64 APM volume 2, "Nested Paging"; Intel SDM volume 3, "Accessed and Dirty Flags for EPT").
+//! bits, the CPU's page walks count as writes, even if there is no bit left to set (AMD64 APM
+//! volume 2, "Nested Paging"; Intel SDM volume 3, "Accessed and Dirty Flags for EPT").
 //!
 //! **Nothing is lost.** With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`:
 //! 1. GET only copies the bitmap.
 //! 2. CLEAR takes the bits *that it is given* out of the log, protects those pages, and flushes
 //!    TLBs before it returns (`kvm_clear_dirty_log_protect` in `virt/kvm/kvm_main.c`).
-//! 3. It is given exactly the bits that GET found. So a bit that appears between the two stays for
-//!    the next harvest.
+//! 3. CLEAR is given exactly the bits that GET found. So a bit that appears between the two stays
+//!    for the next harvest.
 //! 4. A page that is found, and written again before CLEAR has flushed, is not logged a second
-//!    time. It need not be: it is in *this* harvest. The caller reads its bytes only after the
-//!    harvest has returned, so after that write.
+//!    time. It need not be, since it is in *this* harvest. The caller reads its bytes only after
+//!    the harvest has returned, so after that write.
 //! 5. A write after the flush faults, and sets the bit again.
 //! 6. Bits are added to the caller's bitmap before they are cleared, so an error in between loses
 //!    none.
 //!
 //! Without the capability, GET itself clears, protects and flushes. The same argument holds.
 //!
-//! Without re-arming, GET is all that happens: on a paused VM it copies the bitmap. The bits stay
-//! in the log, so a VM that is resumed after all reports them again. That is too much, never too
-//! little.
+//! Without re-arming, a harvest is GET alone: on a paused VM it copies the bitmap. The bits stay in
+//! the log. If the VM resumes nevertheless, the next harvest reports them again. That is too much,
+//! never too little.
 
 use super::slots::Slots;
 use super::sync::{AtomicBool, Ordering};
@@ -37,7 +37,7 @@ use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The most words one CLEAR is given: 64 Ki pages. It holds the MMU lock all the while.
+/// The maximum words of one CLEAR: 64 Ki pages. It holds the MMU lock all the while.
 const CLEAR_WORDS: usize = 1024;
 
 /// The log of one VM.
@@ -45,8 +45,8 @@ pub(super) struct DirtyLog {
     /// GET does not clear.
     manual: bool,
     on: AtomicBool,
-    /// The kernel's bitmap of a slot, kept to be reused; also makes switches and harvests take
-    /// turns.
+    /// The kernel's bitmap of a slot, kept for reuse. Its lock also serializes switches and
+    /// harvests.
     words: Mutex<Vec<u64>>,
     /// Pages that this engine wrote on a vCPU's behalf; see `vcpu`.
     own: PageBitmap,
@@ -69,7 +69,7 @@ impl DirtyLog {
         }
     }
 
-    /// Starts or stops the log. KVM protects all pages, and flushes, before it returns.
+    /// Starts or stops the log. KVM protects all pages and flushes before it returns.
     pub(super) fn switch(
         &self,
         vm: &VmFd,
@@ -137,8 +137,8 @@ impl DirtyLog {
     }
 }
 
-/// Clears the bits of `words` in the kernel's log, in pieces that begin and end with a bit that is
-/// set.
+/// Clears the bits of `words` in the kernel's log. Each CLEAR covers a piece that begins and ends
+/// with a set bit.
 fn clear_found(vm: &VmFd, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
     for (chunk_index, chunk) in words.chunks(CLEAR_WORDS).enumerate() {
         let Some(start) = chunk.iter().position(|word| *word != 0) else {
@@ -148,7 +148,7 @@ fn clear_found(vm: &VmFd, region: &RamRegion, words: &[u64]) -> Result<(), Machi
             .iter()
             .rposition(|word| *word != 0)
             .map_or(start, |last| last + 1);
-        // Whole words, but for the slot's last: the kernel wants a multiple of 64 pages or the
+        // Whole words, except the slot's last: the kernel wants a multiple of 64 pages or the
         // slot's end.
         let first = ((chunk_index * CLEAR_WORDS + start) * 64) as u64;
         let pages = ((end - start) as u64 * 64).min(region.pages - first);

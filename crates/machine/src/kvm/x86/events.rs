@@ -1,4 +1,4 @@
-//! The stream of faults that come through userfaultfd.
+//! The stream of faults from userfaultfd.
 
 use super::shared::VmShared;
 use super::slots::KvmSlot;
@@ -49,7 +49,7 @@ impl FaultEvents for Events {
                         }));
                     }
                 }
-                // No other event was asked for.
+                // No other event was requested.
                 Some(_) => {}
             }
         }

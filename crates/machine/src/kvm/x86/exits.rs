@@ -9,16 +9,16 @@ use kvm_bindings::{
 };
 use pageferry_addr::Gpa;
 
-/// An exit, as far as the shared page alone tells.
+/// An exit, as far as the shared page alone describes it.
 #[derive(Debug)]
 pub(super) enum Left {
     /// An access to an address that no slot covers, or that KVM could not reach.
     Mmio(Mmio),
-    /// A port access: there are no ports. Reads give ones, writes go nowhere.
+    /// A port access. There are no ports: reads give ones, writes are dropped.
     Port,
     /// HLT.
     Halted,
-    /// Nothing that concerns the caller.
+    /// An exit that does not concern the caller.
     Nothing,
     /// The guest cannot go on, for this reason.
     Failed(String),
@@ -29,7 +29,7 @@ const RESET_RIP: u64 = 0xfff0;
 const RESET_CS_BASE: u64 = 0xffff_0000;
 const CR0_PE: u64 = 1;
 
-/// Reads what the last `KVM_RUN` that returned 0 was left for.
+/// Reads the reason of the last `KVM_RUN` that returned 0.
 pub(super) fn read(page: &RunPage) -> Left {
     match page.exit_reason() {
         KVM_EXIT_MMIO => Left::Mmio(page.mmio()),
@@ -64,13 +64,14 @@ pub(super) fn read(page: &RunPage) -> Left {
     }
 }
 
-/// Where a vCPU is, to be told in an error. KVM on AMD hosts resets a vCPU that has shut down
-/// (`shutdown_interception` in `arch/x86/kvm/svm/svm.c`): its registers then say nothing of the
+/// Describes a vCPU's position for an error. KVM on AMD hosts resets a vCPU that has shut down
+/// (`shutdown_interception` in `arch/x86/kvm/svm/svm.c`). Its registers then say nothing about the
 /// guest.
 pub(super) fn place(regs: &kvm_regs, sregs: &kvm_sregs) -> String {
     let is_reset = regs.rip == RESET_RIP && sregs.cs.base == RESET_CS_BASE;
     if is_reset && sregs.cr0 & CR0_PE == 0 {
-        return "where is not known: this host's KVM has reset the vCPU, as it does on AMD".into();
+        return "its position is not known: this host's KVM has reset the vCPU, as it does on AMD"
+            .into();
     }
     format!(
         "rip {:#x}, rsp {:#x}, cr2 {:#x}, ring {}",
@@ -78,7 +79,7 @@ pub(super) fn place(regs: &kvm_regs, sregs: &kvm_sregs) -> String {
     )
 }
 
-/// The exit of an access outside RAM; a read is answered with ones.
+/// The exit of an access outside RAM. A read is answered with ones.
 pub(super) fn mmio(page: &RunPage, access: Mmio) -> Exit {
     let (gpa, size) = (Gpa(access.gpa), access.size);
     if access.write {
@@ -109,7 +110,7 @@ mod tests {
         sregs.cs.base = RESET_CS_BASE;
         sregs.cr0 = 0x6000_0010;
         assert!(place(&regs, &sregs).contains("not known"));
-        // In protected mode a guest may well be there.
+        // In protected mode a guest may run at this address.
         sregs.cr0 |= CR0_PE;
         assert!(place(&regs, &sregs).contains("rip 0xfff0"));
     }

@@ -1,9 +1,8 @@
-//! Making a vCPU leave the guest, from any thread, without a lost wake-up.
+//! Kicks: any thread makes a vCPU leave the guest, without a lost wake-up.
 //!
-//! Three words. `kicked` is the kick itself, set by the kicker and taken by the vCPU's thread.
-//! `immediate_exit`, in the page shared with the kernel, keeps the *next* entry from happening.
-//! `inside` says that the vCPU's thread is at `KVM_RUN`, so that a signal is needed to end the
-//! *present* one.
+//! Three words. The kicker sets `kicked`, and the vCPU's thread takes it. `immediate_exit`, in the
+//! page shared with the kernel, prevents the *next* entry. `inside` says that the vCPU's thread is
+//! at `KVM_RUN`, so that ending the *present* entry needs a signal.
 //!
 //! ```text
 //! kicker                          vCPU thread
@@ -14,22 +13,35 @@
 //!                                 V5 if kicked.swap(false): Exit::Kicked
 //! ```
 //!
-//! *The entry after a kick does not last.* K2 and V1 are sequentially consistent stores, each
-//! followed by a load of what the other stored: K3 sees `inside`, or V2 sees `immediate_exit`. In
-//! the first case the signal is sent to a thread at or before or behind its `KVM_RUN`: inside, it
-//! ends it; before, its handler runs in user mode, and V2 comes after K2 in this thread's order;
-//! behind, the next V2 does.
+//! *The entry after a kick does not last.*
 //!
-//! *Taking one kick does not lose the next.* Let a second kicker run beside V4 and V5. If its K1
-//! comes before V5, V5 takes it with the first (one exit for both, as promised: at least one exit
-//! follows each). If its K1 comes after V5, so does its K2, hence after V4: `immediate_exit` stays
-//! 1 for the next entry. The order of K1 and K2 matters, and so does that of V4 and V5. A K2 that
-//! comes after V5 while its K1 came before leaves `immediate_exit` set without a kick: one spurious
-//! `EINTR`, after which the vCPU clears it and goes on.
+//! 1. K2 and V1 are sequentially consistent stores, and each is followed by a load of the other's
+//!    word.
+//! 2. So K3 sees `inside`, or V2 sees `immediate_exit`.
+//! 3. If V2 sees `immediate_exit`, `KVM_RUN` returns `EINTR` at once.
+//! 4. If K3 sees `inside`, the kicker signals a thread that is inside, before or behind its
+//!    `KVM_RUN`.
+//! 5. Inside, the signal ends `KVM_RUN`.
+//! 6. Before, the handler runs in user mode, and V2 comes after K2 in this thread's order, so V2
+//!    sees `immediate_exit`.
+//! 7. Behind, the next V2 sees `immediate_exit`.
 //!
-//! *No signal to a stranger.* A thread's id may be reused once it has ended. So the id is cleared,
-//! under the mutex that kickers hold while they signal, by a thread-local destructor, which runs
-//! before the thread ends.
+//! *Taking one kick does not lose the next.* Let a second kicker run beside V4 and V5.
+//!
+//! 1. If its K1 comes before V5, V5 takes it with the first. One exit serves both, as at least one
+//!    exit follows each.
+//! 2. If its K1 comes after V5, so does its K2, hence after V4. `immediate_exit` stays 1 for the
+//!    next entry.
+//! 3. If its K1 comes before V5 and its K2 after V5, `immediate_exit` stays set without a kick. The
+//!    next entry returns one spurious `EINTR`. The vCPU clears `immediate_exit` and enters again.
+//!
+//! The order of K1 and K2 matters, and so does the order of V4 and V5.
+//!
+//! *No signal to a stranger.*
+//!
+//! 1. The kernel may reuse a thread's id once the thread has ended.
+//! 2. A thread-local destructor clears the id, so before the thread ends.
+//! 3. It holds the mutex that kickers hold while they signal.
 
 use super::run_page::RunPage;
 use super::signal;
@@ -39,16 +51,16 @@ use std::cell::RefCell;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::ThreadId;
 
-/// What the vCPU and its kickers share.
+/// The words that the vCPU and its kickers share.
 pub(super) struct Kick {
     pub(super) page: RunPage,
     kicked: AtomicBool,
     inside: AtomicBool,
-    /// The kernel's id of the vCPU's thread while that lives.
+    /// The kernel's id of the vCPU's thread while that thread lives.
     thread: Mutex<Option<libc::c_int>>,
 }
 
-/// The vCPUs whose thread this is.
+/// The vCPUs that this thread runs.
 struct Registrations(Vec<Arc<Kick>>);
 
 impl Drop for Registrations {
@@ -85,7 +97,7 @@ impl Kick {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the calling thread the one that kicks go to, if `last` is another; true if it was.
+    /// Directs kicks to the calling thread, if `last` is another. Returns whether it was.
     pub(super) fn register_thread(self: &Arc<Self>, last: &mut Option<ThreadId>) -> bool {
         let me = std::thread::current().id();
         if *last == Some(me) {
@@ -118,8 +130,8 @@ impl Kick {
         self.kicked.swap(false, Ordering::SeqCst)
     }
 
-    /// Calls `enter` (`KVM_RUN`) such that it does not run the guest but only completes a pending
-    /// exit. Takes no kick and loses none.
+    /// Calls `enter` (`KVM_RUN`) so that it only completes a pending exit and does not run the
+    /// guest. Takes no kick and loses none.
     pub(super) fn without_entering<T>(&self, enter: impl FnOnce() -> T) -> T {
         self.page.immediate_exit().store(1, Ordering::SeqCst);
         let result = enter();
@@ -156,7 +168,7 @@ mod tests {
     use kvm_ioctls::Kvm;
     use std::sync::atomic::AtomicUsize;
 
-    /// A kick beside a take: either it was taken, or the next entry will not happen.
+    /// A kick beside a take: either `take` returns it, or `immediate_exit` stops the next entry.
     #[test]
     fn a_kick_that_is_not_taken_always_stops_the_next_entry() {
         const ROUNDS: usize = 50_000;
@@ -167,7 +179,7 @@ mod tests {
         let kvm = Kvm::new().unwrap();
         let fd = kvm.create_vm().unwrap().create_vcpu(0).unwrap();
         let kick = Kick::new(RunPage::map(&fd, kvm.get_vcpu_mmap_size().unwrap()).unwrap());
-        // Both spin at the same round number, so that they run into each other.
+        // Both threads spin at the same round number, so that they collide.
         let meeting = [(); 2].map(|()| AtomicUsize::new(0));
         let meet = |me: usize, round: usize| {
             meeting[me].store(round, Ordering::SeqCst);
@@ -198,7 +210,7 @@ mod tests {
                 meet(1, 2 * round + 1);
                 let stops = kick.page.immediate_exit().load(Ordering::SeqCst) != 0;
                 if !taken || (!stops && kick.is_kicked()) {
-                    // Both threads go on, or one would wait for the other for ever.
+                    // Both threads continue: otherwise one would wait for the other for ever.
                     lost += 1;
                 }
                 kick.take();

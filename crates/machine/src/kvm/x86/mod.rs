@@ -1,26 +1,26 @@
-//! The KVM engine on x86-64. One concept a file:
+//! The KVM engine on x86-64. One concept per file:
 //!
 //! | file | concept |
 //! |---|---|
 //! | `sys` | the ioctls that kvm-ioctls lacks, and `KVM_RUN` |
 //! | `plain` | kernel structures as bytes |
 //! | `device` | KVM's device |
-//! | `shared` | what the parts of a VM share |
+//! | `shared` | the parts of a VM that its vCPUs share |
 //! | `vm` | creates VMs; [`crate::Machine`] |
 //! | `slots` | the memory slots, here and in the kernel |
 //! | `plug` | memory beyond RAM |
 //! | `vcpu` | the vCPU: [`crate::Vcpu`] |
 //! | `run_page` | the page shared with the kernel |
-//! | `kick` | making a vCPU leave, from any thread |
+//! | `kick` | kicks: any thread makes a vCPU leave the guest |
 //! | `signal` | the two signals: the kick's, and SIGBUS of a poison exit |
-//! | `exits` | what an exit means |
+//! | `exits` | the meaning of exits |
 //! | `dirty` | the dirty log |
 //! | `userfault`, `events` | delivery of faults on missing pages |
 //! | `paging` | how vCPUs and KVM use guest memory |
-//! | `poison` | which missing pages are marked, and which must not be |
+//! | `poison` | the choice of missing pages to mark |
 //! | `state` | the whole state of a vCPU as bytes |
 //! | `cpuid`, `msr`, `start` | parts of that state |
-//! | `probe` | does KVM work here? |
+//! | `probe` | a test run of a guest |
 
 mod cpuid;
 mod device;

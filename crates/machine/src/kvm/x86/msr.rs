@@ -1,10 +1,10 @@
-//! Model-specific registers: which of them make up a vCPU's state, and how they are saved and
-//! restored.
+//! Model-specific registers: the choice of those that make up a vCPU's state, and how they are
+//! saved and restored.
 //!
 //! `KVM_GET_MSR_INDEX_LIST` names more registers than a given host can read or write back. Both
 //! batch ioctls stop at the first register that they refuse. So a survey, once per host and on a
 //! fresh vCPU, finds the registers that can be read and set to the value read. These are saved and
-//! restored, in one batch. If a batch stops all the same (another host, another CPUID), the rest is
+//! restored, in one batch. If a batch stops nevertheless (another host, another CPUID), the rest is
 //! tried one by one. A refused register is an error only if it *matters*: if a guest can have
 //! changed it and would miss it.
 
@@ -13,9 +13,9 @@ use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
 use std::sync::OnceLock;
 
-/// Registers that every x86-64 vCPU has, and whose value a guest relies on: SYSENTER_CS, _ESP,
-/// _EIP, PAT, TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE (EFER, FS_BASE and GS_BASE travel
-/// with the special registers). They must be there and must be settable.
+/// Registers that every x86-64 vCPU has, and on whose value a guest relies: SYSENTER_CS, _ESP,
+/// _EIP, PAT, TSC, STAR, LSTAR, CSTAR, FMASK and KERNEL_GS_BASE. EFER, FS_BASE and GS_BASE travel
+/// with the special registers. They must be readable and settable.
 const ESSENTIAL: [u32; 10] = [
     0x174,
     0x175,
@@ -29,9 +29,9 @@ const ESSENTIAL: [u32; 10] = [
     0xc000_0102,
 ];
 
-/// Registers that not every vCPU has, but which matter where they are not zero: TSC_ADJUST,
-/// SPEC_CTRL, MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page
-/// faults, steal time, end of interrupt).
+/// Registers that not every vCPU has, but that matter if they are not zero: TSC_ADJUST, SPEC_CTRL,
+/// MISC_ENABLE, TSC_DEADLINE, XSS, TSC_AUX, and KVM's own (clocks, asynchronous page faults, steal
+/// time, end of interrupt).
 const MATTERS_UNLESS_ZERO: [u32; 14] = [
     0x3b,
     0x48,
@@ -49,11 +49,9 @@ const MATTERS_UNLESS_ZERO: [u32; 14] = [
     0x4b56_4d06,
 ];
 
-/// Registers whose value, where bit 0 is set, is the address of guest memory that KVM itself
-/// writes.
+/// Registers that hold, if bit 0 is set, the address of guest memory that KVM itself writes.
 const SHARED_PAGES: [u32; 4] = [0x12, 0x4b56_4d01, 0x4b56_4d02, 0x4b56_4d03];
-/// The same for the end-of-interrupt flag and the wall clocks, where the value is an address as it
-/// is.
+/// The same for the end-of-interrupt flag and the wall clocks, whose value is a plain address.
 const SHARED_PAGES_BARE: [u32; 3] = [0x11, 0x4b56_4d00, 0x4b56_4d04];
 
 fn entry(index: u32) -> kvm_msr_entry {
@@ -67,7 +65,7 @@ fn io(error: kvm_ioctls::Error) -> std::io::Error {
     std::io::Error::from_raw_os_error(error.errno())
 }
 
-/// Reads or writes as many leading registers as the kernel takes; returns what it took.
+/// Reads or writes as many leading registers as the kernel accepts. Returns the accepted ones.
 fn batch(
     entries: &[kvm_msr_entry],
     call: impl FnOnce(&mut Msrs) -> Result<usize, kvm_ioctls::Error>,
@@ -77,7 +75,7 @@ fn batch(
     Ok(msrs.as_slice()[..taken.min(entries.len())].to_vec())
 }
 
-/// The registers that travel on this host, once they were found out.
+/// The registers that travel on this host, once surveyed.
 static TRAVELLING: OnceLock<Vec<u32>> = OnceLock::new();
 
 /// The registers that travel on this host.
@@ -89,11 +87,11 @@ pub(super) fn travelling() -> Result<&'static [u32], MachineError> {
     TRAVELLING.get().map(Vec::as_slice).ok_or(never)
 }
 
-/// Finds out which registers travel, if nobody has yet. `fd` is a fresh vCPU with its CPUID set;
-/// each of its registers is set to the value it has.
+/// Finds the registers that travel, on the first call. `fd` is a fresh vCPU with its CPUID set. The
+/// survey sets each of its registers to the value read.
 ///
 /// # Errors
-/// When one that every vCPU has cannot be read and set.
+/// When a register that every vCPU has cannot be read and set.
 pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<(), MachineError> {
     if TRAVELLING.get().is_some() {
         return Ok(());
@@ -108,7 +106,7 @@ pub(super) fn survey(kvm: &Kvm, fd: &VcpuFd) -> Result<(), MachineError> {
     let all: Vec<u32> = list.as_slice().iter().copied().filter(travels).collect();
     match ESSENTIAL.iter().find(|index| !all.contains(index)) {
         None => {
-            // Another thread may have surveyed beside this one; it has found the same.
+            // Another thread may have surveyed at the same time, with the same result.
             let _ = TRAVELLING.set(all);
             Ok(())
         }
@@ -144,17 +142,17 @@ pub(super) fn read(fd: &VcpuFd, indices: &[u32]) -> Result<Vec<kvm_msr_entry>, M
     Ok(found)
 }
 
-/// The guest's wall clocks (`MSR_KVM_WALL_CLOCK`, old and new number): commands rather than state.
-/// Setting one makes KVM write guest memory at once, which is not there yet at a destination; what
-/// they wrote is in it already.
+/// The guest's wall clocks (`MSR_KVM_WALL_CLOCK`, old and new number). They are commands rather
+/// than state: setting one makes KVM write guest memory at once, which a destination does not have
+/// yet. That memory already holds the clock that KVM wrote at the source.
 const WALL_CLOCKS: [u32; 2] = [0x11, 0x4b56_4d00];
-/// Hyper-V's hypercall and assist pages, which KVM would write at once too.
+/// Hyper-V's hypercall and assist pages, which KVM would also write at once.
 const HYPERV_PAGES: [u32; 2] = [0x4000_0001, 0x4000_0073];
 
 /// Sets the registers.
 ///
 /// # Errors
-/// [`MachineError::BadState`] when one that matters is missing or refused.
+/// [`MachineError::BadState`] when a register that matters is missing or refused.
 pub(super) fn write(fd: &VcpuFd, msrs: &[kvm_msr_entry]) -> Result<(), MachineError> {
     if let Some(msr) = msrs
         .iter()
@@ -203,7 +201,7 @@ pub(super) fn shared_addresses(msrs: &[kvm_msr_entry]) -> impl Iterator<Item = u
     msrs.iter().filter_map(|msr| {
         let flagged = SHARED_PAGES.contains(&msr.index) && msr.data & 1 != 0;
         let bare = SHARED_PAGES_BARE.contains(&msr.index) && msr.data != 0;
-        // All these structures are aligned to 4 bytes or more; the bits below are flags.
+        // All these structures are aligned to 4 bytes or more. The bits below are flags.
         (flagged || bare).then_some(msr.data & !3)
     })
 }

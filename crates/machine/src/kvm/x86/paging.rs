@@ -1,9 +1,9 @@
-//! How vCPUs use guest memory other than by their own accesses: page tables, and pages KVM writes
-//! for them.
+//! Use of guest memory beside the vCPUs' own accesses: page tables, and pages that KVM writes for
+//! them.
 
 use pageferry_addr::Gpa;
 
-/// How a vCPU translates addresses, and whether it can ever change that.
+/// A vCPU's address translation, and whether the guest can ever change it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Paging {
     pub(super) cr0: u64,
@@ -14,11 +14,11 @@ pub(super) struct Paging {
     pub(super) idt_limit: u16,
 }
 
-/// How a vCPU uses guest memory other than by its own accesses.
+/// A vCPU's use of guest memory beside its own accesses.
 #[derive(Clone, Debug)]
 pub(super) struct Known {
-    /// How it translates addresses.
+    /// Its address translation.
     pub(super) paging: Paging,
-    /// What KVM itself writes for it.
+    /// The addresses that KVM itself writes for it.
     pub(super) shared: Vec<Gpa>,
 }

@@ -1,7 +1,7 @@
 #![expect(unsafe_code, reason = "kernel structures as bytes and back")]
 //! Kernel structures as bytes, for the vCPU state.
 //!
-//! x86 is little-endian, so the kernel's layout *is* a fixed little-endian layout; the sizes
+//! x86 is little-endian, so the kernel's layout *is* a fixed little-endian layout. The sizes
 //! asserted here are those of Linux 6.18 and part of the state's format.
 
 use kvm_bindings::{
@@ -13,14 +13,14 @@ use std::mem::{MaybeUninit, size_of};
 /// A structure of integers only.
 ///
 /// # Safety
-/// The type has no padding bytes, every bit pattern is a value of it, and it holds no pointer,
+/// The type has no padding bytes. Every bit pattern is a value of it. It holds no pointer,
 /// reference or interior mutability.
 pub(super) unsafe trait Plain: Copy {}
 
 macro_rules! plain {
     ($($name:ident = $bytes:literal,)*) => {$(
         const _: () = assert!(size_of::<$name>() == $bytes);
-        // SAFETY: the kernel's ABI declares it as integers with explicit padding fields; the size
+        // SAFETY: the kernel's ABI declares it as integers with explicit padding fields. The size
         // asserted above is the sum of its fields' sizes, so there are no other padding bytes.
         unsafe impl Plain for $name {}
     )*};
@@ -39,13 +39,13 @@ plain! {
     kvm_cpuid_entry2 = 40,
 }
 
-/// The value's bytes.
+/// The bytes of `value`.
 pub(super) fn bytes_of<T: Plain>(value: &T) -> &[u8] {
     // SAFETY: `T` is `Plain`: all its bytes are initialized and none changes while borrowed.
     unsafe { std::slice::from_raw_parts(std::ptr::from_ref(value).cast(), size_of::<T>()) }
 }
 
-/// The value of exactly its bytes, or `None` if there are more or fewer.
+/// The value with exactly these bytes, or `None` if there are more or fewer.
 pub(super) fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<T> {
     if bytes.len() != size_of::<T>() {
         return None;
@@ -60,7 +60,7 @@ pub(super) fn from_bytes<T: Plain>(bytes: &[u8]) -> Option<T> {
     Some(unsafe { value.assume_init() })
 }
 
-/// The values of exactly their bytes, at most `most` of them.
+/// The values with exactly these bytes, at most `most` of them.
 pub(super) fn array_from_bytes<T: Plain>(bytes: &[u8], most: usize) -> Option<Vec<T>> {
     let each = size_of::<T>();
     if !bytes.len().is_multiple_of(each) || bytes.len() / each > most {

@@ -1,4 +1,4 @@
-//! Memory beyond RAM, which comes and goes while the machine runs.
+//! Memory beyond RAM, plugged and unplugged while the machine runs.
 
 use super::shared::VmShared;
 use super::slots::KvmSlot;
@@ -8,16 +8,16 @@ use pageferry_memslot::{Request, Slot, SlotFlags, SlotTable};
 use std::fmt;
 use std::sync::Arc;
 
-/// Memory beyond RAM, plugged in and out of a machine of this engine while it runs: a device's
+/// Plugs memory beyond RAM into a running machine of this engine, and unplugs it: a device's
 /// window, a DAX window of virtio-fs, hotplugged memory that its driver manages.
 ///
-/// It is shown to the guest and nothing more: it is in no dirty log, no missing bitmap and no
-/// migration, and [`Machine::ram`](crate::Machine::ram) does not know it. Clones are handles of the
-/// same machine.
+/// The guest sees this memory, and nothing else does. It is in no dirty log, no missing bitmap and
+/// no migration, and [`Machine::ram`](crate::Machine::ram) does not include it. Clones are handles
+/// of the same machine.
 ///
-/// Calls take turns. Each takes O(log n) here and what the kernel takes (10 to 14 us where this was
-/// measured); vCPUs go on meanwhile. After [`unplug`](Self::unplug) and
-/// [`relocate`](Self::relocate), no vCPU reaches the old place.
+/// Calls are serialized. Each takes O(log n) here plus the kernel's time (measured: 10 to 14 us).
+/// vCPUs keep running. After [`unplug`](Self::unplug) and [`relocate`](Self::relocate), no vCPU
+/// reaches the old place.
 #[derive(Clone)]
 pub struct MemoryPlug(Arc<VmShared>);
 
@@ -26,16 +26,16 @@ impl MemoryPlug {
         Self(shared)
     }
 
-    /// Shows `memory`, all of it, to the guest from `gpa` on, as slot `id`; [`GuestRam::write`] and
+    /// Shows all of `memory` to the guest from `gpa` on, as slot `id`. [`GuestRam::write`] and
     /// [`GuestRam::read`] reach the same bytes. With `read_only`, guest writes leave as
     /// [`Exit::MmioWrite`](crate::Exit::MmioWrite).
     ///
-    /// One memory may be plugged several times, under several ids.
+    /// The same memory may be plugged several times, under several ids.
     ///
     /// # Errors
-    /// [`MachineError::WrongState`] if the id is RAM's or taken, [`MachineError::Slot`] for what
-    /// breaks a rule of slots (no overlap, page alignment, the number of slots),
-    /// [`MachineError::Os`] for what the kernel refuses.
+    /// [`MachineError::WrongState`] if the id is RAM's or taken. [`MachineError::Slot`] if the slot
+    /// breaks a rule (no overlap, page alignment, the number of slots). [`MachineError::Os`] if the
+    /// kernel refuses.
     pub fn plug(
         &self,
         id: u16,
@@ -65,7 +65,7 @@ impl MemoryPlug {
         })
     }
 
-    /// Takes slot `id` away from the guest and gives its memory. From now on an access there is
+    /// Takes slot `id` away from the guest and returns its memory. From now on an access there is
     /// MMIO.
     ///
     /// # Errors
@@ -82,7 +82,7 @@ impl MemoryPlug {
         memory.ok_or(NOT_PLUGGED)
     }
 
-    /// Moves slot `id` to `gpa`; the bytes go along.
+    /// Moves slot `id` to `gpa`, with its bytes.
     ///
     /// # Errors
     /// As [`plug`](Self::plug), and [`MachineError::WrongState`] if the id is not plugged.
@@ -93,7 +93,7 @@ impl MemoryPlug {
         })
     }
 
-    /// All slots of the machine, RAM's included, to be read by any thread. A thread must not plug,
+    /// All slots of the machine, RAM's included, readable by any thread. A thread must not plug,
     /// unplug or relocate while it holds a guard of this table: the change may wait for that guard.
     #[must_use]
     pub fn slot_table(&self) -> SlotTable<KvmSlot> {
@@ -115,7 +115,7 @@ impl MemoryPlug {
     }
 }
 
-/// The request that asks for a slot as it is.
+/// The request that leaves a slot unchanged.
 fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
     Request {
         address_space: slot.address_space,

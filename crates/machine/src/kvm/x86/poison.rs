@@ -1,21 +1,21 @@
-//! Poison exits: which missing pages are marked, and which must never be.
+//! Poison exits: the choice of missing pages to mark.
 //!
 //! A marker turns a vCPU's touch of a missing page into an exit on the vCPU's own thread. But it
 //! turns the *kernel's* touch into `EFAULT`. On an empty page the kernel would have slept until the
 //! page is there. KVM touches guest memory for the guest in two ways. On a host without EPT or NPT
 //! it walks the guest's page tables, and an error there becomes a page fault inside the guest. And
-//! it writes the clock, steal-time and similar pages that the guest has named to it. So these pages
-//! stay empty, and come as userfaultfd events:
+//! it writes the clock, steal-time and similar pages that the guest has registered. So these pages
+//! stay empty, and faults on them come as userfaultfd events:
 //!
 //! - Pages named in the vCPUs' model-specific registers, always.
 //! - Without second-level paging, the guest's page tables. A walk from CR3 finds them. While a
-//!   table is itself missing, its entries are not known, so nothing is marked. The walk works only
+//!   table is itself missing, its entries are unknown, so nothing is marked. The walk works only
 //!   for guests that cannot change CR3 unseen: they run in ring 3 with no IDT, so any way into ring
 //!   0 is a triple fault. On such hosts nothing is marked for other guests.
 //!
 //! Marking may lag, be partial, or not happen: a page without a marker sends an event instead.
 //!
-//! **Races**, for a page P whose bit is set when its run is read here:
+//! **Races**, for a page P whose bit is set when this module reads its run:
 //! - P is installed before POISON gets there. POISON acts on empty entries only, and steps over P.
 //! - POISON comes between "bytes in place" and CONTINUE. CONTINUE replaces the marker.
 //! - P is installed, and the kernel drops its mapping (reclaim) before POISON gets there. P is then
@@ -34,9 +34,9 @@ use pageferry_userfault::uffd::Wake;
 use std::collections::HashSet;
 use std::time::Duration;
 
-/// The pages one call marks at most: 16 MiB, about 0.1 ms.
+/// The maximum number of pages that one call marks: 16 MiB, about 0.1 ms.
 const CHUNK_PAGES: usize = 4096;
-/// How long to wait before the next look for missing page tables.
+/// The wait before the next look for missing page tables.
 const LOOK_AGAIN: Duration = Duration::from_micros(500);
 
 const PRESENT: u64 = 1;
@@ -51,9 +51,9 @@ const EFER_LMA: u64 = 1 << 10;
 /// The result of a walk of the page tables.
 #[derive(Debug, PartialEq, Eq)]
 enum Tables {
-    /// These are all of them, and none is missing.
+    /// All page tables; none is missing.
     All(HashSet<RamPage>),
-    /// This one is missing.
+    /// This page table is missing.
     Missing(RamPage),
     /// The walk cannot tell which pages are tables.
     Unknowable,
@@ -141,7 +141,7 @@ fn mark(
     Ok(())
 }
 
-/// The page tables of all vCPUs; `page_of` tells where RAM has an address.
+/// Finds the page tables of all vCPUs. `page_of` maps an address to its RAM page.
 fn find_tables(
     known: &[Known],
     ram: &GuestRam,

@@ -1,4 +1,4 @@
-//! Does KVM work here? Found out by running a guest.
+//! The test whether KVM works here, by running a guest.
 
 use super::vm::create;
 use crate::{DOORBELL_GPA, Exit, Kicker, MachineError, MachineSpec, StartState};
@@ -6,26 +6,25 @@ use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// How long the guest may take. It needs a millisecond, and a host that does much else may let it
-/// wait.
+/// The limit for the guest. It needs a millisecond; a busy host may let it wait.
 const LIMIT: Duration = Duration::from_secs(10);
-/// How long a kicked vCPU may take.
+/// The limit for a kicked vCPU.
 const KICK_LIMIT: Duration = Duration::from_secs(1);
 
-/// Runs a VM of one vCPU: ring 3, 64-bit mode, an addition, and a store outside RAM that must
-/// arrive here.
+/// Runs a VM with one vCPU in ring 3 and 64-bit mode. The guest adds, and stores outside RAM. The
+/// store must arrive here.
 ///
-/// Takes milliseconds where KVM works, and at most 11 s, whatever KVM does.
+/// Takes milliseconds if KVM works, and at most 11 s in any case.
 ///
 /// # Errors
-/// [`MachineError::EngineUnavailable`]: what does not work, and the way out where there is one.
+/// [`MachineError::EngineUnavailable`] with the fault, and a remedy where there is one.
 pub fn probe_vm() -> Result<(), MachineError> {
     let (kicker_out, kicker_in) = mpsc::channel::<Arc<dyn Kicker>>();
     let (verdict_out, verdict_in) = mpsc::channel();
     std::thread::Builder::new()
         .name("kvm-probe".into())
         .spawn(move || {
-            // Nobody listens any more if this took too long; there is nobody to tell either.
+            // If this took too long, the receiver is gone, and the verdict is dropped.
             let _ = verdict_out.send(run_probe(&kicker_out));
         })
         .map_err(|e| MachineError::os("cannot start the thread of the KVM probe", e))?;
@@ -42,7 +41,7 @@ pub fn probe_vm() -> Result<(), MachineError> {
         return Err(stuck());
     };
     kicker.kick();
-    // A vCPU that cannot even be kicked is left to its thread.
+    // A vCPU that does not react to a kick is left to its thread.
     match verdict_in.recv_timeout(KICK_LIMIT) {
         Ok(Err(why)) => Err(why),
         Ok(Ok(())) | Err(_) => Err(stuck()),
@@ -57,7 +56,7 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
         0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
     ];
     const CODE_PAGE: RamPage = RamPage(5);
-    // Present, writable, user; accessed and dirty, so that nobody has to set them; large.
+    // Present, writable, user; accessed and dirty, so that the CPU does not set them; large.
     const TABLE: u64 = 0x67;
     const LARGE: u64 = TABLE | 0x80;
 
@@ -95,10 +94,10 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
             size: 8,
         }) if gpa == DOORBELL_GPA && value == A.wrapping_add(B) => Ok(()),
         Ok(Exit::Kicked) => Err(MachineError::EngineUnavailable(
-            "a VM can be created, but its guest does not get anywhere".into(),
+            "a VM can be created, but its guest makes no progress".into(),
         )),
         Ok(other) => Err(MachineError::EngineUnavailable(format!(
-            "a VM can be created, but its guest does the wrong thing ({other:?})"
+            "a VM can be created, but its guest left for an unexpected reason ({other:?})"
         ))),
         Err(why) => Err(MachineError::EngineUnavailable(format!(
             "a VM can be created, but its guest does not run: {why}"

@@ -1,10 +1,10 @@
 #![expect(unsafe_code, reason = "the page a vCPU shares with the kernel")]
-//! `struct kvm_run`: the page a vCPU shares with the kernel.
+//! `struct kvm_run`: the page that a vCPU shares with the kernel.
 //!
-//! It is mapped a second time here, beside kvm-ioctls' own mapping, because a kicker writes one
-//! byte of it from other threads while the kernel and the vCPU's thread use the rest. So no Rust
-//! reference to the structure is ever formed: all accesses go through raw pointers, and that byte
-//! is an atomic. The mapping lives as long as anybody holds it, also when the vCPU is gone.
+//! The page is mapped a second time here, beside kvm-ioctls' own mapping. A kicker writes one byte
+//! of it from other threads, while the kernel and the vCPU's thread use the rest. So no Rust
+//! reference to the structure ever exists: all accesses go through raw pointers, and that byte is
+//! an atomic. The mapping lives as long as anything holds it, even after the vCPU is gone.
 
 use super::sync::AtomicU8;
 use crate::MachineError;
@@ -14,7 +14,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 
-/// An MMIO access, as the kernel wrote it down.
+/// An MMIO access, from the kernel's record.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mmio {
     pub(super) gpa: u64,
@@ -29,9 +29,9 @@ pub(super) struct RunPage {
     bytes: usize,
 }
 
-// SAFETY: the page is plain shared memory that belongs to no thread; what is not atomic in it is
-// touched only by the owner of the vCPU between entries (`&self` methods of a type the vCPU keeps
-// to itself, except `immediate_exit`).
+// SAFETY: the page is plain shared memory that belongs to no thread. Only the owner of the vCPU
+// touches its non-atomic parts, between entries (`&self` methods of a type that the vCPU keeps
+// private, except `immediate_exit`).
 unsafe impl Send for RunPage {}
 // SAFETY: as for Send.
 unsafe impl Sync for RunPage {}
@@ -63,8 +63,8 @@ impl RunPage {
     /// Makes the next `KVM_RUN` return `EINTR` at once (after completing a pending exit) while not
     /// 0.
     pub(super) fn immediate_exit(&self) -> &AtomicU8 {
-        // SAFETY: the byte lies in the mapping, which lives as long as `self`; everybody in this
-        // process reaches it through this atomic, and the kernel reads it once per entry.
+        // SAFETY: the byte lies in the mapping, which lives as long as `self`. All of this process
+        // reaches it through this atomic, and the kernel reads it once per entry.
         unsafe { AtomicU8::from_ptr(&raw mut (*self.start.as_ptr()).immediate_exit) }
     }
 
@@ -75,7 +75,7 @@ impl RunPage {
 
     /// The MMIO access of a `KVM_EXIT_MMIO`.
     pub(super) fn mmio(&self) -> Mmio {
-        // SAFETY: as above; all fields are integers, so whatever the union holds is a value of
+        // SAFETY: as above; all fields are integers, so any contents of the union are values of
         // them.
         let raw =
             unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.mmio).read_volatile() };
@@ -95,7 +95,7 @@ impl RunPage {
         };
     }
 
-    /// Fills the answer to a `KVM_EXIT_IO` read with ones; port writes are dropped.
+    /// Fills the answer to a `KVM_EXIT_IO` read with ones. Port writes are dropped.
     pub(super) fn float_port_bus(&self) {
         // SAFETY: as in `mmio`.
         let io = unsafe { (&raw const (*self.start.as_ptr()).__bindgen_anon_1.io).read_volatile() };

@@ -1,4 +1,4 @@
-//! What the parts of one VM share: its descriptor, memory, slots, dirty log and fault delivery.
+//! The parts of a VM that its vCPUs share: descriptor, memory, slots, dirty log and fault delivery.
 
 use super::dirty::DirtyLog;
 use super::slots::{KvmSlot, Slots, guest_mapping};
@@ -9,19 +9,19 @@ use kvm_bindings::kvm_cpuid_entry2;
 use kvm_ioctls::VmFd;
 use std::sync::Arc;
 
-/// What this VM's kernel can do.
+/// The capabilities of this VM's kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Caps {
     pub(super) sregs2: bool,
     pub(super) xsave_bytes: usize,
     pub(super) lapic: bool,
-    /// The CPU translates guest-physical addresses itself; without, KVM walks the guest's page
+    /// The CPU translates guest-physical addresses itself. Without this, KVM walks the guest's page
     /// tables.
     pub(super) second_level_paging: bool,
 }
 
-/// What the VM and its vCPUs share. The descriptors of the vCPUs keep the VM alive in the kernel;
-/// this keeps the memory and the userfaultfd as long as any of them is there.
+/// The part of a VM that its vCPUs share. The descriptors of the vCPUs keep the VM alive in the
+/// kernel. This keeps the memory and the userfaultfd as long as any of them exists.
 pub(super) struct VmShared {
     pub(super) vm: VmFd,
     pub(super) ram: Arc<GuestRam>,
@@ -34,7 +34,7 @@ pub(super) struct VmShared {
 }
 
 impl VmShared {
-    /// A way to translate addresses, for one thread.
+    /// A translator of addresses, for one thread.
     pub(super) fn translator(&self) -> Translator<KvmSlot> {
         Translator::new(self.slots.table(), guest_mapping(&self.ram))
     }

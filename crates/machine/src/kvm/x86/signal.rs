@@ -1,17 +1,21 @@
 #![expect(unsafe_code, reason = "signal handlers")]
 //! The two signals of this engine.
 //!
-//! **The kick.** A real-time signal whose handler does nothing, installed without `SA_RESTART`: all
-//! it is for is that `KVM_RUN` returns `EINTR`.
+//! **The kick.** A real-time signal whose handler does nothing. It is installed without
+//! `SA_RESTART`, so it makes `KVM_RUN` return `EINTR`.
 //!
-//! **SIGBUS.** When a vCPU touches a page with a poison marker, KVM's look-up answers `-EHWPOISON`
-//! and KVM sends SIGBUS (`BUS_MCEERR_AR`, `si_addr` the host address) to the thread inside
-//! `KVM_RUN`, which then returns `EINTR` (`kvm_send_hwpoison_signal` in `arch/x86/kvm/mmu/mmu.c`).
-//! The signal is delivered when that system call returns, so before the next instruction of this
-//! thread. The handler notes the address in a cell that the thread has put up for the length of its
-//! `KVM_RUN` ([`collect_sigbus`]); that is cheaper than `sigtimedwait`, which takes the process's
-//! signal lock twice. SIGBUS of any other thread or address goes to the earlier handler, by
-//! default the end of the process.
+//! **SIGBUS.** A vCPU touches a page with a poison marker:
+//!
+//! 1. KVM's look-up answers `-EHWPOISON`. KVM sends SIGBUS (`BUS_MCEERR_AR`, `si_addr` the host
+//!    address) to the thread inside `KVM_RUN` (`kvm_send_hwpoison_signal` in
+//!    `arch/x86/kvm/mmu/mmu.c`).
+//! 2. `KVM_RUN` returns `EINTR`. The signal is delivered at that return, so before the next
+//!    instruction of this thread.
+//! 3. The handler stores the address in the cell that the thread has set for the length of its
+//!    `KVM_RUN` ([`collect_sigbus`]). That is cheaper than `sigtimedwait`, which takes the
+//!    process's signal lock twice.
+//! 4. The handler passes a SIGBUS of any other thread or address to the earlier handler, which by
+//!    default ends the process.
 
 use super::sync::{AtomicU64, Ordering};
 use crate::MachineError;
@@ -30,7 +34,8 @@ pub(super) fn kick_signal() -> c_int {
     libc::SIGRTMIN() + KICK_OFFSET
 }
 
-/// Where a thread inside `KVM_RUN` is told the address of a poison marker it touched.
+/// The cell in which the SIGBUS handler leaves the address of a touched poison marker for a thread
+/// inside `KVM_RUN`.
 #[derive(Debug)]
 pub(super) struct PoisonCell {
     start: u64,
@@ -49,10 +54,10 @@ impl PoisonCell {
         }
     }
 
-    /// Takes the address out, if there is one.
+    /// Takes the address, if there is one.
     pub(super) fn take(&self) -> Option<u64> {
-        // The handler ran on this very thread; the plain load keeps the common case free of a
-        // locked instruction.
+        // The handler ran on this thread. The plain load keeps the common case free of a locked
+        // instruction.
         if self.hit.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -61,11 +66,12 @@ impl PoisonCell {
 }
 
 thread_local! {
-    /// The cell of the `KVM_RUN` this thread is in; null outside.
+    /// The cell of the `KVM_RUN` that this thread is in; null outside.
     static CURRENT: Cell<*const PoisonCell> = const { Cell::new(std::ptr::null()) };
 }
 
-/// Calls `f`; a SIGBUS that this thread gets meanwhile for an address of `cell` is noted there.
+/// Calls `f`. The handler stores a SIGBUS that this thread gets meanwhile in `cell`, if the address
+/// is in its range.
 pub(super) fn collect_sigbus<T>(cell: &PoisonCell, f: impl FnOnce() -> T) -> T {
     struct Reset;
     impl Drop for Reset {
@@ -78,13 +84,13 @@ pub(super) fn collect_sigbus<T>(cell: &PoisonCell, f: impl FnOnce() -> T) -> T {
     f()
 }
 
-/// The handler that SIGBUS had before this one.
+/// The SIGBUS handler before this one.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
 extern "C" fn on_kick(_: c_int) {}
 
-/// Only thread-local and atomic accesses: safe in a signal handler. `CURRENT` needs neither lazy
-/// initialization nor a destructor.
+/// Safe in a signal handler: it uses only thread-local and atomic accesses. `CURRENT` needs neither
+/// lazy initialization nor a destructor.
 extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let cell = CURRENT.try_with(Cell::get).unwrap_or(std::ptr::null());
     if !cell.is_null() {
@@ -100,13 +106,13 @@ extern "C" fn on_sigbus(signal: c_int, info: *mut siginfo_t, context: *mut c_voi
     chain(signal, info, context);
 }
 
-/// Hands a SIGBUS that is not the engine's to the earlier handler.
+/// Passes a foreign SIGBUS to the earlier handler.
 fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let previous = PREVIOUS.get();
     match previous.map_or(libc::SIG_DFL, |p| p.sa_sigaction) {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: plain system calls, both async-signal-safe. The signal is blocked while this
-            // handler runs; the default effect takes place when it returns. A SIGBUS of the CPU
+            // handler runs, so the default effect takes place when it returns. A SIGBUS of the CPU
             // must not be ignored: the instruction would repeat it for ever.
             unsafe {
                 libc::signal(signal, libc::SIG_DFL);
@@ -120,7 +126,7 @@ fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
             handler(signal, info, context);
         }
         handler => {
-            // SAFETY: without SA_SIGINFO it is a handler of this type.
+            // SAFETY: without SA_SIGINFO the address is a handler of this type.
             let handler: extern "C" fn(c_int) = unsafe { std::mem::transmute(handler) };
             handler(signal);
         }
@@ -128,7 +134,7 @@ fn chain(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
 }
 
 fn install(signal: c_int, handler: usize, flags: c_int) -> io::Result<()> {
-    // SAFETY: sigaction is integers and pointers, for which zero is a value.
+    // SAFETY: sigaction consists of integers and pointers, for which zero is a value.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = handler;
     action.sa_flags = flags | libc::SA_ONSTACK;
@@ -144,7 +150,7 @@ fn install(signal: c_int, handler: usize, flags: c_int) -> io::Result<()> {
     }
 }
 
-/// Installs both handlers, once in the life of the process.
+/// Installs both handlers, once per process.
 ///
 /// # Errors
 /// When the kernel refuses.
@@ -152,13 +158,13 @@ pub(super) fn install_handlers() -> Result<(), MachineError> {
     static DONE: OnceLock<Result<(), i32>> = OnceLock::new();
     let attempt = || -> io::Result<()> {
         install(kick_signal(), on_kick as *const () as usize, 0)?;
-        // SAFETY: as in `install`; a null action only asks.
+        // SAFETY: as in `install`; a null action only queries.
         let mut previous: libc::sigaction = unsafe { std::mem::zeroed() };
         // SAFETY: `previous` is valid for writing.
         if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), &raw mut previous) } != 0 {
             return Err(io::Error::last_os_error());
         }
-        // Known before our handler can run.
+        // Set before our handler can run.
         let _ = PREVIOUS.set(previous);
         install(
             libc::SIGBUS,
@@ -175,8 +181,8 @@ pub(super) fn install_handlers() -> Result<(), MachineError> {
         })
 }
 
-/// Lets both signals through to this thread. One that blocked them would spin in `KVM_RUN`: a
-/// pending signal keeps the guest from being entered, and only its delivery takes it away.
+/// Unblocks both signals on this thread. A thread that blocked them would spin in `KVM_RUN`: a
+/// pending signal keeps the guest from being entered, and only its delivery removes it.
 pub(super) fn unblock() {
     // SAFETY: sigset_t is an array of integers; the calls get valid pointers.
     unsafe {
@@ -190,7 +196,7 @@ pub(super) fn unblock() {
 
 /// Sends the kick's signal to a thread of this process.
 pub(super) fn send_kick(thread: c_int) {
-    // SAFETY: a plain system call. A thread that is gone gives ESRCH; the caller makes sure that
-    // the id is not another's by then.
+    // SAFETY: a plain system call. A thread that has ended gives ESRCH. The caller makes sure that
+    // no other thread has the id by then.
     unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, kick_signal()) };
 }

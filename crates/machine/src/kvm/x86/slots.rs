@@ -1,16 +1,16 @@
 #![expect(unsafe_code, reason = "hands guest memory to KVM")]
 //! The VM's memory slots, here and in the kernel.
 //!
-//! **Guarantee.** The table and the kernel have the same slots: every change goes through
-//! [`Slots::change`], which checks it by the table's rules, tells the kernel, and commits it; what
-//! either refuses has not happened. A slot keeps its memory mapped until the kernel has let go of
-//! it and no reader can see it.
+//! **Guarantee.** The table and the kernel have the same slots. Every change goes through
+//! [`Slots::change`], which checks it by the table's rules, passes it to the kernel, and commits
+//! it. If either refuses, the change has not happened. A slot's memory stays mapped until the
+//! kernel has dropped the slot and no reader can see it.
 //!
 //! **Mechanism.** `pageferry-memslot` with the mapping's owner in each slot. A slot that is deleted
-//! or moved is invalid in the table from before the kernel is told until it is done; a new one is
-//! in the table after the kernel has it. The rules are the kernel's own (a test compares them
-//! request by request on `/dev/kvm`), but for what only the host knows: the highest frame it maps,
-//! and whether it has memory for the slot.
+//! or moved becomes invalid in the table before the kernel learns of it, and stays so until the
+//! change is done. A new slot enters the table after the kernel has it. The rules are the kernel's
+//! own; a test compares them request by request on `/dev/kvm`. Only the host knows two of them: the
+//! highest frame it maps, and whether it has memory for the slot.
 
 use crate::{GuestRam, MachineError, RamRegion};
 use kvm_bindings::{KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
@@ -21,16 +21,16 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// KVM's slots on x86-64 (`KVM_USER_MEM_SLOTS`), where the kernel does not say.
+/// KVM's number of slots on x86-64 (`KVM_USER_MEM_SLOTS`), for kernels that do not report it.
 const MAX_SLOTS: u16 = 32_764;
-/// No x86-64 page table maps more than 52 bits (AMD64 APM vol. 2, 5.1); a host's KVM may map less,
-/// and says so.
+/// No x86-64 page table maps more than 52 bits (AMD64 APM vol. 2, 5.1). A host's KVM may map less,
+/// and then refuses the slot.
 const GFN_LIMIT: Gfn = Gfn(1 << 40);
 
-/// What each slot keeps: its memory.
+/// The data of each slot: its memory.
 #[derive(Clone, Debug)]
 pub struct KvmSlot {
-    /// Mapped as long as the slot can be reached.
+    /// Stays mapped as long as the slot can be reached.
     pub(super) memory: Arc<GuestRam>,
 }
 
@@ -49,7 +49,7 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// No slots yet, as many to come as `vm` allows.
+    /// An empty table, for as many slots as `vm` allows.
     pub(super) fn new(vm: &VmFd) -> Self {
         let max_slots = u16::try_from(vm.check_extension_raw(KVM_CAP_NR_MEMSLOTS.into()));
         let limits = Limits {
@@ -69,8 +69,8 @@ impl Slots {
         &self.table
     }
 
-    /// Does what `ask` wants of slot `id`, given the slot as it is, here and in the kernel, or
-    /// neither.
+    /// Carries out the request that `ask` makes of slot `id`, given the slot's present state. The
+    /// change happens here and in the kernel, or in neither.
     pub(super) fn change(
         &self,
         vm: &VmFd,
@@ -87,10 +87,10 @@ impl Slots {
             userspace_addr: request.hva.0,
         };
         let update = writer.begin(request)?;
-        // SAFETY: the callers below ask for ranges of a `GuestRam`'s guest mapping, to which Rust
-        // never holds a reference, and which the slot's data keeps mapped: until the commit of the
-        // change that takes the slot away, and so beyond the call that takes it from the kernel.
-        // The table outlives the vCPUs, each of which holds `VmShared`. The rules that were checked
+        // SAFETY: (1) the callers below pass ranges of a `GuestRam`'s guest mapping, to which Rust
+        // never holds a reference; (2) the slot's data keeps that mapping until the commit of the
+        // change that removes the slot, so beyond the call that takes it from the kernel; (3) the
+        // table outlives the vCPUs, each of which holds `VmShared`; (4) the rules that were checked
         // keep slots apart.
         unsafe { vm.set_user_memory_region(region) }.map_err(|e| {
             MachineError::os(
@@ -142,7 +142,7 @@ mod tests {
     use crate::RamLayout;
     use pageferry_addr::Gpa;
 
-    /// A host address of the kernel's own: the table has no rule against it, the kernel has.
+    /// The address is in the kernel's half. The table has no rule against it, the kernel has.
     #[test]
     fn what_the_kernel_refuses_is_not_in_the_table() {
         let Ok(kvm) = super::super::device::open(c"/dev/kvm") else {
@@ -175,7 +175,7 @@ mod tests {
             matches!(refused, Err(MachineError::Os { .. })),
             "{refused:?}"
         );
-        // What was given up takes a generation, and nothing else.
+        // A change that was given up takes a generation, and nothing else.
         let now = slots.table().generation();
         assert_eq!(now.number(), before.number() + 1);
         assert!(!now.in_progress());

@@ -1,7 +1,8 @@
 //! The state in which a guest program starts: 64-bit mode, ring 3, flat segments, no interrupts.
 //!
-//! Ring 3 because a shadow-paging KVM may interpret what runs in ring 0. There are no descriptor
-//! tables: any exception is a triple fault, which ends the run with an error that says where.
+//! The guest runs in ring 3, because a shadow-paging KVM may interpret ring 0 code. There are no
+//! descriptor tables. Any exception is a triple fault, which ends the run with an error that says
+//! where.
 
 use crate::{MachineError, StartState};
 use kvm_bindings::{
@@ -41,7 +42,7 @@ fn has_xsave(cpuid: &[kvm_cpuid_entry2]) -> bool {
         .any(|e| e.function == 1 && e.ecx & 1 << 26 != 0)
 }
 
-/// All of [`XCR0`] that the vCPU has.
+/// The bits of [`XCR0`] that the vCPU supports.
 fn xcr0(cpuid: &[kvm_cpuid_entry2]) -> u64 {
     let offered = cpuid
         .iter()

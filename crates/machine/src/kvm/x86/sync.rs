@@ -1,6 +1,6 @@
-//! The one place where this engine's atomics come from.
+//! The only source of this engine's atomics.
 //!
-//! They are always core's: each of them is shared with the kernel or with a signal handler, and no
+//! They are always those of `core`: each is shared with the kernel or with a signal handler, and no
 //! model of either exists.
 
 pub(super) use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};

@@ -18,7 +18,7 @@ const fn ioc(direction: u64, number: u64, size: usize) -> u64 {
     (direction << 30) | ((size as u64) << 16) | (KVMIO << 8) | number
 }
 
-/// `sizeof(struct kvm_xsave)` as the ioctl numbers count it: without its flexible tail.
+/// `sizeof(struct kvm_xsave)` as in the ioctl numbers: without its flexible tail.
 pub(super) const XSAVE_BASE_BYTES: usize = 4096;
 
 const KVM_RUN: u64 = ioc(0, 0x80, 0);
@@ -44,11 +44,11 @@ const _: () = {
 };
 
 /// # Safety
-/// `argument` must be what `request` on `fd` takes: null, or valid for all the kernel reads and
+/// `argument` must fit `request` on `fd`: null, or valid for all bytes that the kernel reads and
 /// writes.
 unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Result<(), Errno> {
-    // The type of the request differs between C libraries.
-    // SAFETY: by this function's contract; the descriptor is open as long as its owner is borrowed.
+    // The type of the request differs between C libraries. SAFETY: by this function's contract; the
+    // descriptor is open as long as its owner is borrowed.
     if unsafe { libc::ioctl(fd.as_raw_fd(), request as _, argument) } >= 0 {
         return Ok(());
     }
@@ -56,18 +56,18 @@ unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Resul
     Err(raw.map_or(Errno::IO, Errno::from_raw_os_error))
 }
 
-/// `KVM_RUN`: enters the guest until it exits. What the exit was is in the vCPU's shared page.
+/// `KVM_RUN`: enters the guest until it exits. The vCPU's shared page describes the exit.
 ///
 /// # Errors
-/// Of note: `EINTR` (a signal, or `immediate_exit`), `EFAULT` and `EHWPOISON` (memory that cannot
-/// be reached, with `KVM_EXIT_MEMORY_FAULT` in the page or without).
+/// Of note: `EINTR` (a signal, or `immediate_exit`); `EFAULT` and `EHWPOISON` (unreachable memory,
+/// with or without `KVM_EXIT_MEMORY_FAULT` in the page).
 pub(super) fn run(vcpu: &VcpuFd) -> Result<(), Errno> {
-    // SAFETY: KVM_RUN takes no argument. What the guest does to memory is bounded by the VM's
-    // slots, which are guest memory that Rust never holds a reference to.
+    // SAFETY: KVM_RUN takes no argument. The guest reaches only the memory of the VM's slots, which
+    // is guest memory that Rust never holds a reference to.
     unsafe { ioctl(vcpu, KVM_RUN, std::ptr::null_mut()) }
 }
 
-/// `KVM_GET_DIRTY_LOG` of a slot of `pages` pages into `words`, one bit a page.
+/// `KVM_GET_DIRTY_LOG` of a slot of `pages` pages into `words`, one bit per page.
 ///
 /// # Errors
 /// `ENOENT`: no such slot, or it has no log.
@@ -94,7 +94,7 @@ pub(super) fn get_dirty_log(
     unsafe { ioctl(vm, KVM_GET_DIRTY_LOG, (&raw mut log).cast()) }
 }
 
-/// `KVM_CLEAR_DIRTY_LOG`: of the slot's `pages` pages from `first`, clears and protects again those
+/// `KVM_CLEAR_DIRTY_LOG` on the slot's `pages` pages from `first`: clears and protects again those
 /// whose bit is set in `words`.
 ///
 /// # Errors
@@ -121,7 +121,7 @@ pub(super) fn clear_dirty_log(
         ..Default::default()
     };
     log.__bindgen_anon_1.dirty_bitmap = words.as_ptr().cast_mut().cast();
-    // SAFETY: the kernel reads `log` and the bitmap of `pages` bits rounded up to whole words, and
+    // SAFETY: the kernel reads `log` and the bitmap of `pages` bits, rounded up to whole words. It
     // writes to neither.
     unsafe { ioctl(vm, KVM_CLEAR_DIRTY_LOG, (&raw mut log).cast()) }
 }
@@ -151,7 +151,7 @@ pub(super) fn set_sregs2(vcpu: &VcpuFd, sregs: &kvm_sregs2) -> Result<(), Errno>
     }
 }
 
-/// The XSAVE area (uncompacted layout) in `bytes` bytes: what `KVM_CAP_XSAVE2` said, or 4096.
+/// The XSAVE area (uncompacted layout) in `bytes` bytes: the answer of `KVM_CAP_XSAVE2`, or 4096.
 ///
 /// # Errors
 /// `ENOMEM`.
@@ -163,19 +163,19 @@ pub(super) fn get_xsave(vcpu: &VcpuFd, bytes: usize) -> Result<Vec<u32>, Errno> 
         KVM_GET_XSAVE
     };
     // SAFETY: KVM_GET_XSAVE writes 4096 bytes, KVM_GET_XSAVE2 as many as the capability says, which
-    // is what the caller passes; `area` has at least as many.
+    // the caller passes. `area` has at least as many.
     unsafe { ioctl(vcpu, request, area.as_mut_ptr().cast()) }.map(|()| area)
 }
 
-/// Sets the XSAVE area. `bytes` is what `KVM_CAP_XSAVE2` said, or 4096.
+/// Sets the XSAVE area. `bytes` is the answer of `KVM_CAP_XSAVE2`, or 4096.
 ///
 /// # Errors
-/// `EINVAL`: it holds features the guest does not have.
+/// `EINVAL`: it holds features that the guest does not have.
 ///
 /// # Panics
 /// If `area` is not `bytes` long: the kernel reads that many.
 pub(super) fn set_xsave(vcpu: &VcpuFd, area: &[u32], bytes: usize) -> Result<(), Errno> {
     assert_eq!(area.len() * 4, bytes.max(XSAVE_BASE_BYTES));
-    // SAFETY: the kernel reads 4096 bytes, or as many as the capability says; `area` has that many.
+    // SAFETY: the kernel reads 4096 bytes, or as many as the capability says. `area` has that many.
     unsafe { ioctl(vcpu, KVM_SET_XSAVE, area.as_ptr().cast_mut().cast()) }
 }

@@ -1,19 +1,22 @@
 //! The vCPU: running, saving and restoring.
 //!
-//! `KVM_RUN` returns for four kinds of reasons, which [`KvmVcpu::run`] tells apart in this order:
-//! an exit of the guest (it returned 0); a poison marker (the SIGBUS handler left an address); a
-//! kick; or a signal that means nothing to us, after which the guest is entered again.
+//! `KVM_RUN` returns for one of four reasons. [`KvmVcpu::run`] tests for them in this order:
 //!
-//! **Pending exits.** KVM completes an instruction that left for MMIO or a port only at the next
-//! `KVM_RUN`. So before the state is read or replaced, that is done with `immediate_exit`, which
-//! returns before the guest is entered ([`KvmVcpu::complete`]). If the instruction then leaves
-//! again (an access in several pieces), that exit is put off: it is part of the state and the first
-//! thing a later `run` returns.
+//! 1. an exit of the guest: the ioctl returned 0,
+//! 2. a poison marker: the SIGBUS handler left an address,
+//! 3. a kick,
+//! 4. a foreign signal, after which the vCPU enters the guest again.
 //!
-//! **Emulated accesses to marked pages.** Where KVM emulates an instruction, e.g. one that also
-//! accesses MMIO, and its other operand is in a marked page, KVM cannot reach that page and reports
-//! the access as MMIO at an address in RAM. It becomes a [`Exit::MemoryFault`], and once the page
-//! is there the access is carried out here.
+//! **Pending exits.** An instruction that left for MMIO or a port is completed by KVM only at the
+//! next `KVM_RUN`. So [`KvmVcpu::complete`] does that before the state is read or replaced, with
+//! `immediate_exit`, which returns before the guest is entered. The instruction may then leave
+//! again (an access in several pieces). That exit is put off: it is part of the state, and the next
+//! `run` returns it first.
+//!
+//! **Emulated accesses to marked pages.** KVM may emulate an instruction, e.g. one that also
+//! accesses MMIO. If its other operand is in a marked page, KVM cannot reach that page and reports
+//! the access as MMIO at an address in RAM. The vCPU turns it into an [`Exit::MemoryFault`], and
+//! carries out the access itself once the page is there.
 
 use super::kick::Kick;
 use super::paging::Known;
@@ -45,9 +48,9 @@ pub(super) struct KvmVcpu {
     poison: PoisonCell,
     cpuid: Vec<kvm_cpuid_entry2>,
     thread: Option<ThreadId>,
-    /// The last exit waits for the next `KVM_RUN` to be completed.
+    /// The last exit is completed by the next `KVM_RUN`.
     pending: bool,
-    /// Exits that happened while a pending one was completed.
+    /// Exits that came while a pending one was completed.
     put_off: VecDeque<Exit>,
     /// An access to RAM that KVM could not carry out. Implies `pending`.
     blocked: Option<Mmio>,
@@ -95,7 +98,7 @@ impl KvmVcpu {
         }
     }
 
-    /// The guest left; `Ok(None)` means go on.
+    /// Handles an exit of the guest. Returns `Ok(None)` to enter the guest again.
     fn left(&mut self) -> Result<Option<Exit>, MachineError> {
         match exits::read(self.page()) {
             Left::Mmio(access) => {
@@ -107,7 +110,7 @@ impl KvmVcpu {
                         Ok(Some(memory_fault(page, access.write)))
                     }
                     Some(page) => {
-                        Err(self.failed(&format!("KVM cannot reach its RAM at {page:?}")))
+                        Err(self.failed(&format!("KVM cannot reach the guest's RAM at {page:?}")))
                     }
                 }
             }
@@ -121,7 +124,7 @@ impl KvmVcpu {
         }
     }
 
-    /// Carries out the access KVM could not, if its page is there by now.
+    /// Carries out the access that KVM could not, if its page is there by now.
     fn unblock(&mut self) -> Result<(), RamPage> {
         let Some(access) = self.blocked else {
             return Ok(());
@@ -154,7 +157,7 @@ impl KvmVcpu {
         Ok(())
     }
 
-    /// A vCPU touched a marker at `address`; `Ok(None)` means go on.
+    /// Handles the touch of a marker at `address`. Returns `Ok(None)` to enter the guest again.
     fn poisoned(&mut self, address: u64) -> Result<Option<Exit>, MachineError> {
         let Some(page) = self.translator.page_at_hva(Hva(address)) else {
             return Ok(None);
@@ -162,7 +165,7 @@ impl KvmVcpu {
         if self.shared.faults.active().is_some() {
             return Ok(Some(memory_fault(page, false)));
         }
-        // A marker that was set late, on a page that was there; or the host's memory is broken.
+        // Either a marker was set late, on a page that was there, or the host's memory is broken.
         if self.lifted.replace(page) == Some(page) {
             return Err(self.failed(&format!(
                 "the host has lost the memory of {page:?} (hardware memory error)"
@@ -172,7 +175,7 @@ impl KvmVcpu {
         Ok(None)
     }
 
-    /// `KVM_RUN` failed with something else than a signal.
+    /// Handles an error of `KVM_RUN` other than a signal.
     fn refused(&mut self, errno: Errno) -> Result<Option<Exit>, MachineError> {
         if matches!(errno, Errno::FAULT | Errno::HWPOISON)
             && self.page().exit_reason() == KVM_EXIT_MEMORY_FAULT
@@ -192,7 +195,7 @@ impl KvmVcpu {
         Err(self.failed(&format!("KVM_RUN failed: {errno}")))
     }
 
-    /// Completes a pending exit without entering the guest; exits that follow are put off.
+    /// Completes a pending exit without entering the guest. Exits that follow are put off.
     fn complete(&mut self) -> Result<(), MachineError> {
         if self.unblock().is_err() {
             return Err(MachineError::WrongState(
@@ -219,7 +222,7 @@ impl KvmVcpu {
         Ok(())
     }
 
-    /// Drops what is pending, before the state is replaced.
+    /// Drops the pending exit, before the state is replaced.
     fn discard(&mut self) -> Result<(), MachineError> {
         self.blocked = None;
         self.complete()?;
@@ -227,7 +230,7 @@ impl KvmVcpu {
         Ok(())
     }
 
-    /// Remembers what must not be marked for this vCPU's sake.
+    /// Records the pages that must not be marked because of this vCPU.
     fn note(&self, parts: &Parts) {
         let known = Known {
             paging: parts.special.paging(),
@@ -238,7 +241,7 @@ impl KvmVcpu {
 }
 
 fn memory_fault(page: RamPage, write: bool) -> Exit {
-    // For a marker KVM does not say what was tried; a read is the least that can be said.
+    // For a marker, KVM does not report the kind of access. A read is the weakest assumption.
     let access = if write { Access::Write } else { Access::Read };
     Exit::MemoryFault { page, access }
 }
@@ -268,7 +271,7 @@ impl Vcpu for KvmVcpu {
                 self.kick.while_inside(|| sys::run(&self.fd))
             });
             let exit = match (result, self.poison.take()) {
-                // An exit goes first: the marked page is touched again.
+                // An exit goes first: the guest touches the marked page again.
                 (Ok(()), _) => self.left()?,
                 (Err(_), Some(address)) => self.poisoned(address)?,
                 (Err(Errno::INTR | Errno::AGAIN), None) => self.kick.take().then_some(Exit::Kicked),
@@ -310,7 +313,7 @@ impl Vcpu for KvmVcpu {
     }
 
     fn first_instruction(&self) -> FirstInstruction {
-        // KVM does not say when the guest was entered.
+        // KVM does not report when it entered the guest.
         FirstInstruction::Untold
     }
 }

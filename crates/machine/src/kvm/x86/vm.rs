@@ -1,4 +1,4 @@
-//! Creates VMs of this engine, and carries out [`Machine`]'s calls.
+//! Creates VMs of this engine, and implements [`Machine`].
 
 use super::device::{open, unavailable};
 use super::dirty::DirtyLog;
@@ -22,8 +22,8 @@ use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 
-/// Three pages below the top of the hole that KVM takes on Intel hosts (`KVM_SET_TSS_ADDR`), and
-/// the page before them for its identity map. No RAM is ever there; see [`RamLayout`].
+/// KVM takes three pages below the top of the hole on Intel hosts (`KVM_SET_TSS_ADDR`), and the
+/// page before them for its identity map. RAM never reaches there; see [`RamLayout`].
 const TSS_ADDRESS: usize = 0xfffb_d000;
 const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 
@@ -33,7 +33,7 @@ pub enum Irqchip {
     /// None: HLT leaves the guest, and nothing interrupts it.
     #[default]
     None,
-    /// KVM's PIC, IOAPIC and a LAPIC a vCPU. HLT waits in the kernel.
+    /// KVM's PIC, IOAPIC and one LAPIC per vCPU. HLT waits in the kernel.
     Kernel,
 }
 
@@ -43,13 +43,13 @@ struct KvmMachine(Arc<VmShared>);
 /// Creates a VM without interrupt controllers; see [`crate::create`].
 ///
 /// # Errors
-/// When the sizes are out of range, or KVM cannot be used or refuses.
+/// When a size is out of range, or KVM cannot be used or refuses.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     create_with(spec, Irqchip::None)
 }
 
 /// [`create`], with interrupt controllers or without. A vCPU's state moves only between machines
-/// that agree in this.
+/// with the same choice.
 ///
 /// # Errors
 /// As [`create`].
@@ -57,7 +57,7 @@ pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, Ma
     create_pluggable(spec, irqchip).map(|(machine, _)| machine)
 }
 
-/// [`create_with`], and the right to plug memory beyond RAM into the machine.
+/// [`create_with`], plus a handle that plugs memory beyond RAM into the machine.
 ///
 /// # Errors
 /// As [`create`].
@@ -120,8 +120,8 @@ fn new_vm(
             .map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
     }
     let offers = |cap: u32| vm.check_extension_raw(cap.into());
-    // Bit 0 of the answer: the log is cleared by a call of its own. "Initially set" is not used:
-    // every page would be dirty after the first harvest.
+    // Bit 0 of the answer: GET does not clear the log, a second ioctl does. "Initially set" is not
+    // used: every page would be dirty after the first harvest.
     let manual =
         offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
             && vm
@@ -174,8 +174,7 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
     Ok((fd, entries))
 }
 
-/// Whether the host's KVM uses EPT or NPT. Anything that cannot be read counts as no, which is
-/// safe.
+/// Whether the host's KVM uses EPT or NPT. An unreadable parameter counts as no, which is safe.
 fn second_level_paging() -> bool {
     ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"]
         .iter()

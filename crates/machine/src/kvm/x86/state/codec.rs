@@ -6,8 +6,8 @@
 //! ```
 //!
 //! All little-endian. The body of a section is the kernel's structure (Linux x86 UAPI) or an array
-//! of such. A tag occurs at most once; an unknown tag is an error, since leaving out a part of a
-//! CPU's state is not an option; which tags must be there is checked at the end.
+//! of such. A tag occurs at most once. An unknown tag is an error, since a part of a CPU's state
+//! must not be left out. The mandatory tags are checked at the end.
 
 use crate::kvm::x86::paging::Paging;
 use crate::kvm::x86::plain::{Plain, array_from_bytes, bytes_of, from_bytes};
@@ -21,7 +21,7 @@ use pageferry_addr::Gpa;
 /// "PFKV" as a little-endian word.
 const MAGIC: u32 = u32::from_le_bytes(*b"PFKV");
 const VERSION: u16 = 1;
-/// XSAVE areas are at least this long (`struct kvm_xsave`) and at most this (AMX needs 11 KiB).
+/// Bounds of XSAVE areas: `struct kvm_xsave`, and more than AMX needs (11 KiB).
 const XSAVE_BYTES: std::ops::RangeInclusive<usize> = 4096..=16384;
 /// More than any instruction can leave behind.
 pub(in crate::kvm::x86) const MAX_EXITS: usize = 16;
@@ -45,7 +45,7 @@ enum Tag {
     Exits = 13,
 }
 
-/// Special registers, by whichever ioctl the source's kernel has.
+/// Special registers, by the ioctl that the source's kernel has.
 #[derive(Clone, Debug)]
 pub(in crate::kvm::x86) enum Special {
     /// `KVM_GET_SREGS`
@@ -55,7 +55,7 @@ pub(in crate::kvm::x86) enum Special {
 }
 
 impl Special {
-    /// What both have.
+    /// The part that both have.
     pub(in crate::kvm::x86) fn paging(&self) -> Paging {
         match self {
             Self::V1(s) => Paging {
@@ -90,11 +90,11 @@ pub(in crate::kvm::x86) struct Parts {
     pub(in crate::kvm::x86) mp_state: kvm_mp_state,
     pub(in crate::kvm::x86) msrs: Vec<kvm_msr_entry>,
     pub(in crate::kvm::x86) cpuid: Vec<kvm_cpuid_entry2>,
-    /// Where the vCPU has an in-kernel LAPIC.
+    /// Present if the vCPU has an in-kernel LAPIC.
     pub(in crate::kvm::x86) lapic: Option<kvm_lapic_state>,
-    /// The frequency of its TSC, 0 where the host does not tell.
+    /// The frequency of its TSC, 0 if the host does not report it.
     pub(in crate::kvm::x86) tsc_khz: u32,
-    /// Exits that the vCPU has made and nobody has seen yet.
+    /// Exits that the vCPU has made and that `run` has not returned yet.
     pub(in crate::kvm::x86) exits: Vec<Exit>,
 }
 
@@ -103,7 +103,7 @@ fn array_bytes<T: Plain>(values: &[T]) -> Vec<u8> {
 }
 
 impl Parts {
-    /// The bytes.
+    /// Encodes the state.
     pub(in crate::kvm::x86) fn encode(&self) -> VcpuState {
         let mut sections = 0u16;
         let mut body = Vec::with_capacity(12 * 1024);
@@ -146,10 +146,10 @@ impl Parts {
         VcpuState(state)
     }
 
-    /// The parts of a state.
+    /// Decodes a state.
     ///
     /// # Errors
-    /// What is wrong with the bytes.
+    /// The first fault of the bytes.
     pub(in crate::kvm::x86) fn decode(state: &VcpuState) -> Result<Self, String> {
         let bytes = &state.0;
         if bytes.len() > VcpuState::MAX_BYTES {
@@ -163,13 +163,11 @@ impl Parts {
         let (magic, version, count) = (input.u32()?, input.u16()?, input.u16()?);
         if magic != MAGIC {
             return Err(format!(
-                "it is no state of the kvm engine (magic {magic:#010x}, not {MAGIC:#010x})"
+                "it is not a state of the kvm engine (magic {magic:#010x}, expected {MAGIC:#010x})"
             ));
         }
         if version != VERSION {
-            return Err(format!(
-                "its version is {version}, and only {VERSION} is known"
-            ));
+            return Err(format!("its version is {version}, expected {VERSION}"));
         }
         let mut sections: Vec<(u16, &[u8])> = Vec::new();
         for _ in 0..count {
@@ -178,7 +176,7 @@ impl Parts {
                 return Err(format!("section {tag} (flags {zero:#x}) is unknown"));
             }
             if sections.iter().any(|(other, _)| *other == tag) {
-                return Err(format!("section {tag} is there twice"));
+                return Err(format!("section {tag} occurs twice"));
             }
             sections.push((tag, input.take(len as usize)?));
         }
@@ -189,14 +187,14 @@ impl Parts {
     }
 }
 
-/// What is left to decode.
+/// The bytes still to decode.
 struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {
     fn take(&mut self, len: usize) -> Result<&'a [u8], String> {
         let (head, tail) = self.0.split_at_checked(len).ok_or_else(|| {
             format!(
-                "it ends early: {len} bytes are wanted, {} are left",
+                "it ends early: {len} bytes are expected, {} are left",
                 self.0.len()
             )
         })?;
@@ -298,7 +296,7 @@ impl<'a> Sections<'a> {
 
 fn wrong_size(tag: Tag, body: &[u8]) -> String {
     format!(
-        "section {} ({tag:?}) has {} bytes, which it cannot have",
+        "section {} ({tag:?}) has a wrong length of {} bytes",
         tag as u16,
         body.len()
     )

@@ -1,4 +1,4 @@
-//! [`Parts`] from the kernel, and to the kernel.
+//! [`Parts`] read from the kernel, and written to it.
 
 use super::{Parts, Special};
 use crate::MachineError;
@@ -37,8 +37,8 @@ pub(in crate::kvm::x86) fn load(
         false => None,
     };
     Ok(Parts {
-        // MP state first: KVM may act on an INIT that waits (kvm_apic_accept_events) and so change
-        // others.
+        // MP state first: KVM may act on a pending INIT (kvm_apic_accept_events) and so change the
+        // other parts.
         mp_state: fd
             .get_mp_state()
             .map_err(os("cannot read the multiprocessing state"))?,
@@ -63,8 +63,7 @@ pub(in crate::kvm::x86) fn load(
     })
 }
 
-/// Makes an error of the kernel's "no" to a part: the bytes were well-formed, their values
-/// impossible.
+/// Converts the kernel's refusal of a part. The bytes were well-formed, their values impossible.
 fn refused(part: &str) -> impl FnOnce(Errno) -> MachineError {
     move |errno| MachineError::BadState(format!("KVM refuses its {part}: {errno}"))
 }
@@ -76,14 +75,18 @@ fn errno(error: kvm_ioctls::Error) -> Errno {
 /// `KVM_SREGS2_FLAGS_PDPTRS_VALID` (`arch/x86/include/uapi/asm/kvm.h`).
 const PDPTRS_VALID: u64 = 1;
 
-/// Sets the whole state and returns what CPUID the vCPU now has.
+/// Sets the whole state, and returns the vCPU's new CPUID.
 ///
-/// The order is the kernel's: what a guest may have (CPUID) first; special registers before the
-/// MSRs that depend on them; XCR0 before the registers it enables; the LAPIC before its timer's
-/// MSR; pending events and what the vCPU waits for last.
+/// The order is the kernel's:
+///
+/// 1. CPUID, which bounds the rest,
+/// 2. special registers, before the MSRs that depend on them,
+/// 3. XCR0, before the registers that it enables,
+/// 4. the LAPIC, before its timer's MSR,
+/// 5. pending events, and the condition that the vCPU waits for.
 ///
 /// # Errors
-/// [`MachineError::BadState`] for values this host's KVM refuses.
+/// [`MachineError::BadState`] for values that this host's KVM refuses.
 pub(in crate::kvm::x86) fn store(
     fd: &VcpuFd,
     shared: &VmShared,
@@ -103,7 +106,8 @@ pub(in crate::kvm::x86) fn store(
     cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid)
         .map_err(MachineError::BadState)?;
     set_tsc_khz(fd, parts.tsc_khz)?;
-    // KVM refuses another CPUID once the vCPU has run, so leave one alone that is right.
+    // KVM refuses another CPUID once the vCPU has run, so a CPUID that is already right is left
+    // alone.
     if parts.cpuid.as_slice() != present_cpuid {
         let wanted = CpuId::from_entries(&parts.cpuid)
             .map_err(|e| MachineError::BadState(format!("its CPUID has too many leaves: {e:?}")))?;
@@ -151,8 +155,8 @@ pub(in crate::kvm::x86) fn store(
         .map_err(refused("multiprocessing state"))
 }
 
-/// An area of a host with larger registers is refused, one of a host with smaller ones padded: the
-/// header says which components are there.
+/// Sets the XSAVE area. The area of a host with larger registers is refused. The area of a host
+/// with smaller ones is padded: its header says which components are there.
 fn set_xsave(fd: &VcpuFd, host_bytes: usize, area: &[u32]) -> Result<(), MachineError> {
     let host_words = host_bytes.max(sys::XSAVE_BASE_BYTES) / 4;
     let (fits, beyond) = area.split_at(area.len().min(host_words));
@@ -169,7 +173,7 @@ fn set_xsave(fd: &VcpuFd, host_bytes: usize, area: &[u32]) -> Result<(), Machine
 
 fn set_tsc_khz(fd: &VcpuFd, wanted: u32) -> Result<(), MachineError> {
     let present = fd.get_tsc_khz().unwrap_or(0);
-    // 250 parts in a million: what KVM itself takes for the same frequency (tsc_tolerance_ppm).
+    // 250 parts per million: KVM's own tolerance for the same frequency (tsc_tolerance_ppm).
     if wanted == 0 || u64::from(wanted.abs_diff(present)) * 4000 <= u64::from(present) {
         return Ok(());
     }

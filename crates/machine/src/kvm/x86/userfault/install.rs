@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "drops pages from the guest's mapping")]
-//! Making pages present.
+//! The installation of pages.
 
 use super::{Armed, COPY_LOCKS, FaultPath, lock, range};
 use crate::{Delivery, GuestRam, MachineError};
@@ -7,7 +7,7 @@ use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
 use rustix::mm::Advice;
 
-/// How often a page that changes under an install is tried again.
+/// The number of tries for a page that changes under an install.
 const TRIES: u32 = 64;
 
 impl FaultPath {
@@ -31,7 +31,8 @@ impl FaultPath {
             (false, _) => Ok(()),
         };
         if result.is_err() {
-            // Disarming unregisters before it says so; it has said so when it gives up its turn.
+            // A thread that disarms unregisters first and clears `active` then. It has done both
+            // when it gives up its turn.
             drop(lock(&self.ran));
         }
         if armed.is_active() {
@@ -67,7 +68,7 @@ impl FaultPath {
             return Err(MachineError::WrongState("a page has 4096 bytes"));
         }
         let (start, len) = range(ram, page, 1);
-        // Two may bring the same page; the second must find what the first did.
+        // Two threads may bring the same page. The second must find the first one's result.
         let _turn = lock(&armed.copy_locks[page.index() % COPY_LOCKS]);
         if armed.landed.test(page) {
             return armed
@@ -99,21 +100,21 @@ fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError>
     }
 }
 
-/// Takes pages out of the guest's mapping, not out of the page cache: they and their bytes stay.
-/// Poison markers go.
+/// Takes pages out of the guest's mapping. They stay in the page cache with their bytes. Poison
+/// markers go.
 pub(super) fn drop_mappings(
     ram: &GuestRam,
     first: RamPage,
     pages: u64,
 ) -> Result<(), MachineError> {
     let (start, len) = range(ram, first, pages);
-    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so
-    // the bytes are not lost; KVM is told by its MMU notifier and maps them again.
+    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so no
+    // bytes are lost. KVM's MMU notifier learns of it, and KVM maps the pages again.
     unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxDontNeed) }
         .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
 }
 
-/// Takes markers away from pages of a machine that is no longer armed.
+/// Removes the markers from pages of a machine that is no longer armed.
 pub(in crate::kvm::x86) fn lift_markers(
     ram: &GuestRam,
     first: RamPage,
@@ -122,7 +123,7 @@ pub(in crate::kvm::x86) fn lift_markers(
     drop_mappings(ram, first, pages)
 }
 
-/// CONTINUE over all of the range; ZEROPAGE where the page cache has a hole.
+/// CONTINUE over the whole range; ZEROPAGE where the page cache has a hole.
 fn map_present(
     armed: &Armed,
     ram: &GuestRam,
@@ -145,7 +146,8 @@ fn map_present(
         stopped = true;
         let base = first.byte_offset();
         let hole = hole_end(ram, base + done, base + len)? - (base + done);
-        // No hole any more: one page is tried all the same, to be told that it is there.
+        // The hole is gone. One page is tried all the same: the error then says that the page is
+        // there.
         let hole = hole.max(PAGE_SIZE);
         match armed.uffd.zeropage(Hva(start.0 + done), hole, Wake::Now) {
             Ok(()) => (done, idle) = (done + hole, 0),
@@ -158,15 +160,13 @@ fn map_present(
         }
     }
     if stopped {
-        // Calls that stopped half-way did not wake those who sleep on pages that were mapped
-        // already.
+        // A call that stops half-way does not wake the threads that sleep on pages mapped before.
         armed.uffd.wake(start, len).map_err(failed)?;
     }
     Ok(())
 }
 
-/// ZEROPAGE wherever there is a hole; pages of the page cache need nothing but their sleepers
-/// woken.
+/// ZEROPAGE wherever there is a hole. For pages of the page cache, only the sleepers must be woken.
 fn fill_holes(
     armed: &Armed,
     ram: &GuestRam,
@@ -192,7 +192,8 @@ fn fill_holes(
     armed.uffd.wake(start, len).map_err(failed)
 }
 
-/// The first byte at or behind `offset` that is in the page cache; `end` if there is none before.
+/// The first byte at or behind `offset` that is in the page cache, or `end` if there is none before
+/// it.
 fn hole_end(ram: &GuestRam, offset: u64, end: u64) -> Result<u64, MachineError> {
     let next = ram.next_allocated(RamPage(offset / PAGE_SIZE))?;
     Ok(next.map_or(end, |pages| (pages.start * PAGE_SIZE).min(end)))

@@ -1,8 +1,8 @@
 #![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
-//! Faults on missing pages: how they are delivered, and how a page is made present.
+//! Faults on missing pages: their delivery, and the installation of pages.
 //!
 //! A machine is armed at most once, before a vCPU has run. So nothing of the guest's mapping is
-//! mapped then, and every first touch of a page faults. The missing bitmap is the caller's: this
+//! mapped then, and every first touch of a page faults. The missing bitmap is the caller's. This
 //! module reads it, and never writes it. A thread that installs a page clears its bit *afterwards*.
 //!
 //! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a
@@ -17,14 +17,14 @@
 //! is `UFFDIO_COPY`.
 //!
 //! **A fault on a page whose bit is clear** is no error. It has one of three causes: the first
-//! touch of a present page, a mapping that the kernel dropped, or a page that was installed a
-//! moment ago. The answer is to install the page (again). That maps it, replaces a marker, and
-//! wakes the threads that sleep on it.
+//! touch of a present page, a mapping that the kernel dropped, or a page that was just installed.
+//! The thread that handles the fault installs the page (again). That maps the page, replaces a
+//! marker, and wakes the threads that sleep on it.
 //!
-//! **A sleep that a kick does not end.** Where KVM itself touches a missing page for the guest (a
-//! guest page table under shadow paging, a clock page), the vCPU sleeps inside the kernel until the
-//! page is installed. It takes a kick only then. A kick ends a sleep on the guest's own access at
-//! once (Linux 6.1 and later).
+//! **A sleep that a kick does not end.** KVM itself may touch a missing page for the guest (a guest
+//! page table under shadow paging, a clock page). Then the vCPU sleeps inside the kernel until the
+//! page is installed, and takes a kick only after that. A kick ends a sleep on the guest's own
+//! access at once (Linux 6.1 and later).
 
 mod install;
 
@@ -41,7 +41,7 @@ use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// How many locks order the copies of pages.
+/// The number of locks that order the copies of pages.
 const COPY_LOCKS: usize = 64;
 
 /// The features that a delivery needs.
@@ -54,7 +54,7 @@ fn features(delivery: Delivery) -> Features {
     }
 }
 
-/// The deliveries this host can do, best first.
+/// The deliveries that this host supports, best first.
 pub(super) fn deliveries() -> Vec<Delivery> {
     static FOUND: OnceLock<Vec<Delivery>> = OnceLock::new();
     FOUND
@@ -89,9 +89,9 @@ impl Armed {
 /// The fault delivery of one VM, armed or not.
 pub(super) struct FaultPath {
     armed: OnceLock<Armed>,
-    /// Makes arming, disarming and "a vCPU has run" take turns.
+    /// Serializes arming, disarming and the note that a vCPU has run.
     ran: Mutex<bool>,
-    /// How each vCPU uses guest memory, by id.
+    /// Each vCPU's use of guest memory, by id.
     known: Mutex<BTreeMap<u32, Known>>,
 }
 
@@ -122,17 +122,17 @@ impl FaultPath {
         self.armed().filter(|armed| armed.is_active())
     }
 
-    /// Notes that a vCPU is about to run.
+    /// Records that a vCPU is about to run.
     pub(super) fn note_run(&self) {
         *lock(&self.ran) = true;
     }
 
-    /// Notes how a vCPU uses guest memory, when its state is set.
+    /// Records a vCPU's use of guest memory, when its state is set.
     pub(super) fn note_vcpu(&self, id: u32, known: Known) {
         lock(&self.known).insert(id, known);
     }
 
-    /// How the vCPUs use guest memory.
+    /// The vCPUs' use of guest memory.
     pub(super) fn known(&self) -> Vec<Known> {
         lock(&self.known).values().cloned().collect()
     }
@@ -166,7 +166,7 @@ impl FaultPath {
             ));
         }
         let (start, len) = range(ram, RamPage(0), ram.pages());
-        // Wakes all sleepers. They find the page cache, or a hole that is zero.
+        // Wakes all sleepers. They find the page in the page cache, or a hole that is zero.
         armed.uffd.unregister(start, len).map_err(|e| {
             MachineError::os(
                 "cannot end the registration of guest memory with userfaultfd",
@@ -211,13 +211,13 @@ impl FaultPath {
             Delivery::Missing => RegisterMode::MISSING,
             _ => RegisterMode::MISSING | RegisterMode::MINOR,
         };
-        // SAFETY: (1) the guest's mapping is touched by vCPUs and by KVM for them, never by the
-        // threads that resolve faults, which use the alias; (2) no Rust reference to guest memory
-        // exists; (3) `GuestRam` owns the mapping, and `VmShared` holds it as long as it holds this
+        // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that resolve
+        // faults never do, they use the alias; (2) no Rust reference to guest memory exists; (3)
+        // `GuestRam` owns the mapping, and `VmShared` holds it as long as it holds this
         // userfaultfd.
         unsafe { uffd.register(start, len, mode) }
             .map_err(|e| MachineError::os("cannot register guest memory with userfaultfd", e))?;
-        // No vCPU has run, so nothing should be mapped; whatever may be is dropped from the
+        // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
         // mapping.
         drop_mappings(ram, RamPage(0), ram.pages())?;
         let armed = Armed {

@@ -54,7 +54,7 @@ fn parts() -> Parts {
     }
 }
 
-/// The offset of the section of `tag` (of its header) and the length of its body.
+/// The offset of the header of section `tag` and the length of its body.
 fn section(state: &[u8], tag: u16) -> (usize, usize) {
     let mut at = 8;
     loop {
@@ -107,14 +107,14 @@ fn malformed_states_are_refused_with_the_reason() {
         bytes[at] = byte;
         bytes
     };
-    assert!(why(&with(0, b'X')).contains("no state of the kvm engine"));
+    assert!(why(&with(0, b'X')).contains("not a state of the kvm engine"));
     assert!(why(&with(4, 9)).contains("version is 9"));
     assert!(why(&with(6, 10)).contains("follow the last section"));
     assert!(why(&with(6, 12)).contains("ends early"));
     assert!(why(&with(8, 77)).contains("section 77"));
     assert!(why(&with(10, 1)).contains("unknown"));
     let (xcrs, _) = section(&good, 4);
-    assert!(why(&with(xcrs, 1)).contains("section 1 is there twice"));
+    assert!(why(&with(xcrs, 1)).contains("section 1 occurs twice"));
     assert!(why(&with(xcrs, 2)).contains("special registers twice"));
     assert!(why(&with(xcrs, 11)).contains("section 11 (Lapic) has 392 bytes"));
     let (exits, _) = section(&good, 13);
@@ -139,7 +139,7 @@ fn a_section_that_is_missing_or_cut_is_refused() {
         cut.remove(at + 8);
         cut[at + 4..at + 8].copy_from_slice(&(len as u32 - 1).to_le_bytes());
         assert!(
-            why(&cut).contains("which it cannot have"),
+            why(&cut).contains("has a wrong length of"),
             "{tag}: {}",
             why(&cut)
         );
@@ -159,7 +159,7 @@ proptest! {
             let at = at.index(bytes.len());
             bytes[at] = *byte;
         }
-        // Also what follows the bodies is never read past: cut it anywhere.
+        // Decoding must not read past a cut, wherever it is.
         let cut = changes[0].0.index(bytes.len());
         let _ = Parts::decode(&VcpuState(bytes.clone()));
         prop_assert!(Parts::decode(&VcpuState(bytes[..cut].to_vec())).is_err());
@@ -191,7 +191,7 @@ fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
     vcpu
 }
 
-/// The state without what changes by itself: the TSC.
+/// The state without the TSC, which changes by itself.
 fn timeless(mut parts: Parts) -> Parts {
     for msr in &mut parts.msrs {
         // TSC, and the two that mirror it.
@@ -210,7 +210,7 @@ fn every_part_moves_to_another_vcpu() {
     for irqchip in [Irqchip::None, Irqchip::Kernel] {
         let mut parts = Parts::decode(&vcpu(irqchip).save().unwrap()).unwrap();
         assert_eq!(parts.lapic.is_some(), irqchip == Irqchip::Kernel);
-        // Something in every register.
+        // A value in every register.
         let regs = &mut parts.regs;
         (regs.rax, regs.rbx, regs.rcx, regs.rdx) = (1, 2, 3, 4);
         (regs.rsi, regs.rdi, regs.rsp, regs.rbp) = (5, 6, 7, 8);
@@ -234,7 +234,7 @@ fn every_part_moves_to_another_vcpu() {
                 _ => {}
             }
         }
-        // x87 control word and XMM0..15 of the legacy area; XSTATE_BV says that x87 and SSE are
+        // x87 control word and XMM0..15 of the legacy area. XSTATE_BV says that x87 and SSE are
         // there.
         parts.xsave[0] = 0x037f;
         for (i, word) in parts.xsave[40..104].iter_mut().enumerate() {
@@ -334,7 +334,6 @@ fn saving_and_restoring_is_quick() {
     times.sort_unstable();
     let (save, restore, bytes) = times[times.len() / 2];
     println!("save {save:?}, restore {restore:?}, {bytes} bytes");
-    // A thousandth of a second each would already be too long for a switch-over; this is fifty of
-    // them.
+    // A millisecond each would already be too long for a switch-over; the limit is fifty of them.
     assert!(save.as_millis() < 50 && restore.as_millis() < 50);
 }
