@@ -1,4 +1,4 @@
-//! How faults on missing pages are delivered.
+//! The delivery of faults on missing pages.
 
 use crate::MachineError;
 use pageferry_addr::RamPage;
@@ -11,8 +11,8 @@ use std::str::FromStr;
 pub enum Delivery {
     /// The hypervisor tests the bitmap and the vCPU exits on its own thread (soft engine).
     Exit,
-    /// `UFFDIO_POISON` markers: the vCPU exits on its own thread with SIGBUS (Linux 6.6 and later);
-    /// pages not marked yet come as userfaultfd minor events.
+    /// `UFFDIO_POISON` markers: the vCPU exits on its own thread with SIGBUS (Linux 6.6 and later).
+    /// Pages not marked yet come as userfaultfd minor events.
     Poison,
     /// userfaultfd minor faults: the page's bytes go into the page cache through the second
     /// mapping. `UFFDIO_CONTINUE` makes them visible.
@@ -54,7 +54,7 @@ impl FromStr for Delivery {
     }
 }
 
-/// A fault that userfaultfd reported. A thread sleeps in the kernel until the page is made present.
+/// A fault that userfaultfd reported. A thread sleeps in the kernel until the page is installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FaultEvent {
     /// The page.

@@ -39,7 +39,7 @@ pub enum EngineChoice {
     /// KVM if a probe VM really runs here, else soft.
     #[default]
     Auto,
-    /// This one or an error.
+    /// This engine, or an error.
     Only(Engine),
 }
 
@@ -67,16 +67,16 @@ impl fmt::Display for EngineChoice {
     }
 }
 
-/// Chooses the engine and says why, in a sentence without its final stop.
+/// Chooses the engine, and gives the reason as a sentence without its final stop.
 ///
 /// # Errors
-/// When KVM was asked for by name and a probe VM does not run here.
+/// When the user chose KVM by name and a probe VM does not run here.
 pub fn select(choice: EngineChoice) -> Result<(Engine, String), MachineError> {
     match choice {
-        EngineChoice::Only(Engine::Soft) => Ok((Engine::Soft, "it was asked for".into())),
+        EngineChoice::Only(Engine::Soft) => Ok((Engine::Soft, "it was requested".into())),
         EngineChoice::Only(Engine::Kvm) => {
             crate::kvm::probe_vm()?;
-            Ok((Engine::Kvm, "it was asked for, and a probe VM runs".into()))
+            Ok((Engine::Kvm, "it was requested, and a probe VM runs".into()))
         }
         EngineChoice::Auto => match crate::kvm::probe_vm() {
             Ok(()) => Ok((Engine::Kvm, "a probe VM runs on /dev/kvm".into())),
@@ -88,7 +88,7 @@ pub fn select(choice: EngineChoice) -> Result<(Engine, String), MachineError> {
 /// The size of a machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MachineSpec {
-    /// How many vCPUs, 1 to [`crate::MAX_VCPUS`].
+    /// The number of vCPUs, 1 to [`crate::MAX_VCPUS`].
     pub vcpus: u32,
     /// RAM in bytes: a multiple of the page size; see [`crate::RamLayout::for_memory`].
     pub memory_bytes: u64,
@@ -102,7 +102,7 @@ pub struct NewMachine {
     pub vcpus: Vec<Box<dyn Vcpu>>,
 }
 
-/// Creates a machine of `engine`, its RAM all zero and its vCPUs not started.
+/// Creates a machine of `engine` with zeroed RAM. Its vCPUs are not started.
 ///
 /// # Errors
 /// When the sizes are out of range or the host refuses.
@@ -115,7 +115,7 @@ pub fn create(engine: Engine, spec: MachineSpec) -> Result<NewMachine, MachineEr
 
 /// A virtual machine without its vCPUs: memory, its slots and its logs.
 ///
-/// A machine that receives a migration lives as follows:
+/// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.
 /// 2. For every page that arrives, [`Machine::install`] (or [`Machine::install_copy`]). Only then
 ///    the caller clears the page's bit in the missing bitmap.
@@ -135,7 +135,8 @@ pub trait Machine: Send + Sync {
     /// When the kernel refuses.
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError>;
 
-    /// Adds the pages written since the last call to `dirty` and returns how many were added newly.
+    /// Adds the pages written since the last call to `dirty`. Returns the number of pages that were
+    /// not in it.
     ///
     /// With `rearm`, writes from now on are logged again. A write that happens while the call runs
     /// is in this harvest or in the next. Without `rearm`, the VM must be paused. The log is then
@@ -145,14 +146,14 @@ pub trait Machine: Send + Sync {
     /// When the dirty log is not on, or the kernel refuses.
     fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError>;
 
-    /// The deliveries this machine can use on this host, best first.
+    /// The deliveries that this machine can use on this host, best first.
     fn deliveries(&self) -> Vec<Delivery>;
 
     /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one
     /// truth: the engine reads it at each fault. No vCPU may have run since the machine was
     /// created.
     ///
-    /// Returns the stream of events where the delivery (also) uses one.
+    /// Returns the stream of events if the delivery uses one.
     ///
     /// # Errors
     /// When the delivery is not one of [`Machine::deliveries`] or the kernel refuses.
@@ -162,8 +163,8 @@ pub trait Machine: Send + Sync {
         delivery: Delivery,
     ) -> Result<Option<Box<dyn FaultEvents>>, MachineError>;
 
-    /// Whether arriving bytes are written into their final place ([`GuestRam::alias`]) and then
-    /// made visible by [`Machine::install`] (true), or handed to [`Machine::install_copy`] (false).
+    /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::alias`]) and
+    /// then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
     fn receives_in_place(&self) -> bool;
 
     /// Makes `pages` pages from `first` accessible to vCPUs, and wakes threads that sleep on them
@@ -181,7 +182,7 @@ pub trait Machine: Send + Sync {
     /// When the kernel refuses; the guest then cannot reach the page.
     fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError>;
 
-    /// Lets the delivery prepare the missing pages (punch holes). Call it once, when the missing
+    /// Prepares the missing pages for the delivery (punches holes). Call it once, when the missing
     /// bitmap has its final contents, and before any vCPU runs. It is quick, as it is part of the
     /// blackout.
     ///
@@ -189,9 +190,9 @@ pub trait Machine: Send + Sync {
     /// When the kernel refuses.
     fn begin_postcopy(&self) -> Result<(), MachineError>;
 
-    /// Work of the delivery that may run beside the guest (marking missing pages with poison). It
-    /// polls `stop`, and returns when the work is done. If it must first read a missing page (a
-    /// guest's page table), it calls `want`, which need not wait and may be called again for the
+    /// Does the delivery's work that may run beside the guest (marking missing pages with poison).
+    /// It polls `stop`, and returns when the work is done. If it must first read a missing page (a
+    /// guest's page table), it calls `want`. That need not wait, and may be called again for the
     /// same page.
     ///
     /// # Errors

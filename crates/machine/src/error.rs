@@ -3,20 +3,20 @@
 use crate::{Delivery, LayoutError};
 use std::io;
 
-/// An error of an engine. Each message says what was wrong and, where there is one, the way out.
+/// An error of an engine. Each message says what was wrong and names a remedy where there is one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MachineError {
     /// The sizes of the machine are out of range.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The host cannot run this engine.
+    /// The host cannot run this engine. The text has the reason.
     #[error("{0}")]
     EngineUnavailable(String),
-    /// A system call was refused.
+    /// The kernel refused a system call.
     #[error("{what}: {source}")]
     Os {
-        /// What was tried.
+        /// The attempt that failed.
         what: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -24,27 +24,27 @@ pub enum MachineError {
     /// A memory slot breaks a rule of slots.
     #[error(transparent)]
     Slot(#[from] pageferry_memslot::SlotError),
-    /// The engine cannot go on after what the guest did.
+    /// The engine cannot run the guest any further.
     #[error("vCPU {vcpu} stopped: {why}")]
     Guest {
         /// The vCPU.
         vcpu: u32,
-        /// What it did.
+        /// The reason.
         why: String,
     },
     /// The bytes are no vCPU state.
     #[error("the vCPU state is not usable: {0}")]
     BadState(String),
-    /// A fault delivery this machine does not have.
+    /// A fault delivery that this machine does not have.
     #[error("fault delivery '{0}' is not available on this machine")]
     NoDelivery(Delivery),
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),
-    /// A wait that took longer than it may.
+    /// A wait exceeded its limit.
     #[error("{what} took longer than {millis} ms")]
     Timeout {
-        /// What was waited for.
+        /// The action that took too long.
         what: &'static str,
         /// The limit in milliseconds.
         millis: u64,

@@ -1,53 +1,54 @@
-//! Where RAM lies in guest-physical address space.
+//! The place of RAM in guest-physical address space.
 //!
-//! RAM starts at address 0. Below 4 GiB a hole is left for devices, from 3 GiB on; RAM that does
-//! not fit below the hole continues at 4 GiB. Both engines use the same layout.
+//! RAM starts at address 0. A hole from 3 GiB to 4 GiB is left for devices. RAM that does not fit
+//! below the hole continues at 4 GiB. Both engines use the same layout.
 
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
 
-/// The most vCPUs a machine may have.
+/// The most vCPUs that a machine may have.
 pub const MAX_VCPUS: u32 = 1024;
-/// The doorbell: a guest that stores here leaves with an MMIO exit. Inside the hole, so never RAM.
+/// The doorbell: a guest that stores here leaves with an MMIO exit. It is inside the hole, so never
+/// RAM.
 pub const DOORBELL_GPA: Gpa = Gpa(0xD000_0000);
 
 /// First address of the hole.
 const HOLE_START: u64 = 3 << 30;
 /// First address behind the hole.
 const HOLE_END: u64 = 4 << 30;
-/// The most RAM a machine may have: 16 TiB.
+/// The most RAM that a machine may have: 16 TiB.
 const MAX_MEMORY: u64 = 16 << 40;
 
-/// One piece of RAM that is contiguous in guest-physical address space; a memory slot of its own.
+/// A piece of RAM that is contiguous in guest-physical address space. Each has a memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RamRegion {
     /// The id of its memory slot.
     pub slot: u32,
     /// Its first frame.
     pub gfn: Gfn,
-    /// How many pages.
+    /// The number of pages.
     pub pages: u64,
     /// The RAM index of its first page.
     pub first: RamPage,
 }
 
-/// All regions of a machine's RAM, ascending, in gfn as in RAM index.
+/// All regions of a machine's RAM, ascending both in gfn and in RAM index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamLayout {
     regions: Vec<RamRegion>,
     pages: u64,
 }
 
-/// A memory size no machine can have.
+/// A size that no machine can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// Zero bytes.
-    #[error("a machine needs memory: 0 bytes were asked for")]
+    #[error("a machine needs at least one page of memory, not 0 bytes")]
     Empty,
     /// Not a multiple of the page size.
-    #[error("memory must be a multiple of 4096 bytes, and {0} is not")]
+    #[error("memory must be a multiple of 4096 bytes, not {0} bytes")]
     Unaligned(u64),
     /// More than any machine may have.
-    #[error("{0} bytes of memory are more than the most a machine may have, 16 TiB")]
+    #[error("{0} bytes of memory are more than the maximum of a machine, 16 TiB")]
     TooLarge(u64),
     /// Zero or too many vCPUs.
     #[error("a machine has 1 to {MAX_VCPUS} vCPUs, not {0}")]
@@ -106,13 +107,13 @@ impl RamLayout {
         &self.regions
     }
 
-    /// How many pages of RAM there are.
+    /// The number of pages of RAM.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// How many bytes of RAM there are.
+    /// The number of bytes of RAM.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.pages * PAGE_SIZE

@@ -28,8 +28,8 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: a mapping is plain address space; it belongs to no thread, and the accesses made through
-// it are volatile or by system call (see the module's first lines).
+// SAFETY: a mapping is plain address space and belongs to no thread. All accesses through it are
+// volatile or by system call (see the module's first lines).
 unsafe impl Send for Mapping {}
 // SAFETY: as for Send.
 unsafe impl Sync for Mapping {}
@@ -102,13 +102,13 @@ impl GuestRam {
         })
     }
 
-    /// Where RAM lies in guest-physical address space.
+    /// The place of RAM in guest-physical address space.
     #[must_use]
     pub fn layout(&self) -> &RamLayout {
         &self.layout
     }
 
-    /// How many pages.
+    /// The number of pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.layout.pages()
@@ -128,10 +128,10 @@ impl GuestRam {
 
     /// The VMM's pointer to `pages` pages from `page`, valid as long as `self` lives.
     ///
-    /// For system calls and volatile access only: the guest may change what it points at.
+    /// For system calls and volatile access only: the guest may change the bytes at any time.
     ///
     /// # Panics
-    /// If the pages are not all RAM; so do all calls that take pages.
+    /// If the pages are not all RAM. The same holds for all calls that take pages.
     #[must_use]
     pub fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
         let offset = self.offset(page, pages);
@@ -139,21 +139,21 @@ impl GuestRam {
         unsafe { self.alias.start.as_ptr().add(offset) }
     }
 
-    /// Where the guest's mapping has `page`: what a memory slot points at.
+    /// The address of `page` in the guest's mapping, for a memory slot.
     #[must_use]
     pub fn guest_hva(&self, page: RamPage) -> Hva {
         let offset = self.offset(page, 0);
         Hva(self.guest.start.as_ptr() as u64 + offset as u64)
     }
 
-    /// Where the alias has `page`, for an engine whose slots point at the alias.
+    /// The address of `page` in the alias, for an engine whose slots point at the alias.
     #[must_use]
     pub fn alias_hva(&self, page: RamPage) -> Hva {
         let offset = self.offset(page, 0);
         Hva(self.alias.start.as_ptr() as u64 + offset as u64)
     }
 
-    /// The page at `hva` of the guest's mapping, if it is one.
+    /// The page at `hva` of the guest's mapping, if it is in there.
     #[must_use]
     pub fn page_at_guest_hva(&self, hva: Hva) -> Option<RamPage> {
         let offset = hva.0.checked_sub(self.guest.start.as_ptr() as u64)?;
@@ -166,8 +166,8 @@ impl GuestRam {
         self.fd.as_fd()
     }
 
-    /// Copies one page out, word by word: each aligned word is untorn, the page as a whole may mix
-    /// bytes of before and after a write that a running guest makes meanwhile.
+    /// Copies one page out, word by word. Each aligned word is untorn. The page as a whole may mix
+    /// bytes from before and after a write that a running guest makes meanwhile.
     #[expect(
         clippy::cast_ptr_alignment,
         reason = "a page is aligned to more than a word"
@@ -175,8 +175,8 @@ impl GuestRam {
     pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
         let from = self.alias(page, 1).cast::<u64>();
         for (i, chunk) in into.chunks_exact_mut(8).enumerate() {
-            // SAFETY: `alias` gives 4096 mapped, page-aligned bytes; the read is volatile, so a
-            // concurrent writer outside Rust's view is tolerated, and no reference is made.
+            // SAFETY: `alias` gives 4096 mapped, page-aligned bytes. The read is volatile, so a
+            // concurrent writer outside Rust's view is tolerated, and no reference exists.
             let word = unsafe { from.add(i).read_volatile() };
             chunk.copy_from_slice(&word.to_ne_bytes());
         }
@@ -187,7 +187,7 @@ impl GuestRam {
         self.write_at(page, 0, bytes);
     }
 
-    /// Copies `bytes` in at `offset` bytes into `page`; they may reach into the following pages.
+    /// Copies `bytes` in at `offset` bytes into `page`. They may reach into the following pages.
     ///
     /// # Panics
     /// If they leave RAM.
@@ -220,7 +220,7 @@ impl GuestRam {
         }
     }
 
-    /// Makes the page read as zero. Keeps its memory allocated.
+    /// Makes the page read as zero. Its memory stays allocated.
     pub fn zero(&self, page: RamPage) {
         self.write(page, &[0; PAGE_SIZE as usize]);
     }
@@ -228,15 +228,16 @@ impl GuestRam {
     /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
     ///
     /// # Errors
-    /// When the host has not enough memory.
+    /// When the host has too little memory.
     pub fn allocate(&self) -> Result<(), MachineError> {
         self.allocate_range(RamPage(0), self.pages())
     }
 
-    /// Allocates `pages` pages from `first`. Changes no byte, so others may write them meanwhile.
+    /// Allocates `pages` pages from `first`. Changes no byte, so other threads may write them
+    /// meanwhile.
     ///
     /// # Errors
-    /// When the host has not enough memory.
+    /// When the host has too little memory.
     pub fn allocate_range(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
         let at = self.alias(first, pages);
         let bytes = (pages * PAGE_SIZE) as usize;
@@ -245,8 +246,8 @@ impl GuestRam {
             .map_err(|e| MachineError::os("cannot allocate guest memory", e))
     }
 
-    /// The next pages at or behind `from` that have memory; those before them are zero, and looking
-    /// at them would allocate them.
+    /// The next pages at or behind `from` that have memory. The pages before them are zero, and
+    /// reading those would allocate them.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -274,8 +275,8 @@ impl GuestRam {
         }
     }
 
-    /// Gives the pages' memory back: they read as zero, and a touch of the guest's mapping is a
-    /// *missing* fault where userfaultfd watches it.
+    /// Frees the pages' memory. They read as zero. A touch of the guest's mapping is a *missing*
+    /// fault where userfaultfd watches it.
     ///
     /// # Errors
     /// When the kernel refuses.

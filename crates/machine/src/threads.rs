@@ -21,9 +21,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What the owner of a VM does about the exits of its vCPUs. Called on the vCPU's own thread.
+/// The reactions of a VM's owner to the exits of its vCPUs. Called on the vCPU's own thread.
 pub trait VcpuHooks: Send + Sync {
-    /// The vCPU touched a missing page. Returns when it should try again (the page is there, or
+    /// The vCPU touched a missing page. Returns when the vCPU should retry (the page is there, or
     /// `kicker` [is kicked](Kicker::is_kicked)) or park.
     fn memory_fault(
         &self,
@@ -36,19 +36,19 @@ pub trait VcpuHooks: Send + Sync {
     /// The vCPU stored `value` to an address outside RAM.
     fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict;
 
-    /// The vCPU cannot go on; it is parked for good.
+    /// The vCPU cannot run any further. Its thread is parked for good.
     fn failed(&self, vcpu: u32, error: &MachineError);
 
-    /// A pause was asked for: hooks that sleep on a vCPU's behalf should look at their kicker.
+    /// A pause begins. Hooks that sleep on a vCPU's behalf should check their kicker.
     fn pausing(&self) {}
 }
 
-/// When the vCPUs stopped.
+/// The times at which the vCPUs stopped.
 #[derive(Clone, Copy, Debug)]
 pub struct PauseReport {
     /// The first vCPU left the guest for good.
     pub first_stop: Instant,
-    /// The last vCPU did.
+    /// The last vCPU left the guest for good.
     pub last_stop: Instant,
 }
 
@@ -63,9 +63,9 @@ struct State {
     want: Want,
     /// Advanced by every resume.
     epoch: u64,
-    /// Per vCPU: whether its thread is parked, and when it left the guest.
+    /// Per vCPU: whether its thread is parked, and the time at which it left the guest.
     parked: Vec<(bool, Instant)>,
-    /// Why vCPUs stopped for good.
+    /// The errors of vCPUs that stopped for good.
     failures: Vec<String>,
 }
 
@@ -74,12 +74,12 @@ struct Shared {
     threads: Condvar,
     controller: Condvar,
     /// A copy of `want != Run` that a thread reads after each exit without the mutex. It may lag:
-    /// the kick that follows every change makes the thread look again.
+    /// the kick that follows every change makes the thread read it again.
     hold: AtomicBool,
     hooks: Arc<dyn VcpuHooks>,
-    /// Per vCPU, once it has left the guest and no later exit can tell more: when its first
-    /// instruction ran, where the engine can tell. A first exit tells nothing if the first
-    /// instruction waits for memory.
+    /// Per vCPU: the time of its first instruction, if the engine knows it. It is set after the
+    /// first exit whose report is final. A first exit does not report it if the first instruction
+    /// waits for memory.
     first: Vec<OnceLock<Option<Instant>>>,
 }
 
@@ -96,9 +96,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl VcpuThreads {
-    /// How often a pause that is not answered kicks again.
+    /// The interval between kicks of a pause that is not answered.
     const KICK_AGAIN: Duration = Duration::from_millis(20);
-    /// How long a stop waits for the vCPUs to leave the guest.
+    /// The time that a stop waits for the vCPUs to leave the guest.
     const STOP_LIMIT: Duration = Duration::from_secs(5);
 
     /// Starts one thread for each vCPU, parked.
@@ -142,13 +142,13 @@ impl VcpuThreads {
         Ok(threads)
     }
 
-    /// How many vCPUs.
+    /// The number of vCPUs.
     #[must_use]
     pub fn count(&self) -> usize {
         self.vcpus.len()
     }
 
-    /// Lets all vCPUs run that did not stop for good.
+    /// Lets all vCPUs run, except those that stopped for good.
     pub fn resume(&self) {
         let mut state = lock(&self.shared.state);
         if state.want == Want::Stop {
@@ -189,7 +189,7 @@ impl VcpuThreads {
     /// Pauses all vCPUs and waits until they are parked.
     ///
     /// # Errors
-    /// [`MachineError::Timeout`] when a vCPU does not leave the guest within `limit`; the request
+    /// [`MachineError::Timeout`] when a vCPU does not leave the guest within `limit`. The request
     /// stands, and the vCPU parks when it leaves.
     pub fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
         self.hold(Want::Pause);
@@ -224,17 +224,17 @@ impl VcpuThreads {
         state.want != Want::Run && state.parked.iter().all(|p| p.0)
     }
 
-    /// When the first guest instruction of this VM in this process ran, where the engine can tell.
+    /// The time at which the first guest instruction of this VM in this process ran, if an engine
+    /// knows it.
     ///
-    /// vCPUs that have not told of theirs are kicked and run on; this waits for them, at most
-    /// `limit`, and then says what the others told.
+    /// This kicks the vCPUs that have not reported theirs, and waits for them for at most `limit`.
+    /// The vCPUs run on. After the limit, the reports of the others count.
     #[must_use]
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
         let mut kicked = None;
         while self.shared.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
-            // Once more after a while: the exit for a kick may have come before the first
-            // instruction.
+            // Repeated: the exit for a kick may have come before the first instruction.
             if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
                 self.kick_running();
                 kicked = Some(Instant::now());
@@ -248,13 +248,13 @@ impl VcpuThreads {
             .min()
     }
 
-    /// Why vCPUs stopped for good, if any did.
+    /// The errors of the vCPUs that stopped for good.
     #[must_use]
     pub fn failures(&self) -> Vec<String> {
         lock(&self.shared.state).failures.clone()
     }
 
-    /// Calls `f` with each vCPU in turn. The VM must be paused: a vCPU that runs is waited for.
+    /// Calls `f` with each vCPU in turn. The VM must be paused, or this waits for a vCPU that runs.
     ///
     /// # Errors
     /// The first error of `f`.
@@ -267,7 +267,7 @@ impl VcpuThreads {
             .try_for_each(|vcpu| f(lock(vcpu).as_mut()))
     }
 
-    /// The states of all vCPUs of a paused VM.
+    /// Saves the states of all vCPUs of a paused VM.
     ///
     /// # Errors
     /// When an engine cannot save one.
@@ -280,7 +280,7 @@ impl VcpuThreads {
     /// Replaces the states of all vCPUs of a paused VM.
     ///
     /// # Errors
-    /// When there is not one state for each vCPU, or an engine refuses one.
+    /// When the number of states is not the number of vCPUs, or an engine refuses a state.
     pub fn restore(&self, states: &[VcpuState]) -> Result<(), MachineError> {
         if states.len() != self.count() {
             return Err(MachineError::BadState(format!(
@@ -295,9 +295,9 @@ impl VcpuThreads {
 
     /// Stops all vCPUs for good and joins their threads. Repeating it is harmless.
     ///
-    /// A vCPU that sleeps inside the kernel on a page that never comes may take no kick (KVM's own
-    /// access to guest memory, after a lost migration). After 5 s its thread is left alone: it owns
-    /// what it uses, and never enters the guest again.
+    /// A vCPU may sleep inside the kernel on a page that never comes, where no kick ends the sleep:
+    /// KVM's own access to guest memory, after a lost migration. After 5 s its thread is left
+    /// alone. It owns what it uses, and never enters the guest again.
     pub fn stop(&self) {
         self.hold(Want::Stop);
         let handles = std::mem::take(&mut *lock(&self.handles));
@@ -309,7 +309,7 @@ impl VcpuThreads {
                 std::thread::sleep(Duration::from_micros(200));
             }
             if handle.is_finished() {
-                // A panic of a vCPU thread was reported by the panic hook; there is nothing left to
+                // The panic hook has reported the panic of a vCPU thread. There is nothing left to
                 // undo.
                 let _ = handle.join();
             }
@@ -323,18 +323,18 @@ impl Drop for VcpuThreads {
     }
 }
 
-/// Why a thread parks, and so what lets it go on.
+/// The reason why a thread parks. It decides which event ends that.
 #[derive(Clone, Copy)]
 enum Reason {
-    /// The VM is held: goes on as soon as it runs.
+    /// The VM is held. The thread continues as soon as the VM runs.
     Held,
-    /// A hook asked for it while the VM ran in this epoch: goes on with a later one.
+    /// A hook parked it while the VM ran in this epoch. The thread continues in a later one.
     Hook(u64),
-    /// The vCPU cannot go on: only a stop ends this.
+    /// The vCPU cannot run any further. Only a stop ends this.
     Failed,
 }
 
-/// Parks until the vCPU may run again and returns the epoch it runs in; `None` when the VM stops.
+/// Parks until the vCPU may run again. Returns the epoch it runs in, or `None` when the VM stops.
 fn park(shared: &Shared, index: usize, reason: Reason, left_guest: Instant) -> Option<u64> {
     let mut state = lock(&shared.state);
     state.parked[index] = (true, left_guest);

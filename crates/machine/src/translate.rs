@@ -1,8 +1,8 @@
 //! The page of RAM behind a guest's address, or a host's.
 //!
-//! **Guarantee.** The answer comes from the current memory slots that the engine runs the guest on:
-//! an address translates if and only if a slot shows RAM there. A look-up takes no lock and waits
-//! for no thread, also while slots are added, moved or removed.
+//! **Guarantee.** The answer comes from the memory slots on which the engine currently runs the
+//! guest. An address translates if and only if a slot shows RAM there. A look-up takes no lock and
+//! waits for no thread, even while slots are added, moved or removed.
 //!
 //! **Mechanism.** Each thread has a [`Translator`] with a reader of the engine's slot table, which
 //! remembers the last slot that it found. The slot gives the host address. RAM is one mapping
@@ -15,7 +15,7 @@ use pageferry_addr::{Gfn, Hva, PAGE_SIZE, RamPage};
 use pageferry_memslot::{SlotReader, SlotTable};
 use std::ops::Range;
 
-/// One thread's way to translate addresses.
+/// Translates addresses for one thread.
 pub(crate) struct Translator<D> {
     reader: SlotReader<D>,
     /// The mapping of RAM that this engine's slots point at.
@@ -31,15 +31,15 @@ impl<D> Translator<D> {
         }
     }
 
-    /// The page of RAM at a guest frame; `None` where there is no slot, or one with other memory,
-    /// or one that is being removed or moved.
+    /// The page of RAM at a guest frame. `None` where there is no slot, a slot with other memory,
+    /// or a slot that is being removed or moved.
     pub(crate) fn page_of(&mut self, gfn: Gfn) -> Option<RamPage> {
         let guard = self.reader.pin();
         let slot = guard.lookup(gfn).filter(|slot| !slot.is_invalid())?;
         page_at(&self.ram, slot.hva_of(gfn)?)
     }
 
-    /// The page of RAM at a host address of the engine's mapping; `None` where no slot shows it to
+    /// The page of RAM at a host address of the engine's mapping. `None` where no slot shows it to
     /// the guest.
     pub(crate) fn page_at_hva(&mut self, hva: Hva) -> Option<RamPage> {
         let page = page_at(&self.ram, hva)?;

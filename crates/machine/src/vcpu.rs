@@ -26,20 +26,20 @@ pub enum Exit {
         /// The access that it tried.
         access: Access,
     },
-    /// It stored to an address no memory slot covers.
+    /// It stored to an address that no memory slot covers.
     MmioWrite {
         /// The address.
         gpa: Gpa,
         /// The value, zero-extended.
         value: u64,
-        /// How many bytes: 1, 2, 4 or 8.
+        /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// It loaded from an address no memory slot covers. The load has returned all ones.
+    /// It loaded from an address that no memory slot covers. The load has returned all ones.
     MmioRead {
         /// The address.
         gpa: Gpa,
-        /// How many bytes: 1, 2, 4 or 8.
+        /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
     /// It waits for an interrupt that cannot come (HLT, WFI).
@@ -48,24 +48,24 @@ pub enum Exit {
     Kicked,
 }
 
-/// The answer of a hook: how the vCPU goes on.
+/// The answer of a hook.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HookVerdict {
-    /// Go on.
+    /// Enter the guest again.
     Resume,
     /// Leave the guest until the VM is resumed (a pause is under way, or the hook asks for one).
     Park,
 }
 
-/// The whole state of a vCPU, in its engine's own versioned encoding.
+/// The whole state of a vCPU, in its engine's versioned encoding.
 ///
-/// Opaque above the engine; at most [`VcpuState::MAX_BYTES`] long. The engine that restores it
-/// checks every byte: it comes from another process.
+/// Opaque above the engine; at most [`VcpuState::MAX_BYTES`] long. The bytes come from another
+/// process, so the engine that restores them checks every one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VcpuState(pub Vec<u8>);
 
 impl VcpuState {
-    /// The most bytes a state may have.
+    /// The maximum length of a state in bytes.
     pub const MAX_BYTES: usize = 64 * 1024;
 }
 
@@ -75,7 +75,7 @@ pub trait Kicker: Send + Sync {
     /// once with [`Exit::Kicked`]. No kick is lost: each gives at least one such exit.
     fn kick(&self);
 
-    /// Whether a kick is waiting to be taken. Hooks that wait on a vCPU's behalf poll this.
+    /// Whether a kick is pending. Hooks that wait on a vCPU's behalf poll this.
     fn is_kicked(&self) -> bool;
 }
 
@@ -84,20 +84,20 @@ pub trait Vcpu: Send {
     /// The index, from 0.
     fn id(&self) -> u32;
 
-    /// Runs the guest until it leaves for a reason the caller must see.
+    /// Runs the guest until it leaves for a reason that concerns the caller.
     ///
-    /// Always called from one thread, the one that called it first.
+    /// Always called from the thread that called it first.
     ///
     /// # Errors
-    /// When the engine cannot go on after what the guest did (a triple fault, an emulation
-    /// failure), or the kernel refused. The state stays as it was then. After a triple fault on an
-    /// AMD host, KVM has reset it.
+    /// When the engine cannot run the guest any further (a triple fault, an emulation failure), or
+    /// the kernel refused. The state then stays as it was. After a triple fault on an AMD host, KVM
+    /// has reset it.
     fn run(&mut self) -> Result<Exit, MachineError>;
 
-    /// How to kick this vCPU.
+    /// A handle that kicks this vCPU.
     fn kicker(&self) -> std::sync::Arc<dyn Kicker>;
 
-    /// The whole state, to be restored on another machine of the same engine.
+    /// The whole state, for another machine of the same engine.
     ///
     /// # Errors
     /// When the kernel refuses a part that matters.
@@ -117,28 +117,28 @@ pub trait Vcpu: Send {
     /// When the kernel refuses.
     fn set_start(&mut self, start: &StartState) -> Result<(), MachineError>;
 
-    /// When the first guest instruction since the last [`Vcpu::restore`] ran.
+    /// The time at which the first guest instruction since the last [`Vcpu::restore`] retired.
     fn first_instruction(&self) -> FirstInstruction;
 }
 
-/// What an engine knows of the first guest instruction that a vCPU ran.
+/// An engine's knowledge of the first guest instruction that a vCPU ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FirstInstruction {
     /// Nothing, now or later: the engine does not see single instructions, or the vCPU was not
     /// restored.
     Untold,
-    /// None has retired so far. A vCPU may leave the guest many times in this state: its first
-    /// instruction may itself wait for memory.
+    /// None has retired so far. A vCPU may leave the guest many times in this state, because its
+    /// first instruction may itself wait for memory.
     NotYet,
-    /// The moment at which it retired.
+    /// The time at which it retired.
     At(Instant),
 }
 
-/// Where a guest program starts.
+/// The start of a guest program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartState {
-    /// Guest-virtual (and, as all tables here are flat, guest-physical) address of the first
-    /// instruction.
+    /// Address of the first instruction. Guest-virtual and guest-physical are the same: all tables
+    /// here are flat.
     pub entry: u64,
     /// Top of the stack.
     pub stack: u64,

@@ -2,7 +2,7 @@
     unsafe_code,
     reason = "promises the hypervisor that guest memory stays mapped"
 )]
-//! Guest RAM as the hypervisor's slots want it.
+//! Guest RAM as host memory for the hypervisor's slots.
 
 use crate::GuestRam;
 use core::ops::Range;
@@ -20,9 +20,9 @@ pub(super) fn alias_mapping(ram: &GuestRam) -> Range<Hva> {
 pub(super) struct RamOwner(pub(super) Arc<GuestRam>);
 
 // SAFETY: 1. `GuestRam` maps the alias readable and writable when it is made, unmaps it when it is
-// dropped, and seals the memfd so that it cannot shrink; an `Arc` of it is held here. 2. The
-// mapping came from `mmap`, and `alias_hva` casts its pointer to an integer, which exposes it. 3.
-// `GuestRam` hands out no references and accesses the mapping by volatile words; its callers use
+// dropped, and seals the memfd so that it cannot shrink. This holds an `Arc` of it. 2. The mapping
+// came from `mmap`, and `alias_hva` casts its pointer to an integer, which exposes it. 3.
+// `GuestRam` hands out no references and accesses the mapping by volatile words. Its callers use
 // system calls and volatile accesses.
 unsafe impl HostMemory for RamOwner {
     fn hva_range(&self) -> Range<Hva> {
