@@ -59,7 +59,8 @@ enum Want {
     Stop,
 }
 
-struct State {
+/// The run state of the VM, as wanted and as reached.
+struct RunState {
     want: Want,
     /// Advanced by every resume.
     epoch: u64,
@@ -69,8 +70,9 @@ struct State {
     failures: Vec<String>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+/// The part that the vCPU threads and the controller share.
+struct ThreadControl {
+    state: Mutex<RunState>,
     threads: Condvar,
     controller: Condvar,
     /// A copy of `want != Run` that a thread reads after each exit without the mutex. It may lag:
@@ -85,7 +87,7 @@ struct Shared {
 
 /// The threads of one VM. Dropping it stops and joins them.
 pub struct VcpuThreads {
-    shared: Arc<Shared>,
+    control: Arc<ThreadControl>,
     vcpus: Vec<Arc<Mutex<Box<dyn Vcpu>>>>,
     kickers: Vec<Arc<dyn Kicker>>,
     handles: Mutex<Vec<JoinHandle<()>>>,
@@ -110,8 +112,8 @@ impl VcpuThreads {
         hooks: Arc<dyn VcpuHooks>,
     ) -> Result<Self, MachineError> {
         let now = Instant::now();
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
+        let control = Arc::new(ThreadControl {
+            state: Mutex::new(RunState {
                 want: Want::Pause,
                 epoch: 0,
                 parked: vec![(false, now); vcpus.len()],
@@ -126,16 +128,16 @@ impl VcpuThreads {
         let kickers = vcpus.iter().map(|v| v.kicker()).collect();
         let vcpus: Vec<_> = vcpus.into_iter().map(|v| Arc::new(Mutex::new(v))).collect();
         let threads = Self {
-            shared: Arc::clone(&shared),
+            control: Arc::clone(&control),
             vcpus,
             kickers,
             handles: Mutex::new(Vec::new()),
         };
         for (index, vcpu) in threads.vcpus.iter().enumerate() {
-            let (shared, vcpu) = (Arc::clone(&shared), Arc::clone(vcpu));
+            let (control, vcpu) = (Arc::clone(&control), Arc::clone(vcpu));
             let handle = std::thread::Builder::new()
                 .name(format!("vcpu{index}"))
-                .spawn(move || thread_main(&shared, index, &vcpu))
+                .spawn(move || thread_main(&control, index, &vcpu))
                 .map_err(|e| MachineError::os("cannot start a vCPU thread", e))?;
             lock(&threads.handles).push(handle);
         }
@@ -150,31 +152,31 @@ impl VcpuThreads {
 
     /// Lets all vCPUs run, except those that stopped for good.
     pub fn resume(&self) {
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.control.state);
         if state.want == Want::Stop {
             return;
         }
         state.want = Want::Run;
         state.epoch += 1;
-        self.shared.hold.store(false, Ordering::Release);
+        self.control.hold.store(false, Ordering::Release);
         drop(state);
-        self.shared.threads.notify_all();
+        self.control.threads.notify_all();
     }
 
     fn hold(&self, want: Want) {
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.control.state);
         if state.want != Want::Stop {
             state.want = want;
         }
-        self.shared.hold.store(true, Ordering::Release);
+        self.control.hold.store(true, Ordering::Release);
         drop(state);
         self.kick_running();
-        self.shared.hooks.pausing();
-        self.shared.threads.notify_all();
+        self.control.hooks.pausing();
+        self.control.threads.notify_all();
     }
 
     fn kick_running(&self) {
-        let running: Vec<bool> = lock(&self.shared.state)
+        let running: Vec<bool> = lock(&self.control.state)
             .parked
             .iter()
             .map(|p| !p.0)
@@ -194,7 +196,7 @@ impl VcpuThreads {
     pub fn pause(&self, limit: Duration) -> Result<PauseReport, MachineError> {
         self.hold(Want::Pause);
         let deadline = Instant::now() + limit;
-        let mut state = lock(&self.shared.state);
+        let mut state = lock(&self.control.state);
         while state.parked.iter().any(|p| !p.0) {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -204,7 +206,7 @@ impl VcpuThreads {
                 });
             }
             let (next, _) = self
-                .shared
+                .control
                 .controller
                 .wait_timeout(state, left.min(Self::KICK_AGAIN))
                 .unwrap_or_else(PoisonError::into_inner);
@@ -220,7 +222,7 @@ impl VcpuThreads {
     /// Whether all vCPUs are parked now.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        let state = lock(&self.shared.state);
+        let state = lock(&self.control.state);
         state.want != Want::Run && state.parked.iter().all(|p| p.0)
     }
 
@@ -233,7 +235,7 @@ impl VcpuThreads {
     pub fn first_instruction(&self, limit: Duration) -> Option<Instant> {
         let deadline = Instant::now() + limit;
         let mut kicked = None;
-        while self.shared.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
+        while self.control.first.iter().any(|f| f.get().is_none()) && Instant::now() < deadline {
             // Repeated: the exit for a kick may have come before the first instruction.
             if kicked.is_none_or(|at: Instant| at.elapsed() >= Self::KICK_AGAIN) {
                 self.kick_running();
@@ -241,7 +243,7 @@ impl VcpuThreads {
             }
             std::thread::sleep(Duration::from_micros(200));
         }
-        self.shared
+        self.control
             .first
             .iter()
             .filter_map(|f| f.get().copied().flatten())
@@ -251,7 +253,7 @@ impl VcpuThreads {
     /// The errors of the vCPUs that stopped for good.
     #[must_use]
     pub fn failures(&self) -> Vec<String> {
-        lock(&self.shared.state).failures.clone()
+        lock(&self.control.state).failures.clone()
     }
 
     /// Calls `f` with each vCPU in turn. The VM must be paused, or this waits for a vCPU that runs.
@@ -305,7 +307,7 @@ impl VcpuThreads {
         for handle in handles {
             while !handle.is_finished() && Instant::now() < deadline {
                 self.kick_running();
-                self.shared.threads.notify_all();
+                self.control.threads.notify_all();
                 std::thread::sleep(Duration::from_micros(200));
             }
             if handle.is_finished() {
@@ -325,7 +327,7 @@ impl Drop for VcpuThreads {
 
 /// The reason why a thread parks. It decides which event ends that.
 #[derive(Clone, Copy)]
-enum Reason {
+enum ParkReason {
     /// The VM is held. The thread continues as soon as the VM runs.
     Held,
     /// A hook parked it while the VM ran in this epoch. The thread continues in a later one.
@@ -335,18 +337,23 @@ enum Reason {
 }
 
 /// Parks until the vCPU may run again. Returns the epoch it runs in, or `None` when the VM stops.
-fn park(shared: &Shared, index: usize, reason: Reason, left_guest: Instant) -> Option<u64> {
-    let mut state = lock(&shared.state);
+fn park(
+    control: &ThreadControl,
+    index: usize,
+    reason: ParkReason,
+    left_guest: Instant,
+) -> Option<u64> {
+    let mut state = lock(&control.state);
     state.parked[index] = (true, left_guest);
-    shared.controller.notify_all();
+    control.controller.notify_all();
     loop {
         match (state.want, reason) {
             (Want::Stop, _) => return None,
-            (Want::Run, Reason::Held) => break,
-            (Want::Run, Reason::Hook(epoch)) if state.epoch > epoch => break,
+            (Want::Run, ParkReason::Held) => break,
+            (Want::Run, ParkReason::Hook(epoch)) if state.epoch > epoch => break,
             _ => {}
         }
-        state = shared
+        state = control
             .threads
             .wait(state)
             .unwrap_or_else(PoisonError::into_inner);
@@ -355,20 +362,20 @@ fn park(shared: &Shared, index: usize, reason: Reason, left_guest: Instant) -> O
     Some(state.epoch)
 }
 
-fn thread_main(shared: &Shared, index: usize, vcpu: &Mutex<Box<dyn Vcpu>>) {
+fn thread_main(control: &ThreadControl, index: usize, vcpu: &Mutex<Box<dyn Vcpu>>) {
     let mut left_guest = Instant::now();
-    let mut reason = Reason::Held;
-    while let Some(epoch) = park(shared, index, reason, left_guest) {
+    let mut reason = ParkReason::Held;
+    while let Some(epoch) = park(control, index, reason, left_guest) {
         let mut vcpu = lock(vcpu);
-        let outcome = run_until_held(shared, index, vcpu.as_mut());
+        let outcome = run_until_held(control, index, vcpu.as_mut());
         left_guest = Instant::now();
         reason = match outcome {
-            Ok(Stopped::Held) => Reason::Held,
-            Ok(Stopped::ByHook) => Reason::Hook(epoch),
+            Ok(Stopped::Held) => ParkReason::Held,
+            Ok(Stopped::ByHook) => ParkReason::Hook(epoch),
             Err(error) => {
-                lock(&shared.state).failures.push(error.to_string());
-                shared.hooks.failed(vcpu.id(), &error);
-                Reason::Failed
+                lock(&control.state).failures.push(error.to_string());
+                control.hooks.failed(vcpu.id(), &error);
+                ParkReason::Failed
             }
         };
     }
@@ -381,7 +388,7 @@ enum Stopped {
 
 /// Runs the vCPU until the VM is held or a hook parks it.
 fn run_until_held(
-    shared: &Shared,
+    control: &ThreadControl,
     index: usize,
     vcpu: &mut dyn Vcpu,
 ) -> Result<Stopped, MachineError> {
@@ -389,26 +396,28 @@ fn run_until_held(
     let id = vcpu.id();
     loop {
         let exit = vcpu.run()?;
-        if shared.first[index].get().is_none() {
+        if control.first[index].get().is_none() {
             let known = match vcpu.first_instruction() {
                 FirstInstruction::NotYet => None,
                 FirstInstruction::Untold => Some(None),
                 FirstInstruction::At(when) => Some(Some(when)),
             };
             if let Some(known) = known {
-                let _ = shared.first[index].set(known);
+                let _ = control.first[index].set(known);
             }
         }
         let verdict = match exit {
             Exit::MemoryFault { page, access } => {
-                shared.hooks.memory_fault(id, page, access, kicker.as_ref())
+                control
+                    .hooks
+                    .memory_fault(id, page, access, kicker.as_ref())
             }
-            Exit::MmioWrite { gpa, value, .. } => shared.hooks.mmio_write(id, gpa, value),
+            Exit::MmioWrite { gpa, value, .. } => control.hooks.mmio_write(id, gpa, value),
             Exit::MmioRead { .. } | Exit::Kicked => HookVerdict::Resume,
             // Nothing will ever wake it: no interrupt controller is modelled.
             Exit::Halted => HookVerdict::Park,
         };
-        if shared.hold.load(Ordering::Acquire) {
+        if control.hold.load(Ordering::Acquire) {
             return Ok(Stopped::Held);
         }
         if verdict == HookVerdict::Park {

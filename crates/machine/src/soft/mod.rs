@@ -1,11 +1,11 @@
 //! The soft engine: `pageferry-hypervisor` behind the traits of this crate.
 //!
-//! **Guarantee.** A missing page is never read or written by a vCPU: the hypervisor tests the
-//! missing bitmap itself and the vCPU leaves on its own thread ([`Delivery::Exit`]), so no other
-//! delivery is needed and [`Machine::install`] has nothing to do. The clearing of the page's bit is
-//! what makes it present.
+//! **Guarantee.** No vCPU ever reads or writes a missing page. The hypervisor tests the missing
+//! bitmap itself, and the vCPU leaves on its own thread ([`Delivery::Exit`]). So the engine needs
+//! no other delivery, and [`Machine::install`] does nothing. Clearing the page's bit makes the page
+//! present.
 //!
-//! **Mechanism.** One memory slot for each region of RAM, pointing at the alias mapping: no
+//! **Mechanism.** One memory slot for each region of RAM, which points at the alias mapping: no
 //! userfaultfd watches anything here. All slots share the one missing bitmap, each from the bit of
 //! its first page on.
 //!
@@ -34,7 +34,7 @@ struct SoftMachine {
     vm: Vm,
     ram: Arc<GuestRam>,
     owner: Arc<dyn HostMemory>,
-    /// The present settings of the slots. A thread that changes the slots holds it.
+    /// The current settings of the slots. A thread that changes the slots holds the lock.
     slots: Mutex<Slots>,
 }
 
@@ -44,7 +44,7 @@ struct Slots {
     missing: Option<Arc<PageBitmap>>,
 }
 
-/// Creates a machine of this engine, its RAM all zero and its vCPUs not started.
+/// Creates a machine of this engine with zeroed RAM. Its vCPUs are not started.
 ///
 /// # Errors
 /// When the sizes are out of range or the host has no room for the memory.
@@ -74,7 +74,7 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     Ok(NewMachine { machine, vcpus })
 }
 
-/// The hypervisor refused what this room asked for.
+/// The error for a request that the hypervisor refused.
 fn refused(error: &VmError) -> MachineError {
     MachineError::EngineUnavailable(format!("the hypervisor refuses: {error}"))
 }
@@ -117,7 +117,7 @@ fn slot_id(region: &RamRegion) -> u16 {
     u16::try_from(region.slot).expect("RAM has few regions")
 }
 
-/// Adds to `dirty` the bits of a region's log whose first page is `first`; gives how many were
+/// Adds to `dirty` the bits of a region's log whose first page is `first`. Returns how many were
 /// clear.
 fn merge(dirty: &PageBitmap, first: RamPage, log: &[u64]) -> usize {
     let (skip, shift) = ((first.0 / BITS) as usize, first.0 % BITS);
@@ -221,7 +221,7 @@ impl Machine for SoftMachine {
         let bytes = bytes
             .try_into()
             .map_err(|_| MachineError::WrongState("a page to install has not 4096 bytes"))?;
-        // No vCPU looks at it before its bit is cleared.
+        // No vCPU reads it before its bit is cleared.
         self.ram.write(page, bytes);
         Ok(())
     }
@@ -231,7 +231,7 @@ impl Machine for SoftMachine {
         Ok(())
     }
 
-    /// Nothing to help with.
+    /// Nothing to assist.
     fn assist_postcopy(
         &self,
         _stop: &dyn Fn() -> bool,

@@ -9,9 +9,9 @@
 //! | 272 | 8 each | pc, sstatus, sie, sip, stvec, scounteren, sscratch, sepc, scause, stval, instret |
 //! | 360 | 8 | the VM's clock in timebase ticks, when the state was saved |
 //!
-//! 368 bytes in all. A state that is shorter, longer or impossible is refused. The clock is the
-//! VM's, not the hart's, and is saved with each hart. Restoring moves the new VM's clock forward to
-//! the latest one.
+//! 368 bytes in all. A state that is shorter, longer or impossible is refused. The clock belongs to
+//! the VM, not to the hart, and is saved with each hart. Restoring moves the new VM's clock forward
+//! to the latest one.
 
 use crate::{MachineError, VcpuState};
 use pageferry_hypervisor::hart::{HartState, Mode};
@@ -44,7 +44,7 @@ struct Encoded {
 
 const _: () = assert!(size_of::<Encoded>() == 368 && size_of::<Encoded>() <= VcpuState::MAX_BYTES);
 
-/// The bytes of `state`, saved when the VM's clock was `time`.
+/// Encodes `state`, saved when the VM's clock was `time`.
 pub(super) fn encode(state: &HartState, time: u64) -> VcpuState {
     let encoded = Encoded {
         magic: MAGIC,
@@ -71,32 +71,32 @@ pub(super) fn encode(state: &HartState, time: u64) -> VcpuState {
     VcpuState(encoded.as_bytes().to_vec())
 }
 
-/// The state and the clock that the bytes say.
+/// Decodes the state and the clock.
 pub(super) fn decode(bytes: &VcpuState) -> Result<(HartState, u64), MachineError> {
     let bad = MachineError::BadState;
     let bytes = bytes.0.as_slice();
     let encoded = Encoded::read_from_bytes(bytes).map_err(|_| {
         bad(format!(
-            "it has {} bytes, an RV64 hart's has {}",
+            "it has {} bytes, but the state of an RV64 hart has {}",
             bytes.len(),
             size_of::<Encoded>()
         ))
     })?;
     if encoded.magic != MAGIC {
-        return Err(bad("it does not begin as an RV64 hart's does".into()));
+        return Err(bad(
+            "it does not begin with the magic of an RV64 hart".into()
+        ));
     }
     if encoded.version.get() != VERSION {
         let version = encoded.version;
-        return Err(bad(format!(
-            "it has version {version}, this engine knows version {VERSION}"
-        )));
+        return Err(bad(format!("its version is {version}, expected {VERSION}")));
     }
     let mode = match encoded.mode.get() {
         0 => Mode::User,
         1 => Mode::Supervisor,
         other => {
             return Err(bad(format!(
-                "{other} is no privilege mode: 0 is user, 1 is supervisor"
+                "unknown privilege mode {other}: expected 0 (user) or 1 (supervisor)"
             )));
         }
     };
@@ -187,7 +187,7 @@ mod tests {
             for (at, value) in damage {
                 state.0[at] = value;
             }
-            // What is accepted is a state again, and the same bytes.
+            // An accepted state encodes to the same bytes.
             if let Ok((hart, time)) = decode(&state) {
                 prop_assert_eq!(encode(&hart, time), state);
             }

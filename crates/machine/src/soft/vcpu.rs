@@ -10,7 +10,7 @@ use pageferry_hypervisor::hart::{self, Hart};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
 use std::sync::Arc;
 
-/// SBI's answer to a call it does not have (RISC-V SBI specification, "Binary Encoding"):
+/// SBI's answer to an unknown call (RISC-V SBI specification, "Binary Encoding"):
 /// `SBI_ERR_NOT_SUPPORTED`.
 const SBI_NOT_SUPPORTED: u64 = -2i64 as u64;
 const SP: u8 = 2;
@@ -76,7 +76,7 @@ impl Vcpu for SoftVcpu {
                 hypervisor::Exit::MmioWrite { gpa, size, value } => {
                     Exit::MmioWrite { gpa, value, size }
                 }
-                // There is no SBI below this guest, and SBI has an answer for that.
+                // There is no SBI below this guest, and SBI defines an answer for that.
                 hypervisor::Exit::Ecall { .. } => {
                     self.core.hart_mut().set_x(A0, SBI_NOT_SUPPORTED);
                     self.core.hart_mut().set_x(A1, 0);
