@@ -1,9 +1,6 @@
-//! The delivery of faults on missing pages.
+//! The ways to deliver faults on missing pages.
 
-use crate::MachineError;
-use pageferry_addr::RamPage;
 use std::fmt;
-use std::os::fd::BorrowedFd;
 use std::str::FromStr;
 
 /// The ways in which a fault on a missing page is delivered.
@@ -52,25 +49,4 @@ impl FromStr for Delivery {
                 format!("unknown fault delivery '{text}': expected exit, poison, minor or missing")
             })
     }
-}
-
-/// A fault that userfaultfd reported. A thread sleeps in the kernel until the page is installed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FaultEvent {
-    /// The page.
-    pub page: RamPage,
-    /// Whether the access was a write.
-    pub write: bool,
-}
-
-/// The stream of faults that arrive on a file descriptor rather than as exits.
-pub trait FaultEvents: Send {
-    /// Readable when an event waits.
-    fn fd(&self) -> BorrowedFd<'_>;
-
-    /// Takes the next event, or `None` when there is none now. Never blocks.
-    ///
-    /// # Errors
-    /// When the kernel refuses the read.
-    fn next(&mut self) -> Result<Option<FaultEvent>, MachineError>;
 }

@@ -34,9 +34,11 @@
 //! # Ok::<(), pageferry_machine::MachineError>(())
 //! ```
 
+mod choice;
 mod delivery;
 mod engine;
 mod error;
+mod fault_events;
 pub mod kvm;
 mod layout;
 mod ram;
@@ -45,9 +47,11 @@ mod threads;
 mod translate;
 mod vcpu;
 
-pub use delivery::{Delivery, FaultEvent, FaultEvents};
-pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine, create, select};
+pub use choice::{create, select};
+pub use delivery::Delivery;
+pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
 pub use error::MachineError;
+pub use fault_events::{FaultEvent, FaultEvents};
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use ram::GuestRam;
 pub use threads::{PauseReport, VcpuHooks, VcpuThreads};

@@ -1,11 +1,10 @@
-#![expect(unsafe_code, reason = "drops pages from the guest's mapping")]
 //! The installation of pages.
 
-use super::{Armed, COPY_LOCKS, FaultPath, lock, range};
+use super::mappings::{lift_markers, range};
+use super::{Armed, COPY_LOCKS, FaultPath, lock};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
-use rustix::mm::Advice;
 
 /// The number of tries for a page that changes under an install.
 const TRIES: u32 = 64;
@@ -98,29 +97,6 @@ fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError>
             "pages behind the end of RAM cannot be installed",
         )),
     }
-}
-
-/// Takes pages out of the guest's mapping. They stay in the page cache with their bytes. Poison
-/// markers go.
-pub(super) fn drop_mappings(
-    ram: &GuestRam,
-    first: RamPage,
-    pages: u64,
-) -> Result<(), MachineError> {
-    let (start, len) = range(ram, first, pages);
-    // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so no
-    // bytes are lost. KVM's MMU notifier learns of it, and KVM maps the pages again.
-    unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxDontNeed) }
-        .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
-}
-
-/// Removes the markers from pages of a machine that is no longer armed.
-pub(in crate::kvm::x86) fn lift_markers(
-    ram: &GuestRam,
-    first: RamPage,
-    pages: u64,
-) -> Result<(), MachineError> {
-    drop_mappings(ram, first, pages)
 }
 
 /// CONTINUE over the whole range; ZEROPAGE where the page cache has a hole.

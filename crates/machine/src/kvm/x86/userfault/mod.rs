@@ -27,15 +27,16 @@
 //! access at once (Linux 6.1 and later).
 
 mod install;
+mod mappings;
 
-pub(super) use install::lift_markers;
+pub(super) use mappings::lift_markers;
 
-use install::drop_mappings;
+use mappings::{drop_mappings, range};
 
 use super::paging::Known;
 use super::sync::{AtomicBool, Ordering};
 use crate::{Delivery, GuestRam, MachineError};
-use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
+use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
 use std::collections::BTreeMap;
@@ -97,10 +98,6 @@ pub(super) struct FaultPath {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn range(ram: &GuestRam, first: RamPage, pages: u64) -> (Hva, u64) {
-    (ram.guest_hva(first), pages * PAGE_SIZE)
 }
 
 impl FaultPath {
