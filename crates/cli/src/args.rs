@@ -116,7 +116,7 @@ pub(crate) struct MachineArgs {
     pub(crate) engine: EngineChoice,
 }
 
-/// The fault delivery that the user chose; none for `auto`.
+/// The fault delivery that the user chose; `None` for `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DeliveryChoice(pub(crate) Option<Delivery>);
 
@@ -132,7 +132,7 @@ fn delivery(text: &str) -> Result<DeliveryChoice, String> {
 
 const DELIVERIES: &str = "expected auto, exit (soft engine), poison, minor or missing";
 
-/// How faults on missing pages are delivered.
+/// The user's choice of a fault delivery.
 #[derive(Debug, Args)]
 pub(crate) struct DeliveryArgs {
     /// How faults on missing pages are delivered: exit (soft engine); poison (exits, KVM on Linux
@@ -141,7 +141,7 @@ pub(crate) struct DeliveryArgs {
     pub(crate) delivery: DeliveryChoice,
 }
 
-/// The most pre-copy passes. Each may cost as much as the first, and after a few nothing is gained.
+/// The most pre-copy passes. Each may cost as much as the first, and after a few there is no gain.
 pub(crate) const MAX_PASSES: u32 = 64;
 
 /// Options of a migration's source.

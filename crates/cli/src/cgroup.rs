@@ -1,24 +1,24 @@
-//! How much memory this process's control groups leave it.
+//! The memory that this process's control groups leave it.
 //!
-//! A limit may stand at any level: at a systemd unit (`MemoryMax=`), at the slice above it, or at a
-//! container. The tightest level counts. Version 2 and version 1 of the interface are read, as
+//! A limit may be set at any level: at a systemd unit (`MemoryMax=`), at the slice above it, or at
+//! a container. The tightest level counts. Versions 2 and 1 of the interface are read, as
 //! `/proc/self/cgroup` names them.
 
 use std::fs;
 use std::path::Path;
 
-/// What is left of the tightest limit, in bytes; nothing where there is no limit.
+/// The bytes left under the tightest limit; `None` if there is no limit.
 pub(crate) fn left() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     left_of(Path::new("/sys/fs/cgroup"), &groups)
 }
 
-/// The names of the files with the limit and with what is used of it.
+/// The names of the files with the limit and with the memory in use.
 type Files = [&'static str; 2];
 const V2: Files = ["memory.max", "memory.current"];
 const V1: Files = ["memory.limit_in_bytes", "memory.usage_in_bytes"];
 
-/// The same with `groups` as `/proc/self/cgroup` has them: a line a hierarchy,
+/// The same, with `groups` in the form of `/proc/self/cgroup`: a line per hierarchy,
 /// `ID:CONTROLLERS:PATH`.
 fn left_of(mount: &Path, groups: &str) -> Option<u64> {
     let hierarchies = groups.lines().filter_map(|line| {
@@ -37,9 +37,9 @@ fn left_of(mount: &Path, groups: &str) -> Option<u64> {
         .min()
 }
 
-/// What is left at the tightest level from `group` up to the mount point. In a container the host's
-/// names of groups may lead nowhere below the mount point; such levels have no files and are passed
-/// over.
+/// The bytes left at the tightest level from `group` up to the mount point. In a container the
+/// host's names of groups may lead nowhere below the mount point. Such levels have no files and are
+/// skipped.
 fn tightest(mount: &Path, [limit, used]: Files, group: &str) -> Option<u64> {
     let group = Path::new(group.trim_start_matches('/'));
     let number = |level: &Path, name: &str| -> Option<u64> {
@@ -96,7 +96,7 @@ mod tests {
         // The slice above it may be tighter.
         tree.level("system.slice", V2, "9500", "9000");
         assert_eq!(tree.left(groups), Some(500));
-        // More is used than is allowed, as for a moment after the limit was lowered.
+        // More is used than allowed, as for a moment after the limit was lowered.
         tree.level("system.slice/vm.service", V2, "100", "300");
         assert_eq!(tree.left(groups), Some(0));
     }
@@ -115,7 +115,7 @@ mod tests {
         let tree = Tree::new("container");
         tree.level("", V2, "800", "200");
         assert_eq!(tree.left("0::/\n"), Some(600));
-        // Without a namespace of its own, the host's name of the group leads nowhere here.
+        // Without its own namespace, the host's name of the group leads nowhere here.
         assert_eq!(tree.left("0::/docker/abc\n"), Some(600));
     }
 

@@ -1,4 +1,4 @@
-//! How a command ends: one exit code a class of failure, one sentence a failure.
+//! The end of a command: one exit code per class of failure, one sentence per failure.
 //!
 //! The codes are an interface: scripts and tests read them, and they do not change.
 
@@ -10,43 +10,43 @@ use pageferry_migration::{
 };
 use std::fmt;
 
-/// Why a command ended.
+/// The class of a command's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Exit {
     /// Guest or host found a wrong page.
     Verification = 1,
-    /// Flags, sizes, files that were named.
+    /// Flags, sizes, named files.
     Usage = 2,
-    /// The engine that was asked for does not run here.
+    /// The chosen engine does not run here.
     Engine = 3,
-    /// userfaultfd, or the fault delivery that was asked for, is not available.
+    /// userfaultfd, or the chosen fault delivery, is not available.
     Delivery = 4,
     /// The address or the socket is in use, or cannot be listened on.
     Address = 5,
     /// Nobody answers at the address.
     Unreachable = 6,
-    /// The peer speaks another protocol, another version, or nonsense.
+    /// The peer speaks another protocol or another version, or sends invalid data.
     Protocol = 7,
-    /// The peer said no.
+    /// The peer refused.
     Refused = 8,
-    /// Ctrl-C, or somebody asked for it over the control socket.
+    /// Ctrl-C, or a request over the control socket.
     Cancelled = 9,
-    /// The connection broke after the switch-over: the VM is paused, incomplete.
+    /// The connection broke after the switch-over. The VM is paused and incomplete.
     LinkLost = 10,
-    /// No VM listens on the control socket, or it did not do what it was told.
+    /// No VM listens on the control socket, or it did not carry out the request.
     NoVm = 11,
-    /// This host or the peer's refused something, or a bug.
+    /// This host or the peer's refused a call, or a bug.
     Internal = 12,
-    /// The connection broke, or the peer fell silent, before the switch-over: the VM runs on.
+    /// The connection broke, or the peer fell silent, before the switch-over. The VM runs on.
     BrokenOff = 13,
-    /// A vCPU cannot go on, or the guest makes no progress.
+    /// A vCPU cannot run any further, or the guest makes no progress.
     Guest = 14,
-    /// Other work has the cores: nothing can be measured now.
+    /// Other work has the cores: a measurement is not possible now.
     Busy = 15,
 }
 
-/// What `pageferry help exit-codes` prints.
+/// The output of `pageferry help exit-codes`.
 pub(crate) const TABLE: &str = "\
 Exit codes:
    0  done; for a demo: both verifications hold
@@ -111,7 +111,7 @@ impl Exit {
         }
     }
 
-    /// The code of a name from the control socket.
+    /// The class with this name on the control socket.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|exit| exit.name() == name)
     }
@@ -122,7 +122,7 @@ impl Exit {
 pub(crate) struct Failure {
     /// The class.
     pub(crate) exit: Exit,
-    /// What was wrong and what would be right.
+    /// The fault, and the remedy.
     pub(crate) message: String,
 }
 
@@ -140,7 +140,7 @@ impl Failure {
         Self::new(Exit::Internal, format!("{what}: {error}"))
     }
 
-    /// The same failure, with what it means added as a sentence of its own.
+    /// The same failure, with its consequence added as a sentence.
     pub(crate) fn and(mut self, consequence: &str) -> Self {
         self.message.push_str("; ");
         self.message.push_str(consequence);
@@ -191,7 +191,7 @@ impl From<SourceFailure> for Failure {
 impl From<DestinationFailure> for Failure {
     fn from(failure: DestinationFailure) -> Self {
         let exit = match failure.vm {
-            // The machine was there: what the engine lacks is a way to deliver faults.
+            // The machine was created, so the engine runs. It lacks a way to deliver faults.
             DestinationVm::Discarded
                 if matches!(
                     failure.error,
@@ -207,12 +207,12 @@ impl From<DestinationFailure> for Failure {
     }
 }
 
-/// A socket that cannot be listened on.
+/// The failure to listen on a socket.
 pub(crate) fn of_listen(error: &OpenError) -> Failure {
     Failure::new(Exit::Address, error.to_string())
 }
 
-/// The class of a socket that could not be connected.
+/// The class of a failure to connect a socket.
 fn of_open(error: &OpenError) -> Exit {
     match error {
         OpenError::InUse { .. }
@@ -245,7 +245,7 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
             code: ErrorCode::Protocol,
             ..
         } => Exit::Protocol,
-        // The peer did not refuse: it, or its host, failed.
+        // The peer did not refuse: it or its host failed.
         MigrationError::PeerGaveUp {
             code: ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal,
             ..

@@ -1,17 +1,17 @@
 //! `pageferry`: the command line of Pageferry.
 //!
-//! **Guarantee.** Each command ends with one of the documented exit codes ([`exit`]); a failure is
-//! one sentence on stderr; results are on stdout, progress is on stderr. No process, socket or
-//! temporary file is left behind, however a command ends (short of SIGKILL, and even then a demo's
-//! child ends).
+//! **Guarantee.** Each command ends with a documented exit code ([`exit`]). A failure is one
+//! sentence on stderr. Results are on stdout, progress is on stderr. No process, socket or
+//! temporary file is left behind, however a command ends. SIGKILL is the exception, and even then a
+//! demo's child ends.
 //!
 //! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
-//! program. [`run`] and [`receive`] own one ([`host`]) and serve its control socket ([`control`]),
-//! to which [`migrate`] and [`status`] speak. [`demo`] is a source that starts its own destination.
-//! [`report`] turns what a migration did into a table, JSON or HTML; [`probe`] asks the host.
+//! program. [`run`] and [`receive`] own a VM ([`host`]) and serve its control socket ([`control`]);
+//! [`migrate`] and [`status`] are its clients. [`demo`] is a source that starts its destination.
+//! [`report`] shows the record of a migration as a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
-//! It must not know wire formats, page tables or ioctls, and has no unsafe code.
+//! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.
 
 mod args;
 #[cfg(feature = "bench")]

@@ -1,4 +1,4 @@
-//! `pageferry completions` and `pageferry man`: made of the same definitions as `--help`.
+//! `pageferry completions` and `pageferry man`, from the same definitions as `--help`.
 
 use crate::args::{Cli, CompletionArgs, ManArgs};
 use crate::exit::{Exit, Failure};
@@ -15,7 +15,7 @@ pub(crate) fn completions(args: &CompletionArgs) {
 /// Prints a manual page.
 ///
 /// # Errors
-/// [`Exit::Usage`] for a command that is not there.
+/// [`Exit::Usage`] for an unknown command.
 pub(crate) fn man(args: &ManArgs) -> Result<(), Failure> {
     output::result(&page(&args.command)?);
     Ok(())

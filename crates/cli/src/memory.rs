@@ -1,22 +1,22 @@
-//! Memory of this process and of the host, as the kernel counts it.
+//! Memory of this process and of the host, from the kernel's counters.
 
 use crate::cgroup;
 use std::fs;
 
-/// What this process uses beyond guest memory, in bytes. Guest memory is a memfd, so it counts as
+/// This process's memory beyond guest memory, in bytes. Guest memory is a memfd, so it counts as
 /// `RssShmem` and is in none of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Overhead {
     /// Anonymous pages (`RssAnon`).
     pub(crate) anon: u64,
-    /// Pages of files: code, mostly (`RssFile`).
+    /// Pages of files, mainly code (`RssFile`).
     pub(crate) file: u64,
-    /// Page tables (`VmPTE`), those of guest memory's mappings too.
+    /// Page tables (`VmPTE`), including those of the mappings of guest memory.
     pub(crate) tables: u64,
 }
 
 impl Overhead {
-    /// Of this process, now.
+    /// The memory of this process at this moment.
     pub(crate) fn now() -> Self {
         Self::of(&fs::read_to_string("/proc/self/status").unwrap_or_default())
     }
@@ -29,20 +29,20 @@ impl Overhead {
         }
     }
 
-    /// All of it, in bytes.
+    /// The sum in bytes.
     pub(crate) fn total(&self) -> u64 {
         self.anon + self.file + self.tables
     }
 }
 
-/// How many bytes the host would give without swapping, where it says so. Where a control group has
-/// a memory limit, no more than what is left of that.
+/// The bytes that the host can give without swapping, if it reports them. If a control group has a
+/// memory limit, at most the bytes left under that.
 pub(crate) fn available_bytes() -> Option<u64> {
     let host = kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemAvailable:")?;
     Some(cgroup::left().map_or(host, |left| left.min(host)))
 }
 
-/// How much memory the host has, in bytes.
+/// The host's memory in bytes.
 pub(crate) fn host_bytes() -> Option<u64> {
     kib_field(&fs::read_to_string("/proc/meminfo").ok()?, "MemTotal:")
 }

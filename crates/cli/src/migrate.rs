@@ -1,4 +1,4 @@
-//! `pageferry migrate`: tells a VM on this host to move.
+//! `pageferry migrate`: asks a VM on this host to move.
 
 use crate::args::MigrateArgs;
 use crate::control::client::{Client, ask};
@@ -11,15 +11,15 @@ use crate::signals::Interrupts;
 use std::cell::Cell;
 use std::time::Duration;
 
-/// The longest a migration may take before this command stops to watch it.
+/// The longest migration that this command watches to the end.
 const LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// The longest wait for the answer to a request to cancel.
 const CANCEL_LIMIT: Duration = Duration::from_secs(5);
 
-/// Asks for the migration, shows how it goes, and what it did.
+/// Requests the migration, then shows its progress and its result.
 ///
 /// # Errors
-/// What the VM's process says went wrong.
+/// The failure that the VM's process reports.
 pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let path = &args.vm.socket;
     let mut client = Client::connect(path)?;
@@ -58,7 +58,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     display.finish();
     if stopped_watching.get() {
         let message = format!(
-            "stopped watching; the migration may still be under way: `pageferry status --vm {}` says how it is",
+            "stopped watching; the migration may still be under way: `pageferry status --vm {}` shows its state",
             path.display()
         );
         return Err(Failure::new(Exit::Cancelled, message));

@@ -1,7 +1,7 @@
-//! What people and programs read: results on stdout, words on stderr.
+//! Output of the commands: results on stdout, everything else on stderr.
 //!
-//! A reader that went away is no failure of a command whose work is done. Any other failed write of
-//! a result is: the command ends with it ([`check`]).
+//! A reader that has gone away is no failure of a command whose work is done. Any other failed
+//! write of a result is a failure, and the command ends with it ([`check`]).
 
 use crate::exit::Failure;
 use serde_json::Value;
@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 /// The first write of a result that failed.
 static FAILED: OnceLock<String> = OnceLock::new();
 
-/// Writes `text` to stdout as it is.
+/// Writes `text` to stdout unchanged.
 pub(crate) fn result(text: &str) {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -22,10 +22,10 @@ pub(crate) fn result(text: &str) {
     }
 }
 
-/// Says whether all results were written.
+/// Checks that all results were written.
 ///
 /// # Errors
-/// `Exit::Internal` with the reason of the first write that failed.
+/// `Exit::Internal` with the reason of the first failed write.
 pub(crate) fn check() -> Result<(), Failure> {
     match FAILED.get() {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! `pageferry receive`: takes a VM in and runs it.
+//! `pageferry receive`: receives a VM and runs it.
 
 use crate::args::ReceiveArgs;
 use crate::control::server::ControlServer;
@@ -25,11 +25,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 
-/// Waits for a VM, receives it, and runs it until somebody wants the end. A source that fails
-/// before the switch-over is reported, and the next one is waited for.
+/// Waits for a VM, receives it, and runs it until somebody asks for the end. If a source fails
+/// before the switch-over, the command reports that and waits for the next one.
 ///
 /// # Errors
-/// What keeps a VM from coming; [`Exit::LinkLost`] when one came in part.
+/// The reason why no VM came; [`Exit::LinkLost`] when one came in part.
 pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     if let Some(parent) = args.child_of {
         end_with(parent)?;
@@ -47,7 +47,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     let feed = Feed::new();
     loop {
         let Some(incoming) = accept(&listener, &host, args, interrupts)? else {
-            // Asked for over the control socket: what was wanted.
+            // `quit` came over the control socket: this is the requested end.
             return Ok(());
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
@@ -72,7 +72,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
                 output::note(&format!("{failure}; still listening"));
             }
             Activity::Incomplete { .. } if failure.exit == Exit::LinkLost && server.is_some() => {
-                // Said as an error when the command ends.
+                // The command ends with this as its error.
                 output::note(&format!(
                     "{failure}; it stays here until `pageferry quit` or Ctrl-C"
                 ));
@@ -84,12 +84,12 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     }
 }
 
-/// Whether a destination whose source failed waits for the next one. A demo has one source only.
+/// Whether a destination whose source failed waits for the next one. A demo has only one source.
 fn goes_on(args: &ReceiveArgs, host: &Host, interrupts: &Interrupts) -> bool {
     args.child_of.is_none() && !interrupts.any() && !host.quits()
 }
 
-/// Waits for a source that offers a VM; `None` if the end was asked for over the control socket.
+/// Waits for a source that offers a VM. Returns `None` if `quit` came over the control socket.
 fn accept(
     listener: &Listener,
     host: &Host,
@@ -112,7 +112,7 @@ fn accept(
                     "cancelled while waiting for a source",
                 ));
             }
-            // This host's own trouble would not end by waiting for another source.
+            // A fault of this host would not go away with another source.
             Err(e @ (MigrationError::Channel(_) | MigrationError::Os { .. })) => {
                 return Err(Failure::new(of_migration(&e), e.to_string()));
             }
@@ -131,10 +131,10 @@ fn turned_away(stranger: &Stranger) {
     ));
 }
 
-/// Does `work`, and meanwhile tells every other source that this destination is busy.
+/// Runs `work`, and meanwhile answers every other source that this destination is busy.
 fn while_busy<T>(listener: &Listener, work: impl FnOnce() -> T) -> T {
     let done = AtomicBool::new(false);
-    /// Set also by a panic, so that the scope can end.
+    /// A panic sets it too, so that the scope can end.
     struct Done<'a>(&'a AtomicBool);
     impl Drop for Done<'_> {
         fn drop(&mut self) {
@@ -143,7 +143,7 @@ fn while_busy<T>(listener: &Listener, work: impl FnOnce() -> T) -> T {
     }
     std::thread::scope(|scope| {
         let _done = Done(&done);
-        // Without the thread other sources wait for an answer in vain, and nothing worse happens.
+        // Without the thread, other sources wait for an answer in vain. Nothing worse happens.
         let _ = std::thread::Builder::new()
             .name("busy".into())
             .spawn_scoped(scope, || {
@@ -157,7 +157,7 @@ fn while_busy<T>(listener: &Listener, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Checks the offered VM against what this destination is to take, before anything is allocated.
+/// Checks the offered VM against the limits of this destination, before anything is allocated.
 fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
     let refuse = |message| Err(Failure::new(Exit::Refused, message));
     let max_vcpus = args.max_vcpus.unwrap_or_else(default_max_vcpus);
@@ -179,7 +179,7 @@ fn check_limits(offer: &Offer, args: &ReceiveArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Eight vCPUs a core, and 64 at least: each has a thread, whose stack and scheduling cost this
+/// Eight vCPUs per core, and at least 64. Each has a thread, whose stack and scheduling cost this
 /// host.
 fn default_max_vcpus() -> u32 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -189,7 +189,7 @@ fn default_max_vcpus() -> u32 {
         .max(64)
 }
 
-/// Runs the VM that came until the end, and says then what its migration did.
+/// Runs the received VM until the end, then reports its migration.
 fn keep(
     args: &ReceiveArgs,
     host: &Arc<Host>,
@@ -227,11 +227,11 @@ fn keep(
     Ok(())
 }
 
-/// Has the kernel end this process when the one that started it ends, whatever ends that.
+/// Makes the kernel end this process when its parent ends, for whatever reason.
 fn end_with(parent: u32) -> Result<(), Failure> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
         .map_err(|e| Failure::os("cannot tie this process to the demo that started it", e))?;
-    // It may have ended before the kernel was told.
+    // The parent may have ended before the call.
     let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
     if now != Some(parent) {
         return Err(Failure::new(
@@ -253,10 +253,10 @@ fn announce(args: &ReceiveArgs, listener: &Listener) {
     }
 }
 
-/// Builds the machine that is offered, or refuses the offer.
+/// Builds the offered machine, or refuses the offer.
 fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolver>), Failure> {
     let refused = |e: Failure| match e.exit {
-        // No flag given here is wrong: what is offered does not fit.
+        // The flags of this command are valid: the offer does not fit.
         Exit::Usage => Failure::new(Exit::Refused, e.message),
         _ => e,
     };
@@ -264,7 +264,8 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
     let guest = GuestDescription::of_offer(incoming.offer())?;
     check_host_memory(guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
-    // No probe VM is run first: beside a busy source on the same host it could miss its time limit.
+    // No probe VM is run first: beside a busy source on the same host it could exceed its time
+    // limit.
     let vm = Vm::create(&guest, Some(Arc::clone(&resolver))).map_err(|failure| {
         let why = pageferry_machine::select(EngineChoice::Only(guest.engine())).err();
         match why.map(Failure::from) {
@@ -323,8 +324,8 @@ fn take_in(
         Err(failure) => {
             match failure.vm {
                 DestinationVm::PausedIncomplete { missing } => {
-                    // A request that came before anybody can know of this does not drop what is
-                    // here.
+                    // The user sent these requests before it was possible to know of this end. They
+                    // must not drop the pages that are here.
                     stops.forget();
                     host.set_activity(Activity::Incomplete { missing });
                 }
@@ -337,7 +338,7 @@ fn take_in(
 
 type Outcome = Result<DestinationReport, DestinationFailure>;
 
-/// Receives on a thread of its own, so that the user can give it up.
+/// Receives on a separate thread, so that the user can give it up.
 fn start(
     host: &Arc<Host>,
     incoming: Incoming,
@@ -358,7 +359,7 @@ fn start(
         .spawn(move || {
             let stop = || stop.load(Ordering::Acquire);
             let result = incoming.receive(&vm.running(), &resolver, &stop, &watch);
-            // Nobody waits any more only when the process is ending.
+            // The receiver is gone only if the process is ending.
             let _ = sender.send(result);
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;

@@ -10,10 +10,10 @@ use crate::size;
 use crate::vm::{GuestDescription, Vm, check_host_memory};
 use std::sync::Arc;
 
-/// Runs a VM until it left or somebody wants the end.
+/// Runs a VM until it has left or somebody asks for its end.
 ///
 /// # Errors
-/// What keeps the VM from running.
+/// The reason why the VM does not run.
 pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     let (engine, because) = pageferry_machine::select(args.machine.engine)?;
     let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);

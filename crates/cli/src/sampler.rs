@@ -1,7 +1,7 @@
-//! How far each vCPU is, sampled beside the running guest, for the timeline.
+//! The progress of each vCPU over time, sampled beside the running guest, for the timeline.
 //!
-//! The sampler reads the vCPUs' control pages through the VMM's own mapping, after asking whether
-//! the page is there, and never touches the vCPUs themselves.
+//! The sampler reads the vCPUs' control pages through the VMM's mapping, after it has checked that
+//! the page is present. It never touches the vCPUs themselves.
 
 use crate::vm::Vm;
 use pageferry_migration::monotonic_ns;
@@ -11,17 +11,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// How often the pages are read at first.
+/// The first interval between samples.
 const INTERVAL: Duration = Duration::from_millis(2);
-/// The most numbers kept; then every other sample is dropped and the interval doubled.
+/// The most numbers kept. At this point every other sample is dropped and the interval doubled.
 const MAX_CELLS: usize = 1 << 16;
 
-/// How far all vCPUs were at one moment.
+/// The progress of all vCPUs at one moment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Sample {
     /// `CLOCK_MONOTONIC`, nanoseconds.
     pub(crate) at_ns: u64,
-    /// Pages done since the guest's start, a vCPU; nothing while its control page is missing.
+    /// Pages done since the guest's start, per vCPU; `None` while its control page is missing.
     pub(crate) done: Vec<Option<u64>>,
 }
 
@@ -44,8 +44,8 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Begins to sample `vm` once `ready` holds. Before, pages of a VM that is being received may
-    /// be neither missing nor there, and are left alone.
+    /// Begins to sample `vm` once `ready` holds. Before that, a page of a VM that is being received
+    /// may be neither missing nor complete, so the sampler reads none.
     pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
         let shared = Arc::<Shared>::default();
         let (vm, ours) = (Arc::clone(vm), Arc::clone(&shared));

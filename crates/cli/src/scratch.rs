@@ -6,14 +6,14 @@ use std::io::Read;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// A new directory that only this user can enter, removed with all it holds on drop.
+/// A new directory that only this user can enter. Dropping it removes it with its contents.
 #[derive(Debug)]
 pub(crate) struct ScratchDir {
     path: PathBuf,
 }
 
 impl ScratchDir {
-    /// Creates it below the system's directory for temporary files.
+    /// Creates the directory below the system's directory for temporary files.
     ///
     /// # Errors
     /// When the host refuses.
@@ -30,7 +30,7 @@ impl ScratchDir {
         Ok(Self { path })
     }
 
-    /// Where it is.
+    /// The path of the directory.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
@@ -42,7 +42,7 @@ impl Drop for ScratchDir {
     }
 }
 
-/// A socket file, removed on drop if it is still the one that was made.
+/// A socket file, removed on drop if it is still the same file.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
@@ -50,10 +50,10 @@ pub(crate) struct SocketFile {
 }
 
 impl SocketFile {
-    /// Takes charge of the socket at `path`.
+    /// Takes ownership of the socket at `path`.
     ///
     /// # Errors
-    /// When it cannot be looked at.
+    /// When its metadata cannot be read.
     pub(crate) fn adopt(path: &Path) -> std::io::Result<Self> {
         Ok(Self {
             path: path.to_owned(),
@@ -64,7 +64,7 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // Another VM may have made its own socket of this name after someone removed ours.
+        // After somebody removed our socket, another VM may have created one of this name.
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }

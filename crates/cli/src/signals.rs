@@ -1,4 +1,4 @@
-//! Ctrl-C and its siblings, counted.
+//! Counters of SIGINT, SIGTERM and SIGHUP.
 //!
 //! SIGINT and SIGTERM ask a command to stop. So does SIGHUP, except for a process that owns a VM: a
 //! terminal that closes must not end a VM. The signals are counted, and every wait polls the count.
@@ -11,17 +11,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the user asked to stop.
+/// The number of times that the user asked to stop.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Interrupts {
     count: Arc<AtomicU32>,
 }
 
 impl Interrupts {
-    /// How often a wait looks for an interrupt.
+    /// The interval at which a wait polls for interrupts.
     pub(crate) const POLL: Duration = Duration::from_millis(20);
 
-    /// Takes over the signals of this process. With `owns_vm`, SIGHUP has no effect.
+    /// Handles the signals of this process. With `owns_vm`, SIGHUP has no effect.
     ///
     /// # Errors
     /// When the host refuses the handlers or a thread.
@@ -43,23 +43,23 @@ impl Interrupts {
         Ok(interrupts)
     }
 
-    /// Counts one more.
+    /// Counts another interrupt.
     pub(crate) fn add(&self) {
         self.count.fetch_add(1, Ordering::Release);
     }
 
-    /// How often so far.
+    /// The number of interrupts so far.
     pub(crate) fn count(&self) -> u32 {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Whether it was said at all.
+    /// Whether there was an interrupt.
     pub(crate) fn any(&self) -> bool {
         self.count() > 0
     }
 
     /// # Errors
-    /// [`Exit::Cancelled`] if it was said.
+    /// [`Exit::Cancelled`] if there was an interrupt.
     pub(crate) fn check(&self) -> Result<(), Failure> {
         if self.any() {
             return Err(Failure::new(Exit::Cancelled, "cancelled"));
@@ -67,10 +67,10 @@ impl Interrupts {
         Ok(())
     }
 
-    /// Polls `ready` until it gives something; `None` when `limit` has passed.
+    /// Polls `ready` until it returns a value. Returns `None` when `limit` has passed.
     ///
     /// # Errors
-    /// An interrupt, or what `ready` returns.
+    /// An interrupt, or the error of `ready`.
     pub(crate) fn wait_for<T>(
         &self,
         limit: Duration,

@@ -1,17 +1,17 @@
-//! Sizes of memory as people write them: `512M`, `2G`, `4096K`, `1048576`.
+//! Sizes of memory in the form that users write: `512M`, `2G`, `4096K`, `1048576`.
 //!
-//! The suffixes are powers of 1024. What is returned is a size a machine can have, in bytes;
-//! whether the host has that much is another question ([`crate::vm::check_host_memory`]).
+//! The suffixes are powers of 1024. The result is a size that a machine can have, in bytes.
+//! [`crate::vm::check_host_memory`] tests whether the host has that much.
 
 use pageferry_addr::PAGE_SIZE;
 
-/// The most memory a machine may have: 16 TiB.
+/// The most memory that a machine may have: 16 TiB.
 pub(crate) const MAX_BYTES: u64 = 16 << 40;
 
 /// Reads a size in bytes.
 ///
 /// # Errors
-/// One sentence that says what is wrong with `text` and what would be right.
+/// One sentence that names the fault of `text` and the expected form.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
     let shift = match &text[digits.len()..] {
@@ -27,7 +27,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     }
     let too_large = || {
         format!(
-            "{text} is more memory than a machine may have: at most {}",
+            "{text} is more memory than a machine may have: choose at most {}",
             show(MAX_BYTES)
         )
     };
@@ -38,12 +38,12 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         .filter(|&bytes| bytes <= MAX_BYTES)
         .ok_or_else(too_large)?;
     if bytes == 0 {
-        return Err("a machine needs memory, and this is none: try 512M".into());
+        return Err("a machine needs at least one page of memory: try 512M".into());
     }
     if !bytes.is_multiple_of(PAGE_SIZE) {
         let near = bytes.next_multiple_of(PAGE_SIZE) >> 10;
         return Err(format!(
-            "{bytes} bytes are not whole pages of 4096 bytes: try {near}K"
+            "{bytes} bytes are not a multiple of 4096 bytes: try {near}K"
         ));
     }
     Ok(bytes)
@@ -55,7 +55,7 @@ fn no_size(text: &str) -> String {
     )
 }
 
-/// Writes a size so that [`parse`] reads it back, in the largest unit that loses nothing.
+/// Writes a size in the largest unit that loses nothing. [`parse`] reads it back.
 pub(crate) fn show(bytes: u64) -> String {
     for (shift, unit) in [(40, "T"), (30, "G"), (20, "M"), (10, "K")] {
         if bytes >= 1 << shift && bytes.is_multiple_of(1 << shift) {
@@ -65,7 +65,7 @@ pub(crate) fn show(bytes: u64) -> String {
     bytes.to_string()
 }
 
-/// Writes a size for people, rounded, with its unit: `512 MiB`, `1.5 GiB`.
+/// Writes a rounded size with its unit: `512 MiB`, `1.5 GiB`.
 pub(crate) fn human(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = bytes as f64;

@@ -1,4 +1,4 @@
-//! `pageferry status`, `pause`, `resume`, `verify`, `quit`: short questions to a VM on this host.
+//! `pageferry status`, `pause`, `resume`, `verify`, `quit`: short requests to a VM on this host.
 
 use crate::args::{StatusArgs, VmArgs};
 use crate::control::client::ask;
@@ -12,12 +12,12 @@ use serde_json::Value;
 use std::fmt::Write;
 use std::time::Duration;
 
-/// The longest wait for a short answer; a pause may take its time.
+/// The longest wait for a short answer. A pause may take a while.
 const LIMIT: Duration = Duration::from_secs(15);
-/// The longest wait for a verification: at about 1 GiB a second, of the largest VM that fits.
+/// The longest wait for a verification. It checks about 1 GiB a second; this fits the largest VM.
 const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Says what the VM is doing.
+/// Shows the state of the VM.
 ///
 /// # Errors
 /// When there is no VM.
@@ -41,7 +41,7 @@ pub(crate) fn pause(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failur
     Ok(())
 }
 
-/// Lets the VM run on.
+/// Resumes the VM.
 ///
 /// # Errors
 /// When there is no VM, or it must not run.
@@ -51,7 +51,7 @@ pub(crate) fn resume(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failu
     Ok(())
 }
 
-/// Has the VM's memory verified.
+/// Verifies the VM's memory.
 ///
 /// # Errors
 /// [`Exit::Verification`] when a page is wrong.
@@ -79,7 +79,7 @@ pub(crate) fn quit(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure
     Ok(())
 }
 
-/// A status for people.
+/// A status as a table.
 fn table(status: &Value) -> String {
     let mut out = String::new();
     let mut row = |name: &str, value: String| {

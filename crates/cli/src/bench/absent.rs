@@ -1,17 +1,17 @@
-//! `pageferry bench` where it is built without benchmarks: it says how to get them.
+//! `pageferry bench` in a build without benchmarks: it explains how to get them.
 
 use crate::exit::{Exit, Failure};
 use clap::Args;
 use std::ffi::OsString;
 
-/// Whatever stands behind `bench`.
+/// All words after `bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
     #[arg(hide = true, trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<OsString>,
 }
 
-/// Says how to get the benchmarks.
+/// Explains how to get the benchmarks.
 ///
 /// # Errors
 /// Always.

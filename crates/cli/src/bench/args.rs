@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// `pageferry bench`.
 #[derive(Debug, Args)]
 pub(crate) struct BenchArgs {
-    /// What to measure.
+    /// The benchmark.
     #[command(subcommand)]
     pub(crate) command: BenchCommand,
 }
@@ -17,31 +17,32 @@ pub(crate) struct BenchArgs {
 /// The benchmarks.
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
-    /// How long a vCPU waits for an urgent page, and how fast the background push is
+    /// Wait of a vCPU for an urgent page, and speed of the background push
     ///
-    /// The stall stands next to a bare ping-pong plus a bare exit, the push next to the bare link.
+    /// The wait is printed next to a bare ping-pong plus a bare exit, the push next to the bare
+    /// link.
     Link(BenchFlags),
     /// The blackout of a busy VM with 4 vCPUs and 512 MiB, and the memory that both processes use
     /// beyond it
     Blackout(BenchFlags),
-    /// Guest instructions a second on our own hypervisor
+    /// Guest instructions per second on our own hypervisor
     Soft(BenchFlags),
     /// The six tests of the kernel's memslot_perf_test, on our own hypervisor
     ///
     /// Our memory slots are compared with the array that the kernel copied at every change before
     /// it had trees. Times are of one run of a test. The kernel's own figures, from a Xeon, have
-    /// columns of their own. Where KVM can be opened, the cost of its calls on this host is
-    /// measured too; PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot. Every
-    /// run checks what the guest wrote, and a wrong value ends the command with 1.
+    /// separate columns. If KVM can be opened, the cost of its calls on this host is measured too.
+    /// PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot. Every run checks
+    /// the guest's stores, and a wrong value ends the command with 1.
     Memslot(MemslotFlags),
-    /// How fast vCPUs get memory that they touch for the first time, all at once
+    /// Speed of first touches of memory by many vCPUs at once
     ///
     /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
     /// each page of its memory. The soft engine takes faults in parallel and, with a core for each
-    /// vCPU, one after the other. KVM is measured with each delivery of faults;
-    /// PAGEFERRY_REQUIRE=kvm in the environment makes it an error if it cannot be.
-    /// --model prints a MODEL of many more vCPUs instead, each on a core of its own. The model's
-    /// inputs are measured in the same run, and its results are compared with real runs.
+    /// vCPU, one after the other. KVM is measured with each fault delivery. PAGEFERRY_REQUIRE=kvm
+    /// in the environment makes it an error if KVM cannot be measured. --model prints a MODEL of
+    /// many more vCPUs instead, with a core for each. The model's inputs are measured in the same
+    /// run, and its results are compared with real runs.
     DemandPaging(DemandFlags),
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
@@ -54,13 +55,13 @@ pub(crate) enum BenchCommand {
     },
 }
 
-/// What all benchmarks take.
+/// Flags of all benchmarks.
 #[derive(Debug, Args)]
 pub(crate) struct BenchFlags {
     /// The engine: kvm, soft, or auto for all that run here
     #[arg(long, default_value = "auto", value_name = "auto|kvm|soft")]
     pub(crate) engine: EngineChoice,
-    /// How often each measurement is repeated; medians are printed
+    /// Number of repetitions of each measurement; medians are printed
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,
     /// Print the rows as a JSON array
@@ -78,7 +79,7 @@ pub(crate) struct MemslotFlags {
     /// 10,30,50,100,509,8194,32764]
     #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(3..=32_764))]
     pub(crate) slots: Vec<u32>,
-    /// How many samples each figure has at least; medians are printed
+    /// Least number of samples of each figure; medians are printed
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) repeat: u32,
     /// Print one JSON object
@@ -109,14 +110,14 @@ pub(crate) struct DemandFlags {
     /// Every vCPU touches the pages of all
     #[arg(long, conflicts_with = "model")]
     pub(crate) overlap: bool,
-    /// How often each measurement is repeated; medians are printed [default: 5; of the model's
+    /// Number of repetitions of each measurement; medians are printed [default: 5; of the model's
     /// inputs 21]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: Option<u32>,
     /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
     #[arg(long)]
     pub(crate) model: bool,
-    /// Of the model: memory of all vCPUs together, in a table of its own [default: 12T]
+    /// Of the model: memory of all vCPUs together, in a separate table [default: 12T]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "model")]
     pub(crate) total_memory: Option<u64>,
     /// Of the model: the seed of its random numbers [default: 2019]
@@ -134,7 +135,7 @@ pub(crate) struct DemandFlags {
 /// `pageferry bench dirty-log`.
 #[derive(Debug, Args)]
 pub(crate) struct DirtyLogFlags {
-    /// Virtual CPUs, each with a thread of its own
+    /// Virtual CPUs, with a thread for each
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) vcpus: u32,
     /// Guest memory for each: a whole number and K, M or G (powers of 1024)
@@ -143,7 +144,7 @@ pub(crate) struct DirtyLogFlags {
     /// Find dirty pages by the dirty bits of the tables instead of by write protection
     #[arg(long)]
     pub(crate) dirty_bits: bool,
-    /// How often each phase is repeated; medians are printed
+    /// Number of repetitions of each phase; medians are printed
     #[arg(long, default_value_t = 11, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,
     /// Print one JSON object

@@ -10,10 +10,10 @@ use pageferry_bench::demand_paging::DemandSetting;
 use pageferry_bench::model::ModelSetting;
 use pageferry_machine::{Engine, EngineChoice};
 
-/// Measures or models, prints, and writes the page that was asked for.
+/// Measures or models, prints the figures, and writes the requested page.
 ///
 /// # Errors
-/// What the measurement failed at; a wrong value of a guest is a failed verification.
+/// The failure of the measurement. A wrong value of a guest is a failed verification.
 pub(super) fn demand_paging(flags: &DemandFlags) -> Result<(), Failure> {
     if flags.model {
         return model(flags);

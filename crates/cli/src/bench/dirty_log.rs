@@ -1,4 +1,5 @@
-//! `pageferry bench dirty-log`: what logging costs with one lock around every fault, and without.
+//! `pageferry bench dirty-log`: the cost of dirty logging with and without one lock around every
+//! fault.
 
 use super::args::DirtyLogFlags;
 use super::show;
@@ -10,7 +11,7 @@ use pageferry_bench::dirty_log::{Config, DirtyBy, run};
 /// Measures and prints.
 ///
 /// # Errors
-/// What the measurement failed at; memory that is not whole pages is a wrong usage.
+/// The failure of the measurement. Memory that is not whole pages is a usage error.
 pub(super) fn dirty_log(flags: &DirtyLogFlags) -> Result<(), Failure> {
     if flags.memory == 0 || !flags.memory.is_multiple_of(PAGE_SIZE) {
         let message = format!(

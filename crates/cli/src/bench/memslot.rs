@@ -6,10 +6,10 @@ use crate::exit::Failure;
 use crate::output;
 use pageferry_bench::memslot::MemslotSetting;
 
-/// Measures, prints, and writes the page that was asked for.
+/// Measures, prints the figures, and writes the requested page.
 ///
 /// # Errors
-/// What the measurement failed at; a wrong value of a guest is a failed verification.
+/// The failure of the measurement. A wrong value of a guest is a failed verification.
 pub(super) fn memslot(flags: &MemslotFlags) -> Result<(), Failure> {
     let figures = pageferry_bench::memslot::memslot(&setting(flags), &mut |doing| {
         output::note(doing);

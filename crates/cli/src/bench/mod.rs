@@ -1,4 +1,4 @@
-//! `pageferry bench`: measurements, each beside its floor from the same run.
+//! `pageferry bench`: measurements, each next to its lower bound from the same run.
 
 mod args;
 mod demand_paging;
@@ -18,10 +18,10 @@ use std::path::Path;
 
 type Benchmark = fn(&Setting, &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError>;
 
-/// Runs a benchmark and prints its rows, or plays the other process of one.
+/// Runs a benchmark and prints its rows, or runs the other process of one.
 ///
 /// # Errors
-/// What the measurement failed at.
+/// The failure of the measurement.
 pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
     let (flags, benchmark): (&BenchFlags, Benchmark) = match &args.command {
         BenchCommand::Peer { role } => return Ok(Role::from_words(role)?.play()?),
@@ -57,8 +57,8 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Prints figures, and then writes the page that was asked for. A page that cannot be drawn or
-/// written must not cost the figures.
+/// Prints figures, and then writes the requested page. A page that cannot be drawn or written must
+/// not cost the figures.
 fn show<F: serde::Serialize + std::fmt::Display>(
     figures: &F,
     as_json: bool,
@@ -87,7 +87,7 @@ fn json(figures: &impl serde::Serialize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The engines to measure: the one asked for, or all that run here.
+/// The engines to measure: the chosen one, or all that run here.
 fn engines(choice: EngineChoice) -> Result<Vec<Engine>, Failure> {
     match choice {
         EngineChoice::Only(_) => Ok(vec![pageferry_machine::select(choice)?.0]),

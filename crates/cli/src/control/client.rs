@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a VM may take to take a request.
+/// The time limit for a VM to accept a request.
 const WRITE_LIMIT: Duration = Duration::from_secs(5);
 
 /// A connection to a VM.
@@ -51,10 +51,10 @@ impl Client {
         })
     }
 
-    /// Sends a request and waits for its result, at most `limit`; `stop` ends the wait earlier.
+    /// Sends a request and waits for its result, at most `limit`. `stop` ends the wait earlier.
     ///
     /// # Errors
-    /// What the VM said, [`Exit::NoVm`] when it went away, [`Exit::Cancelled`] when `stop` held.
+    /// The VM's answer, [`Exit::NoVm`] when it went away, [`Exit::Cancelled`] when `stop` held.
     pub(crate) fn call(
         &mut self,
         request: &Request,
@@ -69,7 +69,7 @@ impl Client {
             .map_err(|e| self.gone(&e.to_string()))?;
         let deadline = Instant::now() + limit;
         loop {
-            // `stop` may have a state: only the answer that ended the wait says why it ended.
+            // `stop` may have a state, so only the call that ended the wait gives the reason.
             let stopped = Cell::new(false);
             let end = || {
                 stopped.set(stop());
@@ -109,7 +109,7 @@ impl Client {
     }
 }
 
-/// One request without events on a connection of its own.
+/// Sends one request on a new connection, and ignores its events.
 ///
 /// # Errors
 /// As [`Client::call`].

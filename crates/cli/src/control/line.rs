@@ -3,16 +3,16 @@
 use std::io::{ErrorKind, Read};
 use std::os::unix::net::UnixStream;
 
-/// What came instead of a line.
+/// The reason why there is no line.
 #[derive(Debug)]
 pub(crate) enum NoLine {
     /// The peer closed the connection between two lines.
     Closed,
     /// The peer closed the connection within a line.
     CutOff,
-    /// The line is longer than it may be; the connection is of no use any more.
+    /// The line is too long. The connection is of no further use.
     TooLong,
-    /// The caller does not want to wait any longer.
+    /// The caller's `stop` held.
     Stopped,
     /// The connection failed.
     Io(std::io::Error),
@@ -23,14 +23,14 @@ pub(crate) enum NoLine {
 pub(crate) struct LineReader {
     stream: UnixStream,
     buffer: Vec<u8>,
-    /// How many bytes of `buffer` were searched for a newline already.
+    /// The number of bytes of `buffer` already searched for a newline.
     searched: usize,
     limit: usize,
 }
 
 impl LineReader {
-    /// Reads lines of at most `limit` bytes from `stream`, whose read timeout decides how often a
-    /// wait looks whether it should stop.
+    /// Reads lines of at most `limit` bytes from `stream`. Its read timeout sets how often a wait
+    /// checks whether to stop.
     pub(crate) fn new(stream: UnixStream, limit: usize) -> Self {
         Self {
             stream,

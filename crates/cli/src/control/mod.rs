@@ -1,20 +1,20 @@
 //! The control socket of a VM.
 //!
-//! **Guarantee.** Only the user who started the VM can reach it (a unix socket of mode 0600, from
-//! its first moment on). Whatever a client sends or leaves unsent, the VM is unharmed: lines are
-//! bounded, nonsense is answered with an error object, a client that vanishes or does not read is
-//! dropped.
+//! **Guarantee.** Only the user who started the VM can reach it: the unix socket has mode 0600 from
+//! its first moment on. Whatever a client sends or does not send, the VM is unharmed. Lines are
+//! bounded. An invalid request is answered with an error object. A client that vanishes or does not
+//! read is dropped.
 //!
-//! **Mechanism.** One JSON object a line in both directions ([`protocol`]). A thread a connection
-//! ([`server`]), which hands each request to the VM's [`server::Service`]; several requests may
-//! follow each other on one connection. [`client`] is the other side.
+//! **Mechanism.** One JSON object per line in both directions ([`protocol`]). One thread per
+//! connection ([`server`]) passes each request to the VM's [`server::Service`]. A connection may
+//! carry several requests in turn. [`client`] is the other side.
 
 pub(crate) mod client;
 mod line;
 pub(crate) mod protocol;
 pub(crate) mod server;
 
-/// The longest request, in bytes, its newline not counted.
+/// The maximum length of a request in bytes, without its newline.
 pub(crate) const MAX_REQUEST_BYTES: usize = 64 << 10;
-/// The longest answer, in bytes: room for the samples of a report.
+/// The maximum length of an answer in bytes, with room for the samples of a report.
 pub(crate) const MAX_ANSWER_BYTES: usize = 16 << 20;

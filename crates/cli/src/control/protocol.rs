@@ -1,71 +1,71 @@
-//! What is said on a control socket.
+//! The protocol of a control socket.
 //!
-//! A request is `{"command":"status"}`, with the command's own fields beside it. An answer is any
-//! number of `{"event":{..}}` lines followed by one `{"result":{..}}` or
-//! `{"error":{"kind":"..","message":".."}}`, where `kind` is the name of an exit code.
+//! A request is `{"command":"status"}`, with further fields for some commands. An answer is any
+//! number of `{"event":{..}}` lines, then one `{"result":{..}}` or
+//! `{"error":{"kind":"..","message":".."}}`. `kind` is the name of an exit code.
 
 use crate::exit::{Exit, Failure};
 use pageferry_migration::Phase;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// What a client wants.
+/// A client's request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) enum Request {
-    /// What is the VM doing?
+    /// Return the VM's state.
     Status,
-    /// Stop its vCPUs.
+    /// Stop the VM's vCPUs.
     Pause,
-    /// Let them run on.
+    /// Resume the VM's vCPUs.
     Resume,
-    /// Check every page, in a pause.
+    /// Check every page while the VM is paused.
     Verify,
-    /// Move it.
+    /// Migrate the VM.
     Migrate {
-        /// Where to: an address as on the command line.
+        /// The destination: an address as on the command line.
         to: String,
         /// Passes over memory while the guest runs.
         precopy_passes: u32,
     },
-    /// Call the migration under way off.
+    /// Cancel the current migration.
     Cancel,
-    /// What the migration that brought the VM here did.
+    /// Return the report of the migration that brought the VM here.
     Report,
     /// End the VM.
     Quit,
 }
 
-/// What happens on the way to a result.
+/// An event before the result.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Event {
     /// A phase of the migration began.
     Phase(PhaseName),
-    /// The phase under way has come this far.
+    /// The current phase has come this far.
     Progress {
         /// Pages done.
         done: u64,
-        /// Of so many.
+        /// The total number of pages.
         total: u64,
     },
-    /// The destination has allocated memory for so many pages.
+    /// The destination has allocated memory for this many pages.
     Allocated {
         /// Pages done.
         done: u64,
-        /// Of so many.
+        /// The total number of pages.
         total: u64,
     },
-    /// Something worth a line.
+    /// A line for the user.
     Note(String),
 }
 
-/// A [`Phase`] as it travels.
+/// The form of a [`Phase`] on the socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PhaseName {
     #[serde(rename = "phase")]
     name: Name,
-    /// Of a pre-copy phase: which pass, from 1.
+    /// The pass of a pre-copy phase, from 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pass: Option<u32>,
 }
@@ -121,13 +121,13 @@ impl From<PhaseName> for Phase {
 pub(crate) enum Line {
     /// More will follow.
     Event(Event),
-    /// The end: done.
+    /// The end: success.
     Result(Value),
-    /// The end: not done.
+    /// The end: failure.
     Error(ErrorLine),
 }
 
-/// A failure as it travels.
+/// The form of a failure on the socket.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ErrorLine {
     /// The name of an [`Exit`].
@@ -155,7 +155,7 @@ impl From<ErrorLine> for Failure {
 }
 
 impl Line {
-    /// The line's bytes with its newline.
+    /// Encodes the line with its newline.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = serde_json::to_vec(self).expect("these types always serialize");
         bytes.push(b'\n');
@@ -163,15 +163,14 @@ impl Line {
     }
 }
 
-/// Reads a request, or says what is wrong with it.
+/// Parses a request.
 ///
 /// # Errors
 /// One sentence with the parser's complaint.
 pub(crate) fn parse_request(line: &[u8]) -> Result<Request, Failure> {
     serde_json::from_slice(line).map_err(|e| {
-        let message = format!(
-            "this is no request: {e}; a request is one line like {{\"command\":\"status\"}}"
-        );
+        let message =
+            format!("invalid request: {e}; expected one line like {{\"command\":\"status\"}}");
         Failure::new(Exit::Usage, message)
     })
 }
@@ -202,7 +201,7 @@ mod tests {
             br#"{"command":"explode"}"#,
         ] {
             let failure = parse_request(bad).expect_err("nonsense");
-            assert!(failure.message.contains("this is no request"), "{failure}");
+            assert!(failure.message.contains("invalid request"), "{failure}");
         }
         let deep = vec![b'['; 60_000];
         parse_request(&deep).expect_err("nested nonsense does not overflow the stack");

@@ -16,26 +16,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often threads here look whether they should end.
+/// The interval at which threads here check whether they should end.
 const POLL: Duration = Duration::from_millis(50);
-/// How long a client may take to read an answer before it is dropped.
+/// The time limit for a client to read an answer, before it is dropped.
 const WRITE_LIMIT: Duration = Duration::from_secs(2);
-/// How many clients are served at once.
+/// The maximum number of clients served at once.
 const MAX_CLIENTS: usize = 16;
-/// A client that has asked nothing for so long gives its place to another one.
+/// A client that has been idle for this long may be dropped in favour of another.
 const MIN_IDLE: Duration = Duration::from_millis(50);
 
-/// What answers the requests. Called on the connection's own thread; may block.
+/// Answers requests. Called on the connection's thread; may block.
 pub(crate) trait Service: Send + Sync {
-    /// Does what `request` asks. `event` passes on what happens meanwhile.
+    /// Carries out `request`. Passes events to `event` meanwhile.
     ///
     /// # Errors
-    /// What the client is told, with the class it should exit with.
+    /// The failure for the client, with the class of its exit.
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
 }
 
-/// A control socket that is served until this is dropped. The socket's file goes with it; answers
-/// that are under way are finished first.
+/// A control socket that is served until this is dropped. Dropping removes the socket's file, after
+/// current answers are finished.
 pub(crate) struct ControlServer {
     stop: Arc<AtomicBool>,
     acceptor: Option<JoinHandle<()>>,
@@ -43,10 +43,10 @@ pub(crate) struct ControlServer {
 }
 
 impl ControlServer {
-    /// Makes the socket and serves it.
+    /// Creates the socket and serves it.
     ///
     /// # Errors
-    /// [`Exit::Address`] when `path` is taken or cannot be made.
+    /// [`Exit::Address`] when `path` is taken or cannot be created.
     pub(crate) fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
         let (listener, file) = bind(path)?;
         let cannot = |e| Failure::os("cannot serve the control socket", e);
@@ -74,7 +74,8 @@ impl Drop for ControlServer {
     }
 }
 
-/// A listening socket of mode 0600. A socket file nobody listens on any more is replaced.
+/// Creates a listening socket of mode 0600. It replaces a socket file on which nobody listens any
+/// more.
 fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
     let refuse = |why: String| {
         Failure::new(
@@ -106,8 +107,8 @@ fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
             SocketFlags::CLOEXEC,
             None,
         )?;
-        // Linux gives the file the mode of the socket's own inode (unix_bind): no moment with
-        // another.
+        // Linux gives the file the mode of the socket's inode (unix_bind), so there is no moment
+        // with another mode.
         rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
         rustix::net::bind(&socket, &address)?;
         let file = SocketFile::adopt(path)?;
@@ -123,7 +124,7 @@ struct Client {
     idle: Arc<Idle>,
 }
 
-/// Since when a client has asked nothing; `None` while a request of it is served.
+/// The start of a client's idle time; `None` while a request of it is served.
 struct Idle {
     since: Mutex<Option<Instant>>,
     /// The client's connection, to end it.
@@ -153,7 +154,7 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
     let mut clients: Vec<Client> = Vec::new();
     while !stop.load(Ordering::Acquire) {
         let Ok((stream, _)) = listener.accept() else {
-            // Nobody there, or no descriptor left for the moment: either way, look again later.
+            // No client, or no free descriptor at the moment: poll again later.
             std::thread::sleep(POLL.min(Duration::from_millis(10)));
             continue;
         };
@@ -186,8 +187,8 @@ fn accept(listener: &UnixListener, service: &Arc<dyn Service>, stop: &Arc<Atomic
     }
 }
 
-/// Whether there is room for one more client. Where all places are taken, the client that has been
-/// idle the longest gives its place up.
+/// Makes room for another client. If all places are taken, the client that has been idle the
+/// longest is dropped. Returns whether there is room.
 fn make_room(clients: &mut Vec<Client>) -> bool {
     clients.retain(|client| !client.thread.is_finished());
     if clients.len() < MAX_CLIENTS {
@@ -201,7 +202,7 @@ fn make_room(clients: &mut Vec<Client>) -> bool {
     let Some((at, since)) = longest else {
         return false;
     };
-    // One that has only just connected is about to ask.
+    // A client that has just connected is about to send a request.
     std::thread::sleep(MIN_IDLE.saturating_sub(since.elapsed()));
     if !clients[at].idle.end() {
         return false;
@@ -219,7 +220,7 @@ fn refuse_client(mut stream: UnixStream) {
     let _ = stream.write_all(&Line::Error((&failure).into()).to_bytes());
 }
 
-/// Serves one client until it leaves, misbehaves, or the server ends.
+/// Serves one client until it leaves, violates the protocol, or the server ends.
 fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &AtomicBool) {
     let prepared = stream
         .set_nonblocking(false)
@@ -242,8 +243,7 @@ fn serve_client(stream: UnixStream, service: &dyn Service, idle: &Idle, stop: &A
             Err(NoLine::Closed | NoLine::CutOff | NoLine::Stopped | NoLine::Io(_)) => return,
         };
         idle.set(None);
-        // A client that vanished is not told events any more; what it asked for is done all the
-        // same.
+        // A vanished client gets no more events. Its request is carried out nevertheless.
         let mut there = true;
         let mut tell = |line: Line| {
             there = there && writer.write_all(&line.to_bytes()).is_ok();
@@ -270,7 +270,7 @@ mod tests {
     use std::sync::Barrier;
     use std::sync::atomic::AtomicUsize;
 
-    /// Answers when all clients that a test counts on have asked.
+    /// Answers when all clients that a test counts on have sent requests.
     struct Blocking {
         begun: AtomicUsize,
         all: Barrier,

@@ -1,8 +1,8 @@
 //! The demo's destination: a child process that never outlives the demo.
 //!
-//! The child asks the kernel to end it with its parent (whatever ends that), has a process group of
-//! its own (so that Ctrl-C is the parent's to handle), and is killed and waited for when this is
-//! dropped.
+//! The child asks the kernel to end it with its parent, for whatever reason the parent ends. It has
+//! its own process group, so that the parent handles Ctrl-C. Dropping this kills the child and
+//! waits for it.
 
 use crate::args::DemoArgs;
 use crate::control::client::ask;
@@ -20,8 +20,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the child may take to say where it listens, and to end: far more than it needs, as a
-/// host that does much else may let it wait.
+/// The time limit for the child to report its address, and to end. It is far more than needed, as a
+/// busy host may delay the child.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// The destination's process.
@@ -36,16 +36,16 @@ pub(super) struct Child {
 }
 
 impl Child {
-    /// Starts it and waits until it listens.
+    /// Starts the child and waits until it listens.
     ///
     /// # Errors
-    /// What it said was wrong.
+    /// The child's failure.
     pub(super) fn start(args: &DemoArgs, interrupts: &Interrupts) -> Result<Self, Failure> {
         let dir = ScratchDir::new()?;
         let control = dir.path().join("destination");
         let errors = dir.path().join("errors");
         let cannot = |e: std::io::Error| Failure::os("cannot start the destination's process", e);
-        // An executable that was replaced meanwhile is still there under this name.
+        // An executable that was replaced meanwhile is still reachable under this name.
         let exe = std::env::current_exe().ok().filter(|path| path.exists());
         let mut command = Command::new(exe.unwrap_or_else(|| "/proc/self/exe".into()));
         command
@@ -67,7 +67,7 @@ impl Child {
             process,
             control,
             errors,
-            // Replaced by what the child says.
+            // Replaced by the child's report.
             address: Address::Unix(dir.path().join("unknown")),
             _dir: dir,
         };
@@ -108,15 +108,15 @@ impl Child {
             .map_err(|_| self.failed("it did not say where it listens"))
     }
 
-    /// Where it listens.
+    /// The child's address.
     pub(super) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// A request on its control socket.
+    /// Sends a request to the child's control socket.
     ///
     /// # Errors
-    /// What it answers; what it said last, if it ended.
+    /// The child's answer, or its last line on stderr if it ended.
     pub(super) fn ask(
         &mut self,
         request: &Request,
@@ -131,10 +131,10 @@ impl Child {
         })
     }
 
-    /// Waits until the whole VM is there.
+    /// Waits until the whole VM has arrived.
     ///
     /// # Errors
-    /// When it does not come.
+    /// When the VM does not arrive.
     pub(super) fn wait_until_here(&mut self, interrupts: &Interrupts) -> Result<(), Failure> {
         let here = interrupts.wait_for(LIMIT, || {
             let status = self.ask(&Request::Status, LIMIT, interrupts)?;
@@ -143,7 +143,7 @@ impl Child {
         here.ok_or_else(|| self.failed("it does not say that the VM runs there"))
     }
 
-    /// A failure of the migration together with what the destination said about it.
+    /// Adds the destination's last line on stderr to a failure of the migration.
     pub(super) fn explain(&self, failure: Failure) -> Failure {
         match self.last_words() {
             Some(words) if failure.exit != Exit::Cancelled => {
@@ -164,9 +164,9 @@ impl Child {
         )
     }
 
-    /// The child does not do what it should: its own exit code and words, where it ended.
+    /// The failure of a child that does not do its work: its exit code and last line, if it ended.
     fn failed(&mut self, why: &str) -> Failure {
-        // One that is about to end is given the time to say why.
+        // A child that is about to end gets time to print its reason.
         let deadline = Instant::now() + Duration::from_secs(2);
         let code = loop {
             match self.process.try_wait() {
@@ -180,7 +180,7 @@ impl Child {
         Failure::new(exit, format!("the destination failed: {words}"))
     }
 
-    /// Ends it in good order.
+    /// Ends the child in good order.
     ///
     /// # Errors
     /// When it does not end well.
@@ -201,7 +201,8 @@ impl Child {
 
 impl Drop for Child {
     fn drop(&mut self) {
-        // Ended already, or about to be: both calls are harmless to a process that was waited for.
+        // The child has ended or is about to. Both calls are harmless for a process that was waited
+        // for.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

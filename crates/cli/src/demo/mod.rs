@@ -1,5 +1,4 @@
-//! `pageferry demo`: a VM moves from this process to a child of it, and every byte is accounted
-//! for.
+//! `pageferry demo`: moves a VM from this process to a child process, and checks every byte.
 
 mod child;
 
@@ -24,21 +23,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long the guest runs at the source at most before it is moved.
+/// The longest run of the guest at the source before the move.
 const WARM_UP_LIMIT: Duration = Duration::from_secs(30);
-/// How long it runs there at least.
+/// The shortest run of the guest at the source before the move.
 const WARM_UP_LEAST: Duration = Duration::from_millis(500);
-/// How long a guest may make no progress before it is said to be stuck.
+/// The longest time without progress before a guest counts as stuck.
 const STUCK: Duration = Duration::from_secs(30);
-/// How long short requests to the destination may take.
+/// The time limit for short requests to the destination.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
-/// How long a verification may take.
+/// The time limit for a verification.
 const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Shows the main job on this machine.
+/// Shows a migration on this machine.
 ///
 /// # Errors
-/// What went wrong; [`Exit::Verification`] when a page was.
+/// The failure; [`Exit::Verification`] when a page was wrong.
 pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failure> {
     if let Some(path) = &args.report {
         check_report_path(path)?;
@@ -53,7 +52,7 @@ pub(crate) fn demo(args: &DemoArgs, interrupts: &Interrupts) -> Result<(), Failu
     } else {
         output::result(&report.table());
     }
-    // After the result: a report that cannot be written must not cost it.
+    // Written after the result, so that a report that cannot be written does not cost the result.
     let written = args.report.as_ref().map_or(Ok(()), |path| {
         report::write(path, report.html())?;
         if !args.json {
@@ -90,7 +89,7 @@ fn check_report_path(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Everything up to the report.
+/// Runs everything up to the report.
 fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Report, Failure> {
     let (engine, because) = match args.delivery.delivery.0 {
         None => engine_that_receives(args.machine.engine)?,
@@ -113,7 +112,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
 
     child.wait_until_here(interrupts)?;
     wait_for_guest(&mut child, feed, interrupts)?;
-    // Before the host pauses the guest to verify, so that this is not in the timeline.
+    // Taken before the host pauses the guest to verify, so that the pause is not in the timeline.
     let theirs: Report = read(child.ask(&Request::Report, ASK_LIMIT, interrupts)?)?;
     feed.step("host verifies");
     let verified = read(child.ask(&Request::Verify, VERIFY_LIMIT, interrupts)?)?;
@@ -172,7 +171,7 @@ fn warm_up(vm: &Vm, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure>
     Ok(())
 }
 
-/// Remembers the phase for those who decide what Ctrl-C means.
+/// Keeps the phase, which decides what Ctrl-C means.
 struct Phases {
     feed: Arc<Feed>,
     now: Arc<Mutex<Phase>>,
@@ -249,7 +248,7 @@ fn runs_on(vm: &Vm, interrupts: &Interrupts) -> &'static str {
     "not seen to run on; the demo ends it"
 }
 
-/// Waits until every vCPU has been at all its pages at the destination, and so has checked them.
+/// Waits until every vCPU has visited, and so checked, all its pages at the destination.
 fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure> {
     feed.step("guest verifies");
     let numbers = |status: &Value, key: &str| -> Vec<u64> {
@@ -258,8 +257,7 @@ fn wait_for_guest(child: &mut Child, feed: &Feed, interrupts: &Interrupts) -> Re
             .unwrap_or_default()
     };
     let first = child.ask(&Request::Status, ASK_LIMIT, interrupts)?;
-    // The pass under way when the VM came was begun elsewhere; the next one is made here from end
-    // to end.
+    // The pass in which the VM came began elsewhere. The next one runs here from end to end.
     let goals: Vec<u64> = numbers(&first, "pass")
         .iter()
         .map(|pass| pass + 2)

@@ -1,4 +1,4 @@
-//! A VM leaves: the migration as its source's process sees it.
+//! A VM leaves: the migration in its source's process.
 
 use super::{
     ABANDONED_AT_SOURCE, Activity, Answers, Host, NoOutcome, Stop, StopRequests, Watch,
@@ -17,21 +17,21 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 /// A request to migrate.
 pub(super) struct Job {
-    /// Where to.
+    /// The destination.
     pub(super) to: Address,
     /// Passes while the guest runs.
     pub(super) precopy_passes: u32,
-    /// Who watches.
+    /// The feed for those who watch.
     pub(super) feed: Arc<Feed>,
-    /// Who waits for the outcome.
+    /// The channel for the outcome.
     pub(super) done: Sender<Result<Report, Failure>>,
 }
 
-/// A migration's outcome: the account, or why there is none and where the VM is.
+/// A migration's outcome: the report, or the failure and the place of the VM.
 type Outcome = Result<SourceReport, (SourceVm, Failure)>;
 
 impl Host {
-    /// Runs a migration to its end. Returns where the VM went, or `None` if it is still here.
+    /// Runs a migration to its end. Returns the VM's destination, or `None` if it is still here.
     ///
     /// # Errors
     /// When the VM is neither here nor whole elsewhere.
@@ -86,8 +86,8 @@ impl Host {
                 Ok(None)
             }
             Err((SourceVm::GivenUp, failure)) => {
-                // A request that came before anybody can know of this does not drop the only whole
-                // copy.
+                // The user sent these requests before it was possible to know of this end. They
+                // must not drop the only whole copy.
                 stops.forget();
                 self.set_activity(Activity::GivenUp { to });
                 let _ = job
@@ -124,15 +124,15 @@ impl Host {
     }
 }
 
-/// Told to whoever asked for a migration that `quit` cancelled.
+/// The answer to a requester whose migration `quit` cancelled.
 const CANCELLED_BY_QUIT: &str =
     "the migration was cancelled, as `quit` asks for the end of the VM: it ends at the source";
 
-/// Said at the first request to stop after the switch-over.
+/// The answer to the first request to stop after the switch-over.
 pub(crate) const FINISHING: &str =
     "the VM runs at the destination already: sending the rest of its memory first (again: give up)";
 
-/// Starts the migration on a thread of its own, so that the user can give it up.
+/// Starts the migration on a separate thread, so that the user can give it up.
 fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>, Failure> {
     let watch = Watch {
         host: Arc::clone(host),
@@ -142,10 +142,10 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
     send_away(vm, &job.to, job.precopy_passes, &host.cancel, watch)
 }
 
-/// Migrates `vm` on a thread of its own, which sends the outcome.
+/// Migrates `vm` on a separate thread, which sends the outcome.
 ///
 /// # Errors
-/// When there is no thread to be had.
+/// When the host has no room for a thread.
 pub(crate) fn send_away(
     vm: &Arc<Vm>,
     to: &Address,
@@ -172,7 +172,7 @@ pub(crate) fn send_away(
                 &cancel,
                 &observer,
             );
-            // Nobody waits any more only when the process is ending.
+            // The receiver is gone only if the process is ending.
             let _ = sender.send(result.map_err(|failure| (failure.vm, Failure::from(failure))));
         })
         .map_err(|e| Failure::os("cannot start the migration's thread", e))?;

@@ -1,12 +1,12 @@
-//! A process that owns a VM, whichever way the VM came: `run` boots one, `receive` takes one in.
+//! A process that owns a VM: `run` boots one, `receive` receives one.
 //!
-//! **Guarantee.** One thing happens to the VM at a time: requests of the control socket, the
-//! migration that brings it and the one that takes it away exclude each other by [`Activity`]. A VM
+//! **Guarantee.** The VM has one activity at a time. [`Activity`] makes requests of the control
+//! socket, the migration that brings the VM and the one that takes it away exclude each other. A VM
 //! that is incomplete, or has left, is never resumed.
 //!
-//! **Mechanism.** Control connections answer requests on their own threads; those that do something
-//! to the VM hold one lock. A request to migrate is queued for the main thread, which runs it on a
-//! thread of its own while it watches for Ctrl-C ([`leave`], [`wait`]).
+//! **Mechanism.** Control connections answer requests on their own threads. Requests that change
+//! the VM hold one lock. A request to migrate is queued for the main thread. That runs it on a
+//! separate thread while it watches for Ctrl-C ([`leave`], [`wait`]).
 
 mod leave;
 mod service;
@@ -32,53 +32,54 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-/// What is happening to the VM.
+/// The current activity of the VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Activity {
     /// It has not come yet.
     Waiting,
     /// It is being received.
     Arriving(Phase),
-    /// Nothing but that it is here.
+    /// It is here, and nothing else happens.
     Here,
     /// It is being sent.
     Leaving(Phase),
     /// It runs elsewhere.
     Left {
-        /// Where to it went.
+        /// Its destination.
         to: String,
     },
-    /// It was handed over, and the migration failed: paused here with all its pages, never resumed.
+    /// It was handed over, and the migration failed. It is paused here with all its pages, and
+    /// never resumed.
     GivenUp {
-        /// Where to it went.
+        /// Its destination.
         to: String,
     },
-    /// It was received in part and the rest will not come.
+    /// It was received in part, and the rest will not come.
     Incomplete {
-        /// How many pages are not here.
+        /// The number of missing pages.
         missing: u64,
     },
 }
 
-/// What the main thread, the control connections and a migration's observer share.
+/// The state that the main thread, the control connections and a migration's observer share.
 pub(crate) struct Host {
     vm: Mutex<Option<Arc<Vm>>>,
     began: Instant,
-    /// How many bytes the destination of the migration under way has allocated.
+    /// The bytes that the destination of the current migration has allocated.
     allocated: Mutex<Option<u64>>,
     activity: Mutex<Activity>,
-    /// Held by whoever does something to the VM that takes time, so that such things exclude each
-    /// other while the activity can still be read.
+    /// Held during every long operation on the VM. Such operations exclude each other, while the
+    /// activity can still be read.
     busy: Mutex<()>,
-    /// What the migration that brought the VM did.
+    /// The record of the migration that brought the VM.
     received: OnceLock<Received>,
-    /// Watches the guest's progress after a migration that brought it.
+    /// Samples the guest's progress after the migration that brought the VM.
     sampler: Mutex<Option<Sampler>>,
     /// A verification whose outcome counts together with every later one (tests corrupt a page).
     earlier: OnceLock<Verified>,
-    /// How often somebody asked for the end over the control socket.
+    /// The number of `quit` requests over the control socket.
     quits: AtomicU32,
-    /// Calls the migration that takes the VM away off.
+    /// Cancels the migration that takes the VM away.
     cancel: Arc<AtomicBool>,
     jobs: Sender<Job>,
 }
@@ -86,7 +87,7 @@ pub(crate) struct Host {
 /// The main thread's end of the queue.
 pub(crate) struct Jobs(Receiver<Job>);
 
-/// How a host came to its end.
+/// The end of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
     /// Ctrl-C or `quit`.
@@ -119,12 +120,12 @@ impl Host {
         self.activity.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is happening now.
+    /// The current activity.
     pub(crate) fn activity(&self) -> Activity {
         self.lock().clone()
     }
 
-    /// Something else is happening from now on.
+    /// Changes the current activity.
     pub(crate) fn set_activity(&self, activity: Activity) {
         if !matches!(activity, Activity::Arriving(_) | Activity::Leaving(_)) {
             self.set_allocated(None);
@@ -138,12 +139,12 @@ impl Host {
         vm.clone()
     }
 
-    /// Gives the host its VM, or takes away one that was discarded.
+    /// Gives the host its VM, or removes one that was discarded.
     pub(crate) fn set_vm(&self, vm: Option<&Arc<Vm>>) {
         *self.vm.lock().unwrap_or_else(PoisonError::into_inner) = vm.cloned();
     }
 
-    /// The destination of the migration under way has allocated so many bytes.
+    /// Sets the bytes that the destination of the current migration has allocated.
     fn set_allocated(&self, bytes: Option<u64>) {
         *self
             .allocated
@@ -158,12 +159,12 @@ impl Host {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps what the migration that brought the VM did.
+    /// Keeps the record of the migration that brought the VM.
     pub(crate) fn set_received(&self, received: Received) {
         let _ = self.received.set(received);
     }
 
-    /// Keeps the sampler that watches the guest's progress here; `None` ends it.
+    /// Keeps the sampler of the guest's progress here. `None` ends it.
     pub(crate) fn set_sampler(&self, sampler: Option<Sampler>) {
         *self.sampler.lock().unwrap_or_else(PoisonError::into_inner) = sampler;
     }
@@ -173,7 +174,7 @@ impl Host {
         let _ = self.earlier.set(verified);
     }
 
-    /// What the migration that brought the VM did, with the guest's progress until now.
+    /// The record of the migration that brought the VM, with the guest's progress until now.
     pub(crate) fn received(&self) -> Option<Received> {
         let mut received = self.received.get()?.clone();
         let sampler = self.sampler.lock().unwrap_or_else(PoisonError::into_inner);
@@ -181,25 +182,26 @@ impl Host {
         Some(received)
     }
 
-    /// Whether somebody asked for the end over the control socket.
+    /// Whether a `quit` came over the control socket.
     pub(crate) fn quits(&self) -> bool {
         self.quit_count() > 0
     }
 
-    /// How often somebody asked for the end over the control socket.
+    /// The number of `quit` requests over the control socket.
     fn quit_count(&self) -> u32 {
         self.quits.load(Ordering::Acquire)
     }
 
-    /// Asks for the end.
+    /// Counts a `quit`.
     fn ask_to_quit(&self) {
         self.quits.fetch_add(1, Ordering::Release);
     }
 
-    /// Keeps the VM until it is migrated away or somebody wants the end.
+    /// Keeps the VM until it is migrated away or somebody asks for the end.
     ///
     /// # Errors
-    /// When the guest cannot go on, or the user gave a migration up after the switch-over.
+    /// When the guest cannot run any further, or the user gave a migration up after the
+    /// switch-over.
     pub(crate) fn keep(
         self: &Arc<Self>,
         jobs: &Jobs,
@@ -207,7 +209,8 @@ impl Host {
     ) -> Result<Ended, Failure> {
         let mut stops = StopRequests::new(interrupts, Some(self));
         loop {
-            // A `quit` that cancelled a migration still ends the VM; a signal was answered by that.
+            // A `quit` that cancelled a migration still ends the VM. For a signal, the cancellation
+            // was the answer.
             if self.quits() || stops.take().is_some() {
                 return Ok(Ended::Asked);
             }
@@ -221,26 +224,27 @@ impl Host {
                     }
                 }
                 Err(RecvTimeoutError::Timeout) => {}
-                // The host holds a sender itself, so this cannot be; not to spin if it were:
+                // The host itself holds a sender, so this cannot happen. If it did, the loop must
+                // not spin.
                 Err(RecvTimeoutError::Disconnected) => std::thread::sleep(Interrupts::POLL),
             }
         }
     }
 }
 
-/// Passes a migration's phases on to the host's activity and to those who watch.
+/// Passes a migration's phases to the host's activity and to those who watch.
 pub(crate) struct Watch {
-    /// Whose activity it is.
+    /// The host with the activity.
     pub(crate) host: Arc<Host>,
-    /// What a phase makes of the activity.
+    /// Converts a phase to an activity.
     pub(crate) activity: fn(Phase) -> Activity,
-    /// Who watches.
+    /// The feed for those who watch.
     pub(crate) feed: Arc<Feed>,
 }
 
 impl Observer for Watch {
     fn phase(&self, phase: Phase) {
-        // The end is told by the migration's result.
+        // The migration's result reports the end.
         if !matches!(phase, Phase::Completed | Phase::Failed) {
             self.host.set_activity((self.activity)(phase));
         }
@@ -266,7 +270,7 @@ pub(crate) fn has_switched_over(phase: Phase) -> bool {
     )
 }
 
-/// Says that somebody asked for the end, and what is done about it.
+/// Prints the answer to a request to stop.
 fn say(text: &str) {
     output::note(text);
 }

@@ -1,4 +1,4 @@
-//! What a VM's control socket answers.
+//! The answers of a VM's control socket.
 
 use super::leave::Job;
 use super::{Activity, Host, has_switched_over};
@@ -57,13 +57,13 @@ impl Service for HostService {
 }
 
 impl Host {
-    /// Does something to a VM to which nothing else is happening.
+    /// Runs `act` on a VM that has no other activity.
     fn while_here<T>(&self, act: impl FnOnce(&Vm) -> Result<T, Failure>) -> Result<T, Failure> {
         let _exclusive = self.exclusive()?;
         act(&*self.vm_here(&self.activity())?)
     }
 
-    /// Keeps others from doing something to the VM.
+    /// Excludes other operations on the VM.
     fn exclusive(&self) -> Result<MutexGuard<'_, ()>, Failure> {
         match self.busy.try_lock() {
             Ok(guard) => Ok(guard),
@@ -115,7 +115,7 @@ impl Host {
             Activity::Arriving(phase) | Activity::Leaving(phase) => Some(phase.to_string()),
             _ => None,
         };
-        // While a VM is being filled, its control pages are neither missing nor all there.
+        // While a VM is being received, its control pages may be neither missing nor complete.
         let readable = match &activity {
             Activity::Arriving(phase) => has_switched_over(*phase),
             _ => true,
@@ -160,7 +160,7 @@ impl Host {
             .map_err(|e| Failure::new(Exit::Usage, format!("{e}")))?;
         if precopy_passes > crate::args::MAX_PASSES {
             let message = format!(
-                "{precopy_passes} passes are more than the {} that make sense",
+                "{precopy_passes} passes are too many: choose at most {}",
                 crate::args::MAX_PASSES
             );
             return Err(Failure::new(Exit::Usage, message));

@@ -1,8 +1,8 @@
-//! The one place that waits for a migration and answers requests to stop meanwhile.
+//! The only wait for a migration. It answers requests to stop meanwhile.
 //!
 //! **Guarantee.** Each request to stop is answered once. Before the switch-over it cancels the
-//! migration. After the switch-over the first one is told that the rest follows, and the second one
-//! abandons the migration. A request that was answered has no later effect.
+//! migration. After the switch-over the first request is answered that the rest follows, and the
+//! second one abandons the migration. An answered request has no later effect.
 //!
 //! **Mechanism.** Signals and `quit` are counted. [`StopRequests`] remembers how many were
 //! answered.
@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 pub(crate) enum Stop {
     /// Ctrl-C or SIGTERM.
     Signal,
-    /// `quit` on the control socket: the VM is to end.
+    /// `quit` on the control socket: the VM must end.
     Quit,
 }
 
@@ -25,12 +25,12 @@ pub(crate) enum Stop {
 pub(crate) struct StopRequests<'a> {
     interrupts: &'a Interrupts,
     host: Option<&'a Host>,
-    /// How many signals and how many `quit` were answered.
+    /// The numbers of signals and of `quit` requests that were answered.
     answered: (u32, u32),
 }
 
 impl<'a> StopRequests<'a> {
-    /// All requests since the process began. `host` is the one whose control socket takes `quit`.
+    /// Takes all requests since the process began. `quit` comes over the control socket of `host`.
     pub(crate) const fn new(interrupts: &'a Interrupts, host: Option<&'a Host>) -> Self {
         Self {
             interrupts,
@@ -44,7 +44,7 @@ impl<'a> StopRequests<'a> {
         (self.interrupts.count(), quits)
     }
 
-    /// Whether a request came since the last call; all that came are answered by that.
+    /// Returns a request if any came since the last call. This answers all that came.
     pub(crate) fn take(&mut self) -> Option<Stop> {
         let (before, now) = (self.answered, self.received());
         self.answered = now;
@@ -70,17 +70,17 @@ impl<'a> StopRequests<'a> {
     }
 }
 
-/// How requests to stop are answered in one migration.
+/// The answers to requests to stop in one migration.
 pub(crate) struct Answers<'a> {
     /// Whether the guest may run at the destination already.
     pub(crate) switched_over: &'a dyn Fn() -> bool,
-    /// Cancels the migration, and says so.
+    /// Cancels the migration, and prints that.
     pub(crate) cancel: &'a dyn Fn(Stop),
-    /// Says that the first request after the switch-over lets the migration finish.
+    /// Prints that the first request after the switch-over lets the migration finish.
     pub(crate) finishing: &'a dyn Fn(),
 }
 
-/// Why a migration gave no outcome.
+/// The reason why a migration gave no outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NoOutcome {
     /// The user did not wait for the end of post-copy.
@@ -90,7 +90,7 @@ pub(crate) enum NoOutcome {
 }
 
 impl NoOutcome {
-    /// The failure, where `abandoned` says what it means that the user did not wait.
+    /// The failure. `abandoned` describes the consequence of not waiting.
     pub(crate) fn failure(self, abandoned: &str) -> Failure {
         match self {
             Self::Abandoned => Failure::new(
@@ -105,14 +105,14 @@ impl NoOutcome {
     }
 }
 
-/// What it means for a source that its user did not wait for the end of post-copy.
+/// The consequence for a source whose user did not wait for the end of post-copy.
 pub(crate) const ABANDONED_AT_SOURCE: &str = "the destination pauses the VM, as pages are missing \
      there; it is not resumed here either";
 
 /// Waits for the outcome of a migration and answers requests to stop.
 ///
 /// # Errors
-/// [`NoOutcome`] says why there is none.
+/// [`NoOutcome`] has the reason.
 pub(crate) fn wait_for_outcome<T>(
     outcome: &Receiver<T>,
     stops: &mut StopRequests<'_>,

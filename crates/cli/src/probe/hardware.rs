@@ -52,7 +52,7 @@ pub(super) fn huge_pages() -> Finding {
     }
 }
 
-/// Transparent huge pages, of shared memory above all.
+/// Transparent huge pages, mainly of shared memory.
 pub(super) fn transparent_huge_pages() -> Finding {
     let chosen = |name: &str| -> Option<String> {
         let text =
@@ -82,7 +82,7 @@ pub(super) fn transparent_huge_pages() -> Finding {
     }
 }
 
-/// Cores this process may use.
+/// Cores that this process may use.
 pub(super) fn cores() -> Finding {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let few = cores < 4;

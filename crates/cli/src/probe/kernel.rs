@@ -1,4 +1,4 @@
-//! What the kernel offers to this process.
+//! Kernel features available to this process.
 
 use super::{Finding, State};
 use crate::vm::deliveries_of;
@@ -11,7 +11,7 @@ use std::path::Path;
 /// Bit of CAP_SYS_PTRACE in the capability sets (`include/uapi/linux/capability.h`).
 const CAP_SYS_PTRACE: u32 = 19;
 
-/// KVM: does a VM really run?
+/// KVM: runs a probe VM.
 pub(super) fn kvm() -> Finding {
     let parameter = |name: &str| {
         let text = fs::read_to_string(format!("/sys/module/kvm/parameters/{name}")).ok()?;
@@ -57,7 +57,7 @@ pub(super) fn kvm() -> Finding {
     }
 }
 
-/// userfaultfd: may we, and with what?
+/// userfaultfd: the permission to use it, and its features.
 pub(super) fn userfaultfd() -> Finding {
     let support = UffdSupport::probe();
     let name = "userfaultfd";
@@ -111,7 +111,7 @@ pub(super) fn userfaultfd() -> Finding {
     }
 }
 
-/// Who we are, as far as it matters.
+/// This process's privileges, as far as Pageferry needs them.
 pub(super) fn privileges() -> Finding {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status
@@ -144,7 +144,7 @@ pub(super) fn privileges() -> Finding {
     }
 }
 
-/// memfd: what guest memory is made of.
+/// memfd, the backing of guest memory.
 pub(super) fn memfd() -> Finding {
     let name = "memfd";
     match rustix::fs::memfd_create(

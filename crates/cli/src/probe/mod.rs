@@ -1,7 +1,8 @@
-//! `pageferry probe`: what this host can do, what that means, and what to do about what is missing.
+//! `pageferry probe`: the features of this host, their meaning for Pageferry, and remedies for
+//! missing ones.
 //!
-//! Each [`Finding`] is made by trying, not by reading version numbers: a VM is run, a userfaultfd
-//! opened, a memfd made. Nothing on the host is changed.
+//! Each [`Finding`] comes from a trial, not from version numbers: the probe runs a VM, opens a
+//! userfaultfd, creates a memfd. It changes nothing on the host.
 
 mod hardware;
 mod kernel;
@@ -15,33 +16,33 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// How good a finding is.
+/// The grade of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum State {
-    /// All that Pageferry can use is there.
+    /// Everything that Pageferry can use is there.
     Good,
-    /// It works, with something slower or smaller.
+    /// It works, but is slower or smaller.
     Limited,
     /// It is not there.
     Missing,
 }
 
-/// One thing looked at.
+/// The result of one trial.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
-    /// Its stable name.
+    /// The finding's stable name.
     name: &'static str,
     state: State,
-    /// What is there.
+    /// The feature found.
     found: String,
-    /// What that means for Pageferry.
+    /// Its meaning for Pageferry.
     means: String,
-    /// What to do about what is missing; nothing if nothing is.
+    /// A remedy, if something is missing.
     advice: Option<String>,
 }
 
-/// What `auto` would choose.
+/// The choice of `auto`.
 #[derive(Clone, Debug, Serialize)]
 struct Choice {
     engine: &'static str,
@@ -50,7 +51,7 @@ struct Choice {
     deliveries: Vec<&'static str>,
 }
 
-/// Looks, and says what it found.
+/// Runs all trials and prints the findings.
 ///
 /// # Errors
 /// When not even the soft engine can be chosen.

@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often the feed is looked at.
+/// The interval at which the feed is polled.
 const POLL: Duration = Duration::from_millis(50);
-/// How often a plain line says how far a step is.
+/// The interval between plain lines about the progress of a step.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
-/// Shows a feed until it is finished or dropped; then everything put before was shown.
+/// Shows a feed until it is finished or dropped. By then every earlier update was shown.
 #[derive(Debug)]
 pub(crate) struct Display {
     stop: Arc<AtomicBool>,
@@ -22,7 +22,7 @@ pub(crate) struct Display {
 }
 
 impl Display {
-    /// Shows `feed`, if there is a thread for it to be had.
+    /// Shows `feed`, if the host has room for a thread.
     pub(crate) fn start(feed: &Arc<Feed>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (feed, stopped) = (Arc::clone(feed), Arc::clone(&stop));
@@ -51,7 +51,7 @@ impl Display {
         }
     }
 
-    /// Shows what is left and ends.
+    /// Shows the remaining updates and ends.
     pub(crate) fn finish(mut self) {
         self.end();
     }
@@ -76,7 +76,7 @@ trait Screen {
     fn end(&mut self);
 }
 
-/// How far the destination is with its memory, in words; nothing once it is all there.
+/// The progress of the destination's memory allocation, in words; empty once it is complete.
 fn allocated(done: u64, total: u64) -> String {
     if done >= total {
         return String::new();
@@ -85,7 +85,7 @@ fn allocated(done: u64, total: u64) -> String {
     format!("the destination has allocated {percent:.0} % of the memory")
 }
 
-/// One bar a step, one below the other.
+/// One bar per step, one below the other.
 struct Bars {
     all: MultiProgress,
     current: Option<ProgressBar>,
@@ -155,7 +155,7 @@ impl Screen for Bars {
     }
 }
 
-/// One line a step, and now and then one in between.
+/// One line per step, plus some lines about its progress.
 struct Lines {
     began: Instant,
     step: String,

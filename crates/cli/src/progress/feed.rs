@@ -1,30 +1,30 @@
-//! Updates on their way from those who work to those who watch.
+//! Updates on their way from a worker to its viewers.
 
 use pageferry_migration::{Observer, Phase};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// One piece of news.
+/// An update.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Update {
     /// A phase of a migration began.
     Phase(Phase),
     /// A step of a command that is not a phase began.
     Step(String),
-    /// What began last has come this far.
+    /// The current phase or step has come this far.
     Progress {
         /// Units done.
         done: u64,
-        /// Of so many.
+        /// The total number of units.
         total: u64,
     },
-    /// Beside it, the destination has allocated memory for so many pages.
+    /// Meanwhile, the destination has allocated memory for this many pages.
     Allocated {
         /// Pages done.
         done: u64,
-        /// Of so many.
+        /// The total number of pages.
         total: u64,
     },
-    /// A line of its own.
+    /// A separate line.
     Note(String),
 }
 
@@ -38,7 +38,7 @@ impl Feed {
     /// The most updates kept for a reader that does not come.
     const MAX: usize = 1024;
 
-    /// An empty one.
+    /// An empty feed.
     pub(crate) fn new() -> Arc<Self> {
         Arc::default()
     }
@@ -47,7 +47,7 @@ impl Feed {
         self.updates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds an update. Progress replaces progress that nobody has seen yet.
+    /// Adds an update. Progress replaces progress that no reader has taken yet.
     pub(crate) fn put(&self, update: Update) {
         let mut updates = self.lock();
         if matches!(
@@ -67,12 +67,12 @@ impl Feed {
         self.put(Update::Step(name.into()));
     }
 
-    /// Says how far the step is.
+    /// Reports the progress of the step.
     pub(crate) fn at(&self, done: u64, total: u64) {
         self.put(Update::Progress { done, total });
     }
 
-    /// Says something.
+    /// Adds a line.
     pub(crate) fn note(&self, text: impl Into<String>) {
         self.put(Update::Note(text.into()));
     }

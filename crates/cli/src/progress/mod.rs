@@ -1,10 +1,10 @@
-//! How far a command is, for those who watch it.
+//! The progress of a command, and its display.
 //!
-//! **Guarantee.** Who reports progress never waits for who shows it: a migration's threads put an
-//! update into a [`Feed`] and go on, also in the blackout, and no thread is woken by that.
+//! **Guarantee.** A thread that reports progress never waits for a viewer. A migration's threads
+//! put an update into a [`Feed`] and continue, even in the blackout. No thread is woken by that.
 //!
-//! **Mechanism.** Whoever shows updates polls the feed: a [`Display`] from a thread of its own
-//! (bars on a terminal, plain lines elsewhere), a control socket's connection from its thread.
+//! **Mechanism.** Viewers poll the feed. A [`Display`] does so from its thread (bars on a terminal,
+//! plain lines elsewhere), a control connection from its own.
 
 mod display;
 mod feed;

@@ -1,4 +1,4 @@
-//! What a measurement was made on.
+//! The conditions of a measurement.
 
 use crate::memory;
 use serde::{Deserialize, Serialize};
@@ -9,26 +9,26 @@ use std::fs;
 pub(crate) struct Conditions {
     /// Pageferry's version.
     pub(crate) version: String,
-    /// `release`, or `debug` (then no number says anything about speed).
+    /// `release`, or `debug` (whose times say nothing about speed).
     pub(crate) build: String,
     /// The kernel's release.
     pub(crate) kernel: String,
     /// The processor's architecture.
     pub(crate) arch: String,
-    /// How many cores this process may use.
+    /// The number of cores that this process may use.
     pub(crate) cores: usize,
     /// The host's memory in bytes.
     pub(crate) host_memory_bytes: Option<u64>,
-    /// What the two sides were connected by.
+    /// The connection of the two sides.
     pub(crate) link: String,
-    /// Passes asked for while the guest runs at the source.
+    /// Requested passes while the guest runs at the source.
     pub(crate) precopy_passes: Option<u32>,
-    /// Why the engine was chosen.
+    /// The reason why the engine was chosen.
     pub(crate) engine_because: Option<String>,
 }
 
 impl Conditions {
-    /// Of this process, connected by `link`.
+    /// The conditions of this process, connected by `link`.
     pub(crate) fn here(link: impl Into<String>) -> Self {
         let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {

@@ -1,4 +1,4 @@
-//! Each side's account of a migration, in a form that travels over a control socket.
+//! The two sides' records of a migration, in a form that travels over a control socket.
 
 use super::stalls::Stalls;
 use crate::memory::Overhead;
@@ -7,7 +7,7 @@ use pageferry_addr::RamPage;
 use pageferry_migration::{DestinationReport, PageCounts, PhaseStart, SourceReport};
 use serde::{Deserialize, Serialize};
 
-/// Pages by the way they went.
+/// Numbers of pages by the way they travelled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Pages {
     precopy: u64,
@@ -38,7 +38,7 @@ impl From<Pages> for PageCounts {
     }
 }
 
-/// When a phase began.
+/// The start of a phase.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct PhaseAt {
     /// Its name, without the pass.
@@ -59,18 +59,18 @@ impl From<&PhaseStart> for PhaseAt {
     }
 }
 
-/// What the source knows.
+/// The source's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Sent {
     /// Every phase in order.
     pub(crate) phases: Vec<PhaseAt>,
     /// From the first connection attempt to the confirmed end.
     pub(crate) total_ns: u64,
-    /// When the first vCPU left the guest for good.
+    /// The time at which the first vCPU left the guest for good.
     pub(crate) first_stop_ns: u64,
-    /// When the last one did.
+    /// The time at which the last vCPU left the guest for good.
     pub(crate) last_stop_ns: u64,
-    /// When the word that the guest runs at the destination had arrived.
+    /// The time at which the source learned that the guest runs at the destination.
     pub(crate) confirmed_ns: u64,
     /// Pages sent.
     pub(crate) pages: Pages,
@@ -78,9 +78,9 @@ pub(crate) struct Sent {
     pub(crate) missing_at_start: u64,
     /// Bytes of pages sent.
     pub(crate) page_bytes: u64,
-    /// Of these, by the background push.
+    /// The part of them that the background push sent.
     pub(crate) background_bytes: u64,
-    /// How long that took.
+    /// The duration of the background push.
     pub(crate) background_ns: u64,
     /// Pages and nanoseconds of each pre-copy pass.
     pub(crate) passes: Vec<(u64, u64)>,
@@ -91,7 +91,7 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
-    /// The source's report, with the samples taken beside it.
+    /// The record of the source's report and of the samples taken meanwhile.
     pub(crate) fn new(report: &SourceReport, samples: Vec<Sample>) -> Self {
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
@@ -111,22 +111,22 @@ impl Sent {
     }
 }
 
-/// What the destination knows.
+/// The destination's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Received {
     /// Every phase in order.
     pub(crate) phases: Vec<PhaseAt>,
-    /// How faults were delivered.
+    /// The fault delivery.
     pub(crate) delivery: String,
-    /// When the vCPUs were let go.
+    /// The time at which the vCPUs were started.
     pub(crate) started_ns: u64,
-    /// When the first guest instruction ran, where the engine tells.
+    /// The time of the first guest instruction, if the engine reports it.
     pub(crate) first_instruction_ns: Option<u64>,
-    /// When the guest first touched a page of data.
+    /// The time of the guest's first touch of a data page.
     pub(crate) first_touch_ns: Option<u64>,
-    /// How long faults held vCPUs up.
+    /// The stalls of vCPUs on missing pages.
     pub(crate) stalls: Stalls,
-    /// Faults on pages that were there and only had to be mapped.
+    /// Faults on present pages that only had to be mapped.
     pub(crate) local_faults: u64,
     /// Pages received.
     pub(crate) pages: Pages,
@@ -139,7 +139,8 @@ pub(crate) struct Received {
 }
 
 impl Received {
-    /// The destination's report; `is_data` tells the guest's data from its code and tables.
+    /// The record of the destination's report. `is_data` separates the guest's data from its code
+    /// and tables.
     pub(crate) fn new(report: &DestinationReport, is_data: impl Fn(RamPage) -> bool) -> Self {
         let pairs = report
             .stalls

@@ -1,4 +1,4 @@
-//! The report as one HTML page that needs nothing else.
+//! The report as one self-contained HTML page.
 
 use super::timeline::{ms_from, speeds};
 use super::{PhaseAt, Report, Stalls, table};
@@ -6,9 +6,9 @@ use pageferry_bench::kit::charts::{self, Band, Timeline, time};
 use pageferry_bench::kit::{self, escape, scrolling};
 use std::fmt::Write;
 
-/// How much of the time before and after the move is shown, as a share of the move.
+/// The shown time before and after the move, as a share of the move.
 const MARGIN: f64 = 0.25;
-/// How much is shown around the blackout in the close-up, in nanoseconds.
+/// The shown time around the blackout in the close-up, in nanoseconds.
 const CLOSE_UP_NS: u64 = 40_000_000;
 
 /// The whole page.
@@ -150,7 +150,7 @@ fn timelines(report: &Report, page: &mut String) -> Result<(), String> {
     )
 }
 
-/// The phases as stretches of the time axis, those in the window.
+/// The phases within the window, as bands of the time axis.
 fn bands(phases: &[PhaseAt], origin_ns: u64, (left, right): (f64, f64)) -> Vec<Band> {
     let starts = phases.iter().map(|phase| ms_from(origin_ns, phase.at_ns));
     let ends = starts.clone().skip(1).chain([right]);

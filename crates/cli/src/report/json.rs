@@ -1,9 +1,9 @@
-//! The report for programs. Keys keep their names and units from version to version.
+//! The report as JSON. Keys keep their names and units from version to version.
 
 use super::{MS, Report, Stalls};
 use serde_json::{Value, json};
 
-/// One object.
+/// The report as one object.
 pub(super) fn show(report: &Report) -> Value {
     let pages = report.pages();
     let blackout = report.blackout();
@@ -62,7 +62,7 @@ fn histogram(stalls: &Stalls) -> Value {
         .collect()
 }
 
-/// The phases with their starts in milliseconds since the first.
+/// The phases with their starts in milliseconds since the first phase.
 fn phases(report: &Report) -> Option<Vec<Value>> {
     let sent = report.sent.as_ref().map(|s| &s.phases);
     let phases = sent.or(report.received.as_ref().map(|r| &r.phases))?;

@@ -1,10 +1,10 @@
-//! What a migration did: one record, shown as a table, as JSON, or as an HTML page.
+//! The record of a migration, shown as a table, as JSON, or as an HTML page.
 //!
-//! **Guarantee.** Every number is measured, or a dash; where a number is a bound and not exact, it
-//! says so.
+//! **Guarantee.** Every number is measured, or a dash. A number that is only a bound is marked as
+//! one.
 //!
-//! **Mechanism.** [`Sent`] is the source's half and [`Received`] the destination's, which travels
-//! over the control socket; [`Report`] joins what there is of them. [`table`], [`json`] and
+//! **Mechanism.** [`Sent`] is the source's half. [`Received`] is the destination's half, and
+//! travels over the control socket. [`Report`] joins the halves that exist. [`table`], [`json`] and
 //! [`html`] only show.
 
 mod conditions;
@@ -26,7 +26,7 @@ use pageferry_migration::PageCounts;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// Nanoseconds a millisecond.
+/// Nanoseconds per millisecond.
 const MS: f64 = 1e6;
 
 /// The outcome of both verifications.
@@ -34,14 +34,14 @@ const MS: f64 = 1e6;
 pub(crate) struct Verified {
     /// No vCPU has found a wrong page in its own checks.
     pub(crate) guest: bool,
-    /// The host found every page as the vCPUs' counters say it must be.
+    /// The host found the contents of every page as expected from the vCPUs' counters.
     pub(crate) host: bool,
-    /// What was compared, and what was wrong, in words.
+    /// The extent of the check and the errors, in words.
     pub(crate) words: String,
 }
 
 impl Verified {
-    /// The outcome in words and as two truths.
+    /// The outcome as words and as two booleans.
     pub(crate) fn new(verdict: &Verdict) -> Self {
         let mut words = format!(
             "{} pages compared by the host, {} page visits checked by the guest",
@@ -66,22 +66,22 @@ impl Verified {
         }
     }
 
-    /// Whether both hold.
+    /// Whether both verifications hold.
     pub(crate) fn holds(&self) -> bool {
         self.guest && self.host
     }
 }
 
-/// How long no guest instruction ran anywhere.
+/// The time in which no guest instruction ran anywhere.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Blackout {
     /// Milliseconds.
     pub(crate) ms: f64,
-    /// What the number is.
+    /// The kind of the number.
     pub(crate) kind: BlackoutKind,
 }
 
-/// What a blackout's number means.
+/// The meaning of a blackout's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlackoutKind {
     /// From the last guest instruction at the source to the first at the destination.
@@ -89,7 +89,7 @@ pub(crate) enum BlackoutKind {
     /// To the guest's first touch of data at the destination, a little later than its first
     /// instruction.
     FirstTouch,
-    /// To the word of the destination that the guest runs, as it arrived at the source.
+    /// To the arrival, at the source, of the destination's message that the guest runs.
     UpperBound,
 }
 
@@ -119,12 +119,12 @@ impl BlackoutKind {
     }
 }
 
-/// A whole migration, or what one side knows of it.
+/// A whole migration, or one side's record of it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Report {
-    /// Who ran the guest.
+    /// The engine that ran the guest.
     pub(crate) engine: String,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub(crate) vcpus: u32,
     /// RAM in bytes.
     pub(crate) memory_bytes: u64,
@@ -132,9 +132,9 @@ pub(crate) struct Report {
     pub(crate) sent: Option<Sent>,
     /// The destination's half.
     pub(crate) received: Option<Received>,
-    /// Both verifications, where they were made.
+    /// Both verifications, if they were made.
     pub(crate) verified: Option<Verified>,
-    /// What it was measured on.
+    /// The conditions of the measurement.
     pub(crate) conditions: Conditions,
 }
 
@@ -149,8 +149,8 @@ impl Report {
         }
     }
 
-    /// The blackout. With both halves (one host, one clock) between the two ends; else the source's
-    /// bound.
+    /// The blackout. With both halves (one host, one clock) the time between the two ends;
+    /// otherwise the source's bound.
     pub(crate) fn blackout(&self) -> Option<Blackout> {
         let sent = self.sent.as_ref()?;
         let (end, kind) = match self
@@ -168,20 +168,20 @@ impl Report {
         })
     }
 
-    /// Pages by the way they went, as the source counts them.
+    /// Numbers of pages by the way they travelled, from the source.
     pub(crate) fn pages(&self) -> PageCounts {
         let sent = self.sent.as_ref().map(|s| s.pages.into());
         sent.or_else(|| self.received.as_ref().map(|r| r.pages.into()))
             .unwrap_or_default()
     }
 
-    /// The stalls, where the destination told of them.
+    /// The stalls, if the destination reported them.
     pub(crate) fn stalls(&self) -> Option<&Stalls> {
         self.received.as_ref().map(|r| &r.stalls)
     }
 
-    /// Bytes of pages a second while pages were being sent: from the first pass (or the
-    /// switch-over, if there was none) to the completion.
+    /// Bytes of pages per second while pages were sent: from the first pass (or the switch-over, if
+    /// there was none) to the completion.
     pub(crate) fn throughput(&self) -> Option<f64> {
         let sent = self.sent.as_ref()?;
         let start = |name: &str| sent.phases.iter().find(|p| p.name == name).map(|p| p.at_ns);
@@ -192,7 +192,7 @@ impl Report {
         Some(sent.page_bytes as f64 * 1e9 / ns as f64)
     }
 
-    /// Bytes of pages a second while the background push ran.
+    /// Bytes of pages per second while the background push ran.
     pub(crate) fn background_throughput(&self) -> Option<f64> {
         let sent = self
             .sent
@@ -201,8 +201,8 @@ impl Report {
         Some(sent.background_bytes as f64 * 1e9 / sent.background_ns as f64)
     }
 
-    /// The guest's progress on both sides, in order of time. What the stopped source shows holds
-    /// for the whole blackout.
+    /// The guest's progress on both sides, in order of time. The last sample of the stopped source
+    /// holds for the whole blackout.
     pub(crate) fn samples(&self) -> Vec<Sample> {
         let here = || self.received.iter().flat_map(|r| &r.samples);
         let Some(sent) = &self.sent else {
@@ -229,17 +229,17 @@ impl Report {
             .collect()
     }
 
-    /// As a table for people.
+    /// The report as a table.
     pub(crate) fn table(&self) -> String {
         table::show(self)
     }
 
-    /// As one JSON object.
+    /// The report as one JSON object.
     pub(crate) fn json(&self) -> serde_json::Value {
         json::show(self)
     }
 
-    /// As a self-contained HTML page.
+    /// The report as a self-contained HTML page.
     ///
     /// # Errors
     /// When a chart cannot be drawn.
@@ -248,10 +248,10 @@ impl Report {
     }
 }
 
-/// Writes a page that was drawn to `path`: whole, or not at all.
+/// Writes a drawn page to `path`: whole, or not at all.
 ///
 /// # Errors
-/// [`Exit::Usage`] where the file cannot be written, [`Exit::Internal`] where the page could not be
+/// [`Exit::Usage`] if the file cannot be written, [`Exit::Internal`] if the page could not be
 /// drawn.
 pub(crate) fn write(path: &Path, drawn: Result<String, String>) -> Result<(), Failure> {
     let page = drawn

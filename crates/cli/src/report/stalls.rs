@@ -1,11 +1,11 @@
-//! How long vCPUs were held up by faults on missing pages.
+//! The stalls of vCPUs on missing pages.
 
 use pageferry_bench::kit::charts::Bucket;
 use serde::{Deserialize, Serialize};
 
-/// Stalls above this are what QEMU's preempt series still saw in every seventh fault.
+/// A long stall. In QEMU's preempt series every seventh fault still exceeded this.
 const LONG_NS: u64 = 2_000_000;
-/// Buckets a decade of the histogram.
+/// Buckets per decade of the histogram.
 const BUCKETS_A_DECADE: f64 = 10.0;
 
 /// The distribution of stalls: values in nanoseconds (three significant digits) with their counts,
@@ -21,12 +21,12 @@ impl Stalls {
         Self(pairs)
     }
 
-    /// How many.
+    /// The number of stalls.
     pub(crate) fn count(&self) -> u64 {
         self.0.iter().map(|pair| pair.1).sum()
     }
 
-    /// The mean in microseconds; 0 of none.
+    /// The mean in microseconds; 0 without stalls.
     pub(crate) fn mean_us(&self) -> f64 {
         let sum: f64 = self
             .0
@@ -37,7 +37,7 @@ impl Stalls {
     }
 
     /// The least value in microseconds that at least `share` (0 to 1) of all stalls do not exceed;
-    /// 0 of none.
+    /// 0 without stalls.
     pub(crate) fn quantile_us(&self, share: f64) -> f64 {
         let wanted = (share * self.count() as f64).ceil().max(1.0) as u64;
         let mut seen = 0;
@@ -50,12 +50,12 @@ impl Stalls {
         0.0
     }
 
-    /// The longest in microseconds; 0 of none.
+    /// The longest stall in microseconds; 0 without stalls.
     pub(crate) fn max_us(&self) -> f64 {
         self.0.last().map_or(0.0, |pair| pair.0 as f64 / 1e3)
     }
 
-    /// How many took longer than 2 ms.
+    /// The number of stalls longer than 2 ms.
     pub(crate) fn over_2ms(&self) -> u64 {
         self.0
             .iter()
@@ -64,7 +64,7 @@ impl Stalls {
             .sum()
     }
 
-    /// A histogram with ten buckets a decade, from the first bucket that is not empty to the last.
+    /// A histogram with ten buckets per decade, from the first non-empty bucket to the last.
     pub(crate) fn buckets(&self) -> Vec<Bucket> {
         let index = |ns: u64| ((ns.max(1) as f64 / 1e3).log10() * BUCKETS_A_DECADE).floor() as i64;
         let (Some(first), Some(last)) = (self.0.first(), self.0.last()) else {

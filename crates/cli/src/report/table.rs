@@ -1,4 +1,4 @@
-//! The report for people.
+//! The report as a table.
 
 use super::Report;
 use crate::size::human;
@@ -18,7 +18,7 @@ pub(super) fn show(report: &Report) -> String {
     out
 }
 
-/// Names and values, as the table and the HTML page show them.
+/// The names and values of the table and of the HTML page.
 pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     let mut rows = Vec::new();
     let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
@@ -134,8 +134,8 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
     rows
 }
 
-/// The histogram with three buckets a decade or so: neighbours joined until at most 16 rows are
-/// left.
+/// The histogram with about three buckets per decade: neighbours are joined until at most 16 rows
+/// remain.
 fn bars(stalls: &super::Stalls) -> String {
     const ROWS: usize = 16;
     const WIDTH: f64 = 40.0;

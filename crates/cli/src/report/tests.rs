@@ -1,4 +1,4 @@
-//! Of the report as a whole: what it computes, and that what it shows is well-formed.
+//! Tests of the report as a whole: its computed values, and the form of its output.
 
 use super::halves::Pages;
 use super::*;

@@ -8,7 +8,7 @@ pub(super) fn ms_from(origin_ns: u64, at_ns: u64) -> f64 {
     (at_ns as f64 - origin_ns as f64) / 1e6
 }
 
-/// The progress of vCPU `vcpu` as points in time, where it is known.
+/// The known progress of vCPU `vcpu`, as points in time.
 fn progress(samples: &[Sample], vcpu: usize) -> Vec<(u64, u64)> {
     samples
         .iter()
@@ -16,7 +16,7 @@ fn progress(samples: &[Sample], vcpu: usize) -> Vec<(u64, u64)> {
         .collect()
 }
 
-/// The progress at `at_ns`, between two samples by a straight line; `None` outside of all samples.
+/// The progress at `at_ns`, linear between two samples; `None` outside all samples.
 fn at(progress: &[(u64, u64)], at_ns: u64) -> Option<f64> {
     let next = progress.partition_point(|point| point.0 < at_ns);
     let (t1, d1) = *progress.get(next)?;
@@ -28,8 +28,8 @@ fn at(progress: &[(u64, u64)], at_ns: u64) -> Option<f64> {
     Some(d0 as f64 + share * (d1 as f64 - d0 as f64))
 }
 
-/// Each vCPU's speed from `from_ns` to `to_ns` in `bins` steps; of more than `most` vCPUs, all
-/// their speeds together as one line. A line's points are milliseconds from `from_ns` and pages a
+/// Each vCPU's speed from `from_ns` to `to_ns` in `bins` steps. With more than `most` vCPUs, the
+/// sum of their speeds as one line. A line's points are milliseconds from `from_ns` and pages per
 /// second.
 pub(super) fn speeds(
     samples: &[Sample],

@@ -1,4 +1,4 @@
-//! What runs in a VM, in the bytes that travel with a migration.
+//! The description of a VM's guest, in the bytes that travel with a migration.
 //!
 //! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload);
 //! instruction set (u8, 1: x86-64, 2: RV64); vCPUs (u32); RAM in bytes (u64). The destination plans
@@ -16,14 +16,14 @@ const VERSION: u16 = 1;
 const WORKLOAD: u8 = 1;
 const BYTES: usize = 20;
 
-/// Which guest program, and how large the machine it was planned for.
+/// The guest program, and the size of the machine it was planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestDescription {
     /// The instruction set.
     pub(crate) isa: Isa,
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub(crate) vcpus: u32,
-    /// How much RAM, in bytes.
+    /// The size of RAM in bytes.
     pub(crate) memory_bytes: u64,
 }
 
@@ -54,13 +54,17 @@ impl GuestDescription {
             .map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
         Workload::new(self.isa, self.vcpus, self.memory_bytes).map_err(|error| {
             let message = match error {
-                GuestError::MemoryTooSmall { bytes, vcpus, minimum } => format!(
-                    "{} of memory are too few for a guest with {vcpus} vCPUs: at least {} are needed",
+                GuestError::MemoryTooSmall {
+                    bytes,
+                    vcpus,
+                    minimum,
+                } => format!(
+                    "{} of memory are too few for a guest with {vcpus} vCPUs: choose at least {}",
                     size::show(bytes),
                     size::show(minimum)
                 ),
                 GuestError::MemoryTooLarge { bytes } => format!(
-                    "{} of memory are more than the guest program can use: at most {}",
+                    "{} of memory are more than the guest program can use: choose at most {}",
                     size::show(bytes),
                     size::show(pageferry_guest::MAX_MEMORY_BYTES)
                 ),
@@ -70,7 +74,7 @@ impl GuestDescription {
         })
     }
 
-    /// As it travels.
+    /// The bytes that travel with a migration.
     pub(crate) fn to_bytes(self) -> Vec<u8> {
         let isa = match self.isa {
             Isa::X86_64 => 1,
@@ -84,10 +88,10 @@ impl GuestDescription {
         bytes
     }
 
-    /// Reads the description of an offered VM and checks that it fits the rest of the offer.
+    /// Decodes the description of an offered VM and checks that it fits the rest of the offer.
     ///
     /// # Errors
-    /// [`Exit::Refused`] with what is wrong.
+    /// [`Exit::Refused`] with the fault.
     pub(crate) fn of_offer(offer: &Offer) -> Result<Self, Failure> {
         let refuse =
             |why: String| Failure::new(Exit::Refused, format!("the offered VM is refused: {why}"));
@@ -103,12 +107,12 @@ impl GuestDescription {
         let version = u16::from_le_bytes([bytes[4], bytes[5]]);
         if version != VERSION {
             return Err(refuse(format!(
-                "its guest description has version {version}, known here is {VERSION}"
+                "its guest description has version {version}, expected {VERSION}"
             )));
         }
         if bytes[6] != WORKLOAD {
             return Err(refuse(format!(
-                "it runs guest program {}, known here is {WORKLOAD}",
+                "it runs guest program {}, expected {WORKLOAD}",
                 bytes[6]
             )));
         }
@@ -117,7 +121,7 @@ impl GuestDescription {
             2 => Isa::Rv64,
             other => {
                 return Err(refuse(format!(
-                    "it has instruction set {other}, known here are 1 and 2"
+                    "it has instruction set {other}, expected 1 or 2"
                 )));
             }
         };

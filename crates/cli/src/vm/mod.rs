@@ -1,4 +1,4 @@
-//! A VM as the commands see it: a machine, its threads and the guest program that runs in it.
+//! A VM for the commands: a machine, its threads and its guest program.
 
 mod description;
 
@@ -16,12 +16,12 @@ use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long vCPUs may take to leave the guest. A kick takes well under a millisecond on an idle
+/// The time limit for vCPUs to leave the guest. A kick takes well under a millisecond on an idle
 /// host.
 pub(crate) const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// The engine for a VM that is to be received on this host, and why: of those not asked for by
-/// name, one whose faults on missing pages can be delivered here.
+/// Chooses the engine for a VM that this host receives, and gives the reason. With `auto`, the
+/// engine must be able to deliver faults on missing pages here.
 ///
 /// # Errors
 /// As [`pageferry_machine::select`].
@@ -42,11 +42,11 @@ pub(crate) struct Vm {
 }
 
 impl Vm {
-    /// Creates the machine for `guest`, paused, its memory zero. With a `resolver`, missing pages
-    /// are fetched by it.
+    /// Creates the machine for `guest`, paused, its memory zero. A `resolver` fetches missing
+    /// pages.
     ///
     /// # Errors
-    /// [`Exit::Usage`] for sizes that cannot be, [`Exit::Engine`] where the engine does not run.
+    /// [`Exit::Usage`] for impossible sizes, [`Exit::Engine`] if the engine does not run here.
     pub(crate) fn create(
         guest: &GuestDescription,
         resolver: Option<Arc<Resolver>>,
@@ -61,7 +61,7 @@ impl Vm {
         Ok(Self { inner, workload })
     }
 
-    /// Puts the guest program in place and starts it.
+    /// Writes the guest program into memory and starts it.
     ///
     /// # Errors
     /// When the engine refuses the start state.
@@ -71,7 +71,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Who runs it.
+    /// The engine that runs it.
     pub(crate) fn engine(&self) -> Engine {
         self.inner.machine.engine()
     }
@@ -86,38 +86,37 @@ impl Vm {
         &self.workload
     }
 
-    /// As a migration takes it.
+    /// The VM as the source of a migration takes it.
     pub(crate) fn running(&self) -> RunningVm<'_> {
         self.inner.running()
     }
 
-    /// How many vCPUs.
+    /// The number of vCPUs.
     pub(crate) fn vcpus(&self) -> u32 {
         self.workload.layout().vcpus()
     }
 
-    /// How much RAM, in bytes.
+    /// The size of RAM in bytes.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.inner.machine.ram().pages() * PAGE_SIZE
     }
 
-    /// What a vCPU says about its work; `None` while its control page is missing or not written
-    /// yet.
+    /// A vCPU's control page; `None` while it is missing or not written yet.
     ///
-    /// The guest may write the page meanwhile; each field is untorn.
+    /// The guest may write the page meanwhile. Each field is untorn.
     pub(crate) fn control(&self, vcpu: u32) -> Option<Control> {
         self.inner.control(&self.workload, vcpu)
     }
 
-    /// What all vCPUs say, in order.
+    /// The control pages of all vCPUs, in order.
     pub(crate) fn controls(&self) -> Vec<Option<Control>> {
         (0..self.vcpus()).map(|vcpu| self.control(vcpu)).collect()
     }
 
-    /// The first reason why a vCPU cannot go on.
+    /// Checks that no vCPU has stopped for good.
     ///
     /// # Errors
-    /// [`Exit::Guest`] with it.
+    /// [`Exit::Guest`] with the first vCPU's reason.
     pub(crate) fn check_guest(&self) -> Result<(), Failure> {
         match self.inner.threads.failures().first() {
             None => Ok(()),
@@ -131,7 +130,7 @@ impl Vm {
     /// Checks that faults can be delivered as `wanted`, or at all.
     ///
     /// # Errors
-    /// [`Exit::Delivery`] with what is there instead.
+    /// [`Exit::Delivery`], with the available deliveries.
     pub(crate) fn check_delivery(&self, wanted: Option<Delivery>) -> Result<(), Failure> {
         let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
@@ -150,8 +149,8 @@ impl Vm {
         Err(Failure::new(Exit::Delivery, message))
     }
 
-    /// Checks every page against the vCPUs' own counters. No page may be missing; the VM is paused
-    /// meanwhile and runs on afterwards if it ran.
+    /// Checks every page against the vCPUs' own counters. No page may be missing. The VM is paused
+    /// meanwhile, and runs on afterwards if it ran before.
     ///
     /// # Errors
     /// When a vCPU does not leave the guest.
@@ -165,7 +164,7 @@ impl Vm {
         Ok(verdict)
     }
 
-    /// As [`Vm::verify`], of a VM that is paused.
+    /// [`Vm::verify`] for a paused VM.
     pub(crate) fn verify_paused(&self) -> Verdict {
         verify(&*self.inner.machine, &self.workload)
     }
@@ -202,7 +201,7 @@ impl From<BootError> for Failure {
 /// Checks that the host has room for `machines` machines of `memory_bytes` bytes.
 ///
 /// # Errors
-/// [`Exit::Usage`] when it has not.
+/// [`Exit::Usage`] when the host has too little memory.
 pub(crate) fn check_host_memory(memory_bytes: u64, machines: u64) -> Result<(), Failure> {
     let Some(available) = memory::available_bytes() else {
         return Ok(());
