@@ -25,13 +25,14 @@ pub(crate) struct Sample {
     pub(crate) done: Vec<Option<u64>>,
 }
 
+/// The samples so far, and the request to stop.
 #[derive(Default)]
-struct Shared {
+struct SampleLog {
     stop: AtomicBool,
     samples: Mutex<Vec<Sample>>,
 }
 
-impl Shared {
+impl SampleLog {
     fn lock(&self) -> MutexGuard<'_, Vec<Sample>> {
         self.samples.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -39,7 +40,7 @@ impl Shared {
 
 /// A thread that samples until it is dropped.
 pub(crate) struct Sampler {
-    shared: Arc<Shared>,
+    log: Arc<SampleLog>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -47,8 +48,8 @@ impl Sampler {
     /// Begins to sample `vm` once `ready` holds. Before that, a page of a VM that is being received
     /// may be neither missing nor complete, so the sampler reads none.
     pub(crate) fn start(vm: &Arc<Vm>, ready: impl Fn() -> bool + Send + 'static) -> Self {
-        let shared = Arc::<Shared>::default();
-        let (vm, ours) = (Arc::clone(vm), Arc::clone(&shared));
+        let log = Arc::<SampleLog>::default();
+        let (vm, ours) = (Arc::clone(vm), Arc::clone(&log));
         let thread = std::thread::Builder::new()
             .name("sampler".into())
             .spawn(move || {
@@ -70,20 +71,20 @@ impl Sampler {
                 }
             });
         Self {
-            shared,
+            log,
             thread: thread.ok(),
         }
     }
 
     /// All samples so far.
     pub(crate) fn samples(&self) -> Vec<Sample> {
-        self.shared.lock().clone()
+        self.log.lock().clone()
     }
 }
 
 impl Drop for Sampler {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::Release);
+        self.log.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             let _ = thread.join();

@@ -1,11 +1,10 @@
 //! A VM leaves: the migration in its source's process.
 
-use super::{
-    ABANDONED_AT_SOURCE, Activity, Answers, Host, NoOutcome, Stop, StopRequests, Watch,
-    has_switched_over, say, wait_for_outcome,
-};
+use super::state::{Activity, Host, Job};
+use super::wait::{ABANDONED_AT_SOURCE, Answers, NoOutcome, Stop, StopRequests, wait_for_outcome};
+use super::watch::{Watch, has_switched_over};
 use crate::exit::{Exit, Failure};
-use crate::progress::Feed;
+use crate::output;
 use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::vm::{GuestDescription, Vm};
@@ -13,19 +12,7 @@ use pageferry_migration::address::Address;
 use pageferry_migration::{SourceConfig, SourceReport, SourceVm};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-
-/// A request to migrate.
-pub(super) struct Job {
-    /// The destination.
-    pub(super) to: Address,
-    /// Passes while the guest runs.
-    pub(super) precopy_passes: u32,
-    /// The feed for those who watch.
-    pub(super) feed: Arc<Feed>,
-    /// The channel for the outcome.
-    pub(super) done: Sender<Result<Report, Failure>>,
-}
+use std::sync::mpsc::{Receiver, channel};
 
 /// A migration's outcome: the report, or the failure and the place of the VM.
 type Outcome = Result<SourceReport, (SourceVm, Failure)>;
@@ -45,7 +32,7 @@ impl Host {
             return Ok(None);
         };
         let to = job.to.to_string();
-        say(&format!("migrating to {to}"));
+        output::note(&format!("migrating to {to}"));
         let sampler = Sampler::start(&vm, || true);
         let mut abandoned = false;
         let outcome = match start(self, &vm, &job) {
@@ -81,7 +68,7 @@ impl Host {
                 if failure.exit == Exit::Cancelled && self.quits() {
                     failure.message = CANCELLED_BY_QUIT.into();
                 }
-                say(&format!("the migration to {to} failed: {failure}"));
+                output::note(&format!("the migration to {to} failed: {failure}"));
                 let _ = job.done.send(Err(failure));
                 Ok(None)
             }
@@ -94,7 +81,7 @@ impl Host {
                     .done
                     .send(Err(Failure::new(failure.exit, failure.message.clone())));
                 if !abandoned {
-                    say(&format!(
+                    output::note(&format!(
                         "{failure}; the VM and all its pages are kept, paused, until `pageferry quit` or Ctrl-C"
                     ));
                     stops.wait_for_next();
@@ -112,13 +99,13 @@ impl Host {
         let answers = Answers {
             switched_over: &|| matches!(self.activity(), Activity::Leaving(phase) if has_switched_over(phase)),
             cancel: &|stop| {
-                say(match stop {
+                output::note(match stop {
                     Stop::Signal => "cancelling the migration; the VM runs on here",
                     Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
                 });
                 self.cancel.store(true, Ordering::Release);
             },
-            finishing: &|| say(FINISHING),
+            finishing: &|| output::note(FINISHING),
         };
         wait_for_outcome(outcome, stops, &answers)
     }

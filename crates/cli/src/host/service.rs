@@ -1,7 +1,7 @@
 //! The answers of a VM's control socket.
 
-use super::leave::Job;
-use super::{Activity, Host, has_switched_over};
+use super::state::{Activity, Host, Job};
+use super::watch::has_switched_over;
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
 use crate::exit::{Exit, Failure};

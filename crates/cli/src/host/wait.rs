@@ -7,7 +7,7 @@
 //! **Mechanism.** Signals and `quit` are counted. [`StopRequests`] remembers how many were
 //! answered.
 
-use super::Host;
+use super::state::Host;
 use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};

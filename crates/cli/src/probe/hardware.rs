@@ -1,6 +1,6 @@
 //! Cores, memory and huge pages.
 
-use super::{Finding, State};
+use super::{Finding, Grade};
 use crate::memory;
 use crate::size::human;
 use std::fs;
@@ -39,7 +39,7 @@ pub(super) fn huge_pages() -> Finding {
     let some = pools.iter().any(|pool| pool.1 > 0);
     Finding {
         name: "huge-pages",
-        state: if some { State::Good } else { State::Limited },
+        state: if some { Grade::Good } else { Grade::Limited },
         found: if list.is_empty() {
             "no pools of hugetlb pages".into()
         } else {
@@ -65,7 +65,7 @@ pub(super) fn transparent_huge_pages() -> Finding {
     let show = |value: Option<String>| value.unwrap_or_else(|| "unknown".into());
     Finding {
         name: "transparent-huge-pages",
-        state: if split { State::Limited } else { State::Good },
+        state: if split { Grade::Limited } else { Grade::Good },
         found: format!(
             "anonymous: {}, shared memory: {}",
             show(chosen("enabled")),
@@ -88,7 +88,7 @@ pub(super) fn cores() -> Finding {
     let few = cores < 4;
     Finding {
         name: "cores",
-        state: if few { State::Limited } else { State::Good },
+        state: if few { Grade::Limited } else { Grade::Good },
         found: cores.to_string(),
         means: if few {
             "vCPUs, the source and the destination of a demo share them: stalls are longer than on two hosts".into()
@@ -107,7 +107,7 @@ pub(super) fn memory() -> Finding {
     let enough = available.is_none_or(|bytes| bytes >= demo);
     Finding {
         name: "memory",
-        state: if enough { State::Good } else { State::Limited },
+        state: if enough { Grade::Good } else { Grade::Limited },
         found: format!(
             "{} available of {}",
             show(available),

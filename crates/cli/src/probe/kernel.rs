@@ -1,6 +1,6 @@
 //! Kernel features available to this process.
 
-use super::{Finding, State};
+use super::{Finding, Grade};
 use crate::vm::deliveries_of;
 use pageferry_machine::Engine;
 use pageferry_userfault::uffd::{Features, UffdSupport};
@@ -24,7 +24,7 @@ pub(super) fn kvm() -> Finding {
             let how = parameter("tdp_mmu").map_or(String::new(), |tdp| format!(" ({tdp})"));
             Finding {
                 name: "kvm",
-                state: if usable { State::Good } else { State::Limited },
+                state: if usable { Grade::Good } else { Grade::Limited },
                 found: format!("a probe VM runs on /dev/kvm{how}"),
                 means: if usable {
                     format!(
@@ -43,7 +43,7 @@ pub(super) fn kvm() -> Finding {
         }
         Err(why) => Finding {
             name: "kvm",
-            state: State::Missing,
+            state: Grade::Missing,
             found: why.to_string(),
             means:
                 "engine kvm is not usable; engine soft is, with guests of our own RISC-V hypervisor"
@@ -64,7 +64,7 @@ pub(super) fn userfaultfd() -> Finding {
     if let Err(why) = &support.usable {
         return Finding {
             name,
-            state: State::Missing,
+            state: Grade::Missing,
             found: why.to_string(),
             means: "engine kvm cannot receive a VM here (it can send one); engine soft needs no userfaultfd".into(),
             advice: Some("run as root or with CAP_SYS_PTRACE, or `sysctl vm.unprivileged_userfaultfd=1`, or give access to /dev/userfaultfd".into()),
@@ -99,9 +99,9 @@ pub(super) fn userfaultfd() -> Finding {
     Finding {
         name,
         state: if lacks.is_empty() {
-            State::Good
+            Grade::Good
         } else {
-            State::Limited
+            Grade::Limited
         },
         found: format!("{opened}features: {}", support.features),
         means: format!("deliveries for engine kvm: {}", words(&has)),
@@ -129,7 +129,7 @@ pub(super) fn privileges() -> Finding {
     };
     Finding {
         name: "privileges",
-        state: if allowed { State::Good } else { State::Limited },
+        state: if allowed { Grade::Good } else { Grade::Limited },
         found: format!(
             "user id {}, CAP_SYS_PTRACE {}, {sysctl}",
             rustix::process::geteuid().as_raw(),
@@ -153,14 +153,14 @@ pub(super) fn memfd() -> Finding {
     ) {
         Ok(_) => Finding {
             name,
-            state: State::Good,
+            state: Grade::Good,
             found: "can be made and sealed".into(),
             means: "guest memory can be mapped twice: by the guest and by the migration".into(),
             advice: None,
         },
         Err(why) => Finding {
             name,
-            state: State::Missing,
+            state: Grade::Missing,
             found: format!("cannot be made: {why}"),
             means: "no engine has guest memory without it".into(),
             advice: Some(

@@ -19,7 +19,7 @@ use std::fmt::Write;
 /// The grade of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum State {
+enum Grade {
     /// Everything that Pageferry can use is there.
     Good,
     /// It works, but is slower or smaller.
@@ -33,7 +33,7 @@ enum State {
 struct Finding {
     /// The finding's stable name.
     name: &'static str,
-    state: State,
+    state: Grade,
     /// The feature found.
     found: String,
     /// Its meaning for Pageferry.
@@ -105,9 +105,9 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
     let mut out = String::new();
     for finding in findings {
         let mark = match finding.state {
-            State::Good => "ok",
-            State::Limited => "limited",
-            State::Missing => "missing",
+            Grade::Good => "ok",
+            Grade::Limited => "limited",
+            Grade::Missing => "missing",
         };
         // Writing to a string cannot fail.
         let _ = writeln!(out, "{:<8} {}: {}", mark, finding.name, finding.found);
@@ -149,7 +149,7 @@ mod tests {
                 !finding.found.is_empty() && !finding.means.is_empty(),
                 "{finding:?}"
             );
-            if finding.state == State::Missing {
+            if finding.state == Grade::Missing {
                 assert!(finding.advice.is_some(), "{finding:?}");
             }
         }

@@ -6,8 +6,8 @@
 
 use crate::exit::{Exit, Failure};
 use crate::size;
-use crate::vm::isa_of;
 use pageferry_guest::{GuestError, Isa, Workload};
+use pageferry_harness::isa_of;
 use pageferry_machine::{Engine, RamLayout};
 use pageferry_migration::Offer;
 

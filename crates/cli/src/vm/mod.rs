@@ -3,7 +3,7 @@
 mod description;
 
 pub(crate) use description::GuestDescription;
-pub(crate) use pageferry_harness::{deliveries_of, isa_of};
+pub(crate) use pageferry_harness::deliveries_of;
 
 use crate::exit::{Exit, Failure};
 use crate::memory;
