@@ -1,4 +1,4 @@
-//! A small VM on `/dev/kvm`: memory, vCPUs in ring 3, and kicks; no more than the tests here need.
+//! A small VM on `/dev/kvm` for the tests here: memory, vCPUs in ring 3, and kicks.
 #![expect(
     unsafe_code,
     reason = "hands guest memory to KVM and sends signals to vCPU threads"
@@ -21,7 +21,7 @@ pub(crate) struct Vm {
     memory: Memory,
 }
 
-/// Whether there is a KVM to test on; says so where not.
+/// Whether this host has a KVM to test on; prints the reason if not.
 pub(crate) fn usable() -> bool {
     match Kvm::new() {
         Ok(_) => true,
@@ -125,7 +125,8 @@ impl TestVm for Vm {
                 std::thread::sleep(Duration::from_millis(1));
             }
             over.store(true, Ordering::Relaxed);
-            // A signal that arrives just before KVM_RUN is lost, so it is sent until it has worked.
+            // A signal that arrives just before KVM_RUN is lost, so it is repeated until it takes
+            // effect.
             while threads.iter().any(|(_, thread)| !thread.is_finished()) {
                 for (id, thread) in &threads {
                     if !thread.is_finished() {

@@ -73,8 +73,8 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length; whoever runs guests on it keeps it alive
-        // meanwhile.
+        // SAFETY: mapped in `new` with this length. A test that runs guests on the memory keeps it
+        // alive meanwhile.
         unsafe { libc::munmap(self.start.cast(), self.length) };
     }
 }

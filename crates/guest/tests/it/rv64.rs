@@ -1,16 +1,16 @@
-//! A small RV64IM interpreter, written from the ISA manual (volume I, chapters 2, 4 and 13) and
-//! independent of the hypervisor's: it runs the programs' code and counts instructions.
+//! A small RV64IM interpreter, written from the ISA manual (volume I, chapters 2, 4 and 13),
+//! independent of the hypervisor's. It runs the programs' code and counts instructions.
 
 use pageferry_guest::{DOORBELL_GPA, HOLE_END, HOLE_START, PageBytes, Program};
 
-/// Why it stopped.
+/// The reason why it stopped.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// A 32-bit store to the doorbell; the next instruction is the one after.
+    /// A 32-bit store to the doorbell. The next instruction is the one after.
     Doorbell(u32),
-    /// A store to this address, which was asked to be watched, is done.
+    /// A store to the watched address is done.
     Watched,
-    /// It ran as many instructions as allowed.
+    /// It ran the allowed number of instructions.
     Budget,
 }
 

@@ -1,4 +1,4 @@
-//! The RV64 code computes what the model computes, and takes as many instructions as it says.
+//! The RV64 code computes the same as the model, and retires the published number of instructions.
 
 use crate::rv64::{Hart, Stop, boot, load};
 use pageferry_addr::RamPage;
@@ -12,7 +12,7 @@ use pageferry_guest::{
 /// Far more than any test here needs.
 const BUDGET: u64 = 50_000_000;
 
-/// Runs a hart to the end of its next visit; doorbells on the way are collected.
+/// Runs a hart to the end of its next visit. Collects the doorbells on the way.
 fn visit(hart: &mut Hart, workload: &Workload, vcpu: u32, ram: &mut [PageBytes]) -> Vec<Doorbell> {
     let control = workload.start(vcpu).args[0];
     hart.watch = Some(control + IN_PROGRESS as u64);
@@ -71,7 +71,7 @@ fn a_pause_at_any_instruction_verifies() {
     let mut hart = Hart::new(workload.program(), 0);
     let mut half = 0;
     for _ in 0..4000 {
-        // A prime, so that the pauses fall everywhere in a visit of some 4600 instructions.
+        // A prime, so that the pauses fall everywhere in a visit of about 4600 instructions.
         assert_eq!(hart.run(&mut ram, 29), Stop::Budget);
         let verdict = verify(&workload, &ram);
         assert!(verdict.holds(), "{:?} at {:#x}", verdict.errors, hart.pc);
@@ -277,7 +277,7 @@ fn the_spinner_counts() {
 
 #[test]
 fn the_toucher_steps_over_the_hole() {
-    // Mapped lazily: only the pages that are touched take memory.
+    // Mapped lazily: only touched pages take memory.
     let layout = Layout::new(Isa::Rv64, 1, HOLE_START + (1 << 20)).unwrap();
     let range = HOLE_START / 4096 - 20..HOLE_START / 4096 + 30;
     let touch = Touch {

@@ -1,5 +1,5 @@
-//! The RV64 code, on Pageferry's own hypervisor, computes what the model computes and reports what
-//! it should.
+//! The RV64 code on Pageferry's own hypervisor: it computes the same as the model, and reports
+//! errors.
 
 use crate::soft::Vm;
 

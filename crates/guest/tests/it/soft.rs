@@ -113,7 +113,8 @@ fn run_vcpu(vcpu: &mut VcpuCore, over: &AtomicBool) -> Stop {
     loop {
         match vcpu.run() {
             Exit::Kicked if over.load(Ordering::Relaxed) => return Stop::Kicked,
-            // Left over from the time before: that kick came when this vCPU had already rung.
+            // Left over from the run before: that kick came after this vCPU had stored to the
+            // doorbell.
             Exit::Kicked => {}
             Exit::MmioWrite { gpa, size, value } => {
                 assert_eq!((gpa, size), (DOORBELL_GPA, 4));

@@ -1,4 +1,4 @@
-//! What every engine's guest must do, whichever engine runs it.
+//! Tests of a guest that every engine must pass.
 
 use pageferry_addr::RamPage;
 use pageferry_guest::control::{DONE, PASS, STATE};
@@ -17,20 +17,20 @@ pub(crate) trait TestVm {
     fn boot(program: &Program) -> Self;
     fn read(&self, page: RamPage) -> PageBytes;
     fn write(&mut self, page: RamPage, bytes: &PageBytes);
-    /// Runs all vCPUs, each on a thread of its own, each until it rings or `limit` is over.
+    /// Runs every vCPU on a separate thread until it stores to the doorbell or `limit` has passed.
     fn run(&mut self, limit: Duration) -> Vec<Stop>;
 }
 
-/// Why [`TestVm::run`] returned, for each vCPU.
+/// The reason why [`TestVm::run`] returned, for each vCPU.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// The time was up.
+    /// The time limit passed.
     Kicked,
-    /// It rang.
+    /// The vCPU stored to the doorbell.
     Doorbell(Doorbell),
 }
 
-/// RAM as a verification reads it.
+/// RAM in the form that a verification reads.
 fn reader(vm: &impl TestVm) -> impl FnMut(RamPage, &mut PageBytes) -> Result<(), Infallible> {
     |page, bytes| {
         *bytes = vm.read(page);
@@ -58,7 +58,7 @@ fn run_passes(vm: &mut impl TestVm, workload: &Workload, passes: u64) {
     panic!("{passes} passes are not done after {LIMIT:?}");
 }
 
-/// The page a vCPU has chosen last: the one it visits, or has just visited.
+/// The page that a vCPU chose last: the one it visits or has just visited.
 fn chosen_page(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> RamPage {
     let pages = workload.layout().share_pages();
     let control = control(vm, workload, vcpu);
@@ -68,12 +68,12 @@ fn chosen_page(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> RamPage {
             return RamPage(control.first.0 + position);
         }
     }
-    // The pass has just begun and nothing is chosen in it yet.
+    // The pass has just begun, and nothing is chosen in it yet.
     let last = Order::new(vcpu, control.pass - 1, pages).last().unwrap();
     RamPage(control.first.0 + last)
 }
 
-/// Runs until somebody rings, at most `slices` short times; says who.
+/// Runs until a vCPU stores to the doorbell, for at most `slices` short times. Returns the stores.
 fn run_until_doorbell(vm: &mut impl TestVm, slices: u32) -> Vec<Doorbell> {
     for _ in 0..slices {
         let rung: Vec<Doorbell> = vm
@@ -138,7 +138,7 @@ pub(crate) fn the_guest_reports_every_kind_of_bad_page_and_goes_on<V: TestVm>() 
         let mut vm = V::boot(workload.program());
         run_passes(&mut vm, &workload, 2);
         let owner = 1;
-        // Any page but the one under visit, which may have been checked already.
+        // Any page but the one under visit, which the guest may have checked already.
         let chosen = chosen_page(&vm, &workload, owner);
         let victim = workload
             .share(owner)
@@ -190,7 +190,7 @@ pub(crate) fn the_guest_reports_every_kind_of_bad_page_and_goes_on<V: TestVm>() 
     }
 }
 
-/// Corrupts a control page in a pause and says what the guest rings.
+/// Corrupts a control page in a pause. Returns the guest's store to the doorbell.
 fn corrupt_control<V: TestVm>(kind: ErrorKind) -> Option<Doorbell> {
     let workload = Workload::new(V::ISA, 1, 1 << 20).unwrap();
     let mut vm = V::boot(workload.program());
@@ -213,8 +213,9 @@ fn corrupt_control<V: TestVm>(kind: ErrorKind) -> Option<Doorbell> {
 
 pub(crate) fn the_guest_reports_a_lost_and_a_stale_control_page<V: TestVm>() {
     for kind in [ErrorKind::Lost, ErrorKind::Stale] {
-        // A pause between the check of the count and the store of the next one, two instructions of
-        // a visit's thousands, hides the corruption: so one of three times is enough.
+        // A pause between the check of the count and the store of the next count hides the
+        // corruption. That is two instructions of a visit's thousands, so one success in three
+        // tries is enough.
         let rung = (0..3).find_map(|_| corrupt_control::<V>(kind));
         assert_eq!(
             rung,
@@ -286,7 +287,7 @@ pub(crate) fn the_spinner_counts_between_kicks<V: TestVm>() {
     let until = Instant::now() + LIMIT;
     for _ in 0..5 {
         let mut done = before;
-        // Its thread may not have had a turn in a short time.
+        // Its thread may not have run in a short time.
         while done == before {
             assert!(Instant::now() < until, "it stands still at {before}");
             assert_eq!(vm.run(SHORT), [Stop::Kicked]);
@@ -297,7 +298,7 @@ pub(crate) fn the_spinner_counts_between_kicks<V: TestVm>() {
     }
 }
 
-/// Prints how fast one vCPU goes through the workload, and the host through the verification.
+/// Prints the speed of the workload on one vCPU, and of the host's verification.
 pub(crate) fn speed<V: TestVm>() {
     let workload = Workload::new(V::ISA, 1, 64 << 20).unwrap();
     let mut vm = V::boot(workload.program());

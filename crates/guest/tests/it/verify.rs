@@ -1,5 +1,4 @@
-//! The host's verification: what it accepts, and that it finds every kind of corruption wherever it
-//! is.
+//! The host's verification: it accepts correct memory, and finds every kind of corruption anywhere.
 
 use pageferry_addr::RamPage;
 use pageferry_guest::control::{DONE, ERRORS, IN_PROGRESS, PASS, VCPU};
@@ -8,7 +7,7 @@ use pageferry_guest::verify::MAX_ERRORS;
 use pageferry_guest::{ErrorKind, Isa, Order, PageBytes, PageUse, Spin, Verdict, Workload};
 use proptest::prelude::*;
 
-/// A workload, its RAM, and how many visits each vCPU has made.
+/// A workload, its RAM, and the number of visits of each vCPU.
 struct Vm {
     workload: Workload,
     ram: Vec<PageBytes>,
@@ -41,7 +40,7 @@ impl Vm {
             .unwrap()
     }
 
-    /// The one error there must be.
+    /// The only error of a verdict.
     fn only_error(&self) -> (RamPage, PageUse, ErrorKind) {
         let verdict = self.verify();
         assert_eq!(
@@ -62,7 +61,7 @@ impl Vm {
         self.ram[page][offset..offset + 8].copy_from_slice(&value.to_le_bytes());
     }
 
-    /// The page vCPU 0 visits next after `done` visits, and the sequence it then has.
+    /// The page that vCPU 0 visits next after `done` visits, and its sequence after that.
     fn next_page(&self, done: u64) -> (RamPage, u64) {
         let share = self.workload.share(0);
         let pages = share.end - share.start;
@@ -95,8 +94,8 @@ proptest! {
     ) {
         let mut vm = Vm::run(Isa::X86_64, 50, &[visits, 77]);
         let (page, control) = (page % vm.ram.len(), 2..4);
-        // The state and the error record of a control page are for people, and a page may still be
-        // named as in progress when it is whole; the rest is checked.
+        // Three parts of a control page are not judged: the state, the error record, and the name
+        // of a page in progress that is whole.
         prop_assume!(!control.contains(&page) || !(0x48..0x58).contains(&(bit / 8)) && !(0x88..0xb0).contains(&(bit / 8)));
         vm.ram[page][bit / 8] ^= 1 << (bit % 8);
         let verdict = vm.verify();
@@ -114,7 +113,7 @@ proptest! {
         vm.control(0, PASS, old + 1);
         vm.control(0, IN_PROGRESS, page.0 + 1);
         prop_assert!(vm.verify().holds());
-        // The same bytes are wrong where no page is in progress,
+        // The same bytes are wrong if no page is in progress,
         vm.control(0, IN_PROGRESS, 0);
         let unchanged = vm.ram[page.index()] == model::contents(0, page, old);
         prop_assert_eq!(vm.verify().holds(), unchanged);

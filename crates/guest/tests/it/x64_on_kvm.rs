@@ -1,4 +1,4 @@
-//! The x86-64 code, on `/dev/kvm`, computes what the model computes and reports what it should.
+//! The x86-64 code on `/dev/kvm`: it computes the same as the model, and reports errors.
 
 use crate::kvm::{Vm, usable};
 

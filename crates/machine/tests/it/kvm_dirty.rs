@@ -1,4 +1,4 @@
-//! The dirty log loses no write, however harvests race the guest.
+//! The dirty log loses no write, whichever way harvests race the guest.
 
 use crate::support::{COUNT, DATA, TABLES, drive_all, machine, no_kvm, run, start, word};
 use pageferry_addr::RamPage;
@@ -6,8 +6,8 @@ use pageferry_machine::{Exit, MachineError, NewMachine, Vcpu};
 use pageferry_userfault::PageBitmap;
 use std::time::{Duration, Instant};
 
-/// rdi: first byte, rsi: first byte behind. For ever writes a number that counts sweeps to every
-/// page.
+/// rdi: first byte, rsi: first byte behind. Writes a number that counts sweeps to every page, for
+/// ever.
 ///
 /// ```text
 /// xor r8,r8; o: inc r8; mov rcx,rdi; i: mov [rcx],r8; add rcx,0x1000; cmp rcx,rsi; jb i; jmp o
@@ -17,7 +17,7 @@ const HAMMER: [u8; 26] = [
     0x10, 0, 0, 0x48, 0x39, 0xf1, 0x72, 0xf1, 0xeb, 0xe9,
 ];
 
-/// A machine of two vCPUs, and what harvests have made of a copy of its memory.
+/// A machine of two vCPUs, and a copy of its memory that follows the harvests.
 struct Copied {
     new: NewMachine,
     each: u64,
@@ -51,7 +51,7 @@ impl Copied {
         }
     }
 
-    /// Copies what a harvest names.
+    /// Copies the pages that a harvest names.
     fn harvest(&mut self, rearm: bool) {
         let newly = self.new.machine.harvest_dirty(&self.dirty, rearm).unwrap();
         assert_eq!(newly, self.dirty.count());
@@ -63,7 +63,7 @@ impl Copied {
         }
     }
 
-    /// All vCPUs are out of the guest: after one more harvest the copy must equal memory.
+    /// Checks the copy against memory after another harvest. All vCPUs must be out of the guest.
     fn check(&mut self, rearm: bool) {
         self.harvest(rearm);
         let ram = self.new.machine.ram();
@@ -79,7 +79,7 @@ impl Copied {
         );
     }
 
-    /// Harvests while each vCPU is run by `drive` on a thread of its own; returns how often.
+    /// Harvests while `drive` runs each vCPU on a separate thread. Returns the number of harvests.
     fn harvest_beside(&mut self, drive: impl Fn(&mut dyn Vcpu) + Sync) -> usize {
         let mut vcpus = std::mem::take(&mut self.new.vcpus);
         let mut harvests = 0;
@@ -101,7 +101,7 @@ fn a_page_written_once_while_harvests_run_is_never_lost() {
     let mut copied = Copied::new(1001);
     copied.new.machine.set_dirty_log(true).unwrap();
     let mut harvests = 0;
-    // Where the harvester gets little time beside the guests, it takes more rounds to race them.
+    // A harvester that gets little time beside the guests needs more rounds to race them.
     let until = Instant::now() + pageferry_testkit::LIMIT;
     let mut round = 0;
     while round < 40 || harvests <= 80 {
@@ -124,7 +124,7 @@ fn pages_written_all_the_time_are_as_fresh_as_the_last_harvest() {
     if no_kvm() {
         return;
     }
-    // Few pages: each is written many times between reading and clearing the log.
+    // With few pages, each is written many times between reading and clearing the log.
     for each in [500, 3] {
         let mut copied = Copied::new(each);
         copied.new.machine.set_dirty_log(true).unwrap();
@@ -144,7 +144,7 @@ fn pages_written_all_the_time_are_as_fresh_as_the_last_harvest() {
             });
             copied.harvest_beside(|vcpu| assert_eq!(run(vcpu), Exit::Kicked));
         });
-        // Without re-arming the log is only read: twice the same.
+        // Without re-arming the log is only read: it gives the same twice.
         let pages = copied.dirty.pages();
         let [first, again] = [(); 2].map(|()| {
             let dirty = PageBitmap::new(pages);
@@ -201,7 +201,7 @@ fn exactly_the_written_pages_are_dirty() {
     let mut new = machine(1, 256 * 512);
     let (first, last) = (RamPage(1000), RamPage(130_000));
     let ram = new.machine.ram().clone();
-    // Once before the log is on: every page is then mapped, writable, in the guest.
+    // One sweep before the log is on maps every page, writable, in the guest.
     for round in 0..2 {
         start(
             &ram,
@@ -221,8 +221,7 @@ fn exactly_the_written_pages_are_dirty() {
     let copying = begin.elapsed();
     let expected = (last.0 - first.0) as usize;
     assert_eq!(dirty.count_range(first.index()..last.index()), expected);
-    // A CPU that walks the guest's tables through NPT writes to them, by its own account, at each
-    // walk.
+    // A CPU that walks the guest's tables through NPT counts each walk as a write to them.
     let tables = dirty.count_range(TABLES.start.index()..TABLES.end.index());
     assert_eq!(copied, expected + tables, "pages nobody wrote to");
     let begin = Instant::now();

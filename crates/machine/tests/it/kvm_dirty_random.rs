@@ -1,9 +1,9 @@
-//! The behaviour of Linux's `tools/testing/selftests/kvm/dirty_log_test.c` through the engine:
-//! vCPUs store to random pages while the log is harvested, and now and then all are stopped and
-//! what the log says is compared with what memory says.
+//! The behaviour of Linux's `tools/testing/selftests/kvm/dirty_log_test.c` through the engine.
+//! vCPUs store to random pages while the log is harvested. At intervals all vCPUs stop, and the log
+//! is compared with memory.
 //!
-//! What that test has and this cannot: the modes of the log are the engine's choice (it clears by
-//! hand where KVM can), it has no rings, and the sizes of the pages that KVM maps are not visible.
+//! Three parts of that test are missing here. The engine chooses the log's mode (manual clear where
+//! KVM has it). It has no rings. The sizes of the pages that KVM maps are not visible.
 
 use crate::support::{DATA, drive_beside, machine, no_kvm, run, start};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -13,16 +13,16 @@ use pageferry_userfault::PageBitmap;
 use std::time::{Duration, Instant};
 
 const VCPUS: u64 = 3;
-/// The iteration's number and the vCPUs' counts, then the pages that they store to: a power of two,
-/// no multiple of words.
+/// The iteration's number and the vCPUs' counts. Behind it are the pages that they store to: a
+/// power of two, no multiple of words.
 const CONTROL: RamPage = DATA;
 const FIRST: u64 = CONTROL.0 + 1;
 const USED: u64 = 1024;
 const PAGES: u64 = FIRST + USED + 7;
 
 /// rdi: first byte of the pages; rsi: mask of page numbers. For ever stores iteration << 32 | count
-/// to a word of a random page and compares, then stores the count to the control page. A word that
-/// is not there rings.
+/// to a word of a random page and compares, then stores the count to the control page. Stores to
+/// the doorbell if the word is not there.
 ///
 /// ```text
 /// mov r9,SEED; mov ecx,WORD; xor r8d,r8d
@@ -60,9 +60,9 @@ fn words(ram: &GuestRam, page: RamPage) -> Words {
 struct Test {
     new: NewMachine,
     dirty: PageBitmap,
-    /// Kept up by the log alone.
+    /// Updated from the log alone.
     copy: Vec<Words>,
-    /// Memory when the vCPUs were stopped last.
+    /// Memory at the last stop of the vCPUs.
     last: Vec<Words>,
     named: Vec<bool>,
     harvests: u64,
@@ -110,8 +110,8 @@ impl Test {
         }
     }
 
-    /// Runs all vCPUs until each has stored something and all together `stores` times; calls
-    /// `meanwhile` all the time.
+    /// Runs all vCPUs until each has stored, and all together `stores` times. Calls `meanwhile`
+    /// again and again.
     fn run(&mut self, stores: u64, mut meanwhile: impl FnMut(&mut Self)) {
         let mut vcpus = std::mem::take(&mut self.new.vcpus);
         let ram = self.new.machine.ram().clone();
@@ -136,7 +136,8 @@ impl Test {
         self.new.vcpus = vcpus;
     }
 
-    /// The vCPUs are stopped and the log is harvested: what it does not name has not changed.
+    /// The vCPUs are stopped and the log is harvested. Pages that it does not name must be
+    /// unchanged.
     fn check(&mut self, iteration: u64) {
         let now = self.memory();
         let before = self.needless;
@@ -155,7 +156,7 @@ impl Test {
             assert!(!changed || self.named[page]);
             self.needless += usize::from(self.named[page] && !changed);
         }
-        // A vCPU may be stopped between the fault of a store, which is logged, and the store.
+        // A vCPU may be stopped between a store's fault, which is logged, and the store.
         let needless = self.needless - before;
         assert!(
             needless <= VCPUS as usize,
@@ -179,7 +180,7 @@ fn harvests_name_every_page_that_has_changed() {
     }
     let mut test = Test::new();
     for phase in 0..2 {
-        // All is mapped, then the log starts under running vCPUs.
+        // All pages are mapped. Then the log starts under running vCPUs.
         let mut started = false;
         test.run(2 * USED, |test| {
             let stored = words(test.new.machine.ram(), CONTROL).iter().sum::<u64>();
@@ -202,7 +203,7 @@ fn harvests_name_every_page_that_has_changed() {
         let mut iteration = 1;
         while begin.elapsed() < Duration::from_millis(500) || iteration < 8 {
             assert!(begin.elapsed() < LIMIT, "only {iteration} iterations");
-            // Not the same share of the pages each time.
+            // A different share of the pages each time.
             test.run(iteration * 97 % (2 * USED), Test::harvest);
             test.harvest();
             test.check(iteration);

@@ -1,8 +1,7 @@
-//! Memory that the host backs by 2 MiB pages, under a log and after it. The behaviour of Linux's
-//! `tools/testing/selftests/kvm/x86/dirty_log_page_splitting_test.c`: the sizes of the guest's
-//! mappings, as KVM counts them, are checked where KVM has the statistics and maps this guest by 2
-//! MiB at all; that a harvest names each page of 4 KiB that was written and no other, and that no
-//! store is lost, is checked always.
+//! Memory that the host backs by 2 MiB pages, under a log and after it: the behaviour of Linux's
+//! `tools/testing/selftests/kvm/x86/dirty_log_page_splitting_test.c`. The tests always check that a
+//! harvest names exactly the 4 KiB pages that were written, and that no store is lost. They check
+//! the sizes of the guest's mappings only if KVM has the statistics and maps this guest by 2 MiB.
 #![expect(
     unsafe_code,
     reason = "asks the host for large pages, and KVM for its statistics"
@@ -33,7 +32,7 @@ const DATA: Range<u64> = LARGE..LARGE + LARGES * LARGE;
 struct Stats(File);
 
 impl Stats {
-    /// Those of the only VM of this process.
+    /// The statistics of this process's only VM.
     fn new() -> io::Result<Self> {
         /// `_IO(KVMIO, 0xce)`.
         const KVM_GET_STATS_FD: u32 = 0xaece;
@@ -47,8 +46,7 @@ impl Stats {
         let [vm] = vms[..] else {
             panic!("{vms:?} are VMs, and one was expected");
         };
-        // SAFETY: the call takes no argument. If the descriptor were no VM's any more, it would be
-        // refused.
+        // SAFETY: the call takes no argument. A descriptor that is no longer a VM would be refused.
         let fd = unsafe { libc::ioctl(vm, KVM_GET_STATS_FD.into()) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
@@ -67,9 +65,9 @@ impl Stats {
         u32::from_ne_bytes(self.read(at)).into()
     }
 
-    /// The value of that name. The header is six words: flags, bytes of a name, number of
-    /// descriptors, and where id, descriptors and data are. A descriptor is 16 bytes, with the
-    /// place in the data at byte 8, and the name.
+    /// The value with this name. The header is six words: flags, bytes of a name, number of
+    /// descriptors, and the offsets of id, descriptors and data. A descriptor is 16 bytes, with the
+    /// offset in the data at byte 8, then the name.
     fn get(&self, name: &str) -> u64 {
         let [name_bytes, descriptors, first, data] = [4, 8, 16, 20].map(|at| self.word(at));
         let mut all = (0..descriptors).map(|i| first + i * (16 + name_bytes));
@@ -82,13 +80,13 @@ impl Stats {
         u64::from_ne_bytes(self.read(data + self.word(at + 8)))
     }
 
-    /// How many mappings there are of 2 MiB and more.
+    /// The number of mappings of 2 MiB and more.
     fn large(&self) -> u64 {
         self.get("pages_2m") + self.get("pages_1g")
     }
 }
 
-/// A machine whose mapping begins at a multiple of 2 MiB, as large pages need; else at the last try
+/// A machine whose mapping begins at a multiple of 2 MiB, as large pages need. The last try takes
 /// any.
 fn aligned_machine() -> NewMachine {
     for _ in 0..16 {
@@ -98,8 +96,8 @@ fn aligned_machine() -> NewMachine {
             return new;
         }
         drop(new);
-        // The kernel maps from the top down: with so much taken, the next mapping is aligned. Never
-        // unmapped.
+        // The kernel maps from the top down. With this much taken, the next mapping is aligned.
+        // Never unmapped.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let bytes = beyond as usize;
         // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
@@ -111,15 +109,15 @@ fn aligned_machine() -> NewMachine {
     machine(VCPUS as u32, DATA.end)
 }
 
-/// Has the host back the data by 2 MiB pages, whatever its policy for shared memory is, and the
-/// rest not.
+/// Makes the host back the data by 2 MiB pages, and nothing else, whatever its policy for shared
+/// memory.
 fn collapse(ram: &GuestRam) -> io::Result<()> {
     /// `include/uapi/asm-generic/mman-common.h`; Linux 6.1 and later.
     const MADV_COLLAPSE: i32 = 25;
     let advise = |pages: Range<u64>, advice| {
         let at = ram.guest_hva(RamPage(pages.start)).0 as *mut _;
         let bytes = (pages.end - pages.start) * PAGE_SIZE;
-        // SAFETY: the range is in the guest's mapping; neither advice changes a byte.
+        // SAFETY: the range is in the guest's mapping. Neither advice changes a byte.
         match unsafe { libc::madvise(at, bytes as usize, advice) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -129,8 +127,7 @@ fn collapse(ram: &GuestRam) -> io::Result<()> {
     advise(DATA, MADV_COLLAPSE)
 }
 
-/// Whether KVM splits large mappings when a log starts: eagerly, and only in the tables of the TDP
-/// MMU.
+/// Whether KVM splits large mappings eagerly when a log starts. Only the TDP MMU does.
 fn splits_eagerly() -> bool {
     ["eager_page_split", "tdp_mmu"].iter().all(|parameter| {
         read_to_string(format!("/sys/module/kvm/parameters/{parameter}"))
@@ -140,7 +137,7 @@ fn splits_eagerly() -> bool {
 
 struct Test {
     new: NewMachine,
-    /// How often each page of the data was written.
+    /// The number of writes to each page of the data.
     counts: Vec<u64>,
 }
 
@@ -171,7 +168,8 @@ impl Test {
         self.count(&[DATA.start..middle, middle..DATA.end]);
     }
 
-    /// The data's pages that the log names; then it names none.
+    /// Returns the pages of the data that the log names, and checks that the next harvest names
+    /// none.
     fn harvest(&self) -> Vec<u64> {
         let dirty = PageBitmap::new(DATA.end as usize);
         let machine = &self.new.machine;
@@ -200,7 +198,7 @@ fn a_log_splits_large_pages_and_they_are_large_again_after_it() {
     let counts = vec![0; (DATA.end - DATA.start) as usize];
     let mut test = Test { new, counts };
     test.count_all();
-    // Why sizes are not checked, where they are not.
+    // The reason why sizes are not checked, if they are not.
     let sizes = match (&collapsed, &stats) {
         (Err(why), _) => Err(format!("the host gives no large pages: {why}")),
         (_, Err(why)) => Err(format!("KVM has no statistics: {why}")),
@@ -226,7 +224,7 @@ fn a_log_splits_large_pages_and_they_are_large_again_after_it() {
         large("log on", if splits_eagerly() { 0 } else { whole });
         assert_eq!(test.harvest(), [0; 0]);
 
-        // A few pages, in some of the large ones: the log has these, not their neighbours.
+        // A few pages in some of the large ones: the log must have these, and not their neighbours.
         let few = [
             0,
             1,

@@ -1,6 +1,5 @@
-//! Measurements of the engine's primitives. Run them by
-//! `cargo test --release -p pageferry-machine --test it -- --ignored --nocapture --test-threads 1
-//! kvm_measure::`.
+//! Measurements of the engine's primitives. Run them with `cargo test --release -p
+//! pageferry-machine --test it -- --ignored --nocapture --test-threads 1 kvm_measure::`.
 
 use crate::support::{DATA, machine, no_kvm, rung, start};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -58,8 +57,8 @@ fn kick_latency() {
     println!("kick to exit: {}", percentiles(times));
 }
 
-/// How long one vCPU takes to write to `pages` pages, each of which is delivered on its touch
-/// although its bytes are there already; `None` delivers nothing.
+/// The time in which one vCPU writes to `pages` pages. Each is delivered on its touch, although its
+/// bytes are there already. `None` delivers nothing.
 fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, Duration)> {
     let mut new = machine(1, DATA.0 + pages);
     if delivery.is_some_and(|d| !new.machine.deliveries().contains(&d)) {

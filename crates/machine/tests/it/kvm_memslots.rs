@@ -1,18 +1,16 @@
 //! The same requests to the kernel's `KVM_SET_USER_MEMORY_REGION`, to `SlotWriter::set` and to the
-//! soft engine's hypervisor: all must accept and refuse alike, and refuse for the same class of
+//! soft engine's hypervisor. All must accept and refuse alike, and refuse for the same class of
 //! reason.
 //!
-//! What is compared is what both know. Left out, since a host's KVM differs from the table on
-//! purpose:
+//! The tests compare only what both have. These differ on purpose, and are left out:
 //! - `KVM_MEM_GUEST_MEMFD` needs a guest_memfd and the newer ioctl, and `KVM_MEM_USERFAULT` a
-//!   kernel that has it;
-//! - host addresses that no user may have are refused by the kernel only (the table knows no
-//!   address space layout);
-//! - slots of terabytes are accepted by both, but the kernel allocates memory for them by their
-//!   size;
-//! - private slots of KVM's own (`KVM_SET_TSS_ADDR`, the APIC page) are not made here: they take
-//!   guest frames away;
-//! - the soft engine has one address space, and the frames of its own page tables: only requests
+//!   kernel that has it.
+//! - Only the kernel refuses host addresses that no user may have. The table knows no address space
+//!   layout.
+//! - Both accept slots of terabytes, but the kernel allocates memory for them by their size.
+//! - KVM's private slots (`KVM_SET_TSS_ADDR`, the APIC page) are not made here: they take guest
+//!   frames away.
+//! - The soft engine has one address space, and the frames of its own page tables. Only requests
 //!   inside both go to it.
 #![expect(unsafe_code, reason = "hands memory to KVM and to the hypervisor")]
 
@@ -30,13 +28,13 @@ use std::sync::Arc;
 /// Pages of host memory that slots may share.
 const MEMORY_PAGES: u64 = 64;
 
-/// Where a request's numbers come from; turned into numbers once host and memory are known.
+/// The origin of a request's number. It becomes a number once host and memory are known.
 #[derive(Clone, Copy, Debug)]
 enum At {
     Page(u64),
-    /// So many bytes off a page.
+    /// At a page, plus this many bytes.
     Off(u64, u64),
-    /// So many pages below the first frame that KVM does not map.
+    /// This many pages below the first frame that KVM does not map.
     BelowLimit(u64),
     /// The last page of 64 bits of addresses.
     Top,
@@ -105,7 +103,7 @@ fn sequences() -> impl Strategy<Value = Vec<Asked>> {
 struct Owner(Arc<GuestRam>);
 
 // SAFETY: 1. `GuestRam` maps its guest mapping readable and writable for life and seals the memfd
-// against shrinking. 2. The mapping came from `mmap`. 3. Nobody accesses it in these tests: there
+// against shrinking. 2. The mapping came from `mmap`. 3. Nothing accesses it in these tests: there
 // is no vCPU.
 unsafe impl HostMemory for Owner {
     fn hva_range(&self) -> Range<Hva> {
@@ -119,7 +117,7 @@ struct Both {
     vm: VmFd,
     writer: SlotWriter<()>,
     soft: Vm,
-    /// Whether it was asked all that KVM has done.
+    /// Whether the soft engine got every request that KVM carried out.
     in_step: bool,
     memory: Arc<GuestRam>,
 }
@@ -131,7 +129,7 @@ impl Both {
         let memory = Arc::new(GuestRam::new(memory).unwrap());
         let offers = |cap: u32| u16::try_from(vm.check_extension_raw(cap.into())).unwrap();
         let limits = Limits {
-            // 0: the capability is unknown, there is one.
+            // 0: the kernel does not know the capability, and there is one.
             address_spaces: offers(KVM_CAP_MULTI_ADDRESS_SPACE).max(1),
             max_slots: offers(KVM_CAP_NR_MEMSLOTS),
             ..Limits::default()
@@ -150,7 +148,7 @@ impl Both {
         both
     }
 
-    /// The first frame that this host's KVM does not map: found by asking, since no call tells it.
+    /// The first frame that this host's KVM does not map. No call returns it, so this tries.
     fn gfn_limit(&self) -> Gfn {
         let bits = (36..=52).rev().find(|bits| {
             let region = self.region(0, 1 << (bits - 1), PAGE_SIZE, 0);
@@ -196,7 +194,7 @@ impl Both {
         }
     }
 
-    /// Asks both, and compares.
+    /// Sends a request to both, and compares.
     fn ask(&mut self, asked: &Asked) -> Result<(), TestCaseError> {
         let Asked {
             address_space, id, ..
@@ -234,7 +232,7 @@ impl Both {
         self.ask_soft(asked, &region, told, logs)
     }
 
-    /// Asks the soft engine too, and compares with what the kernel said.
+    /// Sends the request to the soft engine too, and compares with the kernel's answer.
     fn ask_soft(
         &mut self,
         asked: &Asked,
@@ -243,7 +241,8 @@ impl Both {
         logs: bool,
     ) -> Result<(), TestCaseError> {
         if asked.address_space != 0 || matches!(asked.gpa, At::BelowLimit(_)) {
-            // It cannot follow: where the kernel did it, the two go apart.
+            // The soft engine cannot follow. If the kernel carried the request out, the two
+            // diverge.
             self.in_step &= asked.address_space != 0 || told.is_err();
             return Ok(());
         }
@@ -288,7 +287,7 @@ proptest! {
     }
 }
 
-/// The cases a random sequence meets rarely, in order.
+/// The cases that a random sequence meets rarely, in order.
 #[test]
 fn each_rule_is_the_kernels() {
     if no_kvm() {
@@ -328,7 +327,7 @@ fn each_rule_is_the_kernels() {
     ask(18, 0, 0, 1 << 9, 0); // unknown flags, even to delete
 }
 
-/// KVM's slots, all of them, and one more.
+/// All of KVM's slots, and one more.
 #[test]
 fn both_take_the_same_number_of_slots() {
     if no_kvm() {

@@ -1,4 +1,4 @@
-//! The behaviour of Linux's `tools/testing/selftests/kvm/mmu_stress_test.c`: all vCPUs fault a
+//! The behaviour of Linux's `tools/testing/selftests/kvm/mmu_stress_test.c`: all vCPUs fault in a
 //! memory of many slots in passes, while the host takes it away. Its last part, memory that becomes
 //! read-only, is in `kvm_read_only.rs`.
 #![expect(unsafe_code, reason = "changes how the host maps the guest's memory")]
@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 const VCPUS: u64 = 4;
-/// All slots show the same memory, as there: each vCPU faults in much more than there is. Two of
-/// the flat tables' pages.
+/// All slots show the same memory, as in that test: each vCPU faults in much more than exists. Two
+/// of the flat tables' pages.
 const SLOT_PAGES: u64 = 1024;
 const SLOTS: u64 = 16;
 const MEMORY: u64 = 0x1000_0000;
@@ -22,7 +22,7 @@ const MEMORY: u64 = 0x1000_0000;
 const FIRST_ID: u16 = 1;
 
 /// rdi: first byte, rsi: first byte behind. Stores to each page its own address + the tag, once, in
-/// the word that belongs to its 4 MiB of addresses; then rings with rdi.
+/// the word of its 4 MiB of addresses. Then stores rdi to the doorbell.
 ///
 /// ```text
 /// l: mov rax,rdi; shr rax,22; and eax,0x1ff; lea rcx,[rdi+rax*8]; lea rdx,[rdi+TAG]; mov [rcx],rdx
@@ -33,20 +33,20 @@ const STORE: [u8; 48] = [
     0x8d, 0x97, 0, 0, 0, 0, 0x48, 0x89, 0x11, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7,
     0x72, 0xda, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
-/// The same with cmp [rcx],rdx; jne bad for the store, and bad where the doorbell is rung.
+/// The same with cmp [rcx],rdx; jne bad for the store, and bad at the store to the doorbell.
 const CHECK: [u8; 50] = [
     0x48, 0x89, 0xf8, 0x48, 0xc1, 0xe8, 0x16, 0x25, 0xff, 1, 0, 0, 0x48, 0x8d, 0xc, 0xc7, 0x48,
     0x8d, 0x97, 0, 0, 0, 0, 0x48, 0x39, 0x11, 0x75, 0xc, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48,
     0x39, 0xf7, 0x72, 0xd8, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
-/// Where the tag is in both.
+/// The place of the tag in both.
 const TAG: Range<usize> = 19..23;
 
 const fn gpa(slot: u64, page: u64) -> u64 {
     MEMORY + (slot * SLOT_PAGES + page) * PAGE_SIZE
 }
 
-/// Has the host's mapping of the guest's memory forget what it maps, which changes no byte.
+/// Makes the host's mapping of the guest's memory forget its pages. No byte changes.
 fn unmap(ram: &GuestRam, first: u64, pages: u64) {
     let at = ram.guest_hva(RamPage(first)).0 as *mut _;
     assert!(first + pages <= ram.pages());
@@ -80,8 +80,7 @@ impl Stress {
         }
     }
 
-    /// All vCPUs run `program`, each in slots of its own, and `meanwhile` is called until they have
-    /// ended.
+    /// All vCPUs run `program`, each in its own slots. Calls `meanwhile` until they have ended.
     fn pass(&mut self, program: &[u8], tag: u32, mut meanwhile: impl FnMut(&GuestRam)) {
         let mut code = program.to_vec();
         code[TAG].copy_from_slice(&tag.to_le_bytes());
@@ -90,7 +89,7 @@ impl Stress {
         let ram = self.new.machine.ram();
         let drive = |vcpu: &mut dyn Vcpu| {
             let id = u64::from(vcpu.id());
-            // Every vCPU in the slots that another used in the pass before.
+            // Every vCPU takes the slots that another used in the pass before.
             let share = (id + passes) % VCPUS;
             let [first, end] = [share, share + 1].map(|share| gpa(share * (SLOTS / VCPUS), 0));
             start(ram, vcpu, id, &code, [first, end]);
@@ -100,7 +99,7 @@ impl Stress {
         drive_all(&mut self.new.vcpus, drive, || meanwhile(window));
     }
 
-    /// How many words of a pass's stores are not there; what is there instead must be `other`.
+    /// Counts the words of a pass's stores that are lost. `other` must be in their place.
     fn missing(&self, slots: impl Iterator<Item = u64>, tag: u32, other: u64) -> usize {
         let mut missing = 0;
         for slot in slots {
@@ -118,7 +117,7 @@ impl Stress {
     }
 }
 
-/// Some pages of the memory that the slots show: the first, and how many.
+/// A random range of the memory that the slots show: the first page, and the number of pages.
 fn some_pages(random: &mut Random) -> (u64, u64) {
     let first = random.below(SLOT_PAGES);
     (first, (1 + random.below(64)).min(SLOT_PAGES - first))
@@ -136,7 +135,7 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
     stress.pass(&STORE, 1, idle);
     assert_eq!(stress.missing(0..SLOTS, 1, 0), 0);
 
-    // A vCPU whose state was set has its tables to find again.
+    // A vCPU whose state was set must find its tables again.
     for vcpu in &mut stress.new.vcpus {
         let state = vcpu.save().unwrap();
         vcpu.restore(&state).unwrap();
@@ -144,8 +143,8 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
     stress.pass(&STORE, 2, idle);
     assert_eq!(stress.missing(0..SLOTS, 2, 0), 0);
 
-    // Unmapped under the vCPUs, which store and load: no byte changes. What they load, another vCPU
-    // has stored.
+    // Unmapped under the vCPUs, which store and load: no byte changes. They load the stores of
+    // other vCPUs.
     let begin = Instant::now();
     let (mut tag, mut unmapped) = (2, 0);
     while unmapped < 30 {
@@ -162,7 +161,7 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
         assert_eq!(stress.missing(0..SLOTS, tag, 0), 0);
     }
 
-    // Given back under the vCPUs: it is zero, or what they stored since.
+    // Freed under the vCPUs: the memory is zero, or holds later stores.
     let (mut holes, mut lost) = (0, 0);
     while holes < 20 || lost == 0 {
         assert!(begin.elapsed() < LIMIT, "{holes} holes, {lost} words lost");
@@ -182,7 +181,8 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
         "{passes} passes, {unmapped} times unmapped, {holes} holes, {lost} words lost to them"
     );
 
-    // Every second slot goes, and then all memory: what is left shows zeroes, and takes stores.
+    // Every second slot goes, and then all memory. The remaining slots show zeroes, and take
+    // stores.
     for slot in (0..SLOTS).step_by(2) {
         drop(stress.plug.unplug(FIRST_ID + slot as u16).unwrap());
     }

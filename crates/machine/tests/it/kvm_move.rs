@@ -1,12 +1,12 @@
-//! A vCPU in the middle of a loop moves to another VM and goes on there.
+//! A vCPU moves to another VM in the middle of a loop, and continues there.
 
 use crate::support::{DATA, Watchdog, machine, no_kvm, run, rung, start, word};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_machine::{DOORBELL_GPA, Exit, GuestRam, MachineError, NewMachine, Vcpu, VcpuState};
 use std::time::Duration;
 
-/// rdi: four words to add; rsi: how often. Adds them in ymm0, counts in rax, stores ymm0 behind the
-/// words, rings with rax.
+/// rdi: four words to add; rsi: the number of additions. Adds them in ymm0, counts in rax, stores
+/// ymm0 behind the words, stores rax to the doorbell.
 ///
 /// ```text
 /// vmovdqu ymm1,[rdi]; vpxor ymm0,ymm0,ymm0; xor eax,eax
@@ -43,7 +43,7 @@ fn moved(old: &GuestRam, state: &VcpuState) -> NewMachine {
 }
 
 fn sum(code: &[u8], lanes: usize) {
-    // On a host that is fast, or that lets the kicks wait, the loop has to be longer.
+    // On a fast host, or one that delays the kicks, the loop must be longer.
     let mut times = 150_000_000;
     while sum_moved(code, lanes, times) < 5 {
         times *= 4;
@@ -51,7 +51,7 @@ fn sum(code: &[u8], lanes: usize) {
     }
 }
 
-/// Adds so many times, moving all the while; returns how often it moved.
+/// Adds `times` times, and moves all the while. Returns the number of moves.
 fn sum_moved(code: &[u8], lanes: usize, times: u64) -> u32 {
     let words = [3u64, u64::MAX / 7, 0x8000_0000_0000_0001, 11];
     let mut now = machine(1, 32);
@@ -66,7 +66,7 @@ fn sum_moved(code: &[u8], lanes: usize, times: u64) -> u32 {
     );
     let mut moves = 0;
     let rang = loop {
-        // Each machine's vCPU on a thread of its own, as it would be.
+        // Each machine's vCPU runs on a separate thread, as in a real move.
         let (exit, state) = std::thread::scope(|scope| {
             let vcpu = &mut now.vcpus[0];
             scope

@@ -1,5 +1,5 @@
-//! Memory beyond RAM is plugged in, moved and unplugged under a guest, and the slot table always
-//! agrees with KVM.
+//! Memory beyond RAM is plugged, moved and unplugged under a guest. The slot table always agrees
+//! with KVM.
 
 use crate::support::{Watchdog, no_kvm, pluggable, run, rung, start, word};
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
@@ -27,8 +27,8 @@ fn memory(pages: u64, first_word: u64) -> Arc<GuestRam> {
     memory
 }
 
-/// What the next load of [`READ_RING_WRITE`] gives: the value it rings with, or `None` if the load
-/// was MMIO. A store to where nothing is leaves too and is passed over.
+/// The value of the next load of [`READ_RING_WRITE`], from its store to the doorbell. `None` if the
+/// load was MMIO. Skips the exit of a store to an address without memory.
 fn loads(vcpu: &mut dyn Vcpu) -> Option<u64> {
     match run(vcpu) {
         Exit::MmioRead { .. } => {
@@ -58,7 +58,7 @@ fn a_guest_sees_memory_come_move_and_go() {
     assert_eq!(word(&window, RamPage(0), 1), 42, "the guest's store");
 
     plug.relocate(ID, THERE).unwrap();
-    // The store that follows the last ring is to a place where nothing is any more.
+    // The store that follows the last doorbell goes to an address that has no memory any more.
     assert!(matches!(run(vcpu), Exit::MmioWrite { gpa, .. } if gpa.0 == HERE.0 + 8));
     assert_eq!(loads(vcpu), None);
     start(new.machine.ram(), vcpu, 0, &READ_RING_WRITE, [THERE.0, 43]);
@@ -159,7 +159,7 @@ fn memory_stays_mapped_as_long_as_anybody_sees_it() {
     assert!(weak.upgrade().is_some(), "a guard shows the slot");
     let _ = slot;
     drop(guard);
-    // Later changes free what has gone.
+    // Later changes free the memory that has gone.
     for round in 0..200 {
         plug.plug(ID, Gpa(HERE.0 + round * PAGE_SIZE), memory(1, 0), false)
             .unwrap();
@@ -168,8 +168,7 @@ fn memory_stays_mapped_as_long_as_anybody_sees_it() {
     assert!(weak.upgrade().is_none());
 }
 
-/// A vCPU reads a window that comes, moves and goes: it never stops for anything but MMIO and the
-/// kick.
+/// A vCPU reads a window that comes, moves and goes. It leaves only for MMIO and the kick.
 #[test]
 fn slots_change_under_a_running_vcpu() {
     if no_kvm() {

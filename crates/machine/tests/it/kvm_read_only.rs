@@ -1,6 +1,6 @@
 //! The last part of Linux's `tools/testing/selftests/kvm/mmu_stress_test.c`: while vCPUs store, the
-//! host makes their memory read-only (`mprotect`). Each store then fails by an error that harms
-//! nothing: the vCPU is where it was, and goes on from there once the memory is writable again.
+//! host makes their memory read-only (`mprotect`). Each store then fails with an error that harms
+//! nothing. The vCPU keeps its state, and continues from there once the memory is writable again.
 #![expect(unsafe_code, reason = "changes how the host maps the guest's memory")]
 
 use crate::support::{
@@ -13,7 +13,7 @@ use rustix::mm::MprotectFlags;
 use std::ops::Range;
 
 const VCPUS: u64 = 4;
-/// rdi: first byte, rsi: first byte behind. For ever adds one to a word of each page.
+/// rdi: first byte, rsi: first byte behind. Adds one to a word of each page, for ever.
 ///
 /// ```text
 /// o: mov rcx,rdi; i: inc qword [rcx]; add rcx,0x1000; cmp rcx,rsi; jb i; jmp o
@@ -23,7 +23,8 @@ const COUNT_ON: [u8; 20] = [
     0xeb, 0xec,
 ];
 
-/// rdi: first byte, rsi: first byte behind. Adds up a word of each page, and rings with the sum.
+/// rdi: first byte, rsi: first byte behind. Adds up a word of each page, and stores the sum to the
+/// doorbell.
 ///
 /// ```text
 /// xor eax,eax; l: add rax,[rdi]; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rax; jmp .
@@ -33,7 +34,7 @@ const ADD_UP: [u8; 27] = [
     0, 0, 0xd0, 0x48, 0x89, 3, 0xeb, 0xfe,
 ];
 
-/// Pages of each vCPU that counts on.
+/// Pages of each vCPU that counts.
 const EACH: u64 = 200;
 const COUNTED: Range<u64> = DATA.0..DATA.0 + VCPUS * EACH;
 
@@ -41,7 +42,7 @@ fn words(ram: &GuestRam) -> Vec<u64> {
     COUNTED.map(|page| word(ram, RamPage(page), 0)).collect()
 }
 
-/// Each sweep has come to some page, and has neither left a page out nor counted one twice.
+/// Each sweep has reached some page, and has neither skipped a page nor counted one twice.
 fn check_sweeps(words: &[u64]) {
     for (id, words) in words.chunks(EACH as usize).enumerate() {
         let ahead = words.iter().take_while(|word| **word == words[0]).count();
@@ -52,7 +53,7 @@ fn check_sweeps(words: &[u64]) {
     }
 }
 
-/// The vCPU's next store fails, and says so by an error.
+/// The vCPU's next store fails with an error.
 fn fails(vcpu: &mut dyn Vcpu) {
     let id = vcpu.id();
     match vcpu.run() {
@@ -69,7 +70,7 @@ fn stores_to_memory_that_the_host_makes_read_only_fail_and_arrive_when_it_is_wri
     if no_kvm() {
         return;
     }
-    // One more vCPU, which looks and stores to one more page.
+    // Another vCPU, which loads from these pages and stores to another page.
     let mut new = machine(VCPUS as u32 + 1, COUNTED.end + 1);
     let ram = new.machine.ram();
     let mut other = new.vcpus.pop().unwrap();
@@ -82,7 +83,7 @@ fn stores_to_memory_that_the_host_makes_read_only_fail_and_arrive_when_it_is_wri
     let protect = |pages: Range<u64>, flags| {
         let at = ram.guest_hva(RamPage(pages.start)).0 as *mut _;
         let bytes = (pages.end - pages.start) * PAGE_SIZE;
-        // SAFETY: the range is in the guest's mapping, which nobody but the guest uses.
+        // SAFETY: the range is in the guest's mapping, which only the guest uses.
         unsafe { rustix::mm::mprotect(at, bytes as usize, flags).unwrap() };
     };
     let count_on = |before: &[u64]| {
@@ -101,7 +102,7 @@ fn stores_to_memory_that_the_host_makes_read_only_fail_and_arrive_when_it_is_wri
         let before = words(ram);
         check_sweeps(&before);
 
-        // Read-only under the stores, in two steps: each vCPU comes to one that fails.
+        // Read-only under the stores, in two steps: each vCPU reaches a store that fails.
         let until_it_fails = |vcpu: &mut dyn Vcpu| {
             let _watchdog = Watchdog::new(vcpu.kicker(), LIMIT);
             fails(vcpu);
@@ -119,8 +120,8 @@ fn stores_to_memory_that_the_host_makes_read_only_fail_and_arrive_when_it_is_wri
         let there = words(ram);
         check_sweeps(&there);
 
-        // It fails again and again, also with its state saved and restored; loads do not fail;
-        // nothing changes.
+        // It fails again and again, even after its state is saved and restored. Loads do not fail.
+        // Nothing changes.
         let _watchdog = Watchdog::new(other.kicker(), LIMIT);
         for vcpu in vcpus.iter_mut() {
             fails(vcpu.as_mut());
@@ -147,7 +148,7 @@ fn stores_to_memory_that_the_host_makes_read_only_fail_and_arrive_when_it_is_wri
             COUNTED.start..COUNTED.end + 1,
             MprotectFlags::READ | MprotectFlags::WRITE,
         );
-        // The last store that failed arrives, and arrives once.
+        // The last failed store arrives, and arrives once.
         assert_eq!(rung(other.run().unwrap()), bytes(COUNTED.end + 1));
         assert_eq!(word(ram, RamPage(COUNTED.end), 0), round);
     }

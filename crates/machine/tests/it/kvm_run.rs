@@ -158,7 +158,7 @@ fn a_kick_before_the_first_entry_is_taken_once() {
     }
 }
 
-/// Runs without a watchdog of its own: for guests that ring within microseconds.
+/// Runs without a watchdog, for guests that store to the doorbell within microseconds.
 fn run_briefly(vcpu: &mut dyn Vcpu) -> Exit {
     vcpu.run().unwrap()
 }
@@ -256,8 +256,8 @@ fn kicks_of_several_threads_at_once_each_get_an_exit_behind_them() {
     for thread in kickers {
         thread.join().unwrap();
     }
-    // The runner may have entered once more before it could see the last stop.
-    // Kicks at full speed would be a storm of signals that leaves the thread no time to end.
+    // The runner may have entered again before it could see the last stop. Kicks at full speed
+    // would be a storm of signals that leaves the thread no time to end.
     wait_until("the end of the vCPU's thread", || {
         kicker.kick();
         std::thread::sleep(Duration::from_millis(1));

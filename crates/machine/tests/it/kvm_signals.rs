@@ -1,4 +1,4 @@
-//! The engine's SIGBUS handler takes only what is its own.
+//! The engine's SIGBUS handler takes only signals of poison markers.
 
 use crate::support::{machine, no_kvm};
 use std::os::unix::process::ExitStatusExt;
@@ -34,10 +34,9 @@ fn child_that_dies_of_a_bus_error() {
     // The handlers are installed with the first machine.
     let _machine = machine(1, 64);
     let fd = rustix::fs::memfd_create("empty", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    // SAFETY: a plain system call: a handler that swallowed the bus error would have the read
-    // repeated for ever, and this ends it. Then a new mapping at an address that the kernel
-    // chooses; it is read through a raw pointer, and the bus error of that read is what this test
-    // is about.
+    // SAFETY: (1) a plain system call. It ends a process whose handler swallows the bus error and
+    // so repeats the read for ever. (2) A new mapping at an address that the kernel chooses. It is
+    // read through a raw pointer, and this test is about the bus error of that read.
     unsafe {
         libc::alarm(10);
         let map = rustix::mm::mmap(

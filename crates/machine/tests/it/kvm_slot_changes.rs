@@ -1,7 +1,7 @@
-//! Slots that come, go, move and change their flags under running vCPUs, which check their memory
-//! all the while. The behaviour of Linux's
-//! `tools/testing/selftests/kvm/memslot_modification_stress_test.c`; as there, and with a slot that
-//! is in use.
+//! Slots come, go, move and change their flags under running vCPUs, which check their memory all
+//! the while. This is the behaviour of Linux's
+//! `tools/testing/selftests/kvm/memslot_modification_stress_test.c`. There is also a variant with a
+//! slot in use.
 
 use crate::support::{DATA, Watchdog, drive_beside, memory, no_kvm, pluggable, run, start, word};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
@@ -14,8 +14,8 @@ const VCPUS: u64 = 4;
 const ID: u16 = 7;
 
 /// rdi: first byte, rsi: first byte behind. For ever stores a number that counts sweeps to every
-/// page and compares, then stores it to the second word of the first page. Rings with the place of
-/// a number that is not there.
+/// page and compares, then stores it to the second word of the first page. Stores to the doorbell
+/// the place of a number that is not there.
 ///
 /// ```text
 /// xor r8d,r8d
@@ -62,7 +62,7 @@ fn vcpus_do_not_notice_that_other_slots_come_go_and_change() {
                 .unwrap();
             plug.relocate(ID, elsewhere).unwrap();
             plug.unplug(ID).unwrap();
-            // The flags of the slot that they run in.
+            // The flags of the slot in which they run.
             machine.set_dirty_log(changes % 8 == 0).unwrap();
             changes += 4;
         }
@@ -71,7 +71,7 @@ fn vcpus_do_not_notice_that_other_slots_come_go_and_change() {
     assert_eq!(plug.slot_table().reader().pin().view().iter().count(), 1);
 }
 
-/// rdi, rsi: two words. For ever counts, stores the count to the second, then to the first.
+/// rdi, rsi: two words. Counts for ever, stores the count to the second word, then to the first.
 ///
 /// ```text
 /// xor r8d,r8d; l: inc r8; mov [rsi],r8; mov [rdi],r8; jmp l
@@ -80,7 +80,7 @@ const COUNT_TWICE: [u8; 14] = [
     0x45, 0x31, 0xc0, 0x49, 0xff, 0xc0, 0x4c, 0x89, 6, 0x4c, 0x89, 7, 0xeb, 0xf5,
 ];
 
-/// What each vCPU has stored last: in a page of its own.
+/// The last store of each vCPU, in a separate page.
 fn counts(ram: &GuestRam, first: RamPage) -> [u64; VCPUS as usize] {
     std::array::from_fn(|id| word(ram, RamPage(first.0 + id as u64), 0))
 }
@@ -99,7 +99,7 @@ fn each_store_goes_to_a_slot_that_is_there_and_writable_or_leaves() {
         start(ram, vcpu.as_mut(), id, &COUNT_TWICE, args);
     }
     let window = memory(VCPUS);
-    // A store that leaves has its count told in RAM; the last one that did is put beside it.
+    // RAM has the count of a store that leaves. The last such count is kept beside it.
     let drive = |vcpu: &mut dyn Vcpu| {
         let id = vcpu.id();
         let page = RamPage(DATA.0 + u64::from(id));
@@ -121,7 +121,7 @@ fn each_store_goes_to_a_slot_that_is_there_and_writable_or_leaves() {
         }
         assert!(!watchdog.fired(), "vCPU {id}");
     };
-    // Until each vCPU has counted on: its next store is then decided by the slots as they are now.
+    // Waits until each vCPU has counted. Its next store then depends on the current slots.
     let count_on = || {
         let before = counts(ram, DATA);
         wait_until("each vCPU's next store", || {
@@ -155,7 +155,7 @@ fn each_store_goes_to_a_slot_that_is_there_and_writable_or_leaves() {
             rounds += 1;
         }
     });
-    // The last store arrived, or it left, or a kick came before it: none is lost, and none went to
+    // The last store arrived, or it left, or a kick came before it. None is lost, and none went to
     // both.
     for (id, counted) in (0..).zip(counts(ram, DATA)) {
         let left = word(ram, RamPage(DATA.0 + id), 1);

@@ -1,4 +1,5 @@
-//! Each fault delivery brings each page exactly once, whole, however the ways to it race.
+//! Each fault delivery brings each page exactly once, whole, whichever way the racing paths
+//! interleave.
 
 use crate::support::{DATA, Watchdog, machine, no_kvm, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -14,8 +15,8 @@ use std::time::Duration;
 const PAGE: usize = PAGE_SIZE as usize;
 
 /// rdi: first byte, rsi: first byte behind. Each page must hold its own address in its first and in
-/// its last word; it is then written to the second. Rings 1 at the end, or the address of a wrong
-/// page.
+/// its last word. The address is then written to the second. Stores 1 to the doorbell at the end,
+/// or the address of a wrong page.
 ///
 /// ```text
 /// l: mov rax,[rdi]; cmp rax,rdi; jne bad; mov rax,[rdi+0xff8]; cmp rax,rdi; jne bad
@@ -30,7 +31,7 @@ const CHECK: [u8; 61] = [
     0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
-/// The same for pages that are all zero: the words compared are with xor rdx,rdx; .. cmp rax,rdx.
+/// The same for pages that are all zero: xor rdx,rdx; .. cmp rax,rdx compares the words.
 const CHECK_ZERO: [u8; 64] = [
     0x48, 0x31, 0xd2, 0x48, 0x8b, 0x07, 0x48, 0x39, 0xd0, 0x75, 0x2b, 0x48, 0x8b, 0x87, 0xf8, 0x0f,
     0, 0, 0x48, 0x39, 0xd0, 0x75, 0x1f, 0x48, 0x89, 0x7f, 0x08, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0,
@@ -38,10 +39,10 @@ const CHECK_ZERO: [u8; 64] = [
     0xfe, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
-/// Whether this host lacks a delivery; says so.
+/// Whether this host lacks a delivery; prints the reason if so.
 fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
-    // UFFDIO_POISON came with Linux 6.6: before, only a run that requires "poison" fails without
-    // it.
+    // UFFDIO_POISON came with Linux 6.6. On an older kernel, only a run that requires "poison"
+    // fails without it.
     let resource = match delivery {
         Delivery::Poison if linux() < (6, 6) => "poison",
         _ => "uffd",
@@ -71,13 +72,13 @@ fn bytes_of(page: RamPage) -> [u8; PAGE] {
     bytes
 }
 
-/// Who brings the pages.
+/// The source of the pages.
 struct Source {
     machine: Arc<dyn Machine>,
     missing: Arc<PageBitmap>,
-    /// Pages that somebody is bringing or has brought.
+    /// Pages that a thread is bringing or has brought.
     claimed: PageBitmap,
-    /// What the pages below [`DATA`] hold: tables and code.
+    /// The contents of the pages below [`DATA`]: tables and code.
     low: Vec<[u8; PAGE]>,
     faults: AtomicUsize,
     events: AtomicUsize,
@@ -99,7 +100,7 @@ impl Source {
             .unwrap_or_else(|| bytes_of(page))
     }
 
-    /// Brings a page if nobody else does, and waits until it is there.
+    /// Brings a page if no other thread does, and waits until it is there.
     fn bring(&self, page: RamPage) {
         if !self.claimed.set(page) {
             pageferry_testkit::wait_until("a page that another thread brings", || {
@@ -116,7 +117,7 @@ impl Source {
         self.missing.clear(page);
     }
 
-    /// What a hook does about a fault.
+    /// The hook's answer to a fault.
     fn fault(&self, page: RamPage) {
         if self.missing.test(page) {
             self.bring(page);
@@ -142,14 +143,14 @@ impl Source {
                         tv_sec: 0,
                         tv_nsec: 2_000_000,
                     };
-                    // A signal is as good as a time-out.
+                    // A signal counts as a time-out.
                     let _ = rustix::event::poll(&mut polls, Some(&limit));
                 }
             }
         }
     }
 
-    /// Runs a vCPU until it rings.
+    /// Runs a vCPU until it stores to the doorbell.
     fn drive(&self, vcpu: &mut dyn Vcpu) -> u64 {
         let watchdog = Watchdog::new(vcpu.kicker(), LIMIT);
         loop {
@@ -168,21 +169,21 @@ impl Source {
     }
 }
 
-/// What goes on beside the guest.
+/// The activities beside the guest.
 #[derive(Clone, Copy, Default)]
 struct Beside {
-    /// Somebody brings pages in an order of their own.
+    /// A thread brings pages in another order.
     push: bool,
-    /// Somebody drops pages from the guest's mapping, as reclaim does.
+    /// A thread drops pages from the guest's mapping, as reclaim does.
     drop: bool,
-    /// Somebody kicks the vCPUs.
+    /// A thread kicks the vCPUs.
     kick: bool,
-    /// Also the guest's page tables and code are missing.
+    /// The guest's page tables and code are missing too.
     tables: bool,
 }
 
 /// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is
-/// there from the start. Returns exits and events.
+/// present from the start. Returns the numbers of exits and events.
 fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize)> {
     let pages = DATA.0 + 2 * each;
     let mut new = machine(2, pages);
@@ -211,7 +212,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     }
     let claimed = PageBitmap::new(pages as usize);
     for page in DATA.0..pages {
-        // What pre-copy left: a stale page where one is missing, the right one elsewhere.
+        // The state after pre-copy: a stale page where one is missing, the right one elsewhere.
         if page % 3 == 0 {
             ram.write(RamPage(page), &bytes_of(RamPage(page)));
         } else {
@@ -292,10 +293,10 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
         }
     });
     if beside.tables {
-        // Nobody touches all of these.
+        // The guest does not touch all of these.
         (0..DATA.0).map(RamPage).for_each(|page| source.fault(page));
     }
-    // All were touched, so all are there; what the guest wrote to each was not overwritten.
+    // All were touched, so all are present. None overwrote the guest's write.
     assert_eq!(source.missing.count(), 0);
     for page in (DATA.0..pages).map(RamPage) {
         assert_eq!(
@@ -305,7 +306,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
         );
     }
     new.machine.disarm_userfault().unwrap();
-    // And again, with nobody delivering anything: no marker may be in the way for good.
+    // Again, without any delivery: no marker may stay for good.
     for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
         let first = DATA.0 + index as u64 * each;
         start(
@@ -315,7 +316,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             &CHECK,
             [first, first + each].map(|page| page * PAGE_SIZE),
         );
-        // A kick may still wait; nothing else than the ring may come.
+        // A kick may be pending. No other exit than the store to the doorbell may come.
         let rang = source.drive(vcpu.as_mut());
         assert_eq!(rang, 1, "a wrong page at {rang:#x} afterwards");
     }
@@ -324,7 +325,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     Some((exits, events))
 }
 
-/// Takes a page out of the guest's mapping; its bytes stay in the page cache.
+/// Takes a page out of the guest's mapping. Its bytes stay in the page cache.
 #[expect(unsafe_code, reason = "madvise on guest memory")]
 fn drop_mapping(ram: &GuestRam, page: u64) {
     let hva = ram.guest_hva(RamPage(page)).0;
@@ -459,7 +460,7 @@ fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
         );
         missing.set_range(DATA.index()..DATA.index() + 2);
         vm.begin_postcopy().unwrap();
-        // Installed, its mapping dropped, marked, and only then its bit is cleared.
+        // Installed, its mapping dropped, marked. Only then its bit is cleared.
         for page in [DATA, RamPage(DATA.0 + 1)] {
             ram.write(page, &bytes_of(page));
             vm.install(page, 1).unwrap();
@@ -515,7 +516,7 @@ fn holes_are_zero_pages_under_every_delivery() {
             &CHECK_ZERO,
             [DATA.byte_offset(), pages * PAGE_SIZE],
         );
-        // Half of the pages are missing and arrive as zero, in one run; the others are holes from
+        // Half of the pages are missing and arrive as zero, in one run. The others are holes from
         // the start.
         missing.set_range(DATA.index()..DATA.index() + 150);
         new.machine.begin_postcopy().unwrap();

@@ -1,4 +1,4 @@
-//! The engines' integration tests: what `/dev/kvm` must do (`kvm_*`), and the rest.
+//! The engines' integration tests: `/dev/kvm` (`kvm_*`), and the rest.
 
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty;

@@ -29,7 +29,7 @@ struct Hooks {
     ram: Arc<GuestRam>,
     source: Option<(Arc<GuestRam>, Arc<PageBitmap>)>,
     faults: AtomicU64,
-    /// One thread brings a page at a time.
+    /// One thread at a time brings a page.
     bringing: Mutex<()>,
     trouble: Mutex<Vec<String>>,
 }
@@ -117,12 +117,12 @@ fn verify(workload: &Workload, ram: &GuestRam) -> u64 {
     done(workload, ram)
 }
 
-/// The pages all vCPUs have rewritten.
+/// The number of pages that all vCPUs have rewritten.
 fn done(workload: &Workload, ram: &GuestRam) -> u64 {
     done_each(workload, ram).iter().sum()
 }
 
-/// The pages each vCPU has rewritten.
+/// The number of pages that each vCPU has rewritten.
 fn done_each(workload: &Workload, ram: &GuestRam) -> Vec<u64> {
     (0..SPEC.vcpus)
         .map(|vcpu| {
@@ -133,7 +133,7 @@ fn done_each(workload: &Workload, ram: &GuestRam) -> Vec<u64> {
         .collect()
 }
 
-/// Whether each vCPU has rewritten more pages than `then`: on a busy host some may not have run
+/// Whether each vCPU has rewritten more pages than `then`. On a busy host some may not have run
 /// when others have done much.
 fn all_ran(workload: &Workload, ram: &GuestRam, then: &[u64]) -> bool {
     let now = done_each(workload, ram);
@@ -163,7 +163,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
         done(&workload, &old_ram) > old_ram.pages()
     });
 
-    // Pre-copy: everything once, then what was written meanwhile, twice.
+    // Pre-copy: everything once, then the pages written meanwhile, twice.
     let new = create(Engine::Soft, SPEC).unwrap();
     let new_ram = Arc::clone(new.machine.ram());
     let missing = Arc::new(PageBitmap::new(new_ram.pages() as usize));
@@ -198,7 +198,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
     new.machine.begin_postcopy().unwrap();
     let states = old_threads.save().unwrap();
 
-    // Post-copy: vCPUs bring what they touch, this thread brings the rest.
+    // Post-copy: vCPUs bring the pages that they touch, this thread brings the rest.
     let new_hooks = Hooks::new(&new_ram, Some((Arc::clone(&old_ram), Arc::clone(&missing))));
     let new_threads =
         VcpuThreads::start(new.vcpus, Arc::clone(&new_hooks) as Arc<dyn VcpuHooks>).unwrap();
@@ -235,7 +235,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
     );
 }
 
-/// The check above can fail: one byte of one page that is not brought over.
+/// The check above can fail: one byte of one page is not brought over.
 #[test]
 fn a_lost_page_is_found_by_the_guest_and_by_the_host() {
     let workload = Workload::new(Isa::Rv64, SPEC.vcpus, SPEC.memory_bytes).unwrap();

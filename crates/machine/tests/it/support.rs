@@ -1,4 +1,4 @@
-//! What the tests of the KVM engine share: a guest in ring 3 over flat tables, and limits on
+//! Shared by the tests of the KVM engine: a guest in ring 3 over flat tables, and limits on
 //! waiting.
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 /// The guest's page tables.
 pub(crate) const TABLES: Range<RamPage> = RamPage(1)..RamPage(5);
-/// Where each program is put.
+/// The page of the first program.
 pub(crate) const CODE: RamPage = RamPage(5);
 /// The first page that no program and no table uses.
 pub(crate) const DATA: RamPage = RamPage(16);
@@ -30,13 +30,13 @@ pub(crate) const COUNT: [u8; 25] = [
     0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
 ];
 
-/// Whether there is no KVM here.
+/// Whether this host has no KVM.
 pub(crate) fn no_kvm() -> bool {
     kvm::probe_vm().err().is_some_and(|why| skip("kvm", why))
 }
 
-/// Runs the test `name`, as `--list` shows it, in a child process, for a test that needs one for
-/// itself. Returns `false` in that child, where the test goes on.
+/// Runs the test `name`, as `--list` shows it, in a child process, for a test that needs a process
+/// of its own. Returns `false` in that child, where the test continues.
 pub(crate) fn runs_in_child(name: &str) -> bool {
     const CHILD: &str = "PAGEFERRY_TEST_CHILD";
     if std::env::var_os(CHILD).is_some_and(|child| child == name) {
@@ -64,7 +64,7 @@ pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> New
     pluggable_with(vcpus, pages, irqchip).0
 }
 
-/// [`machine`], and the right to plug memory beyond RAM into it.
+/// [`machine`], plus a handle that plugs memory beyond RAM into it.
 pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug) {
     pluggable_with(vcpus, pages, kvm::Irqchip::None)
 }
@@ -79,7 +79,7 @@ fn pluggable_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> (NewMachine,
     (new, plug)
 }
 
-/// Memory to be plugged in.
+/// Memory to plug.
 pub(crate) fn memory(pages: u64) -> Arc<GuestRam> {
     let layout = RamLayout::for_memory(pages * PAGE_SIZE).unwrap();
     Arc::new(GuestRam::new(layout).unwrap())
@@ -102,7 +102,7 @@ fn write_tables(ram: &GuestRam) {
     entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
 }
 
-/// Puts `code` at [`CODE`] + `slot` pages and has `vcpu` start there with `args`.
+/// Writes `code` at [`CODE`] + `slot` pages, and sets `vcpu` to start there with `args`.
 pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8], args: [u64; 2]) {
     let page = RamPage(CODE.0 + slot);
     ram.write_at(page, 0, code);
@@ -158,7 +158,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// Stops the vCPUs when it goes, also by a panic.
+/// Stops the vCPUs on drop, also after a panic.
 struct KickOnDrop(Vec<Arc<dyn Kicker>>);
 
 impl Drop for KickOnDrop {
@@ -167,8 +167,7 @@ impl Drop for KickOnDrop {
     }
 }
 
-/// Has each vCPU driven by `drive` on a thread of its own while `meanwhile` goes on; then kicks
-/// them all.
+/// Calls `drive` on each vCPU on a separate thread while `meanwhile` runs. Then kicks them all.
 pub(crate) fn drive_beside<T>(
     vcpus: &mut [Box<dyn Vcpu>],
     drive: impl Fn(&mut dyn Vcpu) + Sync,
@@ -184,8 +183,7 @@ pub(crate) fn drive_beside<T>(
     })
 }
 
-/// Has each vCPU driven by `drive` on a thread of its own, and calls `meanwhile` until all have
-/// ended.
+/// Calls `drive` on each vCPU on a separate thread, and `meanwhile` until all have ended.
 pub(crate) fn drive_all(
     vcpus: &mut [Box<dyn Vcpu>],
     drive: impl Fn(&mut dyn Vcpu) + Sync,

@@ -1,4 +1,4 @@
-//! The vCPU threads against a vCPU that only pretends: pauses, resumes, hooks that park, failures.
+//! The vCPU threads with a fake vCPU: pauses, resumes, hooks that park, failures.
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_machine::{
@@ -22,14 +22,14 @@ impl Kicker for FakeKicker {
     }
 }
 
-/// Runs until kicked; every `fault_every` rounds it leaves with a memory fault.
+/// Runs until kicked. Every `fault_every` rounds it leaves with a memory fault.
 struct FakeVcpu {
     id: u32,
     kicker: Arc<FakeKicker>,
     rounds: Arc<AtomicU64>,
     fault_every: Option<u64>,
     fail: Arc<AtomicBool>,
-    /// From which round on it has retired an instruction, and when that was.
+    /// The first round with a retired instruction, and its time.
     first: Option<(u64, Instant)>,
 }
 
