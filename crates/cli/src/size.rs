@@ -98,9 +98,9 @@ mod tests {
     #[test]
     fn each_wrong_size_has_its_own_sentence() {
         for (text, part) in [
-            ("0", "needs memory"),
-            ("0G", "needs memory"),
-            ("4097", "whole pages"),
+            ("0", "at least one page"),
+            ("0G", "at least one page"),
+            ("4097", "not a multiple of 4096"),
             ("1K", "try 4K"),
             ("17T", "at most 16T"),
             ("99999999999999999999G", "at most 16T"),

@@ -1,4 +1,4 @@
-//! ARCHITECTURE.md names every crate, and what each one uses, as the `Cargo.toml` files have it.
+//! ARCHITECTURE.md names every crate and its dependencies, as in the `Cargo.toml` files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ fn table(header: &str) -> Vec<Vec<String>> {
         .collect()
 }
 
-/// What stands between backticks in `cell`.
+/// The texts between backticks in `cell`.
 fn quoted(cell: &str) -> Vec<&str> {
     cell.split('`').skip(1).step_by(2).collect()
 }

@@ -1,9 +1,9 @@
-//! `bench demand-paging` as a program or a person reads it.
+//! The output of `bench demand-paging`, for programs and for people.
 
 use crate::support::{Dir, pageferry};
 use pageferry_testkit::skip;
 
-/// The exit code of a host whose cores other work has.
+/// The exit code of a host whose cores are busy with other work.
 const BUSY: i32 = 15;
 
 fn tiny<'a>(more: &[&'a str]) -> Vec<&'a str> {

@@ -1,4 +1,4 @@
-//! `bench dirty-log` as a program or a person reads it.
+//! The output of `bench dirty-log`, for programs and for people.
 
 use crate::support::pageferry;
 
@@ -36,5 +36,6 @@ fn every_phase_is_there_for_programs_and_for_people() {
 
 #[test]
 fn memory_that_is_no_whole_pages_is_a_usage_error() {
-    pageferry(&["bench", "dirty-log", "--memory", "5000"]).assert_failed(2, "not whole pages");
+    pageferry(&["bench", "dirty-log", "--memory", "5000"])
+        .assert_failed(2, "not a multiple of 4096");
 }

@@ -1,4 +1,4 @@
-//! `bench memslot` as a program or a person reads it.
+//! The output of `bench memslot`, for programs and for people.
 
 use crate::support::{Dir, pageferry};
 

@@ -1,4 +1,4 @@
-//! The control socket: who may use it, and what cannot harm the VM.
+//! The control socket: its permissions, and clients that must not harm the VM.
 
 use crate::support::{Source, assert_runs_on, pageferry, pages_done, status, wait_for_no_clients};
 use pageferry_testkit::LIMIT;
@@ -121,7 +121,7 @@ fn nonsense_is_answered_with_an_error_and_harms_nothing() {
 fn a_line_without_end_is_cut_off() {
     let source = Source::start("16M");
     let mut stream = connect(&source);
-    // The server may close before it has taken all of it.
+    // The server may close the connection before it has read everything.
     let _ = stream.write_all(&vec![b'x'; 1 << 20]);
     let mut text = String::new();
     let _ = stream.read_to_string(&mut text);
@@ -137,7 +137,8 @@ fn clients_that_vanish_or_do_not_read_harm_nothing() {
     let source = Source::start("16M");
     for _ in 0..50 {
         let mut stream = connect(&source);
-        // One too many at once may be sent away before it has said so much.
+        // With one client too many at a time, the server may close this one before the write is
+        // done.
         let _ = stream.write_all(b"{\"command\":\"stat");
     }
     let mut deaf = connect(&source);

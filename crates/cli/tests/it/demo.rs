@@ -1,4 +1,4 @@
-//! The demo, whole: it moves a VM, verifies it twice, reports, and catches a page that is wrong.
+//! The whole demo: it moves a VM, verifies it twice, reports, and finds a wrong page.
 
 use crate::support::{Dir, Process, assert_runs_on, pageferry, status};
 use pageferry_testkit::{skip, wait_for};
@@ -71,7 +71,7 @@ fn a_vm_moves_without_any_precopy() {
         "0",
         "--json",
     ];
-    // Where the vCPUs get no turn for long, all pages may be there before the first is touched.
+    // If the vCPUs get no time for long, all pages may be there before the first touch.
     let stalled = (0..10).any(|_| {
         let ended = pageferry(&args);
         ended.assert_ok();
@@ -201,7 +201,7 @@ fn a_delivery_of_another_engine_is_not_to_be_had() {
     pageferry(&args).assert_failed(4, "use exit");
 }
 
-/// A command in a mount namespace where `/dev/kvm` is something else.
+/// A command in a mount namespace with another file in the place of `/dev/kvm`.
 fn without_kvm(args: &[&str], tmp: &Dir) -> Option<Process> {
     let possible = Command::new("unshare")
         .args(["-m", "true"])
@@ -246,7 +246,7 @@ fn without_kvm_the_engine_is_named_and_auto_takes_the_soft_one() {
     tmp.assert_empty();
 }
 
-/// A destination without KVM refuses a VM of that engine, which runs on at its source.
+/// A destination without KVM refuses a VM of that engine. The VM runs on at its source.
 fn a_kvm_vm_is_refused_without_kvm() {
     if pageferry(&["probe", "--json"]).json()["auto"]["engine"] != "kvm" {
         skip("kvm", "/dev/kvm is there, and no VM runs on it");

@@ -11,10 +11,10 @@ use rustix::process::Signal;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-/// Bytes a millisecond: so few that 32 MiB take seconds, whatever else the host does.
+/// Bytes per millisecond: so few that 32 MiB take seconds on any host.
 const SLOW: u64 = 2 << 10;
 
-/// Waits until a migration that is under way is in a phase whose name starts with `phase`.
+/// Waits until the current migration is in a phase whose name starts with `phase`.
 fn wait_for_phase(socket: &std::path::Path, phase: &str) {
     wait_for(phase, || {
         status(socket)?["phase"]
@@ -34,7 +34,7 @@ fn in_run_it_cancels_the_setup_and_then_ends_the_vm() {
     });
     let migrate = source.migrate(&address);
     wait_for_phase(&source.socket, "setup");
-    // The handshake has to be over, so that the peer is the one who waits.
+    // The handshake must be over, so that the source waits for the peer.
     handshake.recv_timeout(LIMIT).unwrap();
     source.process.interrupt();
     migrate
@@ -71,11 +71,12 @@ fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
     let (address, server) = Peer::start(move |mut peer| {
         peer.until_switch_over();
         peer.send(&Frame::Running { started_at_ns: 1 });
-        // Takes the answer, and then nothing, so that the source cannot finish.
+        // Reads the answer, and then nothing, so that the source cannot finish.
         peer.skip_frame();
         is_over.recv_timeout(LIMIT).unwrap();
     });
-    // So that far more is missing than fits the sockets' buffers: all of it, and none of it zero.
+    // The guest writes all of its memory, so no page is zero. Then far more is missing than fits
+    // the sockets' buffers.
     source.wait_until_all_is_written();
     let migrate = source.migrate_with(&address, &["--precopy-passes", "0"]);
     wait_for_phase(&source.socket, "post-copy");
@@ -200,7 +201,7 @@ fn quit_over_the_control_socket_is_the_same() {
     source.dir.assert_empty();
 }
 
-/// Starts a demo, stops it after `delay` by `signal`, and returns its exit code once nothing is
+/// Starts a demo, stops it after `delay` with `signal`, and returns its exit code once nothing is
 /// left.
 fn stop_a_demo(delay: u64, signal: Signal) -> Option<i32> {
     let dir = Dir::new();
@@ -225,7 +226,7 @@ fn stop_a_demo(delay: u64, signal: Signal) -> Option<i32> {
 fn a_demo_can_be_stopped_at_any_time() {
     for delay in [0, 20, 100, 300, 600, 700, 800, 900, 1000, 1200, 1500] {
         let code = stop_a_demo(delay, Signal::INT);
-        // No code: so early that the handlers were not there yet.
+        // No code: the signal came before the handlers were installed.
         assert!(
             matches!(code, Some(0 | 9) | None),
             "after {delay} ms: {code:?}"
@@ -234,8 +235,8 @@ fn a_demo_can_be_stopped_at_any_time() {
     stop_in_its_midst(300, Signal::TERM, Some(9));
 }
 
-/// A demo stopped like this ends with `code`, unless a slow host had it come to nothing yet or to
-/// its end already.
+/// Stops a demo with `signal`. It must end with `code`, unless a slow host has done nothing yet, or
+/// everything already.
 fn stop_in_its_midst(delay: u64, signal: Signal, code: Option<i32>) {
     let mut ends = 0;
     loop {
@@ -310,7 +311,7 @@ fn a_ctrl_c_of_long_ago_does_not_drop_the_only_whole_copy() {
     source.dir.assert_empty();
 }
 
-/// A Ctrl-C that was answered while the VM arrived does not end what is here of it.
+/// A Ctrl-C that was answered while the VM arrived does not end the part of the VM that is here.
 #[test]
 fn a_ctrl_c_in_postcopy_does_not_drop_what_arrived() {
     let source = Source::start("32M");

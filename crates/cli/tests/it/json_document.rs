@@ -1,4 +1,5 @@
-//! `docs/json-output.md` beside what the programs print: its tables name each key, and no other.
+//! `docs/json-output.md` against the output of the programs: its tables name every key, and no
+//! other.
 
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -39,7 +40,7 @@ impl Section {
         self
     }
 
-    /// Only what comes before, or from, the first line that holds `mark`.
+    /// Only the lines before, or from, the first line with `mark`.
     pub(crate) fn split(self, mark: &str) -> [Self; 2] {
         let at = self.0.iter().position(|line| line.contains(mark));
         let mut before = self.0;
@@ -73,7 +74,7 @@ impl Section {
     }
 
     /// The paths in the first column of tables whose first heading is `key`. A path that begins
-    /// with a point goes on from the parent of the one before it.
+    /// with a point continues from the parent of the path before.
     fn paths(&self) -> Vec<String> {
         let mut all: Vec<String> = Vec::new();
         let mut of_keys = false;
@@ -96,8 +97,8 @@ impl Section {
         all
     }
 
-    /// Fails unless `output` has every key that the tables name, except those of `absent`, and the
-    /// section names every key of `output`, except those below `open`.
+    /// Fails unless `output` has every key that the tables name, except those of `absent`. Fails
+    /// unless the section names every key of `output`, except those below `open`.
     #[track_caller]
     pub(crate) fn assert_describes(&self, output: &Value, absent: &[&str], open: &[&str]) {
         let names = self.names();
@@ -137,7 +138,7 @@ fn keys(value: &Value, open: &[&str], visit: &mut dyn FnMut(&str)) {
     }
 }
 
-/// Whether `path` is there: points between keys, `[]` for any element of an array, `*` for any key.
+/// Whether `path` exists: points between keys, `[]` for any element of an array, `*` for any key.
 fn has(value: &Value, path: &str) -> bool {
     let (first, rest) = path.split_once('.').unwrap_or((path, ""));
     let (name, list) = match first.strip_suffix("[]") {
@@ -149,7 +150,7 @@ fn has(value: &Value, path: &str) -> bool {
             Value::Array(all) if list => {
                 all.iter().any(|value| rest.is_empty() || has(value, rest))
             }
-            // Elements of an array that a path does not name as one: an array of rows.
+            // A path need not name elements of an array as such: an array of rows.
             value => rest.is_empty() || has(value, rest),
         }
     };

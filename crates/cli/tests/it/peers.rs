@@ -1,5 +1,5 @@
-//! Peers that are not there, speak something else, stop in the middle, or do not fit: each has its
-//! exit code, and the VM at the source runs on.
+//! Peers that do not exist, speak another protocol, stop in the middle, or do not fit. Each case
+//! has its exit code, and the VM at the source runs on.
 
 use crate::support::peer::{Peer, nobody, once};
 use crate::support::{Destination, Dir, Ended, Process, Source, pageferry};
@@ -238,7 +238,7 @@ fn pair(address: &str) -> Pair {
     connect_pair(&address, SessionId::random().unwrap(), LIMIT, &|| false).unwrap()
 }
 
-/// What a source says it has, for a machine of 16 MiB with 2 vCPUs.
+/// The set-up that a source sends, for a machine of 16 MiB with 2 vCPUs.
 fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
     use pageferry_migration::wire::{Engine, Isa, Region};
     let memory_bytes = 16u64 << 20;
@@ -335,7 +335,7 @@ fn a_source_that_sends_garbage_or_stops_is_told_and_the_next_one_taken() {
         (
             |pair| {
                 send(pair, &setup(|_| {}));
-                // It is set up before it is left alone.
+                // The set-up is done before the destination is left alone.
                 let wait = Wait::block("SetupAck").within(LIMIT);
                 pair.stream
                     .read_exact(&mut [0; HEADER_BYTES], &wait)
@@ -368,7 +368,7 @@ fn assert_takes(process: Process, address: &str) -> Ended {
     ended
 }
 
-/// The destination says in one line that it turned a source away for `why`, and listens on.
+/// The destination reports in one line that it turned a source away for `why`, and listens on.
 #[track_caller]
 fn assert_turned_away(process: &Process, why: &str) {
     let rest = process.wait_until_said(why);
@@ -379,7 +379,7 @@ fn assert_turned_away(process: &Process, why: &str) {
 fn sessions_that_say_nothing_do_not_keep_a_source_out() {
     let dir = Dir::new();
     let (process, address) = destination(&dir);
-    // Both connections accepted, or one of them, and then nothing.
+    // Both connections accepted, or one of them, and then silence.
     let pairs: Vec<_> = (0..3).map(|_| pair(&address)).collect();
     let halves: Vec<_> = (0..3)
         .map(|_| {
@@ -459,7 +459,7 @@ fn a_destination_whose_source_left_stops_to_allocate() {
     pair.stream.read_exact(&mut ack, &wait).unwrap();
     let header = FrameHeader::decode(&ack, Side::Destination).unwrap();
     assert_eq!(header.frame_type, FrameType::SetupAck);
-    // Acknowledged at once; what the memory takes is said meanwhile.
+    // The destination acknowledges at once, and reports the allocation's progress meanwhile.
     let progress = wait_for("the progress of the allocation", || {
         crate::support::status(&destination.socket)?["allocated_bytes"].as_u64()
     });
@@ -506,7 +506,7 @@ fn a_vm_whose_destination_is_lost_in_postcopy_is_kept_paused_until_it_is_ended()
         peer.until_switch_over();
         peer.send(&Frame::Running { started_at_ns: 1 });
         peer.skip_frame();
-        // Gone, as a host that loses power.
+        // Gone, as after a power failure of its host.
     });
     let source = Source::start("16M");
     let ended = source.migrate(&address).end();

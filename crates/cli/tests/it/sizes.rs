@@ -1,13 +1,13 @@
-//! Sizes that cannot be: exit code 2 and a sentence that says what would be right.
+//! Impossible sizes: exit code 2 and a sentence with the expected form.
 
 use crate::support::{Dir, pageferry};
 
 #[test]
 fn memory_sizes_that_cannot_be_are_usage_errors() {
     for (size, part) in [
-        ("0", "a machine needs memory"),
-        ("0G", "a machine needs memory"),
-        ("4097", "whole pages"),
+        ("0", "a machine needs at least one page of memory"),
+        ("0G", "a machine needs at least one page of memory"),
+        ("4097", "not a multiple of 4096"),
         ("1K", "try 4K"),
         ("17T", "at most 16T"),
         ("99999999999999G", "at most 16T"),

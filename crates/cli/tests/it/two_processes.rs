@@ -72,7 +72,7 @@ fn a_port_of_the_systems_choice_is_told() {
         &dir,
     );
     wait_for("the destination", || status(&socket));
-    // Said at once, and the process still listens.
+    // Printed at once, while the process still listens.
     let port = process.wait_until_said("listening on tcp:127.0.0.1:");
     assert_ne!(port.parse::<u16>().unwrap(), 0);
     std::net::TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();

@@ -1,4 +1,4 @@
-//! A link between source and destination that is slow, and that can be frozen and cut.
+//! A slow link between source and destination, which a test can freeze and cut.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -7,27 +7,28 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// The controls of a link: its rate, its cut, and the streams to shut down.
 #[derive(Default)]
-struct Shared {
-    /// Bytes a millisecond and direction; 0 freezes.
+struct LinkControl {
+    /// Bytes per millisecond and direction; 0 freezes.
     rate: AtomicU64,
     cut: AtomicBool,
     streams: Mutex<Vec<UnixStream>>,
 }
 
-/// Listens on a unix socket and passes all connections on to another.
+/// Listens on a unix socket and forwards all connections to another.
 pub(crate) struct Link {
-    shared: Arc<Shared>,
+    control: Arc<LinkControl>,
     path: PathBuf,
 }
 
 impl Link {
-    /// To the unix socket `to`, at `rate` bytes a millisecond.
+    /// Forwards to the unix socket `to`, at `rate` bytes per millisecond.
     pub(crate) fn start(path: &Path, to: &str, rate: u64) -> Self {
         let listener = UnixListener::bind(path).unwrap();
-        let shared = Arc::new(Shared::default());
-        shared.rate.store(rate, Ordering::Relaxed);
-        let ours = Arc::clone(&shared);
+        let control = Arc::new(LinkControl::default());
+        control.rate.store(rate, Ordering::Relaxed);
+        let ours = Arc::clone(&control);
         let to = to.strip_prefix("unix:").unwrap().to_owned();
         std::thread::spawn(move || {
             // The thread ends with the process: a test process is short-lived.
@@ -50,7 +51,7 @@ impl Link {
             }
         });
         Self {
-            shared,
+            control,
             path: path.to_owned(),
         }
     }
@@ -60,13 +61,13 @@ impl Link {
     }
 
     pub(crate) fn set_rate(&self, rate: u64) {
-        self.shared.rate.store(rate, Ordering::Relaxed);
+        self.control.rate.store(rate, Ordering::Relaxed);
     }
 
-    /// Breaks all connections, without a word.
+    /// Breaks all connections without any message.
     pub(crate) fn cut(&self) {
-        self.shared.cut.store(true, Ordering::Relaxed);
-        for stream in self.shared.streams.lock().unwrap().drain(..) {
+        self.control.cut.store(true, Ordering::Relaxed);
+        for stream in self.control.streams.lock().unwrap().drain(..) {
             let _ = stream.shutdown(std::net::Shutdown::Both);
         }
     }
@@ -78,11 +79,11 @@ impl Drop for Link {
     }
 }
 
-fn carry(mut read: UnixStream, mut write: UnixStream, shared: &Shared) {
+fn carry(mut read: UnixStream, mut write: UnixStream, control: &LinkControl) {
     let mut buffer = [0; 16 << 10];
     loop {
-        let rate = shared.rate.load(Ordering::Relaxed);
-        if shared.cut.load(Ordering::Relaxed) {
+        let rate = control.rate.load(Ordering::Relaxed);
+        if control.cut.load(Ordering::Relaxed) {
             return;
         }
         if rate == 0 {
@@ -92,7 +93,7 @@ fn carry(mut read: UnixStream, mut write: UnixStream, shared: &Shared) {
         match read.read(&mut buffer) {
             Ok(0) | Err(_) => break,
             Ok(n) => {
-                if shared.cut.load(Ordering::Relaxed) || write.write_all(&buffer[..n]).is_err() {
+                if control.cut.load(Ordering::Relaxed) || write.write_all(&buffer[..n]).is_err() {
                     break;
                 }
                 std::thread::sleep(Duration::from_micros(n as u64 * 1000 / rate));

@@ -1,5 +1,4 @@
-//! What all tests of the command line share: processes with deadlines, a VM to migrate, a slow
-//! link.
+//! Shared by all tests of the command line: processes with deadlines, a VM to migrate, a slow link.
 
 pub(crate) mod link;
 pub(crate) mod peer;
@@ -14,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A directory of a test's own. Dropping it checks nothing; [`Dir::assert_empty`] does.
+/// A test's directory. Dropping it checks nothing; [`Dir::assert_empty`] does.
 pub(crate) struct Dir(PathBuf);
 
 impl Dir {
@@ -31,7 +30,7 @@ impl Dir {
         self.0.join(name)
     }
 
-    /// Nothing was left behind.
+    /// Checks that nothing was left behind.
     pub(crate) fn assert_empty(&self) {
         let left: Vec<_> = std::fs::read_dir(&self.0)
             .unwrap()
@@ -47,7 +46,7 @@ impl Drop for Dir {
     }
 }
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) code: Option<i32>,
@@ -56,7 +55,7 @@ pub(crate) struct Ended {
 }
 
 impl Ended {
-    /// It failed with `code` and exactly one error line, which holds `part`.
+    /// The command failed with `code` and exactly one error line, which contains `part`.
     #[track_caller]
     pub(crate) fn assert_failed(&self, code: i32, part: &str) {
         assert_eq!(self.code, Some(code), "{self:?}");
@@ -86,7 +85,7 @@ pub(crate) struct Process {
     stderr: Output,
 }
 
-/// What a command writes to one of its outputs, taken as it comes.
+/// The output of a command to stdout or stderr so far.
 struct Output {
     so_far: Arc<Mutex<Vec<u8>>>,
     thread: Option<JoinHandle<()>>,
@@ -112,7 +111,7 @@ impl Output {
         String::from_utf8_lossy(&self.so_far.lock().unwrap()).into_owned()
     }
 
-    /// All of it, once nobody can write to it any more.
+    /// The whole output, once nothing can write to it any more.
     fn whole(&mut self) -> String {
         if let Some(thread) = self.thread.take() {
             thread.join().unwrap();
@@ -122,7 +121,7 @@ impl Output {
 }
 
 impl Process {
-    /// Starts `pageferry` with `args`; files for the moment go to `tmp`.
+    /// Starts `pageferry` with `args`. Its temporary files go to `tmp`.
     pub(crate) fn start<S: AsRef<std::ffi::OsStr>>(args: &[S], tmp: &Dir) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pageferry"));
         command.args(args).env("TMPDIR", &tmp.0);
@@ -145,8 +144,8 @@ impl Process {
         }
     }
 
-    /// Waits until it has written a whole line that holds `part`, and returns what follows `part`
-    /// in it.
+    /// Waits until the process has written a whole line that contains `part`. Returns the rest of
+    /// the line.
     #[track_caller]
     pub(crate) fn wait_until_said(&self, part: &str) -> String {
         wait_for(part, || {
@@ -175,7 +174,7 @@ impl Process {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Waits for its end, and fails the test if that takes too long.
+    /// Waits for the end of the process, and fails the test if that takes too long.
     #[track_caller]
     pub(crate) fn end(mut self) -> Ended {
         let deadline = Instant::now() + LIMIT;
@@ -215,13 +214,13 @@ pub(crate) fn pageferry<S: AsRef<std::ffi::OsStr>>(args: &[S]) -> Ended {
     ended
 }
 
-/// What the VM at `socket` says about itself, if there is one and it has time for us.
+/// The status of the VM at `socket`; `None` if there is none or the socket is busy.
 pub(crate) fn status(socket: &Path) -> Option<Value> {
     let answer = ask(socket, "{\"command\":\"status\"}\n")?;
     Some(answer["result"].clone()).filter(|result| !result.is_null())
 }
 
-/// One line to a control socket, and the first line of its answer.
+/// Sends one line to a control socket. Returns the first line of the answer.
 pub(crate) fn ask(socket: &Path, line: &str) -> Option<Value> {
     use std::io::{BufRead, BufReader, Write};
     let mut stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
@@ -232,7 +231,7 @@ pub(crate) fn ask(socket: &Path, line: &str) -> Option<Value> {
     serde_json::from_str(&answer).ok()
 }
 
-/// How many pages the guest of `socket` has done.
+/// The number of pages that the guest of `socket` has done.
 pub(crate) fn pages_done(socket: &Path) -> u64 {
     let status = status(socket).expect("a VM");
     let done = status["guest"]["pages_done"]
@@ -255,7 +254,7 @@ pub(crate) fn assert_runs_on(socket: &Path) {
     assert_eq!(status(socket).unwrap()["guest"]["errors"], 0);
 }
 
-/// Waits until nobody is served any more at the control socket of `process`, so that there is room.
+/// Waits until the control socket of `process` serves no client, so that there is room.
 pub(crate) fn wait_for_no_clients(process: &Process) {
     let tasks = PathBuf::from(format!("/proc/{}/task", process.pid()));
     wait_for("its clients to be gone", || {
@@ -267,7 +266,7 @@ pub(crate) fn wait_for_no_clients(process: &Process) {
     });
 }
 
-/// A small VM in a process of its own.
+/// A small VM in a separate process.
 pub(crate) struct Source {
     pub(crate) process: Process,
     pub(crate) socket: PathBuf,
@@ -305,12 +304,12 @@ impl Source {
         source
     }
 
-    /// `pageferry migrate` to `to`.
+    /// Runs `pageferry migrate` to `to`.
     pub(crate) fn migrate(&self, to: &str) -> Process {
         self.migrate_with(to, &[])
     }
 
-    /// `pageferry migrate` to `to` with more arguments.
+    /// Runs `pageferry migrate` to `to` with more arguments.
     pub(crate) fn migrate_with(&self, to: &str, more: &[&str]) -> Process {
         let socket = self.socket.to_str().unwrap();
         let mut args = vec!["migrate", "--vm", socket, "--to", to, "--json"];
@@ -328,7 +327,7 @@ impl Source {
         });
     }
 
-    /// Its guest runs on, all its memory is right, and it ends leaving nothing.
+    /// The guest runs on, all its memory is right, and it ends leaving nothing behind.
     #[track_caller]
     pub(crate) fn assert_unharmed(self) {
         assert_runs_on(&self.socket);
@@ -363,7 +362,7 @@ impl Destination {
         args.extend(more);
         let process = Process::start(&args, &dir);
         wait_for("the destination", || status(&socket));
-        // Not when the socket's file is there: that is a moment before anybody listens.
+        // The socket's file is no sign: it exists a moment before anybody listens.
         process.wait_until_said("listening on ");
         Self {
             process,
@@ -384,7 +383,7 @@ pub(crate) fn children_of(parent: u32) -> Vec<u32> {
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{pid}/stat")) else {
             continue;
         };
-        // The name in parentheses may hold anything; the parent is the second field behind it.
+        // The name in parentheses may contain anything. The parent is the second field behind it.
         let Some((_, rest)) = stat.rsplit_once(')') else {
             continue;
         };
@@ -395,7 +394,7 @@ pub(crate) fn children_of(parent: u32) -> Vec<u32> {
     found
 }
 
-/// Whether a process of this id is there and not only waiting to be reaped.
+/// Whether a process with this id exists and is not a zombie.
 pub(crate) fn is_alive(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()

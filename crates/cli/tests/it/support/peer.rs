@@ -1,4 +1,4 @@
-//! A destination made of the wire format alone, which behaves as badly as a test wants.
+//! A destination that speaks the bare wire format and misbehaves as a test wants.
 
 use pageferry_migration::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, SetupProgress,
@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Listens on a port and lets `act` deal with the first caller.
+/// Listens on a port and lets `act` serve the first caller.
 pub(crate) fn once(act: impl FnOnce(TcpStream) + Send + 'static) -> (String, JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -21,7 +21,7 @@ pub(crate) fn once(act: impl FnOnce(TcpStream) + Send + 'static) -> (String, Joi
     (address, thread)
 }
 
-/// A port that nobody listens on, and that nobody else gets before the first is dropped.
+/// A port on which nobody listens. Nobody else gets it before the descriptor is dropped.
 pub(crate) fn nobody() -> (OwnedFd, String) {
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
     let taken = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
@@ -48,7 +48,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Listens, shakes hands, and lets `act` go on.
+    /// Listens, shakes hands, and calls `act`.
     pub(crate) fn start(act: impl FnOnce(Peer) + Send + 'static) -> (String, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -69,7 +69,8 @@ impl Peer {
         (address, thread)
     }
 
-    /// The next frame's header; its payload is read and forgotten. `None` when the source closed.
+    /// The header of the next frame. Its payload is read and dropped. `None` when the source
+    /// closed.
     pub(crate) fn skip_frame(&mut self) -> Option<FrameHeader> {
         let mut head = [0; HEADER_BYTES];
         self.stream.read_exact(&mut head).ok()?;
@@ -82,22 +83,22 @@ impl Peer {
     pub(crate) fn send(&mut self, frame: &Frame) {
         let mut bytes = Vec::new();
         frame.encode(&mut bytes).unwrap();
-        // The source may have gone: then there is nothing to tell.
+        // The source may be gone already.
         let _ = self.stream.write_all(&bytes);
     }
 
-    /// Takes the set-up.
+    /// Receives the set-up.
     pub(crate) fn set_up(&mut self) {
         assert_eq!(self.skip_frame().unwrap().frame_type, FrameType::Setup);
         self.send(&Frame::SetupAck);
-        // It has nothing to allocate.
+        // There is nothing to allocate.
         self.send(&Frame::SetupProgress(SetupProgress {
             pages: 0,
             ready: true,
         }));
     }
 
-    /// Plays along until the switch-over was announced.
+    /// Answers the source until the switch-over is announced.
     pub(crate) fn until_switch_over(&mut self) {
         self.set_up();
         loop {
