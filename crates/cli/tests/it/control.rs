@@ -10,6 +10,7 @@ use std::time::Duration;
 fn connect(source: &Source) -> UnixStream {
     let stream = UnixStream::connect(&source.socket).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
+    stream.set_write_timeout(Some(LIMIT)).unwrap();
     stream
 }
 

@@ -3,7 +3,7 @@
 pub(crate) mod link;
 pub(crate) mod peer;
 
-use pageferry_testkit::{LIMIT, wait_for};
+use pageferry_testkit::{LIMIT, wait_for, wait_until};
 use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -114,6 +114,7 @@ impl Output {
     /// The whole output, once nothing can write to it any more.
     fn whole(&mut self) -> String {
         if let Some(thread) = self.thread.take() {
+            wait_until("the end of the output", || thread.is_finished());
             thread.join().unwrap();
         }
         self.so_far()
@@ -225,6 +226,7 @@ pub(crate) fn ask(socket: &Path, line: &str) -> Option<Value> {
     use std::io::{BufRead, BufReader, Write};
     let mut stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
     stream.set_read_timeout(Some(LIMIT)).unwrap();
+    stream.set_write_timeout(Some(LIMIT)).unwrap();
     stream.write_all(line.as_bytes()).ok()?;
     let mut answer = String::new();
     BufReader::new(stream).read_line(&mut answer).ok()?;

@@ -4,21 +4,32 @@ use pageferry_migration::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, SetupProgress,
     Side,
 };
-use std::io::{Read, Write};
+use pageferry_testkit::{LIMIT, wait_for};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 /// Listens on a port and lets `act` serve the first caller.
 pub(crate) fn once(act: impl FnOnce(TcpStream) + Send + 'static) -> (String, JoinHandle<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let thread = std::thread::spawn(move || {
-        let (stream, _) = listener.accept().unwrap();
-        act(stream);
-    });
+    let thread = std::thread::spawn(move || act(accept(&listener)));
     (address, thread)
+}
+
+/// Takes the next connection. Neither this nor a read or write of the stream waits without a limit.
+fn accept(listener: &TcpListener) -> TcpStream {
+    listener.set_nonblocking(true).unwrap();
+    let stream = wait_for("a connection", || match listener.accept() {
+        Ok((stream, _)) => Some(stream),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+        Err(error) => panic!("{error}"),
+    });
+    stream.set_nonblocking(false).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    stream.set_write_timeout(Some(LIMIT)).unwrap();
+    stream
 }
 
 /// A port on which nobody listens. Nobody else gets it before the descriptor is dropped.
@@ -54,10 +65,7 @@ impl Peer {
         let address = listener.local_addr().unwrap().to_string();
         let thread = std::thread::spawn(move || {
             let [stream, urgent] = [(); 2].map(|()| {
-                let (mut stream, _) = listener.accept().unwrap();
-                stream
-                    .set_read_timeout(Some(Duration::from_secs(60)))
-                    .unwrap();
+                let mut stream = accept(&listener);
                 shake(&mut stream);
                 stream
             });
