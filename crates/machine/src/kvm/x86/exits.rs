@@ -20,7 +20,7 @@ pub(super) enum Left {
     Halted,
     /// An exit that does not concern the caller.
     Nothing,
-    /// The guest cannot go on, for this reason.
+    /// The guest cannot run any further, for this reason.
     Failed(String),
 }
 
