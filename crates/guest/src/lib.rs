@@ -72,9 +72,9 @@
 //! | `0xa8` | first error: pass in which it was found | yes | 0 | 0 |
 //!
 //! The workload stores in this order: page in progress, the page's words in ascending order, pages
-//! done, no page in progress. A pause may fall on any instruction. *Pages done* then gives the
-//! exact sequence number of every page but one per vCPU. That page is the next one in the order,
-//! named in the control page. It is a prefix of its new and a suffix of its old contents.
+//! done, no page in progress. So at any instruction *pages done* gives the exact sequence number of
+//! every page, with at most one exception per vCPU. The exception is the next page in the order, and
+//! only while the control page names it. It is a prefix of its new and a suffix of its old contents.
 
 mod address_space;
 mod code;

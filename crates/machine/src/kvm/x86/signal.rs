@@ -70,8 +70,8 @@ thread_local! {
     static CURRENT: Cell<*const PoisonCell> = const { Cell::new(std::ptr::null()) };
 }
 
-/// Calls `f`. The handler stores a SIGBUS that this thread gets meanwhile in `cell`, if the address
-/// is in its range.
+/// Calls `f`. Meanwhile the handler stores the address of this thread's SIGBUS in `cell`, if that
+/// covers the address.
 pub(super) fn collect_sigbus<T>(cell: &PoisonCell, f: impl FnOnce() -> T) -> T {
     struct Reset;
     impl Drop for Reset {
