@@ -166,7 +166,7 @@ mod tests {
         assert!(refused(|b| b.truncate(367)).contains("367 bytes"));
         assert!(refused(|b| b.push(0)).contains("369 bytes"));
         assert!(refused(|b| b[0] = b'X').contains("begin"));
-        assert!(refused(|b| b[8] = 2).contains("version 2"));
+        assert!(refused(|b| b[8] = 2).contains("version is 2"));
         assert!(refused(|b| b[12] = 3).contains("privilege mode"));
         assert!(refused(|b| b[16] = 1).contains("x0"));
         assert!(refused(|b| b[272] = 2).contains("pc"));

@@ -296,7 +296,7 @@ impl<'a> Sections<'a> {
 
 fn wrong_size(tag: Tag, body: &[u8]) -> String {
     format!(
-        "section {} ({tag:?}) has a wrong length of {} bytes",
+        "section {} ({tag:?}) has {} bytes, a wrong length",
         tag as u16,
         body.len()
     )
