@@ -85,7 +85,7 @@ pub(crate) fn exit_and_resume(
     let program = toucher(engine, memory_bytes, u64::MAX)?;
     let pages = vm.machine.ram().pages();
     vm.machine.ram().allocate()?;
-    let data = program.layout().data();
+    let data = program.memory_map().data();
     fill(&vm, data.clone());
     vm.load(program.program())?;
     let missing = Arc::new(PageBitmap::new(pages as usize));

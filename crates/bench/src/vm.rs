@@ -4,7 +4,7 @@ pub(crate) use pageferry_harness::{Faults, Vm, isa_of};
 
 use crate::BenchError;
 use pageferry_addr::RamPage;
-use pageferry_guest::{Layout, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{BootError, WaitError};
 use pageferry_machine::{Engine, MachineSpec};
 use std::ops::Range;
@@ -25,11 +25,11 @@ pub(crate) fn toucher(
         order: TouchOrder::Random,
         passes: 1,
     };
-    let layout = Layout::new(isa_of(engine), 1, memory_bytes)?;
-    let data = layout.data();
+    let map = MemoryMap::new(isa_of(engine), 1, memory_bytes)?;
+    let data = map.data();
     let end = data.end.min(data.start.saturating_add(pages));
     let only = data.start..end;
-    Ok(Toucher::new(layout, Vec::from([only]), touch)?)
+    Ok(Toucher::new(map, Vec::from([only]), touch)?)
 }
 
 /// A VM whose faults on missing pages go to `faults`.

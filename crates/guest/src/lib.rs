@@ -8,7 +8,7 @@
 //! at its next visit to that page. [`Workload::verify`] compares all RAM of a paused VM with the
 //! progress of its vCPUs, and finds every byte that differs.
 //!
-//! **Mechanism.** [`Layout`] plans the memory: code, page tables, one control page per vCPU, and
+//! **Mechanism.** [`MemoryMap`] plans the memory: code, page tables, one control page per vCPU, and
 //! data pages in equal shares. The code is assembled at run time, on any host. Every vCPU publishes
 //! its progress in its control page. To report an event, it stores to the *doorbell*, an address
 //! without memory.
@@ -21,7 +21,7 @@
 //!
 //! 1. Plan a program: [`Workload::new`], [`Toucher::new`] or [`Spin::new`]. [`Program`] is their
 //!    common part.
-//! 2. Give a VM zeroed RAM from guest-physical address 0. [`Layout`] moves the part above 3 GiB up
+//! 2. Give a VM zeroed RAM from guest-physical address 0. [`MemoryMap`] moves the part above 3 GiB up
 //!    to 4 GiB. No memory slot may cover [`DOORBELL_GPA`]. Write the pieces of [`Program::image`]
 //!    into RAM.
 //! 3. Give each vCPU its [`Program::start`] values.
@@ -82,7 +82,7 @@ pub mod control;
 mod error;
 mod event;
 mod isa;
-mod layout;
+mod memory_map;
 pub mod model;
 mod order;
 mod params;
@@ -99,7 +99,7 @@ pub use control::{Control, GuestReport, PageBytes, ProgramKind};
 pub use error::GuestError;
 pub use event::{Doorbell, ErrorKind, Event};
 pub use isa::Isa;
-pub use layout::Layout;
+pub use memory_map::MemoryMap;
 pub use order::Order;
 pub use program::{Program, Start};
 pub use spin::Spin;

@@ -149,8 +149,8 @@ impl ModelVcpu {
     /// When there is no such vCPU.
     #[must_use]
     pub fn new(workload: &Workload, vcpu: u32) -> Self {
-        let pages = workload.layout().share_pages();
-        assert!(vcpu < workload.layout().vcpus(), "no vCPU {vcpu}");
+        let pages = workload.memory_map().share_pages();
+        assert!(vcpu < workload.memory_map().vcpus(), "no vCPU {vcpu}");
         Self {
             workload: workload.clone(),
             vcpu,

@@ -3,7 +3,7 @@
 use crate::control::{FIRST, MAGIC, MASK, PAGES, PASS_LIMIT, PageBytes, SHIFT, VCPU, set_word};
 use crate::order::OrderParams;
 use crate::tables;
-use crate::{DOORBELL_GPA, Isa, Layout, ProgramKind};
+use crate::{DOORBELL_GPA, Isa, MemoryMap, ProgramKind};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::ops::Range;
 
@@ -24,7 +24,7 @@ pub struct Start {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Program {
     kind: ProgramKind,
-    layout: Layout,
+    map: MemoryMap,
     code: Vec<u8>,
     ranges: Vec<Range<u64>>,
     pass_limit: u64,
@@ -34,16 +34,16 @@ impl Program {
     /// `ranges` holds the pages that each vCPU visits.
     pub(crate) fn new(
         kind: ProgramKind,
-        layout: Layout,
+        map: MemoryMap,
         code: Vec<u8>,
         ranges: Vec<Range<u64>>,
         pass_limit: u64,
     ) -> Self {
         assert!(code.len() as u64 <= PAGE_SIZE, "code of at most one page");
-        assert_eq!(ranges.len(), layout.vcpus() as usize, "one range per vCPU");
+        assert_eq!(ranges.len(), map.vcpus() as usize, "one range per vCPU");
         Self {
             kind,
-            layout,
+            map,
             code,
             ranges,
             pass_limit,
@@ -59,13 +59,13 @@ impl Program {
     /// The instruction set.
     #[must_use]
     pub fn isa(&self) -> Isa {
-        self.layout.isa()
+        self.map.isa()
     }
 
     /// The plan of the program's memory.
     #[must_use]
-    pub fn layout(&self) -> &Layout {
-        &self.layout
+    pub fn memory_map(&self) -> &MemoryMap {
+        &self.map
     }
 
     /// The machine code.
@@ -79,8 +79,8 @@ impl Program {
     #[must_use]
     pub fn image(&self) -> Vec<(Gpa, Vec<u8>)> {
         let mut pieces = self.constant_pages();
-        for vcpu in 0..self.layout.vcpus() {
-            let gpa = Layout::gpa_of(self.layout.control_page(vcpu));
+        for vcpu in 0..self.map.vcpus() {
+            let gpa = MemoryMap::gpa_of(self.map.control_page(vcpu));
             pieces.push((gpa, self.control(vcpu).to_vec()));
         }
         pieces
@@ -88,10 +88,10 @@ impl Program {
 
     /// The part of the image that no program changes: code and page tables.
     pub(crate) fn constant_pages(&self) -> Vec<(Gpa, Vec<u8>)> {
-        let mut pieces = vec![(Layout::gpa_of(self.layout.code_page()), self.code.clone())];
+        let mut pieces = vec![(MemoryMap::gpa_of(self.map.code_page()), self.code.clone())];
         if self.isa() == Isa::X86_64 {
-            let root = RamPage(self.layout.table_pages().start);
-            pieces.extend(tables::build(self.layout.memory_bytes(), root));
+            let root = RamPage(self.map.table_pages().start);
+            pieces.extend(tables::build(self.map.memory_bytes(), root));
         }
         pieces
     }
@@ -122,19 +122,19 @@ impl Program {
     /// When there is no such vCPU.
     #[must_use]
     pub fn start(&self, vcpu: u32) -> Start {
-        let stack = Layout::gpa_of(self.layout.stack_page(vcpu)).0 + PAGE_SIZE;
-        let tables = self.layout.table_pages();
+        let stack = MemoryMap::gpa_of(self.map.stack_page(vcpu)).0 + PAGE_SIZE;
+        let tables = self.map.table_pages();
         Start {
-            entry: Layout::gpa_of(self.layout.code_page()).0,
+            entry: MemoryMap::gpa_of(self.map.code_page()).0,
             stack,
             args: [
-                Layout::gpa_of(self.layout.control_page(vcpu)).0,
+                MemoryMap::gpa_of(self.map.control_page(vcpu)).0,
                 DOORBELL_GPA.0,
             ],
             tables: if tables.is_empty() {
                 Gpa(0)
             } else {
-                Layout::gpa_of(RamPage(tables.start))
+                MemoryMap::gpa_of(RamPage(tables.start))
             },
         }
     }
@@ -145,7 +145,7 @@ impl Program {
     /// When there is no such vCPU.
     #[must_use]
     pub fn control_page(&self, vcpu: u32) -> RamPage {
-        self.layout.control_page(vcpu)
+        self.map.control_page(vcpu)
     }
 
     /// The pages that a vCPU visits, as RAM page indices. Empty for a [`crate::Spin`].
@@ -170,8 +170,8 @@ macro_rules! forward_to_program {
 
             /// The plan of the program's memory.
             #[must_use]
-            pub fn layout(&self) -> &$crate::Layout {
-                self.program.layout()
+            pub fn memory_map(&self) -> &$crate::MemoryMap {
+                self.program.memory_map()
             }
 
             /// See [`Program::image`](crate::Program::image).

@@ -1,7 +1,7 @@
 //! The spinner: only a counter, for tests of kicks and pauses.
 
 use crate::program::forward_to_program;
-use crate::{GuestError, Isa, Layout, Program, ProgramKind, code};
+use crate::{GuestError, Isa, MemoryMap, Program, ProgramKind, code};
 
 /// A program whose vCPUs count up the `done` field of their control pages for ever. It never stores
 /// to the doorbell.
@@ -16,11 +16,11 @@ impl Spin {
     /// Plans the spinner.
     ///
     /// # Errors
-    /// As [`Layout::new`].
+    /// As [`MemoryMap::new`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
-        let layout = Layout::new(isa, vcpus, memory_bytes)?;
+        let map = MemoryMap::new(isa, vcpus, memory_bytes)?;
         let ranges = vec![0..0; vcpus as usize];
-        let program = Program::new(ProgramKind::Spin, layout, code::spin(isa), ranges, 0);
+        let program = Program::new(ProgramKind::Spin, map, code::spin(isa), ranges, 0);
         Ok(Self { program })
     }
 }

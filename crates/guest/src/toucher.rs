@@ -1,19 +1,19 @@
 //! The toucher: one access to each page of a range, for measurements of faults.
 
 use crate::program::forward_to_program;
-use crate::{GuestError, Layout, Program, ProgramKind, Touch, code};
+use crate::{GuestError, MemoryMap, Program, ProgramKind, Touch, code};
 use std::ops::Range;
 
 /// A program that touches every page of a range once per pass.
 ///
 /// ```
-/// use pageferry_guest::{Isa, Layout, Touch, TouchAccess, TouchOrder, Toucher};
+/// use pageferry_guest::{Isa, MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 ///
-/// let layout = Layout::new(Isa::X86_64, 2, 16 << 20)?;
+/// let map = MemoryMap::new(Isa::X86_64, 2, 16 << 20)?;
 /// let touch = Touch { access: TouchAccess::Write, order: TouchOrder::Random, passes: 1 };
-/// let apart = Toucher::partitioned(layout, touch);
-/// let all = layout.data();
-/// let overlapping = Toucher::new(layout, vec![all.clone(), all], touch)?;
+/// let apart = Toucher::partitioned(map, touch);
+/// let all = map.data();
+/// let overlapping = Toucher::new(map, vec![all.clone(), all], touch)?;
 /// assert_ne!(apart.program().visited(0), overlapping.program().visited(0));
 /// # Ok::<(), pageferry_guest::GuestError>(())
 /// ```
@@ -31,14 +31,14 @@ impl Toucher {
     /// # Errors
     /// When the number of ranges is not the number of vCPUs, or a range is empty or leaves the data
     /// pages.
-    pub fn new(layout: Layout, ranges: Vec<Range<u64>>, touch: Touch) -> Result<Self, GuestError> {
-        if ranges.len() != layout.vcpus() as usize {
+    pub fn new(map: MemoryMap, ranges: Vec<Range<u64>>, touch: Touch) -> Result<Self, GuestError> {
+        if ranges.len() != map.vcpus() as usize {
             return Err(GuestError::RangeCount {
                 ranges: ranges.len(),
-                vcpus: layout.vcpus(),
+                vcpus: map.vcpus(),
             });
         }
-        let data = layout.data();
+        let data = map.data();
         for (vcpu, range) in (0..).zip(&ranges) {
             if range.is_empty() {
                 return Err(GuestError::EmptyRange { vcpu });
@@ -53,16 +53,16 @@ impl Toucher {
                 });
             }
         }
-        let code = code::toucher(layout.isa(), &touch);
-        let program = Program::new(ProgramKind::Toucher, layout, code, ranges, touch.passes);
+        let code = code::toucher(map.isa(), &touch);
+        let program = Program::new(ProgramKind::Toucher, map, code, ranges, touch.passes);
         Ok(Self { program })
     }
 
-    /// A toucher whose vCPUs each touch their own share ([`Layout::share`]).
+    /// A toucher whose vCPUs each touch their own share ([`MemoryMap::share`]).
     #[must_use]
-    pub fn partitioned(layout: Layout, touch: Touch) -> Self {
-        let ranges = (0..layout.vcpus()).map(|vcpu| layout.share(vcpu)).collect();
-        Self::new(layout, ranges, touch).expect("shares are not empty, and data pages")
+    pub fn partitioned(map: MemoryMap, touch: Touch) -> Self {
+        let ranges = (0..map.vcpus()).map(|vcpu| map.share(vcpu)).collect();
+        Self::new(map, ranges, touch).expect("shares are not empty, and data pages")
     }
 }
 
@@ -73,14 +73,14 @@ mod tests {
 
     #[test]
     fn ranges_that_cannot_be_are_named() {
-        let layout = Layout::new(Isa::Rv64, 1, 1 << 20).unwrap();
+        let map = MemoryMap::new(Isa::Rv64, 1, 1 << 20).unwrap();
         let touch = Touch {
             access: TouchAccess::Read,
             order: TouchOrder::Ascending,
             passes: 1,
         };
-        let data = layout.data();
-        let refused = |range: Range<u64>| Toucher::new(layout, vec![range], touch).unwrap_err();
+        let data = map.data();
+        let refused = |range: Range<u64>| Toucher::new(map, vec![range], touch).unwrap_err();
         assert_eq!(
             refused(data.start..data.start),
             GuestError::EmptyRange { vcpu: 0 }
@@ -98,7 +98,7 @@ mod tests {
             );
         }
         assert_eq!(
-            Toucher::new(layout, vec![], touch).unwrap_err(),
+            Toucher::new(map, vec![], touch).unwrap_err(),
             GuestError::RangeCount {
                 ranges: 0,
                 vcpus: 1

@@ -84,7 +84,7 @@ impl Workload {
     /// page.
     ///
     /// ```
-    /// use pageferry_guest::{Isa, Layout, Workload, model::ModelVcpu};
+    /// use pageferry_guest::{Isa, MemoryMap, Workload, model::ModelVcpu};
     ///
     /// let workload = Workload::new(Isa::Rv64, 1, 1 << 20)?;
     /// let mut ram = vec![[0; 4096]; 256];
@@ -111,7 +111,7 @@ impl Workload {
     ) -> Result<Verdict, E> {
         let mut verdict = Verdict::default();
         self.verify_rest(&mut verdict, read_page)?;
-        for vcpu in 0..self.layout().vcpus() {
+        for vcpu in 0..self.memory_map().vcpus() {
             self.verify_vcpu(&mut verdict, vcpu, read_page)?;
         }
         Ok(verdict)
@@ -123,7 +123,7 @@ impl Workload {
         verdict: &mut Verdict,
         read_page: &mut dyn FnMut(RamPage, &mut PageBytes) -> Result<(), E>,
     ) -> Result<(), E> {
-        let layout = self.layout();
+        let map = self.memory_map();
         // The constant pages lie below the hole, where RAM page indices are frame numbers.
         let constant: BTreeMap<u64, Vec<u8>> = self
             .program()
@@ -131,13 +131,13 @@ impl Workload {
             .into_iter()
             .map(|(gpa, bytes)| (gpa.gfn().0, bytes))
             .collect();
-        let data = layout.data();
+        let data = map.data();
         let mut bytes = [0; PAGE_SIZE as usize];
         for page in (0..data.start)
-            .chain(data.end..layout.ram_pages())
+            .chain(data.end..map.ram_pages())
             .map(RamPage)
         {
-            if layout.control_owner(page).is_some() {
+            if map.control_owner(page).is_some() {
                 continue;
             }
             read_page(page, &mut bytes)?;
@@ -246,7 +246,7 @@ impl Workload {
         if constant != self.program().control(vcpu) {
             return Err(ErrorKind::Torn);
         }
-        Place::of(&control, self.layout().share_pages()).ok_or(ErrorKind::Torn)
+        Place::of(&control, self.memory_map().share_pages()).ok_or(ErrorKind::Torn)
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::code::{INSTRUCTIONS_PER_PASS, INSTRUCTIONS_PER_STEP, INSTRUCTIONS_PER_VISIT};
 use crate::order::OrderParams;
 use crate::program::forward_to_program;
-use crate::{GuestError, Isa, Layout, Program, ProgramKind, code};
+use crate::{GuestError, Isa, MemoryMap, Program, ProgramKind, code};
 use pageferry_addr::RamPage;
 use std::ops::Range;
 
@@ -32,20 +32,20 @@ impl Workload {
     /// Plans the workload.
     ///
     /// # Errors
-    /// As [`Layout::new`].
+    /// As [`MemoryMap::new`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
-        let layout = Layout::new(isa, vcpus, memory_bytes)?;
-        let code = code::workload(isa, layout.share_pages());
-        let ranges = (0..vcpus).map(|vcpu| layout.share(vcpu)).collect();
+        let map = MemoryMap::new(isa, vcpus, memory_bytes)?;
+        let code = code::workload(isa, map.share_pages());
+        let ranges = (0..vcpus).map(|vcpu| map.share(vcpu)).collect();
         Ok(Self {
-            program: Program::new(ProgramKind::Workload, layout, code, ranges, 0),
+            program: Program::new(ProgramKind::Workload, map, code, ranges, 0),
         })
     }
 
-    /// See [`Layout::minimum_memory`].
+    /// See [`MemoryMap::minimum_memory`].
     #[must_use]
     pub fn minimum_memory(isa: Isa, vcpus: u32) -> u64 {
-        Layout::minimum_memory(isa, vcpus)
+        MemoryMap::minimum_memory(isa, vcpus)
     }
 
     /// The pages that a vCPU rewrites, as RAM page indices.
@@ -54,13 +54,13 @@ impl Workload {
     /// When there is no such vCPU.
     #[must_use]
     pub fn share(&self, vcpu: u32) -> Range<u64> {
-        self.layout().share(vcpu)
+        self.memory_map().share(vcpu)
     }
 
     /// Whether a page is in a vCPU's share.
     #[must_use]
     pub fn is_data(&self, page: RamPage) -> bool {
-        self.layout().data().contains(&page.0)
+        self.memory_map().data().contains(&page.0)
     }
 
     /// The number of instructions that the RV64 program retires per page, on average over a pass.
@@ -72,10 +72,10 @@ impl Workload {
     /// tests for zero and takes fewer instructions.
     #[must_use]
     pub fn instructions_per_page(&self) -> Option<f64> {
-        if self.layout().isa() != Isa::Rv64 {
+        if self.memory_map().isa() != Isa::Rv64 {
             return None;
         }
-        let pages = self.layout().share_pages();
+        let pages = self.memory_map().share_pages();
         let steps = (OrderParams::new(pages).mask + 1) as f64 / pages as f64;
         Some(
             INSTRUCTIONS_PER_VISIT as f64

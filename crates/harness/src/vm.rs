@@ -194,7 +194,7 @@ pub fn verify(machine: &dyn Machine, workload: &Workload) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pageferry_guest::{Layout, Touch, TouchAccess, TouchOrder, Toucher};
+    use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 
     const MEMORY: u64 = 8 << 20;
 
@@ -207,14 +207,14 @@ mod tests {
     }
 
     fn toucher(memory_bytes: u64) -> Toucher {
-        let layout = Layout::new(Isa::Rv64, 1, memory_bytes).expect("a layout");
+        let map = MemoryMap::new(Isa::Rv64, 1, memory_bytes).expect("a map");
         let touch = Touch {
             access: TouchAccess::Write,
             order: TouchOrder::Random,
             passes: 1,
         };
-        let pages = layout.data();
-        Toucher::new(layout, vec![pages], touch).expect("a program")
+        let pages = map.data();
+        Toucher::new(map, vec![pages], touch).expect("a program")
     }
 
     #[test]

@@ -60,7 +60,7 @@ pub(super) fn touch(
         engine,
         MachineSpec {
             vcpus: plan.vcpus(),
-            memory_bytes: plan.toucher.layout().memory_bytes(),
+            memory_bytes: plan.toucher.memory_map().memory_bytes(),
         },
     )?;
     let (machine, mut vcpus) = (new.machine, new.vcpus);

@@ -2,7 +2,7 @@
 
 use crate::BenchError;
 use pageferry_addr::PAGE_SIZE;
-use pageferry_guest::{Isa, Layout, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_guest::{Isa, MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use std::ops::Range;
 
 /// One guest. Every vCPU stores to one word of each of its pages once, in ascending order, and then
@@ -20,8 +20,8 @@ impl Plan {
     /// `pages` pages for each vCPU. With `overlap`, each vCPU touches the pages of all.
     pub(crate) fn new(isa: Isa, vcpus: u32, pages: u64, overlap: bool) -> Result<Self, BenchError> {
         let bytes = Self::memory_bytes(isa, vcpus, pages)?;
-        let layout = Layout::new(isa, vcpus, bytes)?;
-        let first = layout.data().start;
+        let map = MemoryMap::new(isa, vcpus, bytes)?;
+        let first = map.data().start;
         let touched = first..first + pages * u64::from(vcpus);
         let own = |vcpu: u64| first + vcpu * pages..first + (vcpu + 1) * pages;
         let ranges = (0..u64::from(vcpus))
@@ -33,7 +33,7 @@ impl Plan {
             passes: 1,
         };
         Ok(Self {
-            toucher: Toucher::new(layout, ranges, touch)?,
+            toucher: Toucher::new(map, ranges, touch)?,
             each: if overlap {
                 touched.end - touched.start
             } else {
@@ -55,7 +55,7 @@ impl Plan {
             .checked_mul(u64::from(vcpus))
             .and_then(|all| all.checked_add(all / 512))
             .and_then(|all| all.checked_mul(PAGE_SIZE))
-            .and_then(|bytes| bytes.checked_add(Layout::minimum_memory(isa, vcpus)))
+            .and_then(|bytes| bytes.checked_add(MemoryMap::minimum_memory(isa, vcpus)))
             .ok_or_else(too_much)?;
         if wanted > pageferry_guest::MAX_MEMORY_BYTES {
             return Err(too_much());
@@ -64,7 +64,7 @@ impl Plan {
     }
 
     pub(crate) fn vcpus(&self) -> u32 {
-        self.toucher.layout().vcpus()
+        self.toucher.memory_map().vcpus()
     }
 
     /// The number of touches of all vCPUs together.

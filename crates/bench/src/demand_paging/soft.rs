@@ -76,7 +76,7 @@ impl<M: Memslots> PreparedVm<M> {
         missing: Option<&Arc<PageBitmap>>,
     ) -> Result<Self, BenchError> {
         let program = plan.toucher.program();
-        let bytes = plan.toucher.layout().memory_bytes();
+        let bytes = plan.toucher.memory_map().memory_bytes();
         let layout = RamLayout::for_memory(bytes).map_err(pageferry_machine::MachineError::from)?;
         for page in plan.touched.clone() {
             host.ram().write_at(RamPage(page), 0, &[0; 8]);

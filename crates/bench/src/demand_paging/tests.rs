@@ -62,7 +62,7 @@ fn every_way_of_the_soft_engine_has_its_figures() {
 #[test]
 fn a_clock_sees_every_fault() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 64, false).unwrap();
-    let bytes = plan.toucher.layout().memory_bytes();
+    let bytes = plan.toucher.memory_map().memory_bytes();
     let host = HostRam::new(bytes).unwrap();
     let present = clocked_touch(&host, &plan, false).unwrap();
     // A fault for each page, some for the code and the control page, and some retries.
@@ -104,7 +104,7 @@ impl watched::Watch for Looking {
 #[test]
 fn the_work_of_a_fault_is_where_lock_and_clock_stand() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 64, false).unwrap();
-    let host = HostRam::new(plan.toucher.layout().memory_bytes()).unwrap();
+    let host = HostRam::new(plan.toucher.memory_map().memory_bytes()).unwrap();
     let mut prepared = soft::PreparedVm::<Watched<Looking>>::new(&host, &plan, None).unwrap();
     *LOOKED_AT.lock().unwrap() = Some(prepared.vm.clone());
     let exit = prepared.vcpus[0].run();
@@ -128,7 +128,7 @@ fn the_lock_in_order_is_held_around_that_work() {
 #[test]
 fn leaving_the_guest_takes_time() {
     let plan = Plan::new(isa_of(Engine::Soft), 1, 4, false).unwrap();
-    let host = HostRam::new(plan.toucher.layout().memory_bytes()).unwrap();
+    let host = HostRam::new(plan.toucher.memory_map().memory_bytes()).unwrap();
     assert!(exit_and_entry(&host, &plan, 100).unwrap() > 1.0);
 }
 

@@ -93,7 +93,7 @@ impl Vm {
 
     /// The number of vCPUs.
     pub(crate) fn vcpus(&self) -> u32 {
-        self.workload.layout().vcpus()
+        self.workload.memory_map().vcpus()
     }
 
     /// The size of RAM in bytes.

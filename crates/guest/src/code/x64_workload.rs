@@ -54,7 +54,7 @@ pub(super) fn assemble(share_pages: u64) -> Vec<u8> {
 /// The share's size is built in. So a control page that has lost its contents does not lead the
 /// program astray.
 fn start_and_choose(ops: &mut VecAssembler<X64Relocation>, share_pages: u64) {
-    let pages = i32::try_from(share_pages).expect("a layout has at most 2^30 pages");
+    let pages = i32::try_from(share_pages).expect("a map has at most 2^30 pages");
     let order = OrderParams::new(share_pages);
     let mask = i32::try_from(order.mask).expect("below the next power of two");
     dynasm!(ops

@@ -39,7 +39,7 @@ impl TestVm for Vm {
         let kvm = Kvm::new().unwrap();
         let vm = kvm.create_vm().unwrap();
         vm.set_tss_address(0xfffb_d000).unwrap();
-        let bytes = program.layout().memory_bytes();
+        let bytes = program.memory_map().memory_bytes();
         let memory = Memory::new(bytes);
         let low = bytes.min(HOLE_START);
         for (slot, gpa, offset, size) in [(0, 0, 0, low), (1, HOLE_END, low, bytes - low)] {
@@ -56,7 +56,7 @@ impl TestVm for Vm {
             }
         }
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).unwrap();
-        let vcpus = (0..program.layout().vcpus())
+        let vcpus = (0..program.memory_map().vcpus())
             .map(|id| {
                 let vcpu = vm.create_vcpu(id.into()).unwrap();
                 vcpu.set_cpuid2(&cpuid).unwrap();

@@ -149,7 +149,7 @@ impl Hart {
 
 /// RAM with the program's image in it.
 pub(crate) fn boot(program: &Program) -> Vec<PageBytes> {
-    let mut ram = vec![[0; 4096]; program.layout().ram_pages() as usize];
+    let mut ram = vec![[0; 4096]; program.memory_map().ram_pages() as usize];
     load(program, &mut ram);
     ram
 }

@@ -5,7 +5,7 @@ use pageferry_addr::RamPage;
 use pageferry_guest::control::{DONE, IN_PROGRESS};
 use pageferry_guest::model::{self, ModelVcpu};
 use pageferry_guest::{
-    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, Layout, PageBytes, Spin, Touch,
+    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, MemoryMap, PageBytes, Spin, Touch,
     TouchAccess, TouchOrder, Toucher, Workload,
 };
 
@@ -182,7 +182,7 @@ fn instructions_per_page_are_as_published() {
     for pages in [8, 21, 33, 64, 127] {
         let minimum = Workload::minimum_memory(Isa::Rv64, 1);
         let workload = Workload::new(Isa::Rv64, 1, minimum + (pages - 1) * 4096).unwrap();
-        assert_eq!(workload.layout().share_pages(), pages);
+        assert_eq!(workload.memory_map().share_pages(), pages);
         let mut ram = boot(workload.program());
         let mut hart = Hart::new(workload.program(), 0);
         for _ in 0..pages {
@@ -212,11 +212,11 @@ fn instructions_per_page_are_as_published() {
 
 #[test]
 fn the_toucher_touches_every_page_of_its_range_once_a_pass() {
-    let layout = Layout::new(Isa::Rv64, 2, 100 * 4096).unwrap();
+    let map = MemoryMap::new(Isa::Rv64, 2, 100 * 4096).unwrap();
     for order in [TouchOrder::Ascending, TouchOrder::Random] {
         for access in [TouchAccess::Read, TouchAccess::Write] {
             let toucher = Toucher::partitioned(
-                layout,
+                map,
                 Touch {
                     access,
                     order,
@@ -224,7 +224,7 @@ fn the_toucher_touches_every_page_of_its_range_once_a_pass() {
                 },
             );
             let mut ram = boot(toucher.program());
-            for page in layout.data() {
+            for page in map.data() {
                 ram[page as usize][..8].copy_from_slice(&(page * page).to_le_bytes());
             }
             let mut hart = Hart::new(toucher.program(), 1);
@@ -242,8 +242,8 @@ fn the_toucher_touches_every_page_of_its_range_once_a_pass() {
                 "it rings again"
             );
             let control = Control::parse(&ram[toucher.control_page(1).index()]).unwrap();
-            assert_eq!((control.done, control.pass), (3 * layout.share_pages(), 3));
-            let sum: u64 = layout.share(1).map(|page| page * page).sum();
+            assert_eq!((control.done, control.pass), (3 * map.share_pages(), 3));
+            let sum: u64 = map.share(1).map(|page| page * page).sum();
             assert_eq!(
                 control.sum,
                 if access == TouchAccess::Read {
@@ -252,8 +252,8 @@ fn the_toucher_touches_every_page_of_its_range_once_a_pass() {
                     0
                 }
             );
-            for page in layout.data() {
-                let touched = access == TouchAccess::Write && layout.share(1).contains(&page);
+            for page in map.data() {
+                let touched = access == TouchAccess::Write && map.share(1).contains(&page);
                 let expected = if touched { page + 1 } else { page * page };
                 assert_eq!(ram[page as usize][..8], expected.to_le_bytes());
             }
@@ -278,15 +278,15 @@ fn the_spinner_counts() {
 #[test]
 fn the_toucher_steps_over_the_hole() {
     // Mapped lazily: only touched pages take memory.
-    let layout = Layout::new(Isa::Rv64, 1, HOLE_START + (1 << 20)).unwrap();
+    let map = MemoryMap::new(Isa::Rv64, 1, HOLE_START + (1 << 20)).unwrap();
     let range = HOLE_START / 4096 - 20..HOLE_START / 4096 + 30;
     let touch = Touch {
         access: TouchAccess::Write,
         order: TouchOrder::Random,
         passes: 1,
     };
-    let toucher = Toucher::new(layout, vec![range.clone()], touch).unwrap();
-    let mut bytes = vec![0; layout.memory_bytes() as usize];
+    let toucher = Toucher::new(map, vec![range.clone()], touch).unwrap();
+    let mut bytes = vec![0; map.memory_bytes() as usize];
     let (ram, _) = bytes.as_chunks_mut();
     load(toucher.program(), ram);
     let mut hart = Hart::new(toucher.program(), 0);

@@ -37,7 +37,7 @@ impl TestVm for Vm {
     fn boot(program: &Program) -> Self {
         assert_eq!(program.isa(), Isa::Rv64);
         let vm = pageferry_hypervisor::Vm::new(VmConfig::default());
-        let bytes = program.layout().memory_bytes();
+        let bytes = program.memory_map().memory_bytes();
         let ram = Arc::new(Ram {
             memory: Memory::new(bytes),
             bytes,
@@ -62,7 +62,7 @@ impl TestVm for Vm {
             page[..bytes.len()].copy_from_slice(&bytes);
             ram.memory.write(RamPage(gpa.gfn().0), &page);
         }
-        let vcpus = (0..program.layout().vcpus())
+        let vcpus = (0..program.memory_map().vcpus())
             .map(|id| {
                 let mut vcpu = vm.create_vcpu(id).unwrap();
                 let start = program.start(id);

@@ -4,8 +4,8 @@ use pageferry_addr::RamPage;
 use pageferry_guest::control::{DONE, PASS, STATE};
 use pageferry_guest::model::{self, ModelVcpu};
 use pageferry_guest::{
-    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, Layout, Order, PageBytes, Program, Spin,
-    Touch, TouchAccess, TouchOrder, Toucher, Workload,
+    Control, Doorbell, ErrorKind, Event, HOLE_START, Isa, MemoryMap, Order, PageBytes, Program,
+    Spin, Touch, TouchAccess, TouchOrder, Toucher, Workload,
 };
 use pageferry_testkit::LIMIT;
 use std::convert::Infallible;
@@ -46,7 +46,7 @@ fn control(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> Control {
 
 /// Runs until every vCPU has completed at least `passes` passes.
 fn run_passes(vm: &mut impl TestVm, workload: &Workload, passes: u64) {
-    let wanted = passes * workload.layout().share_pages();
+    let wanted = passes * workload.memory_map().share_pages();
     let until = Instant::now() + LIMIT;
     while Instant::now() < until {
         let stops = vm.run(SHORT);
@@ -60,7 +60,7 @@ fn run_passes(vm: &mut impl TestVm, workload: &Workload, passes: u64) {
 
 /// The page that a vCPU chose last: the one it visits or has just visited.
 fn chosen_page(vm: &impl TestVm, workload: &Workload, vcpu: u32) -> RamPage {
-    let pages = workload.layout().share_pages();
+    let pages = workload.memory_map().share_pages();
     let control = control(vm, workload, vcpu);
     let mut order = Order::new(vcpu, control.pass, pages);
     while let Some(position) = order.next() {
@@ -94,7 +94,7 @@ fn run_until_doorbell(vm: &mut impl TestVm, slices: u32) -> Vec<Doorbell> {
 pub(crate) fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte<V: TestVm>() {
     let workload = Workload::new(V::ISA, 2, 1 << 20).unwrap();
     let mut vm = V::boot(workload.program());
-    let mut expected: Vec<PageBytes> = (0..workload.layout().ram_pages())
+    let mut expected: Vec<PageBytes> = (0..workload.memory_map().ram_pages())
         .map(|page| vm.read(RamPage(page)))
         .collect();
     let mut models: Vec<ModelVcpu> = (0..2).map(|vcpu| ModelVcpu::new(&workload, vcpu)).collect();
@@ -102,7 +102,7 @@ pub(crate) fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte<V: TestVm>(
         run_passes(&mut vm, &workload, 2 * round);
         let verdict = workload.verify(&mut reader(&vm)).unwrap();
         assert!(verdict.holds(), "{verdict:?}");
-        assert_eq!(verdict.pages_checked, workload.layout().ram_pages());
+        assert_eq!(verdict.pages_checked, workload.memory_map().ram_pages());
         let mut half = Vec::new();
         for (vcpu, model) in (0..).zip(&mut models) {
             let control = control(&vm, &workload, vcpu);
@@ -113,7 +113,7 @@ pub(crate) fn some_passes_of_two_vcpus_equal_the_model_byte_for_byte<V: TestVm>(
         }
         for (page, expected) in (0..).map(RamPage).zip(&expected) {
             let bytes = vm.read(page);
-            if let Some(vcpu) = workload.layout().control_owner(page) {
+            if let Some(vcpu) = workload.memory_map().control_owner(page) {
                 let (found, modelled) = (
                     control(&vm, &workload, vcpu),
                     Control::parse(expected).unwrap(),
@@ -182,7 +182,7 @@ pub(crate) fn the_guest_reports_every_kind_of_bad_page_and_goes_on<V: TestVm>() 
         run_passes(
             &mut vm,
             &workload,
-            after.done / workload.layout().share_pages() + 3,
+            after.done / workload.memory_map().share_pages() + 3,
         );
         let verdict = workload.verify(&mut reader(&vm)).unwrap();
         assert!(verdict.host_holds(), "the page is whole again: {verdict:?}");
@@ -228,7 +228,7 @@ pub(crate) fn the_guest_reports_a_lost_and_a_stale_control_page<V: TestVm>() {
 }
 
 pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm>() {
-    let layout = Layout::new(V::ISA, 2, HOLE_START + (1 << 20)).unwrap();
+    let map = MemoryMap::new(V::ISA, 2, HOLE_START + (1 << 20)).unwrap();
     let hole = HOLE_START / 4096;
     let range = hole - 100..hole + 150;
     for order in [TouchOrder::Ascending, TouchOrder::Random] {
@@ -238,7 +238,7 @@ pub(crate) fn the_toucher_touches_every_page_on_both_sides_of_the_hole<V: TestVm
                 order,
                 passes: 2,
             };
-            let toucher = Toucher::new(layout, vec![range.clone(); 2], touch).unwrap();
+            let toucher = Toucher::new(map, vec![range.clone(); 2], touch).unwrap();
             let mut vm = V::boot(toucher.program());
             for page in range.clone() {
                 let mut bytes = [0; 4096];
@@ -320,6 +320,6 @@ pub(crate) fn speed<V: TestVm>() {
     }
     let start = Instant::now();
     assert!(workload.verify(&mut reader(&vm)).unwrap().holds());
-    let each = start.elapsed().as_secs_f64() / workload.layout().ram_pages() as f64;
+    let each = start.elapsed().as_secs_f64() / workload.memory_map().ram_pages() as f64;
     println!("verification: {:.2} us a page", each * 1e6);
 }

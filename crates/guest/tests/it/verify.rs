@@ -18,7 +18,7 @@ impl Vm {
         let vcpus = visits.len() as u32;
         let bytes = Workload::minimum_memory(isa, vcpus) + extra_pages * 4096;
         let workload = Workload::new(isa, vcpus, bytes).unwrap();
-        let mut ram = vec![[0; 4096]; workload.layout().ram_pages() as usize];
+        let mut ram = vec![[0; 4096]; workload.memory_map().ram_pages() as usize];
         for (gpa, bytes) in workload.image() {
             ram[gpa.gfn().0 as usize][..bytes.len()].copy_from_slice(&bytes);
         }
@@ -84,7 +84,7 @@ proptest! {
         let vm = Vm::run(isa, extra, &visits);
         let verdict = vm.verify();
         prop_assert!(verdict.holds(), "{:?}", verdict);
-        prop_assert_eq!(verdict.pages_checked, vm.workload.layout().ram_pages());
+        prop_assert_eq!(verdict.pages_checked, vm.workload.memory_map().ram_pages());
         prop_assert_eq!(verdict.pages_done, visits.iter().sum::<u64>());
     }
 
@@ -132,7 +132,7 @@ fn every_kind_of_bad_data_page_is_named() {
     for (visits, sequence) in [(40, 2), (50, 2), (59, 2)] {
         for kind in ErrorKind::ALL {
             let mut vm = Vm::run(Isa::Rv64, 19, &[visits]);
-            assert_eq!(vm.workload.layout().share_pages(), 20);
+            assert_eq!(vm.workload.memory_map().share_pages(), 20);
             let (victim, _) = vm.next_page(visits);
             vm.ram[victim.index()] = match kind {
                 ErrorKind::Lost => [0; 4096],
@@ -176,12 +176,12 @@ fn a_page_that_only_looks_right_is_found() {
 #[test]
 fn other_pages_must_stay_as_they_are() {
     let vm = || Vm::run(Isa::X86_64, 20, &[30, 30]);
-    let layout = *vm().workload.layout();
-    let tables = layout.table_pages();
+    let map = *vm().workload.memory_map();
+    let tables = map.table_pages();
     for (page, page_use) in [
         (0, PageUse::Unused),
-        (layout.code_page().0, PageUse::Constant),
-        (layout.stack_page(1).0, PageUse::Unused),
+        (map.code_page().0, PageUse::Constant),
+        (map.stack_page(1).0, PageUse::Unused),
         (tables.start, PageUse::Constant),
         (tables.end - 1, PageUse::Constant),
     ] {
@@ -212,7 +212,7 @@ fn a_bad_control_page_is_named() {
     let check = |vm: Vm, kind| {
         let page = vm.workload.control_page(1);
         assert_eq!(vm.only_error(), (page, PageUse::Control(1), kind));
-        let share = vm.workload.layout().share_pages();
+        let share = vm.workload.memory_map().share_pages();
         assert_eq!(
             vm.verify().pages_checked,
             vm.ram.len() as u64 - share,
@@ -227,7 +227,7 @@ fn a_bad_control_page_is_named() {
     swapped.ram[at] = swapped.ram[at - 1];
     check(swapped, ErrorKind::Foreign);
     let mut other = vm();
-    let spin = Spin::new(Isa::Rv64, 2, other.workload.layout().memory_bytes()).unwrap();
+    let spin = Spin::new(Isa::Rv64, 2, other.workload.memory_map().memory_bytes()).unwrap();
     other.ram[at][..].copy_from_slice(&spin.image().last().unwrap().1);
     check(other, ErrorKind::Foreign);
     for (offset, value) in [

@@ -113,7 +113,7 @@ fn assert_error(case: &Case, error: &MigrationError, told: Told) {
 /// Checks that no vCPU runs and that none has seen a wrong page, even if its owner resumes it.
 fn assert_paused_unharmed(vm: &WorkloadVm, name: &str) {
     assert!(vm.threads.is_paused(), "{name}");
-    let vcpus = 0..vm.workload.layout().vcpus();
+    let vcpus = 0..vm.workload.memory_map().vcpus();
     let done = || -> Vec<u64> { vcpus.clone().map(|vcpu| vm.done(vcpu)).collect() };
     let before = done();
     std::thread::sleep(Duration::from_millis(10));
@@ -833,7 +833,7 @@ const POSTCOPY_MORE: &[Case] = &[
             p.start();
             p.request();
             p.send_bytes(&frame_of(
-                &[p.template.vm.workload.layout().code_page().0],
+                &[p.template.vm.workload.memory_map().code_page().0],
                 &WRONG,
             ));
         },
@@ -846,7 +846,7 @@ const POSTCOPY_MORE: &[Case] = &[
         script: |p| {
             p.start();
             p.request();
-            let page = p.template.vm.workload.layout().code_page();
+            let page = p.template.vm.workload.memory_map().code_page();
             p.send_urgent(&urgent_reply_page(page, &WRONG));
             p.send_urgent(&WRONG);
         },
@@ -1202,7 +1202,7 @@ fn assert_arrived(name: &str, received: Received) {
         .unwrap_or_else(|failure| panic!("{name}: {failure}"));
     assert_eq!(received.unsent, 0, "{name}");
     assert!(report.missing_at_start > 0);
-    let share = received.vm.workload.layout().share_pages();
+    let share = received.vm.workload.memory_map().share_pages();
     received.vm.wait_progress(2 * share);
     received.vm.assert_verifies();
 }

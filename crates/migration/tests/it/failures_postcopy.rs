@@ -73,7 +73,7 @@ fn run(engine: Engine, via: Via, passes: u32, cases: &[Case]) {
         let _leaks = LeakCheck::start();
         let vm = WorkloadVm::booted(engine, 1, 8 * MIB);
         // Every page has data, so no socket's buffer takes them all.
-        vm.wait_progress(vm.workload.layout().share_pages());
+        vm.wait_progress(vm.workload.memory_map().share_pages());
         let config = config(passes, limit_for(case.kind));
         let failure = attempt(&vm, via, &config, case.script).expect_err(case.name);
         eprintln!("{}: {failure}", case.name);

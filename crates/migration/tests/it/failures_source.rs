@@ -797,7 +797,7 @@ fn a_cancel_before_the_start_connects_to_nobody() {
 /// Returns a VM with so much data that no socket's buffer takes it.
 fn full_vm() -> WorkloadVm {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
-    vm.wait_progress(vm.workload.layout().share_pages());
+    vm.wait_progress(vm.workload.memory_map().share_pages());
     vm
 }
 

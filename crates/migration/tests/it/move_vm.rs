@@ -47,7 +47,7 @@ fn run(case: &Case) {
         "the source never resumes it"
     );
     // The guest visits and checks every page again at the destination.
-    let share = moved.destination.workload.layout().share_pages();
+    let share = moved.destination.workload.memory_map().share_pages();
     moved.destination.wait_progress(2 * share);
     moved.destination.assert_verifies();
 }
@@ -99,7 +99,7 @@ fn a_vm_moves_on_again_from_where_it_came() {
     let second = move_vm(first.destination, &SourceConfig::default(), None, true);
     second.sent.unwrap();
     second.received.unwrap();
-    let share = second.destination.workload.layout().share_pages();
+    let share = second.destination.workload.memory_map().share_pages();
     second.destination.wait_progress(2 * share);
     second.destination.assert_verifies();
 }
@@ -151,7 +151,7 @@ fn a_sparse_vm_stays_sparse_on_both_sides() {
             .find_map(|_| moved_sparse(passes))
             .expect("a destination with fewer than 32000 of its 32768 pages");
         moved.destination.threads.resume();
-        let share = moved.destination.workload.layout().share_pages();
+        let share = moved.destination.workload.memory_map().share_pages();
         moved.destination.wait_progress(2 * share);
         moved.destination.assert_verifies();
     }

@@ -35,7 +35,7 @@ impl Template {
         vm.wait_progress(64);
         vm.threads.pause(LIMIT).unwrap();
         let states = vm.threads.save().unwrap();
-        let missing = vm.workload.layout().data().step_by(3).collect();
+        let missing = vm.workload.memory_map().data().step_by(3).collect();
         Self {
             vm,
             states,

@@ -88,7 +88,7 @@ impl WorkloadVm {
 
     /// Waits until every vCPU has done this many more pages.
     pub(crate) fn wait_progress(&self, pages: u64) {
-        let vcpus = self.workload.layout().vcpus();
+        let vcpus = self.workload.memory_map().vcpus();
         let goals: Vec<u64> = (0..vcpus).map(|v| self.done(v) + pages).collect();
         for (vcpu, goal) in (0..vcpus).zip(goals) {
             wait_until(&format!("vCPU {vcpu} to do {pages} pages"), || {

@@ -24,28 +24,28 @@ const CONTROL_PAGE: u64 = 2;
 
 /// The plan of a program's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct MemoryMap {
     isa: Isa,
     vcpus: u32,
     memory_bytes: u64,
     share_pages: u64,
 }
 
-impl Layout {
+impl MemoryMap {
     /// Plans `memory_bytes` bytes of RAM for `vcpus` vCPUs.
     ///
     /// ```
-    /// use pageferry_guest::{Isa, Layout};
+    /// use pageferry_guest::{Isa, MemoryMap};
     ///
-    /// let layout = Layout::new(Isa::Rv64, 2, 1 << 20)?;
-    /// assert_eq!(layout.share(0), 6..131);
-    /// assert_eq!(layout.share(1), 131..256);
+    /// let map = MemoryMap::new(Isa::Rv64, 2, 1 << 20)?;
+    /// assert_eq!(map.share(0), 6..131);
+    /// assert_eq!(map.share(1), 131..256);
     /// # Ok::<(), pageferry_guest::GuestError>(())
     /// ```
     ///
     /// # Errors
     /// When there are no vCPUs or more than [`MAX_VCPUS`]. When the memory is not a multiple of
-    /// 4096 bytes, less than [`Layout::minimum_memory`] or more than [`MAX_MEMORY_BYTES`].
+    /// 4096 bytes, less than [`MemoryMap::minimum_memory`] or more than [`MAX_MEMORY_BYTES`].
     pub fn new(isa: Isa, vcpus: u32, memory_bytes: u64) -> Result<Self, GuestError> {
         if vcpus == 0 {
             return Err(GuestError::NoVcpus);
@@ -71,14 +71,14 @@ impl Layout {
                 minimum,
             });
         }
-        let mut layout = Self {
+        let mut map = Self {
             isa,
             vcpus,
             memory_bytes,
             share_pages: 0,
         };
-        layout.share_pages = (layout.ram_pages() - layout.first_data_page()) / u64::from(vcpus);
-        Ok(layout)
+        map.share_pages = (map.ram_pages() - map.first_data_page()) / u64::from(vcpus);
+        Ok(map)
     }
 
     /// The smallest memory for `vcpus` vCPUs, in bytes: the low area and one data page per vCPU.
@@ -221,10 +221,13 @@ mod tests {
     fn the_minimum_is_enough_and_a_page_less_is_not() {
         for isa in Isa::ALL {
             for vcpus in [1, 2, 7, 64, MAX_VCPUS] {
-                let minimum = Layout::minimum_memory(isa, vcpus);
-                assert_eq!(Layout::new(isa, vcpus, minimum).unwrap().share_pages(), 1);
+                let minimum = MemoryMap::minimum_memory(isa, vcpus);
                 assert_eq!(
-                    Layout::new(isa, vcpus, minimum - PAGE_SIZE),
+                    MemoryMap::new(isa, vcpus, minimum).unwrap().share_pages(),
+                    1
+                );
+                assert_eq!(
+                    MemoryMap::new(isa, vcpus, minimum - PAGE_SIZE),
                     Err(GuestError::MemoryTooSmall {
                         bytes: minimum - PAGE_SIZE,
                         vcpus,
@@ -237,7 +240,7 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_named() {
-        let new = |vcpus, bytes| Layout::new(Isa::X86_64, vcpus, bytes);
+        let new = |vcpus, bytes| MemoryMap::new(Isa::X86_64, vcpus, bytes);
         assert_eq!(new(0, 1 << 20), Err(GuestError::NoVcpus));
         assert_eq!(
             new(1025, 1 << 30),
@@ -260,34 +263,35 @@ mod tests {
 
     #[test]
     fn every_page_has_one_use() {
-        let layout = Layout::new(Isa::X86_64, 3, 1 << 20).unwrap();
-        let mut uses = vec![0; layout.ram_pages() as usize];
+        let map = MemoryMap::new(Isa::X86_64, 3, 1 << 20).unwrap();
+        let mut uses = vec![0; map.ram_pages() as usize];
         uses[0] += 1;
-        uses[layout.code_page().index()] += 1;
+        uses[map.code_page().index()] += 1;
         for vcpu in 0..3 {
-            uses[layout.control_page(vcpu).index()] += 1;
-            assert_eq!(layout.control_owner(layout.control_page(vcpu)), Some(vcpu));
-            uses[layout.stack_page(vcpu).index()] += 1;
-            for page in layout.share(vcpu) {
+            uses[map.control_page(vcpu).index()] += 1;
+            assert_eq!(map.control_owner(map.control_page(vcpu)), Some(vcpu));
+            uses[map.stack_page(vcpu).index()] += 1;
+            for page in map.share(vcpu) {
                 uses[page as usize] += 1;
-                assert_eq!(layout.data_owner(RamPage(page)), Some(vcpu));
+                assert_eq!(map.data_owner(RamPage(page)), Some(vcpu));
             }
         }
-        layout
-            .table_pages()
-            .for_each(|page| uses[page as usize] += 1);
-        let end = layout.data().end as usize;
+        map.table_pages().for_each(|page| uses[page as usize] += 1);
+        let end = map.data().end as usize;
         assert!(uses[..end].iter().all(|&count| count == 1), "{uses:?}");
         assert!(uses[end..].iter().all(|&count| count == 0));
         assert!(uses.len() - end < 3, "less than a page a vCPU is left over");
-        assert_eq!(layout.data_owner(RamPage(end as u64)), None);
-        assert_eq!(layout.data_owner(RamPage(0)), None);
+        assert_eq!(map.data_owner(RamPage(end as u64)), None);
+        assert_eq!(map.data_owner(RamPage(0)), None);
     }
 
     #[test]
     fn ram_continues_behind_the_hole() {
         let last = HOLE_START / PAGE_SIZE - 1;
-        assert_eq!(Layout::gpa_of(RamPage(last)), Gpa(HOLE_START - PAGE_SIZE));
-        assert_eq!(Layout::gpa_of(RamPage(last + 1)), Gpa(HOLE_END));
+        assert_eq!(
+            MemoryMap::gpa_of(RamPage(last)),
+            Gpa(HOLE_START - PAGE_SIZE)
+        );
+        assert_eq!(MemoryMap::gpa_of(RamPage(last + 1)), Gpa(HOLE_END));
     }
 }
