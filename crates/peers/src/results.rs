@@ -1,7 +1,7 @@
 //! Recorded results, and the page of figures.
 //!
 //! **Guarantee.** Every figure of the page is in a recorded result. Each result has its command,
-//! its time, and the load of the machine before it began.
+//! its time, and how busy the machine was before it began.
 //!
 //! **Mechanism.** A [`RecordedRun`] is a command with the JSON that it printed. [`page`] recognises
 //! the kind of a result by its keys, and writes a table row for each verdict or target.
@@ -17,8 +17,8 @@ pub struct RecordedRun {
     pub command: String,
     /// The time when it began, in UTC: `YYYY-MM-DD HH:MM`.
     pub began: String,
-    /// The load average of the last minute before it began.
-    pub load_before: f64,
+    /// The share of the cores that other work had in the second before it began, 0 to 1.
+    pub busy_before: f64,
     /// The kernel's release.
     pub kernel: String,
     /// The processor's name.
@@ -33,7 +33,7 @@ impl RecordedRun {
     /// Whether other work has probably affected the figures.
     #[must_use]
     pub fn is_disturbed(&self) -> bool {
-        self.load_before > 0.3 * self.cores as f64
+        self.busy_before > 0.1
     }
 }
 
@@ -116,14 +116,14 @@ const fn verdict(met: Option<bool>, busy: bool) -> &'static str {
 
 /// Writes the table of runs and their conditions.
 fn conditions(out: &mut String, results: &[RecordedRun]) {
-    out.push_str("| run | command | began (UTC) | load before | host |\n|---|---|---|---|---|\n");
+    out.push_str("| run | command | began (UTC) | busy before | host |\n|---|---|---|---|---|\n");
     for (number, result) in (1..).zip(results) {
         let _ = writeln!(
             out,
-            "| {number} | `{}` | {} | {:.2} | {} cores, {}, Linux {} |",
+            "| {number} | `{}` | {} | {:.0} % | {} cores, {}, Linux {} |",
             result.command,
             result.began,
-            result.load_before,
+            100.0 * result.busy_before,
             result.cores,
             result.processor,
             result.kernel
@@ -306,11 +306,11 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    fn result(output: Value, load_before: f64) -> RecordedRun {
+    fn result(output: Value, busy_before: f64) -> RecordedRun {
         RecordedRun {
             command: "pageferry bench x --json".into(),
             began: moment(0),
-            load_before,
+            busy_before,
             kernel: "6.18".into(),
             processor: "a processor".into(),
             cores: 2,
@@ -333,7 +333,7 @@ mod tests {
                     {"name": "add", "slots": 10, "limit": 500.0, "measured": 600.0, "unit": "ns", "met": false},
                     {"name": "map, to a peer", "limit": 2.0, "measured": 0.5, "unit": "x", "met": true},
                 ]}),
-                1.9,
+                0.9,
             ),
             result(
                 json!({"cells": [{"phase": "dirty"}], "verdicts": [
@@ -363,7 +363,7 @@ mod tests {
             "| a busy VM moved on soft: total time | 1.28 s |",
             "| a busy VM moved on soft: blackout | 0.44 ms |",
             "| a busy VM moved on soft: stall p99 | 3.76 ms |",
-            "| 2 | `pageferry bench x --json` | 1970-01-01 00:00 | 1.90 | 2 cores, a processor, Linux 6.18 |",
+            "| 2 | `pageferry bench x --json` | 1970-01-01 00:00 | 90 % | 2 cores, a processor, Linux 6.18 |",
         ] {
             assert!(page.contains(row), "{row} in\n{page}");
         }

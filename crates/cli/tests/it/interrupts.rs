@@ -9,10 +9,12 @@ use pageferry_migration::wire::Frame;
 use pageferry_testkit::{LIMIT, wait_for};
 use rustix::process::Signal;
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes per millisecond: so few that 32 MiB take seconds on any host.
 const SLOW: u64 = 2 << 10;
+/// Bytes per millisecond: so few that 32 MiB take two minutes on any host.
+const VERY_SLOW: u64 = 256;
 
 /// Waits until the current migration is in a phase whose name starts with `phase`.
 fn wait_for_phase(socket: &std::path::Path, phase: &str) {
@@ -105,15 +107,18 @@ fn a_destination_that_waits_or_fills_ends_at_once() {
     for phase in ["waiting", "pre-copy"] {
         let source = Source::start("32M");
         let destination = Destination::start(&[]);
-        let link = Link::start(&destination.dir.path("link"), &destination.address, SLOW);
+        let to = &destination.address;
+        let link = Link::start(&destination.dir.path("link"), to, VERY_SLOW);
         let migrate = (phase == "pre-copy").then(|| {
             let migrate = source.migrate(&link.address());
             wait_for_phase(&destination.socket, phase);
             migrate
         });
+        let interrupted = Instant::now();
         destination.process.interrupt();
         let ended = destination.process.end();
         assert_eq!(ended.code, Some(9), "{phase}: {ended:?}");
+        assert!(interrupted.elapsed() < Duration::from_secs(60), "{phase}");
         if let Some(migrate) = migrate {
             migrate
                 .end()

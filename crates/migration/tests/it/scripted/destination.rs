@@ -68,6 +68,15 @@ impl ScriptedDestination {
         self.send(&READY);
     }
 
+    /// Accepts the offer, and has its memory only when the first pass has arrived.
+    pub(crate) fn set_up_late(&mut self) {
+        self.take_setup();
+        self.send(&Frame::SetupAck);
+        let pass = self.take_pass();
+        self.send(&READY);
+        self.send(&Frame::PassAck(pass));
+    }
+
     /// Receives everything up to the end of a pass, without an acknowledgement.
     pub(crate) fn take_pass(&self) -> Pass {
         loop {
@@ -108,6 +117,11 @@ impl ScriptedDestination {
     /// Runs the migration until the guest would run here: up to RunningAck.
     pub(crate) fn start(&mut self) {
         self.set_up();
+        self.run_on();
+    }
+
+    /// Receives what is left up to the switch-over, and says that the guest runs.
+    pub(crate) fn run_on(&mut self) {
         self.take_switch_over();
         self.send(&Frame::Running { started_at_ns: 1 });
         let Message::Frame(Frame::RunningAck) = self.take() else {
