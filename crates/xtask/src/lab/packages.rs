@@ -1,0 +1,331 @@
+//! The emulator, the kernel and busybox, as Debian packages in the cache.
+//!
+//! **Guarantee.** What is used came through apt, which has verified it by the archive's signature.
+//! Nothing is installed: apt gets lists and a cache of its own, so no privileges are needed.
+//!
+//! **Mechanism.** The archive is that of the machine's own sources, with the backports of the same
+//! release where the kernel or the emulator is too old. Packages are unpacked into one folder.
+
+use super::Error;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The packages, with what they bring.
+const PACKAGES: [&str; 3] = [
+    "qemu-system-x86",
+    "busybox-static",
+    "linux-image-cloud-amd64",
+];
+/// The oldest emulator that runs nested guests right.
+const OLDEST_QEMU: u32 = 10;
+/// The oldest kernel with the faults on markers that Pageferry uses, as (major, minor).
+const OLDEST_KERNEL: (u32, u32) = (6, 12);
+
+/// The files that a run needs.
+pub(crate) struct Components {
+    pub(crate) qemu: PathBuf,
+    /// The emulator's libraries, as `LD_LIBRARY_PATH` wants them.
+    pub(crate) libraries: String,
+    /// The folders of the emulator's firmware.
+    pub(crate) firmware: [PathBuf; 2],
+    pub(crate) busybox: PathBuf,
+    pub(crate) kernel: PathBuf,
+    /// The modules of KVM, in the order of loading; none where they are built in.
+    pub(crate) modules: Vec<PathBuf>,
+}
+
+/// The components, from the cache or from the archive.
+pub(crate) fn components(cache: &Path) -> Result<Components, Error> {
+    let root = cache.join("root");
+    // The name comes last, so that a folder of this name is complete.
+    if !root.is_dir() {
+        eprintln!("lab: fetching the emulator and a kernel through apt");
+        let unpacked = fetch(cache)?;
+        match std::fs::rename(&unpacked, &root) {
+            // Another lab was faster.
+            Err(_) if root.is_dir() => drop(std::fs::remove_dir_all(&unpacked)),
+            renamed => renamed.map_err(Error::io("rename the unpacked packages"))?,
+        }
+    }
+    let qemu = root.join("usr/bin/qemu-system-x86_64");
+    let libraries = ["usr/lib", "lib"].map(|lib| {
+        let folder = root.join(lib).join("x86_64-linux-gnu");
+        folder.display().to_string()
+    });
+    let kernel = newest_kernel(&root)?;
+    let mut components = Components {
+        qemu,
+        libraries: libraries.join(":"),
+        firmware: ["qemu", "seabios"].map(|name| root.join("usr/share").join(name)),
+        busybox: root.join("bin/busybox"),
+        kernel: PathBuf::new(),
+        modules: Vec::new(),
+    };
+    components.set_kernel(&kernel)?;
+    components.check_qemu()?;
+    Ok(components)
+}
+
+impl Components {
+    /// Boots `kernel` instead.
+    pub(crate) fn set_kernel(&mut self, kernel: &Path) -> Result<(), Error> {
+        if !kernel.is_file() {
+            return Err(Error::Failed(format!(
+                "there is no kernel {}: give the path of a bzImage",
+                kernel.display()
+            )));
+        }
+        let name = kernel.file_name().unwrap_or_default().to_string_lossy();
+        let release = name.strip_prefix("vmlinuz-").unwrap_or_default();
+        let beside = kernel.parent().and_then(Path::parent);
+        let modules = beside.map(|root| root.join("lib/modules").join(release));
+        self.kernel = kernel.to_owned();
+        self.modules = match modules {
+            Some(folder) if !release.is_empty() && folder.is_dir() => kvm_modules(&folder)?,
+            _ => Vec::new(),
+        };
+        Ok(())
+    }
+
+    fn check_qemu(&self) -> Result<(), Error> {
+        let output = Command::new(&self.qemu)
+            .env("LD_LIBRARY_PATH", &self.libraries)
+            .arg("--version")
+            .output()
+            .map_err(Error::io(format!("run {}", self.qemu.display())))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let major = text
+            .split_whitespace()
+            .nth(3)
+            .and_then(|version| version.split('.').next()?.parse::<u32>().ok());
+        match major {
+            Some(major) if major >= OLDEST_QEMU => Ok(()),
+            _ => Err(Error::Failed(format!(
+                "the archive's emulator is too old, or does not run: QEMU {OLDEST_QEMU} is \
+                 needed, and it says '{}'{}",
+                text.lines().next().unwrap_or_default(),
+                String::from_utf8_lossy(&output.stderr).trim_end()
+            ))),
+        }
+    }
+}
+
+/// The modules that make `/dev/kvm` on an AMD processor, in the order of loading.
+fn kvm_modules(folder: &Path) -> Result<Vec<PathBuf>, Error> {
+    let mut found = Vec::new();
+    // `ccp` only where kvm-amd depends on it.
+    for (name, path, needed) in [
+        ("irqbypass", "virt/lib", true),
+        ("ccp", "drivers/crypto/ccp", false),
+        ("kvm", "arch/x86/kvm", true),
+        ("kvm-amd", "arch/x86/kvm", true),
+    ] {
+        let path = folder.join("kernel").join(path);
+        let module = [".ko", ".ko.xz"]
+            .map(|end| path.join(format!("{name}{end}")))
+            .into_iter()
+            .find(|file| file.is_file());
+        match module {
+            Some(module) => found.push(module),
+            None if needed => {
+                return Err(Error::Failed(format!(
+                    "{} has no module {name}: a kernel with KVM for AMD processors is needed",
+                    folder.display()
+                )));
+            }
+            None => {}
+        }
+    }
+    Ok(found)
+}
+
+/// The newest kernel in `root`, which must be new enough.
+fn newest_kernel(root: &Path) -> Result<PathBuf, Error> {
+    let boot = root.join("boot");
+    let files = std::fs::read_dir(&boot).map_err(Error::io(format!("read {}", boot.display())))?;
+    let newest = files
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let version = release(path.file_name()?.to_str()?)?;
+            Some((version, path))
+        })
+        .max();
+    match newest {
+        Some((version, kernel)) if version >= OLDEST_KERNEL => Ok(kernel),
+        newest => Err(Error::Failed(format!(
+            "the archive's newest cloud kernel is {}: {}.{} or later is needed; give one by \
+             --kernel",
+            newest.map_or_else(|| "none".into(), |((a, b), _)| format!("{a}.{b}")),
+            OLDEST_KERNEL.0,
+            OLDEST_KERNEL.1
+        ))),
+    }
+}
+
+/// The release of a kernel's file name, as (major, minor).
+fn release(name: &str) -> Option<(u32, u32)> {
+    let mut numbers = name
+        .strip_prefix("vmlinuz-")?
+        .split(['.', '-', '+'])
+        .map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+/// Fetches the packages, and unpacks them into a folder of the cache, which it returns.
+fn fetch(cache: &Path) -> Result<PathBuf, Error> {
+    let work = cache.join(format!("fetch-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&work);
+    let (lists, archives) = (work.join("lists"), work.join("apt/archives"));
+    for folder in [&lists, &archives] {
+        std::fs::create_dir_all(folder.join("partial"))
+            .map_err(Error::io(format!("make {}", folder.display())))?;
+    }
+    let (sources, release) = sources()?;
+    std::fs::write(work.join("sources.list"), sources).map_err(Error::io("write sources"))?;
+    let at = |name: &str| work.join(name).display().to_string();
+    let apt = |words: &[&str]| {
+        let mut apt = Command::new("apt-get");
+        for option in [
+            format!("Dir::Etc::SourceList={}", at("sources.list")),
+            "Dir::Etc::SourceParts=/dev/null".into(),
+            format!("Dir::State::Lists={}", at("lists")),
+            format!("Dir::Cache={}", at("apt")),
+            // Nothing is installed, so the system's own lock need not be held.
+            "Debug::NoLocking=1".into(),
+            "APT::Sandbox::User=".into(),
+        ] {
+            apt.args(["-o", &option]);
+        }
+        run(apt.arg("-qq").args(words))
+    };
+    apt(&["update"])?;
+    let mut install = vec![
+        "install",
+        "--download-only",
+        "--yes",
+        "--no-install-recommends",
+    ];
+    // Packages that are installed here already are fetched too.
+    install.push("--reinstall");
+    if let Some(release) = &release {
+        install.extend(["--target-release", release]);
+    }
+    install.extend(PACKAGES);
+    apt(&install)?;
+    let root = work.join("root");
+    let archives = std::fs::read_dir(&archives).map_err(Error::io("read fetched packages"))?;
+    for archive in archives.filter_map(Result::ok) {
+        if archive.path().extension().is_some_and(|end| end == "deb") {
+            run(Command::new("dpkg-deb")
+                .arg("-x")
+                .arg(archive.path())
+                .arg(&root))?;
+        }
+    }
+    let unpacked = cache.join(format!("root-{}", std::process::id()));
+    std::fs::rename(&root, &unpacked).map_err(Error::io("rename the unpacked packages"))?;
+    let _ = std::fs::remove_dir_all(&work);
+    Ok(unpacked)
+}
+
+/// The lines of a sources file: the machine's own archive, and the backports of its release. Also
+/// the release that is preferred.
+fn sources() -> Result<(String, Option<String>), Error> {
+    let format = "$(REPO_URI) $(CODENAME)";
+    let targets = run(Command::new("apt-get").args([
+        "indextargets",
+        "--format",
+        format,
+        "Identifier: Packages",
+        "Component: main",
+    ]))?;
+    let release = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let release = |key: &str| {
+        let line = release.lines().find_map(|line| line.strip_prefix(key));
+        line.map(|value| value.trim_matches('"').to_owned())
+    };
+    let codename = release("VERSION_CODENAME=").unwrap_or_default();
+    let own = targets.lines().find_map(|line| {
+        let (uri, suite) = line.split_once(' ')?;
+        (suite == codename).then_some(uri)
+    });
+    let Some(uri) = own else {
+        return Err(Error::Failed(format!(
+            "apt has no sources for this release ('{codename}'): the lab needs a Debian archive"
+        )));
+    };
+    let id = release("ID=").unwrap_or_default();
+    let keyring = format!("/usr/share/keyrings/{id}-archive-keyring.gpg");
+    let key = if Path::new(&keyring).is_file() {
+        format!("[signed-by={keyring}] ")
+    } else {
+        // Then the keys that apt trusts for all archives must do.
+        String::new()
+    };
+    // Debian 12 has QEMU 7 and Linux 6.1; later releases have what is needed.
+    let backports = release("VERSION_ID=").is_some_and(|id| id == "12");
+    let mut suites = vec![codename.clone()];
+    let preferred = backports.then(|| format!("{codename}-backports"));
+    suites.extend(preferred.clone());
+    let lines = suites
+        .iter()
+        .map(|suite| format!("deb {key}{uri} {suite} main\n"));
+    Ok((lines.collect(), preferred))
+}
+
+/// Runs a command of the package manager. Returns what it printed.
+fn run(command: &mut Command) -> Result<String, Error> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => Error::Failed(format!(
+            "{name} is not here: the lab fetches its emulator and kernel as Debian packages"
+        )),
+        _ => Error::io(format!("run {name}"))(error),
+    })?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(Error::Failed(format!(
+        "{name} could not fetch or unpack packages ({}): {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr).trim_end()
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_are_compared_as_numbers() {
+        assert_eq!(release("vmlinuz-6.12.95+deb12-cloud-amd64"), Some((6, 12)));
+        assert_eq!(release("vmlinuz-6.1.0-40-cloud-amd64"), Some((6, 1)));
+        assert!(release("vmlinuz-6.1.0") < release("vmlinuz-6.12.0"));
+        for other in ["System.map-6.12.95", "vmlinuz-", "vmlinuz-six.1"] {
+            assert_eq!(release(other), None);
+        }
+    }
+
+    #[test]
+    fn a_kernel_without_kvm_for_amd_is_refused() {
+        let folder = std::env::temp_dir().join(format!("pf-xtask-{}", std::process::id()));
+        let kvm = folder.join("lib/modules/6.12.0/kernel/arch/x86/kvm");
+        std::fs::create_dir_all(&kvm).unwrap();
+        std::fs::create_dir_all(folder.join("boot")).unwrap();
+        let kernel = folder.join("boot/vmlinuz-6.12.0");
+        std::fs::write(&kernel, b"").unwrap();
+        let mut components = Components {
+            qemu: PathBuf::new(),
+            libraries: String::new(),
+            firmware: [PathBuf::new(), PathBuf::new()],
+            busybox: PathBuf::new(),
+            kernel: PathBuf::new(),
+            modules: Vec::new(),
+        };
+        let refused = components.set_kernel(&kernel).unwrap_err().to_string();
+        let missing = components.set_kernel(&folder.join("none")).unwrap_err();
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert!(refused.contains("no module irqbypass"), "{refused}");
+        assert!(missing.to_string().contains("bzImage"), "{missing}");
+    }
+}
