@@ -19,7 +19,7 @@ pub(crate) const ENDED: &str = "@@ lab ended";
 /// Variables that are passed on.
 const PASSED_ON: [&str; 3] = ["PAGEFERRY_", "RUST_", "PROPTEST_"];
 
-/// What goes into the archive.
+/// The contents of the archive.
 pub(crate) struct Initrd<'a> {
     pub(crate) parts: &'a Components,
     pub(crate) programs: &'a Programs,

@@ -1,6 +1,6 @@
 //! The emulator, the kernel and busybox, as Debian packages in the cache.
 //!
-//! **Guarantee.** What is used came through apt, which has verified it by the archive's signature.
+//! **Guarantee.** Every file came through apt, which verified it by the archive's signature.
 //! Nothing is installed: apt gets lists and a cache of its own, so no privileges are needed.
 //!
 //! **Mechanism.** The archive is that of the machine's own sources, with the backports of the same

@@ -1,4 +1,4 @@
-//! What a command needs in the lab: its executables and their libraries.
+//! The files of a command: its executables and their libraries.
 
 use super::Error;
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// What to run, one after the other, and the files it needs.
+/// The commands of one run, in order, and the files they need.
 pub(crate) struct Programs {
     /// Each has the path of its executable first.
     pub(crate) commands: Vec<Vec<OsString>>,
