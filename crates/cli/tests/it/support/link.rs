@@ -94,6 +94,8 @@ fn carry(mut read: UnixStream, mut write: UnixStream, control: &LinkControl) {
             Ok(0) | Err(_) => break,
             Ok(n) => {
                 if control.cut.load(Ordering::Relaxed) || write.write_all(&buffer[..n]).is_err() {
+                    // A peer that is gone takes nothing more: the sender learns it at once.
+                    let _ = read.shutdown(std::net::Shutdown::Read);
                     break;
                 }
                 std::thread::sleep(Duration::from_micros(n as u64 * 1000 / rate));
