@@ -8,7 +8,8 @@ use crate::support::{
 use pageferry_migration::wire::Frame;
 use pageferry_testkit::{LIMIT, wait_for};
 use rustix::process::Signal;
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Bytes per millisecond: so few that 32 MiB take seconds on any host.
@@ -66,17 +67,23 @@ fn in_migrate_it_cancels_the_precopy() {
     server.join().unwrap();
 }
 
-#[test]
-fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
-    let source = Source::start("32M");
+/// A destination that says that the guest runs. It reads the answer, and then nothing until it is
+/// told to end, so that the source cannot finish.
+fn destination_that_stops_reading() -> (String, JoinHandle<()>, Sender<()>) {
     let (over, is_over) = channel();
     let (address, server) = Peer::start(move |mut peer| {
         peer.until_switch_over();
         peer.send(&Frame::Running { started_at_ns: 1 });
-        // Reads the answer, and then nothing, so that the source cannot finish.
         peer.skip_frame();
         is_over.recv_timeout(LIMIT).unwrap();
     });
+    (address, server, over)
+}
+
+#[test]
+fn after_the_switch_over_the_first_finishes_and_the_second_gives_up() {
+    let source = Source::start("32M");
+    let (address, server, over) = destination_that_stops_reading();
     // The guest writes all of its memory, so no page is zero. Then far more is missing than fits
     // the sockets' buffers.
     source.wait_until_all_is_written();
@@ -370,13 +377,7 @@ fn quit_in_precopy_says_that_the_vm_ends() {
 #[test]
 fn the_second_in_migrate_stops_watching_and_says_so() {
     let source = Source::start("32M");
-    let (over, is_over) = channel();
-    let (address, server) = Peer::start(move |mut peer| {
-        peer.until_switch_over();
-        peer.send(&Frame::Running { started_at_ns: 1 });
-        peer.skip_frame();
-        is_over.recv_timeout(LIMIT).unwrap();
-    });
+    let (address, server, over) = destination_that_stops_reading();
     source.wait_until_all_is_written();
     let migrate = source.migrate_with(&address, &["--precopy-passes", "0"]);
     wait_for_phase(&source.socket, "post-copy");

@@ -44,7 +44,7 @@ fn moved(old: &GuestRam, state: &VcpuState) -> NewMachine {
 
 fn sum(code: &[u8], lanes: usize) {
     // On a fast host, or one that delays the kicks, the loop must be longer.
-    let mut times = 150_000_000;
+    let mut times = 10_000_000;
     while sum_moved(code, lanes, times) < 5 {
         times *= 4;
         assert!(times < 1 << 38, "the vCPU is never moved in its loop");

@@ -1,10 +1,10 @@
 //! Each fault delivery brings each page exactly once, whole, whichever way the racing paths
 //! interleave.
 
-use crate::support::{DATA, Watchdog, machine, no_kvm, rung, start, word};
+use crate::support::{DATA, Watchdog, machine, machine_with, no_kvm, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu,
+    Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu, kvm,
 };
 use pageferry_testkit::{LIMIT, Random, Stop, skip};
 use pageferry_userfault::PageBitmap;
@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 const PAGE: usize = PAGE_SIZE as usize;
+/// This engine's deliveries.
+const DELIVERIES: [Delivery; 3] = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
 
 /// rdi: first byte, rsi: first byte behind. Each page must hold its own address in its first and in
 /// its last word. The address is then written to the second. Stores 1 to the doorbell at the end,
@@ -40,7 +42,7 @@ const CHECK_ZERO: [u8; 64] = [
 ];
 
 /// Whether this host lacks a delivery; prints the reason if so.
-fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
+pub(crate) fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
     // UFFDIO_POISON came with Linux 6.6. On an older kernel, only a run that requires "poison"
     // fails without it.
     let resource = match delivery {
@@ -54,6 +56,17 @@ fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
         )
 }
 
+/// Arms a machine. Returns its missing pages, of which there are none yet, and its events.
+pub(crate) fn armed(
+    machine: &dyn Machine,
+    delivery: Delivery,
+) -> (Arc<PageBitmap>, Box<dyn FaultEvents>) {
+    let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
+    let events = machine.arm_userfault(Arc::clone(&missing), delivery);
+    let events = events.unwrap().expect("KVM's deliveries have events");
+    (missing, events)
+}
+
 /// The version of the running kernel.
 fn linux() -> (u32, u32) {
     let name = rustix::system::uname();
@@ -65,7 +78,7 @@ fn linux() -> (u32, u32) {
     version.unwrap_or_else(|| panic!("'{release}' does not begin with a version"))
 }
 
-fn bytes_of(page: RamPage) -> [u8; PAGE] {
+pub(crate) fn bytes_of(page: RamPage) -> [u8; PAGE] {
     let mut bytes = [0; PAGE];
     bytes[..8].copy_from_slice(&page.byte_offset().to_le_bytes());
     bytes[PAGE - 8..].copy_from_slice(&page.byte_offset().to_le_bytes());
@@ -73,19 +86,20 @@ fn bytes_of(page: RamPage) -> [u8; PAGE] {
 }
 
 /// The source of the pages.
-struct Source {
+pub(crate) struct Source {
     machine: Arc<dyn Machine>,
     missing: Arc<PageBitmap>,
     /// Pages that a thread is bringing or has brought.
     claimed: PageBitmap,
-    /// The contents of the pages below [`DATA`]: tables and code.
+    /// The contents of the first pages: tables and code, and more where a test says so.
     low: Vec<[u8; PAGE]>,
     faults: AtomicUsize,
     events: AtomicUsize,
 }
 
-fn low_pages(ram: &GuestRam) -> Vec<[u8; PAGE]> {
-    let mut pages = vec![[0; PAGE]; DATA.index()];
+/// The contents of the first `count` pages.
+pub(crate) fn pages_of(ram: &GuestRam, count: u64) -> Vec<[u8; PAGE]> {
+    let mut pages = vec![[0; PAGE]; count as usize];
     for (index, bytes) in pages.iter_mut().enumerate() {
         ram.read(RamPage(index as u64), bytes);
     }
@@ -93,6 +107,22 @@ fn low_pages(ram: &GuestRam) -> Vec<[u8; PAGE]> {
 }
 
 impl Source {
+    /// The first pages are as in `low`, all others as in [`bytes_of`].
+    pub(crate) fn new(
+        machine: Arc<dyn Machine>,
+        missing: Arc<PageBitmap>,
+        low: Vec<[u8; PAGE]>,
+    ) -> Self {
+        Self {
+            machine,
+            claimed: PageBitmap::new(missing.pages()),
+            missing,
+            low,
+            faults: AtomicUsize::new(0),
+            events: AtomicUsize::new(0),
+        }
+    }
+
     fn bytes(&self, page: RamPage) -> [u8; PAGE] {
         self.low
             .get(page.index())
@@ -101,7 +131,7 @@ impl Source {
     }
 
     /// Brings a page if no other thread does, and waits until it is there.
-    fn bring(&self, page: RamPage) {
+    pub(crate) fn bring(&self, page: RamPage) {
         if !self.claimed.set(page) {
             pageferry_testkit::wait_until("a page that another thread brings", || {
                 !self.missing.test(page)
@@ -118,7 +148,7 @@ impl Source {
     }
 
     /// The hook's answer to a fault.
-    fn fault(&self, page: RamPage) {
+    pub(crate) fn fault(&self, page: RamPage) {
         if self.missing.test(page) {
             self.bring(page);
         } else {
@@ -126,7 +156,7 @@ impl Source {
         }
     }
 
-    fn serve(&self, mut events: Box<dyn FaultEvents>, stop: &Stop) {
+    pub(crate) fn serve(&self, mut events: Box<dyn FaultEvents>, stop: &Stop) {
         while !stop.is_stopped() {
             match events.next().unwrap() {
                 Some(event) => {
@@ -180,22 +210,25 @@ struct Beside {
     kick: bool,
     /// The guest's page tables and code are missing too.
     tables: bool,
+    /// KVM has interrupt controllers. It may then leave a fault to a worker, and halt the vCPU.
+    irqchip: bool,
 }
 
 /// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is
 /// present from the start. Returns the numbers of exits and events.
 fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize)> {
     let pages = DATA.0 + 2 * each;
-    let mut new = machine(2, pages);
+    let irqchip = if beside.irqchip {
+        kvm::Irqchip::Kernel
+    } else {
+        kvm::Irqchip::None
+    };
+    let mut new = machine_with(2, pages, irqchip);
     if no_delivery(new.machine.as_ref(), delivery) {
         return None;
     }
     let ram = Arc::clone(new.machine.ram());
-    let missing = Arc::new(PageBitmap::new(pages as usize));
-    let events = new
-        .machine
-        .arm_userfault(Arc::clone(&missing), delivery)
-        .unwrap();
+    let (missing, events) = armed(new.machine.as_ref(), delivery);
     assert_eq!(
         new.machine.receives_in_place(),
         delivery != Delivery::Missing
@@ -210,7 +243,6 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             [first, first + each].map(|page| page * PAGE_SIZE),
         );
     }
-    let claimed = PageBitmap::new(pages as usize);
     for page in DATA.0..pages {
         // The state after pre-copy: a stale page where one is missing, the right one elsewhere.
         if page % 3 == 0 {
@@ -220,7 +252,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             missing.set(RamPage(page));
         }
     }
-    let low = low_pages(&ram);
+    let low = pages_of(&ram, DATA.0);
     if beside.tables {
         for page in (0..DATA.0).map(RamPage) {
             ram.write(page, &[0x5a; PAGE]);
@@ -229,28 +261,18 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     }
     let expected = missing.count();
     new.machine.begin_postcopy().unwrap();
-    let source = Source {
-        machine: Arc::clone(&new.machine),
-        missing,
-        claimed,
-        low,
-        faults: AtomicUsize::new(0),
-        events: AtomicUsize::new(0),
-    };
+    let source = Source::new(Arc::clone(&new.machine), missing, low);
     let stop = Stop::new();
     let kickers: Vec<_> = new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
     std::thread::scope(|scope| {
         let (source, stop, ram) = (&source, &stop, &ram);
         scope.spawn(move || {
-            source.serve(
-                events.expect("all deliveries of this engine have events"),
-                stop,
-            );
+            source.serve(events, stop);
         });
         scope.spawn(move || {
             source
                 .machine
-                .assist_postcopy(&|| stop.is_stopped(), &|_| {})
+                .assist_postcopy(&|| stop.is_stopped(), &|table| source.bring(table))
                 .unwrap();
         });
         if beside.push {
@@ -327,11 +349,21 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
 
 /// Takes a page out of the guest's mapping. Its bytes stay in the page cache.
 #[expect(unsafe_code, reason = "madvise on guest memory")]
-fn drop_mapping(ram: &GuestRam, page: u64) {
+pub(crate) fn drop_mapping(ram: &GuestRam, page: u64) {
     let hva = ram.guest_hva(RamPage(page)).0;
     // SAFETY: the page lies in the guest's mapping, which is shared and keeps its bytes in the
     // memfd.
     unsafe { rustix::mm::madvise(hva as *mut _, PAGE, rustix::mm::Advice::LinuxDontNeed) }.unwrap();
+}
+
+/// Lets the kernel touch pages of the guest's mapping. Fails at a marker.
+#[expect(unsafe_code, reason = "madvise on guest memory")]
+fn touch(ram: &GuestRam, pages: std::ops::Range<RamPage>) -> rustix::io::Result<()> {
+    let hva = ram.guest_hva(pages.start).0;
+    let bytes = (pages.end.0 - pages.start.0) * PAGE_SIZE;
+    let touch = rustix::mm::Advice::LinuxPopulateRead;
+    // SAFETY: the range lies in the guest's mapping, and populating changes no byte.
+    unsafe { rustix::mm::madvise(hva as *mut _, bytes as usize, touch) }
 }
 
 #[test]
@@ -374,7 +406,7 @@ fn a_background_push_races_every_delivery() {
     if no_kvm() {
         return;
     }
-    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+    for delivery in DELIVERIES {
         demand(
             delivery,
             3000,
@@ -387,11 +419,30 @@ fn a_background_push_races_every_delivery() {
 }
 
 #[test]
+fn kvms_interrupt_controllers_change_nothing() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in DELIVERIES {
+        for busy in [false, true] {
+            let beside = Beside {
+                push: busy,
+                drop: busy,
+                kick: busy,
+                tables: true,
+                irqchip: true,
+            };
+            demand(delivery, 600, beside);
+        }
+    }
+}
+
+#[test]
 fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
     if no_kvm() {
         return;
     }
-    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+    for delivery in DELIVERIES {
         for each in [1500, 300, 40] {
             demand(
                 delivery,
@@ -400,7 +451,7 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
                     push: true,
                     drop: true,
                     kick: true,
-                    tables: false,
+                    ..Beside::default()
                 },
             );
             demand(
@@ -410,7 +461,7 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
                     push: false,
                     drop: true,
                     kick: true,
-                    tables: false,
+                    ..Beside::default()
                 },
             );
         }
@@ -422,7 +473,7 @@ fn even_the_guests_page_tables_may_be_missing() {
     if no_kvm() {
         return;
     }
-    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+    for delivery in DELIVERIES {
         for push in [false, true] {
             let beside = Beside {
                 tables: true,
@@ -446,11 +497,7 @@ fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
             return;
         }
         let ram = Arc::clone(vm.ram());
-        let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
-        let events = vm
-            .arm_userfault(Arc::clone(&missing), Delivery::Poison)
-            .unwrap()
-            .unwrap();
+        let (missing, events) = armed(new.machine.as_ref(), Delivery::Poison);
         start(
             &ram,
             new.vcpus[0].as_mut(),
@@ -469,16 +516,14 @@ fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
         vm.assist_postcopy(&|| false, &|_| {}).unwrap();
         missing.clear_range(DATA.index()..DATA.index() + 2);
         if disarm {
+            assert!(
+                touch(&ram, DATA..RamPage(DATA.0 + 2)).is_err(),
+                "nothing was marked"
+            );
             vm.disarm_userfault().unwrap();
+            touch(&ram, RamPage(0)..RamPage(ram.pages())).expect("no marker outlives its delivery");
         }
-        let source = Source {
-            machine: Arc::clone(&vm),
-            missing,
-            claimed: PageBitmap::new(1),
-            low: low_pages(&ram),
-            faults: AtomicUsize::new(0),
-            events: AtomicUsize::new(0),
-        };
+        let source = Source::new(Arc::clone(&vm), missing, pages_of(&ram, DATA.0));
         let stop = Stop::new();
         std::thread::scope(|scope| {
             let _stop = stop.on_drop();
@@ -496,19 +541,14 @@ fn holes_are_zero_pages_under_every_delivery() {
     if no_kvm() {
         return;
     }
-    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+    for delivery in DELIVERIES {
         let pages = DATA.0 + 300;
         let mut new = machine(1, pages);
         if no_delivery(new.machine.as_ref(), delivery) {
             continue;
         }
         let ram = Arc::clone(new.machine.ram());
-        let missing = Arc::new(PageBitmap::new(pages as usize));
-        let events = new
-            .machine
-            .arm_userfault(Arc::clone(&missing), delivery)
-            .unwrap()
-            .unwrap();
+        let (missing, events) = armed(new.machine.as_ref(), delivery);
         start(
             &ram,
             new.vcpus[0].as_mut(),
@@ -522,14 +562,11 @@ fn holes_are_zero_pages_under_every_delivery() {
         new.machine.begin_postcopy().unwrap();
         new.machine.install(RamPage(DATA.0 + 10), 100).unwrap();
         missing.clear_range(DATA.index() + 10..DATA.index() + 110);
-        let source = Source {
-            machine: Arc::clone(&new.machine),
-            missing: Arc::clone(&missing),
-            claimed: PageBitmap::new(pages as usize),
-            low: low_pages(&ram),
-            faults: AtomicUsize::new(0),
-            events: AtomicUsize::new(0),
-        };
+        let source = Source::new(
+            Arc::clone(&new.machine),
+            Arc::clone(&missing),
+            pages_of(&ram, DATA.0),
+        );
         new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
         for page in missing.snapshot().iter().enumerate().flat_map(|(w, bits)| {
             (0..64)
@@ -629,12 +666,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
             continue;
         }
         let ram = Arc::clone(new.machine.ram());
-        let missing = Arc::new(PageBitmap::new(64));
-        let events = new
-            .machine
-            .arm_userfault(Arc::clone(&missing), delivery)
-            .unwrap()
-            .unwrap();
+        let (missing, events) = armed(new.machine.as_ref(), delivery);
         start(
             &ram,
             new.vcpus[0].as_mut(),
@@ -645,14 +677,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
         missing.set(DATA);
         new.machine.begin_postcopy().unwrap();
         new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
-        let source = Source {
-            machine: Arc::clone(&new.machine),
-            missing,
-            claimed: PageBitmap::new(64),
-            low: low_pages(&ram),
-            faults: AtomicUsize::new(0),
-            events: AtomicUsize::new(0),
-        };
+        let source = Source::new(Arc::clone(&new.machine), missing, pages_of(&ram, DATA.0));
         let stop = Stop::new();
         std::thread::scope(|scope| {
             let _stop = stop.on_drop();

@@ -5,6 +5,8 @@ mod kvm_dirty;
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty_random;
 #[cfg(target_arch = "x86_64")]
+mod kvm_emulated;
+#[cfg(target_arch = "x86_64")]
 mod kvm_large_pages;
 #[cfg(target_arch = "x86_64")]
 mod kvm_measure;

@@ -19,8 +19,8 @@ pub struct RunningVm<'a> {
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
     /// The most pre-copy passes. With 0, all pages move in post-copy. The passes end early when few
-    /// dirty pages are left. One more follows if the destination allocated memory for longer than
-    /// half of the last one.
+    /// dirty pages are left. One more follows if the destination then still allocates memory, for
+    /// longer than the last pass took.
     pub precopy_passes: u32,
     /// Whether the background push begins at the start of post-copy. Otherwise it begins when the
     /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent

@@ -4,9 +4,9 @@
 //! the destination has acknowledged a whole pass. So a page that the guest changes after it was
 //! read is in a later harvest. The source sends it again, or it is *missing* at switch-over.
 //!
-//! The destination allocates memory beside the first pass, which takes long then. What the guest
-//! dirties meanwhile would all be missing. So a pass is the last one only if the destination was
-//! ready before half of its pages were sent.
+//! The destination allocates memory beside the passes. If it takes long after the last pass, what
+//! the guest dirties meanwhile would be missing. So another pass follows if the source waited for
+//! longer than the pass took.
 
 use super::Source;
 use super::pages::PageSender;
@@ -41,29 +41,29 @@ impl Source<'_> {
             pass += 1;
             self.enter(Phase::Precopy { pass });
             let began_ns = monotonic_ns();
-            let (sent, was_ready) = self.send_pass(pass, &dirty)?;
+            let sent = self.send_pass(pass, &dirty)?;
             self.vm.machine.harvest_dirty(&dirty, true)?;
-            self.report.passes.push((sent, monotonic_ns() - began_ns));
-            let last = pass >= self.config.precopy_passes || dirty.count() <= FEW_PAGES;
-            if last && was_ready {
-                return Ok(dirty);
-            }
-            if last {
+            let ended_ns = monotonic_ns();
+            let took_ns = ended_ns - began_ns;
+            self.report.passes.push((sent, took_ns));
+            if pass >= self.config.precopy_passes || dirty.count() <= FEW_PAGES {
                 self.wait_until_destination_is_ready()?;
+                if monotonic_ns() - ended_ns <= took_ns {
+                    return Ok(dirty);
+                }
             }
         }
     }
 
     /// Sends all pages of `dirty`, clears their bits, and waits for the acknowledgement. Returns
-    /// their number, and whether the destination was ready before half of them were sent.
-    fn send_pass(&mut self, pass: u32, dirty: &PageBitmap) -> Result<(u64, bool), MigrationError> {
+    /// their number.
+    fn send_pass(&mut self, pass: u32, dirty: &PageBitmap) -> Result<u64, MigrationError> {
         let ram = std::sync::Arc::clone(self.vm.machine.ram());
         let phase = Phase::Precopy { pass };
         let total = dirty.count() as u64;
         let mut sender = PageSender::new(&ram, self.cancel);
         let mut allocated = 0..0;
         let mut done = 0;
-        let mut was_ready = self.destination_ready;
         let mut next = dirty.next_set(0);
         while let Some(index) = next {
             let page = RamPage(index as u64);
@@ -81,7 +81,6 @@ impl Source<'_> {
             done += 1;
             if done % RECEIVE_EVERY == 0 {
                 self.take_setup_progress()?;
-                was_ready |= self.destination_ready && done <= total / 2;
             }
             if done % CANCEL_EVERY == 0 {
                 self.check_cancel()?;
@@ -97,7 +96,7 @@ impl Source<'_> {
         let ended = Pass { pass, pages: done };
         self.link.send(&Frame::PassEnd(ended))?;
         match self.receive_answer()? {
-            Frame::PassAck(taken) if taken == ended => Ok((done, was_ready)),
+            Frame::PassAck(taken) if taken == ended => Ok(done),
             Frame::PassAck(taken) => Err(MigrationError::Peer(format!(
                 "it confirmed {} pages of pass {} where {} of pass {} were sent",
                 taken.pages, taken.pass, ended.pages, ended.pass

@@ -4,8 +4,8 @@
 
 use crate::scripted::destination::ScriptedDestination;
 use crate::scripted::{
-    LONG, LeakCheck, SHORT, SOON, Via, assert_sentence, encoded, ends_soon, kind, limit_for,
-    listen, wait_until_over, within_limit,
+    LONG, LeakCheck, SHORT, SOON, Via, assert_failure, assert_sentence, encoded, ends_soon, kind,
+    limit_for, listen, wait_until_over, within_limit,
 };
 use crate::support::{WorkloadVm, kvm_usable, move_vm};
 use pageferry_machine::{Engine, MachineError};
@@ -82,19 +82,7 @@ fn assert_runs_on(vm: &WorkloadVm, name: &str) {
 
 fn assert_failed(case: &Case, outcome: Result<SourceReport, SourceFailure>) {
     let failure = outcome.expect_err(case.name);
-    eprintln!("{}: {failure}", case.name);
-    assert_eq!(
-        (failure.vm, kind(&failure.error)),
-        (SourceVm::Runs, case.kind),
-        "{}: {failure}",
-        case.name
-    );
-    assert_sentence(&failure);
-    assert!(
-        failure.to_string().contains(case.says),
-        "{}: {failure}",
-        case.name
-    );
+    assert_failure(case.name, &failure, SourceVm::Runs, case.kind, case.says);
 }
 
 /// Runs all cases with one VM.
@@ -143,6 +131,16 @@ fn hold(connection: &Connection) {
         .read_exact(&mut byte, &within_limit("the end"))
         .is_ok()
     {}
+}
+
+/// Answers a Hello with a refusal.
+fn refuse(listener: &Listener, status: Status) {
+    let (connection, hello) = hello(listener);
+    say(
+        &connection,
+        &HelloReply::refuse(hello.session, status).encode(),
+    );
+    hold(&connection);
 }
 
 /// Returns a valid reply with another version.
@@ -239,28 +237,14 @@ const HANDSHAKE: &[Case] = &[
     Case {
         name: "refuses our version",
         passes: 1,
-        script: |listener, _| {
-            let (connection, hello) = hello(listener);
-            say(
-                &connection,
-                &HelloReply::refuse(hello.session, Status::VersionUnsupported).encode(),
-            );
-            hold(&connection);
-        },
+        script: |listener, _| refuse(listener, Status::VersionUnsupported),
         kind: "Refused",
         says: "version",
     },
     Case {
         name: "is busy",
         passes: 1,
-        script: |listener, _| {
-            let (connection, hello) = hello(listener);
-            say(
-                &connection,
-                &HelloReply::refuse(hello.session, Status::Busy).encode(),
-            );
-            hold(&connection);
-        },
+        script: |listener, _| refuse(listener, Status::Busy),
         kind: "Refused",
         says: "busy",
     },

@@ -13,6 +13,8 @@ use std::process::Command;
 pub(crate) const EXIT_CODE: &str = "@@ lab exit code ";
 /// A line that begins so says what the lab is.
 pub(crate) const ABOUT: &str = "@@ lab ";
+/// A line that begins so says why no command runs.
+pub(crate) const CANNOT: &str = "@@ lab cannot run: ";
 /// The last line that counts.
 pub(crate) const ENDED: &str = "@@ lab ended";
 
@@ -122,7 +124,10 @@ const WAIT_FOR_CLOCK: &str =
     "clock=/sys/devices/system/clocksource/clocksource0/current_clocksource
 i=0
 while [ \"$(cat $clock)\" != tsc ] && [ $i -lt 50 ]; do sleep 0.1; i=$((i+1)); done
-[ -e /dev/kvm ] || echo '@@ lab warning: the kernel gives no /dev/kvm'
+if [ ! -e /dev/kvm ]; then
+    echo \"@@ lab cannot run: Linux $(uname -r) gives no /dev/kvm: it needs KVM for AMD processors\"
+    poweroff -f
+fi
 echo \"@@ lab Linux $(uname -r), npt=$(cat /sys/module/kvm_amd/parameters/npt), \
 tdp_mmu=$(cat /sys/module/kvm/parameters/tdp_mmu)\"
 ";

@@ -1,7 +1,7 @@
 //! The emulated machine: starts it, passes its console on, and bounds what it uses.
 
 use super::Error;
-use super::initrd::{ABOUT, ENDED, EXIT_CODE};
+use super::initrd::{ABOUT, CANNOT, ENDED, EXIT_CODE};
 use super::packages::Components;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
@@ -30,6 +30,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) memory_mib: u64,
     pub(crate) cpu_seconds: u64,
     pub(crate) counts_instructions: bool,
+    /// The number of commands, each of which has an exit code.
+    pub(crate) commands: usize,
 }
 
 impl Machine<'_> {
@@ -54,15 +56,17 @@ impl Machine<'_> {
             return Ok(LIMITED);
         }
         let codes = codes?;
-        if codes.is_empty() {
+        if codes.len() < self.commands {
             let mut stderr = String::new();
             if let Some(mut pipe) = child.stderr.take() {
                 let _ = pipe.read_to_string(&mut stderr);
             }
             return Err(Error::Failed(format!(
-                "the emulated machine ended without a result; {}",
+                "the emulated machine ended after {} of {} commands; {}",
+                codes.len(),
+                self.commands,
                 if stderr.is_empty() {
-                    "its kernel did not get that far"
+                    "it did not say why"
                 } else {
                     stderr.trim_end()
                 }
@@ -157,6 +161,8 @@ fn pass_on(console: impl Read, counts_instructions: bool) -> Result<Vec<u8>, Err
         let text = String::from_utf8_lossy(line);
         if text == ENDED {
             break;
+        } else if let Some(why) = text.strip_prefix(CANNOT) {
+            return Err(Error::Failed(why.to_owned()));
         } else if let Some(code) = text.strip_prefix(EXIT_CODE) {
             codes.extend(code.trim().parse::<u8>().ok());
             empty = false;
@@ -193,6 +199,13 @@ mod tests {
             "BIOS\r\n{ABOUT}Linux\nout\n\n{EXIT_CODE}0\nno end\n{EXIT_CODE}7\n{ENDED}\nDown\n"
         );
         assert_eq!(pass_on(console.as_bytes(), true).unwrap(), [0, 7]);
+    }
+
+    #[test]
+    fn a_machine_that_cannot_run_a_command_says_why() {
+        let console = format!("BIOS\r\n{CANNOT}Linux 6.12 gives no /dev/kvm\nDown\n");
+        let error = pass_on(console.as_bytes(), true).unwrap_err();
+        assert_eq!(error.to_string(), "Linux 6.12 gives no /dev/kvm");
     }
 
     #[test]

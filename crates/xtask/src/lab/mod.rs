@@ -109,6 +109,7 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
             memory_mib: args.memory,
             cpu_seconds: args.cpu_seconds,
             counts_instructions: !args.real_time,
+            commands: programs.commands.len(),
         }
         .run()
     });

@@ -6,6 +6,29 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+/// The options of `cargo test` that take the next word as their value.
+const WITH_VALUE: [&str; 19] = [
+    "--bench",
+    "--bin",
+    "--color",
+    "--config",
+    "--example",
+    "--exclude",
+    "--features",
+    "--jobs",
+    "--manifest-path",
+    "--package",
+    "--profile",
+    "--target",
+    "--target-dir",
+    "--test",
+    "-C",
+    "-F",
+    "-Z",
+    "-j",
+    "-p",
+];
+
 /// The commands of one run, in order, and the files they need.
 pub(crate) struct Programs {
     /// Each has the path of its executable first.
@@ -79,12 +102,14 @@ fn tests(arguments: &[OsString]) -> Result<Programs, Error> {
         executables: BTreeSet::new(),
         libraries: BTreeSet::new(),
     };
+    let filter = filter(build);
     for line in String::from_utf8_lossy(&output.stdout).lines() {
         let Some((executable, is_test)) = artifact(line) else {
             continue;
         };
         if is_test {
             let mut words = vec![executable.clone().into_os_string()];
+            words.extend(filter.cloned());
             words.extend_from_slice(run);
             programs.commands.push(words);
         }
@@ -96,6 +121,20 @@ fn tests(arguments: &[OsString]) -> Result<Programs, Error> {
         ));
     }
     Ok(programs)
+}
+
+/// The name among cargo's own arguments that chooses tests, which cargo gives to each test program.
+fn filter(build: &[OsString]) -> Option<&OsString> {
+    let is_value = |at: usize| {
+        let before = at
+            .checked_sub(1)
+            .map(|before| build[before].to_string_lossy());
+        before.is_some_and(|word| WITH_VALUE.contains(&word.as_ref()))
+    };
+    let is_option = |word: &OsString| word.to_string_lossy().starts_with('-');
+    let words = build.iter().enumerate();
+    let mut names = words.filter(|&(at, word)| !is_option(word) && !is_value(at));
+    names.next().map(|(_, word)| word)
 }
 
 /// The executable in a message of cargo, and whether it is a test.
@@ -175,12 +214,13 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_there_is_named() {
-        let error = find(&["/nonexistent/program".into()]).err().unwrap();
-        assert!(
-            error
-                .to_string()
-                .contains("there is no program /nonexistent/program")
-        );
+    fn a_name_that_chooses_tests_is_found() {
+        let chosen = |words: &[&str]| {
+            let words: Vec<OsString> = words.iter().map(OsString::from).collect();
+            filter(&words).cloned()
+        };
+        assert_eq!(chosen(&["-p", "machine", "--test", "it"]), None);
+        let named = chosen(&["--locked", "--test", "it", "kvm_", "--release"]);
+        assert_eq!(named, Some("kvm_".into()));
     }
 }

@@ -2,16 +2,24 @@
 //!
 //! A marker turns a vCPU's touch of a missing page into an exit on the vCPU's own thread. But it
 //! turns the *kernel's* touch into `EFAULT`. On an empty page the kernel would have slept until the
-//! page is there. KVM touches guest memory for the guest in two ways. On a host without EPT or NPT
-//! it walks the guest's page tables, and an error there becomes a page fault inside the guest. And
-//! it writes the clock, steal-time and similar pages that the guest has registered. So these pages
-//! stay empty, and faults on them come as userfaultfd events:
+//! page is there. KVM touches guest memory for the guest in two ways:
 //!
-//! - Pages named in the vCPUs' model-specific registers, always.
-//! - Without second-level paging, the guest's page tables. A walk from CR3 finds them. While a
-//!   table is itself missing, its entries are unknown, so nothing is marked. The walk works only
-//!   for guests that cannot change CR3 unseen: they run in ring 3 with no IDT, so any way into ring
-//!   0 is a triple fault. On such hosts nothing is marked for other guests.
+//! - It walks the guest's page tables: always on a host without EPT or NPT, and elsewhere for the
+//!   second operand of an instruction that it emulates (MOVSQ or PUSH from a device). An error in a
+//!   walk becomes a page fault inside the guest, which the guest's tables do not justify.
+//! - It writes the clock, steal-time and similar pages that the guest has registered.
+//!
+//! **What may be marked.** Pages of these two kinds stay empty, and faults on them come as
+//! userfaultfd events:
+//!
+//! - Pages named in the vCPUs' model-specific registers.
+//! - The guest's page tables. A walk from CR3 finds them. While a table is itself missing, its
+//!   entries are unknown, so nothing is marked. The walk works only for guests that cannot change
+//!   CR3 unseen: they run in ring 3 with no IDT, so any way into ring 0 is a triple fault. For
+//!   other guests, such as an operating system, nothing is marked.
+//!
+//! An operand itself may be marked: KVM then reports the access as one outside RAM, and the vCPU
+//! carries it out once the page is there.
 //!
 //! Marking may lag, be partial, or not happen: a page without a marker sends an event instead.
 //!
@@ -20,7 +28,9 @@
 //! - POISON comes between "bytes in place" and CONTINUE. CONTINUE replaces the marker.
 //! - P is installed, and the kernel drops its mapping (reclaim) before POISON gets there. P is then
 //!   marked although it is present. A vCPU exits for a page whose bit is clear, and installing P
-//!   again resolves that. After disarming, the vCPU lifts the marker itself.
+//!   again resolves that. Disarming sweeps the markers that are left.
+//! - A vCPU meets such a marker, and the delivery is disarmed before it handles the exit. It lifts
+//!   the marker itself, and goes on.
 //! - A vCPU already sleeps on P. Marking does *not* wake it (DONTWAKE). Its event is on its way.
 //!   Installing P replaces the marker and wakes the vCPU.
 
@@ -83,19 +93,17 @@ pub(super) fn assist(
         .flat_map(|k| &k.shared)
         .filter_map(|gpa| translator.page_of(gpa.gfn()))
         .collect();
-    if !shared.caps.second_level_paging {
-        loop {
-            if stop() || !armed.is_active() {
-                return Ok(());
-            }
-            let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
-            match find_tables(&known, &shared.ram, &armed.missing, page_of) {
-                Tables::All(tables) => break spared.extend(tables),
-                Tables::Unknowable => return Ok(()),
-                Tables::Missing(table) => {
-                    want(table);
-                    std::thread::sleep(LOOK_AGAIN);
-                }
+    loop {
+        if stop() || !armed.is_active() {
+            return Ok(());
+        }
+        let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
+        match find_tables(&known, &shared.ram, &armed.missing, page_of) {
+            Tables::All(tables) => break spared.extend(tables),
+            Tables::Unknowable => return Ok(()),
+            Tables::Missing(table) => {
+                want(table);
+                std::thread::sleep(LOOK_AGAIN);
             }
         }
     }
@@ -109,10 +117,11 @@ fn mark(
     stop: &dyn Fn() -> bool,
 ) -> Result<(), MachineError> {
     let mut from = 0;
-    while let Some(run) = armed.missing.next_run(from, CHUNK_PAGES) {
-        if stop() {
-            return Ok(());
-        }
+    while !stop() {
+        let _turn = armed.marking();
+        let Some(run) = armed.missing.next_run(from, CHUNK_PAGES) else {
+            break;
+        };
         from = run.end;
         let mut spared_here: Vec<usize> = spared
             .iter()
@@ -125,15 +134,10 @@ fn mark(
             if start < end {
                 let hva = ram.guest_hva(RamPage(start as u64));
                 let len = (end - start) as u64 * PAGE_SIZE;
-                match armed
+                armed
                     .uffd
                     .poison_unmapped(hva, len, PageSize::Size4K, Wake::Later)
-                {
-                    Ok(_) => {}
-                    // Disarmed meanwhile: nothing is missing any more.
-                    Err(_) if !armed.is_active() => return Ok(()),
-                    Err(e) => return Err(MachineError::os("cannot mark missing pages", e)),
-                }
+                    .map_err(|e| MachineError::os("cannot mark missing pages", e))?;
             }
             start = end + 1;
         }

@@ -15,9 +15,6 @@ pub(super) struct Caps {
     pub(super) sregs2: bool,
     pub(super) xsave_bytes: usize,
     pub(super) lapic: bool,
-    /// The CPU translates guest-physical addresses itself. Without this, KVM walks the guest's page
-    /// tables.
-    pub(super) second_level_paging: bool,
 }
 
 /// The part of a VM that its vCPUs share. The descriptors of the vCPUs keep the VM alive in the

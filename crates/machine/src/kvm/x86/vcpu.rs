@@ -16,7 +16,8 @@
 //! **Emulated accesses to marked pages.** KVM may emulate an instruction, e.g. one that also
 //! accesses MMIO. If its other operand is in a marked page, KVM cannot reach that page and reports
 //! the access as MMIO at an address in RAM. The vCPU turns it into an [`Exit::MemoryFault`], and
-//! carries out the access itself once the page is there.
+//! carries out the access itself once the page is there. If the machine is no longer armed, the
+//! marker is stale: the vCPU removes it, and carries out the access at once.
 
 use super::kick::Kick;
 use super::paging::Known;
@@ -54,8 +55,6 @@ pub(super) struct KvmVcpu {
     put_off: VecDeque<Exit>,
     /// An access to RAM that KVM could not carry out. Implies `pending`.
     blocked: Option<Mmio>,
-    /// A page whose marker was lifted after disarming.
-    lifted: Option<RamPage>,
 }
 
 impl KvmVcpu {
@@ -79,7 +78,6 @@ impl KvmVcpu {
             pending: false,
             put_off: VecDeque::new(),
             blocked: None,
-            lifted: None,
         })
     }
 
@@ -108,6 +106,12 @@ impl KvmVcpu {
                     Some(page) if self.shared.faults.active().is_some() => {
                         self.blocked = Some(access);
                         Ok(Some(memory_fault(page, access.write)))
+                    }
+                    // A marker that outlived its delivery.
+                    Some(page) if self.shared.faults.armed().is_some() => {
+                        self.lift_marker(page)?;
+                        self.blocked = Some(access);
+                        Ok(None)
                     }
                     Some(page) => {
                         Err(self.failed(&format!("KVM cannot reach the guest's RAM at {page:?}")))
@@ -165,14 +169,15 @@ impl KvmVcpu {
         if self.shared.faults.active().is_some() {
             return Ok(Some(memory_fault(page, false)));
         }
-        // Either a marker was set late, on a page that was there, or the host's memory is broken.
-        if self.lifted.replace(page) == Some(page) {
-            return Err(self.failed(&format!(
-                "the host has lost the memory of {page:?} (hardware memory error)"
-            )));
-        }
-        userfault::lift_markers(&self.shared.ram, page, 1)?;
+        self.lift_marker(page)?;
         Ok(None)
+    }
+
+    /// Removes a marker that was set late, on a page that was there. Fails if there was none, and
+    /// the host's memory is broken.
+    fn lift_marker(&self, page: RamPage) -> Result<(), MachineError> {
+        userfault::lift_marker(&self.shared.ram, page)
+            .map_err(|e| self.failed(&format!("{page:?}: {e}")))
     }
 
     /// Handles an error of `KVM_RUN` other than a signal.
@@ -203,7 +208,12 @@ impl KvmVcpu {
             ));
         }
         while std::mem::take(&mut self.pending) {
-            match self.kick.without_entering(|| sys::run(&self.fd)) {
+            let result = signal::collect_sigbus(&self.poison, || {
+                self.kick.without_entering(|| sys::run(&self.fd))
+            });
+            // The guest meets a marker that KVM met here again.
+            self.poison.take();
+            match result {
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(errno) => {
                     return Err(self.failed(&format!("an access cannot be completed: {errno}")));

@@ -137,7 +137,6 @@ fn new_vm(
             .unwrap_or(0)
             .max(super::sys::XSAVE_BASE_BYTES),
         lapic: irqchip == Irqchip::Kernel,
-        second_level_paging: second_level_paging(),
     };
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -172,16 +171,6 @@ fn new_vcpu(shared: &VmShared, id: u32) -> Result<(VcpuFd, Vec<kvm_cpuid_entry2>
     fd.set_cpuid2(&wanted)
         .map_err(|e| unavailable("KVM refuses the CPUID it supports", e))?;
     Ok((fd, entries))
-}
-
-/// Whether the host's KVM uses EPT or NPT. An unreadable parameter counts as no, which is safe.
-fn second_level_paging() -> bool {
-    ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"]
-        .iter()
-        .any(|parameter| {
-            std::fs::read_to_string(format!("/sys/module/{parameter}"))
-                .is_ok_and(|text| matches!(text.trim(), "Y" | "1"))
-        })
 }
 
 impl Machine for KvmMachine {

@@ -11,6 +11,7 @@ use pageferry_migration::wire::{
 };
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
 
 /// Both connections of one migration.
 pub(crate) struct ScriptedDestination {
@@ -68,13 +69,21 @@ impl ScriptedDestination {
         self.send(&READY);
     }
 
-    /// Accepts the offer, and has its memory only when the first pass has arrived.
-    pub(crate) fn set_up_late(&mut self) {
+    /// Accepts the offer, and is ready at the end of the first pass. If `late`, it is ready only
+    /// after it has waited for longer than the pass took.
+    pub(crate) fn set_up_late(&mut self, late: bool) {
         self.take_setup();
+        let began = Instant::now();
         self.send(&Frame::SetupAck);
         let pass = self.take_pass();
-        self.send(&READY);
+        if !late {
+            self.send(&READY);
+        }
         self.send(&Frame::PassAck(pass));
+        if late {
+            std::thread::sleep(2 * began.elapsed() + Duration::from_secs(1));
+            self.send(&READY);
+        }
     }
 
     /// Receives everything up to the end of a pass, without an acknowledgement.

@@ -4,12 +4,12 @@
 pub(crate) mod destination;
 pub(crate) mod source;
 
-use pageferry_migration::MigrationError;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection, Listener, Wait};
 use pageferry_migration::wire::{
     Frame, FrameHeader, FrameType, HEADER_BYTES, RunList, SetupProgress, Side,
 };
+use pageferry_migration::{MigrationError, SourceFailure, SourceVm};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
@@ -131,6 +131,25 @@ pub(crate) fn assert_sentence(error: &dyn std::fmt::Display) {
         !text.ends_with('.'),
         "must not end with a full stop: {text}"
     );
+}
+
+/// Checks the state of the source's VM, the kind of the error, and that its sentence has `says`.
+#[track_caller]
+pub(crate) fn assert_failure(
+    name: &str,
+    failure: &SourceFailure,
+    vm: SourceVm,
+    error: &str,
+    says: &str,
+) {
+    eprintln!("{name}: {failure}");
+    assert_eq!(
+        (failure.vm, kind(&failure.error)),
+        (vm, error),
+        "{name}: {failure}"
+    );
+    assert_sentence(failure);
+    assert!(failure.to_string().contains(says), "{name}: {failure}");
 }
 
 /// Calls `f` and checks that it returns soon.

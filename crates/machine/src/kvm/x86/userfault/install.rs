@@ -1,6 +1,6 @@
 //! The installation of pages.
 
-use super::mappings::{lift_markers, range};
+use super::mappings::range;
 use super::{Armed, COPY_LOCKS, FaultPath, lock};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
@@ -37,12 +37,8 @@ impl FaultPath {
         if armed.is_active() {
             return result;
         }
-        // Disarmed before or meanwhile: nothing sleeps any more, but a marker may be left.
-        if armed.delivery == Delivery::Poison {
-            lift_markers(ram, first, pages)
-        } else {
-            Ok(())
-        }
+        // Disarmed before or meanwhile: nothing sleeps any more, and no marker is left.
+        Ok(())
     }
 
     /// See [`crate::Machine::install_copy`].

@@ -9,7 +9,7 @@
 //! page in the page cache is a minor fault, and a touch of a hole a missing one. Both sleep and
 //! send an event. Installing is `UFFDIO_CONTINUE`, which maps the page from the page cache, and
 //! `UFFDIO_ZEROPAGE` for holes, which read as zero. Poison also marks missing pages, see `poison`.
-//! CONTINUE replaces a marker.
+//! CONTINUE replaces a marker. Disarming sweeps the mapping, so no marker outlives the delivery.
 //!
 //! **Missing**: the mapping is registered for missing faults only. Missing pages are holes, which
 //! [`FaultPath::begin_postcopy`] punches. Present pages are in the page cache, and never fault into
@@ -22,16 +22,16 @@
 //! marker, and wakes the threads that sleep on it.
 //!
 //! **A sleep that a kick does not end.** KVM itself may touch a missing page for the guest (a guest
-//! page table under shadow paging, a clock page). Then the vCPU sleeps inside the kernel until the
+//! page table, a clock page). Then the vCPU sleeps inside the kernel until the
 //! page is installed, and takes a kick only after that. A kick ends a sleep on the guest's own
 //! access at once (Linux 6.1 and later).
 
 mod install;
 mod mappings;
 
-pub(super) use mappings::lift_markers;
+pub(super) use mappings::lift_marker;
 
-use mappings::{drop_mappings, range};
+use mappings::{drop_mappings, range, sweep_markers};
 
 use super::paging::Known;
 use super::sync::{AtomicBool, Ordering};
@@ -75,6 +75,8 @@ pub(super) struct Armed {
     pub(super) missing: Arc<PageBitmap>,
     pub(super) delivery: Delivery,
     active: AtomicBool,
+    /// Held while pages are marked, and from the sweep of markers until disarming is done.
+    marking: Mutex<()>,
     /// Missing only: pages that [`FaultPath::install_copy`] has filled.
     landed: PageBitmap,
     copy_locks: [Mutex<()>; COPY_LOCKS],
@@ -84,6 +86,12 @@ impl Armed {
     /// Whether faults are still delivered.
     pub(super) fn is_active(&self) -> bool {
         self.active.load(Ordering::Acquire)
+    }
+
+    /// The turn of a thread that marks pages. It reads the missing pages in its turn only, so that
+    /// it marks nothing once disarming has swept the markers.
+    pub(super) fn marking(&self) -> MutexGuard<'_, ()> {
+        lock(&self.marking)
     }
 }
 
@@ -162,6 +170,10 @@ impl FaultPath {
                 "pages are still missing: fault delivery must go on",
             ));
         }
+        let _no_marking = armed.marking();
+        if armed.delivery == Delivery::Poison {
+            sweep_markers(ram)?;
+        }
         let (start, len) = range(ram, RamPage(0), ram.pages());
         // Wakes all sleepers. They find the page in the page cache, or a hole that is zero.
         armed.uffd.unregister(start, len).map_err(|e| {
@@ -227,6 +239,7 @@ impl FaultPath {
             missing,
             delivery,
             active: AtomicBool::new(true),
+            marking: Mutex::new(()),
             copy_locks: std::array::from_fn(|_| Mutex::new(())),
         };
         assert!(self.armed.set(armed).is_ok(), "arming takes turns");
