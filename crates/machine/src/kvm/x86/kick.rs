@@ -116,7 +116,7 @@ impl Kick {
     }
 
     /// Calls `enter` (`KVM_RUN`) so that a kick ends it.
-    pub(super) fn while_inside<T>(&self, enter: impl FnOnce() -> T) -> T {
+    pub(super) fn while_inside<T>(&self, enter: &mut dyn FnMut() -> T) -> T {
         self.inside.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         let result = enter();
@@ -132,7 +132,7 @@ impl Kick {
 
     /// Calls `enter` (`KVM_RUN`) so that it only completes a pending exit and does not run the
     /// guest. Takes no kick and loses none.
-    pub(super) fn without_entering<T>(&self, enter: impl FnOnce() -> T) -> T {
+    pub(super) fn without_entering<T>(&self, enter: &mut dyn FnMut() -> T) -> T {
         self.page.immediate_exit().store(1, Ordering::SeqCst);
         let result = enter();
         self.page.immediate_exit().store(0, Ordering::SeqCst);

@@ -12,7 +12,8 @@
 //! | `vcpu` | the vCPU: [`crate::Vcpu`] |
 //! | `run_page` | the page shared with the kernel |
 //! | `kick` | kicks: any thread makes a vCPU leave the guest |
-//! | `signal` | the two signals: the kick's, and SIGBUS of a poison exit |
+//! | `signal` | the signal of a kick |
+//! | `sigbus` | SIGBUS of a poison exit, taken without a handler |
 //! | `exits` | the meaning of exits |
 //! | `dirty` | the dirty log |
 //! | `userfault`, `events` | delivery of faults on missing pages |
@@ -36,6 +37,7 @@ mod poison;
 mod probe;
 mod run_page;
 mod shared;
+mod sigbus;
 mod signal;
 mod slots;
 mod start;

@@ -3,4 +3,4 @@
 //! They are always those of `core`: each is shared with the kernel or with a signal handler, and no
 //! model of either exists.
 
-pub(super) use core::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
+pub(super) use core::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};

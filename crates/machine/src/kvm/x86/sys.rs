@@ -22,6 +22,8 @@ const fn ioc(direction: u64, number: u64, size: usize) -> u64 {
 pub(super) const XSAVE_BASE_BYTES: usize = 4096;
 
 const KVM_RUN: u64 = ioc(0, 0x80, 0);
+/// The kernel's `struct kvm_signal_mask` ends in a flexible array.
+const KVM_SET_SIGNAL_MASK: u64 = ioc(WRITE, 0x8b, size_of::<u32>());
 const KVM_GET_DIRTY_LOG: u64 = ioc(WRITE, 0x42, size_of::<kvm_dirty_log>());
 const KVM_CLEAR_DIRTY_LOG: u64 = ioc(READ | WRITE, 0xc0, size_of::<kvm_clear_dirty_log>());
 const KVM_GET_SREGS2: u64 = ioc(READ, 0xcc, size_of::<kvm_sregs2>());
@@ -32,6 +34,8 @@ const KVM_GET_XSAVE2: u64 = ioc(READ, 0xcf, XSAVE_BASE_BYTES);
 
 const _: () = {
     assert!(KVM_RUN == 0xAE80);
+    assert!(KVM_SET_SIGNAL_MASK == 0x4004_AE8B);
+    assert!(offset_of!(SignalMask, set) == 4 && size_of::<SignalMask>() == 12);
     assert!(KVM_GET_DIRTY_LOG == 0x4010_AE42);
     assert!(KVM_CLEAR_DIRTY_LOG == 0xC018_AEC0);
     assert!(KVM_GET_SREGS2 == 0x8140_AECC && KVM_SET_SREGS2 == 0x4140_AECD);
@@ -65,6 +69,31 @@ pub(super) fn run(vcpu: &VcpuFd) -> Result<(), Errno> {
     // SAFETY: KVM_RUN takes no argument. The guest reaches only the memory of the VM's slots, which
     // is guest memory that Rust never holds a reference to.
     unsafe { ioctl(vcpu, KVM_RUN, std::ptr::null_mut()) }
+}
+
+/// `struct kvm_signal_mask` with the kernel's set of 64 signals.
+#[repr(C, packed(4))]
+struct SignalMask {
+    bytes: u32,
+    set: u64,
+}
+
+/// `KVM_SET_SIGNAL_MASK`: the signals blocked inside `KVM_RUN`, in place of the thread's own mask.
+/// `None` undoes it.
+///
+/// # Errors
+/// None is known for a set of 8 bytes.
+pub(super) fn set_signal_mask(vcpu: &VcpuFd, set: Option<u64>) -> Result<(), Errno> {
+    let mut mask = SignalMask {
+        bytes: size_of::<u64>() as u32,
+        set: set.unwrap_or(0),
+    };
+    let argument = match set {
+        Some(_) => (&raw mut mask).cast(),
+        None => std::ptr::null_mut(),
+    };
+    // SAFETY: the kernel reads the length and as many bytes as it says, or nothing if null.
+    unsafe { ioctl(vcpu, KVM_SET_SIGNAL_MASK, argument) }
 }
 
 /// `KVM_GET_DIRTY_LOG` of a slot of `pages` pages into `words`, one bit per page.

@@ -3,7 +3,7 @@
 //! `KVM_RUN` returns for one of four reasons. [`KvmVcpu::run`] tests for them in this order:
 //!
 //! 1. an exit of the guest: the ioctl returned 0,
-//! 2. a poison marker: the SIGBUS handler left an address,
+//! 2. a poison marker: its SIGBUS is pending,
 //! 3. a kick,
 //! 4. a foreign signal, after which the vCPU enters the guest again.
 //!
@@ -23,7 +23,7 @@ use super::kick::Kick;
 use super::paging::Known;
 use super::run_page::{Mmio, RunPage};
 use super::shared::VmShared;
-use super::signal::{self, PoisonCell};
+use super::sigbus::Sigbus;
 use super::slots::{KvmSlot, guest_mapping};
 use super::state::{self, Parts};
 use super::userfault;
@@ -39,6 +39,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
+/// [`Kick::while_inside`] or [`Kick::without_entering`].
+type Enter = fn(&Kick, &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
+
 /// A vCPU of [`super::vm`].
 pub(super) struct KvmVcpu {
     fd: VcpuFd,
@@ -46,7 +49,7 @@ pub(super) struct KvmVcpu {
     shared: Arc<VmShared>,
     translator: Translator<KvmSlot>,
     kick: Arc<Kick>,
-    poison: PoisonCell,
+    sigbus: Sigbus,
     cpuid: Vec<kvm_cpuid_entry2>,
     thread: Option<ThreadId>,
     /// The last exit is completed by the next `KVM_RUN`.
@@ -69,7 +72,7 @@ impl KvmVcpu {
         Ok(Self {
             translator: shared.translator(),
             kick: Kick::new(RunPage::map(&fd, run_bytes)?),
-            poison: PoisonCell::new(mapping.start.0..mapping.end.0),
+            sigbus: Sigbus::new(mapping.start.0..mapping.end.0),
             fd,
             id,
             shared,
@@ -94,6 +97,17 @@ impl KvmVcpu {
             vcpu: self.id,
             why: format!("{why}; {at}"),
         }
+    }
+
+    /// Calls `KVM_RUN` by `how`. Returns its result, and the address of a marker that the vCPU met.
+    fn enter(&mut self, how: Enter) -> Result<(Result<(), Errno>, Option<u64>), MachineError> {
+        let run = || how(&self.kick, &mut || sys::run(&self.fd));
+        if self.shared.faults.may_have_markers() {
+            self.sigbus.collect(&self.fd, run)
+        } else {
+            self.sigbus.end(&self.fd).map(|()| (run(), None))
+        }
+        .map_err(|e| MachineError::os("cannot set the signal mask of a vCPU", e))
     }
 
     /// Handles an exit of the guest. Returns `Ok(None)` to enter the guest again.
@@ -208,11 +222,8 @@ impl KvmVcpu {
             ));
         }
         while std::mem::take(&mut self.pending) {
-            let result = signal::collect_sigbus(&self.poison, || {
-                self.kick.without_entering(|| sys::run(&self.fd))
-            });
-            // The guest meets a marker that KVM met here again.
-            self.poison.take();
+            // The guest meets a marker that KVM meets here again.
+            let (result, _) = self.enter(Kick::without_entering)?;
             match result {
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(errno) => {
@@ -277,10 +288,7 @@ impl Vcpu for KvmVcpu {
                 });
             }
             self.pending = false;
-            let result = signal::collect_sigbus(&self.poison, || {
-                self.kick.while_inside(|| sys::run(&self.fd))
-            });
-            let exit = match (result, self.poison.take()) {
+            let exit = match self.enter(Kick::while_inside)? {
                 // An exit goes first: the guest touches the marked page again.
                 (Ok(()), _) => self.left()?,
                 (Err(_), Some(address)) => self.poisoned(address)?,

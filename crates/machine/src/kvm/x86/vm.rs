@@ -77,7 +77,7 @@ pub fn create_pluggable(
             spec.vcpus
         )));
     }
-    signal::install_handlers()?;
+    signal::install_handler()?;
     let shared = Arc::new(new_vm(&kvm, layout, spec.vcpus, irqchip)?);
     let run_bytes = kvm
         .get_vcpu_mmap_size()

@@ -127,6 +127,12 @@ impl FaultPath {
         self.armed().filter(|armed| armed.is_active())
     }
 
+    /// Whether the guest's mapping may have markers. It has none once disarming has swept them.
+    pub(super) fn may_have_markers(&self) -> bool {
+        self.active()
+            .is_some_and(|armed| armed.delivery == Delivery::Poison)
+    }
+
     /// Records that a vCPU is about to run.
     pub(super) fn note_run(&self) {
         *lock(&self.ran) = true;
