@@ -200,24 +200,26 @@ impl GuestRam {
         let to = self
             .alias(page, end.div_ceil(PAGE_SIZE))
             .wrapping_add(offset as usize);
-        let mut rest = bytes;
-        let mut at = to;
-        while !rest.is_empty() {
-            if at.align_offset(8) == 0 && rest.len() >= 8 {
-                let (word, tail) = rest.split_at(8);
-                let value = u64::from_ne_bytes(word.try_into().expect("8 bytes"));
-                // SAFETY: the bytes lie in the mapping (`alias` checked the whole extent), the
-                // pointer is aligned, and the write is volatile.
-                unsafe { at.cast::<u64>().write_volatile(value) };
-                at = at.wrapping_add(8);
-                rest = tail;
-            } else {
-                // SAFETY: as above; bytes need no alignment.
-                unsafe { at.write_volatile(rest[0]) };
-                at = at.wrapping_add(1);
-                rest = &rest[1..];
+        let write_bytes = |at: *mut u8, bytes: &[u8]| {
+            for (i, byte) in bytes.iter().enumerate() {
+                // SAFETY: the bytes lie in the mapping: `alias` checked the whole extent. The write
+                // is volatile.
+                unsafe { at.add(i).write_volatile(*byte) };
             }
+        };
+        let (head, rest) = bytes.split_at(to.align_offset(8).min(bytes.len()));
+        write_bytes(to, head);
+        let (words, tail) = rest.as_chunks::<8>();
+        let at = to.wrapping_add(head.len());
+        for (i, word) in words.iter().enumerate() {
+            // SAFETY: as above, and `at` is aligned to words.
+            unsafe {
+                at.cast::<u64>()
+                    .add(i)
+                    .write_volatile(u64::from_ne_bytes(*word))
+            };
         }
+        write_bytes(at.wrapping_add(words.len() * 8), tail);
     }
 
     /// Makes the page read as zero. Its memory stays allocated.
