@@ -50,7 +50,7 @@ pub fn blackout(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec
             missing.push(sent.missing_at_start as f64);
             at_source.push(sent.overhead_bytes as f64);
             at_destination.push(overhead_bytes()? as f64);
-            delivery = Some(report.delivery);
+            delivery = Some(report.delivery.delivery);
             drop(vm);
         }
         let conditions = |note: &str| {

@@ -90,7 +90,9 @@ pub(crate) fn exit_and_resume(
     vm.load(program.program())?;
     let missing = Arc::new(PageBitmap::new(pages as usize));
     missing.set_range(data.start as usize..data.end as usize);
-    let events = vm.machine.arm_userfault(Arc::clone(&missing), delivery)?;
+    let events = vm
+        .machine
+        .arm_userfault(Arc::clone(&missing), Some(delivery))?;
     let _ = faults
         .vm
         .set((Arc::clone(&vm.machine), Arc::clone(&missing)));

@@ -14,7 +14,7 @@ use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::size;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_host_memory};
-use pageferry_machine::EngineChoice;
+use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::{Stranger, refuse_callers};
 use pageferry_migration::{
@@ -44,6 +44,10 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     };
     let listener = Listener::bind(&args.listen).map_err(|e| of_listen(&e))?;
     announce(args, &listener);
+    if args.delivery.delivery.0.is_none() && kvm::probe_vm().is_ok() {
+        // Now, and not while a source waits.
+        kvm::delivery_trials();
+    }
     let feed = Feed::new();
     loop {
         let Some(incoming) = accept(&listener, &host, args, interrupts)? else {

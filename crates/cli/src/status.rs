@@ -114,6 +114,12 @@ fn table(status: &Value) -> String {
             ),
         );
     }
+    if let (Some(delivery), Some(because)) = (
+        status["delivery"].as_str(),
+        status["delivery_because"].as_str(),
+    ) {
+        row("delivery", format!("{delivery} ({because})"));
+    }
     let numbers = |value: &Value| -> Option<Vec<u64>> {
         value.as_array()?.iter().map(Value::as_u64).collect()
     };

@@ -19,6 +19,27 @@ pub enum Delivery {
     Missing,
 }
 
+/// The fault delivery of a machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeliveryInUse {
+    /// The delivery.
+    pub delivery: Delivery,
+    /// The reason for it, as a sentence without its final stop.
+    pub because: String,
+}
+
+/// The result of a trial of the deliveries on this host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeliveryTrial {
+    /// The number of vCPUs.
+    pub vcpus: u32,
+    /// The number of cores that they shared.
+    pub cores: u32,
+    /// Microseconds from fault to fault, all vCPUs together, fastest delivery first. A delivery
+    /// whose trial failed is not here.
+    pub microseconds: Vec<(Delivery, f64)>,
+}
+
 impl Delivery {
     /// The name used in reports and on command lines.
     #[must_use]

@@ -213,11 +213,9 @@ impl GuestRam {
         let at = to.wrapping_add(head.len());
         for (i, word) in words.iter().enumerate() {
             // SAFETY: as above, and `at` is aligned to words.
-            unsafe {
-                at.cast::<u64>()
-                    .add(i)
-                    .write_volatile(u64::from_ne_bytes(*word))
-            };
+            let at = unsafe { at.cast::<u64>().add(i) };
+            // SAFETY: as above.
+            unsafe { at.write_volatile(u64::from_ne_bytes(*word)) };
         }
         write_bytes(at.wrapping_add(words.len() * 8), tail);
     }

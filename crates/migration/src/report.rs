@@ -3,7 +3,7 @@
 use crate::Phase;
 use hdrhistogram::Histogram;
 use pageferry_addr::RamPage;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{DeliveryInUse, Engine};
 
 /// Pages by the way they were sent. A page counts once for each time it was sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub struct DestinationReport {
     /// The engine that runs the guest.
     pub engine: Engine,
     /// The fault delivery.
-    pub delivery: Delivery,
+    pub delivery: DeliveryInUse,
     /// The time at which the destination resumed the vCPUs.
     pub started_ns: u64,
     /// The time of the first guest instruction, if the engine knows it exactly. Otherwise

@@ -74,7 +74,7 @@ pub(super) fn touch(
     let missing = delivery.map(|_| MissingPages::all(ram.pages(), plan));
     let mut events = None;
     if let (Some(delivery), Some(missing)) = (delivery, &missing) {
-        events = machine.arm_userfault(missing.bitmap().clone(), delivery)?;
+        events = machine.arm_userfault(missing.bitmap().clone(), Some(delivery))?;
         machine.begin_postcopy()?;
         machine.assist_postcopy(&|| false, &|_| {})?;
     }

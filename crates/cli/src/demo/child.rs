@@ -10,6 +10,7 @@ use crate::control::protocol::Request;
 use crate::exit::{Exit, Failure};
 use crate::scratch::ScratchDir;
 use crate::signals::Interrupts;
+use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::address::Address;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
@@ -40,7 +41,17 @@ impl Child {
     ///
     /// # Errors
     /// The child's failure.
-    pub(super) fn start(args: &DemoArgs, interrupts: &Interrupts) -> Result<Self, Failure> {
+    pub(super) fn start(
+        args: &DemoArgs,
+        engine: Engine,
+        interrupts: &Interrupts,
+    ) -> Result<Self, Failure> {
+        let delivery = match (args.delivery.delivery.0, engine) {
+            (Some(delivery), _) => delivery.name(),
+            // The child need not try KVM's.
+            (None, Engine::Soft) => Delivery::Exit.name(),
+            (None, Engine::Kvm) => "auto",
+        };
         let dir = ScratchDir::new()?;
         let control = dir.path().join("destination");
         let errors = dir.path().join("errors");
@@ -52,10 +63,7 @@ impl Child {
             .arg0("pageferry")
             .args(["receive", "--listen", "127.0.0.1:0", "--control"])
             .arg(&control)
-            .args([
-                "--delivery",
-                args.delivery.delivery.0.map_or("auto", |d| d.name()),
-            ])
+            .args(["--delivery", delivery])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .stdin(Stdio::null())

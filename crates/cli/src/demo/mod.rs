@@ -101,7 +101,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     feed.step(format!("start on {engine}"));
     let vm = Arc::new(Vm::create(&guest, None)?);
     vm.check_delivery(args.delivery.delivery.0)?;
-    let mut child = Child::start(args, interrupts)?;
+    let mut child = Child::start(args, engine, interrupts)?;
     vm.boot()?;
     let sampler = Sampler::start(&vm, || true);
     warm_up(&vm, feed, interrupts)?;

@@ -132,12 +132,15 @@ impl Host {
             })
         });
         let overhead = Overhead::now();
+        let delivery = vm.and_then(|vm| vm.delivery());
         json!({
             "state": state,
             "phase": phase,
             "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
             "engine": vm.map(|vm| vm.engine().name()),
+            "delivery": delivery.as_ref().map(|d| d.delivery.name()),
+            "delivery_because": delivery.as_ref().map(|d| &d.because),
             "vcpus": vm.map(|vm| vm.vcpus()),
             "memory_bytes": vm.map(|vm| vm.memory_bytes()),
             "allocated_bytes": self.allocated(),

@@ -11,7 +11,7 @@ use crate::args::ProbeArgs;
 use crate::exit::Failure;
 use crate::output;
 use crate::vm::{deliveries_of, engine_that_receives};
-use pageferry_machine::EngineChoice;
+use pageferry_machine::{Delivery, DeliveryTrial, Engine, EngineChoice, kvm};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -43,12 +43,27 @@ struct Finding {
 }
 
 /// The choice of `auto`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
 struct Choice {
     engine: &'static str,
     because: String,
-    /// The deliveries of that engine here, best first.
+    /// The deliveries of that engine here.
     deliveries: Vec<&'static str>,
+    /// For KVM: the trials that choose one of them.
+    trials: Vec<DeliveryTrial>,
+}
+
+impl Choice {
+    /// The delivery for a VM with a core for each vCPU.
+    fn delivery(&self) -> Option<&'static str> {
+        let measured = self.trials.first().and_then(fastest);
+        measured.or(self.deliveries.first().copied())
+    }
+}
+
+fn fastest(trial: &DeliveryTrial) -> Option<&'static str> {
+    let (delivery, _) = trial.microseconds.first()?;
+    Some(delivery.name())
 }
 
 /// Runs all trials and prints the findings.
@@ -81,6 +96,10 @@ fn choose() -> Result<Choice, Failure> {
         engine: engine.name(),
         because,
         deliveries: deliveries_of(engine).iter().map(|d| d.name()).collect(),
+        trials: match engine {
+            Engine::Kvm => kvm::delivery_trials().map(Clone::clone).to_vec(),
+            Engine::Soft => Vec::new(),
+        },
     })
 }
 
@@ -94,8 +113,15 @@ fn as_json(findings: &[Finding], choice: &Choice) -> Value {
         "auto": {
             "engine": choice.engine,
             "because": choice.because,
-            "delivery": choice.deliveries.first(),
+            "delivery": choice.delivery(),
             "deliveries": choice.deliveries,
+            "trials": choice.trials.iter().map(|trial| json!({
+                "vcpus": trial.vcpus,
+                "cores": trial.cores,
+                "results": trial.microseconds.iter()
+                    .map(|(delivery, us)| json!({"delivery": delivery.name(), "microseconds": us}))
+                    .collect::<Vec<_>>(),
+            })).collect::<Vec<_>>(),
         },
         "conditions": crate::report::Conditions::here("none"),
     })
@@ -116,17 +142,27 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
             let _ = writeln!(out, "         -> {advice}");
         }
     }
-    let delivery = choice.deliveries.first().unwrap_or(&"none");
+    let delivery = choice.delivery().unwrap_or("none");
     let _ = writeln!(
         out,
         "\nauto chooses engine {} ({}) and fault delivery {delivery}",
         choice.engine, choice.because
     );
-    if choice.deliveries.len() > 1 {
-        let _ = writeln!(
+    for trial in &choice.trials {
+        let _ = write!(
             out,
-            "other deliveries here: {}",
-            choice.deliveries[1..].join(", ")
+            "with {} vCPUs on {} cores, microseconds a page:",
+            trial.vcpus, trial.cores
+        );
+        for (delivery, us) in &trial.microseconds {
+            let _ = write!(out, " {delivery} {us:.1}");
+        }
+        out.push('\n');
+    }
+    if choice.deliveries.contains(&Delivery::Poison.name()) {
+        out.push_str(
+            "poison comes down to minor for a guest that can change its page tables unseen, such \
+             as an operating system, unless --delivery poison asks for it\n",
         );
     }
     out
@@ -135,7 +171,6 @@ fn as_text(findings: &[Finding], choice: &Choice) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pageferry_machine::{Delivery, Engine};
 
     #[test]
     fn whatever_is_missing_comes_with_advice() {

@@ -118,6 +118,8 @@ pub(crate) struct Received {
     pub(crate) phases: Vec<PhaseAt>,
     /// The fault delivery.
     pub(crate) delivery: String,
+    /// The reason for it.
+    pub(crate) delivery_because: String,
     /// The time at which the vCPUs were started.
     pub(crate) started_ns: u64,
     /// The time of the first guest instruction, if the engine reports it.
@@ -148,7 +150,8 @@ impl Received {
             .map(|v| (v.value_iterated_to(), v.count_at_value()));
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
-            delivery: report.delivery.name().into(),
+            delivery: report.delivery.delivery.name().into(),
+            delivery_because: report.delivery.because.clone(),
             started_ns: report.started_ns,
             first_instruction_ns: report.first_instruction_ns,
             first_touch_ns: report.first_touch_ns(is_data),

@@ -12,6 +12,7 @@ pub(super) fn show(report: &Report) -> Value {
     json!({
         "engine": report.engine,
         "delivery": received.map(|r| &r.delivery),
+        "delivery_because": received.map(|r| &r.delivery_because),
         "vcpus": report.vcpus,
         "memory_bytes": report.memory_bytes,
         "total_ms": report.total_ms(),

@@ -32,7 +32,10 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         format!("{}{}", report.engine, because.unwrap_or_default()),
     );
     if let Some(received) = &report.received {
-        row("fault delivery", received.delivery.clone());
+        row(
+            "fault delivery",
+            format!("{} ({})", received.delivery, received.delivery_because),
+        );
     }
     row(
         "machine",

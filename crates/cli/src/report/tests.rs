@@ -50,6 +50,7 @@ fn report() -> Report {
         received: Some(Received {
             phases: vec![phase("setup", 1), phase("completed", 211)],
             delivery: "exit".into(),
+            delivery_because: "it was requested".into(),
             started_ns: START + 112_000_000,
             first_instruction_ns: Some(START + 112_500_000),
             first_touch_ns: None,
@@ -98,6 +99,7 @@ fn json_has_the_keys_that_programs_rely_on() {
     for key in [
         "engine",
         "delivery",
+        "delivery_because",
         "vcpus",
         "memory_bytes",
         "total_ms",

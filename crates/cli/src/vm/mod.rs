@@ -11,7 +11,7 @@ use crate::size;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
-use pageferry_machine::{Delivery, Engine, EngineChoice, MachineSpec, VcpuThreads};
+use pageferry_machine::{Delivery, DeliveryInUse, Engine, EngineChoice, MachineSpec, VcpuThreads};
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
 use std::time::Duration;
@@ -74,6 +74,11 @@ impl Vm {
     /// The engine that runs it.
     pub(crate) fn engine(&self) -> Engine {
         self.inner.machine.engine()
+    }
+
+    /// The delivery of faults on missing pages, if it was received.
+    pub(crate) fn delivery(&self) -> Option<DeliveryInUse> {
+        self.inner.machine.delivery()
     }
 
     /// Its threads.

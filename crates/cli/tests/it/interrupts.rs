@@ -163,10 +163,13 @@ fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
         .assert_failed(10, "stays paused at the source");
     source.dir.assert_empty();
 
-    let missing = status(&destination.socket).unwrap()["missing"]
-        .as_u64()
-        .unwrap();
-    assert!(missing > 0);
+    let incomplete = status(&destination.socket).unwrap();
+    assert!(incomplete["missing"].as_u64().unwrap() > 0);
+    assert_eq!(incomplete["delivery"], "exit");
+    assert_eq!(
+        incomplete["delivery_because"],
+        "it is the only one of the soft engine"
+    );
     let resume =
         crate::support::pageferry(&["resume", "--vm", destination.socket.to_str().unwrap()]);
     resume.assert_failed(11, "must not run without them");

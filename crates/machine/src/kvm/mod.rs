@@ -18,7 +18,9 @@
 mod x86;
 
 #[cfg(target_arch = "x86_64")]
-pub use x86::{Irqchip, KvmSlot, MemoryPlug, create, create_pluggable, create_with, probe_vm};
+pub use x86::{
+    Irqchip, KvmSlot, MemoryPlug, create, create_pluggable, create_with, delivery_trials, probe_vm,
+};
 
 #[cfg(not(target_arch = "x86_64"))]
 mod absent {
@@ -38,6 +40,11 @@ mod absent {
         Err(absent())
     }
 
+    /// The trials of the deliveries: none on this architecture.
+    pub fn delivery_trials() -> [&'static crate::DeliveryTrial; 0] {
+        []
+    }
+
     /// Creates a machine of this engine: never on this architecture.
     ///
     /// # Errors
@@ -48,4 +55,4 @@ mod absent {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub use absent::{create, probe_vm};
+pub use absent::{create, delivery_trials, probe_vm};

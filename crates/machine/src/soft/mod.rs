@@ -17,8 +17,8 @@ mod state;
 mod vcpu;
 
 use crate::{
-    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
-    MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine,
+    MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use memory::RamOwner;
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -182,13 +182,21 @@ impl Machine for SoftMachine {
         vec![Delivery::Exit]
     }
 
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        let armed = self.slots().missing.is_some();
+        armed.then(|| DeliveryInUse {
+            delivery: Delivery::Exit,
+            because: "it is the only one of the soft engine".into(),
+        })
+    }
+
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Delivery,
+        delivery: Option<Delivery>,
     ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        if delivery != Delivery::Exit {
-            return Err(MachineError::NoDelivery(delivery));
+        if let Some(other) = delivery.filter(|delivery| *delivery != Delivery::Exit) {
+            return Err(MachineError::NoDelivery(other));
         }
         let mut slots = self.slots();
         if slots.missing.is_some() {
@@ -294,7 +302,7 @@ mod tests {
             Err(MachineError::WrongState(_))
         ));
         let missing = Arc::new(PageBitmap::new(100));
-        let minor = machine.arm_userfault(Arc::clone(&missing), Delivery::Minor);
+        let minor = machine.arm_userfault(Arc::clone(&missing), Some(Delivery::Minor));
         assert!(matches!(
             minor,
             Err(MachineError::NoDelivery(Delivery::Minor))
@@ -302,7 +310,7 @@ mod tests {
         missing.set(RamPage(99));
         assert!(
             machine
-                .arm_userfault(Arc::clone(&missing), Delivery::Exit)
+                .arm_userfault(Arc::clone(&missing), None)
                 .unwrap()
                 .is_none()
         );

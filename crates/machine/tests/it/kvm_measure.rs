@@ -69,7 +69,7 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
     let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
     let mut events = delivery.map(|d| {
         new.machine
-            .arm_userfault(Arc::clone(&missing), d)
+            .arm_userfault(Arc::clone(&missing), Some(d))
             .unwrap()
             .unwrap()
     });

@@ -62,7 +62,7 @@ pub(crate) fn armed(
     delivery: Delivery,
 ) -> (Arc<PageBitmap>, Box<dyn FaultEvents>) {
     let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
-    let events = machine.arm_userfault(Arc::clone(&missing), delivery);
+    let events = machine.arm_userfault(Arc::clone(&missing), Some(delivery));
     let events = events.unwrap().expect("KVM's deliveries have events");
     (missing, events)
 }
@@ -611,23 +611,23 @@ fn calls_in_the_wrong_order_are_refused() {
     wrong(vm.install(RamPage(60), 5));
     let missing = Arc::new(PageBitmap::new(64));
     assert!(matches!(
-        vm.arm_userfault(Arc::clone(&missing), Delivery::Exit),
+        vm.arm_userfault(Arc::clone(&missing), Some(Delivery::Exit)),
         Err(MachineError::NoDelivery(Delivery::Exit))
     ));
     if no_delivery(vm.as_ref(), Delivery::Minor) {
         return;
     }
     wrong(
-        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Delivery::Minor)
+        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Some(Delivery::Minor))
             .map(drop),
     );
     missing.set(RamPage(7));
     let events = vm
-        .arm_userfault(Arc::clone(&missing), Delivery::Minor)
+        .arm_userfault(Arc::clone(&missing), Some(Delivery::Minor))
         .unwrap();
     assert!(events.is_some());
     wrong(
-        vm.arm_userfault(Arc::clone(&missing), Delivery::Minor)
+        vm.arm_userfault(Arc::clone(&missing), Some(Delivery::Minor))
             .map(drop),
     );
     wrong(vm.install_copy(RamPage(7), &[0; PAGE]));
@@ -643,7 +643,7 @@ fn calls_in_the_wrong_order_are_refused() {
     assert_eq!(new.vcpus[0].run().unwrap(), Exit::Kicked);
     wrong(
         new.machine
-            .arm_userfault(missing, Delivery::Minor)
+            .arm_userfault(missing, Some(Delivery::Minor))
             .map(drop),
     );
 }

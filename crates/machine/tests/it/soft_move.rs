@@ -169,7 +169,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
     let missing = Arc::new(PageBitmap::new(new_ram.pages() as usize));
     assert!(
         new.machine
-            .arm_userfault(Arc::clone(&missing), Delivery::Exit)
+            .arm_userfault(Arc::clone(&missing), Some(Delivery::Exit))
             .unwrap()
             .is_none()
     );

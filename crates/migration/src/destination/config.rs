@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The destination's configuration.
 #[derive(Clone, Debug)]
 pub struct DestinationConfig {
-    /// The fault delivery. `None` takes the machine's best.
+    /// The fault delivery. `None` takes the one that is fastest on this host.
     pub delivery: Option<Delivery>,
     /// Whether to allocate all memory before the switch-over, so that no urgent page waits for the
     /// host's allocator. Otherwise pages that were never written take no memory.

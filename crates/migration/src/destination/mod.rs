@@ -38,7 +38,7 @@ use crate::phase::{Observer, Phase};
 use crate::report::{DestinationReport, PageCounts, PhaseStart};
 use crate::source::RunningVm;
 use crate::wire::{ErrorCode, Frame, Setup, SetupProgress, SwitchOver};
-use pageferry_machine::{Delivery, FaultEvents, VcpuState};
+use pageferry_machine::{DeliveryInUse, FaultEvents, VcpuState};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -63,7 +63,7 @@ pub struct Incoming {
 struct Started {
     core: Arc<Core>,
     events: Option<Box<dyn FaultEvents>>,
-    delivery: Delivery,
+    delivery: DeliveryInUse,
     missing_at_start: u64,
     precopy: (u64, u64),
 }
@@ -181,15 +181,11 @@ impl Incoming {
     ) -> Result<Started, MigrationError> {
         self.check_fits(vm)?;
         let machine = vm.machine;
-        let delivery = match self.config.delivery {
-            Some(delivery) => delivery,
-            None => *machine
-                .deliveries()
-                .first()
-                .ok_or_else(|| MigrationError::Internal("the machine delivers no faults".into()))?,
-        };
         let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
-        let events = machine.arm_userfault(Arc::clone(&missing), delivery)?;
+        let events = machine.arm_userfault(Arc::clone(&missing), self.config.delivery)?;
+        let delivery = machine
+            .delivery()
+            .ok_or_else(|| MigrationError::Internal("an armed machine has no delivery".into()))?;
         // Allocate the shared state now, before the blackout.
         let urgent = self
             .urgent

@@ -233,7 +233,8 @@ impl Running<'_> {
         Ok(DestinationReport {
             phases: self.phases,
             engine: self.vm.machine.engine(),
-            delivery: self.started.delivery,
+            // Marking pages may have shown that the guest needs another.
+            delivery: self.vm.machine.delivery().unwrap_or(self.started.delivery),
             started_ns: self.started_ns,
             first_instruction_ns: first.map(instant_ns),
             stalls,

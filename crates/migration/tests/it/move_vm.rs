@@ -29,7 +29,7 @@ fn run(case: &Case) {
     eprintln!(
         "{} {} passes {}: blackout {} us, missing {}, {:?}, stalls p50 {} us over {}",
         received.engine,
-        received.delivery,
+        received.delivery.delivery,
         case.passes,
         received.started_ns.saturating_sub(sent.last_stop_ns) / 1000,
         sent.missing_at_start,
@@ -40,7 +40,7 @@ fn run(case: &Case) {
     assert_eq!(sent.pages, received.pages);
     assert_eq!(sent.missing_at_start, received.missing_at_start);
     if let Some(delivery) = case.delivery {
-        assert_eq!(received.delivery, delivery);
+        assert_eq!(received.delivery.delivery, delivery);
     }
     assert!(
         moved.source.threads.is_paused(),

@@ -68,6 +68,14 @@ pub(super) fn open(path: &CStr) -> Result<Kvm, MachineError> {
     }
 }
 
+/// Whether this host's KVM uses EPT or NPT. `false` if its modules do not say.
+pub(super) fn has_nested_paging() -> bool {
+    ["kvm_intel/parameters/ept", "kvm_amd/parameters/npt"]
+        .into_iter()
+        .filter_map(|parameter| std::fs::read_to_string(format!("/sys/module/{parameter}")).ok())
+        .any(|value| value.trim() == "Y" || value.trim() == "1")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

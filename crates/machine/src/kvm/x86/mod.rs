@@ -22,6 +22,7 @@
 //! | `state` | the whole state of a vCPU as bytes |
 //! | `cpuid`, `msr`, `start` | parts of that state |
 //! | `probe` | a test run of a guest |
+//! | `trial` | the choice of a fault delivery, by measuring |
 
 mod cpuid;
 mod device;
@@ -44,6 +45,7 @@ mod start;
 mod state;
 mod sync;
 mod sys;
+mod trial;
 mod userfault;
 mod vcpu;
 mod vm;
@@ -51,4 +53,5 @@ mod vm;
 pub use plug::MemoryPlug;
 pub use probe::probe_vm;
 pub use slots::KvmSlot;
+pub use trial::delivery_trials;
 pub use vm::{Irqchip, create, create_pluggable, create_with};

@@ -14,9 +14,14 @@
 //!
 //! - Pages named in the vCPUs' model-specific registers.
 //! - The guest's page tables. A walk from CR3 finds them. While a table is itself missing, its
-//!   entries are unknown, so nothing is marked. The walk works only for guests that cannot change
-//!   CR3 unseen: they run in ring 3 with no IDT, so any way into ring 0 is a triple fault. For
-//!   other guests, such as an operating system, nothing is marked.
+//!   entries are unknown, so nothing is marked. The walk finds all tables only for a *confined*
+//!   guest, which cannot change CR3 unseen: it runs in ring 3 with no IDT, so any way into ring 0
+//!   is a triple fault.
+//!
+//! For other guests, such as an operating system, nothing is marked: the delivery is then minor.
+//! If the caller insists on poison, the host must have EPT or NPT. The tables of the present CR3s
+//! stay unmarked. The caller answers for instructions with two operands in memory of which one is a
+//! device, should they meet a table of another process.
 //!
 //! An operand itself may be marked: KVM then reports the access as one outside RAM, and the vCPU
 //! carries it out once the page is there.
@@ -34,6 +39,7 @@
 //! - A vCPU already sleeps on P. Marking does *not* wake it (DONTWAKE). Its event is on its way.
 //!   Installing P replaces the marker and wakes the vCPU.
 
+use super::device::has_nested_paging;
 use super::paging::Known;
 use super::shared::VmShared;
 use super::userfault::Armed;
@@ -53,10 +59,7 @@ const PRESENT: u64 = 1;
 const LARGE: u64 = 1 << 7;
 /// Bits 51:12 of an entry, and of CR3: a table's address.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
-const CR0_PG: u64 = 1 << 31;
-const CR4_PAE: u64 = 1 << 5;
 const CR4_LA57: u64 = 1 << 12;
-const EFER_LMA: u64 = 1 << 10;
 
 /// The result of a walk of the page tables.
 #[derive(Debug, PartialEq, Eq)]
@@ -65,8 +68,6 @@ enum Tables {
     All(HashSet<RamPage>),
     /// This page table is missing.
     Missing(RamPage),
-    /// The walk cannot tell which pages are tables.
-    Unknowable,
 }
 
 /// Marks missing pages; see [`crate::Machine::assist_postcopy`].
@@ -84,7 +85,17 @@ pub(super) fn assist(
         return Ok(());
     }
     let known = shared.faults.known();
-    if known.len() != shared.vcpus as usize {
+    let confined = known.iter().all(|known| known.paging.is_confined());
+    if known.len() != shared.vcpus as usize || !(confined || armed.forced) {
+        armed.note_unmarked(
+            "poison markers are safe only for a guest that cannot change its page tables unseen",
+        );
+        return Ok(());
+    }
+    if !confined && !has_nested_paging() {
+        armed.note_unmarked(
+            "poison was requested, but KVM walks this guest's tables itself: the host has no EPT or NPT",
+        );
         return Ok(());
     }
     let mut translator = shared.translator();
@@ -100,7 +111,6 @@ pub(super) fn assist(
         let page_of = |gpa: Gpa| translator.page_of(gpa.gfn());
         match find_tables(&known, &shared.ram, &armed.missing, page_of) {
             Tables::All(tables) => break spared.extend(tables),
-            Tables::Unknowable => return Ok(()),
             Tables::Missing(table) => {
                 want(table);
                 std::thread::sleep(LOOK_AGAIN);
@@ -155,11 +165,8 @@ fn find_tables(
     let mut seen = HashSet::new();
     let mut rest: Vec<(Gpa, u32)> = Vec::new();
     for Known { paging, .. } in known {
-        let long_mode =
-            paging.cr0 & CR0_PG != 0 && paging.cr4 & CR4_PAE != 0 && paging.efer & EFER_LMA != 0;
-        let confined = paging.cpl == 3 && paging.idt_limit == 0;
-        if !(long_mode && confined) {
-            return Tables::Unknowable;
+        if !paging.is_long_mode() {
+            continue;
         }
         rest.push((
             Gpa(paging.cr3 & ADDRESS),
@@ -194,9 +201,14 @@ fn find_tables(
 
 #[cfg(test)]
 mod tests {
-    use super::super::paging::Paging;
+    use super::super::paging::{CR0_PG, CR4_PAE, EFER_LMA, Paging};
+    use super::super::probe::{CODE_PAGE, TABLES, write_guest};
+    use super::super::state::{Parts, Special};
+    use super::super::userfault::is_marked;
+    use super::super::vm::create;
     use super::*;
-    use crate::RamLayout;
+    use crate::{DeliveryInUse, MachineSpec, RamLayout, StartState};
+    use std::sync::Arc;
 
     fn known(cr3: u64) -> Known {
         let paging = Paging {
@@ -256,16 +268,83 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_could_reach_ring_0_is_left_alone() {
+    fn a_guest_that_could_reach_ring_0_is_not_confined() {
         let mut kernel = known(0x1000);
         kernel.paging.cpl = 0;
         let mut with_idt = known(0x1000);
         with_idt.paging.idt_limit = 0xfff;
-        for unfit in [kernel, with_idt] {
-            assert_eq!(
-                find(&[known(0x1000), unfit], &ram(), &PageBitmap::new(16)),
-                Tables::Unknowable
-            );
+        let mut without_paging = known(0x1000);
+        without_paging.paging.cr0 = 0;
+        assert!(known(0x1000).paging.is_confined());
+        for unfit in [kernel, with_idt, without_paging] {
+            assert!(!unfit.paging.is_confined(), "{unfit:?}");
         }
+    }
+
+    /// Arms a machine of one vCPU, confined or not. Returns the delivery in use and whether a
+    /// missing page was marked, or `None` without poison on this host.
+    fn assisted(delivery: Option<Delivery>, confined: bool) -> Option<(DeliveryInUse, bool)> {
+        let mut new = create(MachineSpec {
+            vcpus: 1,
+            memory_bytes: 64 * PAGE_SIZE,
+        })
+        .unwrap();
+        let ram = Arc::clone(new.machine.ram());
+        if !new.machine.deliveries().contains(&Delivery::Poison) {
+            return None;
+        }
+        let vcpu = new.vcpus[0].as_mut();
+        write_guest(&ram, &[]);
+        vcpu.set_start(&StartState {
+            entry: CODE_PAGE.byte_offset(),
+            stack: 0x8000,
+            args: [0; 2],
+            tables: TABLES,
+        })
+        .unwrap();
+        if !confined {
+            let mut parts = Parts::decode(&vcpu.save().unwrap()).unwrap();
+            match &mut parts.special {
+                Special::V1(sregs) => sregs.idt.limit = 0xfff,
+                Special::V2(sregs) => sregs.idt.limit = 0xfff,
+            }
+            vcpu.restore(&parts.encode()).unwrap();
+        }
+        let missing = Arc::new(PageBitmap::new(64));
+        let page = RamPage(32);
+        ram.write(page, &[1; PAGE_SIZE as usize]);
+        missing.set(page);
+        let machine = &new.machine;
+        machine
+            .arm_userfault(Arc::clone(&missing), delivery)
+            .unwrap();
+        machine.begin_postcopy().unwrap();
+        machine.assist_postcopy(&|| false, &|_| {}).unwrap();
+        Some((machine.delivery().unwrap(), is_marked(&ram, page)))
+    }
+
+    #[test]
+    fn a_guest_that_may_change_its_tables_unseen_gets_markers_only_by_request() {
+        if let Err(why) = crate::kvm::probe_vm() {
+            pageferry_testkit::skip("kvm", why);
+            return;
+        }
+        let forced = Some(Delivery::Poison);
+        let Some((in_use, marked)) = assisted(forced, true) else {
+            pageferry_testkit::skip("poison", "no fault delivery 'poison' on this host");
+            return;
+        };
+        assert_eq!((in_use.delivery, marked), (Delivery::Poison, true));
+        assert_eq!(in_use.because, "it was requested");
+        let (in_use, marked) = assisted(forced, false).unwrap();
+        if has_nested_paging() {
+            assert_eq!((in_use.delivery, marked), (Delivery::Poison, true));
+        } else {
+            assert_eq!((in_use.delivery, marked), (Delivery::Minor, false));
+            assert!(in_use.because.contains("no EPT or NPT"), "{in_use:?}");
+        }
+        // `auto` takes what is fastest here. If that is poison, it comes down to minor.
+        let (in_use, marked) = assisted(None, false).unwrap();
+        assert!(!marked && in_use.delivery != Delivery::Poison, "{in_use:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! The test whether KVM works here, by running a guest.
 
 use super::vm::create;
-use crate::{DOORBELL_GPA, Exit, Kicker, MachineError, MachineSpec, StartState};
+use crate::{DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -48,23 +48,17 @@ pub fn probe_vm() -> Result<(), MachineError> {
     }
 }
 
-fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError> {
-    const A: u64 = 0x1234_5678_9abc_def0;
-    const B: u64 = 0x0fed_cba9_8765_4321;
-    // lea rax, [rdi+rsi]; mov ebx, 0xd0000000; mov [rbx], rax; jmp .
-    const CODE: [u8; 14] = [
-        0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
-    ];
-    const CODE_PAGE: RamPage = RamPage(5);
+/// The page of a probe guest's code.
+pub(super) const CODE_PAGE: RamPage = RamPage(5);
+/// The root of its page tables.
+pub(super) const TABLES: Gpa = Gpa(0x1000);
+
+/// Writes a probe guest: its code, and tables that map the first 2 MiB and the doorbell at their
+/// own addresses.
+pub(super) fn write_guest(ram: &GuestRam, code: &[u8]) {
     // Present, writable, user; accessed and dirty, so that the CPU does not set them; large.
     const TABLE: u64 = 0x67;
     const LARGE: u64 = TABLE | 0x80;
-
-    let new = create(MachineSpec {
-        vcpus: 1,
-        memory_bytes: 16 * PAGE_SIZE,
-    })?;
-    let ram = new.machine.ram();
     let entry = |page: u64, index: u64, value: u64| {
         ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
     };
@@ -75,15 +69,29 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     entry(2, doorbell >> 30, 0x4000 | TABLE);
     entry(3, 0, LARGE);
     entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
-    ram.write_at(CODE_PAGE, 0, &CODE);
+    ram.write_at(CODE_PAGE, 0, code);
+}
 
+fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError> {
+    const A: u64 = 0x1234_5678_9abc_def0;
+    const B: u64 = 0x0fed_cba9_8765_4321;
+    // lea rax, [rdi+rsi]; mov ebx, 0xd0000000; mov [rbx], rax; jmp .
+    const CODE: [u8; 14] = [
+        0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
+    ];
+
+    let new = create(MachineSpec {
+        vcpus: 1,
+        memory_bytes: 16 * PAGE_SIZE,
+    })?;
+    write_guest(new.machine.ram(), &CODE);
     let mut vcpus = new.vcpus;
     let vcpu = &mut vcpus[0];
     vcpu.set_start(&StartState {
         entry: CODE_PAGE.byte_offset(),
         stack: 0x8000,
         args: [A, B],
-        tables: Gpa(0x1000),
+        tables: TABLES,
     })?;
     // The receiver is gone if the probe was given up.
     let _ = kicker.send(vcpu.kicker());

@@ -8,10 +8,10 @@ use super::shared::{Caps, VmShared};
 use super::slots::Slots;
 use super::userfault::{FaultPath, deliveries};
 use super::vcpu::KvmVcpu;
-use super::{cpuid, msr, signal};
+use super::{cpuid, msr, signal, trial};
 use crate::{
-    Delivery, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine, MachineError,
-    MachineSpec, NewMachine, RamLayout, Vcpu,
+    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine,
+    MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
@@ -195,12 +195,24 @@ impl Machine for KvmMachine {
         deliveries()
     }
 
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        self.0.faults.armed().map(|armed| armed.in_use())
+    }
+
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Delivery,
+        delivery: Option<Delivery>,
     ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        self.0.faults.arm(&self.0.ram, missing, delivery)?;
+        let forced = delivery.is_some();
+        let in_use = match delivery {
+            Some(delivery) => DeliveryInUse {
+                delivery,
+                because: "it was requested".into(),
+            },
+            None => trial::choose(self.0.vcpus)?,
+        };
+        self.0.faults.arm(&self.0.ram, missing, in_use, forced)?;
         Ok(Some(Box::new(Events::new(Arc::clone(&self.0)))))
     }
 

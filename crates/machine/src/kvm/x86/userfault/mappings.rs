@@ -48,7 +48,6 @@ pub(super) fn sweep_markers(ram: &GuestRam) -> Result<(), MachineError> {
             .read_exact_at(read, offset)
             .map_err(|e| MachineError::os("cannot read the pagemap of this process", e))?;
         let (entries, _) = read.as_chunks::<8>();
-        let is_marker = |entry: &[u8; 8]| u64::from_le_bytes(*entry) & PM_SWAP != 0;
         let mut first = from;
         for run in entries.chunk_by(|a, b| is_marker(a) == is_marker(b)) {
             if is_marker(&run[0]) {
@@ -59,6 +58,20 @@ pub(super) fn sweep_markers(ram: &GuestRam) -> Result<(), MachineError> {
         from += pages;
     }
     Ok(())
+}
+
+fn is_marker(entry: &[u8; 8]) -> bool {
+    u64::from_le_bytes(*entry) & PM_SWAP != 0
+}
+
+/// Whether the page has a marker.
+#[cfg(test)]
+pub(in crate::kvm::x86) fn is_marked(ram: &GuestRam, page: RamPage) -> bool {
+    let mut entry = [0; 8];
+    let pagemap = File::open("/proc/self/pagemap").unwrap();
+    let offset = ram.guest_hva(page).0 / PAGE_SIZE * 8;
+    pagemap.read_exact_at(&mut entry, offset).unwrap();
+    is_marker(&entry)
 }
 
 /// Removes a marker of a machine that is no longer armed, and maps the page again.

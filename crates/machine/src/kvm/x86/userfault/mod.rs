@@ -29,13 +29,15 @@
 mod install;
 mod mappings;
 
+#[cfg(test)]
+pub(super) use mappings::is_marked;
 pub(super) use mappings::lift_marker;
 
 use mappings::{drop_mappings, range, sweep_markers};
 
 use super::paging::Known;
 use super::sync::{AtomicBool, Ordering};
-use crate::{Delivery, GuestRam, MachineError};
+use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
@@ -74,6 +76,9 @@ pub(super) struct Armed {
     pub(super) uffd: Userfaultfd,
     pub(super) missing: Arc<PageBitmap>,
     pub(super) delivery: Delivery,
+    /// The caller named the delivery.
+    pub(super) forced: bool,
+    in_use: Mutex<DeliveryInUse>,
     active: AtomicBool,
     /// Held while pages are marked, and from the sweep of markers until disarming is done.
     marking: Mutex<()>,
@@ -86,6 +91,19 @@ impl Armed {
     /// Whether faults are still delivered.
     pub(super) fn is_active(&self) -> bool {
         self.active.load(Ordering::Acquire)
+    }
+
+    /// The delivery and its reason.
+    pub(super) fn in_use(&self) -> DeliveryInUse {
+        lock(&self.in_use).clone()
+    }
+
+    /// Records that no page is marked, so that poison comes down to minor.
+    pub(super) fn note_unmarked(&self, because: &str) {
+        *lock(&self.in_use) = DeliveryInUse {
+            delivery: Delivery::Minor,
+            because: because.into(),
+        };
     }
 
     /// The turn of a thread that marks pages. It reads the missing pages in its turn only, so that
@@ -197,8 +215,10 @@ impl FaultPath {
         &self,
         ram: &GuestRam,
         missing: Arc<PageBitmap>,
-        delivery: Delivery,
+        in_use: DeliveryInUse,
+        forced: bool,
     ) -> Result<(), MachineError> {
+        let delivery = in_use.delivery;
         if !deliveries().contains(&delivery) {
             return Err(MachineError::NoDelivery(delivery));
         }
@@ -244,6 +264,8 @@ impl FaultPath {
             }),
             missing,
             delivery,
+            forced,
+            in_use: Mutex::new(in_use),
             active: AtomicBool::new(true),
             marking: Mutex::new(()),
             copy_locks: std::array::from_fn(|_| Mutex::new(())),

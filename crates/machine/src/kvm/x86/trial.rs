@@ -1,0 +1,318 @@
+//! The choice of a fault delivery: a trial of each on this host.
+//!
+//! **Guarantee.** `auto` takes the delivery that brought pages fastest here, measured once in the
+//! life of the process.
+//!
+//! **Mechanism.** Small VMs touch missing pages. Their pages are at hand, so the time is that of
+//! delivery and installation. The deliveries differ most in who works: with poison the vCPU's own
+//! thread does, otherwise a thread beside it. So there are two trials: with a core for each vCPU,
+//! and with two vCPUs for each core. A VM takes the result of the trial that is like it. All
+//! threads of a trial stay on the same few cores. The fastest of [`ROUNDS`] rounds counts.
+
+use super::probe::{CODE_PAGE, TABLES, write_guest};
+use super::userfault::deliveries;
+use super::vm::create;
+use crate::{
+    Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, Machine, MachineError, MachineSpec,
+    StartState, Vcpu,
+};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_userfault::PageBitmap;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// The most cores of a trial.
+const MOST_CORES: usize = 8;
+const ROUNDS: usize = 2;
+/// The pages that all vCPUs of a trial touch together.
+const PAGES: u64 = 256;
+/// The first of these pages.
+const FIRST: RamPage = RamPage(16);
+/// The limit of one round, which takes some ten milliseconds.
+const LIMIT: Duration = Duration::from_secs(2);
+/// The spin time of the thread that reads events, as in a migration.
+const SPIN: Duration = Duration::from_micros(100);
+
+/// Both trials of this host: with as many vCPUs as cores, and with more. They take about 0.1 s each
+/// when they are called first.
+pub fn delivery_trials() -> [&'static DeliveryTrial; 2] {
+    [trial(false), trial(true)]
+}
+
+/// The delivery for a VM of `vcpus` vCPUs.
+///
+/// # Errors
+/// [`MachineError::EngineUnavailable`] if this host has no delivery.
+pub(super) fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
+    let trial = trial(vcpus > usable().count());
+    if let Some((delivery, fastest)) = trial.microseconds.first() {
+        let others = trial.microseconds[1..]
+            .iter()
+            .map(|(other, us)| format!(", {other} {us:.0}"))
+            .collect::<String>();
+        return Ok(DeliveryInUse {
+            delivery: *delivery,
+            because: format!(
+                "it was fastest in a trial with {} vCPUs on {} cores: {fastest:.0} us a page{others}",
+                trial.vcpus, trial.cores
+            ),
+        });
+    }
+    let first = deliveries().first().copied();
+    first
+        .map(|delivery| DeliveryInUse {
+            delivery,
+            because: "no trial worked here, and it is the newest that the kernel has".into(),
+        })
+        .ok_or_else(|| {
+            MachineError::EngineUnavailable(
+                "this host delivers no faults: userfaultfd is not permitted".into(),
+            )
+        })
+}
+
+/// The cores that this process may use.
+fn usable() -> CpuSet {
+    sched_getaffinity(None).unwrap_or_else(|_| {
+        let mut one = CpuSet::new();
+        one.set(0);
+        one
+    })
+}
+
+/// The result of one trial, from the first call on.
+fn trial(crowded: bool) -> &'static DeliveryTrial {
+    static RESULTS: [OnceLock<DeliveryTrial>; 2] = [const { OnceLock::new() }; 2];
+    RESULTS[usize::from(crowded)].get_or_init(|| {
+        let mut cores = CpuSet::new();
+        let allowed = usable();
+        (0..CpuSet::MAX_CPU)
+            .filter(|&core| allowed.is_set(core))
+            .take(MOST_CORES)
+            .for_each(|core| cores.set(core));
+        let vcpus = cores.count() * if crowded { 2 } else { 1 };
+        // The threads that this one starts stay on its cores.
+        let measured = std::thread::scope(|scope| {
+            let measure = || {
+                let _ = sched_setaffinity(None, &cores);
+                measure(vcpus)
+            };
+            let thread = std::thread::Builder::new().name("pf-trial".into());
+            thread
+                .spawn_scoped(scope, measure)
+                .map_or(Vec::new(), |thread| thread.join().unwrap_or_default())
+        });
+        DeliveryTrial {
+            vcpus,
+            cores: cores.count(),
+            microseconds: measured,
+        }
+    })
+}
+
+/// Measures all deliveries in turns. Returns the fastest first.
+fn measure(vcpus: u32) -> Vec<(Delivery, f64)> {
+    let mut fastest: Vec<(Delivery, f64)> = Vec::new();
+    for round in 0..ROUNDS {
+        for delivery in deliveries() {
+            let Ok(took) = run(delivery, vcpus) else {
+                fastest.retain(|(failed, _)| *failed != delivery);
+                continue;
+            };
+            match fastest.iter_mut().find(|(of, _)| *of == delivery) {
+                Some((_, least)) => *least = least.min(took),
+                None if round == 0 => fastest.push((delivery, took)),
+                None => {}
+            }
+        }
+    }
+    fastest.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+    fastest
+}
+
+/// Runs one VM. Returns the microseconds from fault to fault.
+fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
+    // mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb .-15; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+    const CODE: [u8; 25] = [
+        0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,
+        0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+    ];
+    let new = create(MachineSpec {
+        vcpus,
+        memory_bytes: (FIRST.0 + PAGES) * PAGE_SIZE,
+    })?;
+    let (machine, mut all) = (new.machine, new.vcpus);
+    machine.ram().allocate()?;
+    write_guest(machine.ram(), &CODE);
+    let each = PAGES / u64::from(vcpus);
+    let touched = each * u64::from(vcpus);
+    for (id, vcpu) in (0..).zip(&mut all) {
+        let first = FIRST.0 + id * each;
+        vcpu.set_start(&StartState {
+            entry: CODE_PAGE.byte_offset(),
+            stack: 0x8000,
+            args: [first, first + each].map(|page| page * PAGE_SIZE),
+            tables: TABLES,
+        })?;
+    }
+    let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
+    missing.set_range(FIRST.0 as usize..(FIRST.0 + touched) as usize);
+    let mut events = machine
+        .arm_userfault(Arc::clone(&missing), Some(delivery))?
+        .ok_or(MachineError::NoDelivery(delivery))?;
+    machine.begin_postcopy()?;
+    machine.assist_postcopy(&|| false, &|_| {})?;
+    machine.install(RamPage(0), FIRST.0)?;
+
+    let source = Source {
+        claimed: PageBitmap::new(missing.pages()),
+        missing,
+        machine,
+        over: AtomicBool::new(false),
+    };
+    let kickers: Vec<_> = all.iter().map(|vcpu| vcpu.kicker()).collect();
+    std::thread::scope(|scope| {
+        let source = &source;
+        let mut threads = Vec::with_capacity(all.len());
+        let mut result = Ok(());
+        for vcpu in &mut all {
+            let run = move || -> Result<(Instant, Instant), MachineError> {
+                let began = Instant::now();
+                source.drive(vcpu.as_mut())?;
+                Ok((began, Instant::now()))
+            };
+            match std::thread::Builder::new().spawn_scoped(scope, run) {
+                Ok(thread) => threads.push(thread),
+                Err(e) => result = Err(MachineError::os("cannot start a thread", e)),
+            }
+        }
+        let all_ended = || threads.iter().all(|thread| thread.is_finished());
+        result = result.and_then(|()| source.serve(events.as_mut(), &all_ended));
+        source.over.store(true, Ordering::Release);
+        while !all_ended() {
+            kickers.iter().for_each(|kicker| kicker.kick());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut times: Option<(Instant, Instant)> = None;
+        for thread in threads {
+            let (began, ended) = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            times = Some(match times {
+                None => (began, ended),
+                Some((first, last)) => (first.min(began), last.max(ended)),
+            });
+        }
+        result?;
+        let took = times.map_or(Duration::ZERO, |(first, last)| last - first);
+        Ok(took.as_secs_f64() * 1e6 / touched as f64)
+    })
+}
+
+/// The pages of one VM. Their bytes are at hand.
+struct Source {
+    machine: Arc<dyn Machine>,
+    missing: Arc<PageBitmap>,
+    /// Pages that a thread brings or has brought.
+    claimed: PageBitmap,
+    /// The threads end, whatever the guest does.
+    over: AtomicBool,
+}
+
+impl Source {
+    fn bring(&self, page: RamPage) -> Result<(), MachineError> {
+        const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
+        let in_place = self.machine.receives_in_place();
+        if !self.missing.test(page) {
+            return self.machine.install(page, 1);
+        }
+        if !self.claimed.set(page) {
+            return Ok(());
+        }
+        if in_place {
+            self.machine.ram().write(page, &BYTES);
+            self.machine.install(page, 1)?;
+        } else {
+            self.machine.install_copy(page, &BYTES)?;
+        }
+        self.missing.clear(page);
+        Ok(())
+    }
+
+    /// Runs a vCPU to the end of its program.
+    fn drive(&self, vcpu: &mut dyn Vcpu) -> Result<(), MachineError> {
+        loop {
+            match vcpu.run()? {
+                Exit::MemoryFault { page, .. } => self.bring(page)?,
+                Exit::MmioWrite { .. } => return Ok(()),
+                _ if self.over.load(Ordering::Acquire) => {
+                    return Err(MachineError::WrongState("the trial ended before the guest"));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Brings the pages that events ask for, until `ended`.
+    fn serve(
+        &self,
+        events: &mut dyn FaultEvents,
+        ended: &dyn Fn() -> bool,
+    ) -> Result<(), MachineError> {
+        let began = Instant::now();
+        let mut last = began;
+        while !ended() {
+            let now = Instant::now();
+            if now - began > LIMIT {
+                return Err(MachineError::Timeout {
+                    what: "the trial of a fault delivery",
+                    millis: LIMIT.as_millis() as u64,
+                });
+            }
+            if let Some(event) = events.next()? {
+                self.bring(event.page)?;
+                last = Instant::now();
+            } else if now - last > SPIN {
+                let limit = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 500_000,
+                };
+                // The loop looks again in any case.
+                let mut fds = [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)];
+                let _ = poll(&mut fds, Some(&limit));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_choice_is_the_fastest_of_all_that_the_host_has() {
+        if let Err(why) = crate::kvm::probe_vm() {
+            pageferry_testkit::skip("kvm", why);
+            return;
+        }
+        if deliveries().is_empty() {
+            pageferry_testkit::skip("uffd", "no delivery on this host");
+            return;
+        }
+        for trial in delivery_trials() {
+            assert_eq!(trial.microseconds.len(), deliveries().len(), "{trial:?}");
+            assert!(trial.microseconds.is_sorted_by(|(_, a), (_, b)| a <= b));
+            assert!(
+                trial.microseconds.iter().all(|(_, us)| *us > 0.1),
+                "{trial:?}"
+            );
+        }
+        let crowded = choose(usable().count() + 1).unwrap();
+        assert_eq!(crowded.delivery, trial(true).microseconds[0].0);
+        assert!(crowded.because.contains("us a page"), "{}", crowded.because);
+    }
+}
