@@ -15,7 +15,7 @@
 //! (checksums) copies first, or reads a VM whose vCPUs are parked.
 
 use crate::{MachineError, RamLayout};
-use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -34,20 +34,50 @@ unsafe impl Send for Mapping {}
 // SAFETY: as for Send.
 unsafe impl Sync for Mapping {}
 
+/// The alignment of mappings. The host can map pages of this size only at such addresses.
+const ALIGN: usize = PageSize::Size2M.bytes() as usize;
+
 impl Mapping {
     fn new(fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, MachineError> {
+        let failed = |e| MachineError::os("cannot map guest memory", e);
+        let room = bytes
+            .checked_add(ALIGN)
+            .ok_or_else(|| failed(Errno::NOMEM))?;
         // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
+        let reserved = unsafe {
+            rustix::mm::mmap_anonymous(
+                std::ptr::null_mut(),
+                room,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(failed)?;
+        let before = reserved.align_offset(ALIGN);
+        // SAFETY: `before` is less than ALIGN, so the range lies in the room that was just
+        // reserved. Nobody else knows that room.
         let start = unsafe {
             rustix::mm::mmap(
-                std::ptr::null_mut(),
+                reserved.byte_add(before),
                 bytes,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE,
+                MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED,
                 fd,
                 0,
             )
+        };
+        // The rest of the room, or all of it.
+        let (head, tail) = match start {
+            Ok(_) => (before, ALIGN - before),
+            Err(_) => (room, 0),
+        };
+        for (offset, bytes) in [(0, head), (room - tail, tail)] {
+            if bytes > 0 {
+                // SAFETY: as above; this part of the room is not in use.
+                let _ = unsafe { rustix::mm::munmap(reserved.byte_add(offset), bytes) };
+            }
         }
-        .map_err(|e| MachineError::os("cannot map guest memory", e))?;
+        let start = start.map_err(failed)?;
         let start = NonNull::new(start.cast::<u8>()).expect("mmap returns no null on success");
         Ok(Self { start, bytes })
     }
@@ -310,6 +340,14 @@ mod tests {
         let guest = ram.guest_hva(RamPage(1)).0 as *const u8;
         // SAFETY: the guest's mapping has this page, and nobody writes it meanwhile.
         assert_eq!(unsafe { guest.add(5).read_volatile() }, b'o');
+    }
+
+    #[test]
+    fn mappings_can_have_large_pages() {
+        let ram = ram(512 + 3);
+        for hva in [ram.guest_hva(RamPage(0)), ram.alias_hva(RamPage(0))] {
+            assert_eq!(hva.0 % ALIGN as u64, 0, "{hva:?}");
+        }
     }
 
     #[test]

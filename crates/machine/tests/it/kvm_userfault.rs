@@ -2,7 +2,7 @@
 //! interleave.
 
 use crate::support::{DATA, Watchdog, machine, machine_with, no_kvm, rung, start, word};
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{
     Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu, kvm,
 };
@@ -210,6 +210,8 @@ struct Beside {
     kick: bool,
     /// The guest's page tables and code are missing too.
     tables: bool,
+    /// The host has made the memory of huge pages.
+    huge: bool,
     /// KVM has interrupt controllers. It may then leave a fault to a worker, and halt the vCPU.
     irqchip: bool,
 }
@@ -251,6 +253,9 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
             ram.write(RamPage(page), &[0x5a; PAGE]);
             missing.set(RamPage(page));
         }
+    }
+    if beside.huge && !collapse(&ram) {
+        return None;
     }
     let low = pages_of(&ram, DATA.0);
     if beside.tables {
@@ -347,6 +352,29 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     Some((exits, events))
 }
 
+/// Makes the whole 2 MiB ranges of a memory huge pages. Returns `false` if this host makes none. The
+/// kernel fills no holes under a userfaultfd, so this allocates first.
+#[expect(unsafe_code, reason = "madvise on guest memory")]
+fn collapse(ram: &GuestRam) -> bool {
+    ram.allocate().unwrap();
+    let large = PageSize::Size2M.pages();
+    let bytes = (ram.pages() / large * large * PAGE_SIZE) as usize;
+    let at = ram.alias(RamPage(0), bytes as u64 / PAGE_SIZE).cast();
+    let mut error = std::io::Error::other("not tried");
+    // Other cores may hold pages that were just written.
+    for _ in 0..100 {
+        // SAFETY: the range lies in the VMM's mapping, and collapsing changes no byte.
+        if unsafe { libc::madvise(at, bytes, libc::MADV_COLLAPSE) } == 0 {
+            return true;
+        }
+        error = std::io::Error::last_os_error();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let why = format!("this host makes no huge pages of shared memory: {error}");
+    skip("thp", why);
+    false
+}
+
 /// Takes a page out of the guest's mapping. Its bytes stay in the page cache.
 #[expect(unsafe_code, reason = "madvise on guest memory")]
 pub(crate) fn drop_mapping(ram: &GuestRam, page: u64) {
@@ -431,10 +459,66 @@ fn kvms_interrupt_controllers_change_nothing() {
                 kick: busy,
                 tables: true,
                 irqchip: true,
+                huge: false,
             };
             demand(delivery, 600, beside);
         }
     }
+}
+
+#[test]
+fn shared_memory_of_huge_pages_changes_nothing() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in DELIVERIES {
+        demand(
+            delivery,
+            1500,
+            Beside {
+                huge: true,
+                push: true,
+                ..Beside::default()
+            },
+        );
+    }
+}
+
+/// While something holds a huge page, the kernel does not split it. It then writes zeros instead of
+/// making a hole, and a guest would find these zeros.
+#[test]
+#[expect(unsafe_code, reason = "a pipe that holds a page")]
+fn a_hole_that_is_none_is_noticed() {
+    if no_kvm() {
+        return;
+    }
+    let mut new = machine(1, 2 * PageSize::Size2M.pages());
+    if no_delivery(new.machine.as_ref(), Delivery::Missing) {
+        return;
+    }
+    let ram = Arc::clone(new.machine.ram());
+    start(&ram, new.vcpus[0].as_mut(), 0, &CHECK, [0, 0]);
+    if !collapse(&ram) {
+        return;
+    }
+    let (missing, _events) = armed(new.machine.as_ref(), Delivery::Missing);
+    missing.set(RamPage(600));
+    let (reader, writer) = rustix::pipe::pipe().unwrap();
+    // SAFETY: the page lies in the VMM's mapping, which outlives the pipe. The pipe only reads it.
+    let bytes = unsafe {
+        let page = std::slice::from_raw_parts(ram.alias(RamPage(700), 1), PAGE);
+        let whole = rustix::pipe::IoSliceRaw::from_slice(page);
+        rustix::pipe::vmsplice(&writer, &[whole], rustix::pipe::SpliceFlags::empty())
+    };
+    assert_eq!(bytes, Ok(PAGE));
+    let refused = new.machine.begin_postcopy().unwrap_err().to_string();
+    assert!(refused.contains("huge pages"), "{refused}");
+    drop((reader, writer));
+    new.machine.begin_postcopy().unwrap();
+    assert_eq!(
+        ram.next_allocated(RamPage(600)).unwrap().unwrap().start,
+        601
+    );
 }
 
 #[test]

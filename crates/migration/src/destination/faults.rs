@@ -64,6 +64,8 @@ fn handle_event(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
         Claim::Present => {
             core.stalls.cancel(event.page);
             core.stalls.local();
+            // Its sleeper goes on before the pages around it are mapped, which may take 0.6 ms.
+            core.machine.install(event.page, 1)?;
             map_around(core, event.page)
         }
     }

@@ -6,6 +6,7 @@ use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use rustix::mm::Advice;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
 /// The pages of one read of the pagemap.
 const READ_PAGES: u64 = 4096;
@@ -16,6 +17,26 @@ const PM_SWAP: u64 = 1 << 62;
 /// The address and the length of pages in the guest's mapping.
 pub(super) fn range(ram: &GuestRam, first: RamPage, pages: u64) -> (Hva, u64) {
     (ram.guest_hva(first), pages * PAGE_SIZE)
+}
+
+/// Makes holes of pages, so that a touch of them is a missing fault.
+///
+/// The kernel may only write zeros to a part of a huge page that it cannot split at the moment
+/// (`shmem_undo_range` in `mm/shmem.c`). The guest would then see zeros. So this checks, and tries
+/// again.
+pub(super) fn punch(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError> {
+    const TRIES: u32 = 100;
+    for _ in 0..TRIES {
+        ram.punch_hole(first, pages)?;
+        let next = ram.next_allocated(first)?;
+        if next.is_none_or(|next| next.start >= first.0 + pages) {
+            return Ok(());
+        }
+        std::thread::sleep(Duration::from_micros(10));
+    }
+    Err(MachineError::WrongState(
+        "missing pages cannot be freed, as something holds the host's huge pages that they are part of: use fault delivery poison or minor",
+    ))
 }
 
 /// Takes pages out of the guest's mapping. They stay in the page cache with their bytes. Poison

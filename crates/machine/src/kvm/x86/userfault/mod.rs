@@ -33,7 +33,7 @@ mod mappings;
 pub(super) use mappings::is_marked;
 pub(super) use mappings::lift_marker;
 
-use mappings::{drop_mappings, range, sweep_markers};
+use mappings::{drop_mappings, punch, range, sweep_markers};
 
 use super::paging::Known;
 use super::sync::{AtomicBool, Ordering};
@@ -176,7 +176,7 @@ impl FaultPath {
         if armed.delivery == Delivery::Missing {
             let mut from = 0;
             while let Some(run) = armed.missing.next_run(from, usize::MAX) {
-                ram.punch_hole(RamPage(run.start as u64), run.len() as u64)?;
+                punch(ram, RamPage(run.start as u64), run.len() as u64)?;
                 from = run.end;
             }
         }
