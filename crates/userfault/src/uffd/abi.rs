@@ -12,8 +12,12 @@ pub(super) const UFFD_API: u64 = 0xaa;
 /// Flag of `userfaultfd(2)`: serve faults of user mode only.
 pub(super) const USER_MODE_ONLY: u32 = 1;
 
-/// The bit of UFFDIO_*_MODE_DONTWAKE in COPY, ZEROPAGE, CONTINUE and POISON.
+/// The bit of UFFDIO_*_MODE_DONTWAKE in COPY, ZEROPAGE, MOVE, CONTINUE and POISON.
 pub(super) const MODE_DONTWAKE: u64 = 1 << 0;
+/// The bit of UFFDIO_*_MODE_WP in COPY and CONTINUE: map the page write-protected.
+pub(super) const MODE_WP: u64 = 1 << 1;
+/// UFFDIO_MOVE: step over holes in the source.
+pub(super) const MOVE_MODE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 /// UFFDIO_WRITEPROTECT: protect (set) or lift the protection (clear).
 pub(super) const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 /// UFFDIO_WRITEPROTECT has another DONTWAKE bit.
@@ -56,6 +60,7 @@ pub(super) struct UffdioRegister {
     pub(super) ioctls: u64,
 }
 
+/// `struct uffdio_copy` and `uffdio_move`, which have the same layout.
 #[repr(C)]
 #[derive(Debug, Default)]
 pub(super) struct UffdioCopy {
@@ -63,7 +68,7 @@ pub(super) struct UffdioCopy {
     pub(super) src: u64,
     pub(super) len: u64,
     pub(super) mode: u64,
-    pub(super) copy: i64,
+    pub(super) done: i64,
 }
 
 /// `struct uffdio_zeropage`, `uffdio_continue` and `uffdio_poison`, which have the same layout.
@@ -89,6 +94,7 @@ pub(super) const UFFDIO_UNREGISTER: Opcode = opcode::read::<UffdioRange>(GROUP, 
 pub(super) const UFFDIO_WAKE: Opcode = opcode::read::<UffdioRange>(GROUP, 0x02);
 pub(super) const UFFDIO_COPY: Opcode = opcode::read_write::<UffdioCopy>(GROUP, 0x03);
 pub(super) const UFFDIO_ZEROPAGE: Opcode = opcode::read_write::<UffdioFill>(GROUP, 0x04);
+pub(super) const UFFDIO_MOVE: Opcode = opcode::read_write::<UffdioCopy>(GROUP, 0x05);
 pub(super) const UFFDIO_WRITEPROTECT: Opcode =
     opcode::read_write::<UffdioWriteprotect>(GROUP, 0x06);
 pub(super) const UFFDIO_CONTINUE: Opcode = opcode::read_write::<UffdioFill>(GROUP, 0x07);
@@ -104,6 +110,7 @@ const _: () = {
     assert!(UFFDIO_WAKE as u64 == 0x8010_aa02);
     assert!(UFFDIO_COPY as u64 == 0xc028_aa03);
     assert!(UFFDIO_ZEROPAGE as u64 == 0xc020_aa04);
+    assert!(UFFDIO_MOVE as u64 == 0xc028_aa05);
     assert!(UFFDIO_WRITEPROTECT as u64 == 0xc018_aa06);
     assert!(UFFDIO_CONTINUE as u64 == 0xc020_aa07);
     assert!(UFFDIO_POISON as u64 == 0xc020_aa08);
@@ -120,7 +127,7 @@ const _: () = {
     assert!(offset_of!(UffdioRange, len) == 8);
     assert!(offset_of!(UffdioRegister, mode) == 16 && offset_of!(UffdioRegister, ioctls) == 24);
     assert!(offset_of!(UffdioCopy, src) == 8 && offset_of!(UffdioCopy, len) == 16);
-    assert!(offset_of!(UffdioCopy, mode) == 24 && offset_of!(UffdioCopy, copy) == 32);
+    assert!(offset_of!(UffdioCopy, mode) == 24 && offset_of!(UffdioCopy, done) == 32);
     assert!(offset_of!(UffdioFill, mode) == 16 && offset_of!(UffdioFill, done) == 24);
     assert!(offset_of!(UffdioWriteprotect, mode) == 16);
 };
