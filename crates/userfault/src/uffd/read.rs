@@ -192,16 +192,6 @@ impl EventReader {
     }
 }
 
-impl Userfaultfd {
-    /// Reads one event, or returns `None` if none waits. It never blocks.
-    ///
-    /// # Errors
-    /// [`ReadError`].
-    pub fn read_event(&self) -> Result<Option<Event>, ReadError> {
-        EventReader::new(1).try_next(self)
-    }
-}
-
 /// Decodes a batch. Events of changed mappings come first.
 fn decode(bytes: &[u8], mut each: impl FnMut(Message)) -> Result<(), ReadError> {
     let (messages, rest) = bytes.as_chunks::<{ abi::MSG_BYTES }>();
