@@ -31,6 +31,7 @@ mod relocate;
 mod retry;
 mod support;
 mod sys;
+mod written;
 
 pub use error::{AdoptError, OpenError};
 pub use event::{Event, PageFault};
@@ -41,3 +42,4 @@ pub use range_error::{RangeError, RangeOp};
 pub use read::{EventReader, ReadError, Wait};
 pub use relocate::SourceHoles;
 pub use support::UffdSupport;
+pub use written::WrittenPages;

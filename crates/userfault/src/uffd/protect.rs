@@ -3,10 +3,9 @@
 //! **Guarantee.** A thread that writes to a protected page of a range registered with
 //! [`RegisterMode::WP`](super::RegisterMode) sleeps, and the kernel sends an event. With
 //! [`Features::WP_ASYNC`](super::Features) the kernel lifts the protection itself instead, without
-//! a sleep or an event. The missing protection is then the record of the write (bit 57 of
-//! `/proc/PID/pagemap`).
+//! a sleep or an event. The missing protection is then the record of the write.
 //!
-//! **Neighbours.** Pages that arrive without protection: `fill`.
+//! **Neighbours.** Pages that arrive without protection: `fill`. Reading the record: `written`.
 
 use super::abi::{self, UffdioRange, UffdioWriteprotect};
 use super::fd::Userfaultfd;

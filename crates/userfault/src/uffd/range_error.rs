@@ -26,6 +26,8 @@ pub enum RangeOp {
     Continue,
     /// `UFFDIO_POISON`
     Poison,
+    /// `PAGEMAP_SCAN`
+    Scan,
 }
 
 impl fmt::Display for RangeOp {
@@ -40,6 +42,7 @@ impl fmt::Display for RangeOp {
             Self::WriteProtect => "UFFDIO_WRITEPROTECT",
             Self::Continue => "UFFDIO_CONTINUE",
             Self::Poison => "UFFDIO_POISON",
+            Self::Scan => "PAGEMAP_SCAN",
         })
     }
 }
@@ -126,7 +129,7 @@ impl RangeError {
     /// The meaning of the errno for this call (`fs/userfaultfd.c` and `mm/userfaultfd.c`).
     fn meaning(&self) -> Option<&'static str> {
         use RangeOp::{
-            Continue, Copy, Move, Poison, Register, Unregister, Wake, WriteProtect, Zeropage,
+            Continue, Copy, Move, Poison, Register, Scan, Unregister, Wake, WriteProtect, Zeropage,
         };
         Some(match (self.op, self.errno) {
             (_, Errno::AGAIN) => {
@@ -172,6 +175,11 @@ impl RangeError {
             (Copy | Zeropage | Continue | Poison | WriteProtect, Errno::INVAL) => {
                 "expected whole pages, and a call and mode that the registration allows"
             }
+            (Scan, Errno::PERM) => {
+                "a mapping of the range is not registered with mode WP and feature WP_ASYNC"
+            }
+            (Scan, Errno::INVAL) => "expected whole pages, of 4 KiB or 2 MiB each",
+            (Scan, Errno::NOTTY) => "Linux 6.7 or later is needed",
             _ => return None,
         })
     }
@@ -226,5 +234,40 @@ mod tests {
             std::io::Error::from(error).raw_os_error(),
             Some(libc::EEXIST)
         );
+    }
+
+    #[test]
+    fn an_errno_has_the_meaning_of_its_call() {
+        let text = |op, errno| RangeError::whole(op, Hva(0x7000), 0x1000, errno).to_string();
+        for (op, errno, meaning) in [
+            (
+                RangeOp::Copy,
+                Errno::NOENT,
+                "not (or no longer) one registered mapping",
+            ),
+            (
+                RangeOp::WriteProtect,
+                Errno::NOENT,
+                "not registered with mode WP",
+            ),
+            (RangeOp::Move, Errno::NOENT, "the source has a hole"),
+            (
+                RangeOp::Copy,
+                Errno::FAULT,
+                "the bytes to copy are not readable",
+            ),
+            (RangeOp::Continue, Errno::FAULT, "not in the page cache"),
+            (RangeOp::Register, Errno::BUSY, "another userfaultfd"),
+            (RangeOp::Move, Errno::BUSY, "pinned"),
+            (RangeOp::Poison, Errno::SRCH, "has exited"),
+            (RangeOp::Unregister, Errno::NOMEM, "has exited"),
+            (RangeOp::Scan, Errno::PERM, "WP_ASYNC"),
+        ] {
+            let text = text(op, errno);
+            assert!(text.contains(meaning), "{meaning} is not in: {text}");
+            assert!(text.starts_with(&op.to_string()), "{text}");
+        }
+        // An errno that the kernel does not document has no meaning.
+        assert!(text(RangeOp::Wake, Errno::XDEV).ends_with("(os error 18)"));
     }
 }

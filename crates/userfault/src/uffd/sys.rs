@@ -168,6 +168,21 @@ pub(super) fn poison(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<()
     unsafe { call::<{ abi::UFFDIO_POISON }, _>(fd.as_fd(), argument) }
 }
 
+/// `PAGEMAP_SCAN` of a pagemap, into `regions`.
+pub(super) fn pagemap_scan(
+    fd: impl AsFd,
+    argument: &mut abi::PmScanArg,
+    regions: &mut [abi::PageRegion],
+) -> Result<(), Errno> {
+    argument.size = size_of::<abi::PmScanArg>() as u64;
+    argument.vec = regions.as_mut_ptr().expose_provenance() as u64;
+    argument.vec_len = regions.len() as u64;
+    // SAFETY: (1) The ioctl reads and writes a `struct pm_scan_arg`. (2) It writes at most
+    // `vec_len` regions to `vec`, which are borrowed exclusively. (3) It changes no contents, as in
+    // `write_protect`.
+    unsafe { call::<{ abi::PAGEMAP_SCAN }, _>(fd.as_fd(), argument) }
+}
+
 /// Adopts the descriptor that a fork event carries.
 ///
 /// # Safety

@@ -122,11 +122,13 @@ fn a_page_that_a_child_shares_does_not_move() {
         unsafe { libc::close(std::os::fd::AsRawFd::as_raw_fd(&writer)) };
         read(&reader, &mut [0]).map_or(1, |_| 0) // until the parent drops `writer`
     });
+    source.write(0, 9); // gives this process a page of its own
     let places = (memory.at(0), source.at(0));
-    let error = move_pages(&uffd, places, 1, SourceHoles::Refuse, Wake::Now).unwrap_err();
+    let error = move_pages(&uffd, places, 2, SourceHoles::Refuse, Wake::Now).unwrap_err();
     drop(writer);
     assert_eq!(exit_code(child), 0);
-    assert_eq!((error.errno, error.done), (Errno::BUSY, 0));
+    assert_eq!((error.errno, error.done), (Errno::BUSY, PAGE));
+    assert_eq!((memory.get(0), source.get(1)), (9, 2));
     assert!(error.to_string().contains("a fork made"), "{error}");
 }
 

@@ -3,7 +3,7 @@
 use crate::support::{Memory, PAGE, assert_no_event, next_fault, open};
 use pageferry_addr::Hva;
 use pageferry_userfault::uffd::{
-    Features, PageFault, RangeIoctls, RangeOp, RegisterMode, Userfaultfd, Wake,
+    Features, PageFault, RangeIoctls, RangeOp, RegisterMode, Userfaultfd, Wake, WrittenPages,
 };
 use rustix::io::Errno;
 use std::fs::File;
@@ -159,6 +159,57 @@ fn asynchronous_protection_records_writes_without_a_sleep_or_an_event() {
         assert_eq!(protection(&memory, 4), [true; 4]);
         assert_no_event(&uffd);
     }
+}
+
+#[test]
+fn written_pages_are_taken_once_with_their_runs() {
+    const PAGES: u64 = 300;
+    let Some(uffd) = open(Features::WP_ASYNC | Features::WP_HUGETLBFS_SHMEM) else {
+        return;
+    };
+    for memory in [Memory::anonymous(PAGES), Memory::shared(PAGES)] {
+        memory.register(&uffd, RegisterMode::WP);
+        uffd.write_protect(memory.at(0), memory.len()).unwrap();
+        let pages = WrittenPages::open().unwrap();
+        let take = |first: u64, count: u64| {
+            let mut runs = Vec::new();
+            let each = |start: Hva, len| runs.push(((start.0 - memory.at(0).0) / PAGE, len / PAGE));
+            pages.take(memory.at(first), count * PAGE, each).unwrap();
+            runs
+        };
+        assert_eq!(take(0, PAGES), []);
+        // More runs than one system call reports.
+        for page in (0..PAGES).filter(|page| page % 3 != 2) {
+            memory.write(page, 1);
+        }
+        assert_eq!(take(30, 3), [(30, 2)]);
+        let runs = (0..PAGES / 3).map(|run| (3 * run, 2));
+        let rest: Vec<_> = runs.filter(|run| run.0 != 30).collect();
+        assert_eq!(take(0, PAGES), rest);
+        assert_eq!(take(0, PAGES), []);
+        memory.write(PAGES - 1, 2);
+        assert_eq!(take(0, PAGES), [(PAGES - 1, 1)]);
+        assert_eq!((memory.get(0), memory.get(PAGES - 1)), (1, 2));
+    }
+}
+
+#[test]
+fn written_pages_are_known_only_with_asynchronous_protection() {
+    let Some(uffd) = open(Features::WP_ASYNC) else {
+        return;
+    };
+    let memory = Memory::anonymous(2);
+    let pages = WrittenPages::open().unwrap();
+    let refused = |at| {
+        let error = pages.take(at, PAGE, |_, _| panic!("a page was reported"));
+        let error = error.unwrap_err();
+        assert_eq!((error.op, error.done), (RangeOp::Scan, 0));
+        error.errno
+    };
+    assert_eq!(refused(memory.at(0)), Errno::PERM);
+    memory.register(&uffd, RegisterMode::WP);
+    assert_eq!(refused(Hva(memory.at(0).0 + 1)), Errno::INVAL);
+    pages.take(memory.at(0), PAGE, |_, _| ()).unwrap();
 }
 
 #[test]
