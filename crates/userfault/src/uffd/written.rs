@@ -90,20 +90,22 @@ impl WrittenPages {
                 each(Hva(region.start), region.end - region.start);
             }
             let walked = argument.walk_end.saturating_sub(start.0);
-            // The kernel stands still at a huge page that it cannot protect as a whole.
-            let result = result.and(if walked > done {
-                Ok(())
-            } else {
-                Err(Errno::INVAL)
-            });
-            result.map_err(|errno| RangeError {
+            let errno = match result {
+                Ok(()) if walked > done => {
+                    done = walked;
+                    continue;
+                }
+                // The kernel stands still at a huge page that it cannot protect as a whole.
+                Ok(()) => Errno::INVAL,
+                Err(errno) => errno,
+            };
+            return Err(RangeError {
                 op: RangeOp::Scan,
                 start,
                 len,
                 done,
                 errno,
-            })?;
-            done = walked;
+            });
         }
         Ok(())
     }
