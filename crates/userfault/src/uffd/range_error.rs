@@ -88,7 +88,7 @@ impl RangeError {
         }
     }
 
-    /// Whether the page at `start + done` has contents already (`EEXIST`): it is mapped, or it is
+    /// Whether the page at `start + done` has contents already (`EEXIST`). It is mapped, or it is
     /// in the page cache, or it has a poison marker that the call does not replace. The call
     /// changed nothing there, and woke no thread that sleeps on the page.
     #[must_use]
