@@ -15,12 +15,13 @@ pub struct FaultEvent {
 
 /// The stream of faults that arrive on a file descriptor rather than as exits.
 pub trait FaultEvents: Send {
-    /// Readable when an event waits.
+    /// Readable when an event waits. Events that were read but not yet taken do not make it
+    /// readable, so a caller takes all events before it sleeps.
     fn fd(&self) -> BorrowedFd<'_>;
 
     /// Takes the next event, or `None` when there is none now. Never blocks.
     ///
     /// # Errors
-    /// When the kernel refuses the read.
+    /// When the kernel refuses the read, or sends an event that was not requested.
     fn next(&mut self) -> Result<Option<FaultEvent>, MachineError>;
 }

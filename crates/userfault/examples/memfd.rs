@@ -10,9 +10,10 @@
 #![expect(unsafe_code, reason = "maps memory, and registers it with userfaultfd")]
 
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
-use pageferry_userfault::uffd::{Event, Features, RegisterMode, Userfaultfd, Wake};
+use pageferry_userfault::uffd::{
+    Event, EventReader, Features, RegisterMode, Userfaultfd, Wait, Wake,
+};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap};
 use std::os::fd::OwnedFd;
@@ -60,18 +61,19 @@ fn serve(
     alias: Mapping,
     done: impl Fn() -> bool,
 ) -> Result<u64, Failure> {
+    let mut reader = EventReader::new(64);
+    let wait = Wait {
+        spin: Duration::from_micros(50),
+        limit: Some(Duration::from_millis(5)),
+        stop: None,
+    };
     let end = Instant::now() + LIMIT;
     let mut brought = 0;
     while !done() {
         if Instant::now() > end {
             return Err("the reader did not finish in time".into());
         }
-        let moment = Timespec {
-            tv_sec: 0,
-            tv_nsec: 5_000_000,
-        };
-        poll(&mut [PollFd::new(uffd, PollFlags::IN)], Some(&moment))?;
-        while let Some(event) = uffd.read_event()? {
+        while let Some(event) = reader.next(uffd, wait)? {
             let Event::PageFault(fault) = event else {
                 return Err(format!("unexpected {event:?}: no such feature was requested").into());
             };

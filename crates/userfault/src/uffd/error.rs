@@ -1,8 +1,6 @@
-//! The errors of a userfaultfd, with advice.
+//! The errors of opening and of adopting a userfaultfd, with advice.
 
 use super::Features;
-use core::fmt;
-use pageferry_addr::Hva;
 use rustix::io::Errno;
 
 /// The error of opening a userfaultfd.
@@ -54,94 +52,42 @@ pub enum OpenError {
     },
 }
 
-/// A call on a range of addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum RangeOp {
-    /// `UFFDIO_REGISTER`
-    Register,
-    /// `UFFDIO_UNREGISTER`
-    Unregister,
-    /// `UFFDIO_WAKE`
-    Wake,
-    /// `UFFDIO_COPY`
-    Copy,
-    /// `UFFDIO_ZEROPAGE`
-    Zeropage,
-    /// `UFFDIO_WRITEPROTECT`
-    WriteProtect,
-    /// `UFFDIO_CONTINUE`
-    Continue,
-    /// `UFFDIO_POISON`
-    Poison,
-}
-
-impl fmt::Display for RangeOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Register => "UFFDIO_REGISTER",
-            Self::Unregister => "UFFDIO_UNREGISTER",
-            Self::Wake => "UFFDIO_WAKE",
-            Self::Copy => "UFFDIO_COPY",
-            Self::Zeropage => "UFFDIO_ZEROPAGE",
-            Self::WriteProtect => "UFFDIO_WRITEPROTECT",
-            Self::Continue => "UFFDIO_CONTINUE",
-            Self::Poison => "UFFDIO_POISON",
-        })
-    }
-}
-
-/// A call on a range that stopped before its end.
+/// The error of adopting a descriptor as a userfaultfd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{op} of {len:#x} bytes at {start} stopped after {done:#x} bytes: {errno}")]
-pub struct RangeError {
-    /// The call that failed.
-    pub op: RangeOp,
-    /// The first byte of the range.
-    pub start: Hva,
-    /// Its length in bytes.
-    pub len: u64,
-    /// The number of bytes from the start that are done and stay done. Unless the call was told
-    /// otherwise, their sleepers were woken. Always 0 for calls that succeed or fail as a whole:
-    /// register, unregister, wake, write-protect.
-    pub done: u64,
-    /// The kernel's error for the page at `start + done`.
-    pub errno: Errno,
-}
-
-impl RangeError {
-    /// Whether the page at `start + done` is already mapped or, for a poison marker, mapped or
-    /// marked (`EEXIST`). The call changed nothing there, and woke no thread that sleeps on the
-    /// page.
-    #[must_use]
-    pub fn is_already_there(&self) -> bool {
-        self.errno == Errno::EXIST
-    }
-
-    /// Whether `UFFDIO_CONTINUE` found no page in the page cache at `start + done` (`EFAULT`).
-    #[must_use]
-    pub fn is_not_in_page_cache(&self) -> bool {
-        self.op == RangeOp::Continue && self.errno == Errno::FAULT
-    }
-
-    /// Whether the range is not (or no longer) one registered mapping (`ENOENT`).
-    #[must_use]
-    pub fn is_not_registered(&self) -> bool {
-        self.errno == Errno::NOENT
-    }
-
-    /// Whether the mappings are being changed (`EAGAIN`). The caller may repeat the call from
-    /// `start + done` after it has read the event of that change.
-    #[must_use]
-    pub fn is_changing(&self) -> bool {
-        self.errno == Errno::AGAIN
-    }
-}
-
-impl From<RangeError> for std::io::Error {
-    fn from(error: RangeError) -> Self {
-        error.errno.into()
-    }
+#[non_exhaustive]
+pub enum AdoptError {
+    /// The descriptor belongs to another kind of file.
+    #[error(
+        "the descriptor is no userfaultfd: expected one of userfaultfd(2) or /dev/userfaultfd, \
+         after its API handshake"
+    )]
+    NotUserfaultfd,
+    /// The userfaultfd has had no API handshake. It serves the memory of the process that opened
+    /// it, so that process must choose the features.
+    #[error(
+        "the userfaultfd has had no API handshake: the process that opened it must call UFFDIO_API \
+         before it hands the descriptor over"
+    )]
+    NoHandshake,
+    /// The process that opened the userfaultfd did not request all needed features.
+    #[error(
+        "the userfaultfd was opened without {missing}: its features are {enabled}, and the process \
+         that opens it must request all that are needed"
+    )]
+    MissingFeatures {
+        /// The needed features that are not enabled.
+        missing: Features,
+        /// All enabled features.
+        enabled: Features,
+    },
+    /// Another error, such as a process without `/proc`.
+    #[error("{call} failed: {errno}")]
+    Failed {
+        /// The call that failed.
+        call: &'static str,
+        /// Its error.
+        errno: Errno,
+    },
 }
 
 #[cfg(test)]
@@ -172,27 +118,6 @@ mod tests {
         assert_eq!(
             text,
             "this kernel's userfaultfd lacks POISON (Linux 6.6); it has MINOR_SHMEM"
-        );
-    }
-
-    #[test]
-    fn a_range_error_keeps_the_errno() {
-        let error = RangeError {
-            op: RangeOp::Continue,
-            start: Hva(0x7000),
-            len: 0x3000,
-            done: 0x1000,
-            errno: Errno::EXIST,
-        };
-        assert!(error.is_already_there() && !error.is_not_in_page_cache());
-        assert!(
-            error.to_string().starts_with(
-                "UFFDIO_CONTINUE of 0x3000 bytes at 0x7000 stopped after 0x1000 bytes"
-            )
-        );
-        assert_eq!(
-            std::io::Error::from(error).raw_os_error(),
-            Some(libc::EEXIST)
         );
     }
 }

@@ -1,8 +1,9 @@
 //! The messages that are read from a userfaultfd.
 
+use super::Userfaultfd;
 use super::abi;
 use pageferry_addr::Hva;
-use std::os::fd::{OwnedFd, RawFd};
+use std::os::fd::RawFd;
 
 /// A page fault. Its thread sleeps until the page is present or the thread is woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,17 +23,22 @@ pub struct PageFault {
 
 /// An event of a userfaultfd.
 ///
-/// All events but [`Event::PageFault`] come only if their feature was requested on opening.
+/// All events but [`Event::PageFault`] come only if their feature was requested on opening. The
+/// thread that changes a mapping sleeps until its event is read. Until that thread runs on, calls
+/// that resolve faults fail with `EAGAIN`
+/// ([`RangeError::is_changing`](super::RangeError::is_changing)).
 #[derive(Debug)]
 pub enum Event {
     /// A thread touched a registered page.
     PageFault(PageFault),
-    /// The process has forked. The userfaultfd of this event serves the child's ranges.
+    /// The process has forked ([`Features::EVENT_FORK`](super::Features)).
     Fork {
-        /// The child's userfaultfd, owned by the reader of the event.
-        child: OwnedFd,
+        /// The child's userfaultfd, with the features of its parent's. It serves the child's
+        /// copies of the registered ranges. Dropping it unregisters them.
+        child: Userfaultfd,
     },
-    /// `mremap` moved a registered range.
+    /// `mremap` moved a registered range ([`Features::EVENT_REMAP`](super::Features)). The
+    /// registration moved with it.
     Remap {
         /// The old address.
         from: Hva,
@@ -41,25 +47,22 @@ pub enum Event {
         /// Its length in bytes.
         len: u64,
     },
-    /// Pages in `start..end` were dropped. They are missing again.
+    /// Pages in `start..end` are dropped ([`Features::EVENT_REMOVE`](super::Features)). They are
+    /// missing again, and their contents are those of an empty page. The kernel drops them when
+    /// this event has been read, perhaps a little later.
     Remove {
         /// The first byte.
         start: Hva,
         /// The first byte behind the range.
         end: Hva,
     },
-    /// The mappings in `start..end` are gone.
+    /// The mappings in `start..end` are gone ([`Features::EVENT_UNMAP`](super::Features)). Threads
+    /// that slept on their pages were woken.
     Unmap {
         /// The first byte.
         start: Hva,
         /// The first byte behind the range.
         end: Hva,
-    },
-    /// A message that this crate does not know. The kernel sends such messages only for requested
-    /// features that this crate does not know either. The reader may ignore it.
-    Unknown {
-        /// The kernel's number of the event.
-        event: u8,
     },
 }
 
@@ -71,12 +74,11 @@ pub(super) enum Message {
     Remap { from: Hva, to: Hva, len: u64 },
     Remove { start: Hva, end: Hva },
     Unmap { start: Hva, end: Hva },
-    Unknown { event: u8 },
 }
 
 impl Message {
-    /// Decodes one `struct uffd_msg`.
-    pub(super) fn decode(bytes: &[u8; abi::MSG_BYTES]) -> Self {
+    /// Decodes one `struct uffd_msg`. The error is the number of an event that is not known.
+    pub(super) fn decode(bytes: &[u8; abi::MSG_BYTES]) -> Result<Self, u8> {
         let word = |index: usize| {
             let at = abi::MSG_ARG + 8 * index;
             let mut word = [0; 8];
@@ -88,7 +90,7 @@ impl Message {
             let [a, b, c, d, ..] = word(index);
             [a, b, c, d]
         };
-        match bytes[0] {
+        Ok(match bytes[0] {
             abi::EVENT_PAGEFAULT => Self::PageFault(PageFault {
                 address: Hva(long(1)),
                 write: long(0) & abi::PAGEFAULT_FLAG_WRITE != 0,
@@ -110,8 +112,8 @@ impl Message {
                 start: Hva(long(0)),
                 end: Hva(long(1)),
             },
-            event => Self::Unknown { event },
-        }
+            event => return Err(event),
+        })
     }
 }
 
@@ -131,7 +133,7 @@ mod tests {
     #[test]
     fn a_page_fault_has_address_flags_and_thread() {
         let fault = |flags| match Message::decode(&message(0x12, [flags, 0x7f00_0000_1000, 4711])) {
-            Message::PageFault(fault) => fault,
+            Ok(Message::PageFault(fault)) => fault,
             other => panic!("{other:?}"),
         };
         let base = PageFault {
@@ -169,29 +171,29 @@ mod tests {
     #[test]
     fn the_other_events_have_their_fields() {
         let at = |event| Message::decode(&message(event, [0x1000, 0x3000, 0x2000]));
-        assert_eq!(at(0x13), Message::Fork(0x1000));
+        assert_eq!(at(0x13), Ok(Message::Fork(0x1000)));
         assert_eq!(
             at(0x14),
-            Message::Remap {
+            Ok(Message::Remap {
                 from: Hva(0x1000),
                 to: Hva(0x3000),
                 len: 0x2000
-            }
+            })
         );
         assert_eq!(
             at(0x15),
-            Message::Remove {
+            Ok(Message::Remove {
                 start: Hva(0x1000),
                 end: Hva(0x3000)
-            }
+            })
         );
         assert_eq!(
             at(0x16),
-            Message::Unmap {
+            Ok(Message::Unmap {
                 start: Hva(0x1000),
                 end: Hva(0x3000)
-            }
+            })
         );
-        assert_eq!(at(0x17), Message::Unknown { event: 0x17 });
+        assert_eq!((at(0x11), at(0x17), at(0)), (Err(0x11), Err(0x17), Err(0)));
     }
 }

@@ -1,13 +1,10 @@
-//! [`Userfaultfd`]: opening, registering, reading events.
-#![expect(
-    unsafe_code,
-    reason = "registering a range is unsafe to call, and adopting a descriptor is unsafe"
-)]
+//! [`Userfaultfd`]: opening, and registering ranges.
+#![expect(unsafe_code, reason = "registering a range is unsafe to call")]
 
 use super::abi::{self, UffdioApi, UffdioRange, UffdioRegister};
-use super::error::{OpenError, RangeError, RangeOp};
-use super::event::{Event, Message};
+use super::error::OpenError;
 use super::flags::{Features, RangeIoctls, RegisterMode};
+use super::range_error::{RangeError, RangeOp};
 use super::sys;
 use pageferry_addr::Hva;
 use rustix::io::Errno;
@@ -24,16 +21,18 @@ pub enum OpenedBy {
 
 /// An open userfaultfd after its API handshake: close-on-exec and non-blocking.
 ///
+/// It serves the memory of the process that opened it, even when another process holds it
+/// ([`Userfaultfd::adopt`]). All addresses are those of that process.
+///
 /// Any thread may make any call at any time. The kernel orders them.
 ///
-/// Dropping it closes the descriptor. The kernel unregisters all its ranges, and a thread that
-/// slept on a missing page continues *with the present contents*, zeros or half-received bytes. So
-/// it must outlive the last missing page of every VM that it serves.
+/// Dropping the last descriptor of it unregisters all its ranges. A thread that slept on a missing
+/// page then continues *with the present contents*, zeros or half-received bytes. So it must
+/// outlive the last missing page of every VM that it serves.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
-    opened_by: OpenedBy,
-    available: Features,
+    features: Features,
 }
 
 impl Userfaultfd {
@@ -42,29 +41,47 @@ impl Userfaultfd {
     ///
     /// Tries the system call, then `/dev/userfaultfd`.
     ///
+    /// ```
+    /// use pageferry_userfault::uffd::{Features, Userfaultfd};
+    ///
+    /// match Userfaultfd::open(Features::MISSING_SHMEM | Features::MINOR_SHMEM) {
+    ///     Ok(uffd) => assert!(uffd.features().contains(Features::MINOR_SHMEM)),
+    ///     Err(why) => println!("SKIPPED: {why}"), // the message says what would help
+    /// }
+    /// ```
+    ///
     /// # Errors
     /// See [`OpenError`]: no permission, a missing feature, or a kernel without userfaultfd.
     pub fn open(features: Features) -> Result<Self, OpenError> {
-        Self::open_as(features, false)
+        Self::open_as(features, false).map(|(uffd, ..)| uffd)
     }
 
     /// Opens a userfaultfd that serves faults of user mode only. Any process may do so. A fault
     /// inside a system call or in KVM then fails (`EFAULT`) and is not reported.
     ///
+    /// ```
+    /// use pageferry_userfault::uffd::{Features, Userfaultfd};
+    ///
+    /// match Userfaultfd::open_user_mode_only(Features::empty()) {
+    ///     Ok(uffd) => println!("{uffd:?}"),
+    ///     Err(why) => println!("SKIPPED: {why}"),
+    /// }
+    /// ```
+    ///
     /// # Errors
     /// As [`Userfaultfd::open`].
     pub fn open_user_mode_only(features: Features) -> Result<Self, OpenError> {
-        Self::open_as(features, true)
+        Self::open_as(features, true).map(|(uffd, ..)| uffd)
     }
 
-    fn open_as(features: Features, user_mode_only: bool) -> Result<Self, OpenError> {
+    /// Opens a userfaultfd. Also returns its interface, and all features of the kernel.
+    pub(super) fn open_as(
+        features: Features,
+        user_mode_only: bool,
+    ) -> Result<(Self, OpenedBy, Features), OpenError> {
         let (fd, opened_by) = open_descriptor(user_mode_only)?;
         match handshake(&fd, features) {
-            Ok(available) => Ok(Self {
-                fd,
-                opened_by,
-                available,
-            }),
+            Ok(available) => Ok((Self { fd, features }, opened_by, available)),
             Err(Errno::PERM) if features.contains(Features::EVENT_FORK) => {
                 Err(OpenError::ForkEventsNotPermitted)
             }
@@ -83,16 +100,16 @@ impl Userfaultfd {
         }
     }
 
-    /// All features of this kernel, including those that were not requested.
-    #[must_use]
-    pub fn available(&self) -> Features {
-        self.available
+    /// Wraps a descriptor of a userfaultfd that has had its handshake, with the enabled features.
+    pub(super) fn from_parts(fd: OwnedFd, features: Features) -> Self {
+        Self { fd, features }
     }
 
-    /// The interface by which the userfaultfd was opened.
+    /// The enabled features: those that were requested on opening. Those of an adopted userfaultfd
+    /// are the kernel's record. The record also names features that others imply.
     #[must_use]
-    pub fn opened_by(&self) -> OpenedBy {
-        self.opened_by
+    pub fn features(&self) -> Features {
+        self.features
     }
 
     /// Registers `len` bytes from `start` for the faults of `mode`. Returns the ioctls that the
@@ -101,10 +118,21 @@ impl Userfaultfd {
     /// Both must be multiples of the mapping's page size. Registering a range again replaces its
     /// mode.
     ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::empty(), |uffd| {
+    /// # let memory = private(4)?;
+    /// // SAFETY: no thread touches these four pages, and nothing else uses them.
+    /// let ioctls = unsafe { uffd.register(memory, 4 * PAGE, RegisterMode::MISSING)? };
+    /// assert!(ioctls.contains(RangeIoctls::COPY | RangeIoctls::ZEROPAGE));
+    /// # Ok(()) }) }
+    /// ```
+    ///
     /// # Errors
     /// `EINVAL`: the range is not aligned or not mapped, or the kind of mapping does not support
     /// `mode`. `EPERM`: the mapping is a shared file without write permission. `EBUSY`: another
-    /// userfaultfd has the range. `ENOMEM`: no memory.
+    /// userfaultfd has the range. `ENOMEM`: no memory is free, or the process of the userfaultfd
+    /// has exited.
     ///
     /// # Safety
     /// From now on, until the range is unregistered or unmapped:
@@ -114,7 +142,8 @@ impl Userfaultfd {
     ///    thread touches the range while it holds a lock that the resolving thread needs.
     /// 2. Calls of this userfaultfd give pages of the range their first contents. So no Rust
     ///    reference to such a page may exist that relies on it being zero.
-    /// 3. The caller owns the mapping of the range, and keeps it as long as it is registered.
+    /// 3. The caller owns the mapping of the range, and keeps it as long as it is registered. A
+    ///    range of another process is that process's affair.
     pub unsafe fn register(
         &self,
         start: Hva,
@@ -131,7 +160,7 @@ impl Userfaultfd {
         };
         // SAFETY: the contract is this function's own.
         unsafe { sys::register(&self.fd, &mut argument) }
-            .map_err(|errno| at(RangeOp::Register, start, len, errno))?;
+            .map_err(|errno| RangeError::whole(RangeOp::Register, start, len, errno))?;
         Ok(RangeIoctls::from_bits(argument.ioctls))
     }
 
@@ -140,8 +169,20 @@ impl Userfaultfd {
     /// A thread that sleeps on a missing page of the range continues *with the present contents*,
     /// as if the userfaultfd were dropped. Poison markers stay.
     ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::empty(), |uffd| {
+    /// # let memory = private(1)?;
+    /// # // SAFETY: nothing else uses the page.
+    /// # unsafe { uffd.register(memory, PAGE, RegisterMode::MISSING)? };
+    /// uffd.unregister(memory, PAGE)?;
+    /// assert_eq!(read(memory), 0); // no fault is reported any more
+    /// # Ok(()) }) }
+    /// ```
+    ///
     /// # Errors
-    /// `EINVAL`: the range is not aligned or not mapped.
+    /// `EINVAL`: the range is not aligned or not mapped. `ENOMEM`: the process of the userfaultfd
+    /// has exited.
     pub fn unregister(&self, start: Hva, len: u64) -> Result<(), RangeError> {
         sys::unregister(
             &self.fd,
@@ -150,85 +191,13 @@ impl Userfaultfd {
                 len,
             },
         )
-        .map_err(|errno| at(RangeOp::Unregister, start, len, errno))
-    }
-
-    /// Reads at most `limit` waiting events and appends them to `events`. Returns their number. It
-    /// never blocks: without a waiting event it returns 0. To wait, poll the descriptor ([`AsFd`])
-    /// for readability.
-    ///
-    /// # Errors
-    /// The error of `read(2)`. Events that were appended before stay.
-    pub fn read_events(&self, events: &mut Vec<Event>, limit: usize) -> Result<usize, Errno> {
-        // This takes 2 KiB of stack.
-        let mut buffer = [[0; abi::MSG_BYTES]; 64];
-        let mut count = 0;
-        while count < limit {
-            let batch = buffer.len().min(limit - count);
-            let read = self.read_batch(&mut buffer[..batch], |event| events.push(event))?;
-            count += read;
-            if read < batch {
-                break;
-            }
-        }
-        Ok(count)
-    }
-
-    /// Reads one event, or returns `None` if none waits. It never blocks.
-    ///
-    /// # Errors
-    /// The error of `read(2)`.
-    pub fn read_event(&self) -> Result<Option<Event>, Errno> {
-        let mut event = None;
-        self.read_batch(&mut [[0; abi::MSG_BYTES]], |read| event = Some(read))?;
-        Ok(event)
-    }
-
-    /// Makes one `read(2)` of as many waiting messages as fit. Returns their number.
-    fn read_batch(
-        &self,
-        buffer: &mut [[u8; abi::MSG_BYTES]],
-        mut each: impl FnMut(Event),
-    ) -> Result<usize, Errno> {
-        let bytes = match rustix::io::retry_on_intr(|| {
-            rustix::io::read(&self.fd, buffer.as_flattened_mut())
-        }) {
-            Ok(bytes) => bytes,
-            Err(Errno::AGAIN) => return Ok(0),
-            Err(errno) => return Err(errno),
-        };
-        let messages = &buffer[..bytes / abi::MSG_BYTES];
-        for message in messages {
-            each(match Message::decode(message) {
-                Message::PageFault(fault) => Event::PageFault(fault),
-                Message::Fork(raw) => Event::Fork {
-                    // SAFETY: the message was just read, and this loop decodes each once.
-                    child: unsafe { sys::adopt(raw) },
-                },
-                Message::Remap { from, to, len } => Event::Remap { from, to, len },
-                Message::Remove { start, end } => Event::Remove { start, end },
-                Message::Unmap { start, end } => Event::Unmap { start, end },
-                Message::Unknown { event } => Event::Unknown { event },
-            });
-        }
-        Ok(messages.len())
+        .map_err(|errno| RangeError::whole(RangeOp::Unregister, start, len, errno))
     }
 }
 
 impl AsFd for Userfaultfd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
-    }
-}
-
-/// The error of a call that succeeds or fails as a whole.
-pub(super) fn at(op: RangeOp, start: Hva, len: u64, errno: Errno) -> RangeError {
-    RangeError {
-        op,
-        start,
-        len,
-        done: 0,
-        errno,
     }
 }
 

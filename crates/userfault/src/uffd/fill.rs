@@ -1,19 +1,11 @@
 //! The calls that resolve faults: they make pages present, set markers, or wake threads.
 
-use super::abi::{self, UffdioFill, UffdioRange, UffdioWriteprotect};
-use super::error::{RangeError, RangeOp};
-use super::fd::{Userfaultfd, at};
+use super::abi::{self, UffdioFill, UffdioRange};
+use super::fd::Userfaultfd;
+use super::range_error::{RangeError, RangeOp};
+use super::retry::advance;
 use super::sys;
 use pageferry_addr::{Hva, PageSize};
-use rustix::io::Errno;
-
-/// The number of repetitions of a call that makes no progress (`EAGAIN`), before the caller gets
-/// the error.
-///
-/// Without event features the cause is a page table that vanishes under the call (the kernel makes
-/// a huge page), and it passes at once. With event features it may last until an event is read,
-/// perhaps by this thread.
-const RETRIES: u32 = 32;
 
 /// The moment at which threads that sleep on a page are woken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +18,7 @@ pub enum Wake {
 }
 
 impl Wake {
-    fn mode(self) -> u64 {
+    pub(super) fn mode(self) -> u64 {
         match self {
             Self::Now => 0,
             Self::Later => abi::MODE_DONTWAKE,
@@ -41,34 +33,67 @@ impl Userfaultfd {
     /// The slice must not lie in missing memory. Otherwise the call fails with `EFAULT` or waits
     /// for a fault that no thread may resolve.
     ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::empty(), |uffd| {
+    /// # let memory = private(2)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(memory, 2 * PAGE, RegisterMode::MISSING)? };
+    /// uffd.copy(memory, &[7; 2 * 4096], Wake::Now)?;
+    /// assert_eq!(read(memory), 7);
+    ///
+    /// let again = uffd.copy(memory, &[8; 4096], Wake::Now).unwrap_err();
+    /// assert!(again.is_already_there());
+    /// # Ok(()) }) }
+    /// ```
+    ///
     /// # Errors
     /// [`RangeError`]. Among others `EEXIST`: the page at `done` has contents already.
     pub fn copy(&self, dst: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
-        let len = bytes.len() as u64;
-        advance(RangeOp::Copy, dst, len, |done| {
-            let rest = &bytes[done as usize..]; // at most `len`, which came from a usize
-            sys::copy(self, dst.0 + done, rest, wake.mode())
-        })
+        self.copy_with(dst, bytes, wake.mode())
     }
 
     /// Maps zeros at the missing pages of `len` bytes from `start`.
+    ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::empty(), |uffd| {
+    /// # let memory = private(2)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(memory, 2 * PAGE, RegisterMode::MISSING)? };
+    /// uffd.zeropage(memory, 2 * PAGE, Wake::Now)?;
+    /// assert_eq!(read(memory), 0);
+    /// # Ok(()) }) }
+    /// ```
     ///
     /// # Errors
     /// [`RangeError`]. Among others `EEXIST` as in [`Userfaultfd::copy`], and `EINVAL` on
     /// hugetlbfs.
     pub fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.fill(RangeOp::Zeropage, start, len, wake)
+        self.fill(RangeOp::Zeropage, start, len, wake.mode())
     }
 
     /// Maps the pages of `len` bytes from `start`. They must be in the page cache, written through
     /// another mapping of the same file. The call replaces poison markers.
+    ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::MISSING_SHMEM | Features::MINOR_SHMEM, |uffd| {
+    /// # let (guest, alias) = shared(1)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(guest, PAGE, RegisterMode::MISSING | RegisterMode::MINOR)? };
+    /// write(alias, 7); // now the page is in the page cache
+    /// uffd.continue_range(guest, PAGE, Wake::Now)?;
+    /// assert_eq!(read(guest), 7);
+    /// # Ok(()) }) }
+    /// ```
     ///
     /// # Errors
     /// [`RangeError`]. Among others `EEXIST` (the page at `done` is mapped already,
     /// [`RangeError::is_already_there`]) and `EFAULT` (it is not in the page cache,
     /// [`RangeError::is_not_in_page_cache`]).
     pub fn continue_range(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.fill(RangeOp::Continue, start, len, wake)
+        self.fill(RangeOp::Continue, start, len, wake.mode())
     }
 
     /// Does a [`Userfaultfd::continue_range`] that skips pages which are mapped already. Returns
@@ -76,6 +101,20 @@ impl Userfaultfd {
     ///
     /// `page` is the mapping's page size. [`Wake::Now`] wakes sleepers on *all* pages, including
     /// pages that other threads had mapped.
+    ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::MISSING_SHMEM | Features::MINOR_SHMEM, |uffd| {
+    /// # let (guest, alias) = shared(2)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(guest, 2 * PAGE, RegisterMode::MISSING | RegisterMode::MINOR)? };
+    /// write(alias, 1);
+    /// write(Hva(alias.0 + PAGE), 2);
+    /// uffd.continue_range(guest, PAGE, Wake::Now)?;
+    /// let newly = uffd.continue_unmapped(guest, 2 * PAGE, PageSize::Size4K, Wake::Now)?;
+    /// assert_eq!(newly, PAGE); // the first page was mapped already
+    /// # Ok(()) }) }
+    /// ```
     ///
     /// # Errors
     /// [`RangeError`] other than `EEXIST`.
@@ -102,10 +141,22 @@ impl Userfaultfd {
     ///
     /// A [`Userfaultfd::continue_range`] or [`Userfaultfd::copy`] over the marker removes it.
     ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::POISON, |uffd| {
+    /// # let memory = private(1)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(memory, PAGE, RegisterMode::MISSING)? };
+    /// uffd.poison(memory, PAGE, Wake::Now)?;
+    /// uffd.copy(memory, &[7; 4096], Wake::Now)?; // replaces the marker
+    /// assert_eq!(read(memory), 7);
+    /// # Ok(()) }) }
+    /// ```
+    ///
     /// # Errors
     /// [`RangeError`]. Among others `EEXIST`: the page at `done` is mapped or marked already.
     pub fn poison(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.fill(RangeOp::Poison, start, len, wake)
+        self.fill(RangeOp::Poison, start, len, wake.mode())
     }
 
     /// Does a [`Userfaultfd::poison`] that skips pages which are mapped or marked already. Returns
@@ -114,6 +165,19 @@ impl Userfaultfd {
     /// The call also marks a page that was mapped before, if the kernel has dropped that mapping. A
     /// thread that touches the page gets SIGBUS. The thread must look up the page's state, and not
     /// assume that the page is missing.
+    ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::POISON, |uffd| {
+    /// # let memory = private(2)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(memory, 2 * PAGE, RegisterMode::MISSING)? };
+    /// uffd.copy(memory, &[7; 4096], Wake::Now)?;
+    /// let newly = uffd.poison_unmapped(memory, 2 * PAGE, PageSize::Size4K, Wake::Now)?;
+    /// assert_eq!(newly, PAGE); // the first page has contents
+    /// assert_eq!(read(memory), 7);
+    /// # Ok(()) }) }
+    /// ```
     ///
     /// # Errors
     /// [`RangeError`] other than `EEXIST`.
@@ -132,6 +196,17 @@ impl Userfaultfd {
 
     /// Wakes all threads that sleep on faults in `len` bytes from `start`. Each repeats its access.
     ///
+    /// ```
+    /// # include!(concat!(env!("CARGO_MANIFEST_DIR"), "/src/uffd/example.rs"));
+    /// # fn main() { example(Features::empty(), |uffd| {
+    /// # let memory = private(1)?;
+    /// # // SAFETY: only this thread touches the pages, after they are present.
+    /// # unsafe { uffd.register(memory, PAGE, RegisterMode::MISSING)? };
+    /// uffd.copy(memory, &[7; 4096], Wake::Later)?;
+    /// uffd.wake(memory, PAGE)?; // a thread that slept on the page goes on
+    /// # Ok(()) }) }
+    /// ```
+    ///
     /// # Errors
     /// `EINVAL`: the range is not aligned or is empty.
     pub fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
@@ -142,51 +217,26 @@ impl Userfaultfd {
                 len,
             },
         )
-        .map_err(|errno| at(RangeOp::Wake, start, len, errno))
+        .map_err(|errno| RangeError::whole(RangeOp::Wake, start, len, errno))
     }
 
-    /// Write-protects `len` bytes from `start`, which are registered with
-    /// [`RegisterMode::WP`](super::RegisterMode). A thread that writes there sleeps, and the kernel
-    /// sends an event.
-    ///
-    /// # Errors
-    /// [`RangeError`]. Among others `ENOENT`: the range is not registered with that mode.
-    pub fn write_protect(&self, start: Hva, len: u64) -> Result<(), RangeError> {
-        self.set_write_protection(start, len, abi::WRITEPROTECT_MODE_WP)
+    /// `UFFDIO_COPY` with the bits of `mode`.
+    pub(super) fn copy_with(&self, dst: Hva, bytes: &[u8], mode: u64) -> Result<(), RangeError> {
+        let len = bytes.len() as u64;
+        advance(RangeOp::Copy, dst, len, |done| {
+            let rest = &bytes[done as usize..]; // at most `len`, which came from a usize
+            sys::copy(self, dst.0 + done, rest, mode)
+        })
     }
 
-    /// Lifts the write protection of `len` bytes from `start`.
-    ///
-    /// # Errors
-    /// As [`Userfaultfd::write_protect`].
-    pub fn write_unprotect(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        let mode = match wake {
-            Wake::Now => 0,
-            Wake::Later => abi::WRITEPROTECT_MODE_DONTWAKE,
-        };
-        self.set_write_protection(start, len, mode)
-    }
-
-    fn set_write_protection(&self, start: Hva, len: u64, mode: u64) -> Result<(), RangeError> {
-        let range = UffdioRange {
-            start: start.0,
-            len,
-        };
-        let mut stuck = 0;
-        loop {
-            match sys::write_protect(self, UffdioWriteprotect { range, mode }) {
-                Err(Errno::AGAIN) if stuck < RETRIES => {
-                    stuck += 1;
-                    std::thread::yield_now();
-                }
-                result => {
-                    return result.map_err(|errno| at(RangeOp::WriteProtect, start, len, errno));
-                }
-            }
-        }
-    }
-
-    fn fill(&self, op: RangeOp, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
+    /// A call of the layout of `UFFDIO_ZEROPAGE`, with the bits of `mode`.
+    pub(super) fn fill(
+        &self,
+        op: RangeOp,
+        start: Hva,
+        len: u64,
+        mode: u64,
+    ) -> Result<(), RangeError> {
         let call = match op {
             RangeOp::Zeropage => sys::zeropage,
             RangeOp::Continue => sys::continue_range,
@@ -199,7 +249,7 @@ impl Userfaultfd {
                     start: start.0 + done,
                     len: len - done,
                 },
-                mode: wake.mode(),
+                mode,
                 done: 0,
             };
             let result = call(self, &mut argument);
@@ -222,7 +272,7 @@ impl Userfaultfd {
         );
         let (mut passed, mut there) = (0, 0);
         loop {
-            match self.fill(op, Hva(start.0 + passed), len - passed, wake) {
+            match self.fill(op, Hva(start.0 + passed), len - passed, wake.mode()) {
                 Ok(()) => break,
                 Err(stop) if stop.is_already_there() => {
                     there += page.bytes();
@@ -246,87 +296,5 @@ impl Userfaultfd {
             self.wake(start, len)?;
         }
         Ok(len - there)
-    }
-}
-
-/// Repeats a call that may stop half-way (`EAGAIN` with a count of bytes done) from where it
-/// stopped.
-fn advance(
-    op: RangeOp,
-    start: Hva,
-    len: u64,
-    mut call: impl FnMut(u64) -> (Result<(), Errno>, i64),
-) -> Result<(), RangeError> {
-    let (mut done, mut stuck) = (0, 0);
-    loop {
-        let errno = match call(done) {
-            (Ok(()), _) => return Ok(()),
-            // A negative count repeats the errno.
-            (Err(Errno::AGAIN), count) => {
-                let count = u64::try_from(count).unwrap_or(0);
-                done += count;
-                stuck = if count > 0 { 0 } else { stuck + 1 };
-                if stuck == 0 || stuck <= RETRIES {
-                    if stuck > 0 {
-                        std::thread::yield_now();
-                    }
-                    continue;
-                }
-                Errno::AGAIN
-            }
-            (Err(errno), _) => errno,
-        };
-        return Err(RangeError {
-            op,
-            start,
-            len,
-            done,
-            errno,
-        });
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn run(answers: &[(Result<(), Errno>, i64)]) -> (Result<(), RangeError>, Vec<u64>) {
-        let mut offsets = Vec::new();
-        let result = advance(RangeOp::Continue, Hva(0x1_0000), 0x8000, |done| {
-            offsets.push(done);
-            answers[(offsets.len() - 1).min(answers.len() - 1)]
-        });
-        (result, offsets)
-    }
-
-    #[test]
-    fn a_partial_call_goes_on_where_it_stopped() {
-        let (result, offsets) = run(&[
-            (Err(Errno::AGAIN), 0x3000),
-            (Err(Errno::AGAIN), 0x1000),
-            (Ok(()), 0x4000),
-        ]);
-        assert_eq!(result, Ok(()));
-        assert_eq!(offsets, [0, 0x3000, 0x4000]);
-    }
-
-    #[test]
-    fn the_error_behind_a_partial_call_says_how_far_it_came() {
-        let (result, _) = run(&[
-            (Err(Errno::AGAIN), 0x3000),
-            (Err(Errno::EXIST), -i64::from(libc::EEXIST)),
-        ]);
-        let error = result.unwrap_err();
-        assert_eq!(
-            (error.done, error.errno, error.len),
-            (0x3000, Errno::EXIST, 0x8000)
-        );
-    }
-
-    #[test]
-    fn no_headway_is_reported_after_a_bounded_number_of_tries() {
-        let (result, offsets) = run(&[(Err(Errno::AGAIN), -i64::from(libc::EAGAIN))]);
-        assert!(result.unwrap_err().is_changing());
-        assert_eq!(offsets.len(), RETRIES as usize + 1);
     }
 }

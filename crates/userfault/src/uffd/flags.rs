@@ -145,9 +145,10 @@ bit_set! {
         WP_UNPOPULATED = 13, "6.4";
         /// `UFFDIO_POISON`.
         POISON = 14, "6.6";
-        /// Write-protect faults that the kernel resolves itself.
+        /// Write-protect faults that the kernel resolves itself: a write lifts the protection,
+        /// without an event. Implies [`Self::WP_UNPOPULATED`].
         WP_ASYNC = 15, "6.7";
-        /// `UFFDIO_MOVE`.
+        /// [`move_pages`](super::Userfaultfd::move_pages).
         MOVE = 16, "6.8";
     }
 }
@@ -190,7 +191,7 @@ bit_set! {
         COPY = 3, "4.3";
         /// [`zeropage`](super::Userfaultfd::zeropage)
         ZEROPAGE = 4, "4.3";
-        /// `UFFDIO_MOVE`
+        /// [`move_pages`](super::Userfaultfd::move_pages)
         MOVE = 5, "6.8";
         /// [`write_protect`](super::Userfaultfd::write_protect)
         WRITEPROTECT = 6, "5.7";

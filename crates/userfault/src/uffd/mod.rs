@@ -1,35 +1,45 @@
 //! userfaultfd: the kernel reports a thread that touches a missing page, and puts the thread to
 //! sleep.
 //!
-//! **Guarantee.** Only [`Userfaultfd::register`] is unsafe: its caller is responsible for the
-//! effects of touching the range. Errors have the kernel's `errno` unchanged, and the progress of
-//! the call. The numbers and layouts shared with the kernel are asserted at compile time. No call
-//! blocks.
+//! **Guarantee.** Two calls are unsafe. The caller of [`Userfaultfd::register`] is responsible for
+//! the effects of touching the range. [`Userfaultfd::move_pages`] empties its source.
+//!
+//! Errors have the kernel's `errno` unchanged, its meaning for the call, and the progress of the
+//! call. The numbers and layouts shared with the kernel are asserted at compile time. No call
+//! blocks but [`EventReader::next`].
 //!
 //! **Mechanism.** One descriptor, [`Userfaultfd`]. Its ioctls resolve faults
-//! ([`Userfaultfd::copy`], [`Userfaultfd::continue_range`], ..), and reading it yields [`Event`]s.
-//! [`UffdSupport`] probes the host's capabilities. The ABI is that of
-//! `include/uapi/linux/userfaultfd.h`, Linux 6.18. The semantics are those of `fs/userfaultfd.c`
-//! and `mm/userfaultfd.c`.
+//! ([`Userfaultfd::copy`], [`Userfaultfd::continue_range`], ..), and an [`EventReader`] reads its
+//! [`Event`]s. [`Userfaultfd::adopt`] takes a descriptor of another process. [`UffdSupport`] probes
+//! the host's capabilities. The ABI is that of `include/uapi/linux/userfaultfd.h`, Linux 6.18. The
+//! semantics are those of `fs/userfaultfd.c` and `mm/userfaultfd.c`.
 //!
 //! **Neighbours.** This module knows only addresses. Its users ask
 //! [`PageStates`](crate::PageStates) which pages are missing.
-//!
-//! Not supported: `UFFDIO_MOVE`, which takes pages away under references to the source and has no
-//! user yet, and adopting another process's userfaultfd.
 
 mod abi;
+mod adopt;
 mod error;
 mod event;
 mod fd;
 mod fill;
 mod flags;
+mod protect;
+mod range_error;
+mod read;
+mod relocate;
+mod retry;
 mod support;
 mod sys;
+mod written;
 
-pub use error::{OpenError, RangeError, RangeOp};
+pub use error::{AdoptError, OpenError};
 pub use event::{Event, PageFault};
 pub use fd::{OpenedBy, Userfaultfd};
 pub use fill::Wake;
 pub use flags::{Features, RangeIoctls, RegisterMode};
+pub use range_error::{RangeError, RangeOp};
+pub use read::{EventReader, ReadError, Wait};
+pub use relocate::SourceHoles;
 pub use support::UffdSupport;
+pub use written::WrittenPages;

@@ -23,20 +23,31 @@ pub struct UffdSupport {
 
 impl UffdSupport {
     /// Probes the capabilities by opening and closing userfaultfds.
+    ///
+    /// ```
+    /// use pageferry_userfault::uffd::{Features, UffdSupport};
+    ///
+    /// let support = UffdSupport::probe();
+    /// match support.usable {
+    ///     Ok(()) => println!("features: {}", support.features),
+    ///     Err(why) => println!("userfaultfd is not usable here: {why}"),
+    /// }
+    /// assert_eq!(support.serves(Features::empty()), support.usable.is_ok());
+    /// ```
     #[must_use]
     pub fn probe() -> Self {
-        let full = Userfaultfd::open(Features::empty());
-        let user = Userfaultfd::open_user_mode_only(Features::empty());
+        let probe = |user_mode_only| {
+            Userfaultfd::open_as(Features::empty(), user_mode_only)
+                .map(|(_, opened_by, available)| (opened_by, available))
+        };
+        let (full, user) = (probe(false), probe(true));
         let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").ok();
         Self {
-            opened_by: full.as_ref().ok().map(Userfaultfd::opened_by),
+            opened_by: full.ok().map(|(opened_by, _)| opened_by),
             user_mode: user.is_ok(),
-            features: full
-                .as_ref()
-                .or(user.as_ref())
-                .map_or(Features::empty(), Userfaultfd::available),
+            features: full.or(user).map_or(Features::empty(), |(_, all)| all),
             unprivileged_sysctl: sysctl.map(|text| text.trim() != "0"),
-            usable: full.map(drop),
+            usable: full.map(|_| ()),
         }
     }
 

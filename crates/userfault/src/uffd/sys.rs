@@ -118,6 +118,19 @@ pub(super) fn write_protect(
     unsafe { call::<{ abi::UFFDIO_WRITEPROTECT }, _>(fd.as_fd(), &mut argument) }
 }
 
+/// `UFFDIO_MOVE`.
+///
+/// # Safety
+/// As [`Userfaultfd::move_pages`](super::Userfaultfd::move_pages).
+pub(super) unsafe fn move_pages(
+    fd: impl AsFd,
+    argument: &mut abi::UffdioCopy,
+) -> Result<(), Errno> {
+    // SAFETY: the ioctl reads and writes a `struct uffdio_move`. The caller is responsible for the
+    // source, which loses its pages. The destination gets first contents, as in (3) of `copy`.
+    unsafe { call::<{ abi::UFFDIO_MOVE }, _>(fd.as_fd(), argument) }
+}
+
 /// `UFFDIO_COPY` of `bytes` to `dst`. It also returns the field in which the kernel counts copied
 /// bytes.
 pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<(), Errno>, i64) {
@@ -126,13 +139,13 @@ pub(super) fn copy(fd: impl AsFd, dst: u64, bytes: &[u8], mode: u64) -> (Result<
         src: bytes.as_ptr().addr() as u64,
         len: bytes.len() as u64,
         mode,
-        copy: 0,
+        done: 0,
     };
     // SAFETY: (1) The ioctl reads and writes a `struct uffdio_copy`. (2) It reads `bytes`, which is
     // borrowed. (3) It writes only pages of registered ranges that have no contents yet. No thread
     // can have read them, as a touch of them sleeps.
     let result = unsafe { call::<{ abi::UFFDIO_COPY }, _>(fd.as_fd(), &mut argument) };
-    (result, argument.copy)
+    (result, argument.done)
 }
 
 /// `UFFDIO_ZEROPAGE`, which is [`copy`] with zeros.
@@ -153,6 +166,21 @@ pub(super) fn poison(fd: impl AsFd, argument: &mut abi::UffdioFill) -> Result<()
     // SAFETY: the ioctl reads and writes a `struct uffdio_poison`. It marks only pages that are not
     // mapped. A touch of such a page raises SIGBUS, which is no access to memory.
     unsafe { call::<{ abi::UFFDIO_POISON }, _>(fd.as_fd(), argument) }
+}
+
+/// `PAGEMAP_SCAN` of a pagemap, into `regions`.
+pub(super) fn pagemap_scan(
+    fd: impl AsFd,
+    argument: &mut abi::PmScanArg,
+    regions: &mut [abi::PageRegion],
+) -> Result<(), Errno> {
+    argument.size = size_of::<abi::PmScanArg>() as u64;
+    argument.vec = regions.as_mut_ptr().expose_provenance() as u64;
+    argument.vec_len = regions.len() as u64;
+    // SAFETY: (1) The ioctl reads and writes a `struct pm_scan_arg`. (2) It writes at most
+    // `vec_len` regions to `vec`, which are borrowed exclusively. (3) It changes no contents, as in
+    // `write_protect`.
+    unsafe { call::<{ abi::PAGEMAP_SCAN }, _>(fd.as_fd(), argument) }
 }
 
 /// Adopts the descriptor that a fork event carries.

@@ -6,12 +6,20 @@ mod bitmap_model;
 #[cfg(not(miri))]
 mod support;
 #[cfg(not(miri))]
+mod uffd_adopt;
+#[cfg(not(miri))]
 mod uffd_events;
+#[cfg(not(miri))]
+mod uffd_move;
 #[cfg(not(miri))]
 mod uffd_open;
 #[cfg(not(miri))]
 mod uffd_poison;
 #[cfg(not(miri))]
+mod uffd_protect;
+#[cfg(not(miri))]
 mod uffd_range_errors;
+#[cfg(not(miri))]
+mod uffd_read;
 #[cfg(not(miri))]
 mod uffd_resolve;

@@ -7,14 +7,15 @@
 use pageferry_addr::Hva;
 use pageferry_testkit::{LIMIT, skip};
 use pageferry_userfault::uffd::{
-    Event, Features, PageFault, RangeIoctls, RegisterMode, Userfaultfd,
+    Event, EventReader, Features, OpenError, PageFault, RangeIoctls, RegisterMode, Userfaultfd,
+    Wait,
 };
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -23,10 +24,53 @@ pub(crate) const PAGE: u64 = 4096;
 const QUIET: Duration = Duration::from_millis(60);
 
 /// Opens a userfaultfd with `features`. Without support it reports the reason and returns `None`.
+/// An older kernel may lack features. There only a run that requires these ("poison", say) fails.
 pub(crate) fn open(features: Features) -> Option<Userfaultfd> {
-    Userfaultfd::open(features)
-        .map_err(|error| skip("uffd", error))
-        .ok()
+    match Userfaultfd::open(features) {
+        Err(error @ OpenError::MissingFeatures { missing, .. }) => {
+            skip(&missing.to_string().to_lowercase(), error);
+            None
+        }
+        opened => opened.map_err(|error| skip("uffd", error)).ok(),
+    }
+}
+
+/// Held by a test that forks, or that no fork may disturb. A fork sends an event to every
+/// userfaultfd that asks for it. It also makes the child share all private pages, and hold all
+/// descriptors.
+pub(crate) fn lock_forks() -> MutexGuard<'static, ()> {
+    static FORKS: Mutex<()> = Mutex::new(());
+    FORKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The result of a child that panicked.
+const PANICKED: u8 = 101;
+
+/// Forks. The child runs `call`, which may only make system calls, and exits with its result.
+/// Returns the child's process id. The caller holds [`lock_forks`].
+pub(crate) fn fork(call: impl FnOnce() -> u8) -> i32 {
+    // SAFETY: the child only makes system calls and exits, which is safe after a fork of a process
+    // with many threads.
+    match unsafe { libc::fork() } {
+        0 => {
+            let code = catch_unwind(AssertUnwindSafe(call)).unwrap_or(PANICKED);
+            // SAFETY: as above.
+            unsafe { libc::_exit(code.into()) }
+        }
+        child => {
+            assert!(child > 0, "fork failed");
+            child
+        }
+    }
+}
+
+/// Waits until a child exits. Returns its result.
+pub(crate) fn exit_code(child: i32) -> i32 {
+    let mut status = 0;
+    // SAFETY: the call waits for our child and writes `status`.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status), "the child died: {status:#x}");
+    libc::WEXITSTATUS(status)
 }
 
 /// Pages at `guest`, where faults are reported. A memfd has the same pages at `alias`, where they
@@ -113,6 +157,24 @@ impl Memory {
         }
     }
 
+    /// Writes `value` to the first byte of a present page.
+    pub(crate) fn write(&self, page: u64, value: u8) {
+        assert!(page * PAGE < self.len());
+        let at = self.guest().wrapping_byte_add((page * PAGE) as usize);
+        // SAFETY: inside the guest mapping, which lives as long as `self`.
+        unsafe { at.write_volatile(value) };
+    }
+
+    /// Drops pages (`MADV_DONTNEED`). With `EVENT_REMOVE` it sleeps until the event is read.
+    pub(crate) fn drop_pages(&self, first: u64, pages: u64) {
+        assert!((first + pages) * PAGE <= self.len());
+        let at = self.guest().wrapping_byte_add((first * PAGE) as usize);
+        // SAFETY: inside the guest mapping, and nobody has a reference into it.
+        let result =
+            unsafe { libc::madvise(at.cast(), (pages * PAGE) as usize, libc::MADV_DONTNEED) };
+        assert_eq!(result, 0);
+    }
+
     /// Reads the first byte of a page by a system call.
     pub(crate) fn get_by_syscall(&self, page: u64) -> rustix::io::Result<u8> {
         let (reader, writer) = rustix::pipe::pipe()?;
@@ -167,6 +229,15 @@ impl Drop for Memory {
     }
 }
 
+/// Runs a call that sleeps until its event is read.
+pub(crate) fn in_thread<R: Send + 'static>(
+    memory: &Arc<Memory>,
+    call: impl FnOnce(&Memory) -> R + Send + 'static,
+) -> thread::JoinHandle<R> {
+    let memory = Arc::clone(memory);
+    thread::spawn(move || call(&memory))
+}
+
 /// A thread that touches a page.
 pub(crate) struct Toucher {
     told: Receiver<u64>,
@@ -195,17 +266,18 @@ impl Toucher {
     }
 }
 
-/// Whether an event arrives within `limit`.
-fn readable(uffd: &Userfaultfd, limit: Duration) -> bool {
-    let timeout = Timespec::try_from(limit).unwrap();
-    let mut fds = [PollFd::new(uffd, PollFlags::IN)];
-    poll(&mut fds, Some(&timeout)).unwrap() == 1
+/// The next event within `limit`, if one comes.
+fn event_within(uffd: &Userfaultfd, limit: Duration) -> Option<Event> {
+    let wait = Wait {
+        limit: Some(limit),
+        ..Wait::default()
+    };
+    EventReader::new(1).next(uffd, wait).unwrap()
 }
 
 /// The next event. It must come in time.
 pub(crate) fn next_event(uffd: &Userfaultfd) -> Event {
-    assert!(readable(uffd, LIMIT), "no event comes");
-    uffd.read_event().unwrap().expect("an event")
+    event_within(uffd, LIMIT).expect("no event comes")
 }
 
 /// The next event, which must be a page fault.
@@ -218,9 +290,6 @@ pub(crate) fn next_fault(uffd: &Userfaultfd) -> PageFault {
 
 /// Asserts that no event comes.
 pub(crate) fn assert_no_event(uffd: &Userfaultfd) {
-    assert!(
-        !readable(uffd, QUIET),
-        "unexpected: {:?}",
-        uffd.read_event()
-    );
+    let event = event_within(uffd, QUIET);
+    assert!(event.is_none(), "unexpected: {event:?}");
 }

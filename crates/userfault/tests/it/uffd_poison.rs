@@ -5,12 +5,9 @@
     reason = "installs a SIGBUS handler, which notices poisoned pages"
 )]
 
-use crate::support::{Memory, PAGE, assert_no_event};
+use crate::support::{Memory, PAGE, assert_no_event, open};
 use pageferry_addr::{Hva, PageSize};
-use pageferry_testkit::skip;
-use pageferry_userfault::uffd::{
-    Features, OpenError, RangeIoctls, RangeOp, RegisterMode, Userfaultfd, Wake,
-};
+use pageferry_userfault::uffd::{Features, RangeIoctls, RangeOp, RegisterMode, Userfaultfd, Wake};
 use rustix::io::Errno;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -18,18 +15,6 @@ use std::sync::{Arc, OnceLock};
 const FEATURES: Features = Features::MINOR_SHMEM
     .union(Features::MISSING_SHMEM)
     .union(Features::POISON);
-
-/// Opens a userfaultfd with poison markers. Linux before 6.6 has none. There only a run that
-/// requires "poison" fails.
-fn open_for_poison() -> Option<Userfaultfd> {
-    match Userfaultfd::open(FEATURES) {
-        Err(error @ OpenError::MissingFeatures { missing, .. }) if missing == Features::POISON => {
-            skip("poison", error);
-            None
-        }
-        opened => opened.map_err(|error| skip("uffd", error)).ok(),
-    }
-}
 
 fn poisoned(uffd: &Userfaultfd, pages: u64) -> Arc<Memory> {
     let memory = Memory::shared(pages);
@@ -41,9 +26,7 @@ fn poisoned(uffd: &Userfaultfd, pages: u64) -> Arc<Memory> {
 
 #[test]
 fn a_system_call_fails_on_a_marker_until_continue_goes_over_it() {
-    let Some(uffd) = open_for_poison() else {
-        return;
-    };
+    let Some(uffd) = open(FEATURES) else { return };
     let memory = poisoned(&uffd, 4);
     assert_eq!(memory.get_by_syscall(1), Err(Errno::FAULT));
     memory.put(1, 0x77);
@@ -65,9 +48,7 @@ fn a_system_call_fails_on_a_marker_until_continue_goes_over_it() {
 
 #[test]
 fn copy_goes_over_a_marker_too() {
-    let Some(uffd) = open_for_poison() else {
-        return;
-    };
+    let Some(uffd) = open(FEATURES) else { return };
     let memory = poisoned(&uffd, 2);
     uffd.copy(memory.at(1), &[0x66; PAGE as usize], Wake::Later)
         .unwrap();
@@ -76,9 +57,7 @@ fn copy_goes_over_a_marker_too() {
 
 #[test]
 fn markers_go_neither_over_pages_nor_over_markers() {
-    let Some(uffd) = open_for_poison() else {
-        return;
-    };
+    let Some(uffd) = open(FEATURES) else { return };
     let memory = Memory::shared(8);
     memory.register(&uffd, RegisterMode::MISSING | RegisterMode::MINOR);
     memory.put(2, 22);
@@ -103,9 +82,7 @@ fn markers_go_neither_over_pages_nor_over_markers() {
 
 #[test]
 fn a_batch_of_continues_replaces_a_batch_of_markers() {
-    let Some(uffd) = open_for_poison() else {
-        return;
-    };
+    let Some(uffd) = open(FEATURES) else { return };
     let memory = poisoned(&uffd, 600);
     for page in 0..600 {
         memory.put(page, page as u8);
@@ -147,9 +124,7 @@ extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc
 
 #[test]
 fn the_toucher_itself_installs_the_page_on_sigbus_and_goes_on() {
-    let Some(uffd) = open_for_poison() else {
-        return;
-    };
+    let Some(uffd) = open(FEATURES) else { return };
     let uffd = SERVED.get_or_init(|| uffd);
     // SAFETY: all zeros is a valid sigaction. The handler is safe to run at any access to memory,
     // and SIGBUS has no other meaning in this program.

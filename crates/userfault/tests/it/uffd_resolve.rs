@@ -146,29 +146,6 @@ fn continue_unmapped_wakes_also_those_whose_page_was_mapped_without_a_wake() {
 }
 
 #[test]
-fn a_write_to_a_protected_page_sleeps_until_the_protection_is_lifted() {
-    let Some(uffd) = open(Features::PAGEFAULT_FLAG_WP) else {
-        return;
-    };
-    let memory = Memory::anonymous(2);
-    let ioctls = memory.register(&uffd, RegisterMode::MISSING | RegisterMode::WP);
-    assert!(ioctls.contains(RangeIoctls::WRITEPROTECT));
-    uffd.copy(memory.at(0), &[1; 2 * PAGE as usize], Wake::Now)
-        .unwrap();
-    uffd.write_protect(memory.at(0), memory.len()).unwrap();
-    let reader = memory.touch(0, None);
-    assert_eq!(reader.value(), 1, "a read does not fault");
-    let writer = memory.touch(1, Some(2));
-    let fault = next_fault(&uffd);
-    assert!(fault.write && fault.write_protected && fault.address == memory.at(1));
-    uffd.write_unprotect(memory.at(1), PAGE, Wake::Later)
-        .unwrap();
-    writer.assert_asleep();
-    uffd.write_unprotect(memory.at(1), PAGE, Wake::Now).unwrap();
-    assert_eq!(writer.value(), 2);
-}
-
-#[test]
 fn sleepers_go_on_when_the_range_is_unregistered_or_the_descriptor_closed() {
     let Some(uffd) = open(SHARED) else { return };
     let memory = Memory::shared(2);

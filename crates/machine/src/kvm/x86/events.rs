@@ -4,13 +4,18 @@ use super::shared::VmShared;
 use super::slots::KvmSlot;
 use crate::translate::Translator;
 use crate::{FaultEvent, FaultEvents, MachineError};
-use pageferry_userfault::uffd::{Event, Userfaultfd};
+use pageferry_userfault::uffd::{Event, EventReader, Userfaultfd};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+
+/// The number of events that one `read(2)` takes.
+const BATCH: usize = 64;
 
 /// The events of an armed machine.
 pub(super) struct Events {
     shared: Arc<VmShared>,
+    reader: EventReader,
     translator: Translator<KvmSlot>,
 }
 
@@ -19,25 +24,27 @@ impl Events {
     pub(super) fn new(shared: Arc<VmShared>) -> Self {
         Self {
             translator: shared.translator(),
+            reader: EventReader::new(BATCH),
             shared,
         }
     }
+}
 
-    fn uffd(&self) -> &Userfaultfd {
-        &self.shared.faults.armed().expect("made by arming").uffd
-    }
+/// The userfaultfd of an armed machine.
+fn uffd(shared: &VmShared) -> &Userfaultfd {
+    &shared.faults.armed().expect("made by arming").uffd
 }
 
 impl FaultEvents for Events {
     fn fd(&self) -> BorrowedFd<'_> {
-        self.uffd().as_fd()
+        uffd(&self.shared).as_fd()
     }
 
     fn next(&mut self) -> Result<Option<FaultEvent>, MachineError> {
         loop {
             let event = self
-                .uffd()
-                .read_event()
+                .reader
+                .try_next(uffd(&self.shared))
                 .map_err(|e| MachineError::os("cannot read events of userfaultfd", e))?;
             match event {
                 None => return Ok(None),
@@ -49,8 +56,12 @@ impl FaultEvents for Events {
                         }));
                     }
                 }
-                // No other event was requested.
-                Some(_) => {}
+                Some(other) => {
+                    return Err(MachineError::os(
+                        "userfaultfd sent an event that was not requested",
+                        io::Error::other(format!("{other:?}")),
+                    ));
+                }
             }
         }
     }
