@@ -25,6 +25,8 @@ mod kvm_run;
 #[cfg(target_arch = "x86_64")]
 mod kvm_signals;
 #[cfg(target_arch = "x86_64")]
+mod kvm_sleeps;
+#[cfg(target_arch = "x86_64")]
 mod kvm_slot_changes;
 #[cfg(target_arch = "x86_64")]
 mod kvm_userfault;

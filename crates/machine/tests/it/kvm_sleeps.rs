@@ -1,0 +1,115 @@
+//! Kicks reach a vCPU in whatever way it sleeps on a missing page.
+
+use crate::kvm_userfault::{CHECK, Source, armed, bytes_of, no_delivery, pages_of};
+use crate::support::{CODE, DATA, TABLES, Watchdog, machine_with, no_kvm, rung, start};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::{Delivery, Exit, FaultEvents, kvm};
+use pageferry_testkit::{LIMIT, wait_for};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+/// A kick has no effect for this long: the vCPU sleeps for KVM itself.
+const DEAF: Duration = Duration::from_millis(300);
+
+/// The next page that a vCPU sleeps on.
+fn next_page(events: &mut dyn FaultEvents) -> RamPage {
+    wait_for("an event", || events.next().unwrap()).page
+}
+
+/// The guest touches a page of `missing`, and nobody brings it. Kicks the vCPU, and brings the page
+/// if that does not help. Then the guest runs to its end. Returns whether the kick ended the sleep.
+fn kick_a_sleeper(
+    delivery: Delivery,
+    irqchip: kvm::Irqchip,
+    pages: Range<RamPage>,
+) -> Option<bool> {
+    let mut new = machine_with(1, DATA.0 + 1, irqchip);
+    if no_delivery(new.machine.as_ref(), delivery) {
+        return None;
+    }
+    let ram = Arc::clone(new.machine.ram());
+    let (missing, mut events) = armed(new.machine.as_ref(), delivery);
+    let vcpu = new.vcpus[0].as_mut();
+    let data = [DATA.0, DATA.0 + 1].map(|page| page * PAGE_SIZE);
+    start(&ram, vcpu, 0, &CHECK, data);
+    ram.write(DATA, &bytes_of(DATA));
+    let low = pages_of(&ram, DATA.0);
+    for page in (pages.start.0..pages.end.0).map(RamPage) {
+        missing.set(page);
+    }
+    new.machine.begin_postcopy().unwrap();
+    let source = Source::new(Arc::clone(&new.machine), missing, low);
+    // The pages that are here do not send events.
+    for page in (0..=DATA.0).map(RamPage) {
+        if !pages.contains(&page) {
+            source.fault(page);
+        }
+    }
+    let (out, exits) = channel();
+    std::thread::scope(|scope| {
+        let kicker = vcpu.kicker();
+        let _watchdog = Watchdog::new(Arc::clone(&kicker), LIMIT);
+        scope.spawn(move || {
+            loop {
+                let exit = vcpu.run().unwrap();
+                let over = !matches!(exit, Exit::Kicked);
+                if out.send(exit).is_err() || over {
+                    return;
+                }
+            }
+        });
+        let asleep_on = next_page(events.as_mut());
+        assert!(pages.contains(&asleep_on), "{asleep_on:?}");
+        kicker.kick();
+        let ended = match exits.recv_timeout(DEAF) {
+            Ok(exit) => {
+                assert_eq!(exit, Exit::Kicked);
+                true
+            }
+            Err(RecvTimeoutError::Timeout) => false,
+            Err(gone) => panic!("{gone}"),
+        };
+        // All are brought, whether the vCPU sleeps on them or comes to them later.
+        for page in (pages.start.0..pages.end.0).map(RamPage) {
+            source.fault(page);
+        }
+        if !ended {
+            let exit = exits.recv_timeout(LIMIT).expect("the kick is not lost");
+            assert_eq!(exit, Exit::Kicked);
+        }
+        assert_eq!(rung(exits.recv_timeout(LIMIT).unwrap()), 1);
+        Some(ended)
+    })
+}
+
+#[test]
+fn a_kick_ends_a_sleep_on_the_guests_own_access() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Minor, Delivery::Missing] {
+        for irqchip in [kvm::Irqchip::None, kvm::Irqchip::Kernel] {
+            for page in [DATA, CODE] {
+                let ended = kick_a_sleeper(delivery, irqchip, page..RamPage(page.0 + 1));
+                assert_ne!(ended, Some(false), "{delivery}, {irqchip:?}, {page:?}");
+            }
+        }
+    }
+}
+
+/// With shadow paging, KVM itself reads the tables and sleeps deaf. With EPT or NPT the CPU reads
+/// them, and the sleep is like any other.
+#[test]
+fn a_kick_in_a_sleep_on_a_page_table_is_not_lost() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+        for irqchip in [kvm::Irqchip::None, kvm::Irqchip::Kernel] {
+            let ended = kick_a_sleeper(delivery, irqchip, TABLES);
+            println!("{delivery}, {irqchip:?}: the kick ended the sleep: {ended:?}");
+        }
+    }
+}
