@@ -327,7 +327,7 @@ fn take_in(
         }
         Err(failure) => {
             match failure.vm {
-                DestinationVm::PausedIncomplete { missing } => {
+                DestinationVm::PausedIncomplete { missing, .. } => {
                     // The user sent these requests before it was possible to know of this end. They
                     // must not drop the pages that are here.
                     stops.forget();

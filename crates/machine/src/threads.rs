@@ -226,6 +226,13 @@ impl VcpuThreads {
         state.want != Want::Run && state.parked.iter().all(|p| p.0)
     }
 
+    /// The number of vCPUs that are not parked.
+    #[must_use]
+    pub fn inside(&self) -> usize {
+        let state = lock(&self.control.state);
+        state.parked.iter().filter(|p| !p.0).count()
+    }
+
     /// The time at which the first guest instruction of this VM in this process ran, if an engine
     /// knows it.
     ///

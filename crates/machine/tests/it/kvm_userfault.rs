@@ -212,6 +212,8 @@ struct Beside {
     tables: bool,
     /// The host has made the memory of huge pages.
     huge: bool,
+    /// Both vCPUs check all pages.
+    overlap: bool,
     /// KVM has interrupt controllers. It may then leave a fault to a worker, and halt the vCPU.
     irqchip: bool,
 }
@@ -235,15 +237,17 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
         new.machine.receives_in_place(),
         delivery != Delivery::Missing
     );
-    for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
+    let own = |index: usize| {
         let first = DATA.0 + index as u64 * each;
-        start(
-            &ram,
-            vcpu.as_mut(),
-            index as u64,
-            &CHECK,
-            [first, first + each].map(|page| page * PAGE_SIZE),
-        );
+        let own = if beside.overlap {
+            [DATA.0, pages]
+        } else {
+            [first, first + each]
+        };
+        own.map(|page| page * PAGE_SIZE)
+    };
+    for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
+        start(&ram, vcpu.as_mut(), index as u64, &CHECK, own(index));
     }
     for page in DATA.0..pages {
         // The state after pre-copy: a stale page where one is missing, the right one elsewhere.
@@ -335,14 +339,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     new.machine.disarm_userfault().unwrap();
     // Again, without any delivery: no marker may stay for good.
     for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
-        let first = DATA.0 + index as u64 * each;
-        start(
-            &ram,
-            vcpu.as_mut(),
-            index as u64,
-            &CHECK,
-            [first, first + each].map(|page| page * PAGE_SIZE),
-        );
+        start(&ram, vcpu.as_mut(), index as u64, &CHECK, own(index));
         // A kick may be pending. No other exit than the store to the doorbell may come.
         let rang = source.drive(vcpu.as_mut());
         assert_eq!(rang, 1, "a wrong page at {rang:#x} afterwards");
@@ -459,7 +456,7 @@ fn kvms_interrupt_controllers_change_nothing() {
                 kick: busy,
                 tables: true,
                 irqchip: true,
-                huge: false,
+                ..Beside::default()
             };
             demand(delivery, 600, beside);
         }
@@ -548,6 +545,36 @@ fn pages_dropped_from_the_mapping_at_any_moment_come_back() {
                     ..Beside::default()
                 },
             );
+        }
+    }
+}
+
+/// `PAGEFERRY_RACED_PAGES` sets the number of pages.
+#[test]
+#[ignore = "takes a minute; .ci/slow runs it"]
+fn two_vcpus_and_an_installer_race_for_each_of_a_million_pages() {
+    const EACH: u64 = 4000;
+    if no_kvm() {
+        return;
+    }
+    let wanted = std::env::var("PAGEFERRY_RACED_PAGES").map_or(1_000_000, |pages| {
+        pages.parse().expect("PAGEFERRY_RACED_PAGES is a number")
+    });
+    let mut raced = 0;
+    while raced < wanted {
+        // Two thirds of the pages of a round are missing.
+        for (drop, kick) in [(false, false), (true, false), (false, true), (true, true)] {
+            let beside = Beside {
+                push: true,
+                overlap: true,
+                drop,
+                kick,
+                ..Beside::default()
+            };
+            if demand(Delivery::Poison, EACH, beside).is_none() {
+                return;
+            }
+            raced += EACH * 4 / 3;
         }
     }
 }

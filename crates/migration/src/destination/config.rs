@@ -52,6 +52,9 @@ pub enum DestinationVm {
     PausedIncomplete {
         /// The number of missing pages.
         missing: u64,
+        /// The number of vCPUs that sleep inside KVM on a missing page. They stand still, but have
+        /// not left the guest. KVM with shadow paging sleeps so while it reads a page table.
+        asleep: usize,
     },
 }
 
@@ -59,9 +62,13 @@ impl fmt::Display for DestinationVm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Discarded => f.write_str("the VM was discarded here and stays at the source"),
-            Self::PausedIncomplete { missing } => write!(
+            Self::PausedIncomplete { missing, asleep: 0 } => write!(
                 f,
                 "the VM is paused here with {missing} pages missing; it cannot continue without them"
+            ),
+            Self::PausedIncomplete { missing, asleep } => write!(
+                f,
+                "the VM stands still here with {missing} pages missing; it cannot continue without them; {asleep} of its vCPUs sleep inside KVM on such pages"
             ),
         }
     }

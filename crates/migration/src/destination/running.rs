@@ -118,6 +118,7 @@ impl Running<'_> {
                 } else {
                     DestinationVm::PausedIncomplete {
                         missing: core.missing(),
+                        asleep: self.vm.threads.inside(),
                     }
                 };
                 Err(DestinationFailure { vm, error })

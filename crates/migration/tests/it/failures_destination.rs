@@ -163,7 +163,7 @@ fn pauses(template: &Template, via: Via, delivery: Option<Delivery>, cases: &[Ca
         let missing = received.unsent;
         assert_eq!(
             failure.vm,
-            DestinationVm::PausedIncomplete { missing },
+            DestinationVm::PausedIncomplete { missing, asleep: 0 },
             "{}",
             case.name
         );
@@ -1271,6 +1271,12 @@ fn the_counts_must_hold_although_every_page_came() {
         p.send(&Frame::DrainEnd(DrainCounts::default()));
     });
     let failure = received.outcome.unwrap().unwrap_err();
-    assert_eq!(failure.vm, DestinationVm::PausedIncomplete { missing: 0 });
+    assert_eq!(
+        failure.vm,
+        DestinationVm::PausedIncomplete {
+            missing: 0,
+            asleep: 0
+        }
+    );
     assert_eq!(kind(&failure.error), "Peer");
 }

@@ -1,6 +1,7 @@
 //! All integration tests of the migration.
 
 mod failures_destination;
+mod failures_machine;
 mod failures_postcopy;
 mod failures_source;
 mod move_vm;

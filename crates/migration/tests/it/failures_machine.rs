@@ -1,0 +1,224 @@
+//! A machine that fails in post-copy: the VM pauses with a reason, and never counts as complete.
+
+use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, migrate_to, tcp};
+use pageferry_addr::RamPage;
+use pageferry_machine::{
+    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine, MachineError,
+};
+use pageferry_migration::{
+    DestinationConfig, DestinationVm, Incoming, RunningVm, SourceConfig, Unobserved,
+};
+use pageferry_userfault::PageBitmap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// The `n`th installation of pages fails, from 1.
+    Install(u32),
+    /// The userfaultfd is closed at the `n`th.
+    Close(u32),
+}
+
+/// A machine that fails once.
+struct Failing {
+    machine: Arc<dyn Machine>,
+    fault: Fault,
+    installs: AtomicU32,
+    /// The userfaultfd, or -1.
+    uffd: AtomicI32,
+}
+
+impl Failing {
+    fn may_install(&self) -> Result<(), MachineError> {
+        let this = self.installs.fetch_add(1, Ordering::Relaxed) + 1;
+        match self.fault {
+            Fault::Install(n) if this == n => Err(MachineError::os(
+                "cannot install a page",
+                std::io::Error::other("the test says so"),
+            )),
+            Fault::Close(n) if this == n => {
+                close_for_good(self.uffd.load(Ordering::Relaxed));
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Puts `/dev/null` in the place of a descriptor, so that its number stays taken.
+#[expect(unsafe_code, reason = "takes a descriptor away from its owner")]
+fn close_for_good(fd: RawFd) {
+    let null = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: the owner of `fd` may use and close it as before. It finds another file there.
+    assert_eq!(unsafe { libc::dup2(null.as_raw_fd(), fd) }, fd);
+}
+
+impl Machine for Failing {
+    fn engine(&self) -> Engine {
+        self.machine.engine()
+    }
+
+    fn ram(&self) -> &Arc<GuestRam> {
+        self.machine.ram()
+    }
+
+    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
+        self.machine.set_dirty_log(on)
+    }
+
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        self.machine.harvest_dirty(dirty, rearm)
+    }
+
+    fn deliveries(&self) -> Vec<Delivery> {
+        self.machine.deliveries()
+    }
+
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        self.machine.delivery()
+    }
+
+    fn arm_userfault(
+        &self,
+        missing: Arc<PageBitmap>,
+        delivery: Option<Delivery>,
+    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
+        let events = self.machine.arm_userfault(missing, delivery)?;
+        let uffd = events.as_ref().map_or(-1, |events| events.fd().as_raw_fd());
+        self.uffd.store(uffd, Ordering::Relaxed);
+        Ok(events)
+    }
+
+    fn receives_in_place(&self) -> bool {
+        self.machine.receives_in_place()
+    }
+
+    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        self.may_install()?;
+        self.machine.install(first, pages)
+    }
+
+    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
+        self.may_install()?;
+        self.machine.install_copy(page, bytes)
+    }
+
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.machine.begin_postcopy()
+    }
+
+    fn assist_postcopy(
+        &self,
+        stop: &dyn Fn() -> bool,
+        want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        self.machine.assist_postcopy(stop, want)
+    }
+
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        self.machine.disarm_userfault()
+    }
+}
+
+/// Moves a VM to a machine that fails. Checks that both copies are paused and stay so.
+fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&str]) {
+    let name = format!("{engine}, {delivery:?}, {fault:?}");
+    let source = WorkloadVm::booted(engine, 2, 16 << 20);
+    source.wait_progress(2 * source.workload.memory_map().share_pages());
+    let listener = tcp();
+    let config = SourceConfig {
+        precopy_passes: 0,
+        ..SourceConfig::default()
+    };
+    let arrived = OnceLock::new();
+    let (sent, received) = std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| {
+            let config = DestinationConfig {
+                delivery,
+                ..DestinationConfig::default()
+            };
+            let deadline = Instant::now() + LIMIT;
+            let late = || Instant::now() > deadline;
+            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            let offer = incoming.offer().clone();
+            let vm = arrived
+                .get_or_init(|| WorkloadVm::empty(offer.engine, offer.vcpus, offer.memory_bytes));
+            let machine: Arc<dyn Machine> = Arc::new(Failing {
+                machine: Arc::clone(&vm.machine),
+                fault,
+                installs: AtomicU32::new(0),
+                uffd: AtomicI32::new(-1),
+            });
+            let failing = RunningVm {
+                machine: &machine,
+                threads: &vm.threads,
+            };
+            incoming.receive(&failing, &vm.resolver, &late, &Unobserved)
+        });
+        let sent = migrate_to(&source, listener.local_addr(), &config);
+        (sent, receiver.join().unwrap())
+    });
+    let Err(failure) = received else {
+        panic!("{name}: every page arrived");
+    };
+    let said = failure.to_string();
+    assert!(
+        reasons.iter().any(|why| said.contains(why)),
+        "{name}: {said}"
+    );
+    let DestinationVm::PausedIncomplete { missing, asleep } = failure.vm else {
+        panic!("{name}: {said}");
+    };
+    let vm = arrived.get().unwrap();
+    assert!(missing > 0, "{name}");
+    // What sleeps inside KVM is not called paused.
+    assert_eq!(asleep == 0, vm.threads.is_paused(), "{name}");
+    assert_eq!(
+        asleep == 0,
+        said.contains("the VM is paused here"),
+        "{name}: {said}"
+    );
+    assert!(asleep == 0 || engine == Engine::Kvm, "{name}");
+    assert!(sent.is_err() && source.threads.is_paused(), "{name}");
+    println!("{name}: {said}");
+}
+
+#[test]
+fn an_installation_that_fails_pauses_the_vm() {
+    let why = ["cannot install a page: the test says so"];
+    for n in [1, 2, 20] {
+        fails(Engine::Soft, None, Fault::Install(n), &why);
+    }
+}
+
+#[test]
+fn an_installation_that_fails_pauses_a_kvm_vm_by_every_delivery() {
+    let name = "an_installation_that_fails_pauses_a_kvm_vm_by_every_delivery";
+    if !kvm_usable(name) {
+        return;
+    }
+    let why = ["cannot install a page: the test says so"];
+    for delivery in kvm_deliveries(name) {
+        fails(Engine::Kvm, Some(delivery), Fault::Install(20), &why);
+    }
+    // The first page may be a page table, on which a vCPU sleeps inside KVM.
+    fails(Engine::Kvm, None, Fault::Install(1), &why);
+}
+
+/// From then on the kernel delivers no fault, so the guest may see pages that have not come. It is
+/// stopped, and the copy never counts.
+#[test]
+fn a_userfaultfd_that_is_closed_pauses_a_kvm_vm_by_every_delivery() {
+    let name = "a_userfaultfd_that_is_closed_pauses_a_kvm_vm_by_every_delivery";
+    if !kvm_usable(name) {
+        return;
+    }
+    for delivery in kvm_deliveries(name) {
+        let why = ["userfaultfd", "page", "ENOTTY"];
+        fails(Engine::Kvm, Some(delivery), Fault::Close(20), &why);
+    }
+}
