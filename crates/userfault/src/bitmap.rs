@@ -90,6 +90,7 @@ impl PageBitmap {
     ///
     /// # Panics
     /// If the word is behind the last.
+    #[inline]
     #[must_use]
     pub fn word(&self, index: usize) -> u64 {
         self.words[index].load(Ordering::Acquire)
@@ -218,8 +219,8 @@ impl PageBitmap {
         self.count_range(0..self.pages)
     }
 
-    /// The first page at or behind index `from` whose bit is set. It skips blocks of 64 Ki pages
-    /// that the last search found empty, one load each.
+    /// The first page at or behind index `from` whose bit is set. It skips blocks of 256 Ki pages
+    /// that an earlier search found empty, by one load each.
     #[must_use]
     pub fn next_set(&self, from: usize) -> Option<usize> {
         let pages = from.min(self.pages)..self.pages;

@@ -37,8 +37,8 @@ use crate::zeroed::zeroed;
 use core::ops::Range;
 use pageferry_epoch::OutOfMemory;
 
-/// Words of a block: 8 KiB, which stand for 64 Ki pages. A search reads one state instead.
-pub(crate) const BLOCK: usize = 1024;
+/// The words of a block, which stand for 1 GiB of a guest.
+pub(crate) const BLOCK: usize = 4096;
 
 /// A bit of the block may be set.
 const OCCUPIED: u64 = 1;

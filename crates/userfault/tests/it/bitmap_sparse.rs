@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 /// The pages of a block of the summary.
-const BLOCK: usize = 64 * 1024;
+const BLOCK: usize = 64 * 4096;
 const BLOCKS: usize = 4;
 /// The last block is not whole.
 const PAGES: usize = (BLOCKS - 1) * BLOCK + 100;
