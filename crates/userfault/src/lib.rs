@@ -11,7 +11,8 @@
 //! memory without testing a bitmap.
 //!
 //! **Neighbours.** Below: `addr`, and `epoch` for an error. Above: `hypervisor`, which tests the
-//! bitmap on its fault path, and `machine`. This crate must not know vCPUs, nor the source of pages.
+//! bitmap on its fault path, and `machine`. This crate must not know vCPUs, nor the source of
+//! pages.
 
 mod bitmap;
 mod states;

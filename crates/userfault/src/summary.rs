@@ -30,7 +30,8 @@
 //! 5. c3 releases, and follows c2, which acquires. A thread that loads the empty state (acquire)
 //!    finds everything from before the clearing. A block that was always empty has had no bits.
 //!
-//! A plain load in c2 would not do: s1 and c2 could then both miss each other.
+//! s2, s3 and c1 are relaxed: (3) needs only the order of changes of one state, and c1 comes before
+//! c2 in its thread. A plain load in c2 would not do: s1 and c2 could then miss each other.
 
 use crate::sync::{AtomicU64, Ordering};
 use crate::zeroed::zeroed;
