@@ -41,6 +41,8 @@ mod serialised;
 #[cfg(feature = "benchmarks")]
 mod soft;
 #[cfg(feature = "benchmarks")]
+mod states;
+#[cfg(feature = "benchmarks")]
 mod vm;
 
 #[cfg(feature = "benchmarks")]
@@ -54,6 +56,7 @@ pub use {
     row::{Bound, Conditions, Row},
     serialised::{Serialised, SerialisedReader},
     soft::soft,
+    states::states,
 };
 
 /// The settings of a benchmark that prints [`Row`]s.

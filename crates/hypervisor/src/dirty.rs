@@ -9,7 +9,6 @@ use crate::region::SlotData;
 use crate::slots::Memslots;
 use crate::state::Writer;
 use crate::vm::Vm;
-use core::sync::atomic::Ordering;
 use pageferry_addr::{Gfn, GfnRange};
 use pageferry_memslot::Slot;
 
@@ -41,8 +40,8 @@ impl<M: Memslots> Vm<M> {
             for (w, word) in into.iter_mut().enumerate() {
                 *word = 0;
                 // A load is cheaper than a swap, and most words are 0.
-                if log.bits.words()[w].load(Ordering::Relaxed) != 0 {
-                    *word = log.bits.take_word(w);
+                if log.bits.word(w) != 0 {
+                    *word = log.bits.take_word(w, u64::MAX);
                     if log.by == DirtyBy::WriteProtection {
                         changed += protect(worker, slot, log, w, *word);
                     }
@@ -70,8 +69,8 @@ impl<M: Memslots> Vm<M> {
         let (slot, log) = log_of(slots, slot, into.len())?;
         harvest(slots, worker, slot, log);
         let mut pages = 0;
-        for (word, bits) in into.iter_mut().zip(log.bits.words()) {
-            *word = bits.load(Ordering::Acquire);
+        for (w, word) in into.iter_mut().enumerate() {
+            *word = log.bits.word(w);
             pages += u64::from(word.count_ones());
         }
         Ok(pages)
@@ -94,15 +93,15 @@ impl<M: Memslots> Vm<M> {
         let Writer { slots, worker, .. } = &mut *writer;
         let id = slot;
         let (slot, log) = find_log(slots, id)?;
-        let words = log.bits.words();
+        let words = log.bits.pages().div_ceil(BITS);
         let from = usize::try_from(first).unwrap_or(usize::MAX) / BITS;
         let reaches = from.checked_add(clear.len());
-        if !first.is_multiple_of(BITS as u64) || reaches.is_none_or(|end| end > words.len()) {
+        if !first.is_multiple_of(BITS as u64) || reaches.is_none_or(|end| end > words) {
             return Err(VmError::DirtyLogPart {
                 slot: id,
                 first,
                 words: clear.len(),
-                log: words.len(),
+                log: words,
             });
         }
         let (mut pages, mut changed) = (0, 0);
@@ -125,9 +124,9 @@ impl<M: Memslots> Vm<M> {
                 };
             }
             for (w, mask) in (from..).zip(clear) {
-                if mask & words[w].load(Ordering::Relaxed) != 0 {
+                if mask & log.bits.word(w) != 0 {
                     // The bits come before the protection; see `revoke.rs`.
-                    let taken = mask & words[w].fetch_and(!mask, Ordering::AcqRel);
+                    let taken = log.bits.take_word(w, *mask);
                     changed += protect(worker, slot, log, w, taken);
                     pages += u64::from(taken.count_ones());
                 }

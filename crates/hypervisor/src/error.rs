@@ -39,6 +39,16 @@ pub enum VmError {
         /// The number of the slot's pages.
         pages: u64,
     },
+    /// The slot's bits do not begin with a word of the bitmap.
+    #[error(
+        "the userfault bits of slot {slot} begin at {first:?}: expected a multiple of 64 pages"
+    )]
+    UserfaultBitsUnaligned {
+        /// The slot.
+        slot: u16,
+        /// The bit of the slot's first page.
+        first: RamPage,
+    },
     /// There is no such slot.
     #[error("there is no slot {0}")]
     NoSuchSlot(u16),
@@ -93,8 +103,8 @@ pub enum VmError {
     /// The size that the VM's configuration gives for dirty rings is not possible.
     #[error(transparent)]
     DirtyRing(BadRing),
-    /// There is no memory for a vCPU.
-    #[error("no memory for a vCPU: {0}")]
+    /// There is no memory for a vCPU, or for the bits of a slot's pages.
+    #[error("no memory for a vCPU or for the bits of a slot's pages: {0}")]
     OutOfMemory(#[from] OutOfMemory),
     /// The id is in use.
     #[error("vCPU {0} exists already")]

@@ -9,7 +9,7 @@ use crate::tracked::Tracked;
 use core::ops::Range;
 use pageferry_addr::{Gpa, Hva, PageSize, RamPage};
 use pageferry_memslot::SlotFlags;
-use pageferry_userfault::PageBitmap;
+use pageferry_userfault::{OutOfMemory, PageBitmap};
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -42,15 +42,16 @@ pub unsafe trait HostMemory: Send + Sync {
 /// The bits of one slot's pages, inside a bitmap that may cover more than the slot. The bitmap is
 /// the one truth about missing pages. The VM shares it with the threads that bring the pages.
 ///
-/// The slot's page `i` is missing if bit `first + i` is set. A thread that makes a page present
-/// first puts its bytes in place, then clears the bit with release order ([`PageBitmap::clear`]).
-/// Set bits before the slot gets its `USERFAULT` flag: a bit that is set later has no effect while
+/// The slot's page `i` is missing if bit `first + i` is set. `first` is a multiple of 64, so that
+/// the slot's bits begin with a word, as KVM expects of a userfault bitmap. A thread that makes a
+/// page present first puts its bytes in place, then clears the bit with release order
+/// ([`PageBitmap::clear`]). Set bits before the slot gets its `USERFAULT` flag: a bit that is set later has no effect while
 /// the page is mapped.
 #[derive(Clone)]
 pub struct UserfaultBits {
     /// The bitmap.
     pub bitmap: Arc<PageBitmap>,
-    /// The bit of the slot's first page.
+    /// The bit of the slot's first page, a multiple of 64.
     pub first: RamPage,
 }
 
@@ -128,8 +129,12 @@ impl SlotData {
     }
 
     /// The slot's tracked pages, made at the first call. The slot has `pages` pages.
-    pub(crate) fn track(&self, pages: usize) -> &Tracked {
-        self.tracked.get_or_init(|| Arc::new(Tracked::new(pages)))
+    pub(crate) fn track(&self, pages: usize) -> Result<&Tracked, OutOfMemory> {
+        if let Some(tracked) = self.tracked() {
+            return Ok(tracked);
+        }
+        let tracked = Arc::new(Tracked::try_new(pages)?);
+        Ok(self.tracked.get_or_init(|| tracked))
     }
 
     /// Shares the tracked pages of `old`, an earlier record of the same slot.

@@ -49,8 +49,8 @@ impl<M: Memslots> Vm<M> {
     /// ends its tracking.
     ///
     /// # Errors
-    /// If there is no such slot, it is read-only, or it does not have all of `pages`. Nothing has
-    /// changed then.
+    /// If there is no such slot, it is read-only, or it does not have all of `pages`. Or if the
+    /// allocator refuses memory for the bits of tracked pages. Nothing has changed then.
     pub fn track_writes(&self, slot: u16, pages: Range<u64>) -> Result<u64, VmError> {
         let mut writer = self.changes.lock();
         let Writer { slots, worker, .. } = &mut *writer;
@@ -61,7 +61,7 @@ impl<M: Memslots> Vm<M> {
         if pages.is_empty() {
             return Ok(0);
         }
-        let tracked = slot.data.track(slot.range.pages() as usize);
+        let tracked = slot.data.track(slot.range.pages() as usize)?;
         let added = tracked.add(pages.start as usize..pages.end as usize);
         // Then faults that tested the bits before have ended, and the sweep sees the entries that
         // they made writable.

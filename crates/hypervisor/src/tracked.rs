@@ -4,7 +4,7 @@ use crate::platform::Format;
 use core::ops::Range;
 use pageferry_addr::Gfn;
 use pageferry_tdp::format::Format as _;
-use pageferry_userfault::PageBitmap;
+use pageferry_userfault::{OutOfMemory, PageBitmap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The tracked pages of one slot. Successive records of the slot share it.
@@ -25,11 +25,11 @@ struct Extent {
 }
 
 impl Tracked {
-    pub(crate) fn new(pages: usize) -> Self {
-        Self {
-            bits: PageBitmap::new(pages),
+    pub(crate) fn try_new(pages: usize) -> Result<Self, OutOfMemory> {
+        Ok(Self {
+            bits: PageBitmap::try_new(pages)?,
             extent: Mutex::default(),
-        }
+        })
     }
 
     /// Whether one of the `count` pages from `page` on is tracked.

@@ -180,7 +180,9 @@ impl<M: Memslots> Vm<M> {
     /// # Errors
     /// - [`VmError::Slot`] if the region breaks those rules. `GUEST_MEMFD` is an unknown flag.
     /// - [`VmError::NotOwned`] if the host range is outside the given memory.
-    /// - [`VmError::NoUserfaultBitmap`] or [`VmError::UserfaultBitmapTooSmall`].
+    /// - [`VmError::NoUserfaultBitmap`], [`VmError::UserfaultBitmapTooSmall`] or
+    ///   [`VmError::UserfaultBitsUnaligned`].
+    /// - [`VmError::OutOfMemory`] if the allocator refuses memory for the dirty log.
     ///
     /// Nothing has changed then.
     pub fn set_user_memory_region2(&self, region: Region) -> Result<(), VmError> {
@@ -202,7 +204,7 @@ impl<M: Memslots> Vm<M> {
             size: region.size,
             hva: region.hva,
             flags: region.flags,
-            userfault_bitmap: data.userfault.as_ref().map(first_word),
+            userfault_bitmap: data.userfault.as_ref().and_then(first_word),
             data,
         })?;
         if region.size != 0 {
@@ -326,6 +328,12 @@ impl<M: Memslots> Vm<M> {
                 .userfault
                 .clone()
                 .ok_or(VmError::NoUserfaultBitmap(region.slot))?;
+            if !bits.first.0.is_multiple_of(u64::BITS.into()) {
+                return Err(VmError::UserfaultBitsUnaligned {
+                    slot: region.slot,
+                    first: bits.first,
+                });
+            }
             let end = bits.first.checked_add(pages);
             if end.is_none_or(|end| end.0 > bits.bitmap.pages() as u64) {
                 return Err(VmError::UserfaultBitmapTooSmall {
@@ -341,7 +349,10 @@ impl<M: Memslots> Vm<M> {
             let kept = old.and_then(|slot| slot.data.dirty.clone());
             // The check comes first, so that a log is allocated only for memory that exists.
             check_memory(region)?;
-            data.dirty = Some(kept.unwrap_or_else(|| self.new_log(pages as usize)));
+            data.dirty = Some(match kept {
+                Some(log) => log,
+                None => self.new_log(pages as usize)?,
+            });
         }
         Ok(data)
     }
@@ -354,15 +365,15 @@ impl<M: Memslots> Vm<M> {
         }
     }
 
-    fn new_log(&self, pages: usize) -> DirtyLog {
-        let bits = PageBitmap::new(pages);
+    fn new_log(&self, pages: usize) -> Result<DirtyLog, VmError> {
+        let bits = PageBitmap::try_new(pages)?;
         if self.config.dirty_protect == DirtyProtect::InitiallySet {
             bits.set_range(0..pages);
         }
-        DirtyLog {
+        Ok(DirtyLog {
             bits: Arc::new(bits),
             by: self.dirty_by(),
-        }
+        })
     }
 
     /// Makes later stores to `range` be logged. Its slot has just got a log.
@@ -434,10 +445,9 @@ impl<M: Memslots> fmt::Debug for Vm<M> {
 }
 
 /// The address of the word that holds the bit of the slot's first page.
-fn first_word(bits: &UserfaultBits) -> Hva {
-    let word = bits.first.index() / u64::BITS as usize;
-    // If a request has no whole page, the bit may lie behind the last word. Nothing reads it here.
-    Hva(bits.bitmap.words().as_ptr().wrapping_add(word).addr() as u64)
+fn first_word(bits: &UserfaultBits) -> Option<Hva> {
+    let word = bits.bitmap.address_from(bits.first)?;
+    Some(Hva(word.addr() as u64))
 }
 
 /// Makes a ring. Its vCPU leaves the guest while the ring still has room for all pages that one run

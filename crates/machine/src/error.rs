@@ -41,6 +41,9 @@ pub enum MachineError {
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),
+    /// There is no memory for the bits of the machine's pages.
+    #[error("no memory for the bits of the machine's pages: {0}")]
+    OutOfMemory(#[from] pageferry_userfault::OutOfMemory),
     /// A wait exceeded its limit.
     #[error("{what} took longer than {millis} ms")]
     Timeout {

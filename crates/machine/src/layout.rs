@@ -2,7 +2,11 @@
 //!
 //! RAM starts at address 0. A hole from 3 GiB to 4 GiB is left for devices. RAM that does not fit
 //! below the hole continues at 4 GiB. Both engines use the same layout.
+//!
+//! In a bitmap of RAM pages, the bits of each region begin with a 64-bit word. So a part of such a
+//! bitmap can be a slot's dirty log or userfault bitmap, whose words KVM counts from the slot.
 
+use core::ops::Range;
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
 
 /// The most vCPUs that a machine may have.
@@ -15,6 +19,9 @@ pub const DOORBELL_GPA: Gpa = Gpa(0xD000_0000);
 const HOLE_START: u64 = 3 << 30;
 /// First address behind the hole.
 const HOLE_END: u64 = 4 << 30;
+/// The pages of a word of a bitmap.
+const PAGES_PER_WORD: u64 = u64::BITS as u64;
+const _: () = assert!((HOLE_START / PAGE_SIZE).is_multiple_of(PAGES_PER_WORD));
 /// The most RAM that a machine may have: 16 TiB.
 const MAX_MEMORY: u64 = 16 << 40;
 
@@ -27,8 +34,25 @@ pub struct RamRegion {
     pub gfn: Gfn,
     /// The number of pages.
     pub pages: u64,
-    /// The RAM index of its first page.
+    /// The RAM index of its first page, a multiple of 64.
     pub first: RamPage,
+}
+
+impl RamRegion {
+    /// The indices of its words in a bitmap of all RAM pages. No other region has bits there.
+    ///
+    /// ```
+    /// use pageferry_machine::RamLayout;
+    ///
+    /// let layout = RamLayout::for_memory((3 << 30) + 65 * 4096)?;
+    /// assert_eq!(layout.regions()[1].words(), 12_288..12_290);
+    /// # Ok::<(), pageferry_machine::LayoutError>(())
+    /// ```
+    #[must_use]
+    pub const fn words(&self) -> Range<usize> {
+        let first = (self.first.0 / PAGES_PER_WORD) as usize;
+        first..first + self.pages.div_ceil(PAGES_PER_WORD) as usize
+    }
 }
 
 /// All regions of a machine's RAM, ascending both in gfn and in RAM index.
@@ -154,6 +178,20 @@ mod tests {
             RamLayout::for_memory(huge),
             Err(LayoutError::TooLarge(huge))
         );
+    }
+
+    #[test]
+    fn each_region_has_words_of_its_own() {
+        for bytes in [PAGE_SIZE, 3 << 30, (3 << 30) + PAGE_SIZE, MAX_MEMORY] {
+            let layout = RamLayout::for_memory(bytes).unwrap();
+            let mut next = 0;
+            for region in layout.regions() {
+                assert!(region.first.0.is_multiple_of(64), "{region:?}");
+                assert_eq!(region.words().start, next, "{region:?}");
+                next = region.words().end;
+            }
+            assert_eq!(next as u64, layout.pages().div_ceil(64));
+        }
     }
 
     #[test]

@@ -4,6 +4,7 @@
 use crate::channel::ChannelError;
 use crate::wire::{ErrorCode, Status, WireError};
 use pageferry_machine::MachineError;
+use pageferry_userfault::OutOfMemory;
 use std::io;
 
 /// An error of a migration. Each message says what was wrong and, where possible, what would be
@@ -57,6 +58,9 @@ pub enum MigrationError {
         /// The error of the kernel.
         source: io::Error,
     },
+    /// There is no memory for the bits of the VM's pages.
+    #[error("no memory for the bits of the VM's pages: {0}")]
+    OutOfMemory(#[from] OutOfMemory),
     /// A bug in this program.
     #[error("internal error: {0}")]
     Internal(String),
@@ -104,7 +108,7 @@ impl MigrationError {
             Self::Wire(_) | Self::Peer(_) => ErrorCode::Protocol,
             Self::Mismatch(_) => ErrorCode::SetupRefused,
             Self::Machine(_) => ErrorCode::Machine,
-            Self::Os { .. } => ErrorCode::Resources,
+            Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             _ => ErrorCode::Internal,
         }
     }

@@ -148,7 +148,7 @@ fn rows(output: &Value) -> Option<Vec<Row>> {
     Some(verdicts.iter().filter_map(of_verdict).collect())
 }
 
-/// A row of `bench link`, `blackout` or `soft`, if it has a target.
+/// A row of `bench link`, `blackout`, `soft` or `states`, if it has a target.
 fn of_benchmark(row: &Value) -> Option<Row> {
     let met = row["met"].as_bool()?;
     let baseline = row["baseline"].as_str().map(|name| format!("{name}; "));

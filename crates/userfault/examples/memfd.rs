@@ -106,7 +106,7 @@ fn main() -> Result<(), Failure> {
     let (guest, alias) = (Mapping::new(&file)?, Mapping::new(&file)?);
     let missing = Arc::new(PageBitmap::new(PAGES as usize));
     missing.set_range(0..PAGES as usize);
-    let states = PageStates::new(missing);
+    let states = PageStates::try_new(missing)?;
     let mode = RegisterMode::MISSING | RegisterMode::MINOR;
     // SAFETY: (1) Only the reading thread touches the guest mapping, and the thread that resolves
     // its faults uses the alias. (2) No reference into the mapping exists. (3) It is never

@@ -1,17 +1,27 @@
 //! A bitmap with one bit per page. Any number of threads may read and change it at once.
 //!
+//! **Guarantee.** Making a bitmap writes no words. Searching and counting skip the parts that the
+//! [`Summary`] calls empty. Testing a bit loads one word.
+//!
+//! **Mechanism.** Bits are in atomic words. A call that sets a bit tells the summary afterwards.
 //! The ordering rules, for a bitmap of *missing* pages:
 //! 1. A page's bytes are written before its bit is cleared, and [`PageBitmap::clear`] releases.
 //! 2. [`PageBitmap::test`] acquires. So a thread that finds the bit clear also finds the bytes.
 //! 3. [`PageBitmap::set`] releases too. Both calls acquire and return the old bit. So exactly one
 //!    of several racing threads finds that it made the change.
+//!
+//! **Neighbours.** `summary` has the proof that a search misses no bit. `zeroed` makes the words.
 
+use crate::OutOfMemory;
+use crate::summary::{BLOCK, Summary};
 use crate::sync::{AtomicU64, Ordering};
+use crate::zeroed::zeroed;
 use core::fmt;
 use core::ops::Range;
 use pageferry_addr::RamPage;
 
-const BITS: usize = u64::BITS as usize;
+/// Pages of a word.
+pub(crate) const BITS: usize = u64::BITS as usize;
 
 /// One bit for each page of a VM's RAM.
 ///
@@ -31,19 +41,43 @@ const BITS: usize = u64::BITS as usize;
 /// ```
 pub struct PageBitmap {
     words: Box<[AtomicU64]>,
+    summary: Summary,
     pages: usize,
 }
 
 impl PageBitmap {
-    /// A bitmap of `pages` pages, with all bits clear.
+    /// A bitmap of `pages` pages, with all bits clear. It costs memory where bits are set.
+    ///
+    /// # Panics
+    /// If the allocator refuses memory. See [`PageBitmap::try_new`].
     #[must_use]
     pub fn new(pages: usize) -> Self {
-        Self {
-            words: (0..pages.div_ceil(BITS))
-                .map(|_| AtomicU64::new(0))
-                .collect(),
-            pages,
+        match Self::try_new(pages) {
+            Ok(bitmap) => bitmap,
+            Err(error) => panic!("no bitmap of {pages} pages: {error}"),
         }
+    }
+
+    /// A bitmap of `pages` pages, with all bits clear. It costs memory where bits are set.
+    ///
+    /// ```
+    /// use pageferry_userfault::PageBitmap;
+    ///
+    /// let of_12_tib = PageBitmap::try_new((12 << 40) / 4096)?;
+    /// assert_eq!(of_12_tib.next_set(0), None);
+    /// assert!(PageBitmap::try_new(usize::MAX).is_err());
+    /// # Ok::<(), pageferry_userfault::OutOfMemory>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the allocator refuses memory.
+    pub fn try_new(pages: usize) -> Result<Self, OutOfMemory> {
+        let words = zeroed(pages.div_ceil(BITS))?;
+        Ok(Self {
+            summary: Summary::try_new(words.len())?,
+            words,
+            pages,
+        })
     }
 
     /// The number of pages.
@@ -52,10 +86,39 @@ impl PageBitmap {
         self.pages
     }
 
-    /// The words, for a fast path that tests bits without a call, or for a kernel.
+    /// Word `index`, loaded with acquire order.
+    ///
+    /// # Panics
+    /// If the word is behind the last.
+    #[inline]
     #[must_use]
-    pub fn words(&self) -> &[AtomicU64] {
-        &self.words
+    pub fn word(&self, index: usize) -> u64 {
+        self.words[index].load(Ordering::Acquire)
+    }
+
+    /// The address of the bits from page `first` on, for a kernel that reads them.
+    ///
+    /// KVM takes it as the userfault bitmap of a slot whose first page is `first`: bit `i` of word
+    /// `w` is page `first + 64 * w + i`. The words stay in place as long as the bitmap lives. Only
+    /// the bitmap's methods may write them, because searches rely on a summary.
+    ///
+    /// ```
+    /// use pageferry_addr::RamPage;
+    /// use pageferry_userfault::PageBitmap;
+    ///
+    /// let missing = PageBitmap::new(1000);
+    /// let of_slot = missing.address_from(RamPage(128)).unwrap();
+    /// assert_eq!(of_slot.addr() - missing.address_from(RamPage(0)).unwrap().addr(), 2 * 8);
+    /// assert_eq!(missing.address_from(RamPage(100)), None);
+    /// ```
+    ///
+    /// # Errors
+    /// `None` if `first` is not a multiple of 64, or lies behind the end of the bitmap.
+    #[must_use]
+    pub fn address_from(&self, first: RamPage) -> Option<*const u64> {
+        let index = first.index();
+        let aligned = index.is_multiple_of(BITS).then_some(index / BITS)?;
+        self.words.get(aligned..).map(|words| words.as_ptr().cast())
     }
 
     #[inline]
@@ -85,7 +148,9 @@ impl PageBitmap {
     #[inline]
     pub fn set(&self, page: RamPage) -> bool {
         let (word, bit) = self.split(page);
-        word.fetch_or(bit, Ordering::AcqRel) & bit == 0
+        let old = word.fetch_or(bit, Ordering::AcqRel);
+        self.summary.occupy(page.index() / BITS);
+        old & bit == 0
     }
 
     /// Clears the page's bit, and releases all earlier writes. Returns whether this call changed
@@ -96,16 +161,11 @@ impl PageBitmap {
         word.fetch_and(!bit, Ordering::AcqRel) & bit != 0
     }
 
-    /// The mask of `range`'s bits in word `word`.
+    /// The mask of `range`'s bits in word `word`, which has some.
     fn mask(range: &Range<usize>, word: usize) -> u64 {
         let low = range.start.max(word * BITS) - word * BITS;
         let high = range.end.min((word + 1) * BITS) - word * BITS;
-        let width = high - low;
-        if width == BITS {
-            u64::MAX
-        } else {
-            ((1u64 << width) - 1) << low
-        }
+        u64::MAX >> (BITS - (high - low)) << low
     }
 
     fn words_of(&self, range: &Range<usize>) -> Range<usize> {
@@ -121,51 +181,62 @@ impl PageBitmap {
         }
     }
 
+    /// The words that have bits of `range` (page indices), each with the mask of these bits.
+    pub(crate) fn masks(&self, range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+        self.words_of(&range)
+            .map(move |word| (word, Self::mask(&range, word)))
+    }
+
     /// Sets every bit of `range` (page indices). Returns the number of bits that were clear.
     pub fn set_range(&self, range: Range<usize>) -> usize {
-        self.words_of(&range)
-            .map(|w| {
-                let mask = Self::mask(&range, w);
-                (mask & !self.words[w].fetch_or(mask, Ordering::AcqRel)).count_ones() as usize
-            })
+        self.masks(range)
+            .map(|(word, mask)| self.or_word(word, mask).count_ones() as usize)
             .sum()
     }
 
     /// Clears every bit of `range` (page indices) with release order. Returns the number of bits
     /// that were set.
     pub fn clear_range(&self, range: Range<usize>) -> usize {
-        self.words_of(&range)
-            .map(|w| {
-                let mask = Self::mask(&range, w);
-                (mask & self.words[w].fetch_and(!mask, Ordering::AcqRel)).count_ones() as usize
-            })
+        self.masks(range)
+            .map(|(word, mask)| self.take_word(word, mask).count_ones() as usize)
             .sum()
     }
 
-    /// The number of set bits of `range` (page indices).
+    /// The number of set bits of `range` (page indices). While other threads change bits this is an
+    /// estimate.
     #[must_use]
     pub fn count_range(&self, range: Range<usize>) -> usize {
-        self.words_of(&range)
-            .map(|w| {
-                (self.words[w].load(Ordering::Acquire) & Self::mask(&range, w)).count_ones()
-                    as usize
-            })
+        self.summary
+            .occupied(self.words_of(&range))
+            .flatten()
+            .map(|word| (self.word(word) & Self::mask(&range, word)).count_ones() as usize)
             .sum()
     }
 
     /// The number of set bits. While other threads change bits this is an estimate.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.words
-            .iter()
-            .map(|w| w.load(Ordering::Acquire).count_ones() as usize)
-            .sum()
+        self.count_range(0..self.pages)
     }
 
-    /// The first page at or behind index `from` whose bit is set.
+    /// The first page at or behind index `from` whose bit is set. It skips blocks of 256 Ki pages
+    /// that an earlier search found empty, by one load each.
     #[must_use]
     pub fn next_set(&self, from: usize) -> Option<usize> {
-        self.scan(from, self.pages, |word| word)
+        let pages = from.min(self.pages)..self.pages;
+        for words in self.summary.occupied(self.words_of(&pages)) {
+            let first = words.start * BITS;
+            let found = self.scan(first.max(from), pages.end.min(words.end * BITS), |word| {
+                word
+            });
+            if found.is_some() {
+                return found;
+            }
+            if words.start.is_multiple_of(BLOCK) && from <= first {
+                self.summary.check(words.start / BLOCK, &self.words);
+            }
+        }
+        None
     }
 
     /// The first page at or behind index `from` whose bit is clear.
@@ -209,15 +280,23 @@ impl PageBitmap {
     /// If the word is behind the last, or a bit names a page behind the last.
     pub fn or_word(&self, index: usize, bits: u64) -> u64 {
         self.check_tail(index, bits);
-        bits & !self.words[index].fetch_or(bits, Ordering::AcqRel)
+        let word = &self.words[index];
+        if bits == 0 {
+            // This spares the summary, and memory that was never written.
+            return 0;
+        }
+        let old = word.fetch_or(bits, Ordering::AcqRel);
+        self.summary.occupy(index);
+        bits & !old
     }
 
-    /// Takes all set bits out of word `index`.
+    /// Clears the bits `bits` in word `index`, and releases all earlier writes. Returns those that
+    /// were set before.
     ///
     /// # Panics
     /// If the word is behind the last.
-    pub fn take_word(&self, index: usize) -> u64 {
-        self.words[index].swap(0, Ordering::AcqRel)
+    pub fn take_word(&self, index: usize, bits: u64) -> u64 {
+        bits & self.words[index].fetch_and(!bits, Ordering::AcqRel)
     }
 
     fn check_tail(&self, index: usize, bits: u64) {
@@ -247,5 +326,34 @@ impl fmt::Debug for PageBitmap {
             self.count(),
             self.pages
         )
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_search_behind_the_last_clear_makes_all_blocks_empty() {
+        let pages = 2 * BLOCK * BITS + 1;
+        let map = PageBitmap::new(pages);
+        let occupied = || map.summary.occupied(0..map.words.len()).count();
+        map.or_word(0, 0);
+        assert_eq!(occupied(), 0);
+        map.set_range(0..pages);
+        map.clear_range(1..pages);
+        assert_eq!(
+            (map.next_set(0), map.next_set(1), occupied()),
+            (Some(0), None, 1)
+        );
+        assert!(map.clear(RamPage(0)) && map.next_set(1).is_none());
+        assert_eq!(
+            occupied(),
+            1,
+            "a search of a part of a block does not check it"
+        );
+        assert_eq!((map.next_set(0), occupied()), (None, 0));
+        assert!(map.set(RamPage(9)));
+        assert_eq!((map.next_set(0), occupied()), (Some(9), 1));
     }
 }

@@ -34,11 +34,17 @@
 //! - A claim returns Present after a load of M that reads from a1 or from a later change of the
 //!   word. The bytes were written before a1: (2).
 //!
+//! **Many pages at once.** [`PageStates::claim_around`] and [`PageStates::arrive`] take these steps
+//! a word at a time. Each step of a word is one load or one read-modify-write. c2 sets only bits
+//! that c1 found in M. So each page of the word goes through all steps, and the argument holds.
+//!
 //! A c2 behind a2 leaves R set for a page that is present. That bit has no effect: claims load M
 //! before R, and [`PageStates::next_outstanding`] reads R only for pages whose M is set.
 
-use crate::PageBitmap;
-use core::fmt;
+use crate::bitmap::BITS;
+use crate::{OutOfMemory, PageBitmap};
+use core::ops::Range;
+use core::{fmt, mem};
 use pageferry_addr::RamPage;
 use std::sync::Arc;
 
@@ -51,6 +57,17 @@ pub enum Claim {
     Mine,
     /// The page is missing and another thread asks or has asked for it. The caller must wait.
     Others,
+}
+
+impl Claim {
+    /// The answer to a thread that found `first` in c2 and `missing` in c3.
+    const fn of(first: bool, missing: bool) -> Self {
+        match (missing, first) {
+            (false, _) => Self::Present,
+            (true, true) => Self::Mine,
+            (true, false) => Self::Others,
+        }
+    }
 }
 
 /// The effect of an arrival.
@@ -72,13 +89,14 @@ pub struct Arrival {
 ///
 /// let missing = Arc::new(PageBitmap::new(100));
 /// missing.set_range(10..20);
-/// let states = PageStates::new(missing);
+/// let states = PageStates::try_new(missing)?;
 /// assert_eq!(states.claim(RamPage(9)), Claim::Present);
 /// assert_eq!(states.claim(RamPage(10)), Claim::Mine);
 /// assert_eq!(states.claim(RamPage(10)), Claim::Others);
 /// let arrival = states.arrive(RamPage(10), 2); // the bytes of both are in place
 /// assert_eq!((arrival.newly, arrival.requested), (2, 1));
 /// assert_eq!(states.claim(RamPage(10)), Claim::Present);
+/// # Ok::<(), pageferry_userfault::OutOfMemory>(())
 /// ```
 pub struct PageStates {
     missing: Arc<PageBitmap>,
@@ -91,10 +109,12 @@ impl PageStates {
     /// Bits of `missing` may still be set until the first claim. From then on they are only
     /// cleared, and only by [`PageStates::arrive`]. A VM that is received once more needs a new
     /// `PageStates`.
-    #[must_use]
-    pub fn new(missing: Arc<PageBitmap>) -> Self {
-        let requested = PageBitmap::new(missing.pages());
-        Self { missing, requested }
+    ///
+    /// # Errors
+    /// If the allocator refuses memory.
+    pub fn try_new(missing: Arc<PageBitmap>) -> Result<Self, OutOfMemory> {
+        let requested = PageBitmap::try_new(missing.pages())?;
+        Ok(Self { missing, requested })
     }
 
     /// The bitmap of missing pages, shared with the engines, which test it on their fault path.
@@ -120,13 +140,84 @@ impl PageStates {
             return Claim::Present;
         }
         let first = self.requested.set(page);
-        if !self.missing.test(page) {
-            Claim::Present
-        } else if first {
-            Claim::Mine
-        } else {
-            Claim::Others
+        Claim::of(first, self.missing.test(page))
+    }
+
+    /// Claims `page` for the caller, and with it the other pages of `around` (page indices) that
+    /// are missing and unclaimed. Returns the claim of `page`.
+    ///
+    /// The call passes all pages that the caller must ask for to `mine`, as runs of a first page
+    /// and a number of pages, in ascending order. `page` is one of them if and only if the claim is
+    /// [`Claim::Mine`]. If `page` is present or claimed already, the call claims no other page.
+    /// `page` may arrive or be claimed during the call: the caller may then get other pages only.
+    ///
+    /// ```
+    /// use pageferry_addr::RamPage;
+    /// use pageferry_userfault::{Claim, PageBitmap, PageStates};
+    /// use std::sync::Arc;
+    ///
+    /// let missing = Arc::new(PageBitmap::new(100));
+    /// missing.set_range(10..90);
+    /// let states = PageStates::try_new(missing)?;
+    /// assert_eq!(states.claim(RamPage(20)), Claim::Mine);
+    /// let mut runs = Vec::new();
+    /// let claim = states.claim_around(RamPage(12), 0..32, |first, pages| {
+    ///     runs.push((first.0, pages));
+    /// });
+    /// assert_eq!(claim, Claim::Mine);
+    /// assert_eq!(runs, [(10, 10), (21, 11)]);
+    /// for (first, pages) in runs {
+    ///     // The bytes of the run come first.
+    ///     assert_eq!(states.arrive(RamPage(first), pages).requested, pages);
+    /// }
+    /// # Ok::<(), pageferry_userfault::OutOfMemory>(())
+    /// ```
+    ///
+    /// # Panics
+    /// If `page` is not in `around`, or `around` reaches behind the last page.
+    pub fn claim_around(
+        &self,
+        page: RamPage,
+        around: Range<usize>,
+        mut mine: impl FnMut(RamPage, usize),
+    ) -> Claim {
+        let at = page.index();
+        assert!(
+            around.contains(&at),
+            "{page:?} is not one of the pages {around:?} around it"
+        );
+        if !self.missing.test(page) || self.requested.test(page) {
+            return self.claim(page);
         }
+        let mut give = |run: Range<usize>| {
+            if !run.is_empty() {
+                mine(RamPage(run.start as u64), run.len());
+            }
+        };
+        let mut claim = Claim::Present;
+        let mut run = 0..0;
+        for (word, mask) in self.missing.masks(around) {
+            let wanted = self.missing.word(word) & mask;
+            let first = self.requested.or_word(word, wanted);
+            let missing = self.missing.word(word);
+            if word == at / BITS {
+                let bit = 1 << (at % BITS);
+                claim = Claim::of(first & bit != 0, missing & bit != 0);
+            }
+            let mut claimed = first & missing;
+            while claimed != 0 {
+                let low = claimed.trailing_zeros() as usize;
+                let start = word * BITS + low;
+                if run.end != start {
+                    give(mem::replace(&mut run, start..start));
+                }
+                run.end = start + (claimed >> low).trailing_ones() as usize;
+                // The carry takes the lowest run out.
+                claimed &= claimed.wrapping_add(1 << low);
+            }
+        }
+        give(run);
+        claim
     }
 
     /// Marks `pages` pages from `first` as present. Their bytes must be in place, because threads
@@ -174,7 +265,7 @@ mod tests {
     fn states(pages: usize) -> PageStates {
         let missing = Arc::new(PageBitmap::new(pages));
         missing.set_range(0..pages);
-        PageStates::new(missing)
+        PageStates::try_new(missing).unwrap()
     }
 
     #[test]

@@ -27,6 +27,11 @@ pub(crate) enum BenchCommand {
     Blackout(BenchFlags),
     /// Guest instructions per second on our own hypervisor
     Soft(BenchFlags),
+    /// The states of a guest's pages: search of a bitmap, and claims of runs by two threads
+    ///
+    /// A read of the words of an empty bitmap is printed next to a search of it, and two threads
+    /// next to one. No guest runs.
+    States(BenchFlags),
     /// The six tests of the kernel's memslot_perf_test, on our own hypervisor
     ///
     /// Our memory slots are compared with the array that the kernel copied at every change before

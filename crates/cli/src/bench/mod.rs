@@ -28,14 +28,17 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::Link(flags) => (flags, pageferry_bench::link),
         BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
         BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
+        BenchCommand::States(flags) => (flags, pageferry_bench::states),
         BenchCommand::Memslot(flags) => return memslot::memslot(flags),
         BenchCommand::DemandPaging(flags) => return demand_paging::demand_paging(flags),
         BenchCommand::DirtyLog(flags) => return dirty_log::dirty_log(flags),
     };
-    if matches!(&args.command, BenchCommand::Soft(_))
-        && flags.engine == EngineChoice::Only(Engine::Kvm)
+    if matches!(
+        &args.command,
+        BenchCommand::Soft(_) | BenchCommand::States(_)
+    ) && flags.engine == EngineChoice::Only(Engine::Kvm)
     {
-        let why = "bench soft measures our own hypervisor: use --engine soft, or leave it out";
+        let why = "bench soft and bench states use no KVM: use --engine soft, or leave it out";
         return Err(Failure::new(Exit::Usage, why));
     }
     let setting = Setting {

@@ -75,7 +75,9 @@ fn a_page_that_cannot_be_written_does_not_cost_the_figures() {
 }
 
 #[test]
-fn bench_soft_refuses_another_engine() {
-    let words = ["bench", "soft", "--engine", "kvm", "--repeat", "1"];
-    pageferry(&words).assert_failed(2, "measures our own hypervisor");
+fn benchmarks_without_kvm_refuse_it() {
+    for benchmark in ["soft", "states"] {
+        let words = ["bench", benchmark, "--engine", "kvm", "--repeat", "1"];
+        pageferry(&words).assert_failed(2, "use no KVM");
+    }
 }

@@ -176,7 +176,7 @@ mod bench {
     fn the_rows_of_benchmarks_are_described() {
         let section = Document::read().section("bench");
         let mut all = Vec::new();
-        for benchmark in ["link", "blackout", "soft"] {
+        for benchmark in ["link", "blackout", "soft", "states"] {
             let words = [
                 "bench", benchmark, "--engine", "soft", "--repeat", "1", "--json",
             ];

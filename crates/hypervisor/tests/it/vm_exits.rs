@@ -28,16 +28,16 @@ fn a_missing_page_exits_until_its_bit_is_clear() {
     // The program loads a word of page 3, adds 1, stores it to page 4, and does an ECALL.
     ram.code(0, &[ld(A0, A1, 8), addi(A0, A0, 1), sd(A0, A2, 16), ECALL]);
     let vm = vm(&ram);
-    let bitmap = Arc::new(PageBitmap::new(100));
-    // The slot's page 0 is the bitmap's page 50.
+    let bitmap = Arc::new(PageBitmap::new(128));
+    // The slot's page 0 is the bitmap's page 64.
     for page in [0, 3, 4] {
-        bitmap.set(RamPage(50 + page));
+        bitmap.set(RamPage(64 + page));
     }
     let mut region = ram.region(0, 0, 0, 8);
     region.flags = SlotFlags::USERFAULT;
     region.userfault = Some(UserfaultBits {
         bitmap: Arc::clone(&bitmap),
-        first: RamPage(50),
+        first: RamPage(64),
     });
     vm.set_user_memory_region2(region.clone()).unwrap();
     let mut vcpu = vcpu(&vm, 0, 0);
@@ -46,21 +46,21 @@ fn a_missing_page_exits_until_its_bit_is_clear() {
 
     assert_eq!(vcpu.run(), fault(0, Access::Fetch));
     assert_eq!(vcpu.run(), fault(0, Access::Fetch), "still missing");
-    bitmap.clear(RamPage(50));
+    bitmap.clear(RamPage(64));
     assert_eq!(vcpu.run(), fault(3, Access::Load));
     assert_eq!(vcpu.hart().pc(), 0, "the load is repeated");
     ram.set(3 * PAGE + 8, 41);
-    bitmap.clear(RamPage(53));
+    bitmap.clear(RamPage(67));
     assert_eq!(vcpu.run(), fault(4, Access::Store));
     assert_eq!((vcpu.hart().pc(), vcpu.hart().x(10)), (8, 42));
     assert_eq!(ram.get(4 * PAGE + 16), 0, "no store reaches a missing page");
-    bitmap.clear(RamPage(54));
+    bitmap.clear(RamPage(68));
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     assert_eq!(ram.get(4 * PAGE + 16), 42);
     assert_eq!(vcpu.hart().instret(), 3);
 
     // A bit that is set while the page is mapped has no effect, until the slot gets the flag again.
-    bitmap.set(RamPage(53));
+    bitmap.set(RamPage(67));
     vcpu.hart_mut().set_pc(0).unwrap();
     assert!(matches!(vcpu.run(), Exit::Ecall { .. }));
     let mut off = region.clone();

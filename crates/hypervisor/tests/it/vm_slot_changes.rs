@@ -228,7 +228,7 @@ impl Abuse<'_> {
             region.flags = region.flags | SlotFlags::USERFAULT;
             region.userfault = Some(UserfaultBits {
                 bitmap: Arc::clone(self.missing),
-                first: RamPage(100),
+                first: RamPage(128),
             });
         }
         self.vm.set_user_memory_region2(region).unwrap();
@@ -294,7 +294,7 @@ fn memory_stays_whole_under_everything_at_once() {
     for page in 0..PAGES {
         ram.set(page * PAGE, page * PAGE);
     }
-    let missing = Arc::new(PageBitmap::new(100 + PAGES as usize));
+    let missing = Arc::new(PageBitmap::new(128 + PAGES as usize));
     let mut abuse = Abuse {
         vm: &vm,
         ram: &ram,
@@ -344,7 +344,7 @@ fn memory_stays_whole_under_everything_at_once() {
                             assert!(index < HALF, "{gpa:#x}");
                             for page in [index, HALF + index] {
                                 brought.fetch_add(
-                                    u64::from(missing.clear(RamPage(100 + page))),
+                                    u64::from(missing.clear(RamPage(128 + page))),
                                     Ordering::Relaxed,
                                 );
                             }
@@ -375,7 +375,7 @@ fn memory_stays_whole_under_everything_at_once() {
                 }
                 2 => {
                     if !abuse.userfault {
-                        missing.set_range(100..100 + PAGES as usize);
+                        missing.set_range(128..128 + PAGES as usize);
                     }
                     abuse.userfault ^= true;
                     abuse.set();

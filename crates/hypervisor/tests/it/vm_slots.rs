@@ -82,18 +82,25 @@ fn requests_that_break_a_rule_are_refused_and_change_nothing() {
         set(&|r| r.flags = SlotFlags::USERFAULT),
         VmError::NoUserfaultBitmap(1)
     );
-    for first in [RamPage(97), RamPage(u64::MAX)] {
-        let refused = set(&|r| {
+    let bits_from = |first| {
+        set(&|r| {
             r.flags = SlotFlags::USERFAULT;
             r.userfault = Some(UserfaultBits {
-                bitmap: Arc::new(PageBitmap::new(100)),
+                bitmap: Arc::new(PageBitmap::new(64 + 3)),
                 first,
             });
-        });
+        })
+    };
+    for first in [RamPage(64), RamPage(128), RamPage(1 << 63)] {
+        let refused = bits_from(first);
         assert!(
             matches!(refused, VmError::UserfaultBitmapTooSmall { pages: 4, .. }),
             "{refused}"
         );
+    }
+    for first in [RamPage(1), RamPage(63), RamPage(u64::MAX)] {
+        let unaligned = VmError::UserfaultBitsUnaligned { slot: 1, first };
+        assert_eq!(bits_from(first), unaligned);
     }
     let mut log = [0; 1];
     assert_eq!(vm.get_dirty_log(1, &mut log), Err(VmError::NoSuchSlot(1)));

@@ -27,9 +27,6 @@ use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vcpu::SoftVcpu;
 
-/// Bits of a word of a dirty log.
-const BITS: u64 = u64::BITS as u64;
-
 struct SoftMachine {
     vm: Vm,
     ram: Arc<GuestRam>,
@@ -117,22 +114,6 @@ fn slot_id(region: &RamRegion) -> u16 {
     u16::try_from(region.slot).expect("RAM has few regions")
 }
 
-/// Adds to `dirty` the bits of a region's log whose first page is `first`. Returns how many were
-/// clear.
-fn merge(dirty: &PageBitmap, first: RamPage, log: &[u64]) -> usize {
-    let (skip, shift) = ((first.0 / BITS) as usize, first.0 % BITS);
-    let mut added = 0;
-    for (w, &bits) in log.iter().enumerate().filter(|&(_, &bits)| bits != 0) {
-        added += dirty.or_word(skip + w, bits << shift).count_ones();
-        if shift != 0 && bits >> (BITS - shift) != 0 {
-            added += dirty
-                .or_word(skip + w + 1, bits >> (BITS - shift))
-                .count_ones();
-        }
-    }
-    added as usize
-}
-
 impl Machine for SoftMachine {
     fn engine(&self) -> Engine {
         Engine::Soft
@@ -165,14 +146,16 @@ impl Machine for SoftMachine {
         }
         let mut added = 0;
         for region in self.ram.layout().regions() {
-            let mut log = vec![0; region.pages.div_ceil(BITS) as usize];
+            let mut log = vec![0; region.words().len()];
             let read = if rearm {
                 self.vm.get_dirty_log(slot_id(region), &mut log)
             } else {
                 self.vm.read_dirty_log(slot_id(region), &mut log)
             };
             if read.map_err(|e| refused(&e))? != 0 {
-                added += merge(dirty, region.first, &log);
+                for (index, word) in region.words().zip(log) {
+                    added += dirty.or_word(index, word).count_ones() as usize;
+                }
             }
         }
         Ok(added)
@@ -269,20 +252,6 @@ impl Machine for SoftMachine {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn logs_merge_at_any_first_page() {
-        for first in [0, 1, 63, 64, 100] {
-            let dirty = PageBitmap::new(400);
-            let log = [1 | 1 << 63, 0, 1 << 5];
-            assert_eq!(merge(&dirty, RamPage(first), &log), 3);
-            assert_eq!(merge(&dirty, RamPage(first), &log), 0);
-            for page in [0, 63, 133] {
-                assert!(dirty.test(RamPage(first + page)));
-            }
-            assert_eq!(dirty.count(), 3);
-        }
-    }
 
     #[test]
     fn calls_out_of_turn_are_refused() {

@@ -72,9 +72,9 @@ impl Core {
             .map_err(|e| MigrationError::os("cannot create an eventfd", e))?;
         Ok(Self {
             machine,
-            states: PageStates::new(missing),
+            states: PageStates::try_new(missing)?,
             stalls: Stalls::new(vcpus),
-            placing: PageBitmap::new(pages as usize),
+            placing: PageBitmap::try_new(pages as usize)?,
             urgent: Mutex::new(UrgentReader::new(pages)),
             waiters: Waiters::new(vcpus),
             threads: (0..vcpus).map(|_| OnceLock::new()).collect(),

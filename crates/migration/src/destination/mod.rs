@@ -141,14 +141,17 @@ impl Incoming {
             at_ns: self.began_ns,
         }];
         let ram = Arc::clone(vm.machine.ram());
-        let mut placer = Placer::new(&ram, self.config.silence_limit);
         let discarded = |error| DestinationFailure {
             vm: DestinationVm::Discarded,
             error,
         };
-        let started = match self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases)
-        {
-            Ok(started) => started,
+        let begun = Placer::try_new(&ram, self.config.silence_limit).and_then(|mut placer| {
+            let started =
+                self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases)?;
+            Ok((started, placer))
+        });
+        let (started, mut placer) = match begun {
+            Ok(begun) => begun,
             Err(error) => {
                 give_up(&mut self.link, &error);
                 resolver.disconnect();
@@ -181,7 +184,7 @@ impl Incoming {
     ) -> Result<Started, MigrationError> {
         self.check_fits(vm)?;
         let machine = vm.machine;
-        let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
+        let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
         let events = machine.arm_userfault(Arc::clone(&missing), self.config.delivery)?;
         let delivery = machine
             .delivery()

@@ -30,15 +30,15 @@ pub(super) struct Placer<'a> {
 }
 
 impl<'a> Placer<'a> {
-    pub(super) fn new(ram: &'a GuestRam, limit: Duration) -> Self {
-        Self {
+    pub(super) fn try_new(ram: &'a GuestRam, limit: Duration) -> Result<Self, MigrationError> {
+        Ok(Self {
             ram,
-            touched: PageBitmap::new(ram.pages() as usize),
+            touched: PageBitmap::try_new(ram.pages() as usize)?,
             bounce: Vec::new(),
             limit,
             data_pages: 0,
             zero_pages: 0,
-        }
+        })
     }
 
     /// Returns the page counts of all frames so far, and resets them.

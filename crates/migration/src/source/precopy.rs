@@ -30,7 +30,7 @@ impl Source<'_> {
     /// still runs and dirties more.
     pub(super) fn precopy(&mut self) -> Result<PageBitmap, MigrationError> {
         let pages = self.vm.machine.ram().pages() as usize;
-        let dirty = PageBitmap::new(pages);
+        let dirty = PageBitmap::try_new(pages)?;
         dirty.set_range(0..pages);
         if self.config.precopy_passes == 0 {
             return Ok(dirty);

@@ -48,7 +48,7 @@ enum Step {
     SetRange(Range<usize>),
     ClearRange(Range<usize>),
     OrWord(usize, u64),
-    TakeWord(usize),
+    TakeWord(usize, u64),
 }
 
 /// A position in `0..=pages`, often at the edge of a word.
@@ -71,13 +71,14 @@ fn step(pages: usize) -> impl Strategy<Value = Step> {
         Just(0),
         Just(u64::MAX),
         (0..64u32).prop_map(|bit| 1 << bit)
-    ];
+    ]
+    .boxed();
     prop_oneof![
         (0..pages).prop_map(Step::Set),
         (0..pages).prop_map(Step::Clear),
         range(pages).prop_map(Step::SetRange),
         range(pages).prop_map(Step::ClearRange),
-        (0..words, bits).prop_map(move |(word, bits)| {
+        (0..words, bits.clone()).prop_map(move |(word, bits)| {
             let left = pages - word * 64;
             Step::OrWord(
                 word,
@@ -88,7 +89,7 @@ fn step(pages: usize) -> impl Strategy<Value = Step> {
                 },
             )
         }),
-        (0..words).prop_map(Step::TakeWord),
+        (0..words, bits).prop_map(|(word, bits)| Step::TakeWord(word, bits)),
     ]
 }
 
@@ -143,12 +144,16 @@ proptest! {
                         model.0[word * 64 + bit] = true;
                     }
                 }
-                Step::TakeWord(word) => {
-                    prop_assert_eq!(map.take_word(word), model.words()[word]);
-                    model.replace(word * 64..pages.min(word * 64 + 64), false);
+                Step::TakeWord(word, bits) => {
+                    let before = model.words()[word];
+                    prop_assert_eq!(map.take_word(word, bits), bits & before);
+                    for page in (word * 64..pages.min(word * 64 + 64)).filter(|page| bits >> (page % 64) & 1 == 1) {
+                        model.0[page] = false;
+                    }
                 }
             }
             prop_assert_eq!(map.snapshot(), model.words(), "after {:?}", step);
+            prop_assert_eq!(map.word(0), model.words()[0]);
         }
         prop_assert_eq!(map.count(), model.0.iter().filter(|bit| **bit).count());
         for page in 0..pages {
@@ -185,7 +190,7 @@ proptest! {
 #[test]
 fn an_empty_bitmap_has_nothing() {
     let map = PageBitmap::new(0);
-    assert_eq!((map.pages(), map.count(), map.words().len()), (0, 0, 0));
+    assert_eq!((map.pages(), map.count(), map.snapshot().len()), (0, 0, 0));
     assert_eq!(
         (map.next_set(0), map.next_clear(0), map.next_run(0, 8)),
         (None, None, None)
@@ -215,6 +220,6 @@ fn pages_behind_the_last_are_refused() {
     assert!(panics(|map| map.count_range(high..low)));
     assert!(panics(|map| map.or_word(1, 1 << 36)));
     assert!(panics(|map| map.or_word(2, 0)));
-    assert!(panics(|map| map.take_word(2)));
+    assert!(panics(|map| map.take_word(2, 1)));
     assert!(!panics(|map| map.or_word(1, (1 << 36) - 1)));
 }

@@ -1,8 +1,10 @@
-//! Page states compared with their model, and userfaultfd on the real kernel (`uffd_*`). Tests that
+//! Bitmaps compared with their models, and userfaultfd on the real kernel (`uffd_*`). Tests that
 //! may not use userfaultfd are skipped. With `PAGEFERRY_REQUIRE=uffd` they fail instead.
 #![cfg(not(loom))]
 
 mod bitmap_model;
+mod bitmap_sparse;
+mod claimed_runs;
 #[cfg(not(miri))]
 mod support;
 #[cfg(not(miri))]

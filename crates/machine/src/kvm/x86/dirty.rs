@@ -34,8 +34,11 @@ use super::sys;
 use crate::{GuestRam, MachineError, RamRegion};
 use kvm_ioctls::VmFd;
 use pageferry_addr::RamPage;
-use pageferry_userfault::PageBitmap;
+use pageferry_userfault::{OutOfMemory, PageBitmap};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// The pages of a word.
+const BITS: usize = u64::BITS as usize;
 
 /// The maximum words of one CLEAR: 64 Ki pages. It holds the MMU lock all the while.
 const CLEAR_WORDS: usize = 1024;
@@ -53,13 +56,13 @@ pub(super) struct DirtyLog {
 }
 
 impl DirtyLog {
-    pub(super) fn new(manual: bool, pages: u64) -> Self {
-        Self {
+    pub(super) fn try_new(manual: bool, pages: u64) -> Result<Self, OutOfMemory> {
+        Ok(Self {
             manual,
             on: AtomicBool::new(false),
             words: Mutex::new(Vec::new()),
-            own: PageBitmap::new(pages as usize),
-        }
+            own: PageBitmap::try_new(pages as usize)?,
+        })
     }
 
     /// Adds a page that this engine wrote on a vCPU's behalf.
@@ -84,7 +87,11 @@ impl DirtyLog {
         for region in ram.layout().regions() {
             slots.set_ram(vm, ram, region, on)?;
         }
-        self.own.clear_range(0..self.own.pages());
+        let mut from = 0;
+        while let Some(run) = self.own.next_run(from, usize::MAX) {
+            self.own.clear_range(run.clone());
+            from = run.end;
+        }
         self.on.store(on, Ordering::Release);
         Ok(())
     }
@@ -108,30 +115,27 @@ impl DirtyLog {
         }
         let mut newly = 0;
         for region in ram.layout().regions() {
-            let first_word = region.first.index() / 64;
-            assert!(
-                region.first.0.is_multiple_of(64),
-                "{region:?} does not begin with a word of the bitmap"
-            );
+            let of_region = region.words();
             words.clear();
-            words.resize(region.pages.div_ceil(64) as usize, 0);
+            words.resize(of_region.len(), 0);
             sys::get_dirty_log(vm, region.slot, region.pages, &mut words)
                 .map_err(|e| MachineError::os("cannot read the dirty log", e))?;
-            for (index, word) in words.iter().enumerate().filter(|(_, word)| **word != 0) {
-                newly += dirty.or_word(first_word + index, *word).count_ones() as usize;
+            for (index, word) in of_region.zip(&*words).filter(|(_, word)| **word != 0) {
+                newly += dirty.or_word(index, *word).count_ones() as usize;
             }
             if rearm && self.manual {
                 clear_found(vm, region, &words)?;
             }
         }
-        for index in 0..self.own.words().len() {
-            let bits = self.own.words()[index].load(Ordering::Acquire);
-            if bits != 0 {
-                newly += dirty.or_word(index, bits).count_ones() as usize;
-                if rearm {
-                    self.own.words()[index].fetch_and(!bits, Ordering::AcqRel);
-                }
+        let mut from = 0;
+        while let Some(page) = self.own.next_set(from) {
+            let index = page / BITS;
+            let bits = self.own.word(index);
+            newly += dirty.or_word(index, bits).count_ones() as usize;
+            if rearm {
+                self.own.take_word(index, bits);
             }
+            from = (index + 1) * BITS;
         }
         Ok(newly)
     }

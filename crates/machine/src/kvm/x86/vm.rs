@@ -146,7 +146,7 @@ fn new_vm(
     for region in ram.layout().regions() {
         slots.set_ram(&vm, &ram, region, false)?;
     }
-    let dirty = DirtyLog::new(manual, ram.pages());
+    let dirty = DirtyLog::try_new(manual, ram.pages())?;
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {

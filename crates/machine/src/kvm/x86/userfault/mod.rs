@@ -257,11 +257,11 @@ impl FaultPath {
         drop_mappings(ram, RamPage(0), ram.pages())?;
         let armed = Armed {
             uffd,
-            landed: PageBitmap::new(if delivery == Delivery::Missing {
+            landed: PageBitmap::try_new(if delivery == Delivery::Missing {
                 missing.pages()
             } else {
                 0
-            }),
+            })?,
             missing,
             delivery,
             forced,

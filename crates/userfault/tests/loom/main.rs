@@ -1,10 +1,13 @@
-//! All interleavings and all allowed reorderings of two or three threads on one page.
+//! All interleavings and all allowed reorderings of two or three threads on few pages.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-userfault --profile stress --test loom`
 //!
 //! A relaxed atomic stands for a page's bytes: a reader that is not ordered behind the writer sees
 //! the old value in some execution.
 #![cfg(loom)]
+
+mod runs;
+mod summary;
 
 use loom::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use loom::thread;
@@ -25,7 +28,7 @@ impl Page {
         let missing = Arc::new(PageBitmap::new(3));
         missing.set_range(0..3);
         Arc::new(Self {
-            states: PageStates::new(missing),
+            states: PageStates::try_new(missing).unwrap(),
             bytes: AtomicU64::new(0),
         })
     }
@@ -170,8 +173,33 @@ fn racing_changes_of_a_bit_have_one_winner() {
         // Only this thread counts bit 0, and only the other counts bit 2. The first of them counts
         // bit 1, once.
         let bit1 = usize::from(set) + usize::from(ored & 0b010 != 0) + (here - 1);
-        assert_eq!((bit1, ored & 0b100, map.take_word(0)), (1, 0b100, 0b111));
+        assert_eq!(
+            (bit1, ored & 0b100, map.take_word(0, u64::MAX)),
+            (1, 0b100, 0b111)
+        );
     });
+}
+
+/// A harvest of a dirty log copies the pages whose bits it took.
+#[test]
+fn a_thread_that_takes_a_bit_finds_what_came_before_its_set() {
+    let sets: [fn(&PageBitmap) -> bool; 2] = [|map| map.set(PAGE), |map| map.or_word(0, 0b10) != 0];
+    for set in sets {
+        loom::model(move || {
+            let shared = Arc::new((PageBitmap::new(3), AtomicU64::new(0)));
+            let writer = {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || {
+                    shared.1.store(BYTES, Relaxed);
+                    assert!(set(&shared.0));
+                })
+            };
+            if shared.0.take_word(0, u64::MAX) != 0 {
+                assert_eq!(shared.1.load(Relaxed), BYTES, "taken, and not its bytes");
+            }
+            writer.join().unwrap();
+        });
+    }
 }
 
 /// A bitmap of missing pages and its waiters, as in a receiving VM.
