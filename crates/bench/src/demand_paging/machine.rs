@@ -4,13 +4,13 @@
 //! userfaultfd delivers as events, as in a migration. Faults that are delivered as exits are served
 //! on the vCPU's own thread.
 
-use super::missing::MissingPages;
+use super::missing::{BYTES, MissingPages};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
 use crate::BenchError;
 use crate::vm::isa_of;
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::RamPage;
 use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
 use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
@@ -71,7 +71,10 @@ pub(super) fn touch(
     for (id, vcpu) in (0..).zip(&mut vcpus) {
         vcpu.set_start(&start_of(program, id))?;
     }
-    let missing = delivery.map(|_| MissingPages::all(ram.pages(), plan));
+    let missing = match delivery {
+        Some(_) => Some(MissingPages::all(ram.pages(), plan)?),
+        None => None,
+    };
     let mut events = None;
     if let (Some(delivery), Some(missing)) = (delivery, &missing) {
         events = machine.arm_userfault(missing.bitmap().clone(), Some(delivery))?;
@@ -88,13 +91,18 @@ pub(super) fn touch(
             // The copy has mapped the page already.
             false => Ok(()),
         };
-        let write = |bytes: &[u8; PAGE_SIZE as usize]| {
-            if in_place {
-                machine.ram().write(page, bytes);
-                map()
-            } else {
-                Ok(machine.install_copy(page, bytes)?)
+        let write = |first: RamPage, pages: u64| {
+            for page in (first.0..first.0 + pages).map(RamPage) {
+                if in_place {
+                    machine.ram().write(page, &BYTES);
+                } else {
+                    machine.install_copy(page, &BYTES)?;
+                }
             }
+            if in_place {
+                machine.install(first, pages)?;
+            }
+            Ok(())
         };
         missing.install(page, write, map)
     };

@@ -43,7 +43,7 @@ pub(crate) use watched::{Clock, FaultTimes, Watched};
 use crate::serialised::Serialised;
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
-use pageferry_addr::PAGE_SIZE;
+use pageferry_addr::{PAGE_SIZE, PageSize};
 use pageferry_hypervisor::Scalable;
 use pageferry_machine::{Delivery, Engine};
 use race::Race;
@@ -97,6 +97,9 @@ pub struct DemandSetting {
     pub memory_per_vcpu: Option<u64>,
     /// Whether every vCPU touches all pages.
     pub overlap: bool,
+    /// The number of pages that are installed at a fault: the aligned block of this size around the
+    /// page, as far as it is missing. From 1 to [`Self::MAX_AROUND`].
+    pub around: u64,
     /// The number of samples of each figure, at least 1.
     pub repeat: u32,
 }
@@ -104,6 +107,9 @@ pub struct DemandSetting {
 impl DemandSetting {
     /// The largest number of vCPUs in a guest.
     pub const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
+
+    /// The largest block of pages that are installed together: 2 MiB.
+    pub const MAX_AROUND: u64 = PageSize::Size2M.pages();
 
     /// The default numbers of vCPUs.
     #[must_use]
@@ -141,6 +147,13 @@ impl DemandSetting {
             return Err(BenchError::Setting(
                 "nothing to measure: no engine, no vCPUs or no samples".into(),
             ));
+        }
+        if !(1..=Self::MAX_AROUND).contains(&self.around) {
+            return Err(BenchError::Setting(format!(
+                "cannot install {} pages at a fault: expected 1 to {}",
+                self.around,
+                Self::MAX_AROUND
+            )));
         }
         if let Some(vcpus) = self.vcpus.iter().find(|vcpus| !possible.contains(vcpus)) {
             return Err(BenchError::Setting(format!(
@@ -183,7 +196,8 @@ pub fn demand_paging(
         };
         for &vcpus in &setting.vcpus {
             let pages = setting.memory_on(engine) / PAGE_SIZE;
-            let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?;
+            let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?
+                .with_around(setting.around);
             let mut samples = vec![WaySamples::default(); ways.len()];
             for round in 1..=setting.repeat {
                 progress(&format!(

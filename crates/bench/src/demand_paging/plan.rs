@@ -14,6 +14,8 @@ pub(crate) struct Plan {
     pub(crate) touched: Range<u64>,
     /// The number of pages that each vCPU touches.
     pub(crate) each: u64,
+    /// The size of the aligned blocks of pages that are installed together, at least 1.
+    pub(crate) around: u64,
 }
 
 impl Plan {
@@ -40,7 +42,13 @@ impl Plan {
                 pages
             },
             touched,
+            around: 1,
         })
+    }
+
+    /// The same guest, with missing pages that are installed by blocks of `around`.
+    pub(crate) fn with_around(self, around: u64) -> Self {
+        Self { around, ..self }
     }
 
     /// The RAM of such a guest, in bytes.

@@ -54,6 +54,8 @@ pub struct DemandReport {
     pub unmeasured: Vec<Unmeasured>,
     /// Whether every vCPU touched all pages.
     pub overlap: bool,
+    /// The number of pages that were installed at a fault, at most.
+    pub around: u64,
     /// The number of cores that this process may use.
     pub cores: u32,
     /// The length of the run, in seconds.
@@ -71,6 +73,7 @@ impl DemandReport {
             cells: Vec::new(),
             unmeasured: Vec::new(),
             overlap: setting.overlap,
+            around: setting.around,
             cores: cores(),
             seconds: 0.0,
         }
@@ -147,9 +150,10 @@ impl fmt::Display for DemandReport {
         writeln!(
             f,
             "Each vCPU stores to one word of each page {which}. Medians (min .. max). {} cores, {:.0} s in all.\n\
-             Host memory is allocated before. A missing page is installed by copying 4 KiB. ns/touch: core time, including \
-             the guest's\ninstructions. If there is a core for each vCPU, each is pinned to its own.",
-            self.cores, self.seconds
+             Host memory is allocated before. A missing page is installed by copying 4 KiB, up to {} page(s) at a fault. \
+             ns/touch: core time,\nincluding the guest's instructions. If there is a core for each vCPU, each is pinned to \
+             its own.",
+            self.cores, self.seconds, self.around
         )?;
         writeln!(
             f,

@@ -9,7 +9,7 @@
 //! host's allocator, and the figures show the hypervisor's own fault path. Each VM is new and
 //! begins with empty tables and TLBs.
 
-use super::missing::MissingPages;
+use super::missing::{BYTES, MissingPages};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::watched::Clock;
@@ -171,7 +171,10 @@ pub(crate) fn touch<M: Memslots, T: Send>(
 where
     VcpuCore<M>: Send,
 {
-    let missing = exits.then(|| MissingPages::all(host.ram().pages(), plan));
+    let missing = match exits {
+        true => Some(MissingPages::all(host.ram().pages(), plan)?),
+        false => None,
+    };
     let prepared = PreparedVm::<M>::new(host, plan, missing.as_ref().map(MissingPages::bitmap))?;
     let install = |page: RamPage| {
         // Only runs with a clock read this.
@@ -179,8 +182,10 @@ where
         let Some(missing) = &missing else {
             return Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
         };
-        let write = |bytes: &_| {
-            host.ram().write(page, bytes);
+        let write = |first: RamPage, pages: u64| {
+            for page in (first.0..first.0 + pages).map(RamPage) {
+                host.ram().write(page, &BYTES);
+            }
             Ok(())
         };
         missing.install(page, write, || Ok(()))

@@ -12,15 +12,17 @@ fn tiny(vcpus: &[u32]) -> DemandSetting {
         vcpus: vcpus.to_vec(),
         memory_per_vcpu: Some(64 * PAGE_SIZE),
         overlap: false,
+        around: 1,
         repeat: 2,
     }
 }
 
 #[test]
 fn every_way_of_the_soft_engine_has_its_figures() {
-    for overlap in [false, true] {
+    for (overlap, around) in [(false, 1), (true, 1), (false, 16), (true, 7)] {
         let setting = DemandSetting {
             overlap,
+            around,
             ..tiny(&[1, 2, 9])
         };
         let mut told = 0;

@@ -115,6 +115,9 @@ pub(crate) struct DemandFlags {
     /// Every vCPU touches the pages of all
     #[arg(long, conflicts_with = "model")]
     pub(crate) overlap: bool,
+    /// Pages that are installed at a fault: the missing ones of the aligned block around the page
+    #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "model", value_parser = clap::value_parser!(u64).range(1..=DemandSetting::MAX_AROUND))]
+    pub(crate) around: u64,
     /// Number of repetitions of each measurement; medians are printed [default: 5; of the model's
     /// inputs 21]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]

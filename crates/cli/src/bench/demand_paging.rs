@@ -69,6 +69,7 @@ fn setting(flags: &DemandFlags) -> Result<DemandSetting, Failure> {
         vcpus: in_order(vcpus),
         memory_per_vcpu: flags.memory_per_vcpu,
         overlap: flags.overlap,
+        around: flags.around,
         repeat: flags.repeat.unwrap_or(5),
     })
 }
@@ -99,6 +100,7 @@ mod tests {
             vcpus: vec![8, 1, 8],
             memory_per_vcpu: None,
             overlap: true,
+            around: 1,
             repeat: None,
             model: false,
             total_memory: None,
