@@ -130,14 +130,14 @@ fn delivery(text: &str) -> Result<DeliveryChoice, String> {
     Ok(DeliveryChoice(Some(parsed)))
 }
 
-const DELIVERIES: &str = "expected auto, exit (soft engine), poison, minor or missing";
+const DELIVERIES: &str = "expected auto, exit (soft engine), userfault, poison, minor or missing";
 
 /// The user's choice of a fault delivery.
 #[derive(Debug, Args)]
 pub(crate) struct DeliveryArgs {
     /// How faults on missing pages are delivered: exit (soft engine); poison (exits, KVM on Linux
     /// 6.6), minor or missing (userfaultfd) on KVM; auto takes the best that this host has
-    #[arg(long, default_value = "auto", value_name = "auto|exit|poison|minor|missing", value_parser = delivery)]
+    #[arg(long, default_value = "auto", value_name = "auto|exit|userfault|poison|minor|missing", value_parser = delivery)]
     pub(crate) delivery: DeliveryChoice,
 }
 

@@ -306,10 +306,16 @@ fn ways(engine: Engine, report: &mut DemandReport) -> Result<Vec<Way>, BenchErro
             .collect()),
         Engine::Kvm => {
             let mut deliveries = vec![None];
-            for delivery in [Delivery::Poison, Delivery::Minor, Delivery::Missing] {
+            for delivery in [
+                Delivery::Userfault,
+                Delivery::Poison,
+                Delivery::Minor,
+                Delivery::Missing,
+            ] {
                 if machine::has(engine, delivery) {
                     deliveries.push(Some(delivery));
-                } else {
+                } else if delivery != Delivery::Userfault {
+                    // No released kernel has that one.
                     report.lacks(engine, delivery);
                 }
             }

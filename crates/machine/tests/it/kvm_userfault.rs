@@ -14,7 +14,12 @@ use std::time::Duration;
 
 const PAGE: usize = PAGE_SIZE as usize;
 /// This engine's deliveries.
-const DELIVERIES: [Delivery; 3] = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
+const DELIVERIES: [Delivery; 4] = [
+    Delivery::Userfault,
+    Delivery::Poison,
+    Delivery::Minor,
+    Delivery::Missing,
+];
 
 /// rdi: first byte, rsi: first byte behind. Each page must hold its own address in its first and in
 /// its last word. The address is then written to the second. Stores 1 to the doorbell at the end,
@@ -47,6 +52,8 @@ pub(crate) fn no_delivery(machine: &dyn Machine, delivery: Delivery) -> bool {
     // fails without it.
     let resource = match delivery {
         Delivery::Poison if linux() < (6, 6) => "poison",
+        // No released kernel has it.
+        Delivery::Userfault => "kvm-userfault",
         _ => "uffd",
     };
     !machine.deliveries().contains(&delivery)

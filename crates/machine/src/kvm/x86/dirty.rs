@@ -85,7 +85,7 @@ impl DirtyLog {
             return Ok(());
         }
         for region in ram.layout().regions() {
-            slots.set_ram(vm, ram, region, on)?;
+            slots.set_log(vm, region, on)?;
         }
         let mut from = 0;
         while let Some(run) = self.own.next_run(from, usize::MAX) {

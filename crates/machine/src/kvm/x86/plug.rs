@@ -1,7 +1,7 @@
 //! Memory beyond RAM, plugged and unplugged while the machine runs.
 
 use super::shared::VmShared;
-use super::slots::KvmSlot;
+use super::slots::{KvmSlot, same};
 use crate::{GuestRam, MachineError};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_memslot::{Request, Slot, SlotFlags, SlotTable};
@@ -112,20 +112,6 @@ impl MemoryPlug {
             ));
         }
         self.0.slots.change(&self.0.vm, id, ask)
-    }
-}
-
-/// The request that leaves a slot unchanged.
-fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
-    Request {
-        address_space: slot.address_space,
-        id: slot.id,
-        gpa: slot.range.start().gpa(),
-        size: slot.range.pages() * PAGE_SIZE,
-        hva: slot.hva,
-        flags: slot.flags,
-        userfault_bitmap: slot.userfault_bitmap(),
-        data: slot.data.clone(),
     }
 }
 

@@ -13,7 +13,9 @@
 //! highest frame it maps, and whether it has memory for the slot.
 
 use crate::{GuestRam, MachineError, RamRegion};
-use kvm_bindings::{KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVM_CAP_NR_MEMSLOTS, kvm_userspace_memory_region, kvm_userspace_memory_region2,
+};
 use kvm_ioctls::VmFd;
 use pageferry_addr::{Gfn, Hva, PAGE_SIZE, RamPage};
 use pageferry_memslot::{Barrier, Limits, Request, Slot, SlotFlags, SlotTable, SlotWriter};
@@ -86,13 +88,20 @@ impl Slots {
             memory_size: request.size,
             userspace_addr: request.hva.0,
         };
+        let bitmap = request.userfault_bitmap;
         let update = writer.begin(request)?;
         // SAFETY: (1) the callers below pass ranges of a `GuestRam`'s guest mapping, to which Rust
         // never holds a reference; (2) the slot's data keeps that mapping until the commit of the
         // change that removes the slot, so beyond the call that takes it from the kernel; (3) the
         // table outlives the vCPUs, each of which holds `VmShared`; (4) the rules that were checked
-        // keep slots apart.
-        unsafe { vm.set_user_memory_region(region) }.map_err(|e| {
+        // keep slots apart; (5) the kernel only reads a userfault bitmap.
+        unsafe {
+            match bitmap {
+                None => vm.set_user_memory_region(region),
+                Some(bitmap) => vm.set_user_memory_region2(with_bitmap(region, bitmap)),
+            }
+        }
+        .map_err(|e| {
             MachineError::os(
                 "KVM refuses a memory slot",
                 io::Error::from_raw_os_error(e.errno()),
@@ -102,13 +111,12 @@ impl Slots {
         Ok(())
     }
 
-    /// Creates the slot of a region of RAM, or switches its dirty log.
-    pub(super) fn set_ram(
+    /// Creates the slot of a region of RAM.
+    pub(super) fn create_ram(
         &self,
         vm: &VmFd,
         ram: &Arc<GuestRam>,
         region: &RamRegion,
-        log: bool,
     ) -> Result<(), MachineError> {
         let request = Request {
             address_space: 0,
@@ -116,17 +124,91 @@ impl Slots {
             gpa: region.gfn.gpa(),
             size: region.pages * PAGE_SIZE,
             hva: ram.guest_hva(region.first),
-            flags: if log {
-                SlotFlags::LOG_DIRTY_PAGES
-            } else {
-                SlotFlags::EMPTY
-            },
+            flags: SlotFlags::EMPTY,
             userfault_bitmap: None,
             data: KvmSlot {
                 memory: Arc::clone(ram),
             },
         };
         self.change(vm, request.id, |_| Ok(request))
+    }
+
+    /// Switches the dirty log of a region of RAM.
+    pub(super) fn set_log(
+        &self,
+        vm: &VmFd,
+        region: &RamRegion,
+        on: bool,
+    ) -> Result<(), MachineError> {
+        self.change_ram(vm, region, |request| {
+            let log = SlotFlags::LOG_DIRTY_PAGES;
+            request.flags = with(request.flags, log, on);
+        })
+    }
+
+    /// Gives KVM the userfault bitmap of a region of RAM, or takes it away. The bits must stay in
+    /// place meanwhile.
+    pub(super) fn set_userfault(
+        &self,
+        vm: &VmFd,
+        region: &RamRegion,
+        bitmap: Option<Hva>,
+    ) -> Result<(), MachineError> {
+        self.change_ram(vm, region, |request| {
+            request.flags = with(request.flags, SlotFlags::USERFAULT, bitmap.is_some());
+            request.userfault_bitmap = bitmap;
+        })
+    }
+
+    fn change_ram(
+        &self,
+        vm: &VmFd,
+        region: &RamRegion,
+        alter: impl FnOnce(&mut Request<KvmSlot>),
+    ) -> Result<(), MachineError> {
+        let id = u16::try_from(region.slot).expect("RAM has few regions");
+        self.change(vm, id, |slot| {
+            let mut request = same(slot.expect("slots of RAM are never deleted"));
+            alter(&mut request);
+            Ok(request)
+        })
+    }
+}
+
+fn with(flags: SlotFlags, flag: SlotFlags, on: bool) -> SlotFlags {
+    if on {
+        SlotFlags(flags.0 | flag.0)
+    } else {
+        flags.without(flag)
+    }
+}
+
+/// The region with `userfault_bitmap` of the KVM Userfault series (James Houghton, December 2024),
+/// which is the first padding word in released headers.
+fn with_bitmap(region: kvm_userspace_memory_region, bitmap: Hva) -> kvm_userspace_memory_region2 {
+    let mut with_bitmap = kvm_userspace_memory_region2 {
+        slot: region.slot,
+        flags: region.flags,
+        guest_phys_addr: region.guest_phys_addr,
+        memory_size: region.memory_size,
+        userspace_addr: region.userspace_addr,
+        ..Default::default()
+    };
+    with_bitmap.pad2[0] = bitmap.0;
+    with_bitmap
+}
+
+/// The request that leaves a slot unchanged.
+pub(super) fn same(slot: &Slot<KvmSlot>) -> Request<KvmSlot> {
+    Request {
+        address_space: slot.address_space,
+        id: slot.id,
+        gpa: slot.range.start().gpa(),
+        size: slot.range.pages() * PAGE_SIZE,
+        hva: slot.hva,
+        flags: slot.flags,
+        userfault_bitmap: slot.userfault_bitmap(),
+        data: slot.data.clone(),
     }
 }
 
@@ -154,7 +236,7 @@ mod tests {
         let layout = RamLayout::for_memory(4 * PAGE_SIZE).unwrap();
         let ram = Arc::new(GuestRam::new(layout).unwrap());
         let region = ram.layout().regions()[0];
-        slots.set_ram(&vm, &ram, &region, false).unwrap();
+        slots.create_ram(&vm, &ram, &region).unwrap();
         let elsewhere = |id, old: Option<&Slot<KvmSlot>>, hva| {
             assert!(old.is_none());
             let memory = Arc::clone(&ram);
@@ -191,7 +273,7 @@ mod tests {
         // The log of RAM goes on and off, and a repetition changes nothing.
         let after = slots.table().generation().number();
         for (log, changes) in [(true, 1), (true, 1), (false, 2)] {
-            slots.set_ram(&vm, &ram, &region, log).unwrap();
+            slots.set_log(&vm, &region, log).unwrap();
             assert_eq!(slots.table().generation().number(), after + changes);
             assert_eq!(vm.get_dirty_log(0, 4 * PAGE_SIZE as usize).is_ok(), log);
         }

@@ -14,12 +14,13 @@ use super::userfault::deliveries;
 use super::vm::create;
 use crate::{
     Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, Machine, MachineError, MachineSpec,
-    StartState, Vcpu,
+    NewMachine, StartState, Vcpu,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -72,6 +73,52 @@ pub(super) fn choose(vcpus: u32) -> Result<DeliveryInUse, MachineError> {
                 "this host delivers no faults: userfaultfd is not permitted".into(),
             )
         })
+}
+
+/// Whether KVM leaves the guest at a page whose bit is set in a slot's userfault bitmap. The host
+/// has the page mapped, so that nothing can sleep if the bitmap has no effect.
+pub(super) fn kvm_userfault_works() -> bool {
+    let touch = || -> Result<Exit, MachineError> {
+        let page = FIRST;
+        let mut new = guest(1, page.0 + 1, |_| page..RamPage(page.0 + 1))?;
+        let missing = Arc::new(PageBitmap::new(new.machine.ram().pages() as usize));
+        missing.set(page);
+        new.machine
+            .arm_userfault(missing, Some(Delivery::Userfault))?;
+        new.machine.begin_postcopy()?;
+        new.machine.install(RamPage(0), page.0 + 1)?;
+        new.vcpus[0].run()
+    };
+    matches!(touch(), Ok(Exit::MemoryFault { page, .. }) if page == FIRST)
+}
+
+/// A machine of `pages` pages whose vCPUs touch the pages that `own` gives, and then ring.
+fn guest(
+    vcpus: u32,
+    pages: u64,
+    own: impl Fn(u64) -> Range<RamPage>,
+) -> Result<NewMachine, MachineError> {
+    // mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb .-15; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
+    const CODE: [u8; 25] = [
+        0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,
+        0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
+    ];
+    let mut new = create(MachineSpec {
+        vcpus,
+        memory_bytes: pages * PAGE_SIZE,
+    })?;
+    new.machine.ram().allocate()?;
+    write_guest(new.machine.ram(), &CODE);
+    for (id, vcpu) in (0..).zip(&mut new.vcpus) {
+        let own = own(id);
+        vcpu.set_start(&StartState {
+            entry: CODE_PAGE.byte_offset(),
+            stack: 0x8000,
+            args: [own.start.byte_offset(), own.end.byte_offset()],
+            tables: TABLES,
+        })?;
+    }
+    Ok(new)
 }
 
 /// The cores that this process may use.
@@ -135,29 +182,13 @@ fn measure(vcpus: u32) -> Vec<(Delivery, f64)> {
 
 /// Runs one VM. Returns the microseconds from fault to fault.
 fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
-    // mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb .-15; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
-    const CODE: [u8; 25] = [
-        0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,
-        0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
-    ];
-    let new = create(MachineSpec {
-        vcpus,
-        memory_bytes: (FIRST.0 + PAGES) * PAGE_SIZE,
-    })?;
-    let (machine, mut all) = (new.machine, new.vcpus);
-    machine.ram().allocate()?;
-    write_guest(machine.ram(), &CODE);
     let each = PAGES / u64::from(vcpus);
     let touched = each * u64::from(vcpus);
-    for (id, vcpu) in (0..).zip(&mut all) {
+    let new = guest(vcpus, FIRST.0 + PAGES, |id| {
         let first = FIRST.0 + id * each;
-        vcpu.set_start(&StartState {
-            entry: CODE_PAGE.byte_offset(),
-            stack: 0x8000,
-            args: [first, first + each].map(|page| page * PAGE_SIZE),
-            tables: TABLES,
-        })?;
-    }
+        RamPage(first)..RamPage(first + each)
+    })?;
+    let (machine, mut all) = (new.machine, new.vcpus);
     let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
     missing.set_range(FIRST.0 as usize..(FIRST.0 + touched) as usize);
     let mut events = machine

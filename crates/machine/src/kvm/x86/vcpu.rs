@@ -39,6 +39,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
+/// `KVM_MEMORY_EXIT_FLAG_USERFAULT` of the KVM Userfault series (James Houghton, December 2024).
+const EXIT_FLAG_USERFAULT: u64 = 1 << 4;
+
 /// [`Kick::while_inside`] or [`Kick::without_entering`].
 type Enter = fn(&Kick, &mut dyn FnMut() -> Result<(), Errno>) -> Result<(), Errno>;
 
@@ -201,6 +204,12 @@ impl KvmVcpu {
         {
             let (flags, gpa) = self.page().memory_fault();
             let page = self.translator.page_of(Gpa(gpa).gfn());
+            // The page may have arrived since, or delivery may have ended.
+            if let (Some(page), Some(_)) = (page, self.shared.faults.armed())
+                && flags & EXIT_FLAG_USERFAULT != 0
+            {
+                return Ok(Some(memory_fault(page, false)));
+            }
             if let (Some(page), Some(armed)) = (page, self.shared.faults.active())
                 && (armed.missing.test(page) || errno == Errno::HWPOISON)
             {

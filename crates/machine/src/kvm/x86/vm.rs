@@ -144,7 +144,7 @@ fn new_vm(
     let ram = Arc::new(GuestRam::new(layout)?);
     let slots = Slots::new(&vm);
     for region in ram.layout().regions() {
-        slots.set_ram(&vm, &ram, region, false)?;
+        slots.create_ram(&vm, &ram, region)?;
     }
     let dirty = DirtyLog::try_new(manual, ram.pages())?;
     let faults = FaultPath::new();
@@ -212,7 +212,7 @@ impl Machine for KvmMachine {
             },
             None => trial::choose(self.0.vcpus)?,
         };
-        self.0.faults.arm(&self.0.ram, missing, in_use, forced)?;
+        self.0.faults.arm(&self.0, missing, in_use, forced)?;
         Ok(Some(Box::new(Events::new(Arc::clone(&self.0)))))
     }
 
@@ -244,6 +244,6 @@ impl Machine for KvmMachine {
     }
 
     fn disarm_userfault(&self) -> Result<(), MachineError> {
-        self.0.faults.disarm(&self.0.ram)
+        self.0.faults.disarm(&self.0)
     }
 }

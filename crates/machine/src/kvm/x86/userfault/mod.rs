@@ -11,6 +11,11 @@
 //! `UFFDIO_ZEROPAGE` for holes, which read as zero. Poison also marks missing pages, see `poison`.
 //! CONTINUE replaces a marker. Disarming sweeps the mapping, so no marker outlives the delivery.
 //!
+//! **Userfault**: as *minor*, and KVM has the missing bitmap (`KVM_MEM_USERFAULT`). A vCPU that
+//! touches a missing page leaves the guest. KVM's own accesses do not look at the bitmap. They find
+//! the page empty, and sleep as with *minor*. The bitmap stays in place as long as the slots have
+//! it: `Armed` holds it, and disarming takes the slots' flags off first.
+//!
 //! **Missing**: the mapping is registered for missing faults only. Missing pages are holes, which
 //! [`FaultPath::begin_postcopy`] punches. Present pages are in the page cache, and never fault into
 //! userfaultfd. A present page that was zero may be a hole too, and then sends an event. Installing
@@ -36,9 +41,11 @@ pub(super) use mappings::lift_marker;
 use mappings::{drop_mappings, punch, range, sweep_markers};
 
 use super::paging::Known;
+use super::shared::VmShared;
 use super::sync::{AtomicBool, Ordering};
+use super::trial;
 use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
-use pageferry_addr::RamPage;
+use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
 use std::collections::BTreeMap;
@@ -52,7 +59,7 @@ fn features(delivery: Delivery) -> Features {
     match delivery {
         Delivery::Exit => Features::empty(),
         Delivery::Poison => Features::POISON | Features::MINOR_SHMEM | Features::MISSING_SHMEM,
-        Delivery::Minor => Features::MINOR_SHMEM | Features::MISSING_SHMEM,
+        Delivery::Userfault | Delivery::Minor => Features::MINOR_SHMEM | Features::MISSING_SHMEM,
         Delivery::Missing => Features::MISSING_SHMEM,
     }
 }
@@ -64,11 +71,26 @@ pub(super) fn deliveries() -> Vec<Delivery> {
         .get_or_init(|| {
             let support = UffdSupport::probe();
             let all = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
-            all.into_iter()
+            let mut found: Vec<_> = all
+                .into_iter()
                 .filter(|d| support.serves(features(*d)))
-                .collect()
+                .collect();
+            if found.contains(&Delivery::Minor) && trial::kvm_userfault_works() {
+                found.insert(0, Delivery::Userfault);
+            }
+            found
         })
         .clone()
+}
+
+/// Gives KVM the bits of missing pages, slot by slot, or takes them away.
+fn set_bitmap(vm: &VmShared, missing: Option<&PageBitmap>) -> Result<(), MachineError> {
+    for region in vm.ram.layout().regions() {
+        let bits = missing.and_then(|missing| missing.address_from(region.first));
+        let bits = bits.map(|bits| Hva(bits.addr() as u64));
+        vm.slots.set_userfault(&vm.vm, region, bits)?;
+    }
+    Ok(())
 }
 
 /// An armed machine's delivery.
@@ -184,7 +206,8 @@ impl FaultPath {
     }
 
     /// See [`crate::Machine::disarm_userfault`].
-    pub(super) fn disarm(&self, ram: &GuestRam) -> Result<(), MachineError> {
+    pub(super) fn disarm(&self, vm: &VmShared) -> Result<(), MachineError> {
+        let ram = &vm.ram;
         let _turn = lock(&self.ran);
         let Some(armed) = self.active() else {
             return Err(MachineError::WrongState("fault delivery is not armed"));
@@ -195,8 +218,10 @@ impl FaultPath {
             ));
         }
         let _no_marking = armed.marking();
-        if armed.delivery == Delivery::Poison {
-            sweep_markers(ram)?;
+        match armed.delivery {
+            Delivery::Poison => sweep_markers(ram)?,
+            Delivery::Userfault => set_bitmap(vm, None)?,
+            _ => {}
         }
         let (start, len) = range(ram, RamPage(0), ram.pages());
         // Wakes all sleepers. They find the page in the page cache, or a hole that is zero.
@@ -213,13 +238,14 @@ impl FaultPath {
     /// Arms the machine; see [`crate::Machine::arm_userfault`].
     pub(super) fn arm(
         &self,
-        ram: &GuestRam,
+        vm: &VmShared,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
     ) -> Result<(), MachineError> {
-        let delivery = in_use.delivery;
-        if !deliveries().contains(&delivery) {
+        let (ram, delivery) = (&vm.ram, in_use.delivery);
+        // KVM itself refuses this one where it lacks it. The test that it works comes here too.
+        if delivery != Delivery::Userfault && !deliveries().contains(&delivery) {
             return Err(MachineError::NoDelivery(delivery));
         }
         if missing.pages() as u64 != ram.pages() {
@@ -255,6 +281,9 @@ impl FaultPath {
         // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
         // mapping.
         drop_mappings(ram, RamPage(0), ram.pages())?;
+        if delivery == Delivery::Userfault {
+            set_bitmap(vm, Some(&missing)).map_err(|_| MachineError::NoDelivery(delivery))?;
+        }
         let armed = Armed {
             uffd,
             landed: PageBitmap::try_new(if delivery == Delivery::Missing {
