@@ -39,7 +39,7 @@ fn private_vm(pages: u64) -> Option<RawVm> {
     match RawVm::new(pages, true) {
         Ok(vm) => Some(vm),
         Err(why) => {
-            skip("kvm-userfault", format!("no guest_memfd: {why}"));
+            skip("tdp", format!("no guest_memfd: {why}"));
             None
         }
     }
@@ -78,22 +78,23 @@ fn a_late_flag_takes_mapped_pages_away() {
     vm.slots.set(0).unwrap();
     for round in 0..3 {
         assert_eq!(vm.guest.count(0..64), Ended::Done(3 * round + 1));
-        vm.slots.bitmap.set_bit(40, true);
+        vm.slots.bitmap.set_bit(44, true);
         // Without the flag the bitmap says nothing.
-        assert_eq!(vm.guest.count(40..41), Ended::Done(3 * round + 2));
+        assert_eq!(vm.guest.count(44..45), Ended::Done(3 * round + 2));
         vm.slots.set(USERFAULT).unwrap();
-        assert_eq!(vm.guest.count(40..41), fault(40));
-        assert_eq!(vm.guest.count(0..40), Ended::Done(3 * round + 2));
+        // KVM may map neighbours ahead of their faults, but not the page whose bit is set.
+        assert_eq!(vm.guest.count(0..44), Ended::Done(3 * round + 2));
+        assert_eq!(vm.guest.count(44..45), fault(44));
         // A page that is mapped stays, as only the flag takes mappings away.
-        vm.slots.bitmap.set_bit(39, true);
-        assert_eq!(vm.guest.count(39..40), Ended::Done(3 * round + 3));
-        vm.slots.bitmap.set_bit(39, false);
+        vm.slots.bitmap.set_bit(43, true);
+        assert_eq!(vm.guest.count(43..44), Ended::Done(3 * round + 3));
+        vm.slots.bitmap.set_bit(43, false);
         vm.slots.set(0).unwrap();
-        assert_eq!(vm.guest.count(40..41), Ended::Done(3 * round + 3));
-        // All pages have the same count again.
-        assert_eq!(vm.guest.count(0..39), Ended::Done(3 * round + 3));
-        assert_eq!(vm.guest.count(41..64), Ended::Done(3 * round + 2));
-        assert_eq!(vm.guest.count(41..64), Ended::Done(3 * round + 3));
+        assert_eq!(vm.guest.count(44..45), Ended::Done(3 * round + 3));
+        // All pages get the same count again.
+        assert_eq!(vm.guest.count(0..43), Ended::Done(3 * round + 3));
+        assert_eq!(vm.guest.count(45..64), Ended::Done(3 * round + 2));
+        assert_eq!(vm.guest.count(45..64), Ended::Done(3 * round + 3));
     }
 }
 
@@ -172,7 +173,6 @@ fn a_bitmap_that_cannot_be_read_ends_the_run_and_can_be_mended() {
     vm.slots.bitmap.protect(0..2 * PAGE_SIZE, false);
     assert_eq!(vm.guest.count(0..1), Ended::Failed(Errno::FAULT));
     assert_eq!(vm.guest.resume(), Ended::Failed(Errno::FAULT));
-    assert_eq!(vm.guest.pre_fault(0), Err(Errno::FAULT));
     vm.slots.bitmap.protect(0..PAGE_SIZE, true);
     assert_eq!(vm.guest.resume(), Ended::Done(1));
     assert_eq!(
@@ -186,23 +186,36 @@ fn a_bitmap_that_cannot_be_read_ends_the_run_and_can_be_mended() {
     assert_eq!(vm.guest.resume(), Ended::Done(1));
 }
 
+/// [`vm`] on a KVM that maps pages without a fault of the guest.
+fn vm_with_pre_fault(pages: u64) -> Option<RawVm> {
+    let mut scratch = vm(pages)?;
+    scratch.slots.set(0).unwrap();
+    if scratch.guest.pre_fault(0) == Err(Errno::OPNOTSUPP) {
+        skip("tdp", "KVM uses shadow paging");
+        return None;
+    }
+    vm(pages)
+}
+
 #[test]
 fn a_prefault_maps_no_page_whose_bit_is_set() {
-    let Some(mut vm) = vm(8) else { return };
+    let Some(mut vm) = vm_with_pre_fault(8) else {
+        return;
+    };
     vm.slots.bitmap.set_bit(5, true);
     vm.slots.set(USERFAULT).unwrap();
-    let first = vm.guest.pre_fault(4);
-    if first == Err(Errno::OPNOTSUPP) && skip("tdp", "KVM uses shadow paging") {
-        return;
-    }
-    assert_eq!(first, Ok(()));
+    assert_eq!(vm.guest.pre_fault(4), Ok(()));
     assert_eq!(vm.guest.pre_fault(5), Err(Errno::FAULT));
     assert_eq!(vm.guest.count(4..6), fault(5));
+    vm.slots.bitmap.protect(0..PAGE_SIZE, false);
+    assert_eq!(vm.guest.pre_fault(4), Err(Errno::FAULT));
 }
 
 #[test]
 fn a_read_only_slot_has_the_flag_too() {
-    let Some(mut vm) = vm(8) else { return };
+    let Some(mut vm) = vm_with_pre_fault(8) else {
+        return;
+    };
     vm.slots.bitmap.set_bit(3, true);
     vm.slots.set(KVM_MEM_READONLY).unwrap();
     assert_eq!(vm.guest.pre_fault(3), Ok(()));
@@ -329,9 +342,7 @@ fn guest_memfd_gets_the_flag_late_and_keeps_its_bytes() {
     let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(private, hole, 8 * PAGE_SIZE, PAGE_SIZE).unwrap();
     assert_eq!(guest.count(8..9), Ended::Done(1));
-    let mut gone = slots.region(0);
-    gone.memory_size = 0;
-    slots.set_region(gone).unwrap();
+    slots.delete().unwrap();
     slots.set(USERFAULT).unwrap();
     assert_eq!(guest.count(9..10), Ended::Done(2));
 }

@@ -204,6 +204,13 @@ impl Slots {
         self.set_region(self.region(flags))
     }
 
+    /// Deletes the slot of the data.
+    pub(crate) fn delete(&self) -> Result<(), Errno> {
+        let mut gone = self.region(0);
+        gone.memory_size = 0;
+        self.set_region(gone)
+    }
+
     /// Sets a slot, whose memory must be a [`Memory`].
     pub(crate) fn set_region(&self, region: kvm_userspace_memory_region2) -> Result<(), Errno> {
         // SAFETY: memory is never unmapped, and all access to it is atomic.
