@@ -85,6 +85,11 @@ impl Stats {
         u64::from_ne_bytes(self.read(data + self.word(at + 8)))
     }
 
+    /// The number of mappings of 4 KiB.
+    pub(crate) fn small(&self) -> u64 {
+        self.get("pages_4k")
+    }
+
     /// The number of mappings of 2 MiB and more.
     pub(crate) fn large(&self) -> u64 {
         self.get("pages_2m") + self.get("pages_1g")
