@@ -241,14 +241,15 @@ fn a_failed_build_says_what_the_compiler_says() {
     let Some(kernel) = Kernel::new("fails") else {
         return;
     };
+    kernel.built();
     let fails = "echo '  CC a.o'; echo 'a.c:1: error: no type' >&2; echo 'make: *** a'; exit 2";
-    kernel.tool(
-        "make",
-        &format!("{MAKE}\ncase $* in *bzImage*) {fails};; esac"),
-    );
+    let make = format!("{MAKE}\ncase $* in *bzImage*) {fails};; esac");
+    kernel.tool("make", &make);
+    kernel.file("series/0001-two.patch", &PATCH.replace("zwei", "deux"));
     assert_ended(&kernel.build(), 125, "make.log: a.c:1: error: no type");
-    // It is not taken for built.
+    // What it left is taken neither for its own series nor for the one before.
     kernel.tool("make", MAKE);
+    kernel.file("series/0001-two.patch", PATCH);
     assert_eq!(kernel.built(), "one\nzwei\nthree\nfour\n");
 }
 
