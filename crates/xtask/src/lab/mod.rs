@@ -60,7 +60,7 @@ pub(crate) struct Args {
     command: Vec<OsString>,
 }
 
-/// What the lab does beside running commands.
+/// The tasks of the lab beside running commands.
 #[derive(clap::Subcommand)]
 enum Task {
     Kernel(kernel::Args),

@@ -247,7 +247,7 @@ fn a_failed_build_says_what_the_compiler_says() {
     kernel.tool("make", &make);
     kernel.file("series/0001-two.patch", &PATCH.replace("zwei", "deux"));
     assert_ended(&kernel.build(), 125, "make.log: a.c:1: error: no type");
-    // What it left is taken neither for its own series nor for the one before.
+    // The failed build is taken neither for its own series nor for the one before.
     kernel.tool("make", MAKE);
     kernel.file("series/0001-two.patch", PATCH);
     assert_eq!(kernel.built(), "one\nzwei\nthree\nfour\n");
