@@ -18,7 +18,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use std::fs::{File, read_dir, read_link, read_to_string};
 use std::io;
 use std::ops::Range;
-use std::os::fd::FromRawFd;
+use std::os::fd::{FromRawFd, RawFd};
 use std::os::unix::fs::FileExt;
 
 const VCPUS: u64 = 2;
@@ -29,13 +29,11 @@ const LARGES: u64 = 8;
 const DATA: Range<u64> = LARGE..LARGE + LARGES * LARGE;
 
 /// KVM's statistics of a VM: `KVM_GET_STATS_FD` in `Documentation/virt/kvm/api.rst`.
-struct Stats(File);
+pub(crate) struct Stats(File);
 
 impl Stats {
     /// The statistics of this process's only VM.
     fn new() -> io::Result<Self> {
-        /// `_IO(KVMIO, 0xce)`.
-        const KVM_GET_STATS_FD: u32 = 0xaece;
         let descriptors = read_dir("/proc/self/fd")?.filter_map(Result::ok);
         let vms = descriptors.filter(|entry| {
             read_link(entry.path()).is_ok_and(|to| to.as_os_str() == "anon_inode:kvm-vm")
@@ -46,6 +44,13 @@ impl Stats {
         let [vm] = vms[..] else {
             panic!("{vms:?} are VMs, and one was expected");
         };
+        Self::of(vm)
+    }
+
+    /// The statistics of a VM.
+    pub(crate) fn of(vm: RawFd) -> io::Result<Self> {
+        /// `_IO(KVMIO, 0xce)`.
+        const KVM_GET_STATS_FD: u32 = 0xaece;
         // SAFETY: the call takes no argument. A descriptor that is no longer a VM would be refused.
         let fd = unsafe { libc::ioctl(vm, KVM_GET_STATS_FD.into()) };
         if fd < 0 {
@@ -80,8 +85,13 @@ impl Stats {
         u64::from_ne_bytes(self.read(data + self.word(at + 8)))
     }
 
+    /// The number of mappings of 4 KiB.
+    pub(crate) fn small(&self) -> u64 {
+        self.get("pages_4k")
+    }
+
     /// The number of mappings of 2 MiB and more.
-    fn large(&self) -> u64 {
+    pub(crate) fn large(&self) -> u64 {
         self.get("pages_2m") + self.get("pages_1g")
     }
 }

@@ -30,6 +30,10 @@ mod kvm_sleeps;
 mod kvm_slot_changes;
 #[cfg(target_arch = "x86_64")]
 mod kvm_userfault;
+#[cfg(target_arch = "x86_64")]
+mod kvm_userfault_flag;
+#[cfg(target_arch = "x86_64")]
+mod raw;
 mod soft_move;
 #[cfg(target_arch = "x86_64")]
 mod support;

@@ -30,6 +30,8 @@ pub(crate) struct Machine<'a> {
     pub(crate) memory_mib: u64,
     pub(crate) cpu_seconds: u64,
     pub(crate) counts_instructions: bool,
+    /// An option of kvm-amd, for a kernel that has it built in.
+    pub(crate) kvm_amd_option: &'a str,
     /// The number of commands, each of which has an exit code.
     pub(crate) commands: usize,
 }
@@ -100,7 +102,11 @@ impl Machine<'_> {
         .arg(&self.parts.kernel)
         .arg("-initrd")
         .arg(self.initrd)
-        .args(["-append", "console=ttyS0 panic=-1 loglevel=3 tsc=reliable"])
+        .arg("-append")
+        .arg(format!(
+            "console=ttyS0 panic=-1 loglevel=3 tsc=reliable {}",
+            self.kvm_amd_option
+        ))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());

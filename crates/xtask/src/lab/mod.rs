@@ -12,6 +12,7 @@
 //! inside, and a figure repeats from run to run; it is an instruction count and no time.
 
 mod initrd;
+mod kernel;
 mod machine;
 mod packages;
 mod program;
@@ -30,11 +31,16 @@ const FAILED: u8 = 125;
 /// and PROPTEST_* are passed on.
 #[derive(clap::Args)]
 #[command(
+    args_conflicts_with_subcommands = true,
+    subcommand_negates_reqs = true,
     after_help = "Exit codes: those of COMMAND; 124 if the CPU time is used up or the machine \
                         is idle; 125 if the lab cannot run."
 )]
 pub(crate) struct Args {
-    /// Boot this kernel, with the modules in lib/modules beside its boot folder or built in
+    #[command(subcommand)]
+    task: Option<Task>,
+    /// Boot this kernel, with the modules in lib/modules beside its boot folder or built in;
+    /// "userfault" is the one that `lab kernel` builds
     #[arg(long, value_name = "FILE")]
     kernel: Option<PathBuf>,
     /// The most CPU time that the emulator may use, in seconds
@@ -52,6 +58,12 @@ pub(crate) struct Args {
     /// The command and its arguments
     #[arg(required = true, last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
+}
+
+/// The tasks of the lab beside running commands.
+#[derive(clap::Subcommand)]
+enum Task {
+    Kernel(kernel::Args),
 }
 
 /// Why the lab could not run a command.
@@ -77,7 +89,11 @@ impl Error {
 
 /// Runs the command. Returns its exit code, or what the help says.
 pub(crate) fn run(args: &Args) -> ExitCode {
-    match in_lab(args) {
+    let outcome = match &args.task {
+        Some(Task::Kernel(args)) => kernel::run(args).map(|()| 0),
+        None => in_lab(args),
+    };
+    match outcome {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             eprintln!("lab: {error}");
@@ -91,8 +107,10 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
     let programs = program::find(&args.command)?;
     let cache = target_dir().join("lab");
     let mut parts = packages::components(&cache)?;
-    if let Some(kernel) = &args.kernel {
-        parts.set_kernel(kernel)?;
+    match &args.kernel {
+        Some(name) if name == "userfault" => parts.set_kernel(&kernel::userfault()?)?,
+        Some(file) => parts.set_kernel(file)?,
+        None => {}
     }
     let initrd = initrd::Initrd {
         parts: &parts,
@@ -109,6 +127,7 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
             memory_mib: args.memory,
             cpu_seconds: args.cpu_seconds,
             counts_instructions: !args.real_time,
+            kvm_amd_option: if args.shadow { "kvm_amd.npt=0" } else { "" },
             commands: programs.commands.len(),
         }
         .run()

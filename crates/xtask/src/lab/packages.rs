@@ -36,17 +36,7 @@ pub(crate) struct Components {
 
 /// The components, from the cache or from the archive.
 pub(crate) fn components(cache: &Path) -> Result<Components, Error> {
-    let root = cache.join("root");
-    // The name comes last, so that a folder of this name is complete.
-    if !root.is_dir() {
-        eprintln!("lab: fetching the emulator and a kernel through apt");
-        let unpacked = fetch(cache)?;
-        match std::fs::rename(&unpacked, &root) {
-            // Another lab was faster.
-            Err(_) if root.is_dir() => drop(std::fs::remove_dir_all(&unpacked)),
-            renamed => renamed.map_err(Error::io("rename the unpacked packages"))?,
-        }
-    }
+    let root = unpacked(cache, "root", "the emulator and a kernel", &PACKAGES)?;
     let qemu = root.join("usr/bin/qemu-system-x86_64");
     let libraries = ["usr/lib", "lib"].map(|lib| {
         let folder = root.join(lib).join("x86_64-linux-gnu");
@@ -64,6 +54,27 @@ pub(crate) fn components(cache: &Path) -> Result<Components, Error> {
     components.set_kernel(&kernel)?;
     components.check_qemu()?;
     Ok(components)
+}
+
+/// The folder `name` of the cache with these packages unpacked, which are `what` to a user.
+pub(crate) fn unpacked(
+    cache: &Path,
+    name: &str,
+    what: &str,
+    packages: &[&str],
+) -> Result<PathBuf, Error> {
+    let root = cache.join(name);
+    // The name comes last, so that a folder of this name is complete.
+    if !root.is_dir() {
+        eprintln!("lab: fetching {what} through apt");
+        let unpacked = fetch(cache, packages)?;
+        match std::fs::rename(&unpacked, &root) {
+            // Another lab was faster.
+            Err(_) if root.is_dir() => drop(std::fs::remove_dir_all(&unpacked)),
+            renamed => renamed.map_err(Error::io("rename the unpacked packages"))?,
+        }
+    }
+    Ok(root)
 }
 
 impl Components {
@@ -172,7 +183,7 @@ fn release(name: &str) -> Option<(u32, u32)> {
 }
 
 /// Fetches the packages, and unpacks them into a folder of the cache, which it returns.
-fn fetch(cache: &Path) -> Result<PathBuf, Error> {
+fn fetch(cache: &Path, packages: &[&str]) -> Result<PathBuf, Error> {
     let work = cache.join(format!("fetch-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&work);
     let (lists, archives) = (work.join("lists"), work.join("apt/archives"));
@@ -210,7 +221,7 @@ fn fetch(cache: &Path) -> Result<PathBuf, Error> {
     if let Some(release) = &release {
         install.extend(["--target-release", release]);
     }
-    install.extend(PACKAGES);
+    install.extend(packages);
     apt(&install)?;
     let root = work.join("root");
     let archives = std::fs::read_dir(&archives).map_err(Error::io("read fetched packages"))?;
@@ -288,8 +299,14 @@ fn run(command: &mut Command) -> Result<String, Error> {
     Err(Error::Failed(format!(
         "{name} could not fetch or unpack packages ({}): {}",
         output.status,
-        String::from_utf8_lossy(&output.stderr).trim_end()
+        complaint(&String::from_utf8_lossy(&output.stderr))
     )))
+}
+
+/// The first error in what apt says, or all if it marks none.
+fn complaint(stderr: &str) -> &str {
+    let error = stderr.lines().find_map(|line| line.strip_prefix("E: "));
+    error.unwrap_or(stderr.trim_end())
 }
 
 #[cfg(test)]

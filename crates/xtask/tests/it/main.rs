@@ -1,6 +1,8 @@
 //! `cargo xtask lab` as a user calls it. Most tests put a script in the emulator's place. One runs
 //! a command in the emulated machine, if its packages have been fetched.
 
+mod kernel;
+
 use pageferry_testkit::skip;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -111,6 +113,14 @@ fn a_machine_that_ends_early_is_a_failure() {
     let fetched = Fetched::new("ends-early", &ends, "vmlinuz-6.12.1");
     let output = fetched.lab(&["--", "/bin/sh"]);
     assert_ended(&output, 125, "ended after 0 of 1 commands; out of memory");
+}
+
+#[test]
+fn shadow_paging_is_asked_of_a_kernel_without_modules() {
+    let says = version_10("echo \"@@ lab cannot run: $*\"");
+    let fetched = Fetched::new("shadow", &says, "vmlinuz-6.12.1");
+    let output = fetched.lab(&["--shadow", "--", "/bin/sh"]);
+    assert_ended(&output, 125, "kvm_amd.npt=0");
 }
 
 #[test]

@@ -1,0 +1,245 @@
+//! `cargo xtask lab kernel`: a kernel with KVM Userfault, from Debian's source and a series of
+//! patches.
+//!
+//! **Guarantee.** The kernel is what the series and its configuration make now, from source that
+//! apt verified. Nothing is compiled if neither has changed. After a change, make compiles only
+//! what depends on it. Builds of several processes wait for each other.
+//!
+//! **Mechanism.** [`tree`] unpacks the source and keeps it patched. make builds into a folder
+//! beside it, with `allnoconfig` and the options of the series' file `config`. The series is
+//! stored with the build and compared.
+//!
+//! **Neighbours.** [`packages`] fetches the source and the tools that the compiler needs beside it.
+//! [`super::machine`] boots the kernel.
+
+mod tree;
+
+use super::{Error, packages, target_dir};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The source, with the tools and the library that few machines have.
+const PACKAGES: [&str; 7] = [
+    "linux-source-6.12",
+    "bc",
+    "bison",
+    "flex",
+    "libelf-dev",
+    "libelf1",
+    "m4",
+];
+/// The tools that the machine must have, and their packages.
+const TOOLS: [(&str, &str); 5] = [
+    ("gcc", "gcc"),
+    ("make", "make"),
+    ("patch", "patch"),
+    ("tar", "tar"),
+    ("xz", "xz-utils"),
+];
+/// The kernel's own tests of KVM that `--selftests` builds.
+const SELFTESTS: [&str; 4] = [
+    "demand_paging_test",
+    "dirty_log_test",
+    "guest_memfd_test",
+    "set_memory_region_test",
+];
+
+/// Build a kernel that has KVM Userfault, and print its path
+///
+/// The source is Debian's package linux-source-6.12. The first build fetches it and takes minutes
+/// and 3 GiB in the target directory. `cargo xtask lab --kernel userfault` builds the same kernel
+/// and boots it.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// A folder with patches (*.patch, applied by name) and the file config
+    #[arg(long, value_name = "FOLDER", default_value_os_t = series())]
+    series: PathBuf,
+    /// Build four of the kernel's own tests of KVM too, and print their paths
+    #[arg(long)]
+    selftests: bool,
+}
+
+/// The series of this repository.
+fn series() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lab/kernel")
+}
+
+/// Builds what `args` names, and prints the paths.
+pub(crate) fn run(args: &Args) -> Result<(), Error> {
+    let build = Build::new(&args.series)?;
+    println!("{}", build.kernel()?.display());
+    if args.selftests {
+        for test in build.selftests()? {
+            println!("{}", test.display());
+        }
+    }
+    Ok(())
+}
+
+/// The kernel of this repository's series.
+pub(crate) fn userfault() -> Result<PathBuf, Error> {
+    Build::new(&series())?.kernel()
+}
+
+/// A build folder, which is this process's until the value is dropped.
+struct Build {
+    series: tree::Series,
+    /// The unpacked packages.
+    tools: PathBuf,
+    folder: PathBuf,
+    _lock: File,
+}
+
+impl Build {
+    fn new(series: &Path) -> Result<Self, Error> {
+        // A mistake in the series is found before anything is fetched.
+        let series = tree::Series::read(series)?;
+        for (tool, package) in TOOLS {
+            if !is_in_path(tool) {
+                return Err(Error::Failed(format!(
+                    "{tool} is not here: building a kernel needs the package {package}"
+                )));
+            }
+        }
+        let cache = target_dir().join("lab");
+        let folder = cache.join("kernel");
+        let create = |folder: &Path| std::fs::create_dir_all(folder);
+        create(&folder).map_err(Error::io(format!("make {}", folder.display())))?;
+        // make needs paths that do not depend on where it runs.
+        let folder = folder.canonicalize().map_err(Error::io("find the cache"))?;
+        let lock = File::create(folder.join("lock")).map_err(Error::io("make a lock"))?;
+        lock.lock()
+            .map_err(Error::io("wait for another build of the kernel"))?;
+        let what = "the source of a kernel";
+        let tools = packages::unpacked(&cache, "source", what, &PACKAGES)?;
+        let tools = tools.canonicalize().map_err(Error::io("find the cache"))?;
+        Ok(Self {
+            series,
+            tools,
+            folder,
+            _lock: lock,
+        })
+    }
+
+    /// The kernel, built if need be.
+    fn kernel(&self) -> Result<PathBuf, Error> {
+        let kernel = self.folder.join("build/arch/x86/boot/bzImage");
+        let stamp = self.folder.join("built");
+        let source = self.tools.join("usr/src/linux-source-6.12.tar.xz");
+        let inputs = self.series.with(&tree::identity(&source)?);
+        if kernel.is_file() && std::fs::read(&stamp).is_ok_and(|built| built == inputs) {
+            return Ok(kernel);
+        }
+        let _ = std::fs::remove_file(&stamp);
+        tree::prepare(&self.folder, &source, &self.series)?;
+        eprintln!("lab: building the kernel");
+        self.make(&["allnoconfig"])?;
+        self.check_configuration()?;
+        self.make(&["bzImage"])?;
+        std::fs::write(&stamp, inputs).map_err(Error::io("store what was built"))?;
+        Ok(kernel)
+    }
+
+    /// The kernel's own tests, built from the same source.
+    fn selftests(&self) -> Result<Vec<PathBuf>, Error> {
+        self.make(&["headers"])?;
+        let folder = self.folder.join("selftests");
+        let tests = SELFTESTS.map(|test| folder.join(test));
+        let headers = self.folder.join("build/usr/include");
+        let mut words = vec![
+            "-C".to_owned(),
+            "tools/testing/selftests/kvm".to_owned(),
+            format!("OUTPUT={}", folder.display()),
+            format!("KHDR_INCLUDES=-isystem {}", headers.display()),
+        ];
+        words.extend(tests.iter().map(|test| test.display().to_string()));
+        self.make(&words.iter().map(String::as_str).collect::<Vec<_>>())?;
+        Ok(tests.into())
+    }
+
+    /// Every option of the series must be in the configuration: make drops those whose
+    /// dependencies are off.
+    fn check_configuration(&self) -> Result<(), Error> {
+        let made = std::fs::read_to_string(self.folder.join("build/.config"));
+        let made = made.map_err(Error::io("read the configuration that make wrote"))?;
+        for option in self.series.options() {
+            if !made.lines().any(|line| line == option) {
+                return Err(Error::Failed(format!(
+                    "the kernel's configuration has no {option}: set the options that it depends \
+                     on, or remove it from config"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs make in the tree. Its output is in a log.
+    fn make(&self, words: &[&str]) -> Result<(), Error> {
+        let log = self.folder.join("make.log");
+        let output = File::create(&log).map_err(Error::io("write make.log"))?;
+        let copy = output.try_clone().map_err(Error::io("write make.log"))?;
+        let at = |path: &str| self.tools.join(path).display().to_string();
+        let path = std::env::var("PATH").unwrap_or_default();
+        let jobs = std::thread::available_parallelism().map_or(1, usize::from);
+        let status = Command::new("make")
+            .current_dir(self.folder.join("tree"))
+            .args(["ARCH=x86", &format!("-j{jobs}")])
+            .arg(format!("O={}", self.folder.join("build").display()))
+            .arg(format!("LIBELF_FLAGS=-I{}", at("usr/include")))
+            // By its full name: the link of libelf-dev leads nowhere without the library beside.
+            .arg(format!(
+                "LIBELF_LIBS=-L{} -l:libelf.so.1",
+                at("usr/lib/x86_64-linux-gnu")
+            ))
+            .args(words)
+            .env("PATH", format!("{}:{path}", at("usr/bin")))
+            .env("LD_LIBRARY_PATH", at("usr/lib/x86_64-linux-gnu"))
+            .env("BISON_PKGDATADIR", at("usr/share/bison"))
+            .env("M4", at("usr/bin/m4"))
+            .env("KCONFIG_ALLCONFIG", self.folder.join("config"))
+            .stdin(std::process::Stdio::null())
+            .stdout(output)
+            .stderr(copy)
+            .status()
+            .map_err(Error::io("run make"))?;
+        if status.success() {
+            return Ok(());
+        }
+        let text = std::fs::read(&log).unwrap_or_default();
+        Err(Error::Failed(format!(
+            "make {} failed ({status}), see {}: {}",
+            words[0],
+            log.display(),
+            complaint(&String::from_utf8_lossy(&text))
+        )))
+    }
+}
+
+/// The line of make's output that says why it failed: the first error, or else the last line.
+fn complaint(output: &str) -> &str {
+    let mut lines = output.lines().filter(|line| !line.trim().is_empty());
+    let error = lines.clone().find(|line| line.contains("error:"));
+    error.or_else(|| lines.next_back()).unwrap_or("no output")
+}
+
+fn is_in_path(tool: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(tool).is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::complaint;
+
+    #[test]
+    fn the_first_error_is_the_complaint() {
+        let output = "  CC a.o\na.c:1: error: no type\nb.c:2: error: x\nmake: *** [a.o] Error 1\n";
+        assert_eq!(complaint(output), "a.c:1: error: no type");
+        assert_eq!(
+            complaint("  CC a.o\nmake: *** No rule\n\n"),
+            "make: *** No rule"
+        );
+        assert_eq!(complaint(""), "no output");
+    }
+}
