@@ -2,7 +2,7 @@
 
 use super::{Finding, Grade};
 use crate::vm::deliveries_of;
-use pageferry_machine::Engine;
+use pageferry_machine::{Delivery, Engine};
 use pageferry_userfault::uffd::{Features, UffdSupport};
 use rustix::fs::MemfdFlags;
 use std::fs;
@@ -108,6 +108,31 @@ pub(super) fn userfaultfd() -> Finding {
         advice: lacks
             .first()
             .map(|step| format!("a newer kernel adds {} ({})", step.1, step.2)),
+    }
+}
+
+/// KVM Userfault, by its effect on a scratch VM.
+pub(super) fn kvm_userfault() -> Finding {
+    let works = deliveries_of(Engine::Kvm).contains(&Delivery::Userfault);
+    Finding {
+        name: "kvm-userfault",
+        state: if works { Grade::Good } else { Grade::Missing },
+        found: if works {
+            "a vCPU left the guest at a page whose bit was set".into()
+        } else {
+            "KVM does not leave the guest at pages of a bitmap (KVM_MEM_USERFAULT)".into()
+        },
+        means: if works {
+            "delivery userfault for engine kvm, without markers in guest memory".into()
+        } else {
+            "the deliveries above are used; memory of a guest_memfd serves none: a vCPU would read \
+             zeros where a page is missing"
+                .into()
+        },
+        advice: (!works).then(|| {
+            "no released kernel has it; lab/kernel of Pageferry's source has patches for Linux 6.12"
+                .into()
+        }),
     }
 }
 

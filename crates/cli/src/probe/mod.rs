@@ -74,6 +74,7 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
     let findings = vec![
         kernel::kvm(),
         kernel::userfaultfd(),
+        kernel::kvm_userfault(),
         kernel::privileges(),
         kernel::memfd(),
         hardware::huge_pages(),
@@ -177,6 +178,7 @@ mod tests {
         for finding in [
             kernel::kvm(),
             kernel::userfaultfd(),
+            kernel::kvm_userfault(),
             kernel::memfd(),
             hardware::huge_pages(),
         ] {

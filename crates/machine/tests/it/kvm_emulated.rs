@@ -216,8 +216,9 @@ fn emulated_instructions_find_missing_tables_by_poison() {
 }
 
 #[test]
-fn emulated_instructions_find_missing_tables_by_minor_and_missing() {
+fn emulated_instructions_find_missing_tables_without_markers() {
     if !no_kvm() {
+        emulate_all(Delivery::Userfault);
         emulate_all(Delivery::Minor);
         emulate_all(Delivery::Missing);
     }

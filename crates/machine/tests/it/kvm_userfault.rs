@@ -434,6 +434,19 @@ fn poison_exits_bring_every_page() {
 }
 
 #[test]
+fn exits_of_kvm_userfault_bring_every_page() {
+    if no_kvm() {
+        return;
+    }
+    if let Some((exits, _)) = demand(Delivery::Userfault, 600, Beside::default()) {
+        assert!(
+            exits >= 800,
+            "only {exits} of 800 missing pages came as exits"
+        );
+    }
+}
+
+#[test]
 fn a_background_push_races_every_delivery() {
     if no_kvm() {
         return;
@@ -778,7 +791,7 @@ fn an_emulated_access_to_a_marked_page_waits_for_it_and_is_carried_out() {
     if no_kvm() {
         return;
     }
-    for delivery in [Delivery::Poison, Delivery::Minor] {
+    for delivery in [Delivery::Userfault, Delivery::Poison, Delivery::Minor] {
         let mut new = machine(1, 64);
         if no_delivery(new.machine.as_ref(), delivery) {
             continue;
