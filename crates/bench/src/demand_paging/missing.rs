@@ -1,70 +1,246 @@
 //! Installing missing pages, for every delivery of faults.
+//!
+//! **Guarantee.** Each page is installed once. A vCPU that faults on a page that another thread
+//! installs waits until the page is there. It does not enter the guest and exit again.
+//!
+//! **Mechanism.** As in a migration's destination: one thread claims the page ([`PageStates`]). A
+//! second vCPU spins for [`FAULT_SPIN`] and then sleeps ([`Waiters`]). A vCPU whose fault is
+//! delivered as an event sleeps in the kernel, and the installation wakes it.
+//!
+//! **Neighbours.** `soft` and `machine` write the bytes and map the page.
 
 use super::plan::Plan;
 use crate::BenchError;
+use crate::vm::LIMIT;
 use pageferry_addr::{PAGE_SIZE, RamPage};
-use pageferry_userfault::PageBitmap;
-use std::sync::Arc;
+use pageferry_migration::FAULT_SPIN;
+use pageferry_migration::channel::Spinner;
+use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
 
 /// The bytes of an installed page. They are not zero, so that a check notices a page that was not
 /// installed.
 pub(super) const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
 
-/// The missing pages, and those that a thread has claimed. With overlapping touches, several vCPUs
-/// fault on the same page. One of them installs it. A second installation would undo the stores
-/// that a guest has made since.
+/// How faults on missing pages are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Serving {
+    /// The time that a thread sleeps before it installs a page: a simulated fetch.
+    pub(crate) delay: Duration,
+    /// The number of threads that read fault events, at least 1.
+    pub(crate) readers: u32,
+    /// Whether the times of faults are taken. That costs two reads of the clock for each fault.
+    pub(crate) clock: bool,
+}
+
+impl Default for Serving {
+    /// No delay, one reader, no clock.
+    fn default() -> Self {
+        Self {
+            delay: Duration::ZERO,
+            readers: 1,
+            clock: false,
+        }
+    }
+}
+
+/// The missing pages of one VM.
 pub(super) struct MissingPages {
-    missing: Arc<PageBitmap>,
-    claimed: PageBitmap,
+    states: PageStates,
+    waiters: Waiters,
+    /// The thread of each vCPU that has waited.
+    threads: Box<[OnceLock<Thread>]>,
+    /// Whether an installation failed, so that a page may never come.
+    failed: AtomicBool,
+    delay: Duration,
+    /// Nanoseconds of the fault on each touched page; empty without a clock.
+    times: Box<[AtomicU32]>,
+    first: u64,
 }
 
 impl MissingPages {
     /// All pages that `plan` touches are missing from a RAM of `pages` pages.
-    pub(super) fn all(pages: u64, plan: &Plan) -> Self {
-        let pages = Self {
-            missing: Arc::new(PageBitmap::new(pages as usize)),
-            claimed: PageBitmap::new(pages as usize),
+    pub(super) fn all(pages: u64, plan: &Plan, serving: Serving) -> Self {
+        let missing = Arc::new(PageBitmap::new(pages as usize));
+        missing.set_range(plan.touched.start as usize..plan.touched.end as usize);
+        let vcpus = plan.vcpus() as usize;
+        let times = if serving.clock {
+            plan.touched.clone().map(|_| AtomicU32::new(0)).collect()
+        } else {
+            Box::default()
         };
-        pages
-            .missing
-            .set_range(plan.touched.start as usize..plan.touched.end as usize);
-        pages
+        Self {
+            states: PageStates::new(missing),
+            waiters: Waiters::new(vcpus),
+            threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
+            failed: AtomicBool::new(false),
+            delay: serving.delay,
+            times,
+            first: plan.touched.start,
+        }
     }
 
-    pub(super) const fn bitmap(&self) -> &Arc<PageBitmap> {
-        &self.missing
+    pub(super) fn bitmap(&self) -> &Arc<PageBitmap> {
+        self.states.missing()
     }
 
-    /// Installs `page` by `write`, which gets its bytes, and marks it present. If another thread
-    /// has claimed the page, it does nothing. If the page is present, it calls `map`: userfaultfd
-    /// also reports pages that have their bytes and are not mapped yet, such as those of the
-    /// guest's program.
+    /// Serves a fault on `page`. The first thread installs it by `write`, which gets its bytes. If
+    /// another thread does, the thread of `vcpu` waits. A reader of events has no `vcpu`, and
+    /// returns.
+    ///
+    /// If the page is present, it calls `map`: userfaultfd also reports pages that have their bytes
+    /// and are not mapped yet, such as those of the guest's program.
     pub(super) fn install(
         &self,
+        vcpu: Option<usize>,
         page: RamPage,
         write: impl FnOnce(&[u8; PAGE_SIZE as usize]) -> Result<(), BenchError>,
         map: impl FnOnce() -> Result<(), BenchError>,
     ) -> Result<(), BenchError> {
-        if !self.missing.test(page) {
-            return map();
+        let began = (!self.times.is_empty()).then(Instant::now);
+        match self.states.claim(page) {
+            Claim::Present => return map(),
+            Claim::Others => {
+                if let Some(vcpu) = vcpu {
+                    self.wait(vcpu, page);
+                }
+                return Ok(());
+            }
+            Claim::Mine => {}
         }
-        if self.claimed.set(page) {
-            write(&BYTES)?;
-            self.missing.clear(page);
-        } else {
-            // The thread that installs the page may need this core.
-            std::thread::yield_now();
+        if !self.delay.is_zero() {
+            thread::sleep(self.delay);
+        }
+        if let Err(why) = write(&BYTES) {
+            self.failed.store(true, Ordering::Release);
+            self.waiters
+                .arrived(page.0..page.0 + 1, |vcpu| self.wake(vcpu));
+            return Err(why);
+        }
+        if self.states.arrive(page, 1).requested > 0 {
+            self.waiters
+                .arrived(page.0..page.0 + 1, |vcpu| self.wake(vcpu));
+        }
+        if let Some(began) = began {
+            let ns = u32::try_from(began.elapsed().as_nanos()).unwrap_or(u32::MAX);
+            self.times[(page.0 - self.first) as usize].store(ns, Ordering::Relaxed);
         }
         Ok(())
     }
 
+    /// Waits until `page` is present. It also returns after a failed installation and after
+    /// [`LIMIT`]: the race then stops the vCPU.
+    fn wait(&self, vcpu: usize, page: RamPage) {
+        self.threads[vcpu].get_or_init(thread::current);
+        let over = || !self.states.is_missing(page) || self.failed.load(Ordering::Acquire);
+        let (began, mut spinner) = (Instant::now(), Spinner::new(FAULT_SPIN));
+        while !over() && began.elapsed() < LIMIT {
+            if !spinner.spin() {
+                self.waiters.announce(vcpu, page.0);
+                if !over() {
+                    thread::park_timeout(LIMIT);
+                }
+                self.waiters.withdraw(vcpu);
+                spinner = Spinner::new(FAULT_SPIN);
+            }
+        }
+    }
+
+    fn wake(&self, vcpu: usize) {
+        // A thread enters its handle before it announces that it sleeps.
+        if let Some(thread) = self.threads[vcpu].get() {
+            thread.unpark();
+        }
+    }
+
+    /// The times of the faults in nanoseconds: from the exit or the event, as the serving thread
+    /// sees it, until the page is installed. Empty without a clock.
+    pub(super) fn times(&self) -> Vec<u32> {
+        self.times
+            .iter()
+            .map(|ns| ns.load(Ordering::Relaxed))
+            .collect()
+    }
+
     /// Checks that all pages are present.
     pub(super) fn check(&self) -> Result<(), BenchError> {
-        match self.missing.count() {
+        match self.bitmap().count() {
             0 => Ok(()),
             left => Err(BenchError::WrongValue(format!(
                 "{left} pages are still missing after every page was touched"
             ))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_guest::Isa;
+    use std::sync::mpsc;
+
+    fn two_vcpus(serving: Serving) -> (MissingPages, RamPage) {
+        let plan = Plan::new(Isa::Rv64, 2, 4, true).unwrap();
+        let missing = MissingPages::all(plan.touched.end, &plan, serving);
+        (missing, RamPage(plan.touched.start))
+    }
+
+    /// Vcpu 0 installs a page by `outcome` once vCPU 1 sleeps for it.
+    fn second_faulter(missing: &MissingPages, page: RamPage, outcome: Result<(), BenchError>) {
+        let (claimed, wait_for_claim) = mpsc::channel();
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                let write = |_: &_| {
+                    claimed.send(()).unwrap();
+                    let began = Instant::now();
+                    while missing.waiters.asleep().next().is_none() && began.elapsed() < LIMIT {
+                        thread::yield_now();
+                    }
+                    outcome
+                };
+                let _ = missing.install(Some(0), page, write, || Ok(()));
+            });
+            scope.spawn(move || {
+                wait_for_claim.recv().unwrap();
+                let never = |_: &_| panic!("the page is installed twice");
+                missing.install(Some(1), page, never, || Ok(())).unwrap();
+                let arrived = !missing.bitmap().test(page);
+                assert!(arrived || missing.failed.load(Ordering::Acquire));
+            });
+        });
+    }
+
+    #[test]
+    fn the_second_faulter_sleeps_until_the_page_is_there() {
+        let (missing, page) = two_vcpus(Serving::default());
+        second_faulter(&missing, page, Ok(()));
+        assert!(!missing.bitmap().test(page));
+        assert_eq!(missing.waiters.asleep().count(), 0);
+    }
+
+    #[test]
+    fn a_failed_installation_wakes_the_second_faulter() {
+        let (missing, page) = two_vcpus(Serving::default());
+        let began = Instant::now();
+        let why = BenchError::Setting("refused".into());
+        second_faulter(&missing, page, Err(why));
+        assert!(missing.bitmap().test(page) && began.elapsed() < LIMIT);
+    }
+
+    #[test]
+    fn a_delay_is_part_of_the_time_of_a_fault() {
+        let (missing, page) = two_vcpus(Serving {
+            delay: Duration::from_millis(2),
+            clock: true,
+            ..Serving::default()
+        });
+        missing.install(None, page, |_| Ok(()), || Ok(())).unwrap();
+        let times = missing.times();
+        assert!(times[0] >= 2_000_000, "{}", times[0]);
+        assert!(times[1..].iter().all(|&ns| ns == 0));
+        assert_eq!(two_vcpus(Serving::default()).0.times(), []);
     }
 }
