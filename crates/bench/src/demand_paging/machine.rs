@@ -128,7 +128,7 @@ pub(super) fn touch(
     plan.check(|page| first_word(machine.ram(), page))?;
     if let Some(missing) = missing {
         missing.check()?;
-        outcome.fault_ns = missing.times();
+        outcome.fault_ns = missing.fault_to_fault();
     }
     Ok(outcome)
 }

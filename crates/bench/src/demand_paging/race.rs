@@ -46,8 +46,8 @@ pub(crate) struct Race<T> {
     pub(crate) each: Vec<Duration>,
     /// The values that `end` returned, one for each thread.
     pub(crate) ended_with: Vec<T>,
-    /// The times of faults on missing pages, in nanoseconds. [`race`] leaves it empty.
-    pub(crate) fault_ns: Vec<u32>,
+    /// Nanoseconds from each fault on a missing page to the vCPU's next. [`race`] leaves it empty.
+    pub(crate) fault_ns: Vec<u64>,
 }
 
 /// Runs the vCPUs to the end of their programs. Each thread calls `before` before any vCPU starts,

@@ -2,7 +2,7 @@
 
 use super::setting::{DemandSetting, Paging};
 use super::{Plan, Scheme, Way, WaySamples, cores};
-use crate::kit::Figure;
+use crate::kit::{Figure, Samples};
 use crate::{Conditions, Row};
 use pageferry_machine::{Delivery, Engine};
 use serde::Serialize;
@@ -37,8 +37,9 @@ pub struct Cell {
     pub pages_per_s_vcpu: Figure,
     /// Core time of a touch in nanoseconds. It includes the guest's own instructions.
     pub ns_per_touch: Figure,
-    /// The median time of a fault on a missing page, in microseconds: from the exit or the event,
-    /// as the serving thread sees it, until the page is installed. None if no page was missing.
+    /// The median time from a fault on a missing page to the vCPU's next, in microseconds, as the
+    /// serving threads see both. It contains the installation, the resumption, the repeated store,
+    /// and the delivery of the next fault. None if no page was missing, and with overlap.
     pub fault_us_p50: Option<Figure>,
     /// The 99th percentile of the same times.
     pub fault_us_p99: Option<Figure>,
@@ -123,7 +124,7 @@ impl DemandReport {
         let rate = Figure::of(&samples.rate);
         let first = self.of(engine, &mode).next();
         let scaling = first.map_or(1.0, |first| rate.median / first.pages_per_s.median);
-        let fault = |samples| way.delivery.map(|_| Figure::of(samples));
+        let fault = |us: &Samples| (!us.is_empty()).then(|| Figure::of(us));
         let cell = Cell {
             engine,
             delivery: way.delivery.map_or("none", Delivery::name),
@@ -176,12 +177,12 @@ impl DemandReport {
             }
             _ => row,
         });
-        if way.delivery.is_some() {
+        if cell.fault_us_p50.is_some() {
             for (case, us) in [
                 ("demand_paging.fault_p50", &samples.fault_us_p50),
                 ("demand_paging.fault_p99", &samples.fault_us_p99),
             ] {
-                let note = "from the exit or the event until the page is installed";
+                let note = "from a fault to the same vCPU's next, as the serving threads see both";
                 let row = us.row(case, subject.clone(), "us", conditions(note.into()));
                 self.rows.push(row);
             }

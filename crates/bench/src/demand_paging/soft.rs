@@ -195,7 +195,7 @@ where
     plan.check(|page| first_word(host.ram(), page))?;
     if let Some(missing) = missing {
         missing.check()?;
-        race.fault_ns = missing.times();
+        race.fault_ns = missing.fault_to_fault();
     }
     Ok(race)
 }

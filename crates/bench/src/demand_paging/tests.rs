@@ -63,11 +63,13 @@ fn every_way_of_the_soft_engine_has_its_figures() {
     }
 }
 
-/// Only ways with missing pages have times of faults.
+/// Only ways with missing pages, and vCPUs with pages of their own, have times of faults.
 fn check_faults(report: &DemandReport) {
     for cell in &report.cells {
         let (p50, p99) = (cell.fault_us_p50, cell.fault_us_p99);
-        assert_eq!(p50.is_none(), cell.delivery == "none", "{cell:?}");
+        // One vCPU has all pages for itself.
+        let untold = cell.delivery == "none" || (report.overlap && cell.vcpus > 1);
+        assert_eq!(p50.is_none(), untold, "{cell:?}");
         assert_eq!(p99.is_none(), p50.is_none());
         if let (Some(p50), Some(p99)) = (p50, p99) {
             assert!(0.0 < p50.median && p50.median <= p99.median, "{cell:?}");
@@ -75,7 +77,7 @@ fn check_faults(report: &DemandReport) {
     }
 }
 
-/// Each cell has a row with its rate, and with missing pages two more and a ratio.
+/// Each cell has a row with its rate, with missing pages a ratio, and a row for each time.
 fn check_rows(report: &DemandReport) {
     let mut rows = report.rows.iter();
     for cell in &report.cells {
@@ -91,6 +93,9 @@ fn check_rows(report: &DemandReport) {
         }
         let ratio = rate.ratio.unwrap();
         assert!(ratio > 0.0 && rate.conditions.delivery.as_deref() == Some(cell.delivery));
+        if cell.fault_us_p50.is_none() {
+            continue;
+        }
         for (case, of) in [
             ("demand_paging.fault_p50", cell.fault_us_p50),
             ("demand_paging.fault_p99", cell.fault_us_p99),

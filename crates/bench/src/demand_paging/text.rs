@@ -33,8 +33,8 @@ impl fmt::Display for DemandReport {
             "Each vCPU stores to one word of each page {which}. Medians (min .. max). {} cores, {:.0} s in all.\n\
              Host memory is allocated before. A missing page is installed by copying 4 KiB. ns/touch: core time, including \
              the guest's\ninstructions. If there is a core for each vCPU, each is pinned to its own. p50, p99: microseconds \
-             from the exit or the event,\nas the serving thread sees it, until the page is installed; from a pass of its \
-             own. One userfaultfd serves all vCPUs.",
+             from a fault on a missing\npage to the same vCPU's next, as the serving threads see both; from a pass of \
+             its own; none with overlap.\nOne userfaultfd serves all vCPUs.",
             self.cores, self.seconds
         )?;
         if self.delay_us > 0 {

@@ -136,7 +136,7 @@ pub(crate) struct WaySamples {
     pub(super) per_vcpu: Samples,
     /// Core time of a touch, in nanoseconds.
     pub(super) touch_ns: Samples,
-    /// The median time of a fault on a missing page, in microseconds.
+    /// The median time from a fault on a missing page to the vCPU's next, in microseconds.
     pub(super) fault_us_p50: Samples,
     /// The 99th percentile.
     pub(super) fault_us_p99: Samples,
@@ -179,11 +179,10 @@ impl WaySamples {
 
     /// Adds the quantiles of a pass with a clock.
     pub(super) fn add_faults(&mut self, race: &Race<()>) {
-        let us: Samples = race
-            .fault_ns
-            .iter()
-            .map(|&ns| f64::from(ns) / 1e3)
-            .collect();
+        let us: Samples = race.fault_ns.iter().map(|&ns| ns as f64 / 1e3).collect();
+        if us.is_empty() {
+            return;
+        }
         self.fault_us_p50.push(us.quantile(0.5));
         self.fault_us_p99.push(us.quantile(0.99));
     }
