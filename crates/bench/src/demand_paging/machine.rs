@@ -1,10 +1,11 @@
 //! The same guests on KVM, through the traits of `pageferry-machine`.
 //!
-//! Host memory is allocated before, as on the soft engine. One thread serves the faults that
-//! userfaultfd delivers as events, as in a migration. Faults that are delivered as exits are served
-//! on the vCPU's own thread.
+//! Host memory is allocated before, as on the soft engine. One userfaultfd covers all guest memory,
+//! as in a migration. One or more threads serve the faults that it delivers as events; they take
+//! events in turns, under a lock, and install pages in parallel. Faults that are delivered as exits
+//! are served on the vCPU's own thread.
 
-use super::missing::{BYTES, MissingPages};
+use super::missing::{BYTES, MissingPages, Serving};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
@@ -17,7 +18,9 @@ use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
 use pageferry_migration::FAULT_SPIN;
 use pageferry_migration::channel::Spinner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 struct OnMachine(Box<dyn Vcpu>);
 
@@ -47,7 +50,8 @@ pub(super) fn has(engine: Engine, delivery: Delivery) -> bool {
     deliveries_of(engine).contains(&delivery)
 }
 
-/// Runs all vCPUs over all their pages. With a `delivery`, every page is missing at first.
+/// Runs all vCPUs over all their pages. With a `delivery`, every page is missing at first, and
+/// faults are served as `serving` says.
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] if a page does not hold the stored value.
@@ -55,6 +59,7 @@ pub(super) fn touch(
     engine: Engine,
     plan: &Plan,
     delivery: Option<Delivery>,
+    serving: Serving,
 ) -> Result<Race<()>, BenchError> {
     let new = pageferry_machine::create(
         engine,
@@ -72,7 +77,7 @@ pub(super) fn touch(
         vcpu.set_start(&start_of(program, id))?;
     }
     let missing = match delivery {
-        Some(_) => Some(MissingPages::all(ram.pages(), plan)?),
+        Some(_) => Some(MissingPages::all(ram.pages(), plan, serving)?),
         None => None,
     };
     let mut events = None;
@@ -81,7 +86,7 @@ pub(super) fn touch(
         machine.begin_postcopy()?;
         machine.assist_postcopy(&|| false, &|_| {})?;
     }
-    let install = |page: RamPage| {
+    let install = |vcpu: Option<usize>, page: RamPage| {
         let Some(missing) = &missing else {
             return Err(BenchError::Hypervisor(format!("{page:?} is not missing")));
         };
@@ -104,50 +109,86 @@ pub(super) fn touch(
             }
             Ok(())
         };
-        missing.install(page, write, map)
+        missing.install(vcpu, page, write, map)
     };
     let done = AtomicBool::new(false);
     let runners = vcpus.into_iter().map(OnMachine).collect();
-    let outcome = std::thread::scope(|scope| {
-        let served = events.map(|mut events| {
-            let (install, done) = (&install, &done);
-            scope.spawn(move || serve(events.as_mut(), install, done))
-        });
-        let outcome = race(runners, &|| {}, &install, &|| ());
+    let events = events.map(Events::new).transpose()?;
+    let mut outcome = std::thread::scope(|scope| {
+        let readers: Vec<_> = events
+            .iter()
+            .flat_map(|events| (0..serving.readers).map(move |_| events))
+            .map(|events| {
+                let (install, done) = (&install, &done);
+                scope.spawn(move || events.serve(&|page| install(None, page), done))
+            })
+            .collect();
+        let on_vcpu = |vcpu, page| install(Some(vcpu), page);
+        let outcome = race(runners, &|| {}, &on_vcpu, &|| ());
         done.store(true, Ordering::Release);
-        match served.map(std::thread::ScopedJoinHandle::join) {
-            // The error of the installation is the cause. The guests only report that they waited.
-            Some(Ok(Err(why))) => Err(why),
-            _ => outcome,
-        }
+        // The error of the installation is the cause. The guests only report that they waited.
+        readers
+            .into_iter()
+            .filter_map(|reader| reader.join().ok()?.err())
+            .next()
+            .map_or(outcome, Err)
     })?;
     plan.check(|page| first_word(machine.ram(), page))?;
-    missing.as_ref().map_or(Ok(()), MissingPages::check)?;
+    if let Some(missing) = missing {
+        missing.check()?;
+        outcome.fault_ns = missing.fault_to_fault();
+    }
     Ok(outcome)
 }
 
-/// Installs the pages that events ask for, until `done`.
-fn serve(
-    events: &mut dyn FaultEvents,
-    install: &dyn Fn(RamPage) -> Result<(), BenchError>,
-    done: &AtomicBool,
-) -> Result<(), BenchError> {
-    let mut spinner = Spinner::new(FAULT_SPIN);
-    while !done.load(Ordering::Acquire) {
-        if let Some(event) = events.next()? {
-            install(event.page)?;
-            spinner = Spinner::new(FAULT_SPIN);
-        } else if !spinner.spin() {
-            let limit = Timespec {
-                tv_sec: 0,
-                tv_nsec: 5_000_000,
-            };
-            // The loop retries in any case.
-            let _ = poll(
-                &mut [PollFd::from_borrowed_fd(events.fd(), PollFlags::IN)],
-                Some(&limit),
-            );
-        }
+/// The fault events of a machine, for several readers.
+struct Events {
+    events: Mutex<Box<dyn FaultEvents>>,
+    /// The same descriptor, so that a reader can sleep without the lock.
+    fd: OwnedFd,
+}
+
+impl Events {
+    fn new(events: Box<dyn FaultEvents>) -> Result<Self, BenchError> {
+        let fd = events
+            .fd()
+            .try_clone_to_owned()
+            .map_err(|source| BenchError::Os {
+                what: "cannot duplicate the userfaultfd",
+                source,
+            })?;
+        Ok(Self {
+            events: Mutex::new(events),
+            fd,
+        })
     }
-    Ok(())
+
+    /// Installs the pages that events ask for, until `done`. Several threads may call it at once.
+    fn serve(
+        &self,
+        install: &dyn Fn(RamPage) -> Result<(), BenchError>,
+        done: &AtomicBool,
+    ) -> Result<(), BenchError> {
+        let mut spinner = Spinner::new(FAULT_SPIN);
+        while !done.load(Ordering::Acquire) {
+            // A panic leaves no event half taken.
+            let event = self
+                .events
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .next()?;
+            if let Some(event) = event {
+                install(event.page)?;
+                spinner = Spinner::new(FAULT_SPIN);
+            } else if !spinner.spin() {
+                let limit = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 5_000_000,
+                };
+                // The loop retries in any case.
+                let _ = poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&limit));
+            }
+        }
+        Ok(())
+    }
 }

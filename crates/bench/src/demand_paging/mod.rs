@@ -10,7 +10,9 @@
 //! vCPU touches all of guest memory. At first no page is mapped in the second-stage tables. Either
 //! host memory is allocated, and a touch costs the hypervisor's fault path only. Or each page is
 //! missing: its fault is delivered by one of the ways of [`Delivery`], and 4 KiB are copied into
-//! it. Each vCPU has a thread, and all start together (`race`).
+//! it. Each vCPU has a thread, and all start together (`race`). A sample is as many whole passes as
+//! [`DemandSetting::sample`] takes, each with a new VM. Times of single faults come from a further
+//! pass, because reading the clock costs time.
 //!
 //! On the soft engine, runs with parallel faults take turns with runs that hold one exclusive lock
 //! around each fault ([`Scheme`]). The difference is the gain of the parallel MMU.
@@ -25,33 +27,39 @@ mod page;
 mod plan;
 mod race;
 mod report;
+mod setting;
 mod soft;
 #[cfg(test)]
 mod tests;
+mod text;
 mod ticket;
 mod watched;
+mod way;
 
-pub use page::page;
+pub use page::{figure, page};
 pub use report::{Cell, DemandReport, Unmeasured};
+pub use setting::{DemandSetting, Paging};
 
+pub(crate) use missing::Serving;
 pub(crate) use plan::Plan;
-pub(crate) use report::short;
 pub(crate) use soft::{HostRam, exit_and_entry};
+pub(crate) use text::short;
 pub(crate) use ticket::TicketLock;
 pub(crate) use watched::{Clock, FaultTimes, Watched};
 
+use crate::BenchError;
 use crate::serialised::Serialised;
 use crate::vm::isa_of;
-use crate::{BenchError, Samples};
-use pageferry_addr::{PAGE_SIZE, PageSize};
+use pageferry_addr::PAGE_SIZE;
 use pageferry_hypervisor::Scalable;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{Engine, MachineError};
 use race::Race;
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 use watched::OrderedLock;
+use way::{Way, WaySamples, ways};
 
 /// The MMU's locking of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -85,92 +93,6 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// The settings of the benchmark.
-#[derive(Clone, Debug)]
-pub struct DemandSetting {
-    /// The engines to measure.
-    pub engines: Vec<Engine>,
-    /// The numbers of vCPUs, each from 1 to [`Self::MAX_VCPUS`].
-    pub vcpus: Vec<u32>,
-    /// Bytes for each vCPU, a multiple of the page size. By default 16 MiB on the soft engine, and
-    /// 1 MiB on KVM, because its faults take longer.
-    pub memory_per_vcpu: Option<u64>,
-    /// Whether every vCPU touches all pages.
-    pub overlap: bool,
-    /// The number of pages that are installed at a fault: the aligned block of this size around the
-    /// page, as far as it is missing. From 1 to [`Self::MAX_AROUND`].
-    pub around: u64,
-    /// The number of samples of each figure, at least 1.
-    pub repeat: u32,
-}
-
-impl DemandSetting {
-    /// The largest number of vCPUs in a guest.
-    pub const MAX_VCPUS: u32 = pageferry_guest::MAX_VCPUS;
-
-    /// The largest block of pages that are installed together: 2 MiB.
-    pub const MAX_AROUND: u64 = PageSize::Size2M.pages();
-
-    /// The default numbers of vCPUs.
-    #[must_use]
-    pub fn default_vcpus() -> Vec<u32> {
-        vec![1, 2, 4, 8, 16, 32, 64]
-    }
-
-    /// Bytes for each vCPU on `engine`.
-    #[must_use]
-    pub fn memory_on(&self, engine: Engine) -> u64 {
-        self.memory_per_vcpu.unwrap_or(match engine {
-            Engine::Soft => 16 << 20,
-            Engine::Kvm => 1 << 20,
-        })
-    }
-
-    /// The size of the largest guest, in bytes.
-    ///
-    /// # Errors
-    /// If that is more than a guest can address.
-    pub fn largest_bytes(&self) -> Result<u64, BenchError> {
-        let mut largest = 0;
-        for &engine in &self.engines {
-            for &vcpus in &self.vcpus {
-                let pages = self.memory_on(engine) / PAGE_SIZE;
-                largest = largest.max(Plan::memory_bytes(isa_of(engine), vcpus, pages)?);
-            }
-        }
-        Ok(largest)
-    }
-
-    pub(crate) fn check(&self) -> Result<(), BenchError> {
-        let possible = 1..=Self::MAX_VCPUS;
-        if self.repeat == 0 || self.vcpus.is_empty() || self.engines.is_empty() {
-            return Err(BenchError::Setting(
-                "nothing to measure: no engine, no vCPUs or no samples".into(),
-            ));
-        }
-        if !(1..=Self::MAX_AROUND).contains(&self.around) {
-            return Err(BenchError::Setting(format!(
-                "cannot install {} pages at a fault: expected 1 to {}",
-                self.around,
-                Self::MAX_AROUND
-            )));
-        }
-        if let Some(vcpus) = self.vcpus.iter().find(|vcpus| !possible.contains(vcpus)) {
-            return Err(BenchError::Setting(format!(
-                "cannot measure {vcpus} vCPUs: expected 1 to {}",
-                Self::MAX_VCPUS
-            )));
-        }
-        let least = self.engines.iter().map(|&engine| self.memory_on(engine));
-        if least.min().is_none_or(|bytes| bytes < PAGE_SIZE) {
-            return Err(BenchError::Setting(
-                "nothing to touch: a vCPU needs at least one page".into(),
-            ));
-        }
-        Ok(())
-    }
-}
-
 /// The number of cores that this process may use.
 pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, usize::from) as u32
@@ -180,7 +102,8 @@ pub(crate) fn cores() -> u32 {
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] if a page does not hold the stored value. [`BenchError::Setting`] if
-/// these settings cannot be measured. Other errors if the host refuses something.
+/// these settings cannot be measured. [`MachineError::NoDelivery`] if no engine has the wanted
+/// [`Paging`]. Other errors if the host refuses something.
 pub fn demand_paging(
     setting: &DemandSetting,
     progress: &mut dyn FnMut(&str),
@@ -189,7 +112,7 @@ pub fn demand_paging(
     let began = Instant::now();
     let mut report = DemandReport::new(setting);
     for &engine in &setting.engines {
-        let ways = ways(engine, &mut report)?;
+        let ways = ways(engine, setting, &mut report);
         let host = match engine {
             Engine::Soft => Some(host(setting)?),
             Engine::Kvm => None,
@@ -207,7 +130,7 @@ pub fn demand_paging(
                 // This run does not count: meanwhile the reader of the progress message has the
                 // core.
                 if let Some(first) = ways.first() {
-                    first.run(host.as_ref(), &plan)?;
+                    first.run(host.as_ref(), &plan, setting.delay, false)?;
                 }
                 // The ways take turns, so that other work on the host affects all of them. The
                 // order alternates, because each way leaves its state in the caches.
@@ -216,13 +139,20 @@ pub fn demand_paging(
                     turns.reverse();
                 }
                 for (way, samples) in turns {
-                    samples.add(&plan, &way.run(host.as_ref(), &plan)?);
+                    let run = |clock| way.run(host.as_ref(), &plan, setting.delay, clock);
+                    samples.measure(&plan, setting.sample, || run(false))?;
+                    if way.delivery.is_some() {
+                        samples.add_faults(&run(true)?);
+                    }
                 }
             }
             for (way, samples) in ways.iter().zip(&samples) {
                 report.add(way, &plan, samples);
             }
         }
+    }
+    if let (true, Some(delivery)) = (report.cells.is_empty(), setting.paging.delivery()) {
+        return Err(MachineError::NoDelivery(delivery).into());
     }
     report.end(began.elapsed());
     Ok(report)
@@ -235,31 +165,12 @@ fn host(setting: &DemandSetting) -> Result<Arc<HostRam>, BenchError> {
     HostRam::new(Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?)
 }
 
-/// One combination of engine, delivery and locking.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Way {
-    pub(crate) engine: Engine,
-    /// `None`: no page is missing.
-    pub(crate) delivery: Option<Delivery>,
-    /// `None`: the kernel's own locking.
-    pub(crate) scheme: Option<Scheme>,
-}
-
-impl Way {
-    fn run(self, host: Option<&Arc<HostRam>>, plan: &Plan) -> Result<Race<()>, BenchError> {
-        match (self.scheme, host) {
-            (Some(scheme), Some(host)) => soft_touch(host, plan, scheme, self.delivery.is_some()),
-            _ => machine::touch(self.engine, plan, self.delivery),
-        }
-    }
-}
-
-/// One run on the soft engine.
+/// One run on the soft engine. Without `exits` no page is missing.
 pub(crate) fn soft_touch(
     host: &Arc<HostRam>,
     plan: &Plan,
     scheme: Scheme,
-    exits: bool,
+    exits: Option<Serving>,
 ) -> Result<Race<()>, BenchError> {
     let (before, end) = (|| {}, || ());
     match scheme {
@@ -276,7 +187,7 @@ pub(crate) fn in_order_touch(
     plan: &Plan,
     exits: bool,
 ) -> Result<Race<()>, BenchError> {
-    soft::touch::<Watched<OrderedLock>, _>(host, plan, exits, &|| {}, &|| ())
+    soft::touch::<Watched<OrderedLock>, _>(host, plan, exits.then(Serving::default), &|| {}, &|| ())
 }
 
 /// One run of one vCPU on the soft engine with a clock around every fault. Returns the times.
@@ -287,71 +198,7 @@ pub(crate) fn clocked_touch(
 ) -> Result<Vec<FaultTimes>, BenchError> {
     let faults = 2 * plan.each as usize + 1024;
     let before = || Clock::reserve(faults);
+    let exits = exits.then(Serving::default);
     let race = soft::touch::<Watched<Clock>, _>(host, plan, exits, &before, &Clock::take)?;
     Ok(race.ended_with.into_iter().flatten().collect())
-}
-
-/// The ways of an engine that this host has. The report gets those that it lacks.
-fn ways(engine: Engine, report: &mut DemandReport) -> Result<Vec<Way>, BenchError> {
-    match engine {
-        Engine::Soft => Ok([None, Some(Delivery::Exit)]
-            .into_iter()
-            .flat_map(|delivery| {
-                Scheme::ALL.map(|scheme| Way {
-                    engine,
-                    delivery,
-                    scheme: Some(scheme),
-                })
-            })
-            .collect()),
-        Engine::Kvm => {
-            let mut deliveries = vec![None];
-            for delivery in [
-                Delivery::Userfault,
-                Delivery::Poison,
-                Delivery::Minor,
-                Delivery::Missing,
-            ] {
-                if machine::has(engine, delivery) {
-                    deliveries.push(Some(delivery));
-                } else if delivery != Delivery::Userfault {
-                    // No released kernel has that one.
-                    report.lacks(engine, delivery);
-                }
-            }
-            let way = |delivery| Way {
-                engine,
-                delivery,
-                scheme: None,
-            };
-            Ok(deliveries.into_iter().map(way).collect())
-        }
-    }
-}
-
-/// The samples of one way with one number of vCPUs.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct WaySamples {
-    /// Touches per second of all vCPUs together.
-    rate: Samples,
-    /// Touches per second of one vCPU over its own time: the median of the vCPUs.
-    per_vcpu: Samples,
-    /// Core time of a touch, in nanoseconds.
-    touch_ns: Samples,
-}
-
-impl WaySamples {
-    fn add(&mut self, plan: &Plan, race: &Race<()>) {
-        let whole = race.whole.as_secs_f64();
-        let busy = f64::from(plan.vcpus().min(cores()));
-        self.rate.push(plan.touches() as f64 / whole);
-        let each: Samples = race
-            .each
-            .iter()
-            .map(|one| plan.each as f64 / one.as_secs_f64())
-            .collect();
-        self.per_vcpu.push(each.median());
-        self.touch_ns
-            .push(whole * 1e9 * busy / plan.touches() as f64);
-    }
 }

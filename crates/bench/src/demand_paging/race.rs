@@ -46,18 +46,20 @@ pub(crate) struct Race<T> {
     pub(crate) each: Vec<Duration>,
     /// The values that `end` returned, one for each thread.
     pub(crate) ended_with: Vec<T>,
+    /// Nanoseconds from each fault on a missing page to the vCPU's next. [`race`] leaves it empty.
+    pub(crate) fault_ns: Vec<u64>,
 }
 
 /// Runs the vCPUs to the end of their programs. Each thread calls `before` before any vCPU starts,
-/// and `end` after its vCPU has ended. A thread whose vCPU touched a missing page calls `missing`,
-/// and then the vCPU retries.
+/// and `end` after its vCPU has ended. A thread whose vCPU touched a missing page calls `missing`
+/// with the vCPU's index, and then the vCPU retries.
 ///
 /// # Errors
 /// The first error of a vCPU or of `missing`, or [`BenchError::Busy`] after [`LIMIT`].
 pub(crate) fn race<R: Runner, T: Send>(
     runners: Vec<R>,
     before: &(dyn Fn() + Sync),
-    missing: &(dyn Fn(RamPage) -> Result<(), BenchError> + Sync),
+    missing: &(dyn Fn(usize, RamPage) -> Result<(), BenchError> + Sync),
     end: &(dyn Fn() -> T + Sync),
 ) -> Result<Race<T>, BenchError> {
     let count = runners.len();
@@ -85,7 +87,7 @@ pub(crate) fn race<R: Runner, T: Send>(
                     }
                 }
                 let began = Instant::now();
-                let outcome = to_the_end(&mut runner, missing, stop);
+                let outcome = to_the_end(&mut runner, &|page| missing(index, page), stop);
                 let ended = Instant::now();
                 // The receiver is gone only if another vCPU has failed.
                 let _ = send.send(outcome.map(|()| (began, ended, end())));
@@ -120,6 +122,7 @@ pub(crate) fn race<R: Runner, T: Send>(
             .map(|(began, ended, _)| *ended - *began)
             .collect(),
         ended_with: results.into_iter().map(|(.., value)| value).collect(),
+        fault_ns: Vec::new(),
     })
 }
 
@@ -149,7 +152,7 @@ fn collect<T>(
 
 fn to_the_end(
     runner: &mut impl Runner,
-    missing: &(dyn Fn(RamPage) -> Result<(), BenchError> + Sync),
+    missing: &dyn Fn(RamPage) -> Result<(), BenchError>,
     stop: &AtomicBool,
 ) -> Result<(), BenchError> {
     loop {
@@ -207,8 +210,8 @@ mod tests {
                 ])
             })
             .collect();
-        let bring = |page| {
-            brought.lock().unwrap().push(page);
+        let bring = |vcpu, page| {
+            brought.lock().unwrap().push((vcpu, page));
             Ok(())
         };
         let race = race(runners, &|| {}, &bring, &|| 7).unwrap();
@@ -216,13 +219,13 @@ mod tests {
         assert!(race.each.iter().all(|&one| one <= race.whole));
         let mut brought = brought.into_inner().unwrap();
         brought.sort_unstable();
-        assert_eq!(brought, [RamPage(0), RamPage(1), RamPage(2)]);
+        assert_eq!(brought, [0, 1, 2].map(|n| (n as usize, RamPage(n))));
     }
 
     #[test]
     fn one_error_stops_all() {
         let runners = vec![scripted(&[GuestExit::Missing(RamPage(0))]), scripted(&[])];
-        let refuse = |_| Err(BenchError::Setting("no such page".into()));
+        let refuse = |_, _| Err(BenchError::Setting("no such page".into()));
         let error = race(runners, &|| {}, &refuse, &|| ()).err().unwrap();
         assert_eq!(error.to_string(), "no such page");
     }

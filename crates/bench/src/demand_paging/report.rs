@@ -1,11 +1,15 @@
 //! The results of a run.
 
-use super::{DemandSetting, Plan, Scheme, Way, WaySamples, cores};
-use crate::kit::Figure;
+use super::setting::{DemandSetting, Paging};
+use super::{Plan, Scheme, Way, WaySamples, cores};
+use crate::kit::{Figure, Samples};
+use crate::{Conditions, Row};
 use pageferry_machine::{Delivery, Engine};
 use serde::Serialize;
-use std::fmt;
 use std::time::Duration;
+
+/// A figure whose samples spread more than this part of the median is called noisy.
+pub(super) const NOISY: f64 = 0.30;
 
 /// The figures of one engine, delivery and scheme with one number of vCPUs.
 #[derive(Clone, Debug, Serialize)]
@@ -16,6 +20,10 @@ pub struct Cell {
     pub delivery: &'static str,
     /// The MMU's locking of faults; unknown on KVM.
     pub scheme: Option<Scheme>,
+    /// Delivery, readers and scheme in words.
+    pub mode: String,
+    /// The number of threads that read fault events; none if faults are exits.
+    pub readers: Option<u32>,
     /// The number of vCPUs.
     pub vcpus: u32,
     /// The number of pages that each vCPU touched.
@@ -29,9 +37,29 @@ pub struct Cell {
     pub pages_per_s_vcpu: Figure,
     /// Core time of a touch in nanoseconds. It includes the guest's own instructions.
     pub ns_per_touch: Figure,
+    /// The median time from a fault on a missing page to the vCPU's next, in microseconds, as the
+    /// serving threads see both. It contains the installation, the resumption, the repeated store,
+    /// and the delivery of the next fault. None if no page was missing, and with overlap.
+    pub fault_us_p50: Option<Figure>,
+    /// The 99th percentile of the same times.
+    pub fault_us_p99: Option<Figure>,
+    /// The time that the passes of a sample took together, in seconds.
+    pub sample_s: Figure,
+    /// The spread of `pages_per_s`: largest less smallest sample, in percent of the median.
+    pub spread_percent: f64,
+    /// Whether the spread is above 30 percent.
+    pub noisy: bool,
     /// The median of `pages_per_s` divided by that of the fewest vCPUs, with the same engine,
-    /// delivery and scheme.
+    /// delivery, readers and scheme.
     pub scaling: f64,
+}
+
+impl Cell {
+    /// Touches per second of all vCPUs, divided by their number: the rate of `demand_paging_test`.
+    #[must_use]
+    pub fn test_rate(&self) -> f64 {
+        self.pages_per_s.median / f64::from(self.vcpus)
+    }
 }
 
 /// A measurement that this host cannot make.
@@ -50,20 +78,24 @@ pub struct DemandReport {
     pub modelled: bool,
     /// The figures, by engine, number of vCPUs, delivery and scheme.
     pub cells: Vec<Cell>,
+    /// The same figures in the form of the other benchmarks.
+    pub rows: Vec<Row>,
     /// The measurements that this host cannot make.
     pub unmeasured: Vec<Unmeasured>,
     /// Whether every vCPU touched all pages.
     pub overlap: bool,
     /// The number of pages that were installed at a fault, at most.
     pub around: u64,
+    /// The time that a thread slept before it installed a missing page, in microseconds.
+    pub delay_us: u64,
     /// The number of cores that this process may use.
     pub cores: u32,
     /// The length of the run, in seconds.
     pub seconds: f64,
-}
-
-fn delivery_name(delivery: Option<Delivery>) -> &'static str {
-    delivery.map_or("none", Delivery::name)
+    #[serde(skip)]
+    pub(super) tables: bool,
+    #[serde(skip)]
+    pub(super) selftest_lines: bool,
 }
 
 impl DemandReport {
@@ -71,11 +103,15 @@ impl DemandReport {
         Self {
             modelled: false,
             cells: Vec::new(),
+            rows: Vec::new(),
             unmeasured: Vec::new(),
             overlap: setting.overlap,
             around: setting.around,
+            delay_us: setting.delay.as_micros() as u64,
             cores: cores(),
             seconds: 0.0,
+            tables: setting.paging == Paging::Tables,
+            selftest_lines: setting.selftest_lines,
         }
     }
 
@@ -87,113 +123,95 @@ impl DemandReport {
     }
 
     pub(super) fn add(&mut self, way: &Way, plan: &Plan, samples: &WaySamples) {
-        let (engine, delivery) = (way.engine.name(), delivery_name(way.delivery));
+        let (engine, mode) = (way.engine.name(), way.name());
         let rate = Figure::of(&samples.rate);
-        let first = self.cells.iter().find(|cell| {
-            (cell.engine, cell.delivery, cell.scheme) == (engine, delivery, way.scheme)
-        });
+        let first = self.of(engine, &mode).next();
         let scaling = first.map_or(1.0, |first| rate.median / first.pages_per_s.median);
-        self.cells.push(Cell {
+        let fault = |us: &Samples| (!us.is_empty()).then(|| Figure::of(us));
+        let cell = Cell {
             engine,
-            delivery,
+            delivery: way.delivery.map_or("none", Delivery::name),
             scheme: way.scheme,
+            mode,
+            readers: way.readers(plan.vcpus()),
             vcpus: plan.vcpus(),
             pages_each: plan.each,
             pages: plan.touched.end - plan.touched.start,
             pages_per_s: rate,
             pages_per_s_vcpu: Figure::of(&samples.per_vcpu),
             ns_per_touch: Figure::of(&samples.touch_ns),
+            fault_us_p50: fault(&samples.fault_us_p50),
+            fault_us_p99: fault(&samples.fault_us_p99),
+            sample_s: Figure::of(&samples.sample_s),
+            spread_percent: rate.spread() * 100.0,
+            noisy: rate.spread() > NOISY,
             scaling,
+        };
+        self.add_rows(way, plan, samples, &cell);
+        self.cells.push(cell);
+    }
+
+    /// Adds the figures of `cell` as rows. The ratio is to the run without missing pages.
+    fn add_rows(&mut self, way: &Way, plan: &Plan, samples: &WaySamples, cell: &Cell) {
+        let bytes = plan.toucher.memory_map().memory_bytes();
+        let conditions = |note: String| {
+            let here = Conditions::here(cell.vcpus, bytes, note);
+            way.delivery
+                .map_or(here.clone(), |delivery| here.with_delivery(delivery))
+        };
+        let subject = format!("{}, {}, {} vCPUs", cell.engine, cell.mode, cell.vcpus);
+        let mut note = format!("spread {:.0} %", cell.spread_percent);
+        if cell.noisy {
+            note.push_str(": other work disturbed this run");
+        }
+        let row = samples.rate.row(
+            "demand_paging.rate",
+            subject.clone(),
+            "pages/s",
+            conditions(note),
+        );
+        let present = self.cells.iter().find(|other| {
+            (other.engine, other.delivery, other.scheme, other.vcpus)
+                == (cell.engine, "none", cell.scheme, cell.vcpus)
         });
+        self.rows.push(match present {
+            Some(other) if way.delivery.is_some() => {
+                row.against(other.mode.clone(), other.pages_per_s.median)
+            }
+            _ => row,
+        });
+        if cell.fault_us_p50.is_some() {
+            for (case, us) in [
+                ("demand_paging.fault_p50", &samples.fault_us_p50),
+                ("demand_paging.fault_p99", &samples.fault_us_p99),
+            ] {
+                let note = "from a fault to the same vCPU's next, as the serving threads see both";
+                let row = us.row(case, subject.clone(), "us", conditions(note.into()));
+                self.rows.push(row);
+            }
+        }
     }
 
     pub(super) fn end(&mut self, took: Duration) {
         self.seconds = took.as_secs_f64();
     }
 
-    /// The cells of one engine, delivery and scheme, by ascending number of vCPUs.
-    pub fn of(
-        &self,
-        engine: &str,
-        delivery: &str,
-        scheme: Option<Scheme>,
-    ) -> impl Iterator<Item = &Cell> {
-        self.cells.iter().filter(move |cell| {
-            cell.engine == engine && cell.delivery == delivery && cell.scheme == scheme
-        })
-    }
-}
-
-/// Formats a number with three digits and a prefix.
-pub(crate) fn short(value: f64) -> String {
-    let (scaled, unit) = match value {
-        v if v >= 999.5e6 => (value / 1e9, " G"),
-        v if v >= 999.5e3 => (value / 1e6, " M"),
-        v if v >= 999.5 => (value / 1e3, " k"),
-        _ => (value, ""),
-    };
-    let digits = match scaled {
-        v if v >= 99.95 => 0,
-        v if v >= 9.995 => 1,
-        _ => 2,
-    };
-    format!("{scaled:.digits$}{unit}")
-}
-
-impl fmt::Display for DemandReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let which = if self.overlap {
-            "of guest memory"
-        } else {
-            "of its own part of guest memory"
-        };
-        writeln!(
-            f,
-            "Each vCPU stores to one word of each page {which}. Medians (min .. max). {} cores, {:.0} s in all.\n\
-             Host memory is allocated before. A missing page is installed by copying 4 KiB, up to {} page(s) at a fault. \
-             ns/touch: core time,\nincluding the guest's instructions. If there is a core for each vCPU, each is pinned to \
-             its own.",
-            self.cores, self.seconds, self.around
-        )?;
-        writeln!(
-            f,
-            "\n{:<6} {:<9} {:<11} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>7} {:>3}",
-            "engine",
-            "missing",
-            "MMU",
-            "vCPUs",
-            "pages each",
-            "pages/s",
-            "",
-            "per vCPU",
-            "ns/touch",
-            "",
-            "scaling",
-            "n"
-        )?;
+    /// The engines and modes of the report, each once, in the order of their measurement.
+    pub(super) fn modes(&self) -> Vec<(&'static str, &str)> {
+        let mut modes = Vec::new();
         for cell in &self.cells {
-            let range =
-                |figure: &Figure| format!("({} .. {})", short(figure.min), short(figure.max));
-            writeln!(
-                f,
-                "{:<6} {:<9} {:<11} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>7} {:>3}",
-                cell.engine,
-                cell.delivery,
-                cell.scheme.map_or("kernel's", Scheme::name),
-                cell.vcpus,
-                cell.pages_each,
-                short(cell.pages_per_s.median),
-                range(&cell.pages_per_s),
-                short(cell.pages_per_s_vcpu.median),
-                short(cell.ns_per_touch.median),
-                range(&cell.ns_per_touch),
-                format!("{:.2} x", cell.scaling),
-                cell.pages_per_s.samples
-            )?;
+            let mode = (cell.engine, cell.mode.as_str());
+            if !modes.contains(&mode) {
+                modes.push(mode);
+            }
         }
-        for unmeasured in &self.unmeasured {
-            writeln!(f, "Not measured: {}: {}.", unmeasured.what, unmeasured.why)?;
-        }
-        Ok(())
+        modes
+    }
+
+    /// The cells of one engine and mode, by ascending number of vCPUs.
+    pub fn of(&self, engine: &str, mode: &str) -> impl Iterator<Item = &Cell> {
+        self.cells
+            .iter()
+            .filter(move |cell| cell.engine == engine && cell.mode == mode)
     }
 }

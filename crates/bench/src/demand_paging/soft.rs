@@ -9,7 +9,7 @@
 //! host's allocator, and the figures show the hypervisor's own fault path. Each VM is new and
 //! begins with empty tables and TLBs.
 
-use super::missing::{BYTES, MissingPages};
+use super::missing::{BYTES, MissingPages, Serving};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::watched::Clock;
@@ -157,14 +157,14 @@ where
 }
 
 /// Runs all vCPUs over all their pages. With `exits`, every page is missing at first, and the vCPU
-/// that touches a page installs it on its own thread.
+/// that touches a page first installs it on its own thread.
 ///
 /// # Errors
 /// [`BenchError::WrongValue`] if a page does not hold the stored value.
 pub(crate) fn touch<M: Memslots, T: Send>(
     host: &Arc<HostRam>,
     plan: &Plan,
-    exits: bool,
+    exits: Option<Serving>,
     before: &(dyn Fn() + Sync),
     end: &(dyn Fn() -> T + Sync),
 ) -> Result<Race<T>, BenchError>
@@ -172,11 +172,11 @@ where
     VcpuCore<M>: Send,
 {
     let missing = match exits {
-        true => Some(MissingPages::all(host.ram().pages(), plan)?),
-        false => None,
+        Some(serving) => Some(MissingPages::all(host.ram().pages(), plan, serving)?),
+        None => None,
     };
     let prepared = PreparedVm::<M>::new(host, plan, missing.as_ref().map(MissingPages::bitmap))?;
-    let install = |page: RamPage| {
+    let install = |vcpu, page: RamPage| {
         // Only runs with a clock read this.
         Clock::was_missing();
         let Some(missing) = &missing else {
@@ -188,7 +188,7 @@ where
             }
             Ok(())
         };
-        missing.install(page, write, || Ok(()))
+        missing.install(Some(vcpu), page, write, || Ok(()))
     };
     let layout = &prepared.layout;
     let runners = prepared
@@ -196,9 +196,12 @@ where
         .into_iter()
         .map(|core| Vcpu { core, layout })
         .collect();
-    let race = race(runners, before, &install, end)?;
+    let mut race = race(runners, before, &install, end)?;
     plan.check(|page| first_word(host.ram(), page))?;
-    missing.as_ref().map_or(Ok(()), MissingPages::check)?;
+    if let Some(missing) = missing {
+        missing.check()?;
+        race.fault_ns = missing.fault_to_fault();
+    }
     Ok(race)
 }
 

@@ -76,6 +76,23 @@ impl Figure {
             samples: samples.len(),
         }
     }
+
+    /// The distance from the smallest to the largest sample, divided by the median; 0.0 if the
+    /// median is 0.
+    ///
+    /// ```
+    /// use pageferry_bench::kit::{Figure, Samples};
+    ///
+    /// let samples = Samples::from_iter([90.0, 100.0, 140.0]);
+    /// assert_eq!(Figure::of(&samples).spread(), 0.5);
+    /// ```
+    #[must_use]
+    pub fn spread(&self) -> f64 {
+        if self.median == 0.0 {
+            return 0.0;
+        }
+        (self.max - self.min) / self.median
+    }
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ pub use parts::Parts;
 pub use queue::{Lock, Outcome, Spread, Step, System};
 pub use report::ModelReport;
 
-use crate::demand_paging::{HostRam, Plan, Scheme, in_order_touch, soft_touch};
+use crate::demand_paging::{HostRam, Plan, Scheme, Serving, in_order_touch, soft_touch};
 use crate::kit::Figure;
 use crate::vm::isa_of;
 use crate::{BenchError, Samples};
@@ -372,7 +372,9 @@ impl RealRuns {
             let plan = &on.plans[vcpus as usize - 1];
             let exits = delivery == PageDelivery::Exit;
             let race = match scheme {
-                Scheme::Parallel => soft_touch(&on.host, plan, scheme, exits)?,
+                Scheme::Parallel => {
+                    soft_touch(&on.host, plan, scheme, exits.then(Serving::default))?
+                }
                 Scheme::Serialised => in_order_touch(&on.host, plan, exits)?,
             };
             samples.push(race.whole.as_nanos() as f64 / plan.each as f64);

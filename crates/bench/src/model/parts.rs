@@ -79,7 +79,7 @@ impl PartSamples {
         let lookup = of(&present, |fault| Some(fault.lookup));
         let map = of(&present, |fault| Some(fault.rest));
         let test = of(&missing, |fault| fault.missing.then_some(fault.rest));
-        let touch = soft_touch(&on.host, one, Scheme::Parallel, false)?;
+        let touch = soft_touch(&on.host, one, Scheme::Parallel, None)?;
         let all = touch.whole.as_nanos() as f64 / one.touches() as f64;
         // If the timed parts exceed the whole, the fault was all of it.
         self.guest.push((all - lookup - map).max(0.0));

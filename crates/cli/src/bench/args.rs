@@ -43,7 +43,8 @@ pub(crate) enum BenchCommand {
     /// Speed of first touches of memory by many vCPUs at once
     ///
     /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
-    /// each page of its memory. The soft engine takes faults in parallel and, with a core for each
+    /// each page of its memory. The options -v -b -s -u -a -r -k -o -d are those of the test, and
+    /// with one of them the test's three lines follow the table. The soft engine takes faults in parallel and, with a core for each
     /// vCPU, one after the other. KVM is measured with each fault delivery. PAGEFERRY_REQUIRE=kvm
     /// in the environment makes it an error if KVM cannot be measured. --model prints a MODEL of
     /// many more vCPUs instead, with a core for each. The model's inputs are measured in the same
@@ -106,14 +107,14 @@ pub(crate) struct DemandFlags {
         conflicts_with = "model"
     )]
     pub(crate) engine: EngineChoice,
-    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416]
-    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(DemandSetting::MAX_VCPUS)))]
+    /// Numbers of vCPUs [default: 1,2,4,8,16,32,64; of the model up to 416; with --matrix 2,8,64]
+    #[arg(short, long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(DemandSetting::MAX_VCPUS)))]
     pub(crate) vcpus: Vec<u32>,
     /// Guest memory for each vCPU [default: 16M on soft and of the model, 1M on kvm]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(short = 'b', long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory_per_vcpu: Option<u64>,
     /// Every vCPU touches the pages of all
-    #[arg(long, conflicts_with = "model")]
+    #[arg(short, long, conflicts_with = "model")]
     pub(crate) overlap: bool,
     /// Pages that are installed at a fault: the missing ones of the aligned block around the page
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "model", value_parser = clap::value_parser!(u64).range(1..=DemandSetting::MAX_AROUND))]
@@ -122,6 +123,16 @@ pub(crate) struct DemandFlags {
     /// inputs 21]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: Option<u32>,
+    /// One pass for each sample instead of passes for 0.2 s: faster, and noisier
+    #[arg(long, conflicts_with = "model")]
+    pub(crate) quick: bool,
+    /// The tables of the KVM Userfault series: vCPUs by mode, fault events with one reader and with
+    /// a reader for each vCPU
+    #[arg(long, conflicts_with_all = ["model", "userfault", "kvm_userfault", "readers"])]
+    pub(crate) matrix: bool,
+    /// The options that only the kernel's test has.
+    #[command(flatten)]
+    pub(crate) selftest: SelftestFlags,
     /// Model many vCPUs on as many cores, from times measured on the soft engine in this run
     #[arg(long)]
     pub(crate) model: bool,
@@ -134,10 +145,58 @@ pub(crate) struct DemandFlags {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
-    /// Write a self-contained HTML page with a chart; with --model a name that ends in .svg gets
-    /// the figure alone
+    /// Write a self-contained HTML page with a chart; a name that ends in .svg gets the figure alone
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
+}
+
+/// Options of `demand_paging_test` that `bench demand-paging` takes too.
+#[derive(Debug, Default, Args)]
+#[command(next_help_heading = "Options of demand_paging_test")]
+pub(crate) struct SelftestFlags {
+    /// The memory behind the guest: shmem, the only type yet
+    #[arg(short = 's', long, value_name = "TYPE", value_parser = shmem, conflicts_with = "model")]
+    pub(crate) backing: Option<String>,
+    /// Measure only this userfaultfd mode [default: all modes]
+    #[arg(
+        short = 'u',
+        long,
+        value_name = "MODE",
+        ignore_case = true,
+        conflicts_with = "model"
+    )]
+    pub(crate) userfault: Option<Userfault>,
+    /// One userfaultfd for all vCPUs: always so here
+    #[arg(short = 'a', long, conflicts_with = "model")]
+    pub(crate) single_userfaultfd: bool,
+    /// Threads that read fault events [default: 1]
+    #[arg(short = 'r', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024), conflicts_with = "model")]
+    pub(crate) readers: Option<u32>,
+    /// Measure only exits on the vCPU's own thread: by a bitmap on soft, by poison on kvm
+    #[arg(short = 'k', long, conflicts_with = "model")]
+    pub(crate) kvm_userfault: bool,
+    /// Microseconds that a thread sleeps before it installs a page: a simulated fetch [default: 0]
+    #[arg(short = 'd', long, value_name = "USEC", value_parser = clap::value_parser!(u64).range(0..=1_000_000), conflicts_with = "model")]
+    pub(crate) delay_us: Option<u64>,
+}
+
+/// The userfaultfd modes of `demand_paging_test`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Userfault {
+    /// No page is missing
+    None,
+    /// userfaultfd missing faults
+    Missing,
+    /// userfaultfd minor faults; with -k exits by poison, which is registered for them
+    Minor,
+}
+
+/// Reads a type of memory behind a guest.
+fn shmem(text: &str) -> Result<String, String> {
+    match text {
+        "shmem" => Ok(text.to_owned()),
+        _ => Err("guest memory is a memfd in shared pages of 4 KiB: use shmem".into()),
+    }
 }
 
 /// `pageferry bench dirty-log`.
@@ -200,6 +259,17 @@ mod tests {
             (vec![1, 64], Some(4 << 20))
         );
         assert!(flags.overlap && !flags.model && flags.repeat.is_none());
+        let words = "-v 4 -b 4M -s shmem -u MINOR -a -r 2 -o -d 50";
+        let flags = parse(&words.split(' ').collect::<Vec<_>>()).unwrap();
+        assert_eq!(
+            (flags.vcpus, flags.memory_per_vcpu, flags.overlap),
+            (vec![4], Some(4 << 20), true)
+        );
+        let selftest = flags.selftest;
+        assert_eq!(selftest.backing.as_deref(), Some("shmem"));
+        assert_eq!(selftest.userfault, Some(Userfault::Minor));
+        assert!(selftest.single_userfaultfd && !selftest.kvm_userfault);
+        assert_eq!((selftest.readers, selftest.delay_us), (Some(2), Some(50)));
         let flags = parse(&["--model", "--total-memory", "1T", "--seed", "3"]).unwrap();
         assert_eq!((flags.total_memory, flags.seed), (Some(1 << 40), Some(3)));
         for refused in [
@@ -208,6 +278,11 @@ mod tests {
             &["--memory-per-vcpu", "1K"],
             &["--total-memory", "1T"],
             &["--model", "--engine", "kvm"],
+            &["--model", "-k"],
+            &["--matrix", "-u", "minor"],
+            &["-s", "anonymous"],
+            &["-r", "0"],
+            &["-u", "wp"],
         ] {
             assert!(parse(refused).is_none(), "{refused:?}");
         }

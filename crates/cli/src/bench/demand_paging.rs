@@ -1,14 +1,16 @@
 //! `pageferry bench demand-paging`: first touches of many vCPUs at once, and the model of many
 //! more.
 
-use super::args::DemandFlags;
+use super::args::{DemandFlags, Userfault};
 use super::{engines, show};
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::vm::check_host_memory;
-use pageferry_bench::demand_paging::DemandSetting;
+use pageferry_bench::demand_paging::{self, DemandSetting, Paging};
 use pageferry_bench::model::ModelSetting;
 use pageferry_machine::{Engine, EngineChoice};
+use std::path::Path;
+use std::time::Duration;
 
 /// Measures or models, prints the figures, and writes the requested page.
 ///
@@ -23,15 +25,14 @@ pub(super) fn demand_paging(flags: &DemandFlags) -> Result<(), Failure> {
         .largest_bytes()
         .map_err(|why| Failure::new(Exit::Usage, why.to_string()))?;
     check_host_memory(largest, 1)?;
-    let figures =
-        pageferry_bench::demand_paging::demand_paging(&setting, &mut |doing| output::note(doing))?;
+    let figures = demand_paging::demand_paging(&setting, &mut |doing| output::note(doing))?;
     let report = flags.report.as_deref();
-    show(
-        &figures,
-        flags.json,
-        report,
-        pageferry_bench::demand_paging::page,
-    )
+    let draw = if is_svg(report) {
+        demand_paging::figure
+    } else {
+        demand_paging::page
+    };
+    show(&figures, flags.json, report, draw)
 }
 
 fn model(flags: &DemandFlags) -> Result<(), Failure> {
@@ -39,13 +40,17 @@ fn model(flags: &DemandFlags) -> Result<(), Failure> {
     check_host_memory(setting.memory_per_vcpu.saturating_mul(2), 1)?;
     let figures = pageferry_bench::model::model(&setting, &mut |doing| output::note(doing))?;
     let report = flags.report.as_deref();
-    let alone = report.is_some_and(|path| path.extension().is_some_and(|end| end == "svg"));
-    let draw = if alone {
+    let draw = if is_svg(report) {
         pageferry_bench::model::figure
     } else {
         pageferry_bench::model::page
     };
     show(&figures, flags.json, report, draw)
+}
+
+/// Whether the name of the requested file asks for the figure alone.
+fn is_svg(report: Option<&Path>) -> bool {
+    report.is_some_and(|path| path.extension().is_some_and(|end| end == "svg"))
 }
 
 /// The numbers of vCPUs in order, each once.
@@ -59,18 +64,54 @@ fn setting(flags: &DemandFlags) -> Result<DemandSetting, Failure> {
     if flags.engine == EngineChoice::Auto && super::is_kvm_required() {
         pageferry_machine::select(EngineChoice::Only(Engine::Kvm))?;
     }
-    let vcpus = if flags.vcpus.is_empty() {
-        DemandSetting::default_vcpus()
-    } else {
-        flags.vcpus.clone()
+    let default = DemandSetting::default();
+    let vcpus = match (flags.vcpus.is_empty(), flags.matrix) {
+        (true, true) => vec![2, 8, 64],
+        (true, false) => default.vcpus,
+        (false, _) => flags.vcpus.clone(),
     };
+    let selftest = &flags.selftest;
     Ok(DemandSetting {
         engines: engines(flags.engine)?,
         vcpus: in_order(vcpus),
         memory_per_vcpu: flags.memory_per_vcpu,
         overlap: flags.overlap,
         around: flags.around,
-        repeat: flags.repeat.unwrap_or(5),
+        repeat: flags.repeat.unwrap_or(default.repeat),
+        sample: if flags.quick {
+            Duration::ZERO
+        } else {
+            default.sample
+        },
+        paging: paging(flags)?,
+        readers: selftest.readers.unwrap_or(default.readers),
+        delay: Duration::from_micros(selftest.delay_us.unwrap_or(0)),
+        selftest_lines: !flags.vcpus.is_empty()
+            || flags.memory_per_vcpu.is_some()
+            || flags.overlap
+            || selftest.backing.is_some()
+            || selftest.userfault.is_some()
+            || selftest.single_userfaultfd
+            || selftest.readers.is_some()
+            || selftest.kvm_userfault
+            || selftest.delay_us.is_some(),
+    })
+}
+
+/// The ways that `-u`, `-k` and `--matrix` choose.
+fn paging(flags: &DemandFlags) -> Result<Paging, Failure> {
+    let selftest = &flags.selftest;
+    Ok(match (selftest.userfault, selftest.kvm_userfault) {
+        _ if flags.matrix => Paging::Tables,
+        (None, false) => Paging::All,
+        (Some(Userfault::None), false) => Paging::Present,
+        (Some(Userfault::Missing), false) => Paging::Missing,
+        (Some(Userfault::Minor), false) => Paging::Minor,
+        (None | Some(Userfault::None | Userfault::Minor), true) => Paging::Exits,
+        (Some(Userfault::Missing), true) => {
+            let why = "exits (-k) need memory without missing faults: leave out -u missing";
+            return Err(Failure::new(Exit::Usage, why));
+        }
     })
 }
 
@@ -102,6 +143,9 @@ mod tests {
             overlap: true,
             around: 1,
             repeat: None,
+            quick: false,
+            matrix: false,
+            selftest: super::super::args::SelftestFlags::default(),
             model: false,
             total_memory: None,
             seed: None,
@@ -114,13 +158,45 @@ mod tests {
     fn numbers_of_vcpus_are_put_in_order() {
         let setting = setting(&flags()).unwrap_or_else(|_| panic!("soft runs everywhere"));
         assert_eq!((setting.vcpus, setting.repeat), (vec![1, 8], 5));
-        assert!(setting.overlap);
+        assert!(setting.overlap && setting.selftest_lines);
+        assert_eq!(setting.sample, Duration::from_millis(200));
         let all = DemandFlags {
             vcpus: Vec::new(),
             ..flags()
         };
         let setting = super::setting(&all).unwrap_or_else(|_| panic!("soft runs everywhere"));
         assert_eq!(setting.vcpus, [1, 2, 4, 8, 16, 32, 64]);
+    }
+
+    #[test]
+    fn the_options_of_the_kernels_test_choose_the_ways() {
+        let of = |userfault, kvm_userfault| {
+            let mut flags = flags();
+            flags.selftest.userfault = userfault;
+            flags.selftest.kvm_userfault = kvm_userfault;
+            paging(&flags).map_err(|failure| failure.exit)
+        };
+        assert_eq!(of(None, false), Ok(Paging::All));
+        assert_eq!(of(Some(Userfault::None), false), Ok(Paging::Present));
+        assert_eq!(of(Some(Userfault::Missing), false), Ok(Paging::Missing));
+        assert_eq!(of(Some(Userfault::Minor), false), Ok(Paging::Minor));
+        assert_eq!(of(None, true), Ok(Paging::Exits));
+        assert_eq!(of(Some(Userfault::Minor), true), Ok(Paging::Exits));
+        assert_eq!(of(Some(Userfault::Missing), true), Err(Exit::Usage));
+    }
+
+    #[test]
+    fn the_matrix_has_the_vcpus_of_the_series() {
+        let matrix = DemandFlags {
+            vcpus: Vec::new(),
+            overlap: false,
+            matrix: true,
+            ..flags()
+        };
+        let setting = setting(&matrix).unwrap_or_else(|_| panic!("soft runs everywhere"));
+        assert_eq!(setting.vcpus, [2, 8, 64]);
+        assert_eq!(setting.paging, Paging::Tables);
+        assert!(!setting.selftest_lines);
     }
 
     #[test]

@@ -15,7 +15,12 @@ fn tiny<'a>(more: &[&'a str]) -> Vec<&'a str> {
         "--repeat",
         "2",
     ];
-    common.iter().chain(more).copied().collect()
+    let common = common.iter().chain(if more.contains(&"--model") {
+        &[][..]
+    } else {
+        &["--quick"]
+    });
+    common.chain(more).copied().collect()
 }
 
 #[test]
@@ -57,6 +62,55 @@ fn measured_figures_are_not_modelled_ones() {
     let page = std::fs::read_to_string(&page).expect("the page was written");
     assert_eq!(page.matches("<svg").count(), 1);
     assert!(!page.contains("MODEL"));
+}
+
+#[test]
+fn the_options_of_the_kernels_test_print_its_lines() {
+    let dir = Dir::new();
+    let picture = dir.path("paging.svg");
+    let shown = picture.to_str().expect("a UTF-8 path");
+    let words =
+        "bench demand-paging --engine soft --quick --repeat 1 -v 2 -b 256K -s shmem -a -k -o -d 1";
+    let mut words: Vec<_> = words.split(' ').collect();
+    words.extend(["--report", shown]);
+    let ended = pageferry(&words);
+    ended.assert_ok();
+    for line in [
+        "Total guest execution time:\t",
+        "Per-vcpu demand paging rate:\t",
+        "Overall demand paging rate:\t",
+    ] {
+        let found = ended.stdout.matches(line).count();
+        assert_eq!(found, 2, "parallel and serialised: {}", ended.stdout);
+    }
+    let svg = std::fs::read_to_string(&picture).expect("the figure was written");
+    assert!(svg.starts_with("<svg") && svg.contains("soft, exit"));
+    let plain = pageferry(&[
+        "bench",
+        "demand-paging",
+        "--engine",
+        "soft",
+        "--quick",
+        "--repeat",
+        "1",
+        "--matrix",
+        "--vcpus",
+        "1",
+        "--json",
+    ]);
+    plain.assert_ok();
+    let rows = plain.json()["rows"].as_array().expect("rows").len();
+    assert_eq!(rows, 2 + 2 * 3);
+}
+
+#[test]
+fn options_that_do_not_fit_are_usage_errors() {
+    let refused = |more: &[&str], why| pageferry(&tiny(more)).assert_failed(2, why);
+    refused(&["-s", "anonymous"], "use shmem");
+    refused(&["-u", "missing", "-k"], "leave out -u missing");
+    refused(&["--matrix", "-r", "2"], "cannot be used with");
+    let minor = tiny(&["--engine", "soft", "-u", "minor"]);
+    pageferry(&minor).assert_failed(4, "fault delivery 'minor' is not available");
 }
 
 #[test]

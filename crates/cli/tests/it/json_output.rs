@@ -245,13 +245,30 @@ mod bench {
             "1",
             "--json",
         ];
-        let section = Document::read().section("bench demand-paging");
+        let document = Document::read();
+        let section = document.section("bench demand-paging");
         let [measured, modelled] = section.split("With `--model` it prints another object");
+        let measured = measured.and(document.section("bench"));
         let with =
             |more: &[&str]| pageferry(&common.iter().chain(more).copied().collect::<Vec<_>>());
-        let soft = with(&["--engine", "soft"]);
+        let soft = with(&["--engine", "soft", "--quick"]);
         soft.assert_ok();
-        assert_described(&measured, &soft.json(), &[]);
+        // The keys of a row, which the output has below `rows`.
+        let of_rows = [
+            "case",
+            "subject",
+            "value",
+            "unit",
+            "ratio",
+            "baseline",
+            "min",
+            "max",
+            "samples",
+            "target",
+            "met",
+            "conditions",
+        ];
+        assert_described(&measured, &soft.json(), &of_rows);
         let model = with(&["--model"]);
         // One core, or cores that other work has.
         if matches!(model.code, Some(2 | BUSY)) && skip("cores", &model.stderr) {

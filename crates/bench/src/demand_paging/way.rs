@@ -1,0 +1,261 @@
+//! The ways to page that a run compares, and their samples.
+
+use super::missing::Serving;
+use super::plan::Plan;
+use super::race::Race;
+use super::report::DemandReport;
+use super::setting::{DemandSetting, Paging};
+use super::{HostRam, Scheme, cores, machine, soft_touch};
+use crate::{BenchError, Samples};
+use pageferry_machine::{Delivery, Engine};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One combination of engine, delivery, readers and locking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Way {
+    pub(crate) engine: Engine,
+    /// `None`: no page is missing.
+    pub(crate) delivery: Option<Delivery>,
+    /// `None`: the kernel's own locking.
+    pub(crate) scheme: Option<Scheme>,
+    /// The threads that read fault events; 0: one for each vCPU.
+    readers: u32,
+}
+
+impl Way {
+    /// The name in tables.
+    pub(crate) fn name(self) -> String {
+        let pages = match self.delivery {
+            None => "no userfault".to_owned(),
+            Some(delivery) => delivery.to_string(),
+        };
+        let readers = match (self.has_readers(), self.readers) {
+            (false, _) => String::new(),
+            (true, 0) => ", a reader for each vCPU".into(),
+            (true, 1) => ", 1 reader".into(),
+            (true, readers) => format!(", {readers} readers"),
+        };
+        let scheme = match self.scheme {
+            Some(Scheme::Serialised) => ", serialised MMU",
+            _ => "",
+        };
+        format!("{pages}{readers}{scheme}")
+    }
+
+    /// Whether threads read events for most faults.
+    fn has_readers(self) -> bool {
+        matches!(self.delivery, Some(Delivery::Minor | Delivery::Missing))
+    }
+
+    /// The number of threads that read events of `vcpus` vCPUs; `None` if faults are exits.
+    pub(crate) fn readers(self, vcpus: u32) -> Option<u32> {
+        self.has_readers().then_some(match self.readers {
+            0 => vcpus,
+            readers => readers,
+        })
+    }
+
+    /// One pass.
+    pub(super) fn run(
+        self,
+        host: Option<&Arc<HostRam>>,
+        plan: &Plan,
+        delay: Duration,
+        clock: bool,
+    ) -> Result<Race<()>, BenchError> {
+        let serving = Serving {
+            delay,
+            readers: self.readers(plan.vcpus()).unwrap_or(1),
+            clock,
+        };
+        match (self.scheme, host) {
+            (Some(scheme), Some(host)) => {
+                soft_touch(host, plan, scheme, self.delivery.map(|_| serving))
+            }
+            _ => machine::touch(self.engine, plan, self.delivery, serving),
+        }
+    }
+}
+
+/// The wanted ways of an engine that this host has. The report gets those that it lacks.
+pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandReport) -> Vec<Way> {
+    let deliveries: &[_] = match engine {
+        Engine::Soft => &[None, Some(Delivery::Exit)],
+        Engine::Kvm => &[
+            None,
+            Some(Delivery::Userfault),
+            Some(Delivery::Poison),
+            Some(Delivery::Minor),
+            Some(Delivery::Missing),
+        ],
+    };
+    let schemes = match engine {
+        Engine::Soft => Scheme::ALL.map(Some).to_vec(),
+        Engine::Kvm => vec![None],
+    };
+    let readers: &[u32] = match setting.paging {
+        Paging::Tables => &[1, 0],
+        _ => &[setting.readers],
+    };
+    let (mut ways, lacking) = (Vec::new(), report.unmeasured.len());
+    for &delivery in deliveries.iter().filter(|&&one| setting.paging.has(one)) {
+        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, one)) {
+            // No released kernel has that one.
+            if delivery != Delivery::Userfault {
+                report.lacks(engine, delivery);
+            }
+            continue;
+        }
+        for &scheme in &schemes {
+            let way = |&readers| Way {
+                engine,
+                delivery,
+                scheme,
+                readers,
+            };
+            let all = readers.iter().map(way);
+            ways.extend(all.take(if way(&1).has_readers() {
+                readers.len()
+            } else {
+                1
+            }));
+        }
+    }
+    // An engine may not know the wanted delivery at all.
+    if let (true, Some(delivery)) = (ways.is_empty(), setting.paging.delivery())
+        && report.unmeasured.len() == lacking
+    {
+        report.lacks(engine, delivery);
+    }
+    ways
+}
+
+/// The samples of one way with one number of vCPUs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct WaySamples {
+    /// Touches per second of all vCPUs together.
+    pub(super) rate: Samples,
+    /// Touches per second of one vCPU over its own time: the median of the vCPUs.
+    pub(super) per_vcpu: Samples,
+    /// Core time of a touch, in nanoseconds.
+    pub(super) touch_ns: Samples,
+    /// The median time from a fault on a missing page to the vCPU's next, in microseconds.
+    pub(super) fault_us_p50: Samples,
+    /// The 99th percentile.
+    pub(super) fault_us_p99: Samples,
+    /// The whole time of all passes of a sample, in seconds.
+    pub(super) sample_s: Samples,
+}
+
+impl WaySamples {
+    /// Adds a sample: whole passes, each with a new VM, until they took `least` together.
+    pub(super) fn measure(
+        &mut self,
+        plan: &Plan,
+        least: Duration,
+        mut pass: impl FnMut() -> Result<Race<()>, BenchError>,
+    ) -> Result<(), BenchError> {
+        let mut all = pass()?;
+        let mut passes = 1.0;
+        while all.whole < least {
+            let one = pass()?;
+            all.whole += one.whole;
+            for (sum, each) in all.each.iter_mut().zip(one.each) {
+                *sum += each;
+            }
+            passes += 1.0;
+        }
+        let whole = all.whole.as_secs_f64();
+        let busy = f64::from(plan.vcpus().min(cores()));
+        let touches = passes * plan.touches() as f64;
+        self.rate.push(touches / whole);
+        let each: Samples = all
+            .each
+            .iter()
+            .map(|one| passes * plan.each as f64 / one.as_secs_f64())
+            .collect();
+        self.per_vcpu.push(each.median());
+        self.touch_ns.push(whole * 1e9 * busy / touches);
+        self.sample_s.push(whole);
+        Ok(())
+    }
+
+    /// Adds the quantiles of a pass with a clock.
+    pub(super) fn add_faults(&mut self, race: &Race<()>) {
+        let us: Samples = race.fault_ns.iter().map(|&ns| ns as f64 / 1e3).collect();
+        if us.is_empty() {
+            return;
+        }
+        self.fault_us_p50.push(us.quantile(0.5));
+        self.fault_us_p99.push(us.quantile(0.99));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_guest::Isa;
+
+    #[test]
+    fn a_sample_repeats_whole_passes_until_it_is_long_enough() {
+        let plan = Plan::new(Isa::Rv64, 2, 100, false).unwrap();
+        let mut samples = WaySamples::default();
+        let mut passes = 0;
+        let pass = || {
+            passes += 1;
+            Ok(Race {
+                whole: Duration::from_millis(80),
+                each: vec![Duration::from_millis(40), Duration::from_millis(80)],
+                ended_with: vec![(); 2],
+                fault_ns: Vec::new(),
+            })
+        };
+        samples
+            .measure(&plan, Duration::from_millis(200), pass)
+            .unwrap();
+        assert_eq!(passes, 3);
+        let close = |found: f64, wanted: f64| assert!((found / wanted - 1.0).abs() < 1e-9);
+        close(samples.sample_s.median(), 0.24);
+        close(samples.rate.median(), 600.0 / 0.24);
+        close(samples.per_vcpu.median(), 300.0 / 0.12);
+    }
+
+    #[test]
+    fn the_soft_engine_has_the_ways_that_are_wanted() {
+        let check = |paging, names: &[&str], lacking: usize| {
+            let setting = DemandSetting {
+                paging,
+                ..DemandSetting::default()
+            };
+            let mut report = DemandReport::new(&setting);
+            let found: Vec<_> = ways(Engine::Soft, &setting, &mut report)
+                .into_iter()
+                .map(Way::name)
+                .collect();
+            assert_eq!(found, names);
+            assert_eq!(report.unmeasured.len(), lacking);
+        };
+        let exits = ["exit", "exit, serialised MMU"];
+        let none = ["no userfault", "no userfault, serialised MMU"];
+        check(Paging::All, &[none, exits].concat(), 0);
+        check(Paging::Tables, &[none, exits].concat(), 0);
+        check(Paging::Exits, &exits, 0);
+        check(Paging::Present, &none, 0);
+        check(Paging::Minor, &[], 1);
+    }
+
+    #[test]
+    fn only_fault_events_have_readers() {
+        let way = |delivery, readers| Way {
+            engine: Engine::Kvm,
+            delivery,
+            scheme: None,
+            readers,
+        };
+        assert_eq!(way(Some(Delivery::Minor), 0).readers(8), Some(8));
+        assert_eq!(way(Some(Delivery::Missing), 3).readers(8), Some(3));
+        assert_eq!(way(Some(Delivery::Poison), 3).readers(8), None);
+        assert_eq!(way(Some(Delivery::Minor), 3).name(), "minor, 3 readers");
+    }
+}
