@@ -25,13 +25,20 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
 /// The fault deliveries of KVM that this host offers. Reports the others as skipped.
 pub(crate) fn kvm_deliveries(test: &str) -> Vec<Delivery> {
     let offered = pageferry_harness::deliveries_of(Engine::Kvm);
-    let mut all = Vec::from([Delivery::Minor, Delivery::Missing, Delivery::Poison]);
+    let mut all = Vec::from([
+        Delivery::Userfault,
+        Delivery::Minor,
+        Delivery::Missing,
+        Delivery::Poison,
+    ]);
     all.retain(|delivery| {
-        offered.contains(delivery)
-            || !skip(
-                delivery.name(),
-                format_args!("{test}: this host does not offer that fault delivery"),
-            )
+        // No released kernel has KVM Userfault, so requiring "uffd" does not require it.
+        let resource = match delivery {
+            Delivery::Userfault => "kvm-userfault",
+            other => other.name(),
+        };
+        let why = format_args!("{test}: this host does not offer fault delivery '{delivery}'");
+        offered.contains(delivery) || !skip(resource, why)
     });
     all
 }
