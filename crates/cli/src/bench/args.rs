@@ -44,11 +44,11 @@ pub(crate) enum BenchCommand {
     ///
     /// This follows demand_paging_test of the kernel's selftests: each vCPU stores to one word of
     /// each page of its memory. The options -v -b -s -u -a -r -k -o -d are those of the test, and
-    /// with one of them the test's three lines follow the table. The soft engine takes faults in parallel and, with a core for each
-    /// vCPU, one after the other. KVM is measured with each fault delivery. PAGEFERRY_REQUIRE=kvm
-    /// in the environment makes it an error if KVM cannot be measured. --model prints a MODEL of
-    /// many more vCPUs instead, with a core for each. The model's inputs are measured in the same
-    /// run, and its results are compared with real runs.
+    /// with one of them the test's three lines follow the table. The soft engine takes faults in
+    /// parallel and, with a core for each vCPU, one after the other. KVM is measured with each
+    /// fault delivery. PAGEFERRY_REQUIRE=kvm in the environment makes it an error if KVM cannot be
+    /// measured. --model prints a MODEL of many more vCPUs instead, with a core for each. The
+    /// model's inputs are measured in the same run, and its results are compared with real runs.
     DemandPaging(DemandFlags),
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
@@ -172,7 +172,7 @@ pub(crate) struct SelftestFlags {
     /// Threads that read fault events [default: 1]
     #[arg(short = 'r', long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024), conflicts_with = "model")]
     pub(crate) readers: Option<u32>,
-    /// Measure only exits on the vCPU's own thread: by a bitmap on soft, by poison on kvm
+    /// Measure only exits on the vCPU's own thread: by a bitmap, or by poison on kvm
     #[arg(short = 'k', long, conflicts_with = "model")]
     pub(crate) kvm_userfault: bool,
     /// Microseconds that a thread sleeps before it installs a page: a simulated fetch [default: 0]
