@@ -190,8 +190,8 @@ fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
 /// The state without the TSC, which changes by itself.
 fn timeless(mut parts: Parts) -> Parts {
     for msr in &mut parts.msrs {
-        // TSC, and the two that mirror it.
-        if matches!(msr.index, 0x10 | 0xe7 | 0xe8) {
+        // TSC, the two that mirror it, and Hyper-V's count of time (HV_X64_MSR_TIME_REF_COUNT).
+        if matches!(msr.index, 0x10 | 0xe7 | 0xe8 | 0x4000_0020) {
             msr.data = 0;
         }
     }
