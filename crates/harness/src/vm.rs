@@ -66,6 +66,15 @@ pub struct Vm {
     hooks: Arc<Hooks>,
 }
 
+impl Drop for Vm {
+    fn drop(&mut self) {
+        // A vCPU may sleep inside the kernel on a page that never comes.
+        if self.threads.pause(Duration::ZERO).is_err() {
+            self.machine.abandon();
+        }
+    }
+}
+
 impl Vm {
     /// Creates a paused machine with zero memory. `faults` resolves faults on missing pages.
     ///

@@ -186,4 +186,8 @@ pub trait Machine: Send + Sync {
     /// # Errors
     /// When a bit of the missing bitmap is still set, or the kernel refuses.
     fn disarm_userfault(&self) -> Result<(), MachineError>;
+
+    /// Wakes the vCPUs that sleep inside the kernel on missing pages, of a VM that never runs
+    /// again. Hold the vCPUs first: they then leave the guest, and run nothing on these pages.
+    fn abandon(&self);
 }

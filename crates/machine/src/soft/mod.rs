@@ -217,6 +217,9 @@ impl Machine for SoftMachine {
         Ok(())
     }
 
+    /// Nothing to do: no vCPU sleeps inside the engine.
+    fn abandon(&self) {}
+
     /// Nothing to prepare.
     fn begin_postcopy(&self) -> Result<(), MachineError> {
         Ok(())

@@ -1,5 +1,6 @@
 //! A machine that fails in post-copy: the VM pauses with a reason, and never counts as complete.
 
+use crate::scripted::LeakCheck;
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, migrate_to, tcp};
 use pageferry_addr::RamPage;
 use pageferry_machine::{
@@ -122,10 +123,15 @@ impl Machine for Failing {
     fn disarm_userfault(&self) -> Result<(), MachineError> {
         self.machine.disarm_userfault()
     }
+
+    fn abandon(&self) {
+        self.machine.abandon();
+    }
 }
 
 /// Moves a VM to a machine that fails. Checks that both copies are paused and stay so.
 fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&str]) {
+    let _leaks = LeakCheck::start();
     let name = format!("{engine}, {delivery:?}, {fault:?}");
     let source = WorkloadVm::booted(engine, 2, 16 << 20);
     source.wait_progress(2 * source.workload.memory_map().share_pages());

@@ -246,4 +246,8 @@ impl Machine for KvmMachine {
     fn disarm_userfault(&self) -> Result<(), MachineError> {
         self.0.faults.disarm(&self.0)
     }
+
+    fn abandon(&self) {
+        self.0.faults.abandon(&self.0.ram);
+    }
 }

@@ -235,6 +235,16 @@ impl FaultPath {
         Ok(())
     }
 
+    /// See [`crate::Machine::abandon`].
+    pub(super) fn abandon(&self, ram: &GuestRam) {
+        let _turn = lock(&self.ran);
+        if let Some(armed) = self.active() {
+            let (start, len) = range(ram, RamPage(0), ram.pages());
+            // If this fails, the userfaultfd is gone, and so is every sleep on it.
+            let _ = armed.uffd.unregister(start, len);
+        }
+    }
+
     /// Arms the machine; see [`crate::Machine::arm_userfault`].
     pub(super) fn arm(
         &self,
