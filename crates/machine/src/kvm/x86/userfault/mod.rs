@@ -27,9 +27,9 @@
 //! marker, and wakes the threads that sleep on it.
 //!
 //! **A sleep that a kick does not end.** KVM itself may touch a missing page for the guest (a guest
-//! page table, a clock page). Then the vCPU sleeps inside the kernel until the
-//! page is installed, and takes a kick only after that. A kick ends a sleep on the guest's own
-//! access at once (Linux 6.1 and later).
+//! page table, a clock page). Then the vCPU sleeps inside the kernel until the page is installed,
+//! and takes a kick only after that. A kick ends a sleep on the guest's own access at once (Linux
+//! 6.1 and later).
 
 mod install;
 mod mappings;
@@ -291,8 +291,10 @@ impl FaultPath {
         // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
         // mapping.
         drop_mappings(ram, RamPage(0), ram.pages())?;
-        if delivery == Delivery::Userfault {
-            set_bitmap(vm, Some(&missing)).map_err(|_| MachineError::NoDelivery(delivery))?;
+        if delivery == Delivery::Userfault && set_bitmap(vm, Some(&missing)).is_err() {
+            // The first slots may have the bitmap, which goes with this call.
+            set_bitmap(vm, None)?;
+            return Err(MachineError::NoDelivery(delivery));
         }
         let armed = Armed {
             uffd,
