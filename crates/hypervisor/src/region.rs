@@ -45,8 +45,8 @@ pub unsafe trait HostMemory: Send + Sync {
 /// The slot's page `i` is missing if bit `first + i` is set. `first` is a multiple of 64, so that
 /// the slot's bits begin with a word, as KVM expects of a userfault bitmap. A thread that makes a
 /// page present first puts its bytes in place, then clears the bit with release order
-/// ([`PageBitmap::clear`]). Set bits before the slot gets its `USERFAULT` flag: a bit that is set later has no effect while
-/// the page is mapped.
+/// ([`PageBitmap::clear`]). Set bits before the slot gets its `USERFAULT` flag: a bit that is set
+/// later has no effect while the page is mapped.
 #[derive(Clone)]
 pub struct UserfaultBits {
     /// The bitmap.

@@ -305,8 +305,11 @@ impl VcpuThreads {
     /// Stops all vCPUs for good and joins their threads. Repeating it is harmless.
     ///
     /// A vCPU may sleep inside the kernel on a page that never comes, where no kick ends the sleep:
-    /// KVM's own access to guest memory, after a lost migration. After 5 s its thread is left
-    /// alone. It owns what it uses, and never enters the guest again.
+    /// KVM's own access to guest memory, after a lost migration. [`Machine::abandon`] ends that
+    /// sleep. Without it, the thread is left alone after 5 s. It owns what it uses, and never enters
+    /// the guest again.
+    ///
+    /// [`Machine::abandon`]: crate::Machine::abandon
     pub fn stop(&self) {
         self.hold(Want::Stop);
         let handles = std::mem::take(&mut *lock(&self.handles));

@@ -39,7 +39,7 @@ fn child_that_dies_of_a_bus_error() {
     touch_beyond_the_end_of_a_file();
 }
 
-/// What the handlers got: bus errors of markers, bus errors of this program, and sent signals.
+/// The signals that the handlers got: bus errors of markers, of this program, and sent ones.
 #[derive(Debug)]
 struct Got([AtomicUsize; 3]);
 

@@ -446,59 +446,48 @@ fn exits_of_kvm_userfault_bring_every_page() {
     }
 }
 
-#[test]
-fn a_background_push_races_every_delivery() {
+/// [`demand`] by every delivery.
+fn by_every_delivery(each: u64, beside: Beside) {
     if no_kvm() {
         return;
     }
     for delivery in DELIVERIES {
-        demand(
-            delivery,
-            3000,
-            Beside {
-                push: true,
-                ..Beside::default()
-            },
-        );
+        demand(delivery, each, beside);
     }
 }
 
 #[test]
+fn a_background_push_races_every_delivery() {
+    let beside = Beside {
+        push: true,
+        ..Beside::default()
+    };
+    by_every_delivery(3000, beside);
+}
+
+#[test]
 fn kvms_interrupt_controllers_change_nothing() {
-    if no_kvm() {
-        return;
-    }
-    for delivery in DELIVERIES {
-        for busy in [false, true] {
-            let beside = Beside {
-                push: busy,
-                drop: busy,
-                kick: busy,
-                tables: true,
-                irqchip: true,
-                ..Beside::default()
-            };
-            demand(delivery, 600, beside);
-        }
+    for busy in [false, true] {
+        let beside = Beside {
+            push: busy,
+            drop: busy,
+            kick: busy,
+            tables: true,
+            irqchip: true,
+            ..Beside::default()
+        };
+        by_every_delivery(600, beside);
     }
 }
 
 #[test]
 fn shared_memory_of_huge_pages_changes_nothing() {
-    if no_kvm() {
-        return;
-    }
-    for delivery in DELIVERIES {
-        demand(
-            delivery,
-            1500,
-            Beside {
-                huge: true,
-                push: true,
-                ..Beside::default()
-            },
-        );
-    }
+    let beside = Beside {
+        huge: true,
+        push: true,
+        ..Beside::default()
+    };
+    by_every_delivery(1500, beside);
 }
 
 /// While something holds a huge page, the kernel does not split it. It then writes zeros instead of
@@ -601,18 +590,13 @@ fn two_vcpus_and_an_installer_race_for_each_of_a_million_pages() {
 
 #[test]
 fn even_the_guests_page_tables_may_be_missing() {
-    if no_kvm() {
-        return;
-    }
-    for delivery in DELIVERIES {
-        for push in [false, true] {
-            let beside = Beside {
-                tables: true,
-                push,
-                ..Beside::default()
-            };
-            demand(delivery, 1500, beside);
-        }
+    for push in [false, true] {
+        let beside = Beside {
+            tables: true,
+            push,
+            ..Beside::default()
+        };
+        by_every_delivery(1500, beside);
     }
 }
 

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-/// What goes wrong.
+/// The failure of a machine.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
     /// The `n`th installation of pages fails, from 1.
@@ -181,7 +181,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
     };
     let vm = arrived.get().unwrap();
     assert!(missing > 0, "{name}");
-    // What sleeps inside KVM is not called paused.
+    // A vCPU that sleeps inside KVM is not called paused.
     assert_eq!(asleep == 0, vm.threads.is_paused(), "{name}");
     assert_eq!(
         asleep == 0,

@@ -16,7 +16,7 @@ struct Pages {
     bytes: AtomicU64,
 }
 
-/// What a thread got: the claim of its page, and all pages that it must ask for.
+/// The answers to a thread: the claim of its page, and all pages that it must ask for.
 type Got = (Claim, Vec<usize>);
 
 impl Pages {

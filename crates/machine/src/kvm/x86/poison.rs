@@ -202,12 +202,12 @@ fn find_tables(
 #[cfg(test)]
 mod tests {
     use super::super::paging::{CR0_PG, CR4_PAE, EFER_LMA, Paging};
-    use super::super::probe::{CODE_PAGE, TABLES, write_guest};
+    use super::super::probe::{start_of_guest, write_guest};
     use super::super::state::{Parts, Special};
     use super::super::userfault::is_marked;
     use super::super::vm::create;
     use super::*;
-    use crate::{DeliveryInUse, MachineSpec, RamLayout, StartState};
+    use crate::{DeliveryInUse, MachineSpec, RamLayout};
     use std::sync::Arc;
 
     fn known(cr3: u64) -> Known {
@@ -295,13 +295,7 @@ mod tests {
         }
         let vcpu = new.vcpus[0].as_mut();
         write_guest(&ram, &[]);
-        vcpu.set_start(&StartState {
-            entry: CODE_PAGE.byte_offset(),
-            stack: 0x8000,
-            args: [0; 2],
-            tables: TABLES,
-        })
-        .unwrap();
+        vcpu.set_start(&start_of_guest([0; 2])).unwrap();
         if !confined {
             let mut parts = Parts::decode(&vcpu.save().unwrap()).unwrap();
             match &mut parts.special {

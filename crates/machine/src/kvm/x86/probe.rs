@@ -49,9 +49,7 @@ pub fn probe_vm() -> Result<(), MachineError> {
 }
 
 /// The page of a probe guest's code.
-pub(super) const CODE_PAGE: RamPage = RamPage(5);
-/// The root of its page tables.
-pub(super) const TABLES: Gpa = Gpa(0x1000);
+const CODE_PAGE: RamPage = RamPage(5);
 
 /// Writes a probe guest: its code, and tables that map the first 2 MiB and the doorbell at their
 /// own addresses.
@@ -72,6 +70,16 @@ pub(super) fn write_guest(ram: &GuestRam, code: &[u8]) {
     ram.write_at(CODE_PAGE, 0, code);
 }
 
+/// The start of a vCPU of a probe guest.
+pub(super) fn start_of_guest(args: [u64; 2]) -> StartState {
+    StartState {
+        entry: CODE_PAGE.byte_offset(),
+        stack: 0x8000,
+        args,
+        tables: Gpa(0x1000),
+    }
+}
+
 fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError> {
     const A: u64 = 0x1234_5678_9abc_def0;
     const B: u64 = 0x0fed_cba9_8765_4321;
@@ -87,12 +95,7 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     write_guest(new.machine.ram(), &CODE);
     let mut vcpus = new.vcpus;
     let vcpu = &mut vcpus[0];
-    vcpu.set_start(&StartState {
-        entry: CODE_PAGE.byte_offset(),
-        stack: 0x8000,
-        args: [A, B],
-        tables: TABLES,
-    })?;
+    vcpu.set_start(&start_of_guest([A, B]))?;
     // The receiver is gone if the probe was given up.
     let _ = kicker.send(vcpu.kicker());
     match vcpu.run() {

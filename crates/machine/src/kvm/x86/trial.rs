@@ -9,12 +9,12 @@
 //! and with two vCPUs for each core. A VM takes the result of the trial that is like it. All
 //! threads of a trial stay on the same few cores. The fastest of [`ROUNDS`] rounds counts.
 
-use super::probe::{CODE_PAGE, TABLES, write_guest};
+use super::probe::{start_of_guest, write_guest};
 use super::userfault::deliveries;
 use super::vm::create;
 use crate::{
     Delivery, DeliveryInUse, DeliveryTrial, Exit, FaultEvents, Machine, MachineError, MachineSpec,
-    NewMachine, StartState, Vcpu,
+    NewMachine, Vcpu,
 };
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -111,12 +111,8 @@ fn guest(
     write_guest(new.machine.ram(), &CODE);
     for (id, vcpu) in (0..).zip(&mut new.vcpus) {
         let own = own(id);
-        vcpu.set_start(&StartState {
-            entry: CODE_PAGE.byte_offset(),
-            stack: 0x8000,
-            args: [own.start.byte_offset(), own.end.byte_offset()],
-            tables: TABLES,
-        })?;
+        let args = [own.start.byte_offset(), own.end.byte_offset()];
+        vcpu.set_start(&start_of_guest(args))?;
     }
     Ok(new)
 }
