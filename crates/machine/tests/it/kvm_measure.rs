@@ -1,10 +1,14 @@
+#![expect(unsafe_code, reason = "hands memory to KVM and to userfaultfd")]
 //! Measurements of the engine's primitives. Run them with `cargo test --release -p
 //! pageferry-machine --test it -- --ignored --nocapture --test-threads 1 kvm_measure::`.
 
-use crate::support::{DATA, machine, no_kvm, rung, start};
+use crate::support::{CODE, DATA, machine, memory, no_kvm, rung, start, write_tables};
+use kvm_bindings::{kvm_regs, kvm_segment, kvm_userspace_memory_region};
+use kvm_ioctls::{Kvm, VcpuExit};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{Delivery, Exit};
 use pageferry_userfault::PageBitmap;
+use pageferry_userfault::uffd::{Features, RegisterMode, Userfaultfd, Wake};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -129,6 +133,105 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
         stop.store(true, Ordering::Release);
         Some((time, cpu, installing))
     })
+}
+
+/// The lower bound of a fault that is an exit: [`WRITE_ONCE`] on a bare vCPU, with userfaultfd's
+/// feature SIGBUS. `KVM_RUN` then fails with EFAULT, without an address and without a signal. The
+/// guest goes from page to page, so this knows the page. The install is that of [`touch`].
+fn touch_without_signals(pages: u64) -> Duration {
+    let ram = memory(DATA.0 + pages);
+    ram.allocate().unwrap();
+    write_tables(&ram);
+    ram.write_at(CODE, 0, &WRITE_ONCE);
+    let vm = Kvm::new().unwrap().create_vm().unwrap();
+    let region = kvm_userspace_memory_region {
+        memory_size: ram.pages() * PAGE_SIZE,
+        userspace_addr: ram.guest_hva(RamPage(0)).0,
+        ..Default::default()
+    };
+    // SAFETY: `ram` outlives the VM, and its bytes are reached by pointers only.
+    unsafe { vm.set_user_memory_region(region) }.unwrap();
+    let mut vcpu = vm.create_vcpu(0).unwrap();
+    // 64-bit mode in ring 3 over flat tables, as `start`.
+    let mut sregs = vcpu.get_sregs().unwrap();
+    (sregs.cr0, sregs.cr3, sregs.cr4, sregs.efer) = (0x8001_0033, 0x1000, 1 << 5, 0xd00);
+    let segment = |selector, code: bool| kvm_segment {
+        limit: u32::MAX,
+        selector,
+        type_: if code { 11 } else { 3 },
+        present: 1,
+        dpl: 3,
+        s: 1,
+        l: u8::from(code),
+        db: u8::from(!code),
+        g: 1,
+        ..Default::default()
+    };
+    let data = segment(0x2b, false);
+    (sregs.cs, sregs.ds, sregs.es, sregs.ss) = (segment(0x33, true), data, data, data);
+    (sregs.idt.limit, sregs.gdt.limit) = (0, 0);
+    vcpu.set_sregs(&sregs).unwrap();
+    let registers = kvm_regs {
+        rip: CODE.byte_offset(),
+        rsp: 0xf000,
+        rdi: DATA.byte_offset(),
+        rsi: ram.pages() * PAGE_SIZE,
+        rflags: 2,
+        ..Default::default()
+    };
+    vcpu.set_regs(&registers).unwrap();
+    let features = Features::SIGBUS | Features::MINOR_SHMEM | Features::MISSING_SHMEM;
+    let uffd = Userfaultfd::open(features).unwrap();
+    let missing = PageBitmap::new(ram.pages() as usize);
+    missing.set_range(DATA.index()..ram.pages() as usize);
+    let mode = RegisterMode::MISSING | RegisterMode::MINOR;
+    // SAFETY: only the guest touches this mapping, and nothing holds a reference to it.
+    unsafe { uffd.register(ram.guest_hva(DATA), pages * PAGE_SIZE, mode) }.unwrap();
+    let begin = cpu_time();
+    for page in DATA.0..ram.pages() {
+        match vcpu.run() {
+            Err(e) if e.errno() == libc::EFAULT => {}
+            other => panic!("{other:?} on the first touch of page {page}"),
+        }
+        let page = RamPage(page);
+        let at = ram.guest_hva(page);
+        uffd.continue_range(at, PAGE_SIZE, Wake::Now).unwrap();
+        missing.clear(page);
+    }
+    let exit = vcpu.run();
+    assert!(matches!(exit, Ok(VcpuExit::MmioWrite(..))), "{exit:?}");
+    cpu_time() - begin
+}
+
+#[test]
+#[ignore = "measures: the cost of the engine's primitives"]
+fn poison_beside_exits_without_signals() {
+    if no_kvm() {
+        return;
+    }
+    const PAGES: u64 = 8192;
+    const ROUNDS: usize = 9;
+    let (mut floors, mut poisons, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        let floor = touch_without_signals(PAGES).as_secs_f64() * 1e6 / PAGES as f64;
+        let Some((_, poison, _)) = touch(Some(Delivery::Poison), PAGES) else {
+            return println!("SKIPPED: this host has no poison markers");
+        };
+        let poison = poison.as_secs_f64() * 1e6 / PAGES as f64;
+        floors.push(floor);
+        poisons.push(poison);
+        ratios.push(poison / floor);
+    }
+    let median = |mut of: Vec<f64>| {
+        of.sort_unstable_by(f64::total_cmp);
+        of[ROUNDS / 2]
+    };
+    println!(
+        "CPU time of the vCPU's thread, us a fault: poison {:.2}, exits without signals {:.2}, ratio {:.3}",
+        median(poisons),
+        median(floors),
+        median(ratios)
+    );
 }
 
 #[test]

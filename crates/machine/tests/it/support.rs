@@ -86,7 +86,7 @@ pub(crate) fn memory(pages: u64) -> Arc<GuestRam> {
 }
 
 /// Tables in pages 1 to 4, accessed and dirty.
-fn write_tables(ram: &GuestRam) {
+pub(crate) fn write_tables(ram: &GuestRam) {
     const TABLE: u64 = 0x67;
     const LARGE: u64 = 0xe7;
     let entry = |page: u64, index: u64, value: u64| {
