@@ -145,7 +145,7 @@ fn mark(
                 let hva = ram.guest_hva(RamPage(start as u64));
                 let len = (end - start) as u64 * PAGE_SIZE;
                 armed
-                    .uffd
+                    .watch
                     .poison_unmapped(hva, len, PageSize::Size4K, Wake::Later)
                     .map_err(|e| MachineError::os("cannot mark missing pages", e))?;
             }
@@ -310,7 +310,7 @@ mod tests {
         missing.set(page);
         let machine = &new.machine;
         machine
-            .arm_userfault(Arc::clone(&missing), delivery)
+            .arm_userfault(Arc::clone(&missing), delivery.into())
             .unwrap();
         machine.begin_postcopy().unwrap();
         machine.assist_postcopy(&|| false, &|_| {}).unwrap();

@@ -1,9 +1,11 @@
-#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 //! Faults on missing pages: their delivery, and the installation of pages.
 //!
 //! A machine is armed at most once, before a vCPU has run. So nothing of the guest's mapping is
 //! mapped then, and every first touch of a page faults. The missing bitmap is the caller's. This
 //! module reads it, and never writes it. A thread that installs a page clears its bit *afterwards*.
+//!
+//! The mapping is registered with one or more userfaultfds (`watch`). The streams of their events
+//! have one reader each. Any thread may install any page.
 //!
 //! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a
 //! page in the page cache is a minor fault, and a touch of a hole a missing one. Both sleep and
@@ -33,12 +35,14 @@
 
 mod install;
 mod mappings;
+mod watch;
 
 #[cfg(test)]
 pub(super) use mappings::is_marked;
 pub(super) use mappings::lift_marker;
 
-use mappings::{drop_mappings, punch, range, sweep_markers};
+use mappings::{drop_mappings, punch, sweep_markers};
+use watch::Watch;
 
 use super::paging::Known;
 use super::shared::VmShared;
@@ -47,7 +51,7 @@ use super::trial;
 use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
 use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
-use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
+use pageferry_userfault::uffd::{Features, UffdSupport};
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -95,7 +99,7 @@ fn set_bitmap(vm: &VmShared, missing: Option<&PageBitmap>) -> Result<(), Machine
 
 /// An armed machine's delivery.
 pub(super) struct Armed {
-    pub(super) uffd: Userfaultfd,
+    pub(super) watch: Watch,
     pub(super) missing: Arc<PageBitmap>,
     pub(super) delivery: Delivery,
     /// The caller named the delivery.
@@ -223,9 +227,8 @@ impl FaultPath {
             Delivery::Userfault => set_bitmap(vm, None)?,
             _ => {}
         }
-        let (start, len) = range(ram, RamPage(0), ram.pages());
         // Wakes all sleepers. They find the page in the page cache, or a hole that is zero.
-        armed.uffd.unregister(start, len).map_err(|e| {
+        armed.watch.unregister().map_err(|e| {
             MachineError::os(
                 "cannot end the registration of guest memory with userfaultfd",
                 e,
@@ -236,22 +239,22 @@ impl FaultPath {
     }
 
     /// See [`crate::Machine::abandon`].
-    pub(super) fn abandon(&self, ram: &GuestRam) {
+    pub(super) fn abandon(&self) {
         let _turn = lock(&self.ran);
         if let Some(armed) = self.active() {
-            let (start, len) = range(ram, RamPage(0), ram.pages());
             // If this fails, the userfaultfd is gone, and so is every sleep on it.
-            let _ = armed.uffd.unregister(start, len);
+            let _ = armed.watch.unregister();
         }
     }
 
-    /// Arms the machine; see [`crate::Machine::arm_userfault`].
+    /// Arms the machine by `userfaultfds` userfaultfds; see [`crate::Machine::arm_userfault`].
     pub(super) fn arm(
         &self,
         vm: &VmShared,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
+        userfaultfds: u32,
     ) -> Result<(), MachineError> {
         let (ram, delivery) = (&vm.ram, in_use.delivery);
         // KVM itself refuses this one where it lacks it. The test that it works comes here too.
@@ -272,22 +275,7 @@ impl FaultPath {
         if self.armed().is_some() {
             return Err(MachineError::WrongState("fault delivery was armed before"));
         }
-        let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
-            MachineError::EngineUnavailable(format!(
-                "fault delivery '{delivery}' is not usable: {e}"
-            ))
-        })?;
-        let (start, len) = range(ram, RamPage(0), ram.pages());
-        let mode = match delivery {
-            Delivery::Missing => RegisterMode::MISSING,
-            _ => RegisterMode::MISSING | RegisterMode::MINOR,
-        };
-        // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that resolve
-        // faults never do, they use the alias; (2) no Rust reference to guest memory exists; (3)
-        // `GuestRam` owns the mapping, and `VmShared` holds it as long as it holds this
-        // userfaultfd.
-        unsafe { uffd.register(start, len, mode) }
-            .map_err(|e| MachineError::os("cannot register guest memory with userfaultfd", e))?;
+        let watch = Watch::new(ram, userfaultfds, delivery)?;
         // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
         // mapping.
         drop_mappings(ram, RamPage(0), ram.pages())?;
@@ -297,7 +285,7 @@ impl FaultPath {
             return Err(MachineError::NoDelivery(delivery));
         }
         let armed = Armed {
-            uffd,
+            watch,
             landed: PageBitmap::try_new(if delivery == Delivery::Missing {
                 missing.pages()
             } else {
