@@ -1,7 +1,7 @@
 //! The installation of pages.
 
 use super::mappings::range;
-use super::{Armed, COPY_LOCKS, FaultPath, lock};
+use super::{Armed, COPY_LOCKS, FaultPath, Kernel, lock};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
@@ -9,7 +9,7 @@ use pageferry_userfault::uffd::{RangeError, Wake};
 /// The number of tries for a page that changes under an install.
 const TRIES: u32 = 64;
 
-impl FaultPath {
+impl<K: Kernel> FaultPath<K> {
     /// See [`crate::Machine::install`].
     pub(in crate::kvm::x86) fn install(
         &self,
@@ -97,7 +97,7 @@ fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError>
 
 /// CONTINUE over the whole range; ZEROPAGE where the page cache has a hole.
 fn map_present(
-    armed: &Armed,
+    armed: &Armed<impl Kernel>,
     ram: &GuestRam,
     first: RamPage,
     pages: u64,
@@ -140,7 +140,7 @@ fn map_present(
 
 /// ZEROPAGE wherever there is a hole. For pages of the page cache, only the sleepers must be woken.
 fn fill_holes(
-    armed: &Armed,
+    armed: &Armed<impl Kernel>,
     ram: &GuestRam,
     first: RamPage,
     pages: u64,

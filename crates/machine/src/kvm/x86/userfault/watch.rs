@@ -13,7 +13,8 @@
 //!
 //! **Neighbours.** `install` and `poison` make the calls; `events` reads.
 
-use super::features;
+use super::kernel::Kernel;
+use super::{features, mappings};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RegisterMode, Userfaultfd, Wake};
@@ -24,7 +25,7 @@ use std::sync::Arc;
 pub(in crate::kvm::x86) struct Watch {
     parts: Box<[Part]>,
     /// The owner of the mapping.
-    _ram: Arc<GuestRam>,
+    ram: Arc<GuestRam>,
 }
 
 struct Part {
@@ -63,69 +64,13 @@ impl Watch {
         });
         Ok(Self {
             parts: parts.collect::<Result<_, MachineError>>()?,
-            _ram: Arc::clone(ram),
+            ram: Arc::clone(ram),
         })
     }
 
     /// The userfaultfd of a part.
     pub(in crate::kvm::x86) fn userfaultfd(&self, part: usize) -> &Userfaultfd {
         &self.parts[part].uffd
-    }
-
-    /// [`Userfaultfd::continue_unmapped`].
-    pub(super) fn continue_unmapped(
-        &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
-        wake: Wake,
-    ) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
-            uffd.continue_unmapped(start, len, page, wake).map(drop)
-        })
-    }
-
-    /// [`Userfaultfd::zeropage`].
-    pub(super) fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
-            uffd.zeropage(start, len, wake)
-        })
-    }
-
-    /// [`Userfaultfd::copy`].
-    pub(super) fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
-        let len = bytes.len() as u64;
-        self.split(start, len, |uffd, from, len| {
-            let first = (from.0 - start.0) as usize;
-            uffd.copy(from, &bytes[first..first + len as usize], wake)
-        })
-    }
-
-    /// [`Userfaultfd::poison_unmapped`].
-    pub(in crate::kvm::x86) fn poison_unmapped(
-        &self,
-        start: Hva,
-        len: u64,
-        page: PageSize,
-        wake: Wake,
-    ) -> Result<(), RangeError> {
-        self.split(start, len, |uffd, start, len| {
-            uffd.poison_unmapped(start, len, page, wake).map(drop)
-        })
-    }
-
-    /// [`Userfaultfd::wake`].
-    pub(super) fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
-        self.split(start, len, Userfaultfd::wake)
-    }
-
-    /// Ends the registration of all of RAM ([`Userfaultfd::unregister`]). It goes on after an
-    /// error, and returns the first one.
-    pub(super) fn unregister(&self) -> Result<(), RangeError> {
-        self.parts.iter().fold(Ok(()), |result, part| {
-            let len = part.range.end - part.range.start;
-            result.and(part.uffd.unregister(Hva(part.range.start), len))
-        })
     }
 
     fn split(
@@ -149,6 +94,70 @@ impl Watch {
             })?;
         }
         Ok(())
+    }
+}
+
+impl Kernel for Watch {
+    fn continue_unmapped(
+        &self,
+        start: Hva,
+        len: u64,
+        page: PageSize,
+        wake: Wake,
+    ) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.continue_unmapped(start, len, page, wake).map(drop)
+        })
+    }
+
+    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.zeropage(start, len, wake)
+        })
+    }
+
+    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
+        let len = bytes.len() as u64;
+        self.split(start, len, |uffd, from, len| {
+            let first = (from.0 - start.0) as usize;
+            uffd.copy(from, &bytes[first..first + len as usize], wake)
+        })
+    }
+
+    fn poison_unmapped(
+        &self,
+        start: Hva,
+        len: u64,
+        page: PageSize,
+        wake: Wake,
+    ) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.poison_unmapped(start, len, page, wake).map(drop)
+        })
+    }
+
+    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
+        self.split(start, len, Userfaultfd::wake)
+    }
+
+    /// Goes on after an error, and returns the first one.
+    fn unregister(&self) -> Result<(), RangeError> {
+        self.parts.iter().fold(Ok(()), |result, part| {
+            let len = part.range.end - part.range.start;
+            result.and(part.uffd.unregister(Hva(part.range.start), len))
+        })
+    }
+
+    fn drop_mappings(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        mappings::drop_mappings(&self.ram, first, pages)
+    }
+
+    fn markers(&self, pages: Range<u64>) -> Result<Option<Vec<bool>>, MachineError> {
+        mappings::markers(&self.ram, pages)
+    }
+
+    fn populate(&self, page: RamPage) -> Result<(), MachineError> {
+        mappings::populate(&self.ram, page)
     }
 }
 
