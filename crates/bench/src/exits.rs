@@ -92,14 +92,14 @@ pub(crate) fn exit_and_resume(
     missing.set_range(data.start as usize..data.end as usize);
     let events = vm
         .machine
-        .arm_userfault(Arc::clone(&missing), Some(delivery))?;
+        .arm_userfault(Arc::clone(&missing), delivery.into())?;
     let _ = faults
         .vm
         .set((Arc::clone(&vm.machine), Arc::clone(&missing)));
     vm.machine.begin_postcopy()?;
     let done = AtomicBool::new(false);
     let outcome = std::thread::scope(|scope| {
-        if let Some(mut events) = events {
+        for mut events in events {
             let (faults, done) = (&faults, &done);
             scope.spawn(move || serve(faults, events.as_mut(), done));
         }

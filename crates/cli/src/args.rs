@@ -4,7 +4,7 @@ use crate::bench::BenchArgs;
 use crate::exit::TABLE;
 use crate::size;
 use clap::{Args, Parser, Subcommand};
-use pageferry_machine::{Delivery, EngineChoice, MAX_VCPUS};
+use pageferry_machine::{ArmOptions, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use std::path::PathBuf;
 
@@ -139,6 +139,24 @@ pub(crate) struct DeliveryArgs {
     /// 6.6), minor or missing (userfaultfd) on KVM; auto takes the best that this host has
     #[arg(long, default_value = "auto", value_name = "auto|exit|userfault|poison|minor|missing", value_parser = delivery)]
     pub(crate) delivery: DeliveryChoice,
+    /// userfaultfds that serve KVM guests' faults; each has an equal part of guest memory, 2 MiB at
+    /// least
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(ArmOptions::MAX_USERFAULTFDS)))]
+    pub(crate) userfaultfds: u32,
+    /// Threads that read each userfaultfd
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(ArmOptions::MAX_READERS)))]
+    pub(crate) fault_readers: u32,
+}
+
+impl DeliveryArgs {
+    /// The options that arm a machine.
+    pub(crate) fn options(&self) -> ArmOptions {
+        ArmOptions {
+            delivery: self.delivery.0,
+            userfaultfds: self.userfaultfds,
+            readers: self.fault_readers,
+        }
+    }
 }
 
 /// The most pre-copy passes. Each may cost as much as the first, and after a few there is no gain.

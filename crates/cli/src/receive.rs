@@ -102,6 +102,8 @@ fn accept(
 ) -> Result<Option<Incoming>, Failure> {
     let config = DestinationConfig {
         delivery: args.delivery.delivery.0,
+        userfaultfds: args.delivery.userfaultfds,
+        fault_readers: args.delivery.fault_readers,
         allocate: !args.sparse,
         ..DestinationConfig::default()
     };
@@ -279,7 +281,8 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
             _ => refused(failure),
         }
     })?;
-    vm.check_delivery(args.delivery.delivery.0)?;
+    vm.check_delivery(args.delivery.options())
+        .map_err(refused)?;
     Ok((Arc::new(vm), resolver))
 }
 

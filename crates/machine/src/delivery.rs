@@ -1,5 +1,7 @@
 //! The ways to deliver faults on missing pages.
 
+use crate::MachineError;
+use pageferry_addr::PageSize;
 use std::fmt;
 use std::str::FromStr;
 
@@ -21,6 +23,70 @@ pub enum Delivery {
     /// userfaultfd missing faults: missing pages are holes in the page cache, filled by
     /// `UFFDIO_COPY`.
     Missing,
+}
+
+/// The options of [`crate::Machine::arm_userfault`].
+///
+/// A delivery gives them; its events then come from one userfaultfd with one reader.
+///
+/// ```
+/// use pageferry_machine::{ArmOptions, Delivery};
+///
+/// let options = ArmOptions { userfaultfds: 2, ..Delivery::Minor.into() };
+/// assert!(options.check(1024).is_ok()); // 4 MiB of RAM, 2 MiB for each
+/// assert!(options.check(512).is_err());
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArmOptions {
+    /// The delivery, or `None` for the one that is fastest on this host.
+    pub delivery: Option<Delivery>,
+    /// The number of userfaultfds, 1 to [`Self::MAX_USERFAULTFDS`]. Each serves an equal part of
+    /// RAM, cut at 2 MiB.
+    pub userfaultfds: u32,
+    /// The number of readers of each userfaultfd, 1 to [`Self::MAX_READERS`].
+    pub readers: u32,
+}
+
+impl ArmOptions {
+    /// The most userfaultfds of a machine.
+    pub const MAX_USERFAULTFDS: u32 = 64;
+    /// The most readers of a userfaultfd.
+    pub const MAX_READERS: u32 = crate::MAX_VCPUS;
+
+    /// Checks the numbers, for a RAM of `pages` pages.
+    ///
+    /// # Errors
+    /// [`MachineError::Readers`] and [`MachineError::Userfaultfds`].
+    pub fn check(&self, pages: u64) -> Result<(), MachineError> {
+        let ranges = pages.div_ceil(PageSize::Size2M.pages());
+        let most = ranges.min(Self::MAX_USERFAULTFDS.into()) as u32;
+        if !(1..=most).contains(&self.userfaultfds) {
+            return Err(MachineError::Userfaultfds {
+                wanted: self.userfaultfds,
+                most,
+            });
+        }
+        if !(1..=Self::MAX_READERS).contains(&self.readers) {
+            return Err(MachineError::Readers(self.readers));
+        }
+        Ok(())
+    }
+}
+
+impl From<Option<Delivery>> for ArmOptions {
+    fn from(delivery: Option<Delivery>) -> Self {
+        Self {
+            delivery,
+            userfaultfds: 1,
+            readers: 1,
+        }
+    }
+}
+
+impl From<Delivery> for ArmOptions {
+    fn from(delivery: Delivery) -> Self {
+        Some(delivery).into()
+    }
 }
 
 /// The fault delivery of a machine.

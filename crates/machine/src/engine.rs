@@ -1,6 +1,6 @@
 //! The trait of machines, and the names of the engines.
 
-use crate::{Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError, Vcpu};
+use crate::{ArmOptions, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError, Vcpu};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -126,18 +126,20 @@ pub trait Machine: Send + Sync {
 
     /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one
     /// truth: the engine reads it at each fault. No vCPU may have run since the machine was
-    /// created. Without a `delivery`, the machine takes the one that is fastest on this host. The
-    /// first machine of a process measures that, in about 0.2 s.
+    /// created. If `options` name no delivery, the machine takes the one that is fastest on this
+    /// host. The first machine of a process measures that, in about 0.2 s.
     ///
-    /// Returns the stream of events if the delivery uses one.
+    /// Returns the streams of events: one for each reader of each userfaultfd, or none if the
+    /// delivery uses no events. An event comes on one stream only. All streams must be read.
     ///
     /// # Errors
-    /// When the delivery is not one of [`Machine::deliveries`] or the kernel refuses.
+    /// As [`ArmOptions::check`], when the delivery is not one of [`Machine::deliveries`], or when
+    /// the kernel refuses.
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Option<Delivery>,
-    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError>;
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError>;
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::alias`]) and
     /// then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].

@@ -1,6 +1,6 @@
 //! The errors of machines.
 
-use crate::{Delivery, LayoutError};
+use crate::{ArmOptions, Delivery, LayoutError};
 use std::io;
 
 /// An error of an engine. Each message says what was wrong and names a remedy where there is one.
@@ -38,6 +38,24 @@ pub enum MachineError {
     /// A fault delivery that this machine does not have.
     #[error("fault delivery '{0}' is not available on this machine")]
     NoDelivery(Delivery),
+    /// No reader of fault events, or too many.
+    #[error(
+        "cannot read a userfaultfd's events with {0} readers: expected 1 to {most}",
+        most = ArmOptions::MAX_READERS
+    )]
+    Readers(u32),
+    /// No userfaultfd, or too many.
+    #[error(
+        "cannot serve this RAM by {wanted} userfaultfds: expected 1 to {most} (2 MiB for each at \
+         least, and {limit} at most)",
+        limit = ArmOptions::MAX_USERFAULTFDS
+    )]
+    Userfaultfds {
+        /// The wanted number.
+        wanted: u32,
+        /// The most that this RAM allows.
+        most: u32,
+    },
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),

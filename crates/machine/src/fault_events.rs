@@ -13,7 +13,9 @@ pub struct FaultEvent {
     pub write: bool,
 }
 
-/// The stream of faults that arrive on a file descriptor rather than as exits.
+/// A stream of faults that arrive on a file descriptor rather than as exits, for one thread.
+///
+/// Streams may share the descriptor: an event makes it readable for all, and one takes it.
 pub trait FaultEvents: Send {
     /// Readable when an event waits. Events that were read but not yet taken do not make it
     /// readable, so a caller takes all events before it sleeps.

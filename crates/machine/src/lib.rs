@@ -48,7 +48,7 @@ mod translate;
 mod vcpu;
 
 pub use choice::{create, select};
-pub use delivery::{Delivery, DeliveryInUse, DeliveryTrial};
+pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};

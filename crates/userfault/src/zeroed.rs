@@ -1,5 +1,5 @@
 #![cfg_attr(
-    not(loom),
+    not(any(loom, shuttle)),
     expect(unsafe_code, reason = "makes a box of words that are zero")
 )]
 //! Words that are zero, from an allocation that writes none of them.
@@ -14,7 +14,7 @@ use crate::sync::AtomicU64;
 use pageferry_epoch::OutOfMemory;
 
 /// Makes `count` words of 0.
-#[cfg(not(loom))]
+#[cfg(not(any(loom, shuttle)))]
 pub(crate) fn zeroed(count: usize) -> Result<Box<[AtomicU64]>, OutOfMemory> {
     use std::alloc::{Layout, alloc_zeroed};
     if count == 0 {
@@ -37,8 +37,8 @@ pub(crate) fn zeroed(count: usize) -> Result<Box<[AtomicU64]>, OutOfMemory> {
     Ok(unsafe { Box::from_raw(words) })
 }
 
-/// Makes `count` words of 0. Loom's words are not plain memory.
-#[cfg(loom)]
+/// Makes `count` words of 0. A model's words are not plain memory.
+#[cfg(any(loom, shuttle))]
 pub(crate) fn zeroed(count: usize) -> Result<Box<[AtomicU64]>, OutOfMemory> {
     Ok((0..count).map(|_| AtomicU64::new(0)).collect())
 }

@@ -1,9 +1,9 @@
 //! The same guests on KVM, through the traits of `pageferry-machine`.
 //!
-//! Host memory is allocated before, as on the soft engine. One userfaultfd covers all guest memory,
-//! as in a migration. One or more threads serve the faults that it delivers as events; they take
-//! events in turns, under a lock, and install pages in parallel. Faults that are delivered as exits
-//! are served on the vCPU's own thread.
+//! Host memory is allocated before, as on the soft engine. Faults that are delivered as events are
+//! read from the machine's streams, as in a migration: each stream has a thread, and the threads
+//! install pages in parallel. Faults that are delivered as exits are served on the vCPU's own
+//! thread.
 
 use super::missing::{BYTES, MissingPages, Serving};
 use super::plan::Plan;
@@ -14,13 +14,12 @@ use crate::vm::isa_of;
 use pageferry_addr::RamPage;
 use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
-use pageferry_machine::{Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
+use pageferry_machine::{ArmOptions, Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
 use pageferry_migration::FAULT_SPIN;
 use pageferry_migration::channel::Spinner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::os::fd::OwnedFd;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 struct OnMachine(Box<dyn Vcpu>);
 
@@ -80,9 +79,13 @@ pub(super) fn touch(
         Some(_) => Some(MissingPages::all(ram.pages(), plan, serving)?),
         None => None,
     };
-    let mut events = None;
+    let mut streams = Vec::new();
     if let (Some(delivery), Some(missing)) = (delivery, &missing) {
-        events = machine.arm_userfault(missing.bitmap().clone(), Some(delivery))?;
+        let options = ArmOptions {
+            readers: serving.readers,
+            ..delivery.into()
+        };
+        streams = machine.arm_userfault(missing.bitmap().clone(), options)?;
         machine.begin_postcopy()?;
         machine.assist_postcopy(&|| false, &|_| {})?;
     }
@@ -113,14 +116,12 @@ pub(super) fn touch(
     };
     let done = AtomicBool::new(false);
     let runners = vcpus.into_iter().map(OnMachine).collect();
-    let events = events.map(Events::new).transpose()?;
     let mut outcome = std::thread::scope(|scope| {
-        let readers: Vec<_> = events
-            .iter()
-            .flat_map(|events| (0..serving.readers).map(move |_| events))
-            .map(|events| {
+        let readers: Vec<_> = streams
+            .into_iter()
+            .map(|mut events| {
                 let (install, done) = (&install, &done);
-                scope.spawn(move || events.serve(&|page| install(None, page), done))
+                scope.spawn(move || serve(events.as_mut(), &|page| install(None, page), done))
             })
             .collect();
         let on_vcpu = |vcpu, page| install(Some(vcpu), page);
@@ -141,54 +142,29 @@ pub(super) fn touch(
     Ok(outcome)
 }
 
-/// The fault events of a machine, for several readers.
-struct Events {
-    events: Mutex<Box<dyn FaultEvents>>,
-    /// The same descriptor, so that a reader can sleep without the lock.
-    fd: OwnedFd,
+/// Installs the pages that events ask for, until `done`.
+fn serve(
+    events: &mut dyn FaultEvents,
+    install: &dyn Fn(RamPage) -> Result<(), BenchError>,
+    done: &AtomicBool,
+) -> Result<(), BenchError> {
+    let mut spinner = Spinner::new(FAULT_SPIN);
+    while !done.load(Ordering::Acquire) {
+        if let Some(event) = events.next()? {
+            install(event.page)?;
+            spinner = Spinner::new(FAULT_SPIN);
+        } else if !spinner.spin() {
+            sleep(events.fd());
+        }
+    }
+    Ok(())
 }
 
-impl Events {
-    fn new(events: Box<dyn FaultEvents>) -> Result<Self, BenchError> {
-        let fd = events
-            .fd()
-            .try_clone_to_owned()
-            .map_err(|source| BenchError::Os {
-                what: "cannot duplicate the userfaultfd",
-                source,
-            })?;
-        Ok(Self {
-            events: Mutex::new(events),
-            fd,
-        })
-    }
-
-    /// Installs the pages that events ask for, until `done`. Several threads may call it at once.
-    fn serve(
-        &self,
-        install: &dyn Fn(RamPage) -> Result<(), BenchError>,
-        done: &AtomicBool,
-    ) -> Result<(), BenchError> {
-        let mut spinner = Spinner::new(FAULT_SPIN);
-        while !done.load(Ordering::Acquire) {
-            // A panic leaves no event half taken.
-            let event = self
-                .events
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .next()?;
-            if let Some(event) = event {
-                install(event.page)?;
-                spinner = Spinner::new(FAULT_SPIN);
-            } else if !spinner.spin() {
-                let limit = Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 5_000_000,
-                };
-                // The loop retries in any case.
-                let _ = poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&limit));
-            }
-        }
-        Ok(())
-    }
+/// Sleeps until events wait, or a little longer: the caller looks again in any case.
+fn sleep(events: BorrowedFd<'_>) {
+    let limit = Timespec {
+        tv_sec: 0,
+        tv_nsec: 5_000_000,
+    };
+    let _ = poll(&mut [PollFd::new(&events, PollFlags::IN)], Some(&limit));
 }

@@ -64,6 +64,8 @@ impl Child {
             .args(["receive", "--listen", "127.0.0.1:0", "--control"])
             .arg(&control)
             .args(["--delivery", delivery])
+            .args(["--userfaultfds", &args.delivery.userfaultfds.to_string()])
+            .args(["--fault-readers", &args.delivery.fault_readers.to_string()])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .stdin(Stdio::null())

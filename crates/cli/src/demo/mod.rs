@@ -100,7 +100,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     check_host_memory(guest.memory_bytes, 2)?;
     feed.step(format!("start on {engine}"));
     let vm = Arc::new(Vm::create(&guest, None)?);
-    vm.check_delivery(args.delivery.delivery.0)?;
+    vm.check_delivery(args.delivery.options())?;
     let mut child = Child::start(args, engine, interrupts)?;
     vm.boot()?;
     let sampler = Sampler::start(&vm, || true);

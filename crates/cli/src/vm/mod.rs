@@ -11,7 +11,9 @@ use crate::size;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
-use pageferry_machine::{Delivery, DeliveryInUse, Engine, EngineChoice, MachineSpec, VcpuThreads};
+use pageferry_machine::{
+    ArmOptions, DeliveryInUse, Engine, EngineChoice, MachineSpec, VcpuThreads,
+};
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
 use std::time::Duration;
@@ -132,11 +134,13 @@ impl Vm {
         }
     }
 
-    /// Checks that faults can be delivered as `wanted`, or at all.
+    /// Checks that faults can be delivered as wanted, or at all.
     ///
     /// # Errors
-    /// [`Exit::Delivery`], with the available deliveries.
-    pub(crate) fn check_delivery(&self, wanted: Option<Delivery>) -> Result<(), Failure> {
+    /// [`Exit::Delivery`], with the available deliveries, and [`Exit::Usage`].
+    pub(crate) fn check_delivery(&self, options: ArmOptions) -> Result<(), Failure> {
+        options.check(self.inner.machine.ram().pages())?;
+        let wanted = options.delivery;
         let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
         let message = match wanted {

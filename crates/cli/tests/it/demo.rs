@@ -109,6 +109,10 @@ fn a_vm_moves_on_kvm_by_every_delivery_there_is() {
             "32M",
             "--delivery",
             delivery,
+            "--userfaultfds",
+            "2",
+            "--fault-readers",
+            "2",
             "--json",
         ];
         let ended = pageferry(&args);

@@ -501,6 +501,21 @@ fn a_delivery_the_destination_does_not_have_is_told_to_both() {
 }
 
 #[test]
+fn too_many_userfaultfds_for_an_offered_vm_are_told_to_both() {
+    let source = Source::start("16M");
+    let destination = Destination::start(&["--userfaultfds", "9"]);
+    source
+        .migrate(&destination.address)
+        .end()
+        .assert_failed(8, "cannot serve this RAM by 9 userfaultfds");
+    assert_turned_away(&destination.process, "expected 1 to 8");
+    destination.process.interrupt();
+    destination.process.end();
+    destination.dir.assert_empty();
+    source.assert_unharmed();
+}
+
+#[test]
 fn a_vm_whose_destination_is_lost_in_postcopy_is_kept_paused_until_it_is_ended() {
     let (address, peer) = Peer::start(|mut peer| {
         peer.until_switch_over();

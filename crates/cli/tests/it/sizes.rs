@@ -55,9 +55,28 @@ fn vcpus_and_passes_are_bounded() {
         ["--precopy-passes", "65"],
         ["--engine", "qemu"],
         ["--delivery", "magic"],
+        ["--fault-readers", "0"],
+        ["--fault-readers", "1025"],
+        ["--userfaultfds", "0"],
+        ["--userfaultfds", "65"],
     ] {
         pageferry(&["demo", args[0], args[1]]).assert_failed(2, "invalid value");
     }
+}
+
+#[test]
+fn more_userfaultfds_than_memory_has_ranges_are_refused() {
+    let args = [
+        "demo",
+        "--engine",
+        "soft",
+        "--memory",
+        "16M",
+        "--userfaultfds",
+        "9",
+    ];
+    let why = "cannot serve this RAM by 9 userfaultfds: expected 1 to 8 (2 MiB for each";
+    pageferry(&args).assert_failed(2, why);
 }
 
 #[test]

@@ -17,8 +17,8 @@ mod state;
 mod vcpu;
 
 use crate::{
-    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine,
-    MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS,
+    Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use memory::RamOwner;
 use pageferry_addr::{PAGE_SIZE, RamPage};
@@ -176,9 +176,10 @@ impl Machine for SoftMachine {
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Option<Delivery>,
-    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        if let Some(other) = delivery.filter(|delivery| *delivery != Delivery::Exit) {
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        options.check(self.ram.pages())?;
+        if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
             return Err(MachineError::NoDelivery(other));
         }
         let mut slots = self.slots();
@@ -196,7 +197,7 @@ impl Machine for SoftMachine {
         };
         self.set_slots(&next)?;
         *slots = next;
-        Ok(None)
+        Ok(Vec::new())
     }
 
     fn receives_in_place(&self) -> bool {
@@ -274,7 +275,7 @@ mod tests {
             Err(MachineError::WrongState(_))
         ));
         let missing = Arc::new(PageBitmap::new(100));
-        let minor = machine.arm_userfault(Arc::clone(&missing), Some(Delivery::Minor));
+        let minor = machine.arm_userfault(Arc::clone(&missing), Delivery::Minor.into());
         assert!(matches!(
             minor,
             Err(MachineError::NoDelivery(Delivery::Minor))
@@ -282,9 +283,9 @@ mod tests {
         missing.set(RamPage(99));
         assert!(
             machine
-                .arm_userfault(Arc::clone(&missing), None)
+                .arm_userfault(Arc::clone(&missing), None.into())
                 .unwrap()
-                .is_none()
+                .is_empty()
         );
         assert!(matches!(
             machine.disarm_userfault(),

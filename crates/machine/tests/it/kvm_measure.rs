@@ -73,9 +73,9 @@ fn touch(delivery: Option<Delivery>, pages: u64) -> Option<(Duration, Duration, 
     let missing = Arc::new(PageBitmap::new(ram.pages() as usize));
     let mut events = delivery.map(|d| {
         new.machine
-            .arm_userfault(Arc::clone(&missing), Some(d))
+            .arm_userfault(Arc::clone(&missing), d.into())
             .unwrap()
-            .unwrap()
+            .remove(0)
     });
     let vm = Arc::clone(&new.machine);
     let vcpu = new.vcpus[0].as_mut();

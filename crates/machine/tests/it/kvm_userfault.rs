@@ -4,7 +4,7 @@
 use crate::support::{DATA, Watchdog, machine, machine_with, no_kvm, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{
-    Access, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu, kvm,
+    Access, ArmOptions, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu, kvm,
 };
 use pageferry_testkit::{LIMIT, Random, Stop, skip};
 use pageferry_userfault::PageBitmap;
@@ -68,10 +68,19 @@ pub(crate) fn armed(
     machine: &dyn Machine,
     delivery: Delivery,
 ) -> (Arc<PageBitmap>, Box<dyn FaultEvents>) {
+    let (missing, mut streams) = armed_by(machine, delivery.into());
+    assert_eq!(streams.len(), 1);
+    (missing, streams.remove(0))
+}
+
+/// [`armed`], with any number of streams of events.
+fn armed_by(
+    machine: &dyn Machine,
+    options: ArmOptions,
+) -> (Arc<PageBitmap>, Vec<Box<dyn FaultEvents>>) {
     let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
-    let events = machine.arm_userfault(Arc::clone(&missing), Some(delivery));
-    let events = events.unwrap().expect("KVM's deliveries have events");
-    (missing, events)
+    let streams = machine.arm_userfault(Arc::clone(&missing), options);
+    (missing, streams.unwrap())
 }
 
 /// The version of the running kernel.
@@ -223,6 +232,8 @@ struct Beside {
     overlap: bool,
     /// KVM has interrupt controllers. It may then leave a fault to a worker, and halt the vCPU.
     irqchip: bool,
+    /// The numbers of userfaultfds and of readers of each, if not one.
+    streams: Option<(u32, u32)>,
 }
 
 /// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is
@@ -239,7 +250,14 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
         return None;
     }
     let ram = Arc::clone(new.machine.ram());
-    let (missing, events) = armed(new.machine.as_ref(), delivery);
+    let (userfaultfds, readers) = beside.streams.unwrap_or((1, 1));
+    let options = ArmOptions {
+        userfaultfds,
+        readers,
+        ..delivery.into()
+    };
+    let (missing, streams) = armed_by(new.machine.as_ref(), options);
+    assert_eq!(streams.len() as u32, userfaultfds * readers);
     assert_eq!(
         new.machine.receives_in_place(),
         delivery != Delivery::Missing
@@ -282,9 +300,9 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     let kickers: Vec<_> = new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
     std::thread::scope(|scope| {
         let (source, stop, ram) = (&source, &stop, &ram);
-        scope.spawn(move || {
-            source.serve(events, stop);
-        });
+        for events in streams {
+            scope.spawn(move || source.serve(events, stop));
+        }
         scope.spawn(move || {
             source
                 .machine
@@ -478,6 +496,111 @@ fn kvms_interrupt_controllers_change_nothing() {
         };
         by_every_delivery(600, beside);
     }
+}
+
+#[test]
+fn several_userfaultfds_and_readers_change_nothing() {
+    for streams in [(3, 2), (2, 1), (1, 3)] {
+        for busy in [false, true] {
+            let beside = Beside {
+                streams: Some(streams),
+                push: busy,
+                drop: busy,
+                kick: busy,
+                overlap: busy,
+                tables: true,
+                ..Beside::default()
+            };
+            by_every_delivery(800, beside);
+        }
+    }
+}
+
+/// After the installation the guest touches the pages without any fault.
+#[test]
+fn one_installation_spans_the_ranges_of_several_userfaultfds() {
+    if no_kvm() {
+        return;
+    }
+    for delivery in DELIVERIES {
+        for holes in [false, true] {
+            let pages = 3 * PageSize::Size2M.pages();
+            let mut new = machine(1, pages);
+            if no_delivery(new.machine.as_ref(), delivery) {
+                continue;
+            }
+            let ram = Arc::clone(new.machine.ram());
+            let options = ArmOptions {
+                userfaultfds: 3,
+                ..delivery.into()
+            };
+            let (missing, mut streams) = armed_by(new.machine.as_ref(), options);
+            // From the first range into the last.
+            let run = RamPage(500)..RamPage(1100);
+            let code: &[u8] = if holes { &CHECK_ZERO } else { &CHECK };
+            let args = [run.start.byte_offset(), run.end.byte_offset()];
+            start(&ram, new.vcpus[0].as_mut(), 0, code, args);
+            missing.set_range(run.start.index()..run.end.index());
+            new.machine.begin_postcopy().unwrap();
+            new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
+            for page in (run.start.0..run.end.0).map(RamPage).filter(|_| !holes) {
+                if new.machine.receives_in_place() {
+                    ram.write(page, &bytes_of(page));
+                } else {
+                    new.machine.install_copy(page, &bytes_of(page)).unwrap();
+                }
+            }
+            new.machine
+                .install(run.start, run.end.0 - run.start.0)
+                .unwrap();
+            missing.clear_range(run.start.index()..run.end.index());
+            new.machine.install(RamPage(0), DATA.0).unwrap();
+            let low = pages_of(&ram, DATA.0);
+            let source = Source::new(Arc::clone(&new.machine), missing, low);
+            let rang = source.drive(new.vcpus[0].as_mut());
+            assert_eq!(rang, 1, "{delivery}: a wrong page at {rang:#x}");
+            assert_eq!(source.faults.into_inner(), 0, "{delivery}: exits");
+            for events in &mut streams {
+                assert_eq!(events.next().unwrap(), None, "{delivery}");
+            }
+            new.machine.disarm_userfault().unwrap();
+        }
+    }
+}
+
+#[test]
+fn more_userfaultfds_than_ranges_and_no_readers_are_refused() {
+    if no_kvm() {
+        return;
+    }
+    let vm = machine(1, 1025).machine;
+    let missing = Arc::new(PageBitmap::new(1025));
+    let refused = |userfaultfds, readers| {
+        let options = ArmOptions {
+            userfaultfds,
+            readers,
+            ..ArmOptions::from(None)
+        };
+        let refused = vm.arm_userfault(Arc::clone(&missing), options).map(drop);
+        refused.unwrap_err().to_string()
+    };
+    let counts = "expected 1 to 3 (2 MiB for each at least, and 64 at most)";
+    for wrong in [0, 4] {
+        let said = refused(wrong, 1);
+        assert_eq!(
+            said,
+            format!("cannot serve this RAM by {wrong} userfaultfds: {counts}")
+        );
+    }
+    for wrong in [0, ArmOptions::MAX_READERS + 1] {
+        let said = refused(1, wrong);
+        let right = "expected 1 to 1024";
+        assert_eq!(
+            said,
+            format!("cannot read a userfaultfd's events with {wrong} readers: {right}")
+        );
+    }
+    assert!(vm.delivery().is_none(), "nothing is armed");
 }
 
 #[test]
@@ -726,23 +849,23 @@ fn calls_in_the_wrong_order_are_refused() {
     wrong(vm.install(RamPage(60), 5));
     let missing = Arc::new(PageBitmap::new(64));
     assert!(matches!(
-        vm.arm_userfault(Arc::clone(&missing), Some(Delivery::Exit)),
+        vm.arm_userfault(Arc::clone(&missing), Delivery::Exit.into()),
         Err(MachineError::NoDelivery(Delivery::Exit))
     ));
     if no_delivery(vm.as_ref(), Delivery::Minor) {
         return;
     }
     wrong(
-        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Some(Delivery::Minor))
+        vm.arm_userfault(Arc::new(PageBitmap::new(63)), Delivery::Minor.into())
             .map(drop),
     );
     missing.set(RamPage(7));
     let events = vm
-        .arm_userfault(Arc::clone(&missing), Some(Delivery::Minor))
+        .arm_userfault(Arc::clone(&missing), Delivery::Minor.into())
         .unwrap();
-    assert!(events.is_some());
+    assert_eq!(events.len(), 1);
     wrong(
-        vm.arm_userfault(Arc::clone(&missing), Some(Delivery::Minor))
+        vm.arm_userfault(Arc::clone(&missing), Delivery::Minor.into())
             .map(drop),
     );
     wrong(vm.install_copy(RamPage(7), &[0; PAGE]));
@@ -758,7 +881,7 @@ fn calls_in_the_wrong_order_are_refused() {
     assert_eq!(new.vcpus[0].run().unwrap(), Exit::Kicked);
     wrong(
         new.machine
-            .arm_userfault(missing, Some(Delivery::Minor))
+            .arm_userfault(missing, Delivery::Minor.into())
             .map(drop),
     );
 }

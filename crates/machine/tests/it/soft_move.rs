@@ -169,9 +169,9 @@ fn a_busy_vm_moves_and_loses_nothing() {
     let missing = Arc::new(PageBitmap::new(new_ram.pages() as usize));
     assert!(
         new.machine
-            .arm_userfault(Arc::clone(&missing), Some(Delivery::Exit))
+            .arm_userfault(Arc::clone(&missing), Delivery::Exit.into())
             .unwrap()
-            .is_none()
+            .is_empty()
     );
     old.machine.set_dirty_log(true).unwrap();
     for page in (0..old_ram.pages()).map(RamPage) {

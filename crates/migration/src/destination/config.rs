@@ -1,7 +1,7 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
 use crate::error::MigrationError;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{ArmOptions, Delivery, Engine};
 use std::fmt;
 use std::time::Duration;
 
@@ -10,6 +10,11 @@ use std::time::Duration;
 pub struct DestinationConfig {
     /// The fault delivery. `None` takes the one that is fastest on this host.
     pub delivery: Option<Delivery>,
+    /// The number of userfaultfds, where the delivery uses any: each serves an equal part of RAM.
+    /// From 1 to one for each 2 MiB; see [`ArmOptions`].
+    pub userfaultfds: u32,
+    /// The number of threads that read each userfaultfd, 1 to [`ArmOptions::MAX_READERS`].
+    pub fault_readers: u32,
     /// Whether to allocate all memory before the switch-over, so that no urgent page waits for the
     /// host's allocator. Otherwise pages that were never written take no memory.
     pub allocate: bool,
@@ -23,9 +28,23 @@ impl Default for DestinationConfig {
     fn default() -> Self {
         Self {
             delivery: None,
+            userfaultfds: 1,
+            fault_readers: 1,
             allocate: true,
             handshake_limit: Duration::from_secs(5),
             silence_limit: Duration::from_secs(20),
+        }
+    }
+}
+
+impl DestinationConfig {
+    /// The options that arm the machine.
+    #[must_use]
+    pub fn arm_options(&self) -> ArmOptions {
+        ArmOptions {
+            delivery: self.delivery,
+            userfaultfds: self.userfaultfds,
+            readers: self.fault_readers,
         }
     }
 }

@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "copies verified bytes into missing guest pages")]
-//! The state that the threads of a receiving VM share: waiting vCPUs, the fault thread, and the
+//! The state that the threads of a receiving VM share: waiting vCPUs, the fault threads, and the
 //! reader of the stream.
 //!
 //! **Guarantee.** A page's bytes are verified before any vCPU can see them. Each page is placed at

@@ -1,9 +1,18 @@
-//! The fault thread: it handles faults that arrive on a userfaultfd, not as exits.
+//! The fault threads: they handle faults that arrive on a userfaultfd, not as exits.
 //!
-//! The faulting thread sleeps in the kernel, so this thread acts for it. It maps a present page,
+//! The faulting thread sleeps in the kernel, so a fault thread acts for it. It maps a present page,
 //! with the pages around it. It requests a missing page. The thread that installs that page wakes
-//! the faulting thread. While faults are open, this thread spins on both descriptors, like a
-//! waiting vCPU.
+//! the faulting thread. While faults are open, a fault thread spins on its userfaultfd and on the
+//! urgent connection, like a waiting vCPU.
+//!
+//! **Several fault threads.** Each has its own stream of events. They divide the work of faults;
+//! any one of them may read the replies of all.
+//! - A reply never waits for a sleeping reader: the thread that opened a fault reads replies, or
+//!   polls the urgent connection, until the fault is closed. Only one thread reads at a time
+//!   ([`Core::pump`]), and it places every reply that it finds.
+//! - A second event for a page opens no second fault ([`super::stalls`]), and requests nothing
+//!   ([`Claim::Others`]).
+//! - Two threads may map the same present pages. Installing again changes nothing.
 
 use super::core::Core;
 use crate::channel::Spinner;
@@ -39,7 +48,7 @@ fn serve(
             busy = true;
         }
         // A vCPU that exits reads its own replies. Waking this thread too would cost more than the
-        // reply. This thread reads replies only while a thread sleeps in the kernel.
+        // reply. Fault threads read replies only while a thread sleeps in the kernel.
         let replies = core.stalls.any_open();
         if replies {
             busy |= core.pump()? > 0;
@@ -57,12 +66,15 @@ fn handle_event(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
     let at_ns = monotonic_ns();
     core.stalls.note_first(at_ns, event.page, None);
     // This comes before the claim: an arrival after the claim must find the open fault.
-    core.stalls.open(event.page, at_ns);
+    let opened = core.stalls.open(event.page, at_ns);
     match core.states.claim(event.page) {
         Claim::Mine => core.request(event.page),
         Claim::Others => Ok(()),
         Claim::Present => {
-            core.stalls.cancel(event.page);
+            // The fault of another event is closed by the thread that installed the page.
+            if opened {
+                core.stalls.cancel(event.page);
+            }
             core.stalls.local();
             // Its sleeper goes on before the pages around it are mapped, which may take 0.6 ms.
             core.machine.install(event.page, 1)?;

@@ -10,7 +10,7 @@
 //! pre-copy (`allocation`), fills it, and starts the guest at switch-over. It returns when every
 //! page is here and both sides have confirmed that. In post-copy the calling thread receives the
 //! background push (`place`), and vCPUs fetch their own pages (`resolver`). Where the delivery uses
-//! a userfaultfd, a fault thread serves it (`faults`). All threads share `core`.
+//! userfaultfds, fault threads serve them (`faults`). All threads share `core`.
 
 mod allocation;
 mod config;
@@ -62,7 +62,7 @@ pub struct Incoming {
 /// The results of set-up, pre-copy and switch-over.
 struct Started {
     core: Arc<Core>,
-    events: Option<Box<dyn FaultEvents>>,
+    events: Vec<Box<dyn FaultEvents>>,
     delivery: DeliveryInUse,
     missing_at_start: u64,
     precopy: (u64, u64),
@@ -185,7 +185,7 @@ impl Incoming {
         self.check_fits(vm)?;
         let machine = vm.machine;
         let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
-        let events = machine.arm_userfault(Arc::clone(&missing), self.config.delivery)?;
+        let events = machine.arm_userfault(Arc::clone(&missing), self.config.arm_options())?;
         let delivery = machine
             .delivery()
             .ok_or_else(|| MigrationError::Internal("an armed machine has no delivery".into()))?;

@@ -47,7 +47,7 @@ impl Running<'_> {
     ) -> Result<DestinationReport, DestinationFailure> {
         let done = AtomicBool::new(false);
         let core = std::sync::Arc::clone(&self.started.core);
-        let events = self.started.events.take();
+        let events = std::mem::take(&mut self.started.events);
         // Ends the other threads on every path out of the scope.
         struct Ended<'a>(&'a AtomicBool, &'a Core);
         impl Drop for Ended<'_> {
@@ -62,12 +62,12 @@ impl Running<'_> {
         }
         let outcome = std::thread::scope(|scope| {
             let _ended = Ended(&done, &core);
-            if let Some(events) = events {
+            for events in events {
                 let spawned = std::thread::Builder::new()
                     .name("pf-faults".into())
                     .spawn_scoped(scope, || faults::fault_thread(&core, events, &done));
                 if let Err(e) = spawned {
-                    return Err(MigrationError::os("cannot start the fault thread", e));
+                    return Err(MigrationError::os("cannot start a fault thread", e));
                 }
             }
             let assist = std::thread::Builder::new()

@@ -110,11 +110,13 @@ impl Stalls {
     }
 
     /// Opens a fault: a thread sleeps in the kernel until `page` arrives. Call this before testing
-    /// the missing bit.
-    pub(crate) fn open(&self, page: RamPage, at_ns: u64) {
+    /// the missing bit. Returns `false` if a fault on the page is open already.
+    pub(crate) fn open(&self, page: RamPage, at_ns: u64) -> bool {
         let mut open = lock(&self.open);
+        let before = open.len();
         open.entry(page.0).or_insert(at_ns);
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
+        open.len() > before
     }
 
     /// Closes the open faults of `pages` pages from `first`, which are present now.
@@ -143,7 +145,7 @@ impl Stalls {
         self.open_count.load(Ordering::SeqCst) != 0
     }
 
-    /// Drops an open fault whose page was present already.
+    /// Drops a fault that this thread has opened, and whose page was present already.
     pub(crate) fn cancel(&self, page: RamPage) {
         let mut open = lock(&self.open);
         open.remove(&page.0);

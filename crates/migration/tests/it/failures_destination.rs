@@ -63,6 +63,7 @@ fn attempt(
         allocate: false,
         handshake_limit: silence,
         silence_limit: silence,
+        ..DestinationConfig::default()
     };
     let vm = WorkloadVm::empty(
         template.vm.machine.engine(),

@@ -4,7 +4,7 @@ use crate::scripted::LeakCheck;
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, migrate_to, tcp};
 use pageferry_addr::RamPage;
 use pageferry_machine::{
-    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine, MachineError,
+    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine, MachineError,
 };
 use pageferry_migration::{
     DestinationConfig, DestinationVm, Incoming, RunningVm, SourceConfig, Unobserved,
@@ -86,10 +86,10 @@ impl Machine for Failing {
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Option<Delivery>,
-    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        let events = self.machine.arm_userfault(missing, delivery)?;
-        let uffd = events.as_ref().map_or(-1, |events| events.fd().as_raw_fd());
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        let events = self.machine.arm_userfault(missing, options)?;
+        let uffd = events.first().map_or(-1, |events| events.fd().as_raw_fd());
         self.uffd.store(uffd, Ordering::Relaxed);
         Ok(events)
     }

@@ -15,7 +15,7 @@ use pageferry_migration::wire::{
     Hello, HelloReply, Pass, Side, Status,
 };
 use pageferry_migration::{
-    SourceConfig, SourceFailure, SourceReport, SourceVm, Unobserved, migrate,
+    DestinationConfig, SourceConfig, SourceFailure, SourceReport, SourceVm, Unobserved, migrate,
 };
 use pageferry_userfault::PageBitmap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -96,7 +96,7 @@ fn run(engine: Engine, vcpus: u32, via: Via, cases: &[Case]) {
         assert_runs_on(&vm, case.name);
     }
     // The VM can still be migrated.
-    let moved = move_vm(vm, &SourceConfig::default(), None, true);
+    let moved = move_vm(vm, &SourceConfig::default(), DestinationConfig::default());
     moved.sent.unwrap();
     moved.received.unwrap();
     moved.destination.wait_progress(16);

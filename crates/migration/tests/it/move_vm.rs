@@ -2,8 +2,8 @@
 
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, move_vm};
 use pageferry_addr::RamPage;
-use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::SourceConfig;
+use pageferry_machine::Engine;
+use pageferry_migration::{DestinationConfig, SourceConfig};
 
 const MIB: u64 = 1 << 20;
 
@@ -12,8 +12,7 @@ struct Case {
     vcpus: u32,
     memory: u64,
     passes: u32,
-    delivery: Option<Delivery>,
-    allocate: bool,
+    to: DestinationConfig,
 }
 
 fn run(case: &Case) {
@@ -24,7 +23,7 @@ fn run(case: &Case) {
         precopy_passes: case.passes,
         ..SourceConfig::default()
     };
-    let moved = move_vm(source, &config, case.delivery, case.allocate);
+    let moved = move_vm(source, &config, case.to.clone());
     let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
     eprintln!(
         "{} {} passes {}: blackout {} us, missing {}, {:?}, stalls p50 {} us over {}",
@@ -39,7 +38,7 @@ fn run(case: &Case) {
     );
     assert_eq!(sent.pages, received.pages);
     assert_eq!(sent.missing_at_start, received.missing_at_start);
-    if let Some(delivery) = case.delivery {
+    if let Some(delivery) = case.to.delivery {
         assert_eq!(received.delivery.delivery, delivery);
     }
     assert!(
@@ -61,8 +60,10 @@ fn a_soft_vm_moves_with_and_without_precopy() {
             vcpus: 2,
             memory: 16 * MIB,
             passes,
-            delivery: None,
-            allocate: passes != 0,
+            to: DestinationConfig {
+                allocate: passes != 0,
+                ..DestinationConfig::default()
+            },
         });
     }
 }
@@ -81,8 +82,36 @@ fn a_kvm_vm_moves_by_every_delivery() {
                 vcpus: 2,
                 memory: 32 * MIB,
                 passes,
-                delivery: Some(delivery),
-                allocate,
+                to: DestinationConfig {
+                    delivery: Some(delivery),
+                    allocate,
+                    ..DestinationConfig::default()
+                },
+            });
+        }
+    }
+}
+
+#[test]
+fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
+    let _parallel = crate::scripted::in_parallel();
+    const NAME: &str = "a_kvm_vm_moves_by_several_userfaultfds_and_readers";
+    if !kvm_usable(NAME) {
+        return;
+    }
+    for delivery in kvm_deliveries(NAME) {
+        for (userfaultfds, fault_readers) in [(3, 2), (1, 3)] {
+            run(&Case {
+                engine: Engine::Kvm,
+                vcpus: 4,
+                memory: 32 * MIB,
+                passes: 0,
+                to: DestinationConfig {
+                    delivery: Some(delivery),
+                    userfaultfds,
+                    fault_readers,
+                    ..DestinationConfig::default()
+                },
             });
         }
     }
@@ -93,10 +122,18 @@ fn a_vm_moves_on_again_from_where_it_came() {
     let _parallel = crate::scripted::in_parallel();
     let source = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     source.wait_progress(32);
-    let first = move_vm(source, &SourceConfig::default(), None, true);
+    let first = move_vm(
+        source,
+        &SourceConfig::default(),
+        DestinationConfig::default(),
+    );
     first.sent.unwrap();
     first.received.unwrap();
-    let second = move_vm(first.destination, &SourceConfig::default(), None, true);
+    let second = move_vm(
+        first.destination,
+        &SourceConfig::default(),
+        DestinationConfig::default(),
+    );
     second.sent.unwrap();
     second.received.unwrap();
     let share = second.destination.workload.memory_map().share_pages();
@@ -130,7 +167,11 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
         precopy_passes: passes,
         ..SourceConfig::default()
     };
-    let moved = move_vm(source, &config, None, false);
+    let to = DestinationConfig {
+        allocate: false,
+        ..DestinationConfig::default()
+    };
+    let moved = move_vm(source, &config, to);
     moved.destination.threads.pause(LIMIT).unwrap();
     let urgent = moved.sent.as_ref().unwrap().pages.urgent;
     moved.received.as_ref().unwrap();

@@ -1,4 +1,6 @@
-//! The stream of faults from userfaultfd.
+//! The streams of faults from userfaultfd.
+//!
+//! Streams of one userfaultfd share its queue: the kernel hands each event to one of them.
 
 use super::shared::VmShared;
 use super::slots::KvmSlot;
@@ -12,39 +14,43 @@ use std::sync::Arc;
 /// The number of events that one `read(2)` takes.
 const BATCH: usize = 64;
 
-/// The events of an armed machine.
+/// One reader's events of an armed machine.
 pub(super) struct Events {
     shared: Arc<VmShared>,
+    /// The part of RAM whose userfaultfd it reads.
+    part: usize,
     reader: EventReader,
     translator: Translator<KvmSlot>,
 }
 
 impl Events {
-    /// The events of a machine that is armed.
-    pub(super) fn new(shared: Arc<VmShared>) -> Self {
+    /// The events of a part of an armed machine.
+    pub(super) fn new(shared: Arc<VmShared>, part: usize) -> Self {
         Self {
             translator: shared.translator(),
             reader: EventReader::new(BATCH),
+            part,
             shared,
         }
     }
 }
 
-/// The userfaultfd of an armed machine.
-fn uffd(shared: &VmShared) -> &Userfaultfd {
-    &shared.faults.armed().expect("made by arming").uffd
+/// The userfaultfd of a part of an armed machine.
+fn uffd(shared: &VmShared, part: usize) -> &Userfaultfd {
+    let armed = shared.faults.armed().expect("made by arming");
+    armed.watch.userfaultfd(part)
 }
 
 impl FaultEvents for Events {
     fn fd(&self) -> BorrowedFd<'_> {
-        uffd(&self.shared).as_fd()
+        uffd(&self.shared, self.part).as_fd()
     }
 
     fn next(&mut self) -> Result<Option<FaultEvent>, MachineError> {
         loop {
             let event = self
                 .reader
-                .try_next(uffd(&self.shared))
+                .try_next(uffd(&self.shared, self.part))
                 .map_err(|e| MachineError::os("cannot read events of userfaultfd", e))?;
             match event {
                 None => return Ok(None),

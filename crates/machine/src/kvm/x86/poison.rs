@@ -42,7 +42,7 @@
 use super::device::has_nested_paging;
 use super::paging::Known;
 use super::shared::VmShared;
-use super::userfault::Armed;
+use super::userfault::{Armed, Kernel};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Gpa, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::PageBitmap;
@@ -120,8 +120,8 @@ pub(super) fn assist(
     mark(armed, &shared.ram, &spared, stop)
 }
 
-fn mark(
-    armed: &Armed,
+pub(super) fn mark(
+    armed: &Armed<impl Kernel>,
     ram: &GuestRam,
     spared: &HashSet<RamPage>,
     stop: &dyn Fn() -> bool,
@@ -145,7 +145,7 @@ fn mark(
                 let hva = ram.guest_hva(RamPage(start as u64));
                 let len = (end - start) as u64 * PAGE_SIZE;
                 armed
-                    .uffd
+                    .watch
                     .poison_unmapped(hva, len, PageSize::Size4K, Wake::Later)
                     .map_err(|e| MachineError::os("cannot mark missing pages", e))?;
             }
@@ -204,7 +204,7 @@ mod tests {
     use super::super::paging::{CR0_PG, CR4_PAE, EFER_LMA, Paging};
     use super::super::probe::{start_of_guest, write_guest};
     use super::super::state::{Parts, Special};
-    use super::super::userfault::is_marked;
+    use super::super::userfault::markers;
     use super::super::vm::create;
     use super::*;
     use crate::{DeliveryInUse, MachineSpec, RamLayout};
@@ -281,6 +281,11 @@ mod tests {
         }
     }
 
+    /// Whether the page has a marker.
+    fn is_marked(ram: &GuestRam, page: RamPage) -> bool {
+        markers(ram, page.0..page.0 + 1).unwrap() == Some(vec![true])
+    }
+
     /// Arms a machine of one vCPU, confined or not. Returns the delivery in use and whether a
     /// missing page was marked, or `None` without poison on this host.
     fn assisted(delivery: Option<Delivery>, confined: bool) -> Option<(DeliveryInUse, bool)> {
@@ -310,7 +315,7 @@ mod tests {
         missing.set(page);
         let machine = &new.machine;
         machine
-            .arm_userfault(Arc::clone(&missing), delivery)
+            .arm_userfault(Arc::clone(&missing), delivery.into())
             .unwrap();
         machine.begin_postcopy().unwrap();
         machine.assist_postcopy(&|| false, &|_| {}).unwrap();

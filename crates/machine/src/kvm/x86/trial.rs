@@ -84,7 +84,7 @@ pub(super) fn kvm_userfault_works() -> bool {
         let missing = Arc::new(PageBitmap::new(new.machine.ram().pages() as usize));
         missing.set(page);
         new.machine
-            .arm_userfault(missing, Some(Delivery::Userfault))?;
+            .arm_userfault(missing, Delivery::Userfault.into())?;
         new.machine.begin_postcopy()?;
         new.machine.install(RamPage(0), page.0 + 1)?;
         new.vcpus[0].run()
@@ -188,7 +188,8 @@ fn run(delivery: Delivery, vcpus: u32) -> Result<f64, MachineError> {
     let missing = Arc::new(PageBitmap::new(machine.ram().pages() as usize));
     missing.set_range(FIRST.0 as usize..(FIRST.0 + touched) as usize);
     let mut events = machine
-        .arm_userfault(Arc::clone(&missing), Some(delivery))?
+        .arm_userfault(Arc::clone(&missing), delivery.into())?
+        .pop()
         .ok_or(MachineError::NoDelivery(delivery))?;
     machine.begin_postcopy()?;
     machine.assist_postcopy(&|| false, &|_| {})?;

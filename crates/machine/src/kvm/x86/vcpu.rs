@@ -26,7 +26,6 @@ use super::shared::VmShared;
 use super::sigbus::Sigbus;
 use super::slots::{KvmSlot, guest_mapping};
 use super::state::{self, Parts};
-use super::userfault;
 use super::{exits, msr, start, sys};
 use crate::translate::Translator;
 use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
@@ -120,15 +119,10 @@ impl KvmVcpu {
                 self.pending = true;
                 match self.translator.page_of(Gpa(access.gpa).gfn()) {
                     None => Ok(Some(exits::mmio(self.page(), access))),
-                    Some(page) if self.shared.faults.active().is_some() => {
-                        self.blocked = Some(access);
-                        Ok(Some(memory_fault(page, access.write)))
-                    }
-                    // A marker that outlived its delivery.
                     Some(page) if self.shared.faults.armed().is_some() => {
-                        self.lift_marker(page)?;
+                        let leaves = self.met_marker(page)?;
                         self.blocked = Some(access);
-                        Ok(None)
+                        Ok(leaves.then(|| memory_fault(page, access.write)))
                     }
                     Some(page) => {
                         Err(self.failed(&format!("KVM cannot reach the guest's RAM at {page:?}")))
@@ -183,18 +177,15 @@ impl KvmVcpu {
         let Some(page) = self.translator.page_at_hva(Hva(address)) else {
             return Ok(None);
         };
-        if self.shared.faults.active().is_some() {
-            return Ok(Some(memory_fault(page, false)));
-        }
-        self.lift_marker(page)?;
-        Ok(None)
+        let leaves = self.met_marker(page)?;
+        Ok(leaves.then(|| memory_fault(page, false)))
     }
 
-    /// Removes a marker that was set late, on a page that was there. Fails if there was none, and
-    /// the host's memory is broken.
-    fn lift_marker(&self, page: RamPage) -> Result<(), MachineError> {
-        userfault::lift_marker(&self.shared.ram, page)
-            .map_err(|e| self.failed(&format!("{page:?}: {e}")))
+    /// Returns whether the vCPU leaves the guest for the marker. Fails if there was none, and the
+    /// host's memory is broken.
+    fn met_marker(&self, page: RamPage) -> Result<bool, MachineError> {
+        let met = self.shared.faults.met_marker(page);
+        met.map_err(|e| self.failed(&format!("{page:?}: {e}")))
     }
 
     /// Handles an error of `KVM_RUN` other than a signal.

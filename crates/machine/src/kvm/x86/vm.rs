@@ -10,8 +10,8 @@ use super::userfault::{FaultPath, deliveries};
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal, trial};
 use crate::{
-    Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS, Machine,
-    MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
+    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS,
+    Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
@@ -202,18 +202,27 @@ impl Machine for KvmMachine {
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
-        delivery: Option<Delivery>,
-    ) -> Result<Option<Box<dyn FaultEvents>>, MachineError> {
-        let forced = delivery.is_some();
-        let in_use = match delivery {
+        options: ArmOptions,
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        options.check(self.0.ram.pages())?;
+        let forced = options.delivery.is_some();
+        let in_use = match options.delivery {
             Some(delivery) => DeliveryInUse {
                 delivery,
                 because: "it was requested".into(),
             },
             None => trial::choose(self.0.vcpus)?,
         };
-        self.0.faults.arm(&self.0, missing, in_use, forced)?;
-        Ok(Some(Box::new(Events::new(Arc::clone(&self.0)))))
+        let userfaultfds = options.userfaultfds;
+        let faults = &self.0.faults;
+        faults.arm(&self.0, missing, in_use, forced, userfaultfds)?;
+        let mut streams: Vec<Box<dyn FaultEvents>> = Vec::new();
+        for part in 0..userfaultfds as usize {
+            for _ in 0..options.readers {
+                streams.push(Box::new(Events::new(Arc::clone(&self.0), part)));
+            }
+        }
+        Ok(streams)
     }
 
     fn receives_in_place(&self) -> bool {
@@ -248,6 +257,6 @@ impl Machine for KvmMachine {
     }
 
     fn abandon(&self) {
-        self.0.faults.abandon(&self.0.ram);
+        self.0.faults.abandon();
     }
 }

@@ -139,16 +139,10 @@ pub(crate) struct Moved {
 }
 
 /// Receives one VM.
-pub(crate) fn receive(
+fn receive(
     listener: &Listener,
-    delivery: Option<Delivery>,
-    allocate: bool,
+    config: DestinationConfig,
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
-    let config = DestinationConfig {
-        delivery,
-        allocate,
-        ..DestinationConfig::default()
-    };
     let deadline = Instant::now() + LIMIT;
     let late = || Instant::now() > deadline;
     let incoming = Incoming::accept(listener, config, &late, &mut |stranger| {
@@ -162,15 +156,10 @@ pub(crate) fn receive(
 }
 
 /// Moves `source` to a fresh VM.
-pub(crate) fn move_vm(
-    source: WorkloadVm,
-    config: &SourceConfig,
-    delivery: Option<Delivery>,
-    allocate: bool,
-) -> Moved {
+pub(crate) fn move_vm(source: WorkloadVm, config: &SourceConfig, to: DestinationConfig) -> Moved {
     let listener = tcp();
     let (sent, (destination, received)) = std::thread::scope(|scope| {
-        let receiver = scope.spawn(|| receive(&listener, delivery, allocate));
+        let receiver = scope.spawn(|| receive(&listener, to));
         let sent = migrate_to(&source, listener.local_addr(), config);
         (sent, receiver.join().unwrap())
     });

@@ -1,7 +1,7 @@
 //! The installation of pages.
 
 use super::mappings::range;
-use super::{Armed, COPY_LOCKS, FaultPath, lock};
+use super::{Armed, COPY_LOCKS, FaultPath, Kernel, lock};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
@@ -9,7 +9,7 @@ use pageferry_userfault::uffd::{RangeError, Wake};
 /// The number of tries for a page that changes under an install.
 const TRIES: u32 = 64;
 
-impl FaultPath {
+impl<K: Kernel> FaultPath<K> {
     /// See [`crate::Machine::install`].
     pub(in crate::kvm::x86) fn install(
         &self,
@@ -67,18 +67,18 @@ impl FaultPath {
         let _turn = lock(&armed.copy_locks[page.index() % COPY_LOCKS]);
         if armed.landed.test(page) {
             return armed
-                .uffd
+                .watch
                 .wake(start, len)
                 .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e));
         }
-        match armed.uffd.copy(start, bytes, Wake::Now) {
+        match armed.watch.copy(start, bytes, Wake::Now) {
             Ok(()) => {
                 armed.landed.set(page);
                 Ok(())
             }
             // Present: its bytes are newer than these.
             Err(stop) if stop.is_already_there() && !armed.missing.test(page) => armed
-                .uffd
+                .watch
                 .wake(start, len)
                 .map_err(|e| MachineError::os("cannot wake the sleepers of a page", e)),
             Err(stop) => Err(MachineError::os("cannot copy a missing page in", stop)),
@@ -97,7 +97,7 @@ fn check(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError>
 
 /// CONTINUE over the whole range; ZEROPAGE where the page cache has a hole.
 fn map_present(
-    armed: &Armed,
+    armed: &Armed<impl Kernel>,
     ram: &GuestRam,
     first: RamPage,
     pages: u64,
@@ -108,7 +108,7 @@ fn map_present(
     while done < len {
         let at = Hva(start.0 + done);
         match armed
-            .uffd
+            .watch
             .continue_unmapped(at, len - done, PageSize::Size4K, Wake::Now)
         {
             Ok(_) => break,
@@ -121,7 +121,7 @@ fn map_present(
         // The hole is gone. One page is tried all the same: the error then says that the page is
         // there.
         let hole = hole.max(PAGE_SIZE);
-        match armed.uffd.zeropage(Hva(start.0 + done), hole, Wake::Now) {
+        match armed.watch.zeropage(Hva(start.0 + done), hole, Wake::Now) {
             Ok(()) => (done, idle) = (done + hole, 0),
             // Filled or mapped meanwhile: CONTINUE decides.
             Err(stop) if stop.is_already_there() && idle < TRIES => {
@@ -133,14 +133,14 @@ fn map_present(
     }
     if stopped {
         // A call that stops half-way does not wake the threads that sleep on pages mapped before.
-        armed.uffd.wake(start, len).map_err(failed)?;
+        armed.watch.wake(start, len).map_err(failed)?;
     }
     Ok(())
 }
 
 /// ZEROPAGE wherever there is a hole. For pages of the page cache, only the sleepers must be woken.
 fn fill_holes(
-    armed: &Armed,
+    armed: &Armed<impl Kernel>,
     ram: &GuestRam,
     first: RamPage,
     pages: u64,
@@ -150,7 +150,7 @@ fn fill_holes(
     let mut done = 0;
     while done < len {
         match armed
-            .uffd
+            .watch
             .zeropage(Hva(start.0 + done), len - done, Wake::Now)
         {
             Ok(()) => break,
@@ -161,7 +161,7 @@ fn fill_holes(
     for page in first.0..first.0 + pages {
         armed.landed.set(RamPage(page));
     }
-    armed.uffd.wake(start, len).map_err(failed)
+    armed.watch.wake(start, len).map_err(failed)
 }
 
 /// The first byte at or behind `offset` that is in the page cache, or `end` if there is none before

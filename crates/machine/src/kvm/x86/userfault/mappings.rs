@@ -1,10 +1,12 @@
 #![expect(unsafe_code, reason = "drops pages from the guest's mapping")]
-//! The guest's mapping: ranges of it, and the removal of pages from it.
+//! The guest's mapping: ranges of it, its markers, and the removal of pages from it.
 
+use super::kernel::Kernel;
 use crate::{GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use rustix::mm::Advice;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -39,8 +41,28 @@ pub(super) fn punch(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), Ma
     ))
 }
 
-/// Takes pages out of the guest's mapping. They stay in the page cache with their bytes. Poison
-/// markers go.
+/// Removes all markers from the guest's mapping. It reads 8 bytes a page, in about 90 ns.
+pub(super) fn sweep_markers(kernel: &impl Kernel, pages: u64) -> Result<(), MachineError> {
+    let mut from = 0;
+    while from < pages {
+        let read = from..(from + READ_PAGES).min(pages);
+        let Some(markers) = kernel.markers(read.clone())? else {
+            // Pages come back by faults.
+            return kernel.drop_mappings(RamPage(0), pages);
+        };
+        let mut first = from;
+        for run in markers.chunk_by(|a, b| a == b) {
+            if run[0] {
+                kernel.drop_mappings(RamPage(first), run.len() as u64)?;
+            }
+            first += run.len() as u64;
+        }
+        from = read.end;
+    }
+    Ok(())
+}
+
+/// [`Kernel::drop_mappings`]
 pub(super) fn drop_mappings(
     ram: &GuestRam,
     first: RamPage,
@@ -53,54 +75,26 @@ pub(super) fn drop_mappings(
         .map_err(|e| MachineError::os("cannot drop pages from the guest's mapping", e))
 }
 
-/// Removes all markers from the guest's mapping. It reads 8 bytes a page, in about 90 ns.
-pub(super) fn sweep_markers(ram: &GuestRam) -> Result<(), MachineError> {
+/// [`Kernel::markers`]
+pub(in crate::kvm::x86) fn markers(
+    ram: &GuestRam,
+    pages: Range<u64>,
+) -> Result<Option<Vec<bool>>, MachineError> {
     let Ok(pagemap) = File::open("/proc/self/pagemap") else {
-        // Without it, markers cannot be told from pages, and those come back by faults.
-        return drop_mappings(ram, RamPage(0), ram.pages());
+        return Ok(None);
     };
-    let mut bytes = vec![0; READ_PAGES as usize * 8];
-    let mut from = 0;
-    while from < ram.pages() {
-        let pages = READ_PAGES.min(ram.pages() - from);
-        let read = &mut bytes[..pages as usize * 8];
-        let offset = ram.guest_hva(RamPage(from)).0 / PAGE_SIZE * 8;
-        pagemap
-            .read_exact_at(read, offset)
-            .map_err(|e| MachineError::os("cannot read the pagemap of this process", e))?;
-        let (entries, _) = read.as_chunks::<8>();
-        let mut first = from;
-        for run in entries.chunk_by(|a, b| is_marker(a) == is_marker(b)) {
-            if is_marker(&run[0]) {
-                drop_mappings(ram, RamPage(first), run.len() as u64)?;
-            }
-            first += run.len() as u64;
-        }
-        from += pages;
-    }
-    Ok(())
+    let mut entries = vec![0; (pages.end - pages.start) as usize * 8];
+    let offset = ram.guest_hva(RamPage(pages.start)).0 / PAGE_SIZE * 8;
+    pagemap
+        .read_exact_at(&mut entries, offset)
+        .map_err(|e| MachineError::os("cannot read the pagemap of this process", e))?;
+    let (entries, _) = entries.as_chunks::<8>();
+    let is_marker = |entry: &[u8; 8]| u64::from_le_bytes(*entry) & PM_SWAP != 0;
+    Ok(Some(entries.iter().map(is_marker).collect()))
 }
 
-fn is_marker(entry: &[u8; 8]) -> bool {
-    u64::from_le_bytes(*entry) & PM_SWAP != 0
-}
-
-/// Whether the page has a marker.
-#[cfg(test)]
-pub(in crate::kvm::x86) fn is_marked(ram: &GuestRam, page: RamPage) -> bool {
-    let mut entry = [0; 8];
-    let pagemap = File::open("/proc/self/pagemap").unwrap();
-    let offset = ram.guest_hva(page).0 / PAGE_SIZE * 8;
-    pagemap.read_exact_at(&mut entry, offset).unwrap();
-    is_marker(&entry)
-}
-
-/// Removes a marker of a machine that is no longer armed, and maps the page again.
-///
-/// # Errors
-/// Also when the host has lost the page's memory.
-pub(in crate::kvm::x86) fn lift_marker(ram: &GuestRam, page: RamPage) -> Result<(), MachineError> {
-    drop_mappings(ram, page, 1)?;
+/// [`Kernel::populate`]
+pub(super) fn populate(ram: &GuestRam, page: RamPage) -> Result<(), MachineError> {
     let (start, len) = range(ram, page, 1);
     // SAFETY: populating changes no byte, and the page lies in the guest's mapping.
     unsafe { rustix::mm::madvise(start.0 as *mut _, len as usize, Advice::LinuxPopulateRead) }

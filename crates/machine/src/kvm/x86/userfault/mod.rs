@@ -1,9 +1,11 @@
-#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 //! Faults on missing pages: their delivery, and the installation of pages.
 //!
 //! A machine is armed at most once, before a vCPU has run. So nothing of the guest's mapping is
 //! mapped then, and every first touch of a page faults. The missing bitmap is the caller's. This
 //! module reads it, and never writes it. A thread that installs a page clears its bit *afterwards*.
+//!
+//! The mapping is registered with one or more userfaultfds (`watch`). The streams of their events
+//! have one reader each. Any thread may install any page.
 //!
 //! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a
 //! page in the page cache is a minor fault, and a touch of a hole a missing one. Both sleep and
@@ -32,24 +34,30 @@
 //! 6.1 and later).
 
 mod install;
+mod kernel;
 mod mappings;
+#[cfg(all(test, shuttle))]
+mod model;
+mod watch;
 
+pub(super) use kernel::Kernel;
 #[cfg(test)]
-pub(super) use mappings::is_marked;
-pub(super) use mappings::lift_marker;
+pub(super) use mappings::markers;
 
-use mappings::{drop_mappings, punch, range, sweep_markers};
+use mappings::{punch, sweep_markers};
+use watch::Watch;
 
 use super::paging::Known;
 use super::shared::VmShared;
-use super::sync::{AtomicBool, Ordering};
+use super::sync::Ordering;
+use super::sync::modelled::{AtomicBool, Mutex, MutexGuard};
 use super::trial;
 use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
 use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
-use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
+use pageferry_userfault::uffd::{Features, UffdSupport};
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 
 /// The number of locks that order the copies of pages.
 const COPY_LOCKS: usize = 64;
@@ -94,8 +102,8 @@ fn set_bitmap(vm: &VmShared, missing: Option<&PageBitmap>) -> Result<(), Machine
 }
 
 /// An armed machine's delivery.
-pub(super) struct Armed {
-    pub(super) uffd: Userfaultfd,
+pub(super) struct Armed<K = Watch> {
+    pub(super) watch: K,
     pub(super) missing: Arc<PageBitmap>,
     pub(super) delivery: Delivery,
     /// The caller named the delivery.
@@ -109,7 +117,7 @@ pub(super) struct Armed {
     copy_locks: [Mutex<()>; COPY_LOCKS],
 }
 
-impl Armed {
+impl<K> Armed<K> {
     /// Whether faults are still delivered.
     pub(super) fn is_active(&self) -> bool {
         self.active.load(Ordering::Acquire)
@@ -136,8 +144,8 @@ impl Armed {
 }
 
 /// The fault delivery of one VM, armed or not.
-pub(super) struct FaultPath {
-    armed: OnceLock<Armed>,
+pub(super) struct FaultPath<K = Watch> {
+    armed: OnceLock<Armed<K>>,
     /// Serializes arming, disarming and the note that a vCPU has run.
     ran: Mutex<bool>,
     /// Each vCPU's use of guest memory, by id.
@@ -148,7 +156,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl FaultPath {
+impl<K: Kernel> FaultPath<K> {
     pub(super) fn new() -> Self {
         Self {
             armed: OnceLock::new(),
@@ -158,12 +166,12 @@ impl FaultPath {
     }
 
     /// The delivery, if the machine was ever armed.
-    pub(super) fn armed(&self) -> Option<&Armed> {
+    pub(super) fn armed(&self) -> Option<&Armed<K>> {
         self.armed.get()
     }
 
     /// The delivery, if the machine is armed now.
-    pub(super) fn active(&self) -> Option<&Armed> {
+    pub(super) fn active(&self) -> Option<&Armed<K>> {
         self.armed().filter(|armed| armed.is_active())
     }
 
@@ -205,9 +213,12 @@ impl FaultPath {
         Ok(())
     }
 
-    /// See [`crate::Machine::disarm_userfault`].
-    pub(super) fn disarm(&self, vm: &VmShared) -> Result<(), MachineError> {
-        let ram = &vm.ram;
+    /// Ends delivery, except for the bitmap that KVM may have.
+    fn end(
+        &self,
+        pages: u64,
+        take_bitmap: impl FnOnce() -> Result<(), MachineError>,
+    ) -> Result<(), MachineError> {
         let _turn = lock(&self.ran);
         let Some(armed) = self.active() else {
             return Err(MachineError::WrongState("fault delivery is not armed"));
@@ -219,13 +230,12 @@ impl FaultPath {
         }
         let _no_marking = armed.marking();
         match armed.delivery {
-            Delivery::Poison => sweep_markers(ram)?,
-            Delivery::Userfault => set_bitmap(vm, None)?,
+            Delivery::Poison => sweep_markers(&armed.watch, pages)?,
+            Delivery::Userfault => take_bitmap()?,
             _ => {}
         }
-        let (start, len) = range(ram, RamPage(0), ram.pages());
         // Wakes all sleepers. They find the page in the page cache, or a hole that is zero.
-        armed.uffd.unregister(start, len).map_err(|e| {
+        armed.watch.unregister().map_err(|e| {
             MachineError::os(
                 "cannot end the registration of guest memory with userfaultfd",
                 e,
@@ -236,22 +246,74 @@ impl FaultPath {
     }
 
     /// See [`crate::Machine::abandon`].
-    pub(super) fn abandon(&self, ram: &GuestRam) {
+    pub(super) fn abandon(&self) {
         let _turn = lock(&self.ran);
         if let Some(armed) = self.active() {
-            let (start, len) = range(ram, RamPage(0), ram.pages());
             // If this fails, the userfaultfd is gone, and so is every sleep on it.
-            let _ = armed.uffd.unregister(start, len);
+            let _ = armed.watch.unregister();
         }
     }
 
-    /// Arms the machine; see [`crate::Machine::arm_userfault`].
+    /// Decides what a vCPU does that met a marker on `page`. Returns whether it leaves the guest,
+    /// so that its thread installs the page. Otherwise delivery has ended; then this removes the
+    /// marker, and the vCPU enters the guest again.
+    ///
+    /// # Errors
+    /// When the host has lost the page's memory, so that there was no marker.
+    pub(super) fn met_marker(&self, page: RamPage) -> Result<bool, MachineError> {
+        let Some(armed) = self.armed() else {
+            return Err(MachineError::WrongState("no page was ever marked"));
+        };
+        if armed.is_active() {
+            return Ok(true);
+        }
+        armed.watch.drop_mappings(page, 1)?;
+        armed.watch.populate(page)?;
+        Ok(false)
+    }
+
+    fn set_armed(
+        &self,
+        watch: K,
+        missing: Arc<PageBitmap>,
+        in_use: DeliveryInUse,
+        forced: bool,
+    ) -> Result<(), MachineError> {
+        let delivery = in_use.delivery;
+        let landed = match delivery {
+            Delivery::Missing => missing.pages(),
+            _ => 0,
+        };
+        let armed = Armed {
+            watch,
+            landed: PageBitmap::try_new(landed)?,
+            missing,
+            delivery,
+            forced,
+            in_use: Mutex::new(in_use),
+            active: AtomicBool::new(true),
+            marking: Mutex::new(()),
+            copy_locks: std::array::from_fn(|_| Mutex::new(())),
+        };
+        assert!(self.armed.set(armed).is_ok(), "arming takes turns");
+        Ok(())
+    }
+}
+
+impl FaultPath {
+    /// See [`crate::Machine::disarm_userfault`].
+    pub(super) fn disarm(&self, vm: &VmShared) -> Result<(), MachineError> {
+        self.end(vm.ram.pages(), || set_bitmap(vm, None))
+    }
+
+    /// Arms the machine by `userfaultfds` userfaultfds; see [`crate::Machine::arm_userfault`].
     pub(super) fn arm(
         &self,
         vm: &VmShared,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
+        userfaultfds: u32,
     ) -> Result<(), MachineError> {
         let (ram, delivery) = (&vm.ram, in_use.delivery);
         // KVM itself refuses this one where it lacks it. The test that it works comes here too.
@@ -272,46 +334,16 @@ impl FaultPath {
         if self.armed().is_some() {
             return Err(MachineError::WrongState("fault delivery was armed before"));
         }
-        let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
-            MachineError::EngineUnavailable(format!(
-                "fault delivery '{delivery}' is not usable: {e}"
-            ))
-        })?;
-        let (start, len) = range(ram, RamPage(0), ram.pages());
-        let mode = match delivery {
-            Delivery::Missing => RegisterMode::MISSING,
-            _ => RegisterMode::MISSING | RegisterMode::MINOR,
-        };
-        // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that resolve
-        // faults never do, they use the alias; (2) no Rust reference to guest memory exists; (3)
-        // `GuestRam` owns the mapping, and `VmShared` holds it as long as it holds this
-        // userfaultfd.
-        unsafe { uffd.register(start, len, mode) }
-            .map_err(|e| MachineError::os("cannot register guest memory with userfaultfd", e))?;
+        let watch = Watch::new(ram, userfaultfds, delivery)?;
         // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
         // mapping.
-        drop_mappings(ram, RamPage(0), ram.pages())?;
+        watch.drop_mappings(RamPage(0), ram.pages())?;
         if delivery == Delivery::Userfault && set_bitmap(vm, Some(&missing)).is_err() {
             // The first slots may have the bitmap, which goes with this call.
             set_bitmap(vm, None)?;
             return Err(MachineError::NoDelivery(delivery));
         }
-        let armed = Armed {
-            uffd,
-            landed: PageBitmap::try_new(if delivery == Delivery::Missing {
-                missing.pages()
-            } else {
-                0
-            })?,
-            missing,
-            delivery,
-            forced,
-            in_use: Mutex::new(in_use),
-            active: AtomicBool::new(true),
-            marking: Mutex::new(()),
-            copy_locks: std::array::from_fn(|_| Mutex::new(())),
-        };
-        assert!(self.armed.set(armed).is_ok(), "arming takes turns");
+        self.set_armed(watch, missing, in_use, forced)?;
         drop(ran);
         Ok(())
     }

@@ -1,0 +1,194 @@
+#![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
+//! The userfaultfds of a machine's guest mapping.
+//!
+//! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd. A call over any
+//! pages does what one userfaultfd over all of RAM would do.
+//!
+//! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB. So no border divides a
+//! huge page. A call is split at the borders, and stops at the first error. That error counts the
+//! bytes done from the start of the whole range.
+//!
+//! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
+//! userfaultfds divide that load, and their readers need not share a queue of events.
+//!
+//! **Neighbours.** `install` and `poison` make the calls; `events` reads.
+
+use super::kernel::Kernel;
+use super::{features, mappings};
+use crate::{Delivery, GuestRam, MachineError};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
+use pageferry_userfault::uffd::{RangeError, RegisterMode, Userfaultfd, Wake};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// The userfaultfds, in order of their ranges.
+pub(in crate::kvm::x86) struct Watch {
+    parts: Box<[Part]>,
+    /// The owner of the mapping.
+    ram: Arc<GuestRam>,
+}
+
+struct Part {
+    uffd: Userfaultfd,
+    /// Its addresses.
+    range: Range<u64>,
+}
+
+impl Watch {
+    /// Registers all of `ram` with `count` userfaultfds, at most one for each 2 MiB.
+    pub(super) fn new(
+        ram: &Arc<GuestRam>,
+        count: u32,
+        delivery: Delivery,
+    ) -> Result<Self, MachineError> {
+        let mode = match delivery {
+            Delivery::Missing => RegisterMode::MISSING,
+            _ => RegisterMode::MISSING | RegisterMode::MINOR,
+        };
+        let base = ram.guest_hva(RamPage(0)).0;
+        let parts = parts_of(ram.pages(), count).map(|pages| {
+            let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
+                MachineError::EngineUnavailable(format!(
+                    "fault delivery '{delivery}' is not usable: {e}"
+                ))
+            })?;
+            let range = base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE;
+            // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that
+            // resolve faults never do, they use the alias; (2) no Rust reference to guest memory
+            // exists; (3) `GuestRam` owns the mapping, and the watch holds it as long as it holds
+            // this userfaultfd.
+            unsafe { uffd.register(Hva(range.start), range.end - range.start, mode) }.map_err(
+                |e| MachineError::os("cannot register guest memory with userfaultfd", e),
+            )?;
+            Ok(Part { uffd, range })
+        });
+        Ok(Self {
+            parts: parts.collect::<Result<_, MachineError>>()?,
+            ram: Arc::clone(ram),
+        })
+    }
+
+    /// The userfaultfd of a part.
+    pub(in crate::kvm::x86) fn userfaultfd(&self, part: usize) -> &Userfaultfd {
+        &self.parts[part].uffd
+    }
+
+    fn split(
+        &self,
+        start: Hva,
+        len: u64,
+        mut call: impl FnMut(&Userfaultfd, Hva, u64) -> Result<(), RangeError>,
+    ) -> Result<(), RangeError> {
+        let end = start.0 + len;
+        let first = self.parts.partition_point(|part| part.range.end <= start.0);
+        let touched = self.parts[first..].iter();
+        for part in touched.take_while(|part| part.range.start < end) {
+            let from = start.0.max(part.range.start);
+            call(&part.uffd, Hva(from), end.min(part.range.end) - from).map_err(|stop| {
+                RangeError {
+                    start,
+                    len,
+                    done: from - start.0 + stop.done,
+                    ..stop
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Kernel for Watch {
+    fn continue_unmapped(
+        &self,
+        start: Hva,
+        len: u64,
+        page: PageSize,
+        wake: Wake,
+    ) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.continue_unmapped(start, len, page, wake).map(drop)
+        })
+    }
+
+    fn zeropage(&self, start: Hva, len: u64, wake: Wake) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.zeropage(start, len, wake)
+        })
+    }
+
+    fn copy(&self, start: Hva, bytes: &[u8], wake: Wake) -> Result<(), RangeError> {
+        let len = bytes.len() as u64;
+        self.split(start, len, |uffd, from, len| {
+            let first = (from.0 - start.0) as usize;
+            uffd.copy(from, &bytes[first..first + len as usize], wake)
+        })
+    }
+
+    fn poison_unmapped(
+        &self,
+        start: Hva,
+        len: u64,
+        page: PageSize,
+        wake: Wake,
+    ) -> Result<(), RangeError> {
+        self.split(start, len, |uffd, start, len| {
+            uffd.poison_unmapped(start, len, page, wake).map(drop)
+        })
+    }
+
+    fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
+        self.split(start, len, Userfaultfd::wake)
+    }
+
+    /// Goes on after an error, and returns the first one.
+    fn unregister(&self) -> Result<(), RangeError> {
+        self.parts.iter().fold(Ok(()), |result, part| {
+            let len = part.range.end - part.range.start;
+            result.and(part.uffd.unregister(Hva(part.range.start), len))
+        })
+    }
+
+    fn drop_mappings(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        mappings::drop_mappings(&self.ram, first, pages)
+    }
+
+    fn markers(&self, pages: Range<u64>) -> Result<Option<Vec<bool>>, MachineError> {
+        mappings::markers(&self.ram, pages)
+    }
+
+    fn populate(&self, page: RamPage) -> Result<(), MachineError> {
+        mappings::populate(&self.ram, page)
+    }
+}
+
+/// The pages of each of `count` parts.
+fn parts_of(pages: u64, count: u32) -> impl Iterator<Item = Range<u64>> {
+    let (unit, count) = (PageSize::Size2M.pages(), u64::from(count));
+    let units = pages.div_ceil(unit);
+    let cut = move |part: u64| (units * part / count * unit).min(pages);
+    (0..count).map(move |part| cut(part)..cut(part + 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_equal_whole_large_pages_and_cover_ram() {
+        let parts = |pages, count| parts_of(pages, count).collect::<Vec<_>>();
+        assert_eq!(parts(3 * 512, 3), [0..512, 512..1024, 1024..1536]);
+        assert_eq!(parts(5 * 512 + 7, 2), [0..1536, 1536..2567]);
+        assert_eq!(parts(7, 1), [0..7]);
+        for count in 1..=9 {
+            let parts = parts(9 * 512 - 1, count);
+            assert_eq!(parts[0].start, 0);
+            assert_eq!(parts.last().unwrap().end, 9 * 512 - 1);
+            assert!(parts.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(
+                parts
+                    .iter()
+                    .all(|part| !part.is_empty() && part.start % 512 == 0)
+            );
+        }
+    }
+}
