@@ -38,6 +38,9 @@ pub enum MachineError {
     /// A fault delivery that this machine does not have.
     #[error("fault delivery '{0}' is not available on this machine")]
     NoDelivery(Delivery),
+    /// The host lacks a kind of memory. The text has the reason and the remedy.
+    #[error("{0}")]
+    NoBacking(String),
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),

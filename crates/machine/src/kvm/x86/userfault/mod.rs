@@ -21,6 +21,10 @@
 //! userfaultfd. A present page that was zero may be a hole too, and then sends an event. Installing
 //! is `UFFDIO_COPY`.
 //!
+//! **Pages of a pool** (hugetlb) come in pieces of 4 KiB, and are mapped whole. Installing a piece
+//! maps the page if no other piece is missing, see `whole`. Until then a touch of any piece sleeps
+//! with *minor*, the only delivery for them.
+//!
 //! **A fault on a page whose bit is clear** is no error. It has one of three causes: the first
 //! touch of a present page, a mapping that the kernel dropped, or a page that was just installed.
 //! The thread that handles the fault installs the page (again). That maps the page, replaces a
@@ -33,6 +37,7 @@
 
 mod install;
 mod mappings;
+mod whole;
 
 #[cfg(test)]
 pub(super) use mappings::is_marked;
@@ -44,7 +49,7 @@ use super::paging::Known;
 use super::shared::VmShared;
 use super::sync::{AtomicBool, Ordering};
 use super::trial;
-use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
+use crate::{Backing, Delivery, DeliveryInUse, GuestRam, MachineError};
 use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, RegisterMode, UffdSupport, Userfaultfd};
@@ -55,7 +60,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 const COPY_LOCKS: usize = 64;
 
 /// The features that a delivery needs.
-fn features(delivery: Delivery) -> Features {
+fn features(delivery: Delivery, backing: Backing) -> Features {
+    if backing.is_hugetlb() {
+        // The exact address says which piece was touched.
+        return Features::MINOR_HUGETLBFS | Features::MISSING_HUGETLBFS | Features::EXACT_ADDRESS;
+    }
     match delivery {
         Delivery::Exit => Features::empty(),
         Delivery::Poison => Features::POISON | Features::MINOR_SHMEM | Features::MISSING_SHMEM,
@@ -64,7 +73,16 @@ fn features(delivery: Delivery) -> Features {
     }
 }
 
-/// The deliveries that this host supports, best first.
+/// The deliveries that this host supports for memory of `backing`, best first.
+pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
+    if !backing.is_hugetlb() {
+        return deliveries();
+    }
+    let minor = UffdSupport::probe().serves(features(Delivery::Minor, backing));
+    minor.then_some(Delivery::Minor).into_iter().collect()
+}
+
+/// The deliveries that this host supports for shared memory, best first.
 pub(super) fn deliveries() -> Vec<Delivery> {
     static FOUND: OnceLock<Vec<Delivery>> = OnceLock::new();
     FOUND
@@ -73,7 +91,7 @@ pub(super) fn deliveries() -> Vec<Delivery> {
             let all = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
             let mut found: Vec<_> = all
                 .into_iter()
-                .filter(|d| support.serves(features(*d)))
+                .filter(|d| support.serves(features(*d, Backing::Shmem)))
                 .collect();
             if found.contains(&Delivery::Minor) && trial::kvm_userfault_works() {
                 found.insert(0, Delivery::Userfault);
@@ -104,7 +122,8 @@ pub(super) struct Armed {
     active: AtomicBool,
     /// Held while pages are marked, and from the sweep of markers until disarming is done.
     marking: Mutex<()>,
-    /// Missing only: pages that [`FaultPath::install_copy`] has filled.
+    /// Missing: pages that [`FaultPath::install_copy`] has filled. Pages of a pool: pieces whose
+    /// bytes are in place.
     landed: PageBitmap,
     copy_locks: [Mutex<()>; COPY_LOCKS],
 }
@@ -255,7 +274,8 @@ impl FaultPath {
     ) -> Result<(), MachineError> {
         let (ram, delivery) = (&vm.ram, in_use.delivery);
         // KVM itself refuses this one where it lacks it. The test that it works comes here too.
-        if delivery != Delivery::Userfault && !deliveries().contains(&delivery) {
+        let is_tested = delivery == Delivery::Userfault && !ram.backing().is_hugetlb();
+        if !is_tested && !deliveries_on(ram.backing()).contains(&delivery) {
             return Err(MachineError::NoDelivery(delivery));
         }
         if missing.pages() as u64 != ram.pages() {
@@ -272,7 +292,7 @@ impl FaultPath {
         if self.armed().is_some() {
             return Err(MachineError::WrongState("fault delivery was armed before"));
         }
-        let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
+        let uffd = Userfaultfd::open(features(delivery, ram.backing())).map_err(|e| {
             MachineError::EngineUnavailable(format!(
                 "fault delivery '{delivery}' is not usable: {e}"
             ))
@@ -298,11 +318,13 @@ impl FaultPath {
         }
         let armed = Armed {
             uffd,
-            landed: PageBitmap::try_new(if delivery == Delivery::Missing {
-                missing.pages()
-            } else {
-                0
-            })?,
+            landed: PageBitmap::try_new(
+                if delivery == Delivery::Missing || ram.backing().is_hugetlb() {
+                    missing.pages()
+                } else {
+                    0
+                },
+            )?,
             missing,
             delivery,
             forced,
