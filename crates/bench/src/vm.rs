@@ -39,10 +39,7 @@ pub(crate) fn create(
     memory_bytes: u64,
     faults: Arc<dyn Faults>,
 ) -> Result<Vm, BenchError> {
-    let spec = MachineSpec {
-        vcpus,
-        memory_bytes,
-    };
+    let spec = MachineSpec::new(vcpus, memory_bytes);
     Ok(Vm::create(engine, spec, Some(faults))?)
 }
 

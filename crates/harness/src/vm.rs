@@ -27,10 +27,7 @@ pub fn isa_of(engine: Engine) -> Isa {
 /// to find them.
 #[must_use]
 pub fn deliveries_of(engine: Engine) -> Vec<Delivery> {
-    let spec = MachineSpec {
-        vcpus: 1,
-        memory_bytes: 1 << 20,
-    };
+    let spec = MachineSpec::new(1, 1 << 20);
     let machine = pageferry_machine::create(engine, spec);
     machine.map_or(Vec::new(), |new| new.machine.deliveries())
 }
@@ -208,10 +205,7 @@ mod tests {
     const MEMORY: u64 = 8 << 20;
 
     fn machine(vcpus: u32) -> Vm {
-        let spec = MachineSpec {
-            vcpus,
-            memory_bytes: MEMORY,
-        };
+        let spec = MachineSpec::new(vcpus, MEMORY);
         Vm::create(Engine::Soft, spec, None).expect("soft runs everywhere")
     }
 

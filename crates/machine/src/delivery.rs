@@ -1,6 +1,6 @@
 //! The ways to deliver faults on missing pages.
 
-use crate::MachineError;
+use crate::{Backing, MachineError};
 use pageferry_addr::PageSize;
 use std::fmt;
 use std::str::FromStr;
@@ -30,18 +30,18 @@ pub enum Delivery {
 /// A delivery gives them; its events then come from one userfaultfd with one reader.
 ///
 /// ```
-/// use pageferry_machine::{ArmOptions, Delivery};
+/// use pageferry_machine::{ArmOptions, Backing, Delivery};
 ///
 /// let options = ArmOptions { userfaultfds: 2, ..Delivery::Minor.into() };
-/// assert!(options.check(1024).is_ok()); // 4 MiB of RAM, 2 MiB for each
-/// assert!(options.check(512).is_err());
+/// assert!(options.check(1024, Backing::Shmem).is_ok()); // 4 MiB of RAM, 2 MiB for each
+/// assert!(options.check(512, Backing::Shmem).is_err());
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArmOptions {
     /// The delivery, or `None` for the one that is fastest on this host.
     pub delivery: Option<Delivery>,
     /// The number of userfaultfds, 1 to [`Self::MAX_USERFAULTFDS`]. Each serves an equal part of
-    /// RAM, cut at 2 MiB.
+    /// RAM, cut at 2 MiB, or at the backing's page if that is larger.
     pub userfaultfds: u32,
     /// The number of readers of each userfaultfd, 1 to [`Self::MAX_READERS`].
     pub readers: u32,
@@ -53,12 +53,17 @@ impl ArmOptions {
     /// The most readers of a userfaultfd.
     pub const MAX_READERS: u32 = crate::MAX_VCPUS;
 
-    /// Checks the numbers, for a RAM of `pages` pages.
+    /// The pages of the smallest part of RAM that a userfaultfd may have.
+    pub(crate) fn unit(backing: Backing) -> u64 {
+        PageSize::Size2M.pages().max(backing.page_size().pages())
+    }
+
+    /// Checks the numbers, for a RAM of `pages` pages of 4 KiB.
     ///
     /// # Errors
     /// [`MachineError::Readers`] and [`MachineError::Userfaultfds`].
-    pub fn check(&self, pages: u64) -> Result<(), MachineError> {
-        let ranges = pages.div_ceil(PageSize::Size2M.pages());
+    pub fn check(&self, pages: u64, backing: Backing) -> Result<(), MachineError> {
+        let ranges = pages.div_ceil(Self::unit(backing));
         let most = ranges.min(Self::MAX_USERFAULTFDS.into()) as u32;
         if !(1..=most).contains(&self.userfaultfds) {
             return Err(MachineError::Userfaultfds {

@@ -1,6 +1,8 @@
 //! The trait of machines, and the names of the engines.
 
-use crate::{ArmOptions, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError, Vcpu};
+use crate::{
+    ArmOptions, Backing, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError, Vcpu,
+};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 use std::fmt;
@@ -74,6 +76,20 @@ pub struct MachineSpec {
     pub vcpus: u32,
     /// RAM in bytes: a multiple of the page size; see [`crate::RamLayout::for_memory`].
     pub memory_bytes: u64,
+    /// The kind of host memory behind RAM. RAM is a multiple of its page.
+    pub backing: Backing,
+}
+
+impl MachineSpec {
+    /// A machine whose RAM is shared memory.
+    #[must_use]
+    pub const fn new(vcpus: u32, memory_bytes: u64) -> Self {
+        Self {
+            vcpus,
+            memory_bytes,
+            backing: Backing::Shmem,
+        }
+    }
 }
 
 /// A machine with its vCPUs, which the caller runs.

@@ -46,8 +46,8 @@ pub enum MachineError {
     Readers(u32),
     /// No userfaultfd, or too many.
     #[error(
-        "cannot serve this RAM by {wanted} userfaultfds: expected 1 to {most} (2 MiB for each at \
-         least, and {limit} at most)",
+        "cannot serve this RAM by {wanted} userfaultfds: expected 1 to {most} (each serves whole \
+         host pages, at least 2 MiB, and {limit} is the limit)",
         limit = ArmOptions::MAX_USERFAULTFDS
     )]
     Userfaultfds {
@@ -56,6 +56,9 @@ pub enum MachineError {
         /// The most that this RAM allows.
         most: u32,
     },
+    /// The host lacks a kind of memory. The text has the reason and the remedy.
+    #[error("{0}")]
+    NoBacking(String),
     /// A call that does not fit the machine's present state.
     #[error("{0}")]
     WrongState(&'static str),

@@ -6,6 +6,7 @@
 //! In a bitmap of RAM pages, the bits of each region begin with a 64-bit word. So a part of such a
 //! bitmap can be a slot's dirty log or userfault bitmap, whose words KVM counts from the slot.
 
+use crate::Backing;
 use core::ops::Range;
 use pageferry_addr::{Gfn, Gpa, PAGE_SIZE, RamPage};
 
@@ -74,6 +75,17 @@ pub enum LayoutError {
     /// More than any machine may have.
     #[error("{0} bytes of memory are more than the maximum of a machine, 16 TiB")]
     TooLarge(u64),
+    /// Not a multiple of the page of its backing.
+    #[error(
+        "memory backed by {backing} must be a multiple of {} bytes, not {bytes} bytes",
+        backing.page_size().bytes()
+    )]
+    Backing {
+        /// The backing.
+        backing: Backing,
+        /// The memory.
+        bytes: u64,
+    },
     /// Zero or too many vCPUs.
     #[error("a machine has 1 to {MAX_VCPUS} vCPUs, not {0}")]
     Vcpus(u32),

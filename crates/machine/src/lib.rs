@@ -20,7 +20,7 @@
 //! use pageferry_addr::{Gpa, RamPage};
 //! use pageferry_machine::{DOORBELL_GPA, Engine, Exit, MachineSpec, StartState, create};
 //!
-//! let mut new = create(Engine::Soft, MachineSpec { vcpus: 1, memory_bytes: 1 << 20 })?;
+//! let mut new = create(Engine::Soft, MachineSpec::new(1, 1 << 20))?;
 //! // sw a0, 0(a1)
 //! new.machine.ram().write_at(RamPage(1), 0, &0x00a5_a023_u32.to_le_bytes());
 //! new.vcpus[0].set_start(&StartState {
@@ -34,6 +34,7 @@
 //! # Ok::<(), pageferry_machine::MachineError>(())
 //! ```
 
+mod backing;
 mod choice;
 mod delivery;
 mod engine;
@@ -47,6 +48,7 @@ mod threads;
 mod translate;
 mod vcpu;
 
+pub use backing::Backing;
 pub use choice::{create, select};
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};

@@ -14,7 +14,7 @@
 //! raw pointers given to system calls ([`GuestRam::alias`]). A caller that needs a stable view
 //! (checksums) copies first, or reads a VM whose vCPUs are parked.
 
-use crate::{MachineError, RamLayout};
+use crate::{Backing, MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
@@ -34,14 +34,24 @@ unsafe impl Send for Mapping {}
 // SAFETY: as for Send.
 unsafe impl Sync for Mapping {}
 
-/// The alignment of mappings. The host can map pages of this size only at such addresses.
+/// The least alignment of mappings. The host can map pages of this size only at such addresses.
 const ALIGN: usize = PageSize::Size2M.bytes() as usize;
 
 impl Mapping {
-    fn new(fd: BorrowedFd<'_>, bytes: usize) -> Result<Self, MachineError> {
-        let failed = |e| MachineError::os("cannot map guest memory", e);
+    /// Maps all `bytes` bytes of `fd`. This reserves the pages of a pool.
+    fn new(fd: BorrowedFd<'_>, bytes: usize, backing: Backing) -> Result<Self, MachineError> {
+        let failed = |e| match e {
+            Errno::NOMEM if backing.is_hugetlb() => backing.refused(bytes as u64),
+            _ => MachineError::os("cannot map guest memory", e),
+        };
+        let align = ALIGN.max(backing.page_size().bytes() as usize);
+        let reserve = if backing.is_hugetlb() {
+            MapFlags::empty()
+        } else {
+            MapFlags::NORESERVE
+        };
         let room = bytes
-            .checked_add(ALIGN)
+            .checked_add(align)
             .ok_or_else(|| failed(Errno::NOMEM))?;
         // SAFETY: the kernel chooses an unused address; nothing existing is replaced.
         let reserved = unsafe {
@@ -53,22 +63,22 @@ impl Mapping {
             )
         }
         .map_err(failed)?;
-        let before = reserved.align_offset(ALIGN);
-        // SAFETY: `before` is less than ALIGN, so the range lies in the room that was just
+        let before = reserved.align_offset(align);
+        // SAFETY: `before` is less than `align`, so the range lies in the room that was just
         // reserved. Nobody else knows that room.
         let start = unsafe {
             rustix::mm::mmap(
                 reserved.byte_add(before),
                 bytes,
                 ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED,
+                MapFlags::SHARED | MapFlags::FIXED | reserve,
                 fd,
                 0,
             )
         };
         // The rest of the room, or all of it.
         let (head, tail) = match start {
-            Ok(_) => (before, ALIGN - before),
+            Ok(_) => (before, align - before),
             Err(_) => (room, 0),
         };
         for (offset, bytes) in [(0, head), (room - tail, tail)] {
@@ -79,7 +89,13 @@ impl Mapping {
         }
         let start = start.map_err(failed)?;
         let start = NonNull::new(start.cast::<u8>()).expect("mmap returns no null on success");
-        Ok(Self { start, bytes })
+        let mapping = Self { start, bytes };
+        if backing == Backing::ShmemThp {
+            // SAFETY: the advice changes no byte, and the range is the new mapping.
+            unsafe { rustix::mm::madvise(start.as_ptr().cast(), bytes, Advice::LinuxHugepage) }
+                .map_err(|e| MachineError::os("cannot request huge pages for guest memory", e))?;
+        }
+        Ok(mapping)
     }
 }
 
@@ -93,6 +109,7 @@ impl Drop for Mapping {
 /// The memory of one VM.
 pub struct GuestRam {
     layout: RamLayout,
+    backing: Backing,
     guest: Mapping,
     alias: Mapping,
     fd: OwnedFd,
@@ -105,16 +122,28 @@ impl std::fmt::Debug for GuestRam {
 }
 
 impl GuestRam {
-    /// Memory of the layout's size, all zero, none of it allocated yet.
+    /// Shared memory of the layout's size, all zero, none of it allocated yet.
     ///
     /// # Errors
     /// When the host has no room for it.
     pub fn new(layout: RamLayout) -> Result<Self, MachineError> {
+        Self::with_backing(layout, Backing::Shmem)
+    }
+
+    /// Memory of the layout's size and of a chosen kind, all zero. Pages of a pool are reserved,
+    /// and not allocated yet.
+    ///
+    /// # Errors
+    /// [`MachineError::NoBacking`] if the host lacks this kind, or has too few pages of it.
+    /// [`MachineError::Layout`] if the memory is no multiple of the kind's page.
+    pub fn with_backing(layout: RamLayout, backing: Backing) -> Result<Self, MachineError> {
+        backing.check_layout(&layout)?;
+        backing.check(layout.bytes())?;
         let bytes = usize::try_from(layout.bytes())
             .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
         let fd = rustix::fs::memfd_create(
             "pageferry-ram",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | backing.memfd_flags(),
         )
         .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
         rustix::fs::ftruncate(&fd, layout.bytes())
@@ -122,10 +151,11 @@ impl GuestRam {
         // No holder of the memfd can shrink it under the mappings (SIGBUS).
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
             .map_err(|e| MachineError::os("cannot seal the memfd of guest memory", e))?;
-        let guest = Mapping::new(fd.as_fd(), bytes)?;
-        let alias = Mapping::new(fd.as_fd(), bytes)?;
+        let guest = Mapping::new(fd.as_fd(), bytes, backing)?;
+        let alias = Mapping::new(fd.as_fd(), bytes, backing)?;
         Ok(Self {
             layout,
+            backing,
             guest,
             alias,
             fd,
@@ -136,6 +166,12 @@ impl GuestRam {
     #[must_use]
     pub fn layout(&self) -> &RamLayout {
         &self.layout
+    }
+
+    /// The kind of host memory.
+    #[must_use]
+    pub fn backing(&self) -> Backing {
+        self.backing
     }
 
     /// The number of pages.
@@ -277,7 +313,8 @@ impl GuestRam {
     }
 
     /// The next pages at or behind `from` that have memory. The pages before them are zero, and
-    /// reading those would allocate them.
+    /// reading those would allocate them. All memory of a pool counts: its files have no holes to
+    /// find.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -309,9 +346,16 @@ impl GuestRam {
     /// fault where userfaultfd watches it.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// When the kernel refuses, or the pages are no whole pages of a pool. Such a pool also loses
+    /// the promise that the pages can be allocated again.
     pub fn punch_hole(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
         let offset = self.offset(first, pages) as u64;
+        let unit = self.backing.page_size().pages();
+        if !first.0.is_multiple_of(unit) || !pages.is_multiple_of(unit) {
+            return Err(MachineError::WrongState(
+                "only whole pages of a pool can be freed",
+            ));
+        }
         rustix::fs::fallocate(
             &self.fd,
             FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,

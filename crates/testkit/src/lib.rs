@@ -10,8 +10,11 @@
 //! **Neighbours.** A development dependency only: no crate needs it to build. It uses only `std`,
 //! and loom under `--cfg loom`.
 
+mod huge_pages;
 #[cfg(loom)]
 pub mod model;
+
+pub use huge_pages::{AdvisedHugePages, HugePages};
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};

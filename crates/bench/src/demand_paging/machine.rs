@@ -62,10 +62,7 @@ pub(super) fn touch(
 ) -> Result<Race<()>, BenchError> {
     let new = pageferry_machine::create(
         engine,
-        MachineSpec {
-            vcpus: plan.vcpus(),
-            memory_bytes: plan.toucher.memory_map().memory_bytes(),
-        },
+        MachineSpec::new(plan.vcpus(), plan.toucher.memory_map().memory_bytes()),
     )?;
     let (machine, mut vcpus) = (new.machine, new.vcpus);
     let ram = machine.ram();

@@ -57,6 +57,7 @@ impl Vm {
         let spec = MachineSpec {
             vcpus: guest.vcpus,
             memory_bytes: guest.memory_bytes,
+            backing: pageferry_machine::Backing::default(),
         };
         let faults = resolver.map(|resolver| resolver as _);
         let inner = pageferry_harness::Vm::create(guest.engine(), spec, faults)?;
@@ -139,7 +140,8 @@ impl Vm {
     /// # Errors
     /// [`Exit::Delivery`], with the available deliveries, and [`Exit::Usage`].
     pub(crate) fn check_delivery(&self, options: ArmOptions) -> Result<(), Failure> {
-        options.check(self.inner.machine.ram().pages())?;
+        let ram = self.inner.machine.ram();
+        options.check(ram.pages(), ram.backing())?;
         let wanted = options.delivery;
         let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();

@@ -49,7 +49,8 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
     if spec.vcpus == 0 || spec.vcpus > MAX_VCPUS {
         return Err(LayoutError::Vcpus(spec.vcpus).into());
     }
-    let ram = Arc::new(GuestRam::new(RamLayout::for_memory(spec.memory_bytes)?)?);
+    let layout = RamLayout::for_memory(spec.memory_bytes)?;
+    let ram = Arc::new(GuestRam::with_backing(layout, spec.backing)?);
     let vm = Vm::new(VmConfig {
         max_vcpus: spec.vcpus,
         ..VmConfig::default()
@@ -178,7 +179,7 @@ impl Machine for SoftMachine {
         missing: Arc<PageBitmap>,
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        options.check(self.ram.pages())?;
+        options.check(self.ram.pages(), self.ram.backing())?;
         if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
             return Err(MachineError::NoDelivery(other));
         }
@@ -259,11 +260,7 @@ mod tests {
 
     #[test]
     fn calls_out_of_turn_are_refused() {
-        let new = create(MachineSpec {
-            vcpus: 1,
-            memory_bytes: 100 << 12,
-        })
-        .unwrap();
+        let new = create(MachineSpec::new(1, 100 << 12)).unwrap();
         let machine = new.machine;
         let dirty = PageBitmap::new(100);
         assert!(matches!(
@@ -300,10 +297,7 @@ mod tests {
     fn absurd_sizes_are_refused() {
         for (vcpus, memory_bytes) in [(0, 4096), (MAX_VCPUS + 1, 4096), (1, 0), (1, 4097)] {
             assert!(matches!(
-                create(MachineSpec {
-                    vcpus,
-                    memory_bytes
-                }),
+                create(MachineSpec::new(vcpus, memory_bytes)),
                 Err(MachineError::Layout(_))
             ));
         }

@@ -26,10 +26,7 @@ fn impossible_sizes_are_refused() {
         return;
     }
     for (vcpus, memory_bytes) in [(0, 4096), (1025, 4096), (1, 0), (1, 4095)] {
-        let result = kvm::create(MachineSpec {
-            vcpus,
-            memory_bytes,
-        });
+        let result = kvm::create(MachineSpec::new(vcpus, memory_bytes));
         assert!(
             matches!(result.err(), Some(MachineError::Layout(_))),
             "{vcpus} {memory_bytes}"

@@ -1,5 +1,8 @@
 //! The engines' integration tests: `/dev/kvm` (`kvm_*`), and the rest.
 
+mod backing;
+#[cfg(target_arch = "x86_64")]
+mod kvm_backing;
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty;
 #[cfg(target_arch = "x86_64")]

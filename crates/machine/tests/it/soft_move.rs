@@ -13,10 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-const SPEC: MachineSpec = MachineSpec {
-    vcpus: 4,
-    memory_bytes: 8 << 20,
-};
+const SPEC: MachineSpec = MachineSpec::new(4, 8 << 20);
 
 fn copy_page(from: &GuestRam, to: &GuestRam, page: RamPage) {
     let mut bytes = [0; PAGE_SIZE as usize];

@@ -3,7 +3,8 @@
 
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
-    DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState, Vcpu, kvm,
+    Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState,
+    Vcpu, kvm,
 };
 use pageferry_testkit::{LIMIT, skip};
 use std::ops::Range;
@@ -70,13 +71,21 @@ pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug)
 }
 
 fn pluggable_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> (NewMachine, kvm::MemoryPlug) {
-    let spec = MachineSpec {
-        vcpus,
-        memory_bytes: pages * PAGE_SIZE,
-    };
+    let spec = MachineSpec::new(vcpus, pages * PAGE_SIZE);
     let (new, plug) = kvm::create_pluggable(spec, irqchip).unwrap();
     write_tables(new.machine.ram());
     (new, plug)
+}
+
+/// [`machine`], whose memory is of `backing`.
+pub(crate) fn machine_on(backing: Backing, vcpus: u32, pages: u64) -> NewMachine {
+    let spec = MachineSpec {
+        backing,
+        ..MachineSpec::new(vcpus, pages * PAGE_SIZE)
+    };
+    let new = kvm::create(spec).unwrap();
+    write_tables(new.machine.ram());
+    new
 }
 
 /// Memory to plug.

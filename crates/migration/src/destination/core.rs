@@ -23,7 +23,7 @@ use super::urgent::UrgentReader;
 use crate::channel::Spinner;
 use crate::error::MigrationError;
 use crate::link::UrgentLink;
-use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
 use crate::wire::{PAGE_BYTES, UrgentMessage, WireError};
 use pageferry_addr::RamPage;
 use pageferry_machine::Machine;
@@ -47,6 +47,8 @@ pub(super) struct Core {
     pub(super) states: PageStates,
     pub(super) link: UrgentLink,
     pub(super) stalls: Stalls,
+    /// The number of pages that the host maps together.
+    unit: usize,
     placing: PageBitmap,
     urgent: Mutex<UrgentReader>,
     waiters: Waiters,
@@ -68,10 +70,12 @@ impl Core {
         vcpus: usize,
     ) -> Result<Self, MigrationError> {
         let pages = machine.ram().pages();
+        let unit = machine.ram().backing().page_size().pages() as usize;
         let wake_event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| MigrationError::os("cannot create an eventfd", e))?;
         Ok(Self {
             machine,
+            unit,
             states: PageStates::try_new(missing)?,
             stalls: Stalls::new(vcpus),
             placing: PageBitmap::try_new(pages as usize)?,
@@ -109,7 +113,8 @@ impl Core {
     }
 
     /// Requests `page` from the source, by one write and without a lock. Each vCPU and each fault
-    /// event has at most one request in flight, so the socket's buffer always has room.
+    /// event has at most one request in flight, and all huge pages together have a window of them
+    /// (`pieces`). So the socket's buffer always has room.
     pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
         self.link.send_small(&UrgentMessage::request(page))
     }
@@ -137,9 +142,41 @@ impl Core {
     pub(super) fn made_present(&self, first: RamPage, pages: u64) {
         // The result is not needed: `Waiters` knows the sleepers, and a spinner needs no wake-up.
         let _ = self.states.arrive(first, pages as usize);
-        self.stalls.close(first, pages);
+        self.close_stalls(first, pages);
         self.waiters
             .arrived(first.0..first.0 + pages, |slot| self.wake(slot));
+    }
+
+    /// Closes the stalls on pages that are present now. A stall on a huge page lasts until its last
+    /// piece is present.
+    fn close_stalls(&self, first: RamPage, pages: u64) {
+        if self.unit == 1 {
+            return self.stalls.close(first, pages);
+        }
+        // Of two threads that bring the last pieces, one must find both bits clear.
+        fence(Ordering::SeqCst);
+        let end = (first.0 + pages) as usize;
+        let mut at = first.index();
+        while at < end && self.stalls.any_open() {
+            let whole = self.mapped_with(RamPage(at as u64));
+            at = whole.end;
+            if !self.is_any_missing(whole.clone()) {
+                self.stalls
+                    .close(RamPage(whole.start as u64), whole.len() as u64);
+            }
+        }
+    }
+
+    /// The pages that are mapped together with `page`, and only together.
+    pub(super) fn mapped_with(&self, page: RamPage) -> std::ops::Range<usize> {
+        let start = page.index() - page.index() % self.unit;
+        start..start + self.unit
+    }
+
+    /// Whether a page of `range` is missing.
+    pub(super) fn is_any_missing(&self, range: std::ops::Range<usize>) -> bool {
+        let first = self.states.missing().next_set(range.start);
+        first.is_some_and(|first| first < range.end)
     }
 
     /// Maps every present page of `range` (RAM indices).

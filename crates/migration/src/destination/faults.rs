@@ -2,8 +2,9 @@
 //!
 //! The faulting thread sleeps in the kernel, so a fault thread acts for it. It maps a present page,
 //! with the pages around it. It requests a missing page. The thread that installs that page wakes
-//! the faulting thread. While faults are open, a fault thread spins on its userfaultfd and on the
-//! urgent connection, like a waiting vCPU.
+//! the faulting thread. A huge page that is mapped whole has all its pieces requested (`pieces`).
+//! While faults are open, a fault thread spins on its userfaultfd and on the urgent connection,
+//! like a waiting vCPU.
 //!
 //! **Several fault threads.** Each has its own stream of events. They divide the work of faults;
 //! any one of them may read the replies of all.
@@ -15,10 +16,11 @@
 //! - Two threads may map the same present pages. Installing again changes nothing.
 
 use super::core::Core;
+use super::pieces::Pieces;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
-use crate::sync::{AtomicBool, Ordering};
+use crate::sync::{AtomicBool, Ordering, fence};
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{FaultEvent, FaultEvents};
 use pageferry_userfault::Claim;
@@ -41,12 +43,14 @@ fn serve(
 ) -> Result<(), MigrationError> {
     crate::latency::prefer_short_slices();
     let mut spinner = Spinner::new(SPIN);
+    let mut pieces = Pieces::default();
     while !done.load(Ordering::Acquire) {
         let mut busy = false;
         while let Some(event) = events.next()? {
-            handle_event(core, event)?;
+            handle_event(core, event, &mut pieces)?;
             busy = true;
         }
+        busy |= pieces.advance(core)?;
         // A vCPU that exits reads its own replies. Waking this thread too would cost more than the
         // reply. Fault threads read replies only while a thread sleeps in the kernel.
         let replies = core.stalls.any_open();
@@ -62,11 +66,27 @@ fn serve(
     Ok(())
 }
 
-fn handle_event(core: &Core, event: FaultEvent) -> Result<(), MigrationError> {
+fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(), MigrationError> {
     let at_ns = monotonic_ns();
     core.stalls.note_first(at_ns, event.page, None);
     // This comes before the claim: an arrival after the claim must find the open fault.
     let opened = core.stalls.open(event.page, at_ns);
+    let whole = core.mapped_with(event.page);
+    if whole.len() > 1 {
+        // A thread that brings the last piece must find the open fault, or this one no piece
+        // missing.
+        fence(Ordering::SeqCst);
+        if core.is_any_missing(whole.clone()) {
+            pieces.add(whole);
+            return Ok(());
+        }
+        if opened {
+            core.stalls.cancel(event.page);
+        }
+        core.stalls.local();
+        let first = RamPage(whole.start as u64);
+        return Ok(core.machine.install(first, whole.len() as u64)?);
+    }
     match core.states.claim(event.page) {
         Claim::Mine => core.request(event.page),
         Claim::Others => Ok(()),

@@ -16,6 +16,7 @@ mod allocation;
 mod config;
 mod core;
 mod faults;
+mod pieces;
 mod place;
 mod resolver;
 mod running;

@@ -4,6 +4,7 @@ mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
 mod failures_source;
+mod move_backings;
 mod move_vm;
 mod scripted;
 mod support;

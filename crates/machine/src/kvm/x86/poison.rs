@@ -289,11 +289,7 @@ mod tests {
     /// Arms a machine of one vCPU, confined or not. Returns the delivery in use and whether a
     /// missing page was marked, or `None` without poison on this host.
     fn assisted(delivery: Option<Delivery>, confined: bool) -> Option<(DeliveryInUse, bool)> {
-        let mut new = create(MachineSpec {
-            vcpus: 1,
-            memory_bytes: 64 * PAGE_SIZE,
-        })
-        .unwrap();
+        let mut new = create(MachineSpec::new(1, 64 * PAGE_SIZE)).unwrap();
         let ram = Arc::clone(new.machine.ram());
         if !new.machine.deliveries().contains(&Delivery::Poison) {
             return None;

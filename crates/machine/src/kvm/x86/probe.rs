@@ -88,10 +88,7 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
         0x48, 0x8d, 0x04, 0x37, 0xbb, 0, 0, 0, 0xd0, 0x48, 0x89, 0x03, 0xeb, 0xfe,
     ];
 
-    let new = create(MachineSpec {
-        vcpus: 1,
-        memory_bytes: 16 * PAGE_SIZE,
-    })?;
+    let new = create(MachineSpec::new(1, 16 * PAGE_SIZE))?;
     write_guest(new.machine.ram(), &CODE);
     let mut vcpus = new.vcpus;
     let vcpu = &mut vcpus[0];

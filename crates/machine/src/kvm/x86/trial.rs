@@ -103,10 +103,7 @@ fn guest(
         0x48, 0x89, 0x3f, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,
         0, 0, 0xd0, 0x48, 0x89, 0x3b, 0xeb, 0xfe,
     ];
-    let mut new = create(MachineSpec {
-        vcpus,
-        memory_bytes: pages * PAGE_SIZE,
-    })?;
+    let mut new = create(MachineSpec::new(vcpus, pages * PAGE_SIZE))?;
     new.machine.ram().allocate()?;
     write_guest(new.machine.ram(), &CODE);
     for (id, vcpu) in (0..).zip(&mut new.vcpus) {

@@ -6,7 +6,7 @@ use super::events::Events;
 use super::plug::MemoryPlug;
 use super::shared::{Caps, VmShared};
 use super::slots::Slots;
-use super::userfault::{FaultPath, deliveries};
+use super::userfault::{FaultPath, deliveries_on};
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal, trial};
 use crate::{
@@ -69,6 +69,7 @@ pub fn create_pluggable(
         return Err(LayoutError::Vcpus(spec.vcpus).into());
     }
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
+    spec.backing.check_layout(&layout)?;
     let kvm = open(c"/dev/kvm")?;
     let most = kvm.get_max_vcpus();
     if spec.vcpus as usize > most {
@@ -78,7 +79,7 @@ pub fn create_pluggable(
         )));
     }
     signal::install_handler()?;
-    let shared = Arc::new(new_vm(&kvm, layout, spec.vcpus, irqchip)?);
+    let shared = Arc::new(new_vm(&kvm, layout, spec, irqchip)?);
     let run_bytes = kvm
         .get_vcpu_mmap_size()
         .map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
@@ -105,7 +106,7 @@ pub fn create_pluggable(
 fn new_vm(
     kvm: &Kvm,
     layout: RamLayout,
-    vcpus: u32,
+    spec: MachineSpec,
     irqchip: Irqchip,
 ) -> Result<VmShared, MachineError> {
     let vm = kvm
@@ -141,7 +142,7 @@ fn new_vm(
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
         .map_err(|e| unavailable("KVM does not say which CPUID it supports", e))?;
-    let ram = Arc::new(GuestRam::new(layout)?);
+    let ram = Arc::new(GuestRam::with_backing(layout, spec.backing)?);
     let slots = Slots::new(&vm);
     for region in ram.layout().regions() {
         slots.create_ram(&vm, &ram, region)?;
@@ -153,7 +154,7 @@ fn new_vm(
         vm,
         ram,
         slots,
-        vcpus,
+        vcpus: spec.vcpus,
         caps,
         supported_cpuid,
         dirty,
@@ -192,7 +193,7 @@ impl Machine for KvmMachine {
     }
 
     fn deliveries(&self) -> Vec<Delivery> {
-        deliveries()
+        deliveries_on(self.0.ram.backing())
     }
 
     fn delivery(&self) -> Option<DeliveryInUse> {
@@ -204,12 +205,16 @@ impl Machine for KvmMachine {
         missing: Arc<PageBitmap>,
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        options.check(self.0.ram.pages())?;
+        options.check(self.0.ram.pages(), self.0.ram.backing())?;
         let forced = options.delivery.is_some();
         let in_use = match options.delivery {
             Some(delivery) => DeliveryInUse {
                 delivery,
                 because: "it was requested".into(),
+            },
+            None if self.0.ram.backing().is_hugetlb() => DeliveryInUse {
+                delivery: Delivery::Minor,
+                because: "it is the only one for huge pages of a pool".into(),
             },
             None => trial::choose(self.0.vcpus)?,
         };

@@ -2,7 +2,7 @@
 
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
-use pageferry_machine::{Delivery, Engine, GuestRam, MachineSpec};
+use pageferry_machine::{Backing, Delivery, Engine, GuestRam, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::{
@@ -61,9 +61,19 @@ impl Deref for WorkloadVm {
 impl WorkloadVm {
     /// A VM whose memory is empty and whose vCPUs are paused.
     pub(crate) fn empty(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
+        Self::empty_on(Backing::Shmem, engine, vcpus, memory_bytes)
+    }
+
+    /// [`Self::empty`], with memory of `backing`.
+    pub(crate) fn empty_on(
+        backing: Backing,
+        engine: Engine,
+        vcpus: u32,
+        memory_bytes: u64,
+    ) -> Self {
         let spec = MachineSpec {
-            vcpus,
-            memory_bytes,
+            backing,
+            ..MachineSpec::new(vcpus, memory_bytes)
         };
         let resolver = Resolver::new();
         Self {
@@ -75,10 +85,14 @@ impl WorkloadVm {
 
     /// A VM that runs the workload.
     pub(crate) fn booted(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
-        let vm = Self::empty(engine, vcpus, memory_bytes);
-        vm.load(vm.workload.program()).unwrap();
-        vm.threads.resume();
-        vm
+        Self::empty(engine, vcpus, memory_bytes).boot()
+    }
+
+    /// Runs the workload in an empty VM.
+    pub(crate) fn boot(self) -> Self {
+        self.load(self.workload.program()).unwrap();
+        self.threads.resume();
+        self
     }
 
     pub(crate) fn ram(&self) -> &GuestRam {
@@ -138,8 +152,9 @@ pub(crate) struct Moved {
     pub(crate) received: Result<DestinationReport, DestinationFailure>,
 }
 
-/// Receives one VM.
-fn receive(
+/// Receives one VM, into memory of `backing`.
+fn receive_on(
+    backing: Backing,
     listener: &Listener,
     config: DestinationConfig,
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
@@ -150,16 +165,26 @@ fn receive(
     })
     .unwrap();
     let offer = incoming.offer().clone();
-    let vm = WorkloadVm::empty(offer.engine, offer.vcpus, offer.memory_bytes);
+    let vm = WorkloadVm::empty_on(backing, offer.engine, offer.vcpus, offer.memory_bytes);
     let received = incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved);
     (vm, received)
 }
 
 /// Moves `source` to a fresh VM.
 pub(crate) fn move_vm(source: WorkloadVm, config: &SourceConfig, to: DestinationConfig) -> Moved {
+    move_vm_to(Backing::Shmem, source, config, to)
+}
+
+/// Moves `source` to a fresh VM with memory of `backing`.
+pub(crate) fn move_vm_to(
+    backing: Backing,
+    source: WorkloadVm,
+    config: &SourceConfig,
+    to: DestinationConfig,
+) -> Moved {
     let listener = tcp();
     let (sent, (destination, received)) = std::thread::scope(|scope| {
-        let receiver = scope.spawn(|| receive(&listener, to));
+        let receiver = scope.spawn(|| receive_on(backing, &listener, to));
         let sent = migrate_to(&source, listener.local_addr(), config);
         (sent, receiver.join().unwrap())
     });

@@ -1,7 +1,7 @@
 //! The installation of pages.
 
 use super::mappings::range;
-use super::{Armed, COPY_LOCKS, FaultPath, Kernel, lock};
+use super::{Armed, COPY_LOCKS, FaultPath, Kernel, lock, whole};
 use crate::{Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, Wake};
@@ -25,6 +25,7 @@ impl<K: Kernel> FaultPath<K> {
             return Ok(());
         };
         let result = match (armed.is_active(), armed.delivery) {
+            (true, _) if ram.backing().is_hugetlb() => whole::land(armed, ram, first, pages),
             (true, Delivery::Missing) => fill_holes(armed, ram, first, pages),
             (true, _) => map_present(armed, ram, first, pages),
             (false, _) => Ok(()),

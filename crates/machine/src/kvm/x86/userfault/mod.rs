@@ -23,6 +23,10 @@
 //! userfaultfd. A present page that was zero may be a hole too, and then sends an event. Installing
 //! is `UFFDIO_COPY`.
 //!
+//! **Pages of a pool** (hugetlb) come in pieces of 4 KiB, and are mapped whole. Installing a piece
+//! maps the page if no other piece is missing, see `whole`. Until then a touch of any piece sleeps
+//! with *minor*, the only delivery for them.
+//!
 //! **A fault on a page whose bit is clear** is no error. It has one of three causes: the first
 //! touch of a present page, a mapping that the kernel dropped, or a page that was just installed.
 //! The thread that handles the fault installs the page (again). That maps the page, replaces a
@@ -39,6 +43,7 @@ mod mappings;
 #[cfg(all(test, shuttle))]
 mod model;
 mod watch;
+mod whole;
 
 pub(super) use kernel::Kernel;
 #[cfg(test)]
@@ -52,7 +57,7 @@ use super::shared::VmShared;
 use super::sync::Ordering;
 use super::sync::modelled::{AtomicBool, Mutex, MutexGuard};
 use super::trial;
-use crate::{Delivery, DeliveryInUse, GuestRam, MachineError};
+use crate::{Backing, Delivery, DeliveryInUse, GuestRam, MachineError};
 use pageferry_addr::{Hva, RamPage};
 use pageferry_userfault::PageBitmap;
 use pageferry_userfault::uffd::{Features, UffdSupport};
@@ -63,7 +68,11 @@ use std::sync::{Arc, OnceLock, PoisonError};
 const COPY_LOCKS: usize = 64;
 
 /// The features that a delivery needs.
-fn features(delivery: Delivery) -> Features {
+fn features(delivery: Delivery, backing: Backing) -> Features {
+    if backing.is_hugetlb() {
+        // The exact address says which piece was touched.
+        return Features::MINOR_HUGETLBFS | Features::MISSING_HUGETLBFS | Features::EXACT_ADDRESS;
+    }
     match delivery {
         Delivery::Exit => Features::empty(),
         Delivery::Poison => Features::POISON | Features::MINOR_SHMEM | Features::MISSING_SHMEM,
@@ -72,7 +81,16 @@ fn features(delivery: Delivery) -> Features {
     }
 }
 
-/// The deliveries that this host supports, best first.
+/// The deliveries that this host supports for memory of `backing`, best first.
+pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
+    if !backing.is_hugetlb() {
+        return deliveries();
+    }
+    let minor = UffdSupport::probe().serves(features(Delivery::Minor, backing));
+    minor.then_some(Delivery::Minor).into_iter().collect()
+}
+
+/// The deliveries that this host supports for shared memory, best first.
 pub(super) fn deliveries() -> Vec<Delivery> {
     static FOUND: OnceLock<Vec<Delivery>> = OnceLock::new();
     FOUND
@@ -81,7 +99,7 @@ pub(super) fn deliveries() -> Vec<Delivery> {
             let all = [Delivery::Poison, Delivery::Minor, Delivery::Missing];
             let mut found: Vec<_> = all
                 .into_iter()
-                .filter(|d| support.serves(features(*d)))
+                .filter(|d| support.serves(features(*d, Backing::Shmem)))
                 .collect();
             if found.contains(&Delivery::Minor) && trial::kvm_userfault_works() {
                 found.insert(0, Delivery::Userfault);
@@ -112,7 +130,8 @@ pub(super) struct Armed<K = Watch> {
     active: AtomicBool,
     /// Held while pages are marked, and from the sweep of markers until disarming is done.
     marking: Mutex<()>,
-    /// Missing only: pages that [`FaultPath::install_copy`] has filled.
+    /// Missing: pages that [`FaultPath::install_copy`] has filled. Pages of a pool: pieces whose
+    /// bytes are in place.
     landed: PageBitmap,
     copy_locks: [Mutex<()>; COPY_LOCKS],
 }
@@ -275,6 +294,7 @@ impl<K: Kernel> FaultPath<K> {
     fn set_armed(
         &self,
         watch: K,
+        backing: Backing,
         missing: Arc<PageBitmap>,
         in_use: DeliveryInUse,
         forced: bool,
@@ -282,6 +302,7 @@ impl<K: Kernel> FaultPath<K> {
         let delivery = in_use.delivery;
         let landed = match delivery {
             Delivery::Missing => missing.pages(),
+            _ if backing.is_hugetlb() => missing.pages(),
             _ => 0,
         };
         let armed = Armed {
@@ -317,7 +338,8 @@ impl FaultPath {
     ) -> Result<(), MachineError> {
         let (ram, delivery) = (&vm.ram, in_use.delivery);
         // KVM itself refuses this one where it lacks it. The test that it works comes here too.
-        if delivery != Delivery::Userfault && !deliveries().contains(&delivery) {
+        let is_tested = delivery == Delivery::Userfault && !ram.backing().is_hugetlb();
+        if !is_tested && !deliveries_on(ram.backing()).contains(&delivery) {
             return Err(MachineError::NoDelivery(delivery));
         }
         if missing.pages() as u64 != ram.pages() {
@@ -343,7 +365,7 @@ impl FaultPath {
             set_bitmap(vm, None)?;
             return Err(MachineError::NoDelivery(delivery));
         }
-        self.set_armed(watch, missing, in_use, forced)?;
+        self.set_armed(watch, ram.backing(), missing, in_use, forced)?;
         drop(ran);
         Ok(())
     }

@@ -19,7 +19,7 @@
 use super::super::poison::mark;
 use super::super::userfault::Kernel;
 use super::FaultPath;
-use crate::{Delivery, DeliveryInUse, GuestRam, MachineError, RamLayout};
+use crate::{Backing, Delivery, DeliveryInUse, GuestRam, MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RangeOp, Wake};
 use pageferry_userfault::{Claim, PageBitmap, PageStates};
@@ -329,7 +329,13 @@ impl Vm {
             because: String::new(),
         };
         faults
-            .set_armed(Arc::clone(&kernel), Arc::clone(&missing), in_use, true)
+            .set_armed(
+                Arc::clone(&kernel),
+                Backing::Shmem,
+                Arc::clone(&missing),
+                in_use,
+                true,
+            )
             .unwrap();
         Self {
             kernel,

@@ -4,8 +4,8 @@
 //! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd. A call over any
 //! pages does what one userfaultfd over all of RAM would do.
 //!
-//! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB. So no border divides a
-//! huge page. A call is split at the borders, and stops at the first error. That error counts the
+//! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
+//! page if that is larger. So no border divides a huge page. A call is split at the borders, and stops at the first error. That error counts the
 //! bytes done from the start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
@@ -15,7 +15,7 @@
 
 use super::kernel::Kernel;
 use super::{features, mappings};
-use crate::{Delivery, GuestRam, MachineError};
+use crate::{ArmOptions, Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RegisterMode, Userfaultfd, Wake};
 use std::ops::Range;
@@ -35,7 +35,7 @@ struct Part {
 }
 
 impl Watch {
-    /// Registers all of `ram` with `count` userfaultfds, at most one for each 2 MiB.
+    /// Registers all of `ram` with `count` userfaultfds, as [`crate::ArmOptions::check`] allows.
     pub(super) fn new(
         ram: &Arc<GuestRam>,
         count: u32,
@@ -46,8 +46,8 @@ impl Watch {
             _ => RegisterMode::MISSING | RegisterMode::MINOR,
         };
         let base = ram.guest_hva(RamPage(0)).0;
-        let parts = parts_of(ram.pages(), count).map(|pages| {
-            let uffd = Userfaultfd::open(features(delivery)).map_err(|e| {
+        let parts = parts_of(ram.pages(), count, ArmOptions::unit(ram.backing())).map(|pages| {
+            let uffd = Userfaultfd::open(features(delivery, ram.backing())).map_err(|e| {
                 MachineError::EngineUnavailable(format!(
                     "fault delivery '{delivery}' is not usable: {e}"
                 ))
@@ -161,9 +161,9 @@ impl Kernel for Watch {
     }
 }
 
-/// The pages of each of `count` parts.
-fn parts_of(pages: u64, count: u32) -> impl Iterator<Item = Range<u64>> {
-    let (unit, count) = (PageSize::Size2M.pages(), u64::from(count));
+/// The pages of each of `count` parts, cut at multiples of `unit` pages.
+fn parts_of(pages: u64, count: u32, unit: u64) -> impl Iterator<Item = Range<u64>> {
+    let count = u64::from(count);
     let units = pages.div_ceil(unit);
     let cut = move |part: u64| (units * part / count * unit).min(pages);
     (0..count).map(move |part| cut(part)..cut(part + 1))
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn parts_are_equal_whole_large_pages_and_cover_ram() {
-        let parts = |pages, count| parts_of(pages, count).collect::<Vec<_>>();
+        let parts = |pages, count| parts_of(pages, count, 512).collect::<Vec<_>>();
         assert_eq!(parts(3 * 512, 3), [0..512, 512..1024, 1024..1536]);
         assert_eq!(parts(5 * 512 + 7, 2), [0..1536, 1536..2567]);
         assert_eq!(parts(7, 1), [0..7]);

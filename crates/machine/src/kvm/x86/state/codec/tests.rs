@@ -168,14 +168,7 @@ fn skipped() -> bool {
 }
 
 fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
-    let new = create_with(
-        MachineSpec {
-            vcpus: 1,
-            memory_bytes: 64 << 10,
-        },
-        irqchip,
-    )
-    .unwrap();
+    let new = create_with(MachineSpec::new(1, 64 << 10), irqchip).unwrap();
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
     vcpu.set_start(&StartState {
         entry: 0x5000,

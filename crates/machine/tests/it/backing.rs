@@ -1,0 +1,126 @@
+//! The kinds of memory behind guests: what they hold, and what is refused in one sentence.
+
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
+use pageferry_machine::{Backing, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create};
+use pageferry_testkit::HugePages;
+
+const HUGE: u64 = PageSize::Size2M.pages();
+
+fn ram(backing: Backing, pages: u64) -> Result<GuestRam, MachineError> {
+    GuestRam::with_backing(RamLayout::for_memory(pages * PAGE_SIZE).unwrap(), backing)
+}
+
+#[test]
+fn memory_of_a_pool_is_like_other_memory() {
+    let Some(_pool) = HugePages::at_least(4) else {
+        return;
+    };
+    let ram = ram(Backing::Hugetlb2M, 4 * HUGE).unwrap();
+    for hva in [ram.guest_hva(RamPage(0)), ram.alias_hva(RamPage(0))] {
+        assert!(hva.0.is_multiple_of(PageSize::Size2M.bytes()), "{hva:?}");
+    }
+    let mut page = [1; PAGE_SIZE as usize];
+    ram.read(RamPage(HUGE + 7), &mut page);
+    assert_eq!(page, [0; PAGE_SIZE as usize]);
+    ram.allocate().unwrap();
+    ram.write(RamPage(HUGE + 7), &[9; PAGE_SIZE as usize]);
+    ram.read(RamPage(HUGE + 7), &mut page);
+    assert_eq!(page, [9; PAGE_SIZE as usize]);
+    // A file of a pool shows no holes, so no page is taken for zero that is not.
+    assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..4 * HUGE));
+    for (first, pages) in [(HUGE, 1), (HUGE + 1, HUGE)] {
+        let refused = ram.punch_hole(RamPage(first), pages);
+        assert!(
+            matches!(refused, Err(MachineError::WrongState(_))),
+            "{refused:?}"
+        );
+    }
+    ram.punch_hole(RamPage(HUGE), HUGE).unwrap();
+    ram.read(RamPage(HUGE + 7), &mut page);
+    assert_eq!(page, [0; PAGE_SIZE as usize]);
+}
+
+#[test]
+fn a_pool_that_is_too_small_is_found_before_a_guest_runs() {
+    let Some(_pool) = HugePages::at_least(2) else {
+        return;
+    };
+    // No host has this many.
+    let spec = MachineSpec {
+        backing: Backing::Hugetlb2M,
+        ..MachineSpec::new(1, 15 << 40)
+    };
+    let refused = create(Engine::Soft, spec).err();
+    let Some(MachineError::NoBacking(why)) = refused else {
+        panic!("{refused:?}");
+    };
+    let needed = (15u64 << 40) / PageSize::Size2M.bytes();
+    for part in [
+        &format!("{needed} free huge pages are needed"),
+        "hugepages-2048kB/nr_hugepages",
+        "its pool has",
+    ] {
+        assert!(why.contains(part), "{why}");
+    }
+    assert!(!why.contains('\n'));
+    // The kernel promises pages to the first of two. The second is refused, although none of the
+    // first's memory was ever touched.
+    let all = free();
+    let first = ram(Backing::Hugetlb2M, all * HUGE).unwrap();
+    let second = ram(Backing::Hugetlb2M, HUGE).err();
+    assert!(
+        matches!(second, Some(MachineError::NoBacking(_))),
+        "{second:?}"
+    );
+    drop(first);
+    assert_eq!(free(), all, "the first has given its pages back");
+}
+
+/// The free pages of the pool of 2 MiB pages that nobody was promised.
+fn free() -> u64 {
+    let number = |file: &str| -> u64 {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{file}");
+        let text = std::fs::read_to_string(path).unwrap();
+        text.trim().parse().unwrap()
+    };
+    number("free_hugepages") - number("resv_hugepages")
+}
+
+#[test]
+fn a_pool_of_1_gib_pages_is_used_or_its_lack_is_said() {
+    match ram(Backing::Hugetlb1G, PageSize::Size1G.pages()) {
+        Ok(ram) => {
+            ram.write(RamPage(77), &[3; PAGE_SIZE as usize]);
+            let hva = ram.guest_hva(RamPage(0)).0;
+            assert!(hva.is_multiple_of(PageSize::Size1G.bytes()));
+        }
+        Err(MachineError::NoBacking(why)) => {
+            assert!(
+                why.contains("hugetlb-1g") && why.contains("hugepages-1048576kB"),
+                "{why}"
+            );
+            pageferry_testkit::skip("hugetlb-1g", why);
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[test]
+fn memory_that_is_no_multiple_of_the_page_is_refused_by_both_engines() {
+    for engine in [Engine::Soft, Engine::Kvm] {
+        if engine == Engine::Kvm && pageferry_machine::kvm::probe_vm().is_err() {
+            continue;
+        }
+        let spec = MachineSpec {
+            backing: Backing::Hugetlb2M,
+            ..MachineSpec::new(1, (2 << 20) + PAGE_SIZE)
+        };
+        let Err(MachineError::Layout(why)) = create(engine, spec) else {
+            panic!("{engine} takes it");
+        };
+        assert_eq!(
+            why.to_string(),
+            "memory backed by hugetlb-2m must be a multiple of 2097152 bytes, not 2101248 bytes"
+        );
+    }
+}

@@ -1,0 +1,175 @@
+//! Guest memory of huge pages on KVM: it is mapped whole, once all of it is there.
+
+use crate::kvm_userfault::{CHECK, armed, bytes_of, no_delivery};
+use crate::support::{DATA, drive_beside, machine_on, no_kvm, run, rung, start, word};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
+use pageferry_machine::{Backing, Delivery, GuestRam, MachineError, NewMachine};
+use pageferry_testkit::{HugePages, Random, Stop};
+use pageferry_userfault::PageBitmap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const HUGE: u64 = PageSize::Size2M.pages();
+
+/// Whether the guest's mapping has this page.
+fn is_mapped(ram: &GuestRam, page: u64) -> bool {
+    const PRESENT: u64 = 1 << 63;
+    let mut entry = [0; 8];
+    let pagemap = File::open("/proc/self/pagemap").unwrap();
+    let offset = ram.guest_hva(RamPage(page)).0 / PAGE_SIZE * 8;
+    pagemap.read_exact_at(&mut entry, offset).unwrap();
+    u64::from_ne_bytes(entry) & PRESENT != 0
+}
+
+/// A machine of `larges` pages of 2 MiB, or `None` where this test cannot run.
+fn hugetlb(vcpus: u32, larges: u64) -> Option<(HugePages, NewMachine)> {
+    if no_kvm() {
+        return None;
+    }
+    let pool = HugePages::at_least(larges)?;
+    let new = machine_on(Backing::Hugetlb2M, vcpus, larges * HUGE);
+    (!no_delivery(new.machine.as_ref(), Delivery::Minor)).then_some((pool, new))
+}
+
+#[test]
+fn a_huge_page_is_mapped_with_its_last_piece() {
+    let Some((_pool, new)) = hugetlb(1, 3) else {
+        return;
+    };
+    let machine = new.machine.as_ref();
+    let ram = machine.ram();
+    let (missing, _events) = armed(machine, Delivery::Minor);
+    // Of the second huge page every other piece is missing. The third is there, and all zero.
+    (HUGE..2 * HUGE).step_by(2).for_each(|page| {
+        missing.set(RamPage(page));
+    });
+    machine.begin_postcopy().unwrap();
+    machine.install(RamPage(HUGE + 1), 1).unwrap();
+    assert!(!is_mapped(ram, HUGE), "a piece alone maps nothing");
+    let last = 2 * HUGE - 2;
+    for page in (HUGE..last).step_by(2).map(RamPage) {
+        machine.install(page, 1).unwrap();
+        assert!(!is_mapped(ram, HUGE), "{page:?}");
+        missing.clear(page);
+    }
+    machine.install(RamPage(last), 1).unwrap();
+    assert!(is_mapped(ram, HUGE) && is_mapped(ram, 2 * HUGE - 1));
+    missing.clear(RamPage(last));
+    assert!(!is_mapped(ram, 2 * HUGE));
+    machine.install(RamPage(3 * HUGE - 1), 1).unwrap();
+    assert!(is_mapped(ram, 2 * HUGE));
+    // Again, and over the border of two.
+    machine.install(RamPage(HUGE), 2 * HUGE).unwrap();
+    machine.disarm_userfault().unwrap();
+}
+
+#[test]
+fn only_minor_faults_serve_huge_pages_of_a_pool() {
+    let Some((_pool, new)) = hugetlb(1, 2) else {
+        return;
+    };
+    let machine = new.machine.as_ref();
+    assert_eq!(machine.deliveries(), [Delivery::Minor]);
+    let missing = Arc::new(PageBitmap::new(2 * HUGE as usize));
+    for other in [Delivery::Poison, Delivery::Missing, Delivery::Userfault] {
+        let refused = machine.arm_userfault(Arc::clone(&missing), other.into());
+        assert!(
+            matches!(refused, Err(MachineError::NoDelivery(refused)) if refused == other),
+            "{other}"
+        );
+    }
+    machine.arm_userfault(missing, None.into()).unwrap();
+    assert_eq!(machine.delivery().unwrap().delivery, Delivery::Minor);
+}
+
+/// Two vCPUs check all pages while two threads bring the pieces. The threads take the last two
+/// pieces of each huge page at the same time.
+#[test]
+fn pieces_from_two_threads_bring_every_huge_page() {
+    const LARGES: u64 = 12;
+    let Some((_pool, mut new)) = hugetlb(2, LARGES) else {
+        return;
+    };
+    let machine = Arc::clone(&new.machine);
+    let ram = Arc::clone(machine.ram());
+    let (missing, mut events) = armed(machine.as_ref(), Delivery::Minor);
+    for (index, vcpu) in new.vcpus.iter_mut().enumerate() {
+        let range = [HUGE * PAGE_SIZE, LARGES * HUGE * PAGE_SIZE];
+        start(&ram, vcpu.as_mut(), index as u64, &CHECK, range);
+    }
+    let mut random = Random::new(6);
+    for page in (DATA.0..LARGES * HUGE).map(RamPage) {
+        if page.0 >= HUGE && random.below(4) > 0 {
+            ram.write(page, &[0x5a; PAGE_SIZE as usize]);
+            missing.set(page);
+        } else {
+            ram.write(page, &bytes_of(page));
+        }
+    }
+    machine.begin_postcopy().unwrap();
+    let bring = |page: RamPage| {
+        ram.write(page, &bytes_of(page));
+        machine.install(page, 1).unwrap();
+        missing.clear(page);
+    };
+    let stop = Stop::new();
+    let turn = [AtomicU64::new(0), AtomicU64::new(0)];
+    std::thread::scope(|scope| {
+        let _stop = stop.on_drop();
+        let (bring, stop, missing, machine, turn) = (&bring, &stop, &missing, &machine, &turn);
+        scope.spawn(move || {
+            while !stop.is_stopped() {
+                let Some(event) = events.next().unwrap() else {
+                    std::thread::yield_now();
+                    continue;
+                };
+                let first = RamPage(event.page.0 - event.page.0 % HUGE);
+                if missing
+                    .next_set(first.index())
+                    .is_none_or(|at| at as u64 >= first.0 + HUGE)
+                {
+                    machine.install(first, HUGE).unwrap();
+                }
+            }
+        });
+        for id in 0..2 {
+            scope.spawn(move || {
+                for large in 1..LARGES {
+                    // Both begin a huge page together.
+                    turn[id].store(large, Ordering::SeqCst);
+                    while turn[1 - id].load(Ordering::SeqCst) < large && !stop.is_stopped() {
+                        std::hint::spin_loop();
+                    }
+                    for page in (large * HUGE + id as u64..(large + 1) * HUGE).step_by(2) {
+                        if missing.test(RamPage(page)) {
+                            bring(RamPage(page));
+                        }
+                    }
+                }
+            });
+        }
+        drive_beside(
+            &mut new.vcpus,
+            |vcpu| loop {
+                match run(vcpu) {
+                    pageferry_machine::Exit::MemoryFault { page, .. } => {
+                        machine.install(page, 1).unwrap();
+                    }
+                    pageferry_machine::Exit::Kicked => {}
+                    exit => break assert_eq!(rung(exit), 1),
+                }
+            },
+            || {
+                pageferry_testkit::wait_until("all pieces", || missing.next_set(0).is_none());
+                pageferry_testkit::wait_until("both vCPUs", || {
+                    let last = RamPage(LARGES * HUGE - 1);
+                    word(&ram, last, 1) == last.byte_offset()
+                });
+            },
+        );
+        stop.stop();
+    });
+    machine.disarm_userfault().unwrap();
+}

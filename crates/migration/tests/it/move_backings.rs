@@ -1,0 +1,84 @@
+//! Moves a running VM between kinds of memory, on both engines, without losing a byte.
+
+use crate::support::{WorkloadVm, kvm_usable, move_vm_to};
+use pageferry_machine::{Backing, Delivery, Engine};
+use pageferry_migration::{DestinationConfig, SourceConfig};
+use pageferry_testkit::{AdvisedHugePages, HugePages, skip};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 32 * MIB;
+/// The pages of 2 MiB of both sides.
+const LARGES: u64 = 2 * MEMORY / (2 * MIB);
+
+/// Moves a VM with all pages, or all but those of a pass, missing at first.
+fn run(engine: Engine, from: Backing, to: Backing, passes: u32, allocate: bool) {
+    let source = WorkloadVm::empty_on(from, engine, 2, MEMORY).boot();
+    source.wait_progress(64);
+    let config = SourceConfig {
+        precopy_passes: passes,
+        ..SourceConfig::default()
+    };
+    let destination = DestinationConfig {
+        allocate,
+        ..DestinationConfig::default()
+    };
+    let moved = move_vm_to(to, source, &config, destination);
+    let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
+    eprintln!(
+        "{engine} {from} to {to}, {passes} passes: {}, missing {}, {:?}, stalls p50 {} us p99 {} us over {}",
+        received.delivery.delivery,
+        sent.missing_at_start,
+        received.pages,
+        received.stalls.value_at_quantile(0.5) / 1000,
+        received.stalls.value_at_quantile(0.99) / 1000,
+        received.stalls.len(),
+    );
+    assert_eq!(sent.pages, received.pages);
+    if engine == Engine::Kvm && to.is_hugetlb() {
+        assert_eq!(received.delivery.delivery, Delivery::Minor);
+        // A stall ends with the last of 512 pieces, so there are few.
+        assert!(received.stalls.len() <= 2 * MEMORY / (2 * MIB));
+    }
+    assert_eq!(moved.destination.ram().backing(), to);
+    let share = moved.destination.workload.memory_map().share_pages();
+    moved.destination.wait_progress(2 * share);
+    moved.destination.assert_verifies();
+}
+
+fn move_to_each(engine: Engine) {
+    for (from, to) in [
+        (Backing::Shmem, Backing::ShmemThp),
+        (Backing::ShmemThp, Backing::Shmem),
+        (Backing::Shmem, Backing::Hugetlb2M),
+        (Backing::Hugetlb2M, Backing::Shmem),
+        (Backing::Hugetlb2M, Backing::Hugetlb2M),
+    ] {
+        let lacking = [from, to].into_iter().find_map(|backing| {
+            let why = backing.check(MEMORY).err()?;
+            Some(skip(backing.name(), why))
+        });
+        if lacking.is_some() {
+            continue;
+        }
+        for (passes, allocate) in [(0, true), (1, false)] {
+            run(engine, from, to, passes, allocate);
+        }
+    }
+}
+
+#[test]
+fn a_soft_vm_moves_between_backings() {
+    let _parallel = crate::scripted::in_parallel();
+    let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
+    move_to_each(Engine::Soft);
+}
+
+#[test]
+fn a_kvm_vm_moves_between_backings() {
+    let _parallel = crate::scripted::in_parallel();
+    if !kvm_usable("a_kvm_vm_moves_between_backings") {
+        return;
+    }
+    let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
+    move_to_each(Engine::Kvm);
+}
