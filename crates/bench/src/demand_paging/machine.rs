@@ -5,19 +5,22 @@
 //! install pages in parallel. Faults that are delivered as exits are served on the vCPU's own
 //! thread.
 
-use super::missing::{BYTES, MissingPages, Serving};
+use super::missing::{BYTES, MissingPages, Reading, Serving};
 use super::plan::Plan;
 use super::race::{GuestExit, Race, Runner, is_finished, race};
 use super::soft::first_word;
 use crate::BenchError;
 use crate::vm::isa_of;
-use pageferry_addr::RamPage;
+use pageferry_addr::{Hva, RamPage};
 use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
-use pageferry_machine::{ArmOptions, Delivery, Engine, Exit, FaultEvents, MachineSpec, Vcpu};
+use pageferry_machine::{
+    ArmOptions, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
+};
 use pageferry_migration::FAULT_SPIN;
 use pageferry_migration::channel::Spinner;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -78,10 +81,14 @@ pub(super) fn touch(
     };
     let mut streams = Vec::new();
     if let (Some(delivery), Some(missing)) = (delivery, &missing) {
-        let options = ArmOptions {
-            readers: serving.readers,
-            ..delivery.into()
-        };
+        let mut options = ArmOptions::from(delivery);
+        if let Reading::Streams {
+            userfaultfds,
+            readers,
+        } = serving.reading
+        {
+            (options.userfaultfds, options.readers) = (userfaultfds, readers);
+        }
         streams = machine.arm_userfault(missing.bitmap().clone(), options)?;
         machine.begin_postcopy()?;
         machine.assist_postcopy(&|| false, &|_| {})?;
@@ -118,7 +125,13 @@ pub(super) fn touch(
             .into_iter()
             .map(|mut events| {
                 let (install, done) = (&install, &done);
-                scope.spawn(move || serve(events.as_mut(), &|page| install(None, page), done))
+                scope.spawn(move || {
+                    let install = |page| install(None, page);
+                    match serving.reading {
+                        Reading::Plain => serve_plainly(events.as_ref(), ram, &install, done),
+                        Reading::Streams { .. } => serve(events.as_mut(), &install, done),
+                    }
+                })
             })
             .collect();
         let on_vcpu = |vcpu, page| install(Some(vcpu), page);
@@ -152,6 +165,34 @@ fn serve(
             spinner = Spinner::new(FAULT_SPIN);
         } else if !spinner.spin() {
             sleep(events.fd());
+        }
+    }
+    Ok(())
+}
+
+/// [`serve`] as [`Reading::Plain`].
+fn serve_plainly(
+    events: &dyn FaultEvents,
+    ram: &GuestRam,
+    install: &dyn Fn(RamPage) -> Result<(), BenchError>,
+    done: &AtomicBool,
+) -> Result<(), BenchError> {
+    // `struct uffd_msg` of a page fault: its type, then its flags and its address.
+    let mut message = [[0; 8]; 4];
+    while !done.load(Ordering::Acquire) {
+        sleep(events.fd());
+        match rustix::io::read(events.fd(), message.as_flattened_mut()) {
+            Ok(_) => {
+                let address = Hva(u64::from_ne_bytes(message[2]));
+                ram.page_at_guest_hva(address).map_or(Ok(()), install)?;
+            }
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(e) => {
+                return Err(BenchError::Os {
+                    what: "cannot read a userfaultfd",
+                    source: e.into(),
+                });
+            }
         }
     }
     Ok(())

@@ -27,13 +27,28 @@ use std::time::{Duration, Instant};
 /// installed.
 pub(super) const BYTES: [u8; PAGE_SIZE as usize] = [0x5a; PAGE_SIZE as usize];
 
+/// The threads that read fault events.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reading {
+    /// One thread that never spins: it sleeps in `poll(2)`, reads one message, and installs the
+    /// page. `demand_paging_test` reads so.
+    Plain,
+    /// A thread for each of the machine's streams, which spins before it sleeps. Both numbers are
+    /// at least 1.
+    Streams {
+        userfaultfds: u32,
+        /// The readers of each userfaultfd.
+        readers: u32,
+    },
+}
+
 /// How faults on missing pages are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Serving {
     /// The time that a thread sleeps before it installs a page: a simulated fetch.
     pub(crate) delay: Duration,
-    /// The number of threads that read fault events, at least 1.
-    pub(crate) readers: u32,
+    /// The threads that read fault events.
+    pub(crate) reading: Reading,
     /// Whether the times of faults are taken. That costs a read of the clock for each fault.
     pub(crate) clock: bool,
 }
@@ -43,7 +58,10 @@ impl Default for Serving {
     fn default() -> Self {
         Self {
             delay: Duration::ZERO,
-            readers: 1,
+            reading: Reading::Streams {
+                userfaultfds: 1,
+                readers: 1,
+            },
             clock: false,
         }
     }

@@ -151,7 +151,8 @@ impl DemandReport {
         self.cells.push(cell);
     }
 
-    /// Adds the figures of `cell` as rows. The ratio is to the run without missing pages.
+    /// Adds the figures of `cell` as rows. The ratio is to the plain loop, if readers are compared,
+    /// and else to the run without missing pages.
     fn add_rows(&mut self, way: &Way, plan: &Plan, samples: &WaySamples, cell: &Cell) {
         let bytes = plan.toucher.memory_map().memory_bytes();
         let conditions = |note: String| {
@@ -174,7 +175,7 @@ impl DemandReport {
             (other.engine, other.delivery, other.scheme, other.vcpus)
                 == (cell.engine, "none", cell.scheme, cell.vcpus)
         });
-        self.rows.push(match present {
+        self.rows.push(match self.plain_loop(cell).or(present) {
             Some(other) if way.delivery.is_some() => {
                 row.against(other.mode.clone(), other.pages_per_s.median)
             }
@@ -190,6 +191,13 @@ impl DemandReport {
                 self.rows.push(row);
             }
         }
+    }
+
+    /// The cell of the plain loop that `cell` is compared with.
+    pub(super) fn plain_loop(&self, cell: &Cell) -> Option<&Cell> {
+        let mode = Way::plain_name(cell.delivery);
+        self.of(cell.engine, &mode)
+            .find(|plain| plain.vcpus == cell.vcpus && cell.readers.is_some())
     }
 
     pub(super) fn end(&mut self, took: Duration) {

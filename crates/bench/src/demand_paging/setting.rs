@@ -62,7 +62,7 @@ pub struct DemandSetting {
     /// The numbers of vCPUs, each from 1 to [`Self::MAX_VCPUS`].
     pub vcpus: Vec<u32>,
     /// Bytes for each vCPU, a multiple of the page size. By default 16 MiB on the soft engine, and
-    /// 1 MiB on KVM, because its faults take longer.
+    /// 1 MiB on KVM, because its faults take longer (4 MiB to compare readers).
     pub memory_per_vcpu: Option<u64>,
     /// Whether every vCPU touches all pages.
     pub overlap: bool,
@@ -78,6 +78,9 @@ pub struct DemandSetting {
     /// The number of threads that read fault events, at least 1. [`Paging::Tables`] chooses its
     /// own.
     pub readers: u32,
+    /// Whether to measure several kinds of readers side by side, each against a loop that reads one
+    /// message at a time and never spins. `readers` does not count then.
+    pub compare_readers: bool,
     /// The time that a thread sleeps before it installs a missing page: a simulated fetch.
     pub delay: Duration,
     /// Whether the text also has the lines of `demand_paging_test`.
@@ -97,6 +100,7 @@ impl Default for DemandSetting {
             sample: Duration::from_millis(200),
             paging: Paging::All,
             readers: 1,
+            compare_readers: false,
             delay: Duration::ZERO,
             selftest_lines: false,
         }
@@ -115,6 +119,8 @@ impl DemandSetting {
     pub fn memory_on(&self, engine: Engine) -> u64 {
         self.memory_per_vcpu.unwrap_or(match engine {
             Engine::Soft => 16 << 20,
+            // Two userfaultfds need 4 MiB.
+            Engine::Kvm if self.compare_readers => 4 << 20,
             Engine::Kvm => 1 << 20,
         })
     }

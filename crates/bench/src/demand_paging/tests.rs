@@ -355,6 +355,31 @@ fn kvm_serves_events_with_several_readers() {
 }
 
 #[test]
+fn kvms_readers_are_compared_with_a_plain_loop() {
+    if no_kvm() {
+        return;
+    }
+    let setting = DemandSetting {
+        engines: vec![Engine::Kvm],
+        repeat: 1,
+        memory_per_vcpu: None,
+        compare_readers: true,
+        paging: Paging::Minor,
+        ..tiny(&[1])
+    };
+    if machine::has(Engine::Kvm, pageferry_machine::Delivery::Minor) {
+        let report = demand_paging(&setting, &mut |_| {}).unwrap();
+        let modes: Vec<_> = report.modes().iter().map(|(_, mode)| *mode).collect();
+        let compared = ["1 reader", "2 readers", "2 userfaultfds, 1 reader"];
+        assert_eq!(modes[0], "minor, plain loop");
+        assert_eq!(modes[1..], compared.map(|mode| format!("minor, {mode}")));
+        let text = report.to_string();
+        assert_eq!(text.matches(" x the plain loop").count(), 3, "{text}");
+        check_faults(&report);
+    }
+}
+
+#[test]
 fn kvm_pages_by_every_delivery_it_has() {
     if no_kvm() {
         return;

@@ -34,7 +34,7 @@ impl fmt::Display for DemandReport {
              Host memory is allocated before. A missing page is installed by copying 4 KiB. ns/touch: core time, including \
              the guest's\ninstructions. If there is a core for each vCPU, each is pinned to its own. p50, p99: microseconds \
              from a fault on a missing\npage to the same vCPU's next, as the serving threads see both; from a pass of \
-             its own; none with overlap.\nOne userfaultfd serves all vCPUs.",
+             its own; none with overlap.\nOne userfaultfd serves all vCPUs, unless a row says otherwise.",
             self.cores, self.seconds
         )?;
         if self.delay_us > 0 {
@@ -62,6 +62,7 @@ impl fmt::Display for DemandReport {
         for unmeasured in &self.unmeasured {
             writeln!(f, "Not measured: {}: {}.", unmeasured.what, unmeasured.why)?;
         }
+        self.write_readers(f)?;
         if self.tables {
             self.write_tables(f)?;
         }
@@ -78,7 +79,7 @@ impl DemandReport {
     fn write_cells(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "\n{:<6} {:<31} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>8} {:>8} {:>7} {:>3}",
+            "\n{:<6} {:<34} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>8} {:>8} {:>7} {:>3}",
             "engine",
             "missing pages",
             "vCPUs",
@@ -101,7 +102,7 @@ impl DemandReport {
             };
             writeln!(
                 f,
-                "{:<6} {:<31} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>8} {:>8} {:>7} {:>3}",
+                "{:<6} {:<34} {:>5} {:>10} {:>10} {:>21} {:>12} {:>10} {:>19} {:>8} {:>8} {:>7} {:>3}",
                 cell.engine,
                 cell.mode,
                 cell.vcpus,
@@ -120,6 +121,26 @@ impl DemandReport {
         Ok(())
     }
 
+    /// The rates of other readers in relation to the plain loop's.
+    fn write_readers(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for cell in &self.cells {
+            if let Some(plain) = self
+                .plain_loop(cell)
+                .filter(|plain| plain.mode != cell.mode)
+            {
+                writeln!(
+                    f,
+                    "{}, {}, {} vCPUs: {:.2} x the plain loop",
+                    cell.engine,
+                    cell.mode,
+                    cell.vcpus,
+                    cell.pages_per_s.median / plain.pages_per_s.median
+                )?;
+            }
+        }
+        Ok(())
+    }
+
     /// Pages per second and vCPU, by mode and number of vCPUs: a table for each engine.
     fn write_tables(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut above = "";
@@ -127,11 +148,11 @@ impl DemandReport {
             let cells = || self.of(engine, mode);
             if engine != above {
                 above = engine;
-                write!(f, "\n== {engine}: pages/s of each vCPU ==\n{:<34}", "vcpus")?;
+                write!(f, "\n== {engine}: pages/s of each vCPU ==\n{:<36}", "vcpus")?;
                 cells().try_for_each(|cell| write!(f, "{:>12}", cell.vcpus))?;
                 writeln!(f)?;
             }
-            write!(f, "  {mode:<32}")?;
+            write!(f, "  {mode:<34}")?;
             cells().try_for_each(|cell| write!(f, "{:>12.0}", cell.test_rate()))?;
             writeln!(f)?;
         }

@@ -1,6 +1,6 @@
 //! The ways to page that a run compares, and their samples.
 
-use super::missing::Serving;
+use super::missing::{Reading, Serving};
 use super::plan::Plan;
 use super::race::Race;
 use super::report::DemandReport;
@@ -11,6 +11,17 @@ use pageferry_machine::{Delivery, Engine};
 use std::sync::Arc;
 use std::time::Duration;
 
+/// The number of readers that stands for one for each vCPU.
+const EACH_VCPU: u32 = 0;
+
+/// The part of a way's name that says how many userfaultfds it has.
+fn shared_by(userfaultfds: u32) -> String {
+    match userfaultfds {
+        1 => String::new(),
+        more => format!(", {more} userfaultfds"),
+    }
+}
+
 /// One combination of engine, delivery, readers and locking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Way {
@@ -19,8 +30,7 @@ pub(crate) struct Way {
     pub(crate) delivery: Option<Delivery>,
     /// `None`: the kernel's own locking.
     pub(crate) scheme: Option<Scheme>,
-    /// The threads that read fault events; 0: one for each vCPU.
-    readers: u32,
+    pub(crate) reading: Reading,
 }
 
 impl Way {
@@ -30,17 +40,32 @@ impl Way {
             None => "no userfault".to_owned(),
             Some(delivery) => delivery.to_string(),
         };
-        let readers = match (self.has_readers(), self.readers) {
-            (false, _) => String::new(),
-            (true, 0) => ", a reader for each vCPU".into(),
-            (true, 1) => ", 1 reader".into(),
-            (true, readers) => format!(", {readers} readers"),
+        let readers = match self.reading {
+            _ if !self.has_readers() => String::new(),
+            Reading::Plain => ", plain loop".into(),
+            Reading::Streams {
+                userfaultfds,
+                readers: EACH_VCPU,
+            } => format!("{}, a reader for each vCPU", shared_by(userfaultfds)),
+            Reading::Streams {
+                userfaultfds,
+                readers: 1,
+            } => format!("{}, 1 reader", shared_by(userfaultfds)),
+            Reading::Streams {
+                userfaultfds,
+                readers,
+            } => format!("{}, {readers} readers", shared_by(userfaultfds)),
         };
         let scheme = match self.scheme {
             Some(Scheme::Serialised) => ", serialised MMU",
             _ => "",
         };
         format!("{pages}{readers}{scheme}")
+    }
+
+    /// The name of the way that reads events of `delivery` by a plain loop.
+    pub(super) fn plain_name(delivery: &str) -> String {
+        format!("{delivery}, plain loop")
     }
 
     /// Whether threads read events for most faults.
@@ -50,10 +75,27 @@ impl Way {
 
     /// The number of threads that read events of `vcpus` vCPUs; `None` if faults are exits.
     pub(crate) fn readers(self, vcpus: u32) -> Option<u32> {
-        self.has_readers().then_some(match self.readers {
-            0 => vcpus,
-            readers => readers,
+        self.has_readers().then_some(match self.reading_of(vcpus) {
+            Reading::Plain => 1,
+            Reading::Streams {
+                userfaultfds,
+                readers,
+            } => userfaultfds * readers,
         })
+    }
+
+    /// The threads for `vcpus` vCPUs.
+    fn reading_of(self, vcpus: u32) -> Reading {
+        match self.reading {
+            Reading::Streams {
+                userfaultfds,
+                readers: EACH_VCPU,
+            } => Reading::Streams {
+                userfaultfds,
+                readers: vcpus,
+            },
+            other => other,
+        }
     }
 
     /// One pass.
@@ -66,7 +108,7 @@ impl Way {
     ) -> Result<Race<()>, BenchError> {
         let serving = Serving {
             delay,
-            readers: self.readers(plan.vcpus()).unwrap_or(1),
+            reading: self.reading_of(plan.vcpus()),
             clock,
         };
         match (self.scheme, host) {
@@ -94,9 +136,16 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandR
         Engine::Soft => Scheme::ALL.map(Some).to_vec(),
         Engine::Kvm => vec![None],
     };
-    let readers: &[u32] = match setting.paging {
-        Paging::Tables => &[1, 0],
-        _ => &[setting.readers],
+    let streams = |userfaultfds, readers| Reading::Streams {
+        userfaultfds,
+        readers,
+    };
+    let readings = if setting.compare_readers {
+        vec![Reading::Plain, streams(1, 1), streams(1, 2), streams(2, 1)]
+    } else if setting.paging == Paging::Tables {
+        vec![streams(1, 1), streams(1, EACH_VCPU)]
+    } else {
+        vec![streams(1, setting.readers)]
     };
     let (mut ways, lacking) = (Vec::new(), report.unmeasured.len());
     for &delivery in deliveries.iter().filter(|&&one| setting.paging.has(one)) {
@@ -108,18 +157,15 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandR
             continue;
         }
         for &scheme in &schemes {
-            let way = |&readers| Way {
+            let way = |&reading| Way {
                 engine,
                 delivery,
                 scheme,
-                readers,
+                reading,
             };
-            let all = readers.iter().map(way);
-            ways.extend(all.take(if way(&1).has_readers() {
-                readers.len()
-            } else {
-                1
-            }));
+            let all = readings.iter().map(way);
+            let has_readers = way(&Reading::Plain).has_readers();
+            ways.extend(all.take(if has_readers { readings.len() } else { 1 }));
         }
     }
     // An engine may not know the wanted delivery at all.
@@ -247,15 +293,28 @@ mod tests {
 
     #[test]
     fn only_fault_events_have_readers() {
-        let way = |delivery, readers| Way {
+        let way = |delivery, reading| Way {
             engine: Engine::Kvm,
-            delivery,
+            delivery: Some(delivery),
             scheme: None,
+            reading,
+        };
+        let streams = |userfaultfds, readers| Reading::Streams {
+            userfaultfds,
             readers,
         };
-        assert_eq!(way(Some(Delivery::Minor), 0).readers(8), Some(8));
-        assert_eq!(way(Some(Delivery::Missing), 3).readers(8), Some(3));
-        assert_eq!(way(Some(Delivery::Poison), 3).readers(8), None);
-        assert_eq!(way(Some(Delivery::Minor), 3).name(), "minor, 3 readers");
+        let each = way(Delivery::Minor, streams(1, EACH_VCPU));
+        assert_eq!(each.readers(8), Some(8));
+        assert_eq!(each.name(), "minor, a reader for each vCPU");
+        assert_eq!(way(Delivery::Missing, streams(1, 3)).readers(8), Some(3));
+        let split = way(Delivery::Minor, streams(2, 3));
+        assert_eq!(split.readers(8), Some(6));
+        assert_eq!(split.name(), "minor, 2 userfaultfds, 3 readers");
+        assert_eq!(way(Delivery::Poison, streams(2, 3)).readers(8), None);
+        let plain = way(Delivery::Minor, Reading::Plain);
+        assert_eq!(
+            (plain.readers(8), plain.name()),
+            (Some(1), "minor, plain loop".into())
+        );
     }
 }

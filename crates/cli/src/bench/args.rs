@@ -130,6 +130,10 @@ pub(crate) struct DemandFlags {
     /// a reader for each vCPU
     #[arg(long, conflicts_with_all = ["model", "userfault", "kvm_userfault", "readers"])]
     pub(crate) matrix: bool,
+    /// Compare readers of fault events on kvm: a loop that reads one message at a time and never
+    /// spins, one reader that spins, two, and one for each of two userfaultfds
+    #[arg(long, conflicts_with_all = ["model", "matrix", "kvm_userfault", "readers"])]
+    pub(crate) compare_readers: bool,
     /// The options that only the kernel's test has.
     #[command(flatten)]
     pub(crate) selftest: SelftestFlags,
@@ -166,7 +170,7 @@ pub(crate) struct SelftestFlags {
         conflicts_with = "model"
     )]
     pub(crate) userfault: Option<Userfault>,
-    /// One userfaultfd for all vCPUs: always so here
+    /// One userfaultfd for all vCPUs: always so here, but with --compare-readers
     #[arg(short = 'a', long, conflicts_with = "model")]
     pub(crate) single_userfaultfd: bool,
     /// Threads that read fault events [default: 1]

@@ -85,6 +85,7 @@ fn setting(flags: &DemandFlags) -> Result<DemandSetting, Failure> {
         },
         paging: paging(flags)?,
         readers: selftest.readers.unwrap_or(default.readers),
+        compare_readers: flags.compare_readers,
         delay: Duration::from_micros(selftest.delay_us.unwrap_or(0)),
         selftest_lines: !flags.vcpus.is_empty()
             || flags.memory_per_vcpu.is_some()
@@ -145,6 +146,7 @@ mod tests {
             repeat: None,
             quick: false,
             matrix: false,
+            compare_readers: false,
             selftest: super::super::args::SelftestFlags::default(),
             model: false,
             total_memory: None,

@@ -109,6 +109,8 @@ fn options_that_do_not_fit_are_usage_errors() {
     refused(&["-s", "anonymous"], "use shmem");
     refused(&["-u", "missing", "-k"], "leave out -u missing");
     refused(&["--matrix", "-r", "2"], "cannot be used with");
+    refused(&["--compare-readers", "-r", "2"], "cannot be used with");
+    refused(&["-r", "0"], "0 is not in 1..=1024");
     let minor = tiny(&["--engine", "soft", "-u", "minor"]);
     pageferry(&minor).assert_failed(4, "fault delivery 'minor' is not available");
 }

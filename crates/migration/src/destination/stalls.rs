@@ -172,3 +172,24 @@ impl Stalls {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_second_event_of_a_page_opens_no_second_fault() {
+        let stalls = Stalls::new(1);
+        let (page, other) = (RamPage(7), RamPage(8));
+        assert!(stalls.open(page, 1));
+        assert!(!stalls.open(page, 2), "another thread has opened it");
+        assert!(stalls.open(other, 3));
+        stalls.cancel(other);
+        assert!(stalls.any_open());
+        stalls.close(RamPage(0), 16);
+        assert!(!stalls.any_open());
+        let (histogram, faults, ..) = stalls.collect();
+        assert_eq!(histogram.len(), 1);
+        assert_eq!((faults[0].page, faults[0].at_ns), (page, 1));
+    }
+}

@@ -6,7 +6,7 @@ use super::shared::VmShared;
 use super::slots::KvmSlot;
 use crate::translate::Translator;
 use crate::{FaultEvent, FaultEvents, MachineError};
-use pageferry_userfault::uffd::{Event, EventReader, Userfaultfd};
+use pageferry_userfault::uffd::{Event, EventReader, PageFault, Userfaultfd};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -52,23 +52,62 @@ impl FaultEvents for Events {
                 .reader
                 .try_next(uffd(&self.shared, self.part))
                 .map_err(|e| MachineError::os("cannot read events of userfaultfd", e))?;
-            match event {
-                None => return Ok(None),
-                Some(Event::PageFault(fault)) => {
-                    if let Some(page) = self.translator.page_at_hva(fault.address) {
-                        return Ok(Some(FaultEvent {
-                            page,
-                            write: fault.write,
-                        }));
-                    }
-                }
-                Some(other) => {
-                    return Err(MachineError::os(
-                        "userfaultfd sent an event that was not requested",
-                        io::Error::other(format!("{other:?}")),
-                    ));
-                }
+            let Some(event) = event else {
+                return Ok(None);
+            };
+            let fault = page_fault(event)?;
+            if let Some(page) = self.translator.page_at_hva(fault.address) {
+                return Ok(Some(FaultEvent {
+                    page,
+                    write: fault.write,
+                }));
             }
+        }
+    }
+}
+
+/// The page fault of an event. No other events are requested: nothing moves, unmaps or removes the
+/// guest's mapping, and a forked child does not get it registered.
+fn page_fault(event: Event) -> Result<PageFault, MachineError> {
+    match event {
+        Event::PageFault(fault) => Ok(fault),
+        other => Err(MachineError::os(
+            "userfaultfd sent an event that was not requested (expected page faults only)",
+            io::Error::other(format!("{other:?}")),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pageferry_addr::Hva;
+    use pageferry_userfault::uffd::Features;
+
+    #[test]
+    fn events_that_were_not_requested_are_refused_with_a_sentence() {
+        let (start, end) = (Hva(0x1000), Hva(0x3000));
+        let mut events = vec![
+            Event::Remove { start, end },
+            Event::Unmap { start, end },
+            Event::Remap {
+                from: start,
+                to: end,
+                len: 0x1000,
+            },
+        ];
+        match Userfaultfd::open_user_mode_only(Features::empty()) {
+            Ok(child) => events.push(Event::Fork { child }),
+            Err(why) => {
+                pageferry_testkit::skip("uffd", why);
+            }
+        }
+        for event in events {
+            let name = format!("{event:?}");
+            let name = name.split(' ').next().unwrap();
+            let said = page_fault(event).unwrap_err().to_string();
+            assert!(said.contains("expected page faults only"), "{said}");
+            assert!(said.contains(name), "{said}");
         }
     }
 }

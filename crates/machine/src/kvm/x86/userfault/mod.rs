@@ -4,8 +4,8 @@
 //! mapped then, and every first touch of a page faults. The missing bitmap is the caller's. This
 //! module reads it, and never writes it. A thread that installs a page clears its bit *afterwards*.
 //!
-//! The mapping is registered with one or more userfaultfds (`watch`). The streams of their events
-//! have one reader each. Any thread may install any page.
+//! The mapping is registered with one or more userfaultfds (`watch`). Each stream of their events
+//! has one reader. Any thread may install any page.
 //!
 //! **Minor** and **Poison**: the mapping is registered for minor and missing faults. A touch of a
 //! page in the page cache is a minor fault, and a touch of a hole a missing one. Both sleep and
