@@ -64,6 +64,7 @@ impl Child {
             .args(["receive", "--listen", "127.0.0.1:0", "--control"])
             .arg(&control)
             .args(["--delivery", delivery])
+            .args(["--backing", args.backing.backing.name()])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .stdin(Stdio::null())
