@@ -4,7 +4,7 @@ use crate::bench::BenchArgs;
 use crate::exit::TABLE;
 use crate::size;
 use clap::{Args, Parser, Subcommand};
-use pageferry_machine::{ArmOptions, Delivery, EngineChoice, MAX_VCPUS};
+use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
 use std::path::PathBuf;
 
@@ -116,6 +116,19 @@ pub(crate) struct MachineArgs {
     pub(crate) engine: EngineChoice,
 }
 
+/// The user's choice of the memory behind a guest.
+#[derive(Debug, Args)]
+pub(crate) struct BackingArgs {
+    /// Host memory behind the guest: shmem; shmem-thp (huge pages requested); hugetlb-2m or
+    /// hugetlb-1g (huge pages of the host's pool). Source and destination may differ
+    #[arg(
+        long,
+        default_value_t,
+        value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g"
+    )]
+    pub(crate) backing: Backing,
+}
+
 /// The fault delivery that the user chose; `None` for `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DeliveryChoice(pub(crate) Option<Delivery>);
@@ -177,6 +190,8 @@ pub(crate) struct DemoArgs {
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
     #[command(flatten)]
+    pub(crate) backing: BackingArgs,
+    #[command(flatten)]
     pub(crate) delivery: DeliveryArgs,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
@@ -198,6 +213,8 @@ pub(crate) struct DemoArgs {
 pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
+    #[command(flatten)]
+    pub(crate) backing: BackingArgs,
     /// Path of the control socket (mode 0600) for migrate, status, pause, resume, verify and quit
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: PathBuf,
@@ -212,6 +229,8 @@ pub(crate) struct ReceiveArgs {
     /// Path of the VM's control socket (mode 0600)
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) backing: BackingArgs,
     #[command(flatten)]
     pub(crate) delivery: DeliveryArgs,
     /// Allocate memory only when pages arrive. This saves memory, and makes each stall longer
@@ -293,6 +312,7 @@ mod tests {
         assert_eq!((demo.machine.vcpus, demo.machine.memory), (4, 512 << 20));
         assert_eq!(demo.machine.engine, EngineChoice::Auto);
         assert_eq!(demo.delivery.delivery, DeliveryChoice(None));
+        assert_eq!(demo.backing.backing, Backing::Shmem);
         assert_eq!(demo.source.precopy_passes, 1);
     }
 }

@@ -20,7 +20,7 @@ pub(crate) enum Exit {
     Usage = 2,
     /// The chosen engine does not run here.
     Engine = 3,
-    /// userfaultfd, or the chosen fault delivery, is not available.
+    /// userfaultfd, the chosen fault delivery or the chosen backing is not available.
     Delivery = 4,
     /// The address or the socket is in use, or cannot be listened on.
     Address = 5,
@@ -53,7 +53,7 @@ Exit codes:
    1  verification failed: the guest or the host found a wrong page
    2  wrong flags, sizes or files
    3  the engine asked for does not run on this host
-   4  userfaultfd is not permitted, or the fault delivery asked for is not there
+   4  userfaultfd is not permitted, or the fault delivery or backing asked for is not there
    5  the address or socket is in use or cannot be listened on
    6  the address refuses connections or cannot be reached
    7  the peer speaks another protocol, another version, or sent damaged data
@@ -167,7 +167,7 @@ pub(crate) fn of_machine(error: &MachineError) -> Exit {
             Exit::Usage
         }
         MachineError::EngineUnavailable(_) => Exit::Engine,
-        MachineError::NoDelivery(_) => Exit::Delivery,
+        MachineError::NoDelivery(_) | MachineError::NoBacking(_) => Exit::Delivery,
         MachineError::Guest { .. } => Exit::Guest,
         MachineError::BadState(_) => Exit::Protocol,
         _ => Exit::Internal,

@@ -13,7 +13,7 @@ use crate::report::{Conditions, Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::size;
-use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_host_memory};
+use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
 use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::{Stranger, refuse_callers};
@@ -34,6 +34,8 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     if let Some(parent) = args.child_of {
         end_with(parent)?;
     }
+    // A host that lacks the backing takes no VM at all.
+    args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();
     let server = match &args.control {
         Some(path) => Some(ControlServer::start(
@@ -268,11 +270,12 @@ fn build(incoming: &Incoming, args: &ReceiveArgs) -> Result<(Arc<Vm>, Arc<Resolv
     };
     check_limits(incoming.offer(), args)?;
     let guest = GuestDescription::of_offer(incoming.offer())?;
-    check_host_memory(guest.memory_bytes, 1).map_err(refused)?;
+    let backing = args.backing.backing;
+    check_backing(backing, guest.memory_bytes, 1).map_err(refused)?;
     let resolver = Resolver::new();
     // No probe VM is run first: beside a busy source on the same host it could exceed its time
     // limit.
-    let vm = Vm::create(&guest, Some(Arc::clone(&resolver))).map_err(|failure| {
+    let vm = Vm::create(&guest, backing, Some(Arc::clone(&resolver))).map_err(|failure| {
         let why = pageferry_machine::select(EngineChoice::Only(guest.engine())).err();
         match why.map(Failure::from) {
             Some(why) if why.exit == Exit::Engine => {
@@ -321,7 +324,9 @@ fn take_in(
     match wait(host, &outcome, &stop, feed, stops)? {
         Ok(report) => {
             let workload = vm.workload();
-            host.set_received(Received::new(&report, |page| workload.is_data(page)));
+            host.set_received(Received::new(&report, vm.backing(), |page| {
+                workload.is_data(page)
+            }));
             if args.corrupt_page {
                 corrupt(host, &vm)?;
             }

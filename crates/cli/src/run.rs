@@ -7,7 +7,7 @@ use crate::host::{Activity, Ended, Host, HostService};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::size;
-use crate::vm::{GuestDescription, Vm, check_host_memory};
+use crate::vm::{GuestDescription, Vm, check_backing};
 use std::sync::Arc;
 
 /// Runs a VM until it has left or somebody asks for its end.
@@ -18,10 +18,11 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let (engine, because) = pageferry_machine::select(args.machine.engine)?;
     let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
     guest.workload()?;
-    check_host_memory(guest.memory_bytes, 1)?;
+    let backing = args.backing.backing;
+    check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
     let server = ControlServer::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
-    let vm = Arc::new(Vm::create(&guest, None)?);
+    let vm = Arc::new(Vm::create(&guest, backing, None)?);
     vm.boot()?;
     host.set_vm(Some(&vm));
     host.set_activity(Activity::Here);

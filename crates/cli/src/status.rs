@@ -108,9 +108,10 @@ fn table(status: &Value) -> String {
         row(
             "machine",
             format!(
-                "{} vCPUs, {}, on {engine}",
+                "{} vCPUs, {} of {}, on {engine}",
                 text(&status["vcpus"]),
-                human(memory)
+                human(memory),
+                text(&status["backing"])
             ),
         );
     }

@@ -66,6 +66,7 @@ impl Child {
             .args(["--delivery", delivery])
             .args(["--userfaultfds", &args.delivery.userfaultfds.to_string()])
             .args(["--fault-readers", &args.delivery.fault_readers.to_string()])
+            .args(["--backing", args.backing.backing.name()])
             .args(["--child-of", &std::process::id().to_string()])
             .args(args.corrupt_page.then_some("--corrupt-page"))
             .stdin(Stdio::null())

@@ -14,7 +14,7 @@ use crate::progress::{Display, Feed};
 use crate::report::{self, Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, Vm, check_host_memory, engine_that_receives};
+use crate::vm::{GuestDescription, Vm, check_backing, engine_that_receives};
 use child::Child;
 use pageferry_migration::{Observer, Phase, SourceReport, SourceVm};
 use serde_json::Value;
@@ -97,9 +97,10 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     };
     let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
     guest.workload()?;
-    check_host_memory(guest.memory_bytes, 2)?;
+    let backing = args.backing.backing;
+    check_backing(backing, guest.memory_bytes, 2)?;
     feed.step(format!("start on {engine}"));
-    let vm = Arc::new(Vm::create(&guest, None)?);
+    let vm = Arc::new(Vm::create(&guest, backing, None)?);
     vm.check_delivery(args.delivery.options())?;
     let mut child = Child::start(args, engine, interrupts)?;
     vm.boot()?;
@@ -107,7 +108,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     warm_up(&vm, feed, interrupts)?;
 
     let sent = move_away(&vm, &child, args, feed, interrupts)?;
-    let sent = Sent::new(&sent, sampler.samples());
+    let sent = Sent::new(&sent, backing, sampler.samples());
     drop(sampler);
 
     child.wait_until_here(interrupts)?;

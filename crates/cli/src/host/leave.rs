@@ -52,7 +52,7 @@ impl Host {
                     engine: vm.engine().name().into(),
                     vcpus: vm.vcpus(),
                     memory_bytes: vm.memory_bytes(),
-                    sent: Some(Sent::new(&sent, samples)),
+                    sent: Some(Sent::new(&sent, vm.backing(), samples)),
                     received: None,
                     verified: None,
                     conditions: Conditions {

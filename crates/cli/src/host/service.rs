@@ -143,6 +143,7 @@ impl Host {
             "delivery_because": delivery.as_ref().map(|d| &d.because),
             "vcpus": vm.map(|vm| vm.vcpus()),
             "memory_bytes": vm.map(|vm| vm.memory_bytes()),
+            "backing": vm.map(|vm| vm.backing().name()),
             "allocated_bytes": self.allocated(),
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),

@@ -3,7 +3,33 @@
 use super::{Finding, Grade};
 use crate::memory;
 use crate::size::human;
+use pageferry_machine::Backing;
 use std::fs;
+
+/// The kinds of memory for guests.
+pub(super) fn backings() -> Finding {
+    let lacks: Vec<String> = (Backing::ALL.into_iter())
+        .filter_map(|backing| {
+            let why = backing.check(backing.page_size().bytes()).err()?;
+            Some(why.to_string())
+        })
+        .collect();
+    let has: Vec<&str> = (Backing::ALL.into_iter())
+        .filter(|backing| backing.check(backing.page_size().bytes()).is_ok())
+        .map(Backing::name)
+        .collect();
+    Finding {
+        name: "backings",
+        state: if lacks.is_empty() {
+            Grade::Good
+        } else {
+            Grade::Limited
+        },
+        found: has.join(", "),
+        means: "--backing takes these".into(),
+        advice: (!lacks.is_empty()).then(|| lacks.join("; ")),
+    }
+}
 
 /// Pools of hugetlb pages.
 pub(super) fn huge_pages() -> Finding {
@@ -45,9 +71,7 @@ pub(super) fn huge_pages() -> Finding {
         } else {
             list.join(", ")
         },
-        means:
-            "this version backs guest memory with 4 KiB pages; nothing is lost without huge ones"
-                .into(),
+        means: "they back guest memory with --backing hugetlb-2m or hugetlb-1g".into(),
         advice: None,
     }
 }

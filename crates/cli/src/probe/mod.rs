@@ -77,6 +77,7 @@ pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
         kernel::kvm_userfault(),
         kernel::privileges(),
         kernel::memfd(),
+        hardware::backings(),
         hardware::huge_pages(),
         hardware::transparent_huge_pages(),
         hardware::cores(),
@@ -180,6 +181,7 @@ mod tests {
             kernel::userfaultfd(),
             kernel::kvm_userfault(),
             kernel::memfd(),
+            hardware::backings(),
             hardware::huge_pages(),
         ] {
             assert!(

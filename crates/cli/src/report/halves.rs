@@ -4,6 +4,7 @@ use super::stalls::Stalls;
 use crate::memory::Overhead;
 use crate::sampler::Sample;
 use pageferry_addr::RamPage;
+use pageferry_machine::Backing;
 use pageferry_migration::{DestinationReport, PageCounts, PhaseStart, SourceReport};
 use serde::{Deserialize, Serialize};
 
@@ -84,6 +85,8 @@ pub(crate) struct Sent {
     pub(crate) background_ns: u64,
     /// Pages and nanoseconds of each pre-copy pass.
     pub(crate) passes: Vec<(u64, u64)>,
+    /// The kind of host memory behind the VM at the source.
+    pub(crate) backing: String,
     /// The source process's memory beyond guest memory, in bytes.
     pub(crate) overhead_bytes: u64,
     /// The guest's progress.
@@ -92,7 +95,7 @@ pub(crate) struct Sent {
 
 impl Sent {
     /// The record of the source's report and of the samples taken meanwhile.
-    pub(crate) fn new(report: &SourceReport, samples: Vec<Sample>) -> Self {
+    pub(crate) fn new(report: &SourceReport, backing: Backing, samples: Vec<Sample>) -> Self {
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
             total_ns: report.total_ns,
@@ -105,6 +108,7 @@ impl Sent {
             background_bytes: report.background_bytes,
             background_ns: report.background_ns,
             passes: report.passes.clone(),
+            backing: backing.name().into(),
             overhead_bytes: Overhead::now().total(),
             samples,
         }
@@ -134,6 +138,8 @@ pub(crate) struct Received {
     pub(crate) pages: Pages,
     /// Pages missing at the start.
     pub(crate) missing_at_start: u64,
+    /// The kind of host memory behind the VM at the destination.
+    pub(crate) backing: String,
     /// The destination process's memory beyond guest memory, in bytes.
     pub(crate) overhead_bytes: u64,
     /// The guest's progress.
@@ -143,7 +149,11 @@ pub(crate) struct Received {
 impl Received {
     /// The record of the destination's report. `is_data` separates the guest's data from its code
     /// and tables.
-    pub(crate) fn new(report: &DestinationReport, is_data: impl Fn(RamPage) -> bool) -> Self {
+    pub(crate) fn new(
+        report: &DestinationReport,
+        backing: Backing,
+        is_data: impl Fn(RamPage) -> bool,
+    ) -> Self {
         let pairs = report
             .stalls
             .iter_recorded()
@@ -159,6 +169,7 @@ impl Received {
             local_faults: report.local_faults,
             pages: report.pages.into(),
             missing_at_start: report.missing_at_start,
+            backing: backing.name().into(),
             overhead_bytes: Overhead::now().total(),
             samples: Vec::new(),
         }

@@ -33,6 +33,10 @@ pub(super) fn show(report: &Report) -> Value {
         "background_bytes_per_s": report.background_throughput(),
         "phases": phases(report),
         "passes": sent.map(|s| s.passes.iter().map(|&(pages, ns)| json!({"pages": pages, "ms": ns as f64 / MS})).collect::<Vec<_>>()),
+        "backing": {
+            "source": sent.map(|s| &s.backing),
+            "destination": received.map(|r| &r.backing),
+        },
         "overhead_bytes": {
             "source": sent.map(|s| s.overhead_bytes),
             "destination": received.map(|r| r.overhead_bytes),

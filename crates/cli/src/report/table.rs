@@ -41,6 +41,22 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         "machine",
         format!("{} vCPUs, {}", report.vcpus, human(report.memory_bytes)),
     );
+    let backings: Vec<String> = [
+        report
+            .sent
+            .as_ref()
+            .map(|s| format!("source {}", s.backing)),
+        report
+            .received
+            .as_ref()
+            .map(|r| format!("destination {}", r.backing)),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if !backings.is_empty() {
+        row("backing", backings.join(", "));
+    }
     row("link", report.conditions.link.clone());
     if let Some(ms) = report.total_ms() {
         row("total time", time(ms * 1e3));

@@ -12,7 +12,7 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
 use pageferry_machine::{
-    ArmOptions, DeliveryInUse, Engine, EngineChoice, MachineSpec, VcpuThreads,
+    ArmOptions, Backing, DeliveryInUse, Engine, EngineChoice, MachineSpec, RamLayout, VcpuThreads,
 };
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
@@ -48,16 +48,17 @@ impl Vm {
     /// pages.
     ///
     /// # Errors
-    /// [`Exit::Usage`] for impossible sizes, [`Exit::Engine`] if the engine does not run here.
+    /// [`Exit::Usage`] for impossible sizes, [`Exit::Engine`] if the engine does not run here,
+    /// [`Exit::Delivery`] if this host lacks the backing.
     pub(crate) fn create(
         guest: &GuestDescription,
+        backing: Backing,
         resolver: Option<Arc<Resolver>>,
     ) -> Result<Self, Failure> {
         let workload = guest.workload()?;
         let spec = MachineSpec {
-            vcpus: guest.vcpus,
-            memory_bytes: guest.memory_bytes,
-            backing: pageferry_machine::Backing::default(),
+            backing,
+            ..MachineSpec::new(guest.vcpus, guest.memory_bytes)
         };
         let faults = resolver.map(|resolver| resolver as _);
         let inner = pageferry_harness::Vm::create(guest.engine(), spec, faults)?;
@@ -82,6 +83,11 @@ impl Vm {
     /// The delivery of faults on missing pages, if it was received.
     pub(crate) fn delivery(&self) -> Option<DeliveryInUse> {
         self.inner.machine.delivery()
+    }
+
+    /// The kind of host memory behind it.
+    pub(crate) fn backing(&self) -> Backing {
+        self.inner.machine.ram().backing()
     }
 
     /// Its threads.
@@ -146,13 +152,18 @@ impl Vm {
         let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
         let message = match wanted {
+            _ if usable.is_empty() && !deliveries_of(self.engine()).is_empty() => format!(
+                "this host delivers no faults of KVM guests on memory of {}, which takes Linux 5.18: use --backing shmem",
+                self.backing()
+            ),
             _ if usable.is_empty() => "this host delivers no faults of KVM guests: userfaultfd is needed and not \
                 permitted; run as root, set the sysctl vm.unprivileged_userfaultfd=1, or use --engine soft \
                 (`pageferry probe` says more)"
                 .into(),
             Some(wanted) if !usable.contains(&wanted) => format!(
-                "fault delivery {wanted} is not available for a VM on {} here: use {} (`pageferry probe` says why)",
+                "fault delivery {wanted} is not available for a VM on {} with backing {} here: use {} (`pageferry probe` says why)",
                 self.engine(),
+                self.backing(),
                 names.join(", ")
             ),
             _ => return Ok(()),
@@ -207,6 +218,28 @@ impl From<BootError> for Failure {
             BootError::Outside(_) => Self::new(Exit::Internal, error.to_string()),
         }
     }
+}
+
+/// Checks that the host has `machines` times `memory_bytes` of the backing, and that the memory is
+/// a multiple of its page.
+///
+/// # Errors
+/// [`Exit::Usage`] for a wrong size or when the host has too little memory, [`Exit::Delivery`] when
+/// it lacks the backing or its pool is too small.
+pub(crate) fn check_backing(
+    backing: Backing,
+    memory_bytes: u64,
+    machines: u64,
+) -> Result<(), Failure> {
+    let usage = |e: pageferry_machine::LayoutError| Failure::new(Exit::Usage, e.to_string());
+    let layout = RamLayout::for_memory(memory_bytes).map_err(usage)?;
+    backing.check_layout(&layout).map_err(usage)?;
+    backing.check(memory_bytes.saturating_mul(machines))?;
+    // Pages of a pool are not among the host's available memory.
+    if backing.is_hugetlb() {
+        return Ok(());
+    }
+    check_host_memory(memory_bytes, machines)
 }
 
 /// Checks that the host has room for `machines` machines of `memory_bytes` bytes.

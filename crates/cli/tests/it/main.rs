@@ -1,6 +1,7 @@
 //! All integration tests of the command line.
 
 mod architecture;
+mod backings;
 #[cfg(feature = "bench")]
 mod bench_demand_paging;
 #[cfg(feature = "bench")]

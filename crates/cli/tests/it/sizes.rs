@@ -75,7 +75,7 @@ fn more_userfaultfds_than_memory_has_ranges_are_refused() {
         "--userfaultfds",
         "9",
     ];
-    let why = "cannot serve this RAM by 9 userfaultfds: expected 1 to 8 (2 MiB for each";
+    let why = "cannot serve this RAM by 9 userfaultfds: expected 1 to 8 (each serves whole";
     pageferry(&args).assert_failed(2, why);
 }
 

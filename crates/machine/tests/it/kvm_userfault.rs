@@ -584,7 +584,8 @@ fn more_userfaultfds_than_ranges_and_no_readers_are_refused() {
         let refused = vm.arm_userfault(Arc::clone(&missing), options).map(drop);
         refused.unwrap_err().to_string()
     };
-    let counts = "expected 1 to 3 (2 MiB for each at least, and 64 at most)";
+    let counts =
+        "expected 1 to 3 (each serves whole host pages, at least 2 MiB, and 64 is the limit)";
     for wrong in [0, 4] {
         let said = refused(wrong, 1);
         assert_eq!(
