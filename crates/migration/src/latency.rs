@@ -34,7 +34,7 @@ const SCHED_OTHER: u32 = 0;
 
 /// Requests short slices for the calling thread if it has the ordinary policy. A refusal by the
 /// kernel costs only latency.
-pub(crate) fn prefer_short_slices() {
+pub fn prefer_short_slices() {
     let mut attr = SchedAttr::default();
     // SAFETY: the kernel writes at most the 48 bytes announced, to a live structure of that size.
     // Thread 0 is the calling thread.

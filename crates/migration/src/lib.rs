@@ -42,6 +42,7 @@ pub use destination::{
     DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer, Resolver,
 };
 pub use error::MigrationError;
+pub use latency::prefer_short_slices;
 pub use link::URGENT_SPIN_MICROS;
 pub use phase::{Observer, Phase, Unobserved};
 pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};

@@ -17,8 +17,8 @@ use pageferry_harness::{deliveries_of, start_of, write_image};
 use pageferry_machine::{
     ArmOptions, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
 };
-use pageferry_migration::FAULT_SPIN;
 use pageferry_migration::channel::Spinner;
+use pageferry_migration::{FAULT_SPIN, prefer_short_slices};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::BorrowedFd;
@@ -158,6 +158,7 @@ fn serve(
     install: &dyn Fn(RamPage) -> Result<(), BenchError>,
     done: &AtomicBool,
 ) -> Result<(), BenchError> {
+    prefer_short_slices();
     let mut spinner = Spinner::new(FAULT_SPIN);
     while !done.load(Ordering::Acquire) {
         if let Some(event) = events.next()? {
