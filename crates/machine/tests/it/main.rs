@@ -1,5 +1,6 @@
 //! The engines' integration tests: `/dev/kvm` (`kvm_*`), and the rest.
 
+mod access;
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty;
 #[cfg(target_arch = "x86_64")]
@@ -32,6 +33,7 @@ mod kvm_slot_changes;
 mod kvm_userfault;
 #[cfg(target_arch = "x86_64")]
 mod kvm_userfault_flag;
+mod place;
 #[cfg(target_arch = "x86_64")]
 mod raw;
 mod soft_move;

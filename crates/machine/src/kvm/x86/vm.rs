@@ -146,7 +146,7 @@ fn new_vm(
     for region in ram.layout().regions() {
         slots.create_ram(&vm, &ram, region)?;
     }
-    let dirty = DirtyLog::try_new(manual, ram.pages())?;
+    let dirty = DirtyLog::new(manual);
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {
@@ -212,7 +212,10 @@ impl Machine for KvmMachine {
             },
             None => trial::choose(self.0.vcpus)?,
         };
-        self.0.faults.arm(&self.0, missing, in_use, forced)?;
+        let vm = &self.0;
+        vm.ram.gate.arm(&missing, || {
+            vm.faults.arm(vm, Arc::clone(&missing), in_use, forced)
+        })?;
         Ok(Some(Box::new(Events::new(Arc::clone(&self.0)))))
     }
 
@@ -232,7 +235,9 @@ impl Machine for KvmMachine {
     }
 
     fn begin_postcopy(&self) -> Result<(), MachineError> {
-        self.0.faults.begin_postcopy(&self.0.ram)
+        self.0.faults.begin_postcopy(&self.0.ram)?;
+        self.0.ram.gate.begin();
+        Ok(())
     }
 
     fn assist_postcopy(
@@ -244,7 +249,9 @@ impl Machine for KvmMachine {
     }
 
     fn disarm_userfault(&self) -> Result<(), MachineError> {
-        self.0.faults.disarm(&self.0)
+        self.0.faults.disarm(&self.0)?;
+        self.0.ram.gate.begin();
+        Ok(())
     }
 
     fn abandon(&self) {
