@@ -38,6 +38,8 @@
 mod access;
 mod choice;
 mod delivery;
+#[cfg(feature = "vm-memory")]
+mod devices;
 mod engine;
 mod error;
 mod fault_events;
@@ -55,6 +57,8 @@ mod written;
 pub use access::{AccessError, At, Fetch, Frozen};
 pub use choice::{create, select};
 pub use delivery::{Delivery, DeliveryInUse, DeliveryTrial};
+#[cfg(feature = "vm-memory")]
+pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};

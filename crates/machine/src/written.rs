@@ -13,6 +13,8 @@
 //! harvests.
 
 use core::ops::Range;
+#[cfg(feature = "vm-memory")]
+use pageferry_addr::RamPage;
 use pageferry_userfault::{OutOfMemory, PageBitmap};
 
 /// The pages that the VMM wrote since the last harvest.
@@ -26,6 +28,12 @@ impl WriteLog {
     /// Marks pages whose bytes have been written (page indices).
     pub(crate) fn mark(&self, pages: Range<u64>) {
         self.0.set_range(pages.start as usize..pages.end as usize);
+    }
+
+    /// Whether the page is marked.
+    #[cfg(feature = "vm-memory")]
+    pub(crate) fn is_marked(&self, page: RamPage) -> bool {
+        self.0.test(page)
     }
 
     /// Forgets all marks, when a log begins.
