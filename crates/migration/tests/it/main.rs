@@ -7,6 +7,7 @@ mod failures_source;
 mod move_vm;
 mod scripted;
 mod support;
+mod vmm_access;
 mod wire_channel;
 mod wire_common;
 mod wire_handshake;
