@@ -45,6 +45,12 @@ pub enum BenchError {
     Busy(String),
 }
 
+impl From<pageferry_machine::AccessError> for BenchError {
+    fn from(error: pageferry_machine::AccessError) -> Self {
+        Self::Machine(error.into())
+    }
+}
+
 impl BenchError {
     /// A vCPU left its guest by an exit that the guest's program never causes.
     pub(crate) fn unexpected_exit(exit: &impl std::fmt::Debug) -> Self {

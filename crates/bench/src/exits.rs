@@ -86,7 +86,7 @@ pub(crate) fn exit_and_resume(
     let pages = vm.machine.ram().pages();
     vm.machine.ram().allocate()?;
     let data = program.memory_map().data();
-    fill(&vm, data.clone());
+    fill(&vm, data.clone())?;
     vm.load(program.program())?;
     let missing = Arc::new(PageBitmap::new(pages as usize));
     missing.set_range(data.start as usize..data.end as usize);

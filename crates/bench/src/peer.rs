@@ -169,7 +169,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         Guest::Toucher | Guest::Quiet => {
             let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
             let program = toucher(engine, memory_bytes, pages)?;
-            fill(&vm, 0..vm.machine.ram().pages());
+            fill(&vm, 0..vm.machine.ram().pages())?;
             vm.load(program.program())?;
         }
     }

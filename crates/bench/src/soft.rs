@@ -56,9 +56,8 @@ fn rate(vcpus: u32) -> Result<f64, BenchError> {
     let done = || -> Result<u64, BenchError> {
         (0..vcpus).try_fold(0, |sum, vcpu| {
             let mut page = [0; 4096];
-            vm.machine
-                .ram()
-                .read(workload.control_page(vcpu), &mut page);
+            let ram = vm.machine.ram();
+            ram.try_read(workload.control_page(vcpu), &mut page)?;
             Ok(sum + Control::parse(&page)?.done)
         })
     };

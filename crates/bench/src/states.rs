@@ -123,7 +123,7 @@ fn claim_all(pages: usize, threads: usize, ram: Option<&HostRam>) -> Result<Dura
             let claim = states.claim_around(page, at..at + AROUND, |first, pages| {
                 if let Some(ram) = ram {
                     (0..pages as u64)
-                        .for_each(|page| ram.ram().write(RamPage(first.0 + page), &BYTES));
+                        .for_each(|page| ram.placing().write(RamPage(first.0 + page), &BYTES));
                 }
                 installed += states.arrive(first, pages).requested;
             });

@@ -44,19 +44,23 @@ pub(crate) fn create(
 }
 
 /// Fills `pages` of a VM with bytes that are not all zero.
-pub(crate) fn fill(vm: &Vm, pages: Range<u64>) {
+///
+/// # Errors
+/// When a page is missing.
+pub(crate) fn fill(vm: &Vm, pages: Range<u64>) -> Result<(), BenchError> {
     let mut bytes = [0x5a; 4096];
     for page in pages {
         bytes[8..16].copy_from_slice(&page.to_le_bytes());
-        vm.machine.ram().write(RamPage(page), &bytes);
+        vm.machine.ram().try_write(RamPage(page), &bytes)?;
     }
+    Ok(())
 }
 
 impl From<BootError> for BenchError {
     fn from(error: BootError) -> Self {
         match error {
             BootError::Machine(error) => error.into(),
-            BootError::Outside(_) => Self::Setting(error.to_string()),
+            BootError::Memory(error) => error.into(),
         }
     }
 }

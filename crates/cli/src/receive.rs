@@ -400,8 +400,8 @@ fn wait(
 /// For tests: changes a page, and has the host verify before the guest can repair anything.
 fn corrupt(host: &Host, vm: &Vm) -> Result<(), Failure> {
     vm.threads().pause(PAUSE_LIMIT)?;
-    vm.corrupt_a_page();
-    host.set_earlier(Verified::new(&vm.verify_paused()));
+    vm.corrupt_a_page()?;
+    host.set_earlier(Verified::new(&vm.verify_paused()?));
     vm.threads().resume();
     Ok(())
 }

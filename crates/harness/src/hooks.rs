@@ -20,12 +20,6 @@ pub trait Faults: Send + Sync {
 
     /// Wakes vCPUs that wait for a page, since a pause begins.
     fn pausing(&self) {}
-
-    /// Whether `page` has not arrived yet.
-    fn is_missing(&self, page: RamPage) -> bool {
-        let _ = page;
-        false
-    }
 }
 
 impl Faults for Resolver {
@@ -41,10 +35,6 @@ impl Faults for Resolver {
 
     fn pausing(&self) {
         Self::pausing(self);
-    }
-
-    fn is_missing(&self, page: RamPage) -> bool {
-        Self::is_missing(self, page)
     }
 }
 
@@ -77,13 +67,6 @@ impl Hooks {
     #[must_use]
     pub fn errors(&self) -> u32 {
         self.errors.load(Ordering::SeqCst)
-    }
-
-    /// Whether `page` has not arrived yet.
-    #[must_use]
-    pub fn is_missing(&self, page: RamPage) -> bool {
-        let faults = self.faults.as_ref();
-        faults.is_some_and(|faults| faults.is_missing(page))
     }
 }
 

@@ -1,13 +1,13 @@
 //! A machine, its threads and its hooks.
 
 use crate::hooks::{Faults, Hooks};
-use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu, VcpuThreads,
+    AccessError, Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu,
+    VcpuThreads,
 };
 use pageferry_migration::RunningVm;
-use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -38,9 +38,9 @@ pub enum BootError {
     /// The engine refused the start state.
     #[error(transparent)]
     Machine(#[from] MachineError),
-    /// The program is for a larger machine.
-    #[error("the guest program needs RAM at {0}, where the machine has none")]
-    Outside(Gpa),
+    /// The program is for a larger machine, or the machine's memory is not here.
+    #[error("the guest program cannot be written: {0}")]
+    Memory(#[from] AccessError),
 }
 
 /// The reason why a wait for the end of the programs failed.
@@ -102,12 +102,6 @@ impl Vm {
         Ok(())
     }
 
-    /// Whether `page` has not arrived yet.
-    #[must_use]
-    pub fn is_missing(&self, page: RamPage) -> bool {
-        self.hooks.is_missing(page)
-    }
-
     /// Returns the number of errors that the guest has signalled, such as wrong pages.
     #[must_use]
     pub fn errors(&self) -> u32 {
@@ -120,12 +114,9 @@ impl Vm {
     /// The guest may write the page meanwhile. No field is torn.
     #[must_use]
     pub fn control(&self, workload: &Workload, vcpu: u32) -> Option<Control> {
-        let page = workload.control_page(vcpu);
-        if self.is_missing(page) {
-            return None;
-        }
         let mut bytes = [0; PAGE_SIZE as usize];
-        self.machine.ram().read(page, &mut bytes);
+        let page = workload.control_page(vcpu);
+        self.machine.ram().try_read(page, &mut bytes).ok()?;
         Control::parse(&bytes).ok()
     }
 
@@ -160,13 +151,10 @@ impl Vm {
 /// Writes the pieces of a program to a machine's memory.
 ///
 /// # Errors
-/// [`BootError::Outside`] if the program is for a larger machine.
+/// [`BootError::Memory`] if the program is for a larger machine, or the machine's memory is not here.
 pub fn write_image(machine: &dyn Machine, program: &Program) -> Result<(), BootError> {
-    let ram = machine.ram();
     for (gpa, bytes) in program.image() {
-        let page = ram.layout().page_of(gpa.gfn());
-        let page = page.ok_or(BootError::Outside(gpa))?;
-        ram.write_at(page, gpa.page_offset(), &bytes);
+        machine.ram().try_write(gpa, &bytes)?;
     }
     Ok(())
 }
@@ -184,22 +172,22 @@ pub fn start_of(program: &Program, vcpu: u32) -> StartState {
 }
 
 /// Compares every page of a paused machine that runs `workload` with the bytes that follow from the
-/// guest's counters. No page may be missing.
-#[must_use]
-pub fn verify(machine: &dyn Machine, workload: &Workload) -> Verdict {
-    let outcome = workload.verify::<Infallible>(&mut |page, bytes| {
-        machine.ram().read(page, bytes);
-        Ok(())
-    });
-    match outcome {
-        Ok(verdict) => verdict,
-        Err(never) => match never {},
-    }
+/// guest's counters. Missing pages are fetched, until `stop` returns true.
+///
+/// # Errors
+/// When a page is missing and does not come.
+pub fn verify(
+    machine: &dyn Machine,
+    workload: &Workload,
+    stop: &dyn Fn() -> bool,
+) -> Result<Verdict, AccessError> {
+    workload.verify(&mut |page, bytes| machine.ram().read(page, bytes, stop))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pageferry_addr::RamPage;
     use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 
     const MEMORY: u64 = 8 << 20;
@@ -244,13 +232,14 @@ mod tests {
         vm.threads
             .pause(Duration::from_secs(300))
             .expect("it stops");
-        assert!(verify(&*vm.machine, &workload).host_holds());
+        let verified = || verify(&*vm.machine, &workload, &|| false).unwrap();
+        assert!(verified().host_holds());
         let page = RamPage(workload.share(0).start);
         let mut bytes = [0; 4096];
-        vm.machine.ram().read(page, &mut bytes);
+        vm.machine.ram().try_read(page, &mut bytes).unwrap();
         bytes[1000] ^= 1;
-        vm.machine.ram().write(page, &bytes);
-        let changed = verify(&*vm.machine, &workload);
+        vm.machine.ram().try_write(page, &bytes).unwrap();
+        let changed = verified();
         assert!(!changed.host_holds(), "{changed:?}");
     }
 }

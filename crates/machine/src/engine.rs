@@ -111,12 +111,13 @@ pub trait Machine: Send + Sync {
     /// The engine that runs it.
     fn engine(&self) -> Engine;
 
-    /// Its memory.
+    /// Its memory, also for the VMM's own accesses.
     fn ram(&self) -> &Arc<GuestRam>;
 
-    /// Starts or stops logging of the pages that vCPUs write.
+    /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///
-    /// When this returns after `on`, every later write of a vCPU is in the log.
+    /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in the
+    /// log.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -126,8 +127,9 @@ pub trait Machine: Send + Sync {
     /// not in it.
     ///
     /// With `rearm`, writes from now on are logged again. A write that happens while the call runs
-    /// is in this harvest or in the next. Without `rearm`, the VM must be paused. The log is then
-    /// read but not re-armed, which is cheaper, for switch-over.
+    /// is in this harvest or in the next. Without `rearm`, the VM must be paused, and its memory
+    /// frozen ([`GuestRam::freeze`]) if the VMM may write. The log is then read but not re-armed,
+    /// which is cheaper, for switch-over.
     ///
     /// # Errors
     /// When the dirty log is not on, or the kernel refuses.
@@ -145,19 +147,24 @@ pub trait Machine: Send + Sync {
     /// created. If `options` name no delivery, the machine takes the one that is fastest on this
     /// host. The first machine of a process measures that, in about 0.2 s.
     ///
+    /// From now on until [`Machine::begin_postcopy`], the VMM's own accesses are refused
+    /// ([`crate::AccessError::Receiving`]). This waits for those under way. A machine is armed at
+    /// most once.
+    ///
     /// Returns the streams of events: one for each reader of each userfaultfd, or none if the
     /// delivery uses no events. An event comes on one stream only. All streams must be read.
     ///
     /// # Errors
-    /// As [`ArmOptions::check`], when the delivery is not one of [`Machine::deliveries`], or when
-    /// the kernel refuses.
+    /// As [`ArmOptions::check`], when the delivery is not one of [`Machine::deliveries`], the
+    /// machine was armed before, a device holds on to its memory for longer than a second, or the
+    /// kernel refuses.
     fn arm_userfault(
         &self,
         missing: Arc<PageBitmap>,
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError>;
 
-    /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::alias`]) and
+    /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`]) and
     /// then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
     fn receives_in_place(&self) -> bool;
 
@@ -178,7 +185,7 @@ pub trait Machine: Send + Sync {
 
     /// Prepares the missing pages for the delivery (punches holes). Call it once, when the missing
     /// bitmap has its final contents, and before any vCPU runs. It is quick, as it is part of the
-    /// blackout.
+    /// blackout. Afterwards the VMM's own accesses reach the pages that are present.
     ///
     /// # Errors
     /// When the kernel refuses.

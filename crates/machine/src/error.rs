@@ -65,6 +65,9 @@ pub enum MachineError {
     /// There is no memory for the bits of the machine's pages.
     #[error("no memory for the bits of the machine's pages: {0}")]
     OutOfMemory(#[from] pageferry_userfault::OutOfMemory),
+    /// The VMM cannot access guest memory.
+    #[error(transparent)]
+    Access(#[from] crate::AccessError),
     /// A wait exceeded its limit.
     #[error("{what} took longer than {millis} ms")]
     Timeout {

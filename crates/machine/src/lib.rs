@@ -1,8 +1,9 @@
 //! Virtual machines behind two traits, [`Machine`] and [`Vcpu`], with two engines: KVM and soft.
 //!
 //! **Guarantee.** A migration, a demo or a benchmark is written once against [`Machine`] and
-//! [`Vcpu`], and runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only. No
-//! Rust reference exists to memory that a running guest may change.
+//! [`Vcpu`], and runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only. A
+//! VMM's own access finds a page's bytes or touches nothing, and its writes are in the dirty log.
+//! No Rust reference exists to memory that a running guest may change.
 //!
 //! **Mechanism.** The engines are [`kvm`] (the kernel's, `/dev/kvm`) and [`soft`]
 //! (`pageferry-hypervisor`, in this process). Each vCPU has a thread, which [`VcpuThreads`] owns.
@@ -17,12 +18,12 @@
 //! A guest on the soft engine stores to an address without memory, which leaves the guest:
 //!
 //! ```
-//! use pageferry_addr::{Gpa, RamPage};
+//! use pageferry_addr::Gpa;
 //! use pageferry_machine::{DOORBELL_GPA, Engine, Exit, MachineSpec, StartState, create};
 //!
 //! let mut new = create(Engine::Soft, MachineSpec::new(1, 1 << 20))?;
 //! // sw a0, 0(a1)
-//! new.machine.ram().write_at(RamPage(1), 0, &0x00a5_a023_u32.to_le_bytes());
+//! new.machine.ram().try_write(Gpa(0x1000), &0x00a5_a023_u32.to_le_bytes())?;
 //! new.vcpus[0].set_start(&StartState {
 //!     entry: 0x1000,
 //!     stack: 0,
@@ -31,32 +32,42 @@
 //! })?;
 //! let exit = new.vcpus[0].run()?;
 //! assert_eq!(exit, Exit::MmioWrite { gpa: DOORBELL_GPA, value: 42, size: 4 });
-//! # Ok::<(), pageferry_machine::MachineError>(())
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod access;
 mod backing;
 mod choice;
 mod delivery;
+#[cfg(feature = "vm-memory")]
+mod devices;
 mod engine;
 mod error;
 mod fault_events;
+mod gate;
 pub mod kvm;
 mod layout;
 mod ram;
 pub mod soft;
 mod threads;
 mod translate;
+mod unchecked;
 mod vcpu;
+mod written;
 
+pub use access::{AccessError, At, Fetch, Frozen};
 pub use backing::Backing;
 pub use choice::{create, select};
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
+#[cfg(feature = "vm-memory")]
+pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
 pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use ram::GuestRam;
 pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
+pub use unchecked::UncheckedRam;
 pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
 
 /// Runs the examples of the README.

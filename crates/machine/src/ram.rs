@@ -1,26 +1,25 @@
-#![expect(
-    unsafe_code,
-    reason = "maps guest memory and copies pages that a guest may be writing"
-)]
+#![expect(unsafe_code, reason = "maps guest memory")]
 //! Guest RAM: a memfd mapped twice.
 //!
 //! Memory slots point at the **guest's mapping**, where userfaultfd may make a touch sleep. The
 //! **alias** is the VMM's own view of the same pages. Touching it never faults into userfaultfd. So
-//! bytes can be put in their final place before the guest can see them. Callers test the missing
-//! bitmap before they read or write guest memory through the alias. This crate cannot check that.
+//! bytes can be put in their final place before the guest can see them.
 //!
-//! A guest may write any byte at any time. So this module never returns a Rust reference to guest
-//! memory: copies go through volatile words ([`GuestRam::read`], [`GuestRam::write`]), or through
-//! raw pointers given to system calls ([`GuestRam::alias`]). A caller that needs a stable view
-//! (checksums) copies first, or reads a VM whose vCPUs are parked.
+//! There are two ways to the bytes, both through the alias. The VMM's own accesses
+//! ([`GuestRam::read`], in `access`) look at the missing bitmap and enter the dirty log. Code that
+//! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
+use crate::access::Fetch;
+use crate::gate::Gate;
+use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, SeekFrom};
+use rustix::fs::{MemfdFlags, SealFlags, SeekFrom};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::{OnceLock, Weak};
 
 /// One shared mapping of the whole memfd, unmapped on drop.
 struct Mapping {
@@ -29,7 +28,7 @@ struct Mapping {
 }
 
 // SAFETY: a mapping is plain address space and belongs to no thread. All accesses through it are
-// volatile or by system call (see the module's first lines).
+// volatile or by system call, or follow the rules of `GuestRam::unchecked`.
 unsafe impl Send for Mapping {}
 // SAFETY: as for Send.
 unsafe impl Sync for Mapping {}
@@ -113,6 +112,12 @@ pub struct GuestRam {
     guest: Mapping,
     alias: Mapping,
     fd: OwnedFd,
+    /// Before the VMM's own accesses.
+    pub(crate) gate: Gate,
+    /// The pages that the VMM wrote.
+    pub(crate) written: WriteLog,
+    /// The source of missing pages. Weak, since it holds the machine.
+    pub(crate) fetch: OnceLock<Weak<dyn Fetch>>,
 }
 
 impl std::fmt::Debug for GuestRam {
@@ -154,6 +159,9 @@ impl GuestRam {
         let guest = Mapping::new(fd.as_fd(), bytes, backing)?;
         let alias = Mapping::new(fd.as_fd(), bytes, backing)?;
         Ok(Self {
+            written: WriteLog::try_new(layout.pages())?,
+            gate: Gate::default(),
+            fetch: OnceLock::new(),
             layout,
             backing,
             guest,
@@ -180,7 +188,7 @@ impl GuestRam {
         self.layout.pages()
     }
 
-    fn offset(&self, page: RamPage, pages: u64) -> usize {
+    pub(crate) fn offset(&self, page: RamPage, pages: u64) -> usize {
         let fits = page
             .checked_add(pages)
             .is_some_and(|end| end.0 <= self.pages());
@@ -192,14 +200,8 @@ impl GuestRam {
         page.byte_offset() as usize
     }
 
-    /// The VMM's pointer to `pages` pages from `page`, valid as long as `self` lives.
-    ///
-    /// For system calls and volatile access only: the guest may change the bytes at any time.
-    ///
-    /// # Panics
-    /// If the pages are not all RAM. The same holds for all calls that take pages.
-    #[must_use]
-    pub fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
+    /// The pointer to `pages` pages from `page` in the alias.
+    pub(crate) fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
         let offset = self.offset(page, pages);
         // SAFETY: `offset` checked that the offset lies inside the mapping.
         unsafe { self.alias.start.as_ptr().add(offset) }
@@ -230,65 +232,6 @@ impl GuestRam {
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
-    }
-
-    /// Copies one page out, word by word. Each aligned word is untorn. The page as a whole may mix
-    /// bytes from before and after a write that a running guest makes meanwhile.
-    #[expect(
-        clippy::cast_ptr_alignment,
-        reason = "a page is aligned to more than a word"
-    )]
-    pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
-        let from = self.alias(page, 1).cast::<u64>();
-        for (i, chunk) in into.chunks_exact_mut(8).enumerate() {
-            // SAFETY: `alias` gives 4096 mapped, page-aligned bytes. The read is volatile, so a
-            // concurrent writer outside Rust's view is tolerated, and no reference exists.
-            let word = unsafe { from.add(i).read_volatile() };
-            chunk.copy_from_slice(&word.to_ne_bytes());
-        }
-    }
-
-    /// Copies one page in, word by word.
-    pub fn write(&self, page: RamPage, bytes: &[u8; PAGE_SIZE as usize]) {
-        self.write_at(page, 0, bytes);
-    }
-
-    /// Copies `bytes` in at `offset` bytes into `page`. They may reach into the following pages.
-    ///
-    /// # Panics
-    /// If they leave RAM.
-    #[expect(
-        clippy::cast_ptr_alignment,
-        reason = "words are written only where the pointer is aligned"
-    )]
-    pub fn write_at(&self, page: RamPage, offset: u64, bytes: &[u8]) {
-        let end = offset + bytes.len() as u64;
-        let to = self
-            .alias(page, end.div_ceil(PAGE_SIZE))
-            .wrapping_add(offset as usize);
-        let write_bytes = |at: *mut u8, bytes: &[u8]| {
-            for (i, byte) in bytes.iter().enumerate() {
-                // SAFETY: the bytes lie in the mapping: `alias` checked the whole extent. The write
-                // is volatile.
-                unsafe { at.add(i).write_volatile(*byte) };
-            }
-        };
-        let (head, rest) = bytes.split_at(to.align_offset(8).min(bytes.len()));
-        write_bytes(to, head);
-        let (words, tail) = rest.as_chunks::<8>();
-        let at = to.wrapping_add(head.len());
-        for (i, word) in words.iter().enumerate() {
-            // SAFETY: as above, and `at` is aligned to words.
-            let at = unsafe { at.cast::<u64>().add(i) };
-            // SAFETY: as above.
-            unsafe { at.write_volatile(u64::from_ne_bytes(*word)) };
-        }
-        write_bytes(at.wrapping_add(words.len() * 8), tail);
-    }
-
-    /// Makes the page read as zero. Its memory stays allocated.
-    pub fn zero(&self, page: RamPage) {
-        self.write(page, &[0; PAGE_SIZE as usize]);
     }
 
     /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
@@ -341,29 +284,6 @@ impl GuestRam {
             }
         }
     }
-
-    /// Frees the pages' memory. They read as zero. A touch of the guest's mapping is a *missing*
-    /// fault where userfaultfd watches it.
-    ///
-    /// # Errors
-    /// When the kernel refuses, or the pages are no whole pages of a pool. Such a pool also loses
-    /// the promise that the pages can be allocated again.
-    pub fn punch_hole(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
-        let offset = self.offset(first, pages) as u64;
-        let unit = self.backing.page_size().pages();
-        if !first.0.is_multiple_of(unit) || !pages.is_multiple_of(unit) {
-            return Err(MachineError::WrongState(
-                "only whole pages of a pool can be freed",
-            ));
-        }
-        rustix::fs::fallocate(
-            &self.fd,
-            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-            offset,
-            pages * PAGE_SIZE,
-        )
-        .map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
-    }
 }
 
 #[cfg(test)]
@@ -377,9 +297,10 @@ mod tests {
     #[test]
     fn both_mappings_show_the_same_bytes() {
         let ram = ram(4);
-        ram.write_at(RamPage(1), 5, b"over the page's edge");
+        ram.try_write((RamPage(1), 5), b"over the page's edge")
+            .unwrap();
         let mut page = [0; 4096];
-        ram.read(RamPage(1), &mut page);
+        ram.try_read(RamPage(1), &mut page).unwrap();
         assert_eq!(&page[5..25], b"over the page's edge");
         let guest = ram.guest_hva(RamPage(1)).0 as *const u8;
         // SAFETY: the guest's mapping has this page, and nobody writes it meanwhile.
@@ -398,10 +319,13 @@ mod tests {
     fn a_hole_reads_as_zero_and_pages_translate_back() {
         let ram = ram(8);
         ram.allocate().unwrap();
-        ram.write(RamPage(3), &[7; 4096]);
-        ram.punch_hole(RamPage(3), 1).unwrap();
+        ram.try_write(RamPage(3), &[7; 4096]).unwrap();
+        // SAFETY: (1) no machine has this memory.
+        unsafe { ram.unchecked() }
+            .punch_hole(RamPage(3), 1)
+            .unwrap();
         let mut page = [1; 4096];
-        ram.read(RamPage(3), &mut page);
+        ram.try_read(RamPage(3), &mut page).unwrap();
         assert_eq!(page, [0; 4096]);
         assert_eq!(
             ram.page_at_guest_hva(ram.guest_hva(RamPage(7))),
@@ -417,9 +341,9 @@ mod tests {
     fn allocated_pages_are_told_from_holes() {
         let ram = ram(64);
         assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), None);
-        ram.write(RamPage(5), &[1; 4096]);
-        ram.write(RamPage(6), &[1; 4096]);
-        ram.write(RamPage(63), &[1; 4096]);
+        ram.try_write(RamPage(5), &[1; 4096]).unwrap();
+        ram.try_write(RamPage(6), &[1; 4096]).unwrap();
+        ram.try_write(RamPage(63), &[1; 4096]).unwrap();
         assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), Some(5..7));
         assert_eq!(ram.next_allocated(RamPage(7)).unwrap(), Some(63..64));
         assert_eq!(ram.next_allocated(RamPage(64)).unwrap(), None);
@@ -434,9 +358,9 @@ mod tests {
     #[test]
     fn writes_may_cross_pages() {
         let ram = ram(2);
-        ram.write_at(RamPage(0), 4090, &[9; 12]);
+        ram.try_write((RamPage(0), 4090), &[9; 12]).unwrap();
         let mut page = [0; 4096];
-        ram.read(RamPage(1), &mut page);
+        ram.try_read(RamPage(1), &mut page).unwrap();
         assert_eq!(page[..7], [9, 9, 9, 9, 9, 9, 0]);
     }
 }

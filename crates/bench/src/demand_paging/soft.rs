@@ -1,6 +1,6 @@
 #![expect(
     unsafe_code,
-    reason = "guarantees the hypervisor that guest memory stays mapped, and reads single words of it"
+    reason = "guarantees the hypervisor that guest memory stays mapped, and places pages"
 )]
 //! The guests on our own hypervisor. It is called directly, so that the caller can choose the
 //! scheme of memory slots.
@@ -19,7 +19,7 @@ use pageferry_hypervisor::hart::Hart;
 use pageferry_hypervisor::{
     Exit, HostMemory, Memslots, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig,
 };
-use pageferry_machine::{GuestRam, RamLayout};
+use pageferry_machine::{GuestRam, RamLayout, UncheckedRam};
 use pageferry_userfault::PageBitmap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -57,6 +57,13 @@ impl HostRam {
     pub(crate) fn ram(&self) -> &GuestRam {
         &self.0
     }
+
+    /// Its bytes, for threads that place pages.
+    pub(crate) fn placing(&self) -> UncheckedRam<'_> {
+        // SAFETY: (1) no `Machine` has this memory, so no thread relies on a missing bitmap, and
+        // none has a slice of it: all accesses are volatile.
+        unsafe { self.0.unchecked() }
+    }
 }
 
 /// A VM that is ready to run.
@@ -79,11 +86,11 @@ impl<M: Memslots> PreparedVm<M> {
         let bytes = plan.toucher.memory_map().memory_bytes();
         let layout = RamLayout::for_memory(bytes).map_err(pageferry_machine::MachineError::from)?;
         for page in plan.touched.clone() {
-            host.ram().write_at(RamPage(page), 0, &[0; 8]);
+            host.placing().write_at(RamPage(page), 0, &[0; 8]);
         }
         for (gpa, piece) in program.image() {
             let page = layout.page_of(gpa.gfn()).expect("a program lies in RAM");
-            host.ram().write_at(page, gpa.page_offset(), &piece);
+            host.placing().write_at(page, gpa.page_offset(), &piece);
         }
         let vm = Vm::<M>::with_memslots(VmConfig {
             max_vcpus: plan.vcpus(),
@@ -184,7 +191,7 @@ where
         };
         let write = |first: RamPage, pages: u64| {
             for page in (first.0..first.0 + pages).map(RamPage) {
-                host.ram().write(page, &BYTES);
+                host.placing().write(page, &BYTES);
             }
             Ok(())
         };
@@ -207,14 +214,10 @@ where
 
 /// The first word of a page.
 pub(super) fn first_word(ram: &GuestRam, page: u64) -> u64 {
-    #[expect(
-        clippy::cast_ptr_alignment,
-        reason = "a page is aligned to more than a word"
-    )]
-    let word = ram.alias(RamPage(page), 1).cast::<u64>();
-    // SAFETY: the page is inside the mapping, which lives as long as `ram`. The access is volatile,
-    // as `GuestRam` requires.
-    u64::from_le(unsafe { word.read_volatile() })
+    let mut word = [0; 8];
+    // A missing page has not the stored value.
+    let read = ram.try_read(RamPage(page), &mut word);
+    read.map_or(0, |()| u64::from_le_bytes(word))
 }
 
 /// Nanoseconds to leave and enter the guest. The vCPU does nothing but store to an address without

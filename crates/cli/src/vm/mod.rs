@@ -12,7 +12,8 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
 use pageferry_machine::{
-    ArmOptions, Backing, DeliveryInUse, Engine, EngineChoice, MachineSpec, RamLayout, VcpuThreads,
+    AccessError, ArmOptions, Backing, DeliveryInUse, Engine, EngineChoice, MachineSpec, RamLayout,
+    VcpuThreads,
 };
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
@@ -171,7 +172,7 @@ impl Vm {
         Err(Failure::new(Exit::Delivery, message))
     }
 
-    /// Checks every page against the vCPUs' own counters. No page may be missing. The VM is paused
+    /// Checks every page against the vCPUs' own counters. Missing pages are fetched. The VM is paused
     /// meanwhile, and runs on afterwards if it ran before.
     ///
     /// # Errors
@@ -183,17 +184,18 @@ impl Vm {
         if !was_paused {
             self.inner.threads.resume();
         }
-        Ok(verdict)
+        verdict
     }
 
     /// [`Vm::verify`] for a paused VM.
-    pub(crate) fn verify_paused(&self) -> Verdict {
-        verify(&*self.inner.machine, &self.workload)
+    pub(crate) fn verify_paused(&self) -> Result<Verdict, Failure> {
+        // A wait for a page ends when the migration fails.
+        Ok(verify(&*self.inner.machine, &self.workload, &|| false)?)
     }
 
     /// For tests: flips one bit in a page of vCPU 0 that the guest is not writing. The VM must be
     /// paused. Returns the page.
-    pub(crate) fn corrupt_a_page(&self) -> RamPage {
+    pub(crate) fn corrupt_a_page(&self) -> Result<RamPage, Failure> {
         let busy = self.control(0).and_then(|c| c.in_progress);
         let share = self.workload.share(0);
         let middle = share.start + (share.end - share.start) / 2;
@@ -202,12 +204,17 @@ impl Vm {
         } else {
             RamPage(middle)
         };
-        let mut bytes = [0; PAGE_SIZE as usize];
+        let mut byte = [0];
         let ram = self.inner.machine.ram();
-        ram.read(page, &mut bytes);
-        bytes[1000] ^= 0x10;
-        ram.write(page, &bytes);
-        page
+        ram.try_read((page, 1000), &mut byte)?;
+        ram.try_write((page, 1000), &[byte[0] ^ 0x10])?;
+        Ok(page)
+    }
+}
+
+impl From<AccessError> for Failure {
+    fn from(error: AccessError) -> Self {
+        Self::new(Exit::Internal, error.to_string())
     }
 }
 
@@ -215,7 +222,7 @@ impl From<BootError> for Failure {
     fn from(error: BootError) -> Self {
         match error {
             BootError::Machine(error) => error.into(),
-            BootError::Outside(_) => Self::new(Exit::Internal, error.to_string()),
+            BootError::Memory(error) => error.into(),
         }
     }
 }

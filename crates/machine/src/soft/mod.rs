@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "places pages")]
 //! The soft engine: `pageferry-hypervisor` behind the traits of this crate.
 //!
 //! **Guarantee.** No vCPU ever reads or writes a missing page. The hypervisor tests the missing
@@ -126,11 +127,15 @@ impl Machine for SoftMachine {
 
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {
         let mut slots = self.slots();
+        if slots.logging == on {
+            return Ok(());
+        }
         let next = Slots {
             logging: on,
             ..slots.clone()
         };
         self.set_slots(&next)?;
+        self.ram.written.clear();
         *slots = next;
         Ok(())
     }
@@ -159,7 +164,7 @@ impl Machine for SoftMachine {
                 }
             }
         }
-        Ok(added)
+        Ok(added + self.ram.written.harvest(dirty, rearm))
     }
 
     fn deliveries(&self) -> Vec<Delivery> {
@@ -183,21 +188,21 @@ impl Machine for SoftMachine {
         if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
             return Err(MachineError::NoDelivery(other));
         }
-        let mut slots = self.slots();
-        if slots.missing.is_some() {
-            return Err(MachineError::WrongState("userfault is armed already"));
-        }
         if missing.pages() as u64 != self.ram.pages() {
             return Err(MachineError::WrongState(
                 "the missing bitmap has not one bit for each page of RAM",
             ));
         }
-        let next = Slots {
-            missing: Some(missing),
-            ..slots.clone()
-        };
-        self.set_slots(&next)?;
-        *slots = next;
+        self.ram.gate.arm(&missing, || {
+            let mut slots = self.slots();
+            let next = Slots {
+                missing: Some(Arc::clone(&missing)),
+                ..slots.clone()
+            };
+            self.set_slots(&next)?;
+            *slots = next;
+            Ok(())
+        })?;
         Ok(Vec::new())
     }
 
@@ -214,16 +219,18 @@ impl Machine for SoftMachine {
         let bytes = bytes
             .try_into()
             .map_err(|_| MachineError::WrongState("a page to install has not 4096 bytes"))?;
-        // No vCPU reads it before its bit is cleared.
-        self.ram.write(page, bytes);
+        // SAFETY: (1) the caller places the page, as `Machine::install_copy` says. No vCPU reads it
+        // before its bit is cleared.
+        unsafe { self.ram.unchecked() }.write(page, bytes);
         Ok(())
     }
 
     /// Nothing to do: no vCPU sleeps inside the engine.
     fn abandon(&self) {}
 
-    /// Nothing to prepare.
+    /// No page needs preparation.
     fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.ram.gate.begin();
         Ok(())
     }
 
@@ -250,6 +257,7 @@ impl Machine for SoftMachine {
         };
         self.set_slots(&next)?;
         *slots = next;
+        self.ram.gate.begin();
         Ok(())
     }
 }

@@ -1,5 +1,6 @@
 //! The kinds of memory behind guests: what they hold, and what is refused in one sentence.
 
+use crate::place::placing;
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{Backing, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create};
 use pageferry_testkit::HugePages;
@@ -20,23 +21,23 @@ fn memory_of_a_pool_is_like_other_memory() {
         assert!(hva.0.is_multiple_of(PageSize::Size2M.bytes()), "{hva:?}");
     }
     let mut page = [1; PAGE_SIZE as usize];
-    ram.read(RamPage(HUGE + 7), &mut page);
+    placing(&ram).read(RamPage(HUGE + 7), &mut page);
     assert_eq!(page, [0; PAGE_SIZE as usize]);
     ram.allocate().unwrap();
-    ram.write(RamPage(HUGE + 7), &[9; PAGE_SIZE as usize]);
-    ram.read(RamPage(HUGE + 7), &mut page);
+    placing(&ram).write(RamPage(HUGE + 7), &[9; PAGE_SIZE as usize]);
+    placing(&ram).read(RamPage(HUGE + 7), &mut page);
     assert_eq!(page, [9; PAGE_SIZE as usize]);
     // A file of a pool shows no holes, so no page is taken for zero that is not.
     assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..4 * HUGE));
     for (first, pages) in [(HUGE, 1), (HUGE + 1, HUGE)] {
-        let refused = ram.punch_hole(RamPage(first), pages);
+        let refused = placing(&ram).punch_hole(RamPage(first), pages);
         assert!(
             matches!(refused, Err(MachineError::WrongState(_))),
             "{refused:?}"
         );
     }
-    ram.punch_hole(RamPage(HUGE), HUGE).unwrap();
-    ram.read(RamPage(HUGE + 7), &mut page);
+    placing(&ram).punch_hole(RamPage(HUGE), HUGE).unwrap();
+    placing(&ram).read(RamPage(HUGE + 7), &mut page);
     assert_eq!(page, [0; PAGE_SIZE as usize]);
 }
 
@@ -90,7 +91,7 @@ fn free() -> u64 {
 fn a_pool_of_1_gib_pages_is_used_or_its_lack_is_said() {
     match ram(Backing::Hugetlb1G, PageSize::Size1G.pages()) {
         Ok(ram) => {
-            ram.write(RamPage(77), &[3; PAGE_SIZE as usize]);
+            placing(&ram).write(RamPage(77), &[3; PAGE_SIZE as usize]);
             let hva = ram.guest_hva(RamPage(0)).0;
             assert!(hva.is_multiple_of(PageSize::Size1G.bytes()));
         }

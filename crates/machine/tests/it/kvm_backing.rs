@@ -1,6 +1,7 @@
 //! Guest memory of huge pages on KVM: it is mapped whole, once all of it is there.
 
 use crate::kvm_userfault::{CHECK, armed, bytes_of, no_delivery};
+use crate::place::placing;
 use crate::support::{DATA, drive_beside, machine_on, no_kvm, run, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{Backing, Delivery, GuestRam, MachineError, NewMachine};
@@ -102,15 +103,15 @@ fn pieces_from_two_threads_bring_every_huge_page() {
     let mut random = Random::new(6);
     for page in (DATA.0..LARGES * HUGE).map(RamPage) {
         if page.0 >= HUGE && random.below(4) > 0 {
-            ram.write(page, &[0x5a; PAGE_SIZE as usize]);
+            placing(&ram).write(page, &[0x5a; PAGE_SIZE as usize]);
             missing.set(page);
         } else {
-            ram.write(page, &bytes_of(page));
+            placing(&ram).write(page, &bytes_of(page));
         }
     }
     machine.begin_postcopy().unwrap();
     let bring = |page: RamPage| {
-        ram.write(page, &bytes_of(page));
+        placing(&ram).write(page, &bytes_of(page));
         machine.install(page, 1).unwrap();
         missing.clear(page);
     };

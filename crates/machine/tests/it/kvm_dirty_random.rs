@@ -50,7 +50,7 @@ type Words = [u64; VCPUS as usize];
 
 fn words(ram: &GuestRam, page: RamPage) -> Words {
     let mut bytes = [0; PAGE_SIZE as usize];
-    ram.read(page, &mut bytes);
+    ram.try_read(page, &mut bytes).unwrap();
     std::array::from_fn(|id| {
         let at = word_of(id as u64) as usize;
         u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]))
@@ -169,7 +169,7 @@ impl Test {
         self.last = memory;
         self.named.fill(false);
         let ram = self.new.machine.ram();
-        ram.write_at(CONTROL, 0, &iteration.to_le_bytes());
+        ram.try_write(CONTROL, &iteration.to_le_bytes()).unwrap();
     }
 }
 

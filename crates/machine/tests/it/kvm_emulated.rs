@@ -5,6 +5,7 @@
 //! that happens in a walk, KVM injects a page fault that the guest's tables do not justify.
 
 use crate::kvm_userfault::{Source, armed, bytes_of, drop_mapping, no_delivery, pages_of};
+use crate::place::placing;
 use crate::support::{DATA, Watchdog, machine, no_kvm, start, word};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{DOORBELL_GPA, Delivery, Exit, FaultEvents, GuestRam, NewMachine, Vcpu};
@@ -67,7 +68,7 @@ fn write_far_tables(ram: &GuestRam) {
     const TABLE: u64 = 0x67;
     let entry = |page: RamPage, index: u64, to: RamPage| {
         let value = to.byte_offset() | TABLE;
-        ram.write_at(page, index * 8, &value.to_le_bytes());
+        placing(ram).write_at(page, index * 8, &value.to_le_bytes());
     };
     entry(RamPage(1), 1, POINTERS);
     entry(POINTERS, 0, DIRECTORY);
@@ -76,7 +77,7 @@ fn write_far_tables(ram: &GuestRam) {
     entry(LEAVES[0], 511, OPERANDS[0]);
     entry(LEAVES[1], 0, OPERANDS[1]);
     for page in OPERANDS {
-        ram.write(page, &bytes_of(page));
+        placing(ram).write(page, &bytes_of(page));
     }
 }
 
@@ -146,7 +147,7 @@ fn emulate(
     } = guest(delivery, instruction, at)?;
     let pages = pages_of(&ram, PAGES);
     for &page in gone {
-        ram.write(page, &[0x5a; PAGE_SIZE as usize]);
+        placing(&ram).write(page, &[0x5a; PAGE_SIZE as usize]);
         missing.set(page);
     }
     new.machine.begin_postcopy().unwrap();
@@ -173,7 +174,7 @@ fn bytes_at(ram: &GuestRam, at: u64) -> u64 {
     let offset = (PAGE_SIZE - (EDGE - at)) as usize;
     let mut bytes = [0; 2 * PAGE_SIZE as usize];
     for (page, bytes) in OPERANDS.iter().zip(bytes.chunks_mut(PAGE_SIZE as usize)) {
-        ram.read(*page, bytes.try_into().unwrap());
+        ram.try_read(*page, bytes).unwrap();
     }
     u64::from_le_bytes(std::array::from_fn(|i| bytes[offset + i]))
 }

@@ -142,7 +142,7 @@ fn touch_without_signals(pages: u64) -> Duration {
     let ram = memory(DATA.0 + pages);
     ram.allocate().unwrap();
     write_tables(&ram);
-    ram.write_at(CODE, 0, &WRITE_ONCE);
+    ram.try_write(CODE, &WRITE_ONCE).unwrap();
     let vm = Kvm::new().unwrap().create_vm().unwrap();
     let region = kvm_userspace_memory_region {
         memory_size: ram.pages() * PAGE_SIZE,

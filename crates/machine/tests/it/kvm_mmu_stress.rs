@@ -3,6 +3,7 @@
 //! read-only, is in `kvm_read_only.rs`.
 #![expect(unsafe_code, reason = "changes how the host maps the guest's memory")]
 
+use crate::place::placing;
 use crate::support::{DATA, drive_all, memory, no_kvm, pluggable, run, rung, start, word};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{Exit, GuestRam, NewMachine, Vcpu, kvm};
@@ -168,7 +169,7 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
         tag += 1;
         stress.pass(&STORE, tag, |window| {
             let (first, pages) = some_pages(&mut random);
-            window.punch_hole(RamPage(first), pages).unwrap();
+            placing(window).punch_hole(RamPage(first), pages).unwrap();
             holes += 1;
             std::thread::yield_now();
         });
@@ -186,7 +187,9 @@ fn all_vcpus_fault_many_slots_in_passes_while_memory_is_taken_away() {
     for slot in (0..SLOTS).step_by(2) {
         drop(stress.plug.unplug(FIRST_ID + slot as u16).unwrap());
     }
-    stress.window.punch_hole(RamPage(0), SLOT_PAGES).unwrap();
+    placing(&stress.window)
+        .punch_hole(RamPage(0), SLOT_PAGES)
+        .unwrap();
     let ram = stress.new.machine.ram();
     let vcpu = stress.new.vcpus[0].as_mut();
     for slot in 0..SLOTS {

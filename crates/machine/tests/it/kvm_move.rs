@@ -29,8 +29,8 @@ const SUM_SSE2: [u8; 37] = [
 fn copy_memory(from: &GuestRam, to: &GuestRam) {
     let mut page = [0; PAGE_SIZE as usize];
     for index in (0..from.pages()).map(pageferry_addr::RamPage) {
-        from.read(index, &mut page);
-        to.write(index, &page);
+        from.try_read(index, &mut page).unwrap();
+        to.try_write(index, &page).unwrap();
     }
 }
 
@@ -56,7 +56,7 @@ fn sum_moved(code: &[u8], lanes: usize, times: u64) -> u32 {
     let words = [3u64, u64::MAX / 7, 0x8000_0000_0000_0001, 11];
     let mut now = machine(1, 32);
     let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
-    now.machine.ram().write_at(DATA, 0, &bytes);
+    now.machine.ram().try_write(DATA, &bytes).unwrap();
     start(
         now.machine.ram(),
         now.vcpus[0].as_mut(),
@@ -163,7 +163,7 @@ fn the_second_half_of_an_access_that_the_first_machine_did_not_see_moves_too() {
         .iter()
         .flat_map(|w| w.to_le_bytes())
         .collect();
-    now.machine.ram().write_at(DATA, 0, &bytes);
+    now.machine.ram().try_write(DATA, &bytes).unwrap();
     start(
         now.machine.ram(),
         now.vcpus[0].as_mut(),

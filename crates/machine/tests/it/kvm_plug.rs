@@ -23,7 +23,9 @@ const TOUCH: [u8; 8] = [0x48, 0x8b, 0x07, 0x48, 0xff, 0xc1, 0xeb, 0xf8];
 
 fn memory(pages: u64, first_word: u64) -> Arc<GuestRam> {
     let memory = crate::support::memory(pages);
-    memory.write_at(RamPage(0), 0, &first_word.to_le_bytes());
+    memory
+        .try_write(RamPage(0), &first_word.to_le_bytes())
+        .unwrap();
     memory
 }
 
@@ -53,7 +55,9 @@ fn a_guest_sees_memory_come_move_and_go() {
     let window = memory(4, 0x1234);
     plug.plug(ID, HERE, Arc::clone(&window), false).unwrap();
     assert_eq!(loads(vcpu), Some(0x1234));
-    window.write_at(RamPage(0), 0, &0x5678u64.to_le_bytes());
+    window
+        .try_write(RamPage(0), &0x5678u64.to_le_bytes())
+        .unwrap();
     assert_eq!(loads(vcpu), Some(0x5678));
     assert_eq!(word(&window, RamPage(0), 1), 42, "the guest's store");
 

@@ -1,6 +1,7 @@
 //! Kicks reach a vCPU in whatever way it sleeps on a missing page.
 
 use crate::kvm_userfault::{CHECK, Source, armed, bytes_of, no_delivery, pages_of};
+use crate::place::placing;
 use crate::support::{CODE, DATA, TABLES, Watchdog, machine_with, no_kvm, rung, start};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_machine::{Delivery, Exit, FaultEvents, kvm};
@@ -34,7 +35,7 @@ fn kick_a_sleeper(
     let vcpu = new.vcpus[0].as_mut();
     let data = [DATA.0, DATA.0 + 1].map(|page| page * PAGE_SIZE);
     start(&ram, vcpu, 0, &CHECK, data);
-    ram.write(DATA, &bytes_of(DATA));
+    placing(&ram).write(DATA, &bytes_of(DATA));
     let low = pages_of(&ram, DATA.0);
     for page in (pages.start.0..pages.end.0).map(RamPage) {
         missing.set(page);

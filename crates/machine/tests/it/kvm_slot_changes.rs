@@ -113,7 +113,7 @@ fn each_store_goes_to_a_slot_that_is_there_and_writable_or_leaves() {
                 } => {
                     assert_eq!(gpa.0, WINDOW.0 + u64::from(id) * PAGE_SIZE);
                     assert_eq!(value, word(ram, page, 0), "vCPU {id}");
-                    ram.write_at(page, 8, &value.to_le_bytes());
+                    ram.try_write((page, 8), &value.to_le_bytes()).unwrap();
                 }
                 Exit::Kicked => break,
                 other => panic!("vCPU {id}: {other:?}"),

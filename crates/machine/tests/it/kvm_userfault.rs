@@ -1,6 +1,7 @@
 //! Each fault delivery brings each page exactly once, whole, whichever way the racing paths
 //! interleave.
 
+use crate::place::placing;
 use crate::support::{DATA, Watchdog, machine, machine_with, no_kvm, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{
@@ -117,7 +118,7 @@ pub(crate) struct Source {
 pub(crate) fn pages_of(ram: &GuestRam, count: u64) -> Vec<[u8; PAGE]> {
     let mut pages = vec![[0; PAGE]; count as usize];
     for (index, bytes) in pages.iter_mut().enumerate() {
-        ram.read(RamPage(index as u64), bytes);
+        placing(ram).read(RamPage(index as u64), bytes);
     }
     pages
 }
@@ -155,7 +156,7 @@ impl Source {
             return;
         }
         if self.machine.receives_in_place() {
-            self.machine.ram().write(page, &self.bytes(page));
+            placing(self.machine.ram()).write(page, &self.bytes(page));
             self.machine.install(page, 1).unwrap();
         } else {
             self.machine.install_copy(page, &self.bytes(page)).unwrap();
@@ -277,9 +278,9 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     for page in DATA.0..pages {
         // The state after pre-copy: a stale page where one is missing, the right one elsewhere.
         if page % 3 == 0 {
-            ram.write(RamPage(page), &bytes_of(RamPage(page)));
+            placing(&ram).write(RamPage(page), &bytes_of(RamPage(page)));
         } else {
-            ram.write(RamPage(page), &[0x5a; PAGE]);
+            placing(&ram).write(RamPage(page), &[0x5a; PAGE]);
             missing.set(RamPage(page));
         }
     }
@@ -289,7 +290,7 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     let low = pages_of(&ram, DATA.0);
     if beside.tables {
         for page in (0..DATA.0).map(RamPage) {
-            ram.write(page, &[0x5a; PAGE]);
+            placing(&ram).write(page, &[0x5a; PAGE]);
             missing.set(page);
         }
     }
@@ -381,7 +382,7 @@ fn collapse(ram: &GuestRam) -> bool {
     ram.allocate().unwrap();
     let large = PageSize::Size2M.pages();
     let bytes = (ram.pages() / large * large * PAGE_SIZE) as usize;
-    let at = ram.alias(RamPage(0), bytes as u64 / PAGE_SIZE).cast();
+    let at = ram.alias_hva(RamPage(0)).0 as *mut libc::c_void;
     let mut error = std::io::Error::other("not tried");
     // Other cores may hold pages that were just written.
     for _ in 0..100 {
@@ -545,7 +546,7 @@ fn one_installation_spans_the_ranges_of_several_userfaultfds() {
             new.machine.assist_postcopy(&|| false, &|_| {}).unwrap();
             for page in (run.start.0..run.end.0).map(RamPage).filter(|_| !holes) {
                 if new.machine.receives_in_place() {
-                    ram.write(page, &bytes_of(page));
+                    placing(&ram).write(page, &bytes_of(page));
                 } else {
                     new.machine.install_copy(page, &bytes_of(page)).unwrap();
                 }
@@ -636,7 +637,7 @@ fn a_hole_that_is_none_is_noticed() {
     let (reader, writer) = rustix::pipe::pipe().unwrap();
     // SAFETY: the page lies in the VMM's mapping, which outlives the pipe. The pipe only reads it.
     let bytes = unsafe {
-        let page = std::slice::from_raw_parts(ram.alias(RamPage(700), 1), PAGE);
+        let page = std::slice::from_raw_parts(placing(&ram).alias(RamPage(700), 1), PAGE);
         let whole = rustix::pipe::IoSliceRaw::from_slice(page);
         rustix::pipe::vmsplice(&writer, &[whole], rustix::pipe::SpliceFlags::empty())
     };
@@ -748,7 +749,7 @@ fn a_marker_set_on_a_page_that_is_here_is_in_nobodys_way() {
         vm.begin_postcopy().unwrap();
         // Installed, its mapping dropped, marked. Only then its bit is cleared.
         for page in [DATA, RamPage(DATA.0 + 1)] {
-            ram.write(page, &bytes_of(page));
+            placing(&ram).write(page, &bytes_of(page));
             vm.install(page, 1).unwrap();
             drop_mapping(&ram, page.0);
         }

@@ -1,6 +1,8 @@
 //! The engines' integration tests: `/dev/kvm` (`kvm_*`), and the rest.
 
+mod access;
 mod backing;
+mod devices;
 #[cfg(target_arch = "x86_64")]
 mod kvm_backing;
 #[cfg(target_arch = "x86_64")]
@@ -35,6 +37,7 @@ mod kvm_slot_changes;
 mod kvm_userfault;
 #[cfg(target_arch = "x86_64")]
 mod kvm_userfault_flag;
+mod place;
 #[cfg(target_arch = "x86_64")]
 mod raw;
 mod soft_move;

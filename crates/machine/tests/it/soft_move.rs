@@ -1,5 +1,6 @@
 //! A busy VM of the soft engine moves to another machine: dirty log, pause, state, missing pages.
 
+use crate::place::placing;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_guest::{Isa, Workload};
 use pageferry_machine::{
@@ -8,7 +9,6 @@ use pageferry_machine::{
 };
 use pageferry_testkit::{LIMIT, wait_until};
 use pageferry_userfault::PageBitmap;
-use std::convert::Infallible;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -17,8 +17,8 @@ const SPEC: MachineSpec = MachineSpec::new(4, 8 << 20);
 
 fn copy_page(from: &GuestRam, to: &GuestRam, page: RamPage) {
     let mut bytes = [0; PAGE_SIZE as usize];
-    from.read(page, &mut bytes);
-    to.write(page, &bytes);
+    from.try_read(page, &mut bytes).unwrap();
+    placing(to).write(page, &bytes);
 }
 
 /// Serves memory faults from another VM's RAM.
@@ -87,8 +87,7 @@ impl VcpuHooks for Hooks {
 
 fn load(new: &mut NewMachine, workload: &Workload) {
     for (gpa, bytes) in workload.image() {
-        let page = new.machine.ram().layout().page_of(gpa.gfn()).unwrap();
-        new.machine.ram().write_at(page, gpa.page_offset(), &bytes);
+        new.machine.ram().try_write(gpa, &bytes).unwrap();
     }
     for vcpu in &mut new.vcpus {
         let start = workload.start(vcpu.id());
@@ -105,10 +104,7 @@ fn load(new: &mut NewMachine, workload: &Workload) {
 #[track_caller]
 fn verify(workload: &Workload, ram: &GuestRam) -> u64 {
     let verdict = workload
-        .verify::<Infallible>(&mut |page, bytes| {
-            ram.read(page, bytes);
-            Ok(())
-        })
+        .verify(&mut |page, bytes| ram.try_read(page, bytes))
         .unwrap();
     assert!(verdict.holds(), "{verdict:?}");
     done(workload, ram)
@@ -124,7 +120,8 @@ fn done_each(workload: &Workload, ram: &GuestRam) -> Vec<u64> {
     (0..SPEC.vcpus)
         .map(|vcpu| {
             let mut page = [0; PAGE_SIZE as usize];
-            ram.read(workload.control_page(vcpu), &mut page);
+            let control = workload.control_page(vcpu);
+            ram.try_read(control, &mut page).unwrap();
             pageferry_guest::Control::parse(&page).unwrap().done
         })
         .collect()
@@ -223,7 +220,7 @@ fn a_busy_vm_moves_and_loses_nothing() {
                 panic!("it ran");
             };
             assert!(before < first && first < Instant::now());
-            Ok::<_, Infallible>(())
+            Ok::<_, MachineError>(())
         })
         .unwrap();
     println!(
@@ -248,12 +245,10 @@ fn a_lost_page_is_found_by_the_guest_and_by_the_host() {
     });
     threads.pause(LIMIT).unwrap();
     verify(&workload, &ram);
-    ram.zero(RamPage(workload.share(2).start));
+    ram.try_write(RamPage(workload.share(2).start), &[0; 4096])
+        .unwrap();
     let verdict = workload
-        .verify::<Infallible>(&mut |page, bytes| {
-            ram.read(page, bytes);
-            Ok(())
-        })
+        .verify(&mut |page, bytes| ram.try_read(page, bytes))
         .unwrap();
     assert!(!verdict.host_holds());
     threads.resume();

@@ -1,6 +1,7 @@
 //! Shared by the tests of the KVM engine: a guest in ring 3 over flat tables, and limits on
 //! waiting.
 
+use crate::place::placing;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_machine::{
     Backing, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineSpec, NewMachine, RamLayout, StartState,
@@ -99,7 +100,8 @@ pub(crate) fn write_tables(ram: &GuestRam) {
     const TABLE: u64 = 0x67;
     const LARGE: u64 = 0xe7;
     let entry = |page: u64, index: u64, value: u64| {
-        ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+        let at = (RamPage(page), index * 8);
+        ram.try_write(at, &value.to_le_bytes()).unwrap();
     };
     entry(1, 0, 0x2000 | TABLE);
     entry(2, 0, 0x3000 | TABLE);
@@ -114,7 +116,7 @@ pub(crate) fn write_tables(ram: &GuestRam) {
 /// Writes `code` at [`CODE`] + `slot` pages, and sets `vcpu` to start there with `args`.
 pub(crate) fn start(ram: &GuestRam, vcpu: &mut dyn Vcpu, slot: u64, code: &[u8], args: [u64; 2]) {
     let page = RamPage(CODE.0 + slot);
-    ram.write_at(page, 0, code);
+    placing(ram).write_at(page, 0, code);
     let start = StartState {
         entry: page.byte_offset(),
         stack: 0xf000,
@@ -235,7 +237,7 @@ pub(crate) fn rung(exit: Exit) -> u64 {
 
 /// The `index`th word of a page.
 pub(crate) fn word(ram: &GuestRam, page: RamPage, index: usize) -> u64 {
-    let mut bytes = [0; PAGE_SIZE as usize];
-    ram.read(page, &mut bytes);
-    u64::from_le_bytes(std::array::from_fn(|i| bytes[index * 8 + i]))
+    let mut bytes = [0; 8];
+    ram.try_read((page, index as u64 * 8), &mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
 }

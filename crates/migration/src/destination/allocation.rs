@@ -135,9 +135,9 @@ mod tests {
     fn all_memory_is_allocated_and_bytes_written_meanwhile_stay() {
         let ram = ram((40 << 20) + PAGE_SIZE);
         let last = RamPage(ram.pages() - 1);
-        ram.write(last, &[7; PAGE_SIZE as usize]);
+        ram.try_write(last, &[7; PAGE_SIZE as usize]).unwrap();
         let allocation = Allocation::start(&ram, true).unwrap();
-        ram.write(RamPage(3), &[9; PAGE_SIZE as usize]);
+        ram.try_write(RamPage(3), &[9; PAGE_SIZE as usize]).unwrap();
         wait_until("the memory", || allocation.is_ready().unwrap());
         assert_eq!(allocation.done(), ram.pages());
         assert_eq!(
@@ -146,7 +146,7 @@ mod tests {
         );
         for (page, byte) in [(RamPage(3), 9), (last, 7)] {
             let mut bytes = [0; PAGE_SIZE as usize];
-            ram.read(page, &mut bytes);
+            ram.try_read(page, &mut bytes).unwrap();
             assert_eq!(bytes, [byte; PAGE_SIZE as usize]);
         }
     }

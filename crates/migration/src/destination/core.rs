@@ -1,6 +1,6 @@
 #![expect(unsafe_code, reason = "copies verified bytes into missing guest pages")]
-//! The state that the threads of a receiving VM share: waiting vCPUs, the fault threads, and the
-//! reader of the stream.
+//! The state that the threads of a receiving VM share: waiting vCPUs and VMM threads, the fault
+//! threads, and the reader of the stream.
 //!
 //! **Guarantee.** A page's bytes are verified before any vCPU can see them. Each page is placed at
 //! most once, by one thread. A waiting vCPU continues as soon as its page is placed, by any thread.
@@ -30,7 +30,7 @@ use pageferry_machine::Machine;
 use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -40,6 +40,9 @@ const SLEEP_LIMIT: Duration = Duration::from_millis(5);
 
 /// The longest wait for a reply that no vCPU waits for. The caller retries.
 const FETCH_LIMIT: Duration = Duration::from_micros(500);
+
+/// The most VMM threads that an arrival wakes. More than these look again every [`SLEEP_LIMIT`].
+const VMM_SLOTS: usize = 8;
 
 /// The shared state of a receiving VM.
 pub(super) struct Core {
@@ -52,7 +55,10 @@ pub(super) struct Core {
     placing: PageBitmap,
     urgent: Mutex<UrgentReader>,
     waiters: Waiters,
+    /// The vCPUs' threads, by slot.
     threads: Box<[OnceLock<Thread>]>,
+    /// VMM threads that wait for pages now. Their slots follow those of the vCPUs.
+    vmm: [Mutex<Option<Thread>>; VMM_SLOTS],
     /// The slot + 1 of the thread that sleeps on the urgent connection, or 0.
     reader: AtomicU64,
     wake_event: OwnedFd,
@@ -80,8 +86,9 @@ impl Core {
             stalls: Stalls::new(vcpus),
             placing: PageBitmap::try_new(pages as usize)?,
             urgent: Mutex::new(UrgentReader::new(pages)),
-            waiters: Waiters::new(vcpus),
+            waiters: Waiters::new(vcpus + VMM_SLOTS),
             threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
+            vmm: Default::default(),
             reader: AtomicU64::new(0),
             wake_event,
             failed: AtomicBool::new(false),
@@ -93,10 +100,7 @@ impl Core {
 
     /// Ends the migration with `error`. The first error counts.
     pub(super) fn fail(&self, error: MigrationError) {
-        self.failure
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .get_or_insert(error);
+        lock(&self.failure).get_or_insert(error);
         self.failed.store(true, Ordering::Release);
         self.wake_all();
     }
@@ -106,15 +110,12 @@ impl Core {
     }
 
     pub(super) fn take_failure(&self) -> Option<MigrationError> {
-        self.failure
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
+        lock(&self.failure).take()
     }
 
     /// Requests `page` from the source, by one write and without a lock. Each vCPU and each fault
-    /// event has at most one request in flight, and all huge pages together have a window of them
-    /// (`pieces`). So the socket's buffer always has room.
+    /// event has at most one request in flight, each VMM thread a few, and each fault thread a
+    /// window of them for huge pages (`pieces`). So the socket's buffer has room.
     pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
         self.link.send_small(&UrgentMessage::request(page))
     }
@@ -211,11 +212,13 @@ impl Core {
         self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         let bytes = bytes.unwrap_or(&ZERO);
         if self.machine.receives_in_place() {
-            let to = self.machine.ram().alias(message.page, 1);
-            // SAFETY: `alias` gives 4096 mapped bytes, which do not overlap a private buffer. No
-            // other thread reads or writes them now: the page is missing, so vCPUs do not reach it,
-            // and this thread has its `placing` bit.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES) };
+            // SAFETY: the page is missing, so neither vCPUs nor the VMM's own accesses reach it. This
+            // thread alone places it, since it has the page's `placing` bit. `alias` gives 4096
+            // mapped bytes, which do not overlap a private buffer.
+            unsafe {
+                let to = self.machine.ram().unchecked().alias(message.page, 1);
+                std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES);
+            }
             self.arrived(message.page, 1)?;
         } else {
             self.machine.install_copy(message.page, bytes)?;
@@ -237,7 +240,7 @@ impl Core {
         })
     }
 
-    /// Makes the calling thread the owner of `slot`, for wake-ups.
+    /// Makes the calling vCPU thread the owner of `slot`, for wake-ups.
     pub(super) fn register(&self, slot: usize) {
         self.threads[slot].get_or_init(|| {
             crate::latency::prefer_short_slices();
@@ -249,9 +252,28 @@ impl Core {
         if self.reader.load(Ordering::SeqCst) == slot as u64 + 1 {
             self.signal_reader();
         }
-        if let Some(thread) = self.threads[slot].get() {
+        if let Some(thread) = self.threads.get(slot) {
+            thread.get().map(Thread::unpark);
+        } else if let Some(thread) = &*lock(&self.vmm[slot - self.threads.len()]) {
             thread.unpark();
         }
+    }
+
+    /// Calls `wait` with a slot for the calling VMM thread, or without one if all are taken.
+    pub(super) fn with_vmm_slot<T>(&self, wait: impl FnOnce(Option<usize>) -> T) -> T {
+        let free = self.vmm.iter().position(|slot| {
+            let mut slot = lock(slot);
+            let free = slot.is_none();
+            if free {
+                *slot = Some(std::thread::current());
+            }
+            free
+        });
+        let result = wait(free.map(|index| self.threads.len() + index));
+        if let Some(index) = free {
+            *lock(&self.vmm[index]) = None;
+        }
+        result
     }
 
     fn signal_reader(&self) {
@@ -265,18 +287,25 @@ impl Core {
         for thread in self.threads.iter().filter_map(OnceLock::get) {
             thread.unpark();
         }
+        for thread in &self.vmm {
+            lock(thread).as_ref().map(Thread::unpark);
+        }
     }
 
-    /// Sleeps on a vCPU's thread until `page` may have arrived, a reply may have arrived, or
-    /// [`SLEEP_LIMIT`] is over. Calls `ready` once more before it sleeps.
+    /// Sleeps on the thread that owns `slot` until `page` may have arrived, a reply may have
+    /// arrived, or [`SLEEP_LIMIT`] is over. Calls `ready` once more before it sleeps.
     pub(super) fn sleep(
         &self,
-        vcpu: usize,
+        slot: Option<usize>,
         page: RamPage,
         ready: impl Fn() -> bool,
     ) -> Result<(), MigrationError> {
-        self.waiters.announce(vcpu, page.0);
-        let me = vcpu as u64 + 1;
+        let Some(slot) = slot else {
+            std::thread::sleep(SLEEP_LIMIT);
+            return Ok(());
+        };
+        self.waiters.announce(slot, page.0);
+        let me = slot as u64 + 1;
         // One of the sleepers polls the connection. It wakes the others.
         let reads = self
             .reader
@@ -290,7 +319,7 @@ impl Core {
             std::thread::park_timeout(SLEEP_LIMIT);
             Ok(())
         };
-        self.waiters.withdraw(vcpu);
+        self.waiters.withdraw(slot);
         if reads {
             // Only the signalled thread empties the eventfd, so that no other thread takes its
             // signal.
@@ -342,6 +371,10 @@ impl Core {
     pub(super) fn missing(&self) -> u64 {
         self.states.missing().count() as u64
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the error for a reply of a kind that a source never sends.

@@ -78,7 +78,8 @@ impl<'a> Placer<'a> {
     fn zero_touched(&self, range: std::ops::Range<usize>) {
         let mut at = range.start;
         while let Some(index) = self.touched.next_set(at).filter(|index| *index < range.end) {
-            self.ram.zero(RamPage(index as u64));
+            // SAFETY: as in `receive_in_place`.
+            unsafe { self.ram.unchecked() }.zero(RamPage(index as u64));
             at = index + 1;
         }
     }
@@ -115,20 +116,23 @@ impl<'a> Placer<'a> {
         list: &RunList,
     ) -> Result<(), MigrationError> {
         let data = list.runs().iter().filter(|run| run.kind == RunKind::Data);
+        // SAFETY: no other thread reads or writes the pages of the frame. In pre-copy no vCPU of
+        // this VM runs, and the VMM's own accesses are refused. In post-copy the pages are missing,
+        // and this thread has their `placing` bits.
+        let bytes = unsafe { self.ram.unchecked() };
         let slices: Vec<RawSlice> = data
             .clone()
             .map(|run| RawSlice {
-                start: self.ram.alias(run.first, run.pages.into()),
+                start: bytes.alias(run.first, run.pages.into()),
                 len: run.data_bytes(),
             })
             .collect();
         let mut hasher = link.take_runs_hasher();
         // SAFETY: each slice is mapped guest memory (`alias` checked the whole run) that lives as
-        // long as `self.ram`. No other thread reads or writes it. In pre-copy no vCPU of this VM
-        // runs. In post-copy its pages are missing, and this thread has their `placing` bits.
+        // long as `self.ram`. As above, no other thread reads or writes it.
         unsafe { link.receive_raw(&slices, self.limit)? };
         for run in data {
-            let start = self.ram.alias(run.first, run.pages.into()).cast_const();
+            let start = bytes.alias(run.first, run.pages.into()).cast_const();
             // SAFETY: as above. The bytes are initialized, like all mapped memory.
             hasher.update(unsafe { std::slice::from_raw_parts(start, run.data_bytes()) });
         }

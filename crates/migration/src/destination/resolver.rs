@@ -1,22 +1,26 @@
-//! The fault path of the destination, for a vCPU that touches a missing page.
+//! The fault path of the destination, for a vCPU or a VMM thread that touches a missing page.
 //!
-//! The vCPU's own thread does this:
+//! The thread itself does this:
 //!
-//! 1. It claims the page by one atomic read-modify-write. A second vCPU that faults on the page
+//! 1. It claims the page by one atomic read-modify-write. A second thread that faults on the page
 //!    sends nothing.
 //! 2. It sends the request by one write.
 //! 3. It waits. It reads replies unless another thread does, spins for a while, and then sleeps.
 //!
 //! It shares no lock with another vCPU. No other thread has to wake before the request is sent.
+//!
+//! A VMM thread comes through [`GuestRam::read`](pageferry_machine::GuestRam::read) and
+//! [`GuestRam::write`](pageferry_machine::GuestRam::write). It may claim several pages before it
+//! waits.
 
 use super::core::Core;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use pageferry_addr::RamPage;
-use pageferry_machine::{Access, HookVerdict, Kicker};
+use pageferry_machine::{Access, AccessError, Fetch, HookVerdict, Kicker};
 use pageferry_userfault::Claim;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 /// The spin time of a vCPU before it sleeps. A reply of a spinning source takes about 10 us. A
@@ -38,8 +42,11 @@ impl Resolver {
         Arc::new(Self::default())
     }
 
-    /// Attaches it to the migration. A VM receives at most one migration.
+    /// Attaches it to the migration, also for the VMM's own accesses. A VM receives at most one
+    /// migration.
     pub(super) fn attach(&self, core: Arc<Core>) -> Result<(), MigrationError> {
+        let source: Weak<dyn Fetch> = Arc::downgrade(&(Arc::clone(&core) as Arc<dyn Fetch>));
+        core.machine.ram().attach(source)?;
         self.core
             .set(core)
             .map_err(|_| MigrationError::Internal("this VM has received a migration before".into()))
@@ -86,20 +93,48 @@ impl Resolver {
         verdict
     }
 
-    /// Wakes vCPUs that sleep for a page, so that they check their kickers. Called when a pause
+    /// Wakes threads that sleep for a page, so that they check their kickers. Called when a pause
     /// begins.
     pub fn pausing(&self) {
         if let Some(core) = self.core.get() {
             core.wake_all();
         }
     }
+}
 
-    /// Whether `page` has not arrived yet. VMM threads ask before they touch guest memory.
-    #[must_use]
-    pub fn is_missing(&self, page: RamPage) -> bool {
-        self.core
-            .get()
-            .is_some_and(|core| core.states.is_missing(page))
+impl Fetch for Core {
+    fn fetch(
+        &self,
+        first: RamPage,
+        pages: u64,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<(), AccessError> {
+        let each = || (first.0..first.0 + pages).map(RamPage);
+        let requested = each().try_for_each(|page| match self.states.claim(page) {
+            Claim::Mine if !self.has_failed() => self.request(page),
+            _ => Ok(()),
+        });
+        if let Err(error) = requested {
+            self.fail(error);
+        }
+        self.with_vmm_slot(|slot| {
+            for page in each() {
+                match wait(self, slot, page, stop) {
+                    Ok(Outcome::Kicked) => return Err(AccessError::Stopped(page)),
+                    Ok(_) => {}
+                    Err(error) if error.is_lost() && !self.states.is_missing(page) => {}
+                    Err(error) => {
+                        let why = match &error {
+                            MigrationError::Internal(why) => why.clone(),
+                            error => error.to_string(),
+                        };
+                        self.fail(error);
+                        return Err(AccessError::Lost { page, why });
+                    }
+                }
+            }
+            Ok(())
+        })
     }
 }
 
@@ -125,6 +160,17 @@ fn resolve(
         Claim::Others => {}
     }
     core.register(vcpu as usize);
+    let stop = || kicker.is_kicked();
+    wait(core, Some(vcpu as usize), page, &stop)
+}
+
+/// Waits on the thread that owns `slot` until `page` is present.
+fn wait(
+    core: &Core,
+    slot: Option<usize>,
+    page: RamPage,
+    stop: &dyn Fn() -> bool,
+) -> Result<Outcome, MigrationError> {
     let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
         if !core.states.is_missing(page) {
@@ -133,15 +179,15 @@ fn resolve(
         if core.has_failed() {
             return Err(MigrationError::Internal("the migration has failed".into()));
         }
-        if kicker.is_kicked() {
+        if stop() {
             return Ok(Outcome::Kicked);
         }
         if core.pump()? > 0 {
             continue;
         }
         if !spinner.spin() {
-            core.sleep(vcpu as usize, page, || {
-                !core.states.is_missing(page) || core.has_failed() || kicker.is_kicked()
+            core.sleep(slot, page, || {
+                !core.states.is_missing(page) || core.has_failed() || stop()
             })?;
             spinner = Spinner::new(FAULT_SPIN);
         }

@@ -34,6 +34,7 @@ use crate::phase::{Observer, Phase};
 use crate::report::{PageCounts, PhaseStart, SourceReport};
 use crate::sync::{AtomicBool, Ordering};
 use crate::wire::{self, Frame, Setup, SetupProgress};
+use pageferry_machine::Frozen;
 use std::time::{Duration, Instant};
 
 /// The state that all phases of one migration share.
@@ -45,6 +46,8 @@ struct Source<'a> {
     link: StreamLink,
     /// Whether the destination has allocated all memory that it needs before the switch-over.
     destination_ready: bool,
+    /// From switch-over on, as long as the VM may count elsewhere.
+    frozen: Option<Frozen<'a>>,
     report: SourceReport,
 }
 
@@ -95,6 +98,7 @@ pub fn migrate(
         observer,
         link: stream,
         destination_ready: false,
+        frozen: None,
         report: new_report(began_ns),
     };
     let missing = match source.until_running() {
@@ -224,6 +228,7 @@ impl Source<'_> {
         }
         // A failure to stop the dirty log costs only speed.
         let _ = self.vm.machine.set_dirty_log(false);
+        self.frozen = None;
         self.vm.threads.resume();
         self.link.shutdown();
     }

@@ -98,7 +98,8 @@ impl<'a> PageSender<'a> {
         let copy = self.copies[at..at + PAGE_BYTES]
             .first_chunk_mut()
             .expect("a whole page");
-        self.ram.read(page, copy);
+        // SAFETY: (2) a source has all its pages.
+        unsafe { self.ram.unchecked() }.read(page, copy);
         let kind = if is_zero(copy) {
             RunKind::Zero
         } else {
@@ -169,7 +170,7 @@ impl<'a> StoppedSender<'a> {
     pub(crate) fn page(&self, page: RamPage) -> &'a [u8; PAGE_BYTES] {
         // SAFETY: the pointer is to 4096 mapped bytes. They live as long as the `GuestRam` borrowed
         // for 'a. By the contract of `new` no thread writes them.
-        unsafe { &*self.inner.ram.alias(page, 1).cast() }
+        unsafe { &*self.inner.ram.unchecked().alias(page, 1).cast() }
     }
 
     /// Whether the page is a hole. A hole is zero, and reading it would allocate it.
@@ -229,7 +230,8 @@ fn send_in_place(sender: &mut PageSender<'_>, link: &mut StreamLink) -> Result<(
     let runs = sender.list.runs();
     let mut slices = Vec::with_capacity(runs.len() + 1);
     for run in runs.iter().filter(|run| run.kind == RunKind::Data) {
-        let start = sender.ram.alias(run.first, run.pages.into());
+        // SAFETY: (2) a source has all its pages.
+        let start = unsafe { sender.ram.unchecked() }.alias(run.first, run.pages.into());
         // SAFETY: `alias` checked that the whole run is mapped as long as the `GuestRam` lives. By
         // the contract of `StoppedSender::new` no thread writes it.
         let bytes = unsafe { std::slice::from_raw_parts(start.cast_const(), run.data_bytes()) };
@@ -259,7 +261,8 @@ mod tests {
         let layout = RamLayout::for_memory(PAGES * PAGE_BYTES as u64).unwrap();
         let ram = GuestRam::new(layout).unwrap();
         for page in (0..PAGES).step_by(2) {
-            ram.write(RamPage(page), &[page as u8 | 1; PAGE_BYTES]);
+            ram.try_write(RamPage(page), &[page as u8 | 1; PAGE_BYTES])
+                .unwrap();
         }
         let (ours, theirs) = Connection::pair().unwrap();
         let limit = Duration::from_secs(60);

@@ -68,7 +68,7 @@ impl Source<'_> {
         let total = self.report.missing_at_start;
         // SAFETY: (1) `migrate` resumes the guest only before `Running` arrives, or after post-copy
         // has failed and its threads have ended. So it does not while there are senders. (2)
-        // Migration does not write the source's memory.
+        // The VMM's own writes are refused (`frozen`). Migration does not write the source's memory.
         let mut sender = unsafe { StoppedSender::new(ram) };
         if !self.config.push_background {
             wait_for_quiet(unsent, urgent_ended);

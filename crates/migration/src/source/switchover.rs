@@ -1,5 +1,5 @@
-//! Switch-over: the source stops the guest and sends the missing bitmap and the vCPU states. This
-//! is the blackout.
+//! Switch-over: the source stops the guest, keeps the VMM's writes out, and sends the missing bitmap
+//! and the vCPU states. This is the blackout.
 
 use super::Source;
 use crate::clock::{instant_ns, monotonic_ns};
@@ -23,6 +23,8 @@ impl Source<'_> {
         self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
         self.enter(Phase::SwitchOver);
         let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
+        // The VMM's own writes are in the last harvest, or refused.
+        self.frozen = Some(self.vm.machine.ram().freeze()?);
         if self.config.precopy_passes > 0 {
             self.vm.machine.harvest_dirty(&missing, false)?;
         }

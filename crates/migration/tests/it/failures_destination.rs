@@ -169,8 +169,7 @@ fn pauses(template: &Template, via: Via, delivery: Option<Delivery>, cases: &[Ca
             case.name
         );
         assert_sentence(&failure);
-        let counted =
-            (0..template.pages()).filter(|page| received.vm.resolver.is_missing(RamPage(*page)));
+        let counted = (0..template.pages()).filter(|page| received.vm.is_missing(RamPage(*page)));
         assert_eq!(counted.count() as u64, missing, "{}", case.name);
         assert_paused_unharmed(&received.vm, case.name);
     }

@@ -8,6 +8,7 @@ mod move_backings;
 mod move_vm;
 mod scripted;
 mod support;
+mod vmm_access;
 mod wire_channel;
 mod wire_common;
 mod wire_handshake;

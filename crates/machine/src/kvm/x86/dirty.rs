@@ -33,12 +33,8 @@ use super::sync::{AtomicBool, Ordering};
 use super::sys;
 use crate::{GuestRam, MachineError, RamRegion};
 use kvm_ioctls::VmFd;
-use pageferry_addr::RamPage;
-use pageferry_userfault::{OutOfMemory, PageBitmap};
+use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// The pages of a word.
-const BITS: usize = u64::BITS as usize;
 
 /// The maximum words of one CLEAR: 64 Ki pages. It holds the MMU lock all the while.
 const CLEAR_WORDS: usize = 1024;
@@ -51,24 +47,14 @@ pub(super) struct DirtyLog {
     /// The kernel's bitmap of a slot, kept for reuse. Its lock also serializes switches and
     /// harvests.
     words: Mutex<Vec<u64>>,
-    /// Pages that this engine wrote on a vCPU's behalf; see `vcpu`.
-    own: PageBitmap,
 }
 
 impl DirtyLog {
-    pub(super) fn try_new(manual: bool, pages: u64) -> Result<Self, OutOfMemory> {
-        Ok(Self {
+    pub(super) fn new(manual: bool) -> Self {
+        Self {
             manual,
             on: AtomicBool::new(false),
             words: Mutex::new(Vec::new()),
-            own: PageBitmap::try_new(pages as usize)?,
-        })
-    }
-
-    /// Adds a page that this engine wrote on a vCPU's behalf.
-    pub(super) fn note(&self, page: RamPage) {
-        if self.on.load(Ordering::Acquire) {
-            self.own.set(page);
         }
     }
 
@@ -87,11 +73,7 @@ impl DirtyLog {
         for region in ram.layout().regions() {
             slots.set_log(vm, region, on)?;
         }
-        let mut from = 0;
-        while let Some(run) = self.own.next_run(from, usize::MAX) {
-            self.own.clear_range(run.clone());
-            from = run.end;
-        }
+        ram.written.clear();
         self.on.store(on, Ordering::Release);
         Ok(())
     }
@@ -127,17 +109,7 @@ impl DirtyLog {
                 clear_found(vm, region, &words)?;
             }
         }
-        let mut from = 0;
-        while let Some(page) = self.own.next_set(from) {
-            let index = page / BITS;
-            let bits = self.own.word(index);
-            newly += dirty.or_word(index, bits).count_ones() as usize;
-            if rearm {
-                self.own.take_word(index, bits);
-            }
-            from = (index + 1) * BITS;
-        }
-        Ok(newly)
+        Ok(newly + ram.written.harvest(dirty, rearm))
     }
 }
 

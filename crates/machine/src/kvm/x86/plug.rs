@@ -106,7 +106,7 @@ impl MemoryPlug {
         ask: impl FnOnce(Option<&Slot<KvmSlot>>) -> Result<Request<KvmSlot>, MachineError>,
     ) -> Result<(), MachineError> {
         let regions = self.0.ram.layout().regions();
-        if regions.iter().any(|region| region.slot == id.into()) {
+        if regions.iter().any(|region| region.slot == u32::from(id)) {
             return Err(MachineError::WrongState(
                 "the slot is RAM's: choose an id above those of RAM's regions",
             ));

@@ -187,7 +187,9 @@ fn find_tables(
         if level == 1 {
             continue;
         }
-        ram.read(page, &mut bytes);
+        if ram.try_read(page, &mut bytes).is_err() {
+            return Tables::Missing(page);
+        }
         let (entries, _) = bytes.as_chunks::<8>();
         for entry in entries.iter().map(|bytes| u64::from_le_bytes(*bytes)) {
             let leaf = entry & LARGE != 0 && level <= 3;
@@ -229,7 +231,8 @@ mod tests {
     fn ram() -> GuestRam {
         let ram = GuestRam::new(RamLayout::for_memory(16 * PAGE_SIZE).unwrap()).unwrap();
         let entry = |page: u64, index: u64, value: u64| {
-            ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+            let bytes = value.to_le_bytes();
+            ram.try_write((RamPage(page), index * 8), &bytes).unwrap();
         };
         entry(1, 0, 0x2000 | 7);
         entry(2, 0, 0x8000_0000 | LARGE | 7);
@@ -295,7 +298,7 @@ mod tests {
             return None;
         }
         let vcpu = new.vcpus[0].as_mut();
-        write_guest(&ram, &[]);
+        write_guest(&ram, &[]).unwrap();
         vcpu.set_start(&start_of_guest([0; 2])).unwrap();
         if !confined {
             let mut parts = Parts::decode(&vcpu.save().unwrap()).unwrap();
@@ -307,7 +310,7 @@ mod tests {
         }
         let missing = Arc::new(PageBitmap::new(64));
         let page = RamPage(32);
-        ram.write(page, &[1; PAGE_SIZE as usize]);
+        ram.try_write(page, &[1; PAGE_SIZE as usize]).unwrap();
         missing.set(page);
         let machine = &new.machine;
         machine

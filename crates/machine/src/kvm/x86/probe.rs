@@ -1,7 +1,9 @@
 //! The test whether KVM works here, by running a guest.
 
 use super::vm::create;
-use crate::{DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState};
+use crate::{
+    AccessError, DOORBELL_GPA, Exit, GuestRam, Kicker, MachineError, MachineSpec, StartState,
+};
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -53,21 +55,21 @@ const CODE_PAGE: RamPage = RamPage(5);
 
 /// Writes a probe guest: its code, and tables that map the first 2 MiB and the doorbell at their
 /// own addresses.
-pub(super) fn write_guest(ram: &GuestRam, code: &[u8]) {
+pub(super) fn write_guest(ram: &GuestRam, code: &[u8]) -> Result<(), AccessError> {
     // Present, writable, user; accessed and dirty, so that the CPU does not set them; large.
     const TABLE: u64 = 0x67;
     const LARGE: u64 = TABLE | 0x80;
     let entry = |page: u64, index: u64, value: u64| {
-        ram.write_at(RamPage(page), index * 8, &value.to_le_bytes());
+        ram.try_write((RamPage(page), index * 8), &value.to_le_bytes())
     };
     // Pages 1 to 4: the root, 1 GiB entries, and two tables of 2 MiB pages, for code and doorbell.
     let doorbell = DOORBELL_GPA.0;
-    entry(1, 0, 0x2000 | TABLE);
-    entry(2, 0, 0x3000 | TABLE);
-    entry(2, doorbell >> 30, 0x4000 | TABLE);
-    entry(3, 0, LARGE);
-    entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE);
-    ram.write_at(CODE_PAGE, 0, code);
+    entry(1, 0, 0x2000 | TABLE)?;
+    entry(2, 0, 0x3000 | TABLE)?;
+    entry(2, doorbell >> 30, 0x4000 | TABLE)?;
+    entry(3, 0, LARGE)?;
+    entry(4, (doorbell >> 21) & 511, (doorbell & !0x1f_ffff) | LARGE)?;
+    ram.try_write(CODE_PAGE, code)
 }
 
 /// The start of a vCPU of a probe guest.
@@ -89,7 +91,7 @@ fn run_probe(kicker: &mpsc::Sender<Arc<dyn Kicker>>) -> Result<(), MachineError>
     ];
 
     let new = create(MachineSpec::new(1, 16 * PAGE_SIZE))?;
-    write_guest(new.machine.ram(), &CODE);
+    write_guest(new.machine.ram(), &CODE)?;
     let mut vcpus = new.vcpus;
     let vcpu = &mut vcpus[0];
     vcpu.set_start(&start_of_guest([A, B]))?;

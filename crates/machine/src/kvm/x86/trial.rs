@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "places pages of a trial guest")]
 //! The choice of a fault delivery: a trial of each on this host.
 //!
 //! **Guarantee.** `auto` takes the delivery that brought pages fastest here, measured once in the
@@ -105,7 +106,7 @@ fn guest(
     ];
     let mut new = create(MachineSpec::new(vcpus, pages * PAGE_SIZE))?;
     new.machine.ram().allocate()?;
-    write_guest(new.machine.ram(), &CODE);
+    write_guest(new.machine.ram(), &CODE)?;
     for (id, vcpu) in (0..).zip(&mut new.vcpus) {
         let own = own(id);
         let args = [own.start.byte_offset(), own.end.byte_offset()];
@@ -258,7 +259,8 @@ impl Source {
             return Ok(());
         }
         if in_place {
-            self.machine.ram().write(page, &BYTES);
+            // SAFETY: (1) the page is missing, and this thread alone has claimed it.
+            unsafe { self.machine.ram().unchecked() }.write(page, &BYTES);
             self.machine.install(page, 1)?;
         } else {
             self.machine.install_copy(page, &BYTES)?;

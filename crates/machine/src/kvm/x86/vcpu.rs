@@ -1,3 +1,4 @@
+#![expect(unsafe_code, reason = "carries out an access of the guest")]
 //! The vCPU: running, saving and restoring.
 //!
 //! `KVM_RUN` returns for one of four reasons. [`KvmVcpu::run`] tests for them in this order:
@@ -32,7 +33,7 @@ use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vc
 use exits::Left;
 use kvm_bindings::{KVM_EXIT_MEMORY_FAULT, kvm_cpuid_entry2};
 use kvm_ioctls::VcpuFd;
-use pageferry_addr::{Gpa, Hva, PAGE_SIZE, RamPage};
+use pageferry_addr::{Gpa, Hva, RamPage};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -157,15 +158,15 @@ impl KvmVcpu {
         {
             return Err(page);
         }
-        let (offset, size) = (gpa.page_offset() as usize, usize::from(access.size));
+        let (offset, size) = (gpa.page_offset(), usize::from(access.size));
+        // SAFETY: (1) this is the engine, on the vCPU's own thread; (2) the page is present.
+        let bytes = unsafe { ram.unchecked() };
         if access.write {
-            ram.write_at(page, offset as u64, &access.bytes[..size]);
-            self.shared.dirty.note(page);
+            bytes.write_at(page, offset, &access.bytes[..size]);
+            ram.written.mark(page.0..page.0 + 1);
         } else {
-            let mut bytes = [0; PAGE_SIZE as usize];
-            ram.read(page, &mut bytes);
             let mut data = [0; 8];
-            data[..size].copy_from_slice(&bytes[offset..offset + size]);
+            bytes.read_at(page, offset, &mut data[..size]);
             self.page().set_mmio_data(data);
         }
         self.blocked = None;

@@ -147,7 +147,7 @@ fn new_vm(
     for region in ram.layout().regions() {
         slots.create_ram(&vm, &ram, region)?;
     }
-    let dirty = DirtyLog::try_new(manual, ram.pages())?;
+    let dirty = DirtyLog::new(manual);
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {
@@ -218,9 +218,11 @@ impl Machine for KvmMachine {
             },
             None => trial::choose(self.0.vcpus)?,
         };
-        let userfaultfds = options.userfaultfds;
-        let faults = &self.0.faults;
-        faults.arm(&self.0, missing, in_use, forced, userfaultfds)?;
+        let (vm, userfaultfds) = (&self.0, options.userfaultfds);
+        vm.ram.gate.arm(&missing, || {
+            let missing = Arc::clone(&missing);
+            vm.faults.arm(vm, missing, in_use, forced, userfaultfds)
+        })?;
         let mut streams: Vec<Box<dyn FaultEvents>> = Vec::new();
         for part in 0..userfaultfds as usize {
             for _ in 0..options.readers {
@@ -246,7 +248,9 @@ impl Machine for KvmMachine {
     }
 
     fn begin_postcopy(&self) -> Result<(), MachineError> {
-        self.0.faults.begin_postcopy(&self.0.ram)
+        self.0.faults.begin_postcopy(&self.0.ram)?;
+        self.0.ram.gate.begin();
+        Ok(())
     }
 
     fn assist_postcopy(
@@ -258,7 +262,9 @@ impl Machine for KvmMachine {
     }
 
     fn disarm_userfault(&self) -> Result<(), MachineError> {
-        self.0.faults.disarm(&self.0)
+        self.0.faults.disarm(&self.0)?;
+        self.0.ram.gate.begin();
+        Ok(())
     }
 
     fn abandon(&self) {

@@ -67,7 +67,7 @@ impl Template {
 
     pub(crate) fn page(&self, page: u64) -> [u8; PAGE_BYTES] {
         let mut bytes = [0; PAGE_BYTES];
-        self.vm.ram().read(RamPage(page), &mut bytes);
+        self.vm.ram().try_read(RamPage(page), &mut bytes).unwrap();
         bytes
     }
 

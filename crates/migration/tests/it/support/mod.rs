@@ -1,8 +1,9 @@
 //! A VM with the demo's workload, and its migration between two halves of one test process.
 
+use pageferry_addr::RamPage;
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
-use pageferry_machine::{Backing, Delivery, Engine, GuestRam, MachineSpec};
+use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::{
@@ -99,6 +100,10 @@ impl WorkloadVm {
         self.machine.ram()
     }
 
+    pub(crate) fn is_missing(&self, page: RamPage) -> bool {
+        self.ram().try_read(page, &mut [0]) == Err(AccessError::Missing(page))
+    }
+
     pub(crate) fn control(&self, vcpu: u32) -> Control {
         self.vm.control(&self.workload, vcpu).unwrap()
     }
@@ -129,7 +134,7 @@ impl WorkloadVm {
     /// Pauses the VM and checks every page.
     pub(crate) fn assert_verifies(&self) {
         self.threads.pause(LIMIT).unwrap();
-        let verdict = verify(&*self.machine, &self.workload);
+        let verdict = verify(&*self.machine, &self.workload, &|| false).unwrap();
         assert!(verdict.host_holds(), "{verdict:?}");
         assert!(verdict.guest_holds(), "{verdict:?}");
         self.assert_no_failure("verified");

@@ -1,0 +1,138 @@
+//! The gate before the VMM's own accesses to guest memory.
+//!
+//! **Guarantee.** A thread that closes the gate returns when no access that the gate let in is
+//! under way. Until it opens the gate again, no access gets in.
+//!
+//! **Mechanism.** One atomic word has the number of accesses under way and two flags. An access
+//! counts itself by one read-modify-write, which also returns the flags. A closing thread sets its
+//! flag by one read-modify-write, and then waits until the count is 0. The changes of one word are
+//! in one total order. So an access that comes behind the flag sees it and leaves, and the closing
+//! thread sees the count of each access that came before.
+//!
+//! | flag | set | lets in |
+//! |---|---|---|
+//! | [`RECEIVING`] | from arming until post-copy begins: no page has its final bytes | nothing |
+//! | [`FROZEN`] | while a source takes the last bytes of its stopped VM | reads |
+//!
+//! **Neighbours.** `access` enters. `ram` has the gate of its memory. The engines close it when they
+//! arm, and open it when post-copy begins.
+
+use crate::{AccessError, MachineError};
+use core::sync::atomic::{AtomicU64, Ordering};
+use pageferry_userfault::PageBitmap;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// The longest wait for accesses under way. An access is one copy, unless a device holds on to
+/// memory.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// Nothing gets in: the machine waits for its memory.
+const RECEIVING: u64 = 1 << 63;
+/// No write gets in.
+const FROZEN: u64 = 1 << 62;
+/// The accesses under way. The flags are above these bits.
+const COUNT: u64 = FROZEN - 1;
+
+/// The kind of an access.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Use {
+    Read,
+    Write,
+}
+
+/// The gate of one VM's memory.
+#[derive(Default)]
+pub(crate) struct Gate {
+    state: AtomicU64,
+    /// The missing bitmap, once the machine was armed.
+    missing: OnceLock<Arc<PageBitmap>>,
+}
+
+impl Gate {
+    /// Lets an access in. It is under way until [`Gate::leave`].
+    pub(crate) fn enter(&self, access: Use) -> Result<(), AccessError> {
+        // Acquire: an access that gets in finds the bytes and bits from before the gate was opened.
+        let state = self.state.fetch_add(1, Ordering::Acquire);
+        let refused = if state & RECEIVING != 0 {
+            AccessError::Receiving
+        } else if state & FROZEN != 0 && access == Use::Write {
+            AccessError::Frozen
+        } else {
+            return Ok(());
+        };
+        self.leave();
+        Err(refused)
+    }
+
+    /// Ends an access.
+    pub(crate) fn leave(&self) {
+        // Release: a thread that closes the gate finds what the access wrote.
+        self.state.fetch_sub(1, Ordering::Release);
+    }
+
+    /// The missing bitmap, if the machine was ever armed. An access that was let in finds a page
+    /// present if its bit is clear. The page then stays present, since no bit is set again.
+    pub(crate) fn missing(&self) -> Option<&PageBitmap> {
+        self.missing.get().map(|missing| &**missing)
+    }
+
+    /// Closes the gate, calls `arm`, and keeps the gate closed if `arm` succeeds.
+    pub(crate) fn arm(
+        &self,
+        missing: &Arc<PageBitmap>,
+        arm: impl FnOnce() -> Result<(), MachineError>,
+    ) -> Result<(), MachineError> {
+        if self.missing.get().is_some() {
+            return Err(MachineError::WrongState("fault delivery was armed before"));
+        }
+        self.close(RECEIVING)?;
+        let armed = arm();
+        if armed.is_ok() {
+            let first = self.missing.set(Arc::clone(missing)).is_ok();
+            assert!(first, "only the thread that closed the gate arms");
+        } else {
+            self.open(RECEIVING);
+        }
+        armed
+    }
+
+    /// Lets accesses in again: every page whose bit is clear has its bytes.
+    pub(crate) fn begin(&self) {
+        self.open(RECEIVING);
+    }
+
+    /// Keeps writes out.
+    pub(crate) fn freeze(&self) -> Result<(), MachineError> {
+        self.close(FROZEN)
+    }
+
+    /// Lets writes in again.
+    pub(crate) fn thaw(&self) {
+        self.open(FROZEN);
+    }
+
+    fn close(&self, flag: u64) -> Result<(), MachineError> {
+        if self.state.fetch_or(flag, Ordering::Acquire) & flag != 0 {
+            return Err(MachineError::WrongState(
+                "another migration of this machine is under way",
+            ));
+        }
+        let deadline = Instant::now() + LIMIT;
+        while self.state.load(Ordering::Acquire) & COUNT != 0 {
+            if Instant::now() > deadline {
+                self.open(flag);
+                return Err(MachineError::WrongState(
+                    "a device holds on to guest memory: stop devices before a migration takes it",
+                ));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn open(&self, flag: u64) {
+        // Release: pairs with `enter`.
+        self.state.fetch_and(!flag, Ordering::Release);
+    }
+}

@@ -1,0 +1,180 @@
+#![expect(
+    unsafe_code,
+    reason = "copies bytes that a guest may change at the same time"
+)]
+//! The privileged way to the bytes of guest memory, for code that places pages or sends them.
+//!
+//! It knows neither missing pages nor the dirty log. The accessor ([`GuestRam::read`] and its
+//! siblings, in `access`) is built on it.
+//!
+//! A guest may write any byte at any time. So no call here returns a Rust reference to guest
+//! memory: copies go through volatile words ([`UncheckedRam::read`], [`UncheckedRam::write`]), or
+//! through raw pointers given to system calls ([`UncheckedRam::alias`]). A caller that needs a
+//! stable view (checksums) copies first, or reads a VM whose vCPUs are parked.
+
+use crate::{GuestRam, MachineError};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use rustix::fs::{FallocateFlags, fallocate};
+
+/// The bytes of guest memory through the alias mapping, without any check. See
+/// [`GuestRam::unchecked`] for the rules.
+#[derive(Clone, Copy, Debug)]
+pub struct UncheckedRam<'a> {
+    ram: &'a GuestRam,
+}
+
+impl GuestRam {
+    /// The bytes without regard to the missing bitmap and the dirty log. For threads that place or
+    /// send pages. All others use [`GuestRam::read`] and [`GuestRam::write`].
+    ///
+    /// ```
+    /// use pageferry_addr::RamPage;
+    /// use pageferry_machine::{GuestRam, RamLayout};
+    ///
+    /// let ram = GuestRam::new(RamLayout::for_memory(1 << 20)?)?;
+    /// // SAFETY: no machine has this memory, and only this thread knows it.
+    /// let placing = unsafe { ram.unchecked() };
+    /// placing.write(RamPage(3), &[7; 4096]);
+    /// let mut byte = [0];
+    /// ram.try_read((RamPage(3), 99), &mut byte)?;
+    /// assert_eq!(byte, [7]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Safety
+    /// For each page that the caller accesses by the result:
+    /// 1. The caller writes a page of a machine only if no other thread of this process accesses
+    ///    the page. That holds for a page whose bit in the machine's missing bitmap is set, if the
+    ///    caller alone has the right to place that page. From [`Machine::arm_userfault`] until
+    ///    [`Machine::begin_postcopy`] it holds for every page, if the caller alone receives the
+    ///    memory. The engine's own vCPU threads may also write for their vCPU.
+    /// 2. The caller reads a page only if its bit in the missing bitmap is clear, or under (1).
+    ///
+    /// Writes are not in the dirty log. So a page that a migration may have sent must not be
+    /// written this way.
+    ///
+    /// [`Machine::arm_userfault`]: crate::Machine::arm_userfault
+    /// [`Machine::begin_postcopy`]: crate::Machine::begin_postcopy
+    #[must_use]
+    pub unsafe fn unchecked(&self) -> UncheckedRam<'_> {
+        UncheckedRam { ram: self }
+    }
+}
+
+impl UncheckedRam<'_> {
+    /// The VMM's pointer to `pages` pages from `page`, valid as long as the memory lives.
+    ///
+    /// For system calls and volatile access only: the guest may change the bytes at any time.
+    ///
+    /// # Panics
+    /// If the pages are not all RAM. The same holds for all calls that take pages.
+    #[must_use]
+    pub fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
+        self.ram.alias(page, pages)
+    }
+
+    /// The pointer to `len` bytes from `offset` bytes behind the start of `page`.
+    fn bytes(&self, page: RamPage, offset: u64, len: usize) -> *mut u8 {
+        let pages = (offset + len as u64).div_ceil(PAGE_SIZE);
+        self.alias(page, pages).wrapping_add(offset as usize)
+    }
+
+    /// Copies one page out, word by word. Each aligned word is untorn. The page as a whole may mix
+    /// bytes from before and after a write that a running guest makes meanwhile.
+    pub fn read(&self, page: RamPage, into: &mut [u8; PAGE_SIZE as usize]) {
+        self.read_at(page, 0, into);
+    }
+
+    /// Copies bytes out from `offset` bytes behind the start of `page`, as [`UncheckedRam::read`]
+    /// does. They may reach into the following pages.
+    ///
+    /// # Panics
+    /// If they leave RAM.
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "words are read only where the pointer is aligned"
+    )]
+    pub fn read_at(&self, page: RamPage, offset: u64, into: &mut [u8]) {
+        let from = self.bytes(page, offset, into.len());
+        let read_bytes = |at: *mut u8, into: &mut [u8]| {
+            for (i, byte) in into.iter_mut().enumerate() {
+                // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent. The read
+                // is volatile, so a concurrent writer outside Rust's view is tolerated, and no
+                // reference exists.
+                *byte = unsafe { at.add(i).read_volatile() };
+            }
+        };
+        let (head, rest) = into.split_at_mut(from.align_offset(8).min(into.len()));
+        read_bytes(from, head);
+        let at = from.wrapping_add(head.len());
+        let (words, tail) = rest.as_chunks_mut::<8>();
+        for (i, word) in words.iter_mut().enumerate() {
+            // SAFETY: as above, and `at` is aligned to words.
+            *word = unsafe { at.cast::<u64>().add(i).read_volatile() }.to_ne_bytes();
+        }
+        read_bytes(at.wrapping_add(words.len() * 8), tail);
+    }
+
+    /// Copies one page in, word by word.
+    pub fn write(&self, page: RamPage, bytes: &[u8; PAGE_SIZE as usize]) {
+        self.write_at(page, 0, bytes);
+    }
+
+    /// Copies `bytes` in at `offset` bytes into `page`. They may reach into the following pages.
+    ///
+    /// # Panics
+    /// If they leave RAM.
+    #[expect(
+        clippy::cast_ptr_alignment,
+        reason = "words are written only where the pointer is aligned"
+    )]
+    pub fn write_at(&self, page: RamPage, offset: u64, bytes: &[u8]) {
+        let to = self.bytes(page, offset, bytes.len());
+        let write_bytes = |at: *mut u8, bytes: &[u8]| {
+            for (i, byte) in bytes.iter().enumerate() {
+                // SAFETY: the bytes lie in the mapping: `bytes` checked the whole extent. The write
+                // is volatile.
+                unsafe { at.add(i).write_volatile(*byte) };
+            }
+        };
+        let (head, rest) = bytes.split_at(to.align_offset(8).min(bytes.len()));
+        write_bytes(to, head);
+        let (words, tail) = rest.as_chunks::<8>();
+        let at = to.wrapping_add(head.len());
+        for (i, word) in words.iter().enumerate() {
+            // SAFETY: as above, and `at` is aligned to words.
+            let at = unsafe { at.cast::<u64>().add(i) };
+            // SAFETY: as above.
+            unsafe { at.write_volatile(u64::from_ne_bytes(*word)) };
+        }
+        write_bytes(at.wrapping_add(words.len() * 8), tail);
+    }
+
+    /// Makes the page read as zero. Its memory stays allocated.
+    pub fn zero(&self, page: RamPage) {
+        self.write(page, &[0; PAGE_SIZE as usize]);
+    }
+
+    /// Frees the pages' memory. They read as zero. A touch of the guest's mapping is a *missing*
+    /// fault where userfaultfd watches it.
+    ///
+    /// # Errors
+    /// When the kernel refuses, or the pages are no whole pages of a pool. Such a pool also loses
+    /// the promise that the pages can be allocated again.
+    pub fn punch_hole(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
+        let offset = self.ram.offset(first, pages) as u64;
+        let unit = self.ram.backing().page_size().pages();
+        if !first.0.is_multiple_of(unit) || !pages.is_multiple_of(unit) {
+            return Err(MachineError::WrongState(
+                "only whole pages of a pool can be freed",
+            ));
+        }
+        fallocate(
+            self.ram.fd(),
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            offset,
+            pages * PAGE_SIZE,
+        )
+        .map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
+    }
+}

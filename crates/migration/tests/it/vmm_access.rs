@@ -1,0 +1,332 @@
+//! The VMM's own accesses to the memory of a VM that moves, on both engines and by every fault
+//! delivery.
+
+use crate::scripted::source::{ScriptedSource, Template};
+use crate::scripted::{SOON, Via, ends_soon, in_parallel, listen};
+use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, tcp};
+use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_harness::{Vm, isa_of};
+use pageferry_machine::{AccessError, Delivery, Engine, GuestRam, MachineSpec};
+use pageferry_migration::wire::{Frame, FrameType, PAGE_BYTES};
+use pageferry_migration::{
+    DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
+    SourceConfig, Unobserved, migrate,
+};
+use pageferry_testkit::{Random, wait_until};
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+
+/// Both engines, with all deliveries of this host.
+fn engines(test: &str) -> Vec<(Engine, Option<Delivery>)> {
+    let mut all = vec![(Engine::Soft, None)];
+    if kvm_usable(test) {
+        let deliveries = kvm_deliveries(test).into_iter();
+        all.extend(deliveries.map(|delivery| (Engine::Kvm, Some(delivery))));
+    }
+    all
+}
+
+fn never() -> bool {
+    false
+}
+
+/// A VM whose guest writes the first half of its data pages again and again. The VMM has the rest.
+fn half_busy(engine: Engine) -> (Vm, Range<u64>) {
+    let spec = MachineSpec::new(1, 16 * MIB);
+    let map = MemoryMap::new(isa_of(engine), 1, spec.memory_bytes).unwrap();
+    let data = map.data();
+    let middle = data.start + (data.end - data.start) / 2;
+    let busy = data.start..middle;
+    let touch = Touch {
+        access: TouchAccess::Write,
+        order: TouchOrder::Random,
+        passes: 0,
+    };
+    let toucher = Toucher::new(map, vec![busy], touch).unwrap();
+    let vm = Vm::create(engine, spec, None).unwrap();
+    vm.load(toucher.program()).unwrap();
+    (vm, middle..data.end)
+}
+
+/// The right bytes of the VMM's pages.
+struct Expected {
+    first: u64,
+    pages: Mutex<Vec<[u8; PAGE_BYTES]>>,
+}
+
+impl Expected {
+    fn new(own: &Range<u64>, ram: &GuestRam) -> Self {
+        let pages: Vec<_> = own
+            .clone()
+            .map(|page| std::array::from_fn(|at| (page as usize * 13 + at * 7) as u8))
+            .collect();
+        for (page, bytes) in own.clone().zip(&pages) {
+            ram.try_write(RamPage(page), bytes).unwrap();
+        }
+        Self {
+            first: own.start,
+            pages: Mutex::new(pages),
+        }
+    }
+
+    /// Writes some bytes to some page by `write`.
+    fn change(
+        &self,
+        random: &mut Random,
+        write: impl FnOnce((RamPage, u64), &[u8]) -> Result<(), AccessError>,
+    ) -> Result<(), AccessError> {
+        let mut pages = self.pages.lock().unwrap();
+        let index = random.below(pages.len() as u64) as usize;
+        let (at, value) = (
+            random.below(PAGE_SIZE - 8),
+            random.below(1 << 60).to_le_bytes(),
+        );
+        write((RamPage(self.first + index as u64), at), &value)?;
+        pages[index][at as usize..][..8].copy_from_slice(&value);
+        Ok(())
+    }
+
+    fn check(&self, page: u64, ram: &GuestRam) {
+        let mut bytes = [0; PAGE_BYTES];
+        ram.read(RamPage(page), &mut bytes, &never).unwrap();
+        let expected = self.pages.lock().unwrap()[(page - self.first) as usize];
+        assert!(bytes == expected, "page {page}");
+    }
+}
+
+/// Moves a VM. A thread of the source's VMM writes until the source is frozen, and a thread of the
+/// destination's VMM reads and writes from the start of post-copy on.
+fn move_beside_vmm_threads(engine: Engine, delivery: Option<Delivery>, passes: u32) {
+    let (source, own) = half_busy(engine);
+    let expected = Expected::new(&own, source.machine.ram());
+    let to = WorkloadVm::empty(engine, 1, 16 * MIB);
+    let (from_ram, to_ram) = (source.machine.ram(), to.ram());
+    let listener = tcp();
+    source.threads.resume();
+    std::thread::scope(|scope| {
+        let (expected, own) = (&expected, &own);
+        let writing = scope.spawn(move || {
+            let mut random = Random::new(1);
+            for writes in 0.. {
+                match expected.change(&mut random, |at, bytes| from_ram.try_write(at, bytes)) {
+                    Ok(()) => std::thread::sleep(std::time::Duration::from_micros(50)),
+                    Err(AccessError::Frozen) => return writes,
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            unreachable!("memory is frozen at last")
+        });
+        let receiving = scope.spawn(|| {
+            let config = DestinationConfig {
+                delivery,
+                ..DestinationConfig::default()
+            };
+            let until = Instant::now() + LIMIT;
+            let late = || Instant::now() > until;
+            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
+        });
+        let reading = scope.spawn(move || {
+            wait_until("the destination to be armed", || {
+                to_ram.try_read(RamPage(0), &mut [0]) == Err(AccessError::Receiving)
+            });
+            wait_until("post-copy", || {
+                to_ram.try_read(RamPage(0), &mut [0]) != Err(AccessError::Receiving)
+            });
+            let writes: u64 = writing.join().unwrap();
+            let mut random = Random::new(2);
+            for _ in 0..2 * (own.end - own.start) {
+                let page = own.start + random.below(own.end - own.start);
+                expected.check(page, to_ram);
+                let write = |at, bytes: &[u8]| to_ram.write(at, bytes, &never);
+                expected.change(&mut random, write).unwrap();
+            }
+            writes
+        });
+        let config = SourceConfig {
+            precopy_passes: passes,
+            push_background: false,
+            ..SourceConfig::default()
+        };
+        let cancel = AtomicBool::new(false);
+        let address = listener.local_addr();
+        migrate(
+            &source.running(),
+            address,
+            b"",
+            &config,
+            &cancel,
+            &Unobserved,
+        )
+        .unwrap();
+        let report = receiving.join().unwrap().unwrap();
+        let writes = reading.join().unwrap();
+        eprintln!(
+            "{engine} {delivery:?} passes {passes}: {writes} writes, {:?}",
+            report.pages
+        );
+        assert!(report.pages.urgent > 0);
+    });
+    own.clone().for_each(|page| expected.check(page, to.ram()));
+    to.threads.pause(LIMIT).unwrap();
+}
+
+#[test]
+fn vmm_threads_find_and_change_every_byte_of_a_vm_that_moves() {
+    let _parallel = in_parallel();
+    for (engine, delivery) in engines("VMM threads beside a move") {
+        for passes in [0, 2] {
+            move_beside_vmm_threads(engine, delivery, passes);
+        }
+    }
+}
+
+/// Receives a VM from `script`, while `vmm` runs.
+fn receive_beside(
+    template: &Template,
+    delivery: Option<Delivery>,
+    script: impl FnOnce(&mut ScriptedSource<'_>) + Send,
+    vmm: impl FnOnce(&WorkloadVm),
+) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
+    let listener = listen(Via::Tcp);
+    let config = DestinationConfig {
+        delivery,
+        allocate: false,
+        ..DestinationConfig::default()
+    };
+    let engine = template.vm.machine.engine();
+    let bytes = template.pages() * PAGE_SIZE;
+    let vm = WorkloadVm::empty(engine, template.vcpus(), bytes);
+    let outcome = std::thread::scope(|scope| {
+        let peer = scope.spawn(|| {
+            let mut source = ScriptedSource::connect(template, listener.local_addr());
+            script(&mut source);
+            source.last_frame();
+        });
+        let receiving = scope.spawn(|| {
+            let until = Instant::now() + LIMIT;
+            let late = || Instant::now() > until;
+            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved)
+        });
+        vmm(&vm);
+        peer.join().unwrap();
+        receiving.join().unwrap()
+    });
+    (vm, outcome)
+}
+
+/// Starts the guest, and answers its requests until one for `page` comes.
+fn start_and_answer_until(peer: &mut ScriptedSource<'_>, page: u64) {
+    peer.start();
+    loop {
+        match peer.request() {
+            asked if asked == page => return,
+            other => peer.answer(other),
+        }
+    }
+}
+
+#[test]
+fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
+    let _parallel = in_parallel();
+    for (engine, delivery) in engines("a VMM thread's wait and a pause") {
+        let template = &Template::new(engine, 1, 8 * MIB);
+        let page = template.missing[template.missing.len() / 2];
+        let asked = &AtomicBool::new(false);
+        let (go_on, paused) = channel();
+        let script = move |peer: &mut ScriptedSource<'_>| {
+            start_and_answer_until(peer, page);
+            asked.store(true, Ordering::Release);
+            paused.recv_timeout(LIMIT).expect("the pause");
+            peer.push_rest();
+            peer.send(&Frame::DrainEnd(peer.sent));
+            peer.expect(FrameType::DrainAck);
+            peer.send(&Frame::Complete);
+        };
+        let (vm, outcome) = receive_beside(template, delivery, script, move |vm| {
+            let mut bytes = [0; PAGE_BYTES];
+            wait_until("the guest to run", || !vm.threads.is_paused());
+            assert!(vm.is_missing(RamPage(page)));
+            let (read, began) = std::thread::scope(|scope| {
+                let paused = || vm.threads.is_paused();
+                let reading = scope.spawn(move || {
+                    let at = RamPage(page);
+                    vm.ram().read(at, &mut [0; PAGE_BYTES], &paused)
+                });
+                wait_until("the request", || asked.load(Ordering::Acquire));
+                assert!(!reading.is_finished(), "the page is not here");
+                let began = Instant::now();
+                vm.threads.pause(LIMIT).unwrap();
+                (reading.join().unwrap(), began)
+            });
+            assert_eq!(read, Err(AccessError::Stopped(RamPage(page))));
+            assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+            go_on.send(()).unwrap();
+            // The page was claimed before. A second wait asks for nothing, and finds it.
+            vm.ram().read(RamPage(page), &mut bytes, &never).unwrap();
+            assert!(bytes == template.page(page));
+            vm.threads.resume();
+        });
+        outcome.unwrap();
+        vm.wait_progress(64);
+        vm.assert_verifies();
+    }
+}
+
+#[test]
+fn a_lost_connection_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() {
+    let _parallel = in_parallel();
+    for (engine, delivery) in engines("a VMM thread's wait and a lost connection") {
+        let template = Template::new(engine, 1, 8 * MIB);
+        let page = RamPage(template.missing[template.missing.len() / 2]);
+        let script = |peer: &mut ScriptedSource<'_>| {
+            start_and_answer_until(peer, page.0);
+            peer.close();
+        };
+        let (vm, outcome) = receive_beside(&template, delivery, script, |vm| {
+            wait_until("post-copy", || vm.is_missing(page));
+            let lost = ends_soon("a read", || vm.ram().read(page, &mut [0], &never));
+            let Err(AccessError::Lost { page: of, why }) = &lost else {
+                panic!("{lost:?}");
+            };
+            assert_eq!(*of, page);
+            assert!(
+                why.contains("connection") || why.contains("failed"),
+                "{why}"
+            );
+        });
+        let failure = outcome.unwrap_err();
+        assert!(
+            matches!(failure.vm, DestinationVm::PausedIncomplete { .. }),
+            "{failure}"
+        );
+        let later = ends_soon("a read", || vm.ram().write(page, &[0], &never));
+        assert!(matches!(later, Err(AccessError::Lost { .. })), "{later:?}");
+        // The pages that are here are reached all the same.
+        vm.ram().try_read(RamPage(0), &mut [0]).unwrap();
+    }
+}
+
+#[test]
+fn the_memory_of_a_discarded_vm_is_never_accessed() {
+    let _parallel = in_parallel();
+    for (engine, delivery) in engines("a discarded VM") {
+        let template = Template::new(engine, 1, 8 * MIB);
+        let script = |peer: &mut ScriptedSource<'_>| {
+            peer.set_up();
+            peer.send_pass();
+            peer.close();
+        };
+        let (vm, outcome) = receive_beside(&template, delivery, script, |_| {});
+        assert_eq!(outcome.unwrap_err().vm, DestinationVm::Discarded);
+        let read = vm.ram().read(RamPage(0), &mut [0], &never);
+        assert_eq!(read, Err(AccessError::Receiving));
+    }
+}
