@@ -13,6 +13,7 @@
 //! a userfaultfd, a fault thread serves it (`faults`). All threads share `core`.
 
 mod allocation;
+mod collapse;
 mod config;
 mod core;
 mod faults;
