@@ -205,7 +205,8 @@ fn keep(
     jobs: &Jobs,
     interrupts: &Interrupts,
 ) -> Result<(), Failure> {
-    let report = host.received().map(|received| Report {
+    let large = || Some(vm.large_mappings());
+    let mut report = host.received().map(|received| Report {
         engine: vm.engine().name().into(),
         vcpus: vm.vcpus(),
         memory_bytes: vm.memory_bytes(),
@@ -220,10 +221,16 @@ fn keep(
         host.set_sampler(None);
         output::note("all of the VM is here; it runs until `pageferry quit` or Ctrl-C");
     }
+    if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
+        received.large_mappings = large();
+    }
     if let Some(report) = report.as_ref().filter(|_| shown && !args.json) {
         output::result(&report.table());
     }
     let ended = host.keep(jobs, interrupts)?;
+    if let Some(received) = report.as_mut().and_then(|report| report.received.as_mut()) {
+        received.large_mappings = large();
+    }
     if let Some(report) = report.filter(|_| args.json) {
         output::json(&report.json());
     }

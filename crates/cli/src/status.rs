@@ -115,6 +115,12 @@ fn table(status: &Value) -> String {
             ),
         );
     }
+    if let Some(large) = status["engine_large_bytes"].as_u64() {
+        row(
+            "large pages",
+            format!("{} of guest memory, by the engine", human(large)),
+        );
+    }
     if let (Some(delivery), Some(because)) = (
         status["delivery"].as_str(),
         status["delivery_because"].as_str(),

@@ -1,7 +1,8 @@
 //! The trait of machines, and the names of the engines.
 
 use crate::{
-    ArmOptions, Backing, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError, Vcpu,
+    ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError,
+    Vcpu,
 };
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
@@ -211,6 +212,25 @@ pub trait Machine: Send + Sync {
     /// # Errors
     /// When a bit of the missing bitmap is still set, or the kernel refuses.
     fn disarm_userfault(&self) -> Result<(), MachineError>;
+
+    /// Makes one huge page of the host of the 2 MiB from `first`, if all of it is present and has
+    /// memory. vCPUs may run meanwhile. A vCPU that touches the range waits for it, for as long as
+    /// the kernel copies 2 MiB. Does nothing to pages of a pool.
+    ///
+    /// # Panics
+    /// If the range does not begin at a multiple of 2 MiB, or leaves RAM.
+    fn collapse(&self, first: RamPage) -> Collapsed;
+
+    /// The bytes of RAM that the host maps by pages of 2 MiB and more, for the guest. The kernel
+    /// walks the process's page tables: about 10 ms for each GiB of small pages.
+    ///
+    /// # Errors
+    /// When the kernel does not give the list of mappings.
+    fn host_large_bytes(&self) -> Result<u64, MachineError>;
+
+    /// The bytes of RAM that the engine itself maps so for its vCPUs. `None` if KVM does not count
+    /// them. Quick. Exact while no vCPU runs.
+    fn engine_large_bytes(&self) -> Option<u64>;
 
     /// Wakes the vCPUs that sleep inside the kernel on missing pages, of a VM that never runs
     /// again. Hold the vCPUs first: they then leave the guest, and run nothing on these pages.

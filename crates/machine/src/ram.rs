@@ -284,6 +284,47 @@ impl GuestRam {
             }
         }
     }
+
+    /// Whether none of `pages` pages from `first` has memory. Takes time for the pages named, unlike
+    /// [`Self::next_allocated`], which looks for the end of the memory that it finds.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub(crate) fn is_hole(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
+        let end = self.offset(first, pages) as u64 + pages * PAGE_SIZE;
+        match rustix::fs::seek(&self.fd, SeekFrom::Data(first.byte_offset())) {
+            Err(Errno::NXIO) => Ok(true),
+            Err(e) => Err(MachineError::os(
+                "cannot find the allocated pages of guest memory",
+                e,
+            )),
+            Ok(data) => Ok(data >= end),
+        }
+    }
+
+    /// Whether all of `pages` pages from `first` are in memory.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub(crate) fn is_resident(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
+        let at = self.alias(first, pages);
+        let mut resident = vec![0_u8; pages as usize];
+        // SAFETY: `alias` checked the range, and the kernel writes a byte for each of its pages.
+        let told = unsafe {
+            libc::mincore(
+                at.cast(),
+                (pages * PAGE_SIZE) as usize,
+                resident.as_mut_ptr(),
+            )
+        };
+        if told == 0 {
+            return Ok(resident.iter().all(|page| page & 1 == 1));
+        }
+        Err(MachineError::os(
+            "cannot find the resident pages of guest memory",
+            std::io::Error::last_os_error(),
+        ))
+    }
 }
 
 #[cfg(test)]
@@ -353,6 +394,19 @@ mod tests {
     #[should_panic(expected = "leave the 4 pages of RAM")]
     fn a_page_outside_ram_is_a_bug_of_the_caller() {
         let _ = ram(4).alias(RamPage(3), 2);
+    }
+
+    #[test]
+    fn holes_and_resident_pages_are_told_apart() {
+        let ram = ram(600);
+        assert!(ram.is_hole(RamPage(0), 600).unwrap());
+        ram.write(RamPage(5), &[1; 4096]);
+        assert!(ram.is_hole(RamPage(0), 5).unwrap() && ram.is_hole(RamPage(6), 594).unwrap());
+        assert!(!ram.is_hole(RamPage(0), 6).unwrap());
+        assert!(ram.is_resident(RamPage(5), 1).unwrap());
+        assert!(!ram.is_resident(RamPage(5), 2).unwrap());
+        ram.allocate().unwrap();
+        assert!(ram.is_resident(RamPage(0), 600).unwrap());
     }
 
     #[test]

@@ -158,7 +158,7 @@ pub(crate) struct DemandFlags {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of demand_paging_test")]
 pub(crate) struct SelftestFlags {
-    /// The memory behind the guest: shmem, the only type yet
+    /// The memory behind the guest: shmem, the only type that this benchmark has
     #[arg(short = 's', long, value_name = "TYPE", value_parser = shmem, conflicts_with = "model")]
     pub(crate) backing: Option<String>,
     /// Measure only this userfaultfd mode [default: all modes]
@@ -199,7 +199,7 @@ pub(crate) enum Userfault {
 fn shmem(text: &str) -> Result<String, String> {
     match text {
         "shmem" => Ok(text.to_owned()),
-        _ => Err("guest memory is a memfd in shared pages of 4 KiB: use shmem".into()),
+        _ => Err("this benchmark measures shared memory in pages of 4 KiB only: use shmem".into()),
     }
 }
 

@@ -144,6 +144,7 @@ impl Host {
             "vcpus": vm.map(|vm| vm.vcpus()),
             "memory_bytes": vm.map(|vm| vm.memory_bytes()),
             "backing": vm.map(|vm| vm.backing().name()),
+            "engine_large_bytes": vm.and_then(|vm| vm.engine_large_bytes()),
             "allocated_bytes": self.allocated(),
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),
@@ -225,10 +226,11 @@ impl Host {
     }
 
     fn report(&self) -> Result<Value, Failure> {
-        let received = self
+        let mut received = self
             .received()
             .ok_or_else(|| refuse("no migration has brought a VM here"))?;
         let vm = self.vm().ok_or_else(|| refuse("there is no VM here yet"))?;
+        received.large_mappings = Some(vm.large_mappings());
         Ok(json!(Report {
             engine: vm.engine().name().into(),
             vcpus: vm.vcpus(),

@@ -115,6 +115,15 @@ impl Sent {
     }
 }
 
+/// The large mappings of a VM's memory, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct LargeMappings {
+    /// By the host, if it tells.
+    pub(crate) host_bytes: Option<u64>,
+    /// By the engine, if it counts them.
+    pub(crate) engine_bytes: Option<u64>,
+}
+
 /// The destination's record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Received {
@@ -140,6 +149,8 @@ pub(crate) struct Received {
     pub(crate) missing_at_start: u64,
     /// The kind of host memory behind the VM at the destination.
     pub(crate) backing: String,
+    /// The large mappings of the memory, when the record was asked for.
+    pub(crate) large_mappings: Option<LargeMappings>,
     /// The destination process's memory beyond guest memory, in bytes.
     pub(crate) overhead_bytes: u64,
     /// The guest's progress.
@@ -170,6 +181,7 @@ impl Received {
             pages: report.pages.into(),
             missing_at_start: report.missing_at_start,
             backing: backing.name().into(),
+            large_mappings: None,
             overhead_bytes: Overhead::now().total(),
             samples: Vec::new(),
         }

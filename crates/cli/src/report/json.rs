@@ -37,6 +37,7 @@ pub(super) fn show(report: &Report) -> Value {
             "source": sent.map(|s| &s.backing),
             "destination": received.map(|r| &r.backing),
         },
+        "large_mappings": received.and_then(|r| r.large_mappings),
         "overhead_bytes": {
             "source": sent.map(|s| s.overhead_bytes),
             "destination": received.map(|r| r.overhead_bytes),

@@ -16,7 +16,7 @@ mod table;
 mod timeline;
 
 pub(crate) use conditions::Conditions;
-pub(crate) use halves::{PhaseAt, Received, Sent};
+pub(crate) use halves::{LargeMappings, PhaseAt, Received, Sent};
 pub(crate) use stalls::Stalls;
 
 use crate::exit::{Exit, Failure};

@@ -124,6 +124,18 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         };
         row("stalls", text);
     }
+    if let Some(large) = report.received.as_ref().and_then(|r| r.large_mappings) {
+        let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), human);
+        row(
+            "large mappings",
+            format!(
+                "{} by the host, {} by {}",
+                bytes(large.host_bytes),
+                bytes(large.engine_bytes),
+                report.engine
+            ),
+        );
+    }
     let overhead = [
         report
             .sent

@@ -60,6 +60,10 @@ fn report() -> Report {
             pages: Pages::default(),
             missing_at_start: 2000,
             backing: "shmem".into(),
+            large_mappings: Some(LargeMappings {
+                host_bytes: Some(24 << 20),
+                engine_bytes: Some(22 << 20),
+            }),
             overhead_bytes: 8 << 20,
             samples: samples(113..300),
         }),

@@ -7,6 +7,7 @@ pub(crate) use pageferry_harness::deliveries_of;
 
 use crate::exit::{Exit, Failure};
 use crate::memory;
+use crate::report::LargeMappings;
 use crate::size;
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
@@ -89,6 +90,20 @@ impl Vm {
     /// The kind of host memory behind it.
     pub(crate) fn backing(&self) -> Backing {
         self.inner.machine.ram().backing()
+    }
+
+    /// The large mappings of its memory. See [`pageferry_machine::Machine::host_large_bytes`] for
+    /// the time that this takes.
+    pub(crate) fn large_mappings(&self) -> LargeMappings {
+        LargeMappings {
+            host_bytes: self.inner.machine.host_large_bytes().ok(),
+            engine_bytes: self.engine_large_bytes(),
+        }
+    }
+
+    /// The bytes of its memory that the engine maps by large pages.
+    pub(crate) fn engine_large_bytes(&self) -> Option<u64> {
+        self.inner.machine.engine_large_bytes()
     }
 
     /// Its threads.

@@ -17,12 +17,13 @@ mod memory;
 mod state;
 mod vcpu;
 
+use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS,
-    Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError,
+    MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
 };
 use memory::RamOwner;
-use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_hypervisor::{HostMemory, Region, SlotFlags, UserfaultBits, Vm, VmConfig, VmError};
 use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -223,6 +224,25 @@ impl Machine for SoftMachine {
         // before its bit is cleared.
         unsafe { self.ram.unchecked() }.write(page, bytes);
         Ok(())
+    }
+
+    fn collapse(&self, first: RamPage) -> Collapsed {
+        let range = whole_range(&self.ram, first);
+        let missing = self.slots().missing.clone();
+        match missing.and_then(|missing| missing.next_set(range.start)) {
+            Some(missing) if missing < range.end => Collapsed::Incomplete,
+            _ => huge::collapse(&self.ram, self.ram.alias_hva(RamPage(0)), first),
+        }
+    }
+
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        huge::host_bytes(&self.ram, self.ram.alias_hva(RamPage(0)))
+    }
+
+    fn engine_large_bytes(&self) -> Option<u64> {
+        let leaves = PageSize::ALL.into_iter().zip(self.vm.mapped_leaves());
+        let large = leaves.skip(1).map(|(size, leaves)| size.bytes() * leaves);
+        Some(large.sum())
     }
 
     /// Nothing to do: no vCPU sleeps inside the engine.

@@ -4,7 +4,7 @@ use crate::kvm_userfault::{CHECK, armed, bytes_of, no_delivery};
 use crate::place::placing;
 use crate::support::{DATA, drive_beside, machine_on, no_kvm, run, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
-use pageferry_machine::{Backing, Delivery, GuestRam, MachineError, NewMachine};
+use pageferry_machine::{Backing, Collapsed, Delivery, GuestRam, MachineError, NewMachine};
 use pageferry_testkit::{HugePages, Random, Stop};
 use pageferry_userfault::PageBitmap;
 use std::fs::File;
@@ -173,4 +173,68 @@ fn pieces_from_two_threads_bring_every_huge_page() {
         stop.stop();
     });
     machine.disarm_userfault().unwrap();
+}
+
+/// A machine whose 2 MiB ranges behind the first are written and mapped page by page.
+#[test]
+fn a_complete_range_comes_back_as_a_huge_page_of_the_host_and_of_kvm() {
+    const RANGES: u64 = 4;
+    if no_kvm() {
+        return;
+    }
+    let mut new = machine_on(Backing::Shmem, 1, (1 + RANGES) * HUGE);
+    let machine = Arc::clone(&new.machine);
+    let ram = Arc::clone(machine.ram());
+    if no_delivery(machine.as_ref(), Delivery::Minor) {
+        return;
+    }
+    let (missing, _events) = armed(machine.as_ref(), Delivery::Minor);
+    for page in (HUGE..(1 + RANGES) * HUGE).map(RamPage) {
+        placing(&ram).write(page, &bytes_of(page));
+    }
+    let incomplete = RamPage(2 * HUGE);
+    missing.set(RamPage(incomplete.0 + 9));
+    machine.begin_postcopy().unwrap();
+    machine.install(RamPage(HUGE), HUGE).unwrap();
+    machine.install(RamPage(3 * HUGE), 2 * HUGE).unwrap();
+    assert_eq!(machine.host_large_bytes().unwrap(), 0);
+    assert_eq!(
+        machine.collapse(incomplete),
+        Collapsed::Incomplete,
+        "a page is missing"
+    );
+    // Pages that were never written take no memory.
+    assert_eq!(machine.collapse(RamPage(0)), Collapsed::Incomplete);
+    missing.clear(RamPage(incomplete.0 + 9));
+    machine.disarm_userfault().unwrap();
+    for range in (1..=RANGES).map(|range| RamPage(range * HUGE)) {
+        let mut last = Collapsed::Refused;
+        // Other cores may hold pages that were just written.
+        for _ in 0..100 {
+            last = machine.collapse(range);
+            if last == Collapsed::Huge {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        if last == Collapsed::Refused {
+            pageferry_testkit::skip("thp", "this host makes no huge pages of shared memory");
+            return;
+        }
+        assert_eq!(last, Collapsed::Huge, "{range:?}");
+    }
+    assert_eq!(
+        machine.host_large_bytes().unwrap(),
+        RANGES * HUGE * PAGE_SIZE
+    );
+    // The guest finds its bytes, and KVM maps them by large pages.
+    let vcpu = new.vcpus[0].as_mut();
+    let range = [HUGE * PAGE_SIZE, (1 + RANGES) * HUGE * PAGE_SIZE];
+    start(&ram, vcpu, 0, &CHECK, range);
+    assert_eq!(rung(run(vcpu)), 1);
+    let by_kvm = machine.engine_large_bytes();
+    println!("KVM maps {by_kvm:?} bytes by large pages");
+    if let Some(by_kvm) = by_kvm {
+        assert!(by_kvm >= RANGES * HUGE * PAGE_SIZE);
+    }
 }

@@ -18,6 +18,7 @@
 //! mutex `urgent` is only ever tried. A vCPU that waits alone reads its own reply. No other thread
 //! has to wake between the fault and the guest.
 
+use super::collapse::Collapser;
 use super::stalls::Stalls;
 use super::urgent::UrgentReader;
 use crate::channel::Spinner;
@@ -52,6 +53,8 @@ pub(super) struct Core {
     pub(super) stalls: Stalls,
     /// The number of pages that the host maps together.
     unit: usize,
+    /// Makes huge pages of the memory, once all of it is here.
+    collapser: OnceLock<Collapser>,
     placing: PageBitmap,
     urgent: Mutex<UrgentReader>,
     waiters: Waiters,
@@ -82,6 +85,7 @@ impl Core {
         Ok(Self {
             machine,
             unit,
+            collapser: OnceLock::new(),
             states: PageStates::try_new(missing)?,
             stalls: Stalls::new(vcpus),
             placing: PageBitmap::try_new(pages as usize)?,
@@ -365,6 +369,12 @@ impl Core {
                 return self.fail(error);
             }
         }
+    }
+
+    /// Begins to make huge pages of the memory. All of it is here.
+    pub(super) fn collapse(&self) {
+        self.collapser
+            .get_or_init(|| Collapser::start(&self.machine));
     }
 
     /// Returns the number of missing pages.

@@ -13,6 +13,7 @@
 //! userfaultfds, fault threads serve them (`faults`). All threads share `core`.
 
 mod allocation;
+mod collapse;
 mod config;
 mod core;
 mod faults;

@@ -196,6 +196,7 @@ impl Running<'_> {
             let _ = self.link.receive(self.config.silence_limit, never());
         }
         core.machine.disarm_userfault()?;
+        core.collapse();
         Ok(counts)
     }
 

@@ -4,7 +4,8 @@ use crate::scripted::LeakCheck;
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, migrate_to, tcp};
 use pageferry_addr::RamPage;
 use pageferry_machine::{
-    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine, MachineError,
+    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine,
+    MachineError,
 };
 use pageferry_migration::{
     DestinationConfig, DestinationVm, Incoming, RunningVm, SourceConfig, Unobserved,
@@ -122,6 +123,18 @@ impl Machine for Failing {
 
     fn disarm_userfault(&self) -> Result<(), MachineError> {
         self.machine.disarm_userfault()
+    }
+
+    fn collapse(&self, first: RamPage) -> Collapsed {
+        self.machine.collapse(first)
+    }
+
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        self.machine.host_large_bytes()
+    }
+
+    fn engine_large_bytes(&self) -> Option<u64> {
+        self.machine.engine_large_bytes()
     }
 
     fn abandon(&self) {

@@ -1,9 +1,11 @@
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
 use crate::support::{WorkloadVm, kvm_usable, move_vm_to};
-use pageferry_machine::{Backing, Delivery, Engine};
+use pageferry_addr::RamPage;
+use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
 use pageferry_migration::{DestinationConfig, SourceConfig};
-use pageferry_testkit::{AdvisedHugePages, HugePages, skip};
+use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
+use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 32 * MIB;
@@ -63,6 +65,45 @@ fn move_to_each(engine: Engine) {
         for (passes, allocate) in [(0, true), (1, false)] {
             run(engine, from, to, passes, allocate);
         }
+    }
+}
+
+/// Moves a VM in small pages, and waits until most of it is huge again.
+fn comes_back(engine: Engine) {
+    let source = WorkloadVm::empty(engine, 2, MEMORY).boot();
+    source.wait_progress(64);
+    let config = SourceConfig::default();
+    let moved = move_vm_to(Backing::Shmem, source, &config, None, true);
+    moved.received.unwrap();
+    let machine = &moved.destination.machine;
+    // Other cores may hold pages that were just written.
+    let works = (0..200).any(|_| {
+        std::thread::sleep(Duration::from_millis(5));
+        machine.collapse(RamPage(0)) == Collapsed::Huge
+    });
+    if !works {
+        skip("thp", "this host makes no huge pages of shared memory");
+        return;
+    }
+    wait_until("huge pages", || {
+        machine.host_large_bytes().unwrap() >= MEMORY / 2
+    });
+    let share = moved.destination.workload.memory_map().share_pages();
+    moved.destination.wait_progress(2 * share);
+    println!(
+        "{engine}: {} MiB by the host, {:?} bytes by the engine",
+        machine.host_large_bytes().unwrap() / MIB,
+        machine.engine_large_bytes()
+    );
+    moved.destination.assert_verifies();
+}
+
+#[test]
+fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
+    let _parallel = crate::scripted::in_parallel();
+    comes_back(Engine::Soft);
+    if kvm_usable("the_memory_of_a_moved_vm_becomes_huge_pages_again") {
+        comes_back(Engine::Kvm);
     }
 }
 

@@ -20,6 +20,7 @@
 //! | `paging` | how vCPUs and KVM use guest memory |
 //! | `poison` | the choice of missing pages to mark |
 //! | `state` | the whole state of a vCPU as bytes |
+//! | `stats` | sizes of KVM's mappings |
 //! | `cpuid`, `msr`, `start` | parts of that state |
 //! | `probe` | a test run of a guest |
 //! | `trial` | the choice of a fault delivery, by measuring |
@@ -43,6 +44,7 @@ mod signal;
 mod slots;
 mod start;
 mod state;
+mod stats;
 mod sync;
 mod sys;
 mod trial;

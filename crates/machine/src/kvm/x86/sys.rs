@@ -7,7 +7,7 @@ use kvm_ioctls::{VcpuFd, VmFd};
 use rustix::io::Errno;
 use std::ffi::c_void;
 use std::mem::{offset_of, size_of};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 const KVMIO: u64 = 0xAE;
 const WRITE: u64 = 1;
@@ -28,6 +28,7 @@ const KVM_GET_DIRTY_LOG: u64 = ioc(WRITE, 0x42, size_of::<kvm_dirty_log>());
 const KVM_CLEAR_DIRTY_LOG: u64 = ioc(READ | WRITE, 0xc0, size_of::<kvm_clear_dirty_log>());
 const KVM_GET_SREGS2: u64 = ioc(READ, 0xcc, size_of::<kvm_sregs2>());
 const KVM_SET_SREGS2: u64 = ioc(WRITE, 0xcd, size_of::<kvm_sregs2>());
+const KVM_GET_STATS_FD: u64 = ioc(0, 0xce, 0);
 const KVM_GET_XSAVE: u64 = ioc(READ, 0xa4, XSAVE_BASE_BYTES);
 const KVM_SET_XSAVE: u64 = ioc(WRITE, 0xa5, XSAVE_BASE_BYTES);
 const KVM_GET_XSAVE2: u64 = ioc(READ, 0xcf, XSAVE_BASE_BYTES);
@@ -36,6 +37,7 @@ const _: () = {
     assert!(KVM_RUN == 0xAE80);
     assert!(KVM_SET_SIGNAL_MASK == 0x4004_AE8B);
     assert!(offset_of!(SignalMask, set) == 4 && size_of::<SignalMask>() == 12);
+    assert!(KVM_GET_STATS_FD == 0xAECE);
     assert!(KVM_GET_DIRTY_LOG == 0x4010_AE42);
     assert!(KVM_CLEAR_DIRTY_LOG == 0xC018_AEC0);
     assert!(KVM_GET_SREGS2 == 0x8140_AECC && KVM_SET_SREGS2 == 0x4140_AECD);
@@ -46,6 +48,18 @@ const _: () = {
     assert!(offset_of!(kvm_clear_dirty_log, first_page) == 8);
     assert!(offset_of!(kvm_clear_dirty_log, __bindgen_anon_1) == 16);
 };
+
+/// A descriptor of a VM's statistics.
+pub(super) fn stats_fd(vm: &VmFd) -> Result<OwnedFd, Errno> {
+    // SAFETY: the call takes no argument.
+    let fd = unsafe { libc::ioctl(vm.as_raw_fd(), KVM_GET_STATS_FD as _, 0) };
+    if fd >= 0 {
+        // SAFETY: the kernel has just made it, for us.
+        return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
+    }
+    let raw = std::io::Error::last_os_error().raw_os_error();
+    Err(raw.map_or(Errno::IO, Errno::from_raw_os_error))
+}
 
 /// # Safety
 /// `argument` must fit `request` on `fd`: null, or valid for all bytes that the kernel reads and

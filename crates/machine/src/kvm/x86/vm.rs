@@ -8,10 +8,11 @@ use super::shared::{Caps, VmShared};
 use super::slots::Slots;
 use super::userfault::{FaultPath, deliveries_on};
 use super::vcpu::KvmVcpu;
-use super::{cpuid, msr, signal, trial};
+use super::{cpuid, msr, signal, stats, trial};
+use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError, MAX_VCPUS,
-    Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
+    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError,
+    MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
@@ -265,6 +266,24 @@ impl Machine for KvmMachine {
         self.0.faults.disarm(&self.0)?;
         self.0.ram.gate.begin();
         Ok(())
+    }
+
+    fn collapse(&self, first: RamPage) -> Collapsed {
+        let range = whole_range(&self.0.ram, first);
+        let armed = self.0.faults.active();
+        let missing = armed.and_then(|armed| armed.missing.next_set(range.start));
+        match missing {
+            Some(missing) if missing < range.end => Collapsed::Incomplete,
+            _ => huge::collapse(&self.0.ram, self.0.ram.guest_hva(RamPage(0)), first),
+        }
+    }
+
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        huge::host_bytes(&self.0.ram, self.0.ram.guest_hva(RamPage(0)))
+    }
+
+    fn engine_large_bytes(&self) -> Option<u64> {
+        stats::large_bytes(&self.0.vm)
     }
 
     fn abandon(&self) {

@@ -31,8 +31,7 @@ pub(super) fn punch(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), Ma
     for _ in 0..TRIES {
         // SAFETY: (1) the pages are missing, and `Machine::begin_postcopy` runs before any is placed.
         unsafe { ram.unchecked() }.punch_hole(first, pages)?;
-        let next = ram.next_allocated(first)?;
-        if next.is_none_or(|next| next.start >= first.0 + pages) {
+        if ram.is_hole(first, pages)? {
             return Ok(());
         }
         std::thread::sleep(Duration::from_micros(10));

@@ -1,0 +1,119 @@
+#![expect(unsafe_code, reason = "asks the host for huge pages of guest memory")]
+//! Huge pages of shared memory: made of pages that have arrived, and counted.
+//!
+//! Pages of a migration come singly, so the host maps them singly. `MADV_COLLAPSE` (Linux 6.1)
+//! makes one huge page of a complete 2 MiB range, without a change of its bytes. It maps the huge
+//! page where it was asked to. Touches meanwhile wait for it. KVM learns that its mappings of the
+//! range are gone, and maps the range anew at the next touch, as large as it can.
+
+use crate::{GuestRam, MachineError};
+use pageferry_addr::{Hva, PageSize, RamPage};
+use std::fs;
+use std::ops::Range;
+
+/// `include/uapi/asm-generic/mman-common.h`.
+const MADV_COLLAPSE: i32 = 25;
+
+/// The result of [`Machine::collapse`](crate::Machine::collapse).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Collapsed {
+    /// The host maps the range by huge pages.
+    Huge,
+    /// A page of the range is missing or was never written. A huge page would take memory for it.
+    Incomplete,
+    /// The kernel did not do it now: it holds a page, or has no huge page free.
+    Refused,
+}
+
+/// The indices of the 2 MiB of pages from `first`.
+///
+/// # Panics
+/// If they do not begin at a multiple of 2 MiB, or leave RAM.
+pub(crate) fn whole_range(ram: &GuestRam, first: RamPage) -> Range<usize> {
+    let pages = PageSize::Size2M.pages();
+    assert!(
+        first.0.is_multiple_of(pages) && first.0 + pages <= ram.pages(),
+        "{first:?} does not begin 2 MiB of the {} pages of RAM",
+        ram.pages()
+    );
+    first.index()..first.index() + pages as usize
+}
+
+/// Collapses the 2 MiB from `first` in the mapping of RAM that begins at `mapping`. None of its
+/// pages may be missing.
+pub(crate) fn collapse(ram: &GuestRam, mapping: Hva, first: RamPage) -> Collapsed {
+    if ram.backing().is_hugetlb() {
+        return Collapsed::Huge;
+    }
+    let pages = PageSize::Size2M.pages();
+    if !ram.is_resident(first, pages).unwrap_or(false) {
+        return Collapsed::Incomplete;
+    }
+    let at = (mapping.0 + first.byte_offset()) as *mut _;
+    // SAFETY: `is_resident` checked that the range is RAM, and the mapping has all of RAM.
+    // Collapsing changes no byte.
+    match unsafe { libc::madvise(at, PageSize::Size2M.bytes() as usize, MADV_COLLAPSE) } {
+        0 => Collapsed::Huge,
+        _ => Collapsed::Refused,
+    }
+}
+
+/// The bytes of RAM's mapping at `mapping` that the host maps by huge pages.
+pub(crate) fn host_bytes(ram: &GuestRam, mapping: Hva) -> Result<u64, MachineError> {
+    let smaps = fs::read_to_string("/proc/self/smaps")
+        .map_err(|e| MachineError::os("cannot read the mappings of this process", e))?;
+    let end = mapping.0 + ram.layout().bytes();
+    Ok(huge_bytes(&smaps, mapping.0, end))
+}
+
+/// The huge bytes of all mappings of `smaps` in a range of addresses.
+fn huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
+    let mut inside = false;
+    let mut kib = 0;
+    for line in smaps.lines() {
+        let mut words = line.split_ascii_whitespace();
+        let first = words.next().unwrap_or_default();
+        if let Some((from, _)) = first.split_once('-') {
+            let from = u64::from_str_radix(from, 16);
+            inside = from.is_ok_and(|from| (start..end).contains(&from));
+        } else if inside
+            && matches!(
+                first,
+                "ShmemPmdMapped:" | "Shared_Hugetlb:" | "Private_Hugetlb:"
+            )
+        {
+            kib += words.next().and_then(|n| n.parse().ok()).unwrap_or(0);
+        }
+    }
+    kib << 10
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_huge_pages_of_the_mapping_count() {
+        let smaps = "\
+7f0000000000-7f0000400000 rw-s 00000000 00:01 7   /memfd:pageferry-ram (deleted)
+Rss:                4096 kB
+ShmemPmdMapped:     2048 kB
+Shared_Hugetlb:        0 kB
+7f0000400000-7f0000600000 rw-s 00400000 00:01 7   /memfd:pageferry-ram (deleted)
+ShmemPmdMapped:        0 kB
+Private_Hugetlb:    2048 kB
+VmFlags: rd wr sh
+7f0000600000-7f0000800000 rw-s 00000000 00:01 7   /memfd:pageferry-ram (deleted)
+ShmemPmdMapped:     2048 kB
+";
+        assert_eq!(
+            huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0060_0000),
+            4 << 20
+        );
+        assert_eq!(
+            huge_bytes(smaps, 0x7f00_0060_0000, 0x7f00_0080_0000),
+            2 << 20
+        );
+        assert_eq!(huge_bytes("", 0, u64::MAX), 0);
+    }
+}
