@@ -252,10 +252,11 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
         };
         let (vm, outcome) = receive_beside(template, delivery, script, move |vm| {
             let mut bytes = [0; PAGE_BYTES];
-            wait_until("the guest to run", || !vm.threads.is_paused());
-            assert!(vm.is_missing(RamPage(page)));
+            wait_until("post-copy", || vm.is_missing(RamPage(page)));
+            // The guest may not run yet.
+            let pausing = AtomicBool::new(false);
             let (read, began) = std::thread::scope(|scope| {
-                let paused = || vm.threads.is_paused();
+                let paused = || pausing.load(Ordering::Acquire) && vm.threads.is_paused();
                 let reading = scope.spawn(move || {
                     let at = RamPage(page);
                     vm.ram().read(at, &mut [0; PAGE_BYTES], &paused)
@@ -263,6 +264,7 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
                 wait_until("the request", || asked.load(Ordering::Acquire));
                 assert!(!reading.is_finished(), "the page is not here");
                 let began = Instant::now();
+                pausing.store(true, Ordering::Release);
                 vm.threads.pause(LIMIT).unwrap();
                 (reading.join().unwrap(), began)
             });
