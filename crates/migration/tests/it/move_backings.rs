@@ -1,6 +1,6 @@
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
-use crate::support::{WorkloadVm, kvm_usable, move_vm_to};
+use crate::support::{WorkloadVm, kvm_usable, move_vm, move_vm_to};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
 use pageferry_migration::{DestinationConfig, SourceConfig};
@@ -73,7 +73,7 @@ fn comes_back(engine: Engine) {
     let source = WorkloadVm::empty(engine, 2, MEMORY).boot();
     source.wait_progress(64);
     let config = SourceConfig::default();
-    let moved = move_vm_to(Backing::Shmem, source, &config, None, true);
+    let moved = move_vm(source, &config, DestinationConfig::default());
     moved.received.unwrap();
     let machine = &moved.destination.machine;
     // Other cores may hold pages that were just written.
