@@ -400,7 +400,7 @@ mod tests {
     fn holes_and_resident_pages_are_told_apart() {
         let ram = ram(600);
         assert!(ram.is_hole(RamPage(0), 600).unwrap());
-        ram.write(RamPage(5), &[1; 4096]);
+        ram.try_write(RamPage(5), &[1; 4096]).unwrap();
         assert!(ram.is_hole(RamPage(0), 5).unwrap() && ram.is_hole(RamPage(6), 594).unwrap());
         assert!(!ram.is_hole(RamPage(0), 6).unwrap());
         assert!(ram.is_resident(RamPage(5), 1).unwrap());
