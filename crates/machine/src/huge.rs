@@ -19,7 +19,9 @@ const MADV_COLLAPSE: i32 = 25;
 pub enum Collapsed {
     /// The host maps the range by huge pages.
     Huge,
-    /// A page of the range is missing or was never written. A huge page would take memory for it.
+    /// A page of the range is missing.
+    Missing,
+    /// A page of the range was never written. A huge page would take memory for it.
     Incomplete,
     /// The kernel did not do it now: it holds a page, or has no huge page free.
     Refused,

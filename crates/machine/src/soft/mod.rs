@@ -230,7 +230,7 @@ impl Machine for SoftMachine {
         let range = whole_range(&self.ram, first);
         let missing = self.slots().missing.clone();
         match missing.and_then(|missing| missing.next_set(range.start)) {
-            Some(missing) if missing < range.end => Collapsed::Incomplete,
+            Some(missing) if missing < range.end => Collapsed::Missing,
             _ => huge::collapse(&self.ram, self.ram.alias_hva(RamPage(0)), first),
         }
     }

@@ -1,12 +1,13 @@
 //! Huge pages of the host come back: complete 2 MiB ranges are collapsed in the background.
 //!
-//! **Guarantee.** It begins when no page is missing any more, so no fault on a missing page waits
-//! for it. It takes at most a fifth of a core. It never allocates memory for pages that were not
-//! written.
+//! **Guarantee.** A range is collapsed once no page of it is missing, so no fault on a missing page
+//! waits for it. It takes at most a fifth of a core. It never allocates memory for pages that were
+//! not written.
 //!
 //! **Mechanism.** A thread with low priority asks [`Machine::collapse`] for each range, and sleeps
-//! for four times the processor time that it used. It tries a range again that the kernel refused, a few
-//! times. It ends when nothing is left, or when this is dropped.
+//! for four times the processor time that it used. It goes round as long as pages are missing. Then
+//! it tries the ranges that the kernel refused a few times more. It ends when nothing is left, when
+//! the migration fails, or when this is dropped.
 
 use crate::sync::{AtomicBool, Ordering};
 use pageferry_addr::{PageSize, RamPage};
@@ -17,9 +18,9 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// Rounds over the ranges that the kernel refused.
+/// Rounds over the ranges that the kernel refused, when no page is missing.
 const ROUNDS: u32 = 5;
-/// The sleep between two of them.
+/// The sleep between two rounds.
 const BETWEEN: Duration = Duration::from_millis(200);
 /// The sleep after a range, in times of the processor time that it took.
 const REST: u32 = 4;
@@ -43,9 +44,16 @@ impl Collapser {
     }
 }
 
+impl Collapser {
+    /// Ends it soon, without waiting for that.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
 impl Drop for Collapser {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+        self.stop();
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
             let _ = thread.join();
@@ -70,21 +78,26 @@ fn run(machine: &dyn Machine, stop: &AtomicBool) {
         return;
     };
     rest.set_range(0..ranges);
-    for _ in 0..ROUNDS {
-        let mut at = 0;
+    let mut left = ROUNDS;
+    while left > 0 && rest.next_set(0).is_some() {
+        let (mut at, mut waits) = (0, false);
         while let Some(range) = rest.next_set(at) {
             if stop.load(Ordering::Relaxed) {
                 return;
             }
             at = range + 1;
             let began = used();
-            if machine.collapse(RamPage(range as u64 * pages)) != Collapsed::Refused {
-                rest.clear(RamPage(range as u64));
+            match machine.collapse(RamPage(range as u64 * pages)) {
+                Collapsed::Missing => waits = true,
+                Collapsed::Refused => {}
+                Collapsed::Huge | Collapsed::Incomplete => {
+                    rest.clear(RamPage(range as u64));
+                }
             }
             thread::park_timeout(used().saturating_sub(began) * REST);
         }
-        if rest.next_set(0).is_none() {
-            return;
+        if !waits {
+            left -= 1;
         }
         thread::park_timeout(BETWEEN);
     }

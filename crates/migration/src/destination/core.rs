@@ -106,6 +106,9 @@ impl Core {
     pub(super) fn fail(&self, error: MigrationError) {
         lock(&self.failure).get_or_insert(error);
         self.failed.store(true, Ordering::Release);
+        if let Some(collapser) = self.collapser.get() {
+            collapser.stop();
+        }
         self.wake_all();
     }
 
@@ -371,7 +374,7 @@ impl Core {
         }
     }
 
-    /// Begins to make huge pages of the memory. All of it is here.
+    /// Begins to make huge pages of the ranges of memory whose pages are all here.
     pub(super) fn collapse(&self) {
         self.collapser
             .get_or_init(|| Collapser::start(&self.machine));

@@ -152,6 +152,7 @@ impl Running<'_> {
         self.enter(Phase::Postcopy);
 
         let core = std::sync::Arc::clone(&self.started.core);
+        core.collapse();
         let total = self.started.missing_at_start;
         let failed = || core.has_failed();
         let announced = loop {
@@ -196,7 +197,6 @@ impl Running<'_> {
             let _ = self.link.receive(self.config.silence_limit, never());
         }
         core.machine.disarm_userfault()?;
-        core.collapse();
         Ok(counts)
     }
 

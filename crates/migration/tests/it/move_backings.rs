@@ -1,10 +1,15 @@
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
-use crate::support::{WorkloadVm, kvm_usable, move_vm, move_vm_to};
-use pageferry_addr::RamPage;
+use crate::scripted::in_parallel;
+use crate::scripted::source::{ScriptedSource, Template};
+use crate::support::{LIMIT, WorkloadVm, kvm_usable, move_vm, move_vm_to};
+use crate::vmm_access::{engines, receive_beside};
+use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
+use pageferry_migration::wire::{Frame, FrameType};
 use pageferry_migration::{DestinationConfig, SourceConfig};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
@@ -76,13 +81,7 @@ fn comes_back(engine: Engine) {
     let moved = move_vm(source, &config, DestinationConfig::default());
     moved.received.unwrap();
     let machine = &moved.destination.machine;
-    // Other cores may hold pages that were just written.
-    let works = (0..200).any(|_| {
-        std::thread::sleep(Duration::from_millis(5));
-        machine.collapse(RamPage(0)) == Collapsed::Huge
-    });
-    if !works {
-        skip("thp", "this host makes no huge pages of shared memory");
+    if !makes_huge_pages(&moved.destination) {
         return;
     }
     wait_until("huge pages", || {
@@ -99,8 +98,64 @@ fn comes_back(engine: Engine) {
 }
 
 #[test]
+fn complete_ranges_become_huge_pages_while_other_pages_are_missing() {
+    let _parallel = in_parallel();
+    for (engine, delivery) in engines("huge pages in post-copy") {
+        let template = Template::new(engine, 1, 16 * MIB);
+        let held = *template.missing.last().unwrap();
+        let config = DestinationConfig {
+            delivery,
+            ..DestinationConfig::default()
+        };
+        let (go_on, huge) = channel();
+        let script = move |peer: &mut ScriptedSource<'_>| {
+            peer.start();
+            peer.unsent.retain(|page| *page != held);
+            peer.push_rest();
+            peer.unsent.push(held);
+            huge.recv_timeout(LIMIT).expect("huge pages");
+            peer.push_rest();
+            peer.send(&Frame::DrainEnd(peer.sent));
+            peer.expect(FrameType::DrainAck);
+            peer.send(&Frame::Complete);
+        };
+        let (vm, outcome) = receive_beside(&template, config, script, |vm| {
+            wait_until("all pages but one", || {
+                vm.is_missing(RamPage(held)) && !vm.is_missing(RamPage(held - 3))
+            });
+            let large = PageSize::Size2M.pages();
+            let last = RamPage(held - held % large);
+            assert_eq!(vm.machine.collapse(last), Collapsed::Missing);
+            if makes_huge_pages(vm) {
+                let most = 16 * MIB - 2 * PageSize::Size2M.bytes();
+                wait_until("huge pages", || {
+                    vm.machine.host_large_bytes().unwrap() >= most
+                });
+            }
+            go_on.send(()).unwrap();
+        });
+        outcome.unwrap();
+        vm.wait_progress(64);
+        vm.assert_verifies();
+    }
+}
+
+/// Whether this host makes huge pages of shared memory. It has to when it is asked to.
+fn makes_huge_pages(vm: &WorkloadVm) -> bool {
+    // Other cores may hold pages that were just written.
+    let works = (0..200).any(|_| {
+        std::thread::sleep(Duration::from_millis(5));
+        vm.machine.collapse(RamPage(0)) == Collapsed::Huge
+    });
+    works || {
+        skip("thp", "this host makes no huge pages of shared memory");
+        false
+    }
+}
+
+#[test]
 fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = in_parallel();
     comes_back(Engine::Soft);
     if kvm_usable("the_memory_of_a_moved_vm_becomes_huge_pages_again") {
         comes_back(Engine::Kvm);
@@ -109,14 +164,14 @@ fn the_memory_of_a_moved_vm_becomes_huge_pages_again() {
 
 #[test]
 fn a_soft_vm_moves_between_backings() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = in_parallel();
     let _host = (HugePages::at_least(LARGES), AdvisedHugePages::new());
     move_to_each(Engine::Soft);
 }
 
 #[test]
 fn a_kvm_vm_moves_between_backings() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = in_parallel();
     if !kvm_usable("a_kvm_vm_moves_between_backings") {
         return;
     }

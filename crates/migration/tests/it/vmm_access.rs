@@ -23,7 +23,7 @@ use std::time::Instant;
 const MIB: u64 = 1 << 20;
 
 /// Both engines, with all deliveries of this host.
-fn engines(test: &str) -> Vec<(Engine, Option<Delivery>)> {
+pub(crate) fn engines(test: &str) -> Vec<(Engine, Option<Delivery>)> {
     let mut all = vec![(Engine::Soft, None)];
     if kvm_usable(test) {
         let deliveries = kvm_deliveries(test).into_iter();
@@ -187,19 +187,22 @@ fn vmm_threads_find_and_change_every_byte_of_a_vm_that_moves() {
     }
 }
 
+fn without_allocation(delivery: Option<Delivery>) -> DestinationConfig {
+    DestinationConfig {
+        delivery,
+        allocate: false,
+        ..DestinationConfig::default()
+    }
+}
+
 /// Receives a VM from `script`, while `vmm` runs.
-fn receive_beside(
+pub(crate) fn receive_beside(
     template: &Template,
-    delivery: Option<Delivery>,
+    config: DestinationConfig,
     script: impl FnOnce(&mut ScriptedSource<'_>) + Send,
     vmm: impl FnOnce(&WorkloadVm),
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
     let listener = listen(Via::Tcp);
-    let config = DestinationConfig {
-        delivery,
-        allocate: false,
-        ..DestinationConfig::default()
-    };
     let engine = template.vm.machine.engine();
     let bytes = template.pages() * PAGE_SIZE;
     let vm = WorkloadVm::empty(engine, template.vcpus(), bytes);
@@ -250,32 +253,33 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
             peer.expect(FrameType::DrainAck);
             peer.send(&Frame::Complete);
         };
-        let (vm, outcome) = receive_beside(template, delivery, script, move |vm| {
-            let mut bytes = [0; PAGE_BYTES];
-            wait_until("post-copy", || vm.is_missing(RamPage(page)));
-            // The guest may not run yet.
-            let pausing = AtomicBool::new(false);
-            let (read, began) = std::thread::scope(|scope| {
-                let paused = || pausing.load(Ordering::Acquire) && vm.threads.is_paused();
-                let reading = scope.spawn(move || {
-                    let at = RamPage(page);
-                    vm.ram().read(at, &mut [0; PAGE_BYTES], &paused)
+        let (vm, outcome) =
+            receive_beside(template, without_allocation(delivery), script, move |vm| {
+                let mut bytes = [0; PAGE_BYTES];
+                wait_until("post-copy", || vm.is_missing(RamPage(page)));
+                // The guest may not run yet.
+                let pausing = AtomicBool::new(false);
+                let (read, began) = std::thread::scope(|scope| {
+                    let paused = || pausing.load(Ordering::Acquire) && vm.threads.is_paused();
+                    let reading = scope.spawn(move || {
+                        let at = RamPage(page);
+                        vm.ram().read(at, &mut [0; PAGE_BYTES], &paused)
+                    });
+                    wait_until("the request", || asked.load(Ordering::Acquire));
+                    assert!(!reading.is_finished(), "the page is not here");
+                    let began = Instant::now();
+                    pausing.store(true, Ordering::Release);
+                    vm.threads.pause(LIMIT).unwrap();
+                    (reading.join().unwrap(), began)
                 });
-                wait_until("the request", || asked.load(Ordering::Acquire));
-                assert!(!reading.is_finished(), "the page is not here");
-                let began = Instant::now();
-                pausing.store(true, Ordering::Release);
-                vm.threads.pause(LIMIT).unwrap();
-                (reading.join().unwrap(), began)
+                assert_eq!(read, Err(AccessError::Stopped(RamPage(page))));
+                assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
+                go_on.send(()).unwrap();
+                // The page was claimed before. A second wait asks for nothing, and finds it.
+                vm.ram().read(RamPage(page), &mut bytes, &never).unwrap();
+                assert!(bytes == template.page(page));
+                vm.threads.resume();
             });
-            assert_eq!(read, Err(AccessError::Stopped(RamPage(page))));
-            assert!(began.elapsed() < SOON, "{:?}", began.elapsed());
-            go_on.send(()).unwrap();
-            // The page was claimed before. A second wait asks for nothing, and finds it.
-            vm.ram().read(RamPage(page), &mut bytes, &never).unwrap();
-            assert!(bytes == template.page(page));
-            vm.threads.resume();
-        });
         outcome.unwrap();
         vm.wait_progress(64);
         vm.assert_verifies();
@@ -292,7 +296,7 @@ fn a_lost_connection_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() 
             start_and_answer_until(peer, page.0);
             peer.close();
         };
-        let (vm, outcome) = receive_beside(&template, delivery, script, |vm| {
+        let (vm, outcome) = receive_beside(&template, without_allocation(delivery), script, |vm| {
             wait_until("post-copy", || vm.is_missing(page));
             let lost = ends_soon("a read", || vm.ram().read(page, &mut [0], &never));
             let Err(AccessError::Lost { page: of, why }) = &lost else {
@@ -326,7 +330,7 @@ fn the_memory_of_a_discarded_vm_is_never_accessed() {
             peer.send_pass();
             peer.close();
         };
-        let (vm, outcome) = receive_beside(&template, delivery, script, |_| {});
+        let (vm, outcome) = receive_beside(&template, without_allocation(delivery), script, |_| {});
         assert_eq!(outcome.unwrap_err().vm, DestinationVm::Discarded);
         let read = vm.ram().read(RamPage(0), &mut [0], &never);
         assert_eq!(read, Err(AccessError::Receiving));

@@ -273,7 +273,7 @@ impl Machine for KvmMachine {
         let armed = self.0.faults.active();
         let missing = armed.and_then(|armed| armed.missing.next_set(range.start));
         match missing {
-            Some(missing) if missing < range.end => Collapsed::Incomplete,
+            Some(missing) if missing < range.end => Collapsed::Missing,
             _ => huge::collapse(&self.0.ram, self.0.ram.guest_hva(RamPage(0)), first),
         }
     }
