@@ -53,7 +53,7 @@ pub(super) struct Core {
     pub(super) stalls: Stalls,
     /// The number of pages that the host maps together.
     unit: usize,
-    /// Makes huge pages of the memory, once all of it is here.
+    /// Makes huge pages of the ranges of memory that are all here.
     collapser: OnceLock<Collapser>,
     placing: PageBitmap,
     urgent: Mutex<UrgentReader>,
