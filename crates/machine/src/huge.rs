@@ -1,5 +1,5 @@
 #![expect(unsafe_code, reason = "asks the host for huge pages of guest memory")]
-//! Huge pages of shared memory: made of pages that have arrived, and counted.
+//! Huge pages of the host: made of pages that have arrived, and counted.
 //!
 //! Pages of a migration come singly, so the host maps them singly. `MADV_COLLAPSE` (Linux 6.1)
 //! makes one huge page of a complete 2 MiB range, without a change of its bytes. It maps the huge
@@ -79,7 +79,7 @@ fn huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
         } else if inside
             && matches!(
                 first,
-                "ShmemPmdMapped:" | "Shared_Hugetlb:" | "Private_Hugetlb:"
+                "ShmemPmdMapped:" | "AnonHugePages:" | "Shared_Hugetlb:" | "Private_Hugetlb:"
             )
         {
             kib += words.next().and_then(|n| n.parse().ok()).unwrap_or(0);

@@ -42,6 +42,29 @@ fn memory_of_a_pool_is_like_other_memory() {
 }
 
 #[test]
+fn private_memory_is_like_other_memory() {
+    let ram = ram(Backing::Anonymous, 2 * HUGE).unwrap();
+    assert_eq!(ram.guest_hva(RamPage(0)), ram.alias_hva(RamPage(0)));
+    let start = ram.guest_hva(RamPage(0)).0;
+    assert!(start.is_multiple_of(PageSize::Size2M.bytes()));
+    // Some of it may be a page that was only swapped out.
+    assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..2 * HUGE));
+    let byte = |page: u64| {
+        let mut byte = [1];
+        ram.try_read((RamPage(page), 99), &mut byte).unwrap();
+        byte[0]
+    };
+    assert_eq!(byte(7), 0);
+    for page in 0..HUGE {
+        ram.try_write(RamPage(page), &[9; PAGE_SIZE as usize])
+            .unwrap();
+    }
+    ram.allocate().unwrap();
+    placing(&ram).punch_hole(RamPage(7), 2).unwrap();
+    assert_eq!([6, 7, 8, 9].map(byte), [9, 0, 0, 9]);
+}
+
+#[test]
 fn a_pool_that_is_too_small_is_found_before_a_guest_runs() {
     let Some(_pool) = HugePages::at_least(2) else {
         return;
