@@ -2,7 +2,9 @@
 
 use crate::place::placing;
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
-use pageferry_machine::{Backing, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create};
+use pageferry_machine::{
+    Backing, Collapsed, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create,
+};
 use pageferry_testkit::HugePages;
 
 const HUGE: u64 = PageSize::Size2M.pages();
@@ -62,6 +64,36 @@ fn private_memory_is_like_other_memory() {
     ram.allocate().unwrap();
     placing(&ram).punch_hole(RamPage(7), 2).unwrap();
     assert_eq!([6, 7, 8, 9].map(byte), [9, 0, 0, 9]);
+}
+
+#[test]
+fn private_memory_is_made_of_huge_pages_on_request() {
+    let spec = MachineSpec {
+        backing: Backing::Anonymous,
+        ..MachineSpec::new(1, 8 << 20)
+    };
+    let machine = create(Engine::Soft, spec).unwrap().machine;
+    for page in (0..2 * HUGE).map(RamPage) {
+        machine
+            .ram()
+            .try_write(page, &page.0.to_le_bytes())
+            .unwrap();
+    }
+    // Never touched, unless the host's policy made it huge beforehand.
+    let untouched = machine.collapse(RamPage(3 * HUGE));
+    assert_ne!(untouched, Collapsed::Refused);
+    let mut collapsed = || machine.collapse(RamPage(HUGE));
+    // Other cores may hold pages that were just written.
+    if !(0..100).any(|_| collapsed() == Collapsed::Huge) {
+        pageferry_testkit::skip("thp", "this host makes no huge pages of private memory");
+        return;
+    }
+    assert!(machine.host_large_bytes().unwrap() >= 2 << 20);
+    for page in (0..2 * HUGE).map(RamPage) {
+        let mut bytes = [0; 8];
+        machine.ram().try_read(page, &mut bytes).unwrap();
+        assert_eq!(u64::from_le_bytes(bytes), page.0);
+    }
 }
 
 #[test]
