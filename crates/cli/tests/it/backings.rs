@@ -133,6 +133,10 @@ fn a_demo_on_each_backing_says_so() {
         let json = ended.json();
         for side in ["source", "destination"] {
             assert_eq!(json["backing"][side], backing);
+            assert_eq!(
+                json["overhead_bytes"][side].is_null(),
+                backing == "anonymous"
+            );
         }
         assert_eq!(json["verified"]["host"], true);
     }

@@ -82,7 +82,7 @@ fn private_memory_is_made_of_huge_pages_on_request() {
     // Never touched, unless the host's policy made it huge beforehand.
     let untouched = machine.collapse(RamPage(3 * HUGE));
     assert_ne!(untouched, Collapsed::Refused);
-    let mut collapsed = || machine.collapse(RamPage(HUGE));
+    let collapsed = || machine.collapse(RamPage(HUGE));
     // Other cores may hold pages that were just written.
     if !(0..100).any(|_| collapsed() == Collapsed::Huge) {
         pageferry_testkit::skip("thp", "this host makes no huge pages of private memory");
