@@ -120,11 +120,12 @@ pub(crate) struct MachineArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BackingArgs {
     /// Host memory behind the guest: shmem; shmem-thp (huge pages requested); hugetlb-2m or
-    /// hugetlb-1g (huge pages of the host's pool). Source and destination may differ
+    /// hugetlb-1g (huge pages of the host's pool); anonymous (private memory; a KVM guest receives
+    /// into it by --delivery missing only). Source and destination may differ
     #[arg(
         long,
         default_value_t,
-        value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g"
+        value_name = "shmem|shmem-thp|hugetlb-2m|hugetlb-1g|anonymous"
     )]
     pub(crate) backing: Backing,
 }

@@ -1,9 +1,10 @@
 //! Memory of this process and of the host, from the kernel's counters.
 
 use crate::cgroup;
+use pageferry_machine::Backing;
 use std::fs;
 
-/// This process's memory beyond guest memory, in bytes. Guest memory is a memfd, so it counts as
+/// This process's memory beyond guest memory, in bytes. Guest memory on a memfd counts as
 /// `RssShmem` and is in none of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Overhead {
@@ -16,9 +17,14 @@ pub(crate) struct Overhead {
 }
 
 impl Overhead {
-    /// The memory of this process at this moment.
-    pub(crate) fn now() -> Self {
-        Self::of(&fs::read_to_string("/proc/self/status").unwrap_or_default())
+    /// The memory of this process at this moment. `None` if its guest has private memory, which the
+    /// kernel counts with the rest.
+    pub(crate) fn beside(backing: Option<Backing>) -> Option<Self> {
+        if backing == Some(Backing::Anonymous) {
+            return None;
+        }
+        let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+        Some(Self::of(&status))
     }
 
     fn of(status: &str) -> Self {
@@ -72,7 +78,8 @@ mod tests {
 
     #[test]
     fn this_host_says_what_it_has() {
-        assert!(Overhead::now().total() > 100 << 10);
+        assert!(Overhead::beside(None).unwrap().total() > 100 << 10);
+        assert_eq!(Overhead::beside(Some(Backing::Anonymous)), None);
         let (available, all) = (available_bytes().unwrap(), host_bytes().unwrap());
         assert!(available <= all, "{available} of {all}");
     }

@@ -11,7 +11,8 @@
 //! 1. An access enters the `gate`, which is closed while a machine waits for its memory.
 //! 2. It tests the bits of all its pages in the missing bitmap. A clear bit stays clear, so the
 //!    pages stay present from the test to the copy.
-//! 3. It copies through the alias mapping, which never faults into userfaultfd.
+//! 3. It copies through the alias mapping, which never faults into userfaultfd. Private memory has
+//!    no alias. There the access has its pages mapped first, so that no hole makes it sleep.
 //! 4. A write marks its pages in the log of written pages, after the bytes (`written`).
 //!
 //! [`GuestRam::read`] and [`GuestRam::write`] ask a [`Fetch`] for missing pages between two tries,
@@ -25,6 +26,9 @@ use core::fmt;
 use core::ops::Range;
 use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use std::sync::Weak;
+
+/// Maps present pages of an armed machine, from a first page on.
+pub(crate) type MapPages = dyn Fn(RamPage, u64) + Send + Sync;
 
 /// The most pages that an access asks its [`Fetch`] for at once.
 const FETCH_PAGES: u64 = 16;
@@ -341,15 +345,24 @@ impl GuestRam {
         Ok(entered)
     }
 
-    /// Finds the first missing page. The caller has entered the gate.
+    /// Finds the first missing page. If there is none, a touch of the pages does not sleep. The
+    /// caller has entered the gate.
     pub(crate) fn check_present(&self, extent: Extent) -> Result<(), AccessError> {
-        let mut pages = extent.pages().map(RamPage);
-        match self.gate.missing() {
-            Some(missing) => match pages.find(|page| missing.test(*page)) {
-                Some(page) => Err(AccessError::Missing(page)),
-                None => Ok(()),
-            },
-            None => Ok(()),
+        let pages = extent.pages();
+        if let Some(missing) = self.gate.missing()
+            && let Some(page) = pages.clone().map(RamPage).find(|page| missing.test(*page))
+        {
+            return Err(AccessError::Missing(page));
+        }
+        self.map_present(RamPage(pages.start), pages.end - pages.start);
+        Ok(())
+    }
+
+    /// Makes a touch of present pages possible without a sleep, where userfaultfd watches the
+    /// alias too.
+    pub(crate) fn map_present(&self, first: RamPage, pages: u64) {
+        if let Some(map) = self.map.get() {
+            map(first, pages);
         }
     }
 }

@@ -4,9 +4,9 @@
 //! file to set. A pool of huge pages that is too small is found when memory is made, not when a
 //! guest touches it.
 //!
-//! **Mechanism.** All kinds are memfds. [`Backing::ShmemThp`] asks for huge pages by `madvise(2)`,
-//! which the host's policy for shared memory must allow. The hugetlb kinds take pages of a pool.
-//! Mapping them reserves the pages.
+//! **Mechanism.** All kinds but [`Backing::Anonymous`] are memfds. [`Backing::ShmemThp`] asks for huge
+//! pages by `madvise(2)`, which the host's policy for shared memory must allow. The hugetlb kinds
+//! take pages of a pool. Mapping them reserves the pages.
 //!
 //! **Neighbours.** [`GuestRam`](crate::GuestRam) makes the memory.
 
@@ -32,15 +32,18 @@ pub enum Backing {
     Hugetlb2M,
     /// Pages of 1 GiB from the host's pool.
     Hugetlb1G,
+    /// Private anonymous memory, which most VMMs use. The host's policy decides on huge pages.
+    Anonymous,
 }
 
 impl Backing {
     /// All kinds.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::Shmem,
         Self::ShmemThp,
         Self::Hugetlb2M,
         Self::Hugetlb1G,
+        Self::Anonymous,
     ];
 
     /// The name used in reports and on command lines.
@@ -51,6 +54,7 @@ impl Backing {
             Self::ShmemThp => "shmem-thp",
             Self::Hugetlb2M => "hugetlb-2m",
             Self::Hugetlb1G => "hugetlb-1g",
+            Self::Anonymous => "anonymous",
         }
     }
 
@@ -68,7 +72,7 @@ impl Backing {
     #[must_use]
     pub const fn page_size(self) -> PageSize {
         match self {
-            Self::Shmem | Self::ShmemThp => PageSize::Size4K,
+            Self::Shmem | Self::ShmemThp | Self::Anonymous => PageSize::Size4K,
             Self::Hugetlb2M => PageSize::Size2M,
             Self::Hugetlb1G => PageSize::Size1G,
         }
@@ -80,11 +84,13 @@ impl Backing {
         matches!(self, Self::Hugetlb2M | Self::Hugetlb1G)
     }
 
-    pub(crate) fn memfd_flags(self) -> MemfdFlags {
+    /// The flags of the memfd, or `None` for memory without a file.
+    pub(crate) fn memfd_flags(self) -> Option<MemfdFlags> {
         match self {
-            Self::Shmem | Self::ShmemThp => MemfdFlags::empty(),
-            Self::Hugetlb2M => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
-            Self::Hugetlb1G => MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB,
+            Self::Shmem | Self::ShmemThp => Some(MemfdFlags::empty()),
+            Self::Hugetlb2M => Some(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB),
+            Self::Hugetlb1G => Some(MemfdFlags::HUGETLB | MemfdFlags::HUGE_1GB),
+            Self::Anonymous => None,
         }
     }
 
@@ -122,7 +128,7 @@ impl Backing {
     /// [`MachineError::NoBacking`] with the file to set.
     pub fn check(self, bytes: u64) -> Result<(), MachineError> {
         match self {
-            Self::Shmem => Ok(()),
+            Self::Shmem | Self::Anonymous => Ok(()),
             Self::ShmemThp => {
                 check_policy(&|file| fs::read_to_string(format!("{THP}/{file}")).ok())
             }
@@ -245,7 +251,7 @@ impl FromStr for Backing {
             .find(|b| b.name() == text)
             .ok_or_else(|| {
                 format!(
-                    "unknown backing '{text}': expected shmem, shmem-thp, hugetlb-2m or hugetlb-1g"
+                    "unknown backing '{text}': expected shmem, shmem-thp, hugetlb-2m, hugetlb-1g or anonymous"
                 )
             })
     }

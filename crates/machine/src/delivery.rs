@@ -20,8 +20,8 @@ pub enum Delivery {
     /// userfaultfd minor faults: the page's bytes go into the page cache through the second
     /// mapping. `UFFDIO_CONTINUE` makes them visible.
     Minor,
-    /// userfaultfd missing faults: missing pages are holes in the page cache, filled by
-    /// `UFFDIO_COPY`.
+    /// userfaultfd missing faults: missing pages are holes in the page cache or in private memory,
+    /// filled by `UFFDIO_COPY`.
     Missing,
 }
 

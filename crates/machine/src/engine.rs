@@ -105,9 +105,10 @@ pub struct NewMachine {
 ///
 /// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.
-/// 2. For every page that arrives, [`Machine::install`] (or [`Machine::install_copy`]). Only then
+/// 2. [`Machine::begin_postcopy`], when the bytes of all other pages are in place.
+/// 3. For every page that arrives, [`Machine::install`] (or [`Machine::install_copy`]). Only then
 ///    the caller clears the page's bit in the missing bitmap.
-/// 3. [`Machine::disarm_userfault`], when no page is missing.
+/// 4. [`Machine::disarm_userfault`], when no page is missing.
 pub trait Machine: Send + Sync {
     /// The engine that runs it.
     fn engine(&self) -> Engine;

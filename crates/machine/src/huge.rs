@@ -1,10 +1,12 @@
 #![expect(unsafe_code, reason = "asks the host for huge pages of guest memory")]
-//! Huge pages of shared memory: made of pages that have arrived, and counted.
+//! Huge pages of the host: made of pages that have arrived, and counted.
 //!
 //! Pages of a migration come singly, so the host maps them singly. `MADV_COLLAPSE` (Linux 6.1)
 //! makes one huge page of a complete 2 MiB range, without a change of its bytes. It maps the huge
 //! page where it was asked to. Touches meanwhile wait for it. KVM learns that its mappings of the
 //! range are gone, and maps the range anew at the next touch, as large as it can.
+//!
+//! A page of private memory that was only read counts as written.
 
 use crate::{GuestRam, MachineError};
 use pageferry_addr::{Hva, PageSize, RamPage};
@@ -81,7 +83,7 @@ fn huge_bytes(smaps: &str, start: u64, end: u64) -> u64 {
         } else if inside
             && matches!(
                 first,
-                "ShmemPmdMapped:" | "Shared_Hugetlb:" | "Private_Hugetlb:"
+                "ShmemPmdMapped:" | "AnonHugePages:" | "Shared_Hugetlb:" | "Private_Hugetlb:"
             )
         {
             kib += words.next().and_then(|n| n.parse().ok()).unwrap_or(0);
@@ -105,12 +107,13 @@ Shared_Hugetlb:        0 kB
 ShmemPmdMapped:        0 kB
 Private_Hugetlb:    2048 kB
 VmFlags: rd wr sh
+AnonHugePages:      2048 kB
 7f0000600000-7f0000800000 rw-s 00000000 00:01 7   /memfd:pageferry-ram (deleted)
 ShmemPmdMapped:     2048 kB
 ";
         assert_eq!(
             huge_bytes(smaps, 0x7f00_0000_0000, 0x7f00_0060_0000),
-            4 << 20
+            6 << 20
         );
         assert_eq!(
             huge_bytes(smaps, 0x7f00_0060_0000, 0x7f00_0080_0000),

@@ -1,15 +1,19 @@
 #![expect(unsafe_code, reason = "maps guest memory")]
-//! Guest RAM: a memfd mapped twice.
+//! Guest RAM: a memfd mapped twice, or private memory mapped once.
 //!
 //! Memory slots point at the **guest's mapping**, where userfaultfd may make a touch sleep. The
 //! **alias** is the VMM's own view of the same pages. Touching it never faults into userfaultfd. So
 //! bytes can be put in their final place before the guest can see them.
 //!
+//! Private memory ([`Backing::Anonymous`]) has no second mapping: the alias is the guest's mapping.
+//! userfaultfd watches it from the start of post-copy on. From then on no thread that brings pages
+//! touches it, and the VMM's own accesses have holes mapped first (`access`).
+//!
 //! There are two ways to the bytes, both through the alias. The VMM's own accesses
 //! ([`GuestRam::read`], in `access`) look at the missing bitmap and enter the dirty log. Code that
 //! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
-use crate::access::Fetch;
+use crate::access::{Fetch, MapPages};
 use crate::gate::Gate;
 use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
@@ -21,7 +25,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{OnceLock, Weak};
 
-/// One shared mapping of the whole memfd, unmapped on drop.
+/// One mapping of all of RAM, unmapped on drop.
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
@@ -37,8 +41,13 @@ unsafe impl Sync for Mapping {}
 const ALIGN: usize = PageSize::Size2M.bytes() as usize;
 
 impl Mapping {
-    /// Maps all `bytes` bytes of `fd`. This reserves the pages of a pool.
-    fn new(fd: BorrowedFd<'_>, bytes: usize, backing: Backing) -> Result<Self, MachineError> {
+    /// Maps all `bytes` bytes of `fd`, or private memory without one. This reserves the pages of a
+    /// pool.
+    fn new(
+        fd: Option<BorrowedFd<'_>>,
+        bytes: usize,
+        backing: Backing,
+    ) -> Result<Self, MachineError> {
         let failed = |e| match e {
             Errno::NOMEM if backing.is_hugetlb() => backing.refused(bytes as u64),
             _ => MachineError::os("cannot map guest memory", e),
@@ -63,17 +72,16 @@ impl Mapping {
         }
         .map_err(failed)?;
         let before = reserved.align_offset(align);
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::FIXED | reserve;
         // SAFETY: `before` is less than `align`, so the range lies in the room that was just
         // reserved. Nobody else knows that room.
         let start = unsafe {
-            rustix::mm::mmap(
-                reserved.byte_add(before),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED | MapFlags::FIXED | reserve,
-                fd,
-                0,
-            )
+            let at = reserved.byte_add(before);
+            match fd {
+                Some(fd) => rustix::mm::mmap(at, bytes, access, MapFlags::SHARED | flags, fd, 0),
+                None => rustix::mm::mmap_anonymous(at, bytes, access, MapFlags::PRIVATE | flags),
+            }
         };
         // The rest of the room, or all of it.
         let (head, tail) = match start {
@@ -105,19 +113,35 @@ impl Drop for Mapping {
     }
 }
 
+/// A sealed memfd of `bytes` bytes.
+fn memfd(bytes: u64, flags: MemfdFlags) -> Result<OwnedFd, MachineError> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
+    let fd = rustix::fs::memfd_create("pageferry-ram", flags)
+        .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
+    rustix::fs::ftruncate(&fd, bytes)
+        .map_err(|e| MachineError::os("cannot size the memfd for guest memory", e))?;
+    // No holder of the memfd can shrink it under the mappings (SIGBUS).
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
+        .map_err(|e| MachineError::os("cannot seal the memfd of guest memory", e))?;
+    Ok(fd)
+}
+
 /// The memory of one VM.
 pub struct GuestRam {
     layout: RamLayout,
     backing: Backing,
     guest: Mapping,
-    alias: Mapping,
-    fd: OwnedFd,
+    /// The second mapping, and the memfd. Private memory has neither.
+    alias: Option<Mapping>,
+    fd: Option<OwnedFd>,
     /// Before the VMM's own accesses.
     pub(crate) gate: Gate,
     /// The pages that the VMM wrote.
     pub(crate) written: WriteLog,
     /// The source of missing pages. Weak, since it holds the machine.
     pub(crate) fetch: OnceLock<Weak<dyn Fetch>>,
+    /// Maps pages of private memory, once a machine was armed.
+    pub(crate) map: OnceLock<Box<MapPages>>,
 }
 
 impl std::fmt::Debug for GuestRam {
@@ -146,22 +170,17 @@ impl GuestRam {
         backing.check(layout.bytes())?;
         let bytes = usize::try_from(layout.bytes())
             .map_err(|_| crate::LayoutError::TooLarge(layout.bytes()))?;
-        let fd = rustix::fs::memfd_create(
-            "pageferry-ram",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | backing.memfd_flags(),
-        )
-        .map_err(|e| MachineError::os("cannot create a memfd for guest memory", e))?;
-        rustix::fs::ftruncate(&fd, layout.bytes())
-            .map_err(|e| MachineError::os("cannot size the memfd for guest memory", e))?;
-        // No holder of the memfd can shrink it under the mappings (SIGBUS).
-        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)
-            .map_err(|e| MachineError::os("cannot seal the memfd of guest memory", e))?;
-        let guest = Mapping::new(fd.as_fd(), bytes, backing)?;
-        let alias = Mapping::new(fd.as_fd(), bytes, backing)?;
+        let fd = (backing.memfd_flags())
+            .map(|flags| memfd(layout.bytes(), flags))
+            .transpose()?;
+        let map = |fd: Option<&OwnedFd>| Mapping::new(fd.map(AsFd::as_fd), bytes, backing);
+        let guest = map(fd.as_ref())?;
+        let alias = fd.as_ref().map(|fd| map(Some(fd))).transpose()?;
         Ok(Self {
             written: WriteLog::try_new(layout.pages())?,
             gate: Gate::default(),
             fetch: OnceLock::new(),
+            map: OnceLock::new(),
             layout,
             backing,
             guest,
@@ -200,11 +219,15 @@ impl GuestRam {
         page.byte_offset() as usize
     }
 
+    fn alias_start(&self) -> *mut u8 {
+        self.alias.as_ref().unwrap_or(&self.guest).start.as_ptr()
+    }
+
     /// The pointer to `pages` pages from `page` in the alias.
     pub(crate) fn alias(&self, page: RamPage, pages: u64) -> *mut u8 {
         let offset = self.offset(page, pages);
         // SAFETY: `offset` checked that the offset lies inside the mapping.
-        unsafe { self.alias.start.as_ptr().add(offset) }
+        unsafe { self.alias_start().add(offset) }
     }
 
     /// The address of `page` in the guest's mapping, for a memory slot.
@@ -218,7 +241,7 @@ impl GuestRam {
     #[must_use]
     pub fn alias_hva(&self, page: RamPage) -> Hva {
         let offset = self.offset(page, 0);
-        Hva(self.alias.start.as_ptr() as u64 + offset as u64)
+        Hva(self.alias_start() as u64 + offset as u64)
     }
 
     /// The page at `hva` of the guest's mapping, if it is in there.
@@ -228,10 +251,9 @@ impl GuestRam {
         (offset < self.layout.bytes()).then_some(RamPage(offset / PAGE_SIZE))
     }
 
-    /// The memfd.
-    #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// The memfd, unless the memory is private.
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
     }
 
     /// Allocates all of RAM now, so that no later touch waits for the host's allocator.
@@ -250,14 +272,14 @@ impl GuestRam {
     pub fn allocate_range(&self, first: RamPage, pages: u64) -> Result<(), MachineError> {
         let at = self.alias(first, pages);
         let bytes = (pages * PAGE_SIZE) as usize;
-        // SAFETY: populating shared pages changes no byte; `alias` checked that the range is ours.
+        // SAFETY: populating changes no byte; `alias` checked that the range is ours.
         unsafe { rustix::mm::madvise(at.cast(), bytes, Advice::LinuxPopulateWrite) }
             .map_err(|e| MachineError::os("cannot allocate guest memory", e))
     }
 
     /// The next pages at or behind `from` that have memory. The pages before them are zero, and
     /// reading those would allocate them. All memory of a pool counts: its files have no holes to
-    /// find.
+    /// find. So does all private memory: reading its holes allocates nothing.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -268,7 +290,10 @@ impl GuestRam {
         if from.0 >= self.pages() {
             return Ok(None);
         }
-        let seek = |to| rustix::fs::seek(&self.fd, to);
+        let Some(fd) = self.fd() else {
+            return Ok(Some(from.0..self.pages()));
+        };
+        let seek = |to| rustix::fs::seek(fd, to);
         match seek(SeekFrom::Data(from.byte_offset())) {
             Err(Errno::NXIO) => Ok(None),
             Err(e) => Err(MachineError::os(
@@ -285,14 +310,18 @@ impl GuestRam {
         }
     }
 
-    /// Whether none of `pages` pages from `first` has memory. Takes time for the pages named, unlike
-    /// [`Self::next_allocated`], which looks for the end of the memory that it finds.
+    /// Whether none of `pages` pages from `first` has memory, as far as
+    /// [`Self::next_allocated`] can tell. Takes time for the pages named, unlike that, which looks for
+    /// the end of the memory that it finds.
     ///
     /// # Errors
     /// When the kernel refuses.
     pub(crate) fn is_hole(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
         let end = self.offset(first, pages) as u64 + pages * PAGE_SIZE;
-        match rustix::fs::seek(&self.fd, SeekFrom::Data(first.byte_offset())) {
+        let Some(fd) = self.fd() else {
+            return Ok(pages == 0);
+        };
+        match rustix::fs::seek(fd, SeekFrom::Data(first.byte_offset())) {
             Err(Errno::NXIO) => Ok(true),
             Err(e) => Err(MachineError::os(
                 "cannot find the allocated pages of guest memory",

@@ -15,6 +15,7 @@
 use crate::{GuestRam, MachineError};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use rustix::fs::{FallocateFlags, fallocate};
+use rustix::mm::Advice;
 
 /// The bytes of guest memory through the alias mapping, without any check. See
 /// [`GuestRam::unchecked`] for the rules.
@@ -169,12 +170,19 @@ impl UncheckedRam<'_> {
                 "only whole pages of a pool can be freed",
             ));
         }
-        fallocate(
-            self.ram.fd(),
-            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-            offset,
-            pages * PAGE_SIZE,
-        )
+        let bytes = pages * PAGE_SIZE;
+        match self.ram.fd() {
+            Some(fd) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                fallocate(fd, flags, offset, bytes)
+            }
+            // SAFETY: `offset` checked that the range is RAM. It reads as zero from now on, as the
+            // caller wants.
+            None => unsafe {
+                let at = self.alias(first, pages).cast();
+                rustix::mm::madvise(at, bytes as usize, Advice::LinuxDontNeed)
+            },
+        }
         .map_err(|e| MachineError::os("cannot punch a hole into guest memory", e))
     }
 }

@@ -131,7 +131,7 @@ impl Host {
                 "errors": controls.iter().flatten().map(|c| c.errors).sum::<u64>(),
             })
         });
-        let overhead = Overhead::now();
+        let overhead = Overhead::beside(vm.map(|vm| vm.backing()));
         let delivery = vm.and_then(|vm| vm.delivery());
         json!({
             "state": state,
@@ -148,7 +148,7 @@ impl Host {
             "allocated_bytes": self.allocated(),
             "guest": guest,
             "failures": vm.map(|vm| vm.threads().failures()),
-            "overhead_bytes": {"anon": overhead.anon, "file": overhead.file, "tables": overhead.tables, "total": overhead.total()},
+            "overhead_bytes": overhead.map(|o| json!({"anon": o.anon, "file": o.file, "tables": o.tables, "total": o.total()})),
             "pid": std::process::id(),
             "uptime_ms": u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX),
         })

@@ -87,8 +87,8 @@ pub(crate) struct Sent {
     pub(crate) passes: Vec<(u64, u64)>,
     /// The kind of host memory behind the VM at the source.
     pub(crate) backing: String,
-    /// The source process's memory beyond guest memory, in bytes.
-    pub(crate) overhead_bytes: u64,
+    /// The source process's memory beyond guest memory, in bytes, if it is known.
+    pub(crate) overhead_bytes: Option<u64>,
     /// The guest's progress.
     pub(crate) samples: Vec<Sample>,
 }
@@ -109,7 +109,7 @@ impl Sent {
             background_ns: report.background_ns,
             passes: report.passes.clone(),
             backing: backing.name().into(),
-            overhead_bytes: Overhead::now().total(),
+            overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),
             samples,
         }
     }
@@ -151,8 +151,8 @@ pub(crate) struct Received {
     pub(crate) backing: String,
     /// The large mappings of the memory, when the record was asked for.
     pub(crate) large_mappings: Option<LargeMappings>,
-    /// The destination process's memory beyond guest memory, in bytes.
-    pub(crate) overhead_bytes: u64,
+    /// The destination process's memory beyond guest memory, in bytes, if it is known.
+    pub(crate) overhead_bytes: Option<u64>,
     /// The guest's progress.
     pub(crate) samples: Vec<Sample>,
 }
@@ -182,7 +182,7 @@ impl Received {
             missing_at_start: report.missing_at_start,
             backing: backing.name().into(),
             large_mappings: None,
-            overhead_bytes: Overhead::now().total(),
+            overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),
             samples: Vec::new(),
         }
     }

@@ -39,8 +39,8 @@ pub(super) fn show(report: &Report) -> Value {
         },
         "large_mappings": received.and_then(|r| r.large_mappings),
         "overhead_bytes": {
-            "source": sent.map(|s| s.overhead_bytes),
-            "destination": received.map(|r| r.overhead_bytes),
+            "source": sent.and_then(|s| s.overhead_bytes),
+            "destination": received.and_then(|r| r.overhead_bytes),
         },
         "verified": report.verified.as_ref().map(|v| json!({"guest": v.guest, "host": v.host, "words": v.words})),
         "conditions": report.conditions,

@@ -140,11 +140,13 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         report
             .sent
             .as_ref()
-            .map(|s| format!("source {}", human(s.overhead_bytes))),
+            .and_then(|s| s.overhead_bytes)
+            .map(|bytes| format!("source {}", human(bytes))),
         report
             .received
             .as_ref()
-            .map(|r| format!("destination {}", human(r.overhead_bytes))),
+            .and_then(|r| r.overhead_bytes)
+            .map(|bytes| format!("destination {}", human(bytes))),
     ];
     let overhead: Vec<String> = overhead.into_iter().flatten().collect();
     if !overhead.is_empty() {

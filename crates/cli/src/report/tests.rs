@@ -45,7 +45,7 @@ fn report() -> Report {
             background_ns: 90_000_000,
             passes: vec![(8192, 100_000_000)],
             backing: "hugetlb-2m".into(),
-            overhead_bytes: 9 << 20,
+            overhead_bytes: Some(9 << 20),
             samples: samples(0..112),
         }),
         received: Some(Received {
@@ -64,7 +64,7 @@ fn report() -> Report {
                 host_bytes: Some(24 << 20),
                 engine_bytes: Some(22 << 20),
             }),
-            overhead_bytes: 8 << 20,
+            overhead_bytes: Some(8 << 20),
             samples: samples(113..300),
         }),
         verified: Some(Verified {

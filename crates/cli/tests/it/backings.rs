@@ -16,7 +16,7 @@ fn an_unknown_backing_is_a_wrong_flag() {
     let ended = pageferry(&["demo", "--backing", "hugetlb"]);
     ended.assert_failed(
         2,
-        "unknown backing 'hugetlb': expected shmem, shmem-thp, hugetlb-2m or hugetlb-1g",
+        "unknown backing 'hugetlb': expected shmem, shmem-thp, hugetlb-2m, hugetlb-1g or anonymous",
     );
 }
 
@@ -94,10 +94,24 @@ fn a_delivery_that_huge_pages_cannot_have_is_refused() {
 }
 
 #[test]
+fn a_delivery_that_private_memory_cannot_have_is_refused() {
+    if let Err(why) = pageferry_machine::kvm::probe_vm() {
+        pageferry_testkit::skip("kvm", why);
+        return;
+    }
+    let demo = "demo --engine kvm --vcpus 1 --memory 32M --backing anonymous --delivery";
+    for delivery in ["minor", "poison", "userfault"] {
+        let words: Vec<_> = demo.split(' ').chain([delivery]).collect();
+        let ended = pageferry(&words);
+        ended.assert_failed(LACKS, "with backing anonymous here: use missing");
+    }
+}
+
+#[test]
 fn a_demo_on_each_backing_says_so() {
     let _turn = POLICY.lock().unwrap_or_else(PoisonError::into_inner);
     let _host = (HugePages::at_least(32), AdvisedHugePages::new());
-    for backing in ["shmem-thp", "hugetlb-2m"] {
+    for backing in ["shmem-thp", "hugetlb-2m", "anonymous"] {
         let kind: pageferry_machine::Backing = backing.parse().expect("a backing");
         if let Err(why) = kind.check(64 << 20) {
             pageferry_testkit::skip(backing, why);
@@ -119,6 +133,10 @@ fn a_demo_on_each_backing_says_so() {
         let json = ended.json();
         for side in ["source", "destination"] {
             assert_eq!(json["backing"][side], backing);
+            assert_eq!(
+                json["overhead_bytes"][side].is_null(),
+                backing == "anonymous"
+            );
         }
         assert_eq!(json["verified"]["host"], true);
     }

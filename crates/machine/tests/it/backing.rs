@@ -2,7 +2,9 @@
 
 use crate::place::placing;
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
-use pageferry_machine::{Backing, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create};
+use pageferry_machine::{
+    Backing, Collapsed, Engine, GuestRam, MachineError, MachineSpec, RamLayout, create,
+};
 use pageferry_testkit::HugePages;
 
 const HUGE: u64 = PageSize::Size2M.pages();
@@ -39,6 +41,59 @@ fn memory_of_a_pool_is_like_other_memory() {
     placing(&ram).punch_hole(RamPage(HUGE), HUGE).unwrap();
     placing(&ram).read(RamPage(HUGE + 7), &mut page);
     assert_eq!(page, [0; PAGE_SIZE as usize]);
+}
+
+#[test]
+fn private_memory_is_like_other_memory() {
+    let ram = ram(Backing::Anonymous, 2 * HUGE).unwrap();
+    assert_eq!(ram.guest_hva(RamPage(0)), ram.alias_hva(RamPage(0)));
+    let start = ram.guest_hva(RamPage(0)).0;
+    assert!(start.is_multiple_of(PageSize::Size2M.bytes()));
+    // An unmapped page may be swapped out, so all memory counts.
+    assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..2 * HUGE));
+    let byte = |page: u64| {
+        let mut byte = [1];
+        ram.try_read((RamPage(page), 99), &mut byte).unwrap();
+        byte[0]
+    };
+    assert_eq!(byte(7), 0);
+    for page in 0..HUGE {
+        ram.try_write(RamPage(page), &[9; PAGE_SIZE as usize])
+            .unwrap();
+    }
+    ram.allocate().unwrap();
+    placing(&ram).punch_hole(RamPage(7), 2).unwrap();
+    assert_eq!([6, 7, 8, 9].map(byte), [9, 0, 0, 9]);
+}
+
+#[test]
+fn private_memory_is_made_of_huge_pages_on_request() {
+    let spec = MachineSpec {
+        backing: Backing::Anonymous,
+        ..MachineSpec::new(1, 8 << 20)
+    };
+    let machine = create(Engine::Soft, spec).unwrap().machine;
+    for page in (0..2 * HUGE).map(RamPage) {
+        machine
+            .ram()
+            .try_write(page, &page.0.to_le_bytes())
+            .unwrap();
+    }
+    // Never touched, unless the host's policy made it huge beforehand.
+    let untouched = machine.collapse(RamPage(3 * HUGE));
+    assert_ne!(untouched, Collapsed::Refused);
+    let collapsed = || machine.collapse(RamPage(HUGE));
+    // Other cores may hold pages that were just written.
+    if !(0..100).any(|_| collapsed() == Collapsed::Huge) {
+        pageferry_testkit::skip("thp", "this host makes no huge pages of private memory");
+        return;
+    }
+    assert!(machine.host_large_bytes().unwrap() >= 2 << 20);
+    for page in (0..2 * HUGE).map(RamPage) {
+        let mut bytes = [0; 8];
+        machine.ram().try_read(page, &mut bytes).unwrap();
+        assert_eq!(u64::from_le_bytes(bytes), page.0);
+    }
 }
 
 #[test]

@@ -4,7 +4,9 @@ use crate::kvm_userfault::{CHECK, armed, bytes_of, no_delivery};
 use crate::place::placing;
 use crate::support::{DATA, drive_beside, machine_on, no_kvm, run, rung, start, word};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
-use pageferry_machine::{Backing, Collapsed, Delivery, GuestRam, MachineError, NewMachine};
+use pageferry_machine::{
+    AccessError, Backing, Collapsed, Delivery, GuestRam, MachineError, NewMachine,
+};
 use pageferry_testkit::{HugePages, Random, Stop};
 use pageferry_userfault::PageBitmap;
 use std::fs::File;
@@ -83,6 +85,94 @@ fn only_minor_faults_serve_huge_pages_of_a_pool() {
     }
     machine.arm_userfault(missing, None.into()).unwrap();
     assert_eq!(machine.delivery().unwrap().delivery, Delivery::Minor);
+}
+
+/// An armed machine of private memory, with a page that was written and others that were not.
+fn private() -> Option<NewMachine> {
+    if no_kvm() {
+        return None;
+    }
+    let new = machine_on(Backing::Anonymous, 1, HUGE);
+    let ram = new.machine.ram();
+    ram.try_write(DATA, &bytes_of(DATA)).unwrap();
+    (!no_delivery(new.machine.as_ref(), Delivery::Missing)).then_some(new)
+}
+
+#[test]
+fn only_missing_faults_serve_private_memory() {
+    let Some(new) = private() else {
+        return;
+    };
+    let machine = new.machine.as_ref();
+    assert_eq!(machine.deliveries(), [Delivery::Missing]);
+    let missing = Arc::new(PageBitmap::new(HUGE as usize));
+    for other in [Delivery::Poison, Delivery::Minor, Delivery::Userfault] {
+        let refused = machine.arm_userfault(Arc::clone(&missing), other.into());
+        assert!(
+            matches!(refused, Err(MachineError::NoDelivery(refused)) if refused == other),
+            "{other}"
+        );
+    }
+    machine.arm_userfault(missing, None.into()).unwrap();
+    let in_use = machine.delivery().unwrap();
+    assert_eq!(in_use.delivery, Delivery::Missing);
+    assert_eq!(in_use.because, "it is the only one for private memory");
+}
+
+#[test]
+fn private_memory_keeps_its_bytes_when_delivery_ends_before_post_copy() {
+    for abandon in [false, true] {
+        let Some(new) = private() else {
+            return;
+        };
+        let (_missing, _events) = armed(new.machine.as_ref(), Delivery::Missing);
+        if abandon {
+            new.machine.abandon();
+        }
+        new.machine.disarm_userfault().unwrap();
+        let mut bytes = [0; PAGE_SIZE as usize];
+        new.machine.ram().try_read(DATA, &mut bytes).unwrap();
+        assert_eq!(bytes, bytes_of(DATA));
+    }
+}
+
+/// Nobody reads events here: an access that slept would never return.
+#[test]
+fn the_vmms_accesses_to_private_memory_do_not_sleep_on_holes() {
+    let Some(new) = private() else {
+        return;
+    };
+    let machine = Arc::clone(&new.machine);
+    let (missing, _events) = armed(machine.as_ref(), Delivery::Missing);
+    let page = |n| RamPage(DATA.0 + n);
+    placing(machine.ram()).write(page(1), &[0x5a; PAGE_SIZE as usize]);
+    missing.set(page(1));
+    machine.begin_postcopy().unwrap();
+    let (done, is_done) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let ram = machine.ram();
+        let mut bytes = [1; PAGE_SIZE as usize];
+        let missed = ram.try_read(page(1), &mut bytes);
+        assert_eq!(missed, Err(AccessError::Missing(page(1))));
+        ram.try_read(DATA, &mut bytes).unwrap();
+        assert_eq!(bytes, bytes_of(DATA));
+        // Holes: read, written, and both in one access.
+        ram.try_read(page(2), &mut bytes).unwrap();
+        assert_eq!(bytes, [0; PAGE_SIZE as usize]);
+        ram.try_write(page(4), b"here").unwrap();
+        let mut three = [1; 3 * PAGE_SIZE as usize];
+        ram.try_read(page(3), &mut three).unwrap();
+        assert!(three[4096..].starts_with(b"here\0") && three[..4096] == [0; 4096]);
+        machine.install_copy(page(1), &bytes_of(page(1))).unwrap();
+        missing.clear(page(1));
+        machine.disarm_userfault().unwrap();
+        ram.try_read(page(1), &mut bytes).unwrap();
+        assert_eq!(bytes, bytes_of(page(1)));
+        done.send(()).unwrap();
+    });
+    is_done
+        .recv_timeout(pageferry_testkit::LIMIT)
+        .expect("no access sleeps or fails");
 }
 
 /// Two vCPUs check all pages while two threads bring the pieces. The threads take the last two

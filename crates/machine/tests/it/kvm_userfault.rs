@@ -2,10 +2,13 @@
 //! interleave.
 
 use crate::place::placing;
-use crate::support::{DATA, Watchdog, machine, machine_with, no_kvm, rung, start, word};
+use crate::support::{
+    DATA, Watchdog, machine, machine_on, machine_with, no_kvm, rung, start, word,
+};
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
 use pageferry_machine::{
-    Access, ArmOptions, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError, Vcpu, kvm,
+    Access, ArmOptions, Backing, Delivery, Exit, FaultEvents, GuestRam, Machine, MachineError,
+    Vcpu, kvm,
 };
 use pageferry_testkit::{LIMIT, Random, Stop, skip};
 use pageferry_userfault::PageBitmap;
@@ -235,6 +238,8 @@ struct Beside {
     irqchip: bool,
     /// The numbers of userfaultfds and of readers of each, if not one.
     streams: Option<(u32, u32)>,
+    /// The memory is private.
+    private: bool,
 }
 
 /// Two vCPUs check `each` pages apiece that are missing at first. Every third page behind them is
@@ -246,7 +251,11 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     } else {
         kvm::Irqchip::None
     };
-    let mut new = machine_with(2, pages, irqchip);
+    let mut new = if beside.private {
+        machine_on(Backing::Anonymous, 2, pages)
+    } else {
+        machine_with(2, pages, irqchip)
+    };
     if no_delivery(new.machine.as_ref(), delivery) {
         return None;
     }
@@ -425,6 +434,36 @@ fn minor_faults_bring_every_page() {
     if let Some((exits, events)) = demand(Delivery::Minor, 600, Beside::default()) {
         assert_eq!(exits, 0);
         assert!(events >= 1200, "each first touch gives an event");
+    }
+}
+
+#[test]
+fn missing_faults_bring_every_page_of_private_memory() {
+    if no_kvm() {
+        return;
+    }
+    let beside = Beside {
+        push: true,
+        kick: true,
+        overlap: true,
+        private: true,
+        ..Beside::default()
+    };
+    for beside in [
+        beside,
+        Beside {
+            push: false,
+            tables: true,
+            ..beside
+        },
+        // The missing pages are parts of huge pages, and each userfaultfd has one of these.
+        Beside {
+            huge: true,
+            streams: Some((2, 2)),
+            ..beside
+        },
+    ] {
+        demand(Delivery::Missing, 500, beside);
     }
 }
 

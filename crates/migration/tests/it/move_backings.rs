@@ -46,6 +46,9 @@ fn run(engine: Engine, from: Backing, to: Backing, passes: u32, allocate: bool) 
         // A stall ends with the last of 512 pieces, so there are few.
         assert!(received.stalls.len() <= 2 * MEMORY / (2 * MIB));
     }
+    if engine == Engine::Kvm && to == Backing::Anonymous {
+        assert_eq!(received.delivery.delivery, Delivery::Missing);
+    }
     assert_eq!(moved.destination.ram().backing(), to);
     let share = moved.destination.workload.memory_map().share_pages();
     moved.destination.wait_progress(2 * share);
@@ -59,6 +62,9 @@ fn move_to_each(engine: Engine) {
         (Backing::Shmem, Backing::Hugetlb2M),
         (Backing::Hugetlb2M, Backing::Shmem),
         (Backing::Hugetlb2M, Backing::Hugetlb2M),
+        (Backing::Shmem, Backing::Anonymous),
+        (Backing::Anonymous, Backing::Shmem),
+        (Backing::Anonymous, Backing::Anonymous),
     ] {
         let lacking = [from, to].into_iter().find_map(|backing| {
             let why = backing.check(MEMORY).err()?;
@@ -67,7 +73,9 @@ fn move_to_each(engine: Engine) {
         if lacking.is_some() {
             continue;
         }
-        for (passes, allocate) in [(0, true), (1, false)] {
+        let private = to == Backing::Anonymous;
+        let all = [(0, true), (1, false), (0, false), (1, true)];
+        for (passes, allocate) in all.into_iter().take(if private { 4 } else { 2 }) {
             run(engine, from, to, passes, allocate);
         }
     }

@@ -7,7 +7,7 @@ use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, tcp};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{Vm, isa_of};
-use pageferry_machine::{AccessError, Delivery, Engine, GuestRam, MachineSpec};
+use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
 use pageferry_migration::wire::{Frame, FrameType, PAGE_BYTES};
 use pageferry_migration::{
     DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
@@ -102,10 +102,15 @@ impl Expected {
 
 /// Moves a VM. A thread of the source's VMM writes until the source is frozen, and a thread of the
 /// destination's VMM reads and writes from the start of post-copy on.
-fn move_beside_vmm_threads(engine: Engine, delivery: Option<Delivery>, passes: u32) {
+fn move_beside_vmm_threads(
+    engine: Engine,
+    backing: Backing,
+    delivery: Option<Delivery>,
+    passes: u32,
+) {
     let (source, own) = half_busy(engine);
     let expected = Expected::new(&own, source.machine.ram());
-    let to = WorkloadVm::empty(engine, 1, 16 * MIB);
+    let to = WorkloadVm::empty_on(backing, engine, 1, 16 * MIB);
     let (from_ram, to_ram) = (source.machine.ram(), to.ram());
     let listener = tcp();
     source.threads.resume();
@@ -125,6 +130,7 @@ fn move_beside_vmm_threads(engine: Engine, delivery: Option<Delivery>, passes: u
         let receiving = scope.spawn(|| {
             let config = DestinationConfig {
                 delivery,
+                allocate: backing != Backing::Anonymous,
                 ..DestinationConfig::default()
             };
             let until = Instant::now() + LIMIT;
@@ -168,7 +174,7 @@ fn move_beside_vmm_threads(engine: Engine, delivery: Option<Delivery>, passes: u
         let report = receiving.join().unwrap().unwrap();
         let writes = reading.join().unwrap();
         eprintln!(
-            "{engine} {delivery:?} passes {passes}: {writes} writes, {:?}",
+            "{engine} {backing} {delivery:?} passes {passes}: {writes} writes, {:?}",
             report.pages
         );
         assert!(report.pages.urgent > 0);
@@ -182,7 +188,10 @@ fn vmm_threads_find_and_change_every_byte_of_a_vm_that_moves() {
     let _parallel = in_parallel();
     for (engine, delivery) in engines("VMM threads beside a move") {
         for passes in [0, 2] {
-            move_beside_vmm_threads(engine, delivery, passes);
+            move_beside_vmm_threads(engine, Backing::Shmem, delivery, passes);
+            if delivery.is_none_or(|delivery| delivery == Delivery::Missing) {
+                move_beside_vmm_threads(engine, Backing::Anonymous, delivery, passes);
+            }
         }
     }
 }

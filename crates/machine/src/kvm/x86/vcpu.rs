@@ -158,6 +158,7 @@ impl KvmVcpu {
         {
             return Err(page);
         }
+        ram.map_present(page, 1);
         let (offset, size) = (gpa.page_offset(), usize::from(access.size));
         // SAFETY: (1) this is the engine, on the vCPU's own thread; (2) the page is present.
         let bytes = unsafe { ram.unchecked() };

@@ -6,13 +6,13 @@ use super::events::Events;
 use super::plug::MemoryPlug;
 use super::shared::{Caps, VmShared};
 use super::slots::Slots;
-use super::userfault::{FaultPath, deliveries_on};
+use super::userfault::{FaultPath, deliveries_on, only_delivery};
 use super::vcpu::KvmVcpu;
 use super::{cpuid, msr, signal, stats, trial};
 use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError,
-    MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
+    ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
     CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
@@ -208,22 +208,31 @@ impl Machine for KvmMachine {
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
         options.check(self.0.ram.pages(), self.0.ram.backing())?;
         let forced = options.delivery.is_some();
-        let in_use = match options.delivery {
-            Some(delivery) => DeliveryInUse {
+        let (vm, userfaultfds) = (&self.0, options.userfaultfds);
+        let in_use = match (options.delivery, only_delivery(vm.ram.backing())) {
+            (Some(delivery), _) => DeliveryInUse {
                 delivery,
                 because: "it was requested".into(),
             },
-            None if self.0.ram.backing().is_hugetlb() => DeliveryInUse {
-                delivery: Delivery::Minor,
-                because: "it is the only one for huge pages of a pool".into(),
+            (None, Some((delivery, because))) => DeliveryInUse {
+                delivery,
+                because: because.into(),
             },
-            None => trial::choose(self.0.vcpus)?,
+            (None, None) => trial::choose(vm.vcpus)?,
         };
-        let (vm, userfaultfds) = (&self.0, options.userfaultfds);
         vm.ram.gate.arm(&missing, || {
             let missing = Arc::clone(&missing);
             vm.faults.arm(vm, missing, in_use, forced, userfaultfds)
         })?;
+        if vm.ram.backing() == Backing::Anonymous {
+            let vm = Arc::downgrade(vm);
+            self.0.ram.map.get_or_init(|| {
+                Box::new(move |first, pages| {
+                    // If this fails, a fault thread does it when the touch sleeps.
+                    let _ = (vm.upgrade()).map(|vm| vm.faults.install(&vm.ram, first, pages));
+                })
+            });
+        }
         let mut streams: Vec<Box<dyn FaultEvents>> = Vec::new();
         for part in 0..userfaultfds as usize {
             for _ in 0..options.readers {

@@ -39,6 +39,10 @@ pub(in crate::kvm::x86) trait Kernel {
     /// Wakes the threads that sleep on pages.
     fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError>;
 
+    /// Registers private memory, which pre-copy filled through the same mapping. Other memory is
+    /// registered from the start.
+    fn register_private(&self) -> Result<(), MachineError>;
+
     /// Ends the registration of all of RAM, and wakes all sleepers. Markers stay.
     fn unregister(&self) -> Result<(), RangeError>;
 

@@ -2,7 +2,7 @@
 //! The guest's mapping: ranges of it, its markers, and the removal of pages from it.
 
 use super::kernel::Kernel;
-use crate::{GuestRam, MachineError};
+use crate::{Backing, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, RamPage};
 use rustix::mm::Advice;
 use std::fs::File;
@@ -31,7 +31,8 @@ pub(super) fn punch(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), Ma
     for _ in 0..TRIES {
         // SAFETY: (1) the pages are missing, and `Machine::begin_postcopy` runs before any is placed.
         unsafe { ram.unchecked() }.punch_hole(first, pages)?;
-        if ram.is_hole(first, pages)? {
+        // Private memory is freed for sure.
+        if ram.backing() == Backing::Anonymous || ram.is_hole(first, pages)? {
             return Ok(());
         }
         std::thread::sleep(Duration::from_micros(10));
@@ -68,6 +69,10 @@ pub(super) fn drop_mappings(
     first: RamPage,
     pages: u64,
 ) -> Result<(), MachineError> {
+    assert!(
+        ram.backing() != Backing::Anonymous,
+        "private memory would lose its bytes"
+    );
     let (start, len) = range(ram, first, pages);
     // SAFETY: the range lies in the guest's mapping, which is shared and backed by the memfd, so no
     // bytes are lost. KVM's MMU notifier learns of it, and KVM maps the pages again.

@@ -21,7 +21,9 @@
 //! **Missing**: the mapping is registered for missing faults only. Missing pages are holes, which
 //! [`FaultPath::begin_postcopy`] punches. Present pages are in the page cache, and never fault into
 //! userfaultfd. A present page that was zero may be a hole too, and then sends an event. Installing
-//! is `UFFDIO_COPY`.
+//! is `UFFDIO_COPY`. It is the only delivery for private memory, which pre-copy fills through the
+//! guest's own mapping. That mapping is registered when post-copy begins, before its missing pages
+//! are dropped. So nothing can fill them in between, like a huge page for a touch beside them.
 //!
 //! **Pages of a pool** (hugetlb) come in pieces of 4 KiB, and are mapped whole. Installing a piece
 //! maps the page if no other piece is missing, see `whole`. Until then a touch of any piece sleeps
@@ -77,17 +79,32 @@ fn features(delivery: Delivery, backing: Backing) -> Features {
         Delivery::Exit => Features::empty(),
         Delivery::Poison => Features::POISON | Features::MINOR_SHMEM | Features::MISSING_SHMEM,
         Delivery::Userfault | Delivery::Minor => Features::MINOR_SHMEM | Features::MISSING_SHMEM,
+        // userfaultfd serves private memory without one.
+        Delivery::Missing if backing == Backing::Anonymous => Features::empty(),
         Delivery::Missing => Features::MISSING_SHMEM,
     }
 }
 
 /// The deliveries that this host supports for memory of `backing`, best first.
 pub(super) fn deliveries_on(backing: Backing) -> Vec<Delivery> {
-    if !backing.is_hugetlb() {
+    let Some((only, _)) = only_delivery(backing) else {
         return deliveries();
+    };
+    let serves = UffdSupport::probe().serves(features(only, backing));
+    serves.then_some(only).into_iter().collect()
+}
+
+/// The one delivery that can serve memory of `backing`, and the reason to take it. `None` if all
+/// can.
+pub(super) fn only_delivery(backing: Backing) -> Option<(Delivery, &'static str)> {
+    match backing {
+        Backing::Shmem | Backing::ShmemThp => None,
+        Backing::Hugetlb2M | Backing::Hugetlb1G => Some((
+            Delivery::Minor,
+            "it is the only one for huge pages of a pool",
+        )),
+        Backing::Anonymous => Some((Delivery::Missing, "it is the only one for private memory")),
     }
-    let minor = UffdSupport::probe().serves(features(Delivery::Minor, backing));
-    minor.then_some(Delivery::Minor).into_iter().collect()
 }
 
 /// The deliveries that this host supports for shared memory, best first.
@@ -223,6 +240,7 @@ impl<K: Kernel> FaultPath<K> {
             ));
         };
         if armed.delivery == Delivery::Missing {
+            armed.watch.register_private()?;
             let mut from = 0;
             while let Some(run) = armed.missing.next_run(from, usize::MAX) {
                 punch(ram, RamPage(run.start as u64), run.len() as u64)?;
@@ -338,7 +356,8 @@ impl FaultPath {
     ) -> Result<(), MachineError> {
         let (ram, delivery) = (&vm.ram, in_use.delivery);
         // KVM itself refuses this one where it lacks it. The test that it works comes here too.
-        let is_tested = delivery == Delivery::Userfault && !ram.backing().is_hugetlb();
+        let only = only_delivery(ram.backing());
+        let is_tested = delivery == Delivery::Userfault && only.is_none();
         if !is_tested && !deliveries_on(ram.backing()).contains(&delivery) {
             return Err(MachineError::NoDelivery(delivery));
         }
@@ -358,8 +377,10 @@ impl FaultPath {
         }
         let watch = Watch::new(ram, userfaultfds, delivery)?;
         // No vCPU has run, so nothing should be mapped. Any page that is mapped is dropped from the
-        // mapping.
-        watch.drop_mappings(RamPage(0), ram.pages())?;
+        // mapping. Private memory is mapped by the VMM, and its registration does not need that.
+        if ram.backing() != Backing::Anonymous {
+            watch.drop_mappings(RamPage(0), ram.pages())?;
+        }
         if delivery == Delivery::Userfault && set_bitmap(vm, Some(&missing)).is_err() {
             // The first slots may have the bitmap, which goes with this call.
             set_bitmap(vm, None)?;

@@ -1,8 +1,9 @@
 #![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 //! The userfaultfds of a machine's guest mapping.
 //!
-//! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd. A call over any
-//! pages does what one userfaultfd over all of RAM would do.
+//! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd: private memory from
+//! the start of post-copy on, other memory at once. A call over any pages does what one userfaultfd
+//! over all of RAM would do.
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
 //! page if that is larger. So no border divides a huge page. A call is split at the borders, and stops at the first error. That error counts the
@@ -15,7 +16,7 @@
 
 use super::kernel::Kernel;
 use super::{features, mappings};
-use crate::{ArmOptions, Delivery, GuestRam, MachineError};
+use crate::{ArmOptions, Backing, Delivery, GuestRam, MachineError};
 use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_userfault::uffd::{RangeError, RegisterMode, Userfaultfd, Wake};
 use std::ops::Range;
@@ -24,6 +25,7 @@ use std::sync::Arc;
 /// The userfaultfds, in order of their ranges.
 pub(in crate::kvm::x86) struct Watch {
     parts: Box<[Part]>,
+    mode: RegisterMode,
     /// The owner of the mapping.
     ram: Arc<GuestRam>,
 }
@@ -35,7 +37,8 @@ struct Part {
 }
 
 impl Watch {
-    /// Registers all of `ram` with `count` userfaultfds, as [`crate::ArmOptions::check`] allows.
+    /// Opens `count` userfaultfds, as [`crate::ArmOptions::check`] allows. Registers all of `ram`
+    /// with them, unless it is private.
     pub(super) fn new(
         ram: &Arc<GuestRam>,
         count: u32,
@@ -53,19 +56,31 @@ impl Watch {
                 ))
             })?;
             let range = base + pages.start * PAGE_SIZE..base + pages.end * PAGE_SIZE;
-            // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that
-            // resolve faults never do, they use the alias; (2) no Rust reference to guest memory
-            // exists; (3) `GuestRam` owns the mapping, and the watch holds it as long as it holds
-            // this userfaultfd.
-            unsafe { uffd.register(Hva(range.start), range.end - range.start, mode) }.map_err(
-                |e| MachineError::os("cannot register guest memory with userfaultfd", e),
-            )?;
             Ok(Part { uffd, range })
         });
-        Ok(Self {
+        let watch = Self {
             parts: parts.collect::<Result<_, MachineError>>()?,
+            mode,
             ram: Arc::clone(ram),
-        })
+        };
+        if ram.backing() != Backing::Anonymous {
+            watch.register()?;
+        }
+        Ok(watch)
+    }
+
+    fn register(&self) -> Result<(), MachineError> {
+        for Part { uffd, range } in &self.parts {
+            // SAFETY: (1) vCPUs touch the guest's mapping, and KVM for them. The threads that
+            // resolve faults never do: they use the alias, or `UFFDIO_COPY` for private memory,
+            // which has none; (2) no Rust reference to guest memory exists; (3) `GuestRam` owns the
+            // mapping, and the watch holds it as long as it holds this userfaultfd.
+            unsafe { uffd.register(Hva(range.start), range.end - range.start, self.mode) }
+                .map_err(|e| {
+                    MachineError::os("cannot register guest memory with userfaultfd", e)
+                })?;
+        }
+        Ok(())
     }
 
     /// The userfaultfd of a part.
@@ -138,6 +153,13 @@ impl Kernel for Watch {
 
     fn wake(&self, start: Hva, len: u64) -> Result<(), RangeError> {
         self.split(start, len, Userfaultfd::wake)
+    }
+
+    fn register_private(&self) -> Result<(), MachineError> {
+        if self.ram.backing() == Backing::Anonymous {
+            self.register()?;
+        }
+        Ok(())
     }
 
     /// Goes on after an error, and returns the first one.

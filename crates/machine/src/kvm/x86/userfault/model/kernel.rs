@@ -268,6 +268,10 @@ impl Kernel for Arc<Model> {
         Ok(())
     }
 
+    fn register_private(&self) -> Result<(), MachineError> {
+        Ok(())
+    }
+
     fn unregister(&self) -> Result<(), RangeError> {
         let mut state = self.lock();
         state.registered = None;
