@@ -37,7 +37,8 @@ struct Part {
 }
 
 impl Watch {
-    /// Opens `count` userfaultfds, and registers all of `ram` unless it is private, as [`crate::ArmOptions::check`] allows.
+    /// Opens `count` userfaultfds, as [`crate::ArmOptions::check`] allows, and registers all of `ram`
+    /// unless it is private.
     pub(super) fn new(
         ram: &Arc<GuestRam>,
         count: u32,
