@@ -1,9 +1,9 @@
 #![expect(unsafe_code, reason = "registers guest memory with userfaultfd")]
 //! The userfaultfds of a machine's guest mapping.
 //!
-//! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd. Private memory is so
-//! from the start of post-copy on, other memory at once. A call over any
-//! pages does what one userfaultfd over all of RAM would do.
+//! **Guarantee.** Each page of RAM is registered with exactly one userfaultfd: private memory from
+//! the start of post-copy on, other memory at once. A call over any pages does what one userfaultfd
+//! over all of RAM would do.
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
 //! page if that is larger. So no border divides a huge page. A call is split at the borders, and stops at the first error. That error counts the
@@ -37,8 +37,8 @@ struct Part {
 }
 
 impl Watch {
-    /// Opens `count` userfaultfds, as [`crate::ArmOptions::check`] allows, and registers all of `ram`
-    /// unless it is private.
+    /// Opens `count` userfaultfds, as [`crate::ArmOptions::check`] allows. Registers all of `ram`
+    /// with them, unless it is private.
     pub(super) fn new(
         ram: &Arc<GuestRam>,
         count: u32,
