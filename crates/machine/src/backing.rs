@@ -4,9 +4,9 @@
 //! file to set. A pool of huge pages that is too small is found when memory is made, not when a
 //! guest touches it.
 //!
-//! **Mechanism.** All kinds but [`Backing::Anonymous`] are memfds. [`Backing::ShmemThp`] asks for huge
-//! pages by `madvise(2)`, which the host's policy for shared memory must allow. The hugetlb kinds
-//! take pages of a pool. Mapping them reserves the pages.
+//! **Mechanism.** All kinds but [`Backing::Anonymous`] are memfds. [`Backing::ShmemThp`] asks for
+//! huge pages by `madvise(2)`, which the host's policy for shared memory must allow. The hugetlb
+//! kinds take pages of a pool. Mapping them reserves the pages.
 //!
 //! **Neighbours.** [`GuestRam`](crate::GuestRam) makes the memory.
 

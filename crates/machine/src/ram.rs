@@ -310,9 +310,9 @@ impl GuestRam {
         }
     }
 
-    /// Whether none of `pages` pages from `first` has memory, as far as
-    /// [`Self::next_allocated`] can tell. Takes time for the pages named, unlike that, which looks for
-    /// the end of the memory that it finds.
+    /// Whether none of `pages` pages from `first` has memory, as far as [`Self::next_allocated`] can
+    /// tell. Takes time for the pages named, unlike that, which looks for the end of the memory that
+    /// it finds.
     ///
     /// # Errors
     /// When the kernel refuses.
