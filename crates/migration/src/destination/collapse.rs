@@ -4,10 +4,10 @@
 //! waits for it. It takes at most a fifth of a core. It never allocates memory for pages that were
 //! not written.
 //!
-//! **Mechanism.** A thread with low priority asks [`Machine::collapse`] for each range, and sleeps
-//! for four times the processor time that it used. It goes round as long as pages are missing. Then
-//! it tries the ranges that the kernel refused a few times more. It ends when nothing is left, when
-//! the migration fails, or when this is dropped.
+//! **Mechanism.** A thread asks [`Machine::collapse`] for each range, and sleeps for four times the
+//! processor time that it used. Its priority is the normal one: a touch of a range waits for it. It
+//! goes round as long as pages are missing. Then it tries the ranges that the kernel refused a few
+//! times more. It ends when nothing is left, when the migration fails, or when this is dropped.
 
 use crate::sync::{AtomicBool, Ordering};
 use pageferry_addr::{PageSize, RamPage};
@@ -68,7 +68,6 @@ fn used() -> Duration {
 }
 
 fn run(machine: &dyn Machine, stop: &AtomicBool) {
-    crate::latency::lower_priority();
     let pages = PageSize::Size2M.pages();
     let ranges = (machine.ram().pages() / pages) as usize;
     if machine.ram().backing().is_hugetlb() {

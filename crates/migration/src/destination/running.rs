@@ -14,6 +14,7 @@ use crate::source::RunningVm;
 use crate::sync::AtomicBool;
 use crate::sync::Ordering;
 use crate::wire::{DrainCounts, ErrorCode, Frame};
+use pageferry_machine::Backing;
 use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to park after a failure.
@@ -152,7 +153,11 @@ impl Running<'_> {
         self.enter(Phase::Postcopy);
 
         let core = std::sync::Arc::clone(&self.started.core);
-        core.collapse();
+        // For private memory, the kernel makes huge pages under the lock of all mappings, where every
+        // fault would wait.
+        if core.machine.ram().backing() != Backing::Anonymous {
+            core.collapse();
+        }
         let total = self.started.missing_at_start;
         let failed = || core.has_failed();
         let announced = loop {
@@ -197,6 +202,7 @@ impl Running<'_> {
             let _ = self.link.receive(self.config.silence_limit, never());
         }
         core.machine.disarm_userfault()?;
+        core.collapse();
         Ok(counts)
     }
 

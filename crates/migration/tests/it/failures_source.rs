@@ -639,8 +639,9 @@ const CANCEL: &[Case] = &[
             let mut peer = ScriptedDestination::accept(listener);
             peer.set_up();
             let pass = peer.take_pass();
-            cancel.store(true, Ordering::Relaxed);
+            // First this: a source that had closed would answer it with a reset, and Cancel be lost.
             peer.send(&Frame::PassAck(pass));
+            cancel.store(true, Ordering::Relaxed);
             assert_eq!(peer.last_frame(), Some(Frame::Cancel));
         },
         kind: "Cancelled",
