@@ -3,69 +3,87 @@
 use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The pool of pages of 2 MiB.
-const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
+/// The pools of the host.
+const POOLS: &str = "/sys/kernel/mm/hugepages";
 
-/// One test of a process at a time changes the pool.
+/// One test of a process at a time changes a pool.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Free pages of 2 MiB in the host's pool. The pool has its size back when this is dropped.
+/// Free pages in a pool of the host. The pool has its size back when this is dropped.
 #[derive(Debug)]
 pub struct HugePages {
+    pool: &'static str,
     added: u64,
     _turn: MutexGuard<'static, ()>,
 }
 
 impl HugePages {
-    /// Lets the pool have at least `pages` free pages. Returns `None` if that is not possible here,
-    /// after it has reported the test as skipped.
+    /// Lets the pool of 2 MiB pages have at least `pages` free pages. Returns `None` if that is not
+    /// possible here, after it has reported the test as skipped.
     ///
     /// # Panics
     /// If `PAGEFERRY_REQUIRE` names `hugetlb` and it is not possible.
     #[must_use]
     #[track_caller]
     pub fn at_least(pages: u64) -> Option<Self> {
+        Self::of("hugepages-2048kB", pages)
+    }
+
+    /// As [`HugePages::at_least`], for pages of 1 GiB. A host can often make some while it runs.
+    ///
+    /// # Panics
+    /// As [`HugePages::at_least`].
+    #[must_use]
+    #[track_caller]
+    pub fn of_1_gib(pages: u64) -> Option<Self> {
+        Self::of("hugepages-1048576kB", pages)
+    }
+
+    #[track_caller]
+    fn of(pool: &'static str, pages: u64) -> Option<Self> {
+        let number = |file: &str| number(pool, file);
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let free = || Some(number("free_hugepages")?.saturating_sub(number("resv_hugepages")?));
-        let mut pool = Self {
+        let mut taken = Self {
+            pool,
             added: 0,
             _turn: turn,
         };
         let (Some(before), Some(has)) = (free(), number("nr_hugepages")) else {
-            super::skip("hugetlb", "the kernel has no pool of 2 MiB pages");
+            super::skip("hugetlb", format_args!("the kernel has no {pool}"));
             return None;
         };
         if before < pages {
-            if let Err(why) = resize(has + pages - before) {
+            if let Err(why) = resize(pool, has + pages - before) {
                 super::skip("hugetlb", format_args!("the pool cannot be changed: {why}"));
                 return None;
             }
-            pool.added = number("nr_hugepages")?.saturating_sub(has);
+            taken.added = number("nr_hugepages")?.saturating_sub(has);
         }
         if free()? < pages {
-            super::skip("hugetlb", "the host has no memory for pages of 2 MiB");
+            super::skip("hugetlb", format_args!("the host has no memory for {pool}"));
             return None;
         }
-        Some(pool)
+        Some(taken)
     }
 }
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        if let Some(has) = number("nr_hugepages") {
+        if let Some(has) = number(self.pool, "nr_hugepages") {
             // A test that kept pages in use only leaves the pool larger.
-            let _ = resize(has.saturating_sub(self.added));
+            let _ = resize(self.pool, has.saturating_sub(self.added));
         }
     }
 }
 
-fn number(file: &str) -> Option<u64> {
-    let text = fs::read_to_string(format!("{POOL}/{file}")).ok()?;
+fn number(pool: &str, file: &str) -> Option<u64> {
+    let text = fs::read_to_string(format!("{POOLS}/{pool}/{file}")).ok()?;
     text.trim().parse().ok()
 }
 
-fn resize(pages: u64) -> std::io::Result<()> {
-    fs::write(format!("{POOL}/nr_hugepages"), pages.to_string())
+fn resize(pool: &str, pages: u64) -> std::io::Result<()> {
+    fs::write(format!("{POOLS}/{pool}/nr_hugepages"), pages.to_string())
 }
 
 /// The host's policy for huge pages of shared memory: on request. It has its old value back when

@@ -69,6 +69,42 @@ fn a_huge_page_is_mapped_with_its_last_piece() {
 }
 
 #[test]
+fn a_page_of_1_gib_is_mapped_with_its_last_piece() {
+    let all = PageSize::Size1G.pages();
+    if no_kvm() {
+        return;
+    }
+    let Some(_pool) = HugePages::of_1_gib(1) else {
+        return;
+    };
+    let mut new = machine_on(Backing::Hugetlb1G, 1, all);
+    let machine = Arc::clone(&new.machine);
+    if no_delivery(machine.as_ref(), Delivery::Minor) {
+        return;
+    }
+    let (missing, _events) = armed(machine.as_ref(), Delivery::Minor);
+    let ram = machine.ram();
+    let last = RamPage(all - 1);
+    for page in [RamPage(all / 2), last] {
+        placing(ram).write(page, &[0x5a; PAGE_SIZE as usize]);
+        missing.set(page);
+    }
+    machine.begin_postcopy().unwrap();
+    machine.install(RamPage(0), all / 2).unwrap();
+    for page in [RamPage(all / 2), last] {
+        assert!(!is_mapped(ram, 0), "a piece is missing");
+        placing(ram).write(page, &bytes_of(page));
+        machine.install(page, 1).unwrap();
+        missing.clear(page);
+    }
+    assert!(is_mapped(ram, 0) && is_mapped(ram, last.0));
+    machine.disarm_userfault().unwrap();
+    let range = [last.byte_offset(), all * PAGE_SIZE];
+    start(ram, new.vcpus[0].as_mut(), 0, &CHECK, range);
+    assert_eq!(rung(run(new.vcpus[0].as_mut())), 1);
+}
+
+#[test]
 fn only_minor_faults_serve_huge_pages_of_a_pool() {
     let Some((_pool, new)) = hugetlb(1, 2) else {
         return;

@@ -5,7 +5,8 @@
 //! [`Allocation`] ends its threads within a step. Allocation changes no byte, so pages may arrive
 //! meanwhile. Writing a page before its turn allocates it.
 //!
-//! **Mechanism.** Threads with a low priority take steps of 16 MiB from one counter.
+//! **Mechanism.** Threads take steps of 16 MiB from one counter. Their priority is low, except for
+//! pages of a pool.
 
 use crate::error::MigrationError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
@@ -97,7 +98,11 @@ impl Shared {
     }
 
     fn run(&self) {
-        crate::latency::lower_priority();
+        // The page that arrives next may wait until its huge page is all zero. That takes a second
+        // for 1 GiB, and far longer at a low priority beside busy vCPUs.
+        if !self.ram.backing().is_hugetlb() {
+            crate::latency::lower_priority();
+        }
         let total = self.ram.pages();
         while !self.stop.load(Ordering::Relaxed) {
             let first = self.next.fetch_add(STEP, Ordering::Relaxed);
