@@ -4,7 +4,7 @@ use crate::hooks::{Faults, Hooks};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    AccessError, Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu,
+    AccessError, Backing, Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu,
     VcpuThreads,
 };
 use pageferry_migration::RunningVm;
@@ -23,11 +23,14 @@ pub fn isa_of(engine: Engine) -> Isa {
     }
 }
 
-/// Returns the fault deliveries of an engine on this host, best first. It creates a small machine
-/// to find them.
+/// Returns the fault deliveries of an engine with memory of `backing` on this host, best first. It
+/// creates a small machine to find them.
 #[must_use]
-pub fn deliveries_of(engine: Engine) -> Vec<Delivery> {
-    let spec = MachineSpec::new(1, 1 << 20);
+pub fn deliveries_of(engine: Engine, backing: Backing) -> Vec<Delivery> {
+    let spec = MachineSpec {
+        backing,
+        ..MachineSpec::new(1, backing.page_size().bytes().max(1 << 20))
+    };
     let machine = pageferry_machine::create(engine, spec);
     machine.map_or(Vec::new(), |new| new.machine.deliveries())
 }

@@ -16,7 +16,7 @@ use pageferry_addr::{Hva, RamPage};
 use pageferry_guest::Isa;
 use pageferry_harness::{deliveries_of, start_of, write_image};
 use pageferry_machine::{
-    ArmOptions, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
+    ArmOptions, Backing, Delivery, Engine, Exit, FaultEvents, GuestRam, MachineSpec, Vcpu,
 };
 use pageferry_migration::channel::Spinner;
 use pageferry_migration::{FAULT_SPIN, prefer_short_slices};
@@ -48,9 +48,9 @@ pub(super) fn isa(engine: Engine) -> Isa {
     isa_of(engine)
 }
 
-/// Whether machines of `engine` have `delivery` on this host.
-pub(super) fn has(engine: Engine, delivery: Delivery) -> bool {
-    deliveries_of(engine).contains(&delivery)
+/// Whether machines of `engine` with memory of `backing` have `delivery` on this host.
+pub(super) fn has(engine: Engine, backing: Backing, delivery: Delivery) -> bool {
+    deliveries_of(engine, backing).contains(&delivery)
 }
 
 /// Runs all vCPUs over all their pages. With a `delivery`, every page is missing at first, and
@@ -64,10 +64,12 @@ pub(super) fn touch(
     delivery: Option<Delivery>,
     serving: Serving,
 ) -> Result<Race<()>, BenchError> {
-    let new = pageferry_machine::create(
-        engine,
-        MachineSpec::new(plan.vcpus(), plan.toucher.memory_map().memory_bytes()),
-    )?;
+    let bytes = plan.toucher.memory_map().memory_bytes();
+    let spec = MachineSpec {
+        backing: plan.backing,
+        ..MachineSpec::new(plan.vcpus(), bytes)
+    };
+    let new = pageferry_machine::create(engine, spec)?;
     let (machine, mut vcpus) = (new.machine, new.vcpus);
     let ram = machine.ram();
     ram.allocate()?;

@@ -121,7 +121,8 @@ pub fn demand_paging(
         for &vcpus in &setting.vcpus {
             let pages = setting.memory_on(engine) / PAGE_SIZE;
             let plan = Plan::new(machine::isa(engine), vcpus, pages, setting.overlap)?
-                .with_around(setting.around);
+                .with_around(setting.around)
+                .on(setting.backing);
             let mut samples = vec![WaySamples::default(); ways.len()];
             for round in 1..=setting.repeat {
                 progress(&format!(
@@ -163,7 +164,8 @@ pub fn demand_paging(
 fn host(setting: &DemandSetting) -> Result<Arc<HostRam>, BenchError> {
     let pages = setting.memory_on(Engine::Soft) / PAGE_SIZE;
     let most = setting.vcpus.iter().copied().max().unwrap_or(1);
-    HostRam::new(Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?)
+    let bytes = Plan::memory_bytes(isa_of(Engine::Soft), most, pages)?;
+    HostRam::on(setting.backing, bytes)
 }
 
 /// One run on the soft engine. Without `exits` no page is missing.

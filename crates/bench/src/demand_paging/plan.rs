@@ -3,6 +3,7 @@
 use crate::BenchError;
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Isa, MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
+use pageferry_machine::Backing;
 use std::ops::Range;
 
 /// One guest. Every vCPU stores to one word of each of its pages once, in ascending order, and then
@@ -16,6 +17,8 @@ pub(crate) struct Plan {
     pub(crate) each: u64,
     /// The size of the aligned blocks of pages that are installed together, at least 1.
     pub(crate) around: u64,
+    /// The memory behind the guest on a machine.
+    pub(crate) backing: Backing,
 }
 
 impl Plan {
@@ -43,12 +46,18 @@ impl Plan {
             },
             touched,
             around: 1,
+            backing: Backing::Shmem,
         })
     }
 
     /// The same guest, with missing pages that are installed by blocks of `around`.
     pub(crate) fn with_around(self, around: u64) -> Self {
         Self { around, ..self }
+    }
+
+    /// The same guest in other memory.
+    pub(crate) fn on(self, backing: Backing) -> Self {
+        Self { backing, ..self }
     }
 
     /// The RAM of such a guest, in bytes.

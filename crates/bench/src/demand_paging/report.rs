@@ -84,6 +84,8 @@ pub struct DemandReport {
     pub unmeasured: Vec<Unmeasured>,
     /// Whether every vCPU touched all pages.
     pub overlap: bool,
+    /// The memory behind the guests.
+    pub backing: &'static str,
     /// The number of pages that were installed at a fault, at most.
     pub around: u64,
     /// The time that a thread slept before it installed a missing page, in microseconds.
@@ -106,6 +108,7 @@ impl DemandReport {
             rows: Vec::new(),
             unmeasured: Vec::new(),
             overlap: setting.overlap,
+            backing: setting.backing.name(),
             around: setting.around,
             delay_us: setting.delay.as_micros() as u64,
             cores: cores(),
@@ -161,7 +164,7 @@ impl DemandReport {
                 .map_or(here.clone(), |delivery| here.with_delivery(delivery))
         };
         let subject = format!("{}, {}, {} vCPUs", cell.engine, cell.mode, cell.vcpus);
-        let mut note = format!("spread {:.0} %", cell.spread_percent);
+        let mut note = format!("{}, spread {:.0} %", self.backing, cell.spread_percent);
         if cell.noisy {
             note.push_str(": other work disturbed this run");
         }

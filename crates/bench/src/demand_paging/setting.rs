@@ -4,7 +4,7 @@ use super::plan::Plan;
 use crate::BenchError;
 use crate::vm::isa_of;
 use pageferry_addr::{PAGE_SIZE, PageSize};
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{Backing, Delivery, Engine};
 use std::time::Duration;
 
 /// The ways in which pages come that a run measures.
@@ -81,6 +81,9 @@ pub struct DemandSetting {
     /// Whether to measure several kinds of readers side by side, each against a loop that reads one
     /// message at a time and never spins. `readers` does not count then.
     pub compare_readers: bool,
+    /// The memory behind the guests. Pages of a pool are not possible: they are mapped whole, and
+    /// this brings small ones.
+    pub backing: Backing,
     /// The time that a thread sleeps before it installs a missing page: a simulated fetch.
     pub delay: Duration,
     /// Whether the text also has the lines of `demand_paging_test`.
@@ -101,6 +104,7 @@ impl Default for DemandSetting {
             paging: Paging::All,
             readers: 1,
             compare_readers: false,
+            backing: Backing::Shmem,
             delay: Duration::ZERO,
             selftest_lines: false,
         }
@@ -160,6 +164,13 @@ impl DemandSetting {
                 Self::MAX_AROUND
             )));
         }
+        if self.backing.is_hugetlb() {
+            return Err(BenchError::Setting(format!(
+                "this benchmark brings pages of 4 KiB, and {} is mapped whole: use shmem, shmem-thp or anonymous",
+                self.backing
+            )));
+        }
+        self.backing.check(self.largest_bytes()?)?;
         if self.readers == 0 {
             return Err(BenchError::Setting(
                 "no thread reads fault events: expected at least 1 reader".into(),

@@ -19,7 +19,7 @@ use pageferry_hypervisor::hart::Hart;
 use pageferry_hypervisor::{
     Exit, HostMemory, Memslots, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig,
 };
-use pageferry_machine::{GuestRam, RamLayout, UncheckedRam};
+use pageferry_machine::{Backing, GuestRam, RamLayout, UncheckedRam};
 use pageferry_userfault::PageBitmap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -48,8 +48,13 @@ unsafe impl HostMemory for HostRam {
 impl HostRam {
     /// Allocates memory for a guest of `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> Result<Arc<Self>, BenchError> {
+        Self::on(Backing::Shmem, bytes)
+    }
+
+    /// Allocates memory of `backing` for a guest of `bytes` bytes.
+    pub(super) fn on(backing: Backing, bytes: u64) -> Result<Arc<Self>, BenchError> {
         let layout = RamLayout::for_memory(bytes).map_err(pageferry_machine::MachineError::from)?;
-        let ram = GuestRam::new(layout)?;
+        let ram = GuestRam::with_backing(layout, backing)?;
         ram.allocate()?;
         Ok(Arc::new(Self(Arc::new(ram))))
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use pageferry_hypervisor::Vm;
+use pageferry_machine::{Backing, Delivery};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -367,7 +368,7 @@ fn kvms_readers_are_compared_with_a_plain_loop() {
         paging: Paging::Minor,
         ..tiny(&[1])
     };
-    if machine::has(Engine::Kvm, pageferry_machine::Delivery::Minor) {
+    if machine::has(Engine::Kvm, Backing::Shmem, Delivery::Minor) {
         let report = demand_paging(&setting, &mut |_| {}).unwrap();
         let modes: Vec<_> = report.modes().iter().map(|(_, mode)| *mode).collect();
         let compared = ["1 reader", "2 readers", "2 userfaultfds, 1 reader"];
@@ -377,6 +378,39 @@ fn kvms_readers_are_compared_with_a_plain_loop() {
         assert_eq!(text.matches(" x the plain loop").count(), 3, "{text}");
         check_faults(&report);
     }
+}
+
+#[test]
+fn private_memory_is_paged_by_missing_faults_and_on_the_soft_engine() {
+    let setting = DemandSetting {
+        repeat: 1,
+        backing: Backing::Anonymous,
+        ..tiny(&[1])
+    };
+    let report = demand_paging(&setting, &mut |_| {}).unwrap();
+    assert_eq!(
+        report.cells.len(),
+        4,
+        "both schemes, with and without exits"
+    );
+    let text = report.to_string();
+    assert!(text.contains("Guest memory is anonymous."), "{text}");
+    if no_kvm() || !machine::has(Engine::Kvm, Backing::Anonymous, Delivery::Missing) {
+        return;
+    }
+    let kvm = DemandSetting {
+        engines: vec![Engine::Kvm],
+        ..setting
+    };
+    let report = demand_paging(&kvm, &mut |_| {}).unwrap();
+    let modes: Vec<_> = report.modes().iter().map(|(_, mode)| *mode).collect();
+    assert_eq!(modes, ["no userfault", "missing, 1 reader"]);
+    check_faults(&report);
+    let minor = DemandSetting {
+        paging: Paging::Minor,
+        ..kvm
+    };
+    assert!(demand_paging(&minor, &mut |_| {}).is_err());
 }
 
 #[test]
@@ -391,10 +425,8 @@ fn kvm_pages_by_every_delivery_it_has() {
     };
     let report = demand_paging(&setting, &mut |_| {}).unwrap();
     // A kernel without KVM Userfault is not said to lack it.
-    let ways = 4 + usize::from(machine::has(
-        Engine::Kvm,
-        pageferry_machine::Delivery::Userfault,
-    ));
+    let has = |delivery| machine::has(Engine::Kvm, Backing::Shmem, delivery);
+    let ways = 4 + usize::from(has(Delivery::Userfault));
     assert_eq!(report.cells.len() + report.unmeasured.len(), ways);
     assert_eq!(report.of("kvm", "no userfault").count(), 1);
     check_faults(&report);

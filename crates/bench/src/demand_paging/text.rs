@@ -3,6 +3,7 @@
 
 use super::report::{Cell, DemandReport};
 use crate::kit::Figure;
+use pageferry_machine::Backing;
 use std::fmt;
 
 /// Formats a number with three digits and a prefix.
@@ -37,6 +38,9 @@ impl fmt::Display for DemandReport {
              its own; none with overlap.\nOne userfaultfd serves all vCPUs, unless a row says otherwise.",
             self.cores, self.seconds
         )?;
+        if self.backing != Backing::Shmem.name() {
+            writeln!(f, "Guest memory is {}.", self.backing)?;
+        }
         if self.delay_us > 0 {
             writeln!(
                 f,

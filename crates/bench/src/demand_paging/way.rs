@@ -149,7 +149,8 @@ pub(super) fn ways(engine: Engine, setting: &DemandSetting, report: &mut DemandR
     };
     let (mut ways, lacking) = (Vec::new(), report.unmeasured.len());
     for &delivery in deliveries.iter().filter(|&&one| setting.paging.has(one)) {
-        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, one)) {
+        if let Some(delivery) = delivery.filter(|&one| !machine::has(engine, setting.backing, one))
+        {
             // No released kernel has that one.
             if delivery != Delivery::Userfault {
                 report.lacks(engine, delivery);

@@ -3,7 +3,7 @@
 use crate::size;
 use clap::{Args, Subcommand};
 use pageferry_bench::demand_paging::DemandSetting;
-use pageferry_machine::EngineChoice;
+use pageferry_machine::{Backing, EngineChoice};
 use std::path::PathBuf;
 
 /// `pageferry bench`.
@@ -158,9 +158,9 @@ pub(crate) struct DemandFlags {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Options of demand_paging_test")]
 pub(crate) struct SelftestFlags {
-    /// The memory behind the guest: shmem, the only type that this benchmark has
-    #[arg(short = 's', long, value_name = "TYPE", value_parser = shmem, conflicts_with = "model")]
-    pub(crate) backing: Option<String>,
+    /// The memory behind the guest: shmem, shmem-thp or anonymous [default: shmem]
+    #[arg(short = 's', long, value_name = "TYPE", conflicts_with = "model")]
+    pub(crate) backing: Option<Backing>,
     /// Measure only this userfaultfd mode [default: all modes]
     #[arg(
         short = 'u',
@@ -193,14 +193,6 @@ pub(crate) enum Userfault {
     Missing,
     /// userfaultfd minor faults; with -k exits by poison, which is registered for them
     Minor,
-}
-
-/// Reads a type of memory behind a guest.
-fn shmem(text: &str) -> Result<String, String> {
-    match text {
-        "shmem" => Ok(text.to_owned()),
-        _ => Err("this benchmark measures shared memory in pages of 4 KiB only: use shmem".into()),
-    }
 }
 
 /// `pageferry bench dirty-log`.
@@ -270,7 +262,7 @@ mod tests {
             (vec![4], Some(4 << 20), true)
         );
         let selftest = flags.selftest;
-        assert_eq!(selftest.backing.as_deref(), Some("shmem"));
+        assert_eq!(selftest.backing, Some(Backing::Shmem));
         assert_eq!(selftest.userfault, Some(Userfault::Minor));
         assert!(selftest.single_userfaultfd && !selftest.kvm_userfault);
         assert_eq!((selftest.readers, selftest.delay_us), (Some(2), Some(50)));
@@ -284,7 +276,7 @@ mod tests {
             &["--model", "--engine", "kvm"],
             &["--model", "-k"],
             &["--matrix", "-u", "minor"],
-            &["-s", "anonymous"],
+            &["-s", "hugetlb"],
             &["-r", "0"],
             &["-u", "wp"],
         ] {

@@ -86,6 +86,7 @@ fn setting(flags: &DemandFlags) -> Result<DemandSetting, Failure> {
         paging: paging(flags)?,
         readers: selftest.readers.unwrap_or(default.readers),
         compare_readers: flags.compare_readers,
+        backing: selftest.backing.unwrap_or(default.backing),
         delay: Duration::from_micros(selftest.delay_us.unwrap_or(0)),
         selftest_lines: !flags.vcpus.is_empty()
             || flags.memory_per_vcpu.is_some()

@@ -2,7 +2,7 @@
 
 use super::{Finding, Grade};
 use crate::vm::deliveries_of;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_userfault::uffd::{Features, UffdSupport};
 use rustix::fs::MemfdFlags;
 use std::fs;
@@ -19,7 +19,7 @@ pub(super) fn kvm() -> Finding {
     };
     match pageferry_machine::kvm::probe_vm() {
         Ok(()) => {
-            let deliveries = deliveries_of(Engine::Kvm);
+            let deliveries = deliveries_of(Engine::Kvm, Backing::Shmem);
             let usable = !deliveries.is_empty();
             let how = parameter("tdp_mmu").map_or(String::new(), |tdp| format!(" ({tdp})"));
             Finding {
@@ -113,7 +113,7 @@ pub(super) fn userfaultfd() -> Finding {
 
 /// KVM Userfault, by its effect on a scratch VM.
 pub(super) fn kvm_userfault() -> Finding {
-    let works = deliveries_of(Engine::Kvm).contains(&Delivery::Userfault);
+    let works = deliveries_of(Engine::Kvm, Backing::Shmem).contains(&Delivery::Userfault);
     Finding {
         name: "kvm-userfault",
         state: if works { Grade::Good } else { Grade::Missing },

@@ -11,7 +11,7 @@ use crate::args::ProbeArgs;
 use crate::exit::Failure;
 use crate::output;
 use crate::vm::{deliveries_of, engine_that_receives};
-use pageferry_machine::{Delivery, DeliveryTrial, Engine, EngineChoice, kvm};
+use pageferry_machine::{Backing, Delivery, DeliveryTrial, Engine, EngineChoice, kvm};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
@@ -97,7 +97,10 @@ fn choose() -> Result<Choice, Failure> {
     Ok(Choice {
         engine: engine.name(),
         because,
-        deliveries: deliveries_of(engine).iter().map(|d| d.name()).collect(),
+        deliveries: deliveries_of(engine, Backing::Shmem)
+            .iter()
+            .map(|d| d.name())
+            .collect(),
         trials: match engine {
             Engine::Kvm => kvm::delivery_trials().map(Clone::clone).to_vec(),
             Engine::Soft => Vec::new(),
@@ -196,6 +199,9 @@ mod tests {
 
     #[test]
     fn the_soft_engine_is_always_there() {
-        assert_eq!(deliveries_of(Engine::Soft), [Delivery::Exit]);
+        assert_eq!(
+            deliveries_of(Engine::Soft, Backing::Shmem),
+            [Delivery::Exit]
+        );
     }
 }

@@ -31,7 +31,7 @@ pub(crate) const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 /// As [`pageferry_machine::select`].
 pub(crate) fn engine_that_receives(choice: EngineChoice) -> Result<(Engine, String), Failure> {
     let (engine, because) = pageferry_machine::select(choice)?;
-    if choice == EngineChoice::Auto && deliveries_of(engine).is_empty() {
+    if choice == EngineChoice::Auto && deliveries_of(engine, Backing::Shmem).is_empty() {
         let why =
             "KVM runs here, but receiving a VM on KVM needs userfaultfd, which is not permitted";
         return Ok((Engine::Soft, why.into()));
@@ -168,7 +168,7 @@ impl Vm {
         let usable = self.inner.machine.deliveries();
         let names: Vec<&str> = usable.iter().map(|d| d.name()).collect();
         let message = match wanted {
-            _ if usable.is_empty() && !deliveries_of(self.engine()).is_empty() => format!(
+            _ if usable.is_empty() && !deliveries_of(self.engine(), Backing::Shmem).is_empty() => format!(
                 "this host delivers no faults of KVM guests on memory of {}, which takes Linux 5.18: use --backing shmem",
                 self.backing()
             ),

@@ -106,7 +106,8 @@ fn the_options_of_the_kernels_test_print_its_lines() {
 #[test]
 fn options_that_do_not_fit_are_usage_errors() {
     let refused = |more: &[&str], why| pageferry(&tiny(more)).assert_failed(2, why);
-    refused(&["-s", "anonymous"], "use shmem");
+    refused(&["-s", "hugetlb-2m"], "use shmem, shmem-thp or anonymous");
+    refused(&["-s", "src_anon"], "unknown backing 'src_anon'");
     refused(&["-u", "missing", "-k"], "leave out -u missing");
     refused(&["--matrix", "-r", "2"], "cannot be used with");
     refused(&["--compare-readers", "-r", "2"], "cannot be used with");

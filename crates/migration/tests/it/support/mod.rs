@@ -25,7 +25,7 @@ pub(crate) fn kvm_usable(test: &str) -> bool {
 
 /// The fault deliveries of KVM that this host offers. Reports the others as skipped.
 pub(crate) fn kvm_deliveries(test: &str) -> Vec<Delivery> {
-    let offered = pageferry_harness::deliveries_of(Engine::Kvm);
+    let offered = pageferry_harness::deliveries_of(Engine::Kvm, Backing::Shmem);
     let mut all = Vec::from([
         Delivery::Userfault,
         Delivery::Minor,
