@@ -131,11 +131,11 @@ impl Drop for Frozen<'_> {
 }
 
 /// Leaves the gate on drop.
-struct Entered<'a>(&'a GuestRam);
+struct Entered<'a>(&'a GuestRam, Use);
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        self.0.gate.leave();
+        self.0.gate.leave(self.1);
     }
 }
 
@@ -340,7 +340,7 @@ impl GuestRam {
     /// Enters the gate, if all pages are present.
     fn enter_for(&self, extent: Extent, access: Use) -> Result<Entered<'_>, AccessError> {
         self.gate.enter(access)?;
-        let entered = Entered(self);
+        let entered = Entered(self, access);
         self.check_present(extent)?;
         Ok(entered)
     }

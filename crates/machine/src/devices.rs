@@ -111,7 +111,7 @@ struct Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         if self.entered.is_ok() {
-            self.memory.ram.gate.leave();
+            self.memory.ram.gate.leave(Use::Write);
         }
     }
 }

@@ -3,11 +3,12 @@
 //! **Guarantee.** A thread that closes the gate returns when no access that the gate let in is
 //! under way. Until it opens the gate again, no access gets in.
 //!
-//! **Mechanism.** One atomic word has the number of accesses under way and two flags. An access
-//! counts itself by one read-modify-write, which also returns the flags. A closing thread sets its
-//! flag by one read-modify-write, and then waits until the count is 0. The changes of one word are
-//! in one total order. So an access that comes behind the flag sees it and leaves, and the closing
-//! thread sees the count of each access that came before.
+//! **Mechanism.** One atomic word has the numbers of reads and of writes under way, and two flags.
+//! An access counts itself by one read-modify-write, which also returns the flags. A closing thread
+//! sets its flag by one read-modify-write. Then it waits until the count of what it keeps out is 0.
+//! The changes of one word are in one total order. So an access that comes behind the flag sees it
+//! and leaves, and the closing thread sees the count of each access that came before. Reads that go
+//! on do not delay a thread that keeps writes out.
 //!
 //! | flag | set | lets in |
 //! |---|---|---|
@@ -17,8 +18,9 @@
 //! **Neighbours.** `access` enters. `ram` has the gate of its memory. The engines close it when they
 //! arm, and open it when post-copy begins.
 
+use crate::sync::{AtomicU64, yield_now};
 use crate::{AccessError, MachineError};
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::Ordering;
 use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -31,14 +33,16 @@ const LIMIT: Duration = Duration::from_secs(1);
 const RECEIVING: u64 = 1 << 63;
 /// No write gets in.
 const FROZEN: u64 = 1 << 62;
-/// The accesses under way. The flags are above these bits.
-const COUNT: u64 = FROZEN - 1;
+/// The bits of the writes under way. The flags are above, and the reads below.
+const WRITES: u64 = FROZEN - Use::Write as u64;
+const READS: u64 = Use::Write as u64 - 1;
 
-/// The kind of an access.
+/// The kind of an access, by what it adds to the word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
 pub(crate) enum Use {
-    Read,
-    Write,
+    Read = 1,
+    Write = 1 << 31,
 }
 
 /// The gate of one VM's memory.
@@ -53,7 +57,7 @@ impl Gate {
     /// Lets an access in. It is under way until [`Gate::leave`].
     pub(crate) fn enter(&self, access: Use) -> Result<(), AccessError> {
         // Acquire: an access that gets in finds the bytes and bits from before the gate was opened.
-        let state = self.state.fetch_add(1, Ordering::Acquire);
+        let state = self.state.fetch_add(access as u64, Ordering::Acquire);
         let refused = if state & RECEIVING != 0 {
             AccessError::Receiving
         } else if state & FROZEN != 0 && access == Use::Write {
@@ -61,14 +65,14 @@ impl Gate {
         } else {
             return Ok(());
         };
-        self.leave();
+        self.leave(access);
         Err(refused)
     }
 
     /// Ends an access.
-    pub(crate) fn leave(&self) {
+    pub(crate) fn leave(&self, access: Use) {
         // Release: a thread that closes the gate finds what the access wrote.
-        self.state.fetch_sub(1, Ordering::Release);
+        self.state.fetch_sub(access as u64, Ordering::Release);
     }
 
     /// The missing bitmap, if the machine was ever armed. An access that was let in finds a page
@@ -86,7 +90,7 @@ impl Gate {
         if self.missing.get().is_some() {
             return Err(MachineError::WrongState("fault delivery was armed before"));
         }
-        self.close(RECEIVING)?;
+        self.close(RECEIVING, READS | WRITES)?;
         let armed = arm();
         if armed.is_ok() {
             let first = self.missing.set(Arc::clone(missing)).is_ok();
@@ -104,7 +108,7 @@ impl Gate {
 
     /// Keeps writes out.
     pub(crate) fn freeze(&self) -> Result<(), MachineError> {
-        self.close(FROZEN)
+        self.close(FROZEN, WRITES)
     }
 
     /// Lets writes in again.
@@ -112,21 +116,22 @@ impl Gate {
         self.open(FROZEN);
     }
 
-    fn close(&self, flag: u64) -> Result<(), MachineError> {
+    /// Sets `flag`, and waits until none of the accesses that `out` counts is under way.
+    fn close(&self, flag: u64, out: u64) -> Result<(), MachineError> {
         if self.state.fetch_or(flag, Ordering::Acquire) & flag != 0 {
             return Err(MachineError::WrongState(
                 "another migration of this machine is under way",
             ));
         }
         let deadline = Instant::now() + LIMIT;
-        while self.state.load(Ordering::Acquire) & COUNT != 0 {
+        while self.state.load(Ordering::Acquire) & out != 0 {
             if Instant::now() > deadline {
                 self.open(flag);
                 return Err(MachineError::WrongState(
                     "a device holds on to guest memory: stop devices before a migration takes it",
                 ));
             }
-            std::thread::yield_now();
+            yield_now();
         }
         Ok(())
     }
@@ -134,5 +139,64 @@ impl Gate {
     fn open(&self, flag: u64) {
         // Release: pairs with `enter`.
         self.state.fetch_and(!flag, Ordering::Release);
+    }
+}
+
+#[cfg(all(test, shuttle))]
+mod model {
+    use super::*;
+    use shuttle::sync::atomic::AtomicU64 as Inside;
+    use shuttle::thread;
+
+    /// Enters, and counts itself while it is inside.
+    fn access(gate: &Gate, access: Use, inside: &Inside) {
+        if gate.enter(access).is_ok() {
+            inside.fetch_add(1, Ordering::SeqCst);
+            inside.fetch_sub(1, Ordering::SeqCst);
+            gate.leave(access);
+        }
+    }
+
+    /// A thread that reads, one that writes, and one that freezes the memory, arms and begins.
+    fn scenario() {
+        let gate = Arc::new(Gate::default());
+        let inside = [(); 2].map(|()| Arc::new(Inside::new(0)));
+        let [reads, writes] = &inside;
+        let threads: Vec<_> = [(Use::Read, reads), (Use::Write, writes)]
+            .map(|(kind, inside)| {
+                let (gate, inside) = (Arc::clone(&gate), Arc::clone(inside));
+                thread::spawn(move || (0..2).for_each(|_| access(&gate, kind, &inside)))
+            })
+            .into();
+        gate.freeze().unwrap();
+        assert_eq!(writes.load(Ordering::SeqCst), 0, "a write in frozen memory");
+        gate.thaw();
+        let missing = Arc::new(PageBitmap::new(1));
+        let none_inside = || {
+            let all = reads.load(Ordering::SeqCst) + writes.load(Ordering::SeqCst);
+            assert_eq!(all, 0, "an access while the machine waits for its memory");
+        };
+        let armed = gate.arm(&missing, || {
+            none_inside();
+            Ok(())
+        });
+        armed.unwrap();
+        none_inside();
+        assert_eq!(gate.enter(Use::Read), Err(AccessError::Receiving));
+        gate.begin();
+        gate.enter(Use::Read).unwrap();
+        assert!(gate.missing().is_some());
+        gate.freeze().unwrap();
+        assert_eq!(gate.enter(Use::Write), Err(AccessError::Frozen));
+        gate.leave(Use::Read);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn what_a_closed_gate_keeps_out_is_never_inside() {
+        shuttle::check_random(scenario, 5_000);
+        shuttle::check_pct(scenario, 5_000, 3);
     }
 }

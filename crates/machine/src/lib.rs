@@ -50,6 +50,7 @@ pub mod kvm;
 mod layout;
 mod ram;
 pub mod soft;
+mod sync;
 mod threads;
 mod translate;
 mod unchecked;
