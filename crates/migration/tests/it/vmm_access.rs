@@ -139,13 +139,11 @@ fn move_beside_vmm_threads(
             incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
         });
         let reading = scope.spawn(move || {
-            wait_until("the destination to be armed", || {
-                to_ram.try_read(RamPage(0), &mut [0]) == Err(AccessError::Receiving)
-            });
+            // The source freezes its memory after the destination was armed.
+            let writes: u64 = writing.join().unwrap();
             wait_until("post-copy", || {
                 to_ram.try_read(RamPage(0), &mut [0]) != Err(AccessError::Receiving)
             });
-            let writes: u64 = writing.join().unwrap();
             let mut random = Random::new(2);
             for _ in 0..2 * (own.end - own.start) {
                 let page = own.start + random.below(own.end - own.start);
