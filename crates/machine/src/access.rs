@@ -18,7 +18,7 @@
 //! [`GuestRam::read`] and [`GuestRam::write`] ask a [`Fetch`] for missing pages between two tries,
 //! outside the gate. A migration attaches it.
 //!
-//! **Neighbours.** `unchecked` has the copies. `vm_memory` has the traits of rust-vmm on top.
+//! **Neighbours.** `unchecked` has the copies. `devices` has the traits of rust-vmm on top.
 
 use crate::gate::Use;
 use crate::{GuestRam, MachineError};

@@ -17,7 +17,7 @@
 use crate::access::At;
 use crate::gate::Use;
 use crate::{AccessError, GuestRam, RamRegion};
-use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
+use pageferry_addr::{PAGE_SIZE, RamPage};
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -145,10 +145,6 @@ pub struct DeviceRegion {
 
 fn refused(error: AccessError) -> Error {
     match error {
-        AccessError::NotRam {
-            at: At::Gpa(Gpa(gpa)),
-            ..
-        } => Error::InvalidGuestAddress(GuestAddress(gpa)),
         AccessError::NotRam { .. } => Error::InvalidBackendAddress,
         error => Error::IOError(io::Error::other(error)),
     }

@@ -6,8 +6,8 @@
 //! over all of RAM would do.
 //!
 //! **Mechanism.** Each userfaultfd has an equal part of RAM, cut at 2 MiB, or at the backing's
-//! page if that is larger. So no border divides a huge page. A call is split at the borders, and stops at the first error. That error counts the
-//! bytes done from the start of the whole range.
+//! page if that is larger. So no border divides a huge page. A call is split at the borders, and
+//! stops at the first error. That error counts the bytes done from the start of the whole range.
 //!
 //! The threads that wait for pages of one userfaultfd share its locks in the kernel. Several
 //! userfaultfds divide that load, and their readers need not share a queue of events.
