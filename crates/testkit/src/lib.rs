@@ -1,5 +1,5 @@
-//! Shared by the tests of all crates: skips, bounded waiting, random numbers, stopping threads, and
-//! models under loom.
+//! Shared by the tests of all crates: skips, bounded waiting, random numbers, stopping threads, bad
+//! networks, and models under loom.
 //!
 //! **Guarantee.** A test that cannot run here says so. If it is required to run, it fails. No test
 //! waits without a limit. Random numbers are the same in every run.
@@ -7,12 +7,18 @@
 //! **Mechanism.** The variable `PAGEFERRY_REQUIRE` lists the required resources (`kvm,uffd,lab`).
 //! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
-//! **Neighbours.** A development dependency only: no crate needs it to build. It uses only `std`,
-//! and loom under `--cfg loom`.
+//! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
+//! that injects faults.
+//!
+//! **Neighbours.** A development dependency, and a dependency of `xtask`: no other crate needs it
+//! to build. It uses `std` and rustix, and loom under `--cfg loom`.
 
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
+pub mod netns;
+pub mod shaper;
+pub mod two_hosts;
 
 pub use huge_pages::{AdvisedHugePages, HugePages};
 

@@ -1,0 +1,225 @@
+//! Two hosts of one machine, joined by a shaped link.
+//!
+//! **Guarantee.** Dropping [`TwoHosts`] ends the processes in both hosts and removes the hosts,
+//! also by a panic. A process that is killed leaves them behind. The next start removes them.
+//!
+//! **Mechanism.** A host is a network namespace. A veth pair joins the two. `tc` shapes what each
+//! side sends, see [`Link`]. Names hold the process id of the maker, so runs do not collide, and a
+//! name whose process is gone is stale.
+//!
+//! **Neighbours.** [`crate::netns`] runs code in a host. `cargo xtask two-hosts` is this module as
+//! a command.
+
+mod link;
+mod tools;
+
+pub use link::{Link, Queue, Rate};
+pub use tools::Error;
+
+use crate::netns;
+use link::DEVICE;
+use rustix::process::{Pid, Signal, kill_process};
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// What all names of hosts start with.
+const PREFIX: &str = "pageferry-";
+
+/// The addresses at the start. 198.18.0.0/15 is for tests of networks (RFC 2544).
+const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(198, 18, 0, 1), Ipv4Addr::new(198, 18, 0, 2)];
+
+/// One of the two hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Host {
+    /// The first.
+    A,
+    /// The second.
+    B,
+}
+
+/// Two hosts and the link between them.
+#[derive(Debug)]
+pub struct TwoHosts {
+    names: [String; 2],
+}
+
+impl TwoHosts {
+    /// Makes two hosts.
+    ///
+    /// # Errors
+    /// [`Error::Unusable`] if this machine cannot. Nothing is left behind.
+    pub fn start(link: &Link) -> Result<Self, Error> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        tools::check_privilege()?;
+        remove_stale();
+        let (pid, n) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        // From here on a failure drops the hosts.
+        let hosts = Self {
+            names: ["a", "b"].map(|side| format!("{PREFIX}{pid}-{n}-{side}")),
+        };
+        let [a, b] = &hosts.names;
+        tools::run("ip", &["netns", "add", a])?;
+        tools::run("ip", &["netns", "add", b])?;
+        // Both ends are made in place: the machine's own namespace never sees them.
+        let pair = ["link", "add", DEVICE, "netns", a, "type", "veth"];
+        let peer = ["peer", "name", DEVICE, "netns", b];
+        tools::run("ip", &[&pair[..], &peer[..]].concat())?;
+        for (host, address) in [Host::A, Host::B].into_iter().zip(ADDRESSES) {
+            hosts.set_congestion(host, link)?;
+            hosts.ip(host, &format!("addr add {address}/24 dev {DEVICE}"))?;
+            tools::batch("tc", hosts.name(host), &link.program())?;
+            hosts.ip(host, &format!("link set lo up\nlink set {DEVICE} up"))?;
+        }
+        Ok(hosts)
+    }
+
+    /// As [`TwoHosts::start`]. Returns `None` if this machine cannot, after it has reported the
+    /// test as skipped.
+    ///
+    /// # Panics
+    /// If `PAGEFERRY_REQUIRE` names `netns` and this machine cannot. If a call fails that should
+    /// not.
+    #[must_use]
+    #[track_caller]
+    pub fn or_skip(link: &Link) -> Option<Self> {
+        match Self::start(link) {
+            Ok(hosts) => Some(hosts),
+            Err(Error::Unusable(why)) => {
+                crate::skip("netns", why);
+                None
+            }
+            Err(Error::Failed(why)) => panic!("{why}"),
+        }
+    }
+
+    /// The name of a host's namespace, for [`netns::command`] and [`netns::within`].
+    #[must_use]
+    pub fn name(&self, host: Host) -> &str {
+        &self.names[host as usize]
+    }
+
+    /// The address that a host has at the start.
+    #[must_use]
+    pub const fn address(&self, host: Host) -> Ipv4Addr {
+        ADDRESSES[host as usize]
+    }
+
+    /// Gives a host one more address of 198.18.0.0/24. Connections are not affected.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn add_address(&self, host: Host, address: Ipv4Addr) -> Result<(), Error> {
+        self.ip(host, &format!("addr add {address}/24 dev {DEVICE}"))
+    }
+
+    /// Takes an address from a host. Connections that use it live, but nothing passes until the
+    /// host has the address again.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn remove_address(&self, host: Host, address: Ipv4Addr) -> Result<(), Error> {
+        // Without promotion, the first address would take the later ones of its network with it.
+        let sysctl = format!("/proc/sys/net/ipv4/conf/{DEVICE}/promote_secondaries");
+        self.write(host, &sysctl, "1")?;
+        self.ip(host, &format!("addr del {address}/24 dev {DEVICE}"))
+    }
+
+    /// Plugs or unplugs the link. Connections live, but nothing passes while it is unplugged.
+    ///
+    /// # Errors
+    /// If `ip` fails.
+    pub fn plug(&self, plugged: bool) -> Result<(), Error> {
+        let state = if plugged { "up" } else { "down" };
+        self.ip(Host::B, &format!("link set {DEVICE} {state}"))
+    }
+
+    /// Shapes the link anew. Packets that wait are lost. The congestion control stays.
+    ///
+    /// # Errors
+    /// If `tc` fails.
+    pub fn reshape(&self, link: &Link) -> Result<(), Error> {
+        [Host::A, Host::B].into_iter().try_for_each(|host| {
+            let program = format!("qdisc del dev {DEVICE} root\n{}", link.program());
+            tools::batch("tc", self.name(host), &program)
+        })
+    }
+
+    fn ip(&self, host: Host, commands: &str) -> Result<(), Error> {
+        tools::batch("ip", self.name(host), commands)
+    }
+
+    fn set_congestion(&self, host: Host, link: &Link) -> Result<(), Error> {
+        let Some(name) = &link.congestion else {
+            return Ok(());
+        };
+        let file = "/proc/sys/net/ipv4/tcp_congestion_control";
+        self.write(host, file, name).map_err(|_| {
+            // A namespace may only have those that every user may choose.
+            let allowed = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
+            let allowed = std::fs::read_to_string(allowed).unwrap_or_default();
+            let allowed = allowed.trim();
+            Error::Unusable(format!(
+                "a namespace cannot have the congestion control '{name}': this kernel \
+                 allows {allowed}"
+            ))
+        })
+    }
+
+    fn write(&self, host: Host, file: &str, value: &str) -> Result<(), Error> {
+        let done = netns::within(self.name(host), || std::fs::write(file, value));
+        done.and_then(|written| written)
+            .map_err(|why| Error::Failed(format!("cannot write {file}: {why}")))
+    }
+}
+
+impl Drop for TwoHosts {
+    fn drop(&mut self) {
+        self.names.iter().for_each(|name| remove(name));
+    }
+}
+
+/// Removes the hosts of processes that are gone.
+fn remove_stale() {
+    let Ok(entries) = std::fs::read_dir(netns::FOLDER) else {
+        return;
+    };
+    for name in entries.flatten().map(|entry| entry.file_name()) {
+        let Some(name) = name.to_str() else { continue };
+        let maker = name
+            .strip_prefix(PREFIX)
+            .and_then(|rest| rest.split('-').next());
+        let maker = maker.filter(|pid| pid.parse::<u32>().is_ok());
+        if maker.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            remove(name);
+        }
+    }
+}
+
+/// Removes a host, after it has killed the processes there. Another process may do the same.
+fn remove(name: &str) {
+    if !Path::new(netns::FOLDER).join(name).exists() {
+        return;
+    }
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(5) {
+        // This lists a process by its first thread, so it must not hold this one: a thread may be
+        // there by mistake.
+        let listed = tools::run("ip", &["netns", "pids", name]).unwrap_or_default();
+        let own = std::process::id().to_string();
+        let others = listed.split_whitespace().filter(|pid| *pid != own);
+        let pids: Vec<Pid> = others
+            .filter_map(|pid| pid.parse().ok().and_then(Pid::from_raw))
+            .collect();
+        if pids.is_empty() {
+            break;
+        }
+        for pid in pids {
+            // It may have ended already.
+            let _ = kill_process(pid, Signal::KILL);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _ = tools::run("ip", &["netns", "del", name]);
+}
