@@ -1,28 +1,48 @@
-//! The preambles: no panic on any bytes, and what is accepted encodes to the same bytes.
+//! The messages that open a channel: no panic on any bytes, and what is accepted encodes to the same
+//! bytes.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pageferry_migration::wire::{HELLO_BYTES, Hello, HelloReply, Role, SessionId, check_magic};
+use pageferry_migration::wire::{
+    CREDENTIALS_BYTES, ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, SessionId,
+    WELCOME_BYTES, Welcome, check_magic,
+};
 use xxhash_rust::xxh3::xxh3_64;
 
 fuzz_target!(|data: &[u8]| {
     let _ = check_magic(data);
-    let Some(&bytes) = data.first_chunk::<HELLO_BYTES>() else {
-        return;
-    };
-    try_both(&bytes);
-    // The same with a checksum that fits, so that every field's check is reached.
-    let mut sealed = bytes;
-    let checksum = xxh3_64(&sealed[..HELLO_BYTES - 8]);
-    sealed[HELLO_BYTES - 8..].copy_from_slice(&checksum.to_le_bytes());
-    try_both(&sealed);
+    if let Some(bytes) = data.first_chunk::<HELLO_BYTES>() {
+        with_and_without_checksum(bytes, try_hellos);
+    }
+    if let Some(bytes) = data.first_chunk::<CREDENTIALS_BYTES>() {
+        with_and_without_checksum(bytes, |bytes| match Credentials::decode(bytes) {
+            Ok(credentials) => assert_eq!(credentials.encode(), *bytes),
+            Err(error) => drop(error.to_string()),
+        });
+    }
+    if let Some(bytes) = data.first_chunk::<WELCOME_BYTES>() {
+        with_and_without_checksum(bytes, |bytes| match Welcome::decode(bytes) {
+            Ok(welcome) => assert_eq!(welcome.encode(), *bytes),
+            Err(error) => drop(error.to_string()),
+        });
+    }
 });
 
-fn try_both(bytes: &[u8; HELLO_BYTES]) {
+/// Tries the bytes as they are, and with a checksum that fits, so that every field's check is
+/// reached.
+fn with_and_without_checksum<const N: usize>(bytes: &[u8; N], run: impl Fn(&[u8; N])) {
+    run(bytes);
+    let mut sealed = *bytes;
+    let checksum = xxh3_64(&sealed[..N - 8]);
+    sealed[N - 8..].copy_from_slice(&checksum.to_le_bytes());
+    run(&sealed);
+}
+
+fn try_hellos(bytes: &[u8; HELLO_BYTES]) {
     match Hello::decode(bytes) {
         Ok(hello) => {
             assert_eq!(hello.encode(), *bytes);
-            let reply = HelloReply::accept(&hello);
+            let reply = HelloReply::accept(&hello, *bytes.first_chunk().expect("long enough"));
             assert_eq!(HelloReply::decode(&reply.encode(), &hello), Ok(reply));
         }
         Err(error) => {
@@ -32,7 +52,7 @@ fn try_both(bytes: &[u8; HELLO_BYTES]) {
     }
     // The session must be the one asked for; take it from the bytes.
     let session = bytes[16..32].try_into().expect("sixteen bytes");
-    let hello = Hello::ours(Role::Stream, SessionId(session));
+    let hello = Hello::ours(ChannelKey::control(1), SessionId(session));
     match HelloReply::decode(bytes, &hello) {
         Ok(reply) => assert_eq!(reply.encode(), *bytes),
         Err(error) => drop(error.to_string()),

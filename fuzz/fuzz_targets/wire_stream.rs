@@ -1,13 +1,14 @@
-//! Frames of the stream connection: no panic and no unbounded allocation on any bytes, and what is
+//! Frames of control and bulk channels: no panic and no unbounded allocation on any bytes, and what is
 //! accepted encodes to the same bytes.
 //!
-//! The first byte of the input chooses the side, the next eight the memory's size; a frame follows.
+//! The first byte of the input chooses the side and the channel, the next eight the memory's size; a
+//! frame follows.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
-    DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES, MAX_RUNS,
-    RunKind, RunList, Side, WireError,
+    DESCRIPTOR_BYTES, Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DATA_PAGES,
+    MAX_MISSING_RUNS, MAX_RUNS, MissingRuns, Role, RunKind, RunList, Side, WireError,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -23,25 +24,27 @@ fuzz_target!(|data: &[u8]| {
     } else {
         Side::Destination
     };
+    let on = Role::ALL[usize::from(side >> 1) % Role::ALL.len()];
     let memory_pages = u64::from_le_bytes(*memory);
-    read(frame, from, memory_pages);
+    read(frame, from, on, memory_pages);
     let mut sealed = frame.to_vec();
     if seal(&mut sealed).is_some() {
-        read(&sealed, from, memory_pages);
+        read(&sealed, from, on, memory_pages);
     }
 });
 
-fn read(bytes: &[u8], from: Side, memory_pages: u64) {
-    if let Err(error) = try_read(bytes, from, memory_pages) {
+fn read(bytes: &[u8], from: Side, on: Role, memory_pages: u64) {
+    if let Err(error) = try_read(bytes, from, on, memory_pages) {
         let _ = error.to_string();
     }
 }
 
-fn try_read(bytes: &[u8], from: Side, memory_pages: u64) -> Result<(), WireError> {
+fn try_read(bytes: &[u8], from: Side, on: Role, memory_pages: u64) -> Result<(), WireError> {
     let Some((head, payload)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
         return Ok(());
     };
-    let header = FrameHeader::decode(head, from)?;
+    let header = FrameHeader::decode(head, from, on)?;
+    assert!(header.frame_type.is_sent_by(from) && header.frame_type.is_sent_on(on));
     let payload = &payload[..payload.len().min(header.payload_len as usize)];
     if header.frame_type != FrameType::Pages {
         let frame = Frame::decode(&header, payload, memory_pages)?;
@@ -50,6 +53,9 @@ fn try_read(bytes: &[u8], from: Side, memory_pages: u64) -> Result<(), WireError
             .encode(&mut again)
             .expect("what was decoded can be encoded");
         assert_eq!(again, bytes[..again.len()]);
+        if let Frame::Missing(missing) = frame {
+            check_missing(&missing, memory_pages);
+        }
         return Ok(());
     }
     let len = RunList::descriptors_len(&header)?;
@@ -75,6 +81,29 @@ fn try_read(bytes: &[u8], from: Side, memory_pages: u64) -> Result<(), WireError
     hasher.update(descriptors);
     hasher.update(data);
     hasher.verify()
+}
+
+/// The runs ascend, do not touch and lie in memory. Splitting them gives the same pages.
+fn check_missing(missing: &MissingRuns, memory_pages: u64) {
+    let runs = &missing.runs;
+    assert!((1..=MAX_MISSING_RUNS).contains(&runs.len()) && missing.base <= runs[0].start);
+    assert!(
+        runs.iter()
+            .all(|run| run.start < run.end && run.end <= memory_pages)
+    );
+    assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start));
+    let again: Vec<_> = MissingRuns::frames(runs.iter().cloned()).collect();
+    assert_eq!(
+        again.iter().map(MissingRuns::pages).sum::<u64>(),
+        missing.pages()
+    );
+    assert_eq!(
+        again
+            .into_iter()
+            .flat_map(|part| part.runs)
+            .collect::<Vec<_>>(),
+        *runs
+    );
 }
 
 /// Makes magic and checksums fit; `None` for what is shorter than a header.

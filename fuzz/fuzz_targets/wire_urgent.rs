@@ -1,4 +1,4 @@
-//! Messages of the urgent connection: no panic on any bytes, and what is accepted is in range and
+//! Messages of urgent channels: no panic on any bytes, and what is accepted is in range and
 //! encodes to the same bytes.
 #![no_main]
 
@@ -41,11 +41,17 @@ fn read(bytes: &[u8; URGENT_BYTES], from: Side, memory_pages: u64, page: &[u8; P
         Err(error) => return drop(error.to_string()),
     };
     assert!(message.kind.is_sent_by(from));
-    assert!(message.kind == UrgentKind::End || message.page.0 < memory_pages);
+    let has_page = matches!(
+        message.kind,
+        UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero
+    );
+    assert!(message.page.0 < memory_pages || !has_page && message.page.0 == 0);
+    assert_eq!(message.placed > 0, message.kind == UrgentKind::Receipt);
     let again = match message.kind {
         UrgentKind::Request => UrgentMessage::request(message.page),
         UrgentKind::Zero => urgent_reply_zero(message.page),
-        UrgentKind::End => UrgentMessage::end(),
+        UrgentKind::Receipt => UrgentMessage::receipt(message.placed),
+        UrgentKind::Alive => UrgentMessage::alive(),
         UrgentKind::Page if message.verify_page(page).is_ok() => {
             urgent_reply_page(message.page, page)
         }

@@ -10,7 +10,7 @@ use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_machine::{Delivery, Engine};
 use pageferry_migration::channel::{Spinner, Wait};
 use pageferry_migration::{
-    DestinationConfig, DestinationReport, Incoming, Resolver, Unobserved, monotonic_ns,
+    Destination, DestinationConfig, DestinationReport, Resolver, Unobserved, monotonic_ns,
 };
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -188,8 +188,9 @@ pub(crate) fn receive(
     delivery: Option<Delivery>,
 ) -> Result<(DestinationReport, Vm), BenchError> {
     let listener = listen()?;
+    let address = listener.local_addr().to_string();
     match peer.next_line()?.as_str() {
-        "ready" => peer.send_line(&listener.local_addr().to_string())?,
+        "ready" => peer.send_line(&address)?,
         other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
     }
     let config = DestinationConfig {
@@ -199,8 +200,10 @@ pub(crate) fn receive(
     let deadline = Instant::now() + LIMIT;
     let late = || Instant::now() > deadline;
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
-    let incoming =
-        Incoming::accept(&listener, config, &late, &mut |_| {}).map_err(|e| failed(&e))?;
+    let destination = Destination::listen(listener, config, |_| {}).map_err(|e| failed(&e))?;
+    let incoming = Arc::new(destination)
+        .accept(&late)
+        .map_err(|e| failed(&e))?;
     let offer = incoming.offer().clone();
     let resolver = Resolver::new();
     let vm = create(
@@ -225,7 +228,7 @@ fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
     let mut samples = Samples::default();
     for ping in 0..PINGS + WARM_UP {
         let began = monotonic_ns();
-        connection.send_small(&request, &Wait::block("request"))?;
+        connection.write_all(&request, &Wait::block("request"))?;
         let mut got = 0;
         let spinner = Spinner::new(pageferry_migration::FAULT_SPIN);
         while got < REPLY_BYTES {

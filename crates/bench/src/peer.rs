@@ -9,12 +9,13 @@ use pageferry_guest::Workload;
 use pageferry_machine::Engine;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
-use pageferry_migration::{Resolver, SourceConfig, SourceReport, Unobserved, migrate};
+use pageferry_migration::{
+    Resolver, Route, SourceConfig, SourceReport, SourceSession, Unobserved, migrate,
+};
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// The size of a request on the urgent connection, in bytes.
@@ -180,15 +181,17 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         push_background: push,
         ..SourceConfig::default()
     };
+    let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
+    let session = SourceSession::new().map_err(|e| failed(&e))?;
     let report = migrate(
         &vm.running(),
-        &to,
+        &Route::To(to),
         b"bench",
         &config,
-        &AtomicBool::new(false),
+        &session,
         &Unobserved,
     )
-    .map_err(|e| BenchError::Migration(e.to_string()))?;
+    .map_err(|e| failed(&e))?;
     send_line(&figures_line(&report))?;
     send_line(&format!("overhead {}", overhead_bytes()?))
 }
@@ -289,7 +292,7 @@ fn pong() -> Result<(), BenchError> {
     let connection = accept_one()?;
     let mut request = [0; REQUEST_BYTES];
     let reply = [0x5a; REPLY_BYTES];
-    let wait = Wait::block("request").spinning(pageferry_migration::URGENT_SPIN_MICROS);
+    let wait = Wait::block("request").spinning(pageferry_migration::URGENT_SPIN.as_micros() as u32);
     while connection.read_exact(&mut request, &wait).is_ok() {
         connection.write_all(&reply, &Wait::block("reply"))?;
     }

@@ -1,12 +1,15 @@
 //! The flags of all commands. Help texts, completions and man pages come from these definitions.
 
 use crate::bench::BenchArgs;
+use crate::control::options::TlsOptions;
 use crate::exit::TABLE;
 use crate::size;
 use clap::{Args, Parser, Subcommand};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
+use pageferry_migration::{Limits, SourceConfig};
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// The last line of a command's help. One table lists the codes.
 const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes mean.";
@@ -46,8 +49,8 @@ pub(crate) enum Command {
     /// Wait for a VM, receive it and run it
     ///
     /// Prints the address, and listens until a VM has come. The VM runs until `pageferry quit` or
-    /// Ctrl-C. If the connection breaks after the VM started here, the VM is paused, its memory is
-    /// incomplete, and the exit code is 10. A VM never runs on with wrong pages.
+    /// Ctrl-C. If the connections break after the VM started here, it runs on and waits for missing
+    /// pages only, until the source has opened new ones. A VM never runs on with wrong pages.
     #[command(after_help = EXIT_CODES)]
     Receive(ReceiveArgs),
     /// Move a VM on this host to another process or host
@@ -67,6 +70,22 @@ pub(crate) enum Command {
     ///
     /// The VM is paused for the check. It runs on afterwards if it ran before.
     Verify(VmArgs),
+    /// Cancel a migration of a VM on this host
+    ///
+    /// The VM runs on here. It is too late once the VM is handed over.
+    Cancel(VmArgs),
+    /// Give a migration whose connections are lost another way
+    ///
+    /// At the source: another address of the destination. At the destination: another address to
+    /// listen on. The VM runs at the destination meanwhile, and waits for missing pages only.
+    #[command(after_help = EXIT_CODES)]
+    Recover(RecoverArgs),
+    /// End a migration whose other side is gone for good, and say what is lost
+    ///
+    /// At the source the VM stays paused with all its pages, unless --resume-here runs it. At the
+    /// destination a VM with missing pages is paused, and cannot go on.
+    #[command(after_help = EXIT_CODES)]
+    Abandon(AbandonArgs),
     /// End a VM on this host
     Quit(VmArgs),
     /// Say what this host can do, what that means for Pageferry, and how to get what is missing
@@ -185,6 +204,117 @@ pub(crate) struct SourceArgs {
     pub(crate) precopy_passes: u32,
 }
 
+/// The protection of connections.
+#[derive(Debug, Args)]
+pub(crate) struct TlsArgs {
+    /// This host's certificate (PEM). With the three files, both sides use TLS and prove who they
+    /// are
+    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"])]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// The key of the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// The authority that signed the other host's certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub(crate) tls_ca: Option<PathBuf>,
+    /// The name in the other host's certificate [default for a source: the host that it connects
+    /// to; for a destination: any name]
+    #[arg(long, value_name = "NAME", requires = "tls_cert")]
+    pub(crate) peer_name: Option<String>,
+    /// Allow plain TCP to other hosts: anyone on the way can read and change the VM
+    #[arg(long)]
+    pub(crate) insecure: bool,
+}
+
+impl TlsArgs {
+    /// The files, with absolute paths.
+    pub(crate) fn options(&self) -> Option<TlsOptions> {
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or_else(|_| path.clone());
+        Some(TlsOptions {
+            cert: absolute(self.tls_cert.as_ref()?),
+            key: absolute(self.tls_key.as_ref()?),
+            ca: absolute(self.tls_ca.as_ref()?),
+            peer_name: self.peer_name.clone(),
+        })
+    }
+}
+
+/// The limits of a session.
+#[derive(Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// The silence after which a channel counts as lost, once the VM is handed over, such as 500ms
+    /// or 2s; 100ms at least
+    #[arg(long, value_name = "TIME", value_parser = dead_after)]
+    pub(crate) dead_after: Option<Duration>,
+    /// The time without a connection after which this side gives up, such as 10m [default: never]
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    pub(crate) give_up_after: Option<Duration>,
+}
+
+/// Parses a time: a whole number and ms, s, m or h.
+fn time(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("'{text}' is no time: expected a whole number and ms, s, m or h");
+    let end = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
+    let number: u64 = text[..end].parse().map_err(|_| wrong())?;
+    let unit = match &text[end..] {
+        "ms" => 1,
+        "s" => 1000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(wrong()),
+    };
+    number
+        .checked_mul(unit)
+        .map(Duration::from_millis)
+        .ok_or_else(wrong)
+}
+
+fn dead_after(text: &str) -> Result<Duration, String> {
+    let time = time(text)?;
+    if time < Limits::MIN_DEAD_AFTER {
+        return Err(format!(
+            "a busy host may be silent for {text}: choose 100ms at least"
+        ));
+    }
+    Ok(time)
+}
+
+/// Options of a session at its source.
+#[derive(Debug, Args)]
+pub(crate) struct ChannelArgs {
+    /// Channels for pages in the background
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(SourceConfig::MAX_CHANNELS)))]
+    pub(crate) channels: u16,
+    /// Channels for pages that vCPUs wait for
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(SourceConfig::MAX_CHANNELS)))]
+    pub(crate) urgent_channels: u16,
+}
+
+/// `pageferry recover`.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("way").required(true)))]
+pub(crate) struct RecoverArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// At the source: reach the destination by this address from now on
+    #[arg(long, value_name = "ADDR", group = "way")]
+    pub(crate) to: Option<Address>,
+    /// At the destination: listen on this address too
+    #[arg(long, value_name = "ADDR", group = "way")]
+    pub(crate) listen: Option<Address>,
+}
+
+/// `pageferry abandon`.
+#[derive(Debug, Args)]
+pub(crate) struct AbandonArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// At the source: run the VM here. Do so only if the destination never runs it again: what it
+    /// did there is lost, and else it runs twice
+    #[arg(long)]
+    pub(crate) resume_here: bool,
+}
+
 /// `pageferry demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
@@ -237,6 +367,10 @@ pub(crate) struct ReceiveArgs {
     /// Allocate memory only when pages arrive. This saves memory, and makes each stall longer
     #[arg(long)]
     pub(crate) sparse: bool,
+    #[command(flatten)]
+    pub(crate) limits: LimitArgs,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Refuse a VM with more memory [default: what this host has available when the VM is offered]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) max_memory: Option<u64>,
@@ -264,6 +398,12 @@ pub(crate) struct MigrateArgs {
     pub(crate) to: Address,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
+    #[command(flatten)]
+    pub(crate) channels: ChannelArgs,
+    #[command(flatten)]
+    pub(crate) limits: LimitArgs,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

@@ -3,10 +3,9 @@
 //! The codes are an interface: scripts and tests read them, and they do not change.
 
 use pageferry_machine::MachineError;
-use pageferry_migration::channel::{ChannelError, OpenError};
-use pageferry_migration::wire::{ErrorCode, Status};
 use pageferry_migration::{
-    DestinationFailure, DestinationVm, MigrationError, SourceFailure, SourceVm,
+    ChannelError, DestinationFailure, DestinationVm, ErrorCode, HandshakeError, MigrationError,
+    OpenError, SourceFailure, SourceVm, Status,
 };
 use std::fmt;
 
@@ -44,6 +43,8 @@ pub(crate) enum Exit {
     Guest = 14,
     /// Other work has the cores: a measurement is not possible now.
     Busy = 15,
+    /// The peer could not prove who it is, or this side could not.
+    Untrusted = 16,
 }
 
 /// The output of `pageferry help exit-codes`.
@@ -64,10 +65,11 @@ Exit codes:
   12  this host or the peer's refused something (the message says what), or a bug
   13  the connection broke before the switch-over: the VM runs on at the source
   14  the guest stopped or makes no progress
-  15  this host is too busy to measure: try again when it is idle";
+  15  this host is too busy to measure: try again when it is idle
+  16  a certificate or proof was refused, or TLS is required: the VM is untouched";
 
 impl Exit {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Verification,
         Self::Usage,
         Self::Engine,
@@ -83,6 +85,7 @@ impl Exit {
         Self::BrokenOff,
         Self::Guest,
         Self::Busy,
+        Self::Untrusted,
     ];
 
     /// The class of another Pageferry process's exit code.
@@ -108,6 +111,7 @@ impl Exit {
             Self::BrokenOff => "broken-off",
             Self::Guest => "guest",
             Self::Busy => "busy",
+            Self::Untrusted => "untrusted",
         }
     }
 
@@ -138,6 +142,11 @@ impl Failure {
     /// The host's refusal of `what`.
     pub(crate) fn os(what: impl fmt::Display, error: impl fmt::Display) -> Self {
         Self::new(Exit::Internal, format!("{what}: {error}"))
+    }
+
+    /// The host has no room for the hold on a migration.
+    pub(crate) fn of_session(error: MigrationError) -> Self {
+        Self::new(of_migration(&error), error.to_string())
     }
 
     /// The same failure, with its consequence added as a sentence.
@@ -184,7 +193,7 @@ impl From<SourceFailure> for Failure {
     fn from(failure: SourceFailure) -> Self {
         let exit = match failure.vm {
             SourceVm::Runs => of_migration(&failure.error),
-            SourceVm::GivenUp => Exit::LinkLost,
+            SourceVm::GivenUp | SourceVm::Forced => Exit::LinkLost,
         };
         Self::new(exit, failure.to_string())
     }
@@ -235,7 +244,13 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         MigrationError::Channel(ChannelError::Open(open)) => of_open(open),
         MigrationError::Channel(ChannelError::Wire(_))
         | MigrationError::Wire(_)
-        | MigrationError::Peer(_) => Exit::Protocol,
+        | MigrationError::Protocol(_) => Exit::Protocol,
+        MigrationError::Channel(ChannelError::Tls(_))
+        | MigrationError::Handshake(
+            HandshakeError::BadProof | HandshakeError::PlainForbidden { .. },
+        )
+        | MigrationError::Refused(Status::TlsRequired | Status::BadProof) => Exit::Untrusted,
+        MigrationError::Handshake(_) => Exit::Unreachable,
         MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
         MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => {
             Exit::BrokenOff
@@ -254,6 +269,7 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         } => Exit::Internal,
         MigrationError::Refused(_)
         | MigrationError::PeerGaveUp { .. }
+        | MigrationError::Discarded(_)
         | MigrationError::Mismatch(_) => Exit::Refused,
         MigrationError::Machine(error) => of_machine(error),
         MigrationError::Cancelled | MigrationError::PeerCancelled => Exit::Cancelled,
@@ -274,7 +290,7 @@ mod tests {
             };
             let expected = match code {
                 ErrorCode::Protocol => Exit::Protocol,
-                ErrorCode::SetupRefused | ErrorCode::Discarded | ErrorCode::Busy => Exit::Refused,
+                ErrorCode::SetupRefused | ErrorCode::Busy => Exit::Refused,
                 ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
             };
             assert_eq!(of_migration(&error), expected, "{code:?}");

@@ -31,6 +31,7 @@ mod output;
 mod probe;
 mod progress;
 mod receive;
+mod recovery;
 mod report;
 mod run;
 mod sampler;
@@ -70,6 +71,9 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Resume(args) => status::resume(args, &interrupts),
         Command::Verify(args) => status::verify(args, &interrupts),
         Command::Quit(args) => status::quit(args, &interrupts),
+        Command::Recover(args) => recovery::recover(args, &interrupts),
+        Command::Abandon(args) => recovery::abandon(args, &interrupts),
+        Command::Cancel(args) => recovery::cancel(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
         Command::Bench(args) => bench::bench(args),
         Command::Completions(args) => {

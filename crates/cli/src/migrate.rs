@@ -2,6 +2,7 @@
 
 use crate::args::MigrateArgs;
 use crate::control::client::{Client, ask};
+use crate::control::options::MigrateOptions;
 use crate::control::protocol::{Event, Request};
 use crate::exit::{Exit, Failure};
 use crate::output;
@@ -26,6 +27,7 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
     let request = Request::Migrate {
         to: args.to.to_string(),
         precopy_passes: args.source.precopy_passes,
+        options: Box::new(options(args)),
     };
     let feed = Feed::new();
     let display = Display::start(&feed);
@@ -75,4 +77,17 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         ));
     }
     Ok(())
+}
+
+/// What the request carries beside its destination.
+fn options(args: &MigrateArgs) -> MigrateOptions {
+    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+    MigrateOptions {
+        channels: Some(args.channels.channels),
+        urgent_channels: Some(args.channels.urgent_channels),
+        dead_after_ms: args.limits.dead_after.map(ms),
+        give_up_after_ms: args.limits.give_up_after.map(ms),
+        tls: args.tls.options(),
+        insecure: args.tls.insecure,
+    }
 }

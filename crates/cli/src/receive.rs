@@ -1,6 +1,7 @@
 //! `pageferry receive`: receives a VM and runs it.
 
 use crate::args::ReceiveArgs;
+use crate::control::options::{limits, plain};
 use crate::control::server::ControlServer;
 use crate::exit::{Exit, Failure, of_listen, of_migration};
 use crate::host::{
@@ -15,11 +16,9 @@ use crate::signals::Interrupts;
 use crate::size;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
 use pageferry_machine::{EngineChoice, kvm};
-use pageferry_migration::channel::Listener;
-use pageferry_migration::handshake::{Stranger, refuse_callers};
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
-    MigrationError, Offer, Resolver,
+    Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
+    Listener, MigrationError, Offer, Resolver, Stranger,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -44,29 +43,29 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         )?),
         None => None,
     };
-    let listener = Listener::bind(&args.listen).map_err(|e| of_listen(&e))?;
-    announce(args, &listener);
+    let destination = listen(args)?;
+    host.set_destination(&destination);
+    announce(args, &destination);
     if args.delivery.delivery.0.is_none() && kvm::probe_vm().is_ok() {
         // Now, and not while a source waits.
         kvm::delivery_trials();
     }
     let feed = Feed::new();
     loop {
-        let Some(incoming) = accept(&listener, &host, args, interrupts)? else {
+        let Some(incoming) = accept(&destination, &host, args, interrupts)? else {
             // `quit` came over the control socket: this is the requested end.
             return Ok(());
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
-        let taken = while_busy(&listener, || {
-            take_in(&host, incoming, args, &feed, &mut stops)
-        });
+        let taken = take_in(&host, incoming, args, &feed, &mut stops);
         if let Some(display) = display {
             display.finish();
         }
         let failure = match taken {
             Ok(vm) => {
-                drop(listener);
+                host.set_arrived(destination.status());
+                drop(destination);
                 return keep(args, &host, &vm, &jobs, interrupts);
             }
             Err(failure) => failure,
@@ -95,23 +94,33 @@ fn goes_on(args: &ReceiveArgs, host: &Host, interrupts: &Interrupts) -> bool {
     args.child_of.is_none() && !interrupts.any() && !host.quits()
 }
 
-/// Waits for a source that offers a VM. Returns `None` if `quit` came over the control socket.
-fn accept(
-    listener: &Listener,
-    host: &Host,
-    args: &ReceiveArgs,
-    interrupts: &Interrupts,
-) -> Result<Option<Incoming>, Failure> {
+/// Listens for sources.
+fn listen(args: &ReceiveArgs) -> Result<Arc<Destination>, Failure> {
     let config = DestinationConfig {
         delivery: args.delivery.delivery.0,
         userfaultfds: args.delivery.userfaultfds,
         fault_readers: args.delivery.fault_readers,
         allocate: !args.sparse,
-        ..DestinationConfig::default()
+        limits: limits(args.limits.dead_after, args.limits.give_up_after),
+        tls: args.tls.options().as_ref().map(Into::into),
+        plain: plain(args.tls.insecure),
     };
+    let listener = Listener::bind(&args.listen).map_err(|e| of_listen(&e))?;
+    Destination::listen(listener, config, turned_away)
+        .map(Arc::new)
+        .map_err(|e| Failure::new(of_migration(&e), e.to_string()))
+}
+
+/// Waits for a source that offers a VM. Returns `None` if `quit` came over the control socket.
+fn accept(
+    destination: &Arc<Destination>,
+    host: &Host,
+    args: &ReceiveArgs,
+    interrupts: &Interrupts,
+) -> Result<Option<Incoming>, Failure> {
     let stop = || interrupts.any() || host.quits();
     loop {
-        match Incoming::accept(listener, config.clone(), &stop, &mut turned_away) {
+        match destination.accept(&stop) {
             Ok(incoming) => return Ok(Some(incoming)),
             Err(MigrationError::Cancelled) if host.quits() => return Ok(None),
             Err(MigrationError::Cancelled) => {
@@ -137,32 +146,6 @@ fn turned_away(stranger: &Stranger) {
         "turned away {}: {}; still listening",
         stranger.peer, stranger.why
     ));
-}
-
-/// Runs `work`, and meanwhile answers every other source that this destination is busy.
-fn while_busy<T>(listener: &Listener, work: impl FnOnce() -> T) -> T {
-    let done = AtomicBool::new(false);
-    /// A panic sets it too, so that the scope can end.
-    struct Done<'a>(&'a AtomicBool);
-    impl Drop for Done<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Release);
-        }
-    }
-    std::thread::scope(|scope| {
-        let _done = Done(&done);
-        // Without the thread, other sources wait for an answer in vain. Nothing worse happens.
-        let _ = std::thread::Builder::new()
-            .name("busy".into())
-            .spawn_scoped(scope, || {
-                let stop = || done.load(Ordering::Acquire);
-                let mut busy = |stranger: &Stranger| {
-                    output::note(&format!("turned away {}: {}", stranger.peer, stranger.why));
-                };
-                let _ = refuse_callers(listener, &stop, &mut busy);
-            });
-        work()
-    })
 }
 
 /// Checks the offered VM against the limits of this destination, before anything is allocated.
@@ -257,8 +240,11 @@ fn end_with(parent: u32) -> Result<(), Failure> {
     Ok(())
 }
 
-fn announce(args: &ReceiveArgs, listener: &Listener) {
-    let address = listener.local_addr();
+fn announce(args: &ReceiveArgs, destination: &Destination) {
+    let addresses = destination.local_addrs();
+    let Some(address) = addresses.first() else {
+        return;
+    };
     if args.child_of.is_some() {
         output::result(&format!("{address}\n"));
     } else if args.json {

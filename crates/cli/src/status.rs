@@ -102,6 +102,18 @@ fn table(status: &Value) -> String {
         }
     }
     row("state", state);
+    let session = &status["session"];
+    if let Some(stage) = session["stage"].as_str() {
+        let link = match session["lost_for_ms"].as_u64() {
+            Some(ms) => format!("no connection for {} s", ms / 1000),
+            None => format!("generation {}", text(&session["generation"])),
+        };
+        let left = text(&session["pages_left"]);
+        row("session", format!("{stage}, {link}, {left} pages to go"));
+        if let Some(why) = session["last_loss"].as_str() {
+            row("last loss", why.to_owned());
+        }
+    }
     if let (Some(engine), Some(memory)) =
         (status["engine"].as_str(), status["memory_bytes"].as_u64())
     {

@@ -2,7 +2,9 @@
 //! [`DestinationFailure`](crate::DestinationFailure) say where the VM is then.
 
 use crate::channel::ChannelError;
-use crate::wire::{ErrorCode, Status, WireError};
+use crate::handshake::HandshakeError;
+use crate::protocol_error::ProtocolError;
+use crate::wire::{ErrorCode, ErrorMessage, Frame, Status, Text, WireError};
 use pageferry_machine::MachineError;
 use pageferry_userfault::OutOfMemory;
 use std::io;
@@ -23,7 +25,7 @@ pub enum MigrationError {
     Wire(#[from] WireError),
     /// The peer's messages are valid, but it broke the protocol.
     #[error("the peer broke the protocol: {0}")]
-    Peer(String),
+    Protocol(#[from] ProtocolError),
     /// The destination refused the connection in the handshake.
     #[error("the destination refused the connection: {0}")]
     Refused(Status),
@@ -35,6 +37,12 @@ pub enum MigrationError {
         /// The peer's reason, for people.
         message: String,
     },
+    /// The destination discarded its copy of the VM, which never ran.
+    #[error("the destination discarded its copy of the VM: {0}")]
+    Discarded(String),
+    /// The peer is not the other side of this session, or may not be talked to.
+    #[error(transparent)]
+    Handshake(HandshakeError),
     /// The offered VM does not fit the machine here.
     #[error("{0}")]
     Mismatch(String),
@@ -74,6 +82,41 @@ impl MigrationError {
         }
     }
 
+    /// The error for a frame that is not due.
+    pub(crate) fn unexpected(expected: &'static str, found: &Frame) -> Self {
+        let found = found.frame_type();
+        ProtocolError::Unexpected { found, expected }.into()
+    }
+
+    /// The error for a peer that has given up.
+    pub(crate) fn gave_up(reason: &ErrorMessage) -> Self {
+        Self::PeerGaveUp {
+            code: reason.code(),
+            message: reason.message().to_owned(),
+        }
+    }
+
+    /// The error for a destination that has discarded its copy.
+    pub(crate) fn discarded(reason: &Text) -> Self {
+        Self::Discarded(reason.as_str().to_owned())
+    }
+
+    /// The frame that tells the peer this error as the reason for the end of a generation.
+    pub(crate) fn to_frame(&self) -> Frame {
+        match self {
+            Self::Cancelled => Frame::Cancel,
+            error => Frame::Error(ErrorMessage::new(error.wire_code(), &error.to_string())),
+        }
+    }
+
+    /// Whether the peer or this host fails, rather than the connection to the peer.
+    pub(crate) fn is_fatal_here(&self) -> bool {
+        matches!(
+            self,
+            Self::Machine(_) | Self::Os { .. } | Self::OutOfMemory(_) | Self::Internal(_)
+        )
+    }
+
     /// Whether a connection ended. Another failure may have caused that.
     pub(crate) fn is_lost(&self) -> bool {
         matches!(self, Self::LinkLost(_))
@@ -91,25 +134,42 @@ impl MigrationError {
         )
     }
 
-    /// Whether the destination has said that it discarded its copy before that copy counted.
-    pub(crate) fn is_discarded_there(&self) -> bool {
-        matches!(
-            self,
-            Self::PeerGaveUp {
-                code: ErrorCode::Discarded,
-                ..
-            }
-        )
-    }
-
     /// The code of this error for the peer.
     pub(crate) fn wire_code(&self) -> ErrorCode {
         match self {
-            Self::Wire(_) | Self::Peer(_) => ErrorCode::Protocol,
+            Self::Wire(_) | Self::Protocol(_) => ErrorCode::Protocol,
             Self::Mismatch(_) => ErrorCode::SetupRefused,
             Self::Machine(_) => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             _ => ErrorCode::Internal,
+        }
+    }
+}
+
+impl From<ChannelError> for MigrationError {
+    fn from(error: ChannelError) -> Self {
+        match error {
+            // A message that ends early is not damaged: the connection was cut.
+            ChannelError::Wire(error @ WireError::Truncated { .. }) => {
+                Self::LinkLost(error.to_string())
+            }
+            ChannelError::Wire(error) => Self::Wire(error),
+            ChannelError::Interrupted { .. } => Self::Cancelled,
+            ChannelError::TimedOut { what, .. } => Self::Timeout(what),
+            ChannelError::Lost { what, source } => Self::LinkLost(format!("{source} (at {what})")),
+            ChannelError::Closed { .. } => Self::LinkLost(error.to_string()),
+            error => Self::Channel(error),
+        }
+    }
+}
+
+impl From<HandshakeError> for MigrationError {
+    fn from(error: HandshakeError) -> Self {
+        match error {
+            HandshakeError::Channel(error) => error.into(),
+            HandshakeError::Wire(error) => error.into(),
+            HandshakeError::Refused { status, .. } => Self::Refused(status),
+            error => Self::Handshake(error),
         }
     }
 }

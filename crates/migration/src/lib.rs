@@ -1,52 +1,77 @@
 //! How does a running virtual machine move?
 //!
 //! **Guarantee.** A VM runs in one place at any time, and no byte of its memory is lost. No vCPU
-//! sees a page before its right bytes are there. Until the destination has confirmed that the guest
-//! runs there, any failure leaves the guest running at the source. After that, the source resumes
-//! it in one case only: the destination says that it discarded its copy before that copy counted. A
-//! connection that is lost after the switch-over pauses the VM at the destination, with an error
-//! that says how many pages are missing.
+//! sees a page before its right bytes are there. Until the source sends `Go`, any failure leaves
+//! the guest running at the source. From then on a lost connection costs only waiting: the guest
+//! runs on at the destination, and the missing pages follow over new connections.
 //!
-//! **Mechanism.** [`source`] and [`destination`] are two processes joined by two connections
-//! ([`channel`]). The *stream* carries set-up, pre-copy, switch-over and the background push. The
-//! *urgent* connection carries the pages that vCPUs wait for. [`wire`] has the byte formats, and
-//! [`Phase`] the phases in their order.
+//! **Mechanism.** Source and destination are two processes. A *session* joins them, and
+//! outlives its connections. A connection is a *channel*: one for control, one or more *bulk*
+//! channels for pages in the background, and one or more *urgent* channels for pages that vCPUs
+//! wait for. The ledger of the source knows which pages are unsent, in flight or acknowledged.
+//! `wire` has the byte formats, `handshake` opens channels, `channel` moves bytes with or without
+//! TLS, and [`Phase`] has the phases in their order.
 //!
 //! | phase | source | destination |
 //! |---|---|---|
 //! | set-up | offers the VM | builds such a machine and acknowledges |
 //! | pre-copy | sends pages while the guest runs | allocates memory and takes the pages |
-//! | switch-over | stops the guest, sends the missing bitmap and the vCPU states | starts the guest |
+//! | switch-over | stops the guest, sends what it needs to run, says `Go` | loads it, says `Ready`, runs the guest on `Go` |
 //! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
-//! | completion | compares counts | compares counts |
+//! | completion | knows that every page has a receipt | confirms it |
 //!
 //! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `harness`,
 //! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest does.
 
 pub mod address;
+mod bell;
+#[doc(hidden)]
 pub mod channel;
 mod clock;
-pub mod destination;
+mod control;
+mod destination;
 mod error;
+#[doc(hidden)]
 pub mod handshake;
 mod latency;
-mod link;
+mod ledger;
+mod limits;
+mod mailbox;
 mod phase;
+mod protocol_error;
 mod report;
-pub mod source;
+#[doc(hidden)]
+pub mod session;
+mod source;
+mod status;
 mod sync;
+mod vm;
+#[doc(hidden)]
 pub mod wire;
 
+// Hidden modules are no interface: the tests, the benchmarks and the fuzz targets use them.
+pub use channel::{ChannelError, Connection, Listener, OpenError, Spinner, TlsError, TlsFiles};
 pub use clock::{instant_ns, monotonic_ns};
 pub use destination::{
-    DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer, Resolver,
+    Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
+    Resolver, new_histogram,
 };
 pub use error::MigrationError;
+pub use handshake::{HandshakeError, PlainPolicy, Stranger, StrangerError};
 pub use latency::prefer_short_slices;
-pub use link::URGENT_SPIN_MICROS;
+pub use ledger::{ReceiptError, TakesBack};
+pub use limits::Limits;
 pub use phase::{Observer, Phase, Unobserved};
-pub use report::{DestinationReport, FaultRecord, PageCounts, PhaseStart, SourceReport};
-pub use source::{RunningVm, SourceConfig, SourceFailure, SourceVm, migrate};
+pub use protocol_error::ProtocolError;
+pub use report::{
+    DestinationReport, FaultRecord, PageCounts, PassFigures, PhaseStart, SourceReport,
+};
+pub use source::{
+    Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN, migrate,
+};
+pub use status::SessionStatus;
+pub use vm::RunningVm;
+pub use wire::{ChannelId, ErrorCode, FrameType, MAX_DESCRIPTION_BYTES, Role, Status, WireError};
 
 /// The version of the vCPU state encoding, which both sides must share. Each engine's states carry
 /// a finer version too.

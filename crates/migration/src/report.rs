@@ -4,17 +4,18 @@ use crate::Phase;
 use hdrhistogram::Histogram;
 use pageferry_addr::RamPage;
 use pageferry_machine::{DeliveryInUse, Engine};
+use std::time::Duration;
 
 /// Pages by the way they were sent. A page counts once for each time it was sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageCounts {
     /// Sent with their bytes in pre-copy.
     pub precopy: u64,
-    /// Sent on the urgent connection, with their bytes or as zero.
+    /// Sent on an urgent channel, with their bytes or as zero.
     pub urgent: u64,
     /// Sent with their bytes by the background push.
     pub background: u64,
-    /// Sent as zero on the stream, in any phase.
+    /// Sent as zero on a bulk channel, in any phase.
     pub zero: u64,
 }
 
@@ -38,20 +39,33 @@ pub struct SourceReport {
     pub first_stop_ns: u64,
     /// The time at which the last vCPU did so. No guest instruction runs at the source after it.
     pub last_stop_ns: u64,
+    /// The time at which everything up to SwitchOver was sent.
+    pub sent_at_ns: u64,
     /// The time at which the destination's `Running` arrived.
     pub confirmed_ns: u64,
     /// Pages sent.
     pub pages: PageCounts,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
-    /// Bytes of pages written to both connections, without headers and descriptors.
+    /// Bytes of pages written to all channels, without headers and descriptors.
     pub page_bytes: u64,
     /// Bytes of pages sent by the background push.
     pub background_bytes: u64,
     /// Nanoseconds from the start of the background push to its end.
     pub background_ns: u64,
-    /// Pages of each pre-copy pass (data and zero) and its length in nanoseconds.
-    pub passes: Vec<(u64, u64)>,
+    /// Every pre-copy pass in order.
+    pub passes: Vec<PassFigures>,
+    /// How often the control channel was lost and opened again.
+    pub reconnects: u32,
+}
+
+/// One pre-copy pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PassFigures {
+    /// Its pages, zero pages included.
+    pub pages: u64,
+    /// The time until the destination had all of them.
+    pub took: Duration,
 }
 
 /// One fault on a missing page, as the destination saw it.
@@ -96,6 +110,8 @@ pub struct DestinationReport {
     pub pages: PageCounts,
     /// Pages missing when the guest started.
     pub missing_at_start: u64,
+    /// How often the control channel was lost and opened again.
+    pub reconnects: u32,
 }
 
 impl DestinationReport {

@@ -1,4 +1,14 @@
-//! The one place where atomics come from. No loom model covers this crate. Migration relies on the
-//! lock-free page states and waiters of `userfault`, which have models there.
+//! The one place where atomics and modelled locks come from: `std`, or shuttle's model of it.
+//! The model of `ledger` runs on shuttle. Migration also relies on the lock-free page states and waiters
+//! of `userfault`, which have models there.
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+#[cfg(shuttle)]
+pub(crate) use shuttle::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
+};
+#[cfg(not(shuttle))]
+pub(crate) use std::sync::{
+    Mutex, MutexGuard,
+    atomic::{AtomicBool, AtomicI64, AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
+};

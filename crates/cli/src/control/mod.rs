@@ -11,6 +11,7 @@
 
 pub(crate) mod client;
 mod line;
+pub(crate) mod options;
 pub(crate) mod protocol;
 pub(crate) mod server;
 

@@ -4,6 +4,7 @@
 //! number of `{"event":{..}}` lines, then one `{"result":{..}}` or
 //! `{"error":{"kind":"..","message":".."}}`. `kind` is the name of an exit code.
 
+use super::options::MigrateOptions;
 use crate::exit::{Exit, Failure};
 use pageferry_migration::Phase;
 use serde::{Deserialize, Serialize};
@@ -27,13 +28,35 @@ pub(crate) enum Request {
         to: String,
         /// Passes over memory while the guest runs.
         precopy_passes: u32,
+        /// Everything else, with defaults.
+        #[serde(default, skip_serializing_if = "is_default")]
+        options: Box<MigrateOptions>,
     },
     /// Cancel the current migration.
     Cancel,
+    /// Give a migration that is handed over another way. One of the two.
+    Recover {
+        /// At the source: an address to reach the destination by.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        to: Option<String>,
+        /// At the destination: an address to listen on too.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        listen: Option<String>,
+    },
+    /// End a migration whose other side is gone.
+    Abandon {
+        /// At the source: run the VM here.
+        #[serde(default)]
+        resume_here: bool,
+    },
     /// Return the report of the migration that brought the VM here.
     Report,
     /// End the VM.
     Quit,
+}
+
+fn is_default(options: &MigrateOptions) -> bool {
+    *options == MigrateOptions::default()
 }
 
 /// An event before the result.
@@ -189,8 +212,19 @@ mod tests {
         let wanted = Request::Migrate {
             to: "h:1".into(),
             precopy_passes: 2,
+            options: Box::default(),
         };
         assert_eq!(parse_request(migrate).unwrap(), wanted);
+        let json = serde_json::to_vec(&wanted).unwrap();
+        assert_eq!(json, migrate, "defaults are left out");
+        let options = br#"{"command":"migrate","to":"h:1","precopy_passes":2,"options":{"channels":4,"dead_after_ms":500,"insecure":true}}"#;
+        let Request::Migrate { options, .. } = parse_request(options).unwrap() else {
+            panic!("migrate is not migrate");
+        };
+        assert_eq!(
+            (options.channels, options.dead_after_ms),
+            (Some(4), Some(500))
+        );
         for bad in [
             &b""[..],
             b"{",
@@ -199,6 +233,7 @@ mod tests {
             b"[]",
             b"\xff\xfe",
             br#"{"command":"explode"}"#,
+            br#"{"command":"migrate","to":"h:1","precopy_passes":2,"options":{"chanels":4}}"#,
         ] {
             let failure = parse_request(bad).expect_err("nonsense");
             assert!(failure.message.contains("invalid request"), "{failure}");

@@ -16,10 +16,9 @@ use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing, engine_that_receives};
 use child::Child;
-use pageferry_migration::{Observer, Phase, SourceReport, SourceVm};
+use pageferry_migration::{Observer, Phase, SourceConfig, SourceReport, SourceSession, SourceVm};
 use serde_json::Value;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -201,24 +200,22 @@ fn move_away(
     feed: &Arc<Feed>,
     interrupts: &Interrupts,
 ) -> Result<SourceReport, Failure> {
-    let cancel = Arc::new(AtomicBool::new(false));
+    let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+    let config = SourceConfig {
+        precopy_passes: args.source.precopy_passes,
+        ..SourceConfig::default()
+    };
     let now = Arc::new(Mutex::new(Phase::Setup));
     let observer = Phases {
         feed: Arc::clone(feed),
         now: Arc::clone(&now),
     };
-    let outcome = send_away(
-        vm,
-        child.address(),
-        args.source.precopy_passes,
-        &cancel,
-        observer,
-    )?;
+    let outcome = send_away(vm, child.address(), config, &session, observer)?;
     let answers = Answers {
         switched_over: &|| has_switched_over(*now.lock().unwrap_or_else(PoisonError::into_inner)),
         cancel: &|_| {
             feed.note("cancelling");
-            cancel.store(true, Ordering::Release);
+            session.cancel();
         },
         finishing: &|| feed.note(FINISHING),
     };
@@ -229,7 +226,7 @@ fn move_away(
             let ran_on = runs_on(vm, interrupts);
             Err(child.explain(failure).and(ran_on))
         }
-        Ok(Err((SourceVm::GivenUp, failure))) => Err(child.explain(failure)),
+        Ok(Err((SourceVm::GivenUp | SourceVm::Forced, failure))) => Err(child.explain(failure)),
         Err(none) => Err(none.failure(ABANDONED_AT_SOURCE)),
     }
 }

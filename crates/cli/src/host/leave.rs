@@ -7,11 +7,11 @@ use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
+use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm};
 use pageferry_migration::address::Address;
-use pageferry_migration::{SourceConfig, SourceReport, SourceVm};
+use pageferry_migration::{Route, SourceConfig, SourceReport, SourceSession, SourceVm};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 
 /// A migration's outcome: the report, or the failure and the place of the VM.
@@ -36,10 +36,12 @@ impl Host {
         let sampler = Sampler::start(&vm, || true);
         let mut abandoned = false;
         let outcome = match start(self, &vm, &job) {
-            Ok(outcome) => self.wait(&outcome, stops).unwrap_or_else(|none| {
-                abandoned = none == NoOutcome::Abandoned;
-                Err((SourceVm::GivenUp, none.failure(ABANDONED_AT_SOURCE)))
-            }),
+            Ok(outcome) => self
+                .wait(&outcome, &job.session, stops)
+                .unwrap_or_else(|none| {
+                    abandoned = none == NoOutcome::Abandoned;
+                    Err((SourceVm::GivenUp, none.failure(ABANDONED_AT_SOURCE)))
+                }),
             // Nothing has happened to the VM.
             Err(failure) => Err((SourceVm::Runs, failure)),
         };
@@ -56,7 +58,7 @@ impl Host {
                     received: None,
                     verified: None,
                     conditions: Conditions {
-                        precopy_passes: Some(job.precopy_passes),
+                        precopy_passes: Some(job.config.precopy_passes),
                         ..Conditions::here(format!("to {to}"))
                     },
                 };
@@ -72,6 +74,12 @@ impl Host {
                 let _ = job.done.send(Err(failure));
                 Ok(None)
             }
+            Err((SourceVm::Forced, failure)) => {
+                self.set_activity(Activity::Here);
+                output::note(&format!("the migration to {to} ended: {failure}"));
+                let _ = job.done.send(Err(failure));
+                Ok(None)
+            }
             Err((SourceVm::GivenUp, failure)) => {
                 // The user sent these requests before it was possible to know of this end. They
                 // must not drop the only whole copy.
@@ -84,7 +92,13 @@ impl Host {
                     output::note(&format!(
                         "{failure}; the VM and all its pages are kept, paused, until `pageferry quit` or Ctrl-C"
                     ));
-                    stops.wait_for_next();
+                    while stops.take().is_none() {
+                        // `abandon --resume-here` runs the copy here.
+                        if self.activity() == Activity::Here {
+                            return Ok(None);
+                        }
+                        std::thread::sleep(Interrupts::POLL);
+                    }
                 }
                 Err(failure)
             }
@@ -94,6 +108,7 @@ impl Host {
     fn wait(
         &self,
         outcome: &Receiver<Outcome>,
+        session: &SourceSession,
         stops: &mut StopRequests<'_>,
     ) -> Result<Outcome, NoOutcome> {
         let answers = Answers {
@@ -103,7 +118,7 @@ impl Host {
                     Stop::Signal => "cancelling the migration; the VM runs on here",
                     Stop::Quit => "cancelling the migration; then the VM ends, as `quit` asks",
                 });
-                self.cancel.store(true, Ordering::Release);
+                session.cancel();
             },
             finishing: &|| output::note(FINISHING),
         };
@@ -126,7 +141,7 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
         activity: Activity::Leaving,
         feed: Arc::clone(&job.feed),
     };
-    send_away(vm, &job.to, job.precopy_passes, &host.cancel, watch)
+    send_away(vm, &job.to, job.config.clone(), &job.session, watch)
 }
 
 /// Migrates `vm` on a separate thread, which sends the outcome.
@@ -136,27 +151,23 @@ fn start(host: &Arc<Host>, vm: &Arc<Vm>, job: &Job) -> Result<Receiver<Outcome>,
 pub(crate) fn send_away(
     vm: &Arc<Vm>,
     to: &Address,
-    precopy_passes: u32,
-    cancel: &Arc<AtomicBool>,
+    config: SourceConfig,
+    session: &Arc<SourceSession>,
     observer: impl pageferry_migration::Observer + 'static,
 ) -> Result<Receiver<Outcome>, Failure> {
     let (sender, outcome) = channel();
-    let (vm, to, cancel) = (Arc::clone(vm), to.clone(), Arc::clone(cancel));
+    let (vm, route, session) = (Arc::clone(vm), Route::To(to.clone()), Arc::clone(session));
     std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
             let guest =
                 GuestDescription::new(vm.engine(), vm.vcpus(), vm.memory_bytes()).to_bytes();
-            let config = SourceConfig {
-                precopy_passes,
-                ..SourceConfig::default()
-            };
             let result = pageferry_migration::migrate(
                 &vm.running(),
-                &to,
+                &route,
                 &guest,
                 &config,
-                &cancel,
+                &session,
                 &observer,
             );
             // The receiver is gone only if the process is ending.

@@ -10,6 +10,7 @@
 
 mod keep;
 mod leave;
+mod recovery;
 mod service;
 mod state;
 mod wait;

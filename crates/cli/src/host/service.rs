@@ -2,6 +2,7 @@
 
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
+use crate::control::options::MigrateOptions;
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
 use crate::exit::{Exit, Failure};
@@ -10,10 +11,9 @@ use crate::progress::{Feed, Update};
 use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
 use crate::vm::{PAUSE_LIMIT, Vm};
-use pageferry_migration::Phase;
 use pageferry_migration::address::Address;
+use pageferry_migration::{Phase, SourceSession};
 use serde_json::{Value, json};
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
 
@@ -45,8 +45,14 @@ impl Service for HostService {
                 }
                 Ok(json!(verified))
             }),
-            Request::Migrate { to, precopy_passes } => host.migrate(&to, precopy_passes, event),
+            Request::Migrate {
+                to,
+                precopy_passes,
+                options,
+            } => host.migrate(&to, precopy_passes, &options, event),
             Request::Cancel => host.cancel(),
+            Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
+            Request::Abandon { resume_here } => host.abandon(resume_here),
             Request::Report => host.report(),
             Request::Quit => {
                 host.ask_to_quit();
@@ -138,6 +144,7 @@ impl Host {
             "phase": phase,
             "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
+            "session": self.session_status(),
             "engine": vm.map(|vm| vm.engine().name()),
             "delivery": delivery.as_ref().map(|d| d.delivery.name()),
             "delivery_because": delivery.as_ref().map(|d| &d.because),
@@ -158,6 +165,7 @@ impl Host {
         &self,
         to: &str,
         precopy_passes: u32,
+        options: &MigrateOptions,
         event: &mut dyn FnMut(Event),
     ) -> Result<Value, Failure> {
         let to: Address = to
@@ -170,6 +178,10 @@ impl Host {
             );
             return Err(Failure::new(Exit::Usage, message));
         }
+        let config = options
+            .config(precopy_passes)
+            .map_err(|e| Failure::new(Exit::Usage, e))?;
+        let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
         let feed = Feed::new();
         let (done, outcome) = channel();
         {
@@ -180,11 +192,12 @@ impl Host {
             }
             let job = Job {
                 to,
-                precopy_passes,
+                config,
+                session: Arc::clone(&session),
                 feed: Arc::clone(&feed),
                 done,
             };
-            self.cancel.store(false, Ordering::Release);
+            self.set_session(&session);
             self.set_activity(Activity::Leaving(Phase::Setup));
             if self.jobs.send(job).is_err() {
                 self.set_activity(Activity::Here);
@@ -218,7 +231,9 @@ impl Host {
                 "too late to cancel: the VM runs at the destination already",
             )),
             Activity::Leaving(_) => {
-                self.cancel.store(true, Ordering::Release);
+                if let Some(session) = self.session() {
+                    session.cancel();
+                }
                 Ok(json!({"state": "cancelling"}))
             }
             _ => Err(refuse("no migration is under way")),

@@ -5,19 +5,21 @@ use crate::progress::Feed;
 use crate::report::{Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::vm::Vm;
-use pageferry_migration::Phase;
 use pageferry_migration::address::Address;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use pageferry_migration::{Destination, Phase, SessionStatus, SourceConfig, SourceSession};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
 /// A request to migrate.
 pub(super) struct Job {
     /// The destination.
     pub(super) to: Address,
-    /// Passes while the guest runs.
-    pub(super) precopy_passes: u32,
+    /// Passes, channels, limits and protection.
+    pub(super) config: SourceConfig,
+    /// The hold on the migration.
+    pub(super) session: Arc<SourceSession>,
     /// The feed for those who watch.
     pub(super) feed: Arc<Feed>,
     /// The channel for the outcome.
@@ -71,8 +73,12 @@ pub(crate) struct Host {
     pub(super) earlier: OnceLock<Verified>,
     /// The number of `quit` requests over the control socket.
     quits: AtomicU32,
-    /// Cancels the migration that takes the VM away.
-    pub(super) cancel: Arc<AtomicBool>,
+    /// The hold on the migration that takes the VM away, or on the last one.
+    session: Mutex<Option<Arc<SourceSession>>>,
+    /// The hold on the migration that brings the VM.
+    destination: Mutex<Weak<Destination>>,
+    /// The last status of that migration, once it is over.
+    arrived: OnceLock<SessionStatus>,
     pub(super) jobs: Sender<Job>,
 }
 
@@ -93,7 +99,9 @@ impl Host {
             sampler: Mutex::default(),
             earlier: OnceLock::new(),
             quits: AtomicU32::new(0),
-            cancel: Arc::default(),
+            session: Mutex::default(),
+            destination: Mutex::default(),
+            arrived: OnceLock::new(),
             jobs,
         };
         (Arc::new(host), Jobs(queue))
@@ -140,6 +148,43 @@ impl Host {
             .allocated
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The hold on the migration that takes the VM away, or on the last one.
+    pub(crate) fn session(&self) -> Option<Arc<SourceSession>> {
+        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        session.clone()
+    }
+
+    /// Keeps the hold on a migration that begins.
+    pub(super) fn set_session(&self, session: &Arc<SourceSession>) {
+        let mut kept = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        *kept = Some(Arc::clone(session));
+    }
+
+    /// The hold on the migration that brings the VM.
+    pub(super) fn destination(&self) -> Option<Arc<Destination>> {
+        let kept = self.destination.lock();
+        kept.unwrap_or_else(PoisonError::into_inner).upgrade()
+    }
+
+    /// The last status of the migration that brought the VM.
+    pub(super) fn arrived(&self) -> Option<&SessionStatus> {
+        self.arrived.get()
+    }
+
+    /// Keeps the last status of the migration that brought the VM.
+    pub(crate) fn set_arrived(&self, status: SessionStatus) {
+        let _ = self.arrived.set(status);
+    }
+
+    /// Keeps the hold on the migration that brings the VM.
+    pub(crate) fn set_destination(&self, destination: &Arc<Destination>) {
+        let mut kept = self
+            .destination
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *kept = Arc::downgrade(destination);
     }
 
     /// Keeps the record of the migration that brought the VM.

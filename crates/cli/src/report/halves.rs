@@ -5,7 +5,7 @@ use crate::memory::Overhead;
 use crate::sampler::Sample;
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
-use pageferry_migration::{DestinationReport, PageCounts, PhaseStart, SourceReport};
+use pageferry_migration::{DestinationReport, PageCounts, PassFigures, PhaseStart, SourceReport};
 use serde::{Deserialize, Serialize};
 
 /// Numbers of pages by the way they travelled.
@@ -107,7 +107,7 @@ impl Sent {
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,
             background_ns: report.background_ns,
-            passes: report.passes.clone(),
+            passes: passes(&report.passes),
             backing: backing.name().into(),
             overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),
             samples,
@@ -186,4 +186,13 @@ impl Received {
             samples: Vec::new(),
         }
     }
+}
+
+/// The pages and the nanoseconds of each pass.
+fn passes(figures: &[PassFigures]) -> Vec<(u64, u64)> {
+    let ns = |took: std::time::Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+    figures
+        .iter()
+        .map(|pass| (pass.pages, ns(pass.took)))
+        .collect()
 }

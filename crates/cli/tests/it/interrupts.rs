@@ -5,7 +5,6 @@ use crate::support::peer::Peer;
 use crate::support::{
     Destination, Dir, Process, Source, assert_runs_on, children_of, is_alive, status,
 };
-use pageferry_migration::wire::Frame;
 use pageferry_testkit::{LIMIT, wait_for};
 use rustix::process::Signal;
 use std::sync::mpsc::{Sender, channel};
@@ -51,11 +50,8 @@ fn in_run_it_cancels_the_setup_and_then_ends_the_vm() {
 fn in_migrate_it_cancels_the_precopy() {
     let source = Source::start("16M");
     let (address, server) = Peer::start(|mut peer| {
-        peer.set_up();
-        // Slow enough to be in pre-copy for seconds.
-        while peer.skip_frame().is_some() {
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        peer.set_up_and_take_no_page();
+        peer.until_closed();
     });
     let migrate = source.migrate(&address);
     wait_for_phase(&source.socket, "pre-copy");
@@ -67,14 +63,12 @@ fn in_migrate_it_cancels_the_precopy() {
     server.join().unwrap();
 }
 
-/// A destination that says that the guest runs. It reads the answer, and then nothing until it is
-/// told to end, so that the source cannot finish.
+/// A destination that takes the VM over. Then it reads and says nothing until it is told to end, so
+/// that the source cannot finish.
 fn destination_that_stops_reading() -> (String, JoinHandle<()>, Sender<()>) {
     let (over, is_over) = channel();
     let (address, server) = Peer::start(move |mut peer| {
-        peer.until_switch_over();
-        peer.send(&Frame::Running { started_at_ns: 1 });
-        peer.skip_frame();
+        peer.until_handed_over();
         is_over.recv_timeout(LIMIT).unwrap();
     });
     (address, server, over)
@@ -138,12 +132,15 @@ fn a_destination_that_waits_or_fills_ends_at_once() {
 }
 
 #[test]
-fn a_link_that_breaks_in_postcopy_pauses_the_vm_and_it_stays_paused() {
+fn a_link_that_stays_broken_is_given_up_and_the_vm_stays_paused() {
     let source = Source::start("32M");
-    let destination = Destination::start(&[]);
+    let destination = Destination::start(&["--give-up-after", "1s"]);
     let link = Link::start(&destination.dir.path("link"), &destination.address, SLOW);
     source.wait_until_all_is_written();
-    let migrate = source.migrate_with(&link.address(), &["--precopy-passes", "0"]);
+    let migrate = source.migrate_with(
+        &link.address(),
+        &["--precopy-passes", "0", "--give-up-after", "1s"],
+    );
     wait_for_phase(&destination.socket, "post-copy");
     link.cut();
     wait_for("the VM to be incomplete", || {
@@ -295,10 +292,8 @@ fn a_reader_that_went_away_is_no_failure() {
 fn a_ctrl_c_of_long_ago_does_not_drop_the_only_whole_copy() {
     let mut source = Source::start("16M");
     let (address, server) = Peer::start(|mut peer| {
-        peer.set_up();
-        while peer.skip_frame().is_some() {
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        peer.set_up_and_take_no_page();
+        peer.until_closed();
     });
     let first = source.migrate(&address);
     wait_for_phase(&source.socket, "pre-copy");
@@ -308,12 +303,10 @@ fn a_ctrl_c_of_long_ago_does_not_drop_the_only_whole_copy() {
     assert_runs_on(&source.socket);
 
     let (address, server) = Peer::start(|mut peer| {
-        peer.until_switch_over();
-        peer.send(&Frame::Running { started_at_ns: 1 });
-        peer.skip_frame();
+        peer.until_handed_over();
     });
     source
-        .migrate(&address)
+        .migrate_with(&address, &["--give-up-after", "1s"])
         .end()
         .assert_failed(10, "stays paused at the source");
     server.join().unwrap();
@@ -331,10 +324,11 @@ fn a_ctrl_c_of_long_ago_does_not_drop_the_only_whole_copy() {
 #[test]
 fn a_ctrl_c_in_postcopy_does_not_drop_what_arrived() {
     let source = Source::start("32M");
-    let mut destination = Destination::start(&[]);
+    let mut destination = Destination::start(&["--give-up-after", "1s"]);
     let link = Link::start(&destination.dir.path("link"), &destination.address, SLOW);
     source.wait_until_all_is_written();
-    let migrate = source.migrate_with(&link.address(), &["--precopy-passes", "0"]);
+    let more = ["--precopy-passes", "0", "--give-up-after", "1s"];
+    let migrate = source.migrate_with(&link.address(), &more);
     wait_for_phase(&destination.socket, "post-copy");
     destination.process.interrupt();
     destination
@@ -358,10 +352,8 @@ fn a_ctrl_c_in_postcopy_does_not_drop_what_arrived() {
 fn quit_in_precopy_says_that_the_vm_ends() {
     let source = Source::start("16M");
     let (address, server) = Peer::start(|mut peer| {
-        peer.set_up();
-        while peer.skip_frame().is_some() {
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        peer.set_up_and_take_no_page();
+        peer.until_closed();
     });
     let migrate = source.migrate(&address);
     wait_for_phase(&source.socket, "pre-copy");
@@ -382,7 +374,10 @@ fn the_second_in_migrate_stops_watching_and_says_so() {
     let source = Source::start("32M");
     let (address, server, over) = destination_that_stops_reading();
     source.wait_until_all_is_written();
-    let migrate = source.migrate_with(&address, &["--precopy-passes", "0"]);
+    let migrate = source.migrate_with(
+        &address,
+        &["--precopy-passes", "0", "--give-up-after", "1s"],
+    );
     wait_for_phase(&source.socket, "post-copy");
     migrate.interrupt();
     migrate.wait_until_said("again: stop watching");

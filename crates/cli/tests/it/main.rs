@@ -18,6 +18,7 @@ mod interrupts;
 mod json_document;
 mod json_output;
 mod peers;
+mod recovery;
 mod sizes;
 mod support;
 mod two_processes;

@@ -4,10 +4,10 @@
 use crate::support::peer::{Peer, nobody, once};
 use crate::support::{Destination, Dir, Ended, Process, Source, pageferry};
 use pageferry_migration::address::Address;
-use pageferry_migration::channel::Wait;
-use pageferry_migration::handshake::{Pair, connect_pair};
+use pageferry_migration::channel::{Connection, Wait};
+use pageferry_migration::handshake::{Identity, PlainPolicy, Protection, dial};
 use pageferry_migration::wire::{
-    Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, Role, SessionId,
+    ChannelKey, Frame, FrameHeader, FrameType, HEADER_BYTES, HELLO_BYTES, Hello, HelloReply, Role,
     Setup, Side, Status, VERSION,
 };
 use pageferry_testkit::{LIMIT, wait_for};
@@ -83,7 +83,7 @@ fn another_version_says_so() {
 fn a_peer_that_stops_in_mid_frame_is_noticed() {
     let (address, server) = Peer::start(|mut peer| {
         peer.skip_frame().unwrap();
-        peer.stream.write_all(b"PGFR\x02\x00").unwrap();
+        peer.write(b"PGFR\x02\x00");
     });
     assert_refused(&address, 13, "stopped after");
     server.join().unwrap();
@@ -117,7 +117,7 @@ fn a_frame_too_long_or_of_no_type_is_refused() {
     ] {
         let (address, server) = Peer::start(move |mut peer| {
             peer.skip_frame().unwrap();
-            peer.stream.write_all(bytes).unwrap();
+            peer.write(bytes);
             peer.until_closed();
         });
         assert_refused(&address, 7, part);
@@ -233,9 +233,14 @@ fn strangers_do_not_disturb_a_destination() {
     dir.assert_empty();
 }
 
-fn pair(address: &str) -> Pair {
+/// Opens a session with a destination.
+fn open(address: &str) -> Connection {
     let address: Address = address.parse().unwrap();
-    connect_pair(&address, SessionId::random().unwrap(), LIMIT, &|| false).unwrap()
+    let plain = Protection::Plain(PlainPolicy::LoopbackOnly);
+    let identity = Identity::random().unwrap();
+    let key = ChannelKey::control(1);
+    let opened = dial(&address, &plain, &identity, key, LIMIT, &|| false);
+    opened.unwrap().connection
 }
 
 /// The set-up that a source sends, for a machine of 16 MiB with 2 vCPUs.
@@ -256,6 +261,8 @@ fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
             pages: memory_bytes / 4096,
         }],
         description,
+        bulk_channels: 1,
+        urgent_channels: 1,
     };
     change(&mut setup);
     let mut bytes = Vec::new();
@@ -263,9 +270,9 @@ fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
     bytes
 }
 
-fn send(pair: &Pair, bytes: &[u8]) {
+fn send(control: &Connection, bytes: &[u8]) {
     let wait = Wait::block("test").within(LIMIT);
-    pair.stream.write_all(bytes, &wait).unwrap();
+    control.write_all(bytes, &wait).unwrap();
 }
 
 #[test]
@@ -287,7 +294,7 @@ fn a_source_that_does_not_fit_is_refused() {
     let dir = Dir::new();
     let (process, address) = destination(&dir);
     for (change, part) in cases {
-        let pair = pair(&address);
+        let pair = open(&address);
         send(&pair, &setup(change));
         assert_turned_away(&process, part);
     }
@@ -299,7 +306,7 @@ fn a_source_that_does_not_fit_is_refused() {
 fn a_source_larger_than_this_host_is_refused() {
     let dir = Dir::new();
     let (process, address) = destination(&dir);
-    let pair = pair(&address);
+    let pair = open(&address);
     let bytes = setup(|s| {
         s.memory_bytes = 2 << 40;
         s.regions[0].pages = (3 << 30) / 4096;
@@ -319,7 +326,7 @@ fn a_source_larger_than_this_host_is_refused() {
 
 #[test]
 fn a_source_that_sends_garbage_or_stops_is_told_and_the_next_one_taken() {
-    type Act = fn(&Pair);
+    type Act = fn(&Connection);
     let cases: [(Act, &str); 4] = [
         (|pair| send(pair, &[0xff; 64]), "frame"),
         (
@@ -337,9 +344,7 @@ fn a_source_that_sends_garbage_or_stops_is_told_and_the_next_one_taken() {
                 send(pair, &setup(|_| {}));
                 // The set-up is done before the destination is left alone.
                 let wait = Wait::block("SetupAck").within(LIMIT);
-                pair.stream
-                    .read_exact(&mut [0; HEADER_BYTES], &wait)
-                    .unwrap();
+                pair.read_exact(&mut [0; HEADER_BYTES], &wait).unwrap();
             },
             "stays at the source",
         ),
@@ -347,7 +352,7 @@ fn a_source_that_sends_garbage_or_stops_is_told_and_the_next_one_taken() {
     let dir = Dir::new();
     let (process, address) = destination(&dir);
     for (act, part) in cases {
-        let pair = pair(&address);
+        let pair = open(&address);
         act(&pair);
         drop(pair);
         assert_turned_away(&process, part);
@@ -380,12 +385,12 @@ fn sessions_that_say_nothing_do_not_keep_a_source_out() {
     let dir = Dir::new();
     let (process, address) = destination(&dir);
     // Both connections accepted, or one of them, and then silence.
-    let pairs: Vec<_> = (0..3).map(|_| pair(&address)).collect();
+    let pairs: Vec<_> = (0..3).map(|_| open(&address)).collect();
     let halves: Vec<_> = (0..3)
         .map(|_| {
             let mut stream = TcpStream::connect(&address).unwrap();
             stream.set_read_timeout(Some(LIMIT)).unwrap();
-            let hello = Hello::ours(Role::Stream, SessionId::random().unwrap());
+            let hello = Hello::ours(ChannelKey::control(1), Identity::random().unwrap().session);
             stream.write_all(&hello.encode()).unwrap();
             stream.read_exact(&mut [0; HELLO_BYTES]).unwrap();
             stream
@@ -423,13 +428,11 @@ fn a_vm_above_the_limits_is_refused_with_the_limit() {
 fn a_source_that_meets_a_busy_destination_tries_again() {
     let destination = Destination::start(&[]);
     // Set up, and then silent: the destination serves it until it leaves.
-    let address: Address = destination.address.parse().unwrap();
-    let session = SessionId::random().unwrap();
-    let first = connect_pair(&address, session, LIMIT, &|| false).unwrap();
+    let first = open(&destination.address);
     send(&first, &setup(|_| {}));
     let wait = Wait::block("SetupAck").within(LIMIT);
     let mut ack = [0; HEADER_BYTES];
-    first.stream.read_exact(&mut ack, &wait).unwrap();
+    first.read_exact(&mut ack, &wait).unwrap();
     let source = Source::start("16M");
     let migrate = source.migrate(&destination.address);
     destination.process.wait_until_said("busy");
@@ -443,9 +446,7 @@ fn a_source_that_meets_a_busy_destination_tries_again() {
 #[test]
 fn a_destination_whose_source_left_stops_to_allocate() {
     let destination = Destination::start(&[]);
-    let address: Address = destination.address.parse().unwrap();
-    let session = SessionId::random().unwrap();
-    let pair = connect_pair(&address, session, LIMIT, &|| false).unwrap();
+    let pair = open(&destination.address);
     let memory: u64 = 3 << 30;
     let bytes = setup(|s| {
         s.memory_bytes = memory;
@@ -456,8 +457,8 @@ fn a_destination_whose_source_left_stops_to_allocate() {
     send(&pair, &bytes);
     let wait = Wait::block("SetupAck").within(LIMIT);
     let mut ack = [0; HEADER_BYTES];
-    pair.stream.read_exact(&mut ack, &wait).unwrap();
-    let header = FrameHeader::decode(&ack, Side::Destination).unwrap();
+    pair.read_exact(&mut ack, &wait).unwrap();
+    let header = FrameHeader::decode(&ack, Side::Destination, Role::Control).unwrap();
     assert_eq!(header.frame_type, FrameType::SetupAck);
     // The destination acknowledges at once, and reports the allocation's progress meanwhile.
     let progress = wait_for("the progress of the allocation", || {
@@ -518,13 +519,13 @@ fn too_many_userfaultfds_for_an_offered_vm_are_told_to_both() {
 #[test]
 fn a_vm_whose_destination_is_lost_in_postcopy_is_kept_paused_until_it_is_ended() {
     let (address, peer) = Peer::start(|mut peer| {
-        peer.until_switch_over();
-        peer.send(&Frame::Running { started_at_ns: 1 });
-        peer.skip_frame();
+        peer.until_handed_over();
         // Gone, as after a power failure of its host.
     });
     let source = Source::start("16M");
-    let ended = source.migrate(&address).end();
+    let ended = source
+        .migrate_with(&address, &["--give-up-after", "1s"])
+        .end();
     ended.assert_failed(10, "stays paused at the source");
     peer.join().unwrap();
     let status = wait_for("the state given-up", || {

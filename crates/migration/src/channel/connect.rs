@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use super::connection::is_loopback;
 use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
@@ -40,6 +41,20 @@ impl Connection {
                 }
                 Err(failure.expect("a host that was found has an address"))
             }
+        }
+    }
+}
+
+/// Whether `address` is on this host: a unix socket, or a host whose addresses are all loopback.
+///
+/// # Errors
+/// [`OpenError::Unresolved`].
+pub fn is_local(address: &Address) -> Result<bool, OpenError> {
+    match address {
+        Address::Unix(_) => Ok(true),
+        Address::Tcp { host, port } => {
+            let found = resolve(host, *port)?;
+            Ok(found.iter().all(|found| is_loopback(found.ip())))
         }
     }
 }

@@ -1,28 +1,33 @@
 #![expect(
     unsafe_code,
-    reason = "passes on the contracts of sending from and receiving into memory given by address"
+    reason = "passes on the contracts of receiving into memory given by address"
 )]
-//! One connection to the peer.
+//! One connection to the peer: its socket, and reading.
 
 use rustix::event::PollFlags;
-use rustix::net::{Shutdown, sockopt};
-use std::io::{self, IoSlice};
+use rustix::net::{RecvFlags, Shutdown, sockopt};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::raw::{Cursor, RawSlice, of_io_slices};
+use super::raw::{Cursor, RawSlice};
+use super::tls::Session;
 use super::wait::Waiter;
 use super::{ChannelError, Wait};
 use crate::wire::WireError;
 
-/// A connected stream socket, TCP or unix.
+/// A connected stream socket, TCP or unix, with TLS or without.
 ///
 /// All methods take `&self`: one thread may read while another writes. Callers must not let two
-/// threads read at once, nor write at once. Only [`send_small`](Self::send_small) may run in
-/// several threads.
+/// threads read at once, nor write at once.
 #[derive(Debug)]
 pub struct Connection {
-    socket: OwnedFd,
+    pub(super) socket: OwnedFd,
     peer: String,
+    local: bool,
+    /// The lock is held for one step of [`Session`], which never waits.
+    pub(super) tls: Option<Box<Mutex<Session>>>,
 }
 
 impl Connection {
@@ -31,7 +36,13 @@ impl Connection {
         if tcp {
             sockopt::set_tcp_nodelay(&socket, true)?;
         }
-        Ok(Self { socket, peer })
+        let local = !tcp || peer_address(&socket).is_some_and(|peer| is_loopback(peer.ip()));
+        Ok(Self {
+            socket,
+            peer,
+            local,
+            tls: None,
+        })
     }
 
     /// Returns two connected unix sockets of this process.
@@ -51,6 +62,12 @@ impl Connection {
     #[must_use]
     pub fn peer(&self) -> &str {
         &self.peer
+    }
+
+    /// Whether the peer is on this host: it has a unix socket or a loopback address.
+    #[must_use]
+    pub const fn is_local(&self) -> bool {
+        self.local
     }
 
     /// Requests socket buffers of these sizes in bytes. The kernel doubles them. Above its limits
@@ -77,6 +94,9 @@ impl Connection {
 
     /// Ends the sending direction. The kernel still delivers earlier bytes, and reading continues.
     pub fn shutdown_write(&self) {
+        if let Some(mut session) = self.session() {
+            session.close_write(self.socket.as_fd());
+        }
         // As in `shutdown`.
         let _ = rustix::net::shutdown(&self.socket, Shutdown::Write);
     }
@@ -111,8 +131,8 @@ impl Connection {
         let mut waiter = Waiter::new(wait);
         while cursor.left() > 0 {
             // SAFETY: the caller's contract is that of `receive`.
-            let moved = unsafe { cursor.receive(self.socket.as_fd()) };
-            if self.handle_result(moved, &mut waiter, wait, PollFlags::IN)? == Some(0) {
+            let moved = unsafe { self.receive(&mut cursor) };
+            if self.handle_result(moved, &mut waiter, wait)? == Some(0) {
                 let got = needed - cursor.left();
                 return Err(match got {
                     0 if !wait.mid_message => ChannelError::Closed { what: wait.what },
@@ -145,12 +165,12 @@ impl Connection {
         let mut cursor = Cursor::new(&pieces);
         loop {
             // SAFETY: `buf` is borrowed exclusively for the whole call.
-            match unsafe { cursor.receive(self.socket.as_fd()) } {
+            match unsafe { self.receive(&mut cursor) } {
                 Ok(0) => return Err(ChannelError::Closed { what }),
                 Ok(bytes) => return Ok(Some(bytes)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => return Err(ChannelError::Lost { what, source }),
+                Err(error) => return Err(ChannelError::from_io(what, error)),
             }
         }
     }
@@ -162,11 +182,8 @@ impl Connection {
     /// `TimedOut`, `Interrupted`, `Lost`.
     pub fn wait_readable(&self, wait: &Wait<'_>) -> Result<(), ChannelError> {
         let mut waiter = Waiter::new(wait);
-        let mut byte = [0];
         loop {
-            let flags = rustix::net::RecvFlags::PEEK | rustix::net::RecvFlags::DONTWAIT;
-            let peeked = rustix::net::recv(&self.socket, &mut byte, flags);
-            match peeked.map_err(io::Error::from) {
+            match self.peek() {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     waiter.wait(self.socket.as_fd(), PollFlags::IN)?;
                 }
@@ -176,91 +193,53 @@ impl Connection {
         }
     }
 
-    /// Sends all of `bytes`.
-    ///
-    /// # Errors
-    /// `TimedOut`, `Interrupted` (some bytes may have been sent), `Lost`.
-    pub fn write_all(&self, bytes: &[u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
-        // SAFETY: `bytes` is borrowed for the whole call.
-        unsafe { self.write_all_raw(&[RawSlice::of(bytes)], wait) }
+    /// Whether [`recv_pending`](Self::recv_pending) may return bytes that poll(2) does not see,
+    /// since they have left the socket. A caller that polls the descriptor must ask this first.
+    /// Always false without TLS.
+    #[must_use]
+    pub fn has_pending(&self) -> bool {
+        self.session().is_some_and(|session| session.has_pending())
     }
 
-    /// Sends all slices, in order.
-    ///
-    /// # Errors
-    /// Those of [`write_all`](Self::write_all).
-    pub fn write_all_vectored(
-        &self,
-        slices: &[IoSlice<'_>],
-        wait: &Wait<'_>,
-    ) -> Result<(), ChannelError> {
-        // SAFETY: the slices are borrowed for the whole call.
-        unsafe { self.write_all_raw(of_io_slices(slices), wait) }
-    }
-
-    /// Sends all pieces in order, without copying them first.
-    ///
-    /// # Errors
-    /// Those of [`write_all`](Self::write_all).
-    ///
-    /// # Safety
-    /// Each piece is mapped, readable memory and stays mapped until the call returns. Other threads
-    /// may write it meanwhile. The peer then receives a mixture of old and new bytes, which fits no
-    /// checksum.
-    pub unsafe fn write_all_raw(
-        &self,
-        pieces: &[RawSlice],
-        wait: &Wait<'_>,
-    ) -> Result<(), ChannelError> {
-        let mut cursor = Cursor::new(pieces);
-        let mut waiter = Waiter::new(wait);
-        while cursor.left() > 0 {
-            // SAFETY: the caller's contract is that of `send`.
-            let moved = unsafe { cursor.send(self.socket.as_fd()) };
-            self.handle_result(moved, &mut waiter, wait, PollFlags::OUT)?;
+    /// Returns an error of the kind `WouldBlock` if a read would return no bytes and no error.
+    fn peek(&self) -> io::Result<()> {
+        if let Some(mut session) = self.session() {
+            return session.look(self.socket.as_fd());
         }
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        rustix::net::recv(&self.socket, &mut [0; 1], flags)?;
         Ok(())
     }
 
-    /// Sends a small message in one system call. Several threads may send at once without a lock.
-    /// The kernel takes the whole message, or nothing of it if its buffer is full. Then this waits
-    /// and retries.
+    /// Receives the bytes that have arrived into the pieces, without waiting. Returns 0 if the peer
+    /// closed.
     ///
-    /// TCP does not guarantee this for any length. It cuts a small message only if the buffer fills
-    /// up within it. Then this shuts the connection down, so that the peer never misreads the rest.
-    ///
-    /// # Errors
-    /// [`ChannelError::Torn`] in that case, `TimedOut`, `Interrupted`, `Lost`.
-    pub fn send_small(&self, bytes: &[u8], wait: &Wait<'_>) -> Result<(), ChannelError> {
-        let pieces = [RawSlice::of(bytes)];
-        let mut waiter = Waiter::new(wait);
-        loop {
-            let mut cursor = Cursor::new(&pieces);
-            // SAFETY: `bytes` is borrowed for the whole call.
-            let moved = unsafe { cursor.send(self.socket.as_fd()) };
-            match self.handle_result(moved, &mut waiter, wait, PollFlags::OUT)? {
-                None => {}
-                Some(sent) if sent == bytes.len() => return Ok(()),
-                Some(sent) => {
-                    self.shutdown();
-                    return Err(ChannelError::Torn {
-                        what: wait.what,
-                        sent,
-                        len: bytes.len(),
-                    });
-                }
-            }
+    /// # Safety
+    /// As in [`read_exact_raw`](Self::read_exact_raw).
+    unsafe fn receive(&self, cursor: &mut Cursor<'_>) -> io::Result<usize> {
+        let fd = self.socket.as_fd();
+        match self.session() {
+            // SAFETY: the caller's contract is that of `Cursor::receive`.
+            None => unsafe { cursor.receive(fd) },
+            // SAFETY: the caller's contract is that of `Session::receive`.
+            Some(mut session) => unsafe { session.receive(fd, cursor) },
         }
     }
 
-    /// Handles a call's result. Returns the bytes moved (0 if the peer closed), or `None` after a
+    /// Locks the TLS state, if there is one.
+    pub(super) fn session(&self) -> Option<MutexGuard<'_, Session>> {
+        // No step leaves a half-changed state behind if it panics: the connection then only fails.
+        let tls = self.tls.as_ref()?;
+        Some(tls.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Handles a read's result. Returns the bytes moved (0 if the peer closed), or `None` after a
     /// wait.
     fn handle_result(
         &self,
         moved: io::Result<usize>,
         waiter: &mut Waiter<'_>,
         wait: &Wait<'_>,
-        events: PollFlags,
     ) -> Result<Option<usize>, ChannelError> {
         match moved {
             Ok(bytes) => {
@@ -269,15 +248,23 @@ impl Connection {
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(None),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                waiter.wait(self.socket.as_fd(), events)?;
+                waiter.wait(self.socket.as_fd(), PollFlags::IN)?;
                 Ok(None)
             }
-            Err(source) => Err(ChannelError::Lost {
-                what: wait.what,
-                source,
-            }),
+            Err(error) => Err(ChannelError::from_io(wait.what, error)),
         }
     }
+}
+
+/// Returns the address of a TCP socket's peer.
+pub(super) fn peer_address(socket: &OwnedFd) -> Option<SocketAddr> {
+    let peer = rustix::net::getpeername(socket).ok().flatten()?;
+    SocketAddr::try_from(peer).ok()
+}
+
+/// Whether an address is of this host only. An IPv4 address may be written as an IPv6 one.
+pub(super) const fn is_loopback(address: IpAddr) -> bool {
+    address.to_canonical().is_loopback()
 }
 
 impl AsFd for Connection {

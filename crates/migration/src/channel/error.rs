@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::TlsError;
 use crate::address::Address;
 use crate::wire::WireError;
 
@@ -25,8 +26,8 @@ pub enum ChannelError {
         /// The error of the kernel.
         source: io::Error,
     },
-    /// The operation did not complete within its limit.
-    #[error("{what}: not complete after {} ms", after.as_millis())]
+    /// No byte moved for as long as the limit.
+    #[error("{what}: no progress for {} ms", after.as_millis())]
     TimedOut {
         /// The message that was sent or received.
         what: &'static str,
@@ -39,23 +40,42 @@ pub enum ChannelError {
         /// The message that was sent or received.
         what: &'static str,
     },
-    /// A message of [`Connection::send_small`](super::Connection::send_small) was sent in part. The
-    /// connection was shut down, since the peer would misread any later message.
-    #[error("{what}: only {sent} of {len} bytes fitted; the connection was shut down")]
-    Torn {
-        /// The message.
-        what: &'static str,
-        /// The number of bytes sent.
-        sent: usize,
-        /// The length of the message in bytes.
-        len: usize,
-    },
+    /// TLS failed, or refused the peer.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// The peer stopped in the middle of a message ([`WireError::Truncated`]).
     #[error(transparent)]
     Wire(#[from] WireError),
     /// A socket could not be opened.
     #[error(transparent)]
     Open(#[from] OpenError),
+}
+
+impl ChannelError {
+    /// Returns the variant for an error of a socket, or of the TLS on it.
+    pub(super) fn from_io(what: &'static str, source: io::Error) -> Self {
+        match source.downcast::<TlsError>() {
+            Ok(error) => Self::Tls(error),
+            Err(source) => Self::Lost { what, source },
+        }
+    }
+}
+
+/// A descriptor that the caller handed in cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum AdoptError {
+    /// It is not a stream socket.
+    #[error("the descriptor is not a stream socket: expected TCP or a unix stream socket")]
+    NotAStream,
+    /// It is a stream socket, but is not connected.
+    #[error("the socket is not connected: expected one that is connected to the peer")]
+    NotConnected,
+    /// It is a stream socket, but does not listen.
+    #[error("the socket does not listen: expected one after listen(2)")]
+    NotListening,
+    /// Another error.
+    #[error("the descriptor cannot be used: {0}")]
+    Os(#[from] io::Error),
 }
 
 /// A socket could not be opened.

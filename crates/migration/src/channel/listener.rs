@@ -10,6 +10,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::connect::{resolve, stream_socket};
+use super::connection::peer_address;
 use super::wait::Waiter;
 use super::{ChannelError, Connection, OpenError, Wait};
 use crate::address::Address;
@@ -23,7 +24,8 @@ const BACKLOG: i32 = 64;
 pub struct Listener {
     socket: OwnedFd,
     address: Address,
-    file: Option<SocketFile>,
+    /// Removes the file when it is dropped.
+    _file: Option<SocketFile>,
 }
 
 /// The file of a unix socket. Device and inode distinguish it from a later file of the same name.
@@ -47,6 +49,15 @@ impl Drop for SocketFile {
 }
 
 impl Listener {
+    /// Returns a listener without a file of its own.
+    pub(super) const fn of_parts(socket: OwnedFd, address: Address) -> Self {
+        Self {
+            socket,
+            address,
+            _file: None,
+        }
+    }
+
     /// Listens on `address`. Of a host's addresses it takes the first that works.
     ///
     /// # Errors
@@ -84,7 +95,7 @@ impl Listener {
                 host: bound.ip().to_string(),
                 port: bound.port(),
             },
-            file: None,
+            _file: None,
         })
     }
 
@@ -110,7 +121,7 @@ impl Listener {
         Ok(Self {
             socket,
             address: address.clone(),
-            file: Some(file),
+            _file: Some(file),
         })
     }
 
@@ -143,7 +154,7 @@ impl Listener {
         loop {
             match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok(socket) => {
-                    let tcp = self.file.is_none();
+                    let tcp = matches!(self.address, Address::Tcp { .. });
                     let peer = peer_name(&socket, &self.address);
                     // A connection that was reset already is dropped without an error.
                     if let Ok(connection) = Connection::adopt(socket, peer, tcp) {
@@ -192,11 +203,7 @@ fn occupied(address: &Address, path: &Path) -> OpenError {
 }
 
 fn peer_name(socket: &OwnedFd, local: &Address) -> String {
-    let resolved = rustix::net::getpeername(socket)
-        .ok()
-        .flatten()
-        .and_then(|any| SocketAddr::try_from(any).ok());
-    resolved.map_or_else(|| local.to_string(), |address| address.to_string())
+    peer_address(socket).map_or_else(|| local.to_string(), |address| address.to_string())
 }
 
 impl AsFd for Listener {

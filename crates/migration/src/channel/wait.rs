@@ -25,7 +25,8 @@ pub enum WaitPolicy {
     },
 }
 
-/// The rules for the waits of an operation. Each operation starts its limit anew.
+/// The rules for the waits of an operation. The limit measures silence: it counts anew from the
+/// start of each operation and from every byte that moves.
 ///
 /// ```
 /// use pageferry_migration::channel::Wait;
@@ -70,17 +71,10 @@ impl<'a> Wait<'a> {
         self.with_policy(WaitPolicy::Spin { for_micros })
     }
 
-    /// Sets a limit for the whole operation, counted from its start.
+    /// Sets the longest time without progress. Every byte that moves starts it anew.
     #[must_use]
     pub const fn within(mut self, limit: Duration) -> Self {
         self.limit = Some(limit);
-        self
-    }
-
-    /// Shortens the limit by `spent`.
-    #[must_use]
-    pub(crate) fn less(mut self, spent: Duration) -> Self {
-        self.limit = self.limit.map(|limit| limit.saturating_sub(spent));
         self
     }
 
@@ -115,7 +109,7 @@ impl core::fmt::Debug for Wait<'_> {
 /// wait.
 pub(super) struct Waiter<'a> {
     wait: &'a Wait<'a>,
-    started: Option<Instant>,
+    silent_since: Option<Instant>,
     spinner: Option<Spinner>,
     tries: u32,
 }
@@ -124,14 +118,15 @@ impl<'a> Waiter<'a> {
     pub(super) const fn new(wait: &'a Wait<'a>) -> Self {
         Self {
             wait,
-            started: None,
+            silent_since: None,
             spinner: None,
             tries: 0,
         }
     }
 
-    /// Starts the spin time anew, after bytes were moved.
+    /// Starts the limit and the spin time anew, after bytes were moved.
     pub(super) const fn progressed(&mut self) {
+        self.silent_since = None;
         self.spinner = None;
     }
 
@@ -142,9 +137,9 @@ impl<'a> Waiter<'a> {
         events: PollFlags,
     ) -> Result<(), ChannelError> {
         let now = Instant::now();
-        let started = *self.started.get_or_insert(now);
+        let silent_since = *self.silent_since.get_or_insert(now);
         if let Some(limit) = self.wait.limit
-            && now - started >= limit
+            && now - silent_since >= limit
         {
             return Err(ChannelError::TimedOut {
                 what: self.wait.what,
@@ -165,7 +160,7 @@ impl<'a> Waiter<'a> {
             return Ok(());
         }
         self.check_stop()?;
-        let left = self.wait.limit.map(|limit| limit - (now - started));
+        let left = self.wait.limit.map(|limit| limit - (now - silent_since));
         let pause = match (left, self.wait.stop) {
             (Some(left), Some(_)) => Some(left.min(STOP_CHECK)),
             (None, Some(_)) => Some(STOP_CHECK),

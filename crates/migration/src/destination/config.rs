@@ -1,9 +1,11 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
+use crate::channel::TlsFiles;
 use crate::error::MigrationError;
+use crate::handshake::PlainPolicy;
+use crate::limits::Limits;
 use pageferry_machine::{ArmOptions, Delivery, Engine};
 use std::fmt;
-use std::time::Duration;
 
 /// The destination's configuration.
 #[derive(Clone, Debug)]
@@ -18,10 +20,12 @@ pub struct DestinationConfig {
     /// Whether to allocate all memory before the switch-over, so that no urgent page waits for the
     /// host's allocator. Otherwise pages that were never written take no memory.
     pub allocate: bool,
-    /// The longest wait for the source's offer after the handshake.
-    pub handshake_limit: Duration,
-    /// The longest silence of a source that has more to send.
-    pub silence_limit: Duration,
+    /// The limits of silence.
+    pub limits: Limits,
+    /// The files for TLS. `None`: without TLS.
+    pub tls: Option<TlsFiles>,
+    /// Where channels without TLS may come from.
+    pub plain: PlainPolicy,
 }
 
 impl Default for DestinationConfig {
@@ -31,8 +35,9 @@ impl Default for DestinationConfig {
             userfaultfds: 1,
             fault_readers: 1,
             allocate: true,
-            handshake_limit: Duration::from_secs(5),
-            silence_limit: Duration::from_secs(20),
+            limits: Limits::default(),
+            tls: None,
+            plain: PlainPolicy::default(),
         }
     }
 }

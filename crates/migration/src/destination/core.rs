@@ -14,24 +14,28 @@
 //! 4. It clears the missing bit by `PageStates::arrive` (release).
 //! 5. It wakes the threads that sleep until this page arrives ([`Waiters`]).
 //!
-//! Replies on the urgent connection are read by a waiting thread that finds no other reader. The
-//! mutex `urgent` is only ever tried. A vCPU that waits alone reads its own reply. No other thread
-//! has to wake between the fault and the guest.
+//! Replies on urgent channels are read by a waiting thread that finds no other reader
+//! ([`super::urgent`]). A vCPU that waits alone reads its own reply. No other thread has to wake
+//! between the fault and the guest. A vCPU whose channels are all lost waits on: the page stays
+//! requested, and the supervisor repeats the request.
 
 use super::collapse::Collapser;
+use super::shared::Letter;
 use super::stalls::Stalls;
-use super::urgent::UrgentReader;
+use super::urgent::UrgentChannel;
+use crate::bell::Bell;
 use crate::channel::Spinner;
 use crate::error::MigrationError;
-use crate::link::UrgentLink;
+use crate::mailbox::Mailbox;
+use crate::protocol_error::ProtocolError;
 use crate::sync::{AtomicBool, AtomicU64, Ordering, fence};
-use crate::wire::{PAGE_BYTES, UrgentMessage, WireError};
+use crate::wire::{PAGE_BYTES, UrgentMessage};
 use pageferry_addr::RamPage;
 use pageferry_machine::Machine;
 use pageferry_userfault::{Claim, PageBitmap, PageStates, Waiters};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::Duration;
 
@@ -49,39 +53,44 @@ const VMM_SLOTS: usize = 8;
 pub(super) struct Core {
     pub(super) machine: Arc<dyn Machine>,
     pub(super) states: PageStates,
-    pub(super) link: UrgentLink,
+    pub(super) urgent: Box<[UrgentChannel]>,
+    pub(super) letters: Arc<Mailbox<Letter>>,
     pub(super) stalls: Stalls,
     /// The number of pages that the host maps together.
     unit: usize,
     /// Makes huge pages of the ranges of memory that are all here.
     collapser: OnceLock<Collapser>,
     placing: PageBitmap,
-    urgent: Mutex<UrgentReader>,
     waiters: Waiters,
     /// The vCPUs' threads, by slot.
     threads: Box<[OnceLock<Thread>]>,
     /// VMM threads that wait for pages now. Their slots follow those of the vCPUs.
     vmm: [Mutex<Option<Thread>>; VMM_SLOTS],
-    /// The slot + 1 of the thread that sleeps on the urgent connection, or 0.
+    /// The slot + 1 of the thread that sleeps on the urgent channels, or 0.
     reader: AtomicU64,
-    wake_event: OwnedFd,
+    wake_event: Bell,
+    /// Whether the source has handed the VM over: before that, it answers no requests.
+    handed_over: AtomicBool,
     failed: AtomicBool,
     failure: Mutex<Option<MigrationError>>,
-    /// The number of pages that arrived on the urgent connection.
+    /// The number of pages that arrived on urgent channels.
     pub(super) urgent_pages: AtomicU64,
+    /// The number of missing pages, from the switch-over on.
+    left: AtomicU64,
+    /// The number of threads that wait for missing pages.
+    pub(super) waiting: AtomicU64,
 }
 
 impl Core {
     pub(super) fn new(
         machine: Arc<dyn Machine>,
         missing: Arc<PageBitmap>,
-        link: UrgentLink,
+        letters: Arc<Mailbox<Letter>>,
         vcpus: usize,
+        urgent_channels: u16,
     ) -> Result<Self, MigrationError> {
         let pages = machine.ram().pages();
         let unit = machine.ram().backing().page_size().pages() as usize;
-        let wake_event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| MigrationError::os("cannot create an eventfd", e))?;
         Ok(Self {
             machine,
             unit,
@@ -89,16 +98,19 @@ impl Core {
             states: PageStates::try_new(missing)?,
             stalls: Stalls::new(vcpus),
             placing: PageBitmap::try_new(pages as usize)?,
-            urgent: Mutex::new(UrgentReader::new(pages)),
+            urgent: (0..urgent_channels).map(|_| UrgentChannel::new()).collect(),
+            letters,
             waiters: Waiters::new(vcpus + VMM_SLOTS),
             threads: (0..vcpus).map(|_| OnceLock::new()).collect(),
             vmm: Default::default(),
             reader: AtomicU64::new(0),
-            wake_event,
+            wake_event: Bell::new()?,
+            handed_over: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             urgent_pages: AtomicU64::new(0),
-            link,
+            left: AtomicU64::new(0),
+            waiting: AtomicU64::new(0),
         })
     }
 
@@ -110,6 +122,7 @@ impl Core {
             collapser.stop();
         }
         self.wake_all();
+        self.letters.post(Letter::Failed);
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -120,23 +133,84 @@ impl Core {
         lock(&self.failure).take()
     }
 
-    /// Requests `page` from the source, by one write and without a lock. Each vCPU and each fault
-    /// event has at most one request in flight, each VMM thread a few, and each fault thread a
-    /// window of them for huge pages (`pieces`). So the socket's buffer has room.
-    pub(super) fn request(&self, page: RamPage) -> Result<(), MigrationError> {
-        self.link.send_small(&UrgentMessage::request(page))
+    /// The size of memory in pages.
+    pub(super) fn pages(&self) -> u64 {
+        self.machine.ram().pages()
     }
 
-    /// Takes the `placing` bits of `pages` pages from `first`.
+    /// Requests `page` from the source without waiting, on the urgent channel `prefer` or the next
+    /// that is open. If none is open, or before `Go`, the page stays requested: see
+    /// [`Self::repeat_requests`].
+    pub(super) fn request(&self, page: RamPage, prefer: usize) {
+        // The caller has claimed the page. If this thread misses the hand-over, `begin_requests`
+        // finds the claim.
+        fence(Ordering::SeqCst);
+        if !self.handed_over.load(Ordering::SeqCst) {
+            return;
+        }
+        let all = self.urgent.len();
+        let _ = (0..all).any(|next| self.urgent[(prefer + next) % all].request(page));
+    }
+
+    /// The source has handed the VM over. Sends the requests of VMM threads that did not wait for
+    /// that.
+    pub(super) fn begin_requests(&self) {
+        self.handed_over.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        self.repeat_requests();
+    }
+
+    /// Requests again every page that was requested and has not come. The source answers each of
+    /// its unsent pages once.
+    pub(super) fn repeat_requests(&self) {
+        let mut from = 0;
+        while let Some(page) = self.states.next_outstanding(from) {
+            self.request(page, page.index());
+            from = page.index() + 1;
+        }
+        self.pump();
+    }
+
+    /// Takes the `placing` bits of `pages` pages from `first`, which must be missing.
     pub(super) fn begin_placing(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
         let range = first.index()..(first.0 + pages) as usize;
         let missing = self.states.missing().count_range(range.clone());
         if missing as u64 == pages && self.placing.set_range(range) as u64 == pages {
             return Ok(());
         }
-        Err(MigrationError::Peer(format!(
-            "it sent page {first} (or one of the {pages} from there) that was not missing, or sent it twice"
-        )))
+        Err(ProtocolError::NotMissing { first, pages }.into())
+    }
+
+    /// Takes the `placing` bits of pages that no vCPU can reach yet.
+    pub(super) fn begin_filling(&self, first: RamPage, pages: u64) -> Result<(), MigrationError> {
+        let range = first.index()..(first.0 + pages) as usize;
+        if self.placing.set_range(range) as u64 == pages {
+            return Ok(());
+        }
+        Err(ProtocolError::NotMissing { first, pages }.into())
+    }
+
+    /// Gives back the `placing` bits of pages that are still missing, or that may be filled again.
+    pub(super) fn end_placing(&self, first: RamPage, pages: u64) {
+        self.placing
+            .clear_range(first.index()..(first.0 + pages) as usize);
+    }
+
+    /// Gives back the `placing` bits of all missing pages. No thread places any now.
+    pub(super) fn end_all_placing(&self) {
+        for run in runs(self.states.missing()) {
+            self.end_placing(RamPage(run.start), run.end - run.start);
+        }
+    }
+
+    /// The missing pages are final: from now on they are counted down.
+    pub(super) fn begin_counting(&self) {
+        self.left.store(self.missing(), Ordering::Release);
+    }
+
+    /// The number of missing pages, from the switch-over on.
+    pub(super) fn left(&self) -> u64 {
+        self.left.load(Ordering::Acquire)
     }
 
     /// Makes pages visible to vCPUs. Their bytes are in place and verified.
@@ -148,8 +222,11 @@ impl Core {
 
     /// Marks installed pages as present, and wakes their waiters.
     pub(super) fn made_present(&self, first: RamPage, pages: u64) {
-        // The result is not needed: `Waiters` knows the sleepers, and a spinner needs no wake-up.
-        let _ = self.states.arrive(first, pages as usize);
+        // `Waiters` knows the sleepers, and a spinner needs no wake-up.
+        let arrived = self.states.arrive(first, pages as usize).newly as u64;
+        if self.left.fetch_sub(arrived, Ordering::AcqRel) == arrived {
+            self.letters.post(Letter::AllHere);
+        }
         self.close_stalls(first, pages);
         self.waiters
             .arrived(first.0..first.0 + pages, |slot| self.wake(slot));
@@ -203,8 +280,8 @@ impl Core {
         Ok(())
     }
 
-    /// Places one page that arrived on the urgent connection.
-    fn place_urgent(
+    /// Places one page that arrived on an urgent channel.
+    pub(super) fn place_urgent(
         &self,
         message: &UrgentMessage,
         bytes: Option<&[u8; PAGE_BYTES]>,
@@ -234,17 +311,10 @@ impl Core {
         Ok(())
     }
 
-    /// Reads the replies that have arrived, unless another thread does. Returns the number of
-    /// pages.
-    pub(super) fn pump(&self) -> Result<usize, MigrationError> {
-        let mut reader = match self.urgent.try_lock() {
-            Ok(reader) => reader,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return Ok(0),
-        };
-        reader.pump(&self.link, |message, bytes| {
-            self.place_urgent(message, bytes)
-        })
+    /// Sends queued requests and reads the replies that have arrived, unless other threads do.
+    /// Returns the number of pages.
+    pub(super) fn pump(&self) -> usize {
+        self.urgent.iter().map(|channel| channel.pump(self)).sum()
     }
 
     /// Makes the calling vCPU thread the owner of `slot`, for wake-ups.
@@ -284,8 +354,7 @@ impl Core {
     }
 
     fn signal_reader(&self) {
-        // A full eventfd is readable too.
-        let _ = rustix::io::write(&self.wake_event, &1u64.to_ne_bytes());
+        self.wake_event.ring();
     }
 
     /// Wakes all sleepers, for a pause, a failure or the end.
@@ -313,7 +382,7 @@ impl Core {
         };
         self.waiters.announce(slot, page.0);
         let me = slot as u64 + 1;
-        // One of the sleepers polls the connection. It wakes the others.
+        // One of the sleepers polls the channels. It wakes the others.
         let reads = self
             .reader
             .compare_exchange(0, me, Ordering::SeqCst, Ordering::SeqCst)
@@ -330,9 +399,9 @@ impl Core {
         if reads {
             // Only the signalled thread empties the eventfd, so that no other thread takes its
             // signal.
-            let _ = rustix::io::read(&self.wake_event, &mut [0; 8]);
+            self.wake_event.hush();
             self.reader.store(0, Ordering::SeqCst);
-            // A thread that still sleeps must poll the connection now.
+            // A thread that still sleeps must poll the channels now.
             if let Some((next_reader, _)) = self.waiters.asleep().next() {
                 self.wake(next_reader);
             }
@@ -341,18 +410,25 @@ impl Core {
     }
 
     /// Sleeps until `fd` is readable, or [`SLEEP_LIMIT`] is over. With `replies` it also polls the
-    /// urgent connection.
+    /// urgent channels.
     pub(super) fn poll(&self, fd: BorrowedFd<'_>, replies: bool) -> Result<(), MigrationError> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(fd, PollFlags::IN),
-            PollFd::from_borrowed_fd(self.link.fd(), PollFlags::IN),
-        ];
+        let watched = if replies { &self.urgent[..] } else { &[] };
+        let connections: Vec<_> = watched
+            .iter()
+            .filter_map(UrgentChannel::connection)
+            .collect();
+        let mut fds = Vec::with_capacity(1 + connections.len());
+        fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        fds.extend(
+            connections
+                .iter()
+                .map(|connection| PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)),
+        );
         let nap = Timespec {
             tv_sec: 0,
             tv_nsec: SLEEP_LIMIT.subsec_nanos().into(),
         };
-        let watched = if replies { &mut fds[..] } else { &mut fds[..1] };
-        match poll(watched, Some(&nap)) {
+        match poll(&mut fds, Some(&nap)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(e) => Err(MigrationError::os("cannot wait for pages", e)),
         }
@@ -361,16 +437,12 @@ impl Core {
     /// Requests a page that no vCPU waits for. Reads replies until the page arrives, for at most
     /// [`FETCH_LIMIT`].
     pub(super) fn fetch(&self, page: RamPage) {
-        if self.states.claim(page) == Claim::Mine
-            && let Err(error) = self.request(page)
-        {
-            return self.fail(error);
+        if self.states.claim(page) == Claim::Mine {
+            self.request(page, 0);
         }
         let spinner = Spinner::new(FETCH_LIMIT);
         while self.states.is_missing(page) && spinner.spin() {
-            if let Err(error) = self.pump() {
-                return self.fail(error);
-            }
+            self.pump();
         }
     }
 
@@ -390,11 +462,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns the error for a reply of a kind that a source never sends.
-pub(super) fn not_a_reply(kind: u8) -> MigrationError {
-    MigrationError::Wire(WireError::BadField {
-        what: "urgent reply",
-        field: "kind",
-        value: kind.into(),
+/// The runs of pages whose bits are set.
+pub(super) fn runs(pages: &PageBitmap) -> impl Iterator<Item = std::ops::Range<u64>> {
+    let mut at = 0;
+    std::iter::from_fn(move || {
+        let run = pages.next_run(at, usize::MAX)?;
+        at = run.end;
+        Some(run.start as u64..run.end as u64)
     })
 }

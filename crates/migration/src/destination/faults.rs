@@ -55,7 +55,7 @@ fn serve(
         // reply. Fault threads read replies only while a thread sleeps in the kernel.
         let replies = core.stalls.any_open();
         if replies {
-            busy |= core.pump()? > 0;
+            busy |= core.pump() > 0;
         }
         if busy {
             spinner = Spinner::new(SPIN);
@@ -88,7 +88,11 @@ fn handle_event(core: &Core, event: FaultEvent, pieces: &mut Pieces) -> Result<(
         return Ok(core.machine.install(first, whole.len() as u64)?);
     }
     match core.states.claim(event.page) {
-        Claim::Mine => core.request(event.page),
+        Claim::Mine => {
+            core.request(event.page, event.page.index());
+            core.pump();
+            Ok(())
+        }
         Claim::Others => Ok(()),
         Claim::Present => {
             // The fault of another event is closed by the thread that installed the page.

@@ -1,413 +1,470 @@
 //! The destination: the process that a VM moves to.
 //!
-//! **Guarantee.** No vCPU sees a page before its right bytes are there. Until the source has
-//! confirmed that it will never resume the guest, a lost connection discards the VM here. After
-//! that, a lost connection pauses the VM, with an error that gives the number of missing pages. The
-//! VM never continues with wrong pages. There is no recovery yet.
+//! **Guarantee.** No vCPU sees a page before its right bytes are there. The VM runs here only after
+//! the source's `Go`. From then on a lost channel costs only waiting: vCPUs that need a missing page
+//! wait until the source has opened new channels. The VM never continues with wrong pages. A copy
+//! that is discarded after it was ready is discarded for good, and the source hears of it.
 //!
-//! **Mechanism.** [`Incoming::accept`] takes the two connections and the source's offer. The caller
-//! builds such a machine. [`Incoming::receive`] acknowledges, allocates memory in parallel with
-//! pre-copy (`allocation`), fills it, and starts the guest at switch-over. It returns when every
-//! page is here and both sides have confirmed that. In post-copy the calling thread receives the
-//! background push (`place`), and vCPUs fetch their own pages (`resolver`). Where the delivery uses
-//! userfaultfds, fault threads serve them (`faults`). All threads share `core`.
+//! **Mechanism.** [`Destination::listen`] accepts connections on a thread of its own.
+//! [`Destination::accept`] takes a source's offer. The caller builds such a machine.
+//! [`Incoming::receive`] runs the supervisor: it feeds the [session](crate::session) events, and
+//! carries out its actions. It returns when every page is here and the source knows it.
+//!
+//! | file | contents |
+//! |---|---|
+//! | `desk` | decides about new channels |
+//! | `setup` | the offer, and whether the machine fits it |
+//! | `precopy` | allocates memory while pages arrive |
+//! | `switchover` | loads all that the guest needs to run |
+//! | `postcopy` | the threads that serve faults |
+//! | `recovery` | takes new channels, and ends old ones |
+//! | `completion` | the end of the session, and the report |
+//! | `bulk`, `urgent` | the channels |
+//! | `core` | the pages, and the threads that wait for them |
+//! | `resolver`, `faults`, `pieces` | the faults of vCPUs |
 
 mod allocation;
+mod bulk;
 mod collapse;
+mod completion;
 mod config;
 mod core;
+mod desk;
 mod faults;
 mod pieces;
 mod place;
+mod postcopy;
+mod precopy;
+mod recovery;
 mod resolver;
-mod running;
+mod setup;
+mod shared;
 mod stalls;
+mod switchover;
 mod urgent;
 
 pub use config::{DestinationConfig, DestinationFailure, DestinationVm, Offer};
 pub use resolver::{FAULT_SPIN, Resolver};
+pub use setup::Incoming;
 pub use stalls::new_histogram;
 
 use self::allocation::Allocation;
 use self::core::Core;
-use self::place::Placer;
+use self::desk::Desk;
+use self::place::Inbound;
+use self::shared::Letter;
+use crate::address::Address;
 use crate::channel::Listener;
 use crate::clock::monotonic_ns;
+use crate::control::ControlLink;
 use crate::error::MigrationError;
-use crate::handshake::Stranger;
-use crate::link::{Received, SWITCH_OVER_SPIN_MICROS, StreamLink, UrgentLink};
+use crate::handshake::{Acceptor, Protection, Stranger};
+use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
-use crate::report::{DestinationReport, PageCounts, PhaseStart};
-use crate::source::RunningVm;
-use crate::wire::{ErrorCode, Frame, Setup, SetupProgress, SwitchOver};
-use pageferry_machine::{DeliveryInUse, FaultEvents, VcpuState};
-use pageferry_userfault::PageBitmap;
+use crate::report::{DestinationReport, PhaseStart};
+use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
+use crate::session::{ToDestination, ToSource};
+use crate::status::{Board, SessionStatus};
+use crate::vm::RunningVm;
+use crate::wire::{Frame, MissingRuns, Text};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The interval between two SetupProgress frames.
-const REPORT_INTERVAL: Duration = Duration::from_millis(500);
-/// The interval at which the destination checks its allocation while no frame arrives.
-const ALLOCATION_POLL: Duration = Duration::from_millis(20);
+/// The interval at which the status is published while nothing happens.
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
+/// The longest sleep of the supervisor, so that `stop` is heard.
+const LONGEST_SLEEP: Duration = Duration::from_millis(20);
+/// The spin time of the supervisor after a frame of the switch-over. Each wake-up would be part of
+/// the blackout.
+const SWITCH_OVER_SPIN: Duration = Duration::from_micros(300);
 
-/// A source that has connected and offers a VM.
-pub struct Incoming {
-    link: StreamLink,
-    /// Set-up takes it.
-    urgent: Option<UrgentLink>,
-    offer: Offer,
-    setup: Setup,
+/// A destination that listens for sources. Dropping it ends its listeners.
+pub struct Destination {
+    /// Dropped first: then no more letters come.
+    acceptor: Acceptor,
+    desk: Arc<Desk>,
     config: DestinationConfig,
-    began_ns: u64,
+    board: Board,
 }
 
-/// The results of set-up, pre-copy and switch-over.
-struct Started {
-    core: Arc<Core>,
-    events: Vec<Box<dyn FaultEvents>>,
-    delivery: DeliveryInUse,
-    missing_at_start: u64,
-    precopy: (u64, u64),
-}
+impl Destination {
+    /// Listens on `listener`. `stranger` is called with each connection that is no source of this
+    /// destination, on the thread that accepts connections.
+    ///
+    /// # Errors
+    /// When the files for TLS do not serve, or the host has no room for a thread.
+    pub fn listen(
+        listener: Listener,
+        config: DestinationConfig,
+        stranger: impl Fn(&Stranger) + Send + Sync + 'static,
+    ) -> Result<Self, MigrationError> {
+        let desk = Arc::new(Desk::new(Box::new(stranger))?);
+        let acceptor = Acceptor::start(listener, config.protection()?, Arc::clone(&desk) as _)
+            .map_err(|e| MigrationError::os("cannot accept connections", e))?;
+        Ok(Self {
+            acceptor,
+            desk,
+            config,
+            board: Board::default(),
+        })
+    }
 
-impl Incoming {
-    /// Waits for a source and its offer until `stop` returns true. Strangers that connect meanwhile
-    /// are refused and reported to `stranger`.
+    /// Listens on another address too, for example when the network has changed.
+    pub fn listen_also(&self, listener: Listener) {
+        self.acceptor.listen_also(listener);
+    }
+
+    /// The addresses that it listens on.
+    #[must_use]
+    pub fn local_addrs(&self) -> Vec<Address> {
+        self.acceptor.local_addrs()
+    }
+
+    /// Waits for a source and its offer until `stop` returns true. Several sources may connect: the
+    /// first that speaks is taken, and the others hear that the destination is busy. They do so too
+    /// until the [`Incoming`] is dropped.
     ///
     /// # Errors
     /// [`MigrationError::Cancelled`] if `stop` returned true. Otherwise an error of the source or
     /// of the host.
-    pub fn accept(
-        listener: &Listener,
-        config: DestinationConfig,
-        stop: &dyn Fn() -> bool,
-        stranger: &mut dyn FnMut(&Stranger),
-    ) -> Result<Self, MigrationError> {
-        let (mut link, urgent) = StreamLink::accept(listener, &config, stop, stranger)?;
-        let began_ns = monotonic_ns();
-        let setup = match link.receive(config.handshake_limit, stop) {
-            Ok(Frame::Setup(setup)) => setup,
-            other => {
-                let error =
-                    other.map_or_else(|error| error, |other| link.unexpected("Setup", &other));
-                give_up(&mut link, &error);
-                return Err(error);
-            }
-        };
-        link.set_memory_pages(setup.memory_pages());
-        let offer = Offer {
-            engine: crate::link::machine_engine(setup.engine),
-            vcpus: setup.vcpus,
-            memory_bytes: setup.memory_bytes,
-            guest: setup.description.clone(),
-        };
-        Ok(Self {
-            link,
-            urgent: Some(urgent),
-            offer,
-            setup,
-            config,
-            began_ns,
-        })
+    pub fn accept(self: &Arc<Self>, stop: &dyn Fn() -> bool) -> Result<Incoming, MigrationError> {
+        // Certificates may have been renewed since the last session.
+        self.acceptor.set_protection(self.config.protection()?);
+        setup::accept(self, stop)
     }
 
-    /// Returns the offered VM.
+    /// Ends the session that is under way: an operator knows that its source is gone. A VM that
+    /// runs here with missing pages is paused. A VM that waits for `Go` is discarded.
+    pub fn give_up(&self) {
+        self.desk.letters.post(Letter::GiveUp);
+    }
+
+    /// The status of the session that is under way, or of the last one.
     #[must_use]
-    pub fn offer(&self) -> &Offer {
-        &self.offer
+    pub fn status(&self) -> SessionStatus {
+        self.board.read()
     }
+}
 
-    /// Refuses the offer with `message`. The VM runs on at the source.
-    pub fn refuse(mut self, message: &str) {
-        self.link.send_reason(ErrorCode::SetupRefused, message);
-        self.link.close_gracefully();
+impl std::fmt::Debug for Destination {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Destination")
+            .field("listens_on", &self.local_addrs())
+            .field("status", &self.status())
+            .finish_non_exhaustive()
     }
+}
 
-    /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
-    /// its hooks must forward to `resolver`. `stop` ends the migration before switch-over. This
-    /// sets short scheduler slices for the calling thread, since vCPUs wait for it.
-    ///
-    /// # Errors
-    /// [`DestinationFailure`] says where the VM is.
-    pub fn receive(
-        mut self,
-        vm: &RunningVm<'_>,
-        resolver: &Arc<Resolver>,
-        stop: &dyn Fn() -> bool,
-        observer: &dyn Observer,
-    ) -> Result<DestinationReport, DestinationFailure> {
-        crate::latency::prefer_short_slices();
-        observer.phase(Phase::Setup);
-        let mut phases = vec![PhaseStart {
-            phase: Phase::Setup,
-            at_ns: self.began_ns,
-        }];
-        let ram = Arc::clone(vm.machine.ram());
-        let discarded = |error| DestinationFailure {
-            vm: DestinationVm::Discarded,
-            error,
-        };
-        let begun = Placer::try_new(&ram, self.config.silence_limit).and_then(|mut placer| {
-            let started =
-                self.until_start(vm, resolver, &mut placer, stop, observer, &mut phases)?;
-            Ok((started, placer))
-        });
-        let (started, mut placer) = match begun {
-            Ok(begun) => begun,
-            Err(error) => {
-                give_up(&mut self.link, &error);
-                resolver.disconnect();
-                observer.phase(Phase::Failed);
-                return Err(discarded(error));
+impl DestinationConfig {
+    fn protection(&self) -> Result<Protection, MigrationError> {
+        crate::handshake::protection(self.tls.as_ref(), self.plain)
+    }
+}
+
+/// The supervisor's own state.
+struct Supervisor<'s, 'e, 'a> {
+    host: &'a Destination,
+    vm: RunningVm<'a>,
+    observer: &'a dyn Observer,
+    stop: &'a dyn Fn() -> bool,
+    scope: &'s std::thread::Scope<'s, 'e>,
+    core: &'e Arc<Core>,
+    inbound: &'e Inbound<'e>,
+    patience: &'e Patience,
+    done: &'e std::sync::atomic::AtomicBool,
+    state: Session,
+    control: Option<ControlLink>,
+    bulk: Vec<recovery::BulkChannel<'s>>,
+    precopy: precopy::Precopy,
+    loading: switchover::Loading,
+    postcopy: postcopy::Postcopy<'s>,
+    /// The reason for the end of the session.
+    error: Option<MigrationError>,
+    last_loss: Option<String>,
+    lost_since: Option<Instant>,
+    reconnects: u32,
+    end: Option<End>,
+    published: Instant,
+    events: VecDeque<Event>,
+    phases: Vec<PhaseStart>,
+    started_ns: u64,
+    /// The data pages that came before the guest ran here.
+    precopy_data: u64,
+}
+
+impl<'a> Supervisor<'_, '_, 'a> {
+    /// Runs the session to its end.
+    fn run(&mut self) -> Result<DestinationReport, DestinationFailure> {
+        let mut spin_until = None;
+        while self.end.is_none() {
+            if let Some(event) = self.events.pop_front() {
+                self.feed(event);
+                continue;
             }
-        };
-        let running = running::Running {
-            vm,
-            started,
-            link: self.link,
-            config: &self.config,
-            observer,
-            phases,
-            started_ns: 0,
-        };
-        running.receive_rest(&mut placer)
-    }
-
-    /// Runs set-up, pre-copy and switch-over. Until this returns no vCPU has run, and the VM can be
-    /// discarded.
-    fn until_start(
-        &mut self,
-        vm: &RunningVm<'_>,
-        resolver: &Resolver,
-        placer: &mut Placer<'_>,
-        stop: &dyn Fn() -> bool,
-        observer: &dyn Observer,
-        phases: &mut Vec<PhaseStart>,
-    ) -> Result<Started, MigrationError> {
-        self.check_fits(vm)?;
-        let machine = vm.machine;
-        let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
-        let events = machine.arm_userfault(Arc::clone(&missing), self.config.arm_options())?;
-        let delivery = machine
-            .delivery()
-            .ok_or_else(|| MigrationError::Internal("an armed machine has no delivery".into()))?;
-        // Allocate the shared state now, before the blackout.
-        let urgent = self
-            .urgent
-            .take()
-            .ok_or_else(|| MigrationError::Internal("`receive` ran twice".into()))?;
-        let core = Arc::new(Core::new(
-            Arc::clone(machine),
-            Arc::clone(&missing),
-            urgent,
-            vm.threads.count(),
-        )?);
-        resolver.attach(Arc::clone(&core))?;
-        self.link.send(&Frame::SetupAck)?;
-        // Dropping it ends its threads on every path out of this function.
-        let allocation = Allocation::start(machine.ram(), self.config.allocate)?;
-        let mut ready = false;
-        let mut reported = Instant::now();
-        self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
-
-        let enter = |phases: &mut Vec<PhaseStart>, phase| {
-            phases.push(PhaseStart {
-                phase,
-                at_ns: monotonic_ns(),
-            });
-            observer.phase(phase);
-        };
-        let mut counts = (0, 0);
-        let mut states: Vec<Option<VcpuState>> = vec![None; vm.threads.count()];
-        let mut pass = 0;
-        let mut pass_pages = 0;
-        let switch_over = loop {
-            if !ready {
-                ready = self.report_allocation(
-                    &allocation,
-                    &mut reported,
-                    machine.ram().pages(),
-                    observer,
-                )?;
-                // A source that has nothing more to send is silent until this side is ready.
-                if !ready && !self.link.wait_for_frame(ALLOCATION_POLL, stop)? {
+            if self.take_letter() || self.receive() {
+                spin_until = (self.state.stage == Stage::Ready || self.loading.has_begun())
+                    .then(|| Instant::now() + SWITCH_OVER_SPIN);
+                continue;
+            }
+            self.keep_time();
+            if self.events.is_empty() && self.end.is_none() {
+                if spin_until.is_some_and(|until| Instant::now() < until) {
+                    std::hint::spin_loop();
                     continue;
                 }
+                self.sleep();
             }
-            // While frames follow one another, no wait asks this.
-            if stop() {
-                return Err(MigrationError::Cancelled);
-            }
-            match self.link.receive_any(self.config.silence_limit, stop)? {
-                Received::Pages(header) => {
-                    if pass == 0 {
-                        pass = 1;
-                        enter(phases, Phase::Precopy { pass });
-                    }
-                    placer.precopy(&mut self.link, &header)?;
-                    let (data, zero) = placer.take_counts();
-                    counts = (counts.0 + data, counts.1 + zero);
-                    pass_pages += data + zero;
-                    observer.progress(Phase::Precopy { pass }, pass_pages, machine.ram().pages());
-                }
-                Received::Frame(Frame::PassEnd(ended)) => {
-                    if ended.pages != pass_pages {
-                        return Err(MigrationError::Peer(format!(
-                            "it announced a pass of {} pages but sent {pass_pages}",
-                            ended.pages
-                        )));
-                    }
-                    pass_pages = 0;
-                    pass = ended.pass.saturating_add(1);
-                    self.link.send(&Frame::PassAck(ended))?;
-                }
-                Received::Frame(Frame::MissingBitmap(bitmap)) => {
-                    for (offset, word) in bitmap.words.iter().enumerate() {
-                        missing.or_word(bitmap.first_word as usize + offset, *word);
-                    }
-                }
-                Received::Frame(Frame::VcpuState(state)) => {
-                    let slot = states
-                        .get_mut(state.vcpu as usize)
-                        .filter(|slot| slot.is_none());
-                    *slot.ok_or_else(|| {
-                        MigrationError::Peer(format!(
-                            "it sent an unexpected state of vCPU {}",
-                            state.vcpu
-                        ))
-                    })? = Some(VcpuState(state.state));
-                }
-                Received::Frame(Frame::SwitchOver(_)) if !ready => {
-                    let why = "it sent SwitchOver before this side was ready";
-                    return Err(MigrationError::Peer(why.into()));
-                }
-                Received::Frame(Frame::SwitchOver(switch_over)) => break switch_over,
-                Received::Frame(other) => return Err(self.link.unexpected("SwitchOver", &other)),
-            }
-        };
-        enter(phases, Phase::SwitchOver);
-        let states = check_complete(&switch_over, states, &missing)?;
-        machine.begin_postcopy()?;
-        vm.threads.restore(&states)?;
-        Ok(Started {
-            core,
-            events,
-            delivery,
-            missing_at_start: switch_over.missing_pages,
-            precopy: counts,
-        })
-    }
-
-    /// Reports the allocation to the source and the observer at intervals. Returns whether it is
-    /// complete and reported.
-    fn report_allocation(
-        &mut self,
-        allocation: &Allocation,
-        reported: &mut Instant,
-        total: u64,
-        observer: &dyn Observer,
-    ) -> Result<bool, MigrationError> {
-        let ready = allocation.is_ready()?;
-        if !ready && reported.elapsed() < REPORT_INTERVAL {
-            return Ok(false);
         }
-        *reported = Instant::now();
-        let pages = allocation.done();
-        observer.allocated(pages, total);
-        let progress = SetupProgress { pages, ready };
-        self.link.send(&Frame::SetupProgress(progress))?;
-        Ok(ready)
+        self.finish()
     }
 
-    fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {
-        let layout = vm.machine.ram().layout();
-        let same_regions = self.setup.regions.len() == layout.regions().len()
-            && self
-                .setup
-                .regions
-                .iter()
-                .zip(layout.regions())
-                .all(|(theirs, ours)| {
-                    (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
-                });
-        let mismatch = if self.offer.engine != vm.machine.engine() {
-            format!(
-                "its engine is {}, this machine's is {}",
-                self.offer.engine,
-                vm.machine.engine()
-            )
-        } else if (self.setup.engine, self.setup.isa)
-            != crate::link::wire_engine(vm.machine.engine())
-        {
-            "its instruction set differs from that of this engine".into()
-        } else if self.setup.state_format != crate::STATE_FORMAT {
-            format!(
-                "its vCPU states have format {}, this side knows {}",
-                self.setup.state_format,
-                crate::STATE_FORMAT
-            )
-        } else if self.offer.vcpus as usize != vm.threads.count() {
-            format!(
-                "it has {} vCPUs, this machine has {}",
-                self.offer.vcpus,
-                vm.threads.count()
-            )
-        } else if self.offer.memory_bytes != layout.bytes() {
-            format!(
-                "it has {} bytes of memory, this machine has {}",
-                self.offer.memory_bytes,
-                layout.bytes()
-            )
-        } else if !same_regions {
-            "its memory regions differ from those of this machine".into()
-        } else {
-            return Ok(());
+    fn enter(&mut self, phase: Phase) {
+        self.phases.push(PhaseStart {
+            phase,
+            at_ns: monotonic_ns(),
+        });
+        self.observer.phase(phase);
+    }
+
+    /// Ends the migration, or the VM's run here, with `error`.
+    fn fail(&mut self, error: MigrationError) {
+        self.error.get_or_insert(error);
+        self.events.push_back(Event::Failed);
+    }
+
+    /// Keeps the reason for a loss. It is the reason for the end if the session does not survive.
+    fn note_loss(&mut self, error: MigrationError) {
+        self.last_loss = Some(error.to_string());
+        if matches!(self.state.stage, Stage::Receiving) {
+            self.error.get_or_insert(error);
+        }
+    }
+
+    /// The control channel is lost, for this reason.
+    fn lose_control(&mut self, error: MigrationError) {
+        let Some(control) = &mut self.control else {
+            return self.note_loss(error);
         };
-        Err(MigrationError::Mismatch(format!(
-            "the offered VM does not fit: {mismatch}"
-        )))
+        if !error.is_lost() {
+            // The peer may still read why.
+            let _ = control.send(&error.to_frame());
+        }
+        let generation = control.generation;
+        self.note_loss(error);
+        self.events.push_back(Event::Lost(generation));
     }
-}
 
-/// Sends the reason why this side gives up, and closes the connection.
-fn give_up(link: &mut StreamLink, error: &MigrationError) {
-    if matches!(error, MigrationError::Cancelled) {
-        link.send_cancel();
-    } else {
-        link.send_error(error.wire_code(), error);
+    fn feed(&mut self, event: Event) {
+        let (next, actions) = step(&self.state, event);
+        self.state = next;
+        for action in actions {
+            self.perform(action);
+        }
+        self.publish();
     }
-    link.close_gracefully();
-}
 
-/// Checks that all announced pages and states have arrived.
-fn check_complete(
-    announced: &SwitchOver,
-    states: Vec<Option<VcpuState>>,
-    missing: &PageBitmap,
-) -> Result<Vec<VcpuState>, MigrationError> {
-    let found = missing.count() as u64;
-    if found != announced.missing_pages {
-        return Err(MigrationError::Peer(format!(
-            "it announced {} missing pages but named {found}",
-            announced.missing_pages
-        )));
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::Send(message) => self.say(message),
+            Action::SendMissing(stage) => self.send_missing(stage),
+            Action::EndOlder(generation) => self.end_older(generation),
+            Action::EndChannel(id) => self.end_channel(id),
+            Action::RepeatRequests => self.core.repeat_requests(),
+            Action::StartGuest => self.start_guest(),
+            Action::Refuse => self.lose_control(
+                crate::ProtocolError::Contradiction("a message of another state").into(),
+            ),
+            Action::End(end) => self.end = Some(end),
+        }
     }
-    let vcpus = states.len();
-    let states: Vec<VcpuState> = states.into_iter().flatten().collect();
-    if states.len() != vcpus || announced.vcpus as usize != vcpus {
-        return Err(MigrationError::Peer(format!(
-            "it sent {} states for {vcpus} vCPUs",
-            states.len()
-        )));
-    }
-    Ok(states)
-}
 
-fn page_counts(precopy: (u64, u64), urgent: u64, background: (u64, u64)) -> PageCounts {
-    PageCounts {
-        precopy: precopy.0,
-        urgent,
-        background: background.0,
-        zero: precopy.1 + background.1,
+    fn say(&mut self, message: ToSource) {
+        let reason = || match &self.error {
+            Some(error) => error.to_string(),
+            None => "the source cancelled the migration".to_owned(),
+        };
+        let frame = match message {
+            ToSource::SetupAck => Frame::SetupAck,
+            ToSource::Ready => Frame::Ready,
+            ToSource::Resumed(_) => return,
+            ToSource::DrainAck => Frame::DrainAck {
+                missing: self.loading.missing_at_start(),
+            },
+            // A copy that was never ready needs no answer that is kept. A source that did not cancel
+            // hears the reason.
+            ToSource::Discarded if !self.loading.is_loaded() => match &self.error {
+                Some(MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled) | None => {
+                    Frame::Discarded(Text::new(&reason()))
+                }
+                Some(error) => error.to_frame(),
+            },
+            ToSource::Discarded => Frame::Discarded(Text::new(&reason())),
+            ToSource::ChannelEnded { channel, placed } => Frame::ChannelEnded { channel, placed },
+        };
+        self.send(&frame);
+    }
+
+    fn send(&mut self, frame: &Frame) {
+        if let Some(control) = &mut self.control
+            && let Err(error) = control.send(frame)
+        {
+            self.lose_control(error);
+        }
+    }
+
+    fn send_missing(&mut self, stage: crate::session::DestinationStage) {
+        let missing = self.core.states.missing();
+        let mut pages = 0;
+        if matches!(
+            stage,
+            crate::session::DestinationStage::Ready | crate::session::DestinationStage::Running
+        ) {
+            // No reader runs, so the bitmap stands still.
+            let frames: Vec<_> = MissingRuns::frames(core::runs(missing)).collect();
+            for frame in frames {
+                pages += frame.pages();
+                self.send(&Frame::Missing(frame));
+            }
+        }
+        self.send(&Frame::Resumed {
+            stage,
+            missing: pages,
+        });
+    }
+
+    /// Takes one letter. Returns whether there was one.
+    fn take_letter(&mut self) -> bool {
+        let Some(letter) = self.host.desk.letters.take() else {
+            return false;
+        };
+        match letter {
+            Letter::Arrived(key, connection) => self.arrived(key, connection),
+            Letter::ChannelLost(generation, id, error) => {
+                self.channel_lost(generation, id, error);
+            }
+            Letter::AllHere => {}
+            Letter::Failed => {
+                if let Some(error) = self.core.take_failure() {
+                    self.fail(error);
+                }
+            }
+            Letter::GiveUp => {
+                self.error.get_or_insert(MigrationError::Cancelled);
+                self.events.push_back(Event::GiveUp);
+            }
+        }
+        true
+    }
+
+    /// Handles a frame that has arrived. Returns whether there was one.
+    fn receive(&mut self) -> bool {
+        let Some(control) = &mut self.control else {
+            return false;
+        };
+        let generation = control.generation;
+        match control.receive() {
+            Ok(None) => false,
+            Ok(Some(frame)) => {
+                match self.handle(generation, frame) {
+                    // A machine that fails is no fault of the source.
+                    Err(error) if error.is_fatal_here() => self.fail(error),
+                    Err(error) => self.lose_control(error),
+                    Ok(()) => {}
+                }
+                true
+            }
+            Err(error) => {
+                self.lose_control(error);
+                true
+            }
+        }
+    }
+
+    fn handle(&mut self, generation: u32, frame: Frame) -> Result<(), MigrationError> {
+        let receiving = self.state.stage == Stage::Receiving;
+        let message = match frame {
+            Frame::Pass(pass) if receiving => {
+                self.begin_pass(pass);
+                return Ok(());
+            }
+            Frame::Missing(runs) if receiving => return self.load_missing(&runs),
+            Frame::VcpuState(state) if receiving => return self.load_state(state),
+            Frame::SwitchOver(switch_over) if receiving => return self.load(&switch_over),
+            Frame::Go => ToDestination::Go,
+            Frame::Resume(stage) => ToDestination::Resume(stage),
+            Frame::Cancel => {
+                self.error.get_or_insert(MigrationError::PeerCancelled);
+                ToDestination::Cancel
+            }
+            Frame::Drained { missing } => {
+                self.check_drained(missing)?;
+                ToDestination::Drained
+            }
+            Frame::Complete => ToDestination::Complete,
+            Frame::DiscardHeard => ToDestination::DiscardHeard,
+            Frame::CloseChannel(id) => ToDestination::CloseChannel(id),
+            Frame::Again => ToDestination::Again,
+            Frame::Error(error) if receiving => {
+                self.error.get_or_insert(MigrationError::gave_up(&error));
+                ToDestination::Cancel
+            }
+            // The source leaves this generation, and says why.
+            Frame::Error(error) => return Err(MigrationError::gave_up(&error)),
+            other => return Err(MigrationError::unexpected("another frame", &other)),
+        };
+        self.events.push_back(Event::Received(generation, message));
+        Ok(())
+    }
+
+    /// Says `Alive` in time, notices silence, and hears `stop`.
+    fn keep_time(&mut self) {
+        let interval = self.host.config.limits.interval();
+        let patience = self.patience.get();
+        if let Some(control) = &mut self.control {
+            if control.silence() > patience {
+                self.lose_control(MigrationError::Timeout("anything on the control channel"));
+            } else if let Err(error) = control.keep_alive(interval) {
+                self.lose_control(error);
+            }
+        }
+        for channel in &self.core.urgent {
+            channel.keep_time(self.core, interval, patience);
+        }
+        for channel in &self.bulk {
+            channel.bulk.keep_alive(interval);
+        }
+        if self.state.stage == Stage::Receiving {
+            if (self.stop)() {
+                self.error.get_or_insert(MigrationError::Cancelled);
+                self.events.push_back(Event::GiveUp);
+            } else if let Err(error) = self.report_allocation() {
+                self.fail(error);
+            }
+        } else if self.state.stage == Stage::Ready && (self.stop)() {
+            self.error.get_or_insert(MigrationError::Cancelled);
+            self.events.push_back(Event::GiveUp);
+        }
+        self.check_lost_for_too_long();
+        self.report_progress();
+        if self.published.elapsed() > PUBLISH_INTERVAL {
+            self.published = Instant::now();
+            self.publish();
+        }
+    }
+
+    fn sleep(&self) {
+        let mut fds = vec![PollFd::new(&*self.host.desk.letters, PollFlags::IN)];
+        if let Some(control) = &self.control {
+            fds.push(PollFd::from_borrowed_fd(
+                control.as_fd(),
+                control.interest(),
+            ));
+        }
+        let nap = self.host.config.limits.interval().min(LONGEST_SLEEP);
+        let nap = Timespec::try_from(nap).expect("a short time");
+        let _ = poll(&mut fds, Some(&nap));
     }
 }

@@ -51,7 +51,7 @@ impl Pieces {
             rest.start = next + 1;
             let page = RamPage(next as u64);
             if core.states.claim(page) == Claim::Mine {
-                core.request(page)?;
+                core.request(page, page.index());
                 self.unanswered.push(page);
                 busy = true;
             }

@@ -2,135 +2,175 @@
     unsafe_code,
     reason = "receives into guest memory that no other thread may reach"
 )]
-//! Receives Pages frames of the stream straight into their final place.
+//! Receives Pages frames of a bulk channel straight into their final place.
 //!
 //! It verifies the descriptors before it places a byte of data, and the data before any vCPU may
-//! see it. After a frame with wrong data, its pages stay missing (post-copy) or the VM is discarded
+//! see it. It takes the `placing` bits of all pages of a frame first. If the frame does not arrive
+//! whole, it gives them back: the pages are still missing (post-copy), or the VM is discarded
 //! (pre-copy).
 
 use super::core::Core;
+use crate::channel::{Connection, RawSlice, Wait};
 use crate::error::MigrationError;
-use crate::link::{RawSlice, StreamLink};
-use crate::wire::{FrameHeader, PAGE_BYTES, RunKind, RunList};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
+use crate::wire::{FrameHasher, FrameHeader, PAGE_BYTES, Run, RunKind, RunList};
 use pageferry_addr::RamPage;
-use pageferry_machine::GuestRam;
 use pageferry_userfault::PageBitmap;
-use std::time::Duration;
 
-/// Receives Pages frames.
-pub(super) struct Placer<'a> {
-    ram: &'a GuestRam,
+/// What the readers of all bulk channels share.
+pub(super) struct Inbound<'a> {
+    pub(super) core: &'a Core,
+    /// Whether everything up to SwitchOver is loaded: the pages that come are missing ones.
+    pub(super) postcopy: AtomicBool,
     /// Pages that were written here. All others are zero already.
     touched: PageBitmap,
-    /// The bounce buffer of machines that do not receive in place.
-    bounce: Vec<u8>,
-    limit: Duration,
-    pub(super) data_pages: u64,
-    pub(super) zero_pages: u64,
+    pub(super) data_pages: AtomicU64,
+    pub(super) zero_pages: AtomicU64,
 }
 
-impl<'a> Placer<'a> {
-    pub(super) fn try_new(ram: &'a GuestRam, limit: Duration) -> Result<Self, MigrationError> {
+impl<'a> Inbound<'a> {
+    pub(super) fn try_new(core: &'a Core) -> Result<Self, MigrationError> {
         Ok(Self {
-            ram,
-            touched: PageBitmap::try_new(ram.pages() as usize)?,
-            bounce: Vec::new(),
-            limit,
-            data_pages: 0,
-            zero_pages: 0,
+            core,
+            postcopy: AtomicBool::new(false),
+            touched: PageBitmap::try_new(core.pages() as usize)?,
+            data_pages: AtomicU64::new(0),
+            zero_pages: AtomicU64::new(0),
         })
     }
 
-    /// Returns the page counts of all frames so far, and resets them.
-    pub(super) fn take_counts(&mut self) -> (u64, u64) {
-        (
-            std::mem::take(&mut self.data_pages),
-            std::mem::take(&mut self.zero_pages),
-        )
-    }
-
-    fn count(&mut self, list: &RunList) {
-        self.data_pages += u64::from(list.data_pages());
-        self.zero_pages += list.zero_pages();
-    }
-
-    /// Receives a frame of pre-copy. No vCPU runs here, and every page may be overwritten.
-    pub(super) fn precopy(
-        &mut self,
-        link: &mut StreamLink,
-        header: &FrameHeader,
-    ) -> Result<(), MigrationError> {
-        let list = link.receive_runs(header, self.ram.pages(), self.limit)?;
-        self.receive_in_place(link, &list)?;
-        for run in list.runs() {
-            let range = run.first.index()..run.end() as usize;
-            match run.kind {
-                RunKind::Data => {
-                    self.touched.set_range(range);
-                }
-                RunKind::Zero => self.zero_touched(range),
-            }
-        }
-        self.count(&list);
-        Ok(())
-    }
-
-    fn zero_touched(&self, range: std::ops::Range<usize>) {
-        let mut at = range.start;
-        while let Some(index) = self.touched.next_set(at).filter(|index| *index < range.end) {
-            // SAFETY: as in `receive_in_place`.
-            unsafe { self.ram.unchecked() }.zero(RamPage(index as u64));
+    fn zero_touched(&self, run: &Run) {
+        let end = run.end() as usize;
+        let mut at = run.first.index();
+        while let Some(index) = self.touched.next_set(at).filter(|index| *index < end) {
+            // SAFETY: as in `Placer::receive_in_place`.
+            unsafe { self.core.machine.ram().unchecked() }.zero(RamPage(index as u64));
             at = index + 1;
         }
     }
+}
 
-    /// Receives a frame of post-copy. The vCPUs run, and every page of the frame must be missing.
-    pub(super) fn postcopy(
-        &mut self,
-        link: &mut StreamLink,
-        header: &FrameHeader,
-        core: &Core,
-    ) -> Result<(), MigrationError> {
-        let list = link.receive_runs(header, self.ram.pages(), self.limit)?;
-        for run in list.runs() {
-            core.begin_placing(run.first, run.pages.into())?;
+/// Receives the Pages frames of one bulk channel.
+pub(super) struct Placer<'a> {
+    inbound: &'a Inbound<'a>,
+    connection: &'a Connection,
+    descriptors: Vec<u8>,
+    /// The bounce buffer of machines that do not receive in place.
+    bounce: Vec<u8>,
+}
+
+/// The `placing` bits of a frame. Those of pages that did not arrive are given back.
+struct Placing<'a> {
+    core: &'a Core,
+    runs: &'a [Run],
+    /// The number of runs whose bits were taken.
+    taken: usize,
+    /// The number of runs that have arrived.
+    arrived: usize,
+}
+
+impl Drop for Placing<'_> {
+    fn drop(&mut self) {
+        for run in &self.runs[self.arrived..self.taken] {
+            self.core.end_placing(run.first, run.pages.into());
         }
-        if core.machine.receives_in_place() {
-            self.receive_in_place(link, &list)?;
+    }
+}
+
+impl<'a> Placer<'a> {
+    pub(super) fn new(inbound: &'a Inbound<'a>, connection: &'a Connection) -> Self {
+        Self {
+            inbound,
+            connection,
+            descriptors: Vec::new(),
+            bounce: Vec::new(),
+        }
+    }
+
+    /// Receives the rest of a frame and places its pages.
+    pub(super) fn receive(
+        &mut self,
+        header: &FrameHeader,
+        wait: &Wait<'_>,
+    ) -> Result<(), MigrationError> {
+        let inbound = self.inbound;
+        let core = inbound.core;
+        self.descriptors
+            .resize(RunList::descriptors_len(header)?, 0);
+        self.connection.read_exact(&mut self.descriptors, wait)?;
+        let list = RunList::decode(header, &self.descriptors, core.pages())?;
+        let mut hasher = header.hasher();
+        hasher.update(&self.descriptors);
+        // The source sends no page of pre-copy after SwitchOver, and no missing page before `Ready`.
+        // So this frame belongs to the phase that it finds.
+        let postcopy = inbound.postcopy.load(Ordering::Acquire);
+        let mut placing = Placing {
+            core,
+            runs: list.runs(),
+            taken: 0,
+            arrived: 0,
+        };
+        for run in list.runs() {
+            if postcopy {
+                core.begin_placing(run.first, run.pages.into())?;
+            } else {
+                core.begin_filling(run.first, run.pages.into())?;
+            }
+            placing.taken += 1;
+        }
+        if !postcopy || core.machine.receives_in_place() {
+            self.receive_in_place(&list, hasher, wait)?;
             for run in list.runs() {
                 if run.kind == RunKind::Zero {
-                    self.zero_touched(run.first.index()..run.end() as usize);
+                    inbound.zero_touched(run);
                 }
-                core.arrived(run.first, run.pages.into())?;
+                if postcopy {
+                    core.arrived(run.first, run.pages.into())?;
+                    placing.arrived += 1;
+                }
             }
         } else {
-            self.receive_and_copy(link, &list, core)?;
+            self.receive_copy(&list, hasher, wait)?;
+            self.copy_into_place(&mut placing)?;
         }
-        self.count(&list);
+        drop(placing);
+        let data = u64::from(list.data_pages());
+        inbound.data_pages.fetch_add(data, Ordering::Relaxed);
+        inbound
+            .zero_pages
+            .fetch_add(list.zero_pages(), Ordering::Relaxed);
         Ok(())
     }
 
     fn receive_in_place(
         &self,
-        link: &mut StreamLink,
         list: &RunList,
+        mut hasher: FrameHasher,
+        wait: &Wait<'_>,
     ) -> Result<(), MigrationError> {
         let data = list.runs().iter().filter(|run| run.kind == RunKind::Data);
-        // SAFETY: no other thread reads or writes the pages of the frame. In pre-copy no vCPU of
-        // this VM runs, and the VMM's own accesses are refused. In post-copy the pages are missing,
-        // and this thread has their `placing` bits.
-        let bytes = unsafe { self.ram.unchecked() };
+        // SAFETY: no other thread reads or writes the pages of the frame, since this thread has
+        // their `placing` bits. In pre-copy no vCPU of this VM runs, and the VMM's own accesses are
+        // refused. In post-copy the pages are missing.
+        let bytes = unsafe { self.inbound.core.machine.ram().unchecked() };
         let slices: Vec<RawSlice> = data
             .clone()
-            .map(|run| RawSlice {
-                start: bytes.alias(run.first, run.pages.into()),
-                len: run.data_bytes(),
+            .map(|run| {
+                // A part of the page may arrive and no more.
+                let pages = run.first.index()..run.end() as usize;
+                self.inbound.touched.set_range(pages);
+                RawSlice {
+                    start: bytes.alias(run.first, run.pages.into()),
+                    len: run.data_bytes(),
+                }
             })
             .collect();
-        let mut hasher = link.take_runs_hasher();
         // SAFETY: each slice is mapped guest memory (`alias` checked the whole run) that lives as
-        // long as `self.ram`. As above, no other thread reads or writes it.
-        unsafe { link.receive_raw(&slices, self.limit)? };
+        // long as the machine. As above, no other thread reads or writes it.
+        unsafe {
+            self.connection
+                .read_exact_raw(&slices, &wait.mid_message())?;
+        };
         for run in data {
             let start = bytes.alias(run.first, run.pages.into()).cast_const();
             // SAFETY: as above. The bytes are initialized, like all mapped memory.
@@ -139,19 +179,25 @@ impl<'a> Placer<'a> {
         Ok(hasher.verify()?)
     }
 
-    fn receive_and_copy(
+    fn receive_copy(
         &mut self,
-        link: &mut StreamLink,
         list: &RunList,
-        core: &Core,
+        mut hasher: FrameHasher,
+        wait: &Wait<'_>,
     ) -> Result<(), MigrationError> {
         self.bounce.resize(list.data_bytes(), 0);
-        link.receive_exact(&mut self.bounce, self.limit)?;
-        let mut hasher = link.take_runs_hasher();
+        if !self.bounce.is_empty() {
+            self.connection
+                .read_exact(&mut self.bounce, &wait.mid_message())?;
+        }
         hasher.update(&self.bounce);
-        hasher.verify()?;
+        Ok(hasher.verify()?)
+    }
+
+    fn copy_into_place(&self, placing: &mut Placing<'_>) -> Result<(), MigrationError> {
+        let core = self.inbound.core;
         let mut data = self.bounce.chunks_exact(PAGE_BYTES);
-        for run in list.runs() {
+        for run in placing.runs {
             for page in (run.first.0..run.end()).map(RamPage) {
                 let bytes = match run.kind {
                     RunKind::Data => data
@@ -162,6 +208,7 @@ impl<'a> Placer<'a> {
                 core.machine.install_copy(page, bytes)?;
                 core.made_present(page, 1);
             }
+            placing.arrived += 1;
         }
         Ok(())
     }

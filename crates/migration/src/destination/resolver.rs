@@ -4,7 +4,7 @@
 //!
 //! 1. It claims the page by one atomic read-modify-write. A second thread that faults on the page
 //!    sends nothing.
-//! 2. It sends the request by one write.
+//! 2. It queues the request, and sends it unless another thread does.
 //! 3. It waits. It reads replies unless another thread does, spins for a while, and then sleeps.
 //!
 //! It shares no lock with another vCPU. No other thread has to wake before the request is sent.
@@ -17,6 +17,7 @@ use super::core::Core;
 use crate::channel::Spinner;
 use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
+use crate::sync::Ordering;
 use pageferry_addr::RamPage;
 use pageferry_machine::{Access, AccessError, Fetch, HookVerdict, Kicker};
 use pageferry_userfault::Claim;
@@ -52,13 +53,6 @@ impl Resolver {
             .map_err(|_| MigrationError::Internal("this VM has received a migration before".into()))
     }
 
-    /// Ends the urgent connection of a failed migration.
-    pub(super) fn disconnect(&self) {
-        if let Some(core) = self.core.get() {
-            core.link.shutdown();
-        }
-    }
-
     /// Waits until `page` has arrived. Returns [`HookVerdict::Resume`] when the page is present or
     /// `kicker` is kicked, and [`HookVerdict::Park`] when the migration has failed.
     pub fn memory_fault(
@@ -81,9 +75,6 @@ impl Resolver {
             }
             Ok(Outcome::Arrived) => HookVerdict::Resume,
             Ok(Outcome::Kicked) => return HookVerdict::Resume,
-            // A vCPU may still read replies while the source closes the connections, although its
-            // page has just arrived on the stream.
-            Err(error) if error.is_lost() && !core.states.is_missing(page) => HookVerdict::Resume,
             Err(error) => {
                 core.fail(error);
                 HookVerdict::Park
@@ -110,19 +101,16 @@ impl Fetch for Core {
         stop: &dyn Fn() -> bool,
     ) -> Result<(), AccessError> {
         let each = || (first.0..first.0 + pages).map(RamPage);
-        let requested = each().try_for_each(|page| match self.states.claim(page) {
-            Claim::Mine if !self.has_failed() => self.request(page),
-            _ => Ok(()),
-        });
-        if let Err(error) = requested {
-            self.fail(error);
+        for page in each() {
+            if self.states.claim(page) == Claim::Mine && !self.has_failed() {
+                self.request(page, 0);
+            }
         }
         self.with_vmm_slot(|slot| {
             for page in each() {
                 match wait(self, slot, page, stop) {
                     Ok(Outcome::Kicked) => return Err(AccessError::Stopped(page)),
                     Ok(_) => {}
-                    Err(error) if error.is_lost() && !self.states.is_missing(page) => {}
                     Err(error) => {
                         let why = match &error {
                             MigrationError::Internal(why) => why.clone(),
@@ -156,12 +144,28 @@ fn resolve(
             core.machine.install(page, 1)?;
             return Ok(Outcome::Present);
         }
-        Claim::Mine => core.request(page)?,
+        Claim::Mine => core.request(page, vcpu as usize),
         Claim::Others => {}
     }
     core.register(vcpu as usize);
     let stop = || kicker.is_kicked();
     wait(core, Some(vcpu as usize), page, &stop)
+}
+
+/// Counts a waiting thread.
+struct Waiting<'a>(&'a Core);
+
+impl<'a> Waiting<'a> {
+    fn new(core: &'a Core) -> Self {
+        core.waiting.fetch_add(1, Ordering::Relaxed);
+        Self(core)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Waits on the thread that owns `slot` until `page` is present.
@@ -171,6 +175,7 @@ fn wait(
     page: RamPage,
     stop: &dyn Fn() -> bool,
 ) -> Result<Outcome, MigrationError> {
+    let _waiting = Waiting::new(core);
     let mut spinner = Spinner::new(FAULT_SPIN);
     loop {
         if !core.states.is_missing(page) {
@@ -182,7 +187,7 @@ fn wait(
         if stop() {
             return Ok(Outcome::Kicked);
         }
-        if core.pump()? > 0 {
+        if core.pump() > 0 {
             continue;
         }
         if !spinner.spin() {

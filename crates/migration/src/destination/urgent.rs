@@ -1,75 +1,284 @@
-//! The reader of the urgent connection. Each read takes all replies that have arrived.
+//! The urgent channels at the destination: requests go out, and pages come in.
+//!
+//! **Guarantee.** A thread that needs a page never waits for another thread to send its request. A
+//! request that reaches no channel is not lost: the page stays requested, and the supervisor
+//! repeats the outstanding requests when a channel is open.
+//!
+//! **Mechanism.** Threads put pages into a channel's queue, without waiting, and then try to become
+//! its *holder*. The holder sends all queued requests as one record. It reads the replies and
+//! places them. A thread that finds another holder leaves its request to it: the holder looks at
+//! the queue again after it has let go ([`UrgentChannel::pump`]). The place of a channel outlives
+//! its connections.
 
+use super::core::Core;
+use super::shared::Letter;
+use crate::channel::Connection;
 use crate::error::MigrationError;
-use crate::link::UrgentLink;
+use crate::protocol_error::ProtocolError;
+use crate::session::{ChannelId, Generation};
+use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage};
+use pageferry_addr::RamPage;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 /// The size of the buffer, in replies with their pages.
 const REPLIES: usize = 8;
+/// A receipt follows after this number of pages, or when there is nothing else to do.
+const RECEIPT_EVERY: u64 = 32;
 
-/// The bytes that were received but not decoded.
-pub(super) struct UrgentReader {
-    buffer: Box<[u8]>,
-    filled: usize,
-    /// A reply could not be decoded or placed. The thread that found it ends the migration, and no
-    /// thread reads on.
-    broken: bool,
-    memory_pages: u64,
+/// The place of one urgent channel.
+pub(super) struct UrgentChannel {
+    requests: Sender<RamPage>,
+    /// Counts requests that the holder may not have seen.
+    queued: AtomicU64,
+    open: AtomicBool,
+    /// The open connection, for threads that sleep until a reply comes.
+    connection: Mutex<Option<Arc<Connection>>>,
+    holder: Mutex<Holder>,
 }
 
-impl UrgentReader {
-    pub(super) fn new(memory_pages: u64) -> Self {
+struct Holder {
+    requests: Receiver<RamPage>,
+    open: Option<Open>,
+    /// The last channel that was open here, and the number of its replies that were placed.
+    last: Option<(ChannelId, u64)>,
+}
+
+/// An open channel.
+struct Open {
+    id: ChannelId,
+    generation: Generation,
+    connection: Arc<Connection>,
+    out: Vec<u8>,
+    sent: usize,
+    buffer: Box<[u8]>,
+    filled: usize,
+    placed: u64,
+    receipted: u64,
+    heard: Instant,
+    said: Instant,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl UrgentChannel {
+    pub(super) fn new() -> Self {
+        let (requests, queue) = channel();
         Self {
-            buffer: vec![0; REPLIES * (URGENT_BYTES + PAGE_BYTES)].into(),
-            filled: 0,
-            broken: false,
-            memory_pages,
+            requests,
+            queued: AtomicU64::new(0),
+            open: AtomicBool::new(false),
+            connection: Mutex::default(),
+            holder: Mutex::new(Holder {
+                requests: queue,
+                open: None,
+                last: None,
+            }),
         }
     }
 
-    /// Receives without waiting, and passes each complete reply to `place`. Returns their number.
-    pub(super) fn pump(
-        &mut self,
-        link: &UrgentLink,
-        mut place: impl FnMut(&UrgentMessage, Option<&[u8; PAGE_BYTES]>) -> Result<(), MigrationError>,
-    ) -> Result<usize, MigrationError> {
-        if self.broken {
-            return Ok(0);
+    /// Takes a new connection. The place must be empty.
+    pub(super) fn open(&self, generation: Generation, id: ChannelId, connection: Arc<Connection>) {
+        let now = Instant::now();
+        let mut holder = lock(&self.holder);
+        *lock(&self.connection) = Some(Arc::clone(&connection));
+        holder.last = Some((id, 0));
+        holder.open = Some(Open {
+            id,
+            generation,
+            connection,
+            out: Vec::new(),
+            sent: 0,
+            buffer: vec![0; REPLIES * (URGENT_BYTES + PAGE_BYTES)].into(),
+            filled: 0,
+            placed: 0,
+            receipted: 0,
+            heard: now,
+            said: now,
+        });
+        self.open.store(true, Ordering::Release);
+    }
+
+    /// Closes the channel. No thread places its replies any more when this returns.
+    pub(super) fn close(&self) {
+        if let Some(connection) = lock(&self.connection).take() {
+            connection.shutdown();
         }
-        let Some(got) = link.receive_pending(&mut self.buffer[self.filled..])? else {
-            return Ok(0);
-        };
-        self.filled += got;
-        self.broken = true;
-        let mut at = 0;
-        let mut placed = 0;
-        while let Some(head) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
-            let message = UrgentMessage::decode(head, Side::Source, self.memory_pages)?;
-            let body = &self.buffer[at + URGENT_BYTES..self.filled];
-            match message.kind {
-                UrgentKind::Page => match body.first_chunk::<PAGE_BYTES>() {
-                    Some(bytes) => {
-                        place(&message, Some(bytes))?;
-                        at += URGENT_BYTES + PAGE_BYTES;
-                        placed += 1;
-                    }
-                    None => break,
-                },
-                UrgentKind::Zero => {
-                    place(&message, None)?;
-                    at += URGENT_BYTES;
-                    placed += 1;
-                }
-                // No more replies follow. The stream decides how the migration ends.
-                UrgentKind::End => at += URGENT_BYTES,
-                UrgentKind::Request => {
-                    return Err(super::core::not_a_reply(UrgentKind::Request as u8));
-                }
+        self.open.store(false, Ordering::Release);
+        lock(&self.holder).open = None;
+    }
+
+    /// Closes the channel `id`, if it is the last one that was open here. Returns the number of
+    /// replies that were placed.
+    pub(super) fn end(&self, id: ChannelId) -> Option<u64> {
+        let (last, placed) = lock(&self.holder).last?;
+        if last != id {
+            return None;
+        }
+        self.close();
+        // A holder may have placed more until it was closed.
+        Some(lock(&self.holder).last.map_or(placed, |(_, placed)| placed))
+    }
+
+    /// The connection, for a thread that sleeps until a reply comes.
+    pub(super) fn connection(&self) -> Option<Arc<Connection>> {
+        lock(&self.connection).clone()
+    }
+
+    /// Queues a request. Returns false if the channel is not open.
+    pub(super) fn request(&self, page: RamPage) -> bool {
+        if !self.open.load(Ordering::Acquire) || self.requests.send(page).is_err() {
+            return false;
+        }
+        self.queued.fetch_add(1, Ordering::SeqCst);
+        true
+    }
+
+    /// Sends queued requests, and places the replies that have arrived, unless another thread does.
+    /// Returns the number of pages.
+    pub(super) fn pump(&self, core: &Core) -> usize {
+        let mut pages = 0;
+        loop {
+            let mut holder = match self.holder.try_lock() {
+                Ok(holder) => holder,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => return pages,
+            };
+            pages += self.pump_held(&mut holder, core);
+            drop(holder);
+            // A request that came while this thread was the holder.
+            if self.queued.load(Ordering::SeqCst) == 0 {
+                return pages;
             }
         }
-        self.buffer.copy_within(at..self.filled, 0);
-        self.filled -= at;
-        self.broken = false;
-        Ok(placed)
+    }
+
+    fn pump_held(&self, holder: &mut Holder, core: &Core) -> usize {
+        self.queued.swap(0, Ordering::SeqCst);
+        let Some(open) = &mut holder.open else {
+            // They stay requested, and are repeated when a channel is open.
+            while holder.requests.try_recv().is_ok() {}
+            return 0;
+        };
+        while let Ok(page) = holder.requests.try_recv() {
+            open.out.extend_from_slice(&UrgentMessage::request(page));
+        }
+        let before = open.placed;
+        let pumped = open.flush().and_then(|()| open.read(core));
+        let pages = (open.placed - before) as usize;
+        holder.last = Some((open.id, open.placed));
+        if let Err(error) = pumped {
+            self.lost(holder, core, error);
+        }
+        pages
+    }
+
+    /// The connection was lost, or the source broke the protocol on it.
+    fn lost(&self, holder: &mut Holder, core: &Core, error: MigrationError) {
+        let Some(open) = holder.open.take() else {
+            return;
+        };
+        open.connection.shutdown();
+        self.open.store(false, Ordering::Release);
+        *lock(&self.connection) = None;
+        if error.is_fatal_here() {
+            return core.fail(error);
+        }
+        core.letters
+            .post(Letter::ChannelLost(open.generation, open.id, error));
+    }
+
+    /// Says something if nothing was said for `interval`, and notices silence. The supervisor calls
+    /// it.
+    pub(super) fn keep_time(&self, core: &Core, interval: Duration, patience: Duration) {
+        self.pump(core);
+        let mut holder = lock(&self.holder);
+        let Some(open) = &mut holder.open else {
+            return;
+        };
+        open.receipt(1);
+        if open.said.elapsed() >= interval && open.out.is_empty() {
+            open.out.extend_from_slice(&UrgentMessage::alive());
+        }
+        let outcome = if open.heard.elapsed() > patience {
+            Err(MigrationError::Timeout("anything on an urgent channel"))
+        } else {
+            open.flush()
+        };
+        if let Err(error) = outcome {
+            self.lost(&mut holder, core, error);
+        }
+    }
+}
+
+impl Open {
+    /// Queues a receipt if at least `pages` pages have none.
+    fn receipt(&mut self, pages: u64) {
+        if self.placed - self.receipted >= pages {
+            self.receipted = self.placed;
+            self.out
+                .extend_from_slice(&UrgentMessage::receipt(self.placed));
+        }
+    }
+
+    fn flush(&mut self) -> Result<(), MigrationError> {
+        while self.sent < self.out.len() {
+            let taken = self
+                .connection
+                .try_send(&self.out[self.sent..], "urgent request")?;
+            if taken == 0 {
+                return Ok(());
+            }
+            self.sent += taken;
+            self.said = Instant::now();
+        }
+        self.out.clear();
+        self.sent = 0;
+        self.connection.flush_pending("urgent request")?;
+        Ok(())
+    }
+
+    /// Reads without waiting, and places each complete reply.
+    fn read(&mut self, core: &Core) -> Result<(), MigrationError> {
+        loop {
+            let room = &mut self.buffer[self.filled..];
+            let Some(got) = self.connection.recv_pending(room, "urgent reply")? else {
+                return Ok(());
+            };
+            self.heard = Instant::now();
+            self.filled += got;
+            let mut at = 0;
+            while let Some(head) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
+                let message = UrgentMessage::decode(head, Side::Source, core.pages())?;
+                let body = &self.buffer[at + URGENT_BYTES..self.filled];
+                let bytes = match message.kind {
+                    UrgentKind::Page => match body.first_chunk::<PAGE_BYTES>() {
+                        Some(bytes) => Some(bytes),
+                        None => break,
+                    },
+                    UrgentKind::Zero => None,
+                    UrgentKind::Alive => {
+                        at += URGENT_BYTES;
+                        continue;
+                    }
+                    other => {
+                        return Err(ProtocolError::UrgentKind { kind: other as u8 }.into());
+                    }
+                };
+                core.place_urgent(&message, bytes)?;
+                self.placed += 1;
+                at += URGENT_BYTES + bytes.map_or(0, |bytes| bytes.len());
+            }
+            self.buffer.copy_within(at..self.filled, 0);
+            self.filled -= at;
+            if self.placed - self.receipted >= RECEIPT_EVERY {
+                self.receipt(1);
+                self.flush()?;
+            }
+        }
     }
 }

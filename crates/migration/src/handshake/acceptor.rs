@@ -1,308 +1,381 @@
-//! The destination's side of the handshake. It serves all pending connections in turn, and accepts
-//! several sessions at once.
-//!
-//! A session is ready when both connections are accepted. In [`Mode::Speaking`] its source must
-//! also have sent a byte after the preamble. So an idle stranger keeps no source out: it holds one
-//! of the places for at most [`HELLO_LIMIT`].
+//! The destination's side of the handshake: one thread that serves all pending connections.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
-use std::os::fd::AsFd;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::pending::{HelloState, PendingPeer};
-use super::{Agreed, HELLO_LIMIT, HandshakeError, Pair, Stranger, StrangerError};
-use crate::channel::{ChannelError, Connection, Listener, OpenError, Wait};
-use crate::wire::{ErrorCode, ErrorMessage, Frame, Hello, HelloReply, Role, Status};
+use super::pending::{Answer, Challenge, PendingPeer, Progress};
+use super::secret::{Transcript, random_bytes};
+use super::{Agreed, Arrival, Expected, HELLO_LIMIT, Protection, Router, Secret, StrangerError};
+use crate::address::Address;
+use crate::channel::Listener;
+use crate::wire::{Credentials, Hello, HelloReply, Side, Status, Welcome};
 
 /// The most pending connections. One more drops the oldest.
 const MAX_PENDING: usize = 32;
-/// The most accepted sessions at once that are not ready.
-const MAX_SESSIONS: usize = 8;
-/// The longest interval between two checks of `stop` and of the limits.
-const TICK: Duration = Duration::from_millis(50);
-/// The awaited event, for errors.
-const WHAT: &str = "a source to connect";
+/// The pause before the next accept(2) after one failed.
+const RETRY: Duration = Duration::from_millis(100);
 
-pub(super) struct Acceptor<'a> {
-    listener: &'a Listener,
-    stranger: &'a mut dyn FnMut(&Stranger),
-    pending: Vec<PendingPeer>,
-    sessions: Vec<Session>,
-    mode: Mode,
+/// Accepts connections in a thread of its own until it is dropped. [`Router`] decides about them.
+#[derive(Debug)]
+pub struct Acceptor {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
 }
 
-/// The sessions that an [`Acceptor`] returns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
-    /// Returns the first session that has both connections.
-    Paired,
-    /// Returns the first session that has both connections and whose source has sent a byte after
-    /// the preamble.
-    Speaking,
-    /// Refuses all sessions, since another migration is under way.
-    Refusing,
+/// What the owner tells the thread.
+#[derive(Debug)]
+struct Shared {
+    orders: Mutex<Orders>,
+    /// Wakes the thread.
+    wake: OwnedFd,
 }
 
-/// A session whose stream connection was accepted.
-struct Session {
-    stream: Connection,
-    urgent: Option<Connection>,
-    agreed: Agreed,
-    since: Instant,
+#[derive(Debug)]
+struct Orders {
+    listeners: Vec<Arc<Listener>>,
+    protection: Protection,
+    stop: bool,
 }
 
-impl Session {
-    /// Returns the reason to drop the session, if there is one.
-    fn ended(&self) -> Option<StrangerError> {
-        let gone = has_ended(&self.stream);
-        if !gone && self.since.elapsed() < HELLO_LIMIT {
-            return None;
-        }
-        Some(match self.urgent {
-            None => StrangerError::HalfPair,
-            Some(_) => StrangerError::SilentSession,
+impl Acceptor {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// The kernel's error if no descriptor or no thread is left.
+    pub fn start(
+        listener: Listener,
+        protection: Protection,
+        router: Arc<dyn Router>,
+    ) -> io::Result<Self> {
+        Self::start_with_limit(listener, protection, router, HELLO_LIMIT)
+    }
+
+    /// Like [`start`](Self::start), with another limit than [`HELLO_LIMIT`] for tests.
+    ///
+    /// # Errors
+    /// As for [`start`](Self::start).
+    pub fn start_with_limit(
+        listener: Listener,
+        protection: Protection,
+        router: Arc<dyn Router>,
+        limit: Duration,
+    ) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            orders: Mutex::new(Orders {
+                listeners: vec![Arc::new(listener)],
+                protection,
+                stop: false,
+            }),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        });
+        let worker = Worker {
+            shared: shared.clone(),
+            router,
+            limit,
+            pending: Vec::with_capacity(MAX_PENDING),
+            retry_at: None,
+        };
+        let thread = std::thread::Builder::new()
+            .name("acceptor".into())
+            .spawn(move || worker.run())?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
         })
     }
 
-    fn is_ready(&self, mode: Mode) -> bool {
-        self.urgent.is_some() && (mode == Mode::Paired || has_sent(&self.stream))
+    /// Accepts connections of one more listener.
+    pub fn listen_also(&self, listener: Listener) {
+        self.shared.orders().listeners.push(Arc::new(listener));
+        self.shared.wake();
+    }
+
+    /// Protects later connections in another way, for example with renewed certificates.
+    pub fn set_protection(&self, protection: Protection) {
+        self.shared.orders().protection = protection;
+    }
+
+    /// The addresses on which it listens.
+    #[must_use]
+    pub fn local_addrs(&self) -> Vec<Address> {
+        let orders = self.shared.orders();
+        let addresses = orders.listeners.iter();
+        addresses.map(|one| one.local_addr().clone()).collect()
     }
 }
 
-impl<'a> Acceptor<'a> {
-    pub(super) fn new(
-        listener: &'a Listener,
-        mode: Mode,
-        stranger: &'a mut dyn FnMut(&Stranger),
-    ) -> Self {
-        Self {
-            listener,
-            stranger,
-            pending: Vec::with_capacity(MAX_PENDING),
-            sessions: Vec::with_capacity(MAX_SESSIONS),
-            mode,
+/// Ends the thread and closes its listeners and pending connections. In the thread itself, as in a
+/// method of [`Router`], it only asks the thread to end.
+impl Drop for Acceptor {
+    fn drop(&mut self) {
+        self.shared.orders().stop = true;
+        self.shared.wake();
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // The thread's own panic message was printed already.
+            let _ = thread.join();
         }
     }
+}
 
-    pub(super) fn run(
-        mut self,
-        limit: Option<Duration>,
-        stop: &dyn Fn() -> bool,
-    ) -> Result<Pair, HandshakeError> {
-        let started = Instant::now();
+impl Shared {
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        // The only error is that of a full counter: then the thread is about to wake.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    fn clear_wake(&self) {
+        // Without a wake-up since the last time, there is nothing to read.
+        let _ = rustix::io::read(&self.wake, &mut [0u8; 8]);
+    }
+}
+
+/// The state of the thread.
+struct Worker {
+    shared: Arc<Shared>,
+    router: Arc<dyn Router>,
+    limit: Duration,
+    /// In the order in which they connected.
+    pending: Vec<PendingPeer>,
+    /// The time of the next accept(2), after one failed.
+    retry_at: Option<Instant>,
+}
+
+impl Worker {
+    fn run(mut self) {
         loop {
-            if stop() {
-                return Err(ChannelError::Interrupted { what: WHAT }.into());
-            }
-            if let Some(after) = limit.filter(|limit| started.elapsed() >= *limit) {
-                return Err(ChannelError::TimedOut { what: WHAT, after }.into());
-            }
-            self.sleep()?;
-            self.accept_new_peers()?;
-            self.read_hellos();
-            if let Some(pair) = self.take_ready_session() {
-                return Ok(pair);
-            }
-            self.drop_ended_sessions();
-        }
-    }
-
-    /// Sleeps until a descriptor is ready, for at most [`TICK`].
-    fn sleep(&self) -> Result<(), HandshakeError> {
-        let sessions = self.sessions.iter().map(|session| {
-            // While the urgent connection is missing, only the end of the stream matters: a source
-            // may send its first frame too early.
-            let events = match session.urgent {
-                None => PollFlags::RDHUP,
-                Some(_) => PollFlags::IN | PollFlags::RDHUP,
-            };
-            PollFd::from_borrowed_fd(session.stream.as_fd(), events)
-        });
-        let pending = self.pending.iter().map(|peer| peer.connection.as_fd());
-        let mut fds: Vec<PollFd<'_>> = std::iter::once(self.listener.as_fd())
-            .chain(pending)
-            .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-            .chain(sessions)
-            .collect();
-        let tick = Timespec::try_from(TICK).expect("a short time");
-        match poll(&mut fds, Some(&tick)) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => {
-                let address = self.listener.local_addr().clone();
-                let source = errno.into();
-                Err(ChannelError::Open(OpenError::Os { address, source }).into())
-            }
-        }
-    }
-
-    fn accept_new_peers(&mut self) -> Result<(), HandshakeError> {
-        // At most as many at a time as fit: preambles that have arrived are read before more
-        // connections are accepted.
-        for _ in 0..MAX_PENDING {
-            let Some(connection) = self.listener.try_accept().map_err(ChannelError::from)? else {
-                break;
-            };
-            if self.pending.len() == MAX_PENDING {
-                // They are in the order in which they connected.
-                let oldest = self.pending.remove(0);
-                if !oldest.is_refused() {
-                    (self.stranger)(&oldest.stranger(StrangerError::Crowded));
+            let listeners = self.shared.orders().listeners.clone();
+            self.sleep(&listeners);
+            self.shared.clear_wake();
+            // Read after the sleep: an order that was given before a connection applies to it.
+            let protection = {
+                let orders = self.shared.orders();
+                if orders.stop {
+                    return;
                 }
-            }
-            self.pending.push(PendingPeer::new(connection));
+                orders.protection.clone()
+            };
+            self.accept_from(&listeners);
+            self.advance_all(&protection);
         }
-        Ok(())
     }
 
-    fn read_hellos(&mut self) {
+    /// Sleeps until a descriptor is ready or the time of a pending connection is over.
+    fn sleep(&self, listeners: &[Arc<Listener>]) {
         let now = Instant::now();
-        let mut index = 0;
-        while let Some(peer) = self.pending.get_mut(index) {
-            match peer.read_hello() {
-                HelloState::Waiting if peer.is_late(now) => {
-                    let peer = self.pending.remove(index);
-                    if !peer.is_refused() {
-                        let why = StrangerError::Silent { after: HELLO_LIMIT };
-                        (self.stranger)(&peer.stranger(why));
+        let listeners = match self.retry_at {
+            Some(at) if at > now => &[],
+            _ => listeners,
+        };
+        let input = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let mut fds: Vec<PollFd<'_>> = std::iter::once(input(self.shared.wake.as_fd()))
+            .chain(listeners.iter().map(|one| input(one.as_fd())))
+            .chain(
+                self.pending
+                    .iter()
+                    .map(|peer| PollFd::from_borrowed_fd(peer.connection.as_fd(), peer.events())),
+            )
+            .collect();
+        let ends = self.pending.iter().map(|peer| peer.since + self.limit);
+        let next = ends.chain(self.retry_at).min();
+        let pause = next.map(|next| next.saturating_duration_since(now));
+        let pause = pause.and_then(|pause| Timespec::try_from(pause).ok());
+        if let Err(errno) = poll(&mut fds, pause.as_ref())
+            && errno != rustix::io::Errno::INTR
+        {
+            // Only a lack of kernel memory is left as the reason.
+            std::thread::sleep(RETRY);
+        }
+    }
+
+    fn accept_from(&mut self, listeners: &[Arc<Listener>]) {
+        let now = Instant::now();
+        if self.retry_at.is_some_and(|at| at > now) {
+            return;
+        }
+        for listener in listeners {
+            // At most as many at a time as fit: preambles that have arrived are read before more
+            // connections are accepted.
+            for _ in 0..MAX_PENDING {
+                match listener.try_accept() {
+                    Ok(None) => break,
+                    Ok(Some(connection)) => {
+                        self.retry_at = None;
+                        self.make_room();
+                        self.pending.push(PendingPeer::new(connection));
                     }
-                }
-                HelloState::Waiting => index += 1,
-                HelloState::Closed => drop(self.pending.remove(index)),
-                HelloState::Rejected(why, answer) => {
-                    (self.stranger)(&peer.stranger(why));
-                    match answer {
-                        Some(answer) => {
-                            peer.refuse(&answer);
-                            index += 1;
+                    Err(error) => {
+                        if self.retry_at.is_none() {
+                            self.router.cannot_accept(&error);
                         }
-                        None => drop(self.pending.remove(index)),
+                        self.retry_at = Some(now + RETRY);
+                        return;
                     }
                 }
-                HelloState::Complete(hello) => {
-                    let peer = self.pending.remove(index);
-                    self.handle_hello(peer, &hello);
-                    // `handle_hello` puts a refused connection at the end of the list.
-                }
+            }
+        }
+        self.retry_at = None;
+    }
+
+    /// Drops a pending connection if there are too many: one that was refused, or the oldest.
+    fn make_room(&mut self) {
+        if self.pending.len() < MAX_PENDING {
+            return;
+        }
+        let refused = self.pending.iter().position(PendingPeer::is_refused);
+        let dropped = self.pending.remove(refused.unwrap_or(0));
+        if !dropped.is_refused() {
+            self.router
+                .stranger(&dropped.stranger(StrangerError::Crowded));
+        }
+    }
+
+    fn advance_all(&mut self, protection: &Protection) {
+        for mut peer in core::mem::take(&mut self.pending) {
+            while let Some(kept) = self.advance(peer, protection) {
+                peer = match kept {
+                    Kept::Waiting(peer) => {
+                        self.pending.push(peer);
+                        break;
+                    }
+                    Kept::Again(peer) => peer,
+                };
             }
         }
     }
 
-    /// Accepts a connection with a valid preamble if there is room for it, and refuses it
-    /// otherwise.
-    fn handle_hello(&mut self, mut peer: PendingPeer, hello: &Hello) {
-        self.drop_ended_sessions();
-        let same = self
-            .sessions
-            .iter()
-            .position(|session| session.agreed.session == hello.session);
-        let refusal = match (hello.role, same) {
-            _ if self.mode == Mode::Refusing => Some(Status::Busy),
-            (Role::Stream, None) if self.sessions.len() == MAX_SESSIONS => Some(Status::Busy),
-            (Role::Stream, None) => None,
-            (Role::Stream, Some(_)) => Some(Status::BadRole),
-            (Role::Urgent, None) => Some(Status::UnknownSession),
-            (Role::Urgent, Some(at)) => {
-                let taken = self.sessions[at].urgent.is_some();
-                taken.then_some(Status::BadRole)
+    /// Takes a step of `peer`. Returns it unless it is gone.
+    fn advance(&self, mut peer: PendingPeer, protection: &Protection) -> Option<Kept> {
+        match peer.advance(protection) {
+            Progress::Waiting if peer.since.elapsed() >= self.limit => {
+                if !peer.is_refused() {
+                    let why = StrangerError::Silent { after: self.limit };
+                    self.router.stranger(&peer.stranger(why));
+                }
+                None
+            }
+            Progress::Waiting => Some(Kept::Waiting(peer)),
+            Progress::Ended => None,
+            Progress::Rejected(why, answer) => {
+                self.router.stranger(&peer.stranger(why));
+                match answer {
+                    Answer::Nothing => return None,
+                    Answer::Alert => peer.refuse(&[]),
+                    Answer::Reply(reply) => peer.refuse(&reply.encode()),
+                }
+                Some(Kept::Waiting(peer))
+            }
+            Progress::Hello(hello) => self.handle_hello(peer, hello),
+            Progress::Credentials(challenge, credentials) => {
+                self.handle_credentials(peer, *challenge, &credentials)
+            }
+        }
+    }
+
+    /// Sends a challenge, or a refusal.
+    fn handle_hello(&self, mut peer: PendingPeer, hello: Hello) -> Option<Kept> {
+        let expected = match self.router.route(&hello, hello.key.opens_session()) {
+            Ok(expected) => expected,
+            Err(status) => {
+                let refusal = HelloReply::refuse(hello.session, status).encode();
+                return Some(self.refuse(peer, &refusal, status));
             }
         };
-        if let Some(status) = refusal {
-            let stranger = peer.refuse_as(hello.session, status);
-            (self.stranger)(&stranger);
-            self.pending.push(peer);
-            return;
-        }
-        let reply = HelloReply::accept(hello);
-        let at_once = Wait::block("HelloReply").within(TICK);
-        if let Err(error) = peer.connection.send_small(&reply.encode(), &at_once) {
-            (self.stranger)(&peer.stranger(error.into()));
-            return;
-        }
-        match same {
-            None => self.sessions.push(Session {
-                stream: peer.connection,
-                urgent: None,
-                agreed: Agreed {
-                    version: reply.version,
-                    capabilities: reply.capabilities,
-                    session: hello.session,
-                },
-                since: Instant::now(),
-            }),
-            Some(at) => {
-                self.sessions[at].urgent = Some(peer.connection);
-                // The limit starts anew for the first byte after the preamble.
-                self.sessions[at].since = Instant::now();
+        let nonce = match random_bytes() {
+            Ok(nonce) => nonce,
+            Err(error) => {
+                let why = StrangerError::NoRandom(error);
+                self.router.stranger(&peer.stranger(why));
+                return None;
+            }
+        };
+        let reply = HelloReply::accept(&hello, nonce);
+        let sent = peer
+            .connection
+            .exporter()
+            .map_err(Into::into)
+            .and_then(|exporter| {
+                let transcript = Transcript {
+                    hello: peer.hello_bytes(),
+                    reply: reply.encode(),
+                    exporter,
+                };
+                peer.challenge(Challenge {
+                    hello,
+                    reply,
+                    transcript,
+                    expected,
+                })
+            });
+        match sent {
+            Ok(()) => Some(Kept::Again(peer)),
+            Err(error) => {
+                self.router.stranger(&peer.stranger(error.into()));
+                None
             }
         }
     }
 
-    /// Takes the first session that is ready, and tells all other sources to retry.
-    fn take_ready_session(&mut self) -> Option<Pair> {
-        let mode = self.mode;
-        let at = self.sessions.iter().position(|s| s.is_ready(mode))?;
-        let Session {
-            stream,
-            urgent,
-            agreed,
-            ..
-        } = self.sessions.remove(at);
-        for session in self.sessions.drain(..) {
-            send_busy(&session.stream);
+    /// Checks the proof, and lets the router decide.
+    fn handle_credentials(
+        &self,
+        peer: PendingPeer,
+        challenge: Challenge,
+        credentials: &Credentials,
+    ) -> Option<Kept> {
+        let secret = match (challenge.expected, credentials.secret) {
+            (Expected::New, Some(secret)) => Secret::of_bytes(secret),
+            (Expected::Known(secret), None) => secret,
+            _ => return Some(self.refuse_last(peer, Status::Malformed)),
+        };
+        let transcript = &challenge.transcript;
+        if !secret.verify(Side::Source, transcript, &credentials.proof) {
+            return Some(self.refuse_last(peer, Status::BadProof));
         }
-        Some(Pair {
-            stream,
-            urgent: urgent?,
-            agreed,
-        })
+        let proof = secret.prove(Side::Destination, transcript);
+        let since = peer.since;
+        let arrival = Arrival {
+            connection: peer.connection,
+            agreed: Agreed {
+                version: challenge.reply.version,
+                capabilities: challenge.reply.capabilities,
+                session: challenge.hello.session,
+                key: challenge.hello.key,
+            },
+            secret,
+            welcome: Welcome::accept(proof).encode(),
+        };
+        let (arrival, status) = *self.router.accepted(arrival).err()?;
+        let mut peer = PendingPeer::new(arrival.connection);
+        peer.since = since;
+        Some(self.refuse_last(peer, status))
     }
 
-    /// Drops sessions whose source died or took too long, so that they keep no other source out.
-    fn drop_ended_sessions(&mut self) {
-        let mut at = 0;
-        while let Some(session) = self.sessions.get(at) {
-            let Some(why) = session.ended() else {
-                at += 1;
-                continue;
-            };
-            (self.stranger)(&Stranger {
-                peer: session.stream.peer().to_owned(),
-                why,
-            });
-            self.sessions.remove(at);
-        }
+    fn refuse_last(&self, peer: PendingPeer, status: Status) -> Kept {
+        self.refuse(peer, &Welcome::refuse(status).encode(), status)
+    }
+
+    fn refuse(&self, mut peer: PendingPeer, message: &[u8], status: Status) -> Kept {
+        let why = StrangerError::Refused(status);
+        self.router.stranger(&peer.stranger(why));
+        peer.refuse(message);
+        Kept::Waiting(peer)
     }
 }
 
-/// Tells a source whose connections were accepted that the destination took another source.
-fn send_busy(stream: &Connection) {
-    let message = "another source was taken; try again";
-    let frame = Frame::Error(ErrorMessage::new(ErrorCode::Busy, message));
-    let mut bytes = Vec::new();
-    if frame.encode(&mut bytes).is_ok() {
-        // Nothing was sent on this connection before, so the frame fits. A source that is gone
-        // needs no answer.
-        let _ = stream.send_small(&bytes, &Wait::block("Error").within(Duration::ZERO));
-    }
-    stream.shutdown_write();
-}
-
-/// Whether unread bytes of the peer have arrived.
-fn has_sent(connection: &Connection) -> bool {
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    rustix::net::recv(connection.as_fd(), &mut [0; 1], flags).is_ok_and(|(bytes, _)| bytes > 0)
-}
-
-/// Whether the peer has closed the connection, even if unread bytes remain.
-fn has_ended(connection: &Connection) -> bool {
-    let mut fds = [PollFd::from_borrowed_fd(
-        connection.as_fd(),
-        PollFlags::RDHUP,
-    )];
-    let at_once = Timespec::try_from(Duration::ZERO).expect("no time");
-    let ended = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    // The next tick repeats an interrupted `poll`.
-    poll(&mut fds, Some(&at_once)).is_ok() && fds[0].revents().intersects(ended)
+/// A pending connection after a step.
+enum Kept {
+    /// It needs more bytes.
+    Waiting(PendingPeer),
+    /// More bytes may have arrived already.
+    Again(PendingPeer),
 }

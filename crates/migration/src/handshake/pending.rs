@@ -1,32 +1,76 @@
-//! A pending connection at the destination, from its accept(2) to its complete preamble.
+//! A pending connection at the destination, from its accept(2) to its credentials.
 
-use std::time::Instant;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+use std::time::{Duration, Instant};
 
-use super::{HELLO_LIMIT, Stranger, StrangerError};
-use crate::channel::{ChannelError, Connection};
-use crate::wire::{HELLO_BYTES, Hello, HelloReply, SessionId, Status, WireError, check_magic};
+use super::secret::Transcript;
+use super::{Expected, PlainPolicy, Protection, Stranger, StrangerError};
+use crate::channel::{ChannelError, Connection, Wait};
+use crate::wire::{
+    CREDENTIALS_BYTES, Credentials, HELLO_BYTES, Hello, HelloReply, SessionId, Status, WireError,
+    check_magic,
+};
 
-/// A connection whose preamble is not complete, or to which a refusal was sent.
+/// The first byte of TLS: the type of a record with a handshake message.
+const TLS_HANDSHAKE: u8 = 0x16;
+
+/// A connection whose source has proved nothing. The only memory for it is this buffer, and with
+/// TLS the state of the TLS handshake.
 pub(super) struct PendingPeer {
     pub(super) connection: Connection,
     pub(super) since: Instant,
-    bytes: [u8; HELLO_BYTES],
+    stage: Stage,
+    bytes: [u8; CREDENTIALS_BYTES],
     filled: usize,
-    /// A refusal was sent. Later bytes are read and dropped: closing with unread bytes would reset
-    /// the connection before the peer has read the refusal.
-    refused: bool,
 }
 
-/// The state of a pending connection after a read.
-pub(super) enum HelloState {
-    /// The preamble is not complete.
+/// The awaited bytes.
+enum Stage {
+    /// The first byte: it tells TLS from plain.
+    FirstByte,
+    /// The rest of the TLS handshake, and the direction that it waits for.
+    Tls(PollFlags),
+    /// A [`Hello`].
+    Hello,
+    /// The [`Credentials`] for this challenge.
+    Credentials(Box<Challenge>),
+    /// The end. A refusal was sent. Later bytes are read and dropped: closing with unread bytes
+    /// would reset the connection before the peer has read the refusal.
+    End,
+}
+
+/// A challenge that was sent.
+pub(super) struct Challenge {
+    pub(super) hello: Hello,
+    pub(super) reply: HelloReply,
+    pub(super) transcript: Transcript,
+    pub(super) expected: Expected,
+}
+
+/// The state of a pending connection after a step.
+pub(super) enum Progress {
+    /// More bytes are needed.
     Waiting,
-    /// The connection was refused, and then ended.
-    Closed,
-    /// The preamble is complete and valid.
-    Complete(Hello),
-    /// The preamble is not acceptable. The answer is for a peer that would understand it.
-    Rejected(StrangerError, Option<HelloReply>),
+    /// A refused connection has ended.
+    Ended,
+    /// A valid [`Hello`] came.
+    Hello(Hello),
+    /// [`Credentials`] came, for this challenge.
+    Credentials(Box<Challenge>, Credentials),
+    /// The peer is not acceptable. The answer is for a peer that would understand it.
+    Rejected(StrangerError, Answer),
+}
+
+/// The answer to a peer that is not acceptable.
+pub(super) enum Answer {
+    /// None: it would not understand any.
+    Nothing,
+    /// TLS has sent an alert already.
+    Alert,
+    /// A refusal.
+    Reply(HelloReply),
 }
 
 impl PendingPeer {
@@ -34,77 +78,190 @@ impl PendingPeer {
         Self {
             connection,
             since: Instant::now(),
-            bytes: [0; HELLO_BYTES],
+            stage: Stage::FirstByte,
+            bytes: [0; CREDENTIALS_BYTES],
             filled: 0,
-            refused: false,
         }
     }
 
+    /// Whether the peer was refused and told so.
     pub(super) const fn is_refused(&self) -> bool {
-        self.refused
+        matches!(self.stage, Stage::End)
     }
 
-    pub(super) fn is_late(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.since) >= HELLO_LIMIT
-    }
-
-    /// Reads the bytes that have arrived. Bytes after the preamble stay in the socket.
-    pub(super) fn read_hello(&mut self) -> HelloState {
-        if self.refused {
-            return self.discard();
+    /// The event that the next step needs.
+    pub(super) const fn events(&self) -> PollFlags {
+        match self.stage {
+            Stage::Tls(events) => events,
+            _ => PollFlags::IN,
         }
-        let room = &mut self.bytes[self.filled..];
-        match self.connection.recv_pending(room, "Hello") {
-            Ok(None) => return HelloState::Waiting,
-            Ok(Some(more)) => self.filled += more,
-            Err(ChannelError::Closed { .. }) if self.filled > 0 => {
-                let error = WireError::Truncated {
+    }
+
+    /// Takes the bytes that have arrived. Bytes after the preamble stay in the connection.
+    pub(super) fn advance(&mut self, protection: &Protection) -> Progress {
+        if let Stage::FirstByte = self.stage {
+            match self.choose(protection) {
+                Ok(true) => {}
+                Ok(false) => return Progress::Waiting,
+                Err(error) => return rejected(error),
+            }
+        }
+        if let Stage::Tls(events) = &mut self.stage {
+            match self.connection.step_tls("TLS handshake") {
+                Ok(None) => self.stage = Stage::Hello,
+                Ok(Some(needed)) => {
+                    *events = needed;
+                    return Progress::Waiting;
+                }
+                Err(error @ ChannelError::Tls(_)) => {
+                    return Progress::Rejected(error.into(), Answer::Alert);
+                }
+                Err(error) => return rejected(error),
+            }
+        }
+        match self.stage {
+            Stage::Hello => self.read_hello(protection),
+            Stage::Credentials(_) => self.read_credentials(),
+            _ => self.discard(),
+        }
+    }
+
+    /// Begins TLS if the first byte is that of TLS and this side uses it. Returns false if no byte
+    /// has come.
+    fn choose(&mut self, protection: &Protection) -> Result<bool, ChannelError> {
+        let mut first = [0];
+        let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+        match recv(&self.connection, &mut first, flags) {
+            Ok(_) => {}
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            Err(errno) => {
+                return Err(ChannelError::Lost {
                     what: "Hello",
-                    needed: HELLO_BYTES as u64,
-                    got: self.filled as u64,
-                };
-                return HelloState::Rejected(error.into(), None);
+                    source: errno.into(),
+                });
             }
-            Err(error) => return HelloState::Rejected(error.into(), None),
         }
-        if let Err(error) = check_magic(&self.bytes[..self.filled]) {
-            return HelloState::Rejected(error.into(), None);
+        self.stage = Stage::Hello;
+        if let Protection::Tls(config) = protection
+            && first[0] == TLS_HANDSHAKE
+        {
+            self.connection.begin_tls_server(config)?;
+            self.stage = Stage::Tls(PollFlags::IN);
         }
-        if self.filled < HELLO_BYTES {
-            return HelloState::Waiting;
-        }
-        match Hello::decode(&self.bytes) {
-            Ok(hello) => HelloState::Complete(hello),
+        Ok(true)
+    }
+
+    fn read_hello(&mut self, protection: &Protection) -> Progress {
+        let full = match self.read(HELLO_BYTES, "Hello") {
+            Ok(full) => full,
+            // The first bytes of a peer that is gone already tell what it was.
             Err(error) => {
-                let answer = HelloReply::refusal_of(&self.bytes, &error);
-                HelloState::Rejected(error.into(), answer)
+                return match check_magic(&self.bytes[..self.filled]) {
+                    Err(other) => rejected(other),
+                    Ok(()) => rejected(error),
+                };
+            }
+        };
+        if let Err(error) = check_magic(&self.bytes[..self.filled]) {
+            // A peer with TLS understands that this is not TLS.
+            let answer = HelloReply::refuse(SessionId([0; 16]), Status::Malformed);
+            return match self.bytes[0] {
+                TLS_HANDSHAKE if !self.connection.is_tls() => {
+                    Progress::Rejected(StrangerError::SpeaksTls, Answer::Reply(answer))
+                }
+                _ => rejected(error),
+            };
+        }
+        if !full {
+            return Progress::Waiting;
+        }
+        let bytes = self.hello_bytes();
+        let hello = match Hello::decode(&bytes) {
+            Ok(hello) => hello,
+            Err(error) => {
+                let answer = HelloReply::refusal_of(&bytes, &error);
+                let answer = answer.map_or(Answer::Nothing, Answer::Reply);
+                return Progress::Rejected(error.into(), answer);
+            }
+        };
+        let plain_allowed = match protection {
+            Protection::Tls(_) => false,
+            Protection::Plain(PlainPolicy::Anywhere) => true,
+            Protection::Plain(PlainPolicy::LoopbackOnly) => self.connection.is_local(),
+        };
+        if !self.connection.is_tls() && !plain_allowed {
+            let answer = HelloReply::refuse(hello.session, Status::TlsRequired);
+            return Progress::Rejected(StrangerError::SpeaksPlain, Answer::Reply(answer));
+        }
+        Progress::Hello(hello)
+    }
+
+    fn read_credentials(&mut self) -> Progress {
+        match self.read(CREDENTIALS_BYTES, "Credentials") {
+            Ok(true) => {}
+            Ok(false) => return Progress::Waiting,
+            Err(error) => return rejected(error),
+        }
+        let credentials = match Credentials::decode(&self.bytes) {
+            Ok(credentials) => credentials,
+            Err(error) => return rejected(error),
+        };
+        self.bytes.fill(0);
+        match core::mem::replace(&mut self.stage, Stage::End) {
+            Stage::Credentials(challenge) => Progress::Credentials(challenge, credentials),
+            _ => unreachable!("the stage that awaits them"),
+        }
+    }
+
+    /// Reads until the message has `needed` bytes. Returns whether it has.
+    fn read(&mut self, needed: usize, what: &'static str) -> Result<bool, ChannelError> {
+        while self.filled < needed {
+            let room = &mut self.bytes[self.filled..needed];
+            match self.connection.recv_pending(room, what) {
+                Ok(None) => return Ok(false),
+                Ok(Some(more)) => self.filled += more,
+                Err(ChannelError::Closed { .. }) if self.filled > 0 => {
+                    return Err(ChannelError::Wire(WireError::Truncated {
+                        what,
+                        needed: needed as u64,
+                        got: self.filled as u64,
+                    }));
+                }
+                Err(error) => return Err(error),
             }
         }
+        Ok(true)
     }
 
-    fn discard(&self) -> HelloState {
-        let mut bytes = [0; 256];
-        match self.connection.recv_pending(&mut bytes, "end") {
-            Ok(_) => HelloState::Waiting,
-            Err(_) => HelloState::Closed,
-        }
+    /// Returns the bytes of the complete [`Hello`].
+    pub(super) fn hello_bytes(&self) -> [u8; HELLO_BYTES] {
+        *self.bytes.first_chunk().expect("a long buffer")
     }
 
-    /// Sends a refusal as the last message. The socket's buffer is empty, so the 64 bytes fit
-    /// unless the connection is broken.
-    pub(super) fn refuse(&mut self, answer: &HelloReply) {
-        let at_once = crate::channel::Wait::block("HelloReply").within(std::time::Duration::ZERO);
+    /// Sends a challenge, and awaits the credentials for it.
+    pub(super) fn challenge(&mut self, challenge: Challenge) -> Result<(), ChannelError> {
+        send(&self.connection, &challenge.transcript.reply, "HelloReply")?;
+        self.stage = Stage::Credentials(Box::new(challenge));
+        self.filled = 0;
+        Ok(())
+    }
+
+    /// Sends `message` as the last one, if there is one. Awaits the end of the connection.
+    pub(super) fn refuse(&mut self, message: &[u8]) {
         // If the send fails, the peer has left already.
-        let _ = self.connection.send_small(&answer.encode(), &at_once);
+        let _ = send(&self.connection, message, "refusal");
         self.connection.shutdown_write();
-        self.refused = true;
+        self.stage = Stage::End;
         self.since = Instant::now();
     }
 
-    /// Refuses a valid preamble that came at the wrong time.
-    pub(super) fn refuse_as(&mut self, session: SessionId, status: Status) -> Stranger {
-        self.refuse(&HelloReply::refuse(session, status));
-        self.stranger(StrangerError::Refused(status))
+    fn discard(&self) -> Progress {
+        // A bounded number of bytes in each step: others wait.
+        let mut bytes = [0; 4096];
+        match recv(&self.connection, &mut bytes, RecvFlags::DONTWAIT) {
+            Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => Progress::Waiting,
+            Ok(_) | Err(_) => Progress::Ended,
+        }
     }
 
     pub(super) fn stranger(&self, why: StrangerError) -> Stranger {
@@ -113,4 +270,13 @@ impl PendingPeer {
             why,
         }
     }
+}
+
+fn rejected(error: impl Into<StrangerError>) -> Progress {
+    Progress::Rejected(error.into(), Answer::Nothing)
+}
+
+/// Sends a message without waiting. The socket's buffer is empty, so it fits.
+fn send(connection: &Connection, bytes: &[u8], what: &'static str) -> Result<(), ChannelError> {
+    connection.write_all(bytes, &Wait::block(what).within(Duration::ZERO))
 }

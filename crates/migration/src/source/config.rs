@@ -1,19 +1,13 @@
 //! The source's configuration, and its report of a failed migration.
 
+use crate::address::Address;
+use crate::channel::{Connection, TlsFiles};
 use crate::error::MigrationError;
-use pageferry_machine::{Machine, VcpuThreads};
+use crate::handshake::PlainPolicy;
+use crate::limits::Limits;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// A VM with its vCPU threads.
-#[derive(Clone, Copy)]
-pub struct RunningVm<'a> {
-    /// The machine.
-    pub machine: &'a Arc<dyn Machine>,
-    /// The threads of its vCPUs.
-    pub threads: &'a VcpuThreads,
-}
 
 /// The source's configuration.
 #[derive(Clone, Debug)]
@@ -26,19 +20,27 @@ pub struct SourceConfig {
     /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
     /// pages without a push.
     pub push_background: bool,
-    /// The limit for the connection and the handshake.
-    pub connect_limit: Duration,
+    /// The number of bulk channels, 1 to [`SourceConfig::MAX_CHANNELS`].
+    pub bulk_channels: u16,
+    /// The number of urgent channels, 1 to [`SourceConfig::MAX_CHANNELS`].
+    pub urgent_channels: u16,
     /// The time for which the source retries while the destination is busy with another source.
     pub busy_limit: Duration,
-    /// The longest silence of the destination while it builds its machine and allocates memory.
+    /// The longest silence of the destination while it builds its machine.
     pub setup_limit: Duration,
-    /// The longest wait for the destination to accept or confirm any other message.
-    pub answer_limit: Duration,
+    /// The limits of silence.
+    pub limits: Limits,
+    /// The files for TLS. `None`: without TLS.
+    pub tls: Option<TlsFiles>,
+    /// Where channels without TLS may lead.
+    pub plain: PlainPolicy,
 }
 
 impl SourceConfig {
     /// The time without a request after which a delayed push begins.
     pub const QUIET: Duration = Duration::from_millis(300);
+    /// The most channels of a kind.
+    pub const MAX_CHANNELS: u16 = crate::wire::MAX_CHANNELS;
 }
 
 impl Default for SourceConfig {
@@ -46,11 +48,54 @@ impl Default for SourceConfig {
         Self {
             precopy_passes: 1,
             push_background: true,
-            connect_limit: Duration::from_secs(10),
+            bulk_channels: 1,
+            urgent_channels: 1,
             busy_limit: Duration::from_secs(30),
             setup_limit: Duration::from_secs(60),
-            answer_limit: Duration::from_secs(20),
+            limits: Limits::default(),
+            tls: None,
+            plain: PlainPolicy::default(),
         }
+    }
+}
+
+/// The way to the destination.
+#[derive(Clone)]
+pub enum Route {
+    /// Connect to this address.
+    To(Address),
+    /// The caller connects, for example through a tunnel.
+    Caller(Arc<dyn Connect>),
+}
+
+/// Opens connections to the destination. The handshake, and TLS if there is any, come on top.
+pub trait Connect: Send + Sync {
+    /// Opens one connection. It is called once for each channel and each attempt, on a thread of
+    /// its own.
+    ///
+    /// # Errors
+    /// The reason. The session retries after the VM is handed over, and fails before.
+    fn connect(&self) -> std::io::Result<Connection>;
+}
+
+impl From<Address> for Route {
+    fn from(address: Address) -> Self {
+        Self::To(address)
+    }
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::To(address) => address.fmt(f),
+            Self::Caller(_) => f.write_str("the caller's connections"),
+        }
+    }
+}
+
+impl fmt::Debug for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -59,9 +104,11 @@ impl Default for SourceConfig {
 pub enum SourceVm {
     /// It runs on at the source, unchanged.
     Runs,
-    /// The destination confirmed that the VM runs there, and has not said that it discarded the VM.
-    /// The VM is paused at the source, which never resumes it.
+    /// The source handed it over, and has not heard that the destination discarded it. It is paused
+    /// at the source with all its pages.
     GivenUp,
+    /// The source handed it over, and an operator resumed it at the source.
+    Forced,
 }
 
 impl fmt::Display for SourceVm {
@@ -69,6 +116,9 @@ impl fmt::Display for SourceVm {
         f.write_str(match self {
             Self::Runs => "the VM runs on at the source",
             Self::GivenUp => "the VM was handed over and stays paused at the source",
+            Self::Forced => {
+                "the VM was handed over, and runs at the source since an operator resumed it"
+            }
         })
     }
 }

@@ -1,157 +1,256 @@
 //! The source: the process that a VM leaves.
 //!
-//! **Guarantee.** Until the destination says that the guest runs there, any failure leaves the VM
-//! running here. From then on, this side resumes the VM in one case only: the destination says that
-//! it discarded its copy without having received `RunningAck`. The source keeps every page until
-//! the destination has acknowledged all pages.
+//! **Guarantee.** Until the source sends `Go`, any failure leaves the VM running here. From then on
+//! it resumes the VM in two cases only: the destination says that it discarded its copy, which never
+//! ran; or an operator takes the risk. The source keeps every page until the destination has
+//! confirmed all pages. A lost connection never ends a migration that is handed over.
 //!
-//! **Mechanism.** [`migrate`] goes through the [phases](crate::Phase): set-up, pre-copy by the
-//! dirty log (`precopy`), switch-over (`switchover`), post-copy (`postcopy`) and completion. In
-//! post-copy, one thread answers requests on the urgent connection, and the calling thread pushes
-//! the other pages. In completion, both sides compare their page counts.
+//! **Mechanism.** [`migrate`] runs the supervisor: it feeds the [session](crate::session) events,
+//! and carries out its actions. Each bulk and each urgent channel has a thread, which shares the
+//! ledger of pages with the others.
 //!
-//! | failure in | guest | why that is safe |
+//! | file | contents |
+//! |---|---|
+//! | `setup` | the offer, and the way to the first `SetupAck` |
+//! | `precopy` | passes over the dirty pages while the guest runs |
+//! | `switchover` | stops the guest, and sends all that the destination needs to run it |
+//! | `recovery` | opens channels, and closes lost ones |
+//! | `completion` | the end of the session, and the report |
+//! | `bulk`, `urgent` | the threads of channels |
+//!
+//! | failure | guest | why that is safe |
 //! |---|---|---|
-//! | set-up, pre-copy | runs on here | It never stopped. The source stops the dirty log. |
-//! | switch-over, before `Running` arrived | resumed here | A destination without `RunningAck` pauses and discards its VM when the connection ends. It has received no missing page by then. |
-//! | from `Running` on | stays paused here | The guest may have run there, and that copy may count. |
-//! | the same, with code `Discarded` | resumed here | That copy is paused, and never received `RunningAck`. |
+//! | before `Go` | runs on here | The destination never runs the guest without `Go`. |
+//! | after `Go`: a channel | runs there | The source opens another. |
+//! | the destination says `Discarded` | resumed here | That copy never ran, and never will. |
 
+mod bulk;
+mod commands;
+mod completion;
 mod config;
 mod pages;
-mod postcopy;
 mod precopy;
+mod recovery;
+mod setup;
+mod shared;
 mod switchover;
-mod unsent;
+mod urgent;
 
-pub use config::{RunningVm, SourceConfig, SourceFailure, SourceVm};
+pub use commands::SourceSession;
+pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
+pub use urgent::URGENT_SPIN;
 
-use crate::address::Address;
+use self::recovery::Channels;
+use self::shared::{Letter, Mode, Shared};
 use crate::clock::monotonic_ns;
+use crate::control::ControlLink;
 use crate::error::MigrationError;
-use crate::link::{StreamLink, UrgentLink, never};
+use crate::handshake::Identity;
+use crate::ledger::Ledger;
 use crate::phase::{Observer, Phase};
-use crate::report::{PageCounts, PhaseStart, SourceReport};
-use crate::sync::{AtomicBool, Ordering};
-use crate::wire::{self, Frame, Setup, SetupProgress};
+use crate::report::{PhaseStart, SourceReport};
+use crate::session::source::{Action, End, Event, Link, Source, Stage, step};
+use crate::session::{ToDestination, ToSource};
+use crate::sync::Ordering;
+use crate::vm::RunningVm;
+use crate::wire::{Frame, Setup};
 use pageferry_machine::Frozen;
+use pageferry_userfault::PageBitmap;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
-/// The state that all phases of one migration share.
-struct Source<'a> {
-    vm: RunningVm<'a>,
-    config: &'a SourceConfig,
-    cancel: &'a dyn Fn() -> bool,
-    observer: &'a dyn Observer,
-    link: StreamLink,
-    /// Whether the destination has allocated all memory that it needs before the switch-over.
-    destination_ready: bool,
-    /// From switch-over on, as long as the VM may count elsewhere.
-    frozen: Option<Frozen<'a>>,
-    report: SourceReport,
-}
-
+/// The interval at which a source that waits for a busy destination looks at its letters.
+const BUSY_POLL: Duration = Duration::from_millis(20);
 /// The pause before a source retries with a busy destination.
 const BUSY_PAUSE: Duration = Duration::from_millis(200);
-/// The interval at which a pausing source checks `cancel`.
-const CANCEL_POLL: Duration = Duration::from_millis(20);
+/// The interval at which the status is published while nothing happens.
+const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
+/// The longest sleep of the supervisor, so that the status stays fresh.
+const LONGEST_SLEEP: Duration = Duration::from_millis(100);
+/// The spin time of the supervisor in the blackout. Each wake-up would be part of it.
+const SWITCH_OVER_SPIN: Duration = Duration::from_micros(300);
 
-/// Moves a running VM to the process that listens at `to`. `guest` describes the guest, in the
-/// caller's own format (at most [`wire::MAX_DESCRIPTION_BYTES`]).
+/// Moves a running VM to the process at the end of `route`. `guest` describes the guest, in the
+/// caller's own format (at most [`crate::MAX_DESCRIPTION_BYTES`]).
 ///
-/// Setting `cancel` before switch-over ends the migration, and the VM runs on. Later it has no
-/// effect. This sets short scheduler slices for the calling thread, since the guest waits for it in
-/// the blackout. Returns when the destination has confirmed every page. The VM is then paused here,
-/// and the caller drops it.
+/// `session` is the operator's hold on the migration. This sets short scheduler slices for the
+/// calling thread, since the guest waits for it in the blackout. Returns when the destination has
+/// confirmed every page. The VM is then paused here, and the caller drops it.
 ///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.
 pub fn migrate(
     vm: &RunningVm<'_>,
-    to: &Address,
+    route: &Route,
     guest: &[u8],
     config: &SourceConfig,
-    cancel: &AtomicBool,
+    session: &SourceSession,
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
-    let runs = |error| SourceFailure {
+    crate::latency::prefer_short_slices();
+    observer.phase(Phase::Setup);
+    let began = Instant::now();
+    let failed = |error| {
+        observer.phase(Phase::Failed);
+        SourceFailure {
+            vm: SourceVm::Runs,
+            error,
+        }
+    };
+    let offer = setup::offer(vm, guest, config).map_err(failed)?;
+    loop {
+        let outcome = attempt(vm, route, &offer, config, session, observer);
+        match outcome {
+            Err(SourceFailure {
+                vm: SourceVm::Runs,
+                error,
+            }) if error.is_busy() && began.elapsed() < config.busy_limit => {
+                wait_for_next_attempt(session).map_err(failed)?;
+            }
+            Err(failure) => {
+                observer.phase(Phase::Failed);
+                return Err(failure);
+            }
+            Ok(report) => return Ok(report),
+        }
+    }
+}
+
+/// Waits before the next attempt at a busy destination.
+fn wait_for_next_attempt(session: &SourceSession) -> Result<(), MigrationError> {
+    let until = Instant::now() + BUSY_PAUSE;
+    while Instant::now() < until {
+        while let Some(letter) = session.letters.take() {
+            if let Letter::Command(commands::Command::Cancel) = letter {
+                return Err(MigrationError::Cancelled);
+            }
+        }
+        std::thread::sleep(BUSY_POLL);
+    }
+    Ok(())
+}
+
+/// One session with the destination.
+fn attempt(
+    vm: &RunningVm<'_>,
+    route: &Route,
+    offer: &Setup,
+    config: &SourceConfig,
+    session: &SourceSession,
+    observer: &dyn Observer,
+) -> Result<SourceReport, SourceFailure> {
+    let early = |error| SourceFailure {
         vm: SourceVm::Runs,
         error,
     };
-    let handed_over = |error| SourceFailure {
-        vm: SourceVm::GivenUp,
-        error,
-    };
-    let cancel = &|| cancel.load(Ordering::Relaxed);
-    crate::latency::prefer_short_slices();
-    let began_ns = monotonic_ns();
-    observer.phase(Phase::Setup);
-    let offer = offer(vm, guest).map_err(runs)?;
-    let (stream, urgent) = connect(vm, to, &offer, config, cancel).map_err(|error| {
-        observer.phase(Phase::Failed);
-        runs(error)
-    })?;
-    let mut source = Source {
-        vm: *vm,
-        config,
-        cancel,
-        observer,
-        link: stream,
-        destination_ready: false,
-        frozen: None,
-        report: new_report(began_ns),
-    };
-    let missing = match source.until_running() {
-        Ok(missing) => missing,
-        Err(error) => {
-            source.abort_and_resume(&error);
-            observer.phase(Phase::Failed);
-            return Err(runs(error));
-        }
-    };
-    let finished = source.postcopy(&urgent, missing);
-    urgent.shutdown();
-    match finished {
-        Ok(()) => {
-            source.enter(Phase::Completed);
-            source.report.total_ns = monotonic_ns() - began_ns;
-            Ok(source.report)
-        }
-        // The destination waited too long for RunningAck: this side was not scheduled, or the link
-        // was slow. Only this side has the VM now. Nothing here has changed since switch-over.
-        Err(error) if error.is_discarded_there() => {
-            source.abort_and_resume(&error);
-            observer.phase(Phase::Failed);
-            Err(runs(error))
-        }
-        Err(error) => {
-            observer.phase(Phase::Failed);
-            source.link.send_error(error.wire_code(), &error);
-            Err(handed_over(error))
-        }
-    }
+    let ram = vm.machine.ram();
+    let pages = ram.pages() as usize;
+    let channels = usize::from(config.bulk_channels) + usize::from(config.urgent_channels);
+    let ledger = Ledger::try_new(pages, channels).map_err(|e| early(e.into()))?;
+    let dirty = PageBitmap::try_new(pages).map_err(|e| early(e.into()))?;
+    let identity = Identity::random()
+        .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
+    let protection =
+        crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
+    let shared = Shared::new(ram, ledger, &session.letters, &config.limits);
+    // Letters of an earlier migration mean nothing to this one, but a command may be early.
+    std::thread::scope(|scope| {
+        let dialler = recovery::Dialler {
+            scope,
+            shared: &shared,
+            identity: &identity,
+            protection: &protection,
+            config,
+        };
+        let mut supervisor = Supervisor {
+            vm: *vm,
+            config,
+            session,
+            observer,
+            offer,
+            state: Source::new(setup::channel_ids(config)),
+            control: None,
+            channels: Channels::new(dialler, route.clone()),
+            shared: &shared,
+            precopy: precopy::Precopy::default(),
+            dirty,
+            frozen: None,
+            named: Vec::new(),
+            last_loss: None,
+            lost_since: None,
+            error: None,
+            end: None,
+            published: Instant::now(),
+            quiet: (0, Instant::now()),
+            events: VecDeque::new(),
+            report: completion::new_report(),
+        };
+        supervisor.channels.dial_control(1);
+        supervisor.run()
+    })
 }
 
-fn new_report(began_ns: u64) -> SourceReport {
-    SourceReport {
-        phases: vec![PhaseStart {
-            phase: Phase::Setup,
-            at_ns: began_ns,
-        }],
-        total_ns: 0,
-        first_stop_ns: 0,
-        last_stop_ns: 0,
-        confirmed_ns: 0,
-        pages: PageCounts::default(),
-        missing_at_start: 0,
-        page_bytes: 0,
-        background_bytes: 0,
-        background_ns: 0,
-        passes: Vec::new(),
-    }
+/// The supervisor's own state.
+struct Supervisor<'s, 'e, 'a> {
+    vm: RunningVm<'a>,
+    config: &'a SourceConfig,
+    session: &'a SourceSession,
+    observer: &'a dyn Observer,
+    offer: &'a Setup,
+    state: Source,
+    control: Option<ControlLink>,
+    channels: Channels<'s, 'e, 'a>,
+    shared: &'e Shared<'a>,
+    precopy: precopy::Precopy,
+    /// The dirty log is harvested into this. It is empty otherwise.
+    dirty: PageBitmap,
+    /// From switch-over on, as long as the VM may count elsewhere.
+    frozen: Option<Frozen<'a>>,
+    /// The missing pages that a resuming destination has named.
+    named: Vec<std::ops::Range<u64>>,
+    /// The reason for the end of the session.
+    error: Option<MigrationError>,
+    /// The reason why the last channel was lost.
+    last_loss: Option<String>,
+    /// Since when there is no control channel.
+    lost_since: Option<Instant>,
+    end: Option<End>,
+    published: Instant,
+    /// The urgent pages when they were last seen to grow, and that time.
+    quiet: (u64, Instant),
+    events: VecDeque<Event>,
+    report: SourceReport,
 }
 
-impl Source<'_> {
+impl<'a> Supervisor<'_, '_, 'a> {
+    /// Runs the session to its end.
+    fn run(&mut self) -> Result<SourceReport, SourceFailure> {
+        let mut spin_until = None;
+        while self.end.is_none() {
+            if let Some(event) = self.events.pop_front() {
+                self.feed(event);
+                continue;
+            }
+            if self.take_letter() || self.receive() {
+                spin_until = (self.state.stage == Stage::SwitchOver)
+                    .then(|| Instant::now() + SWITCH_OVER_SPIN);
+                continue;
+            }
+            self.keep_time();
+            if self.events.is_empty() && self.end.is_none() {
+                if spin_until.is_some_and(|until| Instant::now() < until) {
+                    std::hint::spin_loop();
+                    continue;
+                }
+                self.sleep();
+            }
+        }
+        self.finish()
+    }
+
     fn enter(&mut self, phase: Phase) {
         self.report.phases.push(PhaseStart {
             phase,
@@ -160,151 +259,285 @@ impl Source<'_> {
         self.observer.phase(phase);
     }
 
-    fn check_cancel(&self) -> Result<(), MigrationError> {
-        if (self.cancel)() {
-            return Err(MigrationError::Cancelled);
+    /// Keeps the first reason for an end.
+    fn note(&mut self, error: MigrationError) {
+        self.last_loss = Some(error.to_string());
+        self.error.get_or_insert(error);
+    }
+
+    /// Ends the migration, or gives it up, with `error`.
+    fn fail(&mut self, error: MigrationError) {
+        self.note(error);
+        self.events.push_back(Event::Failed);
+    }
+
+    /// The control channel is lost, for this reason.
+    fn lose_control(&mut self, error: MigrationError) {
+        if let Some(control) = &mut self.control {
+            if !error.is_lost() {
+                // The peer may still read why.
+                let _ = control.send(&error.to_frame());
+            }
+            let generation = control.generation;
+            self.note(error);
+            self.events.push_back(Event::Lost(generation));
+        }
+    }
+
+    fn feed(&mut self, event: Event) {
+        let (next, actions) = step(&self.state, event);
+        self.state = next;
+        for action in actions {
+            if let Err(error) = self.perform(action) {
+                self.fail(error);
+            }
+        }
+        self.publish();
+    }
+
+    fn perform(&mut self, action: Action) -> Result<(), MigrationError> {
+        match action {
+            Action::Dial(generation) => {
+                self.lost_since.get_or_insert_with(Instant::now);
+                self.report.reconnects += 1;
+                self.channels.dial_control(generation);
+            }
+            Action::Send(message) => self.say(message)?,
+            Action::DialChannel(id) => self.channels.dial(self.state.generation, id),
+            Action::CloseChannel(id) => self.channels.close(id),
+            Action::CloseGeneration => self.close_generation(),
+            Action::Reclaim { channel, placed } => self.reclaim(channel, placed),
+            Action::AdoptMissing => self.adopt_missing(),
+            Action::StartPrecopy => self.start_precopy()?,
+            Action::SwitchOver => {
+                if let Err(error) = self.switch_over() {
+                    self.fail(error);
+                }
+            }
+            Action::StartPush => self.start_push(),
+            Action::ResumeGuest => self.resume_guest(),
+            Action::End(end) => self.end = Some(end),
         }
         Ok(())
     }
 
-    /// Runs pre-copy and switch-over, which this side can still undo. Returns the missing pages.
-    fn until_running(&mut self) -> Result<pageferry_userfault::PageBitmap, MigrationError> {
-        let dirty = self.precopy()?;
-        self.wait_until_destination_is_ready()?;
-        self.switch_over(dirty)
-    }
-
-    /// Receives pending SetupProgress frames, so that the destination never waits for room in the
-    /// socket.
-    fn take_setup_progress(&mut self) -> Result<(), MigrationError> {
-        while self.link.wait_for_frame(Duration::ZERO, never())? {
-            self.receive_setup_progress()?;
+    fn say(&mut self, message: ToDestination) -> Result<(), MigrationError> {
+        let frame = match message {
+            ToDestination::Go => Frame::Go,
+            ToDestination::Resume(stage) => Frame::Resume(stage),
+            // A destination that may be ready has to answer. Any other one only needs the reason.
+            ToDestination::Cancel if self.state.stage == Stage::Cancelling => Frame::Cancel,
+            ToDestination::Cancel => match &self.error {
+                Some(error) => error.to_frame(),
+                None => Frame::Cancel,
+            },
+            ToDestination::Drained => {
+                self.precopy.push_ended.get_or_insert_with(Instant::now);
+                self.enter(Phase::Completion);
+                Frame::Drained {
+                    missing: self.report.missing_at_start,
+                }
+            }
+            ToDestination::Complete => Frame::Complete,
+            ToDestination::DiscardHeard => Frame::DiscardHeard,
+            ToDestination::CloseChannel(id) => Frame::CloseChannel(id),
+            ToDestination::Again => Frame::Again,
+        };
+        if let Some(control) = &mut self.control
+            && let Err(error) = control.send(&frame)
+        {
+            self.lose_control(error);
         }
         Ok(())
     }
 
-    /// Waits until the destination has allocated its memory. The guest runs on meanwhile.
-    fn wait_until_destination_is_ready(&mut self) -> Result<(), MigrationError> {
-        while !self.destination_ready {
-            self.receive_setup_progress()?;
+    /// Takes one letter. Returns whether there was one.
+    fn take_letter(&mut self) -> bool {
+        let Some(letter) = self.session.letters.take() else {
+            return false;
+        };
+        match letter {
+            Letter::Command(command) => self.command(command),
+            Letter::Opened(generation, connection) => self.opened(generation, connection),
+            Letter::ChannelOpened(generation, id, connection) => {
+                self.channel_opened(generation, id, connection);
+            }
+            Letter::Lost(generation, error) => self.dial_failed(generation, error),
+            Letter::ChannelLost(generation, id, error) => {
+                self.channel_lost(generation, id, error);
+            }
+            Letter::Happened(Event::AllAcknowledged) if self.state.stage == Stage::Precopy => {
+                if let Err(error) = self.pass_is_acknowledged() {
+                    self.fail(error);
+                }
+            }
+            // A thread may have posted it in pre-copy, and was not scheduled until now.
+            Letter::Happened(Event::AllAcknowledged) if self.shared.ledger.unacknowledged() > 0 => {
+            }
+            Letter::Happened(event) => self.events.push_back(event),
         }
-        Ok(())
+        true
     }
 
-    fn receive_setup_progress(&mut self) -> Result<(), MigrationError> {
-        match self.link.receive(self.config.setup_limit, self.cancel)? {
-            Frame::SetupProgress(progress) => self.note_setup_progress(progress),
-            other => Err(self.link.unexpected("SetupProgress", &other)),
+    fn command(&mut self, command: commands::Command) {
+        if let Some(event) = command.event() {
+            if event == Event::Cancel && !self.state.has_handed_over() {
+                self.note(MigrationError::Cancelled);
+            }
+            self.events.push_back(event);
+        }
+        if let commands::Command::Recover(route) = command
+            && self.state.has_handed_over()
+        {
+            self.channels.reroute(route);
+            // A working connection is left too: the operator wants the new way.
+            self.events.push_back(Event::Lost(self.state.generation));
         }
     }
 
-    fn note_setup_progress(&mut self, progress: SetupProgress) -> Result<(), MigrationError> {
-        if self.destination_ready {
-            let why = "it sent SetupProgress after it was ready";
-            return Err(MigrationError::Peer(why.into()));
-        }
-        self.destination_ready = progress.ready;
-        let total = self.vm.machine.ram().pages();
-        self.observer.allocated(progress.pages, total);
-        Ok(())
-    }
-
-    /// Receives the destination's answer to a pass.
-    fn receive_answer(&mut self) -> Result<Frame, MigrationError> {
-        loop {
-            match self.link.receive(self.config.answer_limit, self.cancel)? {
-                Frame::SetupProgress(progress) => self.note_setup_progress(progress)?,
-                other => return Ok(other),
+    /// Handles the frames that have arrived. Returns whether there were any.
+    fn receive(&mut self) -> bool {
+        let Some(control) = &mut self.control else {
+            return false;
+        };
+        let generation = control.generation;
+        match control.receive() {
+            Ok(None) => false,
+            Ok(Some(frame)) => {
+                if let Err(error) = self.handle(generation, frame) {
+                    self.lose_control(error);
+                }
+                true
+            }
+            Err(error) => {
+                self.lose_control(error);
+                true
             }
         }
     }
 
-    /// Ends a migration whose VM counts only here: sends the reason, and lets the VM run as before.
-    fn abort_and_resume(&mut self, error: &MigrationError) {
-        if matches!(error, MigrationError::Cancelled) {
-            self.link.send_cancel();
+    fn handle(&mut self, generation: u32, frame: Frame) -> Result<(), MigrationError> {
+        let before_go = !self.state.has_handed_over();
+        let message = match frame {
+            Frame::SetupAck if self.state.stage == Stage::Setup => {
+                self.shared.patience.set(self.config.limits.silence);
+                ToSource::SetupAck
+            }
+            Frame::SetupProgress(progress) if before_go => {
+                return self.note_setup_progress(progress);
+            }
+            Frame::Ready if self.state.stage == Stage::SwitchOver => {
+                self.shared.patience.set(self.config.limits.dead_after);
+                ToSource::Ready
+            }
+            // It crossed the cancellation.
+            Frame::Ready if self.state.stage == Stage::Cancelling => return Ok(()),
+            Frame::Running { .. } if !before_go => {
+                if self.report.confirmed_ns == 0 {
+                    self.report.confirmed_ns = monotonic_ns();
+                }
+                return Ok(());
+            }
+            Frame::Missing(runs) if self.state.link == Link::Resuming => {
+                self.named.extend(runs.runs);
+                return Ok(());
+            }
+            Frame::Resumed { stage, missing } if self.state.link == Link::Resuming => {
+                self.check_named(missing)?;
+                self.control_works();
+                ToSource::Resumed(stage)
+            }
+            Frame::DrainAck { missing } if self.state.stage == Stage::Drained => {
+                self.check_drained(missing)?;
+                ToSource::DrainAck
+            }
+            Frame::Discarded(reason) => {
+                self.note(MigrationError::discarded(&reason));
+                ToSource::Discarded
+            }
+            Frame::ChannelEnded { channel, placed } if !before_go => {
+                ToSource::ChannelEnded { channel, placed }
+            }
+            Frame::Error(error) => return Err(MigrationError::gave_up(&error)),
+            Frame::Cancel => return Err(MigrationError::PeerCancelled),
+            other => return Err(MigrationError::unexpected("another frame", &other)),
+        };
+        self.events.push_back(Event::Received(generation, message));
+        Ok(())
+    }
+
+    /// Says `Alive` in time, notices silence, and gives up in time.
+    fn keep_time(&mut self) {
+        let interval = self.config.limits.interval();
+        let patience = if self.state.stage == Stage::Setup {
+            self.config.setup_limit
         } else {
-            self.link.send_error(error.wire_code(), error);
+            self.shared.patience.get()
+        };
+        if let Some(control) = &mut self.control {
+            if control.silence() > patience {
+                self.lose_control(MigrationError::Timeout("anything on the control channel"));
+            } else if let Err(error) = control.keep_alive(interval) {
+                self.lose_control(error);
+            }
         }
+        let limit = match self.state.stage {
+            Stage::Cancelling => Some(self.config.limits.connect),
+            _ => self.config.limits.give_up_after,
+        };
+        if let (Some(since), Some(limit)) = (self.lost_since, limit)
+            && since.elapsed() > limit
+        {
+            self.lost_since = None;
+            self.events.push_back(Event::GiveUp);
+        }
+        self.report_progress();
+        if self.published.elapsed() > PUBLISH_INTERVAL {
+            self.published = Instant::now();
+            self.publish();
+        }
+    }
+
+    fn sleep(&self) {
+        let mut fds = vec![PollFd::new(&self.session.letters, PollFlags::IN)];
+        if let Some(control) = &self.control {
+            fds.push(PollFd::from_borrowed_fd(
+                control.as_fd(),
+                control.interest(),
+            ));
+        }
+        let nap = self.config.limits.interval().min(LONGEST_SLEEP);
+        let nap = Timespec::try_from(nap).expect("a short time");
+        let _ = poll(&mut fds, Some(&nap));
+    }
+
+    fn start_push(&mut self) {
+        let urgent = self.shared.figures.urgent.load(Ordering::Relaxed);
+        self.quiet = (urgent, Instant::now());
+        self.shared.set_mode(if self.config.push_background {
+            Mode::Push
+        } else {
+            Mode::Answer
+        });
+        if self.report.missing_at_start == 0 || self.shared.ledger.unacknowledged() == 0 {
+            self.events.push_back(Event::AllAcknowledged);
+        }
+        if self.precopy.postcopy_began.is_none() {
+            self.precopy.postcopy_began = Some(Instant::now());
+            self.enter(Phase::Postcopy);
+        }
+        self.channels.ring();
+    }
+
+    /// Lets the guest run here as before.
+    fn resume_guest(&mut self) {
+        self.shared.set_mode(Mode::Hold);
         // A failure to stop the dirty log costs only speed.
         let _ = self.vm.machine.set_dirty_log(false);
         self.frozen = None;
         self.vm.threads.resume();
-        self.link.shutdown();
     }
 }
 
-/// Describes the VM that the destination must build.
-fn offer(vm: &RunningVm<'_>, guest: &[u8]) -> Result<Setup, MigrationError> {
-    let layout = vm.machine.ram().layout();
-    let (engine, isa) = crate::link::wire_engine(vm.machine.engine());
-    Ok(Setup {
-        engine,
-        isa,
-        state_format: crate::STATE_FORMAT,
-        vcpus: u32::try_from(vm.threads.count())
-            .map_err(|_| MigrationError::Internal("too many vCPUs".into()))?,
-        memory_bytes: layout.bytes(),
-        regions: layout
-            .regions()
-            .iter()
-            .map(|r| wire::Region {
-                slot: r.slot,
-                gfn: r.gfn,
-                pages: r.pages,
-            })
-            .collect(),
-        description: guest.to_vec(),
-    })
-}
-
-/// Connects, offers the VM, and waits for the destination's SetupAck. Retries for a while if the
-/// destination is busy.
-fn connect(
-    vm: &RunningVm<'_>,
-    to: &Address,
-    offer: &Setup,
-    config: &SourceConfig,
-    cancel: &dyn Fn() -> bool,
-) -> Result<(StreamLink, UrgentLink), MigrationError> {
-    let until = Instant::now() + config.busy_limit;
-    loop {
-        match connect_once(vm, to, offer, config, cancel) {
-            Err(error) if error.is_busy() && Instant::now() < until => {
-                let pause = Instant::now() + BUSY_PAUSE;
-                while Instant::now() < pause {
-                    if cancel() {
-                        return Err(MigrationError::Cancelled);
-                    }
-                    std::thread::sleep(CANCEL_POLL);
-                }
-            }
-            outcome => return outcome,
-        }
-    }
-}
-
-fn connect_once(
-    vm: &RunningVm<'_>,
-    to: &Address,
-    offer: &Setup,
-    config: &SourceConfig,
-    cancel: &dyn Fn() -> bool,
-) -> Result<(StreamLink, UrgentLink), MigrationError> {
-    let (mut link, urgent) = StreamLink::connect(to, config, vm.machine.ram().pages(), cancel)?;
-    let answer = link
-        .send(&Frame::Setup(offer.clone()))
-        .and_then(|()| link.receive(config.setup_limit, cancel));
-    let error = match answer {
-        Ok(Frame::SetupAck) => return Ok((link, urgent)),
-        Ok(other) => link.unexpected("SetupAck", &other),
-        Err(error) => error,
-    };
-    if matches!(error, MigrationError::Cancelled) {
-        link.send_cancel();
-    } else {
-        link.send_error(error.wire_code(), &error);
-    }
-    link.shutdown();
-    Err(error)
-}
+/// The scope of the source's threads.
+type Threads<'s, 'e> = &'s Scope<'s, 'e>;

@@ -1,107 +1,124 @@
 //! Pre-copy: the source sends pages while the guest runs and changes them.
 //!
-//! The source starts the dirty log before it reads the first page. It harvests the log only after
-//! the destination has acknowledged a whole pass. So a page that the guest changes after it was
-//! read is in a later harvest. The source sends it again, or it is *missing* at switch-over.
+//! The source starts the dirty log before it reads the first page. It harvests the log only when
+//! the destination has acknowledged every page of a pass. So a page that the guest changes after it
+//! was read is in a later harvest, and no page of one pass is under way in the next. The channels
+//! need no order between them. The source sends such a page again, or it is *missing* at
+//! switch-over.
 //!
 //! The destination allocates memory beside the passes. If it takes long after the last pass, what
 //! the guest dirties meanwhile would be missing. So another pass follows if the source waited for
 //! longer than the pass took.
 
-use super::Source;
-use super::pages::PageSender;
-use crate::clock::monotonic_ns;
+use super::Supervisor;
+use super::shared::Mode;
 use crate::error::MigrationError;
 use crate::phase::Phase;
+use crate::report::PassFigures;
+use crate::session::source::{Event, Stage};
+use crate::sync::Ordering;
 use crate::wire::{Frame, Pass};
-use pageferry_addr::RamPage;
-use pageferry_userfault::PageBitmap;
+use std::time::{Duration, Instant};
 
 /// Passes end at this number of dirty pages. Sending so few takes less time than the round trip of
 /// a pass.
-const FEW_PAGES: usize = 64;
-/// The number of pages between two checks of `cancel`.
-const CANCEL_EVERY: u64 = 1024;
-/// The number of pages between two checks for SetupProgress frames.
-const RECEIVE_EVERY: u64 = 256;
+const FEW_PAGES: u64 = 64;
 
-impl Source<'_> {
-    /// Runs all passes. Returns the pages whose current bytes are not at the destination. The guest
-    /// still runs and dirties more.
-    pub(super) fn precopy(&mut self) -> Result<PageBitmap, MigrationError> {
+/// The progress of pre-copy.
+#[derive(Debug, Default)]
+pub(super) struct Precopy {
+    /// The pass, counted from 1.
+    pass: u32,
+    /// The pages of the pass, and its start.
+    pages: u64,
+    began: Option<Instant>,
+    /// The time that the last pass took, and its end. The source waits for the destination.
+    waiting: Option<(Duration, Instant)>,
+    /// Whether the destination has allocated all memory that it needs before the switch-over.
+    pub(super) destination_ready: bool,
+    /// The data pages sent by the end of pre-copy.
+    pub(super) data_pages: u64,
+    /// The start of the push, and the time at which no page was unsent.
+    pub(super) postcopy_began: Option<Instant>,
+    pub(super) push_ended: Option<Instant>,
+}
+
+impl Supervisor<'_, '_, '_> {
+    pub(super) fn start_precopy(&mut self) -> Result<(), MigrationError> {
         let pages = self.vm.machine.ram().pages() as usize;
-        let dirty = PageBitmap::try_new(pages)?;
-        dirty.set_range(0..pages);
+        self.shared.ledger.set_unsent(0..pages);
         if self.config.precopy_passes == 0 {
-            return Ok(dirty);
+            self.precopy.waiting = Some((Duration::MAX, Instant::now()));
+            return self.decide();
         }
         self.vm.machine.set_dirty_log(true)?;
-        let mut pass = 0;
-        loop {
-            pass += 1;
-            self.enter(Phase::Precopy { pass });
-            let began_ns = monotonic_ns();
-            let sent = self.send_pass(pass, &dirty)?;
-            self.vm.machine.harvest_dirty(&dirty, true)?;
-            let ended_ns = monotonic_ns();
-            let took_ns = ended_ns - began_ns;
-            self.report.passes.push((sent, took_ns));
-            if pass >= self.config.precopy_passes || dirty.count() <= FEW_PAGES {
-                self.wait_until_destination_is_ready()?;
-                if monotonic_ns() - ended_ns <= took_ns {
-                    return Ok(dirty);
-                }
-            }
-        }
+        self.begin_pass()
     }
 
-    /// Sends all pages of `dirty`, clears their bits, and waits for the acknowledgement. Returns
-    /// their number.
-    fn send_pass(&mut self, pass: u32, dirty: &PageBitmap) -> Result<u64, MigrationError> {
-        let ram = std::sync::Arc::clone(self.vm.machine.ram());
-        let phase = Phase::Precopy { pass };
-        let total = dirty.count() as u64;
-        let mut sender = PageSender::new(&ram, self.cancel);
-        let mut allocated = 0..0;
-        let mut done = 0;
-        let mut next = dirty.next_set(0);
-        while let Some(index) = next {
-            let page = RamPage(index as u64);
-            dirty.clear(page);
-            if page.0 >= allocated.end {
-                allocated = ram
-                    .next_allocated(page)?
-                    .unwrap_or(ram.pages()..ram.pages());
-            }
-            if page.0 < allocated.start {
-                sender.add_hole(&mut self.link, page)?;
-            } else {
-                sender.add_running(&mut self.link, page)?;
-            }
-            done += 1;
-            if done % RECEIVE_EVERY == 0 {
-                self.take_setup_progress()?;
-            }
-            if done % CANCEL_EVERY == 0 {
-                self.check_cancel()?;
-                self.observer.progress(phase, done, total);
-            }
-            next = dirty.next_set(index + 1);
+    fn begin_pass(&mut self) -> Result<(), MigrationError> {
+        self.precopy.pass += 1;
+        self.precopy.pages = self.shared.ledger.unsent_count();
+        self.precopy.began = Some(Instant::now());
+        let (pass, pages) = (self.precopy.pass, self.precopy.pages);
+        self.enter(Phase::Precopy { pass });
+        if let Some(control) = &mut self.control {
+            control.send(&Frame::Pass(Pass { pass, pages }))?;
         }
-        sender.send_copies(&mut self.link)?;
-        self.observer.progress(phase, done, total);
-        self.report.pages.precopy += sender.data_pages;
-        self.report.pages.zero += sender.zero_pages;
-        self.report.page_bytes += sender.data_pages * pageferry_addr::PAGE_SIZE;
-        let ended = Pass { pass, pages: done };
-        self.link.send(&Frame::PassEnd(ended))?;
-        match self.receive_answer()? {
-            Frame::PassAck(taken) if taken == ended => Ok(done),
-            Frame::PassAck(taken) => Err(MigrationError::Peer(format!(
-                "it confirmed {} pages of pass {} where {} of pass {} were sent",
-                taken.pages, taken.pass, ended.pages, ended.pass
-            ))),
-            other => Err(self.link.unexpected("PassAck", &other)),
+        self.shared.set_mode(Mode::Copy);
+        self.channels.ring();
+        if pages == 0 {
+            return self.pass_is_acknowledged();
         }
+        Ok(())
+    }
+
+    /// No page is without a receipt: the pass is over, unless this is a late letter about an
+    /// earlier one.
+    pub(super) fn pass_is_acknowledged(&mut self) -> Result<(), MigrationError> {
+        let Some(began) = self.precopy.began else {
+            return Ok(());
+        };
+        if self.shared.ledger.unacknowledged() > 0 {
+            return Ok(());
+        }
+        self.shared.set_mode(Mode::Hold);
+        self.precopy.began = None;
+        self.vm.machine.harvest_dirty(&self.dirty, true)?;
+        self.shared.ledger.add_dirty(&self.dirty);
+        let took = began.elapsed();
+        self.report.passes.push(PassFigures {
+            pages: self.precopy.pages,
+            took,
+        });
+        let last = self.precopy.pass >= self.config.precopy_passes;
+        if last || self.shared.ledger.unsent_count() <= FEW_PAGES {
+            self.precopy.waiting = Some((took, Instant::now()));
+            return self.decide();
+        }
+        self.begin_pass()
+    }
+
+    /// Reports a pass with `left` pages to go.
+    pub(super) fn report_pass(&self, left: u64) {
+        let (pass, total) = (self.precopy.pass, self.precopy.pages);
+        self.observer
+            .progress(Phase::Precopy { pass }, total.saturating_sub(left), total);
+    }
+
+    /// Ends pre-copy, or begins another pass, if both sides are ready for it.
+    pub(super) fn decide(&mut self) -> Result<(), MigrationError> {
+        let Some((took, since)) = self.precopy.waiting else {
+            return Ok(());
+        };
+        if !self.precopy.destination_ready || self.state.stage != Stage::Precopy {
+            return Ok(());
+        }
+        self.precopy.waiting = None;
+        if since.elapsed() > took {
+            return self.begin_pass();
+        }
+        self.precopy.data_pages = self.shared.figures.data.load(Ordering::Relaxed);
+        self.events.push_back(Event::PrecopyDone);
+        Ok(())
     }
 }

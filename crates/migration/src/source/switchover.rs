@@ -1,65 +1,99 @@
-//! Switch-over: the source stops the guest, keeps the VMM's writes out, and sends the missing bitmap
-//! and the vCPU states. This is the blackout.
+//! Switch-over: the source stops the guest, keeps the VMM's writes out, and sends all that the
+//! destination needs to run it. This is the blackout.
+//!
+//! The pages that are missing already travel before the guest stops, as runs. In the blackout only
+//! those follow that the guest has written since the last pass.
 
-use super::Source;
+use super::Supervisor;
 use crate::clock::{instant_ns, monotonic_ns};
 use crate::error::MigrationError;
-use crate::link::{SWITCH_OVER_SPIN_MICROS, never};
 use crate::phase::Phase;
-use crate::wire::{Frame, MAX_BITMAP_WORDS, MissingBitmap, SwitchOver, VcpuState};
+use crate::wire::{Frame, MissingRuns, SwitchOver, VcpuState};
 use pageferry_userfault::PageBitmap;
-use std::time::Duration;
+use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// The longest wait for vCPUs to leave the guest.
 const PAUSE_LIMIT: Duration = Duration::from_secs(10);
 
-impl Source<'_> {
-    /// Stops the guest, sends bitmap and states, and waits for Running. Returns the missing pages.
-    pub(super) fn switch_over(
-        &mut self,
-        missing: PageBitmap,
-    ) -> Result<PageBitmap, MigrationError> {
-        self.check_cancel()?;
-        self.link.set_spin(SWITCH_OVER_SPIN_MICROS);
+/// The interval at which the source looks for the last receipts.
+const RECEIPT_POLL: Duration = Duration::from_micros(50);
+
+impl Supervisor<'_, '_, '_> {
+    /// Stops the guest and sends everything up to SwitchOver.
+    pub(super) fn switch_over(&mut self) -> Result<(), MigrationError> {
+        let shared = self.shared;
+        let ledger = &shared.ledger;
+        self.wait_for_silence()?;
+        let Some(control) = &mut self.control else {
+            return Err(MigrationError::LinkLost("no control channel".into()));
+        };
+        for frame in MissingRuns::frames(ledger.unsent_runs()) {
+            control.send(&Frame::Missing(frame))?;
+        }
         self.enter(Phase::SwitchOver);
         let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
         // The VMM's own writes are in the last harvest, or refused.
         self.frozen = Some(self.vm.machine.ram().freeze()?);
+        let mut new = Vec::new();
         if self.config.precopy_passes > 0 {
-            self.vm.machine.harvest_dirty(&missing, false)?;
+            self.vm.machine.harvest_dirty(&self.dirty, false)?;
+            let mut at = 0;
+            while let Some(run) = self.dirty.next_run(at, usize::MAX) {
+                at = run.end;
+                new.extend(not_set(ledger.unsent(), run));
+            }
+            ledger.add_dirty(&self.dirty);
         }
         let states = self.vm.threads.save()?;
         self.report.first_stop_ns = instant_ns(stopped.first_stop);
         self.report.last_stop_ns = instant_ns(stopped.last_stop);
-        self.report.missing_at_start = missing.count() as u64;
-
-        let mut frames = Vec::new();
-        let words = missing.snapshot();
-        for (chunk, words) in words.chunks(MAX_BITMAP_WORDS).enumerate() {
-            frames.push(Frame::MissingBitmap(MissingBitmap {
-                first_word: (chunk * MAX_BITMAP_WORDS) as u64,
-                words: words.to_vec(),
-            }));
+        self.report.missing_at_start = ledger.unsent_count();
+        let vcpus = states.len() as u32;
+        let Some(control) = &mut self.control else {
+            return Err(MigrationError::LinkLost("no control channel".into()));
+        };
+        for frame in MissingRuns::frames(new) {
+            control.queue(&Frame::Missing(frame))?;
         }
         for (vcpu, state) in states.into_iter().enumerate() {
-            frames.push(Frame::VcpuState(VcpuState {
+            control.queue(&Frame::VcpuState(VcpuState {
                 vcpu: vcpu as u32,
                 state: state.0,
-            }));
+            }))?;
         }
-        frames.push(Frame::SwitchOver(SwitchOver {
+        control.queue(&Frame::SwitchOver(SwitchOver {
             missing_pages: self.report.missing_at_start,
-            vcpus: self.vm.threads.count() as u32,
+            vcpus,
             stopped_at_ns: self.report.last_stop_ns,
-        }));
-        self.link.send_all(&frames)?;
-
-        // From here on, `cancel` has no effect: the guest may run at the destination.
-        match self.link.receive(self.config.answer_limit, never())? {
-            Frame::Running { .. } => {}
-            other => return Err(self.link.unexpected("Running", &other)),
-        }
-        self.report.confirmed_ns = monotonic_ns();
-        Ok(missing)
+        }))?;
+        self.report.sent_at_ns = monotonic_ns();
+        control.flush()
     }
+}
+
+impl Supervisor<'_, '_, '_> {
+    /// Waits until no page is under way. Usually none is: a thread may just have claimed some when
+    /// the last pass ended.
+    fn wait_for_silence(&self) -> Result<(), MigrationError> {
+        let began = Instant::now();
+        while self.shared.ledger.in_flight() > 0 {
+            if began.elapsed() > self.config.limits.silence {
+                return Err(MigrationError::Timeout("receipts of the last pass"));
+            }
+            std::thread::sleep(RECEIPT_POLL);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the runs of `range` whose bits are clear.
+fn not_set(pages: &PageBitmap, range: Range<usize>) -> Vec<Range<u64>> {
+    let mut found = Vec::new();
+    let mut at = range.start;
+    while let Some(start) = pages.next_clear(at).filter(|start| *start < range.end) {
+        at = pages.next_set(start).unwrap_or(range.end).min(range.end);
+        found.push(start as u64..at as u64);
+    }
+    found
 }

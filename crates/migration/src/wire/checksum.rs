@@ -126,3 +126,21 @@ pub(crate) fn check(what: &'static str, found: u64, computed: u64) -> Result<(),
         computed,
     })
 }
+
+/// Puts the checksum of what precedes them into the last eight bytes of a message.
+pub(super) fn sealed<const N: usize>(mut bytes: [u8; N]) -> [u8; N] {
+    let checksum = xxh3_64(&bytes[..N - 8]);
+    bytes[N - 8..].copy_from_slice(&checksum.to_le_bytes());
+    bytes
+}
+
+/// Compares the last eight bytes of a message with the checksum of what precedes them.
+pub(super) fn check_sealed<const N: usize>(
+    what: &'static str,
+    bytes: &[u8; N],
+) -> Result<(), WireError> {
+    let (covered, found) = bytes
+        .split_last_chunk::<8>()
+        .expect("longer than a checksum");
+    check(what, u64::from_le_bytes(*found), xxh3_64(covered))
+}

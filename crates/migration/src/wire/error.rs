@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use super::Role;
 use super::frame_type::{FrameType, Side};
 
 /// Bytes that break the wire format. Each variant carries the offending values.
@@ -57,6 +58,14 @@ pub enum WireError {
         frame: FrameType,
         /// The side it came from.
         from: Side,
+    },
+    /// A frame came on a channel that never carries its type.
+    #[error("a {frame} frame never travels on a {on} channel")]
+    WrongChannel {
+        /// The frame's type.
+        frame: FrameType,
+        /// The role of the channel.
+        on: Role,
     },
     /// A length exceeds its bound. Nothing was allocated for it.
     #[error("{what}: a length of {len} exceeds its bound of {max}")]

@@ -1,13 +1,16 @@
-//! All frames of the stream connection except Pages.
+//! All frames except Pages.
+
+use zerocopy::little_endian::U64;
 
 use super::error::in_range;
+use super::messages::exact;
 use super::{
-    DrainCounts, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES, MAX_BITMAP_WORDS, MAX_VCPUS,
-    Pass, Setup, SetupProgress, SwitchOver, WireError,
+    ChannelId, DestinationStage, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES, MAX_VCPUS,
+    MissingRuns, Pass, Setup, SetupProgress, SourceStage, SwitchOver, Text, VcpuState, WireError,
 };
 
-/// A frame of the stream connection. Pages frames are not included, since their data is received
-/// straight into memory ([`RunList`](super::RunList)).
+/// A frame of a control or bulk channel. Pages frames are not included, since their data is
+/// received straight into memory ([`RunList`](super::RunList)).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Frame {
     /// See [`FrameType::Setup`].
@@ -18,52 +21,74 @@ pub enum Frame {
     Error(ErrorMessage),
     /// See [`FrameType::Cancel`].
     Cancel,
-    /// See [`FrameType::PassEnd`].
-    PassEnd(Pass),
-    /// See [`FrameType::PassAck`].
-    PassAck(Pass),
-    /// See [`FrameType::MissingBitmap`].
-    MissingBitmap(MissingBitmap),
+    /// See [`FrameType::Pass`].
+    Pass(Pass),
+    /// See [`FrameType::Missing`].
+    Missing(MissingRuns),
     /// See [`FrameType::VcpuState`].
     VcpuState(VcpuState),
     /// See [`FrameType::SwitchOver`].
     SwitchOver(SwitchOver),
+    /// See [`FrameType::Ready`].
+    Ready,
+    /// See [`FrameType::Go`].
+    Go,
     /// See [`FrameType::Running`].
     Running {
         /// The start time of the first vCPU, by the destination's `CLOCK_MONOTONIC`, in
         /// nanoseconds. It is informative, like [`SwitchOver::stopped_at_ns`].
         started_at_ns: u64,
     },
-    /// See [`FrameType::RunningAck`].
-    RunningAck,
-    /// See [`FrameType::DrainEnd`].
-    DrainEnd(DrainCounts),
+    /// See [`FrameType::Drained`].
+    Drained {
+        /// The missing pages at the switch-over.
+        missing: u64,
+    },
     /// See [`FrameType::DrainAck`].
-    DrainAck(DrainCounts),
+    DrainAck {
+        /// The missing pages at the switch-over, as the destination counted them.
+        missing: u64,
+    },
     /// See [`FrameType::Complete`].
     Complete,
     /// See [`FrameType::SetupProgress`].
     SetupProgress(SetupProgress),
+    /// See [`FrameType::Receipt`].
+    Receipt {
+        /// The number of Pages frames of this channel whose pages are in place, from 1. They are
+        /// the first ones that were sent on it.
+        frames: u64,
+    },
+    /// See [`FrameType::Alive`].
+    Alive,
+    /// See [`FrameType::Resume`].
+    Resume(SourceStage),
+    /// See [`FrameType::Resumed`].
+    Resumed {
+        /// What the destination has reached.
+        stage: DestinationStage,
+        /// The number of missing pages: those of the Missing frames before this one.
+        missing: u64,
+    },
+    /// See [`FrameType::Discarded`]. It has the reason.
+    Discarded(Text),
+    /// See [`FrameType::DiscardHeard`].
+    DiscardHeard,
+    /// See [`FrameType::CloseChannel`].
+    CloseChannel(ChannelId),
+    /// See [`FrameType::ChannelEnded`].
+    ChannelEnded {
+        /// The channel.
+        channel: ChannelId,
+        /// The number of messages of this channel whose pages are in place. They are the first ones
+        /// that were sent on it.
+        placed: u64,
+    },
+    /// See [`FrameType::Again`].
+    Again,
 }
 
-/// A piece of the bitmap of missing pages: bit `b` of word `w` is RAM page `64 * w + b`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MissingBitmap {
-    /// The index of the first word.
-    pub first_word: u64,
-    /// The words, from 1 to [`MAX_BITMAP_WORDS`]. Bits behind the end of memory are zero.
-    pub words: Vec<u64>,
-}
-
-/// One vCPU's state, in the format that [`Setup`] names.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VcpuState {
-    /// The vCPU, below [`MAX_VCPUS`].
-    pub vcpu: u32,
-    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque to
-    /// this module.
-    pub state: Vec<u8>,
-}
+const LAST_VCPU: u64 = MAX_VCPUS as u64 - 1;
 
 impl Frame {
     /// The frame's type.
@@ -74,73 +99,98 @@ impl Frame {
             Self::SetupAck => FrameType::SetupAck,
             Self::Error(_) => FrameType::Error,
             Self::Cancel => FrameType::Cancel,
-            Self::PassEnd(_) => FrameType::PassEnd,
-            Self::PassAck(_) => FrameType::PassAck,
-            Self::MissingBitmap(_) => FrameType::MissingBitmap,
+            Self::Pass(_) => FrameType::Pass,
+            Self::Missing(_) => FrameType::Missing,
             Self::VcpuState(_) => FrameType::VcpuState,
             Self::SwitchOver(_) => FrameType::SwitchOver,
+            Self::Ready => FrameType::Ready,
+            Self::Go => FrameType::Go,
             Self::Running { .. } => FrameType::Running,
-            Self::RunningAck => FrameType::RunningAck,
-            Self::DrainEnd(_) => FrameType::DrainEnd,
-            Self::DrainAck(_) => FrameType::DrainAck,
+            Self::Drained { .. } => FrameType::Drained,
+            Self::DrainAck { .. } => FrameType::DrainAck,
             Self::Complete => FrameType::Complete,
             Self::SetupProgress(_) => FrameType::SetupProgress,
+            Self::Receipt { .. } => FrameType::Receipt,
+            Self::Alive => FrameType::Alive,
+            Self::Resume(_) => FrameType::Resume,
+            Self::Resumed { .. } => FrameType::Resumed,
+            Self::Discarded(_) => FrameType::Discarded,
+            Self::DiscardHeard => FrameType::DiscardHeard,
+            Self::CloseChannel(_) => FrameType::CloseChannel,
+            Self::ChannelEnded { .. } => FrameType::ChannelEnded,
+            Self::Again => FrameType::Again,
         }
     }
 
     /// Encodes header and payload into `out`, with the checksum. Clears `out` first.
     ///
     /// # Errors
-    /// [`WireError::TooLong`] or [`WireError::OutOfRange`] for a message that breaks its type's
-    /// bounds, and the errors of [`Setup::check`]. These are bugs of the sender.
+    /// [`WireError::TooLong`], [`WireError::OutOfRange`] or [`WireError::BadField`] for a message
+    /// that breaks the documented ranges of its fields. These are bugs of the sender. Ranges that
+    /// depend on the memory's size are left to the receiver.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), WireError> {
         out.clear();
         out.resize(HEADER_BYTES, 0);
+        let frame_type = self.frame_type();
+        let what = frame_type.name();
         let (mut count, mut arg) = (0, 0);
         match self {
             Self::Setup(setup) => {
                 setup.check()?;
+                (count, arg) = (setup.bulk_channels.into(), setup.urgent_channels.into());
                 setup.encode_payload(out);
             }
             Self::Error(error) => {
                 arg = error.code() as u64;
                 out.extend_from_slice(error.message().as_bytes());
             }
-            Self::PassEnd(pass) | Self::PassAck(pass) => (count, arg) = (pass.pass, pass.pages),
-            Self::MissingBitmap(bitmap) => {
-                (count, arg) = (bitmap.words.len() as u32, bitmap.first_word);
-                out.extend(bitmap.words.iter().flat_map(|word| word.to_le_bytes()));
+            Self::Pass(pass) => {
+                in_range(what, "pass", pass.pass.into(), 1, u32::MAX.into())?;
+                (count, arg) = (pass.pass, pass.pages);
+            }
+            Self::Missing(missing) => {
+                missing.encode_payload(out)?;
+                (count, arg) = (missing.runs.len() as u32, missing.base);
             }
             Self::VcpuState(vcpu) => {
-                in_range("VcpuState", "vcpu", vcpu.vcpu.into(), 0, LAST_VCPU)?;
+                in_range(what, "vcpu", vcpu.vcpu.into(), 0, LAST_VCPU)?;
                 arg = vcpu.vcpu.into();
                 out.extend_from_slice(&vcpu.state);
             }
             Self::SwitchOver(switch_over) => switch_over.encode_payload(out),
             Self::Running { started_at_ns } => arg = *started_at_ns,
+            Self::Drained { missing } | Self::DrainAck { missing } => arg = *missing,
             Self::SetupProgress(progress) => {
                 (count, arg) = (u32::from(progress.ready), progress.pages);
             }
-            Self::DrainEnd(counts) | Self::DrainAck(counts) => counts.encode_payload(out),
-            Self::SetupAck | Self::Cancel | Self::RunningAck | Self::Complete => {}
+            Self::Receipt { frames } => {
+                in_range(what, "frames", *frames, 1, u64::MAX)?;
+                arg = *frames;
+            }
+            Self::Resume(stage) => count = *stage as u32,
+            Self::Resumed { stage, missing } => (count, arg) = (*stage as u32, *missing),
+            Self::Discarded(reason) => out.extend_from_slice(reason.as_str().as_bytes()),
+            Self::CloseChannel(channel) => (count, arg) = channel.to_header(what)?,
+            Self::ChannelEnded { channel, placed } => {
+                (count, arg) = channel.to_header(what)?;
+                out.extend_from_slice(&placed.to_le_bytes());
+            }
+            Self::SetupAck
+            | Self::Cancel
+            | Self::Ready
+            | Self::Go
+            | Self::Complete
+            | Self::Alive
+            | Self::DiscardHeard
+            | Self::Again => {}
         }
-        let frame_type = self.frame_type();
         let (min, max) = frame_type.payload_bounds();
         let len = (out.len() - HEADER_BYTES) as u64;
         if len > u64::from(max) {
-            return Err(WireError::TooLong {
-                what: frame_type.name(),
-                len,
-                max: max.into(),
-            });
+            let max = max.into();
+            return Err(WireError::TooLong { what, len, max });
         }
-        in_range(
-            frame_type.name(),
-            "payload_len",
-            len,
-            min.into(),
-            max.into(),
-        )?;
+        in_range(what, "payload_len", len, min.into(), max.into())?;
         let header = FrameHeader::unsealed(frame_type, len as u32, count, arg);
         out[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
         let mut hasher = header.hasher();
@@ -168,114 +218,73 @@ impl Frame {
         hasher.update(payload);
         hasher.verify()?;
         let what = header.frame_type.name();
-        let count_is = |expected: u64| {
-            if u64::from(header.count) == expected {
-                return Ok(());
-            }
-            Err(WireError::BadField {
-                what,
-                field: "count",
-                value: header.count.into(),
-            })
-        };
-        let unused = |field, value: u64| match value {
-            0 => Ok(()),
-            _ => Err(WireError::BadField { what, field, value }),
-        };
-        match header.frame_type {
-            FrameType::PassEnd | FrameType::PassAck => {}
-            FrameType::SetupProgress => in_range(what, "count", header.count.into(), 0, 1)?,
-            FrameType::MissingBitmap => count_is(payload.len() as u64 / 8)?,
-            _ => count_is(0)?,
-        }
-        match header.frame_type {
-            FrameType::PassEnd
-            | FrameType::PassAck
-            | FrameType::MissingBitmap
-            | FrameType::VcpuState
-            | FrameType::Error
-            | FrameType::SetupProgress
-            | FrameType::Running => {}
-            _ => unused("arg", header.arg)?,
-        }
-        let pass = || {
-            in_range(what, "arg", header.arg, 0, memory_pages)?;
-            Ok(Pass {
-                pass: header.count,
-                pages: header.arg,
-            })
-        };
+        let FrameHeader { count, arg, .. } = *header;
+        header.check_unused()?;
+        let missing = || in_range(what, "missing", arg, 0, memory_pages).map(|()| arg);
         Ok(match header.frame_type {
             FrameType::Pages => panic!("`RunList::decode` decodes Pages frames"),
-            FrameType::Setup => Self::Setup(Setup::decode_payload(payload)?),
+            FrameType::Setup => Self::Setup(Setup::decode_payload(count, arg, payload)?),
             FrameType::SetupAck => Self::SetupAck,
-            FrameType::Error => Self::Error(ErrorMessage::decode_payload(header.arg, payload)?),
+            FrameType::Error => Self::Error(ErrorMessage::decode_payload(arg, payload)?),
             FrameType::Cancel => Self::Cancel,
-            FrameType::PassEnd => Self::PassEnd(pass()?),
-            FrameType::PassAck => Self::PassAck(pass()?),
-            FrameType::MissingBitmap => {
-                Self::MissingBitmap(decode_bitmap(header.arg, payload, memory_pages)?)
+            FrameType::Pass => {
+                in_range(what, "pass", count.into(), 1, u32::MAX.into())?;
+                in_range(what, "pages", arg, 0, memory_pages)?;
+                let (pass, pages) = (count, arg);
+                Self::Pass(Pass { pass, pages })
             }
+            FrameType::Missing => Self::Missing(MissingRuns::decode_payload(
+                count,
+                arg,
+                payload,
+                memory_pages,
+            )?),
             FrameType::VcpuState => {
-                in_range(what, "vcpu", header.arg, 0, LAST_VCPU)?;
+                in_range(what, "vcpu", arg, 0, LAST_VCPU)?;
                 Self::VcpuState(VcpuState {
-                    vcpu: header.arg as u32,
+                    vcpu: arg as u32,
                     state: payload.to_vec(),
                 })
             }
             FrameType::SwitchOver => {
                 Self::SwitchOver(SwitchOver::decode_payload(payload, memory_pages)?)
             }
-            FrameType::Running => Self::Running {
-                started_at_ns: header.arg,
+            FrameType::Ready => Self::Ready,
+            FrameType::Go => Self::Go,
+            FrameType::Running => Self::Running { started_at_ns: arg },
+            FrameType::Drained => Self::Drained {
+                missing: missing()?,
             },
-            FrameType::RunningAck => Self::RunningAck,
-            FrameType::DrainEnd => Self::DrainEnd(DrainCounts::decode_payload(what, payload)?),
-            FrameType::DrainAck => Self::DrainAck(DrainCounts::decode_payload(what, payload)?),
+            FrameType::DrainAck => Self::DrainAck {
+                missing: missing()?,
+            },
             FrameType::Complete => Self::Complete,
             FrameType::SetupProgress => {
-                in_range(what, "arg", header.arg, 0, memory_pages)?;
-                Self::SetupProgress(SetupProgress {
-                    pages: header.arg,
-                    ready: header.count == 1,
-                })
+                in_range(what, "ready", count.into(), 0, 1)?;
+                in_range(what, "pages", arg, 0, memory_pages)?;
+                let (pages, ready) = (arg, count == 1);
+                Self::SetupProgress(SetupProgress { pages, ready })
             }
+            FrameType::Receipt => {
+                in_range(what, "frames", arg, 1, u64::MAX)?;
+                Self::Receipt { frames: arg }
+            }
+            FrameType::Alive => Self::Alive,
+            FrameType::Resume => Self::Resume(SourceStage::from_number(count)?),
+            FrameType::Resumed => Self::Resumed {
+                stage: DestinationStage::from_number(count)?,
+                missing: missing()?,
+            },
+            FrameType::Discarded => Self::Discarded(Text::decode(what, "reason", payload)?),
+            FrameType::DiscardHeard => Self::DiscardHeard,
+            FrameType::CloseChannel => {
+                Self::CloseChannel(ChannelId::from_header(what, count, arg)?)
+            }
+            FrameType::ChannelEnded => Self::ChannelEnded {
+                channel: ChannelId::from_header(what, count, arg)?,
+                placed: exact::<U64>(what, payload)?.get(),
+            },
+            FrameType::Again => Self::Again,
         })
     }
-}
-
-const LAST_VCPU: u64 = MAX_VCPUS as u64 - 1;
-
-fn decode_bitmap(
-    first_word: u64,
-    payload: &[u8],
-    memory_pages: u64,
-) -> Result<MissingBitmap, WireError> {
-    const WHAT: &str = "MissingBitmap";
-    let (words, rest) = payload.as_chunks::<8>();
-    if !rest.is_empty() {
-        return Err(WireError::WrongLength {
-            what: WHAT,
-            len: payload.len() as u64,
-            expected: 8 * words.len() as u64,
-        });
-    }
-    let memory_words = memory_pages.div_ceil(64);
-    let count = words.len() as u64;
-    let max = memory_words.min(MAX_BITMAP_WORDS as u64);
-    in_range(WHAT, "count", count, 1, max)?;
-    in_range(WHAT, "first_word", first_word, 0, memory_words - count)?;
-    let words: Vec<u64> = words.iter().map(|&word| u64::from_le_bytes(word)).collect();
-    let used = memory_pages % 64;
-    if first_word + count == memory_words && used != 0 {
-        let last = words.last().copied().unwrap_or(0);
-        if last >> used != 0 {
-            return Err(WireError::BadField {
-                what: WHAT,
-                field: "words",
-                value: last,
-            });
-        }
-    }
-    Ok(MissingBitmap { first_word, words })
 }

@@ -1,10 +1,10 @@
-//! The frame types of the stream connection, with the sender and the payload bounds of each.
+//! The frame types, with the sender, the channels and the payload bounds of each.
 
 use core::fmt;
 
 use super::{
-    DESCRIPTOR_BYTES, MAX_BITMAP_WORDS, MAX_DATA_PAGES, MAX_DESCRIPTION_BYTES, MAX_ERROR_BYTES,
-    MAX_REGIONS, MAX_RUNS, MAX_VCPU_STATE_BYTES, PAGE_BYTES, WireError,
+    DESCRIPTOR_BYTES, MAX_DATA_PAGES, MAX_DESCRIPTION_BYTES, MAX_ERROR_BYTES, MAX_MISSING_BYTES,
+    MAX_REGIONS, MAX_RUNS, MAX_VCPU_STATE_BYTES, PAGE_BYTES, Role, WireError,
 };
 
 /// A side of the migration.
@@ -36,11 +36,11 @@ impl fmt::Display for Side {
     }
 }
 
-/// The type of a frame on the stream connection. The numbers are those on the wire.
+/// The type of a frame on a control or bulk channel. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum FrameType {
-    /// Source: the description of the VM. The first frame of a migration.
+    /// Source: the description of the VM and the number of channels. The first frame of a session.
     Setup = 1,
     /// Destination: it has built such a VM, which is empty.
     SetupAck = 2,
@@ -50,50 +50,77 @@ pub enum FrameType {
     Cancel = 4,
     /// Source: contents of pages.
     Pages = 5,
-    /// Source: a pre-copy pass is complete.
-    PassEnd = 6,
-    /// Destination: all pages of the pass are in place.
-    PassAck = 7,
-    /// Source: a piece of the bitmap of missing pages.
-    MissingBitmap = 8,
+    /// Source: a pass over memory begins. Informative.
+    Pass = 6,
+    /// Either side: runs of pages that the destination does not have.
+    Missing = 7,
     /// Source: one vCPU's state.
-    VcpuState = 9,
-    /// Source: the destination has everything that it needs, and may start the guest.
-    SwitchOver = 10,
-    /// Destination: the guest runs here.
-    Running = 11,
-    /// Source: it received Running, and will never resume the guest.
-    RunningAck = 12,
-    /// Source: it has sent every page, with the counts.
-    DrainEnd = 13,
-    /// Destination: it has received every page, with the counts.
+    VcpuState = 8,
+    /// Source: it has sent all that the destination needs to run the guest.
+    SwitchOver = 9,
+    /// Destination: it has all that it needs to run the guest.
+    Ready = 10,
+    /// Source: the destination runs the guest from now on.
+    Go = 11,
+    /// Destination: the guest runs here. Informative.
+    Running = 12,
+    /// Source: every page is acknowledged.
+    Drained = 13,
+    /// Destination: every page is in place.
     DrainAck = 14,
-    /// Source: it received DrainAck. The last frame of a migration.
+    /// Source: it received DrainAck. The last frame of a session.
     Complete = 15,
     /// Destination: the amount of allocated memory. The last such frame says that the destination
     /// is ready.
     SetupProgress = 16,
+    /// Destination: the number of frames of this channel whose pages are in place.
+    Receipt = 17,
+    /// Either side: the sender lives and has nothing else to say.
+    Alive = 18,
+    /// Source: what it has decided. The first frame of a generation after the first.
+    Resume = 19,
+    /// Destination: what it has reached. The answer to Resume.
+    Resumed = 20,
+    /// Destination: it has discarded its copy of the VM, which never ran.
+    Discarded = 21,
+    /// Source: it received Discarded.
+    DiscardHeard = 22,
+    /// Source: the destination must end its reader of this channel.
+    CloseChannel = 23,
+    /// Destination: the reader of this channel has ended.
+    ChannelEnded = 24,
+    /// Source: the destination must repeat its outstanding requests.
+    Again = 25,
 }
 
 impl FrameType {
     /// Every type, in the order of their numbers.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 25] = [
         Self::Setup,
         Self::SetupAck,
         Self::Error,
         Self::Cancel,
         Self::Pages,
-        Self::PassEnd,
-        Self::PassAck,
-        Self::MissingBitmap,
+        Self::Pass,
+        Self::Missing,
         Self::VcpuState,
         Self::SwitchOver,
+        Self::Ready,
+        Self::Go,
         Self::Running,
-        Self::RunningAck,
-        Self::DrainEnd,
+        Self::Drained,
         Self::DrainAck,
         Self::Complete,
         Self::SetupProgress,
+        Self::Receipt,
+        Self::Alive,
+        Self::Resume,
+        Self::Resumed,
+        Self::Discarded,
+        Self::DiscardHeard,
+        Self::CloseChannel,
+        Self::ChannelEnded,
+        Self::Again,
     ];
 
     /// Returns the type's number on the wire.
@@ -122,17 +149,26 @@ impl FrameType {
             Self::Error => "Error",
             Self::Cancel => "Cancel",
             Self::Pages => "Pages",
-            Self::PassEnd => "PassEnd",
-            Self::PassAck => "PassAck",
-            Self::MissingBitmap => "MissingBitmap",
+            Self::Pass => "Pass",
+            Self::Missing => "Missing",
             Self::VcpuState => "VcpuState",
             Self::SwitchOver => "SwitchOver",
+            Self::Ready => "Ready",
+            Self::Go => "Go",
             Self::Running => "Running",
-            Self::RunningAck => "RunningAck",
-            Self::DrainEnd => "DrainEnd",
+            Self::Drained => "Drained",
             Self::DrainAck => "DrainAck",
             Self::Complete => "Complete",
             Self::SetupProgress => "SetupProgress",
+            Self::Receipt => "Receipt",
+            Self::Alive => "Alive",
+            Self::Resume => "Resume",
+            Self::Resumed => "Resumed",
+            Self::Discarded => "Discarded",
+            Self::DiscardHeard => "DiscardHeard",
+            Self::CloseChannel => "CloseChannel",
+            Self::ChannelEnded => "ChannelEnded",
+            Self::Again => "Again",
         }
     }
 
@@ -140,23 +176,38 @@ impl FrameType {
     #[must_use]
     pub const fn is_sent_by(self, side: Side) -> bool {
         match self {
-            Self::Error | Self::Cancel => true,
+            Self::Error | Self::Cancel | Self::Missing | Self::Alive => true,
             Self::SetupAck
-            | Self::PassAck
+            | Self::Ready
             | Self::Running
             | Self::DrainAck
-            | Self::SetupProgress => {
-                matches!(side, Side::Destination)
-            }
+            | Self::SetupProgress
+            | Self::Receipt
+            | Self::Resumed
+            | Self::Discarded
+            | Self::ChannelEnded => matches!(side, Side::Destination),
             Self::Setup
             | Self::Pages
-            | Self::PassEnd
-            | Self::MissingBitmap
+            | Self::Pass
             | Self::VcpuState
             | Self::SwitchOver
-            | Self::RunningAck
-            | Self::DrainEnd
-            | Self::Complete => matches!(side, Side::Source),
+            | Self::Go
+            | Self::Drained
+            | Self::Complete
+            | Self::Resume
+            | Self::DiscardHeard
+            | Self::CloseChannel
+            | Self::Again => matches!(side, Side::Source),
+        }
+    }
+
+    /// Whether this type may travel on a channel of this role. Urgent channels have no frames.
+    #[must_use]
+    pub const fn is_sent_on(self, role: Role) -> bool {
+        match role {
+            Role::Control => !matches!(self, Self::Pages | Self::Receipt),
+            Role::Bulk => matches!(self, Self::Pages | Self::Receipt | Self::Alive),
+            Role::Urgent => false,
         }
     }
 
@@ -168,23 +219,32 @@ impl FrameType {
                 32 + 24,
                 (32 + 24 * MAX_REGIONS + MAX_DESCRIPTION_BYTES) as u32,
             ),
-            Self::Error => (0, MAX_ERROR_BYTES as u32),
+            Self::Error | Self::Discarded => (0, MAX_ERROR_BYTES as u32),
             Self::Pages => (
                 DESCRIPTOR_BYTES as u32,
                 (MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES) as u32,
             ),
-            Self::MissingBitmap => (8, 8 * MAX_BITMAP_WORDS as u32),
+            Self::Missing => (2, MAX_MISSING_BYTES as u32),
             Self::VcpuState => (1, MAX_VCPU_STATE_BYTES as u32),
             Self::SwitchOver => (24, 24),
-            Self::DrainEnd | Self::DrainAck => (32, 32),
+            Self::ChannelEnded => (8, 8),
             Self::SetupAck
             | Self::Cancel
-            | Self::PassEnd
-            | Self::PassAck
+            | Self::Pass
+            | Self::Ready
+            | Self::Go
             | Self::Running
-            | Self::RunningAck
+            | Self::Drained
+            | Self::DrainAck
             | Self::Complete
-            | Self::SetupProgress => (0, 0),
+            | Self::SetupProgress
+            | Self::Receipt
+            | Self::Alive
+            | Self::Resume
+            | Self::Resumed
+            | Self::DiscardHeard
+            | Self::CloseChannel
+            | Self::Again => (0, 0),
         }
     }
 }

@@ -1,10 +1,10 @@
-//! The header of a frame on the stream connection.
+//! The header of a frame on a control or bulk channel.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::in_range;
-use super::{FRAME_MAGIC, FrameHasher, FrameType, HEADER_BYTES, Side, WireError};
+use super::{FRAME_MAGIC, FrameHasher, FrameType, HEADER_BYTES, Role, Side, WireError};
 
 /// The on-wire layout of a header.
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -23,7 +23,7 @@ const _: () = assert!(size_of::<HeaderLayout>() == HEADER_BYTES);
 
 /// A frame's header, with the type and the length of its payload.
 ///
-/// The type, direction, flags and length of a decoded header are checked. Its other fields can be
+/// The type, direction, channel, flags and length of a decoded header are checked. Its other fields can be
 /// trusted only after a checksum is verified. [`FrameHasher::verify`] verifies all fields. For a
 /// Pages frame, [`RunList::decode`](super::RunList::decode) verifies the fields before `arg`
 /// earlier.
@@ -68,13 +68,14 @@ impl FrameHeader {
         })
     }
 
-    /// Decodes a header that side `from` sent.
+    /// Decodes a header that side `from` sent on a channel of role `on`.
     ///
     /// # Errors
     /// [`WireError::FrameMagic`], [`WireError::UnknownType`], [`WireError::WrongDirection`],
-    /// [`WireError::BadField`] for flags (none is defined), [`WireError::TooLong`] and
-    /// [`WireError::OutOfRange`] for a payload longer or shorter than its type allows.
-    pub fn decode(bytes: &[u8; HEADER_BYTES], from: Side) -> Result<Self, WireError> {
+    /// [`WireError::WrongChannel`], [`WireError::BadField`] for flags (none is defined),
+    /// [`WireError::TooLong`] and [`WireError::OutOfRange`] for a payload longer or shorter than
+    /// its type allows.
+    pub fn decode(bytes: &[u8; HEADER_BYTES], from: Side, on: Role) -> Result<Self, WireError> {
         let layout: &HeaderLayout = zerocopy::transmute_ref!(bytes);
         if layout.magic != FRAME_MAGIC {
             return Err(WireError::FrameMagic {
@@ -87,6 +88,12 @@ impl FrameHeader {
             return Err(WireError::WrongDirection {
                 frame: frame_type,
                 from,
+            });
+        }
+        if !frame_type.is_sent_on(on) {
+            return Err(WireError::WrongChannel {
+                frame: frame_type,
+                on,
             });
         }
         if layout.flags != 0 {
@@ -113,6 +120,47 @@ impl FrameHeader {
             arg: layout.arg.get(),
             checksum: layout.checksum.get(),
         })
+    }
+
+    /// Refuses a `count` or an `arg` that is not zero, where the type says nothing about it.
+    pub(super) fn check_unused(&self) -> Result<(), WireError> {
+        let (count_used, arg_used) = match self.frame_type {
+            FrameType::Setup
+            | FrameType::Pages
+            | FrameType::Pass
+            | FrameType::Missing
+            | FrameType::SetupProgress
+            | FrameType::Resumed
+            | FrameType::CloseChannel
+            | FrameType::ChannelEnded => (true, true),
+            FrameType::Resume => (true, false),
+            FrameType::Error
+            | FrameType::VcpuState
+            | FrameType::Running
+            | FrameType::Drained
+            | FrameType::DrainAck
+            | FrameType::Receipt => (false, true),
+            FrameType::SetupAck
+            | FrameType::Cancel
+            | FrameType::SwitchOver
+            | FrameType::Ready
+            | FrameType::Go
+            | FrameType::Complete
+            | FrameType::Alive
+            | FrameType::Discarded
+            | FrameType::DiscardHeard
+            | FrameType::Again => (false, false),
+        };
+        let what = self.frame_type.name();
+        for (used, field, value) in [
+            (count_used, "count", self.count.into()),
+            (arg_used, "arg", self.arg),
+        ] {
+            if !used && value != 0 {
+                return Err(WireError::BadField { what, field, value });
+            }
+        }
+        Ok(())
     }
 
     /// Returns a hasher for this frame, ready for the payload.

@@ -1,4 +1,4 @@
-//! The payloads of fixed size.
+//! The contents of small frames.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -6,20 +6,87 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use super::error::{in_range, reserved_zero};
 use super::{MAX_VCPUS, WireError};
 
-/// The counts of a pre-copy pass. PassEnd has those of the source, PassAck those of the
-/// destination.
+/// A pass over memory in pre-copy. It is informative: no behaviour may depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pass {
     /// The number of the pass, counted from 1.
     pub pass: u32,
-    /// The number of its pages, zero pages included.
+    /// The number of its pages when it begins, zero pages included.
     pub pages: u64,
+}
+
+/// One vCPU's state, in the format that [`Setup`](super::Setup) names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VcpuState {
+    /// The vCPU, below [`MAX_VCPUS`].
+    pub vcpu: u32,
+    /// Its state, from 1 to [`MAX_VCPU_STATE_BYTES`](super::MAX_VCPU_STATE_BYTES) bytes. Opaque to
+    /// this module.
+    pub state: Vec<u8>,
+}
+
+/// What the source has decided, when it resumes a session. The numbers are those on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum SourceStage {
+    /// It has sent Go.
+    HandedOver = 1,
+    /// Every page is acknowledged.
+    Drained = 2,
+    /// It has cancelled the migration.
+    Cancelled = 3,
+}
+
+impl SourceStage {
+    /// Every stage, in the order of their numbers.
+    pub const ALL: [Self; 3] = [Self::HandedOver, Self::Drained, Self::Cancelled];
+
+    pub(super) fn from_number(found: u32) -> Result<Self, WireError> {
+        Self::ALL
+            .into_iter()
+            .find(|&known| known as u32 == found)
+            .ok_or(bad_stage("Resume", found))
+    }
+}
+
+/// What the destination has reached, when a session is resumed. The numbers are those on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum DestinationStage {
+    /// It waits for Go.
+    Ready = 1,
+    /// The guest runs there.
+    Running = 2,
+    /// Every page is there.
+    Complete = 3,
+    /// It has discarded its copy.
+    Discarded = 4,
+}
+
+impl DestinationStage {
+    /// Every stage, in the order of their numbers.
+    pub const ALL: [Self; 4] = [Self::Ready, Self::Running, Self::Complete, Self::Discarded];
+
+    pub(super) fn from_number(found: u32) -> Result<Self, WireError> {
+        Self::ALL
+            .into_iter()
+            .find(|&known| known as u32 == found)
+            .ok_or(bad_stage("Resumed", found))
+    }
+}
+
+fn bad_stage(what: &'static str, found: u32) -> WireError {
+    WireError::BadField {
+        what,
+        field: "stage",
+        value: found.into(),
+    }
 }
 
 /// The end of the data that the destination needs to run the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SwitchOver {
-    /// The number of missing pages: the bits set in all MissingBitmap frames.
+    /// The number of missing pages: those of all Missing frames.
     pub missing_pages: u64,
     /// The number of VcpuState frames: one for each vCPU of the VM.
     pub vcpus: u32,
@@ -73,81 +140,6 @@ impl SwitchOver {
             vcpus,
             stopped_at_ns: layout.stopped_at_ns.get(),
         })
-    }
-}
-
-/// The pages of post-copy, by the way they were sent. DrainEnd has the counts of the source,
-/// DrainAck those of the destination.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct DrainCounts {
-    /// Pages answered on the urgent connection, zero pages included.
-    pub urgent: u64,
-    /// Data pages pushed in the background.
-    pub background: u64,
-    /// Zero pages pushed in the background.
-    pub zero: u64,
-}
-
-impl core::fmt::Display for DrainCounts {
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let Self {
-            urgent,
-            background,
-            zero,
-        } = self;
-        write!(
-            f,
-            "{urgent} urgent, {background} background and {zero} zero pages"
-        )
-    }
-}
-
-#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
-#[repr(C)]
-struct DrainCountsLayout {
-    urgent: U64,
-    background: U64,
-    zero: U64,
-    total: U64,
-}
-
-const _: () = assert!(size_of::<DrainCountsLayout>() == 32);
-
-impl DrainCounts {
-    /// Returns the sum, or `None` if it exceeds 64 bits.
-    #[must_use]
-    pub const fn total(&self) -> Option<u64> {
-        match self.urgent.checked_add(self.background) {
-            Some(sum) => sum.checked_add(self.zero),
-            None => None,
-        }
-    }
-
-    pub(super) fn encode_payload(&self, out: &mut Vec<u8>) {
-        let layout = DrainCountsLayout {
-            urgent: self.urgent.into(),
-            background: self.background.into(),
-            zero: self.zero.into(),
-            total: self.total().unwrap_or(u64::MAX).into(),
-        };
-        out.extend_from_slice(layout.as_bytes());
-    }
-
-    pub(super) fn decode_payload(what: &'static str, payload: &[u8]) -> Result<Self, WireError> {
-        let layout: &DrainCountsLayout = exact(what, payload)?;
-        let counts = Self {
-            urgent: layout.urgent.get(),
-            background: layout.background.get(),
-            zero: layout.zero.get(),
-        };
-        if counts.total() != Some(layout.total.get()) {
-            return Err(WireError::BadField {
-                what,
-                field: "total",
-                value: layout.total.get(),
-            });
-        }
-        Ok(counts)
     }
 }
 

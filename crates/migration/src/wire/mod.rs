@@ -13,12 +13,14 @@
 //! uses [`Hello`] and [`HelloReply`]. This module must not do I/O, nor know sockets, guest memory
 //! or machines.
 //!
-//! [`Hello`] opens either connection. A message of the stream connection is a [`FrameHeader`] with
+//! [`Hello`], [`HelloReply`], [`Credentials`] and [`Welcome`] open every channel. A message of a
+//! control or bulk channel is a [`FrameHeader`] with
 //! a payload. The payload is that of a [`Frame`], or a list of page runs ([`RunList`]) with the
-//! pages' bytes. A message of the urgent connection is an [`UrgentMessage`], with a page or
-//! without.
+//! pages' bytes. A message of an urgent channel is an [`UrgentMessage`], with a page or without.
 
 mod capabilities;
+mod channel_id;
+mod channel_key;
 mod checksum;
 mod error;
 mod error_message;
@@ -26,40 +28,64 @@ mod frame;
 mod frame_type;
 mod header;
 mod hello;
+mod hello_reply;
 mod messages;
+mod missing;
 mod pages;
+mod proof;
 mod setup;
+mod status;
+mod text;
 mod urgent;
 
 pub use capabilities::Capabilities;
+pub use channel_id::ChannelId;
+pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
 pub use error::{FirstBytes, WireError};
 pub use error_message::{ErrorCode, ErrorMessage};
-pub use frame::{Frame, MissingBitmap, VcpuState};
+pub use frame::Frame;
 pub use frame_type::{FrameType, Side};
 pub use header::FrameHeader;
-pub use hello::{Hello, HelloReply, Role, SessionId, Status, check_magic};
-pub use messages::{DrainCounts, Pass, SetupProgress, SwitchOver};
+pub use hello::{Hello, check_magic};
+pub use hello_reply::HelloReply;
+pub use messages::{DestinationStage, Pass, SetupProgress, SourceStage, SwitchOver, VcpuState};
+pub use missing::MissingRuns;
 pub use pages::{Run, RunKind, RunList, RunRefused};
+pub use proof::{Credentials, Welcome};
 pub use setup::{Engine, Isa, Region, Setup};
+pub use status::Status;
+pub use text::Text;
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 2;
-/// The first eight bytes of either connection, in both directions.
+pub const MIN_VERSION: u16 = 3;
+/// The first eight bytes of every connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
 pub const FRAME_MAGIC: u32 = u32::from_le_bytes(*b"PGFR");
 
 /// The length of a [`Hello`] and of a [`HelloReply`], in bytes.
 pub const HELLO_BYTES: usize = 64;
+/// The first four bytes of [`Credentials`].
+pub const CREDENTIALS_MAGIC: [u8; 4] = *b"PGFC";
+/// The first four bytes of a [`Welcome`].
+pub const WELCOME_MAGIC: [u8; 4] = *b"PGFW";
+/// The length of [`Credentials`], in bytes.
+pub const CREDENTIALS_BYTES: usize = 80;
+/// The length of a [`Welcome`], in bytes.
+pub const WELCOME_BYTES: usize = 48;
+/// The length of a session's secret, in bytes.
+pub const SECRET_BYTES: usize = 32;
+/// The length of a proof, in bytes.
+pub const PROOF_BYTES: usize = 32;
 /// The length of a frame's header, in bytes.
 pub const HEADER_BYTES: usize = 32;
 /// The length of a run's descriptor in a Pages frame, in bytes.
 pub const DESCRIPTOR_BYTES: usize = 16;
-/// The length of a message on the urgent connection, without the page that may follow, in bytes.
+/// The length of a message on an urgent channel, without the page that may follow, in bytes.
 pub const URGENT_BYTES: usize = 16;
 /// The length of a page, in bytes. Only base pages are sent.
 pub const PAGE_BYTES: usize = pageferry_addr::PAGE_SIZE as usize;
@@ -72,12 +98,16 @@ pub const MAX_DATA_PAGES: usize = 256;
 pub const MAX_REGIONS: usize = 64;
 /// The longest guest description in a [`Setup`], in bytes.
 pub const MAX_DESCRIPTION_BYTES: usize = 4096;
-/// The longest message in an Error frame, in bytes of UTF-8.
+/// The longest text in an Error or Discarded frame, in bytes of UTF-8.
 pub const MAX_ERROR_BYTES: usize = 1024;
-/// The most 64-bit words in a MissingBitmap frame: 4 Mi pages, 512 KiB.
-pub const MAX_BITMAP_WORDS: usize = 65536;
+/// The most runs in a Missing frame.
+pub const MAX_MISSING_RUNS: usize = 65536;
+/// The longest payload of a Missing frame, in bytes: 512 KiB.
+pub const MAX_MISSING_BYTES: usize = 512 << 10;
 /// The longest state of one vCPU, in bytes.
 pub const MAX_VCPU_STATE_BYTES: usize = 64 << 10;
+/// The most bulk channels of a session, and the most urgent channels.
+pub const MAX_CHANNELS: u16 = 16;
 /// The most vCPUs of a VM.
 pub const MAX_VCPUS: u32 = 4096;
 /// The largest memory of a VM, in bytes: 64 TiB.

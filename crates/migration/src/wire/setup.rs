@@ -5,7 +5,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::error::{in_range, reserved_zero};
 use super::{
-    MAX_DESCRIPTION_BYTES, MAX_MEMORY_BYTES, MAX_REGIONS, MAX_VCPUS, PAGE_BYTES, WireError,
+    MAX_CHANNELS, MAX_DESCRIPTION_BYTES, MAX_MEMORY_BYTES, MAX_REGIONS, MAX_VCPUS, PAGE_BYTES,
+    WireError,
 };
 use pageferry_addr::Gfn;
 
@@ -42,9 +43,13 @@ pub struct Region {
     pub pages: u64,
 }
 
-/// The VM that the destination must build.
+/// The VM that the destination must build, and the channels of the session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setup {
+    /// The number of bulk channels, from 1 to [`MAX_CHANNELS`].
+    pub bulk_channels: u16,
+    /// The number of urgent channels, from 1 to [`MAX_CHANNELS`].
+    pub urgent_channels: u16,
     /// The engine. A migration does not change it.
     pub engine: Engine,
     /// The guest's instruction set.
@@ -108,6 +113,12 @@ impl Setup {
             field,
             value,
         };
+        for (field, channels) in [
+            ("bulk_channels", self.bulk_channels),
+            ("urgent_channels", self.urgent_channels),
+        ] {
+            in_range(WHAT, field, channels.into(), 1, MAX_CHANNELS.into())?;
+        }
         in_range(
             WHAT,
             "state_format",
@@ -170,7 +181,15 @@ impl Setup {
         out.extend_from_slice(&self.description);
     }
 
-    pub(super) fn decode_payload(payload: &[u8]) -> Result<Self, WireError> {
+    /// Decodes the payload of a frame with these numbers of channels in its header.
+    pub(super) fn decode_payload(
+        bulk_channels: u32,
+        urgent_channels: u64,
+        payload: &[u8],
+    ) -> Result<Self, WireError> {
+        let max = MAX_CHANNELS.into();
+        in_range(WHAT, "bulk_channels", bulk_channels.into(), 1, max)?;
+        in_range(WHAT, "urgent_channels", urgent_channels, 1, max)?;
         let bad = |field, value: u64| WireError::BadField {
             what: WHAT,
             field,
@@ -219,6 +238,8 @@ impl Setup {
             });
         }
         let setup = Self {
+            bulk_channels: bulk_channels as u16,
+            urgent_channels: urgent_channels as u16,
             engine,
             isa,
             state_format: fixed.state_format.get(),

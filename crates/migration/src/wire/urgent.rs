@@ -1,4 +1,4 @@
-//! The urgent connection: requests for single pages, and their answers.
+//! Urgent channels: requests for single pages, their answers, and receipts.
 
 use super::checksum::{Xxh3, xxh3_64};
 use pageferry_addr::RamPage;
@@ -19,18 +19,29 @@ pub enum UrgentKind {
     Page = 2,
     /// Source: the page is zero. Nothing follows.
     Zero = 3,
-    /// Either side: its last message on this connection.
-    End = 4,
+    /// Destination: the number of answers of this channel that are in place.
+    Receipt = 5,
+    /// Either side: the sender lives and has nothing else to say.
+    Alive = 6,
 }
 
 impl UrgentKind {
+    /// Every kind, in the order of their numbers.
+    pub const ALL: [Self; 5] = [
+        Self::Request,
+        Self::Page,
+        Self::Zero,
+        Self::Receipt,
+        Self::Alive,
+    ];
+
     /// Whether `side` may send this kind.
     #[must_use]
     pub const fn is_sent_by(self, side: Side) -> bool {
         match self {
-            Self::Request => matches!(side, Side::Destination),
+            Self::Request | Self::Receipt => matches!(side, Side::Destination),
             Self::Page | Self::Zero => matches!(side, Side::Source),
-            Self::End => true,
+            Self::Alive => true,
         }
     }
 }
@@ -46,41 +57,55 @@ struct UrgentLayout {
 
 const _: () = assert!(size_of::<UrgentLayout>() == URGENT_BYTES);
 
-/// A message of the urgent connection, without the bytes of the page that may follow.
+/// A message of an urgent channel, without the bytes of the page that may follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct UrgentMessage {
     /// The kind of the message.
     pub kind: UrgentKind,
-    /// The page, or 0 in [`UrgentKind::End`].
+    /// The page of a request or an answer, else 0.
     pub page: RamPage,
+    /// In a [`UrgentKind::Receipt`]: the number of answers of this channel whose pages are in
+    /// place, from 1. They are the first ones that were sent on it. Else 0.
+    pub placed: u64,
     check: u32,
 }
 
 impl UrgentMessage {
     /// Returns the bytes of a message without page data.
-    fn encode(kind: UrgentKind, page: RamPage) -> [u8; URGENT_BYTES] {
-        Self::sealed(kind, page, xxh3_64(&covered(kind, page)))
+    fn encode(kind: UrgentKind, number: u64) -> [u8; URGENT_BYTES] {
+        Self::sealed(kind, number, xxh3_64(&covered(kind, number)))
     }
 
-    fn sealed(kind: UrgentKind, page: RamPage, digest: u64) -> [u8; URGENT_BYTES] {
+    fn sealed(kind: UrgentKind, number: u64, digest: u64) -> [u8; URGENT_BYTES] {
         zerocopy::transmute!(UrgentLayout {
             kind: kind as u8,
             reserved: [0; 3],
             check: (digest as u32).into(),
-            page: page.0.into(),
+            page: number.into(),
         })
     }
 
     /// Returns the bytes of a request for a page.
     #[must_use]
     pub fn request(page: RamPage) -> [u8; URGENT_BYTES] {
-        Self::encode(UrgentKind::Request, page)
+        Self::encode(UrgentKind::Request, page.0)
     }
 
-    /// Returns the bytes of a side's last message.
+    /// Returns the bytes of a receipt: the pages of the channel's first `placed` answers are in
+    /// place.
+    ///
+    /// # Panics
+    /// If `placed` is 0: a receipt is for at least one answer.
     #[must_use]
-    pub fn end() -> [u8; URGENT_BYTES] {
-        Self::encode(UrgentKind::End, RamPage(0))
+    pub fn receipt(placed: u64) -> [u8; URGENT_BYTES] {
+        assert!(placed > 0, "a receipt is for at least one answer");
+        Self::encode(UrgentKind::Receipt, placed)
+    }
+
+    /// Returns the bytes of a sign of life.
+    #[must_use]
+    pub fn alive() -> [u8; URGENT_BYTES] {
+        Self::encode(UrgentKind::Alive, 0)
     }
 
     /// Decodes a message that side `from` sent, for a VM of `memory_pages` pages.
@@ -91,8 +116,8 @@ impl UrgentMessage {
     ///
     /// # Errors
     /// [`WireError::BadField`] for an unknown kind, a kind that `from` never sends, reserved bytes,
-    /// or a page in an End. [`WireError::OutOfRange`] for a page outside memory,
-    /// [`WireError::Checksum`].
+    /// or a page in an Alive. [`WireError::OutOfRange`] for a page outside memory or a receipt for
+    /// nothing, [`WireError::Checksum`].
     pub fn decode(
         bytes: &[u8; URGENT_BYTES],
         from: Side,
@@ -104,35 +129,34 @@ impl UrgentMessage {
         };
         let layout: &UrgentLayout = zerocopy::transmute_ref!(bytes);
         let bad = |field, value| WireError::BadField { what, field, value };
-        let kind = [
-            UrgentKind::Request,
-            UrgentKind::Page,
-            UrgentKind::Zero,
-            UrgentKind::End,
-        ]
-        .into_iter()
-        .find(|&known| known as u8 == layout.kind && known.is_sent_by(from))
-        .ok_or(bad("kind", layout.kind.into()))?;
+        let kind = UrgentKind::ALL
+            .into_iter()
+            .find(|&known| known as u8 == layout.kind && known.is_sent_by(from))
+            .ok_or(bad("kind", layout.kind.into()))?;
         reserved_zero(what, "reserved", &layout.reserved)?;
-        let page = RamPage(layout.page.get());
-        let message = Self {
+        let number = layout.page.get();
+        let mut message = Self {
             kind,
-            page,
+            page: RamPage(0),
+            placed: 0,
             check: layout.check.get(),
         };
         if kind != UrgentKind::Page {
-            let digest = xxh3_64(&covered(kind, page));
+            let digest = xxh3_64(&covered(kind, number));
             check(what, message.check.into(), (digest as u32).into())?;
         }
-        if kind == UrgentKind::End {
-            if page.0 != 0 {
-                return Err(bad("page", page.0));
+        match kind {
+            UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero => {
+                let last = memory_pages.checked_sub(1).ok_or(bad("page", number))?;
+                in_range(what, "page", number, 0, last)?;
+                message.page = RamPage(number);
             }
-        } else {
-            if memory_pages == 0 {
-                return Err(bad("page", page.0));
+            UrgentKind::Receipt => {
+                in_range(what, "placed", number, 1, u64::MAX)?;
+                message.placed = number;
             }
-            in_range(what, "page", page.0, 0, memory_pages - 1)?;
+            UrgentKind::Alive if number != 0 => return Err(bad("page", number)),
+            UrgentKind::Alive => {}
         }
         Ok(message)
     }
@@ -153,26 +177,26 @@ impl UrgentMessage {
 /// The bytes must not change until they are sent.
 #[must_use]
 pub fn urgent_reply_page(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> [u8; URGENT_BYTES] {
-    UrgentMessage::sealed(UrgentKind::Page, page, page_digest(page, bytes))
+    UrgentMessage::sealed(UrgentKind::Page, page.0, page_digest(page, bytes))
 }
 
 /// Returns the answer for a zero page.
 #[must_use]
 pub fn urgent_reply_zero(page: RamPage) -> [u8; URGENT_BYTES] {
-    UrgentMessage::encode(UrgentKind::Zero, page)
+    UrgentMessage::encode(UrgentKind::Zero, page.0)
 }
 
 /// Returns the twelve bytes of a message without its checksum, in order.
-fn covered(kind: UrgentKind, page: RamPage) -> [u8; URGENT_BYTES - 4] {
+fn covered(kind: UrgentKind, number: u64) -> [u8; URGENT_BYTES - 4] {
     let mut bytes = [0; URGENT_BYTES - 4];
     bytes[0] = kind as u8;
-    bytes[4..].copy_from_slice(&page.0.to_le_bytes());
+    bytes[4..].copy_from_slice(&number.to_le_bytes());
     bytes
 }
 
 fn page_digest(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> u64 {
     let mut state = Xxh3::new();
-    state.update(&covered(UrgentKind::Page, page));
+    state.update(&covered(UrgentKind::Page, page.0));
     state.update(bytes);
     state.digest()
 }

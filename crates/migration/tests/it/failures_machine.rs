@@ -1,14 +1,15 @@
 //! A machine that fails in post-copy: the VM pauses with a reason, and never counts as complete.
 
-use crate::scripted::LeakCheck;
-use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, migrate_to, tcp};
+use crate::alone::LeakCheck;
+use crate::support::{LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen};
 use pageferry_addr::RamPage;
 use pageferry_machine::{
     ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, Machine,
     MachineError,
 };
 use pageferry_migration::{
-    DestinationConfig, DestinationVm, Incoming, RunningVm, SourceConfig, Unobserved,
+    DestinationConfig, DestinationVm, Route, RunningVm, SourceConfig, SourceSession, SourceVm,
+    Unobserved, migrate,
 };
 use pageferry_userfault::PageBitmap;
 use std::os::fd::{AsRawFd, RawFd};
@@ -142,27 +143,28 @@ impl Machine for Failing {
     }
 }
 
-/// Moves a VM to a machine that fails. Checks that both copies are paused and stay so.
+/// Moves a VM to a machine that fails. Checks that both copies are paused and stay so, or that the
+/// source runs on because the failure came before `Go`.
 fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&str]) {
     let _leaks = LeakCheck::start();
     let name = format!("{engine}, {delivery:?}, {fault:?}");
     let source = WorkloadVm::booted(engine, 2, 16 << 20);
     source.wait_progress(2 * source.workload.memory_map().share_pages());
-    let listener = tcp();
+    let destination = listen(DestinationConfig {
+        delivery,
+        ..DestinationConfig::default()
+    });
     let config = SourceConfig {
         precopy_passes: 0,
         ..SourceConfig::default()
     };
     let arrived = OnceLock::new();
+    let session = SourceSession::new().unwrap();
     let (sent, received) = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| {
-            let config = DestinationConfig {
-                delivery,
-                ..DestinationConfig::default()
-            };
             let deadline = Instant::now() + LIMIT;
             let late = || Instant::now() > deadline;
-            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            let incoming = destination.accept(&late).unwrap();
             let offer = incoming.offer().clone();
             let vm = arrived
                 .get_or_init(|| WorkloadVm::empty(offer.engine, offer.vcpus, offer.memory_bytes));
@@ -176,9 +178,14 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
                 machine: &machine,
                 threads: &vm.threads,
             };
-            incoming.receive(&failing, &vm.resolver, &late, &Unobserved)
+            let received = incoming.receive(&failing, &vm.resolver, &late, &Unobserved);
+            // The source does not know that there is nobody left to reach.
+            session.give_up();
+            received
         });
-        let sent = migrate_to(&source, listener.local_addr(), &config);
+        let route = Route::To(address_of(&destination));
+        let running = source.running();
+        let sent = migrate(&running, &route, b"", &config, &session, &Unobserved);
         (sent, receiver.join().unwrap())
     });
     let Err(failure) = received else {
@@ -189,8 +196,14 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
         reasons.iter().any(|why| said.contains(why)),
         "{name}: {said}"
     );
+    let sent = sent.unwrap_err();
+    println!("{name}: {said}");
     let DestinationVm::PausedIncomplete { missing, asleep } = failure.vm else {
-        panic!("{name}: {said}");
+        // The first pages came before `Go`, and the source has heard that this copy is discarded.
+        assert_eq!(sent.vm, SourceVm::Runs, "{name}");
+        assert!(arrived.get().unwrap().threads.is_paused(), "{name}");
+        source.wait_progress(16);
+        return source.assert_verifies();
     };
     let vm = arrived.get().unwrap();
     assert!(missing > 0, "{name}");
@@ -202,8 +215,8 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
         "{name}: {said}"
     );
     assert!(asleep == 0 || engine == Engine::Kvm, "{name}");
-    assert!(sent.is_err() && source.threads.is_paused(), "{name}");
-    println!("{name}: {said}");
+    assert_eq!(sent.vm, SourceVm::GivenUp, "{name}");
+    assert!(source.threads.is_paused(), "{name}");
 }
 
 #[test]

@@ -1,11 +1,14 @@
 //! All integration tests of the migration.
 
+mod alone;
 mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
 mod failures_source;
+mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod recovery;
 mod scripted;
 mod support;
 mod vmm_access;
@@ -13,4 +16,7 @@ mod wire_channel;
 mod wire_common;
 mod wire_handshake;
 mod wire_malformed;
+mod wire_missing;
+mod wire_preamble;
 mod wire_roundtrip;
+mod wire_tls;

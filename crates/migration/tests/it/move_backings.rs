@@ -1,12 +1,11 @@
 //! Moves a running VM between kinds of memory, on both engines, without losing a byte.
 
-use crate::scripted::in_parallel;
+use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
 use crate::support::{LIMIT, WorkloadVm, kvm_usable, move_vm, move_vm_to};
 use crate::vmm_access::{engines, receive_beside};
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
-use pageferry_migration::wire::{Frame, FrameType};
 use pageferry_migration::{DestinationConfig, SourceConfig};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
 use std::sync::mpsc::channel;
@@ -122,12 +121,9 @@ fn complete_ranges_become_huge_pages_while_other_pages_are_missing() {
             peer.push_rest();
             peer.unsent.push(held);
             huge.recv_timeout(LIMIT).expect("huge pages");
-            peer.push_rest();
-            peer.send(&Frame::DrainEnd(peer.sent));
-            peer.expect(FrameType::DrainAck);
-            peer.send(&Frame::Complete);
+            peer.complete();
         };
-        let (vm, outcome) = receive_beside(&template, config, script, |vm| {
+        let (vm, outcome) = receive_beside(&template, config, script, |vm, _| {
             wait_until("all pages but one", || {
                 vm.is_missing(RamPage(held)) && !vm.is_missing(RamPage(held - 3))
             });

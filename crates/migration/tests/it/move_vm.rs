@@ -53,7 +53,7 @@ fn run(case: &Case) {
 
 #[test]
 fn a_soft_vm_moves_with_and_without_precopy() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = crate::alone::in_parallel();
     for passes in [0, 1, 3] {
         run(&Case {
             engine: Engine::Soft,
@@ -70,7 +70,7 @@ fn a_soft_vm_moves_with_and_without_precopy() {
 
 #[test]
 fn a_kvm_vm_moves_by_every_delivery() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = crate::alone::in_parallel();
     const NAME: &str = "a_kvm_vm_moves_by_every_delivery";
     if !kvm_usable(NAME) {
         return;
@@ -94,7 +94,7 @@ fn a_kvm_vm_moves_by_every_delivery() {
 
 #[test]
 fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = crate::alone::in_parallel();
     const NAME: &str = "a_kvm_vm_moves_by_several_userfaultfds_and_readers";
     if !kvm_usable(NAME) {
         return;
@@ -119,7 +119,7 @@ fn a_kvm_vm_moves_by_several_userfaultfds_and_readers() {
 
 #[test]
 fn a_vm_moves_on_again_from_where_it_came() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = crate::alone::in_parallel();
     let source = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
     source.wait_progress(32);
     let first = move_vm(
@@ -186,7 +186,7 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
 
 #[test]
 fn a_sparse_vm_stays_sparse_on_both_sides() {
-    let _parallel = crate::scripted::in_parallel();
+    let _parallel = crate::alone::in_parallel();
     for passes in [0, 1] {
         let moved = (0..50)
             .find_map(|_| moved_sparse(passes))

@@ -1,17 +1,20 @@
 //! The VMM's own accesses to the memory of a VM that moves, on both engines and by every fault
 //! delivery.
 
+use crate::alone::in_parallel;
 use crate::scripted::source::{ScriptedSource, Template};
-use crate::scripted::{SOON, Via, ends_soon, in_parallel, listen};
-use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, tcp};
+use crate::scripted::{SOON, ends_soon};
+use crate::support::{
+    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen, migrate_running,
+};
 use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{MemoryMap, Touch, TouchAccess, TouchOrder, Toucher};
 use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
-use pageferry_migration::wire::{Frame, FrameType, PAGE_BYTES};
+use pageferry_migration::wire::PAGE_BYTES;
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
-    SourceConfig, Unobserved, migrate,
+    Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm,
+    SourceConfig, Unobserved,
 };
 use pageferry_testkit::{Random, wait_until};
 use std::ops::Range;
@@ -112,7 +115,11 @@ fn move_beside_vmm_threads(
     let expected = Expected::new(&own, source.machine.ram());
     let to = WorkloadVm::empty_on(backing, engine, 1, 16 * MIB);
     let (from_ram, to_ram) = (source.machine.ram(), to.ram());
-    let listener = tcp();
+    let destination = listen(DestinationConfig {
+        delivery,
+        allocate: backing != Backing::Anonymous,
+        ..DestinationConfig::default()
+    });
     source.threads.resume();
     std::thread::scope(|scope| {
         let (expected, own) = (&expected, &own);
@@ -128,14 +135,9 @@ fn move_beside_vmm_threads(
             unreachable!("memory is frozen at last")
         });
         let receiving = scope.spawn(|| {
-            let config = DestinationConfig {
-                delivery,
-                allocate: backing != Backing::Anonymous,
-                ..DestinationConfig::default()
-            };
             let until = Instant::now() + LIMIT;
             let late = || Instant::now() > until;
-            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            let incoming = destination.accept(&late).unwrap();
             incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
         });
         let reading = scope.spawn(move || {
@@ -158,17 +160,7 @@ fn move_beside_vmm_threads(
             push_background: false,
             ..SourceConfig::default()
         };
-        let cancel = AtomicBool::new(false);
-        let address = listener.local_addr();
-        migrate(
-            &source.running(),
-            address,
-            b"",
-            &config,
-            &cancel,
-            &Unobserved,
-        )
-        .unwrap();
+        migrate_running(&source.running(), &address_of(&destination), &config).unwrap();
         let report = receiving.join().unwrap().unwrap();
         let writes = reading.join().unwrap();
         eprintln!(
@@ -207,25 +199,25 @@ pub(crate) fn receive_beside(
     template: &Template,
     config: DestinationConfig,
     script: impl FnOnce(&mut ScriptedSource<'_>) + Send,
-    vmm: impl FnOnce(&WorkloadVm),
+    vmm: impl FnOnce(&WorkloadVm, &Destination),
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
-    let listener = listen(Via::Tcp);
+    let destination = listen(config);
     let engine = template.vm.machine.engine();
     let bytes = template.pages() * PAGE_SIZE;
     let vm = WorkloadVm::empty(engine, template.vcpus(), bytes);
     let outcome = std::thread::scope(|scope| {
         let peer = scope.spawn(|| {
-            let mut source = ScriptedSource::connect(template, listener.local_addr());
+            let mut source = ScriptedSource::connect(template, &address_of(&destination));
             script(&mut source);
             source.last_frame();
         });
         let receiving = scope.spawn(|| {
             let until = Instant::now() + LIMIT;
             let late = || Instant::now() > until;
-            let incoming = Incoming::accept(&listener, config, &late, &mut |_| {}).unwrap();
+            let incoming = destination.accept(&late).unwrap();
             incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved)
         });
-        vmm(&vm);
+        vmm(&vm, &destination);
         peer.join().unwrap();
         receiving.join().unwrap()
     });
@@ -255,13 +247,13 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
             start_and_answer_until(peer, page);
             asked.store(true, Ordering::Release);
             paused.recv_timeout(LIMIT).expect("the pause");
-            peer.push_rest();
-            peer.send(&Frame::DrainEnd(peer.sent));
-            peer.expect(FrameType::DrainAck);
-            peer.send(&Frame::Complete);
+            peer.complete();
         };
-        let (vm, outcome) =
-            receive_beside(template, without_allocation(delivery), script, move |vm| {
+        let (vm, outcome) = receive_beside(
+            template,
+            without_allocation(delivery),
+            script,
+            move |vm, _| {
                 let mut bytes = [0; PAGE_BYTES];
                 wait_until("post-copy", || vm.is_missing(RamPage(page)));
                 // The guest may not run yet.
@@ -286,7 +278,8 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
                 vm.ram().read(RamPage(page), &mut bytes, &never).unwrap();
                 assert!(bytes == template.page(page));
                 vm.threads.resume();
-            });
+            },
+        );
         outcome.unwrap();
         vm.wait_progress(64);
         vm.assert_verifies();
@@ -294,18 +287,29 @@ fn a_vmm_thread_that_waits_for_a_page_ends_its_wait_when_the_vm_is_paused() {
 }
 
 #[test]
-fn a_lost_connection_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() {
+fn a_session_that_ends_is_an_error_for_a_vmm_thread_that_waits_and_for_the_next() {
     let _parallel = in_parallel();
-    for (engine, delivery) in engines("a VMM thread's wait and a lost connection") {
+    for (engine, delivery) in engines("a VMM thread's wait and the end of a session") {
         let template = Template::new(engine, 1, 8 * MIB);
         let page = RamPage(template.missing[template.missing.len() / 2]);
         let script = |peer: &mut ScriptedSource<'_>| {
             start_and_answer_until(peer, page.0);
             peer.close();
         };
-        let (vm, outcome) = receive_beside(&template, without_allocation(delivery), script, |vm| {
+        let config = without_allocation(delivery);
+        let (vm, outcome) = receive_beside(&template, config, script, |vm, destination| {
             wait_until("post-copy", || vm.is_missing(page));
-            let lost = ends_soon("a read", || vm.ram().read(page, &mut [0], &never));
+            // A lost connection alone only costs waiting.
+            let lost = std::thread::scope(|scope| {
+                let reading = scope.spawn(|| vm.ram().read(page, &mut [0], &never));
+                wait_until("the loss", || {
+                    let status = destination.status();
+                    status.stage == "running" && !status.connected
+                });
+                assert!(!reading.is_finished(), "the page is not here");
+                destination.give_up();
+                ends_soon("a read", || reading.join().unwrap())
+            });
             let Err(AccessError::Lost { page: of, why }) = &lost else {
                 panic!("{lost:?}");
             };
@@ -337,7 +341,8 @@ fn the_memory_of_a_discarded_vm_is_never_accessed() {
             peer.send_pass();
             peer.close();
         };
-        let (vm, outcome) = receive_beside(&template, without_allocation(delivery), script, |_| {});
+        let (vm, outcome) =
+            receive_beside(&template, without_allocation(delivery), script, |_, _| {});
         assert_eq!(outcome.unwrap_err().vm, DestinationVm::Discarded);
         let read = vm.ram().read(RamPage(0), &mut [0], &never);
         assert_eq!(read, Err(AccessError::Receiving));

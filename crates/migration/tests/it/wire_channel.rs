@@ -11,7 +11,8 @@ use std::io::IoSlice;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -50,13 +51,15 @@ fn connected(address: &Address) -> (Connection, Connection) {
     (near, listener.accept(&LIMIT).unwrap())
 }
 
-/// Runs the same test on TCP and on a unix socket.
-fn on_both(test: &str, run: impl Fn(Connection, Connection)) {
+/// Runs the same test on TCP, on a unix socket and with TLS.
+fn on_all(test: &str, run: impl Fn(Connection, Connection)) {
     let directory = Directory::new(test);
     for address in [loopback(), directory.address("socket")] {
         let (near, far) = connected(&address);
         run(near, far);
     }
+    let (near, far) = crate::handshake_common::tls_pair();
+    run(near, far);
 }
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -65,8 +68,7 @@ fn pattern(len: usize) -> Vec<u8> {
 
 #[test]
 fn megabytes_arrive_in_order_through_small_buffers() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("bulk", |near, far| {
+    on_all("bulk", |near, far| {
         near.set_buffers(Some(8192), None).unwrap();
         // Not smaller than a segment of the loopback device: below that, TCP is very slow.
         far.set_buffers(None, Some(128 << 10)).unwrap();
@@ -85,8 +87,7 @@ fn megabytes_arrive_in_order_through_small_buffers() {
 
 #[test]
 fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("raw", |near, far| {
+    on_all("raw", |near, far| {
         let sent = pattern(300 * 4096);
         let mut place = vec![0u8; 600 * 4096];
         let raw = |start: *mut u8, page: usize| RawSlice {
@@ -125,8 +126,7 @@ fn memory_given_by_address_is_sent_and_filled_where_it_lies() {
 
 #[test]
 fn an_end_between_messages_is_not_an_end_within_one() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("ends", |near, far| {
+    on_all("ends", |near, far| {
         near.write_all(b"12345", &LIMIT).unwrap();
         drop(near);
         let mut buf = [0; 4];
@@ -147,8 +147,7 @@ fn an_end_between_messages_is_not_an_end_within_one() {
 
 #[test]
 fn a_dead_peer_is_an_error_of_the_writer_and_no_signal() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("dead", |near, far| {
+    on_all("dead", |near, far| {
         drop(far);
         let bytes = vec![0; 1 << 20];
         let error = (0..100).find_map(|_| near.write_all(&bytes, &LIMIT).err());
@@ -161,8 +160,7 @@ fn a_dead_peer_is_an_error_of_the_writer_and_no_signal() {
 
 #[test]
 fn a_wait_ends_with_its_limit_whatever_the_policy() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("limit", |near, far| {
+    on_all("limit", |_near, far| {
         let limit = Duration::from_millis(60);
         for micros in [0, 1_000, u32::MAX] {
             let began = Instant::now();
@@ -171,27 +169,48 @@ fn a_wait_ends_with_its_limit_whatever_the_policy() {
             assert!(matches!(error, ChannelError::TimedOut { after, .. } if after == limit));
             assert!(began.elapsed() >= limit);
         }
-        // A peer that sends single bytes does not get more time.
-        let done = &AtomicBool::new(false);
+    });
+}
+
+/// The limit measures silence: a slow peer is not a silent one.
+#[test]
+fn a_slow_peer_is_waited_for_as_long_as_bytes_come() {
+    on_all("slow", |near, far| {
+        const LEN: usize = 30;
+        let limit = Duration::from_millis(200);
+        let began = Instant::now();
         thread::scope(|scope| {
-            let near = &near;
-            scope.spawn(move || {
-                while !done.load(Ordering::Relaxed) {
+            scope.spawn(|| {
+                for _ in 0..LEN {
+                    thread::sleep(Duration::from_millis(15));
                     near.write_all(b"x", &LIMIT).unwrap();
-                    thread::sleep(Duration::from_millis(5));
                 }
             });
-            let error = far.read_exact(&mut [0; 100_000], &Wait::block("test").within(limit));
-            done.store(true, Ordering::Relaxed);
-            assert!(matches!(error, Err(ChannelError::TimedOut { .. })));
+            let wait = Wait::block("test").within(limit);
+            far.read_exact(&mut [0; LEN], &wait).unwrap();
+        });
+        assert!(began.elapsed() > limit);
+        // A writer is not silent either, while the peer takes its bytes.
+        let bytes = vec![0; 16 << 20];
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut left = bytes.len();
+                let mut some = vec![0; 1 << 20];
+                while left > 0 {
+                    thread::sleep(Duration::from_millis(25));
+                    far.read_exact(&mut some, &LIMIT).unwrap();
+                    left -= some.len();
+                }
+            });
+            near.write_all(&bytes, &Wait::block("test").within(limit))
+                .unwrap();
         });
     });
 }
 
 #[test]
 fn a_full_socket_does_not_hold_a_writer_for_ever() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("full", |near, _far| {
+    on_all("full", |near, _far| {
         let wait = Wait::block("test").within(Duration::from_millis(60));
         let error = near.write_all(&vec![0; 64 << 20], &wait).unwrap_err();
         assert!(matches!(error, ChannelError::TimedOut { .. }));
@@ -200,8 +219,7 @@ fn a_full_socket_does_not_hold_a_writer_for_ever() {
 
 #[test]
 fn a_wait_is_called_off_by_stop() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("stop", |_near, far| {
+    on_all("stop", |_near, far| {
         for micros in [0, u32::MAX] {
             let began = Instant::now();
             let stop = || began.elapsed() >= Duration::from_millis(30);
@@ -215,8 +233,7 @@ fn a_wait_is_called_off_by_stop() {
 
 #[test]
 fn shutdown_ends_a_read_and_a_write_in_other_threads() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("shutdown", |near, _far| {
+    on_all("shutdown", |near, _far| {
         const ENDLESS: Wait<'static> = Wait::block("test");
         thread::scope(|scope| {
             let reader = scope.spawn(|| near.read_exact(&mut [0; 4], &ENDLESS));
@@ -236,8 +253,7 @@ fn shutdown_ends_a_read_and_a_write_in_other_threads() {
 
 #[test]
 fn a_half_closed_connection_still_receives() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("half", |near, far| {
+    on_all("half", |near, far| {
         near.shutdown_write();
         let end = far.read_exact(&mut [0; 1], &LIMIT);
         assert!(matches!(end, Err(ChannelError::Closed { .. })));
@@ -250,8 +266,7 @@ fn a_half_closed_connection_still_receives() {
 
 #[test]
 fn what_has_come_is_received_without_waiting() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("pending", |near, far| {
+    on_all("pending", |near, far| {
         let mut buf = [0; 8];
         assert!(matches!(far.recv_pending(&mut buf, "test"), Ok(None)));
         near.write_all(b"abc", &LIMIT).unwrap();
@@ -265,22 +280,45 @@ fn what_has_come_is_received_without_waiting() {
     });
 }
 
-/// Several threads send small messages at once, without a lock and without mixing their bytes.
+/// A message of several threads is queued under a lock of their own, and sent without waiting.
 #[test]
-fn small_messages_of_many_threads_stay_whole() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("small", |near, far| {
-        const THREADS: u8 = 8;
+fn queued_messages_are_sent_without_waiting_and_stay_whole() {
+    on_all("queued", |near, far| {
+        const THREADS: u8 = 4;
         const EACH: usize = 2000;
+        near.set_buffers(Some(4096), None).unwrap();
+        let queue = Mutex::new(Vec::new());
+        let all_queued = AtomicU8::new(0);
+        let send = |queue: &mut Vec<u8>| {
+            let taken = near.try_send(queue, "test").unwrap();
+            queue.drain(..taken);
+        };
         thread::scope(|scope| {
             for id in 0..THREADS {
-                let near = &near;
+                let (queue, send, all_queued) = (&queue, &send, &all_queued);
                 scope.spawn(move || {
                     for _ in 0..EACH {
-                        near.send_small(&[id; 16], &LIMIT).unwrap();
+                        let mut queue = queue.lock().unwrap();
+                        queue.extend_from_slice(&[id; 16]);
+                        send(&mut queue);
                     }
+                    all_queued.fetch_add(1, Ordering::Relaxed);
                 });
             }
+            scope.spawn(|| {
+                // The rest, once there is room.
+                loop {
+                    let mut queue = queue.lock().unwrap();
+                    send(&mut queue);
+                    let flushed = near.flush_pending("test").unwrap();
+                    if all_queued.load(Ordering::Relaxed) == THREADS && queue.is_empty() && flushed
+                    {
+                        break;
+                    }
+                    drop(queue);
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
             let mut seen = [0; THREADS as usize];
             for _ in 0..usize::from(THREADS) * EACH {
                 let mut message = [0; 16];
@@ -293,40 +331,100 @@ fn small_messages_of_many_threads_stay_whole() {
     });
 }
 
-/// A socket buffer may fill up within a message. That never mixes messages. At worst it ends the
-/// connection.
 #[test]
-fn a_full_socket_never_mixes_small_messages() {
-    let _parallel = crate::scripted::in_parallel();
-    on_both("torn", |near, far| {
-        near.set_buffers(Some(1), None).unwrap();
-        far.set_buffers(None, Some(1)).unwrap();
+fn a_full_socket_takes_nothing_more_until_the_peer_reads() {
+    on_all("no-room", |near, far| {
+        let bytes = pattern(64 << 10);
+        let mut sent = Vec::new();
+        loop {
+            let taken = near.try_send(&bytes, "test").unwrap();
+            sent.extend_from_slice(&bytes[..taken]);
+            if taken == 0 {
+                break;
+            }
+        }
+        assert_eq!(near.try_send(b"x", "test").unwrap(), 0);
+        let mut received = vec![0; sent.len()];
         thread::scope(|scope| {
-            for id in 0..4 {
-                let near = &near;
-                scope.spawn(move || {
-                    // A torn message is allowed here. It ends the connection for all threads.
-                    while near.send_small(&[id; 16], &LIMIT).is_ok() {}
-                });
-            }
-            let mut message = [0; 16];
-            for round in 0..20_000 {
-                if round % 500 == 0 {
-                    thread::sleep(Duration::from_micros(200));
+            scope.spawn(|| {
+                while !near.flush_pending("test").unwrap() {
+                    thread::sleep(Duration::from_millis(1));
                 }
-                match far.read_exact(&mut message, &LIMIT) {
-                    Ok(()) => assert_eq!(message, [message[0]; 16]),
-                    Err(_) => break,
-                }
-            }
-            near.shutdown();
+            });
+            far.read_exact(&mut received, &LIMIT).unwrap();
         });
+        assert!(sent == received);
+        assert_eq!(near.try_send(b"x", "test").unwrap(), 1);
     });
 }
 
 #[test]
+fn a_caller_may_hand_in_its_own_sockets() {
+    let (a, b) = std::os::unix::net::UnixStream::pair().unwrap();
+    let near = Connection::adopt_fd(a.into()).unwrap();
+    let far = Connection::adopt_fd(b.into()).unwrap();
+    assert!(near.is_local());
+    near.write_all(b"word", &LIMIT).unwrap();
+    let mut word = [0; 4];
+    far.read_exact(&mut word, &LIMIT).unwrap();
+    assert_eq!(&word, b"word");
+
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = socket.local_addr().unwrap().port();
+    let listener = Listener::adopt_fd(socket.into()).unwrap();
+    let expected: Address = format!("127.0.0.1:{port}").parse().unwrap();
+    assert_eq!(*listener.local_addr(), expected);
+    assert!(listener.try_accept().unwrap().is_none());
+    let dialled = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let near = Connection::adopt_fd(dialled.into()).unwrap();
+    let far = listener.accept(&LIMIT).unwrap();
+    far.write_all(b"back", &LIMIT).unwrap();
+    near.read_exact(&mut word, &LIMIT).unwrap();
+    assert_eq!(&word, b"back");
+
+    let directory = Directory::new("adopt");
+    let path = directory.0.join("socket");
+    let listener = Listener::adopt_fd(UnixListener::bind(&path).unwrap().into()).unwrap();
+    assert_eq!(*listener.local_addr(), directory.address("socket"));
+    drop(listener);
+    assert!(path.exists(), "the file is the caller's");
+}
+
+#[test]
+fn a_descriptor_that_does_not_fit_is_refused_with_the_reason() {
+    let file = || std::fs::File::open("/dev/null").unwrap();
+    let refused = Connection::adopt_fd(file().into());
+    assert!(matches!(refused, Err(AdoptError::NotAStream)));
+    let datagram = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    let refused = Connection::adopt_fd(datagram.into());
+    assert!(matches!(refused, Err(AdoptError::NotAStream)));
+    let listening = || std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let refused = Connection::adopt_fd(listening().into());
+    assert!(matches!(refused, Err(AdoptError::NotConnected)));
+    let (a, _b) = std::os::unix::net::UnixStream::pair().unwrap();
+    let refused = Listener::adopt_fd(a.into());
+    assert!(matches!(refused, Err(AdoptError::NotListening)));
+}
+
+#[test]
+fn loopback_and_unix_addresses_are_local() {
+    let local = |text: &str| is_local(&text.parse().unwrap()).unwrap();
+    for text in [
+        "127.0.0.1:1",
+        "127.9.9.9:1",
+        "[::1]:1",
+        "[::ffff:127.0.0.1]:1",
+        "/a/b",
+    ] {
+        assert!(local(text), "{text}");
+    }
+    for text in ["192.0.2.1:1", "0.0.0.0:1", "[2001:db8::1]:1"] {
+        assert!(!local(text), "{text}");
+    }
+}
+
+#[test]
 fn an_address_in_use_is_told_from_one_left_behind() {
-    let _parallel = crate::scripted::in_parallel();
     let taken = Listener::bind(&loopback()).unwrap();
     let error = Listener::bind(taken.local_addr()).unwrap_err();
     assert!(matches!(error, OpenError::InUse { .. }), "{error:?}");
@@ -353,7 +451,6 @@ fn an_address_in_use_is_told_from_one_left_behind() {
 
 #[test]
 fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
-    let _parallel = crate::scripted::in_parallel();
     let directory = Directory::new("owner");
     let (path, address) = (directory.0.join("socket"), directory.address("socket"));
     let listener = Listener::bind(&address).unwrap();
@@ -373,7 +470,6 @@ fn a_unix_socket_is_its_owners_and_goes_with_its_listener() {
 
 #[test]
 fn a_connection_nobody_takes_is_refused_at_once() {
-    let _parallel = crate::scripted::in_parallel();
     // A bound port without a listener: no other test can get it.
     let taken = rustix::net::socket(
         rustix::net::AddressFamily::INET,
@@ -415,7 +511,6 @@ fn a_connection_nobody_takes_is_refused_at_once() {
 
 #[test]
 fn a_listeners_queue_that_is_full_does_not_hold_a_caller_for_ever() {
-    let _parallel = crate::scripted::in_parallel();
     let directory = Directory::new("queue");
     let listener = Listener::bind(&directory.address("socket")).unwrap();
     let wait = Wait::block("test").within(Duration::from_millis(50));

@@ -16,8 +16,9 @@ fn any_setup() -> impl Strategy<Value = Setup> {
         1u32..=MAX_VCPUS,
         1u16..,
         vec(any::<u8>(), 0..=MAX_DESCRIPTION_BYTES),
+        (1..=MAX_CHANNELS, 1..=MAX_CHANNELS),
     )
-        .prop_map(|(parts, kvm, vcpus, state_format, description)| {
+        .prop_map(|(parts, kvm, vcpus, state_format, description, channels)| {
             let (mut gfn, mut pages) = (0, 0);
             let mut regions = Vec::new();
             for (slot, (gap, len)) in parts.into_iter().enumerate() {
@@ -31,6 +32,8 @@ fn any_setup() -> impl Strategy<Value = Setup> {
                 pages += len;
             }
             Setup {
+                bulk_channels: channels.0,
+                urgent_channels: channels.1,
                 engine: if kvm { Engine::Kvm } else { Engine::Soft },
                 isa: if kvm { Isa::X86_64 } else { Isa::Riscv64 },
                 state_format,
@@ -42,13 +45,27 @@ fn any_setup() -> impl Strategy<Value = Setup> {
         })
 }
 
-fn any_counts() -> impl Strategy<Value = DrainCounts> {
-    (0..u64::MAX / 3, 0..u64::MAX / 3, 0..u64::MAX / 3).prop_map(|(urgent, background, zero)| {
-        DrainCounts {
-            urgent,
-            background,
-            zero,
+/// Runs that do not touch.
+fn any_missing() -> impl Strategy<Value = MissingRuns> {
+    let runs = vec((1u64..1 << 30, 1u64..1 << 30), 1..200);
+    (0u64..1 << 33, runs).prop_map(|(base, parts)| {
+        let (mut end, mut runs) = (base, Vec::new());
+        for (gap, length) in parts {
+            // The first gap may be 0.
+            let first = end + gap - u64::from(runs.is_empty());
+            end = first + length;
+            runs.push(first..end);
         }
+        MissingRuns { base, runs }
+    })
+}
+
+fn any_channel() -> impl Strategy<Value = ChannelId> {
+    let role = prop::sample::select([Role::Urgent, Role::Bulk].as_slice());
+    (role, 0..MAX_CHANNELS, 1u32..).prop_map(|(role, index, incarnation)| ChannelId {
+        role,
+        index,
+        incarnation,
     })
 }
 
@@ -57,9 +74,10 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
     use Side::{Destination, Source};
     let code = prop::sample::select(ErrorCode::ALL.as_slice());
     let error = (code, any::<String>()).prop_map(|(c, text)| ErrorMessage::new(c, &text));
-    let pass = (any::<u32>(), any::<u64>()).prop_map(|(pass, pages)| Pass { pass, pages });
-    let bitmap = (0u64..1 << 40, vec(any::<u64>(), 1..600))
-        .prop_map(|(first_word, words)| MissingBitmap { first_word, words });
+    let pass = (1u32.., any::<u64>()).prop_map(|(pass, pages)| Pass { pass, pages });
+    let state = prop::sample::select(SourceStage::ALL.as_slice());
+    let stage = prop::sample::select(DestinationStage::ALL.as_slice());
+    let ended = (any_channel(), any::<u64>());
     let vcpu = (0..MAX_VCPUS, vec(any::<u8>(), 1..=MAX_VCPU_STATE_BYTES))
         .prop_map(|(vcpu, state)| VcpuState { vcpu, state });
     let switch_over = (any::<u64>(), 1..=MAX_VCPUS, any::<u64>()).prop_map(
@@ -76,22 +94,40 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
             let progress = SetupProgress { pages, ready };
             (Frame::SetupProgress(progress), Destination, MEMORY_PAGES)
         }),
-        Just((Frame::Cancel, Destination, 0)),
-        Just((Frame::RunningAck, Source, 0)),
-        Just((Frame::Complete, Source, 0)),
+        prop::sample::select(
+            [
+                (Frame::Cancel, Destination, 0),
+                (Frame::Ready, Destination, 0),
+                (Frame::Go, Source, 0),
+                (Frame::Complete, Source, 0),
+                (Frame::Alive, Source, 0),
+                (Frame::Alive, Destination, 0),
+                (Frame::DiscardHeard, Source, 0),
+                (Frame::Again, Source, 0),
+            ]
+            .as_slice()
+        ),
         error.prop_map(|e| (Frame::Error(e), Source, 0)),
-        pass.clone()
-            .prop_map(|p| (Frame::PassEnd(p), Source, p.pages)),
-        pass.prop_map(|p| (Frame::PassAck(p), Destination, u64::MAX)),
-        bitmap.prop_map(|b| {
-            let memory = 64 * (b.first_word + b.words.len() as u64);
-            (Frame::MissingBitmap(b), Source, memory)
+        any::<String>().prop_map(|t| (Frame::Discarded(Text::new(&t)), Destination, 0)),
+        pass.prop_map(|p| (Frame::Pass(p), Source, p.pages)),
+        any_missing().prop_map(|m| {
+            let memory = m.runs.last().unwrap().end;
+            (Frame::Missing(m), Destination, memory)
         }),
+        (1u64..).prop_map(|frames| (Frame::Receipt { frames }, Destination, 0)),
+        state.prop_map(|s| (Frame::Resume(s), Source, 0)),
+        (stage, any::<u64>()).prop_map(|(stage, missing)| {
+            (Frame::Resumed { stage, missing }, Destination, missing)
+        }),
+        any_channel().prop_map(|c| (Frame::CloseChannel(c), Source, 0)),
+        ended.prop_map(|(channel, placed)| {
+            (Frame::ChannelEnded { channel, placed }, Destination, 0)
+        }),
+        any::<u64>().prop_map(|missing| (Frame::Drained { missing }, Source, missing)),
+        any::<u64>().prop_map(|missing| (Frame::DrainAck { missing }, Destination, missing)),
         vcpu.prop_map(|v| (Frame::VcpuState(v), Source, 0)),
         switch_over.prop_map(|s| (Frame::SwitchOver(s), Source, s.missing_pages)),
         any::<u64>().prop_map(|started_at_ns| (Frame::Running { started_at_ns }, Destination, 0)),
-        any_counts().prop_map(|c| (Frame::DrainEnd(c), Source, 0)),
-        any_counts().prop_map(|c| (Frame::DrainAck(c), Destination, 0)),
     ]
 }
 
@@ -140,29 +176,6 @@ proptest! {
     }
 
     #[test]
-    fn preambles_come_back(
-        session in any::<[u8; 16]>(),
-        more in any::<u64>(),
-        newer in 1u16..,
-        urgent in any::<bool>(),
-    ) {
-        let mut hello = Hello::ours(if urgent { Role::Urgent } else { Role::Stream }, SessionId(session));
-        hello.version = newer;
-        hello.capabilities = Capabilities::from_bits(more | Capabilities::REQUIRED.bits());
-        prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
-        let accept = HelloReply::accept(&hello);
-        prop_assert_eq!(HelloReply::decode(&accept.encode(), &hello), Ok(accept));
-        prop_assert_eq!(accept.version, VERSION);
-        prop_assert_eq!(accept.capabilities, Capabilities::SUPPORTED, "unknown bits are not accepted");
-        for status in Status::ALL {
-            let refusal = HelloReply::refuse(SessionId(session), status);
-            if status != Status::Accepted {
-                prop_assert_eq!(HelloReply::decode(&refusal.encode(), &hello), Ok(refusal));
-            }
-        }
-    }
-
-    #[test]
     fn urgent_messages_come_back(page in 0u64..1 << 34, fill in any::<u8>()) {
         let page = RamPage(page);
         let memory = page.0 + 1;
@@ -176,8 +189,14 @@ proptest! {
         prop_assert_eq!((reply.kind, reply.page), (UrgentKind::Page, page));
         prop_assert_eq!(reply.verify_page(&bytes), Ok(()));
         for side in [Side::Source, Side::Destination] {
-            let end = UrgentMessage::decode(&UrgentMessage::end(), side, memory);
-            prop_assert_eq!(end.map(|m| m.kind), Ok(UrgentKind::End));
+            let alive = UrgentMessage::decode(&UrgentMessage::alive(), side, memory);
+            prop_assert_eq!(alive.map(|m| m.kind), Ok(UrgentKind::Alive));
+        }
+        for placed in [memory, u64::MAX - page.0] {
+            let receipt = UrgentMessage::receipt(placed);
+            let receipt = UrgentMessage::decode(&receipt, Side::Destination, memory);
+            let seen = receipt.map(|m| (m.kind, m.page, m.placed));
+            prop_assert_eq!(seen, Ok((UrgentKind::Receipt, RamPage(0), placed)));
         }
     }
 
@@ -247,38 +266,81 @@ fn runs_are_refused_out_of_order_and_outside_memory() {
 /// The layouts of docs/wire-format.md, byte for byte and without the library.
 #[test]
 fn the_bytes_are_those_of_the_document() {
-    let session = SessionId([0xab; 16]);
-    let mut hello = Vec::new();
-    hello.extend(b"PGFERRY\0");
-    hello.extend([2, 0, 2, 0]); // version, minimum
-    hello.extend([1, 0, 0, 0]); // role, reserved
-    hello.extend([0xab; 16]);
-    hello.extend([3, 0, 0, 0, 0, 0, 0, 0]); // capabilities
-    hello.extend([0, 0x10, 0, 0]); // page size
-    hello.extend([0; 12]);
-    hello.extend(xxh3_64(&hello).to_le_bytes());
-    assert_eq!(Hello::ours(Role::Urgent, session).encode()[..], hello[..]);
-
-    let mut reply = Vec::new();
-    reply.extend(b"PGFERRY\0");
-    reply.extend([2, 0, 2, 0, 0, 0, 0, 0]); // version, status, reserved
-    reply.extend([0xab; 16]);
-    reply.extend([0; 8 + 16]);
-    reply.extend(xxh3_64(&reply).to_le_bytes());
-    let busy = HelloReply::refuse(session, Status::Busy);
-    assert_eq!(busy.encode()[..], reply[..]);
-
-    let mut ack = Vec::new();
-    ack.extend(b"PGFR");
-    ack.extend([7, 0, 0, 0, 0, 0, 0, 0]); // type, flags, payload_len
-    ack.extend([2, 0, 0, 0]); // count: the pass
-    ack.extend([9, 3, 0, 0, 0, 0, 0, 0]); // arg: its pages
-    ack.extend(xxh3_64(&ack).to_le_bytes());
-    let pass = Pass {
-        pass: 2,
-        pages: 777,
+    let frame = |number: u8, count: u32, arg: u64, payload: &[u8]| {
+        let mut bytes = Vec::new();
+        bytes.extend(b"PGFR");
+        bytes.extend([number, 0, 0, 0]); // type, flags
+        bytes.extend((payload.len() as u32).to_le_bytes());
+        bytes.extend(count.to_le_bytes());
+        bytes.extend(arg.to_le_bytes());
+        bytes.extend(xxh3_64(&[&bytes, payload].concat()).to_le_bytes());
+        bytes.extend(payload);
+        bytes
     };
-    assert_eq!(encode(&Frame::PassAck(pass)), ack);
+    let channel = ChannelId {
+        role: Role::Urgent,
+        index: 5,
+        incarnation: 0x0102,
+    };
+    let (pass, pages, missing, placed) = (2, 777, 0x1234, 9);
+    let stage = DestinationStage::Running;
+    let switch_over = SwitchOver {
+        missing_pages: 3,
+        vcpus: 4,
+        stopped_at_ns: 5,
+    };
+    let vcpu = VcpuState {
+        vcpu: 6,
+        state: vec![7, 8],
+    };
+    // Pages 100 to 399, 401, and 20 000, counted from page 100.
+    let runs = MissingRuns {
+        base: 100,
+        runs: vec![100..400, 401..402, 20_000..20_001],
+    };
+    let gaps = [0, 0xac, 2, 1, 1, 0x8e, 0x99, 1, 1];
+    let switch = [
+        3, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0,
+    ];
+    let of_channel = 5 | 0x0102 << 32;
+    let nine = [9, 0, 0, 0, 0, 0, 0, 0];
+    let busy = ErrorMessage::new(ErrorCode::Busy, "no");
+    let ready = SetupProgress { pages, ready: true };
+    for (sent, bytes) in [
+        (Frame::SetupAck, frame(2, 0, 0, &[])),
+        (Frame::Error(busy), frame(3, 0, 7, b"no")),
+        (Frame::Cancel, frame(4, 0, 0, &[])),
+        (Frame::Pass(Pass { pass, pages }), frame(6, 2, 777, &[])),
+        (Frame::Missing(runs), frame(7, 3, 100, &gaps)),
+        (Frame::VcpuState(vcpu), frame(8, 0, 6, &[7, 8])),
+        (Frame::SwitchOver(switch_over), frame(9, 0, 0, &switch)),
+        (Frame::Ready, frame(10, 0, 0, &[])),
+        (Frame::Go, frame(11, 0, 0, &[])),
+        (Frame::Running { started_at_ns: 8 }, frame(12, 0, 8, &[])),
+        (Frame::Drained { missing }, frame(13, 0, missing, &[])),
+        (Frame::DrainAck { missing }, frame(14, 0, missing, &[])),
+        (Frame::Complete, frame(15, 0, 0, &[])),
+        (Frame::SetupProgress(ready), frame(16, 1, 777, &[])),
+        (Frame::Receipt { frames: 9 }, frame(17, 0, 9, &[])),
+        (Frame::Alive, frame(18, 0, 0, &[])),
+        (Frame::Resume(SourceStage::HandedOver), frame(19, 1, 0, &[])),
+        (
+            Frame::Resumed { stage, missing },
+            frame(20, 2, missing, &[]),
+        ),
+        (Frame::Discarded(Text::new("no")), frame(21, 0, 0, b"no")),
+        (Frame::DiscardHeard, frame(22, 0, 0, &[])),
+        (Frame::CloseChannel(channel), frame(23, 1, of_channel, &[])),
+        (
+            Frame::ChannelEnded { channel, placed },
+            frame(24, 1, of_channel, &nine),
+        ),
+        (Frame::Again, frame(25, 0, 0, &[])),
+    ] {
+        assert_eq!(encode(&sent), bytes, "{sent:?}");
+    }
+    let setup = encode(&Frame::Setup(setup()));
+    assert_eq!(setup, frame(1, 4, 2, &setup[HEADER_BYTES..]));
 
     let mut head = Vec::new();
     head.extend(b"PGFR");
@@ -300,6 +362,13 @@ fn the_bytes_are_those_of_the_document() {
     let check = (xxh3_64(&covered) as u32).to_le_bytes();
     let request = [&[1, 0, 0, 0], &check[..], &[0x34, 0x12, 0, 0, 0, 0, 0, 0]].concat();
     assert_eq!(UrgentMessage::request(RamPage(0x1234))[..], request[..]);
+    covered[0] = 5;
+    let check = (xxh3_64(&covered) as u32).to_le_bytes();
+    let receipt = [&[5, 0, 0, 0], &check[..], &[0x34, 0x12, 0, 0, 0, 0, 0, 0]].concat();
+    assert_eq!(UrgentMessage::receipt(0x1234)[..], receipt[..]);
+    let check = (xxh3_64(&[6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]) as u32).to_le_bytes();
+    let alive = [&[6, 0, 0, 0], &check[..], &[0; 8]].concat();
+    assert_eq!(UrgentMessage::alive()[..], alive[..]);
     covered[0] = 2;
     let check = xxh3_64(&[&covered[..], &page[..]].concat()) as u32;
     let reply = urgent_reply_page(RamPage(0x1234), &page);

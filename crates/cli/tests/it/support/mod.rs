@@ -373,6 +373,24 @@ impl Destination {
             dir,
         }
     }
+
+    /// A destination on a free port of the loopback interface.
+    #[track_caller]
+    pub(crate) fn start_on_tcp(more: &[&str]) -> Self {
+        let dir = Dir::new();
+        let socket = dir.path("vm");
+        let mut args = vec!["receive", "--listen", "127.0.0.1:0"];
+        args.extend(["--control", socket.to_str().unwrap()]);
+        args.extend(more);
+        let process = Process::start(&args, &dir);
+        let address = process.wait_until_said("listening on tcp:");
+        Self {
+            process,
+            socket,
+            address,
+            dir,
+        }
+    }
 }
 
 /// The process ids whose parent is `parent`.

@@ -1,43 +1,69 @@
 //! A scripted destination, against the library's source.
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-
-use super::{Message, READY, encoded, last_frame, take, within_limit};
+use super::{ALLOCATED, Message, encoded, last_frame, say, take};
+use crate::handshake_common::{Destination as Host, bulk};
+use crate::scripted::source::urgent;
 use pageferry_addr::RamPage;
-use pageferry_migration::channel::{Connection, Listener};
-use pageferry_migration::handshake::accept_pair;
+use pageferry_migration::channel::Connection;
 use pageferry_migration::wire::{
-    DrainCounts, Frame, MissingBitmap, Pass, Side, SwitchOver, UrgentMessage,
+    ChannelKey, DestinationStage, Frame, FrameType, MissingRuns, Pass, Role, Side, SourceStage,
+    SwitchOver, Text, UrgentMessage,
 };
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::collections::BTreeSet;
 
-/// Both connections of one migration.
-pub(crate) struct ScriptedDestination {
-    pub(crate) stream: Connection,
-    pub(crate) urgent: Connection,
+/// The destination's end of one session.
+pub(crate) struct ScriptedDestination<'a> {
+    host: &'a Host,
+    pub(crate) generation: u32,
+    pub(crate) control: Connection,
+    bulk: Option<Connection>,
+    urgent: Option<Connection>,
     pub(crate) memory_pages: u64,
-    /// The pages of the missing bitmap.
-    pub(crate) missing: Vec<u64>,
-    /// The pages received on the stream after switch-over: with bytes, and as zero.
-    pub(crate) pushed: (u64, u64),
-    /// Set by the test when the source has ended.
-    pub(crate) over: Arc<AtomicBool>,
+    /// The missing pages that have not come.
+    pub(crate) missing: BTreeSet<u64>,
+    /// The number of missing pages at the switch-over.
+    pub(crate) missing_at_start: u64,
+    /// The frames received on the bulk channel that is open.
+    pub(crate) frames: u64,
 }
 
-impl ScriptedDestination {
+impl<'a> ScriptedDestination<'a> {
     /// Accepts a source.
-    pub(crate) fn accept(listener: &Listener) -> Self {
-        let pair = accept_pair(listener, Some(super::PATIENCE), &|| false, &mut |_| {}).unwrap();
+    pub(crate) fn accept(host: &'a Host) -> Self {
         Self {
-            stream: pair.stream,
-            urgent: pair.urgent,
+            host,
+            generation: 1,
+            control: host.take(ChannelKey::control(1)),
+            bulk: None,
+            urgent: None,
             memory_pages: 0,
-            missing: Vec::new(),
-            pushed: (0, 0),
-            over: Arc::default(),
+            missing: BTreeSet::new(),
+            missing_at_start: 0,
+            frames: 0,
         }
+    }
+
+    /// Waits for the other channels of the generation.
+    pub(crate) fn take_channels(&mut self) {
+        self.take_bulk(1);
+        self.take_urgent(1);
+    }
+
+    pub(crate) fn take_bulk(&mut self, incarnation: u32) {
+        self.bulk = Some(self.host.take(bulk(0, self.generation, incarnation)));
+        self.frames = 0;
+    }
+
+    pub(crate) fn take_urgent(&mut self, incarnation: u32) {
+        self.urgent = Some(self.host.take(urgent(0, self.generation, incarnation)));
+    }
+
+    pub(crate) fn bulk(&self) -> &Connection {
+        self.bulk.as_ref().expect("an open channel")
+    }
+
+    pub(crate) fn urgent(&self) -> &Connection {
+        self.urgent.as_ref().expect("an open channel")
     }
 
     pub(crate) fn send(&self, frame: &Frame) {
@@ -45,137 +71,210 @@ impl ScriptedDestination {
     }
 
     pub(crate) fn send_bytes(&self, bytes: &[u8]) {
-        self.stream
-            .write_all(bytes, &within_limit("frame"))
-            .unwrap();
+        say(&self.control, bytes);
     }
 
-    pub(crate) fn take(&self) -> Message {
-        take(&self.stream, Side::Source, self.memory_pages).unwrap()
+    pub(crate) fn take(&self) -> Frame {
+        let taken = take(
+            &self.control,
+            Side::Source,
+            Role::Control,
+            self.memory_pages,
+        );
+        match taken.unwrap() {
+            Message::Frame(frame) => frame,
+            Message::Pages(_) => unreachable!("the header was checked"),
+        }
+    }
+
+    pub(crate) fn expect(&self, due: FrameType) -> Frame {
+        let frame = self.take();
+        assert_eq!(frame.frame_type(), due, "{frame:?}");
+        frame
     }
 
     /// Receives the offer.
     pub(crate) fn take_setup(&mut self) {
-        let Message::Frame(Frame::Setup(setup)) = self.take() else {
-            panic!("Setup comes first")
+        let Frame::Setup(setup) = self.expect(FrameType::Setup) else {
+            unreachable!()
         };
         self.memory_pages = setup.memory_pages();
     }
 
+    /// Receives the offer and accepts it. The memory is not allocated yet.
+    pub(crate) fn acknowledge(&mut self) {
+        self.take_setup();
+        self.send(&Frame::SetupAck);
+        self.take_channels();
+    }
+
     /// Receives the offer and accepts it.
     pub(crate) fn set_up(&mut self) {
-        self.take_setup();
-        self.send(&Frame::SetupAck);
-        self.send(&READY);
+        self.acknowledge();
+        self.send(&ALLOCATED);
     }
 
-    /// Accepts the offer, and is ready at the end of the first pass. If `late`, it is ready only
-    /// after it has waited for longer than the pass took.
-    pub(crate) fn set_up_late(&mut self, late: bool) {
-        self.take_setup();
-        let began = Instant::now();
-        self.send(&Frame::SetupAck);
-        let pass = self.take_pass();
-        if !late {
-            self.send(&READY);
-        }
-        self.send(&Frame::PassAck(pass));
-        if late {
-            std::thread::sleep(2 * began.elapsed() + Duration::from_secs(1));
-            self.send(&READY);
-        }
-    }
-
-    /// Receives everything up to the end of a pass, without an acknowledgement.
-    pub(crate) fn take_pass(&self) -> Pass {
-        loop {
-            match self.take() {
-                Message::Pages(_) => {}
-                Message::Frame(Frame::PassEnd(pass)) => return pass,
-                Message::Frame(other) => panic!("a pass, not {other:?}"),
+    /// Receives one frame of pages, without a receipt.
+    pub(crate) fn take_frame(&mut self) -> u64 {
+        let taken = take(self.bulk(), Side::Source, Role::Bulk, self.memory_pages);
+        let Message::Pages(list) = taken.unwrap() else {
+            panic!("pages were due");
+        };
+        self.frames += 1;
+        for run in list.runs() {
+            for page in run.first.0..run.end() {
+                assert!(
+                    self.missing_at_start == 0 || self.missing.remove(&page),
+                    "page {page} came twice"
+                );
             }
         }
+        list.zero_pages() + u64::from(list.data_pages())
     }
 
-    /// Receives everything up to SwitchOver, and acknowledges passes.
+    /// Sends the receipt of this number of frames.
+    pub(crate) fn receipt(&self, frames: u64) {
+        say(self.bulk(), &encoded(&Frame::Receipt { frames }));
+    }
+
+    /// Receives a whole pass, without receipts.
+    pub(crate) fn take_pass(&mut self) -> Pass {
+        let Frame::Pass(pass) = self.expect(FrameType::Pass) else {
+            unreachable!()
+        };
+        self.take_pages_of(pass);
+        pass
+    }
+
+    fn take_pages_of(&mut self, pass: Pass) {
+        let mut pages = 0;
+        while pages < pass.pages {
+            pages += self.take_frame();
+        }
+        assert_eq!(pages, pass.pages);
+    }
+
+    /// Receives everything up to SwitchOver, with receipts for passes.
     pub(crate) fn take_switch_over(&mut self) -> SwitchOver {
         loop {
             match self.take() {
-                Message::Frame(Frame::PassEnd(pass)) => self.send(&Frame::PassAck(pass)),
-                Message::Frame(Frame::MissingBitmap(bitmap)) => self.note_missing(&bitmap),
-                Message::Frame(Frame::SwitchOver(switch_over)) => {
-                    assert_eq!(self.missing.len() as u64, switch_over.missing_pages);
+                Frame::Pass(pass) => {
+                    self.take_pages_of(pass);
+                    self.receipt(self.frames);
+                }
+                Frame::Missing(runs) => self.missing.extend(runs.runs.into_iter().flatten()),
+                Frame::SwitchOver(switch_over) => {
+                    self.missing_at_start = self.missing.len() as u64;
+                    assert_eq!(self.missing_at_start, switch_over.missing_pages);
                     return switch_over;
                 }
-                Message::Pages(_) | Message::Frame(Frame::VcpuState(_)) => {}
-                Message::Frame(other) => panic!("not {other:?} before SwitchOver"),
+                Frame::VcpuState(_) => {}
+                other => panic!("not {other:?} before SwitchOver"),
             }
         }
     }
 
-    fn note_missing(&mut self, bitmap: &MissingBitmap) {
-        for (word, bits) in (bitmap.first_word..).zip(&bitmap.words) {
-            self.missing.extend(
-                (0..64)
-                    .filter(|bit| bits >> bit & 1 != 0)
-                    .map(|bit| 64 * word + bit),
-            );
-        }
-    }
-
-    /// Runs the migration until the guest would run here: up to RunningAck.
+    /// Runs the migration until the guest would run here.
     pub(crate) fn start(&mut self) {
         self.set_up();
         self.run_on();
     }
 
-    /// Receives what is left up to the switch-over, and says that the guest runs.
+    /// Receives what is left up to the switch-over, and says that all is loaded.
     pub(crate) fn run_on(&mut self) {
         self.take_switch_over();
+        self.send(&Frame::Ready);
+        self.expect(FrameType::Go);
         self.send(&Frame::Running { started_at_ns: 1 });
-        let Message::Frame(Frame::RunningAck) = self.take() else {
-            panic!("RunningAck is due")
-        };
     }
 
-    /// Requests a page. If the source has sent it on the stream already, no answer follows.
+    /// Requests a page. If the source has sent it already, no answer follows.
     pub(crate) fn ask(&self, page: u64) {
-        self.urgent
-            .write_all(
-                &UrgentMessage::request(RamPage(page)),
-                &within_limit("request"),
-            )
-            .unwrap();
+        say(self.urgent(), &UrgentMessage::request(RamPage(page)));
     }
 
-    /// Receives the background push up to and including DrainEnd.
-    pub(crate) fn take_whole_push(&mut self) -> DrainCounts {
-        loop {
-            match self.take() {
-                Message::Pages(list) => {
-                    self.pushed.0 += u64::from(list.data_pages());
-                    self.pushed.1 += list.zero_pages();
-                }
-                Message::Frame(Frame::DrainEnd(counts)) => return counts,
-                Message::Frame(other) => panic!("DrainEnd was due, not {other:?}"),
-            }
+    /// Sends the receipt of this number of answers.
+    pub(crate) fn urgent_receipt(&self, placed: u64) {
+        say(self.urgent(), &UrgentMessage::receipt(placed));
+    }
+
+    /// Receives the push of all missing pages, with receipts.
+    pub(crate) fn take_push(&mut self) {
+        while !self.missing.is_empty() {
+            self.take_frame();
+            self.receipt(self.frames);
         }
     }
 
-    /// Closes both connections.
+    /// Confirms all pages, and hears Complete.
+    pub(crate) fn complete(&mut self) {
+        self.take_push();
+        let missing = self.missing_at_start;
+        assert_eq!(self.expect(FrameType::Drained), Frame::Drained { missing });
+        self.send(&Frame::DrainAck { missing });
+        assert_eq!(self.last_frame(), Some(Frame::Complete));
+    }
+
+    /// Waits until the source has opened the next generation. Returns what it says of itself.
+    pub(crate) fn take_resume(&mut self) -> SourceStage {
+        self.generation += 1;
+        self.control = self.host.take(ChannelKey::control(self.generation));
+        let Frame::Resume(stage) = self.expect(FrameType::Resume) else {
+            unreachable!()
+        };
+        stage
+    }
+
+    /// Says which pages are missing, and that the guest is in this state here.
+    pub(crate) fn send_resumed(&self, stage: DestinationStage) {
+        let runs = self.missing.iter().map(|page| *page..page + 1);
+        for frame in MissingRuns::frames(runs) {
+            self.send(&Frame::Missing(frame));
+        }
+        self.send(&Frame::Resumed {
+            stage,
+            missing: self.missing.len() as u64,
+        });
+    }
+
+    /// Resumes in the next generation, with a guest that runs here.
+    pub(crate) fn recover(&mut self) {
+        assert_eq!(self.take_resume(), SourceStage::HandedOver);
+        self.send_resumed(DestinationStage::Running);
+        self.take_channels();
+    }
+
+    /// Answers a source that has cancelled in the switch-over: this copy is discarded.
+    pub(crate) fn discard_in_next_generation(&mut self) {
+        assert_eq!(self.take_resume(), SourceStage::Cancelled);
+        self.say_discarded();
+    }
+
+    /// Resumes with a copy that was discarded.
+    pub(crate) fn say_discarded(&mut self) {
+        self.send(&Frame::Resumed {
+            stage: DestinationStage::Discarded,
+            missing: 0,
+        });
+        self.expect(FrameType::DiscardHeard);
+    }
+
+    /// Says that the copy here was discarded, and waits until the source has heard it.
+    pub(crate) fn discard(&self, why: &str) {
+        self.send(&Frame::Discarded(Text::new(why)));
+        self.expect(FrameType::DiscardHeard);
+    }
+
+    /// Closes all channels.
     pub(crate) fn close(&self) {
-        self.stream.shutdown();
-        self.urgent.shutdown();
+        self.control.shutdown();
+        for channel in self.bulk.iter().chain(&self.urgent) {
+            channel.shutdown();
+        }
     }
 
-    /// Whether the source has closed the stream. Reads nothing.
-    pub(crate) fn has_ended(&self) -> bool {
-        let mut fd = [PollFd::new(&self.stream, PollFlags::RDHUP)];
-        poll(&mut fd, Some(&Timespec::default())).unwrap() > 0
-    }
-
-    /// Returns the last frame of the source.
+    /// Returns the last frame of the source on the control channel.
     pub(crate) fn last_frame(&self) -> Option<Frame> {
-        last_frame(&self.stream, Side::Source, self.memory_pages)
+        last_frame(&self.control, Side::Source, self.memory_pages)
     }
 }

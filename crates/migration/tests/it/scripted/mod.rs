@@ -1,21 +1,18 @@
-//! Scripted peers, and the checks after every failure: one clear sentence, an early end, and no
-//! thread, socket or other descriptor left.
+//! Scripted peers, and the checks after every failure: one clear sentence and an early end.
 
 pub(crate) mod destination;
 pub(crate) mod source;
 
-use pageferry_migration::address::Address;
-use pageferry_migration::channel::{ChannelError, Connection, Listener, Wait};
+use pageferry_migration::channel::{ChannelError, Connection, Wait};
 use pageferry_migration::wire::{
-    Frame, FrameHeader, FrameType, HEADER_BYTES, RunList, SetupProgress, Side,
+    Frame, FrameHeader, FrameType, HEADER_BYTES, Role, RunList, SetupProgress, Side, URGENT_BYTES,
+    UrgentMessage,
 };
-use pageferry_migration::{MigrationError, SourceFailure, SourceVm};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use pageferry_migration::{Limits, MigrationError, SourceFailure, SourceVm};
 use std::time::{Duration, Instant};
 
 /// The frame of a destination that has nothing to allocate.
-pub(crate) const READY: Frame = Frame::SetupProgress(SetupProgress {
+pub(crate) const ALLOCATED: Frame = Frame::SetupProgress(SetupProgress {
     pages: 0,
     ready: true,
 });
@@ -32,86 +29,19 @@ pub(crate) const LONG: Duration = Duration::from_secs(40);
 /// wait for the wrong limit fails the test.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
-/// The limit for a case that ends in an error of this [`kind`].
-pub(crate) fn limit_for(kind: &str) -> Duration {
-    if kind == "Timeout" { SHORT } else { LONG }
+/// The limits for a case that ends in an error of this [`kind`].
+pub(crate) fn limits_for(kind: &str) -> Limits {
+    limits(if kind == "Timeout" { SHORT } else { LONG })
 }
 
-/// Waits until `over` is set.
-pub(crate) fn wait_until_over(over: &AtomicBool) {
-    let until = Instant::now() + PATIENCE;
-    while !over.load(Ordering::Acquire) {
-        assert!(Instant::now() < until, "the script has not ended");
-        std::thread::sleep(Duration::from_millis(5));
+/// The same limit everywhere.
+pub(crate) fn limits(limit: Duration) -> Limits {
+    Limits {
+        silence: limit,
+        dead_after: limit,
+        give_up_after: None,
+        connect: limit,
     }
-}
-
-/// Runs a test alone in the process, and checks that it leaves no thread and no descriptor. The
-/// test creates it first, so that it is dropped last.
-pub(crate) struct LeakCheck {
-    _exclusive: RwLockWriteGuard<'static, ()>,
-    descriptors: usize,
-}
-
-/// A test that counts the descriptors and threads of the process holds this for writing. Other
-/// tests with threads hold it for reading.
-static EXCLUSIVE: RwLock<()> = RwLock::new(());
-
-/// Lets a test run in parallel with others, except with one that needs the process alone.
-pub(crate) fn in_parallel() -> RwLockReadGuard<'static, ()> {
-    EXCLUSIVE.read().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl LeakCheck {
-    pub(crate) fn start() -> Self {
-        let alone = EXCLUSIVE.write().unwrap_or_else(PoisonError::into_inner);
-        Self {
-            _exclusive: alone,
-            descriptors: descriptors().len(),
-        }
-    }
-}
-
-impl Drop for LeakCheck {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            return;
-        }
-        let until = Instant::now() + SOON;
-        loop {
-            let (threads, open) = (our_threads(), descriptors());
-            // There may be fewer: another test may have probed KVM when this one began.
-            if threads.is_empty() && open.len() <= self.descriptors {
-                return;
-            }
-            assert!(
-                Instant::now() < until,
-                "left behind: threads {threads:?}; {} descriptors were open, now {open:?}",
-                self.descriptors
-            );
-            std::thread::sleep(Duration::from_millis(2));
-        }
-    }
-}
-
-/// Returns the names of this process's vCPU and migration threads.
-fn our_threads() -> Vec<String> {
-    std::fs::read_dir("/proc/self/task")
-        .unwrap()
-        .filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok())
-        .map(|name| name.trim_end().to_owned())
-        .filter(|name| name.starts_with("vcpu") || name.starts_with("pf-"))
-        .collect()
-}
-
-/// Returns the targets of this process's open descriptors, without the one that lists them.
-fn descriptors() -> Vec<String> {
-    std::fs::read_dir("/proc/self/fd")
-        .unwrap()
-        .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
-        .map(|target| target.display().to_string())
-        .filter(|target| !(target.starts_with("/proc/") && target.ends_with("/fd")))
-        .collect()
 }
 
 /// Checks that an error is one short sentence for people, without line breaks and debug output.
@@ -131,6 +61,15 @@ pub(crate) fn assert_sentence(error: &dyn std::fmt::Display) {
         !text.ends_with('.'),
         "must not end with a full stop: {text}"
     );
+}
+
+/// Checks that the reason for a loss is one sentence that has `says`.
+#[track_caller]
+pub(crate) fn assert_loss(name: &str, last_loss: Option<&str>, says: &str) {
+    let loss = last_loss.unwrap_or_else(|| panic!("{name}: no channel was lost"));
+    eprintln!("{name}: {loss}");
+    assert_sentence(&loss);
+    assert!(loss.contains(says), "{name}: {loss}");
 }
 
 /// Checks the state of the source's VM, the kind of the error, and that its sentence has `says`.
@@ -156,39 +95,17 @@ pub(crate) fn assert_failure(
 pub(crate) fn ends_soon<T>(name: &str, f: impl FnOnce() -> T) -> T {
     let began = Instant::now();
     let result = f();
-    assert!(
-        began.elapsed() < SOON,
-        "{name}: message {:?}",
-        began.elapsed()
-    );
+    assert!(began.elapsed() < SOON, "{name} took {:?}", began.elapsed());
     result
-}
-
-/// The kind of address that a test listens on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Via {
-    Tcp,
-    Unix,
-}
-
-pub(crate) fn listen(via: Via) -> Listener {
-    let address = match via {
-        Via::Tcp => Address::Tcp {
-            host: "127.0.0.1".into(),
-            port: 0,
-        },
-        Via::Unix => {
-            static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("pageferry-fail-{}-{number}.sock", std::process::id());
-            Address::unix(&std::env::temp_dir().join(name)).unwrap()
-        }
-    };
-    Listener::bind(&address).unwrap()
 }
 
 pub(crate) fn within_limit(what: &'static str) -> Wait<'static> {
     Wait::block(what).within(PATIENCE)
+}
+
+pub(crate) fn say(connection: &Connection, bytes: &[u8]) {
+    let said = connection.write_all(bytes, &within_limit("what is said"));
+    said.unwrap();
 }
 
 /// A message that a scripted peer receives.
@@ -199,31 +116,41 @@ pub(crate) enum Message {
     Pages(RunList),
 }
 
-/// Receives one frame that `from` sent.
+/// Receives one frame that `from` sent on a channel of `role`, except Alive.
 pub(crate) fn take(
-    stream: &Connection,
+    connection: &Connection,
     from: Side,
+    role: Role,
     memory_pages: u64,
 ) -> Result<Message, ChannelError> {
-    let mut head = [0; HEADER_BYTES];
-    stream.read_exact(&mut head, &within_limit("frame"))?;
-    let header = FrameHeader::decode(&head, from)?;
-    let mut payload = vec![0; header.payload_len as usize];
-    stream.read_exact(&mut payload, &within_limit("payload").mid_message())?;
-    if header.frame_type != FrameType::Pages {
-        return Ok(Message::Frame(Frame::decode(
-            &header,
-            &payload,
-            memory_pages,
-        )?));
+    loop {
+        let mut head = [0; HEADER_BYTES];
+        connection.read_exact(&mut head, &within_limit("frame"))?;
+        let header = FrameHeader::decode(&head, from, role)?;
+        let mut payload = vec![0; header.payload_len as usize];
+        connection.read_exact(&mut payload, &within_limit("payload").mid_message())?;
+        if header.frame_type == FrameType::Pages {
+            let (descriptors, data) = payload.split_at(RunList::descriptors_len(&header)?);
+            let list = RunList::decode(&header, descriptors, memory_pages)?;
+            let mut hasher = header.hasher();
+            hasher.update(descriptors);
+            hasher.update(data);
+            hasher.verify()?;
+            return Ok(Message::Pages(list));
+        }
+        match Frame::decode(&header, &payload, memory_pages)? {
+            Frame::Alive => {}
+            frame => return Ok(Message::Frame(frame)),
+        }
     }
-    let (descriptors, data) = payload.split_at(RunList::descriptors_len(&header)?);
-    let list = RunList::decode(&header, descriptors, memory_pages)?;
-    let mut hasher = header.hasher();
-    hasher.update(descriptors);
-    hasher.update(data);
-    hasher.verify()?;
-    Ok(Message::Pages(list))
+}
+
+/// Receives the head of one message that `from` sent on an urgent channel.
+pub(crate) fn take_urgent(connection: &Connection, from: Side, memory_pages: u64) -> UrgentMessage {
+    let mut bytes = [0; URGENT_BYTES];
+    let wait = within_limit("urgent message");
+    connection.read_exact(&mut bytes, &wait).unwrap();
+    UrgentMessage::decode(&bytes, from, memory_pages).unwrap()
 }
 
 pub(crate) fn encoded(frame: &Frame) -> Vec<u8> {
@@ -232,14 +159,11 @@ pub(crate) fn encoded(frame: &Frame) -> Vec<u8> {
     bytes
 }
 
-/// Reads until the other side closes. Returns the last message if it was not a Pages frame.
-pub(crate) fn last_frame(stream: &Connection, from: Side, memory_pages: u64) -> Option<Frame> {
+/// Reads a control channel until the other side closes it. Returns the last frame.
+pub(crate) fn last_frame(control: &Connection, from: Side, memory_pages: u64) -> Option<Frame> {
     let mut last = None;
-    while let Ok(message) = take(stream, from, memory_pages) {
-        last = match message {
-            Message::Frame(frame) => Some(frame),
-            Message::Pages(_) => None,
-        };
+    while let Ok(Message::Frame(frame)) = take(control, from, Role::Control, memory_pages) {
+        last = Some(frame);
     }
     last
 }
@@ -250,9 +174,11 @@ pub(crate) fn kind(error: &MigrationError) -> &'static str {
         MigrationError::Channel(_) => "Channel",
         MigrationError::LinkLost(_) => "LinkLost",
         MigrationError::Wire(_) => "Wire",
-        MigrationError::Peer(_) => "Peer",
+        MigrationError::Protocol(_) => "Protocol",
         MigrationError::Refused(_) => "Refused",
         MigrationError::PeerGaveUp { .. } => "PeerGaveUp",
+        MigrationError::Discarded(_) => "Discarded",
+        MigrationError::Handshake(_) => "Handshake",
         MigrationError::Mismatch(_) => "Mismatch",
         MigrationError::Machine(_) => "Machine",
         MigrationError::Cancelled => "Cancelled",

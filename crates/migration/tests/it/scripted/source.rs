@@ -4,18 +4,19 @@
 //! the pages that will be missing at the start. So a guest that reads such a page too early finds
 //! an error.
 
-use super::{Message, encoded, last_frame, take, within_limit};
+use super::{Message, encoded, last_frame, say, take, take_urgent};
+use crate::handshake_common::{PLAIN, bulk, open};
 use crate::support::{LIMIT, WorkloadVm};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Engine, VcpuState};
 use pageferry_migration::STATE_FORMAT;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection};
-use pageferry_migration::handshake::connect_pair;
+use pageferry_migration::handshake::{HandshakeError, Identity};
 use pageferry_migration::wire::{
-    self, DrainCounts, Frame, FrameType, MAX_DATA_PAGES, MAX_RUNS, MissingBitmap, PAGE_BYTES, Pass,
-    Region, RunKind, RunList, SessionId, Setup, Side, SwitchOver, URGENT_BYTES, UrgentMessage,
-    urgent_reply_page, urgent_reply_zero,
+    self, ChannelKey, DestinationStage, Frame, FrameType, MAX_DATA_PAGES, MAX_RUNS, MissingRuns,
+    PAGE_BYTES, Pass, Region, Role, RunKind, RunList, Setup, Side, SourceStage, SwitchOver,
+    UrgentKind, urgent_reply_page, urgent_reply_zero,
 };
 
 /// A page of bytes that no page of the workload has.
@@ -62,6 +63,8 @@ impl Template {
             memory_bytes: layout.bytes(),
             regions: regions.collect(),
             description: b"scripted".to_vec(),
+            bulk_channels: 1,
+            urgent_channels: 1,
         }
     }
 
@@ -86,15 +89,12 @@ impl Template {
         })
     }
 
-    pub(crate) fn bitmap(&self) -> Frame {
-        let mut words = vec![0; self.pages().div_ceil(64) as usize];
-        for page in &self.missing {
-            words[(page / 64) as usize] |= 1 << (page % 64);
-        }
-        Frame::MissingBitmap(MissingBitmap {
-            first_word: 0,
-            words,
-        })
+    pub(crate) fn missing_frame(&self) -> Frame {
+        let runs = self.missing.iter().map(|page| *page..page + 1);
+        let mut frames = MissingRuns::frames(runs);
+        let frame = Frame::Missing(frames.next().unwrap());
+        assert!(frames.next().is_none());
+        frame
     }
 
     pub(crate) fn switch_over(&self) -> Frame {
@@ -106,31 +106,72 @@ impl Template {
     }
 }
 
-/// Both connections of one migration.
+/// The urgent channel of a generation.
+pub(crate) fn urgent(index: u16, generation: u32, incarnation: u32) -> ChannelKey {
+    ChannelKey {
+        role: Role::Urgent,
+        ..bulk(index, generation, incarnation)
+    }
+}
+
+/// The source's end of one session.
 pub(crate) struct ScriptedSource<'a> {
     pub(crate) template: &'a Template,
     /// The size of the offered VM.
     pub(crate) memory_pages: u64,
-    pub(crate) stream: Connection,
-    pub(crate) urgent: Connection,
-    /// The missing pages sent since the start, by the way they were sent.
-    pub(crate) sent: DrainCounts,
+    pub(crate) to: Address,
+    pub(crate) identity: Identity,
+    pub(crate) generation: u32,
+    pub(crate) control: Connection,
+    bulk: Option<Connection>,
+    urgent: Option<Connection>,
+    /// The frames sent on the bulk channel that is open.
+    frames: u64,
     /// The missing pages that were not sent.
     pub(crate) unsent: Vec<u64>,
 }
 
 impl<'a> ScriptedSource<'a> {
+    /// Opens the control channel.
     pub(crate) fn connect(template: &'a Template, to: &Address) -> Self {
-        let session = SessionId::random().unwrap();
-        let pair = connect_pair(to, session, super::PATIENCE, &|| false).unwrap();
+        let identity = Identity::random().unwrap();
+        let control = open(to, &PLAIN, &identity, ChannelKey::control(1)).unwrap();
         Self {
             template,
             memory_pages: template.pages(),
-            stream: pair.stream,
-            urgent: pair.urgent,
-            sent: DrainCounts::default(),
+            to: to.clone(),
+            identity,
+            generation: 1,
+            control: control.connection,
+            bulk: None,
+            urgent: None,
+            frames: 0,
             unsent: template.missing.clone(),
         }
+    }
+
+    pub(crate) fn dial(&self, key: ChannelKey) -> Result<Connection, HandshakeError> {
+        open(&self.to, &PLAIN, &self.identity, key).map(|opened| opened.connection)
+    }
+
+    /// Opens the other channels of the generation.
+    pub(crate) fn open_channels(&mut self) {
+        self.replace_bulk(self.dial(bulk(0, self.generation, 1)).unwrap());
+        self.urgent = Some(self.dial(urgent(0, self.generation, 1)).unwrap());
+    }
+
+    /// Takes another connection for the bulk channel.
+    pub(crate) fn replace_bulk(&mut self, connection: Connection) {
+        self.bulk = Some(connection);
+        self.frames = 0;
+    }
+
+    pub(crate) fn bulk(&self) -> &Connection {
+        self.bulk.as_ref().expect("an open channel")
+    }
+
+    pub(crate) fn urgent(&self) -> &Connection {
+        self.urgent.as_ref().expect("an open channel")
     }
 
     pub(crate) fn send(&self, frame: &Frame) {
@@ -138,51 +179,96 @@ impl<'a> ScriptedSource<'a> {
     }
 
     pub(crate) fn send_bytes(&self, bytes: &[u8]) {
-        self.stream
-            .write_all(bytes, &within_limit("frame"))
-            .unwrap();
+        say(&self.control, bytes);
     }
 
-    pub(crate) fn take(&self) -> Result<Message, ChannelError> {
+    pub(crate) fn send_bulk(&self, bytes: &[u8]) {
+        say(self.bulk(), bytes);
+    }
+
+    pub(crate) fn send_urgent(&self, bytes: &[u8]) {
+        say(self.urgent(), bytes);
+    }
+
+    /// Receives the next frame that is not about the allocation.
+    pub(crate) fn take(&self) -> Result<Frame, ChannelError> {
         loop {
-            let message = take(&self.stream, Side::Destination, self.memory_pages)?;
-            if !matches!(message, Message::Frame(Frame::SetupProgress(_))) {
-                return Ok(message);
+            match self.take_any()? {
+                Frame::SetupProgress(_) => {}
+                frame => return Ok(frame),
             }
         }
     }
 
+    fn take_any(&self) -> Result<Frame, ChannelError> {
+        match take(
+            &self.control,
+            Side::Destination,
+            Role::Control,
+            self.memory_pages,
+        )? {
+            Message::Frame(frame) => Ok(frame),
+            Message::Pages(_) => unreachable!("the header was checked"),
+        }
+    }
+
     /// Waits until the destination has allocated its memory.
-    pub(crate) fn until_ready(&self) {
+    pub(crate) fn until_allocated(&self) {
         loop {
-            match take(&self.stream, Side::Destination, self.memory_pages) {
-                Ok(Message::Frame(Frame::SetupProgress(progress))) if progress.ready => return,
-                Ok(Message::Frame(Frame::SetupProgress(_))) => {}
+            match self.take_any() {
+                Ok(Frame::SetupProgress(progress)) if progress.ready => return,
+                Ok(Frame::SetupProgress(_)) => {}
                 other => panic!("SetupProgress was due, not {other:?}"),
             }
         }
     }
 
-    pub(crate) fn expect(&self, due: FrameType) {
+    pub(crate) fn expect(&self, due: FrameType) -> Frame {
         match self.take() {
-            Ok(Message::Frame(frame)) if frame.frame_type() == due => {}
+            Ok(frame) if frame.frame_type() == due => frame,
             other => panic!("{due} was due, not {other:?}"),
         }
     }
 
-    /// Sends the offer, and waits until the destination accepts it and is ready.
-    pub(crate) fn set_up(&self) {
+    /// Sends the offer, opens the channels, and waits until the destination has its memory.
+    pub(crate) fn set_up(&mut self) {
         self.send(&Frame::Setup(self.template.setup()));
         self.expect(FrameType::SetupAck);
-        self.until_ready();
+        self.open_channels();
+        self.until_allocated();
     }
 
-    /// Sends a whole pass and waits for its acknowledgement. Pages that will be missing have wrong
-    /// bytes.
-    pub(crate) fn send_pass(&self) {
-        let mut list = RunList::new(self.template.pages());
+    /// Sends a whole Pages frame.
+    pub(crate) fn send_frame(&mut self, bytes: &[u8]) {
+        self.send_bulk(bytes);
+        self.frames += 1;
+    }
+
+    /// Waits for the receipts of all frames of the bulk channel.
+    pub(crate) fn expect_receipts(&self) {
+        let mut placed = 0;
+        while placed < self.frames {
+            let taken = take(
+                self.bulk(),
+                Side::Destination,
+                Role::Bulk,
+                self.memory_pages,
+            );
+            let Message::Frame(Frame::Receipt { frames }) = taken.unwrap() else {
+                panic!("a receipt was due");
+            };
+            assert!(placed < frames && frames <= self.frames);
+            placed = frames;
+        }
+    }
+
+    /// Sends a whole pass and waits for its receipts. Pages that will be missing have wrong bytes.
+    pub(crate) fn send_pass(&mut self) {
+        let pages = self.template.pages();
+        self.send(&Frame::Pass(Pass { pass: 1, pages }));
+        let mut list = RunList::new(pages);
         let mut data = Vec::new();
-        for page in 0..self.template.pages() {
+        for page in 0..pages {
             let bytes = if self.template.missing.contains(&page) {
                 WRONG
             } else {
@@ -194,59 +280,110 @@ impl<'a> ScriptedSource<'a> {
                 RunKind::Data
             };
             if list.push(RamPage(page), kind).is_err() {
-                self.send_bytes(&pages_frame(&list, &data));
-                (list, data) = (RunList::new(self.template.pages()), Vec::new());
+                self.send_frame(&pages_frame(&list, &data));
+                (list, data) = (RunList::new(pages), Vec::new());
                 list.push(RamPage(page), kind).unwrap();
             }
             if kind == RunKind::Data {
                 data.extend_from_slice(&bytes);
             }
         }
-        self.send_bytes(&pages_frame(&list, &data));
-        self.send(&Frame::PassEnd(Pass {
-            pass: 1,
-            pages: self.template.pages(),
-        }));
-        self.expect(FrameType::PassAck);
+        self.send_frame(&pages_frame(&list, &data));
+        self.expect_receipts();
     }
 
-    /// Sends the bitmap and the states that SwitchOver needs.
+    /// Sends the missing pages and the states that SwitchOver needs.
     pub(crate) fn send_states(&self) {
-        self.send(&self.template.bitmap());
+        self.send(&self.template.missing_frame());
         for vcpu in 0..self.template.vcpus() {
             self.send(&self.template.state(vcpu));
         }
     }
 
-    /// Runs the migration until the guest has started, without RunningAck.
-    pub(crate) fn until_running(&self) {
+    /// Runs the migration until `Go` is due.
+    pub(crate) fn until_ready(&mut self) {
         self.set_up();
         self.send_pass();
         self.send_states();
         self.send(&self.template.switch_over());
-        self.expect(FrameType::Running);
+        self.expect(FrameType::Ready);
     }
 
     /// Runs the migration until post-copy.
-    pub(crate) fn start(&self) {
-        self.until_running();
-        self.send(&Frame::RunningAck);
+    pub(crate) fn start(&mut self) {
+        self.until_ready();
+        self.go();
+    }
+
+    pub(crate) fn go(&self) {
+        self.send(&Frame::Go);
+        self.expect(FrameType::Running);
+    }
+
+    /// Opens the control channel of the next generation. Returns the destination's answer, and the
+    /// pages that it calls missing.
+    pub(crate) fn resume(&mut self, stage: SourceStage) -> (DestinationStage, Vec<u64>) {
+        self.generation += 1;
+        self.control = self.dial(ChannelKey::control(self.generation)).unwrap();
+        self.send(&Frame::Resume(stage));
+        let mut named = Vec::new();
+        loop {
+            match self.take() {
+                Ok(Frame::Missing(runs)) => named.extend(runs.runs.into_iter().flatten()),
+                Ok(Frame::Resumed { stage, missing }) => {
+                    assert_eq!(missing, named.len() as u64);
+                    return (stage, named);
+                }
+                other => panic!("Resumed was due, not {other:?}"),
+            }
+        }
+    }
+
+    /// Opens a new generation for a guest that runs, after the destination has left the old one.
+    /// The destination must lack what was not sent.
+    pub(crate) fn recover(&mut self) {
+        let (stage, missing) = self.resume(SourceStage::HandedOver);
+        assert_eq!(stage, DestinationStage::Running);
+        assert_eq!(missing, self.unsent, "the missing pages are those not sent");
+        self.open_channels();
+    }
+
+    /// Sends the rest and ends the session.
+    pub(crate) fn complete(&mut self) {
+        self.push_rest();
+        self.send(&Frame::Drained {
+            missing: self.template.missing.len() as u64,
+        });
+        self.expect(FrameType::DrainAck);
+        self.send(&Frame::Complete);
+        // The destination ends first. So it does not take the end of the channels for a loss.
+        assert_eq!(self.last_frame(), None);
     }
 
     /// Receives the next request.
     pub(crate) fn request(&self) -> u64 {
-        let mut bytes = [0; URGENT_BYTES];
-        self.urgent
-            .read_exact(&mut bytes, &within_limit("request"))
-            .unwrap();
-        let message =
-            UrgentMessage::decode(&bytes, Side::Destination, self.template.pages()).unwrap();
-        assert!(
-            self.unsent.contains(&message.page.0),
-            "{:?} has arrived already",
-            message.page
-        );
-        message.page.0
+        loop {
+            let message = take_urgent(self.urgent(), Side::Destination, self.template.pages());
+            if message.kind != UrgentKind::Request {
+                continue;
+            }
+            let page = message.page.0;
+            assert!(
+                self.unsent.contains(&page),
+                "page {page} has arrived already"
+            );
+            return page;
+        }
+    }
+
+    /// Waits for the receipt of `placed` replies.
+    pub(crate) fn expect_urgent_receipt(&self, placed: u64) {
+        loop {
+            let message = take_urgent(self.urgent(), Side::Destination, self.template.pages());
+            if message.kind == UrgentKind::Receipt && message.placed >= placed {
+                return assert_eq!(message.placed, placed);
+            }
+        }
     }
 
     /// Returns an unsent missing page other than `but`. No vCPU waits for it if the only vCPU waits
@@ -259,7 +396,7 @@ impl<'a> ScriptedSource<'a> {
         self.unsent.retain(|unsent| *unsent != page);
     }
 
-    /// Sends a page on the urgent connection.
+    /// Sends a page on the urgent channel.
     pub(crate) fn answer(&mut self, page: u64) {
         let bytes = self.template.page(page);
         if bytes == [0; PAGE_BYTES] {
@@ -268,14 +405,7 @@ impl<'a> ScriptedSource<'a> {
             self.send_urgent(&urgent_reply_page(RamPage(page), &bytes));
             self.send_urgent(&bytes);
         }
-        self.sent.urgent += 1;
         self.mark_sent(page);
-    }
-
-    pub(crate) fn send_urgent(&self, bytes: &[u8]) {
-        self.urgent
-            .write_all(bytes, &within_limit("reply"))
-            .unwrap();
     }
 
     /// Returns a frame of one page with its right bytes.
@@ -290,32 +420,34 @@ impl<'a> ScriptedSource<'a> {
         pages_frame(&list, &bytes)
     }
 
-    /// Sends a page on the stream.
+    /// Sends a page on the bulk channel.
     pub(crate) fn push(&mut self, page: u64) {
-        self.send_bytes(&self.frame_of(page));
-        if self.template.page(page) == [0; PAGE_BYTES] {
-            self.sent.zero += 1;
-        } else {
-            self.sent.background += 1;
-        }
+        self.send_frame(&self.frame_of(page));
         self.mark_sent(page);
     }
 
+    /// Sends all pages that are left, and waits for their receipts.
     pub(crate) fn push_rest(&mut self) {
+        let before = self.frames;
         while let Some(page) = self.unsent.first().copied() {
             self.push(page);
         }
+        if self.frames > before {
+            self.expect_receipts();
+        }
     }
 
-    /// Closes both connections.
+    /// Closes all channels.
     pub(crate) fn close(&self) {
-        self.stream.shutdown();
-        self.urgent.shutdown();
+        self.control.shutdown();
+        for channel in self.bulk.iter().chain(&self.urgent) {
+            channel.shutdown();
+        }
     }
 
-    /// Returns the last frame of the destination.
+    /// Returns the last frame of the destination on the control channel.
     pub(crate) fn last_frame(&self) -> Option<Frame> {
-        last_frame(&self.stream, Side::Destination, self.memory_pages)
+        last_frame(&self.control, Side::Destination, self.memory_pages)
     }
 }
 

@@ -6,15 +6,16 @@ use pageferry_harness::{Vm, isa_of, verify};
 use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
+use pageferry_migration::handshake::Stranger;
 use pageferry_migration::{
-    DestinationConfig, DestinationFailure, DestinationReport, Incoming, Resolver, SourceConfig,
-    SourceFailure, SourceReport, Unobserved, migrate,
+    Destination, DestinationConfig, DestinationFailure, DestinationReport, MigrationError,
+    Resolver, Route, RunningVm, SourceConfig, SourceFailure, SourceReport, SourceSession,
+    Unobserved, migrate,
 };
 pub(crate) use pageferry_testkit::LIMIT;
 use pageferry_testkit::{skip, wait_until};
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 /// Whether a test that needs KVM can run. A test that cannot says so, and fails where it must run.
@@ -157,22 +158,45 @@ pub(crate) struct Moved {
     pub(crate) received: Result<DestinationReport, DestinationFailure>,
 }
 
+/// A destination on a free loopback port.
+pub(crate) fn listen(config: DestinationConfig) -> Arc<Destination> {
+    let stranger = |stranger: &Stranger| eprintln!("{stranger:?}");
+    Arc::new(Destination::listen(tcp(), config, stranger).unwrap())
+}
+
+/// The address of a destination.
+pub(crate) fn address_of(destination: &Destination) -> Address {
+    destination.local_addrs().remove(0)
+}
+
 /// Receives one VM, into memory of `backing`.
-fn receive_on(
+pub(crate) fn receive_on(
     backing: Backing,
-    listener: &Listener,
-    config: DestinationConfig,
+    destination: &Arc<Destination>,
 ) -> (WorkloadVm, Result<DestinationReport, DestinationFailure>) {
+    try_receive_on(backing, destination, &|| false).expect("a source comes")
+}
+
+/// Receives one VM, into memory of `backing`. Returns `None` if `stop` returned true first.
+pub(crate) fn try_receive_on(
+    backing: Backing,
+    destination: &Arc<Destination>,
+    stop: &dyn Fn() -> bool,
+) -> Option<(WorkloadVm, Result<DestinationReport, DestinationFailure>)> {
     let deadline = Instant::now() + LIMIT;
-    let late = || Instant::now() > deadline;
-    let incoming = Incoming::accept(listener, config, &late, &mut |stranger| {
-        eprintln!("{stranger:?}");
-    })
-    .unwrap();
+    let late = || Instant::now() > deadline || stop();
+    let incoming = loop {
+        match destination.accept(&late) {
+            Ok(incoming) => break incoming,
+            Err(MigrationError::Cancelled) => return None,
+            // A source that went away: another may come.
+            Err(error) => eprintln!("no source: {error}"),
+        }
+    };
     let offer = incoming.offer().clone();
     let vm = WorkloadVm::empty_on(backing, offer.engine, offer.vcpus, offer.memory_bytes);
     let received = incoming.receive(&vm.running(), &vm.resolver, &late, &Unobserved);
-    (vm, received)
+    Some((vm, received))
 }
 
 /// Moves `source` to a fresh VM.
@@ -187,10 +211,10 @@ pub(crate) fn move_vm_to(
     config: &SourceConfig,
     to: DestinationConfig,
 ) -> Moved {
-    let listener = tcp();
+    let listening = listen(to);
     let (sent, (destination, received)) = std::thread::scope(|scope| {
-        let receiver = scope.spawn(|| receive_on(backing, &listener, to));
-        let sent = migrate_to(&source, listener.local_addr(), config);
+        let receiver = scope.spawn(|| receive_on(backing, &listening));
+        let sent = migrate_to(&source, &address_of(&listening), config);
         (sent, receiver.join().unwrap())
     });
     Moved {
@@ -207,6 +231,16 @@ pub(crate) fn migrate_to(
     to: &Address,
     config: &SourceConfig,
 ) -> Result<SourceReport, SourceFailure> {
-    let never = AtomicBool::new(false);
-    migrate(&vm.running(), to, b"test", config, &never, &Unobserved)
+    migrate_running(&vm.running(), to, config)
+}
+
+/// As [`migrate_to`], for any VM.
+pub(crate) fn migrate_running(
+    vm: &RunningVm<'_>,
+    to: &Address,
+    config: &SourceConfig,
+) -> Result<SourceReport, SourceFailure> {
+    let session = SourceSession::new().unwrap();
+    let route = Route::To(to.clone());
+    migrate(vm, &route, b"test", config, &session, &Unobserved)
 }

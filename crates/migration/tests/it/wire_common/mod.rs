@@ -3,8 +3,7 @@
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_migration::wire::*;
 
-/// The memory of the samples' VM, in pages. It is not a multiple of 64, so that the last bitmap
-/// word is not full.
+/// The memory of the samples' VM, in pages.
 pub(crate) const MEMORY_PAGES: u64 = 1000;
 
 /// The result of [`parse`].
@@ -12,6 +11,16 @@ pub(crate) const MEMORY_PAGES: u64 = 1000;
 pub(crate) enum Parsed {
     Frame(Frame),
     Pages(RunList, Vec<u8>),
+}
+
+/// The role of a channel that carries frames of the type in this header.
+pub(crate) fn role_of(head: &[u8]) -> Role {
+    let bulk = [FrameType::Pages, FrameType::Receipt];
+    let found = bulk.map(|known| head[4..6] == known.number().to_le_bytes());
+    match found.contains(&true) {
+        true => Role::Bulk,
+        false => Role::Control,
+    }
 }
 
 /// Decodes one frame like a receiver: the header, then descriptors and data, or the payload.
@@ -24,7 +33,7 @@ pub(crate) fn parse(bytes: &[u8], from: Side, memory_pages: u64) -> Result<Parse
     let head = bytes
         .first_chunk::<HEADER_BYTES>()
         .ok_or(cut("header", HEADER_BYTES))?;
-    let header = FrameHeader::decode(head, from)?;
+    let header = FrameHeader::decode(head, from, role_of(head))?;
     let len = header.payload_len as usize;
     let payload = bytes
         .get(HEADER_BYTES..HEADER_BYTES + len)
@@ -65,6 +74,8 @@ pub(crate) fn setup() -> Setup {
         pages,
     };
     Setup {
+        bulk_channels: 4,
+        urgent_channels: 2,
         engine: Engine::Soft,
         isa: Isa::Riscv64,
         state_format: 1,
@@ -90,17 +101,17 @@ pub(crate) fn pages() -> (RunList, Vec<u8>) {
     (list, data)
 }
 
-/// One frame of every type except Pages, with the side that sends it.
+/// A frame of every type except Pages, once for each side that sends it.
 pub(crate) fn samples() -> Vec<(Frame, Side)> {
     use Side::{Destination, Source};
-    let counts = DrainCounts {
-        urgent: 3,
-        background: 500,
-        zero: 90,
-    };
     let pass = Pass {
         pass: 2,
         pages: 777,
+    };
+    let channel = ChannelId {
+        role: Role::Bulk,
+        index: 3,
+        incarnation: 2,
     };
     let error = ErrorMessage::new(ErrorCode::SetupRefused, "memory sizes differ");
     vec![
@@ -116,15 +127,10 @@ pub(crate) fn samples() -> Vec<(Frame, Side)> {
         (Frame::Error(error.clone()), Source),
         (Frame::Error(error), Destination),
         (Frame::Cancel, Source),
-        (Frame::PassEnd(pass), Source),
-        (Frame::PassAck(pass), Destination),
-        (
-            Frame::MissingBitmap(MissingBitmap {
-                first_word: 13,
-                words: vec![u64::MAX, 5, (1 << 40) - 1],
-            }),
-            Source,
-        ),
+        (Frame::Cancel, Destination),
+        (Frame::Pass(pass), Source),
+        (Frame::Missing(missing()), Source),
+        (Frame::Missing(missing()), Destination),
         (
             Frame::VcpuState(VcpuState {
                 vcpu: 3,
@@ -140,15 +146,46 @@ pub(crate) fn samples() -> Vec<(Frame, Side)> {
             }),
             Source,
         ),
+        (Frame::Ready, Destination),
+        (Frame::Go, Source),
         (
             Frame::Running {
                 started_at_ns: 123_456_999_999,
             },
             Destination,
         ),
-        (Frame::RunningAck, Source),
-        (Frame::DrainEnd(counts), Source),
-        (Frame::DrainAck(counts), Destination),
+        (Frame::Drained { missing: 900 }, Source),
+        (Frame::DrainAck { missing: 900 }, Destination),
         (Frame::Complete, Source),
+        (Frame::Receipt { frames: 77 }, Destination),
+        (Frame::Alive, Source),
+        (Frame::Alive, Destination),
+        (Frame::Resume(SourceStage::Drained), Source),
+        (
+            Frame::Resumed {
+                stage: DestinationStage::Running,
+                missing: 640,
+            },
+            Destination,
+        ),
+        (Frame::Discarded(Text::new("out of memory")), Destination),
+        (Frame::DiscardHeard, Source),
+        (Frame::CloseChannel(channel), Source),
+        (
+            Frame::ChannelEnded {
+                channel,
+                placed: 41,
+            },
+            Destination,
+        ),
+        (Frame::Again, Source),
     ]
+}
+
+/// Pages 5, 7 to 206 and 999, counted from page 3.
+pub(crate) fn missing() -> MissingRuns {
+    MissingRuns {
+        base: 3,
+        runs: vec![5..6, 7..207, 999..1000],
+    }
 }

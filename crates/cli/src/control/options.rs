@@ -1,0 +1,114 @@
+//! The options of a migration, as a request carries them.
+
+use pageferry_migration::{Limits, PlainPolicy, SourceConfig, TlsFiles};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The files for TLS. The VM's process reads them, so their paths are absolute.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TlsOptions {
+    /// This side's certificate chain.
+    pub(crate) cert: PathBuf,
+    /// Its key.
+    pub(crate) key: PathBuf,
+    /// The authority that signed the peer's certificate.
+    pub(crate) ca: PathBuf,
+    /// The name in the peer's certificate.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) peer_name: Option<String>,
+}
+
+impl From<&TlsOptions> for TlsFiles {
+    fn from(options: &TlsOptions) -> Self {
+        Self {
+            cert: options.cert.clone(),
+            key: options.key.clone(),
+            ca: options.ca.clone(),
+            peer_name: options.peer_name.clone(),
+        }
+    }
+}
+
+/// What a migration may be told beside its destination. Everything has a default.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct MigrateOptions {
+    /// Bulk channels.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) channels: Option<u16>,
+    /// Urgent channels.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) urgent_channels: Option<u16>,
+    /// See [`Limits::dead_after`], in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) dead_after_ms: Option<u64>,
+    /// See [`Limits::give_up_after`], in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) give_up_after_ms: Option<u64>,
+    /// TLS.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) tls: Option<TlsOptions>,
+    /// Whether plain TCP may leave this host.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) insecure: bool,
+}
+
+/// The limits with the user's choices.
+pub(crate) fn limits(dead_after: Option<Duration>, give_up_after: Option<Duration>) -> Limits {
+    let defaults = Limits::default();
+    Limits {
+        dead_after: dead_after.unwrap_or(defaults.dead_after),
+        give_up_after,
+        ..defaults
+    }
+}
+
+/// Where plain TCP may lead.
+pub(crate) fn plain(insecure: bool) -> PlainPolicy {
+    if insecure {
+        PlainPolicy::Anywhere
+    } else {
+        PlainPolicy::LoopbackOnly
+    }
+}
+
+impl MigrateOptions {
+    /// The configuration of the source.
+    ///
+    /// # Errors
+    /// The option that is out of range, and its range.
+    pub(crate) fn config(&self, precopy_passes: u32) -> Result<SourceConfig, String> {
+        let defaults = SourceConfig::default();
+        let channels = |name: &str, given: Option<u16>, default: u16| match given {
+            None => Ok(default),
+            Some(count) if (1..=SourceConfig::MAX_CHANNELS).contains(&count) => Ok(count),
+            Some(count) => Err(format!(
+                "{count} {name} channels: choose 1 to {}",
+                SourceConfig::MAX_CHANNELS
+            )),
+        };
+        if self
+            .dead_after_ms
+            .is_some_and(|ms| Duration::from_millis(ms) < Limits::MIN_DEAD_AFTER)
+        {
+            return Err(format!(
+                "a channel cannot count as lost that early: choose {} ms at least",
+                Limits::MIN_DEAD_AFTER.as_millis()
+            ));
+        }
+        Ok(SourceConfig {
+            precopy_passes,
+            bulk_channels: channels("bulk", self.channels, defaults.bulk_channels)?,
+            urgent_channels: channels("urgent", self.urgent_channels, defaults.urgent_channels)?,
+            limits: limits(
+                self.dead_after_ms.map(Duration::from_millis),
+                self.give_up_after_ms.map(Duration::from_millis),
+            ),
+            tls: self.tls.as_ref().map(Into::into),
+            plain: plain(self.insecure),
+            ..defaults
+        })
+    }
+}

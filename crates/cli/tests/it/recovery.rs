@@ -1,0 +1,140 @@
+//! Connections that break after the hand-over, and the operator's commands.
+
+use crate::support::{Destination, Source, assert_runs_on, pageferry, status};
+use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use pageferry_testkit::wait_for;
+
+/// A link slow enough to act while pages are missing, in bytes a second.
+const SLOW: u64 = 4 << 20;
+
+fn shaper(destination: &Destination) -> Shaper {
+    let to = &destination.address;
+    let plan = Plan {
+        rate: Some(SLOW),
+        ..Plan::default()
+    };
+    Shaper::start(to.parse().unwrap(), plan).unwrap()
+}
+
+fn stage(socket: &std::path::Path) -> Option<String> {
+    let status = status(socket)?;
+    Some(status["session"]["stage"].as_str()?.to_owned())
+}
+
+#[test]
+fn a_vm_goes_on_when_all_connections_break() {
+    let source = Source::start("16M");
+    let destination = Destination::start_on_tcp(&[]);
+    let shaper = shaper(&destination);
+    source.wait_until_all_is_written();
+    let more = [
+        "--precopy-passes",
+        "0",
+        "--channels",
+        "2",
+        "--urgent-channels",
+        "2",
+    ];
+    let migrate = source.migrate_with(&shaper.addr().to_string(), &more);
+    wait_for("the guest to run there", || {
+        (stage(&destination.socket)? == "running").then_some(())
+    });
+    for _ in 0..3 {
+        shaper.reset(Which::All);
+        std::thread::sleep(std::time::Duration::from_millis(200));
+    }
+    assert_runs_on(&destination.socket);
+    migrate.end().assert_ok();
+    source.process.end().assert_ok();
+    let session = status(&destination.socket).unwrap()["session"].clone();
+    assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
+    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+}
+
+#[test]
+fn a_stopped_destination_is_left_and_found_again() {
+    use rustix::process::Signal;
+    let source = Source::start("16M");
+    let destination = Destination::start_on_tcp(&[]);
+    let shaper = shaper(&destination);
+    source.wait_until_all_is_written();
+    let more = ["--precopy-passes", "0", "--dead-after", "300ms"];
+    let migrate = source.migrate_with(&shaper.addr().to_string(), &more);
+    wait_for("the guest to run there", || {
+        (stage(&destination.socket)? == "running").then_some(())
+    });
+    destination.process.signal(Signal::STOP);
+    wait_for("the source to notice", || {
+        let status = status(&source.socket)?;
+        (status["session"]["generation"].as_u64()? > 1).then_some(())
+    });
+    destination.process.signal(Signal::CONT);
+    migrate.end().assert_ok();
+    source.process.end().assert_ok();
+    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+}
+
+#[test]
+fn an_operator_gives_another_way() {
+    let source = Source::start("16M");
+    let destination = Destination::start_on_tcp(&[]);
+    let shaper = shaper(&destination);
+    let (here, there) = (&source.socket, &destination.socket);
+    let vm = |socket: &std::path::Path| socket.to_str().unwrap().to_owned();
+    pageferry(&["recover", "--vm", &vm(here), "--to", "127.0.0.1:1"])
+        .assert_failed(11, "nothing to recover");
+    source.wait_until_all_is_written();
+    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for("the hand-over", || {
+        (stage(there)? == "running").then_some(())
+    });
+    shaper.refuse(true);
+    shaper.reset(Which::All);
+    pageferry(&["recover", "--vm", &vm(here), "--listen", "127.0.0.1:0"])
+        .assert_failed(11, "this is the source");
+    let listening = pageferry(&["recover", "--vm", &vm(there), "--listen", "127.0.0.1:0"]);
+    listening.assert_ok();
+    let address = listening.stdout.split_whitespace().nth(2).unwrap();
+    pageferry(&["recover", "--vm", &vm(here), "--to", address]).assert_ok();
+    migrate.end().assert_ok();
+    source.process.end().assert_ok();
+    pageferry(&["verify", "--vm", &vm(there)]).assert_ok();
+}
+
+#[test]
+fn an_operator_ends_it_and_resumes_the_whole_copy() {
+    let source = Source::start("16M");
+    let destination = Destination::start_on_tcp(&[]);
+    let shaper = shaper(&destination);
+    source.wait_until_all_is_written();
+    let vm = source.socket.to_str().unwrap();
+    pageferry(&["abandon", "--vm", vm]).assert_failed(11, "nothing to abandon");
+    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for("the hand-over", || {
+        (stage(&destination.socket)? == "running").then_some(())
+    });
+    shaper.refuse(true);
+    shaper.reset(Which::All);
+    let there = destination.socket.to_str().unwrap();
+    let ended = pageferry(&["abandon", "--vm", there]);
+    ended.assert_ok();
+    assert!(
+        ended.stdout.contains("of its pages never came"),
+        "{ended:?}"
+    );
+    wait_for("the VM to stand still there", || {
+        (status(&destination.socket)?["state"] == "incomplete").then_some(())
+    });
+    pageferry(&["abandon", "--vm", vm]).assert_ok();
+    migrate
+        .end()
+        .assert_failed(10, "stays paused at the source");
+    wait_for("the state given-up", || {
+        (status(&source.socket)?["state"] == "given-up").then_some(())
+    });
+    let resumed = pageferry(&["abandon", "--vm", vm, "--resume-here"]);
+    resumed.assert_ok();
+    assert!(resumed.stdout.contains("it runs twice now"), "{resumed:?}");
+    assert_runs_on(&source.socket);
+    pageferry(&["verify", "--vm", vm]).assert_ok();
+}

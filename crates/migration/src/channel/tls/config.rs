@@ -1,0 +1,177 @@
+//! The certificates of a side.
+
+use rustls::client::Resumption;
+use rustls::crypto::{CryptoProvider, ring as provider};
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::{NoServerSessionStorage, WebPkiClientVerifier};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig, ServerConnection};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::TlsError;
+use super::verifier::NamedClients;
+
+/// The files with a side's certificates, all in PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate of this side. Certificates of intermediate CAs may follow it.
+    pub cert: PathBuf,
+    /// The private key of `cert`.
+    pub key: PathBuf,
+    /// The certificates of the CAs that sign the peer's certificate.
+    pub ca: PathBuf,
+    /// The name for which the peer's certificate must be valid: a DNS name or an IP address.
+    ///
+    /// Without it, a source requires the host that it dials, and a destination accepts every name.
+    pub peer_name: Option<String>,
+}
+
+impl TlsFiles {
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// [`TlsError`], with the path of the file at fault.
+    pub fn load(&self) -> Result<TlsConfig, TlsError> {
+        let peer_name = self.peer_name.as_deref().map(parse_name).transpose()?;
+        let chain = certificates(&self.cert)?;
+        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| match error {
+            pem::Error::NoItemsFound => TlsError::NoKey {
+                path: self.key.clone(),
+            },
+            error => unreadable(&self.key, error),
+        })?;
+        let mut roots = RootCertStore::empty();
+        for root in certificates(&self.ca)? {
+            roots.add(root).map_err(|source| TlsError::Malformed {
+                path: self.ca.clone(),
+                why: source.to_string(),
+            })?;
+        }
+        self.build(chain, &key, Arc::new(roots), peer_name)
+    }
+
+    fn build(
+        &self,
+        chain: Vec<CertificateDer<'static>>,
+        key: &PrivateKeyDer<'static>,
+        roots: Arc<RootCertStore>,
+        peer_name: Option<ServerName<'static>>,
+    ) -> Result<TlsConfig, TlsError> {
+        let provider = Arc::new(crypto());
+        let own = |error: rustls::Error| match error {
+            rustls::Error::InconsistentKeys(_) => TlsError::KeyMismatch {
+                cert: self.cert.clone(),
+                key: self.key.clone(),
+            },
+            error => TlsError::Malformed {
+                path: self.cert.clone(),
+                why: error.to_string(),
+            },
+        };
+        let mut client = ClientConfig::builder_with_provider(provider.clone())
+            .with_protocol_versions(&[&TLS13])
+            .map_err(own)?
+            .with_root_certificates(roots.clone())
+            .with_client_auth_cert(chain.clone(), key.clone_key())
+            .map_err(own)?;
+        client.resumption = Resumption::disabled();
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
+            .build()
+            .map_err(|error| TlsError::Malformed {
+                path: self.ca.clone(),
+                why: error.to_string(),
+            })?;
+        let verifier = Arc::new(NamedClients::new(verifier, peer_name.clone()));
+        let mut server = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&TLS13])
+            .map_err(own)?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(chain, key.clone_key())
+            .map_err(own)?;
+        server.send_tls13_tickets = 0;
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        Ok(TlsConfig {
+            client: Arc::new(client),
+            server: Arc::new(server),
+            peer_name,
+        })
+    }
+}
+
+/// The certificates of a side, ready for connections. A copy shares them.
+#[derive(Debug, Clone)]
+pub struct TlsConfig {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+    peer_name: Option<ServerName<'static>>,
+}
+
+impl TlsConfig {
+    /// Starts the side that dials. `host` is the dialled host, `None` for a unix socket.
+    pub(in crate::channel) fn client(
+        &self,
+        host: Option<&str>,
+    ) -> Result<rustls::Connection, TlsError> {
+        let name = match (&self.peer_name, host) {
+            (Some(name), _) => name.clone(),
+            (None, Some(host)) => parse_name(host)?,
+            (None, None) => return Err(TlsError::NoName),
+        };
+        let connection = ClientConnection::new(self.client.clone(), name)
+            .map_err(|error| TlsError::Broken(error.to_string()))?;
+        Ok(connection.into())
+    }
+
+    /// Starts the side that listens.
+    pub(in crate::channel) fn server(&self) -> Result<rustls::Connection, TlsError> {
+        let connection = ServerConnection::new(self.server.clone())
+            .map_err(|error| TlsError::Broken(error.to_string()))?;
+        Ok(connection.into())
+    }
+}
+
+/// Returns ring's algorithms. AES-128 comes first: pages in bulk need the fastest cipher.
+fn crypto() -> CryptoProvider {
+    CryptoProvider {
+        cipher_suites: vec![
+            provider::cipher_suite::TLS13_AES_128_GCM_SHA256,
+            provider::cipher_suite::TLS13_AES_256_GCM_SHA384,
+            provider::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+        ],
+        ..provider::default_provider()
+    }
+}
+
+fn parse_name(name: &str) -> Result<ServerName<'static>, TlsError> {
+    // The zone of an IPv6 address is of this host only. No certificate has one.
+    let bare = name.split('%').next().unwrap_or(name);
+    ServerName::try_from(bare.to_owned()).map_err(|_| TlsError::BadName {
+        name: name.to_owned(),
+    })
+}
+
+/// Reads the certificates of a file, at least one.
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(|error| unreadable(path, error))?;
+    if found.is_empty() {
+        return Err(TlsError::NoCertificate {
+            path: path.to_owned(),
+        });
+    }
+    Ok(found)
+}
+
+fn unreadable(path: &Path, error: pem::Error) -> TlsError {
+    let path = path.to_owned();
+    match error {
+        pem::Error::Io(source) => TlsError::File { path, source },
+        error => TlsError::Malformed {
+            path,
+            why: error.to_string(),
+        },
+    }
+}

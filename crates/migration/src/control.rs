@@ -1,0 +1,224 @@
+//! The control channel of one generation, as its supervisor uses it.
+//!
+//! **Guarantee.** No call waits. A frame that arrives in pieces is decoded when it is complete.
+//! Frames that the peer does not take yet are kept in order. So a supervisor hears its peer while
+//! it has much to say, and says `Alive` in time on its other channels.
+
+use crate::channel::{ChannelError, Connection};
+use crate::error::MigrationError;
+use crate::session::Generation;
+use crate::wire::{Frame, FrameHeader, HEADER_BYTES, Role, Side, WireError};
+use rustix::event::PollFlags;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The bytes that one receive takes.
+const RECEIVE_BYTES: usize = 64 << 10;
+/// The longest wait of a side that has ended for the peer to read its last frame.
+const LAST_FRAME_LIMIT: Duration = Duration::from_millis(200);
+
+/// A control channel.
+pub(crate) struct ControlLink {
+    connection: Arc<Connection>,
+    pub(crate) generation: Generation,
+    from: Side,
+    memory_pages: u64,
+    out: Vec<u8>,
+    sent: usize,
+    /// Whether TLS has bytes that the peer does not take yet.
+    pending: bool,
+    scratch: Vec<u8>,
+    input: Vec<u8>,
+    decoded: usize,
+    heard: Instant,
+    said: Instant,
+}
+
+impl ControlLink {
+    /// `from` is the peer's side. `memory_pages` is 0 before set-up.
+    pub(crate) fn new(
+        connection: Arc<Connection>,
+        generation: Generation,
+        from: Side,
+        memory_pages: u64,
+    ) -> Self {
+        Self {
+            connection,
+            generation,
+            from,
+            memory_pages,
+            out: Vec::new(),
+            sent: 0,
+            pending: false,
+            scratch: Vec::new(),
+            input: Vec::new(),
+            decoded: 0,
+            heard: Instant::now(),
+            said: Instant::now(),
+        }
+    }
+
+    /// Sets the VM's memory size, for the checks of received frames.
+    pub(crate) fn set_memory_pages(&mut self, pages: u64) {
+        self.memory_pages = pages;
+    }
+
+    pub(crate) fn peer(&self) -> &str {
+        self.connection.peer()
+    }
+
+    /// The time since the last byte from the peer.
+    pub(crate) fn silence(&self) -> Duration {
+        self.heard.elapsed()
+    }
+
+    /// Does not count the silence until now.
+    pub(crate) fn forgive_silence(&mut self) {
+        self.heard = Instant::now();
+    }
+
+    /// Whether a part of a frame has arrived.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.decoded < self.input.len()
+    }
+
+    /// Queues a frame. [`Self::flush`] sends it.
+    pub(crate) fn queue(&mut self, frame: &Frame) -> Result<(), MigrationError> {
+        frame.encode(&mut self.scratch)?;
+        self.out.extend_from_slice(&self.scratch);
+        Ok(())
+    }
+
+    /// Sends a frame, or keeps it until the peer takes it.
+    pub(crate) fn send(&mut self, frame: &Frame) -> Result<(), MigrationError> {
+        self.queue(frame)?;
+        self.flush()
+    }
+
+    /// Sends as much as the peer takes now.
+    pub(crate) fn flush(&mut self) -> Result<(), MigrationError> {
+        while self.sent < self.out.len() {
+            let taken = self.connection.try_send(&self.out[self.sent..], "frame")?;
+            if taken == 0 {
+                return Ok(());
+            }
+            self.sent += taken;
+            self.said = Instant::now();
+        }
+        self.out.clear();
+        self.sent = 0;
+        self.pending = !self.connection.flush_pending("frame")?;
+        Ok(())
+    }
+
+    /// Says `Alive` if nothing was said for `interval`.
+    pub(crate) fn keep_alive(&mut self, interval: Duration) -> Result<(), MigrationError> {
+        if self.said.elapsed() < interval || self.sent < self.out.len() {
+            return self.flush();
+        }
+        self.said = Instant::now();
+        self.send(&Frame::Alive)
+    }
+
+    /// Returns the next frame that has arrived, except `Alive`.
+    pub(crate) fn receive(&mut self) -> Result<Option<Frame>, MigrationError> {
+        loop {
+            if let Some(frame) = self.decode()? {
+                if frame == Frame::Alive {
+                    continue;
+                }
+                return Ok(Some(frame));
+            }
+            self.input.drain(..self.decoded);
+            self.decoded = 0;
+            let filled = self.input.len();
+            self.input.resize(filled + RECEIVE_BYTES, 0);
+            let got = self
+                .connection
+                .recv_pending(&mut self.input[filled..], "frame");
+            self.input
+                .truncate(filled + got.as_ref().ok().copied().flatten().unwrap_or(0));
+            match got {
+                Ok(None) => return Ok(None),
+                Ok(Some(_)) => {}
+                Err(ChannelError::Closed { .. }) if filled > 0 => {
+                    let got = filled as u64;
+                    let error = WireError::Truncated {
+                        what: "frame",
+                        needed: self.needed(),
+                        got,
+                    };
+                    return Err(MigrationError::LinkLost(error.to_string()));
+                }
+                Err(error) => return Err(error.into()),
+            }
+            self.heard = Instant::now();
+        }
+    }
+
+    /// The length of the frame that has arrived in part, as far as it is known.
+    fn needed(&self) -> u64 {
+        let head = self.input.first_chunk::<HEADER_BYTES>();
+        let header = head.and_then(|head| FrameHeader::decode(head, self.from, Role::Control).ok());
+        let payload = header.map_or(0, |header| header.payload_len);
+        HEADER_BYTES as u64 + u64::from(payload)
+    }
+
+    fn decode(&mut self) -> Result<Option<Frame>, MigrationError> {
+        let bytes = &self.input[self.decoded..];
+        let Some(head) = bytes.first_chunk::<HEADER_BYTES>() else {
+            return Ok(None);
+        };
+        let header = FrameHeader::decode(head, self.from, Role::Control)?;
+        let end = HEADER_BYTES + header.payload_len as usize;
+        let Some(payload) = bytes.get(HEADER_BYTES..end) else {
+            return Ok(None);
+        };
+        let frame = Frame::decode(&header, payload, self.memory_pages)?;
+        self.decoded += end;
+        Ok(Some(frame))
+    }
+
+    /// The events to poll for.
+    pub(crate) fn interest(&self) -> PollFlags {
+        if self.sent < self.out.len() || self.pending {
+            PollFlags::IN | PollFlags::OUT
+        } else {
+            PollFlags::IN
+        }
+    }
+
+    pub(crate) fn shutdown(&self) {
+        self.connection.shutdown();
+    }
+
+    /// Sends what is queued, and closes so that the peer can still read it. Closing with unread
+    /// bytes would send a reset, which can overtake the last frame.
+    pub(crate) fn close_gracefully(&mut self) {
+        let deadline = Instant::now() + LAST_FRAME_LIMIT;
+        let nap = Duration::from_millis(1);
+        while Instant::now() < deadline && self.flush().is_ok() {
+            if self.interest() == PollFlags::IN {
+                break;
+            }
+            std::thread::sleep(nap);
+        }
+        self.connection.shutdown_write();
+        let mut rest = [0; 4096];
+        while Instant::now() < deadline {
+            match self.connection.recv_pending(&mut rest, "end") {
+                Ok(Some(_)) => {}
+                Ok(None) => std::thread::sleep(nap),
+                Err(_) => break,
+            }
+        }
+        self.connection.shutdown();
+    }
+}
+
+impl AsFd for ControlLink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+}

@@ -1,0 +1,208 @@
+//! The end of a session at the destination, and its report.
+
+use super::{DestinationFailure, DestinationReport, DestinationVm, Stage, Supervisor};
+use crate::clock::instant_ns;
+use crate::error::MigrationError;
+use crate::phase::Phase;
+use crate::protocol_error::ProtocolError;
+use crate::report::PageCounts;
+use crate::session::destination::{End, Event, Link};
+use crate::status::SessionStatus;
+use crate::sync::Ordering;
+use pageferry_addr::PAGE_SIZE;
+use std::time::Duration;
+
+/// The longest wait for vCPUs to park after a failure. One that sleeps inside the kernel on a
+/// missing page does not park: it stands still there.
+const PAUSE_LIMIT: Duration = Duration::from_secs(1);
+/// The longest wait for the times at which the vCPUs began. A kicked vCPU answers within
+/// microseconds unless the host does not schedule its thread. The guest runs on meanwhile.
+const FIRST_LIMIT: Duration = Duration::from_secs(5);
+
+pub(super) type Outcome = Result<DestinationReport, DestinationFailure>;
+
+/// The failure of a migration whose VM never ran here.
+pub(super) fn discarded(error: MigrationError) -> DestinationFailure {
+    DestinationFailure {
+        vm: DestinationVm::Discarded,
+        error,
+    }
+}
+
+impl Supervisor<'_, '_, '_> {
+    /// The source says that every page has a receipt: then none is missing here.
+    pub(super) fn check_drained(&mut self, announced: u64) -> Result<(), MigrationError> {
+        let found = self.loading.missing_at_start();
+        if announced != found {
+            return Err(ProtocolError::MissingCount { announced, found }.into());
+        }
+        let left = self.core.left();
+        if left > 0 {
+            return Err(ProtocolError::Contradiction("it has receipts for missing pages").into());
+        }
+        if self.state.stage == Stage::Running {
+            self.enter(Phase::Completion);
+        }
+        Ok(())
+    }
+
+    /// Ends the wait for a source that stays away, where it decides nothing about the guest.
+    pub(super) fn check_lost_for_too_long(&mut self) {
+        let limits = &self.host.config.limits;
+        let limit = match self.state.stage {
+            // Every page is here. The source only does not know it.
+            Stage::Complete => Some(limits.connect),
+            Stage::Ready | Stage::Running => limits.give_up_after,
+            _ => None,
+        };
+        if let (Some(since), Some(limit)) = (self.lost_since, limit)
+            && since.elapsed() > limit
+        {
+            self.lost_since = None;
+            let last = self.last_loss.clone().unwrap_or_default();
+            self.error.get_or_insert(MigrationError::LinkLost(last));
+            self.events.push_back(Event::GiveUp);
+        }
+    }
+
+    /// Reports the progress to the observer.
+    pub(super) fn report_progress(&self) {
+        match self.state.stage {
+            Stage::Receiving => self.report_pass(),
+            Stage::Running => {
+                let total = self.loading.missing_at_start();
+                let done = total.saturating_sub(self.core.left());
+                self.observer.progress(Phase::Postcopy, done, total);
+            }
+            _ => {}
+        }
+    }
+
+    /// Publishes the session's status.
+    pub(super) fn publish(&self) {
+        let stage = match self.state.stage {
+            Stage::Receiving => "receiving",
+            Stage::Ready => "ready",
+            Stage::Running => "running",
+            Stage::Complete => "complete",
+            Stage::Discarded => "discarded",
+            Stage::Ended(End::Completed) => "completed",
+            Stage::Ended(End::Discarded) => "discarded",
+            Stage::Ended(End::Incomplete) => "incomplete",
+        };
+        let data = self.inbound.data_pages.load(Ordering::Relaxed);
+        let urgent = self.core.urgent_pages.load(Ordering::Relaxed);
+        self.host.board.write(SessionStatus {
+            stage,
+            connected: self.state.link != Link::Down,
+            peer: self
+                .control
+                .as_ref()
+                .map(|control| control.peer().to_owned()),
+            generation: self.state.generation,
+            reconnects: self.reconnects,
+            channels: self.state.channels.clone(),
+            pages_left: self.core.left(),
+            pages_in_flight: 0,
+            page_bytes: (data + urgent) * PAGE_SIZE,
+            waiting_faults: self.core.waiting.load(Ordering::Relaxed),
+            lost_for: self.lost_since.map(|since| since.elapsed()),
+            last_loss: self.last_loss.clone(),
+        });
+    }
+
+    /// Ends the threads, and returns the outcome.
+    pub(super) fn finish(&mut self) -> Outcome {
+        let end = self.end.unwrap_or(End::Discarded);
+        let outcome = match end {
+            End::Completed => self.complete(),
+            End::Discarded => Err(discarded(self.reason())),
+            End::Incomplete => Err(self.stand_still()),
+        };
+        if outcome.is_err() {
+            self.observer.phase(Phase::Failed);
+        }
+        self.precopy.end();
+        if let Some(mut control) = self.control.take() {
+            control.close_gracefully();
+        }
+        self.end_older(u32::MAX);
+        self.end_fault_threads();
+        self.forget_letters();
+        self.publish();
+        outcome
+    }
+
+    fn reason(&mut self) -> MigrationError {
+        self.error.take().unwrap_or_else(|| {
+            let last = self.last_loss.take();
+            MigrationError::LinkLost(last.unwrap_or_else(|| "the source is gone".into()))
+        })
+    }
+
+    /// The VM cannot go on: pauses it.
+    fn stand_still(&mut self) -> DestinationFailure {
+        let error = self.reason();
+        // Stop the vCPUs first. Only then may the threads that serve them end.
+        self.core
+            .fail(MigrationError::Internal("the migration has failed".into()));
+        let _ = self.vm.threads.pause(PAUSE_LIMIT);
+        if let Some(control) = &mut self.control {
+            let _ = control.send(&error.to_frame());
+        }
+        let vm = DestinationVm::PausedIncomplete {
+            missing: self.core.missing(),
+            asleep: self.vm.threads.inside(),
+        };
+        DestinationFailure { vm, error }
+    }
+
+    fn complete(&mut self) -> Outcome {
+        self.end_fault_threads();
+        if let Err(error) = self.core.machine.disarm_userfault() {
+            let vm = DestinationVm::PausedIncomplete {
+                missing: 0,
+                asleep: 0,
+            };
+            let _ = self.vm.threads.pause(PAUSE_LIMIT);
+            let error = error.into();
+            return Err(DestinationFailure { vm, error });
+        }
+        self.core.collapse();
+        self.enter(Phase::Completed);
+        let (stalls, faults, first_faults, local_faults) = self.core.stalls.collect();
+        let first = self.vm.threads.first_instruction(FIRST_LIMIT);
+        Ok(DestinationReport {
+            phases: std::mem::take(&mut self.phases),
+            engine: self.vm.machine.engine(),
+            // Marking pages may have shown that the guest needs another.
+            delivery: self
+                .vm
+                .machine
+                .delivery()
+                .unwrap_or_else(|| self.postcopy.delivery.clone()),
+            started_ns: self.started_ns,
+            first_instruction_ns: first.map(instant_ns),
+            stalls,
+            faults,
+            first_faults,
+            local_faults,
+            pages: self.counts(),
+            missing_at_start: self.loading.missing_at_start(),
+            reconnects: self.reconnects,
+        })
+    }
+
+    fn counts(&self) -> PageCounts {
+        let load = |count: &crate::sync::AtomicU64| count.load(Ordering::Relaxed);
+        let urgent = load(&self.core.urgent_pages);
+        let data = load(&self.inbound.data_pages);
+        let background = data - self.precopy_data;
+        PageCounts {
+            precopy: self.precopy_data,
+            urgent,
+            background,
+            zero: load(&self.inbound.zero_pages),
+        }
+    }
+}

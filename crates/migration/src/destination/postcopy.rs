@@ -1,0 +1,211 @@
+//! Post-copy at the destination: the threads that serve faults, beside the supervisor.
+
+use super::completion::Outcome;
+use super::core::Core;
+use super::place::Inbound;
+use super::resolver::Resolver;
+use super::setup::Incoming;
+use super::shared::Letter;
+use super::{Allocation, Session, Supervisor, faults, precopy, switchover};
+use crate::error::MigrationError;
+use crate::limits::Patience;
+use crate::phase::{Observer, Phase};
+use crate::report::PhaseStart;
+use crate::session::destination::Event;
+use crate::sync::{AtomicBool, Ordering};
+use crate::vm::RunningVm;
+use pageferry_machine::{DeliveryInUse, FaultEvents};
+use pageferry_userfault::PageBitmap;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::ScopedJoinHandle;
+
+/// A machine that is armed, and the state of its pages.
+pub(super) struct Prepared {
+    core: Arc<Core>,
+    events: Vec<Box<dyn FaultEvents>>,
+    delivery: DeliveryInUse,
+}
+
+/// The threads that serve faults.
+pub(super) struct Postcopy<'s> {
+    /// The streams of events, until the threads take them.
+    events: Vec<Box<dyn FaultEvents>>,
+    threads: Vec<ScopedJoinHandle<'s, ()>>,
+    pub(super) delivery: DeliveryInUse,
+}
+
+/// Arms the machine. Everything that takes memory is allocated here, before the blackout.
+pub(super) fn prepare(
+    incoming: &Incoming,
+    vm: &RunningVm<'_>,
+    resolver: &Resolver,
+) -> Result<Prepared, MigrationError> {
+    let machine = vm.machine;
+    let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
+    let options = incoming.host.config.arm_options();
+    let events = machine.arm_userfault(Arc::clone(&missing), options)?;
+    let delivery = machine
+        .delivery()
+        .ok_or_else(|| MigrationError::Internal("an armed machine has no delivery".into()))?;
+    let core = Arc::new(Core::new(
+        Arc::clone(machine),
+        missing,
+        Arc::clone(&incoming.host.desk.letters),
+        vm.threads.count(),
+        incoming.setup.urgent_channels,
+    )?);
+    resolver.attach(Arc::clone(&core))?;
+    Ok(Prepared {
+        core,
+        events,
+        delivery,
+    })
+}
+
+/// Ends the other threads on every path out of the scope.
+struct Ended<'a>(&'a AtomicBool, &'a Core);
+
+impl Drop for Ended<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let why = "the supervisor panicked".into();
+            self.1.fail(MigrationError::Internal(why));
+        }
+        self.0.store(true, Ordering::Release);
+        for channel in &self.1.urgent {
+            channel.close();
+        }
+        self.1.wake_all();
+    }
+}
+
+/// Runs the session of an armed machine to its end.
+pub(super) fn run(
+    mut incoming: Incoming,
+    vm: &RunningVm<'_>,
+    prepared: Prepared,
+    stop: &dyn Fn() -> bool,
+    observer: &dyn Observer,
+) -> Outcome {
+    let Prepared {
+        core,
+        events,
+        delivery,
+    } = prepared;
+    let limits = &incoming.host.config.limits;
+    let patience = Patience::new(limits.silence);
+    let begun = Inbound::try_new(&core).and_then(|inbound| {
+        let allocation = Allocation::start(vm.machine.ram(), incoming.host.config.allocate)?;
+        Ok((inbound, allocation))
+    });
+    let (inbound, allocation) = match begun {
+        Ok(begun) => begun,
+        Err(error) => {
+            observer.phase(Phase::Failed);
+            return Err(super::completion::discarded(error));
+        }
+    };
+    let done = AtomicBool::new(false);
+    let mut control = incoming.control.take();
+    if let Some(control) = &mut control {
+        // The source had to wait while the machine was built.
+        control.forgive_silence();
+    }
+    let host = Arc::clone(&incoming.host);
+    let outcome = std::thread::scope(|scope| {
+        let _ended = Ended(&done, &core);
+        let mut supervisor = Supervisor {
+            host: &host,
+            vm: *vm,
+            observer,
+            stop,
+            scope,
+            core: &core,
+            inbound: &inbound,
+            patience: &patience,
+            done: &done,
+            state: Session::new(),
+            control,
+            bulk: Vec::new(),
+            precopy: precopy::Precopy::new(allocation),
+            loading: switchover::Loading::new(vm.threads.count()),
+            postcopy: Postcopy {
+                events,
+                threads: Vec::new(),
+                delivery,
+            },
+            error: None,
+            last_loss: None,
+            lost_since: None,
+            reconnects: 0,
+            end: None,
+            published: std::time::Instant::now(),
+            events: VecDeque::from([Event::Built]),
+            phases: vec![PhaseStart {
+                phase: Phase::Setup,
+                at_ns: incoming.began_ns,
+            }],
+            started_ns: 0,
+            precopy_data: 0,
+        };
+        supervisor.run()
+    });
+    drop(incoming);
+    outcome
+}
+
+impl Supervisor<'_, '_, '_> {
+    /// Starts the threads that serve faults. No vCPU runs yet.
+    pub(super) fn serve_faults(&mut self) -> Result<(), MigrationError> {
+        let (core, done) = (self.core, self.done);
+        for events in std::mem::take(&mut self.postcopy.events) {
+            let thread = std::thread::Builder::new()
+                .name("pf-faults".into())
+                .spawn_scoped(self.scope, || faults::fault_thread(core, events, done))
+                .map_err(|e| MigrationError::os("cannot start a fault thread", e))?;
+            self.postcopy.threads.push(thread);
+        }
+        Ok(())
+    }
+
+    /// Starts the delivery's work beside the guest. It may request pages, which the source serves
+    /// from `Go` on.
+    pub(super) fn assist(&mut self) -> Result<(), MigrationError> {
+        let (core, done) = (self.core, self.done);
+        let assist = std::thread::Builder::new()
+            .name("pf-assist".into())
+            .spawn_scoped(self.scope, || {
+                crate::latency::lower_priority();
+                let stop = || done.load(Ordering::Acquire) || core.has_failed();
+                let assisted = core
+                    .machine
+                    .assist_postcopy(&stop, &|page| core.fetch(page));
+                if let Err(error) = assisted {
+                    core.fail(error.into());
+                }
+            })
+            .map_err(|e| MigrationError::os("cannot start a thread", e))?;
+        self.postcopy.threads.push(assist);
+        Ok(())
+    }
+
+    /// Ends the threads that serve faults. No vCPU needs them any more.
+    pub(super) fn end_fault_threads(&mut self) {
+        self.done.store(true, Ordering::Release);
+        self.core.wake_all();
+        for thread in self.postcopy.threads.drain(..) {
+            // Its panic message was printed.
+            let _ = thread.join();
+        }
+    }
+
+    /// Forgets letters about the pages.
+    pub(super) fn forget_letters(&self) {
+        while let Some(letter) = self.host.desk.letters.take() {
+            if let Letter::Arrived(_, connection) = letter {
+                connection.shutdown();
+            }
+        }
+    }
+}

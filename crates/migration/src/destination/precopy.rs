@@ -1,0 +1,88 @@
+//! Pre-copy at the destination: memory is allocated while pages arrive.
+
+use super::{Allocation, Supervisor};
+use crate::error::MigrationError;
+use crate::phase::Phase;
+use crate::sync::Ordering;
+use crate::wire::{Frame, Pass, SetupProgress};
+use std::time::{Duration, Instant};
+
+/// The interval between two SetupProgress frames.
+const REPORT_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The progress of pre-copy.
+pub(super) struct Precopy {
+    /// Dropping it ends its threads.
+    allocation: Option<Allocation>,
+    reported: Instant,
+    pass: u32,
+    pages: u64,
+    /// The pages that had come when the pass began.
+    before: u64,
+}
+
+impl Precopy {
+    pub(super) fn new(allocation: Allocation) -> Self {
+        Self {
+            allocation: Some(allocation),
+            reported: Instant::now(),
+            pass: 0,
+            pages: 0,
+            before: 0,
+        }
+    }
+
+    /// Whether all memory has been allocated, and the source knows it.
+    pub(super) fn is_ready(&self) -> bool {
+        self.allocation.is_none()
+    }
+
+    /// Ends the allocation.
+    pub(super) fn end(&mut self) {
+        self.allocation = None;
+    }
+}
+
+impl Supervisor<'_, '_, '_> {
+    pub(super) fn begin_pass(&mut self, pass: Pass) {
+        self.precopy.pass = pass.pass;
+        self.precopy.pages = pass.pages;
+        self.precopy.before = self.bulk_pages();
+        self.enter(Phase::Precopy { pass: pass.pass });
+    }
+
+    /// The pages that came on bulk channels so far.
+    pub(super) fn bulk_pages(&self) -> u64 {
+        let load = |count: &crate::sync::AtomicU64| count.load(Ordering::Relaxed);
+        load(&self.inbound.data_pages) + load(&self.inbound.zero_pages)
+    }
+
+    /// Reports the allocation to the source and the observer at intervals.
+    pub(super) fn report_allocation(&mut self) -> Result<(), MigrationError> {
+        let Some(allocation) = &self.precopy.allocation else {
+            return Ok(());
+        };
+        let ready = allocation.is_ready()?;
+        if !ready && self.precopy.reported.elapsed() < REPORT_INTERVAL {
+            return Ok(());
+        }
+        self.precopy.reported = Instant::now();
+        let pages = allocation.done();
+        self.observer.allocated(pages, self.core.pages());
+        self.send(&Frame::SetupProgress(SetupProgress { pages, ready }));
+        if ready {
+            self.precopy.end();
+        }
+        Ok(())
+    }
+
+    /// Reports the pages of a pass to the observer.
+    pub(super) fn report_pass(&self) {
+        if self.precopy.pass > 0 {
+            let done = self.bulk_pages() - self.precopy.before;
+            let (pass, total) = (self.precopy.pass, self.precopy.pages);
+            self.observer
+                .progress(Phase::Precopy { pass }, done.min(total), total);
+        }
+    }
+}

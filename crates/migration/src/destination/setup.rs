@@ -1,0 +1,276 @@
+//! Set-up at the destination: the offer of a source, and whether a machine fits it.
+
+use super::completion::discarded;
+use super::config::{DestinationFailure, Offer};
+use super::desk::Waiting;
+use super::resolver::Resolver;
+use super::{Destination, postcopy};
+use crate::clock::monotonic_ns;
+use crate::control::ControlLink;
+use crate::error::MigrationError;
+use crate::handshake::{HELLO_LIMIT, Stranger, StrangerError};
+use crate::phase::{Observer, Phase};
+use crate::report::DestinationReport;
+use crate::vm::{RunningVm, machine_engine, wire_engine};
+use crate::wire::{ErrorCode, ErrorMessage, Frame, SessionId, Setup, Side};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The longest interval between two looks at `stop`.
+const TICK: Duration = Duration::from_millis(50);
+
+/// A source that has connected and offers a VM. Its destination is busy until this is dropped.
+pub struct Incoming {
+    pub(super) host: Arc<Destination>,
+    /// `receive` and `refuse` take it.
+    pub(super) control: Option<ControlLink>,
+    pub(super) offer: Offer,
+    pub(super) setup: Setup,
+    pub(super) began_ns: u64,
+}
+
+/// A session that waits for its source's first word.
+struct Candidate {
+    session: SessionId,
+    secret: crate::handshake::Secret,
+    control: ControlLink,
+    since: Instant,
+}
+
+/// A source that spoke.
+struct Chosen {
+    candidate: Candidate,
+    said: Result<Frame, MigrationError>,
+}
+
+/// See [`Destination::accept`].
+pub(super) fn accept(
+    host: &Arc<Destination>,
+    stop: &dyn Fn() -> bool,
+) -> Result<Incoming, MigrationError> {
+    let mut candidates = Vec::new();
+    let chosen = choose(host, &mut candidates, stop);
+    let Chosen {
+        mut candidate,
+        said,
+    } = match chosen {
+        Ok(chosen) => chosen,
+        Err(error) => {
+            turn_away(host, candidates);
+            return Err(error);
+        }
+    };
+    let setup = match said {
+        Ok(Frame::Setup(setup)) => setup,
+        other => {
+            let error = match other {
+                Ok(frame) => MigrationError::unexpected("Setup", &frame),
+                Err(error) => error,
+            };
+            turn_away(host, candidates);
+            let _ = candidate.control.send(&error.to_frame());
+            candidate.control.close_gracefully();
+            return Err(error);
+        }
+    };
+    candidate.control.set_memory_pages(setup.memory_pages());
+    host.desk.begin(
+        candidate.session,
+        candidate.secret,
+        setup.bulk_channels,
+        setup.urgent_channels,
+    );
+    turn_away(host, candidates);
+    Ok(Incoming {
+        host: Arc::clone(host),
+        control: Some(candidate.control),
+        offer: Offer {
+            engine: machine_engine(setup.engine),
+            vcpus: setup.vcpus,
+            memory_bytes: setup.memory_bytes,
+            guest: setup.description.clone(),
+        },
+        setup,
+        began_ns: monotonic_ns(),
+    })
+}
+
+impl Candidate {
+    fn new(waiting: Waiting) -> Self {
+        Self {
+            session: waiting.session,
+            secret: waiting.secret,
+            control: ControlLink::new(Arc::new(waiting.connection), 1, Side::Source, 0),
+            since: waiting.since,
+        }
+    }
+}
+
+/// Tells the sources that were not taken that the destination is busy.
+fn turn_away(host: &Destination, candidates: Vec<Candidate>) {
+    let late = host.desk.take_waiting().into_iter().map(Candidate::new);
+    for mut other in candidates.into_iter().chain(late) {
+        let busy = "the destination took another source; try again";
+        let frame = Frame::Error(ErrorMessage::new(ErrorCode::Busy, busy));
+        let _ = other.control.send(&frame);
+        other.control.close_gracefully();
+    }
+}
+
+/// Waits for the first source that speaks.
+fn choose(
+    host: &Destination,
+    candidates: &mut Vec<Candidate>,
+    stop: &dyn Fn() -> bool,
+) -> Result<Chosen, MigrationError> {
+    loop {
+        if stop() {
+            return Err(MigrationError::Cancelled);
+        }
+        host.desk.arrivals.hush();
+        candidates.extend(host.desk.take_waiting().into_iter().map(Candidate::new));
+        let mut at = 0;
+        while let Some(candidate) = candidates.get_mut(at) {
+            match candidate.control.receive() {
+                Ok(None) if candidate.since.elapsed() < HELLO_LIMIT => at += 1,
+                Ok(Some(frame)) => {
+                    let candidate = candidates.swap_remove(at);
+                    let said = Ok(frame);
+                    return Ok(Chosen { candidate, said });
+                }
+                Err(error) if !error.is_lost() || candidate.control.has_begun() => {
+                    let candidate = candidates.swap_remove(at);
+                    let said = Err(error);
+                    return Ok(Chosen { candidate, said });
+                }
+                // It is gone, or has said nothing in time.
+                Ok(None) | Err(_) => {
+                    let candidate = candidates.swap_remove(at);
+                    candidate.control.shutdown();
+                    crate::handshake::Router::stranger(
+                        &*host.desk,
+                        &Stranger {
+                            peer: candidate.control.peer().to_owned(),
+                            why: StrangerError::SilentSession,
+                        },
+                    );
+                }
+            }
+        }
+        let mut fds = vec![PollFd::new(&host.desk.arrivals, PollFlags::IN)];
+        for candidate in candidates.iter() {
+            let fd = candidate.control.as_fd();
+            fds.push(PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        }
+        let tick = Timespec::try_from(TICK).expect("a short time");
+        let _ = poll(&mut fds, Some(&tick));
+    }
+}
+
+impl Drop for Incoming {
+    fn drop(&mut self) {
+        if let Some(control) = &self.control {
+            control.shutdown();
+        }
+        self.host.desk.end();
+    }
+}
+
+impl Incoming {
+    /// Returns the offered VM.
+    #[must_use]
+    pub fn offer(&self) -> &Offer {
+        &self.offer
+    }
+
+    /// Refuses the offer with `message`. The VM runs on at the source.
+    pub fn refuse(mut self, message: &str) {
+        self.give_up(&Frame::Error(ErrorMessage::new(
+            ErrorCode::SetupRefused,
+            message,
+        )));
+    }
+
+    fn give_up(&mut self, last: &Frame) {
+        if let Some(mut control) = self.control.take() {
+            let _ = control.send(last);
+            control.close_gracefully();
+        }
+    }
+
+    /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
+    /// its hooks must forward to `resolver`. `stop` ends the migration until the source has handed
+    /// the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
+    /// it.
+    ///
+    /// # Errors
+    /// [`DestinationFailure`] says where the VM is.
+    pub fn receive(
+        mut self,
+        vm: &RunningVm<'_>,
+        resolver: &Arc<Resolver>,
+        stop: &dyn Fn() -> bool,
+        observer: &dyn Observer,
+    ) -> Result<DestinationReport, DestinationFailure> {
+        crate::latency::prefer_short_slices();
+        observer.phase(Phase::Setup);
+        let fits = self.check_fits(vm);
+        match fits.and_then(|()| postcopy::prepare(&self, vm, resolver)) {
+            Ok(prepared) => postcopy::run(self, vm, prepared, stop, observer),
+            Err(error) => {
+                self.give_up(&error.to_frame());
+                observer.phase(Phase::Failed);
+                Err(discarded(error))
+            }
+        }
+    }
+
+    fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {
+        let layout = vm.machine.ram().layout();
+        let same_regions = self.setup.regions.len() == layout.regions().len()
+            && self
+                .setup
+                .regions
+                .iter()
+                .zip(layout.regions())
+                .all(|(theirs, ours)| {
+                    (theirs.slot, theirs.gfn, theirs.pages) == (ours.slot, ours.gfn, ours.pages)
+                });
+        let mismatch = if self.offer.engine != vm.machine.engine() {
+            format!(
+                "its engine is {}, this machine's is {}",
+                self.offer.engine,
+                vm.machine.engine()
+            )
+        } else if (self.setup.engine, self.setup.isa) != wire_engine(vm.machine.engine()) {
+            "its instruction set differs from that of this engine".into()
+        } else if self.setup.state_format != crate::STATE_FORMAT {
+            format!(
+                "its vCPU states have format {}, this side knows {}",
+                self.setup.state_format,
+                crate::STATE_FORMAT
+            )
+        } else if self.offer.vcpus as usize != vm.threads.count() {
+            format!(
+                "it has {} vCPUs, this machine has {}",
+                self.offer.vcpus,
+                vm.threads.count()
+            )
+        } else if self.offer.memory_bytes != layout.bytes() {
+            format!(
+                "it has {} bytes of memory, this machine has {}",
+                self.offer.memory_bytes,
+                layout.bytes()
+            )
+        } else if !same_regions {
+            "its memory regions differ from those of this machine".into()
+        } else {
+            return Ok(());
+        };
+        Err(MigrationError::Mismatch(format!(
+            "the offered VM does not fit: {mismatch}"
+        )))
+    }
+}

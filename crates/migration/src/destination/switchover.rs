@@ -1,0 +1,119 @@
+//! Switch-over at the destination: everything that the guest needs to run is loaded.
+
+use super::{Stage, Supervisor};
+use crate::clock::monotonic_ns;
+use crate::error::MigrationError;
+use crate::phase::Phase;
+use crate::protocol_error::ProtocolError;
+use crate::session::destination::Event;
+use crate::sync::Ordering;
+use crate::wire::{self, Frame, MissingRuns, SwitchOver};
+use pageferry_machine::{Backing, VcpuState};
+
+/// What has come so far.
+pub(super) struct Loading {
+    states: Vec<Option<VcpuState>>,
+    begun: bool,
+    /// The number of missing pages, once all is loaded.
+    missing_at_start: Option<u64>,
+}
+
+impl Loading {
+    pub(super) fn new(vcpus: usize) -> Self {
+        Self {
+            states: vec![None; vcpus],
+            begun: false,
+            missing_at_start: None,
+        }
+    }
+
+    /// Whether the source has begun to send what the guest needs to run.
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun && self.missing_at_start.is_none()
+    }
+
+    pub(super) fn is_loaded(&self) -> bool {
+        self.missing_at_start.is_some()
+    }
+
+    /// The number of missing pages at the switch-over, or 0 before.
+    pub(super) fn missing_at_start(&self) -> u64 {
+        self.missing_at_start.unwrap_or(0)
+    }
+}
+
+impl Supervisor<'_, '_, '_> {
+    pub(super) fn load_missing(&mut self, runs: &MissingRuns) -> Result<(), MigrationError> {
+        self.loading.begun = true;
+        for run in &runs.runs {
+            let pages = run.start as usize..run.end as usize;
+            self.core.states.missing().set_range(pages);
+        }
+        Ok(())
+    }
+
+    pub(super) fn load_state(&mut self, state: wire::VcpuState) -> Result<(), MigrationError> {
+        self.loading.begun = true;
+        let vcpu = state.vcpu;
+        let slot = self.loading.states.get_mut(vcpu as usize);
+        match slot.filter(|slot| slot.is_none()) {
+            Some(slot) => *slot = Some(VcpuState(state.state)),
+            None => return Err(ProtocolError::VcpuState { vcpu }.into()),
+        }
+        Ok(())
+    }
+
+    /// SwitchOver has come: checks that all has arrived, and loads it.
+    pub(super) fn load(&mut self, announced: &SwitchOver) -> Result<(), MigrationError> {
+        if !self.precopy.is_ready() {
+            return Err(ProtocolError::SwitchOverTooEarly.into());
+        }
+        self.enter(Phase::SwitchOver);
+        let found = self.core.missing();
+        if found != announced.missing_pages {
+            let announced = announced.missing_pages;
+            return Err(ProtocolError::MissingCount { announced, found }.into());
+        }
+        let states: Vec<VcpuState> = self.loading.states.drain(..).flatten().collect();
+        let vcpus = self.vm.threads.count();
+        if states.len() != vcpus || announced.vcpus as usize != vcpus {
+            let (announced, found) = (announced.vcpus, states.len());
+            return Err(ProtocolError::VcpuStates {
+                announced,
+                found,
+                vcpus,
+            }
+            .into());
+        }
+        self.vm.machine.begin_postcopy()?;
+        self.vm.threads.restore(&states)?;
+        self.core.begin_counting();
+        self.serve_faults()?;
+        self.precopy_data = self.inbound.data_pages.load(Ordering::Relaxed);
+        // From here on, frames bring missing pages. The source sends none before `Ready`.
+        self.inbound.postcopy.store(true, Ordering::Release);
+        self.loading.missing_at_start = Some(found);
+        self.events.push_back(Event::Loaded);
+        Ok(())
+    }
+
+    /// The source has said `Go`: the guest runs here and nowhere else.
+    pub(super) fn start_guest(&mut self) {
+        debug_assert_eq!(self.state.stage, Stage::Running);
+        self.started_ns = monotonic_ns();
+        self.core.begin_requests();
+        self.vm.threads.resume();
+        self.patience.set(self.host.config.limits.dead_after);
+        let started_at_ns = self.started_ns;
+        self.send(&Frame::Running { started_at_ns });
+        self.enter(Phase::Postcopy);
+        if let Err(error) = self.assist() {
+            self.fail(error);
+        }
+        // For private memory, the kernel makes huge pages under the lock of all mappings, where
+        // every fault would wait.
+        if self.core.machine.ram().backing() != Backing::Anonymous {
+            self.core.collapse();
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The source's side of the handshake.
+
+use std::time::Duration;
+
+use super::secret::Transcript;
+use super::{Agreed, HandshakeError, Identity, PlainPolicy, Protection};
+use crate::address::Address;
+use crate::channel::{ChannelError, Connection, Wait};
+use crate::wire::{
+    ChannelKey, Credentials, HELLO_BYTES, Hello, HelloReply, Side, Status, WELCOME_BYTES, Welcome,
+    WireError, check_magic,
+};
+
+/// The time for which a failed write waits for the reason in an alert of the peer.
+const REASON_LIMIT: Duration = Duration::from_millis(100);
+
+/// A channel that is open at both sides, at the source.
+#[derive(Debug)]
+pub struct Opened {
+    /// The connection. The next byte is the first after the handshake.
+    pub connection: Connection,
+    /// The result of the negotiation.
+    pub agreed: Agreed,
+}
+
+/// The limits of the waits.
+#[derive(Clone, Copy)]
+struct Limits<'a> {
+    silence: Duration,
+    stop: &'a dyn Fn() -> bool,
+}
+
+impl<'a> Limits<'a> {
+    fn wait(&self, what: &'static str) -> Wait<'a> {
+        Wait::block(what).within(self.silence).unless(self.stop)
+    }
+}
+
+/// Dials `address` and opens the channel `key` of the session. Fails after a silence of `limit`
+/// (name resolution not counted), and ends early if `stop` returns true.
+///
+/// The first control channel of generation 1 opens the session: it carries the secret.
+///
+/// # Errors
+/// [`HandshakeError`]. No connection is left open then.
+pub fn dial(
+    address: &Address,
+    protection: &Protection,
+    identity: &Identity,
+    key: ChannelKey,
+    limit: Duration,
+    stop: &dyn Fn() -> bool,
+) -> Result<Opened, HandshakeError> {
+    let wait = Wait::block("connection").within(limit).unless(stop);
+    let connection = Connection::connect(address, &wait)?;
+    let host = match address {
+        Address::Tcp { host, .. } => Some(host.as_str()),
+        Address::Unix(_) => None,
+    };
+    open_on(connection, host, protection, identity, key, limit, stop)
+}
+
+/// Like [`dial`], on a connection on which nothing was sent yet. `host` is the name by which TLS
+/// checks the peer, unless the files give one.
+///
+/// # Errors
+/// [`HandshakeError`]. The connection is closed then.
+pub fn open_on(
+    connection: Connection,
+    host: Option<&str>,
+    protection: &Protection,
+    identity: &Identity,
+    key: ChannelKey,
+    limit: Duration,
+    stop: &dyn Fn() -> bool,
+) -> Result<Opened, HandshakeError> {
+    let limits = Limits {
+        silence: limit,
+        stop,
+    };
+    let connection = protect(connection, host, protection, limits)?;
+    let hello = Hello::ours(key, identity.session);
+    let sent = hello.encode();
+    write(&connection, &sent, limits.wait("Hello"))?;
+    let received = read_reply(&connection, &limits.wait("HelloReply"))?;
+    let reply = HelloReply::decode(&received, &hello)?;
+    if reply.status != Status::Accepted {
+        return Err(HandshakeError::Refused {
+            status: reply.status,
+            version: reply.version,
+        });
+    }
+    let transcript = Transcript {
+        hello: sent,
+        reply: received,
+        exporter: connection.exporter()?,
+    };
+    let credentials = Credentials {
+        secret: key.opens_session().then(|| identity.secret.bytes()),
+        proof: identity.secret.prove(Side::Source, &transcript),
+    };
+    let wait = limits.wait("Credentials");
+    write(&connection, &credentials.encode(), wait)?;
+    let mut bytes = [0; WELCOME_BYTES];
+    connection.read_exact(&mut bytes, &limits.wait("Welcome"))?;
+    let welcome = Welcome::decode(&bytes)?;
+    if welcome.status != Status::Accepted {
+        return Err(HandshakeError::Refused {
+            status: welcome.status,
+            version: reply.version,
+        });
+    }
+    let destination = Side::Destination;
+    if !identity
+        .secret
+        .verify(destination, &transcript, &welcome.proof)
+    {
+        return Err(HandshakeError::BadProof);
+    }
+    Ok(Opened {
+        connection,
+        agreed: Agreed {
+            version: reply.version,
+            capabilities: reply.capabilities,
+            session: identity.session,
+            key,
+        },
+    })
+}
+
+/// Begins TLS, or checks that none is needed. Nothing was sent before.
+fn protect(
+    connection: Connection,
+    host: Option<&str>,
+    protection: &Protection,
+    limits: Limits<'_>,
+) -> Result<Connection, HandshakeError> {
+    match protection {
+        Protection::Tls(config) => {
+            let connection = connection.begin_tls_client(config, host)?;
+            connection.finish_tls(&limits.wait("TLS handshake"))?;
+            Ok(connection)
+        }
+        Protection::Plain(PlainPolicy::LoopbackOnly) if !connection.is_local() => {
+            Err(HandshakeError::PlainForbidden {
+                peer: connection.peer().to_owned(),
+            })
+        }
+        Protection::Plain(_) => Ok(connection),
+    }
+}
+
+/// Sends `bytes`. If the peer has ended the connection, its reason may have arrived.
+fn write(connection: &Connection, bytes: &[u8], wait: Wait<'_>) -> Result<(), HandshakeError> {
+    let Err(error) = connection.write_all(bytes, &wait) else {
+        return Ok(());
+    };
+    let reason = Wait::block("TLS alert").within(REASON_LIMIT);
+    if matches!(error, ChannelError::Lost { .. })
+        && let Err(told @ ChannelError::Tls(_)) = connection.read_exact(&mut [0], &reason)
+    {
+        return Err(told.into());
+    }
+    Err(error.into())
+}
+
+/// Reads 64 bytes, and fails at the first byte that cannot be Pageferry's.
+fn read_reply(
+    connection: &Connection,
+    wait: &Wait<'_>,
+) -> Result<[u8; HELLO_BYTES], HandshakeError> {
+    let mut bytes = [0; HELLO_BYTES];
+    let mut filled = 0;
+    while filled < HELLO_BYTES {
+        match connection.recv_pending(&mut bytes[filled..], "HelloReply") {
+            Ok(Some(more)) => {
+                filled += more;
+                check_magic(&bytes[..filled])?;
+            }
+            Ok(None) => connection.wait_readable(wait)?,
+            Err(ChannelError::Closed { .. }) if filled > 0 => {
+                return Err(ChannelError::Wire(WireError::Truncated {
+                    what: "HelloReply",
+                    needed: HELLO_BYTES as u64,
+                    got: filled as u64,
+                })
+                .into());
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(bytes)
+}

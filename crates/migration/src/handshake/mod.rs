@@ -1,0 +1,44 @@
+//! The handshake: opens the channels of a session.
+//!
+//! **Guarantee.** A channel is open at both sides only if both know the secret of the session, and
+//! agree on version, capabilities and the place of the channel. No connection of a stranger becomes
+//! a channel, not even with bytes of an earlier connection. No stranger keeps a source out: it may
+//! send garbage, stop half way or send nothing at all.
+//!
+//! **Mechanism.** The source dials (`dial`), with TLS or without. Four messages follow:
+//!
+//! | step | sender | message | meaning |
+//! |---|---|---|---|
+//! | 1 | source | [`Hello`](crate::wire::Hello) | version, session and channel |
+//! | 2 | destination | [`HelloReply`](crate::wire::HelloReply) | a nonce, or a refusal |
+//! | 3 | source | [`Credentials`](crate::wire::Credentials) | a proof over steps 1 and 2 |
+//! | 4 | destination | [`Welcome`](crate::wire::Welcome) | its own proof, or a refusal |
+//!
+//! The channel that opens a session carries the secret in step 3. Without TLS, an observer on the
+//! path reads it there. So plain TCP is for loopback addresses unless the user allows more
+//! ([`PlainPolicy`]). The destination's [`Acceptor`] serves all pending connections in one thread.
+//! Their number is bounded, and so is the time of each. A [`Router`] decides what becomes of them.
+//!
+//! **Neighbours.** [`wire`](crate::wire) has the messages, [`channel`](crate::channel) the sockets
+//! and TLS. This module must not know what is sent afterwards.
+
+mod acceptor;
+mod admission;
+mod arrival;
+mod dial;
+mod error;
+mod pending;
+mod protection;
+mod secret;
+
+pub use acceptor::Acceptor;
+pub use admission::Admission;
+pub use arrival::{Agreed, Arrival, Expected, Router};
+pub use dial::{Opened, dial, open_on};
+pub use error::{HandshakeError, Stranger, StrangerError};
+pub(crate) use protection::protection;
+pub use protection::{PlainPolicy, Protection};
+pub use secret::{Identity, Secret};
+
+/// The longest time from a connection to its complete preamble, at the destination.
+pub const HELLO_LIMIT: std::time::Duration = std::time::Duration::from_secs(5);

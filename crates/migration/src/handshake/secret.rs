@@ -1,0 +1,177 @@
+//! The secret of a session, and the proofs of knowing it.
+
+use core::fmt;
+
+use ring::hmac;
+use std::io;
+
+use crate::wire::{HELLO_BYTES, PROOF_BYTES, SECRET_BYTES, SessionId, Side};
+
+/// The secret of a session. It is overwritten when it is dropped, and never printed.
+#[derive(Clone)]
+pub struct Secret([u8; SECRET_BYTES]);
+
+/// What the source knows of its session.
+#[derive(Debug, Clone)]
+pub struct Identity {
+    /// The name of the session.
+    pub session: SessionId,
+    /// Its secret.
+    pub secret: Secret,
+}
+
+impl Identity {
+    /// Returns a new session with a new secret.
+    ///
+    /// # Errors
+    /// The error of getrandom(2).
+    pub fn random() -> io::Result<Self> {
+        Ok(Self {
+            session: SessionId::random()?,
+            secret: Secret(random_bytes()?),
+        })
+    }
+}
+
+/// The bytes that a proof covers. They differ for each connection: the destination's answer has a
+/// nonce.
+pub(super) struct Transcript {
+    pub(super) hello: [u8; HELLO_BYTES],
+    pub(super) reply: [u8; HELLO_BYTES],
+    /// Binds the proof to the TLS connection. All zero without TLS.
+    pub(super) exporter: [u8; 32],
+}
+
+impl Secret {
+    /// Returns the secret of these bytes.
+    #[must_use]
+    pub const fn of_bytes(bytes: [u8; SECRET_BYTES]) -> Self {
+        Self(bytes)
+    }
+
+    /// Returns the bytes, for the channel that opens the session.
+    pub(super) const fn bytes(&self) -> [u8; SECRET_BYTES] {
+        self.0
+    }
+
+    /// Returns the proof of `side`.
+    pub(super) fn prove(&self, side: Side, transcript: &Transcript) -> [u8; PROOF_BYTES] {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
+        let tag = hmac::sign(&key, &covered(side, transcript));
+        tag.as_ref().try_into().expect("a tag of SHA-256")
+    }
+
+    /// Whether `proof` is that of `side`. Takes the same time for every proof.
+    pub(super) fn verify(
+        &self,
+        side: Side,
+        transcript: &Transcript,
+        proof: &[u8; PROOF_BYTES],
+    ) -> bool {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0);
+        hmac::verify(&key, &covered(side, transcript), proof).is_ok()
+    }
+}
+
+fn covered(side: Side, transcript: &Transcript) -> Vec<u8> {
+    let label: &[u8] = match side {
+        Side::Source => b"pageferry 3 source",
+        Side::Destination => b"pageferry 3 destination",
+    };
+    let Transcript {
+        hello,
+        reply,
+        exporter,
+    } = transcript;
+    [label, hello, reply, exporter].concat()
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        self.0.fill(0);
+        // Keeps the compiler from removing the writes.
+        std::hint::black_box(&self.0);
+    }
+}
+
+impl SessionId {
+    /// Returns a new identity, made of the kernel's random numbers.
+    ///
+    /// # Errors
+    /// The error of getrandom(2).
+    pub fn random() -> io::Result<Self> {
+        Ok(Self(random_bytes()?))
+    }
+}
+
+/// Returns random bytes of the kernel.
+pub(super) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(more) => filled += more,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn transcript() -> Transcript {
+        Transcript {
+            hello: [1; 64],
+            reply: [2; 64],
+            exporter: [3; 32],
+        }
+    }
+
+    #[test]
+    fn a_proof_fits_its_secret_side_and_bytes_only() {
+        let secret = Secret::of_bytes([9; 32]);
+        let proof = secret.prove(Side::Source, &transcript());
+        assert!(secret.verify(Side::Source, &transcript(), &proof));
+        assert!(!secret.verify(Side::Destination, &transcript(), &proof));
+        assert!(!Secret::of_bytes([8; 32]).verify(Side::Source, &transcript(), &proof));
+        let changes: [fn(&mut Transcript); 3] = [
+            |t| t.hello[63] ^= 1,
+            |t| t.reply[40] ^= 1,
+            |t| t.exporter[0] ^= 1,
+        ];
+        for change in changes {
+            let mut other = transcript();
+            change(&mut other);
+            assert!(!secret.verify(Side::Source, &other, &proof));
+        }
+    }
+
+    /// The same value as Python's hmac module gives.
+    #[test]
+    fn a_proof_keeps_its_value() {
+        let secret = Secret::of_bytes([9; 32]);
+        let proof = secret.prove(Side::Source, &transcript());
+        let hex: String = proof.iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hex, PROOF_HEX);
+    }
+
+    const PROOF_HEX: &str = "089c0aeca55e660b6334bda32f2c44b6962a6b02a0058f846021c67873746d8b";
+
+    #[test]
+    fn a_secret_is_not_printed() {
+        let identity = Identity {
+            session: SessionId([0; 16]),
+            secret: Secret::of_bytes([123; 32]),
+        };
+        assert!(!format!("{identity:?}").contains("123"));
+    }
+}

@@ -1,0 +1,72 @@
+//! The queue of a supervisor.
+
+use crate::bell::Bell;
+use crate::error::MigrationError;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Letters from any thread to one supervisor, in order.
+#[derive(Debug)]
+pub(crate) struct Mailbox<T> {
+    letters: Mutex<VecDeque<T>>,
+    bell: Bell,
+}
+
+impl<T> Mailbox<T> {
+    pub(crate) fn new() -> Result<Self, MigrationError> {
+        Ok(Self {
+            letters: Mutex::default(),
+            bell: Bell::new()?,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<T>> {
+        self.letters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a letter and wakes the supervisor.
+    pub(crate) fn post(&self, letter: T) {
+        self.lock().push_back(letter);
+        self.bell.ring();
+    }
+
+    /// Takes the oldest letter. After `None`, the descriptor is unreadable until the next letter.
+    pub(crate) fn take(&self) -> Option<T> {
+        if let Some(letter) = self.lock().pop_front() {
+            return Some(letter);
+        }
+        self.bell.hush();
+        // A letter that came before the bell was hushed.
+        self.lock().pop_front()
+    }
+}
+
+impl<T> AsFd for Mailbox<T> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    fn is_readable(mailbox: &Mailbox<u32>) -> bool {
+        let mut fds = [PollFd::new(mailbox, PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    }
+
+    #[test]
+    fn letters_keep_their_order_and_wake_until_all_are_taken() {
+        let mailbox = Mailbox::new().unwrap();
+        assert!(!is_readable(&mailbox));
+        mailbox.post(1);
+        mailbox.post(2);
+        assert!(is_readable(&mailbox));
+        assert_eq!((mailbox.take(), mailbox.take()), (Some(1), Some(2)));
+        assert_eq!(mailbox.take(), None);
+        assert!(!is_readable(&mailbox));
+    }
+}

@@ -1,0 +1,105 @@
+//! An operator's hold on a migration at its source.
+
+use super::config::Route;
+use super::shared::Letter;
+use crate::error::MigrationError;
+use crate::mailbox::Mailbox;
+use crate::session::source::Event;
+use crate::status::{Board, SessionStatus};
+
+/// What an operator wants of a migration.
+#[derive(Debug)]
+pub(super) enum Command {
+    /// End it, if the VM has not been handed over.
+    Cancel,
+    /// Reach the destination by this way from now on.
+    Recover(Route),
+    /// Stop trying to reach the destination.
+    GiveUp,
+    /// The destination is gone: run the VM here.
+    ResumeHere,
+}
+
+/// A migration at its source, as other threads see it: its status, and the commands of an operator.
+/// The VM's host process owns it. It serves one migration at a time, and its last status stays.
+///
+/// ```
+/// use pageferry_migration::SourceSession;
+/// let session = SourceSession::new()?;
+/// // Another thread runs `migrate(.., &session, ..)` meanwhile.
+/// session.cancel();
+/// assert_eq!(session.status().stage, "none");
+/// # Ok::<(), pageferry_migration::MigrationError>(())
+/// ```
+pub struct SourceSession {
+    pub(super) letters: Mailbox<Letter>,
+    pub(super) board: Board,
+}
+
+impl SourceSession {
+    /// Returns a session before its migration.
+    ///
+    /// # Errors
+    /// When no descriptors are left.
+    pub fn new() -> Result<Self, MigrationError> {
+        Ok(Self {
+            letters: Mailbox::new()?,
+            board: Board::default(),
+        })
+    }
+
+    fn command(&self, command: Command) {
+        self.letters.post(Letter::Command(command));
+    }
+
+    /// Cancels the migration: the VM runs on at the source. Has no effect once the VM is handed
+    /// over.
+    pub fn cancel(&self) {
+        self.command(Command::Cancel);
+    }
+
+    /// Reaches the destination by `route` from now on. A session that is handed over and has a
+    /// working connection leaves it for the new way. Has no effect before.
+    pub fn recover(&self, route: Route) {
+        self.command(Command::Recover(route));
+    }
+
+    /// Ends a migration that is handed over. The VM stays paused at the source. If the destination
+    /// runs it and pages are missing there, that copy cannot go on.
+    pub fn give_up(&self) {
+        self.command(Command::GiveUp);
+    }
+
+    /// Ends a migration that is handed over, and resumes the VM at the source. Only an operator who
+    /// knows that the destination never runs again may do so: else the VM runs twice. What the VM
+    /// did at the destination is lost.
+    pub fn resume_here(&self) {
+        self.command(Command::ResumeHere);
+    }
+
+    /// The status of the migration, or of the last one.
+    #[must_use]
+    pub fn status(&self) -> SessionStatus {
+        self.board.read()
+    }
+}
+
+impl std::fmt::Debug for SourceSession {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SourceSession")
+            .field("status", &self.status())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Command {
+    /// Returns the session's event of this command, unless it only changes the route.
+    pub(super) fn event(&self) -> Option<Event> {
+        match self {
+            Self::Cancel => Some(Event::Cancel),
+            Self::Recover(_) => None,
+            Self::GiveUp => Some(Event::GiveUp),
+            Self::ResumeHere => Some(Event::ResumeHere),
+        }
+    }
+}

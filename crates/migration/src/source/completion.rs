@@ -1,0 +1,160 @@
+//! The end of a session at the source, and its report.
+
+use super::shared::Mode;
+use super::{SourceFailure, SourceVm, Supervisor};
+use crate::clock::monotonic_ns;
+use crate::error::MigrationError;
+use crate::phase::Phase;
+use crate::protocol_error::ProtocolError;
+use crate::report::{PageCounts, PhaseStart, SourceReport};
+use crate::session::source::{End, Stage};
+use crate::status::SessionStatus;
+use crate::sync::Ordering;
+use pageferry_addr::PAGE_SIZE;
+use std::time::Instant;
+
+use super::SourceConfig;
+
+pub(super) fn new_report() -> SourceReport {
+    SourceReport {
+        phases: vec![PhaseStart {
+            phase: Phase::Setup,
+            at_ns: monotonic_ns(),
+        }],
+        total_ns: 0,
+        first_stop_ns: 0,
+        last_stop_ns: 0,
+        sent_at_ns: 0,
+        confirmed_ns: 0,
+        pages: PageCounts::default(),
+        missing_at_start: 0,
+        page_bytes: 0,
+        background_bytes: 0,
+        background_ns: 0,
+        passes: Vec::new(),
+        reconnects: 0,
+    }
+}
+
+impl Supervisor<'_, '_, '_> {
+    /// Checks the destination's count of the pages that were missing.
+    pub(super) fn check_drained(&self, counted: u64) -> Result<(), MigrationError> {
+        let announced = self.report.missing_at_start;
+        if counted == announced {
+            return Ok(());
+        }
+        let found = counted;
+        Err(ProtocolError::MissingCount { announced, found }.into())
+    }
+
+    /// Reports the progress to the observer, and begins a delayed push.
+    pub(super) fn report_progress(&mut self) {
+        let ledger = &self.shared.ledger;
+        let left = ledger.unacknowledged();
+        match self.state.stage {
+            Stage::Precopy => self.report_pass(left),
+            Stage::HandedOver => {
+                let total = self.report.missing_at_start;
+                self.observer
+                    .progress(Phase::Postcopy, total.saturating_sub(left), total);
+                if ledger.unsent_count() == 0 && self.precopy.push_ended.is_none() {
+                    self.precopy.push_ended = Some(Instant::now());
+                }
+                self.begin_delayed_push();
+            }
+            _ => {}
+        }
+    }
+
+    /// Begins the push when the guest has requested no page for a while.
+    fn begin_delayed_push(&mut self) {
+        if self.shared.mode() != Mode::Answer {
+            return;
+        }
+        let now = self.shared.figures.urgent.load(Ordering::Relaxed);
+        if now != self.quiet.0 {
+            self.quiet = (now, Instant::now());
+        } else if self.quiet.1.elapsed() > SourceConfig::QUIET {
+            self.precopy.postcopy_began = Some(Instant::now());
+            self.shared.set_mode(Mode::Push);
+            self.channels.ring();
+        }
+    }
+
+    /// Publishes the session's status.
+    pub(super) fn publish(&mut self) {
+        let ledger = &self.shared.ledger;
+        let stage = match self.state.stage {
+            Stage::Setup => "setup",
+            Stage::Precopy => "pre-copy",
+            Stage::SwitchOver => "switch-over",
+            Stage::HandedOver => "handed-over",
+            Stage::Drained => "drained",
+            Stage::Cancelling => "cancelling",
+            Stage::Ended(End::Completed) => "completed",
+            Stage::Ended(End::Kept) => "kept",
+            Stage::Ended(End::Returned) => "returned",
+            Stage::Ended(End::GivenUp) => "given-up",
+            Stage::Ended(End::Forced) => "resumed-here",
+        };
+        let figures = &self.shared.figures;
+        self.session.board.write(SessionStatus {
+            stage,
+            connected: self.control.is_some(),
+            peer: self
+                .control
+                .as_ref()
+                .map(|control| control.peer().to_owned()),
+            generation: self.state.generation,
+            reconnects: self.report.reconnects,
+            channels: self.channels.open().collect(),
+            pages_left: ledger.unacknowledged(),
+            pages_in_flight: ledger.in_flight(),
+            page_bytes: figures.page_bytes.load(Ordering::Relaxed),
+            waiting_faults: 0,
+            lost_for: self.lost_since.map(|since| since.elapsed()),
+            last_loss: self.last_loss.clone(),
+        });
+    }
+
+    /// Ends the threads, and returns the outcome.
+    pub(super) fn finish(&mut self) -> Result<SourceReport, SourceFailure> {
+        self.close_generation();
+        self.shared.ended.store(true, Ordering::Release);
+        let end = self.end.unwrap_or(End::Kept);
+        self.publish();
+        let vm = match end {
+            End::Completed => return Ok(self.complete()),
+            End::Kept | End::Returned => SourceVm::Runs,
+            End::GivenUp => SourceVm::GivenUp,
+            End::Forced => SourceVm::Forced,
+        };
+        let error = self.error.take().unwrap_or_else(|| {
+            let last = self.last_loss.take();
+            MigrationError::LinkLost(last.unwrap_or_else(|| "the operator gave it up".into()))
+        });
+        Err(SourceFailure { vm, error })
+    }
+
+    fn complete(&mut self) -> SourceReport {
+        self.enter(Phase::Completed);
+        let figures = &self.shared.figures;
+        let load = |figure: &crate::sync::AtomicU64| figure.load(Ordering::Relaxed);
+        let data = self.precopy.data_pages;
+        let background = load(&figures.data) - data;
+        self.report.pages = PageCounts {
+            precopy: data,
+            urgent: load(&figures.urgent),
+            background,
+            zero: load(&figures.zero),
+        };
+        self.report.page_bytes = load(&figures.page_bytes);
+        self.report.background_bytes = background * PAGE_SIZE;
+        if let (Some(began), Some(ended)) = (self.precopy.postcopy_began, self.precopy.push_ended) {
+            self.report.background_ns = ended.saturating_duration_since(began).as_nanos() as u64;
+        }
+        let began_ns = self.report.phases[0].at_ns;
+        self.report.total_ns = monotonic_ns() - began_ns;
+        self.report.clone()
+    }
+}

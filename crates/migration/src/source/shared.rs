@@ -1,0 +1,151 @@
+//! What the threads of the source share.
+
+use crate::error::MigrationError;
+use crate::ledger::Ledger;
+use crate::limits::{Limits, Patience};
+use crate::mailbox::Mailbox;
+use crate::session::source::Event;
+use crate::session::{ChannelId, Generation};
+use crate::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use pageferry_machine::GuestRam;
+
+use super::commands::Command;
+use crate::channel::Connection;
+
+/// A letter to the supervisor.
+pub(super) enum Letter {
+    /// The operator wants something.
+    Command(Command),
+    /// The control channel of a generation is open.
+    Opened(Generation, Connection),
+    /// A channel is open.
+    ChannelOpened(Generation, ChannelId, Connection),
+    /// The control channel of a generation could not be opened.
+    Lost(Generation, MigrationError),
+    /// A channel was lost, or could not be opened.
+    ChannelLost(Generation, ChannelId, MigrationError),
+    /// Something else has happened.
+    Happened(Event),
+}
+
+/// What the sending threads do with unsent pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Mode {
+    /// Nothing.
+    Hold = 0,
+    /// Copy and send them: the guest runs here.
+    Copy = 1,
+    /// Answer requests only. The guest has stopped for good.
+    Answer = 2,
+    /// Send them without a copy: the guest has stopped for good.
+    Push = 3,
+}
+
+/// The figures that sending threads add to.
+#[derive(Debug, Default)]
+pub(super) struct Figures {
+    pub(super) urgent: AtomicU64,
+    pub(super) data: AtomicU64,
+    pub(super) zero: AtomicU64,
+    pub(super) page_bytes: AtomicU64,
+}
+
+/// The value of `hint` if no request has come since it was taken.
+const NO_HINT: u64 = u64::MAX;
+
+/// The state that the supervisor shares with the threads of the channels.
+pub(super) struct Shared<'a> {
+    pub(super) ram: &'a GuestRam,
+    pub(super) ledger: Ledger,
+    pub(super) letters: &'a Mailbox<Letter>,
+    pub(super) limits: &'a Limits,
+    pub(super) patience: Patience,
+    pub(super) figures: Figures,
+    /// The newest generation. Threads that open channels of older ones end.
+    pub(super) generation: AtomicU32,
+    pub(super) ended: AtomicBool,
+    mode: AtomicU8,
+    cursor: AtomicU64,
+    hint: AtomicU64,
+}
+
+impl<'a> Shared<'a> {
+    pub(super) fn new(
+        ram: &'a GuestRam,
+        ledger: Ledger,
+        letters: &'a Mailbox<Letter>,
+        limits: &'a Limits,
+    ) -> Self {
+        Self {
+            ram,
+            ledger,
+            letters,
+            limits,
+            patience: Patience::new(limits.silence),
+            figures: Figures::default(),
+            generation: AtomicU32::new(1),
+            ended: AtomicBool::new(false),
+            mode: AtomicU8::new(Mode::Hold as u8),
+            cursor: AtomicU64::new(0),
+            hint: AtomicU64::new(NO_HINT),
+        }
+    }
+
+    pub(super) fn mode(&self) -> Mode {
+        match self.mode.load(Ordering::SeqCst) {
+            1 => Mode::Copy,
+            2 => Mode::Answer,
+            3 => Mode::Push,
+            _ => Mode::Hold,
+        }
+    }
+
+    /// Changes the mode. A thread that has claimed pages looks at the mode again, and gives them back
+    /// if it has changed. So once this has returned and nothing is in flight, nothing is sent in the
+    /// old mode. The supervisor rings the bells of the sending threads afterwards.
+    pub(super) fn set_mode(&self, mode: Mode) {
+        self.cursor.store(0, Ordering::Relaxed);
+        self.mode.store(mode as u8, Ordering::SeqCst);
+    }
+
+    /// Moves the push behind a requested page: a guest often touches nearby pages next.
+    pub(super) fn hint(&self, behind: u64) {
+        self.hint.store(behind + 1, Ordering::Relaxed);
+    }
+
+    /// Where the next frame begins to look for unsent pages.
+    pub(super) fn cursor(&self) -> usize {
+        let hint = self.hint.load(Ordering::Relaxed);
+        if hint != NO_HINT {
+            self.hint.store(NO_HINT, Ordering::Relaxed);
+            return hint as usize;
+        }
+        self.cursor.load(Ordering::Relaxed) as usize
+    }
+
+    /// Threads that store at once only make one of them look at pages that are not unsent.
+    pub(super) fn set_cursor(&self, next: usize) {
+        self.cursor.store(next as u64, Ordering::Relaxed);
+    }
+
+    /// Whether channels of `generation` are still wanted.
+    pub(super) fn is_current(&self, generation: Generation) -> bool {
+        self.generation.load(Ordering::Acquire) == generation && !self.ended.load(Ordering::Acquire)
+    }
+
+    /// The index of a channel in the ledger.
+    pub(super) fn ledger_index(id: ChannelId, bulk_channels: u16) -> usize {
+        match id.role {
+            crate::wire::Role::Urgent => usize::from(bulk_channels) + usize::from(id.index),
+            _ => usize::from(id.index),
+        }
+    }
+
+    /// Tells the supervisor when no page is without a receipt.
+    pub(super) fn check_acknowledged(&self) {
+        if self.ledger.unacknowledged() == 0 {
+            self.letters.post(Letter::Happened(Event::AllAcknowledged));
+        }
+    }
+}

@@ -1,0 +1,223 @@
+#![expect(unsafe_code, reason = "sends the pages of a stopped VM without a copy")]
+//! The thread of one urgent channel: it answers requests for single pages.
+//!
+//! It spins for the next request before it sleeps, since a wake-up takes ten times as long. It
+//! answers all requests that have arrived together by one vectored write.
+
+use super::pages::{is_zero, stopped_page};
+use super::shared::{Mode, Shared};
+use crate::bell::Bell;
+use crate::channel::{Connection, Spinner, Wait};
+use crate::error::MigrationError;
+use crate::protocol_error::ProtocolError;
+use crate::sync::Ordering;
+use crate::wire::{
+    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero,
+};
+use pageferry_addr::RamPage;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::cell::RefCell;
+use std::io::IoSlice;
+use std::time::{Duration, Instant};
+
+/// The spin time of the thread before it sleeps. While a guest faults, a request comes every few
+/// dozen microseconds. A wake-up would delay each by 70 more.
+pub const URGENT_SPIN: Duration = Duration::from_micros(100);
+
+/// The requests that one receive takes.
+const REQUESTS: usize = 64;
+
+/// An urgent channel at the source.
+pub(super) struct Urgent<'a> {
+    pub(super) shared: &'a Shared<'a>,
+    pub(super) connection: &'a Connection,
+    pub(super) bell: &'a Bell,
+    /// The index in the ledger.
+    pub(super) index: usize,
+}
+
+/// What comes in on the channel.
+struct Incoming {
+    buffer: [u8; REQUESTS * URGENT_BYTES],
+    filled: usize,
+    /// Pages to answer, claimed already.
+    claimed: Vec<RamPage>,
+    heard: Instant,
+    error: Option<MigrationError>,
+}
+
+impl Urgent<'_> {
+    /// Answers requests until the channel is lost.
+    pub(super) fn run(&self) -> MigrationError {
+        let incoming = RefCell::new(Incoming {
+            buffer: [0; REQUESTS * URGENT_BYTES],
+            filled: 0,
+            claimed: Vec::with_capacity(REQUESTS),
+            heard: Instant::now(),
+            error: None,
+        });
+        crate::latency::prefer_short_slices();
+        let answered = self.answer(&incoming);
+        let mut incoming = incoming.into_inner();
+        // Pages that were claimed and are in no message.
+        for page in incoming.claimed.drain(..) {
+            self.shared.ledger.unclaim(page.index()..page.index() + 1);
+        }
+        incoming
+            .error
+            .or(answered.err())
+            .unwrap_or(MigrationError::Cancelled)
+    }
+
+    fn answer(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
+        let stop = || self.take(incoming).is_err() || self.is_silent(incoming);
+        let wait = Wait::block("urgent reply").unless(&stop);
+        let mut said = Instant::now();
+        let mut spinner = Spinner::new(URGENT_SPIN);
+        loop {
+            if self.take(incoming).is_err() {
+                return Ok(());
+            }
+            if self.is_silent(incoming) {
+                return Err(MigrationError::Timeout("anything on an urgent channel"));
+            }
+            let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
+            if !pages.is_empty() {
+                self.reply(&pages, &wait)?;
+                said = Instant::now();
+                spinner = Spinner::new(URGENT_SPIN);
+                continue;
+            }
+            if said.elapsed() >= self.shared.limits.interval() {
+                self.connection.write_all(&UrgentMessage::alive(), &wait)?;
+                said = Instant::now();
+            }
+            if !spinner.spin() {
+                self.sleep()?;
+                spinner = Spinner::new(URGENT_SPIN);
+            }
+        }
+    }
+
+    /// Sends claimed pages.
+    fn reply(&self, pages: &[RamPage], wait: &Wait<'_>) -> Result<(), MigrationError> {
+        let mut heads = Vec::with_capacity(pages.len());
+        let mut bodies = Vec::with_capacity(pages.len());
+        for page in pages {
+            // SAFETY: (1) `take` claims pages only after the guest has stopped for good. It is not
+            // resumed while the threads of channels live. (2) The VMM's own writes are refused.
+            let bytes = unsafe { stopped_page(self.shared.ram, *page) };
+            let zero = is_zero(bytes);
+            heads.push(if zero {
+                urgent_reply_zero(*page)
+            } else {
+                urgent_reply_page(*page, bytes)
+            });
+            bodies.push((!zero).then_some(bytes));
+            // Each reply is a message: it is in the ledger before its first byte is sent.
+            let index = page.index();
+            self.shared
+                .ledger
+                .sent(self.index, std::iter::once(index..index + 1));
+        }
+        let mut slices = Vec::with_capacity(2 * pages.len());
+        for (head, body) in heads.iter().zip(&bodies) {
+            slices.push(IoSlice::new(head));
+            slices.extend(body.map(|bytes| IoSlice::new(bytes)));
+        }
+        self.connection.write_all_vectored(&slices, wait)?;
+        let data = bodies.iter().flatten().count() as u64;
+        let figures = &self.shared.figures;
+        figures
+            .urgent
+            .fetch_add(pages.len() as u64, Ordering::Relaxed);
+        figures
+            .page_bytes
+            .fetch_add(data * PAGE_BYTES as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn is_silent(&self, incoming: &RefCell<Incoming>) -> bool {
+        incoming.borrow().heard.elapsed() > self.shared.patience.get()
+    }
+
+    /// Takes the messages that have arrived, and claims the requested pages. An error stays in
+    /// `incoming`.
+    fn take(&self, incoming: &RefCell<Incoming>) -> Result<(), ()> {
+        let incoming = &mut *incoming.borrow_mut();
+        incoming.take(self).map_err(|error| {
+            incoming.error.get_or_insert(error);
+        })
+    }
+
+    fn sleep(&self) -> Result<(), MigrationError> {
+        let mut fds = [
+            PollFd::new(self.connection, PollFlags::IN),
+            PollFd::new(self.bell, PollFlags::IN),
+        ];
+        let nap = Timespec::try_from(self.shared.limits.interval()).expect("a short time");
+        match poll(&mut fds, Some(&nap)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {
+                self.bell.hush();
+                Ok(())
+            }
+            Err(e) => Err(MigrationError::os("cannot wait for requests", e)),
+        }
+    }
+}
+
+impl Incoming {
+    fn take(&mut self, urgent: &Urgent<'_>) -> Result<(), MigrationError> {
+        let shared = urgent.shared;
+        // One write has a limited number of pieces. What is left comes with the next.
+        while self.claimed.len() < REQUESTS / 2 {
+            let room = &mut self.buffer[self.filled..];
+            let got = urgent.connection.recv_pending(room, "urgent request")?;
+            let Some(got) = got else {
+                return Ok(());
+            };
+            self.heard = Instant::now();
+            self.filled += got;
+            let mut at = 0;
+            while let Some(bytes) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
+                at += URGENT_BYTES;
+                let message = UrgentMessage::decode(bytes, Side::Destination, shared.ram.pages())?;
+                self.handle(urgent, &message)?;
+            }
+            self.buffer.copy_within(at..self.filled, 0);
+            self.filled -= at;
+        }
+        Ok(())
+    }
+
+    fn handle(
+        &mut self,
+        urgent: &Urgent<'_>,
+        message: &UrgentMessage,
+    ) -> Result<(), MigrationError> {
+        let shared = urgent.shared;
+        let page = message.page;
+        match message.kind {
+            UrgentKind::Request if !matches!(shared.mode(), Mode::Answer | Mode::Push) => {
+                Err(ProtocolError::EarlyRequest { page }.into())
+            }
+            UrgentKind::Request => {
+                // Otherwise the page was sent already, on any channel.
+                if shared.ledger.claim(page) {
+                    shared.hint(page.0);
+                    self.claimed.push(page);
+                }
+                Ok(())
+            }
+            UrgentKind::Receipt => {
+                let taken = shared.ledger.receipt(urgent.index, message.placed);
+                if taken.map_err(ProtocolError::from)?.pages > 0 {
+                    shared.check_acknowledged();
+                }
+                Ok(())
+            }
+            UrgentKind::Alive => Ok(()),
+            other => Err(ProtocolError::UrgentKind { kind: other as u8 }.into()),
+        }
+    }
+}

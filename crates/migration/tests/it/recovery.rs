@@ -1,0 +1,461 @@
+//! Connections die, freeze and half-close after the hand-over, and the VM goes on.
+
+use crate::handshake_common::{Authority, Validity};
+use crate::support::{WorkloadVm, address_of, listen, try_receive_on};
+use pageferry_machine::{Backing, Engine};
+use pageferry_migration::address::Address;
+use pageferry_migration::channel::Listener;
+use pageferry_migration::{
+    Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Limits,
+    Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Unobserved, migrate,
+};
+use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Which};
+use pageferry_testkit::wait_until;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+/// Schedules mostly wait, so several run at once.
+const SCHEDULES_AT_ONCE: usize = 6;
+
+fn limits() -> Limits {
+    Limits {
+        dead_after: Duration::from_millis(400),
+        ..Limits::default()
+    }
+}
+
+fn source_config() -> SourceConfig {
+    SourceConfig {
+        precopy_passes: 0,
+        bulk_channels: 2,
+        urgent_channels: 2,
+        limits: limits(),
+        ..SourceConfig::default()
+    }
+}
+
+fn socket_address(address: &Address) -> SocketAddr {
+    address
+        .to_string()
+        .trim_start_matches("tcp:")
+        .parse()
+        .unwrap()
+}
+
+fn route(address: SocketAddr) -> Route {
+    Route::To(Address::Tcp {
+        host: address.ip().to_string(),
+        port: address.port(),
+    })
+}
+
+/// Both ends of a session, with a shaper between them.
+struct Stage {
+    shaper: Shaper,
+    session: SourceSession,
+    destination: Arc<Destination>,
+}
+
+/// How a migration ended at its two ends. The destination has a VM if it has heard an offer.
+struct Ends {
+    sent: Result<SourceReport, SourceFailure>,
+    received: Option<(WorkloadVm, Result<DestinationReport, DestinationFailure>)>,
+}
+
+/// Moves `vm` through a shaper, while `act` runs.
+fn moved(vm: &WorkloadVm, config: &SourceConfig, plan: Plan, act: impl FnOnce(&Stage)) -> Ends {
+    moved_to(vm, config, DestinationConfig::default(), plan, act)
+}
+
+/// Moves `vm` through a shaper to a destination with this configuration, while `act` runs.
+fn moved_to(
+    vm: &WorkloadVm,
+    config: &SourceConfig,
+    to: DestinationConfig,
+    plan: Plan,
+    act: impl FnOnce(&Stage),
+) -> Ends {
+    let destination = listen(DestinationConfig {
+        limits: limits(),
+        ..to
+    });
+    let shaper = Shaper::start(socket_address(&address_of(&destination)), plan).unwrap();
+    let stage = Stage {
+        session: SourceSession::new().unwrap(),
+        shaper,
+        destination,
+    };
+    let failed = AtomicBool::new(false);
+    let stop = || failed.load(Ordering::Acquire);
+    std::thread::scope(|scope| {
+        let receiver = scope.spawn(|| try_receive_on(Backing::Shmem, &stage.destination, &stop));
+        let sender = scope.spawn(|| {
+            let route = route(stage.shaper.addr());
+            let running = vm.running();
+            let sent = migrate(
+                &running,
+                &route,
+                b"test",
+                config,
+                &stage.session,
+                &Unobserved,
+            );
+            failed.store(sent.is_err(), Ordering::Release);
+            sent
+        });
+        act(&stage);
+        Ends {
+            sent: sender.join().unwrap(),
+            received: receiver.join().unwrap(),
+        }
+    })
+}
+
+/// Waits until the guest runs at the destination.
+fn wait_for_handover(stage: &Stage) {
+    wait_until("the hand-over", || {
+        ["running", "complete", "completed"].contains(&stage.destination.status().stage)
+    });
+}
+
+/// Checks that the source kept the VM, and that it never ran at the destination.
+fn assert_kept(name: &str, source: &WorkloadVm, ends: &Ends) {
+    let failure = ends.sent.as_ref().expect_err(name);
+    assert_eq!(failure.vm, SourceVm::Runs, "{name}: {failure}");
+    if let Some((vm, received)) = &ends.received {
+        let failure = received.as_ref().expect_err(name);
+        assert_eq!(failure.vm, DestinationVm::Discarded, "{name}: {failure}");
+        assert!(vm.threads.is_paused(), "{name}");
+    }
+    source.wait_progress(50);
+    source.assert_verifies();
+}
+
+/// Checks that the whole VM arrived, and that it never ran at both sides.
+fn assert_whole(source: &WorkloadVm, ends: &Ends) {
+    let sent = ends.sent.as_ref().unwrap();
+    let (vm, received) = ends.received.as_ref().expect("a VM");
+    received.as_ref().unwrap();
+    assert!(source.threads.is_paused(), "the source never resumes it");
+    let share = vm.workload.memory_map().share_pages();
+    vm.wait_progress(share);
+    vm.assert_verifies();
+    assert!(sent.pages.urgent + sent.pages.background + sent.pages.zero >= sent.missing_at_start);
+}
+
+fn slow() -> Plan {
+    Plan {
+        rate: Some(20_000_000),
+        ..Plan::default()
+    }
+}
+
+#[test]
+fn a_vm_survives_the_loss_of_all_channels_again_and_again() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
+    vm.wait_progress(3000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        for round in 1..=3 {
+            let before = stage.session.status().generation;
+            stage.shaper.reset(Which::All);
+            wait_until("another generation", || {
+                let status = stage.session.status();
+                status.generation > before && status.connected || status.stage == "completed"
+            });
+            eprintln!("round {round}: {:?}", stage.session.status());
+        }
+    });
+    assert_whole(&vm, &ends);
+    let reconnects = ends.sent.as_ref().unwrap().reconnects;
+    assert!(reconnects >= 1, "{reconnects}");
+}
+
+#[test]
+fn one_lost_channel_leaves_the_others_working() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
+    vm.wait_progress(3000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        // Connection 0 is the control channel.
+        for number in 1..=4 {
+            stage.shaper.reset(Which::Number(number));
+            std::thread::sleep(Duration::from_millis(30));
+        }
+        assert_eq!(stage.session.status().generation, 1);
+    });
+    assert_whole(&vm, &ends);
+    assert_eq!(ends.sent.unwrap().reconnects, 0);
+}
+
+#[test]
+fn a_silent_link_is_noticed_and_left() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
+    vm.wait_progress(3000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        for way in [
+            pageferry_testkit::shaper::Way::Forward,
+            pageferry_testkit::shaper::Way::Backward,
+        ] {
+            let before = stage.session.status().generation;
+            let frozen: Vec<u64> = stage
+                .shaper
+                .connections()
+                .iter()
+                .map(|connection| connection.number)
+                .collect();
+            for number in frozen {
+                stage.shaper.freeze(Which::Number(number), way);
+            }
+            let began = Instant::now();
+            wait_until("another generation", || {
+                let status = stage.session.status();
+                status.generation > before && status.connected || status.stage == "completed"
+            });
+            eprintln!("{way:?}: {:?}", began.elapsed());
+        }
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn another_way_is_given_while_the_first_is_gone() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
+    vm.wait_progress(3000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        stage.shaper.refuse(true);
+        stage.shaper.reset(Which::All);
+        wait_until("the loss", || stage.session.status().lost_for.is_some());
+        let another = Listener::bind(&Address::Tcp {
+            host: "127.0.0.1".into(),
+            port: 0,
+        })
+        .unwrap();
+        let address = another.local_addr().clone();
+        stage.destination.listen_also(another);
+        stage.session.recover(Route::To(address));
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn a_vm_of_kvm_survives_the_loss_of_all_channels() {
+    let _parallel = crate::alone::in_parallel();
+    const NAME: &str = "a_vm_of_kvm_survives_the_loss_of_all_channels";
+    if !crate::support::kvm_usable(NAME) {
+        return;
+    }
+    let vm = WorkloadVm::booted(Engine::Kvm, 2, 64 * MIB);
+    vm.wait_progress(3000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        for _ in 0..5 {
+            stage.shaper.reset(Which::All);
+            std::thread::sleep(Duration::from_millis(150));
+        }
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn a_vm_that_waits_for_go_never_runs_twice() {
+    let _parallel = crate::alone::in_parallel();
+    // Cuts at many points of the switch-over: either the source keeps the VM, or it is moved whole.
+    let (mut kept, mut moved_whole) = (0, 0);
+    for cut in 0..12 {
+        let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
+        vm.wait_progress(100);
+        let ends = moved(&vm, &source_config(), Plan::default(), |stage| {
+            wait_until("the switch-over", || {
+                !["none", "setup"].contains(&stage.session.status().stage)
+            });
+            std::thread::sleep(Duration::from_micros(cut * 150));
+            stage.shaper.reset(Which::All);
+        });
+        if ends.sent.is_ok() {
+            assert_whole(&vm, &ends);
+            moved_whole += 1;
+        } else {
+            assert_kept("a cut switch-over", &vm, &ends);
+            kept += 1;
+        }
+    }
+    eprintln!("kept {kept}, moved {moved_whole}");
+}
+
+/// Runs one seeded schedule of faults.
+fn play(seed: u64) {
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
+    vm.wait_progress(200);
+    let config = SourceConfig {
+        precopy_passes: (seed % 3) as u32,
+        bulk_channels: 1 + (seed / 3 % 3) as u16,
+        urgent_channels: 1 + (seed / 9 % 2) as u16,
+        ..source_config()
+    };
+    let schedule = Schedule::random(seed, Duration::from_millis(500));
+    let text = format!("seed {seed}: {schedule}");
+    let plan = Plan {
+        seed,
+        rate: Some(8_000_000),
+        ..Plan::default()
+    };
+    let ends = moved(&vm, &config, plan, |stage| {
+        // Some schedules begin with the set-up, and others after the hand-over.
+        if !seed.is_multiple_of(4) {
+            wait_until("the hand-over", || {
+                !["none", "setup", "pre-copy"].contains(&stage.session.status().stage)
+            });
+        }
+        stage.shaper.play(&schedule);
+    });
+    if ends.sent.is_ok() {
+        assert_whole(&vm, &ends);
+    } else {
+        assert_kept(&text, &vm, &ends);
+    }
+}
+
+/// Runs a hundred seeded schedules, or as many as `PAGEFERRY_SCHEDULES` says.
+#[test]
+fn seeded_schedules_of_faults_lose_no_page() {
+    let _parallel = crate::alone::in_parallel();
+    let variable = std::env::var("PAGEFERRY_SCHEDULES");
+    let seeds: u64 = variable.map_or(100, |text| text.parse().expect("a number"));
+    let next = AtomicU64::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..SCHEDULES_AT_ONCE {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= seeds {
+                        return;
+                    }
+                    play(seed);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_vm_moves_over_tls_and_survives_losses() {
+    let _parallel = crate::alone::in_parallel();
+    let authority = Authority::new("CA");
+    let side = authority.issue(&["localhost"], Validity::Now);
+    let files = side.files(Some("localhost"));
+    let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
+    vm.wait_progress(3000);
+    let config = SourceConfig {
+        tls: Some(files.clone()),
+        precopy_passes: 1,
+        ..source_config()
+    };
+    let to = DestinationConfig {
+        tls: Some(files),
+        ..DestinationConfig::default()
+    };
+    let ends = moved_to(&vm, &config, to, slow(), |stage| {
+        wait_for_handover(stage);
+        for _ in 0..3 {
+            stage.shaper.reset(Which::All);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+    assert_whole(&vm, &ends);
+}
+
+#[test]
+fn a_destination_of_another_ca_gets_no_vm() {
+    let _parallel = crate::alone::in_parallel();
+    let files = |authority: &Authority| authority.issue(&["localhost"], Validity::Now);
+    let (ours, theirs) = (
+        files(&Authority::new("ours")),
+        files(&Authority::new("theirs")),
+    );
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
+    vm.wait_progress(50);
+    let config = SourceConfig {
+        tls: Some(ours.files(Some("localhost"))),
+        ..source_config()
+    };
+    let to = DestinationConfig {
+        tls: Some(theirs.files(Some("localhost"))),
+        ..DestinationConfig::default()
+    };
+    let ends = moved_to(&vm, &config, to, Plan::default(), |_| {});
+    assert_kept("another CA", &vm, &ends);
+    assert!(ends.received.is_none(), "it never heard an offer");
+    let failure = ends.sent.unwrap_err().to_string();
+    let sentence = "no CA of this side signed the peer's certificate";
+    assert!(failure.contains(sentence), "{failure}");
+}
+
+#[test]
+fn an_operator_ends_a_session_whose_other_side_is_gone() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
+    vm.wait_progress(2000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        stage.session.cancel();
+        stage.shaper.refuse(true);
+        stage.shaper.reset(Which::All);
+        wait_until("the loss", || {
+            stage.session.status().lost_for.is_some()
+                && stage.destination.status().lost_for.is_some()
+        });
+        let status = stage.session.status();
+        assert!(
+            status.stage == "handed-over" && status.last_loss.is_some(),
+            "{status:?}"
+        );
+        stage.session.give_up();
+        stage.destination.give_up();
+    });
+    let failure = ends.sent.unwrap_err();
+    assert_eq!(failure.vm, SourceVm::GivenUp);
+    assert!(
+        vm.threads.is_paused(),
+        "a cancel after the hand-over means nothing"
+    );
+    let (there, received) = ends.received.unwrap();
+    let failure = received.unwrap_err();
+    let DestinationVm::PausedIncomplete { missing, .. } = failure.vm else {
+        panic!("{failure}");
+    };
+    assert!(missing > 0 && there.threads.is_paused(), "{failure}");
+    // The source's copy is whole: it is as it was at the switch-over.
+    vm.threads.resume();
+    vm.wait_progress(50);
+    vm.assert_verifies();
+}
+
+#[test]
+fn an_operator_who_knows_better_resumes_the_vm_at_the_source() {
+    let _parallel = crate::alone::in_parallel();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 16 * MIB);
+    vm.wait_progress(2000);
+    let ends = moved(&vm, &source_config(), slow(), |stage| {
+        wait_for_handover(stage);
+        stage.shaper.refuse(true);
+        stage.shaper.reset(Which::All);
+        wait_until("the loss", || stage.session.status().lost_for.is_some());
+        stage.destination.give_up();
+        stage.session.resume_here();
+    });
+    assert_eq!(ends.sent.unwrap_err().vm, SourceVm::Forced);
+    vm.wait_progress(50);
+    vm.assert_verifies();
+    assert!(ends.received.unwrap().0.threads.is_paused());
+}
