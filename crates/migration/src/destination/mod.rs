@@ -65,6 +65,7 @@ use crate::report::{DestinationReport, PhaseStart};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
 use crate::session::{ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
+use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
 use crate::wire::{Frame, MissingRuns, Text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -174,7 +175,7 @@ struct Supervisor<'s, 'e, 'a> {
     core: &'e Arc<Core>,
     inbound: &'e Inbound<'e>,
     patience: &'e Patience,
-    done: &'e std::sync::atomic::AtomicBool,
+    done: &'e AtomicBool,
     state: Session,
     control: Option<ControlLink>,
     bulk: Vec<recovery::BulkChannel<'s>>,
