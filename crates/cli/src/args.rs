@@ -62,6 +62,12 @@ pub(crate) enum Command {
     /// Say what a VM on this host is doing
     #[command(after_help = EXIT_CODES)]
     Status(StatusArgs),
+    /// Show what a migration of a VM on this host does, until it ends
+    ///
+    /// On a terminal it refreshes one line. Elsewhere it prints a line each second. Without a
+    /// migration it prints the state and ends, except at a destination that waits for a VM.
+    #[command(after_help = EXIT_CODES)]
+    Watch(WatchArgs),
     /// Pause a VM on this host
     Pause(VmArgs),
     /// Let a paused VM on this host run on
@@ -222,7 +228,7 @@ pub(crate) struct TlsArgs {
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     pub(crate) peer_name: Option<String>,
     /// Allow plain TCP to other hosts: anyone on the way can read and change the VM
-    #[arg(long)]
+    #[arg(long, conflicts_with = "tls_cert")]
     pub(crate) insecure: bool,
 }
 
@@ -346,7 +352,7 @@ pub(crate) struct RunArgs {
     pub(crate) machine: MachineArgs,
     #[command(flatten)]
     pub(crate) backing: BackingArgs,
-    /// Path of the control socket (mode 0600) for migrate, status, pause, resume, verify and quit
+    /// Path of the control socket (mode 0600) for migrate, watch, status, quit and so on
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: PathBuf,
 }
@@ -405,6 +411,22 @@ pub(crate) struct MigrateArgs {
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Print the result as one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Print each event as a line of JSON with its time, and the result as the last line
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) events: bool,
+}
+
+/// `pageferry watch`.
+#[derive(Debug, Args)]
+pub(crate) struct WatchArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    /// End after this time, such as 30s or 10m [default: when the migration ends]
+    #[arg(long = "for", value_name = "TIME", value_parser = time)]
+    pub(crate) for_time: Option<Duration>,
+    /// Print each line as a JSON object
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -5,7 +5,7 @@
 use pageferry_machine::MachineError;
 use pageferry_migration::{
     ChannelError, DestinationFailure, DestinationVm, ErrorCode, HandshakeError, MigrationError,
-    OpenError, SourceFailure, SourceVm, Status,
+    OpenError, SourceFailure, SourceVm, Status, TlsError,
 };
 use std::fmt;
 
@@ -31,7 +31,7 @@ pub(crate) enum Exit {
     Refused = 8,
     /// Ctrl-C, or a request over the control socket.
     Cancelled = 9,
-    /// The connection broke after the switch-over. The VM is paused and incomplete.
+    /// The migration ended after the switch-over. The VM at the destination is incomplete.
     LinkLost = 10,
     /// No VM listens on the control socket, or it did not carry out the request.
     NoVm = 11,
@@ -60,7 +60,7 @@ Exit codes:
    7  the peer speaks another protocol, another version, or sent damaged data
    8  the peer refused (mismatched machine, busy, unknown guest, its limits)
    9  cancelled (Ctrl-C); before the switch-over the VM runs on at the source
-  10  the connection broke after the switch-over: the VM is paused, incomplete
+  10  the migration ended after the switch-over: the VM at the destination is incomplete
   11  no VM listens on that control socket, or it refused the request
   12  this host or the peer's refused something (the message says what), or a bug
   13  the connection broke before the switch-over: the VM runs on at the source
@@ -245,8 +245,8 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         MigrationError::Channel(ChannelError::Wire(_))
         | MigrationError::Wire(_)
         | MigrationError::Protocol(_) => Exit::Protocol,
-        MigrationError::Channel(ChannelError::Tls(_))
-        | MigrationError::Handshake(
+        MigrationError::Channel(ChannelError::Tls(error)) => of_tls(error),
+        MigrationError::Handshake(
             HandshakeError::BadProof | HandshakeError::PlainForbidden { .. },
         )
         | MigrationError::Refused(Status::TlsRequired | Status::BadProof) => Exit::Untrusted,
@@ -256,7 +256,13 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
             Exit::BrokenOff
         }
         MigrationError::Refused(
-            Status::VersionUnsupported | Status::Malformed | Status::CapabilityMissing,
+            Status::VersionUnsupported
+            | Status::Malformed
+            | Status::CapabilityMissing
+            | Status::OldGeneration
+            | Status::FutureGeneration
+            | Status::ChannelTaken
+            | Status::TooManyChannels,
         ) => Exit::Protocol,
         MigrationError::PeerGaveUp {
             code: ErrorCode::Protocol,
@@ -274,6 +280,21 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         MigrationError::Machine(error) => of_machine(error),
         MigrationError::Cancelled | MigrationError::PeerCancelled => Exit::Cancelled,
         _ => Exit::Internal,
+    }
+}
+
+/// The class of a failure of TLS. Files that do not serve are those that the user named.
+pub(crate) fn of_tls(error: &TlsError) -> Exit {
+    match error {
+        TlsError::File { .. }
+        | TlsError::NoCertificate { .. }
+        | TlsError::NoKey { .. }
+        | TlsError::Malformed { .. }
+        | TlsError::KeyMismatch { .. }
+        | TlsError::BadName { .. }
+        | TlsError::NoName => Exit::Usage,
+        TlsError::NotTls(_) => Exit::Protocol,
+        _ => Exit::Untrusted,
     }
 }
 

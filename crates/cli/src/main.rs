@@ -40,6 +40,8 @@ mod signals;
 mod size;
 mod status;
 mod vm;
+mod wall_clock;
+mod watch;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -67,6 +69,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Receive(args) => receive::receive(args, &interrupts),
         Command::Migrate(args) => migrate::migrate(args, &interrupts),
         Command::Status(args) => status::status(args, &interrupts),
+        Command::Watch(args) => watch::watch(args, &interrupts),
         Command::Pause(args) => status::pause(args, &interrupts),
         Command::Resume(args) => status::resume(args, &interrupts),
         Command::Verify(args) => status::verify(args, &interrupts),

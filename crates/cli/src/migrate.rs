@@ -3,12 +3,14 @@
 use crate::args::MigrateArgs;
 use crate::control::client::{Client, ask};
 use crate::control::options::MigrateOptions;
-use crate::control::protocol::{Event, Request};
+use crate::control::protocol::{ErrorLine, Event, Request, SessionEvent};
 use crate::exit::{Exit, Failure};
 use crate::output;
 use crate::progress::{Display, Feed, Update};
 use crate::report::Report;
 use crate::signals::Interrupts;
+use crate::wall_clock;
+use serde_json::json;
 use std::cell::Cell;
 use std::time::Duration;
 
@@ -50,11 +52,11 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         }
         false
     };
-    let mut show = |event| match event {
-        Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
-        Event::Progress { done, total } => feed.at(done, total),
-        Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Note(text) => feed.note(text),
+    let mut show = |event| {
+        if args.events {
+            output::json_line(&json!({"at": wall_clock::now(), "event": event}));
+        }
+        show_on(&feed, event);
     };
     let answer = client.call(&request, LIMIT, &stop, &mut show);
     display.finish();
@@ -65,9 +67,17 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         );
         return Err(Failure::new(Exit::Cancelled, message));
     }
+    if let Err(failure) = &answer
+        && args.events
+    {
+        let error = ErrorLine::from(failure);
+        output::json_line(&json!({"at": wall_clock::now(), "error": error}));
+    }
     let report: Report = serde_json::from_value(answer?)
         .map_err(|e| Failure::new(Exit::NoVm, format!("the VM's report is not readable: {e}")))?;
-    if args.json {
+    if args.events {
+        output::json_line(&json!({"at": wall_clock::now(), "result": report.json()}));
+    } else if args.json {
         output::json(&report.json());
     } else {
         output::result(&format!(
@@ -77,6 +87,22 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
         ));
     }
     Ok(())
+}
+
+/// Shows an event to people.
+fn show_on(feed: &Feed, event: Event) {
+    match event {
+        Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
+        Event::Progress { done, total } => feed.at(done, total),
+        Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
+        Event::Session(SessionEvent::Stage(_)) => {}
+        Event::Session(SessionEvent::Lost { why, .. }) => {
+            let why = why.unwrap_or_default();
+            feed.note(format!("the connections broke, opening new ones: {why}"));
+        }
+        Event::Session(SessionEvent::Reconnected { .. }) => feed.note("connected again"),
+        Event::Note(text) => feed.note(text),
+    }
 }
 
 /// What the request carries beside its destination.

@@ -38,6 +38,11 @@ pub(crate) fn json(value: &Value) {
     result(&format!("{value:#}\n"));
 }
 
+/// Writes one JSON object to stdout, as one line.
+pub(crate) fn json_line(value: &Value) {
+    result(&format!("{value}\n"));
+}
+
 /// Writes one line to stderr.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(std::io::stderr().lock(), "pageferry: {text}");

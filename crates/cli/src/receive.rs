@@ -3,7 +3,7 @@
 use crate::args::ReceiveArgs;
 use crate::control::options::{limits, plain};
 use crate::control::server::ControlServer;
-use crate::exit::{Exit, Failure, of_listen, of_migration};
+use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
 use crate::host::{
     Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, has_switched_over,
     wait_for_outcome,
@@ -17,8 +17,8 @@ use crate::size;
 use crate::vm::{GuestDescription, PAUSE_LIMIT, Vm, check_backing};
 use pageferry_machine::{EngineChoice, kvm};
 use pageferry_migration::{
-    Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Incoming,
-    Listener, MigrationError, Offer, Resolver, Stranger,
+    ChannelError, Destination, DestinationConfig, DestinationFailure, DestinationReport,
+    DestinationVm, Incoming, Listener, MigrationError, Offer, Resolver, Stranger,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -130,7 +130,7 @@ fn accept(
                 ));
             }
             // A fault of this host would not go away with another source.
-            Err(e @ (MigrationError::Channel(_) | MigrationError::Os { .. })) => {
+            Err(e) if is_of_this_host(&e) => {
                 return Err(Failure::new(of_migration(&e), e.to_string()));
             }
             Err(e) if !goes_on(args, host, interrupts) => {
@@ -138,6 +138,15 @@ fn accept(
             }
             Err(e) => output::note(&format!("turned away a source: {e}; still listening")),
         }
+    }
+}
+
+/// Whether this host fails, or the files for TLS do not serve.
+fn is_of_this_host(error: &MigrationError) -> bool {
+    match error {
+        MigrationError::Os { .. } => true,
+        MigrationError::Channel(ChannelError::Tls(error)) => of_tls(error) == Exit::Usage,
+        _ => false,
     }
 }
 
@@ -381,7 +390,15 @@ fn wait(
 ) -> Result<Outcome, Failure> {
     let answers = Answers {
         switched_over: &|| matches!(host.activity(), Activity::Arriving(phase) if has_switched_over(phase)),
-        cancel: &|_| stop.store(true, Ordering::Release),
+        cancel: &|_| {
+            // A copy that was ready is kept until the source has heard that it is discarded. The
+            // second request waits no longer.
+            if stop.swap(true, Ordering::AcqRel)
+                && let Some(there) = host.destination()
+            {
+                there.give_up();
+            }
+        },
         finishing: &|| {
             feed.note("the VM runs here and nowhere else: it ends when all of it is here (again: end it now)");
         },

@@ -20,6 +20,20 @@ pub(crate) struct TlsOptions {
     pub(crate) peer_name: Option<String>,
 }
 
+impl TlsOptions {
+    /// The VM's process has its own current directory.
+    fn check(&self) -> Result<(), String> {
+        let paths = [&self.cert, &self.key, &self.ca];
+        match paths.into_iter().find(|path| !path.is_absolute()) {
+            None => Ok(()),
+            Some(path) => Err(format!(
+                "the path {} is not absolute: the VM's process reads it, from another directory",
+                path.display()
+            )),
+        }
+    }
+}
+
 impl From<&TlsOptions> for TlsFiles {
     fn from(options: &TlsOptions) -> Self {
         Self {
@@ -98,6 +112,12 @@ impl MigrateOptions {
                 Limits::MIN_DEAD_AFTER.as_millis()
             ));
         }
+        if self.tls.is_some() && self.insecure {
+            return Err("give either `tls` or `insecure`: with TLS no channel is plain".into());
+        }
+        if let Some(tls) = &self.tls {
+            tls.check()?;
+        }
         Ok(SourceConfig {
             precopy_passes,
             bulk_channels: channels("bulk", self.channels, defaults.bulk_channels)?,
@@ -110,5 +130,46 @@ impl MigrateOptions {
             plain: plain(self.insecure),
             ..defaults
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_out_of_range_are_told() {
+        let good = MigrateOptions::default();
+        assert_eq!(good.config(1).unwrap().bulk_channels, 1);
+        let tls = TlsOptions {
+            cert: "/cert".into(),
+            key: "key".into(),
+            ca: "/ca".into(),
+            peer_name: None,
+        };
+        let absolute = TlsOptions {
+            key: "/key".into(),
+            ..tls.clone()
+        };
+        let change = |change: fn(&mut MigrateOptions)| {
+            let mut options = good.clone();
+            change(&mut options);
+            options
+        };
+        let (mut relative, mut both) = (good.clone(), good.clone());
+        relative.tls = Some(tls);
+        both.tls = Some(absolute.clone());
+        assert!(both.config(1).is_ok());
+        both.insecure = true;
+        for (bad, part) in [
+            (change(|o| o.channels = Some(0)), "1 to 16"),
+            (change(|o| o.urgent_channels = Some(17)), "1 to 16"),
+            (change(|o| o.dead_after_ms = Some(99)), "100 ms at least"),
+            (relative, "key is not absolute"),
+            (both, "either `tls` or `insecure`"),
+        ] {
+            let why = bad.config(1).unwrap_err();
+            assert!(why.contains(part), "{why}");
+        }
     }
 }

@@ -79,8 +79,32 @@ pub(crate) enum Event {
         /// The total number of pages.
         total: u64,
     },
+    /// Something happened to the session.
+    Session(SessionEvent),
     /// A line for the user.
     Note(String),
+}
+
+/// What happens to the connections of a migration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum SessionEvent {
+    /// The session has come this far.
+    Stage(String),
+    /// The connections of a generation were lost.
+    Lost {
+        /// The generation.
+        generation: u32,
+        /// The reason.
+        why: Option<String>,
+    },
+    /// The connections of a new generation are open.
+    Reconnected {
+        /// The generation.
+        generation: u32,
+        /// The address of the peer.
+        peer: Option<String>,
+    },
 }
 
 /// The form of a [`Phase`] on the socket.

@@ -16,7 +16,9 @@ use crate::sampler::Sampler;
 use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing, engine_that_receives};
 use child::Child;
-use pageferry_migration::{Observer, Phase, SourceConfig, SourceReport, SourceSession, SourceVm};
+use pageferry_migration::{
+    Limits, Observer, Phase, SourceConfig, SourceReport, SourceSession, SourceVm,
+};
 use serde_json::Value;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,6 +32,8 @@ const WARM_UP_LEAST: Duration = Duration::from_millis(500);
 const STUCK: Duration = Duration::from_secs(30);
 /// The time limit for short requests to the destination.
 const ASK_LIMIT: Duration = Duration::from_secs(30);
+/// The time after which a destination that does not return is dead: nobody repairs a demo.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(10);
 /// The time limit for a verification.
 const VERIFY_LIMIT: Duration = Duration::from_secs(3600);
 
@@ -203,6 +207,10 @@ fn move_away(
     let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
     let config = SourceConfig {
         precopy_passes: args.source.precopy_passes,
+        limits: Limits {
+            give_up_after: Some(GIVE_UP_AFTER),
+            ..Limits::default()
+        },
         ..SourceConfig::default()
     };
     let now = Arc::new(Mutex::new(Phase::Setup));

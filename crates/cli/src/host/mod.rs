@@ -12,6 +12,7 @@ mod keep;
 mod leave;
 mod recovery;
 mod service;
+mod session_events;
 mod state;
 mod wait;
 mod watch;

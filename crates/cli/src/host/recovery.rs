@@ -83,6 +83,8 @@ impl Host {
             }
             Activity::GivenUp { .. } if resume_here => {
                 let vm = self.vm().ok_or_else(|| refuse("there is no VM here"))?;
+                // The migration left it on. A failure costs only speed.
+                let _ = vm.running().machine.set_dirty_log(false);
                 vm.threads().resume();
                 self.set_activity(Activity::Here);
                 Ok(json!({"state": "running", "lost": AT_RISK}))
@@ -100,7 +102,13 @@ impl Host {
                 let there = self
                     .destination()
                     .ok_or_else(|| refuse("no VM is being received"))?;
-                let left = there.status().pages_left;
+                let status = there.status();
+                if matches!(status.stage, "none" | "receiving") {
+                    return Err(refuse(
+                        "the VM is not handed over yet: use `pageferry cancel` at its source, and it runs on there",
+                    ));
+                }
+                let left = status.pages_left;
                 there.give_up();
                 let lost = format!("the VM, if it ran here: {left} of its pages never came");
                 Ok(json!({"state": "ending", "lost": lost}))

@@ -1,5 +1,6 @@
 //! The answers of a VM's control socket.
 
+use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
 use crate::control::options::MigrateOptions;
@@ -204,6 +205,7 @@ impl Host {
                 return Err(refuse("the VM is ending"));
             }
         }
+        let mut session_events = SessionEvents::default();
         loop {
             let outcome = outcome.recv_timeout(Interrupts::POLL);
             for update in feed.take() {
@@ -213,6 +215,9 @@ impl Host {
                     Update::Allocated { done, total } => Event::Allocated { done, total },
                     Update::Step(text) | Update::Note(text) => Event::Note(text),
                 });
+            }
+            for happened in session_events.see(&session.status()) {
+                event(Event::Session(happened));
             }
             match outcome {
                 Ok(Ok(report)) => return Ok(json!(report)),

@@ -163,7 +163,7 @@ impl Host {
     }
 
     /// The hold on the migration that brings the VM.
-    pub(super) fn destination(&self) -> Option<Arc<Destination>> {
+    pub(crate) fn destination(&self) -> Option<Arc<Destination>> {
         let kept = self.destination.lock();
         kept.unwrap_or_else(PoisonError::into_inner).upgrade()
     }

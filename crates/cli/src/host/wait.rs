@@ -106,8 +106,8 @@ impl NoOutcome {
 }
 
 /// The consequence for a source whose user did not wait for the end of post-copy.
-pub(crate) const ABANDONED_AT_SOURCE: &str = "the destination pauses the VM, as pages are missing \
-     there; it is not resumed here either";
+pub(crate) const ABANDONED_AT_SOURCE: &str = "the VM waits at the destination for pages that \
+     never come; it is not resumed here either";
 
 /// Waits for the outcome of a migration and answers requests to stop.
 ///

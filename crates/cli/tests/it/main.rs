@@ -21,4 +21,6 @@ mod peers;
 mod recovery;
 mod sizes;
 mod support;
+mod trust;
 mod two_processes;
+mod watch;

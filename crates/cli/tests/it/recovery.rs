@@ -138,3 +138,33 @@ fn an_operator_ends_it_and_resumes_the_whole_copy() {
     assert_runs_on(&source.socket);
     pageferry(&["verify", "--vm", vm]).assert_ok();
 }
+
+#[test]
+fn an_operator_who_knows_that_the_destination_is_gone_runs_the_vm_at_its_source() {
+    let source = Source::start("16M");
+    let destination = Destination::start_on_tcp(&[]);
+    let shaper = shaper(&destination);
+    source.wait_until_all_is_written();
+    let vm = source.socket.to_str().unwrap();
+    let migrate = source.migrate_with(&shaper.addr().to_string(), &["--precopy-passes", "0"]);
+    wait_for("the hand-over", || {
+        (stage(&destination.socket)? == "running").then_some(())
+    });
+    pageferry(&["cancel", "--vm", vm]).assert_failed(11, "too late to cancel");
+    // Its host loses power.
+    drop(destination);
+    let resumed = pageferry(&["abandon", "--vm", vm, "--resume-here"]);
+    resumed.assert_ok();
+    assert!(resumed.stdout.contains("at the destination"), "{resumed:?}");
+    migrate
+        .end()
+        .assert_failed(10, "since an operator resumed it");
+    assert_eq!(stage(&source.socket).unwrap(), "resumed-here");
+    // It may migrate again, as if nothing had been.
+    let other = Destination::start(&[]);
+    assert_runs_on(&source.socket);
+    source.migrate(&other.address).end().assert_ok();
+    source.process.end().assert_ok();
+    assert_runs_on(&other.socket);
+    pageferry(&["verify", "--vm", other.socket.to_str().unwrap()]).assert_ok();
+}

@@ -1,5 +1,6 @@
 //! Shared by all tests of the command line: processes with deadlines, a VM to migrate, a slow link.
 
+pub(crate) mod certificates;
 pub(crate) mod link;
 pub(crate) mod peer;
 

@@ -1,0 +1,96 @@
+//! What happens to a session, found by comparing its status with an earlier one.
+
+use crate::control::protocol::SessionEvent;
+use pageferry_migration::SessionStatus;
+
+/// The stages in which no connection is due any more.
+const ENDED: [&str; 5] = ["completed", "kept", "returned", "given-up", "resumed-here"];
+
+/// What was seen of a session so far.
+#[derive(Debug, Default)]
+pub(super) struct SessionEvents {
+    stage: Option<&'static str>,
+    /// The newest generation that was connected.
+    generation: u32,
+    connected: bool,
+}
+
+impl SessionEvents {
+    /// Returns what happened since the last call. A loss that was repaired meanwhile is seen by the
+    /// generation.
+    pub(super) fn see(&mut self, status: &SessionStatus) -> Vec<SessionEvent> {
+        let mut events = Vec::new();
+        if status.stage == "none" {
+            return events;
+        }
+        let ended = ENDED.contains(&status.stage);
+        let newer = status.generation != self.generation;
+        if self.connected && (newer || !status.connected) && !ended {
+            self.connected = false;
+            events.push(SessionEvent::Lost {
+                generation: self.generation,
+                why: status.last_loss.clone(),
+            });
+        }
+        if !self.connected && status.connected {
+            if self.generation > 0 {
+                events.push(SessionEvent::Reconnected {
+                    generation: status.generation,
+                    peer: status.peer.clone(),
+                });
+            }
+            (self.connected, self.generation) = (true, status.generation);
+        }
+        if self.stage != Some(status.stage) {
+            self.stage = Some(status.stage);
+            events.push(SessionEvent::Stage(status.stage.into()));
+        }
+        events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status(stage: &'static str, generation: u32, connected: bool) -> SessionStatus {
+        SessionStatus {
+            stage,
+            generation,
+            connected,
+            last_loss: Some("why".into()),
+            ..SessionStatus::default()
+        }
+    }
+
+    fn stage(name: &str) -> SessionEvent {
+        SessionEvent::Stage(name.into())
+    }
+
+    #[test]
+    fn losses_and_stages_are_seen_once() {
+        let mut events = SessionEvents::default();
+        let lost = |generation| SessionEvent::Lost {
+            generation,
+            why: Some("why".into()),
+        };
+        let reconnected = |generation| SessionEvent::Reconnected {
+            generation,
+            peer: None,
+        };
+        assert_eq!(events.see(&status("none", 0, false)), []);
+        assert_eq!(events.see(&status("setup", 1, false)), [stage("setup")]);
+        assert_eq!(events.see(&status("setup", 1, true)), []);
+        let handed_over = |generation, connected| status("handed-over", generation, connected);
+        assert_eq!(events.see(&handed_over(1, true)), [stage("handed-over")]);
+        assert_eq!(events.see(&handed_over(2, false)), [lost(1)]);
+        assert_eq!(events.see(&handed_over(3, false)), []);
+        assert_eq!(events.see(&handed_over(4, true)), [reconnected(4)]);
+        // Repaired between two looks.
+        let both = [lost(4), reconnected(5)];
+        assert_eq!(events.see(&handed_over(5, true)), both);
+        let end = status("completed", 5, false);
+        assert_eq!(events.see(&end), [stage("completed")]);
+        assert_eq!(events.see(&end), []);
+    }
+}

@@ -1,0 +1,134 @@
+//! TLS between two processes: peers that prove who they are, and peers that do not.
+
+use crate::support::certificates::{Authority, Files};
+use crate::support::{Destination, Process, Source, pageferry, status};
+use pageferry_testkit::shaper::{Plan, Shaper, Which};
+use pageferry_testkit::wait_for;
+
+fn refs(flags: &[String]) -> Vec<&str> {
+    flags.iter().map(String::as_str).collect()
+}
+
+/// A destination with these files, which takes a source named `here`.
+fn destination(files: &Files) -> Destination {
+    Destination::start_on_tcp(&refs(&files.flags("here")))
+}
+
+/// Migrates with these files to a destination named `there`.
+fn migrate(source: &Source, to: &str, files: &Files, more: &[&str]) -> Process {
+    let mut flags = files.flags("there");
+    flags.extend(more.iter().map(ToString::to_string));
+    source.migrate_with(to, &refs(&flags))
+}
+
+#[test]
+fn a_vm_moves_over_tls_and_survives_lost_connections() {
+    let authority = Authority::new("test");
+    let (here, there) = (authority.issue("here"), authority.issue("there"));
+    let destination = destination(&there);
+    let plan = Plan {
+        rate: Some(4 << 20),
+        ..Plan::default()
+    };
+    let shaper = Shaper::start(destination.address.parse().unwrap(), plan).unwrap();
+    let source = Source::start("16M");
+    source.wait_until_all_is_written();
+    let more = ["--precopy-passes", "0", "--channels", "2"];
+    let migrate = migrate(&source, &shaper.addr().to_string(), &here, &more);
+    wait_for("the guest to run there", || {
+        (status(&destination.socket)?["session"]["stage"] == "running").then_some(())
+    });
+    shaper.reset(Which::All);
+    migrate.end().assert_ok();
+    source.process.end().assert_ok();
+    source.dir.assert_empty();
+    pageferry(&["verify", "--vm", destination.socket.to_str().unwrap()]).assert_ok();
+    let session = status(&destination.socket).unwrap()["session"].clone();
+    assert_eq!(session["stage"], "completed", "{session}");
+    assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
+    destination.process.interrupt();
+    destination.process.end().assert_ok();
+}
+
+/// A migration with these files fails for the reasons of both ends, and the VM is untouched.
+#[track_caller]
+fn assert_untrusted(here: &Files, there: &Files, at_source: &str, at_destination: &str) {
+    let destination = destination(there);
+    let source = Source::start("16M");
+    let refused = migrate(&source, &destination.address, here, &[]);
+    refused.end().assert_failed(16, at_source);
+    let rest = destination.process.wait_until_said(at_destination);
+    assert!(rest.ends_with("still listening"), "{rest}");
+    assert_eq!(status(&destination.socket).unwrap()["state"], "waiting");
+    source.assert_unharmed();
+}
+
+#[test]
+fn a_destination_of_another_authority_is_refused() {
+    let (ours, other) = (Authority::new("ours"), Authority::new("other"));
+    // The destination trusts the source, which does not trust it.
+    let there = other.issue("there").trusting(&ours);
+    let here = ours.issue("here");
+    let why = "no CA of this side signed the peer's certificate";
+    assert_untrusted(&here, &there, why, "no CA of the peer signed it");
+}
+
+#[test]
+fn a_source_of_another_authority_is_refused() {
+    let (ours, other) = (Authority::new("ours"), Authority::new("other"));
+    // The source trusts the destination, which does not trust it.
+    let here = other.issue("here").trusting(&ours);
+    let there = ours.issue("there");
+    let why = "no CA of this side signed the peer's certificate";
+    assert_untrusted(&here, &there, "no CA of the peer signed it", why);
+}
+
+#[test]
+fn a_certificate_for_another_host_is_refused() {
+    let authority = Authority::new("test");
+    let (here, there) = (authority.issue("here"), authority.issue("elsewhere"));
+    let why = "the peer's certificate is not for `there`";
+    assert_untrusted(
+        &here,
+        &there,
+        why,
+        "it is not for the name that the peer expects",
+    );
+}
+
+#[test]
+fn a_side_without_tls_is_refused_by_one_with_it() {
+    let authority = Authority::new("test");
+    let (here, there) = (authority.issue("here"), authority.issue("there"));
+    let source = Source::start("16M");
+    let with = destination(&there);
+    source
+        .migrate(&with.address)
+        .end()
+        .assert_failed(16, "the destination requires TLS");
+    let without = Destination::start_on_tcp(&[]);
+    migrate(&source, &without.address, &here, &[])
+        .end()
+        .assert_failed(16, "TLS");
+    source.assert_unharmed();
+}
+
+#[test]
+fn files_that_do_not_serve_are_usage_errors() {
+    let authority = Authority::new("test");
+    let (here, other) = (authority.issue("here"), authority.issue("other"));
+    let source = Source::start("16M");
+    let mut flags = here.flags("there");
+    flags[3] = other.flags("there")[3].clone();
+    source
+        .migrate_with("127.0.0.1:9", &refs(&flags))
+        .end()
+        .assert_failed(2, "is not that of the certificate");
+    flags[1] = "/no/such/file".into();
+    let mut receive = vec!["receive", "--listen", "127.0.0.1:0"];
+    receive.extend(refs(&flags));
+    pageferry(&receive).assert_failed(2, "cannot read the PEM file /no/such/file");
+    pageferry(&["receive", "--listen", "127.0.0.1:0", "--tls-cert", "x"])
+        .assert_failed(2, "required arguments");
+    source.assert_unharmed();
+}
