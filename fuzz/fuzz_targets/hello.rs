@@ -1,5 +1,5 @@
-//! The messages that open a channel: no panic on any bytes, and what is accepted encodes to the same
-//! bytes.
+//! The messages that open a channel: no panic on any bytes, and what is accepted encodes to the
+//! same bytes.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

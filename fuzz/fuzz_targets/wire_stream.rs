@@ -1,8 +1,8 @@
-//! Frames of control and bulk channels: no panic and no unbounded allocation on any bytes, and what is
-//! accepted encodes to the same bytes.
+//! Frames of control and bulk channels: no panic and no unbounded allocation on any bytes, and what
+//! is accepted encodes to the same bytes.
 //!
-//! The first byte of the input chooses the side and the channel, the next eight the memory's size; a
-//! frame follows.
+//! The first byte of the input chooses the side and the channel, the next eight the memory's size;
+//! a frame follows.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

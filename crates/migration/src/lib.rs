@@ -21,7 +21,8 @@
 //! | completion | knows that every page has a receipt | confirms it |
 //!
 //! **Neighbours.** Below: `machine` (the VM) and `userfault` (page states). Above: `harness`,
-//! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest does.
+//! `bench` and `cli`. This crate must not know which engine runs the guest, nor what the guest
+//! does.
 
 pub mod address;
 mod bell;

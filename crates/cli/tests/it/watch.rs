@@ -1,4 +1,5 @@
-//! `migrate --events`, `watch`, and the commands of an operator to a migration before the hand-over.
+//! `migrate --events`, `watch`, and the commands of an operator to a migration before the
+//! hand-over.
 
 use crate::support::peer::Peer;
 use crate::support::{Destination, Process, Source, pageferry, status};

@@ -296,9 +296,9 @@ impl Core {
         self.urgent_pages.fetch_add(1, Ordering::Relaxed);
         let bytes = bytes.unwrap_or(&ZERO);
         if self.machine.receives_in_place() {
-            // SAFETY: the page is missing, so neither vCPUs nor the VMM's own accesses reach it. This
-            // thread alone places it, since it has the page's `placing` bit. `alias` gives 4096
-            // mapped bytes, which do not overlap a private buffer.
+            // SAFETY: the page is missing, so neither vCPUs nor the VMM's own accesses reach it.
+            // This thread alone places it, since it has the page's `placing` bit. `alias` gives
+            // 4096 mapped bytes, which do not overlap a private buffer.
             unsafe {
                 let to = self.machine.ram().unchecked().alias(message.page, 1);
                 std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES);

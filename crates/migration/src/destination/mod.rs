@@ -1,9 +1,9 @@
 //! The destination: the process that a VM moves to.
 //!
 //! **Guarantee.** No vCPU sees a page before its right bytes are there. The VM runs here only after
-//! the source's `Go`. From then on a lost channel costs only waiting: vCPUs that need a missing page
-//! wait until the source has opened new channels. The VM never continues with wrong pages. A copy
-//! that is discarded after it was ready is discarded for good, and the source hears of it.
+//! the source's `Go`. From then on a lost channel costs only waiting: vCPUs that need a missing
+//! page wait until the source has opened new channels. The VM never continues with wrong pages. A
+//! copy that is discarded after it was ready is discarded for good, and the source hears of it.
 //!
 //! **Mechanism.** [`Destination::listen`] accepts connections on a thread of its own.
 //! [`Destination::accept`] takes a source's offer. The caller builds such a machine.
@@ -294,8 +294,8 @@ impl<'a> Supervisor<'_, '_, 'a> {
             ToSource::DrainAck => Frame::DrainAck {
                 missing: self.loading.missing_at_start(),
             },
-            // A copy that was never ready needs no answer that is kept. A source that did not cancel
-            // hears the reason.
+            // A copy that was never ready needs no answer that is kept. A source that did not
+            // cancel hears the reason.
             ToSource::Discarded if !self.loading.is_loaded() => match &self.error {
                 Some(MigrationError::PeerGaveUp { .. } | MigrationError::PeerCancelled) | None => {
                     Frame::Discarded(Text::new(&reason()))

@@ -1,8 +1,8 @@
 //! Requests for the pieces of huge pages.
 //!
 //! **Guarantee.** A touch of a huge page that waits for pieces has all of them requested, in order
-//! and without gaps. At most [`WINDOW`] of a fault thread's requests are unanswered, so the socket's
-//! buffer always has room.
+//! and without gaps. At most [`WINDOW`] of a fault thread's requests are unanswered, so the
+//! socket's buffer always has room.
 //!
 //! **Mechanism.** The host maps a page of a pool only whole (`Machine::install`), so one missing
 //! piece of 4 KiB stops its vCPUs. Each fault thread keeps the huge pages of its events. It

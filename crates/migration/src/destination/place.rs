@@ -101,8 +101,8 @@ impl<'a> Placer<'a> {
         let list = RunList::decode(header, &self.descriptors, core.pages())?;
         let mut hasher = header.hasher();
         hasher.update(&self.descriptors);
-        // The source sends no page of pre-copy after SwitchOver, and no missing page before `Ready`.
-        // So this frame belongs to the phase that it finds.
+        // The source sends no page of pre-copy after SwitchOver, and no missing page before
+        // `Ready`. So this frame belongs to the phase that it finds.
         let postcopy = inbound.postcopy.load(Ordering::Acquire);
         let mut placing = Placing {
             core,

@@ -24,8 +24,8 @@
 //! the destination may still discard its copy.
 //!
 //! **Neighbours.** `model/` searches all states of both ends and a network that delays and cuts.
-//! `page/` writes `docs/migration-states.md`. `source/` and `destination/` have the supervisors. The
-//! ledger has the pages.
+//! `page/` writes `docs/migration-states.md`. `source/` and `destination/` have the supervisors.
+//! The ledger has the pages.
 
 pub mod destination;
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! The source: the process that a VM leaves.
 //!
 //! **Guarantee.** Until the source sends `Go`, any failure leaves the VM running here. From then on
-//! it resumes the VM in two cases only: the destination says that it discarded its copy, which never
-//! ran; or an operator takes the risk. The source keeps every page until the destination has
+//! it resumes the VM in two cases only: the destination says that it discarded its copy, which
+//! never ran; or an operator takes the risk. The source keeps every page until the destination has
 //! confirmed all pages. A lost connection never ends a migration that is handed over.
 //!
 //! **Mechanism.** [`migrate`] runs the supervisor: it feeds the [session](crate::session) events,

@@ -101,9 +101,9 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Changes the mode. A thread that has claimed pages looks at the mode again, and gives them back
-    /// if it has changed. So once this has returned and nothing is in flight, nothing is sent in the
-    /// old mode. The supervisor rings the bells of the sending threads afterwards.
+    /// Changes the mode. A thread that has claimed pages looks at the mode again, and gives them
+    /// back if it has changed. So once this has returned and nothing is in flight, nothing is sent
+    /// in the old mode. The supervisor rings the bells of the sending threads afterwards.
     pub(super) fn set_mode(&self, mode: Mode) {
         self.cursor.store(0, Ordering::Relaxed);
         self.mode.store(mode as u8, Ordering::SeqCst);

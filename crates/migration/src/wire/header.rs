@@ -23,9 +23,9 @@ const _: () = assert!(size_of::<HeaderLayout>() == HEADER_BYTES);
 
 /// A frame's header, with the type and the length of its payload.
 ///
-/// The type, direction, channel, flags and length of a decoded header are checked. Its other fields can be
-/// trusted only after a checksum is verified. [`FrameHasher::verify`] verifies all fields. For a
-/// Pages frame, [`RunList::decode`](super::RunList::decode) verifies the fields before `arg`
+/// The type, direction, channel, flags and length of a decoded header are checked. Its other fields
+/// can be trusted only after a checksum is verified. [`FrameHasher::verify`] verifies all fields.
+/// For a Pages frame, [`RunList::decode`](super::RunList::decode) verifies the fields before `arg`
 /// earlier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {

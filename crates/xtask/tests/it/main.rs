@@ -1,5 +1,6 @@
 //! `cargo xtask lab` as a user calls it. Most tests put a script in the emulator's place. One runs
-//! a command in the emulated machine, if its packages have been fetched. [`two_hosts`] has a module.
+//! a command in the emulated machine, if its packages have been fetched. [`two_hosts`] has a
+//! module.
 
 mod kernel;
 mod two_hosts;

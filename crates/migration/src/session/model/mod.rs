@@ -11,11 +11,12 @@
 //! switched off there, and each search without one finds a counterexample.
 //!
 //! **Freezes, cuts and half-closed connections** are orders of events. A message that waits is a
-//! freeze. An end that loses a connection drops what it has not read. The other end reads what is on
-//! its way, all of it or a part, and learns of the loss at any later time.
+//! freeze. An end that loses a connection drops what it has not read. The other end reads what is
+//! on its way, all of it or a part, and learns of the loss at any later time.
 //!
-//! **Limits.** Pages are pushed in the order of their numbers. Each end handles one event at a time,
-//! so races within one end are not searched. `ResumeHere` is left out: it is a risk by design.
+//! **Limits.** Pages are pushed in the order of their numbers. Each end handles one event at a
+//! time, so races within one end are not searched. `ResumeHere` is left out: it is a risk by
+//! design.
 
 mod config;
 mod destination_end;
