@@ -6,6 +6,7 @@
 
 use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
+use crate::outbox::Outbox;
 use crate::session::Generation;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, Role, Side, WireError};
 use rustix::event::PollFlags;
@@ -24,15 +25,11 @@ pub(crate) struct ControlLink {
     pub(crate) generation: Generation,
     from: Side,
     memory_pages: u64,
-    out: Vec<u8>,
-    sent: usize,
-    /// Whether TLS has bytes that the peer does not take yet.
-    pending: bool,
+    out: Outbox,
     scratch: Vec<u8>,
     input: Vec<u8>,
     decoded: usize,
     heard: Instant,
-    said: Instant,
 }
 
 impl ControlLink {
@@ -48,14 +45,11 @@ impl ControlLink {
             generation,
             from,
             memory_pages,
-            out: Vec::new(),
-            sent: 0,
-            pending: false,
+            out: Outbox::new("frame"),
             scratch: Vec::new(),
             input: Vec::new(),
             decoded: 0,
             heard: Instant::now(),
-            said: Instant::now(),
         }
     }
 
@@ -86,7 +80,7 @@ impl ControlLink {
     /// Queues a frame. [`Self::flush`] sends it.
     pub(crate) fn queue(&mut self, frame: &Frame) -> Result<(), MigrationError> {
         frame.encode(&mut self.scratch)?;
-        self.out.extend_from_slice(&self.scratch);
+        self.out.push(&self.scratch);
         Ok(())
     }
 
@@ -98,26 +92,14 @@ impl ControlLink {
 
     /// Sends as much as the peer takes now.
     pub(crate) fn flush(&mut self) -> Result<(), MigrationError> {
-        while self.sent < self.out.len() {
-            let taken = self.connection.try_send(&self.out[self.sent..], "frame")?;
-            if taken == 0 {
-                return Ok(());
-            }
-            self.sent += taken;
-            self.said = Instant::now();
-        }
-        self.out.clear();
-        self.sent = 0;
-        self.pending = !self.connection.flush_pending("frame")?;
-        Ok(())
+        self.out.flush(&self.connection)
     }
 
     /// Says `Alive` if nothing was said for `interval`.
     pub(crate) fn keep_alive(&mut self, interval: Duration) -> Result<(), MigrationError> {
-        if self.said.elapsed() < interval || self.sent < self.out.len() {
+        if self.out.silence() < interval || !self.out.is_empty() {
             return self.flush();
         }
-        self.said = Instant::now();
         self.send(&Frame::Alive)
     }
 
@@ -182,10 +164,10 @@ impl ControlLink {
 
     /// The events to poll for.
     pub(crate) fn interest(&self) -> PollFlags {
-        if self.sent < self.out.len() || self.pending {
-            PollFlags::IN | PollFlags::OUT
-        } else {
+        if self.out.is_sent() {
             PollFlags::IN
+        } else {
+            PollFlags::IN | PollFlags::OUT
         }
     }
 

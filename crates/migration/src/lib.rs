@@ -38,6 +38,7 @@ mod latency;
 mod ledger;
 mod limits;
 mod mailbox;
+mod outbox;
 mod phase;
 mod protocol_error;
 mod report;

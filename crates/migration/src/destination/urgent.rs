@@ -14,6 +14,7 @@ use super::core::Core;
 use super::shared::Letter;
 use crate::channel::Connection;
 use crate::error::MigrationError;
+use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
 use crate::session::{ChannelId, Generation};
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
@@ -51,14 +52,12 @@ struct Open {
     id: ChannelId,
     generation: Generation,
     connection: Arc<Connection>,
-    out: Vec<u8>,
-    sent: usize,
+    out: Outbox,
     buffer: Box<[u8]>,
     filled: usize,
     placed: u64,
     receipted: u64,
     heard: Instant,
-    said: Instant,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -91,14 +90,12 @@ impl UrgentChannel {
             id,
             generation,
             connection,
-            out: Vec::new(),
-            sent: 0,
+            out: Outbox::new("urgent request"),
             buffer: vec![0; REPLIES * (URGENT_BYTES + PAGE_BYTES)].into(),
             filled: 0,
             placed: 0,
             receipted: 0,
             heard: now,
-            said: now,
         });
         self.open.store(true, Ordering::Release);
     }
@@ -165,7 +162,7 @@ impl UrgentChannel {
             return 0;
         };
         while let Ok(page) = holder.requests.try_recv() {
-            open.out.extend_from_slice(&UrgentMessage::request(page));
+            open.out.push(&UrgentMessage::request(page));
         }
         let before = open.placed;
         let pumped = open.flush().and_then(|()| open.read(core));
@@ -201,8 +198,8 @@ impl UrgentChannel {
             return;
         };
         open.receipt(1);
-        if open.said.elapsed() >= interval && open.out.is_empty() {
-            open.out.extend_from_slice(&UrgentMessage::alive());
+        if open.out.silence() >= interval && open.out.is_empty() {
+            open.out.push(&UrgentMessage::alive());
         }
         let outcome = if open.heard.elapsed() > patience {
             Err(MigrationError::Timeout("anything on an urgent channel"))
@@ -220,26 +217,12 @@ impl Open {
     fn receipt(&mut self, pages: u64) {
         if self.placed - self.receipted >= pages {
             self.receipted = self.placed;
-            self.out
-                .extend_from_slice(&UrgentMessage::receipt(self.placed));
+            self.out.push(&UrgentMessage::receipt(self.placed));
         }
     }
 
     fn flush(&mut self) -> Result<(), MigrationError> {
-        while self.sent < self.out.len() {
-            let taken = self
-                .connection
-                .try_send(&self.out[self.sent..], "urgent request")?;
-            if taken == 0 {
-                return Ok(());
-            }
-            self.sent += taken;
-            self.said = Instant::now();
-        }
-        self.out.clear();
-        self.sent = 0;
-        self.connection.flush_pending("urgent request")?;
-        Ok(())
+        self.out.flush(&self.connection)
     }
 
     /// Reads without waiting, and places each complete reply.

@@ -1,0 +1,64 @@
+//! Bytes on their way to a peer that may not take them yet.
+
+use crate::channel::Connection;
+use crate::error::MigrationError;
+use std::time::{Duration, Instant};
+
+/// Messages in their order. No call waits.
+pub(crate) struct Outbox {
+    what: &'static str,
+    bytes: Vec<u8>,
+    sent: usize,
+    /// Whether TLS has bytes that the peer does not take yet.
+    pending: bool,
+    said: Instant,
+}
+
+impl Outbox {
+    /// `what` names the messages, for errors.
+    pub(crate) fn new(what: &'static str) -> Self {
+        Self {
+            what,
+            bytes: Vec::new(),
+            sent: 0,
+            pending: false,
+            said: Instant::now(),
+        }
+    }
+
+    /// Adds a message. [`Self::flush`] sends it.
+    pub(crate) fn push(&mut self, message: &[u8]) {
+        self.bytes.extend_from_slice(message);
+    }
+
+    /// Whether the connection has accepted all messages.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.sent == self.bytes.len()
+    }
+
+    /// Whether everything has left this process.
+    pub(crate) fn is_sent(&self) -> bool {
+        self.is_empty() && !self.pending
+    }
+
+    /// The time since the peer took something.
+    pub(crate) fn silence(&self) -> Duration {
+        self.said.elapsed()
+    }
+
+    /// Sends as much as the peer takes now.
+    pub(crate) fn flush(&mut self, connection: &Connection) -> Result<(), MigrationError> {
+        while !self.is_empty() {
+            let taken = connection.try_send(&self.bytes[self.sent..], self.what)?;
+            if taken == 0 {
+                return Ok(());
+            }
+            self.sent += taken;
+            self.said = Instant::now();
+        }
+        self.bytes.clear();
+        self.sent = 0;
+        self.pending = !connection.flush_pending(self.what)?;
+        Ok(())
+    }
+}
