@@ -153,8 +153,9 @@ fn source_event(byte: u8, generation: Generation, detail: u8, id: u8) -> source:
 }
 
 fn to_source(detail: u8, id: u8) -> ToSource {
-    match detail % 9 {
+    match detail % 10 {
         0 => ToSource::SetupAck,
+        8 => ToSource::Running,
         1 => ToSource::Ready,
         2 => ToSource::Resumed(DestinationStage::Ready),
         3 => ToSource::Resumed(DestinationStage::Running),

@@ -115,23 +115,28 @@ impl Ledger {
         self.note_unsent(self.unsent.set_range(pages));
     }
 
-    /// Moves the pages of `dirty` to the unsent pages, and leaves `dirty` empty. Returns the number
-    /// of pages that were not unsent.
+    /// Moves the pages of `dirty` to the unsent pages, and leaves `dirty` empty. Calls `newly` with
+    /// those that were not unsent, in ascending runs of at most 64 pages.
     ///
     /// A dirty log must not be harvested straight into [`Self::unsent`]. A harvest finds a page
     /// first, and logs its writes again a little later. A thread that copied the page in between
     /// would miss a write.
-    pub(crate) fn add_dirty(&self, dirty: &PageBitmap) -> usize {
-        let mut newly = 0;
+    pub(crate) fn add_dirty(&self, dirty: &PageBitmap, mut newly: impl FnMut(Range<usize>)) {
+        let mut count = 0;
         let mut at = 0;
         while let Some(page) = dirty.next_set(at) {
             let word = page / BITS;
-            let bits = dirty.take_word(word, u64::MAX);
-            newly += self.unsent.or_word(word, bits).count_ones() as usize;
+            let mut new = self.unsent.or_word(word, dirty.take_word(word, u64::MAX));
+            count += new.count_ones() as usize;
+            while new != 0 {
+                let (stretch, end) = first_stretch(new);
+                new &= !stretch;
+                let base = word * BITS;
+                newly(base + stretch.trailing_zeros() as usize..base + end);
+            }
             at = (word + 1) * BITS;
         }
-        self.note_unsent(newly);
-        newly
+        self.note_unsent(count);
     }
 
     /// Claims one page. Returns whether the caller has to send it.

@@ -290,6 +290,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
         let frame = match message {
             ToSource::SetupAck => Frame::SetupAck,
             ToSource::Ready => Frame::Ready,
+            ToSource::Running => Frame::Running {
+                started_at_ns: self.started_ns,
+            },
             ToSource::Resumed(_) => return,
             ToSource::DrainAck => Frame::DrainAck {
                 missing: self.loading.missing_at_start(),

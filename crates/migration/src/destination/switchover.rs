@@ -7,7 +7,7 @@ use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
 use crate::session::destination::Event;
 use crate::sync::Ordering;
-use crate::wire::{self, Frame, MissingRuns, SwitchOver};
+use crate::wire::{self, MissingRuns, SwitchOver};
 use pageferry_machine::{Backing, VcpuState};
 
 /// What has come so far.
@@ -104,8 +104,6 @@ impl Supervisor<'_, '_, '_> {
         self.core.begin_requests();
         self.vm.threads.resume();
         self.patience.set(self.host.config.limits.dead_after);
-        let started_at_ns = self.started_ns;
-        self.send(&Frame::Running { started_at_ns });
         self.enter(Phase::Postcopy);
         if let Err(error) = self.assist() {
             self.fail(error);

@@ -47,6 +47,13 @@ fn a_page_is_unsent_then_in_flight_then_acknowledged() {
     assert_eq!(ledger.unsent_runs().collect::<Vec<_>>(), [149..150]);
 }
 
+/// Adds dirty pages, and returns those that were not unsent.
+fn newly(ledger: &Ledger, dirty: &PageBitmap) -> Vec<Range<usize>> {
+    let mut runs = Vec::new();
+    ledger.add_dirty(dirty, |run| runs.push(run));
+    runs
+}
+
 #[test]
 fn a_page_that_changes_in_flight_waits_for_the_receipt() {
     let ledger = ledger(100, 1);
@@ -56,7 +63,7 @@ fn a_page_that_changes_in_flight_waits_for_the_receipt() {
     let dirty = PageBitmap::new(100);
     dirty.set_range(5..7);
     dirty.set_range(90..100);
-    assert_eq!(ledger.add_dirty(&dirty), 12);
+    assert_eq!(newly(&ledger, &dirty), [5..7, 90..100]);
     assert_eq!(dirty.count(), 0);
     assert_eq!(counts(&ledger), (12, 10, 22));
     assert!(!ledger.claim(RamPage(5)));
@@ -164,7 +171,7 @@ fn a_huge_memory_costs_little_where_nothing_is_unsent() {
     assert_eq!(ledger.claim_run(0, 64), None);
     let dirty = PageBitmap::new(pages);
     dirty.set(RamPage(1 << 30));
-    assert_eq!(ledger.add_dirty(&dirty), 1);
+    assert_eq!(newly(&ledger, &dirty).len(), 1);
     assert!(ledger.claim(RamPage(1 << 30)));
 }
 
@@ -293,8 +300,9 @@ proptest! {
                 Step::Dirty(pages) => {
                     let dirty = PageBitmap::new(PAGES);
                     dirty.set_range(pages.clone());
-                    let newly = pages.clone().filter(|&page| !model.unsent[page]).count();
-                    prop_assert_eq!(ledger.add_dirty(&dirty), newly);
+                    let new = pages.clone().filter(|&page| !model.unsent[page]);
+                    let found = newly(&ledger, &dirty).into_iter().flatten();
+                    prop_assert_eq!(found.collect::<Vec<_>>(), new.collect::<Vec<_>>());
                     pages.for_each(|page| model.unsent[page] = true);
                 }
                 Step::Send { channel, limits, from } => {
@@ -461,7 +469,7 @@ fn no_page_is_lost_or_sent_twice_at_once_however_many_threads_send() {
                 guest[page].store(round as u32, ORDER);
                 dirty.set(RamPage(page as u64));
             }
-            ledger.add_dirty(&dirty);
+            ledger.add_dirty(&dirty, |_| ());
             std::thread::yield_now();
         }
         stopped.store(true, ORDER);

@@ -132,7 +132,7 @@ impl Destination {
         match (self.stage, message) {
             (Stage::Ready, Says::Go) if self.link == Link::Up => {
                 self.stage = Stage::Running;
-                actions.push(Action::StartGuest);
+                actions.extend([Action::StartGuest, Action::Send(ToSource::Running)]);
             }
             (Stage::Receiving | Stage::Ready | Stage::Discarded, Says::Cancel) => {
                 self.discard(actions);

@@ -67,6 +67,8 @@ pub enum ToSource {
     SetupAck,
     /// Everything that the guest needs to run is loaded.
     Ready,
+    /// The guest runs here.
+    Running,
     /// The answer to `Resume`. The missing pages came before it.
     Resumed(DestinationStage),
     /// The destination has every page.

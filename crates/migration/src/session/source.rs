@@ -132,7 +132,9 @@ pub enum Action {
     StartPrecopy,
     /// Stop the guest. Send the missing pages, the vCPU states and SwitchOver.
     SwitchOver,
-    /// Send pages: answer requests, and push the rest.
+    /// Answer requests for pages from now on.
+    StartAnswers,
+    /// Push the pages that nobody has requested, too.
     StartPush,
     /// Resume the guest, if it stands still.
     ResumeGuest,
@@ -224,9 +226,9 @@ impl Source {
             (Stage::Setup, ToSource::SetupAck) => self.dial_channels(actions),
             (Stage::SwitchOver, ToSource::Ready) => {
                 self.stage = Stage::HandedOver;
-                // First: a request may come as soon as `Go` is sent.
-                actions.extend([Action::StartPush, Action::Send(ToDestination::Go)]);
+                go(actions);
             }
+            (Stage::HandedOver, ToSource::Running) => actions.push(Action::StartPush),
             (
                 Stage::Setup | Stage::Precopy,
                 ToSource::Discarded | ToSource::Resumed(There::Discarded),
@@ -247,15 +249,17 @@ impl Source {
                 self.link = Link::Up;
                 match there {
                     There::Complete => return self.complete(actions),
-                    There::Ready => actions.push(Action::Send(ToDestination::Go)),
-                    _ => {}
+                    There::Ready => go(actions),
+                    There::Running | There::Discarded => {}
                 }
                 actions.push(Action::AdoptMissing);
                 if self.stage == Stage::Drained {
                     actions.push(Action::Send(ToDestination::Drained));
                 } else {
                     self.dial_channels(actions);
-                    actions.push(Action::StartPush);
+                    if there == There::Running {
+                        actions.push(Action::StartPush);
+                    }
                 }
             }
             (Stage::Drained, ToSource::DrainAck) => self.complete(actions),
@@ -288,6 +292,12 @@ impl Source {
         actions.push(Action::Send(ToDestination::Complete));
         self.end(End::Completed, actions);
     }
+}
+
+/// Lets the guest run there. A request may come as soon as `Go` is sent. The push waits until the
+/// guest runs: before, it would compete with all that the guest waits for.
+fn go(actions: &mut Vec<Action>) {
+    actions.extend([Action::StartAnswers, Action::Send(ToDestination::Go)]);
 }
 
 /// Returns the next state, and what the supervisor does. An event that means nothing in this state

@@ -314,6 +314,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                     self.fail(error);
                 }
             }
+            Action::StartAnswers => self.shared.set_mode(Mode::Answer),
             Action::StartPush => self.start_push(),
             Action::ResumeGuest => self.resume_guest(),
             Action::End(end) => self.end = Some(end),
@@ -436,7 +437,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 if self.report.confirmed_ns == 0 {
                     self.report.confirmed_ns = monotonic_ns();
                 }
-                return Ok(());
+                ToSource::Running
             }
             Frame::Missing(runs) if self.state.link == Link::Resuming => {
                 self.named.extend(runs.runs);

@@ -84,7 +84,7 @@ impl Supervisor<'_, '_, '_> {
         self.shared.set_mode(Mode::Hold);
         self.precopy.began = None;
         self.vm.machine.harvest_dirty(&self.dirty, true)?;
-        self.shared.ledger.add_dirty(&self.dirty);
+        self.shared.ledger.add_dirty(&self.dirty, |_| ());
         let took = began.elapsed();
         self.report.passes.push(PassFigures {
             pages: self.precopy.pages,

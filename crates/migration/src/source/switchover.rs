@@ -9,7 +9,6 @@ use crate::clock::{instant_ns, monotonic_ns};
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::wire::{Frame, MissingRuns, SwitchOver, VcpuState};
-use pageferry_userfault::PageBitmap;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -35,15 +34,13 @@ impl Supervisor<'_, '_, '_> {
         let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
         // The VMM's own writes are in the last harvest, or refused.
         self.frozen = Some(self.vm.machine.ram().freeze()?);
-        let mut new = Vec::new();
+        let mut new: Vec<Range<u64>> = Vec::new();
         if self.config.precopy_passes > 0 {
             self.vm.machine.harvest_dirty(&self.dirty, false)?;
-            let mut at = 0;
-            while let Some(run) = self.dirty.next_run(at, usize::MAX) {
-                at = run.end;
-                new.extend(not_set(ledger.unsent(), run));
-            }
-            ledger.add_dirty(&self.dirty);
+            ledger.add_dirty(&self.dirty, |run| match new.last_mut() {
+                Some(last) if last.end == run.start as u64 => last.end = run.end as u64,
+                _ => new.push(run.start as u64..run.end as u64),
+            });
         }
         let states = self.vm.threads.save()?;
         self.report.first_stop_ns = instant_ns(stopped.first_stop);
@@ -85,15 +82,4 @@ impl Supervisor<'_, '_, '_> {
         }
         Ok(())
     }
-}
-
-/// Returns the runs of `range` whose bits are clear.
-fn not_set(pages: &PageBitmap, range: Range<usize>) -> Vec<Range<u64>> {
-    let mut found = Vec::new();
-    let mut at = range.start;
-    while let Some(start) = pages.next_clear(at).filter(|start| *start < range.end) {
-        at = pages.next_set(start).unwrap_or(range.end).min(range.end);
-        found.push(start as u64..at as u64);
-    }
-    found
 }

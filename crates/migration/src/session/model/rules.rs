@@ -27,7 +27,7 @@ fn without_generations_an_old_message_counts() {
     assert_needed(
         TINY,
         rules,
-        "a page is placed twice: the guest may have written it",
+        "the destination misses a page that it has acknowledged",
     );
 }
 

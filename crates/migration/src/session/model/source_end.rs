@@ -62,7 +62,8 @@ impl World {
                 self.source_guest = false;
                 self.send_on_control(Message::SwitchOver);
             }
-            Action::StartPush => self.pushing = true,
+            // A page may be requested or pushed.
+            Action::StartAnswers | Action::StartPush => self.pushing = true,
             Action::ResumeGuest => self.source_guest = true,
         }
     }

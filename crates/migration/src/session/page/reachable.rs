@@ -46,7 +46,7 @@ pub(super) fn source_events(generation: Generation) -> Vec<source::Event> {
         Event::Lost(generation),
         Event::UnknownSession(generation),
     ];
-    let mut messages = vec![ToSource::SetupAck, ToSource::Ready];
+    let mut messages = vec![ToSource::SetupAck, ToSource::Ready, ToSource::Running];
     messages.extend(
         [
             DestinationStage::Ready,
