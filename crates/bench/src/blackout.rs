@@ -6,89 +6,187 @@ use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
+use pageferry_machine::{Delivery, Engine};
+use pageferry_migration::DestinationConfig;
 
-/// The size of the VM that moves.
+/// The conditions of a blackout.
+const HOW: &str = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; if the engine does not report the first instruction, the first touch of a data page";
+
 const VCPUS: u32 = 4;
+/// The memory that the guest uses, in bytes. Without `sparse`, the VM has no more.
 const MEMORY: u64 = 512 << 20;
-/// The bound on a process' memory beyond guest memory, in bytes: 64 MiB and 1 % of guest memory.
-const OVERHEAD_BOUND: u64 = (64 << 20) + MEMORY / 100;
 
-/// Runs `bench blackout` and returns its rows.
+/// The figures of VMs with one size of memory.
+#[derive(Default)]
+struct Measured {
+    memory_bytes: u64,
+    /// Whether the destination allocates all memory before the switch-over.
+    allocate: bool,
+    blackouts: Samples,
+    handovers: Samples,
+    missing: Samples,
+    totals: Samples,
+    at_source: Samples,
+    at_destination: Samples,
+    delivery: Option<Delivery>,
+}
+
+/// Runs `bench blackout` and returns its rows. With `sparse`, VMs with that many bytes of memory
+/// move in turn with the others. Their guests use as much of it as the others. Then no destination
+/// allocates memory before it is needed.
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn blackout(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub fn blackout(
+    setting: &Setting,
+    sparse: Option<u64>,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
     let mut rows = Vec::new();
     for &engine in &setting.engines {
-        let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
-        let (mut blackouts, mut missing) = (Samples::default(), Samples::default());
-        let mut handovers = Samples::default();
-        let (mut at_source, mut at_destination) = (Samples::default(), Samples::default());
-        let mut delivery = None;
-        for round in 1..=setting.repeat {
-            progress(&format!(
-                "moving a busy VM on {engine}, round {round} of {}",
-                setting.repeat
-            ));
-            let role = Role::Source(SourceVm {
-                engine,
-                vcpus: VCPUS,
-                memory_bytes: MEMORY,
-                passes: 1,
-                push: true,
-                guest: Guest::Workload,
-            });
-            let mut peer = Peer::start(setting, &role)?;
-            let (report, vm) = receive(&mut peer, None)?;
-            let sent = peer.read_figures()?;
-            let first = report
-                .first_instruction_ns
-                .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
-                .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
-            blackouts.push(first.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
-            handovers.push(report.started_ns.saturating_sub(sent.last_stop_ns) as f64 / 1e6);
-            missing.push(sent.missing_at_start as f64);
-            at_source.push(sent.overhead_bytes as f64);
-            at_destination.push(overhead_bytes()? as f64);
-            delivery = Some(report.delivery.delivery);
-            drop(vm);
-        }
-        let conditions = |note: &str| {
-            let conditions = Conditions::here(VCPUS, MEMORY, note);
-            delivery.map_or(conditions.clone(), |delivery| {
-                conditions.with_delivery(delivery)
+        let sizes = [Some(MEMORY), sparse].into_iter().flatten();
+        let mut all: Vec<Measured> = sizes
+            .map(|memory_bytes| Measured {
+                memory_bytes,
+                allocate: sparse.is_none(),
+                ..Measured::default()
             })
-        };
-        let how = "last guest instruction at the source to first at the destination, one clock; 1 pre-copy pass; all vCPUs rewrite memory all the time; if the engine does not report the first instruction, the first touch of a data page";
-        rows.push(
-            blackouts
-                .row("blackout", engine.name(), "ms", conditions(how))
-                .aiming_at("median < 5 ms", Bound::Below(5.0)),
-        );
-        rows.push(handovers.row(
-            "blackout.handover",
-            engine.name(),
-            "ms",
-            conditions("the part of the blackout until the destination resumes the vCPUs"),
-        ));
-        rows.push(missing.row(
-            "blackout.missing_pages",
-            engine.name(),
-            "pages",
-            conditions("missing when the vCPUs resume at the destination"),
-        ));
-        let bound = format!("< {OVERHEAD_BOUND} B (64 MiB + 1 %)");
-        let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not included";
-        rows.push(
-            at_source
-                .row("overhead.source", engine.name(), "B", conditions(note))
-                .aiming_at(bound.as_str(), Bound::Below(OVERHEAD_BOUND as f64)),
-        );
-        rows.push(
-            at_destination
-                .row("overhead.destination", engine.name(), "B", conditions(note))
-                .aiming_at(bound.as_str(), Bound::Below(OVERHEAD_BOUND as f64)),
-        );
+            .collect();
+        for round in 1..=setting.repeat {
+            for measured in &mut all {
+                progress(&format!(
+                    "moving a busy VM of {} MiB on {engine}, round {round} of {}",
+                    measured.memory_bytes >> 20,
+                    setting.repeat
+                ));
+                measured.measure(setting, engine)?;
+            }
+        }
+        let mut all = all.iter();
+        let dense = all.next().expect("the first size");
+        rows.extend(dense.rows(engine));
+        for sparse in all {
+            rows.extend(sparse.sparse_rows(engine, dense));
+        }
     }
     Ok(rows)
+}
+
+impl Measured {
+    /// Moves a VM.
+    fn measure(&mut self, setting: &Setting, engine: Engine) -> Result<(), BenchError> {
+        let workload = Workload::new(isa_of(engine), VCPUS, MEMORY)?;
+        let role = Role::Source(SourceVm {
+            engine,
+            vcpus: VCPUS,
+            memory_bytes: self.memory_bytes,
+            used_bytes: MEMORY,
+            passes: 1,
+            push: true,
+            guest: Guest::Workload,
+        });
+        let mut peer = Peer::start(setting, &role)?;
+        let config = DestinationConfig {
+            allocate: self.allocate,
+            ..DestinationConfig::default()
+        };
+        let (report, vm) = receive(&mut peer, config)?;
+        let sent = peer.read_figures()?;
+        let first = report
+            .first_instruction_ns
+            .or_else(|| report.first_touch_ns(|page| workload.is_data(page)))
+            .ok_or_else(|| BenchError::Busy("no sign of the first instruction".into()))?;
+        let blackout_ns = first.saturating_sub(sent.last_stop_ns);
+        let handover_ns = report.started_ns.saturating_sub(sent.last_stop_ns);
+        self.blackouts.push(blackout_ns as f64 / 1e6);
+        self.handovers.push(handover_ns as f64 / 1e6);
+        self.missing.push(sent.missing_at_start as f64);
+        self.totals.push(sent.total_ns as f64 / 1e6);
+        self.at_source.push(sent.overhead_bytes as f64);
+        self.at_destination.push(overhead_bytes()? as f64);
+        self.delivery = Some(report.delivery.delivery);
+        drop(vm);
+        Ok(())
+    }
+
+    fn conditions(&self, note: &str) -> Conditions {
+        let conditions = Conditions::here(VCPUS, self.memory_bytes, note);
+        match self.delivery {
+            Some(delivery) => conditions.with_delivery(delivery),
+            None => conditions,
+        }
+    }
+
+    fn rows(&self, engine: Engine) -> Vec<Row> {
+        let name = engine.name();
+        let handover = "the part of the blackout until the destination resumes the vCPUs";
+        let mut rows = vec![
+            self.blackouts
+                .row("blackout", name, "ms", self.conditions(HOW))
+                .aiming_at("median < 5 ms", Bound::Below(5.0)),
+            self.handovers
+                .row("blackout.handover", name, "ms", self.conditions(handover)),
+            self.missing.row(
+                "blackout.missing_pages",
+                name,
+                "pages",
+                self.conditions("missing when the vCPUs resume at the destination"),
+            ),
+        ];
+        let cases = ["overhead.source", "overhead.destination"];
+        rows.extend(self.overheads(engine, cases, 100, "1 %"));
+        rows
+    }
+
+    /// The rows of a VM that uses only a part of its memory.
+    fn sparse_rows(&self, engine: Engine, dense: &Self) -> Vec<Row> {
+        let name = engine.name();
+        let mut rows = vec![
+            self.blackouts
+                .row("sparse.blackout", name, "ms", self.conditions(HOW))
+                .against("blackout", dense.blackouts.median())
+                .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+            self.handovers
+                .row(
+                    "sparse.handover",
+                    name,
+                    "ms",
+                    self.conditions("as blackout.handover"),
+                )
+                .against("blackout.handover", dense.handovers.median()),
+            self.totals
+                .row(
+                    "sparse.total",
+                    name,
+                    "ms",
+                    self.conditions("the whole migration"),
+                )
+                .aiming_at("median < 10 s", Bound::Below(10_000.0)),
+        ];
+        let cases = ["sparse.overhead_source", "sparse.overhead_destination"];
+        rows.extend(self.overheads(engine, cases, 1000, "0.1 %"));
+        rows
+    }
+
+    /// Rows of memory beyond guest memory. The bound is 64 MiB and a part of guest memory.
+    fn overheads(
+        &self,
+        engine: Engine,
+        cases: [&'static str; 2],
+        divisor: u64,
+        part: &str,
+    ) -> Vec<Row> {
+        let most = (64 << 20) + self.memory_bytes / divisor;
+        let bound = format!("< {most} B (64 MiB + {part})");
+        let note = "RssAnon + RssFile + VmPTE after the move; guest memory is shared memory and not included";
+        [&self.at_source, &self.at_destination]
+            .into_iter()
+            .zip(cases)
+            .map(|(samples, case)| {
+                samples
+                    .row(case, engine.name(), "B", self.conditions(note))
+                    .aiming_at(bound.as_str(), Bound::Below(most as f64))
+            })
+            .collect()
+    }
 }

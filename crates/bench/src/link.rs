@@ -172,12 +172,17 @@ fn fetch(
         engine,
         vcpus: 1,
         memory_bytes,
+        used_bytes: memory_bytes,
         passes: 0,
         push: guest == Guest::Quiet,
         guest,
     });
     let mut peer = Peer::start(setting, &role)?;
-    let (report, vm) = receive(&mut peer, delivery)?;
+    let config = DestinationConfig {
+        delivery,
+        ..DestinationConfig::default()
+    };
+    let (report, vm) = receive(&mut peer, config)?;
     vm.wait_finished(LIMIT)?;
     Ok((report, peer.read_figures()?))
 }
@@ -185,7 +190,7 @@ fn fetch(
 /// Receives a VM from a peer in the role `Source`.
 pub(crate) fn receive(
     peer: &mut Peer,
-    delivery: Option<Delivery>,
+    config: DestinationConfig,
 ) -> Result<(DestinationReport, Vm), BenchError> {
     let listener = listen()?;
     let address = listener.local_addr().to_string();
@@ -193,10 +198,6 @@ pub(crate) fn receive(
         "ready" => peer.send_line(&address)?,
         other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
     }
-    let config = DestinationConfig {
-        delivery,
-        ..DestinationConfig::default()
-    };
     let deadline = Instant::now() + LIMIT;
     let late = || Instant::now() > deadline;
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());

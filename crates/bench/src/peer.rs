@@ -5,6 +5,7 @@
 
 use crate::vm::{Faults, create, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
+use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::Workload;
 use pageferry_machine::Engine;
 use pageferry_migration::address::Address;
@@ -49,6 +50,8 @@ pub struct SourceVm {
     pub vcpus: u32,
     /// Guest memory, in bytes.
     pub memory_bytes: u64,
+    /// The part of it that the guest uses, in bytes.
+    pub used_bytes: u64,
     /// The number of pre-copy passes.
     pub passes: u32,
     /// Whether the source pushes pages in the background.
@@ -93,6 +96,7 @@ impl Role {
                 vm.engine.to_string(),
                 vm.vcpus.to_string(),
                 vm.memory_bytes.to_string(),
+                vm.used_bytes.to_string(),
                 vm.passes.to_string(),
                 vm.push.to_string(),
                 vm.guest.name().into(),
@@ -114,23 +118,31 @@ impl Role {
         match words.as_slice() {
             ["pong"] => Ok(Self::Pong),
             ["bulk"] => Ok(Self::Bulk),
-            ["source", engine, vcpus, memory_bytes, passes, push, guest] => {
-                Ok(Self::Source(SourceVm {
-                    engine: match *engine {
-                        "kvm" => Engine::Kvm,
-                        "soft" => Engine::Soft,
-                        _ => return Err(bad()),
-                    },
-                    vcpus: number(vcpus)?,
-                    memory_bytes: number(memory_bytes)?,
-                    passes: number(passes)?,
-                    push: number(push)?,
-                    guest: Guest::ALL
-                        .into_iter()
-                        .find(|known| known.name() == *guest)
-                        .ok_or_else(bad)?,
-                }))
-            }
+            [
+                "source",
+                engine,
+                vcpus,
+                memory_bytes,
+                used_bytes,
+                passes,
+                push,
+                guest,
+            ] => Ok(Self::Source(SourceVm {
+                engine: match *engine {
+                    "kvm" => Engine::Kvm,
+                    "soft" => Engine::Soft,
+                    _ => return Err(bad()),
+                },
+                vcpus: number(vcpus)?,
+                memory_bytes: number(memory_bytes)?,
+                used_bytes: number(used_bytes)?,
+                passes: number(passes)?,
+                push: number(push)?,
+                guest: Guest::ALL
+                    .into_iter()
+                    .find(|known| known.name() == *guest)
+                    .ok_or_else(bad)?,
+            })),
             _ => Err(bad()),
         }
     }
@@ -154,6 +166,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         engine,
         vcpus,
         memory_bytes,
+        used_bytes,
         passes,
         push,
         guest,
@@ -162,15 +175,15 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
     let vm = create(engine, vcpus, memory_bytes, faults)?;
     match guest {
         Guest::Workload => {
-            let program = Workload::new(isa_of(engine), vcpus, memory_bytes)?;
+            let program = Workload::new(isa_of(engine), vcpus, used_bytes)?;
             vm.load(program.program())?;
             vm.threads.resume();
             std::thread::sleep(WARM_UP);
         }
         Guest::Toucher | Guest::Quiet => {
             let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
-            let program = toucher(engine, memory_bytes, pages)?;
-            fill(&vm, 0..vm.machine.ram().pages())?;
+            let program = toucher(engine, used_bytes, pages)?;
+            fill(&vm, 0..used_bytes / PAGE_SIZE)?;
             vm.load(program.program())?;
         }
     }
@@ -204,8 +217,12 @@ fn parse_address(line: &str) -> Result<Address, BenchError> {
 /// The source's report as a line for the parent process.
 fn figures_line(report: &SourceReport) -> String {
     format!(
-        "sent {} {} {} {}",
-        report.last_stop_ns, report.missing_at_start, report.background_bytes, report.background_ns
+        "sent {} {} {} {} {}",
+        report.last_stop_ns,
+        report.missing_at_start,
+        report.background_bytes,
+        report.background_ns,
+        report.total_ns
     )
 }
 
@@ -216,6 +233,7 @@ pub(crate) struct SourceFigures {
     pub(crate) missing_at_start: u64,
     pub(crate) background_bytes: u64,
     pub(crate) background_ns: u64,
+    pub(crate) total_ns: u64,
     pub(crate) overhead_bytes: u64,
 }
 
@@ -391,6 +409,7 @@ impl Peer {
                         missing_at_start,
                         background_bytes,
                         background_ns,
+                        total_ns,
                     ],
                 ),
                 Some([overhead_bytes]),
@@ -399,6 +418,7 @@ impl Peer {
                 missing_at_start: *missing_at_start,
                 background_bytes: *background_bytes,
                 background_ns: *background_ns,
+                total_ns: *total_ns,
                 overhead_bytes: *overhead_bytes,
             }),
             _ => Err(BenchError::Peer(format!(

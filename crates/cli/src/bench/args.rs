@@ -24,7 +24,7 @@ pub(crate) enum BenchCommand {
     Link(BenchFlags),
     /// The blackout of a busy VM with 4 vCPUs and 512 MiB, and the memory that both processes use
     /// beyond it
-    Blackout(BenchFlags),
+    Blackout(BlackoutFlags),
     /// Guest instructions per second on our own hypervisor
     Soft(BenchFlags),
     /// The states of a guest's pages: search of a bitmap, and claims of runs by two threads
@@ -73,6 +73,17 @@ pub(crate) struct BenchFlags {
     /// Print the rows as a JSON array
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// `pageferry bench blackout`.
+#[derive(Debug, Args)]
+pub(crate) struct BlackoutFlags {
+    #[command(flatten)]
+    pub(crate) common: BenchFlags,
+    /// Also move VMs with this much memory, of which the guest uses 512 MiB: a whole number and K,
+    /// M, G or T. The destination then allocates no memory before it is needed
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) sparse: Option<u64>,
 }
 
 /// `pageferry bench memslot`.

@@ -16,27 +16,37 @@ use pageferry_machine::{Engine, EngineChoice};
 use std::fmt::Write;
 use std::path::Path;
 
-type Benchmark = fn(&Setting, &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError>;
+type Progress<'a> = &'a mut dyn FnMut(&str);
+type Benchmark<'a> = &'a dyn Fn(&Setting, Progress<'_>) -> Result<Vec<Row>, BenchError>;
 
 /// Runs a benchmark and prints its rows, or runs the other process of one.
 ///
 /// # Errors
 /// The failure of the measurement.
 pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
-    let (flags, benchmark): (&BenchFlags, Benchmark) = match &args.command {
-        BenchCommand::Peer { role } => return Ok(Role::from_words(role)?.play()?),
-        BenchCommand::Link(flags) => (flags, pageferry_bench::link),
-        BenchCommand::Blackout(flags) => (flags, pageferry_bench::blackout),
-        BenchCommand::Soft(flags) => (flags, pageferry_bench::soft),
-        BenchCommand::States(flags) => (flags, pageferry_bench::states),
-        BenchCommand::Memslot(flags) => return memslot::memslot(flags),
-        BenchCommand::DemandPaging(flags) => return demand_paging::demand_paging(flags),
-        BenchCommand::DirtyLog(flags) => return dirty_log::dirty_log(flags),
-    };
-    if matches!(
-        &args.command,
-        BenchCommand::Soft(_) | BenchCommand::States(_)
-    ) && flags.engine == EngineChoice::Only(Engine::Kvm)
+    let run = |flags: &BenchFlags, benchmark: Benchmark<'_>| run(&args.command, flags, benchmark);
+    match &args.command {
+        BenchCommand::Peer { role } => Ok(Role::from_words(role)?.play()?),
+        BenchCommand::Link(flags) => run(flags, &pageferry_bench::link),
+        BenchCommand::Blackout(flags) => run(&flags.common, &|setting, progress| {
+            pageferry_bench::blackout(setting, flags.sparse, progress)
+        }),
+        BenchCommand::Soft(flags) => run(flags, &pageferry_bench::soft),
+        BenchCommand::States(flags) => run(flags, &pageferry_bench::states),
+        BenchCommand::Memslot(flags) => memslot::memslot(flags),
+        BenchCommand::DemandPaging(flags) => demand_paging::demand_paging(flags),
+        BenchCommand::DirtyLog(flags) => dirty_log::dirty_log(flags),
+    }
+}
+
+/// Runs a benchmark that gives rows.
+fn run(
+    command: &BenchCommand,
+    flags: &BenchFlags,
+    benchmark: Benchmark<'_>,
+) -> Result<(), Failure> {
+    if matches!(command, BenchCommand::Soft(_) | BenchCommand::States(_))
+        && flags.engine == EngineChoice::Only(Engine::Kvm)
     {
         let why = "bench soft and bench states use no KVM: use --engine soft, or leave it out";
         return Err(Failure::new(Exit::Usage, why));
