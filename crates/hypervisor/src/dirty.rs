@@ -76,6 +76,30 @@ impl<M: Memslots> Vm<M> {
         Ok(pages)
     }
 
+    /// Calls `found` with the words of the dirty log of `slot` that are not 0, and their indices, in
+    /// ascending order. It leaves the bits. It costs little where no page is dirty, unlike
+    /// [`Vm::read_dirty_log`], and misses pages as that does.
+    ///
+    /// # Errors
+    /// If there is no such slot, or it has no log.
+    pub fn visit_dirty_log(
+        &self,
+        slot: u16,
+        mut found: impl FnMut(usize, u64),
+    ) -> Result<(), VmError> {
+        let mut writer = self.changes.lock();
+        let Writer { slots, worker, .. } = &mut *writer;
+        let (slot, log) = find_log(slots, slot)?;
+        harvest(slots, worker, slot, log);
+        let mut at = 0;
+        while let Some(page) = log.bits.next_set(at) {
+            let word = page / BITS;
+            found(word, log.bits.word(word));
+            at = (word + 1) * BITS;
+        }
+        Ok(())
+    }
+
     /// Takes pages out of the dirty log of `slot`, and protects them so that the next store to each
     /// is logged. This is `KVM_CLEAR_DIRTY_LOG`. Bit `i` of word `w` of `clear` is the slot's page
     /// `first + 64 * w + i`. Returns the number of those pages that were in the log.

@@ -276,6 +276,23 @@ fn a_log_that_fetching_clears_can_be_cleared_by_hand_too() {
 }
 
 #[test]
+fn a_visit_finds_the_words_that_are_not_zero_and_leaves_them() {
+    for by in BOTH {
+        let mut one = One::logging(config(by, DirtyProtect::ByGet), 200);
+        one.store([3, 4, 130, 199]);
+        let mut found = Vec::new();
+        let visited = one
+            .vm
+            .visit_dirty_log(1, |word, bits| found.push((word, bits)));
+        assert_eq!(visited, Ok(()));
+        assert_eq!(found, [(0, 0b11 << 3), (2, 1 << 2), (3, 1 << 7)], "{by:?}");
+        assert_eq!(one.fetch(), [3, 4, 130, 199], "{by:?}");
+        let visited = one.vm.visit_dirty_log(2, |_, _| ());
+        assert_eq!(visited, Err(VmError::NoSuchSlot(2)));
+    }
+}
+
+#[test]
 fn what_a_notifier_unmaps_stays_in_the_log() {
     for by in BOTH {
         let mut one = One::logging(config(by, DirtyProtect::ByGet), 64);

@@ -153,16 +153,21 @@ impl Machine for SoftMachine {
         }
         let mut added = 0;
         for region in self.ram.layout().regions() {
-            let mut log = vec![0; region.words().len()];
-            let read = if rearm {
-                self.vm.get_dirty_log(slot_id(region), &mut log)
-            } else {
-                self.vm.read_dirty_log(slot_id(region), &mut log)
+            let first = region.words().start;
+            let mut add = |word: usize, bits: u64| {
+                added += dirty.or_word(first + word, bits).count_ones() as usize;
             };
-            if read.map_err(|e| refused(&e))? != 0 {
-                for (index, word) in region.words().zip(log) {
-                    added += dirty.or_word(index, word).count_ones() as usize;
+            if rearm {
+                let mut log = vec![0; region.words().len()];
+                let pages = self.vm.get_dirty_log(slot_id(region), &mut log);
+                if pages.map_err(|e| refused(&e))? != 0 {
+                    log.into_iter()
+                        .enumerate()
+                        .for_each(|(w, bits)| add(w, bits));
                 }
+            } else {
+                let visited = self.vm.visit_dirty_log(slot_id(region), add);
+                visited.map_err(|e| refused(&e))?;
             }
         }
         Ok(added + self.ram.written.harvest(dirty, rearm))

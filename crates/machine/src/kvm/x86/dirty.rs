@@ -98,7 +98,7 @@ impl DirtyLog {
         let mut newly = 0;
         for region in ram.layout().regions() {
             let of_region = region.words();
-            words.clear();
+            // The kernel writes all of it. Zeroing it before would lengthen the blackout.
             words.resize(of_region.len(), 0);
             sys::get_dirty_log(vm, region.slot, region.pages, &mut words)
                 .map_err(|e| MachineError::os("cannot read the dirty log", e))?;
