@@ -2,7 +2,7 @@
 //! move needs.
 
 use crate::link::receive;
-use crate::peer::{Guest, Peer, Role, SourceVm, overhead_bytes};
+use crate::peer::{Channels, Guest, Peer, Role, SourceVm, overhead_bytes};
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
@@ -84,6 +84,7 @@ impl Measured {
             passes: 1,
             push: true,
             guest: Guest::Workload,
+            channels: Channels::default(),
         });
         let mut peer = Peer::start(setting, &role)?;
         let config = DestinationConfig {

@@ -52,7 +52,7 @@ pub use {
     blackout::blackout,
     error::BenchError,
     link::link,
-    peer::Peer,
+    peer::{Channels, Peer},
     row::{Bound, Conditions, Row},
     serialised::{Serialised, SerialisedReader},
     soft::soft,

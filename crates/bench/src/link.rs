@@ -3,16 +3,17 @@
 
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::peer::{
-    BULK_BYTES, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, SourceVm, listen,
+    BULK_BYTES, Channels, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, SourceVm,
+    listen,
 };
 use crate::vm::{Faults, LIMIT, Vm, create};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::channel::{Spinner, Wait};
+use pageferry_migration::channel::{Connection, Spinner, Wait};
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Resolver, Unobserved, monotonic_ns,
 };
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 const PINGS: usize = 4000;
@@ -24,18 +25,27 @@ const STALL_MEMORY: u64 = 32 << 20;
 /// Memory of the VM whose pages are pushed, in bytes.
 const PUSH_MEMORY: u64 = 512 << 20;
 
-/// Runs `bench link` and returns its rows.
+/// Runs `bench link` and returns its rows. With files for TLS, the urgent pages and the push are
+/// measured with TLS too, in turn with the others. Both ends use the same files.
 ///
 /// # Errors
 /// [`BenchError`].
-pub fn link(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row>, BenchError> {
+pub fn link(
+    setting: &Setting,
+    channels: &Channels,
+    progress: &mut dyn FnMut(&str),
+) -> Result<Vec<Row>, BenchError> {
+    let plain = Channels {
+        tls: None,
+        ..channels.clone()
+    };
     let mut rows = Vec::new();
     let mut pings = Samples::default();
     let mut bulks = Samples::default();
     for round in 1..=setting.repeat {
         progress(&format!("bare link, round {round} of {}", setting.repeat));
         pings.push(ping_pong(setting)?.median());
-        bulks.push(bulk_rate(setting)?);
+        bulks.push(bulk_rate(setting, channels.bulk)?);
     }
     let ping = pings.median();
     let bulk = bulks.median();
@@ -50,32 +60,61 @@ pub fn link(setting: &Setting, progress: &mut dyn FnMut(&str)) -> Result<Vec<Row
         "link.bulk_rate",
         "TCP loopback, two processes",
         "B/s",
-        on_link("256 KiB writes from one buffer, 256 KiB reads into one buffer"),
+        on_link(&format!(
+            "{} connections; on each 256 KiB writes from one buffer, 256 KiB reads into one buffer",
+            channels.bulk
+        )),
     ));
     for &engine in &setting.engines {
         for delivery in deliveries(engine)? {
-            stall_rows(setting, engine, delivery, ping, &mut rows, progress)?;
+            stall_rows(
+                setting, engine, delivery, ping, channels, &mut rows, progress,
+            )?;
         }
-        let mut rates = Samples::default();
+        let (mut rates, mut tls_rates) = (Samples::default(), Samples::default());
         for round in 1..=setting.repeat {
             progress(&format!(
                 "background push on {engine}, round {round} of {}",
                 setting.repeat
             ));
-            let (_, sent) = fetch(setting, engine, None, PUSH_MEMORY, Guest::Quiet)?;
-            rates.push(sent.background_bytes as f64 / (sent.background_ns as f64 / 1e9));
+            let rate = |channels: &Channels| {
+                let sent = fetch(setting, engine, None, PUSH_MEMORY, Guest::Quiet, channels)?.1;
+                let seconds = sent.background_ns as f64 / 1e9;
+                Ok::<_, BenchError>(sent.background_bytes as f64 / seconds)
+            };
+            rates.push(rate(&plain)?);
+            if channels.tls.is_some() {
+                tls_rates.push(rate(channels)?);
+            }
         }
+        let plain_rate = rates.median();
+        let conditions = |note: &str| {
+            let note = format!("{note}; {} bulk channels", channels.bulk);
+            Conditions::here(1, PUSH_MEMORY, note)
+        };
         rows.push(
             rates
                 .row(
                     "push.rate",
                     format!("background push, {engine}"),
                     "B/s",
-                    Conditions::here(1, PUSH_MEMORY, "no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
+                    conditions("no zero pages; each is pushed once from cold memory, checksummed, verified and installed; the guest is quiet"),
                 )
                 .against("link.bulk_rate", bulk)
                 .aiming_at("ratio >= 0.6", Bound::RatioAtLeast(0.6)),
         );
+        if !tls_rates.is_empty() {
+            rows.push(
+                tls_rates
+                    .row(
+                        "push.rate_tls",
+                        format!("background push, {engine}"),
+                        "B/s",
+                        conditions("as push.rate, with TLS"),
+                    )
+                    .against("push.rate", plain_rate),
+            );
+        }
     }
     Ok(rows)
 }
@@ -91,11 +130,17 @@ fn stall_rows(
     engine: Engine,
     delivery: Delivery,
     ping: f64,
+    channels: &Channels,
     rows: &mut Vec<Row>,
     progress: &mut dyn FnMut(&str),
 ) -> Result<(), BenchError> {
     let (mut exits, mut stalls) = (Samples::default(), Samples::default());
     let (mut p99, mut worst) = (Samples::default(), Samples::default());
+    let mut tls = Samples::default();
+    let plain = Channels {
+        tls: None,
+        ..channels.clone()
+    };
     for round in 1..=setting.repeat {
         progress(&format!(
             "faults on {engine} by {delivery}, round {round} of {}",
@@ -104,20 +149,9 @@ fn stall_rows(
         if delivery != Delivery::Missing {
             exits.push(exit_and_resume(engine, delivery, STALL_MEMORY)?.median());
         }
-        let (report, _) = fetch(
-            setting,
-            engine,
-            Some(delivery),
-            STALL_MEMORY,
-            Guest::Toucher,
-        )?;
-        let arrivals: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
-        let gaps = gaps_us(&arrivals);
-        if gaps.len() < 1000 {
-            return Err(BenchError::Busy(format!(
-                "only {} faults on {engine} by {delivery}",
-                gaps.len()
-            )));
+        let gaps = stalls_us(setting, engine, delivery, &plain)?;
+        if channels.tls.is_some() {
+            tls.push(stalls_us(setting, engine, delivery, channels)?.median());
         }
         stalls.push(gaps.median());
         p99.push(gaps.quantile(0.99));
@@ -143,7 +177,20 @@ fn stall_rows(
             .against("link.ping_pong_p50 + engine.exit_resume_p50", floor)
             .aiming_at("ratio <= 1.6", Bound::RatioAtMost(1.6));
     }
+    let plain_stall = stall.value;
     rows.push(stall);
+    if !tls.is_empty() {
+        rows.push(
+            tls.row(
+                "stall.urgent_p50_tls",
+                subject.as_str(),
+                "us",
+                conditions("as stall.urgent_p50, with TLS"),
+            )
+            .against("stall.urgent_p50", plain_stall)
+            .aiming_at("ratio <= 1.5", Bound::RatioAtMost(1.5)),
+        );
+    }
     rows.push(p99.row(
         "stall.urgent_p99",
         subject.as_str(),
@@ -159,6 +206,34 @@ fn stall_rows(
     Ok(())
 }
 
+/// The times from fault to fault of a vCPU that touches missing pages, in microseconds.
+fn stalls_us(
+    setting: &Setting,
+    engine: Engine,
+    delivery: Delivery,
+    channels: &Channels,
+) -> Result<Samples, BenchError> {
+    let guest = Guest::Toucher;
+    let delivery_here = Some(delivery);
+    let (report, _) = fetch(
+        setting,
+        engine,
+        delivery_here,
+        STALL_MEMORY,
+        guest,
+        channels,
+    )?;
+    let arrivals: Vec<u64> = report.faults.iter().map(|fault| fault.at_ns).collect();
+    let gaps = gaps_us(&arrivals);
+    if gaps.len() < 1000 {
+        return Err(BenchError::Busy(format!(
+            "only {} faults on {engine} by {delivery}",
+            gaps.len()
+        )));
+    }
+    Ok(gaps)
+}
+
 /// Moves a VM here, and runs its guest to the end. The source pushes the pages of a quiet guest. It
 /// sends the pages of a toucher on request only.
 fn fetch(
@@ -167,6 +242,7 @@ fn fetch(
     delivery: Option<Delivery>,
     memory_bytes: u64,
     guest: Guest,
+    channels: &Channels,
 ) -> Result<(DestinationReport, SourceFigures), BenchError> {
     let role = Role::Source(SourceVm {
         engine,
@@ -176,10 +252,12 @@ fn fetch(
         passes: 0,
         push: guest == Guest::Quiet,
         guest,
+        channels: channels.clone(),
     });
     let mut peer = Peer::start(setting, &role)?;
     let config = DestinationConfig {
         delivery,
+        tls: channels.tls.clone(),
         ..DestinationConfig::default()
     };
     let (report, vm) = receive(&mut peer, config)?;
@@ -250,18 +328,39 @@ fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
     Ok(samples)
 }
 
-/// Bytes per second over a bare connection.
-fn bulk_rate(setting: &Setting) -> Result<f64, BenchError> {
-    let mut peer = Peer::start(setting, &Role::Bulk)?;
-    let connection = peer.connect()?;
-    let mut buffer = vec![0; BULK_BYTES];
-    let wait = Wait::block("bulk").within(Duration::from_secs(30));
-    for _ in 0..64 {
-        connection.read_exact(&mut buffer, &wait)?;
+/// Bytes per second over bare connections, which are read at the same time.
+fn bulk_rate(setting: &Setting, connections: u16) -> Result<f64, BenchError> {
+    let per_connection = BULK_TOTAL / BULK_BYTES / usize::from(connections);
+    let mut peers = Vec::new();
+    for _ in 0..connections {
+        let mut peer = Peer::start(setting, &Role::Bulk)?;
+        let connection = peer.connect()?;
+        peers.push((peer, connection));
     }
-    let began = Instant::now();
-    for _ in 0..BULK_TOTAL / BULK_BYTES {
-        connection.read_exact(&mut buffer, &wait)?;
-    }
-    Ok(BULK_TOTAL as f64 / began.elapsed().as_secs_f64())
+    let ready = Barrier::new(usize::from(connections) + 1);
+    let read = |connection: &Connection| -> Result<(), BenchError> {
+        let mut buffer = vec![0; BULK_BYTES];
+        let wait = Wait::block("bulk").within(Duration::from_secs(30));
+        let warm = (0..64).try_for_each(|_| connection.read_exact(&mut buffer, &wait));
+        // Every thread has to come, or the others would wait for ever.
+        ready.wait();
+        warm?;
+        for _ in 0..per_connection {
+            connection.read_exact(&mut buffer, &wait)?;
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = peers
+            .iter()
+            .map(|(_, connection)| scope.spawn(|| read(connection)))
+            .collect();
+        ready.wait();
+        let began = Instant::now();
+        for thread in threads {
+            thread.join().expect("a reader panicked")?;
+        }
+        let bytes = per_connection * BULK_BYTES * usize::from(connections);
+        Ok(bytes as f64 / began.elapsed().as_secs_f64())
+    })
 }

@@ -11,7 +11,7 @@ use pageferry_machine::Engine;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use pageferry_migration::{
-    Resolver, Route, SourceConfig, SourceReport, SourceSession, Unobserved, migrate,
+    Resolver, Route, SourceConfig, SourceReport, SourceSession, TlsFiles, Unobserved, migrate,
 };
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -42,7 +42,7 @@ pub enum Role {
 }
 
 /// The VM of a source, and how it moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceVm {
     /// The VM's engine.
     pub engine: Engine,
@@ -58,6 +58,51 @@ pub struct SourceVm {
     pub push: bool,
     /// The guest program.
     pub guest: Guest,
+    /// The channels for pages.
+    pub channels: Channels,
+}
+
+/// The channels of a migration that is measured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Channels {
+    /// The number of bulk channels.
+    pub bulk: u16,
+    /// The files for TLS, the same at both ends. `None`: without TLS.
+    pub tls: Option<TlsFiles>,
+}
+
+impl Default for Channels {
+    fn default() -> Self {
+        Self { bulk: 1, tls: None }
+    }
+}
+
+impl Channels {
+    /// The files as arguments: no arguments without TLS.
+    fn to_words(&self) -> Vec<String> {
+        let mut words = vec![self.bulk.to_string()];
+        if let Some(tls) = &self.tls {
+            let paths = [&tls.cert, &tls.key, &tls.ca];
+            words.extend(paths.map(|path| path.display().to_string()));
+            words.extend(tls.peer_name.clone());
+        }
+        words
+    }
+
+    fn from_words(words: &[&str]) -> Option<Self> {
+        let tls = match words.get(1..)? {
+            [] => None,
+            [cert, key, ca, name @ ..] => Some(TlsFiles {
+                cert: cert.into(),
+                key: key.into(),
+                ca: ca.into(),
+                peer_name: name.first().map(|name| (*name).to_owned()),
+            }),
+            _ => return None,
+        };
+        let bulk = words.first()?.parse().ok()?;
+        Some(Self { bulk, tls })
+    }
 }
 
 /// The guest program of a source's VM.
@@ -91,16 +136,19 @@ impl Role {
         match self {
             Self::Pong => vec!["pong".into()],
             Self::Bulk => vec!["bulk".into()],
-            Self::Source(vm) => vec![
-                "source".into(),
+            Self::Source(vm) => [
+                "source".to_owned(),
                 vm.engine.to_string(),
                 vm.vcpus.to_string(),
                 vm.memory_bytes.to_string(),
                 vm.used_bytes.to_string(),
                 vm.passes.to_string(),
                 vm.push.to_string(),
-                vm.guest.name().into(),
-            ],
+                vm.guest.name().to_owned(),
+            ]
+            .into_iter()
+            .chain(vm.channels.to_words())
+            .collect(),
         }
     }
 
@@ -127,6 +175,7 @@ impl Role {
                 passes,
                 push,
                 guest,
+                channels @ ..,
             ] => Ok(Self::Source(SourceVm {
                 engine: match *engine {
                     "kvm" => Engine::Kvm,
@@ -142,6 +191,7 @@ impl Role {
                     .into_iter()
                     .find(|known| known.name() == *guest)
                     .ok_or_else(bad)?,
+                channels: Channels::from_words(channels).ok_or_else(bad)?,
             })),
             _ => Err(bad()),
         }
@@ -170,6 +220,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         passes,
         push,
         guest,
+        ref channels,
     } = source;
     let faults = Resolver::new() as Arc<dyn Faults>;
     let vm = create(engine, vcpus, memory_bytes, faults)?;
@@ -192,6 +243,8 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
     let config = SourceConfig {
         precopy_passes: passes,
         push_background: push,
+        bulk_channels: channels.bulk,
+        tls: channels.tls.clone(),
         ..SourceConfig::default()
     };
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());

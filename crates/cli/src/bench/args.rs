@@ -2,8 +2,10 @@
 
 use crate::size;
 use clap::{Args, Subcommand};
+use pageferry_bench::Channels;
 use pageferry_bench::demand_paging::DemandSetting;
 use pageferry_machine::{Backing, EngineChoice};
+use pageferry_migration::TlsFiles;
 use std::path::PathBuf;
 
 /// `pageferry bench`.
@@ -21,7 +23,7 @@ pub(crate) enum BenchCommand {
     ///
     /// The wait is printed next to a bare ping-pong plus a bare exit, the push next to the bare
     /// link.
-    Link(BenchFlags),
+    Link(LinkFlags),
     /// The blackout of a busy VM with 4 vCPUs and 512 MiB, and the memory that both processes use
     /// beyond it
     Blackout(BlackoutFlags),
@@ -73,6 +75,46 @@ pub(crate) struct BenchFlags {
     /// Print the rows as a JSON array
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// `pageferry bench link`.
+#[derive(Debug, Args)]
+pub(crate) struct LinkFlags {
+    #[command(flatten)]
+    pub(crate) common: BenchFlags,
+    /// Channels for pages in the background, and bare connections to compare them with
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) channels: u16,
+    /// Measure with TLS too: the certificate of both ends (PEM)
+    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// The key of the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub(crate) tls_key: Option<PathBuf>,
+    /// The authority that signed the certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub(crate) tls_ca: Option<PathBuf>,
+    /// The name in the certificate
+    #[arg(long, value_name = "NAME", requires = "tls_cert")]
+    pub(crate) peer_name: Option<String>,
+}
+
+impl LinkFlags {
+    /// The channels to measure.
+    pub(crate) fn channels(&self) -> Channels {
+        let tls = || {
+            Some(TlsFiles {
+                cert: self.tls_cert.clone()?,
+                key: self.tls_key.clone()?,
+                ca: self.tls_ca.clone()?,
+                peer_name: self.peer_name.clone(),
+            })
+        };
+        Channels {
+            bulk: self.channels,
+            tls: tls(),
+        }
+    }
 }
 
 /// `pageferry bench blackout`.

@@ -27,7 +27,9 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
     let run = |flags: &BenchFlags, benchmark: Benchmark<'_>| run(&args.command, flags, benchmark);
     match &args.command {
         BenchCommand::Peer { role } => Ok(Role::from_words(role)?.play()?),
-        BenchCommand::Link(flags) => run(flags, &pageferry_bench::link),
+        BenchCommand::Link(flags) => run(&flags.common, &|setting, progress| {
+            pageferry_bench::link(setting, &flags.channels(), progress)
+        }),
         BenchCommand::Blackout(flags) => run(&flags.common, &|setting, progress| {
             pageferry_bench::blackout(setting, flags.sparse, progress)
         }),
