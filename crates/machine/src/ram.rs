@@ -277,42 +277,46 @@ impl GuestRam {
             .map_err(|e| MachineError::os("cannot allocate guest memory", e))
     }
 
-    /// The next pages at or behind `from` that have memory. The pages before them are zero, and
-    /// reading those would allocate them. All memory of a pool counts: its files have no holes to
-    /// find. So does all private memory: reading its holes allocates nothing.
+    /// The next pages at or behind `from` that have memory: the first of them, and at most
+    /// `most - 1` that follow and are not swapped out. The pages before them are zero, and reading
+    /// those would allocate them. It takes time for `most` pages and for the hole.
+    ///
+    /// All memory of a pool counts: its files have no holes to find. So does all private memory:
+    /// reading its holes allocates nothing.
     ///
     /// # Errors
     /// When the kernel refuses.
     pub fn next_allocated(
         &self,
         from: RamPage,
+        most: u64,
     ) -> Result<Option<std::ops::Range<u64>>, MachineError> {
         if from.0 >= self.pages() {
             return Ok(None);
         }
+        let bounded = |start: u64| start..start.saturating_add(most.max(1)).min(self.pages());
         let Some(fd) = self.fd() else {
-            return Ok(Some(from.0..self.pages()));
+            return Ok(Some(bounded(from.0)));
         };
-        let seek = |to| rustix::fs::seek(fd, to);
-        match seek(SeekFrom::Data(from.byte_offset())) {
-            Err(Errno::NXIO) => Ok(None),
-            Err(e) => Err(MachineError::os(
-                "cannot find the allocated pages of guest memory",
-                e,
-            )),
-            Ok(start) => {
-                let end = seek(SeekFrom::Hole(start))
-                    .map_err(|e| MachineError::os("cannot find the holes of guest memory", e))?;
-                Ok(Some(
-                    start / PAGE_SIZE..end.div_ceil(PAGE_SIZE).min(self.pages()),
-                ))
+        // Not SEEK_HOLE: it would look at all the memory up to the next hole.
+        let pages = match rustix::fs::seek(fd, SeekFrom::Data(from.byte_offset())) {
+            Err(Errno::NXIO) => return Ok(None),
+            Err(e) => {
+                let what = "cannot find the allocated pages of guest memory";
+                return Err(MachineError::os(what, e));
             }
+            Ok(start) => bounded(start / PAGE_SIZE),
+        };
+        if self.backing().is_hugetlb() {
+            return Ok(Some(pages));
         }
+        let resident = self.resident(RamPage(pages.start), pages.end - pages.start)?;
+        let first = resident.iter().skip(1).take_while(|page| **page & 1 == 1);
+        Ok(Some(pages.start..pages.start + 1 + first.count() as u64))
     }
 
     /// Whether none of `pages` pages from `first` has memory, as far as [`Self::next_allocated`] can
-    /// tell. Takes time for the pages named, unlike that, which looks for the end of the memory that
-    /// it finds.
+    /// tell.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -336,6 +340,13 @@ impl GuestRam {
     /// # Errors
     /// When the kernel refuses.
     pub(crate) fn is_resident(&self, first: RamPage, pages: u64) -> Result<bool, MachineError> {
+        let resident = self.resident(first, pages)?;
+        Ok(resident.iter().all(|page| page & 1 == 1))
+    }
+
+    /// A byte for each of `pages` pages from `first`. Its lowest bit says that the page is in
+    /// memory.
+    fn resident(&self, first: RamPage, pages: u64) -> Result<Vec<u8>, MachineError> {
         let at = self.alias(first, pages);
         let mut resident = vec![0_u8; pages as usize];
         // SAFETY: `alias` checked the range, and the kernel writes a byte for each of its pages.
@@ -347,7 +358,7 @@ impl GuestRam {
             )
         };
         if told == 0 {
-            return Ok(resident.iter().all(|page| page & 1 == 1));
+            return Ok(resident);
         }
         Err(MachineError::os(
             "cannot find the resident pages of guest memory",
@@ -410,13 +421,16 @@ mod tests {
     #[test]
     fn allocated_pages_are_told_from_holes() {
         let ram = ram(64);
-        assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), None);
+        let next = |from| ram.next_allocated(RamPage(from), 64).unwrap();
+        assert_eq!(next(0), None);
         ram.try_write(RamPage(5), &[1; 4096]).unwrap();
         ram.try_write(RamPage(6), &[1; 4096]).unwrap();
         ram.try_write(RamPage(63), &[1; 4096]).unwrap();
-        assert_eq!(ram.next_allocated(RamPage(0)).unwrap(), Some(5..7));
-        assert_eq!(ram.next_allocated(RamPage(7)).unwrap(), Some(63..64));
-        assert_eq!(ram.next_allocated(RamPage(64)).unwrap(), None);
+        assert_eq!(next(0), Some(5..7));
+        assert_eq!(ram.next_allocated(RamPage(0), 1).unwrap(), Some(5..6));
+        assert_eq!(ram.next_allocated(RamPage(6), 0).unwrap(), Some(6..7));
+        assert_eq!(next(7), Some(63..64));
+        assert_eq!(next(64), None);
     }
 
     #[test]

@@ -30,7 +30,7 @@ fn memory_of_a_pool_is_like_other_memory() {
     placing(&ram).read(RamPage(HUGE + 7), &mut page);
     assert_eq!(page, [9; PAGE_SIZE as usize]);
     // A file of a pool shows no holes, so no page is taken for zero that is not.
-    assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..4 * HUGE));
+    assert_eq!(ram.next_allocated(RamPage(5), 64).unwrap(), Some(5..69));
     for (first, pages) in [(HUGE, 1), (HUGE + 1, HUGE)] {
         let refused = placing(&ram).punch_hole(RamPage(first), pages);
         assert!(
@@ -50,7 +50,10 @@ fn private_memory_is_like_other_memory() {
     let start = ram.guest_hva(RamPage(0)).0;
     assert!(start.is_multiple_of(PageSize::Size2M.bytes()));
     // An unmapped page may be swapped out, so all memory counts.
-    assert_eq!(ram.next_allocated(RamPage(5)).unwrap(), Some(5..2 * HUGE));
+    assert_eq!(
+        ram.next_allocated(RamPage(5), u64::MAX).unwrap(),
+        Some(5..2 * HUGE)
+    );
     let byte = |page: u64| {
         let mut byte = [1];
         ram.try_read((RamPage(page), 99), &mut byte).unwrap();

@@ -686,7 +686,7 @@ fn a_hole_that_is_none_is_noticed() {
     drop((reader, writer));
     new.machine.begin_postcopy().unwrap();
     assert_eq!(
-        ram.next_allocated(RamPage(600)).unwrap().unwrap().start,
+        ram.next_allocated(RamPage(600), 1).unwrap().unwrap().start,
         601
     );
 }

@@ -77,7 +77,10 @@ impl<'a> PageFrame<'a> {
         let (from, allocated) = &self.allocated;
         if !(*from..allocated.end).contains(&page) {
             let end = self.ram.pages();
-            let next = self.ram.next_allocated(RamPage(page))?.unwrap_or(end..end);
+            let next = self
+                .ram
+                .next_allocated(RamPage(page), FRAME_PAGES.into())?
+                .unwrap_or(end..end);
             self.allocated = (page, next);
         }
         Ok(page < self.allocated.1.start)

@@ -145,7 +145,7 @@ fn a_vm_moves_on_again_from_where_it_came() {
 fn allocated(vm: &WorkloadVm) -> u64 {
     let mut sum = 0;
     let mut from = 0;
-    while let Some(pages) = vm.ram().next_allocated(RamPage(from)).unwrap() {
+    while let Some(pages) = vm.ram().next_allocated(RamPage(from), 1024).unwrap() {
         sum += pages.end - pages.start;
         from = pages.end;
     }

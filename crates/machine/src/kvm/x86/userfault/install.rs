@@ -168,6 +168,6 @@ fn fill_holes(
 /// The first byte at or behind `offset` that is in the page cache, or `end` if there is none before
 /// it.
 fn hole_end(ram: &GuestRam, offset: u64, end: u64) -> Result<u64, MachineError> {
-    let next = ram.next_allocated(RamPage(offset / PAGE_SIZE))?;
+    let next = ram.next_allocated(RamPage(offset / PAGE_SIZE), 1)?;
     Ok(next.map_or(end, |pages| (pages.start * PAGE_SIZE).min(end)))
 }

@@ -95,7 +95,7 @@ impl Model {
     }
 
     fn in_page_cache(&self, page: RamPage) -> bool {
-        let next = self.ram.next_allocated(page).unwrap();
+        let next = self.ram.next_allocated(page, 1).unwrap();
         next.is_some_and(|pages| pages.start == page.0)
     }
 
