@@ -129,7 +129,8 @@ fn assert_kept(name: &str, source: &WorkloadVm, ends: &Ends) {
     if let Some((vm, received)) = &ends.received {
         let failure = received.as_ref().expect_err(name);
         assert_eq!(failure.vm, DestinationVm::Discarded, "{name}: {failure}");
-        assert!(vm.threads.is_paused(), "{name}");
+        // A busy host may not have run the new threads yet. A VM that runs never gets here.
+        wait_until(name, || vm.threads.is_paused());
     }
     source.wait_progress(50);
     source.assert_verifies();
