@@ -10,6 +10,7 @@ mod handshake_common;
 mod move_backings;
 mod move_vm;
 mod recovery;
+mod recovery_figures;
 mod scripted;
 mod support;
 mod vmm_access;
