@@ -14,8 +14,7 @@ use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Engine, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::{
-    DestinationConfig, MigrationError, Resolver, Route, SourceConfig, SourceSession, Unobserved,
-    migrate,
+    DestinationConfig, Resolver, Route, SourceConfig, SourceSession, Unobserved, migrate,
 };
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
@@ -143,10 +142,7 @@ fn measure() -> Figures {
         let receiver = scope.spawn(move || {
             let deadline = Instant::now() + LIMIT;
             let late = || Instant::now() > deadline;
-            let incoming = match there.accept(&late) {
-                Ok(incoming) => incoming,
-                Err(error) => panic!("{}", MigrationError::from(error)),
-            };
+            let incoming = there.accept(&late).unwrap();
             let (vm, resolver) = machine();
             let vm = Arc::new(vm);
             vms.send(Arc::clone(&vm)).unwrap();
