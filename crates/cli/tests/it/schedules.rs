@@ -34,6 +34,7 @@ const STILL: Duration = Duration::from_millis(100);
 /// The outcomes of a schedule.
 const OUTCOMES: [&str; 5] = [MOVED, KEPT, DISCARDED, INCOMPLETE, RESUMED];
 const MOVED: &str = "moved whole";
+/// It never ran at the destination. Its source may be gone.
 const KEPT: &str = "kept by the source";
 /// It was ready, and its source was gone.
 const DISCARDED: &str = "ready and discarded";
@@ -520,9 +521,10 @@ fn play_all(seeds: std::ops::Range<u64>) {
                     let played = || play(seed, &chosen);
                     let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(played));
                     let outcome = outcome.unwrap_or_else(|panic| {
+                        eprintln!("seed {seed} failed: {chosen:?}");
                         eprintln!(
-                            "seed {seed} failed: {chosen:?}\nrepeat it: PAGEFERRY_PROCESS_SEED={seed} \
-                             cargo test -p pageferry --test it -- schedules::"
+                            "repeat it: PAGEFERRY_PROCESS_SEED={seed} cargo test -p pageferry \
+                             --test it -- schedules::"
                         );
                         std::panic::resume_unwind(panic)
                     });
