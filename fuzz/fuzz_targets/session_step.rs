@@ -172,7 +172,7 @@ fn to_source(detail: u8, id: u8) -> ToSource {
 
 fn destination_event(byte: u8, generation: Generation, detail: u8, id: u8) -> destination::Event {
     use destination::Event;
-    match byte % 10 {
+    match byte % 11 {
         0 => Event::Opened(generation),
         1 => Event::Lost(generation),
         2 => Event::ChannelOpened(generation, channel(id)),
@@ -181,6 +181,7 @@ fn destination_event(byte: u8, generation: Generation, detail: u8, id: u8) -> de
         5 => Event::Loaded,
         6 => Event::Failed,
         7 => Event::GiveUp,
+        8 => Event::GiveUpWhole,
         _ => Event::Received(generation, to_destination(detail, id)),
     }
 }

@@ -361,8 +361,16 @@ pub(crate) struct RunArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ReceiveArgs {
     /// Address to listen on: HOST:PORT (port 0 takes a free one), or unix:PATH
-    #[arg(long, value_name = "ADDR")]
-    pub(crate) listen: Address,
+    #[arg(
+        long,
+        value_name = "ADDR",
+        required_unless_present = "activated",
+        conflicts_with = "activated"
+    )]
+    pub(crate) listen: Option<Address>,
+    /// Listen on the socket that systemd's socket activation hands over (LISTEN_FDS, LISTEN_PID)
+    #[arg(long)]
+    pub(crate) activated: bool,
     /// Path of the VM's control socket (mode 0600)
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,

@@ -13,6 +13,7 @@
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
 //! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.
 
+mod activation;
 mod args;
 #[cfg(feature = "bench")]
 mod bench;

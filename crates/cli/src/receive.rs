@@ -1,5 +1,6 @@
 //! `pageferry receive`: receives a VM and runs it.
 
+use crate::activation;
 use crate::args::ReceiveArgs;
 use crate::control::options::{limits, plain};
 use crate::control::server::ControlServer;
@@ -105,7 +106,10 @@ fn listen(args: &ReceiveArgs) -> Result<Arc<Destination>, Failure> {
         tls: args.tls.options().as_ref().map(Into::into),
         plain: plain(args.tls.insecure),
     };
-    let listener = Listener::bind(&args.listen).map_err(|e| of_listen(&e))?;
+    let listener = match &args.listen {
+        Some(address) => Listener::bind(address).map_err(|e| of_listen(&e))?,
+        None => activation::listener()?,
+    };
     Destination::listen(listener, config, turned_away)
         .map(Arc::new)
         .map_err(|e| Failure::new(of_migration(&e), e.to_string()))
@@ -205,7 +209,10 @@ fn keep(
         sent: None,
         received: Some(received),
         verified: None,
-        conditions: Conditions::here(format!("received at {}", args.listen)),
+        conditions: Conditions::here(match &args.listen {
+            Some(address) => format!("received at {address}"),
+            None => "received at an activated socket".to_owned(),
+        }),
     });
     let shown = args.child_of.is_none();
     if shown {

@@ -110,7 +110,11 @@ impl Host {
                 }
                 let left = status.pages_left;
                 there.give_up();
-                let lost = format!("the VM, if it ran here: {left} of its pages never came");
+                let whole = left == 0 && matches!(status.stage, "running" | "complete");
+                let lost = match whole {
+                    true => "nothing: all of its pages are here, and it runs on".to_owned(),
+                    false => format!("the VM, if it ran here: {left} of its pages never came"),
+                };
                 Ok(json!({"state": "ending", "lost": lost}))
             }
             _ => Err(refuse(

@@ -1,5 +1,6 @@
 //! All integration tests of the command line.
 
+mod activation;
 mod architecture;
 mod backings;
 #[cfg(feature = "bench")]
@@ -19,8 +20,10 @@ mod json_document;
 mod json_output;
 mod peers;
 mod recovery;
+mod schedules;
 mod sizes;
 mod support;
 mod trust;
+mod two_hosts;
 mod two_processes;
 mod watch;

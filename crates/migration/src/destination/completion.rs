@@ -61,8 +61,18 @@ impl Supervisor<'_, '_, '_> {
             self.lost_since = None;
             let last = self.last_loss.clone().unwrap_or_default();
             self.error.get_or_insert(MigrationError::LinkLost(last));
-            self.events.push_back(Event::GiveUp);
+            self.give_up();
         }
+    }
+
+    /// Ends the migration here. A VM that lacks no page stays whole.
+    pub(super) fn give_up(&mut self) {
+        let whole = self.core.missing() == 0;
+        self.events.push_back(if whole {
+            Event::GiveUpWhole
+        } else {
+            Event::GiveUp
+        });
     }
 
     /// Reports the progress to the observer.

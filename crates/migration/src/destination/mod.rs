@@ -357,7 +357,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             Letter::GiveUp => {
                 self.error.get_or_insert(MigrationError::Cancelled);
-                self.events.push_back(Event::GiveUp);
+                self.give_up();
             }
         }
         true

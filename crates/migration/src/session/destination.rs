@@ -75,6 +75,8 @@ pub enum Event {
     Failed,
     /// The operator ends the migration here.
     GiveUp,
+    /// As `GiveUp`, and no page is missing: the VM is whole, and only the source's word is due.
+    GiveUpWhole,
 }
 
 /// What the supervisor of the destination does. It carries the actions out in their order.
@@ -250,11 +252,18 @@ fn apply(here: &mut Destination, event: Event, actions: &mut Vec<Action>) {
         (_, Event::ChannelLost(generation, channel)) if now(generation) => {
             here.end_channel(channel, actions);
         }
-        (Stage::Receiving | Stage::Ready, Event::Failed | Event::GiveUp) => here.discard(actions),
+        (Stage::Receiving | Stage::Ready, Event::Failed | Event::GiveUp | Event::GiveUpWhole) => {
+            here.discard(actions);
+        }
         (Stage::Running, Event::Failed | Event::GiveUp) => here.end(End::Incomplete, actions),
         // A failure after the last page concerns no page.
-        (Stage::Complete, Event::GiveUp) => here.end(End::Completed, actions),
-        (Stage::Discarded, Event::GiveUp) => here.end(End::Discarded, actions),
+        (Stage::Complete, Event::GiveUp)
+        | (Stage::Running | Stage::Complete, Event::GiveUpWhole) => {
+            here.end(End::Completed, actions);
+        }
+        (Stage::Discarded, Event::GiveUp | Event::GiveUpWhole) => {
+            here.end(End::Discarded, actions);
+        }
         _ => {}
     }
 }

@@ -1,6 +1,7 @@
 //! All integration tests of the migration.
 
 mod alone;
+mod caller;
 mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
@@ -9,6 +10,7 @@ mod handshake_common;
 mod move_backings;
 mod move_vm;
 mod recovery;
+mod recovery_figures;
 mod scripted;
 mod support;
 mod vmm_access;

@@ -14,6 +14,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// The program.
+pub(crate) const PAGEFERRY: &str = env!("CARGO_BIN_EXE_pageferry");
+
 /// A test's directory. Dropping it checks nothing; [`Dir::assert_empty`] does.
 pub(crate) struct Dir(PathBuf);
 
@@ -125,14 +128,27 @@ impl Output {
 impl Process {
     /// Starts `pageferry` with `args`. Its temporary files go to `tmp`.
     pub(crate) fn start<S: AsRef<std::ffi::OsStr>>(args: &[S], tmp: &Dir) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_pageferry"));
+        Self::start_by(Command::new(PAGEFERRY), args, tmp)
+    }
+
+    /// As [`Process::start`], by a command that starts `pageferry`.
+    pub(crate) fn start_by<S: AsRef<std::ffi::OsStr>>(
+        mut command: Command,
+        args: &[S],
+        tmp: &Dir,
+    ) -> Self {
         command.args(args).env("TMPDIR", &tmp.0);
         Self::spawn(command)
     }
 
-    pub(crate) fn spawn(mut command: Command) -> Self {
+    pub(crate) fn spawn(command: Command) -> Self {
+        Self::spawn_reading(command, Stdio::null())
+    }
+
+    /// As [`Process::spawn`], with this as the descriptor 0.
+    pub(crate) fn spawn_reading(mut command: Command, stdin: Stdio) -> Self {
         let mut child = command
-            .stdin(Stdio::null())
+            .stdin(stdin)
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
@@ -280,13 +296,26 @@ impl Source {
     /// Two vCPUs and `memory` on the soft engine, running.
     #[track_caller]
     pub(crate) fn start(memory: &str) -> Self {
+        Self::start_on("soft", memory)
+    }
+
+    /// Two vCPUs and `memory` on this engine, running.
+    #[track_caller]
+    pub(crate) fn start_on(engine: &str, memory: &str) -> Self {
+        Self::start_by(Command::new(PAGEFERRY), engine, memory)
+    }
+
+    /// As [`Source::start_on`], by a command that starts `pageferry`.
+    #[track_caller]
+    pub(crate) fn start_by(command: Command, engine: &str, memory: &str) -> Self {
         let dir = Dir::new();
         let socket = dir.path("vm");
-        let process = Process::start(
+        let process = Process::start_by(
+            command,
             &[
                 "run",
                 "--engine",
-                "soft",
+                engine,
                 "--vcpus",
                 "2",
                 "--memory",
@@ -378,12 +407,18 @@ impl Destination {
     /// A destination on a free port of the loopback interface.
     #[track_caller]
     pub(crate) fn start_on_tcp(more: &[&str]) -> Self {
+        Self::start_by(Command::new(PAGEFERRY), "127.0.0.1:0", more)
+    }
+
+    /// A destination that listens on a TCP address, by a command that starts `pageferry`.
+    #[track_caller]
+    pub(crate) fn start_by(command: Command, listen: &str, more: &[&str]) -> Self {
         let dir = Dir::new();
         let socket = dir.path("vm");
-        let mut args = vec!["receive", "--listen", "127.0.0.1:0"];
+        let mut args = vec!["receive", "--listen", listen];
         args.extend(["--control", socket.to_str().unwrap()]);
         args.extend(more);
-        let process = Process::start(&args, &dir);
+        let process = Process::start_by(command, &args, &dir);
         let address = process.wait_until_said("listening on tcp:");
         Self {
             process,

@@ -234,7 +234,14 @@ impl World {
             }
             Move::DestinationGivesUp => {
                 self.given_up = true;
-                self.at_destination(config, destination::Event::GiveUp);
+                let whole = self.pages.iter().all(|page| page.placed);
+                self.at_destination(
+                    config,
+                    match whole {
+                        true => destination::Event::GiveUpWhole,
+                        false => destination::Event::GiveUp,
+                    },
+                );
             }
         }
     }

@@ -122,6 +122,7 @@ pub(super) fn destination_events(generation: Generation) -> Vec<destination::Eve
         Event::Loaded,
         Event::Failed,
         Event::GiveUp,
+        Event::GiveUpWhole,
     ]);
     events
 }
@@ -130,7 +131,7 @@ pub(super) fn is_of_a_generation_at_destination(event: destination::Event) -> bo
     use destination::Event;
     !matches!(
         event,
-        Event::Built | Event::Loaded | Event::Failed | Event::GiveUp
+        Event::Built | Event::Loaded | Event::Failed | Event::GiveUp | Event::GiveUpWhole
     )
 }
 

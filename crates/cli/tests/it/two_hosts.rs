@@ -1,0 +1,147 @@
+//! A VM moves between two network namespaces over TLS, also while their addresses change.
+
+use crate::support::certificates::{Authority, Files};
+use crate::support::{Destination, PAGEFERRY, Process, Source, assert_runs_on, pageferry, status};
+use pageferry_testkit::netns;
+use pageferry_testkit::two_hosts::{Host, Link, Rate, TwoHosts};
+use pageferry_testkit::wait_for;
+use std::net::Ipv4Addr;
+use std::path::Path;
+
+/// Two hosts, and a VM on the first one that has written all of its memory.
+struct Pair {
+    hosts: TwoHosts,
+    source: Source,
+    destination: Destination,
+    /// The files of both sides.
+    files: [Files; 2],
+}
+
+impl Pair {
+    /// `None` if this machine cannot have them, after the test was reported as skipped.
+    fn start(rate: Rate) -> Option<Self> {
+        let hosts = TwoHosts::or_skip(&Link::new(rate))?;
+        let authority = Authority::new("test");
+        let files = ["here", "there"].map(|host| authority.issue(host));
+        let of = |host| netns::command(hosts.name(host), PAGEFERRY);
+        let listen = format!("{}:0", hosts.address(Host::B));
+        let flags = files[1].flags("here");
+        let mut more: Vec<&str> = flags.iter().map(String::as_str).collect();
+        more.extend(["--dead-after", "500ms"]);
+        let destination = Destination::start_by(of(Host::B), &listen, &more);
+        let source = Source::start_by(of(Host::A), "soft", "16M");
+        source.wait_until_all_is_written();
+        Some(Self {
+            hosts,
+            source,
+            destination,
+            files,
+        })
+    }
+
+    /// Starts the migration. All pages move in post-copy.
+    fn migrate(&self) -> Process {
+        let flags = self.files[0].flags("there");
+        let mut more: Vec<&str> = flags.iter().map(String::as_str).collect();
+        more.extend(["--precopy-passes", "0", "--dead-after", "500ms"]);
+        self.source.migrate_with(&self.destination.address, &more)
+    }
+
+    fn wait_for_handover(&self) {
+        wait_for("the guest to run there", || {
+            (session(&self.destination.socket)?["stage"] == "running").then_some(())
+        });
+    }
+
+    /// Waits until the source has lost its connections.
+    fn wait_for_loss(&self) {
+        wait_for("the source to notice", || {
+            let session = session(&self.source.socket)?;
+            let again = session["generation"].as_u64()? > 1;
+            (again || session["connected"] == false).then_some(())
+        });
+    }
+
+    /// The VM has moved whole, and both processes end with nothing left behind.
+    fn assert_moved(self, migrate: Process) {
+        migrate.end().assert_ok();
+        self.source.process.end().assert_ok();
+        self.source.dir.assert_empty();
+        let there = &self.destination.socket;
+        assert_runs_on(there);
+        pageferry(&["verify", "--vm", there.to_str().unwrap()]).assert_ok();
+        pageferry(&["quit", "--vm", there.to_str().unwrap()]).assert_ok();
+        self.destination.process.end().assert_ok();
+        self.destination.dir.assert_empty();
+    }
+
+    fn assert_reconnected(&self) {
+        let session = wait_for("the end of the session", || {
+            session(&self.destination.socket).filter(|session| session["stage"] == "completed")
+        });
+        assert!(session["reconnects"].as_u64().unwrap() >= 1, "{session}");
+    }
+}
+
+fn session(socket: &Path) -> Option<serde_json::Value> {
+    Some(status(socket)?["session"].clone())
+}
+
+#[test]
+fn a_vm_moves_between_two_hosts_over_tls() {
+    let Some(pair) = Pair::start(Rate::mbit(1000)) else {
+        return;
+    };
+    let migrate = pair.migrate();
+    pair.assert_moved(migrate);
+}
+
+/// A rate at which post-copy takes seconds.
+fn slow() -> Rate {
+    Rate::mbit(40)
+}
+
+#[test]
+fn the_sources_address_changes_and_the_session_goes_on_by_itself() {
+    let Some(pair) = Pair::start(slow()) else {
+        return;
+    };
+    let migrate = pair.migrate();
+    pair.wait_for_handover();
+    let hosts = &pair.hosts;
+    hosts
+        .add_address(Host::A, Ipv4Addr::new(198, 18, 0, 11))
+        .unwrap();
+    hosts
+        .remove_address(Host::A, hosts.address(Host::A))
+        .unwrap();
+    pair.wait_for_loss();
+    pair.assert_reconnected();
+    pair.assert_moved(migrate);
+}
+
+#[test]
+fn the_destinations_address_changes_and_an_operator_gives_the_new_one() {
+    let Some(pair) = Pair::start(slow()) else {
+        return;
+    };
+    let migrate = pair.migrate();
+    pair.wait_for_handover();
+    let (hosts, new) = (&pair.hosts, Ipv4Addr::new(198, 18, 0, 12));
+    hosts.add_address(Host::B, new).unwrap();
+    hosts
+        .remove_address(Host::B, hosts.address(Host::B))
+        .unwrap();
+    pair.wait_for_loss();
+    let recover = |socket: &Path, way: &str, address: &str| {
+        let ended = pageferry(&["recover", "--vm", socket.to_str().unwrap(), way, address]);
+        ended.assert_ok();
+        ended.stdout
+    };
+    let listening = recover(&pair.destination.socket, "--listen", &format!("{new}:0"));
+    let address = listening.split_whitespace().nth(2).unwrap();
+    assert!(address.contains(&new.to_string()), "{listening}");
+    recover(&pair.source.socket, "--to", address);
+    pair.assert_reconnected();
+    pair.assert_moved(migrate);
+}
