@@ -252,9 +252,10 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         | MigrationError::Refused(Status::TlsRequired | Status::BadProof) => Exit::Untrusted,
         MigrationError::Handshake(_) => Exit::Unreachable,
         MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
-        MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => {
-            Exit::BrokenOff
-        }
+        MigrationError::Channel(_)
+        | MigrationError::LinkLost(_)
+        | MigrationError::GaveUp { .. }
+        | MigrationError::Timeout(_) => Exit::BrokenOff,
         MigrationError::Refused(
             Status::VersionUnsupported
             | Status::Malformed

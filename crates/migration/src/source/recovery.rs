@@ -56,6 +56,18 @@ pub(super) struct Channels<'s, 'e, 'a> {
     attempts: u32,
 }
 
+/// Ends the threads of channels, and the attempts to open any, on every path out of the scope.
+impl Drop for Channels<'_, '_, '_> {
+    fn drop(&mut self) {
+        let ended = &self.dialler.shared.ended;
+        ended.store(true, crate::sync::Ordering::Release);
+        for open in &self.open {
+            open.connection.shutdown();
+            open.bell.ring();
+        }
+    }
+}
+
 /// The pause before an attempt.
 fn pause(attempts: u32) -> Duration {
     match attempts {

@@ -761,10 +761,11 @@ fn channels_that_do_not_fit_the_session_are_refused() {
         for (key, due) in [
             (bulk(1, 2, 1), Status::TooManyChannels),
             (urgent(1, 2, 1), Status::TooManyChannels),
-            (bulk(0, 2, 1), Status::OldGeneration),
+            (bulk(0, 2, 1), Status::ChannelTaken),
             (urgent(0, 1, 2), Status::OldGeneration),
             (bulk(0, 3, 1), Status::FutureGeneration),
-            (ChannelKey::control(2), Status::OldGeneration),
+            (urgent(0, 2, 1), Status::ChannelTaken),
+            (ChannelKey::control(2), Status::ChannelTaken),
             (ChannelKey::control(1), Status::OldGeneration),
         ] {
             match p.dial(key) {

@@ -4,7 +4,7 @@
 use crate::alone::{LeakCheck, in_parallel};
 use crate::failures_source::{attempt, config};
 use crate::scripted::destination::ScriptedDestination;
-use crate::scripted::{LONG, SHORT, assert_loss, encoded, say};
+use crate::scripted::{LONG, SHORT, assert_failure, assert_loss, encoded, say};
 use crate::support::{WorkloadVm, address_of, listen, migrate_to, receive_on};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Backing, Engine};
@@ -12,7 +12,7 @@ use pageferry_migration::address::Address;
 use pageferry_migration::wire::{
     DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, SourceStage, UrgentMessage,
 };
-use pageferry_migration::{DestinationConfig, Limits, SourceConfig, SourceVm};
+use pageferry_migration::{DestinationConfig, Limits, SourceConfig, SourceSession, SourceVm};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::time::Duration;
 
@@ -209,19 +209,46 @@ fn a_wrong_count_at_the_end_is_refused() {
     assert_loss("count", tried.status.last_loss.as_deref(), "missing pages");
 }
 
+/// The reason is the operator, or the limit, and the last loss. It is no loss that was overcome.
 #[test]
-fn a_source_that_gives_up_leaves_its_vm_paused() {
+fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
+    type Script = fn(&mut ScriptedDestination<'_>, &SourceSession);
+    let cases: [(Script, &str); 3] = [
+        (
+            |_, session| session.give_up(),
+            "the operator gave the migration up; the VM was handed over",
+        ),
+        (
+            |peer, session| {
+                peer.send_bytes(&[0x5a; 64]);
+                peer.recover();
+                peer.send(&Frame::Cancel);
+                peer.take_resume();
+                session.give_up();
+            },
+            "gave the migration up; the last loss: the peer cancelled the migration; the VM",
+        ),
+        (
+            |peer, _| peer.close(),
+            "no connection for too long; the last loss: the connection to the peer was lost: the",
+        ),
+    ];
     let _leaks = LeakCheck::start();
-    let vm = full_vm();
-    let tried = attempt(&vm, &config(0, SHORT), |peer, session| {
-        peer.start();
-        peer.close();
-        session.give_up();
-    });
-    let failure = tried.outcome.unwrap_err();
-    assert_eq!(failure.vm, SourceVm::GivenUp, "{failure}");
-    assert!(vm.threads.is_paused());
-    vm.assert_verifies();
+    for (script, says) in cases {
+        let vm = full_vm();
+        let mut config = config(0, LONG);
+        if says.starts_with("no connection") {
+            config.limits.give_up_after = Some(SHORT);
+        }
+        let tried = attempt(&vm, &config, |peer, session| {
+            peer.start();
+            script(peer, session);
+        });
+        let failure = tried.outcome.unwrap_err();
+        assert_failure(says, &failure, SourceVm::GivenUp, "GaveUp", says);
+        assert!(vm.threads.is_paused());
+        vm.assert_verifies();
+    }
 }
 
 /// Time limits measure silence, never totals.

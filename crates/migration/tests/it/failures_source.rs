@@ -161,7 +161,7 @@ fn hello(listener: &Listener) -> (Connection, Hello) {
 }
 
 /// Keeps the connection open until the source closes it.
-fn hold(connection: &Connection) {
+pub(crate) fn hold(connection: &Connection) {
     let mut byte = [0];
     while connection
         .read_exact(&mut byte, &within_limit("the end"))
@@ -909,6 +909,6 @@ fn a_source_that_has_said_go_waits_for_the_destinations_word() {
     assert_sentence(&failure);
     assert_eq!(tried.status.stage, "returned");
     assert!(tried.status.reconnects >= 3, "{:?}", tried.status);
-    assert_eq!(kind(&failure.error), "LinkLost", "{failure}");
+    assert_eq!(kind(&failure.error), "Discarded", "{failure}");
     assert_runs_on(&vm, "returned");
 }

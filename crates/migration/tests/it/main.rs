@@ -10,6 +10,7 @@ mod move_backings;
 mod move_vm;
 mod recovery;
 mod scripted;
+mod sessions;
 mod support;
 mod vmm_access;
 mod wire_channel;
