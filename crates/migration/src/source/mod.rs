@@ -17,6 +17,7 @@
 //! | `recovery` | opens channels, and closes lost ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
+//! | `check` | a handshake without a migration |
 //!
 //! | failure | guest | why that is safe |
 //! |---|---|---|
@@ -25,6 +26,7 @@
 //! | the destination says `Discarded` | resumed here | That copy never ran, and never will. |
 
 mod bulk;
+mod check;
 mod commands;
 mod completion;
 mod config;
@@ -36,6 +38,7 @@ mod shared;
 mod switchover;
 mod urgent;
 
+pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
 pub use urgent::URGENT_SPIN;

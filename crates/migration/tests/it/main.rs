@@ -1,6 +1,7 @@
 //! All integration tests of the migration.
 
 mod alone;
+mod check;
 mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
