@@ -2,6 +2,7 @@
 
 mod alone;
 mod check;
+mod failures_channels;
 mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
