@@ -10,6 +10,7 @@ mod failures_source;
 mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod recorded;
 mod recovery;
 mod scripted;
 mod sessions;
