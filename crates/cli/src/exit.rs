@@ -320,6 +320,20 @@ mod tests {
     }
 
     #[test]
+    fn a_channel_too_many_or_out_of_turn_breaks_the_protocol() {
+        for status in [
+            Status::ChannelTaken,
+            Status::TooManyChannels,
+            Status::OldGeneration,
+            Status::FutureGeneration,
+        ] {
+            let error = MigrationError::Refused(status);
+            assert_eq!(of_migration(&error), Exit::Protocol, "{error}");
+            assert!(error.to_string().contains("this"), "{error}");
+        }
+    }
+
+    #[test]
     fn every_code_is_in_the_table_and_has_its_own_name() {
         for exit in Exit::ALL {
             assert!(

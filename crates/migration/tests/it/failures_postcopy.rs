@@ -259,7 +259,7 @@ fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
         ),
         (
             |peer, _| peer.close(),
-            "no connection for too long; the last loss: the connection to the peer was lost: the",
+            "no connection for too long; the last loss: the connection to the peer was lost",
         ),
     ];
     let _leaks = LeakCheck::start();

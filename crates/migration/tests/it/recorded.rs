@@ -105,7 +105,8 @@ fn recorded() -> Record {
         );
         let (_there, received) = receiver.join().unwrap();
         over.store(true, Ordering::Release);
-        (sent.unwrap(), received.unwrap());
+        sent.unwrap();
+        received.unwrap();
     });
     record.into_inner().unwrap()
 }
