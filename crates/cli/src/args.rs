@@ -418,6 +418,12 @@ pub(crate) struct MigrateArgs {
     pub(crate) limits: LimitArgs,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
+    /// Check that the destination answers and both sides trust each other, and move nothing
+    ///
+    /// The VM is untouched, and the destination stays ready. A destination that is busy is not
+    /// waited for.
+    #[arg(long, conflicts_with = "events")]
+    pub(crate) check: bool,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,

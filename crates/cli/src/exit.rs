@@ -252,9 +252,10 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         | MigrationError::Refused(Status::TlsRequired | Status::BadProof) => Exit::Untrusted,
         MigrationError::Handshake(_) => Exit::Unreachable,
         MigrationError::Channel(ChannelError::Interrupted { .. }) => Exit::Cancelled,
-        MigrationError::Channel(_) | MigrationError::LinkLost(_) | MigrationError::Timeout(_) => {
-            Exit::BrokenOff
-        }
+        MigrationError::Channel(_)
+        | MigrationError::LinkLost(_)
+        | MigrationError::GaveUp { .. }
+        | MigrationError::Timeout(_) => Exit::BrokenOff,
         MigrationError::Refused(
             Status::VersionUnsupported
             | Status::Malformed
@@ -315,6 +316,20 @@ mod tests {
                 ErrorCode::Resources | ErrorCode::Machine | ErrorCode::Internal => Exit::Internal,
             };
             assert_eq!(of_migration(&error), expected, "{code:?}");
+        }
+    }
+
+    #[test]
+    fn a_channel_too_many_or_out_of_turn_breaks_the_protocol() {
+        for status in [
+            Status::ChannelTaken,
+            Status::TooManyChannels,
+            Status::OldGeneration,
+            Status::FutureGeneration,
+        ] {
+            let error = MigrationError::Refused(status);
+            assert_eq!(of_migration(&error), Exit::Protocol, "{error}");
+            assert!(error.to_string().contains("this"), "{error}");
         }
     }
 

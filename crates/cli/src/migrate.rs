@@ -18,12 +18,17 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(24 * 3600);
 /// The longest wait for the answer to a request to cancel.
 const CANCEL_LIMIT: Duration = Duration::from_secs(5);
+/// The longest wait for the answer to a check. A name that does not resolve takes the longest.
+const CHECK_LIMIT: Duration = Duration::from_secs(60);
 
 /// Requests the migration, then shows its progress and its result.
 ///
 /// # Errors
 /// The failure that the VM's process reports.
 pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    if args.check {
+        return check(args, interrupts);
+    }
     let path = &args.vm.socket;
     let mut client = Client::connect(path)?;
     let request = Request::Migrate {
@@ -86,6 +91,30 @@ pub(crate) fn migrate(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(),
             report.table()
         ));
     }
+    Ok(())
+}
+
+/// Checks the way to the destination, and says what was checked.
+fn check(args: &MigrateArgs, interrupts: &Interrupts) -> Result<(), Failure> {
+    let request = Request::Check {
+        to: args.to.to_string(),
+        options: Box::new(options(args)),
+    };
+    let answer = ask(&args.vm.socket, &request, CHECK_LIMIT, interrupts)?;
+    if args.json {
+        output::json(&answer);
+        return Ok(());
+    }
+    let text = |key: &str| answer[key].as_str().map(str::to_owned);
+    let protection = match (text("tls"), text("peer_name")) {
+        (Some(tls), Some(name)) => format!("{tls} with `{name}`"),
+        _ => "plain, without TLS".to_owned(),
+    };
+    output::result(&format!(
+        "{} can take the VM: protocol version {}, {protection}; nothing was moved\n",
+        text("peer").unwrap_or_default(),
+        answer["version"]
+    ));
     Ok(())
 }
 

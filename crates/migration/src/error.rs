@@ -20,6 +20,14 @@ pub enum MigrationError {
     /// A connection ended in the middle of the migration.
     #[error("the connection to the peer was lost: {0}")]
     LinkLost(String),
+    /// This side ended the migration without its peer.
+    #[error("{why}{}", and_last_loss(last_loss.as_deref()))]
+    GaveUp {
+        /// The reason, for people.
+        why: &'static str,
+        /// The reason for the last loss of a channel, if one was lost.
+        last_loss: Option<String>,
+    },
     /// The peer's bytes are not Pageferry's wire format.
     #[error(transparent)]
     Wire(#[from] WireError),
@@ -74,7 +82,14 @@ pub enum MigrationError {
     Internal(String),
 }
 
+fn and_last_loss(last_loss: Option<&str>) -> String {
+    last_loss.map_or_else(String::new, |last| format!("; the last loss: {last}"))
+}
+
 impl MigrationError {
+    /// The reason of a side that had no connection for longer than its limit.
+    pub(crate) const NO_CONNECTION: &str = "there was no connection for too long";
+
     pub(crate) fn os(what: &'static str, source: impl Into<io::Error>) -> Self {
         Self::Os {
             what,

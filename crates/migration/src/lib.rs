@@ -52,7 +52,9 @@ mod vm;
 pub mod wire;
 
 // Hidden modules are no interface: the tests, the benchmarks and the fuzz targets use them.
-pub use channel::{ChannelError, Connection, Listener, OpenError, Spinner, TlsError, TlsFiles};
+pub use channel::{
+    ChannelError, Connection, Listener, OpenError, Spinner, TLS_VERSION, TlsError, TlsFiles,
+};
 pub use clock::{instant_ns, monotonic_ns};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
@@ -69,7 +71,8 @@ pub use report::{
     DestinationReport, FaultRecord, PageCounts, PassFigures, PhaseStart, SourceReport,
 };
 pub use source::{
-    Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN, migrate,
+    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,
+    check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

@@ -32,6 +32,14 @@ pub(crate) enum Request {
         #[serde(default, skip_serializing_if = "is_default")]
         options: Box<MigrateOptions>,
     },
+    /// Check the way to a destination, and move nothing.
+    Check {
+        /// The destination: an address as on the command line.
+        to: String,
+        /// As for a migration. Only those about connections matter.
+        #[serde(default, skip_serializing_if = "is_default")]
+        options: Box<MigrateOptions>,
+    },
     /// Cancel the current migration.
     Cancel,
     /// Give a migration that is handed over another way. One of the two.

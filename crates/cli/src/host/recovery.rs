@@ -1,19 +1,14 @@
 //! An operator's hold on a migration: its status, another way, and its end.
 
+use super::service::address;
 use super::state::{Activity, Host};
 use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
-use pageferry_migration::address::Address;
 use pageferry_migration::{Listener, Route, SessionStatus};
 use serde_json::{Value, json};
 
 fn refuse(message: impl Into<String>) -> Failure {
     Failure::new(Exit::NoVm, message)
-}
-
-fn address(text: &str) -> Result<Address, Failure> {
-    text.parse()
-        .map_err(|e| Failure::new(Exit::Usage, format!("{e}")))
 }
 
 impl Host {

@@ -13,7 +13,9 @@ use crate::report::{Report, Verified};
 use crate::signals::Interrupts;
 use crate::vm::{PAUSE_LIMIT, Vm};
 use pageferry_migration::address::Address;
-use pageferry_migration::{Phase, SourceSession};
+use pageferry_migration::{
+    Phase, Route, SourceFailure, SourceSession, SourceVm, TLS_VERSION, check,
+};
 use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
@@ -23,6 +25,11 @@ pub(crate) struct HostService(pub(crate) Arc<Host>);
 
 fn refuse(message: impl Into<String>) -> Failure {
     Failure::new(Exit::NoVm, message)
+}
+
+pub(super) fn address(text: &str) -> Result<Address, Failure> {
+    text.parse()
+        .map_err(|e| Failure::new(Exit::Usage, format!("{e}")))
 }
 
 impl Service for HostService {
@@ -51,6 +58,7 @@ impl Service for HostService {
                 precopy_passes,
                 options,
             } => host.migrate(&to, precopy_passes, &options, event),
+            Request::Check { to, options } => host.check(&to, &options),
             Request::Cancel => host.cancel(),
             Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
             Request::Abandon { resume_here } => host.abandon(resume_here),
@@ -169,9 +177,7 @@ impl Host {
         options: &MigrateOptions,
         event: &mut dyn FnMut(Event),
     ) -> Result<Value, Failure> {
-        let to: Address = to
-            .parse()
-            .map_err(|e| Failure::new(Exit::Usage, format!("{e}")))?;
+        let to = address(to)?;
         if precopy_passes > crate::args::MAX_PASSES {
             let message = format!(
                 "{precopy_passes} passes are too many: choose at most {}",
@@ -187,10 +193,7 @@ impl Host {
         let (done, outcome) = channel();
         {
             let _exclusive = self.exclusive()?;
-            let vm = self.vm_here(&self.activity())?;
-            if vm.threads().is_paused() {
-                return Err(refuse("the VM is paused: resume it, then migrate it"));
-            }
+            self.check_runs_here()?;
             let job = Job {
                 to,
                 config,
@@ -228,6 +231,37 @@ impl Host {
                 }
             }
         }
+    }
+
+    /// A VM that is paused, leaving or gone cannot be migrated.
+    fn check_runs_here(&self) -> Result<(), Failure> {
+        let vm = self.vm_here(&self.activity())?;
+        if vm.threads().is_paused() {
+            return Err(refuse("the VM is paused: resume it, then migrate it"));
+        }
+        Ok(())
+    }
+
+    /// Goes as far as the proofs of both sides, and leaves the VM alone.
+    fn check(&self, to: &str, options: &MigrateOptions) -> Result<Value, Failure> {
+        let route = Route::To(address(to)?);
+        let config = options
+            .config(0)
+            .map_err(|e| Failure::new(Exit::Usage, e))?;
+        {
+            let _exclusive = self.exclusive()?;
+            self.check_runs_here()?;
+        }
+        let checked = check(&route, &config, &|| self.quits()).map_err(|error| {
+            let vm = SourceVm::Runs;
+            Failure::from(SourceFailure { vm, error })
+        })?;
+        Ok(json!({
+            "peer": checked.peer,
+            "version": checked.version,
+            "tls": checked.tls_name.is_some().then_some(TLS_VERSION),
+            "peer_name": checked.tls_name,
+        }))
     }
 
     fn cancel(&self) -> Result<Value, Failure> {

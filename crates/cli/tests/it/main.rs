@@ -9,6 +9,7 @@ mod bench_demand_paging;
 mod bench_dirty_log;
 #[cfg(feature = "bench")]
 mod bench_memslot;
+mod check;
 mod control;
 mod demo;
 mod interrupts;

@@ -424,15 +424,20 @@ fn a_vm_above_the_limits_is_refused_with_the_limit() {
     }
 }
 
+/// A source that has set up its VM, and is then silent: the destination serves it until it leaves.
+pub(crate) fn busy(destination: &Destination) -> Connection {
+    let source = open(&destination.address);
+    send(&source, &setup(|_| {}));
+    let wait = Wait::block("SetupAck").within(LIMIT);
+    let mut ack = [0; HEADER_BYTES];
+    source.read_exact(&mut ack, &wait).unwrap();
+    source
+}
+
 #[test]
 fn a_source_that_meets_a_busy_destination_tries_again() {
     let destination = Destination::start(&[]);
-    // Set up, and then silent: the destination serves it until it leaves.
-    let first = open(&destination.address);
-    send(&first, &setup(|_| {}));
-    let wait = Wait::block("SetupAck").within(LIMIT);
-    let mut ack = [0; HEADER_BYTES];
-    first.read_exact(&mut ack, &wait).unwrap();
+    let first = busy(&destination);
     let source = Source::start("16M");
     let migrate = source.migrate(&destination.address);
     destination.process.wait_until_said("busy");

@@ -33,5 +33,5 @@ pub use error::{AdoptError, ChannelError, OpenError};
 pub use listener::Listener;
 pub use raw::RawSlice;
 pub use spinner::Spinner;
-pub use tls::{TlsConfig, TlsError, TlsFiles};
+pub use tls::{TLS_VERSION, TlsConfig, TlsError, TlsFiles};
 pub use wait::{Wait, WaitPolicy};

@@ -59,8 +59,10 @@ impl Supervisor<'_, '_, '_> {
             && since.elapsed() > limit
         {
             self.lost_since = None;
-            let last = self.last_loss.clone().unwrap_or_default();
-            self.error.get_or_insert(MigrationError::LinkLost(last));
+            self.error.get_or_insert(MigrationError::GaveUp {
+                why: MigrationError::NO_CONNECTION,
+                last_loss: self.last_loss.clone(),
+            });
             self.give_up();
         }
     }
@@ -145,8 +147,9 @@ impl Supervisor<'_, '_, '_> {
 
     fn reason(&mut self) -> MigrationError {
         self.error.take().unwrap_or_else(|| {
-            let last = self.last_loss.take();
-            MigrationError::LinkLost(last.unwrap_or_else(|| "the source is gone".into()))
+            let why = "the source is gone";
+            let last_loss = self.last_loss.take();
+            MigrationError::GaveUp { why, last_loss }
         })
     }
 

@@ -85,6 +85,15 @@ impl Desk {
         });
     }
 
+    /// Asks the supervisor of the session that has the destination to end it.
+    pub(super) fn give_up(&self) {
+        // `end` takes the lock before it forgets the letters, so none is left for a later session.
+        let state = self.lock();
+        if state.active.is_some() {
+            self.letters.post(Letter::GiveUp);
+        }
+    }
+
     /// Ends the session that has the destination. Its channels are unknown from now on.
     pub(super) fn end(&self) {
         self.lock().active = None;
@@ -97,11 +106,10 @@ impl Router for Desk {
     fn route(&self, hello: &Hello, opens: bool) -> Result<Expected, Status> {
         let state = self.lock();
         match &state.active {
-            Some(active) if active.session == hello.session && !opens => {
+            Some(active) if active.session == hello.session => {
                 active.admission.check(hello.key)?;
                 Ok(Expected::Known(active.secret.clone()))
             }
-            Some(active) if active.session == hello.session => Err(Status::OldGeneration),
             _ if !opens => Err(Status::UnknownSession),
             None if state.waiting.len() < MAX_WAITING => Ok(Expected::New),
             _ => Err(Status::Busy),

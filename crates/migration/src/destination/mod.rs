@@ -63,7 +63,7 @@ use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
 use crate::report::{DestinationReport, PhaseStart};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
-use crate::session::{ToDestination, ToSource};
+use crate::session::{SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
 use crate::sync::AtomicBool;
 use crate::vm::RunningVm;
@@ -138,9 +138,10 @@ impl Destination {
     }
 
     /// Ends the session that is under way: an operator knows that its source is gone. A VM that
-    /// runs here with missing pages is paused. A VM that waits for `Go` is discarded.
+    /// runs here with missing pages is paused. A VM that waits for `Go` is discarded. Has no effect
+    /// while no source has the destination.
     pub fn give_up(&self) {
-        self.desk.letters.post(Letter::GiveUp);
+        self.desk.give_up();
     }
 
     /// The status of the session that is under way, or of the last one.
@@ -398,7 +399,12 @@ impl<'a> Supervisor<'_, '_, 'a> {
             Frame::VcpuState(state) if receiving => return self.load_state(state),
             Frame::SwitchOver(switch_over) if receiving => return self.load(&switch_over),
             Frame::Go => ToDestination::Go,
-            Frame::Resume(stage) => ToDestination::Resume(stage),
+            Frame::Resume(stage) => {
+                if stage == SourceStage::Cancelled && self.state.stage == Stage::Ready {
+                    self.error.get_or_insert(MigrationError::PeerCancelled);
+                }
+                ToDestination::Resume(stage)
+            }
             Frame::Cancel => {
                 self.error.get_or_insert(MigrationError::PeerCancelled);
                 ToDestination::Cancel

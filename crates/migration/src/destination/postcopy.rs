@@ -155,6 +155,15 @@ pub(super) fn run(
     outcome
 }
 
+/// Ends the readers of bulk channels on every path out of the scope.
+impl Drop for Supervisor<'_, '_, '_> {
+    fn drop(&mut self) {
+        for channel in &self.bulk {
+            channel.bulk.close();
+        }
+    }
+}
+
 impl Supervisor<'_, '_, '_> {
     /// Starts the threads that serve faults. No vCPU runs yet.
     pub(super) fn serve_faults(&mut self) -> Result<(), MigrationError> {

@@ -135,6 +135,11 @@ fn choose(
         while let Some(candidate) = candidates.get_mut(at) {
             match candidate.control.receive() {
                 Ok(None) if candidate.since.elapsed() < HELLO_LIMIT => at += 1,
+                // It has only checked the way.
+                Ok(Some(Frame::Cancel)) => {
+                    let candidate = candidates.swap_remove(at);
+                    candidate.control.shutdown();
+                }
                 Ok(Some(frame)) => {
                     let candidate = candidates.swap_remove(at);
                     let said = Ok(frame);

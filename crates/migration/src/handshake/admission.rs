@@ -1,5 +1,6 @@
 //! The channels that a destination accepts: generations and incarnations.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::wire::{ChannelKey, Role, Status};
@@ -48,8 +49,8 @@ impl Admission {
     ///
     /// # Errors
     /// `UnknownSession` if the session is not open and the channel does not open it.
-    /// `OldGeneration` for a generation that is over, and for an incarnation that is not above the
-    /// last one. `FutureGeneration` for a bulk or urgent channel of a generation without a control
+    /// `ChannelTaken` for the same channel again. `OldGeneration` for a generation that is over, and
+    /// for an incarnation below the last one. `FutureGeneration` for a bulk or urgent channel of a generation without a control
     /// channel. `TooManyChannels` for an index that was not announced.
     pub fn check(&self, key: ChannelKey) -> Result<(), Status> {
         if self.generation == 0 && !key.opens_session() {
@@ -57,6 +58,7 @@ impl Admission {
         }
         let announced = match key.role {
             Role::Control if key.generation > self.generation => return Ok(()),
+            Role::Control if key.generation == self.generation => return Err(Status::ChannelTaken),
             Role::Control => return Err(Status::OldGeneration),
             Role::Bulk => self.bulk,
             Role::Urgent => self.urgent,
@@ -71,10 +73,11 @@ impl Admission {
             return Err(Status::TooManyChannels);
         }
         let last = self.last.get(&(key.role, key.index)).copied();
-        if key.incarnation <= last.unwrap_or(0) {
-            return Err(Status::OldGeneration);
+        match key.incarnation.cmp(&last.unwrap_or(0)) {
+            Ordering::Less => Err(Status::OldGeneration),
+            Ordering::Equal => Err(Status::ChannelTaken),
+            Ordering::Greater => Ok(()),
         }
-        Ok(())
     }
 
     /// Accepts the channel. A control channel begins its generation.
@@ -126,7 +129,7 @@ mod tests {
         }
         assert_eq!(admission.admit(ChannelKey::control(1)), Ok(()));
         let again = admission.admit(ChannelKey::control(1));
-        assert_eq!(again, Err(Status::OldGeneration));
+        assert_eq!(again, Err(Status::ChannelTaken));
     }
 
     #[test]
@@ -146,9 +149,12 @@ mod tests {
     fn a_channel_is_dialled_again_with_a_higher_incarnation() {
         let mut admission = open();
         assert_eq!(admission.admit(key(Role::Bulk, 0, 1, 3)), Ok(()));
-        for old in 1..=3 {
-            let again = admission.admit(key(Role::Bulk, 0, 1, old));
-            assert_eq!(again, Err(Status::OldGeneration));
+        for (old, why) in [
+            (1, Status::OldGeneration),
+            (2, Status::OldGeneration),
+            (3, Status::ChannelTaken),
+        ] {
+            assert_eq!(admission.admit(key(Role::Bulk, 0, 1, old)), Err(why));
         }
         assert_eq!(admission.admit(key(Role::Bulk, 0, 1, 4)), Ok(()));
         assert_eq!(admission.admit(key(Role::Bulk, 1, 1, 1)), Ok(()));
@@ -161,13 +167,11 @@ mod tests {
         assert_eq!(early, Err(Status::FutureGeneration));
         assert_eq!(admission.admit(key(Role::Urgent, 0, 1, 7)), Ok(()));
         assert_eq!(admission.admit(ChannelKey::control(4)), Ok(()));
-        for old in [
-            ChannelKey::control(3),
-            ChannelKey::control(4),
-            key(Role::Urgent, 0, 1, 8),
-        ] {
+        for old in [ChannelKey::control(3), key(Role::Urgent, 0, 1, 8)] {
             assert_eq!(admission.admit(old), Err(Status::OldGeneration));
         }
+        let again = admission.admit(ChannelKey::control(4));
+        assert_eq!(again, Err(Status::ChannelTaken));
         // Incarnations count anew, and the announced numbers stay.
         assert_eq!(admission.admit(key(Role::Urgent, 0, 4, 1)), Ok(()));
         assert_eq!(admission.generation(), 4);

@@ -22,6 +22,8 @@ pub(super) enum Command {
 
 /// A migration at its source, as other threads see it: its status, and the commands of an operator.
 /// The VM's host process owns it. It serves one migration at a time, and its last status stays.
+/// A command that comes before a migration counts for it: so a cancel may be early. One that comes
+/// too late for a migration has no effect on the next.
 ///
 /// ```
 /// use pageferry_migration::SourceSession;
@@ -46,6 +48,11 @@ impl SourceSession {
             letters: Mailbox::new()?,
             board: Board::default(),
         })
+    }
+
+    /// Drops what came too late for a migration that has ended.
+    pub(super) fn forget_letters(&self) {
+        while self.letters.take().is_some() {}
     }
 
     fn command(&self, command: Command) {

@@ -130,8 +130,14 @@ impl Supervisor<'_, '_, '_> {
             End::Forced => SourceVm::Forced,
         };
         let error = self.error.take().unwrap_or_else(|| {
-            let last = self.last_loss.take();
-            MigrationError::LinkLost(last.unwrap_or_else(|| "the operator gave it up".into()))
+            let last_loss = self.last_loss.take();
+            if end == End::Returned {
+                let last = last_loss.unwrap_or_default();
+                let why = format!("its reason was lost with a connection ({last})");
+                return MigrationError::Discarded(why);
+            }
+            let why = "the source ended the migration";
+            MigrationError::GaveUp { why, last_loss }
         });
         Err(SourceFailure { vm, error })
     }

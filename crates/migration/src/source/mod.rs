@@ -17,6 +17,7 @@
 //! | `recovery` | opens channels, and closes lost ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
+//! | `check` | a handshake without a migration |
 //!
 //! | failure | guest | why that is safe |
 //! |---|---|---|
@@ -25,6 +26,7 @@
 //! | the destination says `Discarded` | resumed here | That copy never ran, and never will. |
 
 mod bulk;
+mod check;
 mod commands;
 mod completion;
 mod config;
@@ -36,6 +38,7 @@ mod shared;
 mod switchover;
 mod urgent;
 
+pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
 pub use urgent::URGENT_SPIN;
@@ -103,19 +106,16 @@ pub fn migrate(
     let offer = setup::offer(vm, guest, config).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);
-        match outcome {
-            Err(SourceFailure {
-                vm: SourceVm::Runs,
-                error,
-            }) if error.is_busy() && began.elapsed() < config.busy_limit => {
-                wait_for_next_attempt(session).map_err(failed)?;
-            }
-            Err(failure) => {
-                observer.phase(Phase::Failed);
-                return Err(failure);
-            }
-            Ok(report) => return Ok(report),
+        let busy = matches!(
+            &outcome,
+            Err(SourceFailure { vm: SourceVm::Runs, error }) if error.is_busy()
+        );
+        if busy && began.elapsed() < config.busy_limit {
+            wait_for_next_attempt(session).map_err(failed)?;
+            continue;
         }
+        session.forget_letters();
+        return outcome.inspect_err(|_| observer.phase(Phase::Failed));
     }
 }
 
@@ -156,7 +156,6 @@ fn attempt(
     let protection =
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
     let shared = Shared::new(ram, ledger, &session.letters, &config.limits);
-    // Letters of an earlier migration mean nothing to this one, but a command may be early.
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,
@@ -259,10 +258,22 @@ impl<'a> Supervisor<'_, '_, 'a> {
         self.observer.phase(phase);
     }
 
-    /// Keeps the first reason for an end.
+    /// Keeps the reason for an end: the first before the hand-over, and the last after it.
     fn note(&mut self, error: MigrationError) {
         self.last_loss = Some(error.to_string());
-        self.error.get_or_insert(error);
+        if self.state.has_handed_over() {
+            self.error = Some(error);
+        } else {
+            self.error.get_or_insert(error);
+        }
+    }
+
+    /// This side ends a migration that is handed over, without the destination.
+    fn note_giving_up(&mut self, why: &'static str) {
+        if self.state.has_handed_over() {
+            let last_loss = self.last_loss.clone();
+            self.error = Some(MigrationError::GaveUp { why, last_loss });
+        }
     }
 
     /// Ends the migration, or gives it up, with `error`.
@@ -279,13 +290,17 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 let _ = control.send(&error.to_frame());
             }
             let generation = control.generation;
-            self.note(error);
+            self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
     }
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
+        if next.has_handed_over() && !self.state.has_handed_over() {
+            // A loss that the session survives is no reason for its end.
+            self.error = None;
+        }
         self.state = next;
         for action in actions {
             if let Err(error) = self.perform(action) {
@@ -384,6 +399,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if let Some(event) = command.event() {
             if event == Event::Cancel && !self.state.has_handed_over() {
                 self.note(MigrationError::Cancelled);
+            }
+            match event {
+                Event::GiveUp => self.note_giving_up("the operator gave the migration up"),
+                Event::ResumeHere => self.note_giving_up("the operator resumed the VM here"),
+                _ => {}
             }
             self.events.push_back(event);
         }
@@ -490,6 +510,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             && since.elapsed() > limit
         {
             self.lost_since = None;
+            self.note_giving_up(MigrationError::NO_CONNECTION);
             self.events.push_back(Event::GiveUp);
         }
         self.report_progress();

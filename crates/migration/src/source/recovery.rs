@@ -12,7 +12,7 @@ use super::{Supervisor, Threads};
 use crate::bell::Bell;
 use crate::channel::Connection;
 use crate::error::MigrationError;
-use crate::handshake::{self, HandshakeError, Identity, Protection};
+use crate::handshake::{self, HandshakeError, Identity, Opened, Protection};
 use crate::protocol_error::ProtocolError;
 use crate::session::source::{Event, Stage};
 use crate::session::{ChannelId, Generation};
@@ -54,6 +54,18 @@ pub(super) struct Channels<'s, 'e, 'a> {
     /// The failed attempts since a channel of this kind was open.
     control_attempts: u32,
     attempts: u32,
+}
+
+/// Ends the threads of channels, and the attempts to open any, on every path out of the scope.
+impl Drop for Channels<'_, '_, '_> {
+    fn drop(&mut self) {
+        let ended = &self.dialler.shared.ended;
+        ended.store(true, crate::sync::Ordering::Release);
+        for open in &self.open {
+            open.connection.shutdown();
+            open.bell.ring();
+        }
+    }
 }
 
 /// The pause before an attempt.
@@ -226,6 +238,26 @@ fn run_urgent(
     .run()
 }
 
+impl Route {
+    /// Opens a channel by this way.
+    pub(super) fn open(
+        &self,
+        protection: &Protection,
+        identity: &Identity,
+        key: ChannelKey,
+        limit: Duration,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Opened, HandshakeError> {
+        match self {
+            Self::To(address) => handshake::dial(address, protection, identity, key, limit, stop),
+            Self::Caller(connect) => {
+                let connection = connect.connect().map_err(HandshakeError::Caller)?;
+                handshake::open_on(connection, None, protection, identity, key, limit, stop)
+            }
+        }
+    }
+}
+
 impl Open<'_> {
     fn end(self) {
         self.connection.shutdown();
@@ -259,19 +291,7 @@ impl<'s> Dialler<'s, '_, '_> {
                     std::thread::sleep(POLL.min(begin.saturating_duration_since(Instant::now())));
                 }
                 let limit = config.limits.connect;
-                let opened = match &route {
-                    Route::To(address) => {
-                        handshake::dial(address, protection, identity, key, limit, &stop)
-                    }
-                    Route::Caller(connect) => connect
-                        .connect()
-                        .map_err(HandshakeError::Caller)
-                        .and_then(|connection| {
-                            handshake::open_on(
-                                connection, None, protection, identity, key, limit, &stop,
-                            )
-                        }),
-                };
+                let opened = route.open(protection, identity, key, limit, &stop);
                 let outcome = opened.map(|opened| opened.connection);
                 if !stop() {
                     from_thread(outcome.map_err(MigrationError::from));

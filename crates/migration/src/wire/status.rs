@@ -29,14 +29,14 @@ pub enum Status {
     /// The message is damaged: its checksum does not fit, or reserved bytes are not zero.
     #[error("the destination found the preamble damaged")]
     Malformed = 7,
-    /// The generation is over, or this incarnation was accepted before.
-    #[error("the destination has seen this channel or a later one already")]
+    /// The generation is over, or a later incarnation was accepted before.
+    #[error("the destination has accepted a later channel than this one already")]
     OldGeneration = 8,
     /// No control channel of this generation was accepted yet.
     #[error("the destination has no control channel of this generation yet")]
     FutureGeneration = 9,
-    /// A channel of this role and index is connected.
-    #[error("the destination has a connection of this channel already")]
+    /// This channel was accepted before, in the same generation and incarnation.
+    #[error("the destination has accepted this channel already")]
     ChannelTaken = 10,
     /// The index is not below the number of channels that the set-up announced.
     #[error("the destination expects fewer channels than this one's index needs")]

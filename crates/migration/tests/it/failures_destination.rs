@@ -3,17 +3,21 @@
 //! page.
 
 use crate::alone::LeakCheck;
+use crate::failures_source::hold;
 use crate::handshake_common::{PLAIN, bulk, open};
 use crate::scripted::source::{ScriptedSource, Template, WRONG, pages_frame, urgent};
 use crate::scripted::{LONG, assert_loss, assert_sentence, ends_soon, kind, limits, limits_for};
-use crate::support::{LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen};
+use crate::support::{
+    LIMIT, WorkloadVm, address_of, kvm_deliveries, kvm_usable, listen_on, tcp, unix,
+};
 use pageferry_addr::{Gfn, RamPage};
 use pageferry_machine::{Delivery, Engine};
+use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::{HandshakeError, Identity};
 use pageferry_migration::wire::{
     self, ChannelKey, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameHeader, FrameType,
-    HEADER_BYTES, PAGE_BYTES, RunKind, RunList, Setup, SourceStage, Status, SwitchOver,
-    UrgentMessage, urgent_reply_page, urgent_reply_zero,
+    HEADER_BYTES, MissingRuns, PAGE_BYTES, RunKind, RunList, Setup, SourceStage, Status,
+    SwitchOver, UrgentMessage, urgent_reply_page, urgent_reply_zero,
 };
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Limits,
@@ -26,7 +30,7 @@ const MIB: u64 = 1 << 20;
 
 /// The last message of the destination to the source.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Told {
+pub(crate) enum Told {
     /// None, or the source could not receive it.
     Nothing,
     /// Any: which channel's silence is noticed first is not certain.
@@ -36,18 +40,18 @@ enum Told {
 }
 
 /// A behaviour of a source.
-struct Case {
-    name: &'static str,
-    script: fn(&mut ScriptedSource<'_>),
-    kind: &'static str,
-    says: &'static str,
-    told: Told,
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) script: fn(&mut ScriptedSource<'_>),
+    pub(crate) kind: &'static str,
+    pub(crate) says: &'static str,
+    pub(crate) told: Told,
 }
 
-struct Received {
-    outcome: Result<DestinationReport, DestinationFailure>,
-    status: SessionStatus,
-    vm: WorkloadVm,
+pub(crate) struct Received {
+    pub(crate) outcome: Result<DestinationReport, DestinationFailure>,
+    pub(crate) status: SessionStatus,
+    pub(crate) vm: WorkloadVm,
 }
 
 /// Ends a session whose script has failed, so that the test ends too.
@@ -68,12 +72,24 @@ fn attempt(
     limits: Limits,
     script: impl FnOnce(&mut ScriptedSource<'_>, &WorkloadVm, &Destination) + Send,
 ) -> Received {
-    let destination = listen(DestinationConfig {
+    attempt_on(tcp(), template, delivery, limits, script)
+}
+
+/// Receives from a scripted source on this listener.
+pub(crate) fn attempt_on(
+    listener: Listener,
+    template: &Template,
+    delivery: Option<Delivery>,
+    limits: Limits,
+    script: impl FnOnce(&mut ScriptedSource<'_>, &WorkloadVm, &Destination) + Send,
+) -> Received {
+    let config = DestinationConfig {
         delivery,
         allocate: false,
         limits,
         ..DestinationConfig::default()
-    });
+    };
+    let destination = listen_on(listener, config);
     let bytes = template.pages() * PAGE_BYTES as u64;
     let vm = WorkloadVm::empty(template.vm.machine.engine(), template.vcpus(), bytes);
     let over = AtomicBool::new(false);
@@ -98,7 +114,7 @@ fn attempt(
     }
 }
 
-fn told(source: &ScriptedSource<'_>) -> Told {
+pub(crate) fn told(source: &ScriptedSource<'_>) -> Told {
     match source.last_frame() {
         Some(Frame::Error(why)) => {
             assert_sentence(&why.message());
@@ -110,10 +126,15 @@ fn told(source: &ScriptedSource<'_>) -> Told {
 
 /// Checks that each case ends with the VM discarded. It never ran.
 fn discards(cases: &[Case]) {
+    discards_on(tcp, cases);
+}
+
+fn discards_on(listener: fn() -> Listener, cases: &[Case]) {
     let _leaks = LeakCheck::start();
     let template = Template::new(Engine::Soft, 1, 8 * MIB);
     for case in cases {
-        let received = attempt(&template, None, limits_for(case.kind), |p, _, _| {
+        let limits = limits_for(case.kind);
+        let received = attempt_on(listener(), &template, None, limits, |p, _, _| {
             (case.script)(p);
             let told = told(p);
             let fits = told == case.told || case.told == Told::Anything;
@@ -157,14 +178,14 @@ fn recovers(template: &Template, delivery: Option<Delivery>, cases: &[Case]) {
 }
 
 /// Returns the header of an invalid frame, without a valid checksum.
-fn header(frame_type: u16, payload_len: u32) -> [u8; HEADER_BYTES] {
+pub(crate) fn header(frame_type: u16, payload_len: u32) -> [u8; HEADER_BYTES] {
     let mut bytes = FrameHeader::unsealed(FrameType::SetupAck, payload_len, 0, 0).to_bytes();
     bytes[4..6].copy_from_slice(&frame_type.to_le_bytes());
     bytes
 }
 
 /// Returns a frame of `pages` with these bytes, without a bound on their numbers.
-fn frame_of(pages: &[u64], bytes: &[u8; PAGE_BYTES]) -> Vec<u8> {
+pub(crate) fn frame_of(pages: &[u64], bytes: &[u8; PAGE_BYTES]) -> Vec<u8> {
     let mut list = RunList::new(u64::MAX);
     for page in pages {
         list.push(RamPage(*page), RunKind::Data).unwrap();
@@ -172,7 +193,7 @@ fn frame_of(pages: &[u64], bytes: &[u8; PAGE_BYTES]) -> Vec<u8> {
     pages_frame(&list, &bytes.repeat(pages.len()))
 }
 
-fn damaged(mut bytes: Vec<u8>, at: usize) -> Vec<u8> {
+pub(crate) fn damaged(mut bytes: Vec<u8>, at: usize) -> Vec<u8> {
     bytes[at] ^= 0x10;
     bytes
 }
@@ -183,7 +204,7 @@ fn offer(source: &ScriptedSource<'_>, change: fn(&mut Setup)) {
     source.send(&Frame::Setup(setup));
 }
 
-const PROTOCOL: Told = Told::Why(ErrorCode::Protocol);
+pub(crate) const PROTOCOL: Told = Told::Why(ErrorCode::Protocol);
 const REFUSED: Told = Told::Why(ErrorCode::SetupRefused);
 
 const MISFITS: &[Case] = &[
@@ -288,6 +309,33 @@ const PRECOPY: &[Case] = &[
         kind: "Timeout",
         says: "in time",
         told: Told::Anything,
+    },
+    Case {
+        name: "falls silent",
+        script: |p| p.set_up(),
+        kind: "Timeout",
+        says: "in time",
+        told: Told::Anything,
+    },
+    Case {
+        name: "closes the control channel alone",
+        script: |p| {
+            p.set_up();
+            p.control.shutdown();
+        },
+        kind: "LinkLost",
+        says: "closed the connection",
+        told: Told::Nothing,
+    },
+    Case {
+        name: "closes the urgent channel alone",
+        script: |p| {
+            p.set_up();
+            p.urgent().shutdown();
+        },
+        kind: "LinkLost",
+        says: "closed the connection",
+        told: Told::Nothing,
     },
     Case {
         name: "a page outside memory",
@@ -497,6 +545,19 @@ const SWITCH_OVER: &[Case] = &[
         told: Told::Why(ErrorCode::Machine),
     },
     Case {
+        name: "missing pages outside memory",
+        script: |p| {
+            p.set_up();
+            let pages = p.template.pages();
+            for frame in MissingRuns::frames(std::iter::once(pages..pages + 1)) {
+                p.send(&Frame::Missing(frame));
+            }
+        },
+        kind: "Wire",
+        says: "outside 0 to 2047",
+        told: PROTOCOL,
+    },
+    Case {
         name: "closes before SwitchOver",
         script: |p| {
             p.set_up();
@@ -519,6 +580,18 @@ const POSTCOPY: &[Case] = &[
             // The next request shows that the answered page has arrived.
             p.request();
             p.close();
+        },
+        kind: "",
+        says: "connection",
+        told: Told::Nothing,
+    },
+    Case {
+        name: "closes the control channel alone",
+        script: |p| {
+            p.request();
+            p.control.shutdown();
+            // The destination notices, and closes the others.
+            hold(p.bulk());
         },
         kind: "",
         says: "connection",
@@ -665,6 +738,11 @@ fn a_failure_in_precopy_discards_the_vm() {
 }
 
 #[test]
+fn a_failure_on_unix_sockets_discards_the_vm() {
+    discards_on(unix, &PRECOPY[..6]);
+}
+
+#[test]
 fn a_failure_in_switch_over_discards_the_vm() {
     discards(SWITCH_OVER);
 }
@@ -761,10 +839,11 @@ fn channels_that_do_not_fit_the_session_are_refused() {
         for (key, due) in [
             (bulk(1, 2, 1), Status::TooManyChannels),
             (urgent(1, 2, 1), Status::TooManyChannels),
-            (bulk(0, 2, 1), Status::OldGeneration),
+            (bulk(0, 2, 1), Status::ChannelTaken),
             (urgent(0, 1, 2), Status::OldGeneration),
             (bulk(0, 3, 1), Status::FutureGeneration),
-            (ChannelKey::control(2), Status::OldGeneration),
+            (urgent(0, 2, 1), Status::ChannelTaken),
+            (ChannelKey::control(2), Status::ChannelTaken),
             (ChannelKey::control(1), Status::OldGeneration),
         ] {
             match p.dial(key) {

@@ -2,19 +2,22 @@
 //! channels again, and the session completes.
 
 use crate::alone::{LeakCheck, in_parallel};
-use crate::failures_source::{attempt, config};
+use crate::failures_source::{attempt, attempt_on, config};
 use crate::scripted::destination::ScriptedDestination;
-use crate::scripted::{LONG, SHORT, assert_loss, encoded, say};
-use crate::support::{WorkloadVm, address_of, listen, migrate_to, receive_on};
+use crate::scripted::{
+    ALLOCATED, LONG, SHORT, assert_failure, assert_loss, encoded, say, take_urgent, within_limit,
+};
+use crate::support::{WorkloadVm, address_of, listen, migrate_to, receive_on, tcp, unix};
 use pageferry_addr::RamPage;
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::address::Address;
 use pageferry_migration::wire::{
-    DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, SourceStage, UrgentMessage,
+    ChannelId, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, Role, Side,
+    SourceStage, UrgentKind, UrgentMessage,
 };
-use pageferry_migration::{DestinationConfig, Limits, SourceConfig, SourceVm};
+use pageferry_migration::{DestinationConfig, Limits, SourceConfig, SourceSession, SourceVm};
 use pageferry_testkit::shaper::{Plan, Shaper};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 
@@ -154,6 +157,32 @@ fn a_destination_that_breaks_the_protocol_costs_a_generation_only() {
 }
 
 #[test]
+fn a_lie_about_a_channel_that_ended_costs_a_generation_only() {
+    let _leaks = LeakCheck::start();
+    let vm = full_vm();
+    let tried = attempt(&vm, &config(0, LONG), |peer, _| {
+        peer.start();
+        let channel = ChannelId {
+            role: Role::Bulk,
+            index: 0,
+            incarnation: 1,
+        };
+        let placed = 1 << 40;
+        peer.send(&Frame::ChannelEnded { channel, placed });
+        assert_eq!(peer.take_resume(), SourceStage::HandedOver);
+        peer.send_resumed(DestinationStage::Running);
+        // The source has counted this channel up already.
+        peer.take_bulk(2);
+        peer.take_urgent(1);
+        peer.complete();
+    });
+    tried.outcome.unwrap();
+    let says = "its receipt is wrong";
+    assert_loss("lie", tried.status.last_loss.as_deref(), says);
+    vm.assert_verifies();
+}
+
+#[test]
 fn a_missing_set_that_takes_back_pages_is_refused() {
     let _leaks = LeakCheck::start();
     for (more, says) in [(0, "that it has confirmed"), (1, "missing pages where")] {
@@ -209,19 +238,128 @@ fn a_wrong_count_at_the_end_is_refused() {
     assert_loss("count", tried.status.last_loss.as_deref(), "missing pages");
 }
 
+/// The reason is the operator, or the limit, and the last loss. It is no loss that was overcome.
 #[test]
-fn a_source_that_gives_up_leaves_its_vm_paused() {
+fn a_source_that_gives_up_leaves_its_vm_paused_and_says_why() {
+    type Script = fn(&mut ScriptedDestination<'_>, &SourceSession);
+    let cases: [(Script, &str); 3] = [
+        (
+            |_, session| session.give_up(),
+            "the operator gave the migration up; the VM was handed over",
+        ),
+        (
+            |peer, session| {
+                peer.send_bytes(&[0x5a; 64]);
+                peer.recover();
+                peer.send(&Frame::Cancel);
+                peer.take_resume();
+                session.give_up();
+            },
+            "gave the migration up; the last loss: the peer cancelled the migration; the VM",
+        ),
+        (
+            |peer, _| peer.close(),
+            "no connection for too long; the last loss: the connection to the peer was lost",
+        ),
+    ];
     let _leaks = LeakCheck::start();
-    let vm = full_vm();
-    let tried = attempt(&vm, &config(0, SHORT), |peer, session| {
-        peer.start();
-        peer.close();
-        session.give_up();
-    });
-    let failure = tried.outcome.unwrap_err();
-    assert_eq!(failure.vm, SourceVm::GivenUp, "{failure}");
-    assert!(vm.threads.is_paused());
-    vm.assert_verifies();
+    for (script, says) in cases {
+        let vm = full_vm();
+        let mut config = config(0, LONG);
+        if says.starts_with("no connection") {
+            config.limits.give_up_after = Some(SHORT);
+        }
+        let tried = attempt(&vm, &config, |peer, session| {
+            peer.start();
+            script(peer, session);
+        });
+        let failure = tried.outcome.unwrap_err();
+        assert_failure(says, &failure, SourceVm::GivenUp, "GaveUp", says);
+        assert!(vm.threads.is_paused());
+        vm.assert_verifies();
+    }
+}
+
+#[test]
+fn a_destination_that_stops_reading_costs_a_generation_only() {
+    let _leaks = LeakCheck::start();
+    for listener in [tcp(), unix()] {
+        let vm = full_vm();
+        let tried = attempt_on(listener, &vm, &config(0, SHORT), |peer, _| {
+            peer.start();
+            // Nobody reads the push.
+            peer.recover();
+            peer.complete();
+        });
+        tried.outcome.unwrap();
+        assert_loss("stops", tried.status.last_loss.as_deref(), "in time");
+        assert!(vm.threads.is_paused());
+        vm.assert_verifies();
+    }
+}
+
+/// A page that is requested twice, or after it was pushed, is sent once.
+#[test]
+fn a_destination_may_ask_twice_and_late() {
+    let _leaks = LeakCheck::start();
+    for listener in [tcp(), unix()] {
+        let vm = full_vm();
+        let config = SourceConfig {
+            push_background: false,
+            ..config(0, LONG)
+        };
+        let tried = attempt_on(listener, &vm, &config, |peer, _| {
+            peer.start();
+            let last = *peer.missing.last().unwrap();
+            peer.ask(last);
+            peer.ask(last);
+            let head = take_urgent(peer.urgent(), Side::Source, peer.memory_pages);
+            assert_eq!((head.kind, head.page), (UrgentKind::Page, RamPage(last)));
+            let body = &mut [0; PAGE_BYTES];
+            peer.urgent()
+                .read_exact(body, &within_limit("page"))
+                .unwrap();
+            peer.missing.remove(&last);
+            peer.urgent_receipt(1);
+            // The push begins when nobody has requested a page for a while.
+            let all = peer.missing.clone();
+            peer.take_frame();
+            peer.receipt(peer.frames);
+            let pushed = all.difference(&peer.missing).next();
+            peer.ask(*pushed.unwrap());
+            peer.complete();
+        });
+        let sent = tried.outcome.unwrap();
+        assert_eq!(sent.pages.urgent, 1);
+        assert_eq!(sent.reconnects, 0);
+        vm.assert_verifies();
+    }
+}
+
+#[test]
+fn a_long_wait_for_the_allocation_makes_another_pass() {
+    let _leaks = LeakCheck::start();
+    for late in [false, true] {
+        let vm = full_vm();
+        let tried = attempt(&vm, &config(1, LONG), |peer, _| {
+            peer.acknowledge();
+            if !late {
+                peer.send(&ALLOCATED);
+            }
+            let began = Instant::now();
+            peer.take_pass();
+            peer.receipt(peer.frames);
+            if late {
+                std::thread::sleep(3 * began.elapsed() + Duration::from_millis(100));
+                peer.send(&ALLOCATED);
+            }
+            peer.run_on();
+            peer.complete();
+        });
+        let sent = tried.outcome.unwrap();
+        assert_eq!(sent.passes.len(), 1 + usize::from(late));
+        vm.assert_verifies();
+    }
 }
 
 /// Time limits measure silence, never totals.

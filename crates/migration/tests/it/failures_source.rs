@@ -8,7 +8,7 @@ use crate::scripted::{
     ALLOCATED, LONG, PATIENCE, SHORT, assert_failure, assert_sentence, encoded, ends_soon, kind,
     limits, limits_for, say, within_limit,
 };
-use crate::support::{WorkloadVm, kvm_usable, move_vm, tcp};
+use crate::support::{WorkloadVm, kvm_usable, move_vm, tcp, unix};
 use pageferry_machine::{Engine, MachineError};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::wire::{
@@ -103,7 +103,17 @@ pub(crate) fn attempt(
     config: &SourceConfig,
     script: impl FnOnce(&mut ScriptedDestination<'_>, &SourceSession) + Send,
 ) -> Attempt {
-    let host = Host::with_limit(PLAIN, PATIENCE);
+    attempt_on(tcp(), vm, config, script)
+}
+
+/// Migrates to a scripted destination on this listener.
+pub(crate) fn attempt_on(
+    listener: Listener,
+    vm: &WorkloadVm,
+    config: &SourceConfig,
+    script: impl FnOnce(&mut ScriptedDestination<'_>, &SourceSession) + Send,
+) -> Attempt {
+    let host = Host::on(listener, PLAIN, PATIENCE);
     attempt_at(vm, &host.address, config, |session| {
         script(&mut ScriptedDestination::accept(&host), session);
     })
@@ -130,6 +140,11 @@ fn assert_failed(case: &Case, attempt: Attempt) {
 
 /// Runs all cases with one VM.
 fn run(engine: Engine, vcpus: u32, cases: &[Case]) {
+    run_on(tcp, engine, vcpus, cases);
+}
+
+/// Runs all cases with one VM and such listeners.
+fn run_on(listener: fn() -> Listener, engine: Engine, vcpus: u32, cases: &[Case]) {
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(engine, vcpus, 8 * MIB);
     // Every page has data, so no socket's buffer takes them all.
@@ -139,7 +154,7 @@ fn run(engine: Engine, vcpus: u32, cases: &[Case]) {
             limits: limits_for(case.kind),
             ..config(case.passes, limits_for(case.kind).silence)
         };
-        assert_failed(case, attempt(&vm, &config, case.script));
+        assert_failed(case, attempt_on(listener(), &vm, &config, case.script));
         assert_runs_on(&vm, case.name);
     }
     // The VM can still be migrated.
@@ -161,7 +176,7 @@ fn hello(listener: &Listener) -> (Connection, Hello) {
 }
 
 /// Keeps the connection open until the source closes it.
-fn hold(connection: &Connection) {
+pub(crate) fn hold(connection: &Connection) {
     let mut byte = [0];
     while connection
         .read_exact(&mut byte, &within_limit("the end"))
@@ -195,6 +210,12 @@ const HANDSHAKE: &[(&str, Answer, &str, &str)] = &[
         "Wire",
         "(HTTP?)",
     ),
+    (
+        "speaks SSH",
+        |c, _| say(c, b"SSH-2.0-OpenSSH_9.7\r\n"),
+        "Wire",
+        "(SSH?)",
+    ),
     ("garbage", |c, _| say(c, &[0x9e; 300]), "Wire", "9e 9e 9e"),
     (
         "closes at once",
@@ -223,6 +244,18 @@ const HANDSHAKE: &[(&str, Answer, &str, &str)] = &[
         "checksum",
     ),
     (
+        "accepts in another version",
+        |c, hello| {
+            let reply = HelloReply {
+                version: 9,
+                ..HelloReply::accept(hello, [7; 16])
+            };
+            say(c, &reply.encode());
+        },
+        "Wire",
+        "versions 9 to 9",
+    ),
+    (
         "speaks version 1",
         |c, hello| other_version(c, hello, 1),
         "Refused",
@@ -246,8 +279,9 @@ const HANDSHAKE: &[(&str, Answer, &str, &str)] = &[
 fn the_vm_runs_on_after_a_failed_handshake() {
     let _leaks = LeakCheck::start();
     let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
-    for (name, answer, kind, says) in HANDSHAKE {
-        let listener = tcp();
+    let on_tcp = HANDSHAKE.iter().map(|case| (tcp(), case));
+    let on_unix = HANDSHAKE[..4].iter().map(|case| (unix(), case));
+    for (listener, (name, answer, kind, says)) in on_tcp.chain(on_unix) {
         let config = config(1, limits_for(kind).connect);
         let tried = attempt_at(&vm, listener.local_addr(), &config, |_| {
             let (connection, hello) = hello(&listener);
@@ -671,8 +705,8 @@ const DISCARDED: &[Case] = &[
             assert_eq!(peer.take_resume(), SourceStage::HandedOver);
             peer.say_discarded();
         },
-        kind: "LinkLost",
-        says: "the VM runs on",
+        kind: "Discarded",
+        says: "its reason was lost with a connection",
     },
 ];
 
@@ -801,6 +835,29 @@ fn the_vm_runs_on_after_a_failed_switch_over() {
 }
 
 #[test]
+fn the_vm_runs_on_after_failures_on_unix_sockets() {
+    run_on(unix, Engine::Soft, 1, &SETUP[..1]);
+    run_on(unix, Engine::Soft, 1, &DISCARDED[..3]);
+    run_on(unix, Engine::Soft, 1, &CANCEL[3..]);
+}
+
+#[test]
+fn a_cancel_ends_a_handshake_that_the_destination_does_not_answer() {
+    let _leaks = LeakCheck::start();
+    let vm = WorkloadVm::booted(Engine::Soft, 1, 8 * MIB);
+    let listener = tcp();
+    let tried = attempt_at(&vm, listener.local_addr(), &config(1, LONG), |session| {
+        let (connection, _) = hello(&listener);
+        session.cancel();
+        hold(&connection);
+    });
+    let failure = tried.outcome.unwrap_err();
+    let says = "was cancelled";
+    assert_failure("handshake", &failure, SourceVm::Runs, "Cancelled", says);
+    assert_runs_on(&vm, "cancelled in the handshake");
+}
+
+#[test]
 fn the_vm_runs_on_if_the_destination_has_discarded_its_copy() {
     run(Engine::Soft, 2, DISCARDED);
 }
@@ -909,6 +966,6 @@ fn a_source_that_has_said_go_waits_for_the_destinations_word() {
     assert_sentence(&failure);
     assert_eq!(tried.status.stage, "returned");
     assert!(tried.status.reconnects >= 3, "{:?}", tried.status);
-    assert_eq!(kind(&failure.error), "LinkLost", "{failure}");
+    assert_eq!(kind(&failure.error), "Discarded", "{failure}");
     assert_runs_on(&vm, "returned");
 }

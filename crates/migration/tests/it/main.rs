@@ -2,6 +2,8 @@
 
 mod alone;
 mod caller;
+mod check;
+mod failures_channels;
 mod failures_destination;
 mod failures_machine;
 mod failures_postcopy;
@@ -9,9 +11,11 @@ mod failures_source;
 mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod recorded;
 mod recovery;
 mod recovery_figures;
 mod scripted;
+mod sessions;
 mod support;
 mod vmm_access;
 mod wire_channel;

@@ -100,7 +100,7 @@ fn channels_out_of_turn_are_refused_with_the_reason() {
     assert_eq!(try_open(&ours, bulk(0, 1, 1)), Status::UnknownSession);
     open(&destination.address, &PLAIN, &ours, FIRST).unwrap();
     assert_eq!(try_open(&identity(), FIRST), Status::Busy);
-    assert_eq!(try_open(&ours, FIRST), Status::OldGeneration);
+    assert_eq!(try_open(&ours, FIRST), Status::ChannelTaken);
     assert_eq!(try_open(&ours, bulk(0, 2, 1)), Status::FutureGeneration);
     assert_eq!(try_open(&ours, bulk(9, 1, 1)), Status::TooManyChannels);
     let third = ChannelKey::control(3);
@@ -167,7 +167,7 @@ fn a_recorded_preamble_opens_nothing() {
     let hello = Hello::ours(key, ours.session);
     assert_eq!(
         status_of(&replay(&destination), &hello),
-        Status::OldGeneration
+        Status::ChannelTaken
     );
     // One that has not seen it, although it knows the session: the nonce differs.
     let other = Destination::start(PLAIN);

@@ -13,6 +13,9 @@ use std::sync::Arc;
 use super::TlsError;
 use super::verifier::NamedClients;
 
+/// The version of TLS on every channel that has it.
+pub const TLS_VERSION: &str = "TLS 1.3";
+
 /// The files with a side's certificates, all in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsFiles {

@@ -15,6 +15,6 @@ mod error;
 mod session;
 mod verifier;
 
-pub use config::{TlsConfig, TlsFiles};
+pub use config::{TLS_VERSION, TlsConfig, TlsFiles};
 pub use error::TlsError;
 pub(super) use session::{STEP_BYTES, Sent, Session};

@@ -93,6 +93,10 @@ impl Destination {
 
     pub(crate) fn with_limit(protection: Protection, limit: Duration) -> Self {
         let listener = Listener::bind(&"127.0.0.1:0".parse().unwrap()).unwrap();
+        Self::on(listener, protection, limit)
+    }
+
+    pub(crate) fn on(listener: Listener, protection: Protection, limit: Duration) -> Self {
         let address = listener.local_addr().clone();
         let desk = Arc::new(Desk::default());
         let acceptor =

@@ -173,6 +173,7 @@ pub(crate) fn kind(error: &MigrationError) -> &'static str {
     match error {
         MigrationError::Channel(_) => "Channel",
         MigrationError::LinkLost(_) => "LinkLost",
+        MigrationError::GaveUp { .. } => "GaveUp",
         MigrationError::Wire(_) => "Wire",
         MigrationError::Protocol(_) => "Protocol",
         MigrationError::Refused(_) => "Refused",

@@ -126,7 +126,7 @@ pub(crate) struct ScriptedSource<'a> {
     bulk: Option<Connection>,
     urgent: Option<Connection>,
     /// The frames sent on the bulk channel that is open.
-    frames: u64,
+    pub(crate) frames: u64,
     /// The missing pages that were not sent.
     pub(crate) unsent: Vec<u64>,
 }
@@ -164,6 +164,11 @@ impl<'a> ScriptedSource<'a> {
     pub(crate) fn replace_bulk(&mut self, connection: Connection) {
         self.bulk = Some(connection);
         self.frames = 0;
+    }
+
+    /// Takes another connection for the urgent channel.
+    pub(crate) fn replace_urgent(&mut self, connection: Connection) {
+        self.urgent = Some(connection);
     }
 
     pub(crate) fn bulk(&self) -> &Connection {
@@ -428,11 +433,11 @@ impl<'a> ScriptedSource<'a> {
 
     /// Sends all pages that are left, and waits for their receipts.
     pub(crate) fn push_rest(&mut self) {
-        let before = self.frames;
-        while let Some(page) = self.unsent.first().copied() {
-            self.push(page);
-        }
-        if self.frames > before {
+        // No more at once than the receipts that fit into a socket's buffer.
+        while !self.unsent.is_empty() {
+            for page in self.unsent.iter().take(64).copied().collect::<Vec<_>>() {
+                self.push(page);
+            }
             self.expect_receipts();
         }
     }

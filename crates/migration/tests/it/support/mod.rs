@@ -16,6 +16,7 @@ pub(crate) use pageferry_testkit::LIMIT;
 use pageferry_testkit::{skip, wait_until};
 use std::ops::Deref;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 /// Whether a test that needs KVM can run. A test that cannot says so, and fails where it must run.
@@ -151,6 +152,15 @@ pub(crate) fn tcp() -> Listener {
     .unwrap()
 }
 
+/// Listens on a unix socket.
+pub(crate) fn unix() -> Listener {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let number = COUNT.fetch_add(1, Ordering::Relaxed);
+    let name = format!("pageferry-it-{}-{number}", std::process::id());
+    let address = Address::unix(&std::env::temp_dir().join(name)).unwrap();
+    Listener::bind(&address).unwrap()
+}
+
 pub(crate) struct Moved {
     pub(crate) source: WorkloadVm,
     pub(crate) destination: WorkloadVm,
@@ -160,8 +170,13 @@ pub(crate) struct Moved {
 
 /// A destination on a free loopback port.
 pub(crate) fn listen(config: DestinationConfig) -> Arc<Destination> {
+    listen_on(tcp(), config)
+}
+
+/// A destination on this listener.
+pub(crate) fn listen_on(listener: Listener, config: DestinationConfig) -> Arc<Destination> {
     let stranger = |stranger: &Stranger| eprintln!("{stranger:?}");
-    Arc::new(Destination::listen(tcp(), config, stranger).unwrap())
+    Arc::new(Destination::listen(listener, config, stranger).unwrap())
 }
 
 /// The address of a destination.
