@@ -145,7 +145,7 @@ impl Host {
             "phase": phase,
             "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
-            "session": self.session_status(),
+            "session": self.session_status().as_ref().map(super::recovery::json_of),
             "engine": vm.map(|vm| vm.engine().name()),
             "delivery": delivery.as_ref().map(|d| d.delivery.name()),
             "delivery_because": delivery.as_ref().map(|d| &d.because),
@@ -216,7 +216,9 @@ impl Host {
                     Update::Step(text) | Update::Note(text) => Event::Note(text),
                 });
             }
-            for happened in session_events.see(&session.status()) {
+            let status = session.status();
+            let rates = session_events.rates(&status);
+            for happened in session_events.see(&status).into_iter().chain(rates) {
                 event(Event::Session(happened));
             }
             match outcome {

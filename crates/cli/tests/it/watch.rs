@@ -74,6 +74,12 @@ fn events_have_times_and_tell_of_losses() {
     );
     let phase = |line: &Value| line["event"]["phase"]["phase"] == "post-copy";
     at("phase", &phase);
+    let rates = |line: &Value| {
+        let rates = &line["event"]["session"]["rates"];
+        let number = |key: &str| rates[key].as_u64().unwrap_or(0);
+        number("page_rate") > 0 && number("bytes_left") > 0 && number("time_left_ms") > 0
+    };
+    at("rates", &rates);
     let last = told.last().unwrap();
     assert!(last["result"]["pages"]["urgent"].is_u64(), "{last}");
     source.process.end().assert_ok();
@@ -122,6 +128,7 @@ fn a_watch_ends_with_the_migration_or_its_time() {
     some.assert_ok();
     assert!(some.stdout.starts_with("leaving: pre-copy"), "{some:?}");
     assert!(some.stdout.contains("pages to go"), "{some:?}");
+    assert!(some.stdout.contains("16 MiB to go, 0 B/s"), "{some:?}");
     let watch = Process::start(&["watch", "--vm", socket], &source.dir);
     watch.wait_until_said("pages to go");
     let abandon = pageferry(&["abandon", "--vm", socket, "--resume-here"]);

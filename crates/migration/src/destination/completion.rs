@@ -103,11 +103,11 @@ impl Supervisor<'_, '_, '_> {
             reconnects: self.reconnects,
             channels: self.state.channels.clone(),
             pages_left: self.core.left(),
-            pages_in_flight: 0,
             page_bytes: (data + urgent) * PAGE_SIZE,
             waiting_faults: self.core.waiting.load(Ordering::Relaxed),
             lost_for: self.lost_since.map(|since| since.elapsed()),
             last_loss: self.last_loss.clone(),
+            ..SessionStatus::default()
         });
     }
 
