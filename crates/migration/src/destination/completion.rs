@@ -150,6 +150,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(control) = &mut self.control {
             let _ = control.send(&error.to_frame());
         }
+        tracing::error!(missing = self.core.missing(), %error, "the VM stays paused");
         let vm = DestinationVm::PausedIncomplete {
             missing: self.core.missing(),
             asleep: self.vm.threads.inside(),
@@ -184,6 +185,7 @@ impl Supervisor<'_, '_, '_> {
             started_ns: self.started_ns,
             first_instruction_ns: first.map(instant_ns),
             stalls,
+            stall_rows: self.core.stalls.rows(),
             faults,
             first_faults,
             local_faults,

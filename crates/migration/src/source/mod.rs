@@ -61,6 +61,7 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::thread::Scope;
 use std::time::{Duration, Instant};
+use tracing::{debug, info, warn};
 
 /// The interval at which a source that waits for a busy destination looks at its letters.
 const BUSY_POLL: Duration = Duration::from_millis(20);
@@ -256,6 +257,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             phase,
             at_ns: monotonic_ns(),
         });
+        info!(%phase, "phase");
         self.observer.phase(phase);
     }
 
@@ -279,6 +281,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 let _ = control.send(&error.to_frame());
             }
             let generation = control.generation;
+            warn!(generation, %error, "the control channel is lost");
             self.note(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -286,6 +289,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
+        if next.stage != self.state.stage {
+            info!(stage = ?next.stage, generation = next.generation, "session");
+        }
         self.state = next;
         for action in actions {
             if let Err(error) = self.perform(action) {
@@ -300,6 +306,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             Action::Dial(generation) => {
                 self.lost_since.get_or_insert_with(Instant::now);
                 self.report.reconnects += 1;
+                debug!(generation, "dialling");
                 self.channels.dial_control(generation);
             }
             Action::Send(message) => self.say(message)?,
