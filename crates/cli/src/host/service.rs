@@ -18,6 +18,18 @@ use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
 
+/// The states of a VM.
+pub(crate) const VM_STATES: [&str; 8] = [
+    "waiting",
+    "arriving",
+    "running",
+    "paused",
+    "leaving",
+    "left",
+    "given-up",
+    "incomplete",
+];
+
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
 
@@ -104,20 +116,26 @@ impl Host {
         Err(refuse(why))
     }
 
-    fn status(&self) -> Value {
-        let activity = self.activity();
-        let vm = self.vm();
-        let vm = vm.as_ref();
-        let state = match &activity {
+    /// The state of the VM in one word, of [`VM_STATES`].
+    pub(crate) fn state_name(&self) -> &'static str {
+        let is_paused = || self.vm().is_some_and(|vm| vm.threads().is_paused());
+        match self.activity() {
             Activity::Waiting => "waiting",
             Activity::Arriving(_) => "arriving",
-            Activity::Here if vm.is_some_and(|vm| vm.threads().is_paused()) => "paused",
+            Activity::Here if is_paused() => "paused",
             Activity::Here => "running",
             Activity::Leaving(_) => "leaving",
             Activity::Left { .. } => "left",
             Activity::GivenUp { .. } => "given-up",
             Activity::Incomplete { .. } => "incomplete",
-        };
+        }
+    }
+
+    fn status(&self) -> Value {
+        let activity = self.activity();
+        let vm = self.vm();
+        let vm = vm.as_ref();
+        let state = self.state_name();
         let phase = match &activity {
             Activity::Arriving(phase) | Activity::Leaving(phase) => Some(phase.to_string()),
             _ => None,

@@ -93,6 +93,24 @@ fn events_have_times_and_tell_of_losses() {
 }
 
 #[test]
+fn a_log_has_times_levels_and_stages() {
+    let demo = |more: &[&str]| {
+        let demo = ["demo", "--engine", "soft", "--vcpus", "1"];
+        let ended = pageferry(&[&demo[..], &["--memory", "16M"], more].concat());
+        ended.assert_ok();
+        ended.stderr
+    };
+    let said = demo(&["--log", "info"]);
+    let line = said.lines().find(|line| line.contains("HandedOver"));
+    let line = line.unwrap_or_else(|| panic!("no hand-over in {said}"));
+    assert_time(&serde_json::json!({"at": &line[..24]}));
+    assert!(line[24..].trim_start().starts_with("INFO "), "{line}");
+    assert!(line.contains("pageferry_migration::source"), "{line}");
+    assert!(!demo(&[]).contains("INFO"), "the default is warn");
+    pageferry(&["--log", "loud", "exit-codes"]).assert_failed(2, "expected off, error");
+}
+
+#[test]
 fn a_failed_migration_ends_its_events_with_the_error() {
     let source = Source::start("16M");
     let (_taken, address) = crate::support::peer::nobody();
