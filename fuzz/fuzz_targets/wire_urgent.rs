@@ -4,7 +4,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use pageferry_migration::wire::{
-    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero,
+    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply,
 };
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -46,14 +46,16 @@ fn read(bytes: &[u8; URGENT_BYTES], from: Side, memory_pages: u64, page: &[u8; P
         UrgentKind::Request | UrgentKind::Page | UrgentKind::Zero
     );
     assert!(message.page.0 < memory_pages || !has_page && message.page.0 == 0);
+    let is_answer = matches!(message.kind, UrgentKind::Page | UrgentKind::Zero);
+    assert!(is_answer || message.at_source.is_none());
     assert_eq!(message.placed > 0, message.kind == UrgentKind::Receipt);
     let again = match message.kind {
         UrgentKind::Request => UrgentMessage::request(message.page),
-        UrgentKind::Zero => urgent_reply_zero(message.page),
+        UrgentKind::Zero => urgent_reply(message.page, None, message.at_source),
         UrgentKind::Receipt => UrgentMessage::receipt(message.placed),
         UrgentKind::Alive => UrgentMessage::alive(),
         UrgentKind::Page if message.verify_page(page).is_ok() => {
-            urgent_reply_page(message.page, page)
+            urgent_reply(message.page, Some(page), message.at_source)
         }
         UrgentKind::Page => return,
     };

@@ -10,6 +10,7 @@ use pageferry_migration::address::Address;
 use pageferry_migration::{Limits, SourceConfig};
 use std::path::PathBuf;
 use std::time::Duration;
+use tracing::level_filters::LevelFilter;
 
 /// The last line of a command's help. One table lists the codes.
 const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes mean.";
@@ -21,6 +22,9 @@ const EXIT_CODES: &str = "`pageferry help exit-codes` says what the exit codes m
 #[derive(Debug, Parser)]
 #[command(name = "pageferry", version, after_help = EXIT_CODES, propagate_version = true)]
 pub(crate) struct Cli {
+    /// Log to stderr, with times: off, error, warn, info or debug [default: PAGEFERRY_LOG, or warn]
+    #[arg(long, global = true, value_name = "LEVEL", value_parser = crate::log::level)]
+    pub(crate) log: Option<LevelFilter>,
     /// The command.
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -355,6 +359,17 @@ pub(crate) struct RunArgs {
     /// Path of the control socket (mode 0600) for migrate, watch, status, quit and so on
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: PathBuf,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
+}
+
+/// The metrics of a process that owns a VM.
+#[derive(Debug, Args)]
+pub(crate) struct MetricsArgs {
+    /// Serve metrics for Prometheus at /metrics: HOST:PORT of this host only (127.0.0.1:9464), or
+    /// unix:PATH (mode 0600)
+    #[arg(long = "metrics", value_name = "ADDR")]
+    pub(crate) address: Option<Address>,
 }
 
 /// `pageferry receive`.
@@ -374,6 +389,8 @@ pub(crate) struct ReceiveArgs {
     /// Path of the VM's control socket (mode 0600)
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) metrics: MetricsArgs,
     #[command(flatten)]
     pub(crate) backing: BackingArgs,
     #[command(flatten)]

@@ -7,7 +7,7 @@
 //!
 //! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
 //! program. [`run`] and [`receive`] own a VM ([`host`]) and serve its control socket ([`control`]);
-//! [`migrate`] and [`status`] are its clients. [`demo`] is a source that starts its destination.
+//! [`migrate`] and [`status`] are its clients. [`metrics`] serves its figures to Prometheus. [`demo`] is a source that starts its destination.
 //! [`report`] shows the record of a migration as a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
@@ -25,8 +25,10 @@ mod control;
 mod demo;
 mod exit;
 mod host;
+mod log;
 mod manual;
 mod memory;
+mod metrics;
 mod migrate;
 mod output;
 mod probe;
@@ -52,7 +54,11 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    match dispatch(&cli).and_then(|()| output::check()) {
+    let began = log::start(cli.log);
+    match began
+        .and_then(|()| dispatch(&cli))
+        .and_then(|()| output::check())
+    {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             output::error(&failure);

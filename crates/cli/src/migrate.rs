@@ -124,7 +124,7 @@ fn show_on(feed: &Feed, event: Event) {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
         Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Session(SessionEvent::Stage(_)) => {}
+        Event::Session(SessionEvent::Stage(_) | SessionEvent::Rates { .. }) => {}
         Event::Session(SessionEvent::Lost { why, .. }) => {
             let why = why.unwrap_or_default();
             feed.note(format!("the connections broke, opening new ones: {why}"));

@@ -44,6 +44,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         )?),
         None => None,
     };
+    let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let destination = listen(args)?;
     host.set_destination(&destination);
     announce(args, &destination);
@@ -65,7 +66,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         }
         let failure = match taken {
             Ok(vm) => {
-                host.set_arrived(destination.status());
+                host.set_arrived(destination.status(), destination.stalls());
                 drop(destination);
                 return keep(args, &host, &vm, &jobs, interrupts);
             }

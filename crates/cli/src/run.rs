@@ -22,6 +22,7 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
     let server = ControlServer::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
+    let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
     vm.boot()?;
     host.set_vm(Some(&vm));

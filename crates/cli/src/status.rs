@@ -79,6 +79,28 @@ pub(crate) fn quit(args: &VmArgs, interrupts: &Interrupts) -> Result<(), Failure
     Ok(())
 }
 
+/// A session's bytes, its rates and its time left, in one line.
+pub(crate) fn progress(session: &Value) -> String {
+    let bytes = |key: &str| session[key].as_u64();
+    let mut parts = Vec::new();
+    if let Some(done) = bytes("page_bytes") {
+        parts.push(format!("{} of pages", human(done)));
+    }
+    if let Some(left) = bytes("bytes_left") {
+        parts.push(format!("{} to go", human(left)));
+    }
+    if let Some(rate) = bytes("page_rate") {
+        parts.push(format!("{}/s", human(rate)));
+    }
+    if let Some(rate) = bytes("dirty_rate") {
+        parts.push(format!("{}/s dirtied in pre-copy", human(rate)));
+    }
+    if let Some(ms @ 1..) = bytes("time_left_ms") {
+        parts.push(format!("{} s left", ms.div_ceil(1000)));
+    }
+    parts.join(", ")
+}
+
 /// A status as a table.
 fn table(status: &Value) -> String {
     let mut out = String::new();
@@ -110,6 +132,7 @@ fn table(status: &Value) -> String {
         };
         let left = text(&session["pages_left"]);
         row("session", format!("{stage}, {link}, {left} pages to go"));
+        row("pages", progress(session));
         if let Some(why) = session["last_loss"].as_str() {
             row("last loss", why.to_owned());
         }

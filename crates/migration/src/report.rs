@@ -81,6 +81,88 @@ pub struct FaultRecord {
     pub vcpu: Option<u32>,
 }
 
+/// A stage of a stall on a missing page. Together the stages are the stall.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum StallStage {
+    /// From the fault's arrival at Pageferry until its request goes to the socket.
+    ToSent,
+    /// From the request's arrival at the source until its answer.
+    AtSource,
+    /// The rest of the round trip: the wire, and every queue on the way.
+    WireAndQueue,
+    /// From the answer's arrival until the page is in place.
+    Install,
+    /// From the page in place until the vCPU's thread goes on.
+    Resume,
+}
+
+impl StallStage {
+    /// All stages in their order.
+    pub const ALL: [Self; 5] = [
+        Self::ToSent,
+        Self::AtSource,
+        Self::WireAndQueue,
+        Self::Install,
+        Self::Resume,
+    ];
+
+    /// The name in reports and metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ToSent => "to-sent",
+            Self::AtSource => "at-source",
+            Self::WireAndQueue => "wire-and-queue",
+            Self::Install => "install",
+            Self::Resume => "resume",
+        }
+    }
+}
+
+/// Times of stalls, or of one stage of them.
+#[derive(Clone, Debug)]
+pub struct StallTimes {
+    /// The times in nanoseconds, each at most 12.5 percent above the true one.
+    pub counts: Histogram<u64>,
+    /// The exact sum of the times.
+    pub sum: Duration,
+}
+
+impl StallTimes {
+    /// The number of times.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.counts.len()
+    }
+
+    /// The times in nanoseconds, ascending, each with its count.
+    pub fn recorded(&self) -> impl Iterator<Item = (u64, u64)> {
+        let recorded = self.counts.iter_recorded();
+        recorded.map(|v| (v.value_iterated_to(), v.count_at_value()))
+    }
+}
+
+/// The stalls of one vCPU.
+#[derive(Clone, Debug)]
+pub struct StallRow {
+    /// The vCPU, from 0. `None` for faults that userfaultfd events brought: they name no vCPU.
+    pub vcpu: Option<u32>,
+    /// Its stalls.
+    pub whole: StallTimes,
+    /// Their stages, by the number of their [`StallStage`].
+    pub(crate) stages: [StallTimes; StallStage::ALL.len()],
+}
+
+impl StallRow {
+    /// The times of one stage. A stall that could not be measured in this stage is not in it: for
+    /// example, the background push brought the page, or another vCPU had requested it before.
+    #[must_use]
+    pub const fn stage(&self, stage: StallStage) -> &StallTimes {
+        &self.stages[stage as usize]
+    }
+}
+
 /// The destination's report of a completed migration.
 #[derive(Clone, Debug)]
 pub struct DestinationReport {
@@ -99,6 +181,8 @@ pub struct DestinationReport {
     /// Pageferry to the moment at which the vCPU may continue. Faults on present, unmapped pages
     /// are not included.
     pub stalls: Histogram<u64>,
+    /// The stalls of each vCPU in order, with their stages, and a last row for userfaultfd events.
+    pub stall_rows: Vec<StallRow>,
     /// Faults on missing pages in order of arrival, at most
     /// [`DestinationReport::MAX_FAULT_RECORDS`].
     pub faults: Vec<FaultRecord>,

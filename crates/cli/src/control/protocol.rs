@@ -113,6 +113,19 @@ pub(crate) enum SessionEvent {
         /// The address of the peer.
         peer: Option<String>,
     },
+    /// The rates of the session, once a second.
+    Rates {
+        /// Bytes of the pages that are left.
+        bytes_left: u64,
+        /// Bytes of pages sent.
+        page_bytes: u64,
+        /// Bytes of pages sent a second.
+        page_rate: u64,
+        /// Bytes of pages dirtied a second in pre-copy.
+        dirty_rate: Option<u64>,
+        /// The time until no page is left, in milliseconds.
+        time_left_ms: Option<u64>,
+    },
 }
 
 /// The form of a [`Phase`] on the socket.

@@ -48,7 +48,7 @@ impl ControlServer {
     /// # Errors
     /// [`Exit::Address`] when `path` is taken or cannot be created.
     pub(crate) fn start(path: &Path, service: Arc<dyn Service>) -> Result<Self, Failure> {
-        let (listener, file) = bind(path)?;
+        let (listener, file) = bind("control", path)?;
         let cannot = |e| Failure::os("cannot serve the control socket", e);
         listener.set_nonblocking(true).map_err(cannot)?;
         let stop = Arc::new(AtomicBool::new(false));
@@ -74,13 +74,13 @@ impl Drop for ControlServer {
     }
 }
 
-/// Creates a listening socket of mode 0600. It replaces a socket file on which nobody listens any
+/// Creates a listening socket of mode 0600. `purpose` is for its errors. It replaces a socket file on which nobody listens any
 /// more.
-fn bind(path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
+pub(crate) fn bind(purpose: &str, path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
     let refuse = |why: String| {
         Failure::new(
             Exit::Address,
-            format!("cannot make the control socket {}: {why}", path.display()),
+            format!("cannot make the {purpose} socket {}: {why}", path.display()),
         )
     };
     let address = SocketAddrUnix::new(path)

@@ -6,6 +6,7 @@ use super::watch::has_switched_over;
 use crate::exit::{Exit, Failure, of_listen};
 use pageferry_migration::{Listener, Route, SessionStatus};
 use serde_json::{Value, json};
+use std::time::Duration;
 
 fn refuse(message: impl Into<String>) -> Failure {
     Failure::new(Exit::NoVm, message)
@@ -13,12 +14,12 @@ fn refuse(message: impl Into<String>) -> Failure {
 
 impl Host {
     /// The status of the migration that is under way, or of the last one.
-    pub(super) fn session_status(&self) -> Option<Value> {
+    pub(crate) fn session_status(&self) -> Option<SessionStatus> {
         let leaving = self.session().map(|session| session.status());
-        let status = leaving
+        leaving
             .or_else(|| self.destination().map(|there| there.status()))
-            .or_else(|| self.arrived().cloned())?;
-        (status.stage != "none").then(|| json_of(&status))
+            .or_else(|| self.arrived().cloned())
+            .filter(|status| status.stage != "none")
     }
 
     /// Gives the migration another way.
@@ -123,7 +124,13 @@ impl Host {
 const AT_RISK: &str =
     "all that the VM did at the destination; if it still runs there, it runs twice now";
 
-fn json_of(status: &SessionStatus) -> Value {
+/// A time in milliseconds.
+pub(super) fn ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A session's status as on the control socket.
+pub(super) fn json_of(status: &SessionStatus) -> Value {
     let channels: Vec<String> = status.channels.iter().map(ToString::to_string).collect();
     json!({
         "stage": status.stage,
@@ -134,9 +141,13 @@ fn json_of(status: &SessionStatus) -> Value {
         "channels": channels,
         "pages_left": status.pages_left,
         "pages_in_flight": status.pages_in_flight,
+        "bytes_left": status.bytes_left(),
         "page_bytes": status.page_bytes,
+        "page_rate": status.page_rate,
+        "dirty_rate": status.dirty_rate,
+        "time_left_ms": status.time_left.map(ms),
         "waiting_faults": status.waiting_faults,
-        "lost_for_ms": status.lost_for.map(|time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+        "lost_for_ms": status.lost_for.map(ms),
         "last_loss": status.last_loss,
     })
 }

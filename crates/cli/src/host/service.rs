@@ -20,6 +20,18 @@ use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, MutexGuard, TryLockError};
 
+/// The states of a VM.
+pub(crate) const VM_STATES: [&str; 8] = [
+    "waiting",
+    "arriving",
+    "running",
+    "paused",
+    "leaving",
+    "left",
+    "given-up",
+    "incomplete",
+];
+
 /// Serves a host's control socket.
 pub(crate) struct HostService(pub(crate) Arc<Host>);
 
@@ -112,20 +124,26 @@ impl Host {
         Err(refuse(why))
     }
 
-    fn status(&self) -> Value {
-        let activity = self.activity();
-        let vm = self.vm();
-        let vm = vm.as_ref();
-        let state = match &activity {
+    /// The state of the VM in one word, of [`VM_STATES`].
+    pub(crate) fn state_name(&self) -> &'static str {
+        let is_paused = || self.vm().is_some_and(|vm| vm.threads().is_paused());
+        match self.activity() {
             Activity::Waiting => "waiting",
             Activity::Arriving(_) => "arriving",
-            Activity::Here if vm.is_some_and(|vm| vm.threads().is_paused()) => "paused",
+            Activity::Here if is_paused() => "paused",
             Activity::Here => "running",
             Activity::Leaving(_) => "leaving",
             Activity::Left { .. } => "left",
             Activity::GivenUp { .. } => "given-up",
             Activity::Incomplete { .. } => "incomplete",
-        };
+        }
+    }
+
+    fn status(&self) -> Value {
+        let activity = self.activity();
+        let vm = self.vm();
+        let vm = vm.as_ref();
+        let state = self.state_name();
         let phase = match &activity {
             Activity::Arriving(phase) | Activity::Leaving(phase) => Some(phase.to_string()),
             _ => None,
@@ -153,7 +171,7 @@ impl Host {
             "phase": phase,
             "to": match &activity { Activity::Left { to } | Activity::GivenUp { to } => Some(to), _ => None },
             "missing": match activity { Activity::Incomplete { missing } => Some(missing), _ => None },
-            "session": self.session_status(),
+            "session": self.session_status().as_ref().map(super::recovery::json_of),
             "engine": vm.map(|vm| vm.engine().name()),
             "delivery": delivery.as_ref().map(|d| d.delivery.name()),
             "delivery_because": delivery.as_ref().map(|d| &d.because),
@@ -219,7 +237,9 @@ impl Host {
                     Update::Step(text) | Update::Note(text) => Event::Note(text),
                 });
             }
-            for happened in session_events.see(&session.status()) {
+            let status = session.status();
+            let rates = session_events.rates(&status);
+            for happened in session_events.see(&status).into_iter().chain(rates) {
                 event(Event::Session(happened));
             }
             match outcome {

@@ -2,6 +2,10 @@
 
 use crate::control::protocol::SessionEvent;
 use pageferry_migration::SessionStatus;
+use std::time::{Duration, Instant};
+
+/// The interval between two reports of the rates.
+const RATES_EVERY: Duration = Duration::from_secs(1);
 
 /// The stages in which no connection is due any more.
 const ENDED: [&str; 5] = ["completed", "kept", "returned", "given-up", "resumed-here"];
@@ -13,9 +17,30 @@ pub(super) struct SessionEvents {
     /// The newest generation that was connected.
     generation: u32,
     connected: bool,
+    /// The time of the last report of the rates, or of the first look.
+    rates_at: Option<Instant>,
 }
 
 impl SessionEvents {
+    /// Returns the rates and the time left, once a second while the session lasts.
+    pub(super) fn rates(&mut self, status: &SessionStatus) -> Option<SessionEvent> {
+        if status.stage == "none" || status.is_over() {
+            return None;
+        }
+        let last = self.rates_at.get_or_insert_with(Instant::now);
+        if last.elapsed() < RATES_EVERY {
+            return None;
+        }
+        *last = Instant::now();
+        Some(SessionEvent::Rates {
+            bytes_left: status.bytes_left(),
+            page_bytes: status.page_bytes,
+            page_rate: status.page_rate,
+            dirty_rate: status.dirty_rate,
+            time_left_ms: status.time_left.map(super::recovery::ms),
+        })
+    }
+
     /// Returns what happened since the last call. A loss that was repaired meanwhile is seen by the
     /// generation.
     pub(super) fn see(&mut self, status: &SessionStatus) -> Vec<SessionEvent> {

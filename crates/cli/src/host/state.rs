@@ -6,7 +6,9 @@ use crate::report::{Received, Report, Verified};
 use crate::sampler::Sampler;
 use crate::vm::Vm;
 use pageferry_migration::address::Address;
-use pageferry_migration::{Destination, Phase, SessionStatus, SourceConfig, SourceSession};
+use pageferry_migration::{
+    Destination, Phase, SessionStatus, SourceConfig, SourceSession, StallRow,
+};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -77,8 +79,8 @@ pub(crate) struct Host {
     session: Mutex<Option<Arc<SourceSession>>>,
     /// The hold on the migration that brings the VM.
     destination: Mutex<Weak<Destination>>,
-    /// The last status of that migration, once it is over.
-    arrived: OnceLock<SessionStatus>,
+    /// The last status of that migration and its stalls, once it is over.
+    arrived: OnceLock<(SessionStatus, Vec<StallRow>)>,
     pub(super) jobs: Sender<Job>,
 }
 
@@ -170,12 +172,19 @@ impl Host {
 
     /// The last status of the migration that brought the VM.
     pub(super) fn arrived(&self) -> Option<&SessionStatus> {
-        self.arrived.get()
+        self.arrived.get().map(|(status, _)| status)
     }
 
-    /// Keeps the last status of the migration that brought the VM.
-    pub(crate) fn set_arrived(&self, status: SessionStatus) {
-        let _ = self.arrived.set(status);
+    /// Keeps the last status of the migration that brought the VM, and its stalls.
+    pub(crate) fn set_arrived(&self, status: SessionStatus, stalls: Vec<StallRow>) {
+        let _ = self.arrived.set((status, stalls));
+    }
+
+    /// The stalls of the migration that brings the VM, or has brought it.
+    pub(crate) fn stalls(&self) -> Vec<StallRow> {
+        let kept = || self.arrived.get().map(|(_, stalls)| stalls.clone());
+        let now = self.destination().map(|there| there.stalls());
+        now.or_else(kept).unwrap_or_default()
     }
 
     /// Keeps the hold on the migration that brings the VM.

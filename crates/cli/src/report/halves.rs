@@ -5,7 +5,9 @@ use crate::memory::Overhead;
 use crate::sampler::Sample;
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
-use pageferry_migration::{DestinationReport, PageCounts, PassFigures, PhaseStart, SourceReport};
+use pageferry_migration::{
+    DestinationReport, PageCounts, PassFigures, PhaseStart, SourceReport, StallRow, StallStage,
+};
 use serde::{Deserialize, Serialize};
 
 /// Numbers of pages by the way they travelled.
@@ -141,6 +143,12 @@ pub(crate) struct Received {
     pub(crate) first_touch_ns: Option<u64>,
     /// The stalls of vCPUs on missing pages.
     pub(crate) stalls: Stalls,
+    /// The stages of the stalls, of all vCPUs together, by name.
+    #[serde(default)]
+    pub(crate) stall_stages: Vec<(String, Stalls)>,
+    /// The stalls of each vCPU, and last those of userfaultfd events.
+    #[serde(default)]
+    pub(crate) stalls_by_vcpu: Vec<(Option<u32>, Stalls)>,
     /// Faults on present pages that only had to be mapped.
     pub(crate) local_faults: u64,
     /// Pages received.
@@ -169,6 +177,12 @@ impl Received {
             .stalls
             .iter_recorded()
             .map(|v| (v.value_iterated_to(), v.count_at_value()));
+        let rows = &report.stall_rows;
+        let of_stage = |stage: StallStage| {
+            let all = rows.iter().flat_map(|row| row.stage(stage).recorded());
+            (stage.name().to_owned(), Stalls::new(all))
+        };
+        let by_vcpu = |row: &StallRow| (row.vcpu, Stalls::new(row.whole.recorded()));
         Self {
             phases: report.phases.iter().map(PhaseAt::from).collect(),
             delivery: report.delivery.delivery.name().into(),
@@ -177,6 +191,8 @@ impl Received {
             first_instruction_ns: report.first_instruction_ns,
             first_touch_ns: report.first_touch_ns(is_data),
             stalls: Stalls::new(pairs),
+            stall_stages: StallStage::ALL.map(of_stage).into(),
+            stalls_by_vcpu: rows.iter().map(by_vcpu).collect(),
             local_faults: report.local_faults,
             pages: report.pages.into(),
             missing_at_start: report.missing_at_start,

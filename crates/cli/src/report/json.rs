@@ -28,6 +28,8 @@ pub(super) fn show(report: &Report) -> Value {
         "missing_at_start": sent.map(|s| s.missing_at_start).or(received.map(|r| r.missing_at_start)),
         "stall_us": report.stalls().map(stall_us),
         "stall_histogram": report.stalls().map(histogram),
+        "stall_stages_us": received.map(stages),
+        "stalls_by_vcpu": received.map(by_vcpu),
         "local_faults": received.map(|r| r.local_faults),
         "throughput_bytes_per_s": report.throughput(),
         "background_bytes_per_s": report.background_throughput(),
@@ -58,6 +60,32 @@ fn stall_us(stalls: &Stalls) -> Value {
         "max": stalls.max_us(),
         "over_2ms": stalls.over_2ms(),
     })
+}
+
+/// The stages by name.
+fn stages(received: &super::Received) -> Value {
+    let stages = received.stall_stages.iter();
+    stages
+        .map(|(name, stalls)| (name.replace('-', "_"), short(stalls)))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
+}
+
+fn short(stalls: &Stalls) -> Value {
+    json!({
+        "count": stalls.count(),
+        "p50": stalls.quantile_us(0.5),
+        "p99": stalls.quantile_us(0.99),
+        "max": stalls.max_us(),
+    })
+}
+
+fn by_vcpu(received: &super::Received) -> Value {
+    let rows = received.stalls_by_vcpu.iter();
+    rows.map(|(vcpu, stalls)| {
+        json!({"vcpu": vcpu, "stall_us": short(stalls), "histogram": histogram(stalls)})
+    })
+    .collect()
 }
 
 fn histogram(stalls: &Stalls) -> Value {

@@ -124,6 +124,18 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         };
         row("stalls", text);
     }
+    let stages = report.received.iter().flat_map(|r| &r.stall_stages);
+    for (name, stalls) in stages.filter(|(_, stalls)| stalls.count() > 0) {
+        row(
+            &format!("stage {name}"),
+            format!(
+                "p50 {}, p99 {}, max {}",
+                time(stalls.quantile_us(0.5)),
+                time(stalls.quantile_us(0.99)),
+                time(stalls.max_us())
+            ),
+        );
+    }
     if let Some(large) = report.received.as_ref().and_then(|r| r.large_mappings) {
         let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), human);
         row(

@@ -56,6 +56,11 @@ fn report() -> Report {
             first_instruction_ns: Some(START + 112_500_000),
             first_touch_ns: None,
             stalls: Stalls::new([(20_000, 90), (500_000, 9), (3_000_000, 1)]),
+            stall_stages: vec![("install".into(), Stalls::new([(2000, 99), (7000, 1)]))],
+            stalls_by_vcpu: vec![
+                (Some(0), Stalls::new([(20_000, 90), (500_000, 9)])),
+                (None, Stalls::new([(3_000_000, 1)])),
+            ],
             local_faults: 3,
             pages: Pages::default(),
             missing_at_start: 2000,

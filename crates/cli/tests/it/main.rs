@@ -19,6 +19,7 @@ mod interrupts;
 )]
 mod json_document;
 mod json_output;
+mod metrics;
 mod peers;
 mod recovery;
 mod schedules;

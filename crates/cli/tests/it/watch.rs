@@ -74,6 +74,12 @@ fn events_have_times_and_tell_of_losses() {
     );
     let phase = |line: &Value| line["event"]["phase"]["phase"] == "post-copy";
     at("phase", &phase);
+    let rates = |line: &Value| {
+        let rates = &line["event"]["session"]["rates"];
+        let number = |key: &str| rates[key].as_u64().unwrap_or(0);
+        number("page_rate") > 0 && number("bytes_left") > 0 && number("time_left_ms") > 0
+    };
+    at("rates", &rates);
     let last = told.last().unwrap();
     assert!(last["result"]["pages"]["urgent"].is_u64(), "{last}");
     source.process.end().assert_ok();
@@ -84,6 +90,24 @@ fn events_have_times_and_tell_of_losses() {
     watched.iter().for_each(assert_time);
     assert_eq!(watched.last().unwrap()["state"], "running", "{watched:?}");
     assert!(watched[0]["session"]["stage"].is_string(), "{watched:?}");
+}
+
+#[test]
+fn a_log_has_times_levels_and_stages() {
+    let demo = |more: &[&str]| {
+        let demo = ["demo", "--engine", "soft", "--vcpus", "1"];
+        let ended = pageferry(&[&demo[..], &["--memory", "16M"], more].concat());
+        ended.assert_ok();
+        ended.stderr
+    };
+    let said = demo(&["--log", "info"]);
+    let line = said.lines().find(|line| line.contains("HandedOver"));
+    let line = line.unwrap_or_else(|| panic!("no hand-over in {said}"));
+    assert_time(&serde_json::json!({"at": &line[..24]}));
+    assert!(line[24..].trim_start().starts_with("INFO "), "{line}");
+    assert!(line.contains("pageferry_migration::source"), "{line}");
+    assert!(!demo(&[]).contains("INFO"), "the default is warn");
+    pageferry(&["--log", "loud", "exit-codes"]).assert_failed(2, "expected off, error");
 }
 
 #[test]
@@ -122,6 +146,7 @@ fn a_watch_ends_with_the_migration_or_its_time() {
     some.assert_ok();
     assert!(some.stdout.starts_with("leaving: pre-copy"), "{some:?}");
     assert!(some.stdout.contains("pages to go"), "{some:?}");
+    assert!(some.stdout.contains("16 MiB to go, 0 B/s"), "{some:?}");
     let watch = Process::start(&["watch", "--vm", socket], &source.dir);
     watch.wait_until_said("pages to go");
     let abandon = pageferry(&["abandon", "--vm", socket, "--resume-here"]);

@@ -115,11 +115,11 @@ impl Supervisor<'_, '_, '_> {
             reconnects: self.reconnects,
             channels: self.state.channels.clone(),
             pages_left: self.core.left(),
-            pages_in_flight: 0,
             page_bytes: (data + urgent) * PAGE_SIZE,
             waiting_faults: self.core.waiting.load(Ordering::Relaxed),
             lost_for: self.lost_since.map(|since| since.elapsed()),
             last_loss: self.last_loss.clone(),
+            ..SessionStatus::default()
         });
     }
 
@@ -163,6 +163,7 @@ impl Supervisor<'_, '_, '_> {
         if let Some(control) = &mut self.control {
             let _ = control.send(&error.to_frame());
         }
+        tracing::error!(missing = self.core.missing(), %error, "the VM stays paused");
         let vm = DestinationVm::PausedIncomplete {
             missing: self.core.missing(),
             asleep: self.vm.threads.inside(),
@@ -197,6 +198,7 @@ impl Supervisor<'_, '_, '_> {
             started_ns: self.started_ns,
             first_instruction_ns: first.map(instant_ns),
             stalls,
+            stall_rows: self.core.stalls.rows(),
             faults,
             first_faults,
             local_faults,

@@ -25,6 +25,7 @@ use super::stalls::Stalls;
 use super::urgent::UrgentChannel;
 use crate::bell::Bell;
 use crate::channel::Spinner;
+use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::mailbox::Mailbox;
 use crate::protocol_error::ProtocolError;
@@ -55,7 +56,7 @@ pub(super) struct Core {
     pub(super) states: PageStates,
     pub(super) urgent: Box<[UrgentChannel]>,
     pub(super) letters: Arc<Mailbox<Letter>>,
-    pub(super) stalls: Stalls,
+    pub(super) stalls: Arc<Stalls>,
     /// The number of pages that the host maps together.
     unit: usize,
     /// Makes huge pages of the ranges of memory that are all here.
@@ -96,7 +97,7 @@ impl Core {
             unit,
             collapser: OnceLock::new(),
             states: PageStates::try_new(missing)?,
-            stalls: Stalls::new(vcpus),
+            stalls: Arc::new(Stalls::new(vcpus)),
             placing: PageBitmap::try_new(pages as usize)?,
             urgent: (0..urgent_channels).map(|_| UrgentChannel::new()).collect(),
             letters,
@@ -303,11 +304,12 @@ impl Core {
                 let to = self.machine.ram().unchecked().alias(message.page, 1);
                 std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, PAGE_BYTES);
             }
-            self.arrived(message.page, 1)?;
+            self.machine.install(message.page, 1)?;
         } else {
             self.machine.install_copy(message.page, bytes)?;
-            self.made_present(message.page, 1);
         }
+        self.stalls.marks.placed(message.page, monotonic_ns());
+        self.made_present(message.page, 1);
         Ok(())
     }
 

@@ -154,6 +154,7 @@ impl Router for Desk {
     }
 
     fn stranger(&self, stranger: &Stranger) {
+        tracing::info!(peer = %stranger.peer, why = %stranger.why, "refused a stranger");
         (self.on_stranger)(stranger);
     }
 

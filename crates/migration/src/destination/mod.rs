@@ -22,6 +22,7 @@
 //! | `bulk`, `urgent` | the channels |
 //! | `core` | the pages, and the threads that wait for them |
 //! | `resolver`, `faults`, `pieces` | the faults of vCPUs |
+//! | `stalls`, `stages` | how long vCPUs waited, and for what |
 
 mod allocation;
 mod bulk;
@@ -39,6 +40,7 @@ mod recovery;
 mod resolver;
 mod setup;
 mod shared;
+mod stages;
 mod stalls;
 mod switchover;
 mod urgent;
@@ -61,7 +63,7 @@ use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
-use crate::report::{DestinationReport, PhaseStart};
+use crate::report::{DestinationReport, PhaseStart, StallRow};
 use crate::session::destination::{Action, Destination as Session, End, Event, Stage, step};
 use crate::session::{SourceStage, ToDestination, ToSource};
 use crate::status::{Board, SessionStatus};
@@ -71,8 +73,9 @@ use crate::wire::{Frame, MissingRuns, Text};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use tracing::{info, warn};
 
 /// The interval at which the status is published while nothing happens.
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(50);
@@ -89,6 +92,8 @@ pub struct Destination {
     desk: Arc<Desk>,
     config: DestinationConfig,
     board: Board,
+    /// The stalls of the session that is under way, or of the last one.
+    stalls: Mutex<Option<Arc<stalls::Stalls>>>,
 }
 
 impl Destination {
@@ -110,6 +115,7 @@ impl Destination {
             desk,
             config,
             board: Board::default(),
+            stalls: Mutex::default(),
         })
     }
 
@@ -148,6 +154,15 @@ impl Destination {
     #[must_use]
     pub fn status(&self) -> SessionStatus {
         self.board.read()
+    }
+
+    /// The stalls so far of the session that is under way, or of the last one: a row for each vCPU,
+    /// and a last one for userfaultfd events. Empty before the first. No vCPU waits for this.
+    #[must_use]
+    pub fn stalls(&self) -> Vec<StallRow> {
+        let stalls = self.stalls.lock();
+        let stalls = stalls.unwrap_or_else(PoisonError::into_inner).clone();
+        stalls.map(|stalls| stalls.rows()).unwrap_or_default()
     }
 }
 
@@ -228,6 +243,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             phase,
             at_ns: monotonic_ns(),
         });
+        info!(%phase, "phase");
         self.observer.phase(phase);
     }
 
@@ -255,12 +271,16 @@ impl<'a> Supervisor<'_, '_, 'a> {
             let _ = control.send(&error.to_frame());
         }
         let generation = control.generation;
+        warn!(generation, %error, "the control channel is lost");
         self.note_loss(error);
         self.events.push_back(Event::Lost(generation));
     }
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
+        if next.stage != self.state.stage {
+            info!(stage = ?next.stage, generation = next.generation, "session");
+        }
         self.state = next;
         for action in actions {
             self.perform(action);

@@ -17,7 +17,7 @@ use crate::vm::RunningVm;
 use pageferry_machine::{DeliveryInUse, FaultEvents};
 use pageferry_userfault::PageBitmap;
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::thread::ScopedJoinHandle;
 
 /// A machine that is armed, and the state of its pages.
@@ -56,6 +56,11 @@ pub(super) fn prepare(
         incoming.setup.urgent_channels,
     )?);
     resolver.attach(Arc::clone(&core))?;
+    *incoming
+        .host
+        .stalls
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(&core.stalls));
     Ok(Prepared {
         core,
         events,

@@ -132,6 +132,7 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation || !self.state.channels.contains(&id) {
             return;
         }
+        tracing::warn!(generation, channel = %id, %error, "a channel is lost");
         if error.is_fatal_here() {
             return self.fail(error);
         }

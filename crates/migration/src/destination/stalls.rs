@@ -1,7 +1,8 @@
 //! Records of vCPU stalls. No two vCPUs share a lock for them.
 
+use super::stages::{Marks, Row};
 use crate::clock::monotonic_ns;
-use crate::report::{DestinationReport, FaultRecord};
+use crate::report::{DestinationReport, FaultRecord, StallRow};
 use crate::sync::{AtomicU64, Ordering};
 use hdrhistogram::Histogram;
 use pageferry_addr::RamPage;
@@ -46,6 +47,10 @@ pub(crate) struct Stalls {
     /// One for each vCPU, which only its thread locks before the end, and a last one for
     /// userfaultfd events.
     records: Vec<Mutex<StallRecords>>,
+    /// The same stalls with their stages, for readers that take no lock.
+    rows: Vec<Row>,
+    /// The times of the requests under way.
+    pub(super) marks: Marks,
     /// Open faults of userfaultfd events, which an arrival will close: page -> start time.
     open: Mutex<HashMap<u64, u64>>,
     /// The number of open faults. Arrivals take no lock while it is 0.
@@ -67,6 +72,8 @@ impl Stalls {
         };
         Self {
             records: (0..=vcpus).map(|_| new_records()).collect(),
+            rows: (0..=vcpus).map(|_| Row::new()).collect(),
+            marks: Marks::new(),
             open: Mutex::default(),
             open_count: AtomicU64::new(0),
             first: Mutex::default(),
@@ -100,7 +107,10 @@ impl Stalls {
 
     /// Records that a vCPU waited for `page` from `at_ns` until now.
     pub(crate) fn vcpu_waited(&self, vcpu: u32, page: RamPage, at_ns: u64) {
-        let stall_ns = monotonic_ns().saturating_sub(at_ns);
+        let now = monotonic_ns();
+        let stall_ns = now.saturating_sub(at_ns);
+        let times = self.marks.times(page);
+        self.rows[vcpu as usize].record(at_ns, now, times, Some(now));
         lock(&self.records[vcpu as usize]).add(FaultRecord {
             at_ns,
             stall_ns,
@@ -129,6 +139,9 @@ impl Stalls {
         for page in first.0..first.0 + pages {
             if let Some(at_ns) = open.remove(&page) {
                 let last = self.records.len() - 1;
+                // Of a huge page only the whole stall is known. Nobody here sees the vCPU go on.
+                let times = (pages == 1).then(|| self.marks.times(RamPage(page)));
+                self.rows[last].record(at_ns, now, times.flatten(), None);
                 lock(&self.records[last]).add(FaultRecord {
                     at_ns,
                     stall_ns: now.saturating_sub(at_ns),
@@ -150,6 +163,14 @@ impl Stalls {
         let mut open = lock(&self.open);
         open.remove(&page.0);
         self.open_count.store(open.len() as u64, Ordering::SeqCst);
+    }
+
+    /// The stalls so far: a row for each vCPU, and one for userfaultfd events. Takes no lock.
+    pub(crate) fn rows(&self) -> Vec<StallRow> {
+        let events = self.rows.len() - 1;
+        let vcpu = |at: usize| (at < events).then_some(at as u32);
+        let rows = self.rows.iter().enumerate();
+        rows.map(|(at, row)| row.snapshot(vcpu(at))).collect()
     }
 
     /// Returns the histogram, the records, the first faults and the number of local faults.

@@ -13,6 +13,7 @@
 use super::core::Core;
 use super::shared::Letter;
 use crate::channel::Connection;
+use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::outbox::Outbox;
 use crate::protocol_error::ProtocolError;
@@ -161,8 +162,11 @@ impl UrgentChannel {
             while holder.requests.try_recv().is_ok() {}
             return 0;
         };
+        let mut now = None;
         while let Ok(page) = holder.requests.try_recv() {
             open.out.push(&UrgentMessage::request(page));
+            let now = *now.get_or_insert_with(monotonic_ns);
+            core.stalls.marks.sent(page, now);
         }
         let before = open.placed;
         let pumped = open.flush().and_then(|()| open.read(core));
@@ -233,6 +237,7 @@ impl Open {
                 return Ok(());
             };
             self.heard = Instant::now();
+            let read_ns = monotonic_ns();
             self.filled += got;
             let mut at = 0;
             while let Some(head) = self.buffer[at..self.filled].first_chunk::<URGENT_BYTES>() {
@@ -252,6 +257,8 @@ impl Open {
                         return Err(ProtocolError::UrgentKind { kind: other as u8 }.into());
                     }
                 };
+                let marks = &core.stalls.marks;
+                marks.read(message.page, read_ns, message.at_source);
                 core.place_urgent(&message, bytes)?;
                 self.placed += 1;
                 at += URGENT_BYTES + bytes.map_or(0, |bytes| bytes.len());

@@ -111,9 +111,10 @@ impl Supervisor<'_, '_, '_> {
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
             page_bytes: figures.page_bytes.load(Ordering::Relaxed),
-            waiting_faults: 0,
+            dirty_rate: self.precopy.dirty_rate,
             lost_for: self.lost_since.map(|since| since.elapsed()),
             last_loss: self.last_loss.clone(),
+            ..SessionStatus::default()
         });
     }
 

@@ -64,6 +64,7 @@ use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::thread::Scope;
 use std::time::{Duration, Instant};
+use tracing::{debug, info, warn};
 
 /// The interval at which a source that waits for a busy destination looks at its letters.
 const BUSY_POLL: Duration = Duration::from_millis(20);
@@ -255,6 +256,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             phase,
             at_ns: monotonic_ns(),
         });
+        info!(%phase, "phase");
         self.observer.phase(phase);
     }
 
@@ -290,6 +292,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
                 let _ = control.send(&error.to_frame());
             }
             let generation = control.generation;
+            warn!(generation, %error, "the control channel is lost");
             self.note_loss(error);
             self.events.push_back(Event::Lost(generation));
         }
@@ -300,6 +303,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
         if next.has_handed_over() && !self.state.has_handed_over() {
             // A loss that the session survives is no reason for its end.
             self.error = None;
+        }
+        if next.stage != self.state.stage {
+            info!(stage = ?next.stage, generation = next.generation, "session");
         }
         self.state = next;
         for action in actions {
@@ -315,6 +321,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             Action::Dial(generation) => {
                 self.lost_since.get_or_insert_with(Instant::now);
                 self.report.reconnects += 1;
+                debug!(generation, "dialling");
                 self.channels.dial_control(generation);
             }
             Action::Send(message) => self.say(message)?,

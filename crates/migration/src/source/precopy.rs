@@ -18,6 +18,7 @@ use crate::report::PassFigures;
 use crate::session::source::{Event, Stage};
 use crate::sync::Ordering;
 use crate::wire::{Frame, Pass};
+use pageferry_addr::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
 /// Passes end at this number of dirty pages. Sending so few takes less time than the round trip of
@@ -36,6 +37,8 @@ pub(super) struct Precopy {
     waiting: Option<(Duration, Instant)>,
     /// Whether the destination has allocated all memory that it needs before the switch-over.
     pub(super) destination_ready: bool,
+    /// Bytes of pages dirtied a second during the last pass.
+    pub(super) dirty_rate: Option<u64>,
     /// The data pages sent by the end of pre-copy.
     pub(super) data_pages: u64,
     /// The start of the push, and the time at which no page was unsent.
@@ -86,6 +89,8 @@ impl Supervisor<'_, '_, '_> {
         self.vm.machine.harvest_dirty(&self.dirty, true)?;
         self.shared.ledger.add_dirty(&self.dirty, |_| ());
         let took = began.elapsed();
+        let dirtied = self.shared.ledger.unsent_count() * PAGE_SIZE;
+        self.precopy.dirty_rate = Some((dirtied as f64 / took.as_secs_f64()) as u64);
         self.report.passes.push(PassFigures {
             pages: self.precopy.pages,
             took,

@@ -336,6 +336,7 @@ impl Supervisor<'_, '_, '_> {
         if generation != self.state.generation {
             return;
         }
+        tracing::warn!(generation, channel = %id, %error, "a channel is lost");
         // A destination that breaks the protocol on one channel loses all, and hears why: its other
         // receipts may be wrong too.
         let broken = matches!(error, MigrationError::Wire(_) | MigrationError::Protocol(_));

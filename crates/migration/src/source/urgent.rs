@@ -11,9 +11,7 @@ use crate::channel::{Connection, Spinner, Wait};
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
-use crate::wire::{
-    PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero,
-};
+use crate::wire::{PAGE_BYTES, Side, URGENT_BYTES, UrgentKind, UrgentMessage, urgent_reply};
 use pageferry_addr::RamPage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::cell::RefCell;
@@ -40,8 +38,8 @@ pub(super) struct Urgent<'a> {
 struct Incoming {
     buffer: [u8; REQUESTS * URGENT_BYTES],
     filled: usize,
-    /// Pages to answer, claimed already.
-    claimed: Vec<RamPage>,
+    /// Pages to answer, claimed already, and when their requests arrived.
+    claimed: Vec<(RamPage, Instant)>,
     heard: Instant,
     error: Option<MigrationError>,
 }
@@ -60,7 +58,7 @@ impl Urgent<'_> {
         let answered = self.answer(&incoming);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
-        for page in incoming.claimed.drain(..) {
+        for (page, _) in incoming.claimed.drain(..) {
             self.shared.ledger.unclaim(page.index()..page.index() + 1);
         }
         incoming
@@ -100,20 +98,17 @@ impl Urgent<'_> {
     }
 
     /// Sends claimed pages.
-    fn reply(&self, pages: &[RamPage], wait: &Wait<'_>) -> Result<(), MigrationError> {
+    fn reply(&self, pages: &[(RamPage, Instant)], wait: &Wait<'_>) -> Result<(), MigrationError> {
         let mut heads = Vec::with_capacity(pages.len());
         let mut bodies = Vec::with_capacity(pages.len());
-        for page in pages {
+        for (page, arrived) in pages {
             // SAFETY: (1) `take` claims pages only after the guest has stopped for good. It is not
             // resumed while the threads of channels live. (2) The VMM's own writes are refused.
             let bytes = unsafe { stopped_page(self.shared.ram, *page) };
             let zero = is_zero(bytes);
-            heads.push(if zero {
-                urgent_reply_zero(*page)
-            } else {
-                urgent_reply_page(*page, bytes)
-            });
-            bodies.push((!zero).then_some(bytes));
+            let body = (!zero).then_some(bytes);
+            heads.push(urgent_reply(*page, body, Some(arrived.elapsed())));
+            bodies.push(body);
             // Each reply is a message: it is in the ledger before its first byte is sent.
             let index = page.index();
             self.shared
@@ -205,7 +200,7 @@ impl Incoming {
                 // Otherwise the page was sent already, on any channel.
                 if shared.ledger.claim(page) {
                     shared.hint(page.0);
-                    self.claimed.push(page);
+                    self.claimed.push((page, self.heard));
                 }
                 Ok(())
             }

@@ -56,7 +56,7 @@ pub use proof::{Credentials, Welcome};
 pub use setup::{Engine, Isa, Region, Setup};
 pub use status::Status;
 pub use text::Text;
-pub use urgent::{UrgentKind, UrgentMessage, urgent_reply_page, urgent_reply_zero};
+pub use urgent::{UrgentKind, UrgentMessage, urgent_reply, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
 pub const VERSION: u16 = 3;

@@ -2,6 +2,7 @@
 
 use super::checksum::{Xxh3, xxh3_64};
 use pageferry_addr::RamPage;
+use std::time::Duration;
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -50,12 +51,32 @@ impl UrgentKind {
 #[repr(C)]
 struct UrgentLayout {
     kind: u8,
-    reserved: [u8; 3],
+    took: [u8; 3],
     check: U32,
     page: U64,
 }
 
 const _: () = assert!(size_of::<UrgentLayout>() == URGENT_BYTES);
+
+/// The unit of the time at the source on the wire, in nanoseconds.
+const TOOK_UNIT_NS: u128 = 64;
+/// The largest time at the source on the wire, about 1.07 s. Longer times are sent as this.
+const MAX_TOOK: u32 = (1 << 24) - 1;
+
+/// The time at the source as on the wire. 0 is no time, so a time is rounded up.
+fn encode_took(at_source: Option<Duration>) -> [u8; 3] {
+    let units = at_source.map_or(0, |time| {
+        let units = time.as_nanos().div_ceil(TOOK_UNIT_NS);
+        u32::try_from(units).unwrap_or(MAX_TOOK).clamp(1, MAX_TOOK)
+    });
+    let [first, second, third, _] = units.to_le_bytes();
+    [first, second, third]
+}
+
+fn decode_took([first, second, third]: [u8; 3]) -> Option<Duration> {
+    let units = u32::from_le_bytes([first, second, third, 0]);
+    (units > 0).then(|| Duration::from_nanos(u64::from(units) * TOOK_UNIT_NS as u64))
+}
 
 /// A message of an urgent channel, without the bytes of the page that may follow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,19 +88,28 @@ pub struct UrgentMessage {
     /// In a [`UrgentKind::Receipt`]: the number of answers of this channel whose pages are in
     /// place, from 1. They are the first ones that were sent on it. Else 0.
     pub placed: u64,
+    /// In an answer: the time from the request's arrival at the source to the answer, in steps of
+    /// 64 ns, at most about 1.07 s. `None` if the source did not measure it, and in all other
+    /// messages.
+    pub at_source: Option<Duration>,
     check: u32,
 }
 
 impl UrgentMessage {
     /// Returns the bytes of a message without page data.
     fn encode(kind: UrgentKind, number: u64) -> [u8; URGENT_BYTES] {
-        Self::sealed(kind, number, xxh3_64(&covered(kind, number)))
+        Self::sealed(
+            kind,
+            [0; 3],
+            number,
+            xxh3_64(&covered(kind, [0; 3], number)),
+        )
     }
 
-    fn sealed(kind: UrgentKind, number: u64, digest: u64) -> [u8; URGENT_BYTES] {
+    fn sealed(kind: UrgentKind, took: [u8; 3], number: u64, digest: u64) -> [u8; URGENT_BYTES] {
         zerocopy::transmute!(UrgentLayout {
             kind: kind as u8,
-            reserved: [0; 3],
+            took,
             check: (digest as u32).into(),
             page: number.into(),
         })
@@ -133,16 +163,20 @@ impl UrgentMessage {
             .into_iter()
             .find(|&known| known as u8 == layout.kind && known.is_sent_by(from))
             .ok_or(bad("kind", layout.kind.into()))?;
-        reserved_zero(what, "reserved", &layout.reserved)?;
+        let is_answer = matches!(kind, UrgentKind::Page | UrgentKind::Zero);
+        if !is_answer {
+            reserved_zero(what, "reserved", &layout.took)?;
+        }
         let number = layout.page.get();
         let mut message = Self {
             kind,
             page: RamPage(0),
             placed: 0,
+            at_source: decode_took(layout.took),
             check: layout.check.get(),
         };
         if kind != UrgentKind::Page {
-            let digest = xxh3_64(&covered(kind, number));
+            let digest = xxh3_64(&covered(kind, layout.took, number));
             check(what, message.check.into(), (digest as u32).into())?;
         }
         match kind {
@@ -167,36 +201,56 @@ impl UrgentMessage {
     /// # Errors
     /// [`WireError::Checksum`].
     pub fn verify_page(&self, bytes: &[u8; PAGE_BYTES]) -> Result<(), WireError> {
-        let digest = page_digest(self.page, bytes);
+        let digest = page_digest(self.page, encode_took(self.at_source), bytes);
         check("urgent page", self.check.into(), (digest as u32).into())
     }
 }
 
-/// Returns the header of an answer with a page. The caller sends it with the same bytes behind it.
+/// Returns the header of an answer: with a page, whose bytes the caller sends behind it, or for a
+/// zero page. `at_source` is the time since the request arrived, if it was measured.
 ///
 /// The bytes must not change until they are sent.
 #[must_use]
-pub fn urgent_reply_page(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> [u8; URGENT_BYTES] {
-    UrgentMessage::sealed(UrgentKind::Page, page.0, page_digest(page, bytes))
+pub fn urgent_reply(
+    page: RamPage,
+    bytes: Option<&[u8; PAGE_BYTES]>,
+    at_source: Option<Duration>,
+) -> [u8; URGENT_BYTES] {
+    let took = encode_took(at_source);
+    let (kind, digest) = match bytes {
+        Some(bytes) => (UrgentKind::Page, page_digest(page, took, bytes)),
+        None => {
+            let kind = UrgentKind::Zero;
+            (kind, xxh3_64(&covered(kind, took, page.0)))
+        }
+    };
+    UrgentMessage::sealed(kind, took, page.0, digest)
 }
 
-/// Returns the answer for a zero page.
+/// [`urgent_reply`] with a page and without a time.
+#[must_use]
+pub fn urgent_reply_page(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> [u8; URGENT_BYTES] {
+    urgent_reply(page, Some(bytes), None)
+}
+
+/// [`urgent_reply`] for a zero page and without a time.
 #[must_use]
 pub fn urgent_reply_zero(page: RamPage) -> [u8; URGENT_BYTES] {
-    UrgentMessage::encode(UrgentKind::Zero, page.0)
+    urgent_reply(page, None, None)
 }
 
 /// Returns the twelve bytes of a message without its checksum, in order.
-fn covered(kind: UrgentKind, number: u64) -> [u8; URGENT_BYTES - 4] {
+fn covered(kind: UrgentKind, took: [u8; 3], number: u64) -> [u8; URGENT_BYTES - 4] {
     let mut bytes = [0; URGENT_BYTES - 4];
     bytes[0] = kind as u8;
+    bytes[1..4].copy_from_slice(&took);
     bytes[4..].copy_from_slice(&number.to_le_bytes());
     bytes
 }
 
-fn page_digest(page: RamPage, bytes: &[u8; PAGE_BYTES]) -> u64 {
+fn page_digest(page: RamPage, took: [u8; 3], bytes: &[u8; PAGE_BYTES]) -> u64 {
     let mut state = Xxh3::new();
-    state.update(&covered(UrgentKind::Page, page.0));
+    state.update(&covered(UrgentKind::Page, took, page.0));
     state.update(bytes);
     state.digest()
 }

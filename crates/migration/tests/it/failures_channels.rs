@@ -146,7 +146,7 @@ fn a_vm_is_acknowledged_before_its_memory_is_allocated() {
     let pages = vm.ram().pages();
     let destination = listen(DestinationConfig::default());
     let assert_incomplete = |due: &str| {
-        let allocated = vm.ram().next_allocated(RamPage(0)).unwrap();
+        let allocated = vm.ram().next_allocated(RamPage(0), 1).unwrap();
         assert!(
             allocated != Some(0..pages),
             "{due} waited for the allocation"

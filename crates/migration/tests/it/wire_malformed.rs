@@ -508,10 +508,14 @@ fn each_field_of_an_urgent_message_is_checked() {
     for kind in [0, 1, 4, 5, 7, 255] {
         assert_eq!(bad_field(error(resealed(kind, 0, 1), Side::Source)), "kind");
     }
-    assert_eq!(
-        bad_field(error(resealed(1, 1, 1), Side::Destination)),
-        "reserved"
-    );
+    // Only answers have a time.
+    for (kind, from) in [
+        (1, Side::Destination),
+        (5, Side::Destination),
+        (6, Side::Source),
+    ] {
+        assert_eq!(bad_field(error(resealed(kind, 1, 1), from)), "reserved");
+    }
     for from in [Side::Source, Side::Destination] {
         assert_eq!(bad_field(error(resealed(6, 0, 1), from)), "page");
     }

@@ -5,6 +5,7 @@ use pageferry_addr::{Gfn, RamPage};
 use pageferry_migration::wire::*;
 use proptest::collection::{btree_set, vec};
 use proptest::prelude::*;
+use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Regions of up to 40 Mi pages of memory, with gaps between them.
@@ -188,6 +189,17 @@ proptest! {
             UrgentMessage::decode(&urgent_reply_page(page, &bytes), Side::Source, memory).unwrap();
         prop_assert_eq!((reply.kind, reply.page), (UrgentKind::Page, page));
         prop_assert_eq!(reply.verify_page(&bytes), Ok(()));
+        for units in [1u64, u64::from(fill) + 1, (1 << 24) - 1, 1 << 24, u64::MAX >> 8] {
+            let took = Duration::from_nanos(units.saturating_mul(64) - 63);
+            let seen = Some(Duration::from_nanos(units.min((1 << 24) - 1) * 64));
+            let zero = urgent_reply(page, None, Some(took));
+            let zero = UrgentMessage::decode(&zero, Side::Source, memory);
+            prop_assert_eq!(zero.map(|m| (m.kind, m.at_source)), Ok((UrgentKind::Zero, seen)));
+            let reply = urgent_reply(page, Some(&bytes), Some(took));
+            let reply = UrgentMessage::decode(&reply, Side::Source, memory).unwrap();
+            prop_assert_eq!((reply.kind, reply.at_source), (UrgentKind::Page, seen));
+            prop_assert_eq!(reply.verify_page(&bytes), Ok(()));
+        }
         for side in [Side::Source, Side::Destination] {
             let alive = UrgentMessage::decode(&UrgentMessage::alive(), side, memory);
             prop_assert_eq!(alive.map(|m| m.kind), Ok(UrgentKind::Alive));
