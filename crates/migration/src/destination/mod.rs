@@ -278,12 +278,14 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
-        if next.stage != self.state.stage {
-            info!(stage = ?next.stage, generation = next.generation, "session");
-        }
-        self.state = next;
+        let before = std::mem::replace(&mut self.state, next);
         for action in actions {
             self.perform(action);
+        }
+        // Behind the actions: the blackout does not wait for the log.
+        let (stage, generation) = (self.state.stage, self.state.generation);
+        if stage != before.stage {
+            info!(?stage, generation, "session");
         }
         self.publish();
     }

@@ -68,7 +68,8 @@ impl Supervisor<'_, '_, '_> {
 
     /// Begins the push when the guest has requested no page for a while.
     fn begin_delayed_push(&mut self) {
-        if self.shared.mode() != Mode::Answer {
+        // Before `Running` the source only answers: the push has not begun.
+        if self.shared.mode() != Mode::Answer || self.precopy.postcopy_began.is_none() {
             return;
         }
         let now = self.shared.figures.urgent.load(Ordering::Relaxed);

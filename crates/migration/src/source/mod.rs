@@ -300,18 +300,24 @@ impl<'a> Supervisor<'_, '_, 'a> {
 
     fn feed(&mut self, event: Event) {
         let (next, actions) = step(&self.state, event);
-        if next.has_handed_over() && !self.state.has_handed_over() {
+        let before = std::mem::replace(&mut self.state, next);
+        let handed_over = self.state.has_handed_over() && !before.has_handed_over();
+        if handed_over {
             // A loss that the session survives is no reason for its end.
             self.error = None;
         }
-        if next.stage != self.state.stage {
-            info!(stage = ?next.stage, generation = next.generation, "session");
-        }
-        self.state = next;
         for action in actions {
             if let Err(error) = self.perform(action) {
                 self.fail(error);
             }
+        }
+        // Observers and logs come last: the blackout does not wait for them.
+        if handed_over {
+            self.enter(Phase::Postcopy);
+        }
+        let (stage, generation) = (self.state.stage, self.state.generation);
+        if stage != before.stage {
+            info!(?stage, generation, "session");
         }
         self.publish();
     }
@@ -553,7 +559,6 @@ impl<'a> Supervisor<'_, '_, 'a> {
         }
         if self.precopy.postcopy_began.is_none() {
             self.precopy.postcopy_began = Some(Instant::now());
-            self.enter(Phase::Postcopy);
         }
         self.channels.ring();
     }
