@@ -2,7 +2,7 @@
 //! destination needs to run it. This is the blackout.
 //!
 //! The pages that are missing already travel before the guest stops, as runs. In the blackout only
-//! those follow that the guest has written since the last pass.
+//! those follow that the guest has written since a harvest of the dirty log right before.
 
 use super::Supervisor;
 use crate::clock::{instant_ns, monotonic_ns};
@@ -24,6 +24,11 @@ impl Supervisor<'_, '_, '_> {
         let shared = self.shared;
         let ledger = &shared.ledger;
         self.wait_for_silence()?;
+        if self.config.precopy_passes > 0 {
+            // While the source waited for the destination, the guest has written more.
+            self.vm.machine.harvest_dirty(&self.dirty, true)?;
+            ledger.add_dirty(&self.dirty, |_| ());
+        }
         let Some(control) = &mut self.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
