@@ -80,7 +80,7 @@ fn moved_to(
     act: impl FnOnce(&Stage),
 ) -> Ends {
     let destination = listen(DestinationConfig {
-        limits: limits(),
+        limits: config.limits.clone(),
         ..to
     });
     let shaper = Shaper::start(socket_address(&address_of(&destination)), plan).unwrap();
@@ -182,7 +182,12 @@ fn one_lost_channel_leaves_the_others_working() {
     let _parallel = crate::alone::in_parallel();
     let vm = WorkloadVm::booted(Engine::Soft, 2, 32 * MIB);
     vm.wait_progress(3000);
-    let ends = moved(&vm, &source_config(), slow(), |stage| {
+    // A busy host must not look like a silent link.
+    let config = SourceConfig {
+        limits: Limits::default(),
+        ..source_config()
+    };
+    let ends = moved(&vm, &config, slow(), |stage| {
         wait_for_handover(stage);
         // Connection 0 is the control channel.
         for number in 1..=4 {
