@@ -3,7 +3,7 @@
 use crate::activation;
 use crate::args::ReceiveArgs;
 use crate::control::options::{limits, plain};
-use crate::control::server::ControlServer;
+use crate::control::server::Server;
 use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
 use crate::host::{
     Activity, Answers, Ended, Host, HostService, Jobs, StopRequests, Watch, has_switched_over,
@@ -38,7 +38,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
     args.backing.backing.check(0)?;
     let (host, jobs) = Host::new();
     let server = match &args.control {
-        Some(path) => Some(ControlServer::start(
+        Some(path) => Some(Server::start(
             path,
             Arc::new(HostService(Arc::clone(&host))),
         )?),

@@ -1,7 +1,7 @@
 //! `pageferry run`: a VM that can be migrated away.
 
 use crate::args::RunArgs;
-use crate::control::server::ControlServer;
+use crate::control::server::Server;
 use crate::exit::Failure;
 use crate::host::{Activity, Ended, Host, HostService};
 use crate::output;
@@ -21,7 +21,7 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let backing = args.backing.backing;
     check_backing(backing, guest.memory_bytes, 1)?;
     let (host, jobs) = Host::new();
-    let server = ControlServer::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
+    let server = Server::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
     vm.boot()?;

@@ -93,7 +93,7 @@ pub(crate) enum Event {
     Note(String),
 }
 
-/// What happens to the connections of a migration.
+/// An event of a migration's connections.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SessionEvent {

@@ -34,16 +34,34 @@ pub(crate) trait Service: Send + Sync {
     fn serve(&self, request: Request, event: &mut dyn FnMut(Event)) -> Result<Value, Failure>;
 }
 
-/// A control socket that is served until this is dropped. Dropping removes the socket's file, after
-/// current answers are finished.
-pub(crate) struct ControlServer {
+/// A listener that is served until this is dropped. Dropping removes the socket's file, if there is
+/// one, after current answers are finished.
+pub(crate) struct Server {
     stop: Arc<AtomicBool>,
     acceptor: Option<JoinHandle<()>>,
-    _file: SocketFile,
+    _file: Option<SocketFile>,
 }
 
-impl ControlServer {
-    /// Creates the socket and serves it.
+impl Server {
+    /// Runs `accept` on a thread called `name`. It ends soon after its flag is set.
+    pub(crate) fn spawn(
+        name: &str,
+        file: Option<SocketFile>,
+        accept: impl FnOnce(&Arc<AtomicBool>) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopping = Arc::clone(&stop);
+        let acceptor = std::thread::Builder::new()
+            .name(name.into())
+            .spawn(move || accept(&stopping))?;
+        Ok(Self {
+            stop,
+            acceptor: Some(acceptor),
+            _file: file,
+        })
+    }
+
+    /// Creates the control socket and serves it.
     ///
     /// # Errors
     /// [`Exit::Address`] when `path` is taken or cannot be created.
@@ -51,21 +69,14 @@ impl ControlServer {
         let (listener, file) = bind("control", path)?;
         let cannot = |e| Failure::os("cannot serve the control socket", e);
         listener.set_nonblocking(true).map_err(cannot)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopping = Arc::clone(&stop);
-        let acceptor = std::thread::Builder::new()
-            .name("control".into())
-            .spawn(move || accept(&listener, &service, &stopping))
-            .map_err(cannot)?;
-        Ok(Self {
-            stop,
-            acceptor: Some(acceptor),
-            _file: file,
+        Self::spawn("control", Some(file), move |stop| {
+            accept(&listener, &service, stop);
         })
+        .map_err(cannot)
     }
 }
 
-impl Drop for ControlServer {
+impl Drop for Server {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(acceptor) = self.acceptor.take() {
@@ -74,8 +85,8 @@ impl Drop for ControlServer {
     }
 }
 
-/// Creates a listening socket of mode 0600. `purpose` is for its errors. It replaces a socket file on which nobody listens any
-/// more.
+/// Creates a listening socket of mode 0600. `purpose` is for its errors. It replaces a socket file
+/// on which nobody listens any more.
 pub(crate) fn bind(purpose: &str, path: &Path) -> Result<(UnixListener, SocketFile), Failure> {
     let refuse = |why: String| {
         Failure::new(
@@ -304,7 +315,7 @@ mod tests {
             begun: AtomicUsize::new(0),
             all: Barrier::new(MAX_CLIENTS + 1),
         });
-        let server = ControlServer::start(&path, Arc::clone(&service) as _).unwrap();
+        let server = Server::start(&path, Arc::clone(&service) as _).unwrap();
         let clients: Vec<_> = (0..MAX_CLIENTS)
             .map(|_| {
                 let mut stream = connect(&path);

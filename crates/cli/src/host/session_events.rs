@@ -1,4 +1,4 @@
-//! What happens to a session, found by comparing its status with an earlier one.
+//! The events of a session, found by comparing its status with an earlier one.
 
 use crate::control::protocol::SessionEvent;
 use pageferry_migration::SessionStatus;
@@ -10,7 +10,7 @@ const RATES_EVERY: Duration = Duration::from_secs(1);
 /// The stages in which no connection is due any more.
 const ENDED: [&str; 5] = ["completed", "kept", "returned", "given-up", "resumed-here"];
 
-/// What was seen of a session so far.
+/// The part of a session's status that was seen last.
 #[derive(Debug, Default)]
 pub(super) struct SessionEvents {
     stage: Option<&'static str>,

@@ -11,7 +11,7 @@ mod request;
 mod text;
 
 use crate::args::MetricsArgs;
-use crate::control::server::bind;
+use crate::control::server::{Server, bind};
 use crate::exit::{Exit, Failure};
 use crate::host::Host;
 use crate::output;
@@ -33,45 +33,19 @@ const LIMIT: Duration = Duration::from_secs(2);
 /// The most clients served at once. Others are turned away.
 const MAX_CLIENTS: usize = 4;
 
-/// Metrics that are served until this is dropped.
-pub(crate) struct MetricsServer {
-    stop: Arc<AtomicBool>,
-    acceptor: Option<JoinHandle<()>>,
-    _file: Option<SocketFile>,
-}
-
-/// Serves the metrics of `host` if the user asked for them.
+/// Serves the metrics of `host` until the result is dropped, if the user asked for them.
 ///
 /// # Errors
 /// [`Exit::Usage`] for an address of another host, [`Exit::Address`] for one that is taken.
-pub(crate) fn serve(
-    args: &MetricsArgs,
-    host: &Arc<Host>,
-) -> Result<Option<MetricsServer>, Failure> {
+pub(crate) fn serve(args: &MetricsArgs, host: &Arc<Host>) -> Result<Option<Server>, Failure> {
     let Some(address) = &args.address else {
         return Ok(None);
     };
     let (listener, file) = listen(address)?;
-    let stop = Arc::new(AtomicBool::new(false));
-    let (stopping, host) = (Arc::clone(&stop), Arc::clone(host));
-    let acceptor = std::thread::Builder::new()
-        .name("metrics".into())
-        .spawn(move || accept(&listener, &host, &stopping))
-        .map_err(|e| Failure::os("cannot serve metrics", e))?;
-    Ok(Some(MetricsServer {
-        stop,
-        acceptor: Some(acceptor),
-        _file: file,
-    }))
-}
-
-impl Drop for MetricsServer {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Release);
-        if let Some(acceptor) = self.acceptor.take() {
-            let _ = acceptor.join();
-        }
-    }
+    let host = Arc::clone(host);
+    Server::spawn("metrics", file, move |stop| accept(&listener, &host, stop))
+        .map(Some)
+        .map_err(|e| Failure::os("cannot serve metrics", e))
 }
 
 enum Listener {

@@ -145,7 +145,7 @@ impl Fault {
     }
 }
 
-/// What a side said of itself.
+/// The status of a side, in its own words.
 struct Sample {
     asked: Instant,
     answered: Instant,

@@ -36,7 +36,7 @@ const AT_ONCE: Duration = Duration::from_millis(5);
 /// One page of so many is watched. Frames are longer.
 const STEP: usize = 16;
 
-/// What one reset cost.
+/// The cost of one reset.
 #[derive(Clone, Copy, Debug)]
 struct Figures {
     /// From the reset to the next page, in ms.
