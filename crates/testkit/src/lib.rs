@@ -8,11 +8,14 @@
 //! The variable `PAGEFERRY_STRESS_SECONDS` sets the duration of a stress test.
 //!
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
-//! that injects faults.
+//! that injects faults. With the feature `certificates`, there are certificates for TLS.
 //!
 //! **Neighbours.** A development dependency, and a dependency of `xtask`: no other crate needs it
-//! to build. It uses `std` and rustix, and loom under `--cfg loom`.
+//! to build. It uses `std` and rustix, rcgen for certificates,
+//! and loom under `--cfg loom`.
 
+#[cfg(feature = "certificates")]
+pub mod certificates;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;

@@ -1,6 +1,6 @@
 //! `migrate --check` proves the way to a destination, and moves nothing.
 
-use crate::support::certificates::{Authority, Files};
+use crate::support::certificates::{Authority, Now, Side, SideFlags};
 use crate::support::peer::nobody;
 use crate::support::{Destination, Source, pageferry, status};
 
@@ -48,7 +48,7 @@ fn a_plain_destination_is_checked_and_stays_ready() {
     assert_ready(source, destination, &[]);
 }
 
-fn with_tls(files: &Files) -> Destination {
+fn with_tls(files: &Side) -> Destination {
     let flags = files.flags("here");
     Destination::start_on_tcp(&flags.iter().map(String::as_str).collect::<Vec<_>>())
 }
@@ -56,7 +56,10 @@ fn with_tls(files: &Files) -> Destination {
 #[test]
 fn a_destination_with_tls_is_checked_by_its_name() {
     let authority = Authority::new("test");
-    let (here, there) = (authority.issue("here"), authority.issue("there"));
+    let (here, there) = (
+        authority.issue(&["here"], Now),
+        authority.issue(&["there"], Now),
+    );
     let (source, destination) = (Source::start("16M"), with_tls(&there));
     let flags = here.flags("there");
     let ended = checked(&source, &destination.address, &flags);
@@ -73,9 +76,9 @@ fn a_check_fails_as_the_migration_would() {
     let ended = checked(&source, &address, &[]);
     ended.assert_failed(6, "nobody listens there; the VM runs on at the source");
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
-    let (here, there) = (ours.issue("here"), ours.issue("there"));
+    let (here, there) = (ours.issue(&["here"], Now), ours.issue(&["there"], Now));
     let destination = with_tls(&there);
-    let stranger = other.issue("here").trusting(&ours);
+    let stranger = ours.trusted_by(other.issue(&["here"], Now));
     for (flags, says) in [
         (
             here.flags("elsewhere"),

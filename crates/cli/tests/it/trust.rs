@@ -1,6 +1,6 @@
 //! TLS between two processes: peers that prove who they are, and peers that do not.
 
-use crate::support::certificates::{Authority, Files};
+use crate::support::certificates::{Authority, Now, Side, SideFlags};
 use crate::support::{Destination, Process, Source, pageferry, status};
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_for;
@@ -10,12 +10,12 @@ fn refs(flags: &[String]) -> Vec<&str> {
 }
 
 /// A destination with these files, which takes a source named `here`.
-fn destination(files: &Files) -> Destination {
+fn destination(files: &Side) -> Destination {
     Destination::start_on_tcp(&refs(&files.flags("here")))
 }
 
 /// Migrates with these files to a destination named `there`.
-fn migrate(source: &Source, to: &str, files: &Files, more: &[&str]) -> Process {
+fn migrate(source: &Source, to: &str, files: &Side, more: &[&str]) -> Process {
     let mut flags = files.flags("there");
     flags.extend(more.iter().map(ToString::to_string));
     source.migrate_with(to, &refs(&flags))
@@ -24,7 +24,10 @@ fn migrate(source: &Source, to: &str, files: &Files, more: &[&str]) -> Process {
 #[test]
 fn a_vm_moves_over_tls_and_survives_lost_connections() {
     let authority = Authority::new("test");
-    let (here, there) = (authority.issue("here"), authority.issue("there"));
+    let (here, there) = (
+        authority.issue(&["here"], Now),
+        authority.issue(&["there"], Now),
+    );
     let destination = destination(&there);
     let plan = Plan {
         rate: Some(4 << 20),
@@ -52,7 +55,7 @@ fn a_vm_moves_over_tls_and_survives_lost_connections() {
 
 /// A migration with these files fails for the reasons of both ends, and the VM is untouched.
 #[track_caller]
-fn assert_untrusted(here: &Files, there: &Files, at_source: &str, at_destination: &str) {
+fn assert_untrusted(here: &Side, there: &Side, at_source: &str, at_destination: &str) {
     let destination = destination(there);
     let source = Source::start("16M");
     let refused = migrate(&source, &destination.address, here, &[]);
@@ -67,8 +70,8 @@ fn assert_untrusted(here: &Files, there: &Files, at_source: &str, at_destination
 fn a_destination_of_another_authority_is_refused() {
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     // The destination trusts the source, which does not trust it.
-    let there = other.issue("there").trusting(&ours);
-    let here = ours.issue("here");
+    let there = ours.trusted_by(other.issue(&["there"], Now));
+    let here = ours.issue(&["here"], Now);
     let why = "no CA of this side signed the peer's certificate";
     assert_untrusted(&here, &there, why, "no CA of the peer signed it");
 }
@@ -77,8 +80,8 @@ fn a_destination_of_another_authority_is_refused() {
 fn a_source_of_another_authority_is_refused() {
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     // The source trusts the destination, which does not trust it.
-    let here = other.issue("here").trusting(&ours);
-    let there = ours.issue("there");
+    let here = ours.trusted_by(other.issue(&["here"], Now));
+    let there = ours.issue(&["there"], Now);
     let why = "no CA of this side signed the peer's certificate";
     assert_untrusted(&here, &there, "no CA of the peer signed it", why);
 }
@@ -86,7 +89,10 @@ fn a_source_of_another_authority_is_refused() {
 #[test]
 fn a_certificate_for_another_host_is_refused() {
     let authority = Authority::new("test");
-    let (here, there) = (authority.issue("here"), authority.issue("elsewhere"));
+    let (here, there) = (
+        authority.issue(&["here"], Now),
+        authority.issue(&["elsewhere"], Now),
+    );
     let why = "the peer's certificate is not for `there`";
     assert_untrusted(
         &here,
@@ -99,7 +105,10 @@ fn a_certificate_for_another_host_is_refused() {
 #[test]
 fn a_side_without_tls_is_refused_by_one_with_it() {
     let authority = Authority::new("test");
-    let (here, there) = (authority.issue("here"), authority.issue("there"));
+    let (here, there) = (
+        authority.issue(&["here"], Now),
+        authority.issue(&["there"], Now),
+    );
     let source = Source::start("16M");
     let with = destination(&there);
     source
@@ -116,7 +125,10 @@ fn a_side_without_tls_is_refused_by_one_with_it() {
 #[test]
 fn files_that_do_not_serve_are_usage_errors() {
     let authority = Authority::new("test");
-    let (here, other) = (authority.issue("here"), authority.issue("other"));
+    let (here, other) = (
+        authority.issue(&["here"], Now),
+        authority.issue(&["other"], Now),
+    );
     let source = Source::start("16M");
     let mut flags = here.flags("there");
     flags[3] = other.flags("there")[3].clone();

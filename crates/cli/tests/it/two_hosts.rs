@@ -1,6 +1,6 @@
 //! A VM moves between two network namespaces over TLS, also while their addresses change.
 
-use crate::support::certificates::{Authority, Files};
+use crate::support::certificates::{Authority, Now, Side, SideFlags};
 use crate::support::{Destination, PAGEFERRY, Process, Source, assert_runs_on, pageferry, status};
 use pageferry_testkit::netns;
 use pageferry_testkit::two_hosts::{Host, Link, Rate, TwoHosts};
@@ -14,7 +14,7 @@ struct Pair {
     source: Source,
     destination: Destination,
     /// The files of both sides.
-    files: [Files; 2],
+    files: [Side; 2],
 }
 
 impl Pair {
@@ -22,7 +22,7 @@ impl Pair {
     fn start(rate: Rate) -> Option<Self> {
         let hosts = TwoHosts::or_skip(&Link::new(rate))?;
         let authority = Authority::new("test");
-        let files = ["here", "there"].map(|host| authority.issue(host));
+        let files = ["here", "there"].map(|host| authority.issue(&[host], Now));
         let of = |host| netns::command(hosts.name(host), PAGEFERRY);
         let listen = format!("{}:0", hosts.address(Host::B));
         let flags = files[1].flags("here");

@@ -1,6 +1,6 @@
 //! Connections die, freeze and half-close after the hand-over, and the VM goes on.
 
-use crate::handshake_common::{Authority, Validity};
+use crate::handshake_common::{Authority, SideFiles, Validity};
 use crate::support::{WorkloadVm, address_of, listen, try_receive_on};
 use pageferry_machine::{Backing, Engine};
 use pageferry_migration::address::Address;

@@ -207,7 +207,7 @@ fn files_that_do_not_fit_are_named_with_the_reason() {
     side.write("cert.pem", &cert);
     side.write("ca.pem", "");
     assert!(why().contains("ca.pem has no certificate"), "{}", why());
-    std::fs::remove_file(side.directory.join("ca.pem")).unwrap();
+    std::fs::remove_file(side.path("ca.pem")).unwrap();
     assert!(why().contains("cannot read"), "{}", why());
     assert!(matches!(
         other.files(Some("not a name")).load(),

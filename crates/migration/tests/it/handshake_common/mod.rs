@@ -10,7 +10,8 @@ use pageferry_testkit::{LIMIT, wait_for};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-pub(crate) use certificates::{Authority, Validity};
+pub(crate) use certificates::SideFiles;
+pub(crate) use pageferry_testkit::certificates::{Authority, Validity};
 
 pub(crate) fn never() -> bool {
     false
