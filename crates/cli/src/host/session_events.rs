@@ -7,9 +7,6 @@ use std::time::{Duration, Instant};
 /// The interval between two reports of the rates.
 const RATES_EVERY: Duration = Duration::from_secs(1);
 
-/// The stages in which no connection is due any more.
-const ENDED: [&str; 5] = ["completed", "kept", "returned", "given-up", "resumed-here"];
-
 /// The part of a session's status that was seen last.
 #[derive(Debug, Default)]
 pub(super) struct SessionEvents {
@@ -48,9 +45,8 @@ impl SessionEvents {
         if status.stage == "none" {
             return events;
         }
-        let ended = ENDED.contains(&status.stage);
         let newer = status.generation != self.generation;
-        if self.connected && (newer || !status.connected) && !ended {
+        if self.connected && (newer || !status.connected) && !status.is_over() {
             self.connected = false;
             events.push(SessionEvent::Lost {
                 generation: self.generation,
