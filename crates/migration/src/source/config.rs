@@ -20,6 +20,12 @@ pub struct SourceConfig {
     /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
     /// pages without a push.
     pub push_background: bool,
+    /// Whether requested pages have a way of their own. Otherwise they follow, on the bulk channels,
+    /// what was sent there before: first come, first served. That is for comparisons.
+    pub preempt: bool,
+    /// The time that the background push may keep the link busy beyond the least round trip. An
+    /// urgent page waits about as long at most. At least [`SourceConfig::MIN_QUEUE`].
+    pub queue: Duration,
     /// The number of bulk channels, 1 to [`SourceConfig::MAX_CHANNELS`].
     pub bulk_channels: u16,
     /// The number of urgent channels, 1 to [`SourceConfig::MAX_CHANNELS`].
@@ -39,6 +45,10 @@ pub struct SourceConfig {
 impl SourceConfig {
     /// The time without a request after which a delayed push begins.
     pub const QUIET: Duration = Duration::from_millis(300);
+    /// The default of [`Self::queue`].
+    pub const QUEUE: Duration = Duration::from_micros(300);
+    /// The least value of [`Self::queue`].
+    pub const MIN_QUEUE: Duration = Duration::from_micros(50);
     /// The most channels of a kind.
     pub const MAX_CHANNELS: u16 = crate::wire::MAX_CHANNELS;
 }
@@ -48,6 +58,8 @@ impl Default for SourceConfig {
         Self {
             precopy_passes: 1,
             push_background: true,
+            preempt: true,
+            queue: Self::QUEUE,
             bulk_channels: 1,
             urgent_channels: 1,
             busy_limit: Duration::from_secs(30),
