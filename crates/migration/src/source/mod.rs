@@ -17,6 +17,8 @@
 //! | `recovery` | opens channels, and closes lost ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
+//! | `governor` | how much of the push may be under way |
+//! | `prefetch` | which pages vCPUs will probably touch next |
 //! | `check` | a handshake without a migration |
 //!
 //! | failure | guest | why that is safe |
@@ -30,8 +32,10 @@ mod check;
 mod commands;
 mod completion;
 mod config;
+mod governor;
 mod pages;
 mod precopy;
+mod prefetch;
 mod recovery;
 mod setup;
 mod shared;
@@ -156,7 +160,8 @@ fn attempt(
         .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
     let protection =
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
-    let shared = Shared::new(ram, ledger, &session.letters, &config.limits);
+    let vcpus = vm.threads.count();
+    let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,

@@ -9,8 +9,14 @@ use crate::session::{ChannelId, Generation};
 use crate::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use pageferry_machine::GuestRam;
 
+use super::SourceConfig;
 use super::commands::Command;
+use super::prefetch::Prefetch;
 use crate::channel::Connection;
+use pageferry_addr::RamPage;
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// A letter to the supervisor.
 pub(super) enum Letter {
@@ -46,13 +52,16 @@ pub(super) enum Mode {
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) urgent: AtomicU64,
+    /// Requests for pages that were under way, or at the destination.
+    pub(super) late: AtomicU64,
     pub(super) data: AtomicU64,
     pub(super) zero: AtomicU64,
     pub(super) page_bytes: AtomicU64,
 }
 
-/// The value of `hint` if no request has come since it was taken.
-const NO_HINT: u64 = u64::MAX;
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The state that the supervisor shares with the threads of the channels.
 pub(super) struct Shared<'a> {
@@ -67,7 +76,14 @@ pub(super) struct Shared<'a> {
     pub(super) ended: AtomicBool,
     mode: AtomicU8,
     cursor: AtomicU64,
-    hint: AtomicU64,
+    /// What the requests say about the pages that vCPUs touch next.
+    pub(super) prefetch: Prefetch,
+    /// The part of [`SourceConfig::queue`] of each bulk channel.
+    pub(super) queue: Duration,
+    /// The claimed pages of requests that are not in the socket yet.
+    unanswered: AtomicU64,
+    /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
+    pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
 }
 
 impl<'a> Shared<'a> {
@@ -75,8 +91,10 @@ impl<'a> Shared<'a> {
         ram: &'a GuestRam,
         ledger: Ledger,
         letters: &'a Mailbox<Letter>,
-        limits: &'a Limits,
+        config: &'a SourceConfig,
+        vcpus: usize,
     ) -> Self {
+        let limits = &config.limits;
         Self {
             ram,
             ledger,
@@ -88,7 +106,11 @@ impl<'a> Shared<'a> {
             ended: AtomicBool::new(false),
             mode: AtomicU8::new(Mode::Hold as u8),
             cursor: AtomicU64::new(0),
-            hint: AtomicU64::new(NO_HINT),
+            prefetch: Prefetch::new(vcpus),
+            queue: config.queue.max(SourceConfig::MIN_QUEUE)
+                / u32::from(config.bulk_channels.max(1)),
+            unanswered: AtomicU64::new(0),
+            in_order: (!config.preempt).then(Mutex::default),
         }
     }
 
@@ -109,24 +131,43 @@ impl<'a> Shared<'a> {
         self.mode.store(mode as u8, Ordering::SeqCst);
     }
 
-    /// Moves the push behind a requested page: a guest often touches nearby pages next.
-    pub(super) fn hint(&self, behind: u64) {
-        self.hint.store(behind + 1, Ordering::Relaxed);
-    }
-
     /// Where the next frame begins to look for unsent pages.
     pub(super) fn cursor(&self) -> usize {
-        let hint = self.hint.load(Ordering::Relaxed);
-        if hint != NO_HINT {
-            self.hint.store(NO_HINT, Ordering::Relaxed);
-            return hint as usize;
-        }
         self.cursor.load(Ordering::Relaxed) as usize
     }
 
     /// Threads that store at once only make one of them look at pages that are not unsent.
     pub(super) fn set_cursor(&self, next: usize) {
         self.cursor.store(next as u64, Ordering::Relaxed);
+    }
+
+    /// Notes claimed pages whose requests are to be answered. The push stops before its next frame.
+    pub(super) fn to_answer(&self, pages: usize) {
+        self.unanswered.fetch_add(pages as u64, Ordering::Relaxed);
+    }
+
+    /// Notes that the answers with these pages are in the socket, or that none will come.
+    pub(super) fn answered(&self, pages: usize) {
+        self.unanswered.fetch_sub(pages as u64, Ordering::Relaxed);
+    }
+
+    /// Whether a request waits for its answer.
+    pub(super) fn is_answering(&self) -> bool {
+        self.unanswered.load(Ordering::Relaxed) > 0
+    }
+
+    /// Queues a requested page for the bulk channels. Returns false if the page has to be answered.
+    pub(super) fn put_in_order(&self, page: RamPage) -> bool {
+        let Some(pages) = self.in_order.as_ref().filter(|_| self.mode() == Mode::Push) else {
+            return false;
+        };
+        lock(pages).push_back(page);
+        true
+    }
+
+    /// Takes the page that was requested first, of those that follow on the bulk channels.
+    pub(super) fn next_in_order(&self) -> Option<RamPage> {
+        lock(self.in_order.as_ref()?).pop_front()
     }
 
     /// Whether channels of `generation` are still wanted.
