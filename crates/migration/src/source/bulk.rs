@@ -128,7 +128,7 @@ impl Bulk<'_> {
             Mode::Push => {
                 let governor = &mut incoming.borrow_mut().governor;
                 let governor = governor.get_or_insert_with(|| Governor::new(shared.queue));
-                if shared.is_answering() {
+                if shared.gate.is_closed() {
                     governor.limited();
                     return Ok(Next::GiveWay);
                 }

@@ -17,6 +17,7 @@
 //! | `recovery` | opens channels, and closes lost ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
+//! | `gate` | stops the push while urgent pages are answered |
 //! | `governor` | how much of the push may be under way |
 //! | `prefetch` | which pages vCPUs will probably touch next |
 //! | `check` | a handshake without a migration |
@@ -32,6 +33,7 @@ mod check;
 mod commands;
 mod completion;
 mod config;
+mod gate;
 mod governor;
 mod pages;
 mod precopy;
@@ -41,6 +43,9 @@ mod setup;
 mod shared;
 mod switchover;
 mod urgent;
+
+#[cfg(all(test, shuttle))]
+mod model;
 
 pub use check::{Checked, check};
 pub use commands::SourceSession;

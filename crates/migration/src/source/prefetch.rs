@@ -12,7 +12,7 @@
 //! | the request | what the cursor does |
 //! |---|---|
 //! | continues a sequence behind the pages that were pushed ahead | goes [`GROWTH`] times further ahead |
-//! | lies near the last page of a cursor | takes the distance to it as the new stride |
+//! | lies near the last page of a cursor, or as far from it as that from the one before | takes this distance as the new stride |
 //! | is new | begins a cursor in place of the one that was used least recently |
 //!
 //! A new cursor pushes the pages behind the requested one: its neighbourhood. A guest that runs into
@@ -21,10 +21,14 @@
 //!
 //! **Neighbours.** `urgent` reports requests, and `bulk` asks which pages to push.
 
+#[cfg(all(test, not(shuttle)))]
+mod tests;
+
 use crate::report::PrefetchCounts;
+use crate::sync::Mutex;
+use crate::sync::mpsc::{Receiver, Sender, channel};
 use pageferry_addr::RamPage;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 /// The pages that a new cursor, or one with a new stride, pushes ahead.
 const FIRST_AHEAD: u64 = 8;
@@ -34,6 +38,8 @@ const GROWTH: u64 = 4;
 const MOST_AHEAD: u64 = 1 << 20;
 /// The distance from the last page, in pages, within which a request belongs to a cursor: 2 MiB.
 const NEAR: u64 = 512;
+/// Pages behind those that were pushed ahead, which a guest may pass since they came otherwise.
+const SLACK: u64 = 64;
 /// The numbers of cursors.
 const CURSORS: std::ops::RangeInclusive<usize> = 4..=256;
 /// The pages that one call looks at.
@@ -80,14 +86,12 @@ impl Prefetch {
         is_unsent: impl Fn(RamPage) -> bool,
         out: &mut Vec<RamPage>,
     ) {
-        out.clear();
         let state = &mut *self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while let Ok(page) = state.requests.try_recv() {
-            state.cursors.requested(page);
+            state.cursors.requested(page, pages, &is_unsent);
         }
-        state.cursors.take(most, pages, is_unsent, out);
+        state.cursors.take(most, pages, &is_unsent, out);
         out.sort_unstable();
-        out.dedup();
     }
 
     /// The counts, without [`PrefetchCounts::late`].
@@ -104,6 +108,8 @@ struct Cursor {
     last: u64,
     /// The distance of successive pages, never 0.
     stride: i64,
+    /// The distance of the last two requested pages.
+    distance: i64,
     /// The pages behind `last` that the cursor has gone ahead, and how far it may go.
     ahead: u64,
     limit: u64,
@@ -118,10 +124,19 @@ impl Cursor {
         Self {
             last: page,
             stride: 1,
+            distance: 0,
             ahead: 0,
             limit: FIRST_AHEAD,
             pushed: 0,
             used,
+        }
+    }
+
+    const fn with_stride(page: u64, used: u64, stride: i64) -> Self {
+        Self {
+            stride,
+            distance: stride,
+            ..Self::new(page, used)
         }
     }
 
@@ -132,13 +147,20 @@ impl Cursor {
         (distance % self.stride == 0 && steps > 0).then_some(steps.cast_unsigned())
     }
 
-    /// The next page to push. `None` at the end of memory.
-    fn next(&self, pages: u64) -> Option<u64> {
-        let steps = i64::try_from(self.ahead + 1).ok()?;
-        let page = self
-            .last
-            .checked_add_signed(self.stride.checked_mul(steps)?)?;
-        (page < pages).then_some(page)
+    /// The page that is this number of strides away. `None` outside of memory.
+    fn at(&self, steps: u64, pages: u64) -> Option<RamPage> {
+        let strides = self.stride.checked_mul(i64::try_from(steps).ok()?)?;
+        let page = self.last.checked_add_signed(strides)?;
+        (page < pages).then_some(RamPage(page))
+    }
+
+    /// Whether a guest that follows the sequence comes to `page` without a request on the way.
+    fn leads_to(&self, page: u64, pages: u64, is_unsent: &impl Fn(RamPage) -> bool) -> bool {
+        let Some(steps) = self.steps(page) else {
+            return false;
+        };
+        let passes = |steps| self.at(steps, pages).is_some_and(|page| !is_unsent(page));
+        steps <= self.ahead + SLACK && (self.ahead + 1..steps).all(passes)
     }
 }
 
@@ -170,24 +192,28 @@ impl Cursors {
         }
     }
 
-    fn requested(&mut self, page: RamPage) {
+    fn requested(&mut self, page: RamPage, pages: u64, is_unsent: &impl Fn(RamPage) -> bool) {
         let page = page.0;
         self.clock += 1;
         let clock = self.clock;
-        // A guest requests each page between two requests, unless it was pushed.
-        let on_track = |cursor: &&mut Cursor| {
-            let steps = cursor.steps(page);
-            steps.is_some_and(|steps| steps <= cursor.ahead + 1)
-        };
-        if let Some(cursor) = self.cursors.iter_mut().find(on_track) {
-            let steps = cursor.steps(page).expect("it is on track");
-            // A request for a page that was pushed ahead: the push is too late for it.
+        let mut cursors = self.cursors.iter_mut();
+        if let Some(cursor) = cursors.find(|cursor| cursor.leads_to(page, pages, is_unsent)) {
+            let steps = cursor.steps(page).expect("it leads there");
             let passed = (steps - 1).min(cursor.pushed);
             self.in_time += passed;
             cursor.pushed -= passed;
+            let distance = page.wrapping_sub(cursor.last).cast_signed();
+            if distance == cursor.distance && distance != cursor.stride {
+                // The guest skips pages, and is faster than a push of all.
+                self.in_vain += cursor.pushed;
+                *cursor = Cursor::with_stride(page, clock, distance);
+                return;
+            }
+            // A request for a page that was pushed ahead came too early for it.
             if steps > cursor.ahead {
                 cursor.limit = (cursor.limit * GROWTH).min(MOST_AHEAD);
             }
+            cursor.distance = distance;
             cursor.last = page;
             cursor.ahead = cursor.ahead.saturating_sub(steps);
             cursor.used = clock;
@@ -202,10 +228,7 @@ impl Cursors {
             let stride = page.wrapping_sub(cursor.last).cast_signed();
             if stride != 0 {
                 self.in_vain += cursor.pushed;
-                *cursor = Cursor {
-                    stride,
-                    ..Cursor::new(page, clock)
-                };
+                *cursor = Cursor::with_stride(page, clock, stride);
             }
             cursor.used = clock;
             return;
@@ -220,28 +243,29 @@ impl Cursors {
         *oldest = new;
     }
 
-    /// The cursors take turns. Each call serves one of them, or more if it has little left.
+    /// Puts pages to push into `out`. The cursors take turns. Each call serves one of them, or more if it has little left.
     fn take(
         &mut self,
         most: usize,
         pages: u64,
-        is_unsent: impl Fn(RamPage) -> bool,
+        is_unsent: &impl Fn(RamPage) -> bool,
         out: &mut Vec<RamPage>,
     ) {
+        out.clear();
         let mut look = LOOK;
         for _ in 0..self.cursors.len() {
             self.turn = (self.turn + 1) % self.cursors.len();
             let cursor = &mut self.cursors[self.turn];
             while out.len() < most && cursor.ahead < cursor.limit && look > 0 {
                 look -= 1;
-                let Some(page) = cursor.next(pages) else {
+                let Some(page) = cursor.at(cursor.ahead + 1, pages) else {
                     cursor.limit = cursor.ahead;
                     break;
                 };
                 cursor.ahead += 1;
-                if is_unsent(RamPage(page)) {
+                if is_unsent(page) && !out.contains(&page) {
                     cursor.pushed += 1;
-                    out.push(RamPage(page));
+                    out.push(page);
                 }
             }
             if out.len() == most || look == 0 {

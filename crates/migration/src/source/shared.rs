@@ -11,6 +11,7 @@ use pageferry_machine::GuestRam;
 
 use super::SourceConfig;
 use super::commands::Command;
+use super::gate::Gate;
 use super::prefetch::Prefetch;
 use crate::channel::Connection;
 use pageferry_addr::RamPage;
@@ -80,8 +81,8 @@ pub(super) struct Shared<'a> {
     pub(super) prefetch: Prefetch,
     /// The part of [`SourceConfig::queue`] of each bulk channel.
     pub(super) queue: Duration,
-    /// The claimed pages of requests that are not in the socket yet.
-    unanswered: AtomicU64,
+    /// Closed while urgent pages are being answered.
+    pub(super) gate: Gate,
     /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
     pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
 }
@@ -109,7 +110,7 @@ impl<'a> Shared<'a> {
             prefetch: Prefetch::new(vcpus),
             queue: config.queue.max(SourceConfig::MIN_QUEUE)
                 / u32::from(config.bulk_channels.max(1)),
-            unanswered: AtomicU64::new(0),
+            gate: Gate::new(),
             in_order: (!config.preempt).then(Mutex::default),
         }
     }
@@ -139,21 +140,6 @@ impl<'a> Shared<'a> {
     /// Threads that store at once only make one of them look at pages that are not unsent.
     pub(super) fn set_cursor(&self, next: usize) {
         self.cursor.store(next as u64, Ordering::Relaxed);
-    }
-
-    /// Notes claimed pages whose requests are to be answered. The push stops before its next frame.
-    pub(super) fn to_answer(&self, pages: usize) {
-        self.unanswered.fetch_add(pages as u64, Ordering::Relaxed);
-    }
-
-    /// Notes that the answers with these pages are in the socket, or that none will come.
-    pub(super) fn answered(&self, pages: usize) {
-        self.unanswered.fetch_sub(pages as u64, Ordering::Relaxed);
-    }
-
-    /// Whether a request waits for its answer.
-    pub(super) fn is_answering(&self) -> bool {
-        self.unanswered.load(Ordering::Relaxed) > 0
     }
 
     /// Queues a requested page for the bulk channels. Returns false if the page has to be answered.

@@ -58,7 +58,7 @@ impl Urgent<'_> {
         let answered = self.answer(&incoming);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
-        self.shared.answered(incoming.claimed.len());
+        self.shared.gate.answered(incoming.claimed.len());
         for (page, _) in incoming.claimed.drain(..) {
             self.shared.ledger.unclaim(page.index()..page.index() + 1);
         }
@@ -83,7 +83,7 @@ impl Urgent<'_> {
             let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
             if !pages.is_empty() {
                 let replied = self.reply(&pages, &wait);
-                self.shared.answered(pages.len());
+                self.shared.gate.answered(pages.len());
                 replied?;
                 said = Instant::now();
                 spinner = Spinner::new(URGENT_SPIN);
@@ -204,7 +204,7 @@ impl Incoming {
                 if shared.put_in_order(page) {
                     // A bulk channel sends it.
                 } else if shared.ledger.claim(page) {
-                    shared.to_answer(1);
+                    shared.gate.to_answer(1);
                     self.claimed.push((page, self.heard));
                 } else {
                     // The page was sent already, on any channel.
