@@ -92,6 +92,14 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
                 format!("{pages} pages in {}", time(*ns as f64 / 1e3)),
             );
         }
+        let prefetch = sent.prefetch;
+        row(
+            "prefetch",
+            format!(
+                "{} pages in time, {} in vain; {} requests for pages that were sent already",
+                prefetch.in_time, prefetch.in_vain, prefetch.late
+            ),
+        );
         row(
             "missing at the start",
             format!("{} pages", sent.missing_at_start),

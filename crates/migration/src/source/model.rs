@@ -94,6 +94,6 @@ fn scenario() {
 
 #[test]
 fn each_page_is_sent_once_and_the_push_ends() {
-    shuttle::check_random(scenario, 5_000);
-    shuttle::check_pct(scenario, 5_000, 3);
+    // Not by priorities: a thread that polls the gate would never let the others run.
+    shuttle::check_random(scenario, 10_000);
 }

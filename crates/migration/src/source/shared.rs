@@ -108,7 +108,9 @@ impl<'a> Shared<'a> {
             mode: AtomicU8::new(Mode::Hold as u8),
             cursor: AtomicU64::new(0),
             prefetch: Prefetch::new(vcpus),
-            queue: config.queue.max(SourceConfig::MIN_QUEUE)
+            queue: config
+                .queue
+                .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE)
                 / u32::from(config.bulk_channels.max(1)),
             gate: Gate::new(),
             in_order: (!config.preempt).then(Mutex::default),
