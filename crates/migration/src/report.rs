@@ -26,7 +26,7 @@ pub struct PrefetchCounts {
     /// and not these.
     pub in_time: u64,
     /// Pages of which nothing shows that the guest touched them before the end of the migration.
-    pub in_vain: u64,
+    pub unconfirmed: u64,
     /// Requests for pages that were sent already, by prefetch or by the rest of the push.
     pub late: u64,
 }

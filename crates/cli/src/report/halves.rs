@@ -48,7 +48,7 @@ pub(crate) struct Prefetch {
     /// Pages that came before their touch.
     pub(crate) in_time: u64,
     /// Pages of which no touch is known.
-    pub(crate) in_vain: u64,
+    pub(crate) unconfirmed: u64,
     /// Requests for pages that were sent already.
     pub(crate) late: u64,
 }
@@ -57,7 +57,7 @@ impl From<PrefetchCounts> for Prefetch {
     fn from(counts: PrefetchCounts) -> Self {
         Self {
             in_time: counts.in_time,
-            in_vain: counts.in_vain,
+            unconfirmed: counts.unconfirmed,
             late: counts.late,
         }
     }

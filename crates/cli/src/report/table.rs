@@ -96,8 +96,8 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         row(
             "prefetch",
             format!(
-                "{} pages in time, {} in vain; {} requests for pages that were sent already",
-                prefetch.in_time, prefetch.in_vain, prefetch.late
+                "{} pages in time, {} unconfirmed; {} requests for pages that were sent already",
+                prefetch.in_time, prefetch.unconfirmed, prefetch.late
             ),
         );
         row(

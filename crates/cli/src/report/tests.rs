@@ -41,7 +41,7 @@ fn report() -> Report {
             }),
             prefetch: Prefetch {
                 in_time: 30,
-                in_vain: 8,
+                unconfirmed: 8,
                 late: 2,
             },
             missing_at_start: 2000,
@@ -127,7 +127,7 @@ fn json_has_the_keys_that_programs_rely_on() {
     for key in ["precopy", "urgent", "background", "zero"] {
         assert!(json["pages"][key].is_u64(), "{key}");
     }
-    let prefetch = serde_json::json!({"in_time": 30, "in_vain": 8, "late": 2});
+    let prefetch = serde_json::json!({"in_time": 30, "unconfirmed": 8, "late": 2});
     assert_eq!(json["prefetch"], prefetch);
     for key in [
         "count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms",

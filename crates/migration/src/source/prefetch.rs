@@ -174,7 +174,7 @@ struct Cursors {
     clock: u64,
     in_time: u64,
     /// Pages that were pushed for cursors that are gone, or changed their mind.
-    in_vain: u64,
+    unconfirmed: u64,
 }
 
 impl Cursors {
@@ -188,7 +188,7 @@ impl Cursors {
             turn: 0,
             clock: 0,
             in_time: 0,
-            in_vain: 0,
+            unconfirmed: 0,
         }
     }
 
@@ -205,7 +205,7 @@ impl Cursors {
             let distance = page.wrapping_sub(cursor.last).cast_signed();
             if distance == cursor.distance && distance != cursor.stride {
                 // The guest skips pages, and is faster than a push of all.
-                self.in_vain += cursor.pushed;
+                self.unconfirmed += cursor.pushed;
                 *cursor = Cursor::with_stride(page, clock, distance);
                 return;
             }
@@ -227,7 +227,7 @@ impl Cursors {
         if let Some(cursor) = near {
             let stride = page.wrapping_sub(cursor.last).cast_signed();
             if stride != 0 {
-                self.in_vain += cursor.pushed;
+                self.unconfirmed += cursor.pushed;
                 *cursor = Cursor::with_stride(page, clock, stride);
             }
             cursor.used = clock;
@@ -239,7 +239,7 @@ impl Cursors {
         }
         let oldest = self.cursors.iter_mut().min_by_key(|cursor| cursor.used);
         let oldest = oldest.expect("there are some");
-        self.in_vain += oldest.pushed;
+        self.unconfirmed += oldest.pushed;
         *oldest = new;
     }
 
@@ -278,7 +278,7 @@ impl Cursors {
         let open: u64 = self.cursors.iter().map(|cursor| cursor.pushed).sum();
         PrefetchCounts {
             in_time: self.in_time,
-            in_vain: self.in_vain + open,
+            unconfirmed: self.unconfirmed + open,
             late: 0,
         }
     }

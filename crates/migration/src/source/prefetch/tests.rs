@@ -140,8 +140,8 @@ proptest! {
                 pushed += out.len() as u64;
             }
         }
-        let PrefetchCounts { in_time, in_vain, .. } = cursors.counts();
-        prop_assert!(in_time + in_vain >= pushed, "{in_time} + {in_vain}, {pushed} pushed");
+        let PrefetchCounts { in_time, unconfirmed, .. } = cursors.counts();
+        prop_assert!(in_time + unconfirmed >= pushed, "{in_time} + {unconfirmed}, {pushed} pushed");
     }
 }
 
@@ -156,20 +156,20 @@ fn a_first_request_brings_its_neighbourhood() {
     assert_eq!(out, wanted);
     race.cursors.take(64, PAGES as u64, &all, &mut out);
     assert_eq!(out, [], "no more without another request");
-    assert_eq!(race.cursors.counts().in_vain, FIRST_AHEAD);
+    assert_eq!(race.cursors.counts().unconfirmed, FIRST_AHEAD);
     // The guest comes out of the neighbourhood.
     race.touch(101 + FIRST_AHEAD as usize);
     let counts = race.cursors.counts();
-    assert_eq!((counts.in_time, counts.in_vain), (FIRST_AHEAD, 0));
+    assert_eq!((counts.in_time, counts.unconfirmed), (FIRST_AHEAD, 0));
 }
 
 #[test]
-fn pages_that_nobody_touched_are_in_vain() {
+fn pages_that_nobody_touched_are_unconfirmed() {
     let mut race = Race::new(1);
     for request in 0..20 {
         race.touch(request * 800);
         race.push(FIRST_AHEAD as usize);
     }
     let counts = race.cursors.counts();
-    assert_eq!((counts.in_time, counts.in_vain), (0, 20 * FIRST_AHEAD));
+    assert_eq!((counts.in_time, counts.unconfirmed), (0, 20 * FIRST_AHEAD));
 }
