@@ -16,6 +16,8 @@ struct Link {
     rate: u64,
     /// The delay of one direction.
     delay: u64,
+    /// Bytes that pass at once after an idle time.
+    burst: u64,
 }
 
 impl Link {
@@ -25,7 +27,12 @@ impl Link {
 
     /// The bytes that may be under way: those of the least round trip of a page, and the queue.
     fn allowed(self, queue: Duration) -> u64 {
-        let time = 2 * self.delay + queue.as_nanos() as u64;
+        self.allowed_with(queue.as_nanos() as u64)
+    }
+
+    /// The same with a queue in nanoseconds.
+    fn allowed_with(self, queue: u64) -> u64 {
+        let time = 2 * self.delay + queue;
         PAGE_BYTES as u64 + (u128::from(self.rate) * u128::from(time) / u128::from(SECOND)) as u64
     }
 }
@@ -83,7 +90,9 @@ impl Run {
         // The bound looks for more by a quarter. Channels that share a link unevenly measure more
         // than their shares.
         let (quarters, pages) = if channels > 1 { (7, 3) } else { (6, 2) };
-        self.link.allowed(QUEUE) * quarters / 4 + channels * pages * PAGE_BYTES as u64
+        // Late receipts look like a longer way.
+        let queue = QUEUE.as_nanos() as u64 + self.lateness;
+        self.link.allowed_with(queue) * quarters / 4 + channels * pages * PAGE_BYTES as u64
     }
 
     fn under_way(&self) -> u64 {
@@ -106,8 +115,10 @@ impl Run {
                 };
                 seen.largest_frame = seen.largest_frame.max(bytes);
                 self.governors[channel].sent(self.now, bytes);
-                self.free_at = self.free_at.max(self.now) + self.link.time_of(bytes);
-                let receipt = self.free_at + 2 * self.link.delay + self.random(self.lateness);
+                let idle_since = self.now.saturating_sub(self.link.time_of(self.link.burst));
+                self.free_at = self.free_at.max(idle_since) + self.link.time_of(bytes);
+                let receipt =
+                    self.free_at.max(self.now) + 2 * self.link.delay + self.random(self.lateness);
                 self.receipts.push(Reverse((receipt, channel)));
             }
         }
@@ -171,6 +182,7 @@ fn links() -> impl Strategy<Value = Link> {
     (1.25e6_f64.ln()..3e9_f64.ln(), 5e3_f64.ln()..2e7_f64.ln()).prop_map(|(rate, delay)| Link {
         rate: rate.exp() as u64,
         delay: delay.exp() as u64,
+        burst: 0,
     })
 }
 
@@ -209,6 +221,19 @@ proptest! {
     }
 
     #[test]
+    fn bursts_say_nothing_of_the_rate(
+        rate in 10_000_000_u64..500_000_000,
+        delay in 5_000_u64..100_000,
+        lateness in 0_u64..500_000,
+    ) {
+        let mut run = Run::new(Link { rate, delay, burst: 128 << 10 }, 1);
+        run.lateness = lateness;
+        run.run(3 * SECOND);
+        let seen = run.run(SECOND);
+        run.check_bound(&seen, SECOND)?;
+    }
+
+    #[test]
     fn a_sender_that_wakes_late_is_not_starved(link in links(), lateness in 0_u64..200_000) {
         let mut run = Run::new(link, 1);
         run.lateness = lateness;
@@ -224,6 +249,7 @@ fn a_longer_route_is_noticed() {
     let near = Link {
         rate: 125_000_000,
         delay: 20_000,
+        burst: 0,
     };
     let mut run = Run::new(near, 1);
     run.run(3 * SECOND);
