@@ -10,8 +10,7 @@
 //! too early, and [`WriteLog::clear`] loses no write whose bytes the caller does not see.
 //!
 //! **Neighbours.** `access` and the KVM engine's vCPUs mark. Those also mark the pages of a full
-//! dirty ring, under the lock of harvests. The engines merge it into their
-//! harvests.
+//! dirty ring, under the lock of harvests. The engines merge it into their harvests.
 
 use core::ops::Range;
 #[cfg(feature = "vm-memory")]
