@@ -7,7 +7,7 @@ use crate::size;
 use clap::{Args, Parser, Subcommand};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
-use pageferry_migration::{Limits, SourceConfig};
+use pageferry_migration::{CpuList, Limits, SourceConfig};
 use std::path::PathBuf;
 use std::time::Duration;
 use tracing::level_filters::LevelFilter;
@@ -261,6 +261,16 @@ pub(crate) struct LimitArgs {
     pub(crate) give_up_after: Option<Duration>,
 }
 
+/// The CPUs of a migration's threads.
+#[derive(Debug, Args)]
+pub(crate) struct CpuArgs {
+    /// Run this side's threads of the migration on these CPUs only, such as 0-3,8
+    ///
+    /// vCPUs keep their own. [default: all CPUs]
+    #[arg(long, value_name = "LIST")]
+    pub(crate) cpus: Option<CpuList>,
+}
+
 /// Parses a time: a whole number and ms, s, m or h.
 fn time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("'{text}' is no time: expected a whole number and ms, s, m or h");
@@ -418,6 +428,8 @@ pub(crate) struct ReceiveArgs {
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
     #[command(flatten)]
+    pub(crate) cpus: CpuArgs,
+    #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Refuse a VM with more memory [default: what this host has available when the VM is offered]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -450,6 +462,8 @@ pub(crate) struct MigrateArgs {
     pub(crate) channels: ChannelArgs,
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
+    #[command(flatten)]
+    pub(crate) cpus: CpuArgs,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Check that the destination answers and both sides trust each other, and move nothing

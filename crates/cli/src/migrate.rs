@@ -145,5 +145,6 @@ fn options(args: &MigrateArgs) -> MigrateOptions {
         give_up_after_ms: args.limits.give_up_after.map(ms),
         tls: args.tls.options(),
         insecure: args.tls.insecure,
+        cpus: args.cpus.cpus.as_ref().map(ToString::to_string),
     }
 }

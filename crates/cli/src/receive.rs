@@ -103,6 +103,7 @@ fn listen(args: &ReceiveArgs) -> Result<Arc<Destination>, Failure> {
         userfaultfds: args.delivery.userfaultfds,
         fault_readers: args.delivery.fault_readers,
         allocate: !args.sparse,
+        cpus: args.cpus.cpus.clone(),
         limits: limits(args.limits.dead_after, args.limits.give_up_after),
         tls: args.tls.options().as_ref().map(Into::into),
         plain: plain(args.tls.insecure),

@@ -9,8 +9,8 @@
 //! the write. Marks are set even while the log is off. So there is no flag that a writer could read
 //! too early, and [`WriteLog::clear`] loses no write whose bytes the caller does not see.
 //!
-//! **Neighbours.** `access` and the KVM engine's vCPUs mark. The engines merge it into their
-//! harvests.
+//! **Neighbours.** `access` and the KVM engine's vCPUs mark. Those also mark the pages of a full
+//! dirty ring, under the lock of harvests. The engines merge it into their harvests.
 
 use core::ops::Range;
 #[cfg(feature = "vm-memory")]

@@ -2,6 +2,7 @@
 //! [`DestinationFailure`](crate::DestinationFailure) say where the VM is then.
 
 use crate::channel::ChannelError;
+use crate::cpus::CpuListError;
 use crate::handshake::HandshakeError;
 use crate::protocol_error::ProtocolError;
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Status, Text, WireError};
@@ -74,6 +75,9 @@ pub enum MigrationError {
         /// The error of the kernel.
         source: io::Error,
     },
+    /// The threads of the migration cannot run on the CPUs of its configuration.
+    #[error(transparent)]
+    Cpus(#[from] CpuListError),
     /// There is no memory for the bits of the VM's pages.
     #[error("no memory for the bits of the VM's pages: {0}")]
     OutOfMemory(#[from] OutOfMemory),

@@ -30,6 +30,7 @@ mod bell;
 pub mod channel;
 mod clock;
 mod control;
+mod cpus;
 mod destination;
 mod error;
 #[doc(hidden)]
@@ -56,6 +57,7 @@ pub use channel::{
     ChannelError, Connection, Listener, OpenError, Spinner, TLS_VERSION, TlsError, TlsFiles,
 };
 pub use clock::{instant_ns, monotonic_ns};
+pub use cpus::{CpuList, CpuListError};
 pub use destination::{
     Destination, DestinationConfig, DestinationFailure, DestinationVm, FAULT_SPIN, Incoming, Offer,
     Resolver, new_histogram,

@@ -1,6 +1,6 @@
 //! The options of a migration, as a request carries them.
 
-use pageferry_migration::{Limits, PlainPolicy, SourceConfig, TlsFiles};
+use pageferry_migration::{CpuList, CpuListError, Limits, PlainPolicy, SourceConfig, TlsFiles};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -70,6 +70,9 @@ pub(crate) struct MigrateOptions {
     /// Whether plain TCP may leave this host.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(crate) insecure: bool,
+    /// The CPUs of the migration's threads, such as `0-3,8`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) cpus: Option<String>,
 }
 
 /// The limits with the user's choices.
@@ -133,6 +136,13 @@ impl MigrateOptions {
         if let Some(tls) = &self.tls {
             tls.check()?;
         }
+        let cpus: Option<CpuList> = match self.cpus.as_deref().map(str::parse) {
+            None => None,
+            Some(list) => Some(list.map_err(|e: CpuListError| e.to_string())?),
+        };
+        if let Some(list) = &cpus {
+            list.check().map_err(|e| e.to_string())?;
+        }
         Ok(SourceConfig {
             precopy_passes,
             bulk_channels: channels("bulk", self.channels, defaults.bulk_channels)?,
@@ -147,6 +157,7 @@ impl MigrateOptions {
             ),
             tls: self.tls.as_ref().map(Into::into),
             plain: plain(self.insecure),
+            cpus,
             ..defaults
         })
     }
@@ -185,6 +196,8 @@ mod tests {
             (change(|o| o.urgent_channels = Some(17)), "1 to 16"),
             (change(|o| o.dead_after_ms = Some(99)), "100 ms at least"),
             (change(|o| o.queue_us = Some(0)), "50us to 1s"),
+            (change(|o| o.cpus = Some("3-1".into())), "runs backwards"),
+            (change(|o| o.cpus = Some("1023".into())), "no CPU 1023"),
             (relative, "key is not absolute"),
             (both, "either `tls` or `insecure`"),
         ] {

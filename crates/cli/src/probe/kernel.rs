@@ -1,7 +1,9 @@
 //! Kernel features available to this process.
 
 use super::{Finding, Grade};
+use crate::size;
 use crate::vm::deliveries_of;
+use pageferry_machine::kvm::{self, DirtyTracking};
 use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_userfault::uffd::{Features, UffdSupport};
 use rustix::fs::MemfdFlags;
@@ -17,7 +19,7 @@ pub(super) fn kvm() -> Finding {
         let text = fs::read_to_string(format!("/sys/module/kvm/parameters/{name}")).ok()?;
         Some(format!("{name}={}", text.trim()))
     };
-    match pageferry_machine::kvm::probe_vm() {
+    match kvm::probe_vm() {
         Ok(()) => {
             let deliveries = deliveries_of(Engine::Kvm, Backing::Shmem);
             let usable = !deliveries.is_empty();
@@ -54,6 +56,33 @@ pub(super) fn kvm() -> Finding {
                 "load kvm_intel or kvm_amd (in a VM: have its host enable nested virtualization), or use --engine soft".into()
             }),
         },
+    }
+}
+
+/// The dirty log of KVM: rings for large VMs, or bitmaps only.
+pub(super) fn dirty_log() -> Finding {
+    let entries = kvm::dirty_ring_entries();
+    let from = size::human(DirtyTracking::RINGS_FROM);
+    Finding {
+        name: "dirty-log",
+        state: if entries.is_some() {
+            Grade::Good
+        } else {
+            Grade::Limited
+        },
+        found: match entries {
+            Some(entries) => format!("KVM has dirty bitmaps, and rings of {entries} entries"),
+            None => "KVM has dirty bitmaps only, or cannot be used".into(),
+        },
+        means: if entries.is_some() {
+            format!("VMs from {from} of memory log by rings, smaller ones by bitmap")
+        } else {
+            "the blackout of a large VM is longer: the bitmap of all its pages is copied in it"
+                .into()
+        },
+        advice: entries
+            .is_none()
+            .then(|| "dirty rings need Linux 5.11 and a usable KVM".into()),
     }
 }
 

@@ -73,6 +73,7 @@ fn fastest(trial: &DeliveryTrial) -> Option<&'static str> {
 pub(crate) fn probe(args: &ProbeArgs) -> Result<(), Failure> {
     let findings = vec![
         kernel::kvm(),
+        kernel::dirty_log(),
         kernel::userfaultfd(),
         kernel::kvm_userfault(),
         kernel::privileges(),
@@ -181,6 +182,7 @@ mod tests {
     fn whatever_is_missing_comes_with_advice() {
         for finding in [
             kernel::kvm(),
+            kernel::dirty_log(),
             kernel::userfaultfd(),
             kernel::kvm_userfault(),
             kernel::memfd(),

@@ -48,6 +48,20 @@ fn more_memory_than_the_host_has_is_refused_before_anything_starts() {
 }
 
 #[test]
+fn lists_of_cpus_that_cannot_be_are_usage_errors() {
+    for (list, part) in [
+        ("", "no CPU is named"),
+        ("3-1", "runs backwards: expected 1-3"),
+        ("0-1,1", "CPU 1 is named twice"),
+        ("all", "'all' is no CPU"),
+        ("1023", "this host has no CPU 1023: its CPUs are "),
+    ] {
+        let ended = pageferry(&["receive", "--listen", "127.0.0.1:0", "--cpus", list]);
+        ended.assert_failed(2, part);
+    }
+}
+
+#[test]
 fn vcpus_and_passes_are_bounded() {
     for args in [
         ["--vcpus", "0"],

@@ -19,7 +19,8 @@ mod x86;
 
 #[cfg(target_arch = "x86_64")]
 pub use x86::{
-    Irqchip, KvmSlot, MemoryPlug, create, create_pluggable, create_with, delivery_trials, probe_vm,
+    DirtyTracking, Irqchip, KvmOptions, KvmSlot, MemoryPlug, create, create_pluggable, create_with,
+    delivery_trials, dirty_ring_entries, probe_vm,
 };
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -40,6 +41,21 @@ mod absent {
         Err(absent())
     }
 
+    /// The kinds of dirty log.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub enum DirtyTracking {}
+
+    impl DirtyTracking {
+        /// RAM in bytes from which a VM has rings: none on this architecture.
+        pub const RINGS_FROM: u64 = u64::MAX;
+    }
+
+    /// The most entries of a vCPU's dirty ring: there are none on this architecture.
+    #[must_use]
+    pub fn dirty_ring_entries() -> Option<u32> {
+        None
+    }
+
     /// The trials of the deliveries: none on this architecture.
     pub fn delivery_trials() -> [&'static crate::DeliveryTrial; 0] {
         []
@@ -55,4 +71,4 @@ mod absent {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-pub use absent::{create, delivery_trials, probe_vm};
+pub use absent::{DirtyTracking, create, delivery_trials, dirty_ring_entries, probe_vm};

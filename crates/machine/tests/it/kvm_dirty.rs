@@ -1,7 +1,10 @@
 //! The dirty log loses no write, whichever way harvests race the guest.
 
-use crate::support::{COUNT, DATA, TABLES, drive_all, machine, no_kvm, run, start, word};
+use crate::support::{
+    COUNT, DATA, SMALL_RING, TABLES, drive_all, no_kvm, run, start, tracked, trackings, word,
+};
 use pageferry_addr::RamPage;
+use pageferry_machine::kvm::DirtyTracking;
 use pageferry_machine::{Exit, MachineError, NewMachine, Vcpu};
 use pageferry_userfault::PageBitmap;
 use std::time::{Duration, Instant};
@@ -26,9 +29,9 @@ struct Copied {
 }
 
 impl Copied {
-    fn new(each: u64) -> Self {
+    fn new(tracking: DirtyTracking, each: u64) -> Self {
         let pages = DATA.0 + 2 * each;
-        let new = machine(2, pages);
+        let new = tracked(2, pages, tracking);
         Self {
             new,
             each,
@@ -97,8 +100,14 @@ fn a_page_written_once_while_harvests_run_is_never_lost() {
     if no_kvm() {
         return;
     }
+    for tracking in trackings() {
+        pages_written_once_while_harvests_run(tracking);
+    }
+}
+
+fn pages_written_once_while_harvests_run(tracking: DirtyTracking) {
     // Not a multiple of 64 pages: the slot ends inside a word.
-    let mut copied = Copied::new(1001);
+    let mut copied = Copied::new(tracking, 1001);
     copied.new.machine.set_dirty_log(true).unwrap();
     let mut harvests = 0;
     // A harvester that gets little time beside the guests needs more rounds to race them.
@@ -115,7 +124,7 @@ fn a_page_written_once_while_harvests_run_is_never_lost() {
             crate::support::rung(run(vcpu));
         });
         copied.check(true);
-        assert_eq!(copied.copy[DATA.index()], round);
+        assert_eq!(copied.copy[DATA.index()], round, "{tracking:?}");
     }
 }
 
@@ -124,40 +133,113 @@ fn pages_written_all_the_time_are_as_fresh_as_the_last_harvest() {
     if no_kvm() {
         return;
     }
-    // With few pages, each is written many times between reading and clearing the log.
-    for each in [500, 3] {
-        let mut copied = Copied::new(each);
+    for tracking in trackings() {
+        // With few pages, each is written many times between reading and clearing the log.
+        for each in [1500, 500, 3] {
+            pages_written_all_the_time(tracking, each);
+        }
+    }
+}
+
+fn pages_written_all_the_time(tracking: DirtyTracking, each: u64) {
+    let mut copied = Copied::new(tracking, each);
+    copied.new.machine.set_dirty_log(true).unwrap();
+    copied.start(&HAMMER);
+    let end = Instant::now() + Duration::from_millis(500);
+    let kickers: Vec<_> = copied.new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
+    let ram = copied.new.machine.ram().clone();
+    let firsts = [DATA, RamPage(DATA.0 + each)];
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let ran = || firsts.iter().all(|first| word(&ram, *first, 0) > 1);
+            let limit = end + pageferry_testkit::LIMIT / 2;
+            while Instant::now() < end || (!ran() && Instant::now() < limit) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            kickers.iter().for_each(|kicker| kicker.kick());
+        });
+        copied.harvest_beside(|vcpu| assert_eq!(run(vcpu), Exit::Kicked));
+    });
+    // Without re-arming the log is only read: it gives the same twice.
+    let pages = copied.dirty.pages();
+    let [first, again] = [(); 2].map(|()| {
+        let dirty = PageBitmap::new(pages);
+        copied.new.machine.harvest_dirty(&dirty, false).unwrap();
+        dirty.snapshot()
+    });
+    assert_eq!(first, again);
+    copied.check(false);
+    let last = (DATA.0 + each) as usize;
+    assert!(
+        copied.copy[DATA.index()] > 1 && copied.copy[last] > 1,
+        "the guests did not run"
+    );
+}
+
+#[test]
+fn a_ring_that_overflows_between_two_harvests_loses_nothing() {
+    if no_kvm() {
+        return;
+    }
+    for tracking in trackings() {
+        let each = 20 * u64::from(SMALL_RING);
+        let mut copied = Copied::new(tracking, each);
         copied.new.machine.set_dirty_log(true).unwrap();
-        copied.start(&HAMMER);
-        let end = Instant::now() + Duration::from_millis(500);
-        let kickers: Vec<_> = copied.new.vcpus.iter().map(|vcpu| vcpu.kicker()).collect();
-        let ram = copied.new.machine.ram().clone();
-        let firsts = [DATA, RamPage(DATA.0 + each)];
-        std::thread::scope(|scope| {
-            scope.spawn(move || {
-                let ran = || firsts.iter().all(|first| word(&ram, *first, 0) > 1);
-                let limit = end + pageferry_testkit::LIMIT / 2;
-                while Instant::now() < end || (!ran() && Instant::now() < limit) {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                kickers.iter().for_each(|kicker| kicker.kick());
-            });
-            copied.harvest_beside(|vcpu| assert_eq!(run(vcpu), Exit::Kicked));
+        for round in 1..=3 {
+            copied.start(&COUNT);
+            let mut vcpus = std::mem::take(&mut copied.new.vcpus);
+            drive_all(
+                &mut vcpus,
+                |vcpu| {
+                    crate::support::rung(run(vcpu));
+                },
+                || std::thread::sleep(Duration::from_millis(1)),
+            );
+            copied.new.vcpus = vcpus;
+            // The third round is read twice, as at a switch-over that is taken back.
+            copied.check(round < 3);
+            assert_eq!(copied.copy[DATA.index()], round, "{tracking:?}");
+        }
+        copied.copy.fill(0);
+        copied.check(true);
+        assert_eq!(copied.copy[DATA.index()], 3, "{tracking:?}");
+        let none = PageBitmap::new(copied.dirty.pages());
+        assert_eq!(copied.new.machine.harvest_dirty(&none, true).unwrap(), 0);
+    }
+}
+
+#[test]
+fn a_log_that_was_off_knows_nothing_of_the_time_before() {
+    if no_kvm() {
+        return;
+    }
+    for tracking in trackings() {
+        let each = 3 * u64::from(SMALL_RING);
+        let mut copied = Copied::new(tracking, each);
+        let machine = copied.new.machine.clone();
+        // The guests write with the log on, then off. In between nobody harvests.
+        for on in [true, false, true] {
+            machine.set_dirty_log(on).unwrap();
+            if on {
+                assert_eq!(machine.harvest_dirty(&copied.dirty, false).unwrap(), 0);
+            }
+            copied.start(&COUNT);
+            for vcpu in &mut copied.new.vcpus {
+                crate::support::rung(run(vcpu.as_mut()));
+            }
+        }
+        machine.set_dirty_log(false).unwrap();
+        machine.set_dirty_log(true).unwrap();
+        assert_eq!(machine.harvest_dirty(&copied.dirty, true).unwrap(), 0);
+        copied.start(&COUNT);
+        crate::support::rung(run(copied.new.vcpus[1].as_mut()));
+        machine.harvest_dirty(&copied.dirty, true).unwrap();
+        let data = |vcpu: usize| DATA.index() + vcpu * each as usize..;
+        let pages = [0, 1].map(|vcpu| {
+            let first = data(vcpu).start;
+            copied.dirty.count_range(first..first + each as usize)
         });
-        // Without re-arming the log is only read: it gives the same twice.
-        let pages = copied.dirty.pages();
-        let [first, again] = [(); 2].map(|()| {
-            let dirty = PageBitmap::new(pages);
-            copied.new.machine.harvest_dirty(&dirty, false).unwrap();
-            dirty.snapshot()
-        });
-        assert_eq!(first, again);
-        copied.check(false);
-        let last = (DATA.0 + each) as usize;
-        assert!(
-            copied.copy[DATA.index()] > 1 && copied.copy[last] > 1,
-            "the guests did not run"
-        );
+        assert_eq!(pages, [0, each as usize], "{tracking:?}");
     }
 }
 
@@ -166,25 +248,27 @@ fn a_log_that_is_off_cannot_be_read_and_one_that_is_on_is_empty_at_first() {
     if no_kvm() {
         return;
     }
-    let new = machine(1, 100);
-    let dirty = PageBitmap::new(100);
-    assert!(matches!(
-        new.machine.harvest_dirty(&dirty, true),
-        Err(MachineError::WrongState(_))
-    ));
-    new.machine.set_dirty_log(true).unwrap();
-    new.machine.set_dirty_log(true).unwrap();
-    assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 0);
-    let other = PageBitmap::new(99);
-    assert!(matches!(
-        new.machine.harvest_dirty(&other, true),
-        Err(MachineError::WrongState(_))
-    ));
-    new.machine.set_dirty_log(false).unwrap();
-    assert!(matches!(
-        new.machine.harvest_dirty(&dirty, false),
-        Err(MachineError::WrongState(_))
-    ));
+    for tracking in trackings() {
+        let new = tracked(1, 100, tracking);
+        let dirty = PageBitmap::new(100);
+        assert!(matches!(
+            new.machine.harvest_dirty(&dirty, true),
+            Err(MachineError::WrongState(_))
+        ));
+        new.machine.set_dirty_log(true).unwrap();
+        new.machine.set_dirty_log(true).unwrap();
+        assert_eq!(new.machine.harvest_dirty(&dirty, true).unwrap(), 0);
+        let other = PageBitmap::new(99);
+        assert!(matches!(
+            new.machine.harvest_dirty(&other, true),
+            Err(MachineError::WrongState(_))
+        ));
+        new.machine.set_dirty_log(false).unwrap();
+        assert!(matches!(
+            new.machine.harvest_dirty(&dirty, false),
+            Err(MachineError::WrongState(_))
+        ));
+    }
 }
 
 /// l: mov [rdi],rdi; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rdi; jmp .
@@ -198,7 +282,13 @@ fn exactly_the_written_pages_are_dirty() {
     if no_kvm() {
         return;
     }
-    let mut new = machine(1, 256 * 512);
+    for tracking in trackings() {
+        written_pages_are_dirty(tracking);
+    }
+}
+
+fn written_pages_are_dirty(tracking: DirtyTracking) {
+    let mut new = tracked(1, 256 * 512, tracking);
     let (first, last) = (RamPage(1000), RamPage(130_000));
     let ram = new.machine.ram().clone();
     // One sweep before the log is on maps every page, writable, in the guest.
@@ -235,7 +325,7 @@ fn exactly_the_written_pages_are_dirty() {
     let nothing = PageBitmap::new(ram.pages() as usize);
     assert_eq!(new.machine.harvest_dirty(&nothing, true).unwrap(), 0);
     println!(
-        "512 MiB, {expected} pages dirty: harvest {copying:?}, with re-arming {rearming:?}, of a clean log {:?}",
+        "{tracking:?}, 512 MiB, {expected} pages dirty: harvest {copying:?}, with re-arming {rearming:?}, of a clean log {:?}",
         begin.elapsed()
     );
 }

@@ -2,11 +2,12 @@
 //! vCPUs store to random pages while the log is harvested. At intervals all vCPUs stop, and the log
 //! is compared with memory.
 //!
-//! Three parts of that test are missing here. The engine chooses the log's mode (manual clear where
-//! KVM has it). It has no rings. The sizes of the pages that KVM maps are not visible.
+//! Two parts of that test are missing here. The engine chooses the mode of a bitmap (manual clear
+//! where KVM has it). The sizes of the pages that KVM maps are not visible.
 
-use crate::support::{DATA, drive_beside, machine, no_kvm, run, start};
+use crate::support::{DATA, drive_beside, no_kvm, run, start, tracked, trackings};
 use pageferry_addr::{PAGE_SIZE, RamPage};
+use pageferry_machine::kvm::DirtyTracking;
 use pageferry_machine::{Exit, GuestRam, NewMachine, Vcpu};
 use pageferry_testkit::LIMIT;
 use pageferry_userfault::PageBitmap;
@@ -32,7 +33,7 @@ const PAGES: u64 = FIRST + USED + 7;
 /// mov [r10+rcx],r11; cmp [r10+rcx],r11; jne bad; mov [rdi+rcx-0x1000],r8; jmp l
 /// bad: mov ebx,0xd0000000; mov [rbx],r10; jmp .
 /// ```
-const RANDOM: [u8; 112] = [
+pub(crate) const RANDOM: [u8; 112] = [
     0x49, 0xb9, 0, 0, 0, 0, 0, 0, 0, 0, 0xb9, 0, 0, 0, 0, 0x45, 0x31, 0xc0, 0x4d, 0x89, 0xca, 0x49,
     0xc1, 0xe2, 0x0d, 0x4d, 0x31, 0xd1, 0x4d, 0x89, 0xca, 0x49, 0xc1, 0xea, 7, 0x4d, 0x31, 0xd1,
     0x4d, 0x89, 0xca, 0x49, 0xc1, 0xe2, 0x11, 0x4d, 0x31, 0xd1, 0x49, 0xff, 0xc0, 0x4c, 0x8b, 0x9f,
@@ -42,7 +43,7 @@ const RANDOM: [u8; 112] = [
     0, 0, 0xd0, 0x4c, 0x89, 0x13, 0xeb, 0xfe,
 ];
 
-const fn word_of(id: u64) -> u64 {
+pub(crate) const fn word_of(id: u64) -> u64 {
     64 + id * 64
 }
 
@@ -71,8 +72,8 @@ struct Test {
 }
 
 impl Test {
-    fn new() -> Self {
-        let mut new = machine(VCPUS as u32, PAGES);
+    fn new(tracking: DirtyTracking) -> Self {
+        let mut new = tracked(VCPUS as u32, PAGES, tracking);
         let ram = new.machine.ram().clone();
         for (id, vcpu) in (0..).zip(&mut new.vcpus) {
             let mut code = RANDOM;
@@ -178,7 +179,13 @@ fn harvests_name_every_page_that_has_changed() {
     if no_kvm() {
         return;
     }
-    let mut test = Test::new();
+    for tracking in trackings() {
+        harvests_name_what_has_changed(tracking);
+    }
+}
+
+fn harvests_name_what_has_changed(tracking: DirtyTracking) {
+    let mut test = Test::new(tracking);
     for phase in 0..2 {
         // All pages are mapped. Then the log starts under running vCPUs.
         let mut started = false;
@@ -210,7 +217,7 @@ fn harvests_name_every_page_that_has_changed() {
             iteration += 1;
         }
         println!(
-            "{iteration} iterations, {} harvests, {} pages named without a change",
+            "{tracking:?}: {iteration} iterations, {} harvests, {} pages named without a change",
             test.harvests, test.needless
         );
         test.new.machine.set_dirty_log(false).unwrap();

@@ -8,6 +8,8 @@ mod kvm_backing;
 #[cfg(target_arch = "x86_64")]
 mod kvm_dirty;
 #[cfg(target_arch = "x86_64")]
+mod kvm_dirty_cost;
+#[cfg(target_arch = "x86_64")]
 mod kvm_dirty_random;
 #[cfg(target_arch = "x86_64")]
 mod kvm_emulated;

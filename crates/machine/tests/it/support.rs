@@ -58,22 +58,61 @@ pub(crate) fn runs_in_child(name: &str) -> bool {
 
 /// A machine with flat tables: the first GiB, and the doorbell's 2 MiB, at their own addresses.
 pub(crate) fn machine(vcpus: u32, pages: u64) -> NewMachine {
-    machine_with(vcpus, pages, kvm::Irqchip::None)
+    pluggable(vcpus, pages).0
 }
 
 /// [`machine`], with interrupt controllers or without.
 pub(crate) fn machine_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> NewMachine {
-    pluggable_with(vcpus, pages, irqchip).0
+    let options = kvm::KvmOptions {
+        irqchip,
+        ..kvm::KvmOptions::default()
+    };
+    pluggable_with(vcpus, pages, options).0
 }
+
+/// [`machine`], with this kind of dirty log.
+pub(crate) fn tracked(vcpus: u32, pages: u64, dirty_tracking: kvm::DirtyTracking) -> NewMachine {
+    let options = kvm::KvmOptions {
+        dirty_tracking,
+        ..kvm::KvmOptions::default()
+    };
+    pluggable_with(vcpus, pages, options).0
+}
+
+/// The kinds of dirty log of this host: a bitmap, and rings that are large or overflow often.
+pub(crate) fn trackings() -> Vec<kvm::DirtyTracking> {
+    use kvm::DirtyTracking::{Bitmap, Ring};
+    let mut kinds = vec![Bitmap];
+    match kvm::create_with(
+        MachineSpec::new(1, PAGE_SIZE),
+        kvm::KvmOptions {
+            dirty_tracking: Ring(SMALL_RING),
+            ..kvm::KvmOptions::default()
+        },
+    ) {
+        Ok(_) => kinds.extend([Ring(1 << 16), Ring(SMALL_RING)]),
+        Err(why) => {
+            skip("dirty-ring", why);
+        }
+    }
+    kinds
+}
+
+/// The entries of a small ring. KVM keeps 64 free, and on Intel CPUs 512 more.
+pub(crate) const SMALL_RING: u32 = 1024;
 
 /// [`machine`], plus a handle that plugs memory beyond RAM into it.
 pub(crate) fn pluggable(vcpus: u32, pages: u64) -> (NewMachine, kvm::MemoryPlug) {
-    pluggable_with(vcpus, pages, kvm::Irqchip::None)
+    pluggable_with(vcpus, pages, kvm::KvmOptions::default())
 }
 
-fn pluggable_with(vcpus: u32, pages: u64, irqchip: kvm::Irqchip) -> (NewMachine, kvm::MemoryPlug) {
+fn pluggable_with(
+    vcpus: u32,
+    pages: u64,
+    options: kvm::KvmOptions,
+) -> (NewMachine, kvm::MemoryPlug) {
     let spec = MachineSpec::new(vcpus, pages * PAGE_SIZE);
-    let (new, plug) = kvm::create_pluggable(spec, irqchip).unwrap();
+    let (new, plug) = kvm::create_pluggable(spec, options).unwrap();
     write_tables(new.machine.ram());
     (new, plug)
 }

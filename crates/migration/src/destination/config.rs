@@ -1,6 +1,7 @@
 //! The destination's configuration, the offer of a source, and the report of a failed migration.
 
 use crate::channel::TlsFiles;
+use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
@@ -20,6 +21,9 @@ pub struct DestinationConfig {
     /// Whether to allocate all memory before the switch-over, so that no urgent page waits for the
     /// host's allocator. Otherwise pages that were never written take no memory.
     pub allocate: bool,
+    /// The CPUs of the migration's threads. `None`: all that the caller's thread may use. vCPUs
+    /// resolve most of their own faults, on their own CPUs.
+    pub cpus: Option<CpuList>,
     /// The limits of silence.
     pub limits: Limits,
     /// The files for TLS. `None`: without TLS.
@@ -35,6 +39,7 @@ impl Default for DestinationConfig {
             userfaultfds: 1,
             fault_readers: 1,
             allocate: true,
+            cpus: None,
             limits: Limits::default(),
             tls: None,
             plain: PlainPolicy::default(),

@@ -59,6 +59,7 @@ use crate::address::Address;
 use crate::channel::Listener;
 use crate::clock::monotonic_ns;
 use crate::control::ControlLink;
+use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::{Acceptor, Protection, Stranger};
 use crate::limits::Patience;
@@ -101,13 +102,15 @@ impl Destination {
     /// destination, on the thread that accepts connections.
     ///
     /// # Errors
-    /// When the files for TLS do not serve, or the host has no room for a thread.
+    /// When the files for TLS do not serve, the host has no room for a thread, or a CPU of
+    /// [`DestinationConfig::cpus`] is not usable.
     pub fn listen(
         listener: Listener,
         config: DestinationConfig,
         stranger: impl Fn(&Stranger) + Send + Sync + 'static,
     ) -> Result<Self, MigrationError> {
         let desk = Arc::new(Desk::new(Box::new(stranger))?);
+        let _pinned = Pinned::to(config.cpus.as_ref())?;
         let acceptor = Acceptor::start(listener, config.protection()?, Arc::clone(&desk) as _)
             .map_err(|e| MigrationError::os("cannot accept connections", e))?;
         Ok(Self {

@@ -7,6 +7,7 @@ use super::resolver::Resolver;
 use super::{Destination, postcopy};
 use crate::clock::monotonic_ns;
 use crate::control::ControlLink;
+use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::{HELLO_LIMIT, Stranger, StrangerError};
 use crate::phase::{Observer, Phase};
@@ -208,7 +209,9 @@ impl Incoming {
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
     /// its hooks must forward to `resolver`. `stop` ends the migration until the source has handed
     /// the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
-    /// it.
+    /// it. The thread runs on [`DestinationConfig::cpus`] meanwhile, and so do those that it starts.
+    ///
+    /// [`DestinationConfig::cpus`]: super::DestinationConfig::cpus
     ///
     /// # Errors
     /// [`DestinationFailure`] says where the VM is.
@@ -222,8 +225,11 @@ impl Incoming {
         crate::latency::prefer_short_slices();
         observer.phase(Phase::Setup);
         let fits = self.check_fits(vm);
-        match fits.and_then(|()| postcopy::prepare(&self, vm, resolver)) {
-            Ok(prepared) => postcopy::run(self, vm, prepared, stop, observer),
+        let prepared = fits.and_then(|()| postcopy::prepare(&self, vm, resolver));
+        // Only now: to choose a delivery, the machine may have measured with vCPUs of its own.
+        let pinned = Pinned::to(self.host.config.cpus.as_ref()).map_err(MigrationError::from);
+        match prepared.and_then(|prepared| Ok((prepared, pinned?))) {
+            Ok((prepared, _pinned)) => postcopy::run(self, vm, prepared, stop, observer),
             Err(error) => {
                 self.give_up(&error.to_frame());
                 observer.phase(Phase::Failed);

@@ -2,6 +2,7 @@
 
 use crate::address::Address;
 use crate::channel::{Connection, TlsFiles};
+use crate::cpus::CpuList;
 use crate::error::MigrationError;
 use crate::handshake::PlainPolicy;
 use crate::limits::Limits;
@@ -31,6 +32,8 @@ pub struct SourceConfig {
     pub bulk_channels: u16,
     /// The number of urgent channels, 1 to [`SourceConfig::MAX_CHANNELS`].
     pub urgent_channels: u16,
+    /// The CPUs of the migration's threads. `None`: all that the caller's thread may use.
+    pub cpus: Option<CpuList>,
     /// The time for which the source retries while the destination is busy with another source.
     pub busy_limit: Duration,
     /// The longest silence of the destination while it builds its machine.
@@ -65,6 +68,7 @@ impl Default for SourceConfig {
             queue: Self::QUEUE,
             bulk_channels: 1,
             urgent_channels: 1,
+            cpus: None,
             busy_limit: Duration::from_secs(30),
             setup_limit: Duration::from_secs(60),
             limits: Limits::default(),

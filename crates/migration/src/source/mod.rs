@@ -56,6 +56,7 @@ use self::recovery::Channels;
 use self::shared::{Letter, Mode, Shared};
 use crate::clock::monotonic_ns;
 use crate::control::ControlLink;
+use crate::cpus::Pinned;
 use crate::error::MigrationError;
 use crate::handshake::Identity;
 use crate::ledger::Ledger;
@@ -90,8 +91,9 @@ const SWITCH_OVER_SPIN: Duration = Duration::from_micros(300);
 /// caller's own format (at most [`crate::MAX_DESCRIPTION_BYTES`]).
 ///
 /// `session` is the operator's hold on the migration. This sets short scheduler slices for the
-/// calling thread, since the guest waits for it in the blackout. Returns when the destination has
-/// confirmed every page. The VM is then paused here, and the caller drops it.
+/// calling thread, since the guest waits for it in the blackout. It runs on [`SourceConfig::cpus`]
+/// meanwhile, and so do the threads that it starts. Returns when the destination has confirmed every
+/// page. The VM is then paused here, and the caller drops it.
 ///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.
@@ -104,6 +106,7 @@ pub fn migrate(
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
     crate::latency::prefer_short_slices();
+    let pinned = Pinned::to(config.cpus.as_ref());
     observer.phase(Phase::Setup);
     let began = Instant::now();
     let failed = |error| {
@@ -113,6 +116,7 @@ pub fn migrate(
             error,
         }
     };
+    let _pinned = pinned.map_err(|e| failed(e.into()))?;
     let offer = setup::offer(vm, guest, config).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);

@@ -3,6 +3,7 @@
 mod alone;
 mod caller;
 mod check;
+mod cpus;
 mod failures_channels;
 mod failures_destination;
 mod failures_machine;

@@ -1,60 +1,115 @@
 //! The dirty log: the pages that vCPUs wrote since the last harvest.
 //!
-//! While a slot has a log, KVM write-protects its pages. The first write to a page faults, sets its
-//! bit and lifts the protection. A *harvest* reads the bits. To re-arm, it also clears them and
-//! protects the pages again.
+//! While a slot has a log, KVM write-protects its pages. The first write to a page faults, is
+//! logged, and lifts the protection. A *harvest* reads the log. To re-arm, it also empties the log
+//! and protects the pages again.
+//!
+//! KVM has two kinds of log. `dirty_bitmap` and `dirty_ring` each say why they lose nothing. A VM
+//! keeps its kind for life, because KVM wants to know before it creates vCPUs.
 //!
 //! **The guest's page tables are in the log too**, on every host. Under shadow paging KVM sets
 //! their accessed and dirty bits for the guest. Under NPT, and under EPT with accessed and dirty
 //! bits, the CPU's page walks count as writes, even if there is no bit left to set (AMD64 APM
 //! volume 2, "Nested Paging"; Intel SDM volume 3, "Accessed and Dirty Flags for EPT").
 //!
-//! **Nothing is lost.** With `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`:
-//! 1. GET only copies the bitmap.
-//! 2. CLEAR takes the bits *that it is given* out of the log, protects those pages, and flushes
-//!    TLBs before it returns (`kvm_clear_dirty_log_protect` in `virt/kvm/kvm_main.c`).
-//! 3. CLEAR is given exactly the bits that GET found. So a bit that appears between the two stays
-//!    for the next harvest.
-//! 4. A page that is found, and written again before CLEAR has flushed, is not logged a second
-//!    time. It need not be, since it is in *this* harvest. The caller reads its bytes only after
-//!    the harvest has returned, so after that write.
-//! 5. A write after the flush faults, and sets the bit again.
-//! 6. Bits are added to the caller's bitmap before they are cleared, so an error in between loses
-//!    none.
-//!
-//! Without the capability, GET itself clears, protects and flushes. The same argument holds.
-//!
-//! Without re-arming, a harvest is GET alone: on a paused VM it copies the bitmap. The bits stay in
-//! the log. If the VM resumes nevertheless, the next harvest reports them again. That is too much,
-//! never too little.
+//! Without re-arming, a harvest only reads. What it found stays in the log. If the VM resumes
+//! nevertheless, the next harvest reports it again. That is too much, never too little.
 
+use super::dirty_bitmap::Bitmap;
+use super::dirty_ring::Rings;
 use super::slots::Slots;
 use super::sync::{AtomicBool, Ordering};
-use super::sys;
-use crate::{GuestRam, MachineError, RamRegion};
-use kvm_ioctls::VmFd;
+use crate::{GuestRam, MachineError};
+use kvm_ioctls::{VcpuFd, VmFd};
 use pageferry_userfault::PageBitmap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The maximum words of one CLEAR: 64 Ki pages. It holds the MMU lock all the while.
-const CLEAR_WORDS: usize = 1024;
+/// How KVM logs the pages that vCPUs write.
+///
+/// The kinds differ in cost. A bitmap is copied whole, also for clean memory, and the last copy is
+/// part of a migration's blackout. A ring has only the pages that were dirtied. But a full ring is
+/// emptied at once, so its pages are write-protected again. A vCPU that keeps writing to more pages
+/// than its ring holds then faults on each of them, again and again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum DirtyTracking {
+    /// By rings if the VM has [`Self::RINGS_FROM`] bytes of RAM, and KVM has rings. Else by bitmap.
+    #[default]
+    Auto,
+    /// By one bit for each page of RAM.
+    Bitmap,
+    /// By a ring for each vCPU, with this number of entries: a power of two, 1024 to 65536. KVM
+    /// keeps 64 of them free, and 512 more on CPUs that log dirty pages themselves (PML).
+    Ring(u32),
+}
+
+/// The most entries of a vCPU's dirty ring on this host. `None` if its KVM has no dirty rings, or
+/// cannot be used.
+#[must_use]
+pub fn dirty_ring_entries() -> Option<u32> {
+    let vm = super::device::open(c"/dev/kvm").ok()?.create_vm().ok()?;
+    Rings::enable(&vm, RING_ENTRIES).map(|rings| rings.entries())
+}
+
+impl DirtyTracking {
+    /// RAM in bytes from which copying a bitmap is a large part of a blackout: 0.5 ms of about 1.5.
+    pub const RINGS_FROM: u64 = 64 << 30;
+}
+
+/// The entries of each vCPU's ring: all that KVM allows, 1 MiB. They name 256 MiB of pages.
+const RING_ENTRIES: u32 = 1 << 16;
 
 /// The log of one VM.
 pub(super) struct DirtyLog {
-    /// GET does not clear.
-    manual: bool,
     on: AtomicBool,
-    /// The kernel's bitmap of a slot, kept for reuse. Its lock also serializes switches and
-    /// harvests.
-    words: Mutex<Vec<u64>>,
+    /// The lock serializes switches, harvests and full rings.
+    log: Mutex<Log>,
+}
+
+enum Log {
+    Bitmap(Bitmap),
+    Rings(Rings),
 }
 
 impl DirtyLog {
-    pub(super) fn new(manual: bool) -> Self {
-        Self {
-            manual,
+    /// Chooses the kind of log of a VM with this much RAM, which has no vCPUs yet.
+    pub(super) fn new(
+        vm: &VmFd,
+        tracking: DirtyTracking,
+        ram_bytes: u64,
+    ) -> Result<Self, MachineError> {
+        let rings = match tracking {
+            DirtyTracking::Auto if ram_bytes >= DirtyTracking::RINGS_FROM => {
+                Rings::enable(vm, RING_ENTRIES)
+            }
+            DirtyTracking::Auto | DirtyTracking::Bitmap => None,
+            DirtyTracking::Ring(entries) => {
+                let rings = Rings::enable(vm, entries);
+                Some(rings.ok_or_else(|| {
+                    MachineError::EngineUnavailable(format!(
+                        "this host's KVM has no dirty rings of {entries} entries: use its dirty bitmap"
+                    ))
+                })?)
+            }
+        };
+        let log = match rings {
+            Some(rings) => Log::Rings(rings),
+            None => Log::Bitmap(Bitmap::enable(vm)),
+        };
+        Ok(Self {
             on: AtomicBool::new(false),
-            words: Mutex::new(Vec::new()),
+            log: Mutex::new(log),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in the next vCPU, in order of their ids.
+    pub(super) fn add_vcpu(&self, vcpu: &VcpuFd) -> Result<(), MachineError> {
+        match &mut *self.lock() {
+            Log::Bitmap(_) => Ok(()),
+            Log::Rings(rings) => rings.add(vcpu),
         }
     }
 
@@ -66,12 +121,18 @@ impl DirtyLog {
         ram: &Arc<GuestRam>,
         on: bool,
     ) -> Result<(), MachineError> {
-        let _turn = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut log = self.lock();
         if self.on.load(Ordering::Acquire) == on {
             return Ok(());
         }
-        for region in ram.layout().regions() {
+        let regions = ram.layout().regions();
+        for region in regions {
             slots.set_log(vm, region, on)?;
+        }
+        if let (Log::Rings(rings), false) = (&mut *log, on) {
+            // No vCPU makes entries any more: KVM has waited for those that used the old slots.
+            // Entries left here would be in the next log.
+            rings.read(vm, regions, rings.all(), true, |_| ())?;
         }
         ram.written.clear();
         self.on.store(on, Ordering::Release);
@@ -86,7 +147,7 @@ impl DirtyLog {
         dirty: &PageBitmap,
         rearm: bool,
     ) -> Result<usize, MachineError> {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut log = self.lock();
         if !self.on.load(Ordering::Acquire) {
             return Err(MachineError::WrongState("the dirty log is not on"));
         }
@@ -95,41 +156,71 @@ impl DirtyLog {
                 "the bitmap is not of the machine's size",
             ));
         }
-        let mut newly = 0;
-        for region in ram.layout().regions() {
-            let of_region = region.words();
-            // The kernel writes all of it. Zeroing it before would lengthen the blackout.
-            words.resize(of_region.len(), 0);
-            sys::get_dirty_log(vm, region.slot, region.pages, &mut words)
-                .map_err(|e| MachineError::os("cannot read the dirty log", e))?;
-            for (index, word) in of_region.zip(&*words).filter(|(_, word)| **word != 0) {
-                newly += dirty.or_word(index, *word).count_ones() as usize;
+        let regions = ram.layout().regions();
+        let newly = match &mut *log {
+            Log::Bitmap(bitmap) => bitmap.harvest(vm, regions, dirty, rearm)?,
+            Log::Rings(rings) => {
+                let mut newly = 0;
+                rings.read(vm, regions, rings.all(), rearm, |page| {
+                    newly += usize::from(dirty.set(page));
+                })?;
+                newly
             }
-            if rearm && self.manual {
-                clear_found(vm, region, &words)?;
+        };
+        Ok(newly + ram.written.harvest(dirty, rearm))
+    }
+
+    /// Makes room in the full ring of a vCPU, on the vCPU's own thread. Its pages go to the log of
+    /// the VMM's writes, where the next harvest finds them.
+    pub(super) fn ring_is_full(
+        &self,
+        vm: &VmFd,
+        ram: &GuestRam,
+        vcpu: u32,
+    ) -> Result<(), MachineError> {
+        match &mut *self.lock() {
+            Log::Bitmap(_) => Err(MachineError::WrongState(
+                "KVM reports a full dirty ring, and the VM has none",
+            )),
+            Log::Rings(rings) => {
+                let (vcpu, regions) = (vcpu as usize, ram.layout().regions());
+                rings.read(vm, regions, vcpu..vcpu + 1, true, |page| {
+                    ram.written.mark(page.0..page.0 + 1);
+                })
             }
         }
-        Ok(newly + ram.written.harvest(dirty, rearm))
     }
 }
 
-/// Clears the bits of `words` in the kernel's log. Each CLEAR covers a piece that begins and ends
-/// with a set bit.
-fn clear_found(vm: &VmFd, region: &RamRegion, words: &[u64]) -> Result<(), MachineError> {
-    for (chunk_index, chunk) in words.chunks(CLEAR_WORDS).enumerate() {
-        let Some(start) = chunk.iter().position(|word| *word != 0) else {
-            continue;
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_vm_has_rings_and_a_small_one_a_bitmap() {
+        let Ok(kvm) = super::super::device::open(c"/dev/kvm") else {
+            pageferry_testkit::skip("kvm", "/dev/kvm cannot be opened");
+            return;
         };
-        let end = chunk
-            .iter()
-            .rposition(|word| *word != 0)
-            .map_or(start, |last| last + 1);
-        // Whole words, except the slot's last: the kernel wants a multiple of 64 pages or the
-        // slot's end.
-        let first = ((chunk_index * CLEAR_WORDS + start) * 64) as u64;
-        let pages = ((end - start) as u64 * 64).min(region.pages - first);
-        sys::clear_dirty_log(vm, region.slot, first, pages as u32, &chunk[start..end])
-            .map_err(|e| MachineError::os("cannot re-arm the dirty log", e))?;
+        let has_rings = |tracking, bytes| {
+            let vm = kvm.create_vm().unwrap();
+            let log = DirtyLog::new(&vm, tracking, bytes)?;
+            Ok::<_, MachineError>(matches!(*log.lock(), Log::Rings(_)))
+        };
+        let (large, small) = (DirtyTracking::RINGS_FROM, DirtyTracking::RINGS_FROM - 4096);
+        assert!(!has_rings(DirtyTracking::Auto, small).unwrap());
+        assert!(!has_rings(DirtyTracking::Bitmap, large).unwrap());
+        // No power of two, and too few for KVM's reserve.
+        for entries in [1025, 8, 0] {
+            let refused = has_rings(DirtyTracking::Ring(entries), small).unwrap_err();
+            assert!(refused.to_string().contains("dirty rings"), "{refused}");
+        }
+        let Some(entries) = dirty_ring_entries() else {
+            pageferry_testkit::skip("dirty-ring", "KVM has none");
+            assert!(!has_rings(DirtyTracking::Auto, large).unwrap());
+            return;
+        };
+        assert!(has_rings(DirtyTracking::Auto, large).unwrap());
+        assert!(has_rings(DirtyTracking::Ring(entries), small).unwrap());
     }
-    Ok(())
 }

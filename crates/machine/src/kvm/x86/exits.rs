@@ -3,9 +3,10 @@
 use super::run_page::{Mmio, RunPage};
 use crate::Exit;
 use kvm_bindings::{
-    KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_INTR, KVM_EXIT_IO,
-    KVM_EXIT_IOAPIC_EOI, KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN, KVM_INTERNAL_ERROR_DELIVERY_EV,
-    KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX, kvm_regs, kvm_sregs,
+    KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_HLT, KVM_EXIT_INTERNAL_ERROR,
+    KVM_EXIT_INTR, KVM_EXIT_IO, KVM_EXIT_IOAPIC_EOI, KVM_EXIT_MMIO, KVM_EXIT_SHUTDOWN,
+    KVM_INTERNAL_ERROR_DELIVERY_EV, KVM_INTERNAL_ERROR_EMULATION, KVM_INTERNAL_ERROR_SIMUL_EX,
+    kvm_regs, kvm_sregs,
 };
 use pageferry_addr::Gpa;
 
@@ -18,6 +19,8 @@ pub(super) enum Left {
     Port,
     /// HLT.
     Halted,
+    /// The vCPU's dirty ring has no room.
+    RingFull,
     /// An exit that does not concern the caller.
     Nothing,
     /// The guest cannot run any further, for this reason.
@@ -38,6 +41,7 @@ pub(super) fn read(page: &RunPage) -> Left {
             Left::Port
         }
         KVM_EXIT_HLT => Left::Halted,
+        KVM_EXIT_DIRTY_RING_FULL => Left::RingFull,
         KVM_EXIT_INTR | KVM_EXIT_IOAPIC_EOI => Left::Nothing,
         KVM_EXIT_SHUTDOWN => Left::Failed("triple fault (an exception without a handler)".into()),
         KVM_EXIT_FAIL_ENTRY => {

@@ -16,6 +16,8 @@
 //! | `sigbus` | SIGBUS of a poison exit, taken without a handler |
 //! | `exits` | the meaning of exits |
 //! | `dirty` | the dirty log |
+//! | `dirty_bitmap`, `dirty_ring` | its two kinds |
+//! | `ring` | the entries of a dirty ring |
 //! | `userfault`, `events` | delivery of faults on missing pages |
 //! | `paging` | how vCPUs and KVM use guest memory |
 //! | `poison` | the choice of missing pages to mark |
@@ -28,6 +30,8 @@
 mod cpuid;
 mod device;
 mod dirty;
+mod dirty_bitmap;
+mod dirty_ring;
 mod events;
 mod exits;
 mod kick;
@@ -37,6 +41,7 @@ mod plain;
 mod plug;
 mod poison;
 mod probe;
+mod ring;
 mod run_page;
 mod shared;
 mod sigbus;
@@ -52,8 +57,9 @@ mod userfault;
 mod vcpu;
 mod vm;
 
+pub use dirty::{DirtyTracking, dirty_ring_entries};
 pub use plug::MemoryPlug;
 pub use probe::probe_vm;
 pub use slots::KvmSlot;
 pub use trial::delivery_trials;
-pub use vm::{Irqchip, create, create_pluggable, create_with};
+pub use vm::{Irqchip, KvmOptions, create, create_pluggable, create_with};

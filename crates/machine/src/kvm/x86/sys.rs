@@ -26,6 +26,7 @@ const KVM_RUN: u64 = ioc(0, 0x80, 0);
 const KVM_SET_SIGNAL_MASK: u64 = ioc(WRITE, 0x8b, size_of::<u32>());
 const KVM_GET_DIRTY_LOG: u64 = ioc(WRITE, 0x42, size_of::<kvm_dirty_log>());
 const KVM_CLEAR_DIRTY_LOG: u64 = ioc(READ | WRITE, 0xc0, size_of::<kvm_clear_dirty_log>());
+const KVM_RESET_DIRTY_RINGS: u64 = ioc(0, 0xc7, 0);
 const KVM_GET_SREGS2: u64 = ioc(READ, 0xcc, size_of::<kvm_sregs2>());
 const KVM_SET_SREGS2: u64 = ioc(WRITE, 0xcd, size_of::<kvm_sregs2>());
 const KVM_GET_STATS_FD: u64 = ioc(0, 0xce, 0);
@@ -40,6 +41,7 @@ const _: () = {
     assert!(KVM_GET_STATS_FD == 0xAECE);
     assert!(KVM_GET_DIRTY_LOG == 0x4010_AE42);
     assert!(KVM_CLEAR_DIRTY_LOG == 0xC018_AEC0);
+    assert!(KVM_RESET_DIRTY_RINGS == 0xAEC7);
     assert!(KVM_GET_SREGS2 == 0x8140_AECC && KVM_SET_SREGS2 == 0x4140_AECD);
     assert!(KVM_GET_XSAVE == 0x9000_AEA4 && KVM_SET_XSAVE == 0x5000_AEA5);
     assert!(KVM_GET_XSAVE2 == 0x9000_AECF);
@@ -49,6 +51,11 @@ const _: () = {
     assert!(offset_of!(kvm_clear_dirty_log, __bindgen_anon_1) == 16);
 };
 
+fn last_errno() -> Errno {
+    let raw = std::io::Error::last_os_error().raw_os_error();
+    raw.map_or(Errno::IO, Errno::from_raw_os_error)
+}
+
 /// A descriptor of a VM's statistics.
 pub(super) fn stats_fd(vm: &VmFd) -> Result<OwnedFd, Errno> {
     // SAFETY: the call takes no argument.
@@ -57,8 +64,7 @@ pub(super) fn stats_fd(vm: &VmFd) -> Result<OwnedFd, Errno> {
         // SAFETY: the kernel has just made it, for us.
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
-    let raw = std::io::Error::last_os_error().raw_os_error();
-    Err(raw.map_or(Errno::IO, Errno::from_raw_os_error))
+    Err(last_errno())
 }
 
 /// # Safety
@@ -70,8 +76,7 @@ unsafe fn ioctl(fd: &impl AsRawFd, request: u64, argument: *mut c_void) -> Resul
     if unsafe { libc::ioctl(fd.as_raw_fd(), request as _, argument) } >= 0 {
         return Ok(());
     }
-    let raw = std::io::Error::last_os_error().raw_os_error();
-    Err(raw.map_or(Errno::IO, Errno::from_raw_os_error))
+    Err(last_errno())
 }
 
 /// `KVM_RUN`: enters the guest until it exits. The vCPU's shared page describes the exit.
@@ -167,6 +172,17 @@ pub(super) fn clear_dirty_log(
     // SAFETY: the kernel reads `log` and the bitmap of `pages` bits, rounded up to whole words. It
     // writes to neither.
     unsafe { ioctl(vm, KVM_CLEAR_DIRTY_LOG, (&raw mut log).cast()) }
+}
+
+/// `KVM_RESET_DIRTY_RINGS`: protects the pages of all entries that were handed back, and flushes
+/// TLBs. Returns the number of entries. A pending signal makes it stop early, without an error.
+///
+/// # Errors
+/// `EINVAL`: the VM has no rings.
+pub(super) fn reset_dirty_rings(vm: &VmFd) -> Result<usize, Errno> {
+    // SAFETY: the call takes no argument.
+    let count = unsafe { libc::ioctl(vm.as_raw_fd(), KVM_RESET_DIRTY_RINGS as _, 0) };
+    usize::try_from(count).map_err(|_| last_errno())
 }
 
 /// `KVM_GET_SREGS2`.

@@ -135,6 +135,11 @@ impl KvmVcpu {
                 Ok(None)
             }
             Left::Halted => Ok(Some(Exit::Halted)),
+            Left::RingFull => {
+                let vm = &self.shared;
+                vm.dirty.ring_is_full(&vm.vm, &vm.ram, self.id)?;
+                Ok(None)
+            }
             Left::Nothing => Ok(None),
             Left::Failed(why) => Err(self.failed(&why)),
         }

@@ -1,7 +1,7 @@
 //! Creates VMs of this engine, and implements [`Machine`].
 
 use super::device::{open, unavailable};
-use super::dirty::DirtyLog;
+use super::dirty::{DirtyLog, DirtyTracking};
 use super::events::Events;
 use super::plug::MemoryPlug;
 use super::shared::{Caps, VmShared};
@@ -15,8 +15,7 @@ use crate::{
     LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, Vcpu,
 };
 use kvm_bindings::{
-    CpuId, KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2, KVM_CAP_SREGS2, KVM_CAP_XSAVE2,
-    KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2, kvm_enable_cap,
+    CpuId, KVM_CAP_SREGS2, KVM_CAP_XSAVE2, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use pageferry_addr::RamPage;
@@ -38,6 +37,15 @@ pub enum Irqchip {
     Kernel,
 }
 
+/// The parts of a VM that a caller may choose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct KvmOptions {
+    /// The interrupt controllers. A vCPU's state moves only between machines with the same.
+    pub irqchip: Irqchip,
+    /// The kind of dirty log.
+    pub dirty_tracking: DirtyTracking,
+}
+
 /// The VM without its vCPUs.
 struct KvmMachine(Arc<VmShared>);
 
@@ -46,25 +54,24 @@ struct KvmMachine(Arc<VmShared>);
 /// # Errors
 /// When a size is out of range, or KVM cannot be used or refuses.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
-    create_with(spec, Irqchip::None)
+    create_with(spec, KvmOptions::default())
 }
 
-/// [`create`], with interrupt controllers or without. A vCPU's state moves only between machines
-/// with the same choice.
+/// [`create`], with a choice of parts.
 ///
 /// # Errors
-/// As [`create`].
-pub fn create_with(spec: MachineSpec, irqchip: Irqchip) -> Result<NewMachine, MachineError> {
-    create_pluggable(spec, irqchip).map(|(machine, _)| machine)
+/// As [`create`], and when KVM lacks a part.
+pub fn create_with(spec: MachineSpec, options: KvmOptions) -> Result<NewMachine, MachineError> {
+    create_pluggable(spec, options).map(|(machine, _)| machine)
 }
 
 /// [`create_with`], plus a handle that plugs memory beyond RAM into the machine.
 ///
 /// # Errors
-/// As [`create`].
+/// As [`create_with`].
 pub fn create_pluggable(
     spec: MachineSpec,
-    irqchip: Irqchip,
+    options: KvmOptions,
 ) -> Result<(NewMachine, MemoryPlug), MachineError> {
     if !(1..=MAX_VCPUS).contains(&spec.vcpus) {
         return Err(LayoutError::Vcpus(spec.vcpus).into());
@@ -80,13 +87,14 @@ pub fn create_pluggable(
         )));
     }
     signal::install_handler()?;
-    let shared = Arc::new(new_vm(&kvm, layout, spec, irqchip)?);
+    let shared = Arc::new(new_vm(&kvm, layout, spec, options)?);
     let run_bytes = kvm
         .get_vcpu_mmap_size()
         .map_err(|e| unavailable("KVM does not size its vCPUs' shared page", e))?;
     let mut vcpus: Vec<Box<dyn Vcpu>> = Vec::with_capacity(spec.vcpus as usize);
     for id in 0..spec.vcpus {
         let (fd, cpuid) = new_vcpu(&shared, id)?;
+        shared.dirty.add_vcpu(&fd)?;
         msr::survey(&kvm, &fd)?;
         vcpus.push(Box::new(KvmVcpu::new(
             fd,
@@ -108,7 +116,7 @@ fn new_vm(
     kvm: &Kvm,
     layout: RamLayout,
     spec: MachineSpec,
-    irqchip: Irqchip,
+    options: KvmOptions,
 ) -> Result<VmShared, MachineError> {
     let vm = kvm
         .create_vm()
@@ -117,28 +125,17 @@ fn new_vm(
         .map_err(|e| unavailable("KVM refuses the address of its identity map", e))?;
     vm.set_tss_address(TSS_ADDRESS)
         .map_err(|e| unavailable("KVM refuses the address of its TSS", e))?;
-    if irqchip == Irqchip::Kernel {
+    if options.irqchip == Irqchip::Kernel {
         vm.create_irq_chip()
             .map_err(|e| unavailable("KVM refuses to create interrupt controllers", e))?;
     }
     let offers = |cap: u32| vm.check_extension_raw(cap.into());
-    // Bit 0 of the answer: GET does not clear the log, a second ioctl does. "Initially set" is not
-    // used: every page would be dirty after the first harvest.
-    let manual =
-        offers(KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2) & KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE as i32 != 0
-            && vm
-                .enable_cap(&kvm_enable_cap {
-                    cap: KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2,
-                    args: [KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE.into(), 0, 0, 0],
-                    ..Default::default()
-                })
-                .is_ok();
     let caps = Caps {
         sregs2: offers(KVM_CAP_SREGS2) > 0,
         xsave_bytes: usize::try_from(offers(KVM_CAP_XSAVE2))
             .unwrap_or(0)
             .max(super::sys::XSAVE_BASE_BYTES),
-        lapic: irqchip == Irqchip::Kernel,
+        lapic: options.irqchip == Irqchip::Kernel,
     };
     let supported = kvm
         .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -148,7 +145,7 @@ fn new_vm(
     for region in ram.layout().regions() {
         slots.create_ram(&vm, &ram, region)?;
     }
-    let dirty = DirtyLog::new(manual);
+    let dirty = DirtyLog::new(&vm, options.dirty_tracking, spec.memory_bytes)?;
     let faults = FaultPath::new();
     let supported_cpuid = supported.as_slice().to_vec();
     Ok(VmShared {

@@ -1,7 +1,7 @@
 //! The codec against malformed bytes, and every part of the state against a real vCPU.
 
 use super::*;
-use crate::kvm::x86::vm::{Irqchip, create_with};
+use crate::kvm::x86::vm::{Irqchip, KvmOptions, create_with};
 use crate::{MachineError, MachineSpec, StartState, Vcpu};
 use proptest::prelude::*;
 
@@ -168,7 +168,11 @@ fn skipped() -> bool {
 }
 
 fn vcpu(irqchip: Irqchip) -> Box<dyn Vcpu> {
-    let new = create_with(MachineSpec::new(1, 64 << 10), irqchip).unwrap();
+    let options = KvmOptions {
+        irqchip,
+        ..KvmOptions::default()
+    };
+    let new = create_with(MachineSpec::new(1, 64 << 10), options).unwrap();
     let mut vcpu = new.vcpus.into_iter().next().unwrap();
     vcpu.set_start(&StartState {
         entry: 0x5000,
