@@ -14,7 +14,7 @@ use crate::sync::Ordering;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, Side};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::cell::RefCell;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The frames without payload that one receive takes.
 const FRAMES: usize = 64;
@@ -67,7 +67,8 @@ impl Bulk<'_> {
             if self.is_silent(incoming) {
                 return Err(MigrationError::Timeout("anything on a bulk channel"));
             }
-            if self.fill(&mut frame)? {
+            let limited = self.shared.limiter.wait(self.shared.mode());
+            if limited.is_none() && self.fill(&mut frame)? {
                 self.send(&mut frame, &wait)?;
                 said = Instant::now();
                 continue;
@@ -76,7 +77,7 @@ impl Bulk<'_> {
                 self.connection.write_all(&alive, &wait)?;
                 said = Instant::now();
             }
-            self.sleep()?;
+            self.sleep(limited)?;
         }
     }
 
@@ -120,11 +121,12 @@ impl Bulk<'_> {
             self.index,
             runs.map(|run| run.first.index()..run.end() as usize),
         );
+        let bytes = data * PAGE_BYTES as u64;
+        self.shared.limiter.charge(self.shared.mode(), bytes);
         frame.send(self.connection, wait)?;
         let figures = &self.shared.figures;
         figures.data.fetch_add(data, Ordering::Relaxed);
         figures.zero.fetch_add(zero, Ordering::Relaxed);
-        let bytes = data * PAGE_BYTES as u64;
         figures.page_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -141,20 +143,23 @@ impl Bulk<'_> {
         })
     }
 
-    /// Sleeps until something has come back, the bell rings, or it is time to say something.
-    fn sleep(&self) -> Result<(), MigrationError> {
+    /// Sleeps until something has come back, the bell rings, or it is time to say something. Then
+    /// the limit of the rate is over, too.
+    fn sleep(&self, limited: Option<Duration>) -> Result<(), MigrationError> {
         self.bell.hush();
         let shared = self.shared;
         // What was unsent before the bell was hushed is seen here.
         let sending = matches!(shared.mode(), Mode::Copy | Mode::Push);
-        if sending && shared.ledger.unsent_count() > 0 {
+        if limited.is_none() && sending && shared.ledger.unsent_count() > 0 {
             return Ok(());
         }
         let mut fds = [
             PollFd::new(self.connection, PollFlags::IN),
             PollFd::new(self.bell, PollFlags::IN),
         ];
-        let nap = Timespec::try_from(shared.limits.interval()).expect("a short time");
+        let interval = shared.limits.interval();
+        let nap = limited.map_or(interval, |wait| wait.min(interval));
+        let nap = Timespec::try_from(nap).expect("a short time");
         match poll(&mut fds, Some(&nap)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(e) => Err(MigrationError::os("cannot wait for receipts", e)),

@@ -11,6 +11,7 @@ mod failures_source;
 mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod precopy;
 mod recorded;
 mod recovery;
 mod recovery_figures;
