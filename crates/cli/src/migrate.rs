@@ -124,7 +124,9 @@ fn show_on(feed: &Feed, event: Event) {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
         Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Session(SessionEvent::Stage(_) | SessionEvent::Rates { .. }) => {}
+        Event::Session(
+            SessionEvent::Stage(_) | SessionEvent::Rates { .. } | SessionEvent::PassEnded { .. },
+        ) => {}
         Event::Session(SessionEvent::Lost { why, .. }) => {
             let why = why.unwrap_or_default();
             feed.note(format!("the connections broke, opening new ones: {why}"));
@@ -144,5 +146,6 @@ fn options(args: &MigrateArgs) -> MigrateOptions {
         give_up_after_ms: args.limits.give_up_after.map(ms),
         tls: args.tls.options(),
         insecure: args.tls.insecure,
+        settings: crate::set::change(&args.change),
     }
 }
