@@ -18,6 +18,7 @@ use pageferry_addr::RamPage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// The frames without payload that one receive takes.
 const FRAMES: usize = 64;
@@ -289,8 +290,11 @@ impl Incoming {
                         if taken.map_err(ProtocolError::from)?.pages > 0 {
                             bulk.shared.check_acknowledged();
                         }
-                        if let Some(governor) = &mut self.governor {
-                            governor.receipts(now, frames - before);
+                        if let Some(governor) = &mut self.governor
+                            && governor.receipts(now, frames - before)
+                        {
+                            let channel = bulk.index;
+                            debug!(channel, %governor, "the push was measured");
                         }
                     }
                     Frame::Alive => {}

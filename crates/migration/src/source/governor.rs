@@ -7,10 +7,11 @@
 //!
 //! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
 //! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
-//! gives two samples: its round trip, and the bytes that were delivered since it was sent.
+//! tells its round trip, and that its bytes were delivered.
 //!
-//! - The *rate* is the largest sample of the last half to whole [`WINDOW`]. A sample says nothing if
-//!   the sender had stopped by itself: for want of pages, or for urgent ones.
+//! - The *rate* is the largest of the samples of the last half to whole [`WINDOW`]. A sample is the
+//!   bytes delivered in [`SAMPLE`], or in a round trip if that is longer. Time with nothing under way
+//!   does not count: the sender had no pages, or gave way to urgent ones.
 //! - The *least round trip* is that of one page on an empty channel. Every [`PROBE_INTERVAL`] the
 //!   governor lets the channel run empty and measures it again. So it follows a route that gets
 //!   longer, or a peer that gets busy.
@@ -30,6 +31,7 @@ mod tests;
 
 use crate::wire::PAGE_BYTES;
 use std::collections::VecDeque;
+use std::fmt;
 use std::time::Duration;
 
 /// The largest frame.
@@ -44,6 +46,9 @@ const MOST: u64 = 1 << 28;
 const FRAME_TIME: u64 = 250_000;
 /// The frames that make up the bound. With fewer, the link would run empty before a receipt.
 const FRAMES: u64 = 3;
+/// The least length of a sample of the rate. A link may let a burst of some 100 KiB pass at once, and
+/// says nothing of its rate by that.
+const SAMPLE: u64 = 10_000_000;
 /// The age at which samples of the rate are forgotten.
 const WINDOW: u64 = 500_000_000;
 /// The interval between measurements of the least round trip, and its least multiple of it.
@@ -59,11 +64,8 @@ const PROBE_FRAMES: u32 = 3;
 struct Sent {
     bytes: u64,
     at: u64,
-    /// The bytes delivered when it was sent, and the time of the last of them.
+    /// The bytes delivered when it was sent.
     delivered: u64,
-    delivered_at: u64,
-    /// When the first of the frames was sent that were under way with it.
-    first_sent_at: u64,
     /// Whether the sender had stopped by itself a short time before.
     limited: bool,
     probe: bool,
@@ -76,10 +78,12 @@ pub(super) struct Governor {
     frames: VecDeque<Sent>,
     under_way: u64,
     delivered: u64,
-    delivered_at: u64,
-    first_sent_at: u64,
-    /// Samples count as limited until this many bytes are delivered.
+    /// Frames count as limited until this many bytes are delivered.
     limited_until: u64,
+    /// The bytes of the current sample, and the time with bytes under way in it.
+    sample: (u64, u64),
+    /// The end of the part of that time that is counted.
+    counted_until: u64,
     /// The largest samples of the current and of the last half of the window.
     rates: [u64; 2],
     half_began: u64,
@@ -126,9 +130,9 @@ impl Governor {
             frames: VecDeque::new(),
             under_way: 0,
             delivered: 0,
-            delivered_at: 0,
-            first_sent_at: 0,
             limited_until: 0,
+            sample: (0, 0),
+            counted_until: 0,
             rates: [0; 2],
             half_began: 0,
             round_trip: None,
@@ -162,12 +166,10 @@ impl Governor {
     /// Notes a frame of which `bytes` are sent now.
     pub(super) fn sent(&mut self, now: u64, bytes: u64) {
         if self.under_way == 0 {
-            self.first_sent_at = now;
-            self.delivered_at = now;
+            self.counted_until = now;
         }
         let is_small = bytes < LEAST_FRAME;
         if is_small {
-            // Zero pages cost little on the link, and their time is that of the peer.
             self.limited();
         }
         let probe = match self.probe {
@@ -186,8 +188,6 @@ impl Governor {
             bytes,
             at: now,
             delivered: self.delivered,
-            delivered_at: self.delivered_at,
-            first_sent_at: self.first_sent_at,
             limited: self.delivered < self.limited_until,
             probe,
         });
@@ -199,27 +199,24 @@ impl Governor {
         self.limited_until = (self.delivered + self.under_way).max(1);
     }
 
-    /// Notes the receipts of the next `frames` frames.
-    pub(super) fn receipts(&mut self, now: u64, frames: u64) {
+    /// Notes the receipts of the next `frames` frames. Returns whether the least round trip was
+    /// measured anew.
+    pub(super) fn receipts(&mut self, now: u64, frames: u64) -> bool {
+        let probed_at = self.probed_at;
         for _ in 0..frames {
             let Some(frame) = self.frames.pop_front() else {
-                return;
+                break;
             };
             self.receipt(now, frame);
         }
+        self.probed_at != probed_at
     }
 
     fn receipt(&mut self, now: u64, frame: Sent) {
         self.under_way -= frame.bytes;
         self.delivered += frame.bytes;
-        self.delivered_at = now;
-        self.first_sent_at = frame.at;
+        self.count(now, frame.bytes);
         let round_trip = now.saturating_sub(frame.at).max(1);
-        let arrival = now.saturating_sub(frame.delivered_at);
-        let departure = frame.at.saturating_sub(frame.first_sent_at);
-        let elapsed = arrival.max(departure).max(1);
-        let rate = per_second(self.delivered - frame.delivered, elapsed);
-        self.note_rate(now, rate, frame.limited || frame.probe);
         if frame.bytes >= LEAST_FRAME {
             self.round_trip = Some(self.round_trip.map_or(round_trip, |t| t.min(round_trip)));
         }
@@ -227,10 +224,22 @@ impl Governor {
         self.adjust(frame, round_trip);
     }
 
-    fn note_rate(&mut self, now: u64, rate: u64, limited: bool) {
-        if limited && rate <= self.rate() {
+    /// Counts delivered bytes to the current sample. It ends when it is long enough.
+    fn count(&mut self, now: u64, bytes: u64) {
+        let (all, time) = &mut self.sample;
+        let took = now.saturating_sub(self.counted_until);
+        self.counted_until = now;
+        if bytes < LEAST_FRAME {
+            // Zero pages take the peer's time, not the link's.
             return;
         }
+        *all += bytes;
+        *time += took;
+        if *time < self.round_trip.map_or(SAMPLE, |least| SAMPLE.max(least)) {
+            return;
+        }
+        let rate = per_second(*all, *time);
+        self.sample = (0, 0);
         if now.saturating_sub(self.half_began) > WINDOW / 2 {
             self.half_began = now;
             self.rates = [0, self.rates[0]];
@@ -322,6 +331,17 @@ impl Governor {
             rate => bytes_in(rate, FRAME_TIME).min(self.bound / FRAMES),
         };
         (most / LEAST_FRAME * LEAST_FRAME).clamp(LEAST_FRAME, FRAME_BYTES)
+    }
+}
+
+impl fmt::Display for Governor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (rate, bound) = (self.rate(), self.bound);
+        let round_trip = Duration::from_nanos(self.round_trip.unwrap_or(0));
+        write!(
+            f,
+            "{rate} B/s, at least {round_trip:?} a round trip, at most {bound} B under way"
+        )
     }
 }
 
