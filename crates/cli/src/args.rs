@@ -363,6 +363,23 @@ pub(crate) struct ChannelArgs {
     /// Channels for pages that vCPUs wait for
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(SourceConfig::MAX_CHANNELS)))]
     pub(crate) urgent_channels: u16,
+    /// How long pages in the background may keep the link busy beyond a round trip, such as 300us:
+    /// about the longest wait of urgent pages behind them; 50us at least
+    #[arg(long, default_value = "300us", value_name = "TIME", value_parser = queue)]
+    pub(crate) queue: Duration,
+}
+
+fn queue(text: &str) -> Result<Duration, String> {
+    let time = match text.strip_suffix("us").map(str::parse) {
+        Some(Ok(us)) => Duration::from_micros(us),
+        Some(Err(_)) => {
+            return Err(format!(
+                "'{text}' is no time: expected such as 300us or 1ms"
+            ));
+        }
+        None => time(text)?,
+    };
+    crate::control::options::check_queue(time)
 }
 
 /// `pageferry recover`.

@@ -68,8 +68,8 @@ pub use limits::Limits;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
 pub use report::{
-    DestinationReport, FaultRecord, PageCounts, PassFigures, PhaseStart, SourceReport, StallRow,
-    StallStage, StallTimes,
+    DestinationReport, FaultRecord, PageCounts, PassFigures, PhaseStart, PrefetchCounts,
+    SourceReport, StallRow, StallStage, StallTimes,
 };
 pub use source::{
     Change, Checked, Connect, Route, Settings, SettingsError, SourceConfig, SourceFailure,

@@ -19,6 +19,18 @@ pub struct PageCounts {
     pub zero: u64,
 }
 
+/// The pages that the push sent early, since vCPUs seemed to be about to touch them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefetchCounts {
+    /// Pages that came before their touch: the guest requested a later page of the same sequence,
+    /// and not these.
+    pub in_time: u64,
+    /// Pages of which nothing shows that the guest touched them before the end of the migration.
+    pub unconfirmed: u64,
+    /// Requests for pages that were sent already, by prefetch or by the rest of the push.
+    pub late: u64,
+}
+
 /// The start of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseStart {
@@ -45,6 +57,8 @@ pub struct SourceReport {
     pub confirmed_ns: u64,
     /// Pages sent.
     pub pages: PageCounts,
+    /// The part of the background push that was guessed from requests.
+    pub prefetch: PrefetchCounts,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
     /// Bytes of pages written to all channels, without headers and descriptors.

@@ -56,6 +56,9 @@ pub(crate) struct MigrateOptions {
     /// Urgent channels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) urgent_channels: Option<u16>,
+    /// See [`SourceConfig::queue`], in microseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) queue_us: Option<u64>,
     /// See [`Limits::dead_after`], in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) dead_after_ms: Option<u64>,
@@ -96,6 +99,18 @@ pub(crate) fn plain(insecure: bool) -> PlainPolicy {
     }
 }
 
+/// Checks a time for which the push may keep the link busy.
+pub(crate) fn check_queue(time: Duration) -> Result<Duration, String> {
+    let (least, most) = (SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE);
+    if (least..=most).contains(&time) {
+        return Ok(time);
+    }
+    let (least, most) = (least.as_micros(), most.as_secs());
+    Err(format!(
+        "the push cannot keep a queue of {time:?}: choose {least}us to {most}s"
+    ))
+}
+
 impl MigrateOptions {
     /// The configuration of the source.
     ///
@@ -130,6 +145,10 @@ impl MigrateOptions {
             settings: self.settings(precopy_passes)?,
             bulk_channels: channels("bulk", self.channels, defaults.bulk_channels)?,
             urgent_channels: channels("urgent", self.urgent_channels, defaults.urgent_channels)?,
+            queue: match self.queue_us {
+                Some(us) => check_queue(Duration::from_micros(us))?,
+                None => defaults.queue,
+            },
             limits: limits(
                 self.dead_after_ms.map(Duration::from_millis),
                 self.give_up_after_ms.map(Duration::from_millis),
@@ -194,6 +213,7 @@ mod tests {
             (change(|o| o.channels = Some(0)), "1 to 16"),
             (change(|o| o.urgent_channels = Some(17)), "1 to 16"),
             (change(|o| o.dead_after_ms = Some(99)), "100 ms at least"),
+            (change(|o| o.queue_us = Some(0)), "50us to 1s"),
             (relative, "key is not absolute"),
             (both, "either `tls` or `insecure`"),
         ] {

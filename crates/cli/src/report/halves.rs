@@ -6,7 +6,8 @@ use crate::sampler::Sample;
 use pageferry_addr::RamPage;
 use pageferry_machine::Backing;
 use pageferry_migration::{
-    DestinationReport, PageCounts, PassFigures, PhaseStart, SourceReport, StallRow, StallStage,
+    DestinationReport, PageCounts, PassFigures, PhaseStart, PrefetchCounts, SourceReport, StallRow,
+    StallStage,
 };
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +38,27 @@ impl From<Pages> for PageCounts {
             urgent: pages.urgent,
             background: pages.background,
             zero: pages.zero,
+        }
+    }
+}
+
+/// The pages that the push sent early.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Prefetch {
+    /// Pages that came before their touch.
+    pub(crate) in_time: u64,
+    /// Pages of which no touch is known.
+    pub(crate) unconfirmed: u64,
+    /// Requests for pages that were sent already.
+    pub(crate) late: u64,
+}
+
+impl From<PrefetchCounts> for Prefetch {
+    fn from(counts: PrefetchCounts) -> Self {
+        Self {
+            in_time: counts.in_time,
+            unconfirmed: counts.unconfirmed,
+            late: counts.late,
         }
     }
 }
@@ -77,6 +99,9 @@ pub(crate) struct Sent {
     pub(crate) confirmed_ns: u64,
     /// Pages sent.
     pub(crate) pages: Pages,
+    /// The part of the background push that was guessed from requests.
+    #[serde(default)]
+    pub(crate) prefetch: Prefetch,
     /// Pages missing when the destination started.
     pub(crate) missing_at_start: u64,
     /// Bytes of pages sent.
@@ -111,6 +136,7 @@ impl Sent {
             last_stop_ns: report.last_stop_ns,
             confirmed_ns: report.confirmed_ns,
             pages: report.pages.into(),
+            prefetch: report.prefetch.into(),
             missing_at_start: report.missing_at_start,
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,

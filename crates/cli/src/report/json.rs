@@ -27,6 +27,7 @@ pub(super) fn show(report: &Report) -> Value {
             "background": pages.background,
             "zero": pages.zero,
         },
+        "prefetch": sent.map(|s| s.prefetch),
         "missing_at_start": sent.map(|s| s.missing_at_start).or(received.map(|r| r.missing_at_start)),
         "stall_us": report.stalls().map(stall_us),
         "stall_histogram": report.stalls().map(histogram),

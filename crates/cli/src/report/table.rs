@@ -99,6 +99,14 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
         for note in &sent.notes {
             row("pre-copy", note.clone());
         }
+        let prefetch = sent.prefetch;
+        row(
+            "prefetch",
+            format!(
+                "{} pages in time, {} unconfirmed; {} requests for pages that were sent already",
+                prefetch.in_time, prefetch.unconfirmed, prefetch.late
+            ),
+        );
         row(
             "missing at the start",
             format!("{} pages", sent.missing_at_start),

@@ -1,6 +1,6 @@
 //! Tests of the report as a whole: its computed values, and the form of its output.
 
-use super::halves::Pages;
+use super::halves::{Pages, Prefetch};
 use super::*;
 
 const START: u64 = 1_000_000_000;
@@ -39,6 +39,11 @@ fn report() -> Report {
                 background: 1900,
                 zero: 192,
             }),
+            prefetch: Prefetch {
+                in_time: 30,
+                unconfirmed: 8,
+                late: 2,
+            },
             missing_at_start: 2000,
             page_bytes: 40 << 20,
             background_bytes: 7 << 20,
@@ -126,6 +131,8 @@ fn json_has_the_keys_that_programs_rely_on() {
     for key in ["precopy", "urgent", "background", "zero"] {
         assert!(json["pages"][key].is_u64(), "{key}");
     }
+    let prefetch = serde_json::json!({"in_time": 30, "unconfirmed": 8, "late": 2});
+    assert_eq!(json["prefetch"], prefetch);
     for key in [
         "count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms",
     ] {

@@ -4,20 +4,26 @@
 //! A frame is in the ledger before its first byte is sent. So when the channel is lost, the pages
 //! of all frames without a receipt are known.
 
-use super::pages::PageFrame;
+use super::governor::Governor;
+use super::pages::{FRAME_PAGES, PageFrame};
 use super::shared::{Mode, Shared};
 use crate::bell::Bell;
 use crate::channel::{Connection, Wait};
+use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::sync::Ordering;
 use crate::wire::{Frame, FrameHeader, HEADER_BYTES, PAGE_BYTES, Role, Side};
+use pageferry_addr::RamPage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
+use tracing::debug;
 
 /// The frames without payload that one receive takes.
 const FRAMES: usize = 64;
+/// The interval at which the push looks whether urgent pages are answered. Answers take less.
+const GIVE_WAY: Duration = Duration::from_micros(50);
 
 /// A bulk channel at the source.
 pub(super) struct Bulk<'a> {
@@ -35,6 +41,25 @@ struct Incoming {
     filled: usize,
     heard: Instant,
     error: Option<MigrationError>,
+    /// The frames with a receipt.
+    frames: u64,
+    /// Of the push, from its first frame on.
+    governor: Option<Governor>,
+}
+
+/// What a bulk thread does next.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Next {
+    /// It sends the frame.
+    Send,
+    /// It waits for a receipt.
+    AwaitReceipt,
+    /// It waits until urgent pages are answered.
+    GiveWay,
+    /// It waits so long, for the limit of the rate.
+    Limited(Duration),
+    /// It waits until there is something to send.
+    Rest,
 }
 
 impl Bulk<'_> {
@@ -45,6 +70,8 @@ impl Bulk<'_> {
             filled: 0,
             heard: Instant::now(),
             error: None,
+            frames: 0,
+            governor: None,
         });
         crate::latency::prefer_short_slices();
         let sent = self.send_frames(&incoming);
@@ -54,6 +81,7 @@ impl Bulk<'_> {
 
     fn send_frames(&self, incoming: &RefCell<Incoming>) -> Result<(), MigrationError> {
         let mut frame = PageFrame::new(self.shared.ram);
+        let mut ahead = Vec::with_capacity(FRAME_PAGES as usize);
         let mut said = Instant::now();
         let mut alive = Vec::new();
         Frame::Alive.encode(&mut alive)?;
@@ -67,9 +95,9 @@ impl Bulk<'_> {
             if self.is_silent(incoming) {
                 return Err(MigrationError::Timeout("anything on a bulk channel"));
             }
-            let limited = self.shared.limiter.wait(self.shared.mode());
-            if limited.is_none() && self.fill(&mut frame)? {
-                self.send(&mut frame, &wait)?;
+            let next = self.fill(&mut frame, &mut ahead, incoming)?;
+            if next == Next::Send {
+                self.send(&mut frame, incoming, &wait)?;
                 said = Instant::now();
                 continue;
             }
@@ -77,34 +105,105 @@ impl Bulk<'_> {
                 self.connection.write_all(&alive, &wait)?;
                 said = Instant::now();
             }
-            self.sleep(limited)?;
+            self.sleep(next)?;
         }
     }
 
-    /// Fills the frame. Returns whether there is anything to send.
-    fn fill(&self, frame: &mut PageFrame<'_>) -> Result<bool, MigrationError> {
+    /// Fills the frame, if it may be sent now.
+    fn fill(
+        &self,
+        frame: &mut PageFrame<'_>,
+        ahead: &mut Vec<RamPage>,
+        incoming: &RefCell<Incoming>,
+    ) -> Result<Next, MigrationError> {
         let shared = self.shared;
         let mode = shared.mode();
-        if !matches!(mode, Mode::Copy | Mode::Push) {
-            return Ok(false);
+        if let Some(wait) = shared.limiter.wait(mode) {
+            if let Some(governor) = &mut incoming.borrow_mut().governor {
+                governor.limited();
+            }
+            return Ok(Next::Limited(wait));
         }
-        // From the cursor to the end, and once more from the beginning.
+        let filled = match mode {
+            Mode::Copy => self.search(|cursor| {
+                let next = frame.copy(&shared.ledger, cursor)?;
+                Ok((next, frame.list().is_empty()))
+            })?,
+            Mode::Push if shared.in_order.is_some() => {
+                let page = shared.next_in_order();
+                // SAFETY: see `push`.
+                unsafe { self.push(frame, page.as_slice(), FRAME_PAGES)? }
+            }
+            Mode::Push => {
+                let governor = &mut incoming.borrow_mut().governor;
+                let governor = governor.get_or_insert_with(|| Governor::new(shared.queue));
+                if shared.gate.is_closed() {
+                    governor.limited();
+                    return Ok(Next::GiveWay);
+                }
+                let Some(room) = governor.room() else {
+                    return Ok(Next::AwaitReceipt);
+                };
+                let most = (room / PAGE_BYTES as u64) as u32;
+                let unsent = shared.ledger.unsent();
+                let pages = shared.ram.pages();
+                let is_unsent = |page| unsent.test(page);
+                shared.prefetch.take(most as usize, pages, is_unsent, ahead);
+                // SAFETY: see `push`.
+                let filled = unsafe { self.push(frame, ahead, most)? };
+                if !filled {
+                    governor.limited();
+                }
+                filled
+            }
+            Mode::Hold | Mode::Answer => false,
+        };
+        if filled && shared.mode() != mode {
+            frame.give_back(&shared.ledger);
+            return Ok(Next::Rest);
+        }
+        Ok(if filled { Next::Send } else { Next::Rest })
+    }
+
+    /// Fills the frame of a guest that has stopped: with `pages`, or else from the cursor on.
+    ///
+    /// # Safety
+    /// The mode was [`Mode::Push`] when the caller looked: (1) the guest has stopped, and is not
+    /// resumed while the threads of channels live. (2) The VMM's own writes are refused (`Frozen`).
+    unsafe fn push(
+        &self,
+        frame: &mut PageFrame<'_>,
+        pages: &[RamPage],
+        most: u32,
+    ) -> Result<bool, MigrationError> {
+        let ledger = &self.shared.ledger;
+        if !pages.is_empty() {
+            // SAFETY: the caller's contract.
+            unsafe { frame.borrow_pages(ledger, pages)? };
+            if !frame.list().is_empty() {
+                return Ok(true);
+            }
+        }
+        self.search(|cursor| {
+            // SAFETY: the caller's contract.
+            let next = unsafe { frame.borrow(ledger, cursor, most)? };
+            Ok((next, frame.list().is_empty()))
+        })
+    }
+
+    /// Calls `fill` with the cursor, and once more from the beginning. It returns the next cursor,
+    /// and whether the frame is empty. Returns whether there is anything to send.
+    fn search(
+        &self,
+        mut fill: impl FnMut(usize) -> Result<(Option<usize>, bool), MigrationError>,
+    ) -> Result<bool, MigrationError> {
+        let shared = self.shared;
         let mut cursor = shared.cursor();
         loop {
-            let next = if mode == Mode::Copy {
-                frame.copy(&shared.ledger, cursor)?
-            } else {
-                // SAFETY: (1) in this mode the guest has stopped, and is not resumed while the
-                // threads of channels live. (2) The VMM's own writes are refused (`Frozen`).
-                unsafe { frame.borrow(&shared.ledger, cursor)? }
-            };
+            let (next, empty) = fill(cursor)?;
             shared.set_cursor(next.unwrap_or(0));
-            if !frame.list().is_empty() {
-                if shared.mode() == mode {
-                    return Ok(true);
-                }
-                frame.give_back(&shared.ledger);
-                return Ok(false);
+            if !empty {
+                return Ok(true);
             }
             if cursor == 0 || shared.ledger.unsent_count() == 0 {
                 return Ok(false);
@@ -113,7 +212,12 @@ impl Bulk<'_> {
         }
     }
 
-    fn send(&self, frame: &mut PageFrame<'_>, wait: &Wait<'_>) -> Result<(), MigrationError> {
+    fn send(
+        &self,
+        frame: &mut PageFrame<'_>,
+        incoming: &RefCell<Incoming>,
+        wait: &Wait<'_>,
+    ) -> Result<(), MigrationError> {
         let list = frame.list();
         let (data, zero) = (u64::from(list.data_pages()), list.zero_pages());
         let runs = list.runs().iter();
@@ -123,6 +227,9 @@ impl Bulk<'_> {
         );
         let bytes = data * PAGE_BYTES as u64;
         self.shared.limiter.charge(self.shared.mode(), bytes);
+        if let Some(governor) = &mut incoming.borrow_mut().governor {
+            governor.sent(monotonic_ns(), bytes);
+        }
         frame.send(self.connection, wait)?;
         let figures = &self.shared.figures;
         figures.data.fetch_add(data, Ordering::Relaxed);
@@ -143,22 +250,26 @@ impl Bulk<'_> {
         })
     }
 
-    /// Sleeps until something has come back, the bell rings, or it is time to say something. Then
-    /// the limit of the rate is over, too.
-    fn sleep(&self, limited: Option<Duration>) -> Result<(), MigrationError> {
+    /// Sleeps until something has come back, the bell rings, or it is time to say something.
+    fn sleep(&self, next: Next) -> Result<(), MigrationError> {
         self.bell.hush();
         let shared = self.shared;
-        // What was unsent before the bell was hushed is seen here.
-        let sending = matches!(shared.mode(), Mode::Copy | Mode::Push);
-        if limited.is_none() && sending && shared.ledger.unsent_count() > 0 {
-            return Ok(());
-        }
+        let nap = match next {
+            Next::GiveWay => GIVE_WAY,
+            Next::Limited(wait) => wait.min(shared.limits.interval()),
+            // What was unsent before the bell was hushed is seen here.
+            Next::Rest
+                if matches!(shared.mode(), Mode::Copy | Mode::Push)
+                    && shared.ledger.unsent_count() > 0 =>
+            {
+                return Ok(());
+            }
+            _ => shared.limits.interval(),
+        };
         let mut fds = [
             PollFd::new(self.connection, PollFlags::IN),
             PollFd::new(self.bell, PollFlags::IN),
         ];
-        let interval = shared.limits.interval();
-        let nap = limited.map_or(interval, |wait| wait.min(interval));
         let nap = Timespec::try_from(nap).expect("a short time");
         match poll(&mut fds, Some(&nap)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
@@ -175,6 +286,7 @@ impl Incoming {
                 return Ok(());
             };
             self.heard = Instant::now();
+            let now = monotonic_ns();
             self.filled += got;
             let mut at = 0;
             while let Some(head) = self.buffer[at..self.filled].first_chunk::<HEADER_BYTES>() {
@@ -183,9 +295,16 @@ impl Incoming {
                 match Frame::decode(&header, &[], bulk.shared.ram.pages())? {
                     Frame::Receipt { frames } => {
                         let ledger = &bulk.shared.ledger;
+                        let before = std::mem::replace(&mut self.frames, frames);
                         let taken = ledger.receipt(bulk.index, frames);
                         if taken.map_err(ProtocolError::from)?.pages > 0 {
                             bulk.shared.check_acknowledged();
+                        }
+                        if let Some(governor) = &mut self.governor
+                            && governor.receipts(now, frames - before)
+                        {
+                            let channel = bulk.index;
+                            debug!(channel, %governor, "the push was measured");
                         }
                     }
                     Frame::Alive => {}

@@ -6,7 +6,7 @@ use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
-use crate::report::{PageCounts, PhaseStart, SourceReport};
+use crate::report::{PageCounts, PhaseStart, PrefetchCounts, SourceReport};
 use crate::session::source::{End, Stage};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
@@ -27,6 +27,7 @@ pub(super) fn new_report() -> SourceReport {
         sent_at_ns: 0,
         confirmed_ns: 0,
         pages: PageCounts::default(),
+        prefetch: PrefetchCounts::default(),
         missing_at_start: 0,
         page_bytes: 0,
         background_bytes: 0,
@@ -163,6 +164,10 @@ impl Supervisor<'_, '_, '_> {
             urgent: load(&figures.urgent),
             background,
             zero: load(&figures.zero),
+        };
+        self.report.prefetch = PrefetchCounts {
+            late: load(&figures.late),
+            ..self.shared.prefetch.counts()
         };
         self.report.page_bytes = load(&figures.page_bytes);
         self.report.background_bytes = background * PAGE_SIZE;

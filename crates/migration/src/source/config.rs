@@ -26,7 +26,8 @@ pub struct SourceConfig {
     /// what was sent there before: first come, first served. That is for comparisons.
     pub preempt: bool,
     /// The time that the background push may keep the link busy beyond the least round trip. An
-    /// urgent page waits about as long at most. At least [`SourceConfig::MIN_QUEUE`].
+    /// urgent page waits about as long at most. From [`SourceConfig::MIN_QUEUE`] to
+    /// [`SourceConfig::MAX_QUEUE`]; other values count as the nearer of the two.
     pub queue: Duration,
     /// The number of bulk channels, 1 to [`SourceConfig::MAX_CHANNELS`].
     pub bulk_channels: u16,
@@ -51,6 +52,8 @@ impl SourceConfig {
     pub const QUEUE: Duration = Duration::from_micros(300);
     /// The least value of [`Self::queue`].
     pub const MIN_QUEUE: Duration = Duration::from_micros(50);
+    /// The largest value of [`Self::queue`].
+    pub const MAX_QUEUE: Duration = Duration::from_secs(1);
     /// The most channels of a kind.
     pub const MAX_CHANNELS: u16 = crate::wire::MAX_CHANNELS;
 }

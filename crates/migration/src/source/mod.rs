@@ -21,6 +21,9 @@
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
 //! | `limiter` | limits of rates, for all threads |
+//! | `gate` | stops the push while urgent pages are answered |
+//! | `governor` | how much of the push may be under way |
+//! | `prefetch` | which pages vCPUs will probably touch next |
 //! | `check` | a handshake without a migration |
 //!
 //! | failure | guest | why that is safe |
@@ -36,16 +39,22 @@ mod completion;
 mod config;
 mod convergence;
 mod forecast;
+mod gate;
+mod governor;
 mod limiter;
 mod note;
 mod pages;
 mod precopy;
+mod prefetch;
 mod recovery;
 mod settings;
 mod setup;
 mod shared;
 mod switchover;
 mod urgent;
+
+#[cfg(all(test, shuttle))]
+mod model;
 
 pub use check::{Checked, check};
 pub use commands::SourceSession;
@@ -178,7 +187,8 @@ fn attempt(
         .map_err(|e| early(MigrationError::os("cannot make a session's secret", e)))?;
     let protection =
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
-    let shared = Shared::new(ram, ledger, &session.letters, &config.limits);
+    let vcpus = vm.threads.count();
+    let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
     let settings = session.settings().unwrap_or(config.settings);
     shared
         .limiter

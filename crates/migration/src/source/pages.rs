@@ -17,9 +17,9 @@ use pageferry_machine::GuestRam;
 use std::io::IoSlice;
 use std::ops::Range;
 
-/// The data pages of a frame: 256 KiB, so that hashed bytes are still in the cache when they are
-/// sent.
-const FRAME_PAGES: u32 = 64;
+/// The most data pages of a frame: 256 KiB, so that hashed bytes are still in the cache when they
+/// are sent.
+pub(super) const FRAME_PAGES: u32 = 64;
 
 /// The zero pages of a frame of a stopped guest. A vCPU that waits for one of them waits for the
 /// whole frame.
@@ -56,6 +56,8 @@ pub(super) struct PageFrame<'a> {
     copies: Vec<u8>,
     /// Whether the guest runs.
     copied: bool,
+    /// The most data pages of this frame.
+    most: u32,
     /// The result of the last search for allocated pages: its start, and the next allocated range.
     allocated: (u64, Range<u64>),
 }
@@ -68,6 +70,7 @@ impl<'a> PageFrame<'a> {
             head: Vec::new(),
             copies: Vec::new(),
             copied: false,
+            most: FRAME_PAGES,
             allocated: (0, 0..0),
         }
     }
@@ -94,13 +97,15 @@ impl<'a> PageFrame<'a> {
         cursor: usize,
     ) -> Result<Option<usize>, MigrationError> {
         self.copied = true;
+        self.most = FRAME_PAGES;
         self.copies.resize(FRAME_PAGES as usize * PAGE_BYTES, 0);
         // The guest may have written a hole since the last frame.
         self.allocated = (0, 0..0);
         self.fill(ledger, cursor, RUNNING_ZERO_PAGES)
     }
 
-    /// As [`Self::copy`], for a guest that has stopped for good.
+    /// As [`Self::copy`], for a guest that has stopped for good. The frame has at most `most` data
+    /// pages, 1 to [`FRAME_PAGES`].
     ///
     /// # Safety
     /// Until the frame is sent or dropped:
@@ -110,10 +115,38 @@ impl<'a> PageFrame<'a> {
         &mut self,
         ledger: &Ledger,
         cursor: usize,
+        most: u32,
     ) -> Result<Option<usize>, MigrationError> {
         self.copied = false;
         self.copies = Vec::new();
+        self.most = most;
         self.fill(ledger, cursor, FRAME_ZERO_PAGES)
+    }
+
+    /// Fills the frame with those of `pages` that are unsent. They ascend, and are at most
+    /// [`FRAME_PAGES`].
+    ///
+    /// # Safety
+    /// As for [`Self::borrow`].
+    pub(super) unsafe fn borrow_pages(
+        &mut self,
+        ledger: &Ledger,
+        pages: &[RamPage],
+    ) -> Result<(), MigrationError> {
+        self.copied = false;
+        self.copies = Vec::new();
+        self.most = FRAME_PAGES;
+        self.list.clear();
+        for page in pages {
+            if ledger.claim(*page) {
+                let page = page.index()..page.index() + 1;
+                if self.add(page.clone())?.end == page.start {
+                    ledger.unclaim(page);
+                    break;
+                }
+            }
+        }
+        Ok(())
     }
 
     fn fill(
@@ -125,7 +158,7 @@ impl<'a> PageFrame<'a> {
         self.list.clear();
         let mut at = cursor;
         let mut zero = 0;
-        while self.list.data_pages() < FRAME_PAGES && zero < most_zero {
+        while self.list.data_pages() < self.most && zero < most_zero {
             let Some(next) = ledger.unsent().next_set(at) else {
                 return Ok(None);
             };
@@ -133,7 +166,7 @@ impl<'a> PageFrame<'a> {
             let limit = if self.is_hole(next as u64)? {
                 (self.allocated.1.start - next as u64).min(most_zero - zero)
             } else {
-                u64::from(FRAME_PAGES - self.list.data_pages())
+                u64::from(self.most - self.list.data_pages())
             };
             let Some(claimed) = ledger.claim_run(next, limit as usize) else {
                 return Ok(None);
@@ -159,7 +192,7 @@ impl<'a> PageFrame<'a> {
             let page = RamPage(index as u64);
             let kind = if self.is_hole(page.0)? {
                 RunKind::Zero
-            } else if self.list.data_pages() == FRAME_PAGES {
+            } else if self.list.data_pages() == self.most {
                 // Other threads have claimed the hole that this run was to be.
                 return Ok(added);
             } else if self.is_zero(page) {

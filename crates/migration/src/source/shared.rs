@@ -8,11 +8,17 @@ use crate::session::source::Event;
 use crate::session::{ChannelId, Generation};
 use crate::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use pageferry_machine::GuestRam;
-use std::time::Duration;
 
+use super::SourceConfig;
 use super::commands::Command;
+use super::gate::Gate;
 use super::limiter::Limiter;
+use super::prefetch::Prefetch;
 use crate::channel::Connection;
+use pageferry_addr::RamPage;
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 /// A letter to the supervisor.
 pub(super) enum Letter {
@@ -48,13 +54,16 @@ pub(super) enum Mode {
 #[derive(Debug, Default)]
 pub(super) struct Figures {
     pub(super) urgent: AtomicU64,
+    /// Requests for pages that were under way, or at the destination.
+    pub(super) late: AtomicU64,
     pub(super) data: AtomicU64,
     pub(super) zero: AtomicU64,
     pub(super) page_bytes: AtomicU64,
 }
 
-/// The value of `hint` if no request has come since it was taken.
-const NO_HINT: u64 = u64::MAX;
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The state that the supervisor shares with the threads of the channels.
 pub(super) struct Shared<'a> {
@@ -72,7 +81,14 @@ pub(super) struct Shared<'a> {
     pub(super) ended: AtomicBool,
     mode: AtomicU8,
     cursor: AtomicU64,
-    hint: AtomicU64,
+    /// What the requests say about the pages that vCPUs touch next.
+    pub(super) prefetch: Prefetch,
+    /// The part of [`SourceConfig::queue`] of each bulk channel.
+    pub(super) queue: Duration,
+    /// Closed while urgent pages are being answered.
+    pub(super) gate: Gate,
+    /// Requested pages that follow on the bulk channels ([`SourceConfig::preempt`]).
+    pub(super) in_order: Option<Mutex<VecDeque<RamPage>>>,
 }
 
 impl<'a> Shared<'a> {
@@ -80,8 +96,10 @@ impl<'a> Shared<'a> {
         ram: &'a GuestRam,
         ledger: Ledger,
         letters: &'a Mailbox<Letter>,
-        limits: &'a Limits,
+        config: &'a SourceConfig,
+        vcpus: usize,
     ) -> Self {
+        let limits = &config.limits;
         Self {
             ram,
             ledger,
@@ -95,7 +113,13 @@ impl<'a> Shared<'a> {
             ended: AtomicBool::new(false),
             mode: AtomicU8::new(Mode::Hold as u8),
             cursor: AtomicU64::new(0),
-            hint: AtomicU64::new(NO_HINT),
+            prefetch: Prefetch::new(vcpus),
+            queue: config
+                .queue
+                .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE)
+                / u32::from(config.bulk_channels.max(1)),
+            gate: Gate::new(),
+            in_order: (!config.preempt).then(Mutex::default),
         }
     }
 
@@ -130,24 +154,28 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Moves the push behind a requested page: a guest often touches nearby pages next.
-    pub(super) fn hint(&self, behind: u64) {
-        self.hint.store(behind + 1, Ordering::Relaxed);
-    }
-
     /// Where the next frame begins to look for unsent pages.
     pub(super) fn cursor(&self) -> usize {
-        let hint = self.hint.load(Ordering::Relaxed);
-        if hint != NO_HINT {
-            self.hint.store(NO_HINT, Ordering::Relaxed);
-            return hint as usize;
-        }
         self.cursor.load(Ordering::Relaxed) as usize
     }
 
     /// Threads that store at once only make one of them look at pages that are not unsent.
     pub(super) fn set_cursor(&self, next: usize) {
         self.cursor.store(next as u64, Ordering::Relaxed);
+    }
+
+    /// Queues a requested page for the bulk channels. Returns false if the page has to be answered.
+    pub(super) fn put_in_order(&self, page: RamPage) -> bool {
+        let Some(pages) = self.in_order.as_ref().filter(|_| self.mode() == Mode::Push) else {
+            return false;
+        };
+        lock(pages).push_back(page);
+        true
+    }
+
+    /// Takes the page that was requested first, of those that follow on the bulk channels.
+    pub(super) fn next_in_order(&self) -> Option<RamPage> {
+        lock(self.in_order.as_ref()?).pop_front()
     }
 
     /// Whether channels of `generation` are still wanted.

@@ -58,6 +58,7 @@ impl Urgent<'_> {
         let answered = self.answer(&incoming);
         let mut incoming = incoming.into_inner();
         // Pages that were claimed and are in no message.
+        self.shared.gate.answered(incoming.claimed.len());
         for (page, _) in incoming.claimed.drain(..) {
             self.shared.ledger.unclaim(page.index()..page.index() + 1);
         }
@@ -81,7 +82,9 @@ impl Urgent<'_> {
             }
             let pages = std::mem::take(&mut incoming.borrow_mut().claimed);
             if !pages.is_empty() {
-                self.reply(&pages, &wait)?;
+                let replied = self.reply(&pages, &wait);
+                self.shared.gate.answered(pages.len());
+                replied?;
                 said = Instant::now();
                 spinner = Spinner::new(URGENT_SPIN);
                 continue;
@@ -197,10 +200,15 @@ impl Incoming {
                 Err(ProtocolError::EarlyRequest { page }.into())
             }
             UrgentKind::Request => {
-                // Otherwise the page was sent already, on any channel.
-                if shared.ledger.claim(page) {
-                    shared.hint(page.0);
+                shared.prefetch.requested(page);
+                if shared.put_in_order(page) {
+                    // A bulk channel sends it.
+                } else if shared.ledger.claim(page) {
+                    shared.gate.to_answer(1);
                     self.claimed.push((page, self.heard));
+                } else {
+                    // The page was sent already, on any channel.
+                    shared.figures.late.fetch_add(1, Ordering::Relaxed);
                 }
                 Ok(())
             }

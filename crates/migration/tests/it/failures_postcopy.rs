@@ -99,6 +99,7 @@ const CASES: &[Case] = &[
         name: "a receipt that goes back",
         script: |peer| {
             peer.take_frame();
+            peer.receipt(1);
             peer.take_frame();
             peer.receipt(2);
             peer.receipt(1);

@@ -12,6 +12,7 @@ mod handshake_common;
 mod move_backings;
 mod move_vm;
 mod precopy;
+mod prefetch;
 mod recorded;
 mod recovery;
 mod recovery_figures;

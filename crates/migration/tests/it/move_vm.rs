@@ -68,6 +68,32 @@ fn a_soft_vm_moves_with_and_without_precopy() {
     }
 }
 
+/// First come, first served: the bulk channels carry the requested pages too.
+#[test]
+fn a_vm_moves_with_its_requested_pages_in_order() {
+    let _parallel = crate::alone::in_parallel();
+    for bulk_channels in [1, 3] {
+        let source = WorkloadVm::booted(Engine::Soft, 2, 16 * MIB);
+        source.wait_progress(64);
+        let config = SourceConfig {
+            settings: Switch::NOW.into(),
+            preempt: false,
+            bulk_channels,
+            ..SourceConfig::default()
+        };
+        let moved = move_vm(source, &config, DestinationConfig::default());
+        let (sent, received) = (moved.sent.unwrap(), moved.received.unwrap());
+        assert_eq!(sent.pages, received.pages);
+        assert!(
+            sent.pages.background > sent.pages.urgent,
+            "{:?}",
+            sent.pages
+        );
+        moved.destination.wait_progress(64);
+        moved.destination.assert_verifies();
+    }
+}
+
 #[test]
 fn a_kvm_vm_moves_by_every_delivery() {
     let _parallel = crate::alone::in_parallel();

@@ -167,7 +167,6 @@ fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
         wait_for("pages", || (session.status().page_bytes > 0).then_some(()));
         let now = Change {
             switch: Some(Switch::NOW),
-            max_bandwidth: Some(None),
             max_postcopy_bandwidth: Some(Some(Settings::MIN_RATE)),
             ..Change::default()
         };
@@ -176,6 +175,7 @@ fn a_pass_ends_in_the_middle_when_the_operator_says_now() {
         wait_for("the hand-over", || (stage() == "handed-over").then_some(()));
         assert_eq!(session.set(&now), Err(SettingsError::TooLate));
         let faster = Change {
+            max_bandwidth: Some(None),
             max_postcopy_bandwidth: Some(None),
             ..Change::default()
         };

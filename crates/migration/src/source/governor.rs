@@ -1,0 +1,362 @@
+//! How much of the background push may be under way on one channel.
+//!
+//! **Guarantee.** Bytes under way stay below the measured rate times the least round trip and the
+//! allowed queue, but for one frame. They exceed it for a few round trips while the governor looks
+//! for more rate, or after the rate has fallen. A channel with work and nothing under way may always
+//! send. So urgent pages wait about the allowed queue on a link that they share with the push.
+//!
+//! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
+//! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
+//! tells its round trip, and that its bytes were delivered.
+//!
+//! - The *rate* is the largest of the samples of the last half to whole [`WINDOW`]. A sample is the
+//!   bytes delivered in [`SAMPLE`], or in a round trip if that is longer. Time with nothing under way
+//!   does not count: the sender had no pages, or gave way to urgent ones.
+//! - The *least round trip* is that of one page on an empty channel. Every [`PROBE_INTERVAL`] the
+//!   governor lets the channel run empty and measures it again. So it follows a route that gets
+//!   longer, or a peer that gets busy.
+//! - While the queue drains between frames, there may be more rate than the bound lets show. The
+//!   bound then grows with each round trip: twofold at first, later by a quarter.
+//!
+//! The rate and the least round trip are those of BBR (Cardwell et al., ACM Queue 2016); the bound
+//! has the allowed queue in place of BBR's factor of two.
+//!
+//! Each channel has a governor of its own, and an equal part of the allowed queue. A channel's least
+//! round trip contains the queues of the others, so the queues add up to the allowed one.
+//!
+//! **Neighbours.** `bulk` asks for room before each frame, and reports frames and receipts.
+
+#[cfg(all(test, not(shuttle)))]
+mod tests;
+
+use crate::wire::PAGE_BYTES;
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::Duration;
+
+/// The largest frame.
+pub(super) const FRAME_BYTES: u64 = 64 * PAGE_BYTES as u64;
+/// The smallest frame.
+const LEAST_FRAME: u64 = PAGE_BYTES as u64;
+/// The bound before the first receipt.
+const FIRST_BOUND: u64 = 8 * PAGE_BYTES as u64;
+/// The largest bound: 256 MiB.
+const MOST: u64 = 1 << 28;
+/// The longest time for which one frame occupies the link.
+const FRAME_TIME: u64 = 250_000;
+/// The frames that make up the bound. With fewer, the link would run empty before a receipt.
+const FRAMES: u64 = 3;
+/// The least length of a sample of the rate. A link may let a burst of some 100 KiB pass at once, and
+/// says nothing of its rate by that.
+const SAMPLE: u64 = 10_000_000;
+/// The age at which samples of the rate are forgotten.
+const WINDOW: u64 = 500_000_000;
+/// The interval between measurements of the least round trip, and its least multiple of it.
+const PROBE_INTERVAL: u64 = 1_000_000_000;
+const PROBE_ROUND_TRIPS: u64 = 200;
+/// The round trips after which a bound stops to double if the rate has not grown.
+const ROUNDS_WITHOUT_GAIN: u32 = 3;
+/// The frames of a measurement.
+const PROBE_FRAMES: u32 = 3;
+
+/// A frame without a receipt.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    bytes: u64,
+    at: u64,
+    /// The bytes delivered when it was sent.
+    delivered: u64,
+    /// Whether the sender had stopped by itself a short time before.
+    limited: bool,
+    probe: bool,
+}
+
+/// The governor of one channel. Times are in nanoseconds of one clock.
+#[derive(Debug)]
+pub(super) struct Governor {
+    queue: u64,
+    frames: VecDeque<Sent>,
+    under_way: u64,
+    delivered: u64,
+    /// Frames count as limited until this many bytes are delivered.
+    limited_until: u64,
+    /// The bytes of the current sample, and the time with bytes under way in it.
+    sample: (u64, u64),
+    /// The end of the part of that time that is counted.
+    counted_until: u64,
+    /// The largest samples of the current and of the last half of the window.
+    rates: [u64; 2],
+    half_began: u64,
+    round_trip: Option<u64>,
+    bound: u64,
+    growth: Growth,
+    /// The shortest queue in the current round trip, and the delivered bytes that end it.
+    standing: u64,
+    round_ends: u64,
+    /// Whether the sender stopped by itself in the current round trip.
+    drained_by_itself: bool,
+    /// The rate when it last grew by a quarter, and the round trips since then.
+    best: u64,
+    rounds_without_gain: u32,
+    probe: Probe,
+    probed_at: u64,
+}
+
+/// How the bound grows beyond the one that was measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Growth {
+    Off,
+    /// By a quarter in a round trip.
+    Slow,
+    /// It doubles in a round trip: until there is a queue, or the rate stops to grow.
+    Fast,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Probe {
+    Off,
+    /// The channel runs empty. Then this number of frames is measured.
+    Draining,
+    Measuring {
+        left: u32,
+        least: u64,
+    },
+}
+
+impl Governor {
+    pub(super) fn new(queue: Duration) -> Self {
+        Self {
+            queue: u64::try_from(queue.as_nanos()).unwrap_or(u64::MAX),
+            frames: VecDeque::new(),
+            under_way: 0,
+            delivered: 0,
+            limited_until: 0,
+            sample: (0, 0),
+            counted_until: 0,
+            rates: [0; 2],
+            half_began: 0,
+            round_trip: None,
+            bound: FIRST_BOUND,
+            growth: Growth::Fast,
+            standing: u64::MAX,
+            round_ends: 0,
+            drained_by_itself: false,
+            best: 0,
+            rounds_without_gain: 0,
+            probe: Probe::Draining,
+            probed_at: 0,
+        }
+    }
+
+    /// The bytes of pages that the next frame may have, or `None` if a receipt must come first.
+    pub(super) fn room(&self) -> Option<u64> {
+        if self.under_way == 0 {
+            return Some(match self.probe {
+                Probe::Off => self.frame(),
+                Probe::Draining | Probe::Measuring { .. } => LEAST_FRAME,
+            });
+        }
+        let frame = self.frame();
+        let left = self.bound.saturating_sub(self.under_way) / LEAST_FRAME * LEAST_FRAME;
+        // Half a frame may fill the rest, but small frames cost the peer more than they bring.
+        let fits = self.probe == Probe::Off && left >= (frame / 2).max(LEAST_FRAME);
+        fits.then(|| frame.min(left))
+    }
+
+    /// Notes a frame of which `bytes` are sent now.
+    pub(super) fn sent(&mut self, now: u64, bytes: u64) {
+        if self.under_way == 0 {
+            self.counted_until = now;
+        }
+        let is_small = bytes < LEAST_FRAME;
+        if is_small {
+            self.limited();
+        }
+        let probe = match self.probe {
+            Probe::Off => false,
+            Probe::Draining if !is_small && self.under_way == 0 => {
+                self.probe = Probe::Measuring {
+                    left: PROBE_FRAMES,
+                    least: u64::MAX,
+                };
+                true
+            }
+            Probe::Draining => false,
+            Probe::Measuring { .. } => !is_small,
+        };
+        self.frames.push_back(Sent {
+            bytes,
+            at: now,
+            delivered: self.delivered,
+            limited: self.delivered < self.limited_until,
+            probe,
+        });
+        self.under_way += bytes;
+    }
+
+    /// The sender stops by itself now, not for want of room.
+    pub(super) fn limited(&mut self) {
+        self.limited_until = (self.delivered + self.under_way).max(1);
+    }
+
+    /// Notes the receipts of the next `frames` frames. Returns whether the least round trip was
+    /// measured anew.
+    pub(super) fn receipts(&mut self, now: u64, frames: u64) -> bool {
+        let probed_at = self.probed_at;
+        for _ in 0..frames {
+            let Some(frame) = self.frames.pop_front() else {
+                break;
+            };
+            self.receipt(now, frame);
+        }
+        self.probed_at != probed_at
+    }
+
+    fn receipt(&mut self, now: u64, frame: Sent) {
+        self.under_way -= frame.bytes;
+        self.delivered += frame.bytes;
+        self.count(now, frame.bytes);
+        let round_trip = now.saturating_sub(frame.at).max(1);
+        if frame.bytes >= LEAST_FRAME {
+            self.round_trip = Some(self.round_trip.map_or(round_trip, |t| t.min(round_trip)));
+        }
+        self.note_probe(now, frame, round_trip);
+        self.adjust(frame, round_trip);
+    }
+
+    /// Counts delivered bytes to the current sample. It ends when it is long enough.
+    fn count(&mut self, now: u64, bytes: u64) {
+        let (all, time) = &mut self.sample;
+        let took = now.saturating_sub(self.counted_until);
+        self.counted_until = now;
+        if bytes < LEAST_FRAME {
+            // Zero pages take the peer's time, not the link's.
+            return;
+        }
+        *all += bytes;
+        *time += took;
+        if *time < self.round_trip.map_or(SAMPLE, |least| SAMPLE.max(least)) {
+            return;
+        }
+        let rate = per_second(*all, *time);
+        self.sample = (0, 0);
+        if now.saturating_sub(self.half_began) > WINDOW / 2 {
+            self.half_began = now;
+            self.rates = [0, self.rates[0]];
+        }
+        self.rates[0] = self.rates[0].max(rate);
+    }
+
+    fn note_probe(&mut self, now: u64, frame: Sent, round_trip: u64) {
+        match self.probe {
+            Probe::Measuring { left, least } if frame.probe => {
+                let least = least.min(round_trip);
+                if left > 1 {
+                    let left = left - 1;
+                    self.probe = Probe::Measuring { left, least };
+                } else {
+                    self.round_trip = Some(least);
+                    self.probe = Probe::Off;
+                    self.probed_at = now;
+                    self.limited();
+                }
+            }
+            Probe::Off => {
+                let interval = PROBE_ROUND_TRIPS * self.round_trip.unwrap_or(0);
+                if now.saturating_sub(self.probed_at) > interval.max(PROBE_INTERVAL) {
+                    self.probe = Probe::Draining;
+                }
+            }
+            Probe::Draining | Probe::Measuring { .. } => {}
+        }
+    }
+
+    /// Sets the bound anew.
+    fn adjust(&mut self, frame: Sent, round_trip: u64) {
+        let Some(least) = self.round_trip else {
+            return;
+        };
+        let rate = self.rate();
+        let own = time_of(frame.bytes.saturating_sub(LEAST_FRAME), rate);
+        let queued = round_trip.saturating_sub(least + own);
+        if !frame.probe {
+            self.standing = self.standing.min(queued);
+            self.drained_by_itself |= frame.limited;
+        }
+        if frame.delivered >= self.round_ends && self.standing < u64::MAX {
+            // A round trip is over. The shortest queue in it is one that never drains.
+            if self.standing > self.queue / 2 {
+                self.growth = Growth::Off;
+            } else if self.standing < self.queue / 4
+                && self.growth == Growth::Off
+                && !self.drained_by_itself
+            {
+                self.growth = Growth::Slow;
+            }
+            if rate > self.best / 4 * 5 {
+                (self.best, self.rounds_without_gain) = (rate, 0);
+            } else {
+                self.rounds_without_gain += 1;
+            }
+            if self.growth == Growth::Fast && self.rounds_without_gain == ROUNDS_WITHOUT_GAIN {
+                self.growth = Growth::Off;
+            }
+            self.standing = u64::MAX;
+            self.drained_by_itself = false;
+            self.round_ends = self.delivered + self.under_way;
+        }
+        // With fewer whole pages than this the link would be idle between them.
+        let busy = bytes_in(rate, least).next_multiple_of(LEAST_FRAME);
+        let target = bytes_in(rate, least.saturating_add(self.queue)).max(busy);
+        let more = if frame.limited { 0 } else { frame.bytes };
+        self.bound = match self.growth {
+            Growth::Off => target,
+            Growth::Slow => {
+                let most = (target / 4 * 5).max(target + LEAST_FRAME);
+                (self.bound + more / 4).clamp(target, most)
+            }
+            Growth::Fast => (self.bound + more).clamp(target, (2 * target).max(FIRST_BOUND)),
+        };
+        self.bound = self.bound.clamp(LEAST_FRAME, MOST);
+    }
+
+    /// The measured rate in bytes a second. 0 before the first receipt.
+    pub(super) fn rate(&self) -> u64 {
+        self.rates[0].max(self.rates[1])
+    }
+
+    fn frame(&self) -> u64 {
+        let most = match self.rate() {
+            0 => LEAST_FRAME,
+            rate => bytes_in(rate, FRAME_TIME).min(self.bound / FRAMES),
+        };
+        (most / LEAST_FRAME * LEAST_FRAME).clamp(LEAST_FRAME, FRAME_BYTES)
+    }
+}
+
+impl fmt::Display for Governor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (rate, bound) = (self.rate(), self.bound);
+        let round_trip = Duration::from_nanos(self.round_trip.unwrap_or(0));
+        write!(
+            f,
+            "{rate} B/s, at least {round_trip:?} a round trip, at most {bound} B under way"
+        )
+    }
+}
+
+/// Bytes a second.
+fn per_second(bytes: u64, ns: u64) -> u64 {
+    u64::try_from(u128::from(bytes) * 1_000_000_000 / u128::from(ns)).unwrap_or(u64::MAX)
+}
+
+/// The time in nanoseconds that bytes take at `rate`.
+fn time_of(bytes: u64, rate: u64) -> u64 {
+    let ns = u128::from(bytes) * 1_000_000_000 / u128::from(rate.max(1));
+    u64::try_from(ns).unwrap_or(u64::MAX)
+}
+
+/// The bytes that pass in `ns` at `rate`.
+fn bytes_in(rate: u64, ns: u64) -> u64 {
+    u64::try_from(u128::from(rate) * u128::from(ns) / 1_000_000_000).unwrap_or(u64::MAX)
+}
