@@ -11,7 +11,8 @@ use pageferry_machine::Engine;
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use pageferry_migration::{
-    Resolver, Route, SourceConfig, SourceReport, SourceSession, TlsFiles, Unobserved, migrate,
+    Resolver, Route, SourceConfig, SourceReport, SourceSession, Switch, TlsFiles, Unobserved,
+    migrate,
 };
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -241,7 +242,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
     send_line("ready")?;
     let to = parse_address(&read_line()?)?;
     let config = SourceConfig {
-        precopy_passes: passes,
+        settings: Switch::AfterPasses(passes).into(),
         push_background: push,
         bulk_channels: channels.bulk,
         tls: channels.tls.clone(),

@@ -3,11 +3,11 @@
 use crate::bench::BenchArgs;
 use crate::control::options::TlsOptions;
 use crate::exit::TABLE;
-use crate::size;
+use crate::{rate, size};
 use clap::{Args, Parser, Subcommand};
 use pageferry_machine::{ArmOptions, Backing, Delivery, EngineChoice, MAX_VCPUS};
 use pageferry_migration::address::Address;
-use pageferry_migration::{CpuList, Limits, SourceConfig};
+use pageferry_migration::{CpuList, Limits, Settings, SourceConfig, Switch};
 use std::path::PathBuf;
 use std::time::Duration;
 use tracing::level_filters::LevelFilter;
@@ -80,6 +80,12 @@ pub(crate) enum Command {
     ///
     /// The VM is paused for the check. It runs on afterwards if it ran before.
     Verify(VmArgs),
+    /// Change when a migration of a VM on this host switches over, and how fast it sends
+    ///
+    /// Limits count at once. `--switch now` ends pre-copy, also in the middle of a pass. After the
+    /// switch-over only the limits of rates can change.
+    #[command(after_help = EXIT_CODES)]
+    Set(SetArgs),
     /// Cancel a migration of a VM on this host
     ///
     /// The VM runs on here. It is too late once the VM is handed over.
@@ -202,16 +208,75 @@ impl DeliveryArgs {
     }
 }
 
-/// The most pre-copy passes. Each may cost as much as the first, and after a few there is no gain.
-pub(crate) const MAX_PASSES: u32 = 64;
-
 /// Options of a migration's source.
 #[derive(Debug, Args)]
 pub(crate) struct SourceArgs {
     /// Passes over the memory while the guest still runs at the source; with 0 all pages follow
-    /// after the switch-over
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_PASSES)))]
-    pub(crate) precopy_passes: u32,
+    /// after the switch-over [default: 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=i64::from(Switch::MAX_PASSES)))]
+    pub(crate) precopy_passes: Option<u32>,
+}
+
+impl SourceArgs {
+    /// The settings of a migration that nothing else sets.
+    pub(crate) fn settings(&self) -> Settings {
+        let passes = self.precopy_passes.map(Switch::AfterPasses);
+        passes.map_or_else(Settings::default, Settings::from)
+    }
+}
+
+/// A limit that can be none.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limit<T>(pub(crate) Option<T>);
+
+fn limit<T>(text: &str, parse: fn(&str) -> Result<T, String>) -> Result<Limit<T>, String> {
+    match text {
+        "none" => Ok(Limit(None)),
+        _ => parse(text).map(|limit| Limit(Some(limit))),
+    }
+}
+
+fn rate_limit(text: &str) -> Result<Limit<u64>, String> {
+    limit(text, rate::parse)
+}
+
+fn time_limit(text: &str) -> Result<Limit<Duration>, String> {
+    limit(text, time)
+}
+
+/// What can change during a migration.
+#[derive(Debug, Args)]
+pub(crate) struct ChangeArgs {
+    /// The end of pre-copy: auto (when little is left, or when passes do not help), after-passes N
+    /// (--precopy-passes N does the same), manual (when `pageferry set` says so), or now
+    #[arg(long, value_name = "auto|after-passes N|manual|now", num_args = 1..=2)]
+    pub(crate) switch: Vec<String>,
+    /// With --switch auto: no switch-over while the expected blackout is longer, such as 50ms, or
+    /// none
+    #[arg(long, value_name = "TIME", value_parser = time_limit)]
+    pub(crate) max_blackout: Option<Limit<Duration>>,
+    /// The most bytes of pages a second, such as 200M (powers of 1024), 800mbit (bits), or none.
+    /// Pages that vCPUs wait for count, but they never wait
+    #[arg(long, value_name = "RATE", value_parser = rate_limit)]
+    pub(crate) max_bandwidth: Option<Limit<u64>>,
+    /// The same for the pages that are sent in the background once the VM runs at the destination
+    #[arg(long, value_name = "RATE", value_parser = rate_limit)]
+    pub(crate) max_postcopy_bandwidth: Option<Limit<u64>>,
+}
+
+/// `pageferry set`.
+#[derive(Debug, Args)]
+#[command(group(
+    clap::ArgGroup::new("what")
+        .required(true)
+        .multiple(true)
+        .args(["switch", "max_blackout", "max_bandwidth", "max_postcopy_bandwidth"])
+))]
+pub(crate) struct SetArgs {
+    #[command(flatten)]
+    pub(crate) vm: VmArgs,
+    #[command(flatten)]
+    pub(crate) change: ChangeArgs,
 }
 
 /// The protection of connections.
@@ -459,6 +524,8 @@ pub(crate) struct MigrateArgs {
     #[command(flatten)]
     pub(crate) source: SourceArgs,
     #[command(flatten)]
+    pub(crate) change: ChangeArgs,
+    #[command(flatten)]
     pub(crate) channels: ChannelArgs,
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
@@ -538,6 +605,7 @@ mod tests {
         assert_eq!(demo.machine.engine, EngineChoice::Auto);
         assert_eq!(demo.delivery.delivery, DeliveryChoice(None));
         assert_eq!(demo.backing.backing, Backing::Shmem);
-        assert_eq!(demo.source.precopy_passes, 1);
+        let switch = demo.source.settings().switch;
+        assert_eq!(switch, Switch::AfterPasses(1));
     }
 }

@@ -278,7 +278,7 @@ pub(crate) fn of_migration(error: &MigrationError) -> Exit {
         | MigrationError::PeerGaveUp { .. }
         | MigrationError::Discarded(_)
         | MigrationError::Mismatch(_) => Exit::Refused,
-        MigrationError::Cpus(_) => Exit::Usage,
+        MigrationError::Cpus(_) | MigrationError::Settings(_) => Exit::Usage,
         MigrationError::Machine(error) => of_machine(error),
         MigrationError::Cancelled | MigrationError::PeerCancelled => Exit::Cancelled,
         _ => Exit::Internal,

@@ -34,12 +34,14 @@ mod migrate;
 mod output;
 mod probe;
 mod progress;
+mod rate;
 mod receive;
 mod recovery;
 mod report;
 mod run;
 mod sampler;
 mod scratch;
+mod set;
 mod signals;
 mod size;
 mod status;
@@ -84,6 +86,7 @@ fn dispatch(cli: &Cli) -> Result<(), Failure> {
         Command::Quit(args) => status::quit(args, &interrupts),
         Command::Recover(args) => recovery::recover(args, &interrupts),
         Command::Abandon(args) => recovery::abandon(args, &interrupts),
+        Command::Set(args) => set::set(args, &interrupts),
         Command::Cancel(args) => recovery::cancel(args, &interrupts),
         Command::Probe(args) => probe::probe(args),
         Command::Bench(args) => bench::bench(args),

@@ -124,7 +124,9 @@ fn show_on(feed: &Feed, event: Event) {
         Event::Phase(phase) => feed.put(Update::Phase(phase.into())),
         Event::Progress { done, total } => feed.at(done, total),
         Event::Allocated { done, total } => feed.put(Update::Allocated { done, total }),
-        Event::Session(SessionEvent::Stage(_) | SessionEvent::Rates { .. }) => {}
+        Event::Session(
+            SessionEvent::Stage(_) | SessionEvent::Rates { .. } | SessionEvent::PassEnded { .. },
+        ) => {}
         Event::Session(SessionEvent::Lost { why, .. }) => {
             let why = why.unwrap_or_default();
             feed.note(format!("the connections broke, opening new ones: {why}"));
@@ -146,5 +148,6 @@ fn options(args: &MigrateArgs) -> MigrateOptions {
         tls: args.tls.options(),
         insecure: args.tls.insecure,
         cpus: args.cpus.cpus.as_ref().map(ToString::to_string),
+        settings: crate::set::change(&args.change),
     }
 }

@@ -95,8 +95,36 @@ pub(crate) fn progress(session: &Value) -> String {
     if let Some(rate) = bytes("dirty_rate") {
         parts.push(format!("{}/s dirtied in pre-copy", human(rate)));
     }
+    if let Some(rate) = bytes("link_rate") {
+        parts.push(format!("{}/s acknowledged in it", human(rate)));
+    }
     if let Some(ms @ 1..) = bytes("time_left_ms") {
         parts.push(format!("{} s left", ms.div_ceil(1000)));
+    }
+    if let Some(us) = bytes("blackout_forecast_us")
+        && session["stage"] == "pre-copy"
+    {
+        parts.push(format!("blackout of {:.1} ms expected", us as f64 / 1e3));
+    }
+    parts.join(", ")
+}
+
+/// The settings of a migration, in one line.
+pub(crate) fn settings(settings: &Value) -> String {
+    let mut parts = Vec::new();
+    if let Some(switch) = settings["switch"].as_str() {
+        parts.push(format!("switch-over: {switch}"));
+    }
+    if let Some(ms) = settings["max_blackout_ms"].as_u64() {
+        parts.push(format!("blackout up to {ms} ms"));
+    }
+    for (key, name) in [
+        ("max_bandwidth", "all pages"),
+        ("max_postcopy_bandwidth", "the push in post-copy"),
+    ] {
+        if let Some(rate) = settings[key].as_u64() {
+            parts.push(format!("{name} up to {}/s", human(rate)));
+        }
     }
     parts.join(", ")
 }
@@ -133,6 +161,12 @@ fn table(status: &Value) -> String {
         let left = text(&session["pages_left"]);
         row("session", format!("{stage}, {link}, {left} pages to go"));
         row("pages", progress(session));
+        if session["settings"].is_object() {
+            row("settings", settings(&session["settings"]));
+        }
+        if let Some(note) = session["note"].as_str() {
+            row("pre-copy", note.to_owned());
+        }
         if let Some(why) = session["last_loss"].as_str() {
             row("last loss", why.to_owned());
         }

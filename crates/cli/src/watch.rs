@@ -107,6 +107,9 @@ fn line(status: &Value) -> String {
         parts.push(format!("{left} pages to go"));
         parts.push(progress(session));
     }
+    if let Some(note) = text(&session["note"]) {
+        parts.push(note);
+    }
     if let Some(waiting @ 1..) = session["waiting_faults"].as_u64() {
         parts.push(format!("{waiting} vCPUs wait"));
     }

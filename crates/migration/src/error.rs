@@ -5,6 +5,7 @@ use crate::channel::ChannelError;
 use crate::cpus::CpuListError;
 use crate::handshake::HandshakeError;
 use crate::protocol_error::ProtocolError;
+use crate::source::SettingsError;
 use crate::wire::{ErrorCode, ErrorMessage, Frame, Status, Text, WireError};
 use pageferry_machine::MachineError;
 use pageferry_userfault::OutOfMemory;
@@ -55,6 +56,9 @@ pub enum MigrationError {
     /// The offered VM does not fit the machine here.
     #[error("{0}")]
     Mismatch(String),
+    /// The operator's settings cannot be.
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
     /// The machine failed.
     #[error(transparent)]
     Machine(#[from] MachineError),

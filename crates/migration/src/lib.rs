@@ -74,8 +74,8 @@ pub use report::{
     SourceReport, StallRow, StallStage, StallTimes,
 };
 pub use source::{
-    Checked, Connect, Route, SourceConfig, SourceFailure, SourceSession, SourceVm, URGENT_SPIN,
-    check, migrate,
+    Change, Checked, Connect, Route, Settings, SettingsError, SourceConfig, SourceFailure,
+    SourceSession, SourceVm, Switch, URGENT_SPIN, check, migrate,
 };
 pub use status::SessionStatus;
 pub use vm::RunningVm;

@@ -64,6 +64,11 @@ pub trait Observer: Send + Sync {
     fn allocated(&self, done: u64, total: u64) {
         let _ = (done, total);
     }
+
+    /// The source has to say something to people: one sentence.
+    fn note(&self, text: &str) {
+        let _ = text;
+    }
 }
 
 /// An observer that ignores everything.

@@ -67,8 +67,12 @@ pub struct SourceReport {
     pub background_bytes: u64,
     /// Nanoseconds from the start of the background push to its end.
     pub background_ns: u64,
-    /// Every pre-copy pass in order.
+    /// The pre-copy passes in order, at most the first 1000.
     pub passes: Vec<PassFigures>,
+    /// The expected blackout, by the last forecast before the switch-over.
+    pub blackout_forecast: Option<Duration>,
+    /// What pre-copy said: why it ended with many pages left, or went on. For people.
+    pub notes: Vec<String>,
     /// How often the control channel was lost and opened again.
     pub reconnects: u32,
 }

@@ -1,5 +1,6 @@
 //! The status of a session, for other threads of its process.
 
+use crate::source::Settings;
 use crate::wire::ChannelId;
 use pageferry_addr::PAGE_SIZE;
 use std::collections::VecDeque;
@@ -39,9 +40,22 @@ pub struct SessionStatus {
     /// Bytes of pages that the guest dirtied a second during the last pre-copy pass (source). A
     /// page counts once a pass. `None` before the first pass is over.
     pub dirty_rate: Option<u64>,
-    /// The time until no page is left, if pages go on to be confirmed as fast as in the last
-    /// second. Zero pages count as pages here. `None` before the hand-over, as the guest dirties
-    /// pages until then; without a connection; and while no page is confirmed.
+    /// Pre-copy passes that have ended (source).
+    pub passes: u32,
+    /// Bytes of pages that the destination has acknowledged a second, during the last pre-copy pass
+    /// that was long enough to tell (source). `None` before.
+    pub link_rate: Option<u64>,
+    /// The expected blackout, computed at the end of each pre-copy pass (source).
+    pub blackout_forecast: Option<Duration>,
+    /// Why pre-copy ended with many pages left, or goes on, for people (source).
+    pub note: Option<String>,
+    /// The operator's settings (source).
+    pub settings: Option<Settings>,
+    /// The time until no page is left. In pre-copy it is computed at the end of each pass, from the
+    /// rates of the guest and of the link; `None` before, and while the operator chooses the
+    /// switch-over. After the hand-over it holds if pages go on to be confirmed as fast as in the
+    /// last second. Zero pages count as pages here. `None` without a connection, and while no page
+    /// is confirmed.
     pub time_left: Option<Duration>,
     /// Threads that wait for missing pages now (destination).
     pub waiting_faults: u64,
@@ -65,6 +79,11 @@ impl Default for SessionStatus {
             page_bytes: 0,
             page_rate: 0,
             dirty_rate: None,
+            passes: 0,
+            link_rate: None,
+            blackout_forecast: None,
+            note: None,
+            settings: None,
             time_left: None,
             waiting_faults: 0,
             lost_for: None,
@@ -163,6 +182,7 @@ impl Published {
             Some(rate) if rate > 0.0 && status.lost_for.is_none() && !status.is_over() => {
                 Duration::try_from_secs_f64(left / rate).ok()
             }
+            _ if status.stage == "pre-copy" => status.time_left,
             _ => None,
         };
         self.status = status;
@@ -211,7 +231,10 @@ mod tests {
         assert_eq!((first.page_rate, first.time_left), (0, None));
         let fast = at(100, status("pre-copy", 500, 1 << 20));
         assert_eq!(fast.page_rate, 10 << 20);
-        assert_eq!(fast.time_left, None, "the guest dirties pages");
+        assert_eq!(fast.time_left, None, "no pass has ended");
+        let mut passed = status("pre-copy", 500, 1 << 20);
+        passed.time_left = Some(Duration::from_secs(7));
+        assert_eq!(at(150, passed.clone()).time_left, passed.time_left);
         at(200, status("handed-over", 1000, 1 << 20));
         for step in 1..=20 {
             at(

@@ -9,6 +9,7 @@
 //! connection ([`server`]) passes each request to the VM's [`server::Service`]. A connection may
 //! carry several requests in turn. [`client`] is the other side.
 
+pub(crate) mod change;
 pub(crate) mod client;
 mod line;
 pub(crate) mod options;

@@ -1,6 +1,9 @@
 //! The options of a migration, as a request carries them.
 
-use pageferry_migration::{CpuList, CpuListError, Limits, PlainPolicy, SourceConfig, TlsFiles};
+use super::change::ChangeOptions;
+use pageferry_migration::{
+    CpuList, CpuListError, Limits, PlainPolicy, Settings, SourceConfig, Switch, TlsFiles,
+};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -73,6 +76,13 @@ pub(crate) struct MigrateOptions {
     /// The CPUs of the migration's threads, such as `0-3,8`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) cpus: Option<String>,
+    /// The end of pre-copy, and the limits of rates.
+    #[serde(skip_serializing_if = "is_default")]
+    pub(crate) settings: ChangeOptions,
+}
+
+fn is_default(options: &ChangeOptions) -> bool {
+    *options == ChangeOptions::default()
 }
 
 /// The limits with the user's choices.
@@ -111,7 +121,7 @@ impl MigrateOptions {
     ///
     /// # Errors
     /// The option that is out of range, and its range.
-    pub(crate) fn config(&self, precopy_passes: u32) -> Result<SourceConfig, String> {
+    pub(crate) fn config(&self, precopy_passes: Option<u32>) -> Result<SourceConfig, String> {
         let defaults = SourceConfig::default();
         let channels = |name: &str, given: Option<u16>, default: u16| match given {
             None => Ok(default),
@@ -144,7 +154,7 @@ impl MigrateOptions {
             list.check().map_err(|e| e.to_string())?;
         }
         Ok(SourceConfig {
-            precopy_passes,
+            settings: self.settings(precopy_passes)?,
             bulk_channels: channels("bulk", self.channels, defaults.bulk_channels)?,
             urgent_channels: channels("urgent", self.urgent_channels, defaults.urgent_channels)?,
             queue: match self.queue_us {
@@ -161,6 +171,27 @@ impl MigrateOptions {
             ..defaults
         })
     }
+
+    /// The settings at the start. A limit of the blackout alone asks for `auto`.
+    fn settings(&self, precopy_passes: Option<u32>) -> Result<Settings, String> {
+        let mut change = self.settings.change()?;
+        let limited = matches!(change.max_blackout, Some(Some(_)));
+        match precopy_passes {
+            Some(_) if change.switch.is_some() || limited => {
+                return Err(
+                    "a number of passes is an end of pre-copy: give no other, and no limit for the blackout"
+                        .into(),
+                );
+            }
+            Some(passes) => change.switch = Some(Switch::AfterPasses(passes)),
+            None if limited => {
+                change.switch.get_or_insert(Switch::Auto);
+            }
+            None => {}
+        }
+        let settings = Settings::default().with(&change);
+        settings.map_err(|e| e.to_string())
+    }
 }
 
 #[cfg(test)]
@@ -170,7 +201,7 @@ mod tests {
     #[test]
     fn options_out_of_range_are_told() {
         let good = MigrateOptions::default();
-        assert_eq!(good.config(1).unwrap().bulk_channels, 1);
+        assert_eq!(good.config(Some(1)).unwrap().bulk_channels, 1);
         let tls = TlsOptions {
             cert: "/cert".into(),
             key: "key".into(),
@@ -189,7 +220,7 @@ mod tests {
         let (mut relative, mut both) = (good.clone(), good.clone());
         relative.tls = Some(tls);
         both.tls = Some(absolute.clone());
-        assert!(both.config(1).is_ok());
+        assert!(both.config(None).is_ok());
         both.insecure = true;
         for (bad, part) in [
             (change(|o| o.channels = Some(0)), "1 to 16"),
@@ -201,7 +232,46 @@ mod tests {
             (relative, "key is not absolute"),
             (both, "either `tls` or `insecure`"),
         ] {
-            let why = bad.config(1).unwrap_err();
+            let why = bad.config(Some(1)).unwrap_err();
+            assert!(why.contains(part), "{why}");
+        }
+    }
+
+    #[test]
+    fn one_end_of_precopy_is_enough() {
+        let options = |switch: Option<&str>, max_blackout_ms| MigrateOptions {
+            settings: ChangeOptions {
+                switch: switch.map(Into::into),
+                max_blackout_ms,
+                ..ChangeOptions::default()
+            },
+            ..MigrateOptions::default()
+        };
+        let switch = |options: &MigrateOptions, passes| {
+            let config = options.config(passes)?;
+            Ok::<_, String>(config.settings.switch)
+        };
+        let none = options(None, None);
+        assert_eq!(switch(&none, None), Ok(Switch::AfterPasses(1)));
+        assert_eq!(switch(&none, Some(0)), Ok(Switch::NOW));
+        assert_eq!(
+            switch(&options(Some("manual"), None), None),
+            Ok(Switch::Manual)
+        );
+        let limited = options(None, Some(Some(50)));
+        assert_eq!(switch(&limited, None), Ok(Switch::Auto));
+        for (bad, passes, part) in [
+            (&limited, Some(2), "no other"),
+            (&options(Some("auto"), None), Some(2), "no other"),
+            (
+                &options(Some("manual"), Some(Some(50))),
+                None,
+                "`auto` only",
+            ),
+            (&options(Some("later"), None), None, "expected auto"),
+            (&none, Some(65), "at most 64"),
+        ] {
+            let why = switch(bad, passes).expect_err(part);
             assert!(why.contains(part), "{why}");
         }
     }

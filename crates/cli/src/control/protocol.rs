@@ -4,6 +4,7 @@
 //! number of `{"event":{..}}` lines, then one `{"result":{..}}` or
 //! `{"error":{"kind":"..","message":".."}}`. `kind` is the name of an exit code.
 
+use super::change::ChangeOptions;
 use super::options::MigrateOptions;
 use crate::exit::{Exit, Failure};
 use pageferry_migration::Phase;
@@ -26,8 +27,9 @@ pub(crate) enum Request {
     Migrate {
         /// The destination: an address as on the command line.
         to: String,
-        /// Passes over memory while the guest runs.
-        precopy_passes: u32,
+        /// Passes over memory while the guest runs, unless the options give the end of pre-copy.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        precopy_passes: Option<u32>,
         /// Everything else, with defaults.
         #[serde(default, skip_serializing_if = "is_default")]
         options: Box<MigrateOptions>,
@@ -40,6 +42,8 @@ pub(crate) enum Request {
         #[serde(default, skip_serializing_if = "is_default")]
         options: Box<MigrateOptions>,
     },
+    /// Change the settings of the current migration.
+    Set(ChangeOptions),
     /// Cancel the current migration.
     Cancel,
     /// Give a migration that is handed over another way. One of the two.
@@ -125,6 +129,21 @@ pub(crate) enum SessionEvent {
         dirty_rate: Option<u64>,
         /// The time until no page is left, in milliseconds.
         time_left_ms: Option<u64>,
+    },
+    /// A pre-copy pass has ended.
+    PassEnded {
+        /// The number of passes that have ended.
+        passes: u32,
+        /// Bytes of the pages that are left.
+        bytes_left: u64,
+        /// Bytes of pages dirtied a second.
+        dirty_rate: Option<u64>,
+        /// Bytes of pages that the link carried a second.
+        link_rate: Option<u64>,
+        /// The time until no page is left, in milliseconds.
+        time_left_ms: Option<u64>,
+        /// The expected blackout, in microseconds.
+        blackout_forecast_us: Option<u64>,
     },
 }
 
@@ -256,7 +275,7 @@ mod tests {
         let migrate = br#"{"command":"migrate","to":"h:1","precopy_passes":2}"#;
         let wanted = Request::Migrate {
             to: "h:1".into(),
-            precopy_passes: 2,
+            precopy_passes: Some(2),
             options: Box::default(),
         };
         assert_eq!(parse_request(migrate).unwrap(), wanted);
@@ -270,8 +289,20 @@ mod tests {
             (options.channels, options.dead_after_ms),
             (Some(4), Some(500))
         );
+        let set = br#"{"command":"set","switch":"after-passes 3","max_bandwidth":1048576,"max_postcopy_bandwidth":null}"#;
+        let wanted = Request::Set(ChangeOptions {
+            switch: Some("after-passes 3".into()),
+            max_bandwidth: Some(Some(1 << 20)),
+            max_postcopy_bandwidth: Some(None),
+            ..ChangeOptions::default()
+        });
+        assert_eq!(parse_request(set).unwrap(), wanted);
+        assert_eq!(serde_json::to_vec(&wanted).unwrap(), set);
         for bad in [
             &b""[..],
+            br#"{"command":"set","switch":3}"#,
+            br#"{"command":"set","max_bandwith":3}"#,
+            br#"{"command":"set","max_bandwidth":-3}"#,
             b"{",
             b"status",
             b"{}",

@@ -129,9 +129,8 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
         received: theirs.received,
         verified: Some(verified),
         conditions: Conditions {
-            precopy_passes: Some(args.source.precopy_passes),
             engine_because: Some(because),
-            ..Conditions::here("TCP on the loopback interface")
+            ..Conditions::here("TCP on the loopback interface").with(&args.source.settings())
         },
     })
 }
@@ -194,6 +193,10 @@ impl Observer for Phases {
     fn allocated(&self, done: u64, total: u64) {
         self.feed.allocated(done, total);
     }
+
+    fn note(&self, text: &str) {
+        Observer::note(&*self.feed, text);
+    }
 }
 
 /// Moves the VM.
@@ -206,7 +209,7 @@ fn move_away(
 ) -> Result<SourceReport, Failure> {
     let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
     let config = SourceConfig {
-        precopy_passes: args.source.precopy_passes,
+        settings: args.source.settings(),
         limits: Limits {
             give_up_after: Some(GIVE_UP_AFTER),
             ..Limits::default()

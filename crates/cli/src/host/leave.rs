@@ -57,10 +57,7 @@ impl Host {
                     sent: Some(Sent::new(&sent, vm.backing(), samples)),
                     received: None,
                     verified: None,
-                    conditions: Conditions {
-                        precopy_passes: Some(job.config.precopy_passes),
-                        ..Conditions::here(format!("to {to}"))
-                    },
+                    conditions: Conditions::here(format!("to {to}")).with(&job.config.settings),
                 };
                 let _ = job.done.send(Ok(report));
                 Ok(Some(to))

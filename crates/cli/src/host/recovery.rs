@@ -129,6 +129,11 @@ pub(super) fn ms(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// A time in microseconds.
+pub(super) fn us(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+}
+
 /// A session's status as on the control socket.
 pub(super) fn json_of(status: &SessionStatus) -> Value {
     let channels: Vec<String> = status.channels.iter().map(ToString::to_string).collect();
@@ -145,6 +150,11 @@ pub(super) fn json_of(status: &SessionStatus) -> Value {
         "page_bytes": status.page_bytes,
         "page_rate": status.page_rate,
         "dirty_rate": status.dirty_rate,
+        "passes": status.passes,
+        "link_rate": status.link_rate,
+        "blackout_forecast_us": status.blackout_forecast.map(us),
+        "note": status.note,
+        "settings": status.settings.as_ref().map(crate::control::change::json_of),
         "time_left_ms": status.time_left.map(ms),
         "waiting_faults": status.waiting_faults,
         "lost_for_ms": status.lost_for.map(ms),

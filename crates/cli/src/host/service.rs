@@ -3,6 +3,7 @@
 use super::session_events::SessionEvents;
 use super::state::{Activity, Host, Job};
 use super::watch::has_switched_over;
+use crate::control::change::{self, ChangeOptions};
 use crate::control::options::MigrateOptions;
 use crate::control::protocol::{Event, Request};
 use crate::control::server::Service;
@@ -14,7 +15,7 @@ use crate::signals::Interrupts;
 use crate::vm::{PAUSE_LIMIT, Vm};
 use pageferry_migration::address::Address;
 use pageferry_migration::{
-    Phase, Route, SourceFailure, SourceSession, SourceVm, TLS_VERSION, check,
+    Phase, Route, SettingsError, SourceFailure, SourceSession, SourceVm, TLS_VERSION, check,
 };
 use serde_json::{Value, json};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -71,6 +72,7 @@ impl Service for HostService {
                 options,
             } => host.migrate(&to, precopy_passes, &options, event),
             Request::Check { to, options } => host.check(&to, &options),
+            Request::Set(change) => host.set(&change),
             Request::Cancel => host.cancel(),
             Request::Recover { to, listen } => host.recover(to.as_deref(), listen.as_deref()),
             Request::Abandon { resume_here } => host.abandon(resume_here),
@@ -191,22 +193,16 @@ impl Host {
     fn migrate(
         &self,
         to: &str,
-        precopy_passes: u32,
+        precopy_passes: Option<u32>,
         options: &MigrateOptions,
         event: &mut dyn FnMut(Event),
     ) -> Result<Value, Failure> {
         let to = address(to)?;
-        if precopy_passes > crate::args::MAX_PASSES {
-            let message = format!(
-                "{precopy_passes} passes are too many: choose at most {}",
-                crate::args::MAX_PASSES
-            );
-            return Err(Failure::new(Exit::Usage, message));
-        }
         let config = options
             .config(precopy_passes)
             .map_err(|e| Failure::new(Exit::Usage, e))?;
         let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
+        session.prepare(config.settings);
         let feed = Feed::new();
         let (done, outcome) = channel();
         {
@@ -266,7 +262,7 @@ impl Host {
     fn check(&self, to: &str, options: &MigrateOptions) -> Result<Value, Failure> {
         let route = Route::To(address(to)?);
         let config = options
-            .config(0)
+            .config(None)
             .map_err(|e| Failure::new(Exit::Usage, e))?;
         {
             let _exclusive = self.exclusive()?;
@@ -282,6 +278,21 @@ impl Host {
             "tls": checked.tls_name.is_some().then_some(TLS_VERSION),
             "peer_name": checked.tls_name,
         }))
+    }
+
+    /// Changes the settings of the migration that is under way.
+    fn set(&self, options: &ChangeOptions) -> Result<Value, Failure> {
+        if let Activity::Arriving(_) = self.activity() {
+            return Err(refuse("this is the destination: set it at the source"));
+        }
+        let change = options.change().map_err(|e| Failure::new(Exit::Usage, e))?;
+        let none = SettingsError::NoMigration;
+        let session = self.session().ok_or_else(|| refuse(none.to_string()))?;
+        let settings = session.set(&change).map_err(|error| match error {
+            SettingsError::NoMigration | SettingsError::TooLate => refuse(error.to_string()),
+            error => Failure::new(Exit::Usage, error.to_string()),
+        })?;
+        Ok(change::json_of(&settings))
     }
 
     fn cancel(&self) -> Result<Value, Failure> {

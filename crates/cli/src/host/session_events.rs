@@ -14,6 +14,8 @@ pub(super) struct SessionEvents {
     /// The newest generation that was connected.
     generation: u32,
     connected: bool,
+    /// The pre-copy passes that had ended.
+    passes: u32,
     /// The time of the last report of the rates, or of the first look.
     rates_at: Option<Instant>,
 }
@@ -61,6 +63,17 @@ impl SessionEvents {
                 });
             }
             (self.connected, self.generation) = (true, status.generation);
+        }
+        if self.passes != status.passes {
+            self.passes = status.passes;
+            events.push(SessionEvent::PassEnded {
+                passes: status.passes,
+                bytes_left: status.bytes_left(),
+                dirty_rate: status.dirty_rate,
+                link_rate: status.link_rate,
+                time_left_ms: status.time_left.map(super::recovery::ms),
+                blackout_forecast_us: status.blackout_forecast.map(super::recovery::us),
+            });
         }
         if self.stage != Some(status.stage) {
             self.stage = Some(status.stage);
@@ -110,7 +123,15 @@ mod tests {
         // Repaired between two looks.
         let both = [lost(4), reconnected(5)];
         assert_eq!(events.see(&handed_over(5, true)), both);
-        let end = status("completed", 5, false);
+        let mut passed = handed_over(5, true);
+        passed.passes = 2;
+        let seen = events.see(&passed);
+        assert!(
+            matches!(seen[..], [SessionEvent::PassEnded { passes: 2, .. }]),
+            "{seen:?}"
+        );
+        let mut end = status("completed", 5, false);
+        end.passes = 2;
         assert_eq!(events.see(&end), [stage("completed")]);
         assert_eq!(events.see(&end), []);
     }

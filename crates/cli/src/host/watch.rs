@@ -33,6 +33,10 @@ impl Observer for Watch {
             .set_allocated(Some(done * pageferry_addr::PAGE_SIZE));
         self.feed.allocated(done, total);
     }
+
+    fn note(&self, text: &str) {
+        Observer::note(&*self.feed, text);
+    }
 }
 
 /// Whether the guest may run at the destination in this phase.

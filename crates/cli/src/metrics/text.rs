@@ -194,10 +194,24 @@ fn session(page: &mut Page, status: &SessionStatus) {
             rate,
         );
     }
+    if let Some(rate) = status.link_rate {
+        page.gauge(
+            "link_rate_bytes_per_second",
+            "Bytes of pages that were acknowledged in the last pre-copy pass (source).",
+            rate,
+        );
+    }
+    if let Some(time) = status.blackout_forecast {
+        page.gauge(
+            "blackout_forecast_seconds",
+            "The expected blackout, at the end of the last pre-copy pass (source).",
+            time.as_secs_f64(),
+        );
+    }
     if let Some(time) = status.time_left {
         page.gauge(
             "time_left_seconds",
-            "The time until no page is left, at the rate of the last second.",
+            "The time until no page is left, at the rates of the last pass or second.",
             time.as_secs_f64(),
         );
     }
@@ -259,6 +273,8 @@ mod tests {
             stage: "handed-over",
             pages_left: 3,
             time_left: Some(Duration::from_millis(1500)),
+            link_rate: Some(5 << 20),
+            blackout_forecast: Some(Duration::from_micros(2500)),
             ..SessionStatus::default()
         };
         session(&mut page, &status);
@@ -271,6 +287,8 @@ mod tests {
             "pageferry_pages_left 3",
             "pageferry_left_bytes 12288",
             "pageferry_time_left_seconds 1.5",
+            "pageferry_link_rate_bytes_per_second 5242880",
+            "pageferry_blackout_forecast_seconds 0.0025",
             "pageferry_stall_seconds_bucket{le=\"0.000001\"} 0",
             "pageferry_stall_seconds_bucket{le=\"+Inf\"} 0",
             "pageferry_stall_stage_seconds_count{stage=\"wire-and-queue\"} 0",

@@ -95,6 +95,10 @@ impl Observer for Feed {
     fn allocated(&self, done: u64, total: u64) {
         self.put(Update::Allocated { done, total });
     }
+
+    fn note(&self, text: &str) {
+        self.put(Update::Note(text.into()));
+    }
 }
 
 #[cfg(test)]

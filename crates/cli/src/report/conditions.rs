@@ -1,6 +1,7 @@
 //! The conditions of a measurement.
 
 use crate::memory;
+use pageferry_migration::{Settings, Switch};
 use serde::{Deserialize, Serialize};
 use std::fs;
 
@@ -21,8 +22,11 @@ pub(crate) struct Conditions {
     pub(crate) host_memory_bytes: Option<u64>,
     /// The connection of the two sides.
     pub(crate) link: String,
-    /// Requested passes while the guest runs at the source.
+    /// Requested passes while the guest runs at the source, if a number was requested.
     pub(crate) precopy_passes: Option<u32>,
+    /// The requested end of pre-copy.
+    #[serde(default)]
+    pub(crate) switch: Option<String>,
     /// The reason why the engine was chosen.
     pub(crate) engine_because: Option<String>,
 }
@@ -45,7 +49,20 @@ impl Conditions {
             host_memory_bytes: memory::host_bytes(),
             link: link.into(),
             precopy_passes: None,
+            switch: None,
             engine_because: None,
+        }
+    }
+
+    /// These conditions, with the settings of the source.
+    pub(crate) fn with(self, settings: &Settings) -> Self {
+        Self {
+            precopy_passes: match settings.switch {
+                Switch::AfterPasses(passes) => Some(passes),
+                Switch::Auto | Switch::Manual => None,
+            },
+            switch: Some(settings.switch.to_string()),
+            ..self
         }
     }
 }

@@ -112,6 +112,12 @@ pub(crate) struct Sent {
     pub(crate) background_ns: u64,
     /// Pages and nanoseconds of each pre-copy pass.
     pub(crate) passes: Vec<(u64, u64)>,
+    /// The expected blackout.
+    #[serde(default)]
+    pub(crate) blackout_forecast_ns: Option<u64>,
+    /// What pre-copy said.
+    #[serde(default)]
+    pub(crate) notes: Vec<String>,
     /// The kind of host memory behind the VM at the source.
     pub(crate) backing: String,
     /// The source process's memory beyond guest memory, in bytes, if it is known.
@@ -136,6 +142,8 @@ impl Sent {
             background_bytes: report.background_bytes,
             background_ns: report.background_ns,
             passes: passes(&report.passes),
+            blackout_forecast_ns: report.blackout_forecast.map(ns),
+            notes: report.notes.clone(),
             backing: backing.name().into(),
             overhead_bytes: Overhead::beside(Some(backing)).map(|o| o.total()),
             samples,
@@ -230,9 +238,12 @@ impl Received {
     }
 }
 
+fn ns(time: std::time::Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// The pages and the nanoseconds of each pass.
 fn passes(figures: &[PassFigures]) -> Vec<(u64, u64)> {
-    let ns = |took: std::time::Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
     figures
         .iter()
         .map(|pass| (pass.pages, ns(pass.took)))

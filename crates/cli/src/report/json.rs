@@ -19,6 +19,8 @@ pub(super) fn show(report: &Report) -> Value {
         "blackout_ms": blackout.map(|b| b.ms),
         "blackout_kind": blackout.map(|b| b.kind.name()),
         "blackout_exact": blackout.map(|b| b.kind == super::BlackoutKind::Exact),
+        "blackout_forecast_ms": sent.and_then(|s| s.blackout_forecast_ns).map(|ns| ns as f64 / MS),
+        "precopy_notes": sent.map(|s| &s.notes),
         "pages": {
             "precopy": pages.precopy,
             "urgent": pages.urgent,

@@ -76,6 +76,10 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
             ),
         );
     }
+    if let Some(ns) = report.sent.as_ref().and_then(|s| s.blackout_forecast_ns) {
+        let forecast = time(ns as f64 / 1e3);
+        row("blackout forecast", format!("{forecast} expected"));
+    }
     let pages = report.pages();
     let all = pages.precopy + pages.urgent + pages.background + pages.zero;
     row(
@@ -91,6 +95,9 @@ pub(super) fn rows(report: &Report) -> Vec<(String, String)> {
                 &format!("pre-copy pass {}", index + 1),
                 format!("{pages} pages in {}", time(*ns as f64 / 1e3)),
             );
+        }
+        for note in &sent.notes {
+            row("pre-copy", note.clone());
         }
         let prefetch = sent.prefetch;
         row(

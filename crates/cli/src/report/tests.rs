@@ -49,6 +49,8 @@ fn report() -> Report {
             background_bytes: 7 << 20,
             background_ns: 90_000_000,
             passes: vec![(8192, 100_000_000)],
+            blackout_forecast_ns: Some(1_700_000),
+            notes: vec!["it does not converge".into()],
             backing: "hugetlb-2m".into(),
             overhead_bytes: Some(9 << 20),
             samples: samples(0..112),
@@ -120,6 +122,8 @@ fn json_has_the_keys_that_programs_rely_on() {
         "memory_bytes",
         "total_ms",
         "blackout_ms",
+        "blackout_forecast_ms",
+        "precopy_notes",
         "throughput_bytes_per_s",
     ] {
         assert!(!json[key].is_null(), "{key}");
@@ -213,6 +217,8 @@ fn the_table_says_what_failed() {
         "100 faults",
         "1 over 2 ms",
         "8000 pre-copy",
+        "1.70 ms expected",
+        "it does not converge",
     ] {
         assert!(table.contains(part), "{part} in\n{table}");
     }

@@ -29,6 +29,7 @@ fn the_report_of_a_migration_is_described() {
         "host_memory_bytes",
         "link",
         "precopy_passes",
+        "switch",
         "engine_because",
     ];
     section.assert_describes(&output, &conditions, &[]);
@@ -51,6 +52,7 @@ fn what_probe_finds_is_described() {
         "host_memory_bytes",
         "link",
         "precopy_passes",
+        "switch",
         "engine_because",
     ];
     section.assert_describes(&json(&["probe", "--json"]), &conditions, &[]);

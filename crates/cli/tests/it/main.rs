@@ -23,6 +23,7 @@ mod metrics;
 mod peers;
 mod recovery;
 mod schedules;
+mod set;
 mod sizes;
 mod support;
 mod trust;

@@ -1,6 +1,6 @@
 //! The source's side of the handshake.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::secret::Transcript;
 use super::{Agreed, HandshakeError, Identity, PlainPolicy, Protection};
@@ -21,6 +21,8 @@ pub struct Opened {
     pub connection: Connection,
     /// The result of the negotiation.
     pub agreed: Agreed,
+    /// The shorter of the handshake's two round trips.
+    pub round_trip: Duration,
 }
 
 /// The limits of the waits.
@@ -81,8 +83,10 @@ pub fn open_on(
     let connection = protect(connection, host, protection, limits)?;
     let hello = Hello::ours(key, identity.session);
     let sent = hello.encode();
+    let began = Instant::now();
     write(&connection, &sent, limits.wait("Hello"))?;
     let received = read_reply(&connection, &limits.wait("HelloReply"))?;
+    let first = began.elapsed();
     let reply = HelloReply::decode(&received, &hello)?;
     if reply.status != Status::Accepted {
         return Err(HandshakeError::Refused {
@@ -100,9 +104,11 @@ pub fn open_on(
         proof: identity.secret.prove(Side::Source, &transcript),
     };
     let wait = limits.wait("Credentials");
+    let began = Instant::now();
     write(&connection, &credentials.encode(), wait)?;
     let mut bytes = [0; WELCOME_BYTES];
     connection.read_exact(&mut bytes, &limits.wait("Welcome"))?;
+    let round_trip = first.min(began.elapsed());
     let welcome = Welcome::decode(&bytes)?;
     if welcome.status != Status::Accepted {
         return Err(HandshakeError::Refused {
@@ -125,6 +131,7 @@ pub fn open_on(
             session: identity.session,
             key,
         },
+        round_trip,
     })
 }
 

@@ -56,6 +56,8 @@ enum Next {
     AwaitReceipt,
     /// It waits until urgent pages are answered.
     GiveWay,
+    /// It waits so long, for the limit of the rate.
+    Limited(Duration),
     /// It waits until there is something to send.
     Rest,
 }
@@ -116,6 +118,12 @@ impl Bulk<'_> {
     ) -> Result<Next, MigrationError> {
         let shared = self.shared;
         let mode = shared.mode();
+        if let Some(wait) = shared.limiter.wait(mode) {
+            if let Some(governor) = &mut incoming.borrow_mut().governor {
+                governor.limited();
+            }
+            return Ok(Next::Limited(wait));
+        }
         let filled = match mode {
             Mode::Copy => self.search(|cursor| {
                 let next = frame.copy(&shared.ledger, cursor)?;
@@ -218,6 +226,7 @@ impl Bulk<'_> {
             runs.map(|run| run.first.index()..run.end() as usize),
         );
         let bytes = data * PAGE_BYTES as u64;
+        self.shared.limiter.charge(self.shared.mode(), bytes);
         if let Some(governor) = &mut incoming.borrow_mut().governor {
             governor.sent(monotonic_ns(), bytes);
         }
@@ -247,6 +256,7 @@ impl Bulk<'_> {
         let shared = self.shared;
         let nap = match next {
             Next::GiveWay => GIVE_WAY,
+            Next::Limited(wait) => wait.min(shared.limits.interval()),
             // What was unsent before the bell was hushed is seen here.
             Next::Rest
                 if matches!(shared.mode(), Mode::Copy | Mode::Push)

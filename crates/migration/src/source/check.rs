@@ -34,7 +34,9 @@ pub fn check(
     let protection = protection(config.tls.as_ref(), config.plain)?;
     let limit = config.limits.connect;
     let key = ChannelKey::control(1);
-    let Opened { connection, agreed } = route.open(&protection, &identity, key, limit, stop)?;
+    let Opened {
+        connection, agreed, ..
+    } = route.open(&protection, &identity, key, limit, stop)?;
     let tls_name = config
         .tls
         .as_ref()

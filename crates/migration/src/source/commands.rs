@@ -1,11 +1,13 @@
 //! An operator's hold on a migration at its source.
 
 use super::config::Route;
+use super::settings::{Change, Settings, SettingsError};
 use super::shared::Letter;
 use crate::error::MigrationError;
 use crate::mailbox::Mailbox;
 use crate::session::source::Event;
 use crate::status::{Board, SessionStatus};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What an operator wants of a migration.
 #[derive(Debug)]
@@ -18,6 +20,8 @@ pub(super) enum Command {
     GiveUp,
     /// The destination is gone: run the VM here.
     ResumeHere,
+    /// Look at the settings again.
+    Settings,
 }
 
 /// A migration at its source, as other threads see it: its status, and the commands of an operator.
@@ -36,6 +40,8 @@ pub(super) enum Command {
 pub struct SourceSession {
     pub(super) letters: Mailbox<Letter>,
     pub(super) board: Board,
+    /// `None` without a migration.
+    settings: Mutex<Option<Settings>>,
 }
 
 impl SourceSession {
@@ -47,12 +53,47 @@ impl SourceSession {
         Ok(Self {
             letters: Mailbox::new()?,
             board: Board::default(),
+            settings: Mutex::default(),
         })
     }
 
     /// Drops what came too late for a migration that has ended.
-    pub(super) fn forget_letters(&self) {
+    pub(super) fn forget(&self) {
+        *self.lock() = None;
         while self.letters.take().is_some() {}
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Settings>> {
+        self.settings.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins with these settings, unless there are some. [`migrate`](crate::migrate) does so with
+    /// those of its configuration. A caller that does it earlier can use [`Self::set`] earlier.
+    pub fn prepare(&self, settings: Settings) {
+        self.lock().get_or_insert(settings);
+    }
+
+    /// Changes the settings of the migration. Returns the new ones.
+    ///
+    /// # Errors
+    /// [`SettingsError`], if there is no migration, it is too late, or the settings cannot be.
+    /// Nothing has changed then.
+    pub fn set(&self, change: &Change) -> Result<Settings, SettingsError> {
+        let mut kept = self.lock();
+        let settings = kept.as_mut().ok_or(SettingsError::NoMigration)?;
+        let early = matches!(self.status().stage, "none" | "setup" | "pre-copy");
+        if !early && (change.switch.is_some() || change.max_blackout.is_some()) {
+            return Err(SettingsError::TooLate);
+        }
+        *settings = settings.with(change)?;
+        self.command(Command::Settings);
+        Ok(*settings)
+    }
+
+    /// The settings of the migration. `None` without one.
+    #[must_use]
+    pub fn settings(&self) -> Option<Settings> {
+        *self.lock()
     }
 
     fn command(&self, command: Command) {
@@ -100,11 +141,11 @@ impl std::fmt::Debug for SourceSession {
 }
 
 impl Command {
-    /// Returns the session's event of this command, unless it only changes the route.
+    /// Returns the session's event of this command, if it is one.
     pub(super) fn event(&self) -> Option<Event> {
         match self {
             Self::Cancel => Some(Event::Cancel),
-            Self::Recover(_) => None,
+            Self::Recover(_) | Self::Settings => None,
             Self::GiveUp => Some(Event::GiveUp),
             Self::ResumeHere => Some(Event::ResumeHere),
         }

@@ -33,6 +33,8 @@ pub(super) fn new_report() -> SourceReport {
         background_bytes: 0,
         background_ns: 0,
         passes: Vec::new(),
+        blackout_forecast: None,
+        notes: Vec::new(),
         reconnects: 0,
     }
 }
@@ -113,7 +115,13 @@ impl Supervisor<'_, '_, '_> {
             pages_left: ledger.unacknowledged(),
             pages_in_flight: ledger.in_flight(),
             page_bytes: figures.page_bytes.load(Ordering::Relaxed),
-            dirty_rate: self.precopy.dirty_rate,
+            passes: self.precopy.passes,
+            dirty_rate: self.precopy.convergence.dirty_rate,
+            link_rate: self.precopy.convergence.link_rate,
+            blackout_forecast: self.precopy.forecast,
+            note: self.precopy.note.clone(),
+            settings: self.session.settings(),
+            time_left: self.precopy.time_left(),
             lost_for: self.lost_since.map(|since| since.elapsed()),
             last_loss: self.last_loss.clone(),
             ..SessionStatus::default()

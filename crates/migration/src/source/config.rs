@@ -1,5 +1,6 @@
 //! The source's configuration, and its report of a failed migration.
 
+use super::settings::Settings;
 use crate::address::Address;
 use crate::channel::{Connection, TlsFiles};
 use crate::cpus::CpuList;
@@ -13,10 +14,11 @@ use std::time::Duration;
 /// The source's configuration.
 #[derive(Clone, Debug)]
 pub struct SourceConfig {
-    /// The most pre-copy passes. With 0, all pages move in post-copy. The passes end early when few
-    /// dirty pages are left. One more follows if the destination then still allocates memory, for
-    /// longer than the last pass took.
-    pub precopy_passes: u32,
+    /// The end of pre-copy, and the limits of rates. [`SourceSession::set`] changes them during the
+    /// migration.
+    ///
+    /// [`SourceSession::set`]: crate::SourceSession::set
+    pub settings: Settings,
     /// Whether the background push begins at the start of post-copy. Otherwise it begins when the
     /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
     /// pages without a push.
@@ -62,7 +64,7 @@ impl SourceConfig {
 impl Default for SourceConfig {
     fn default() -> Self {
         Self {
-            precopy_passes: 1,
+            settings: Settings::default(),
             push_background: true,
             preempt: true,
             queue: Self::QUEUE,

@@ -12,11 +12,15 @@
 //! | file | contents |
 //! |---|---|
 //! | `setup` | the offer, and the way to the first `SetupAck` |
+//! | `settings` | what the operator chooses and changes |
 //! | `precopy` | passes over the dirty pages while the guest runs |
+//! | `convergence`, `forecast` | whether further passes help, and the expected blackout |
+//! | `note` | what pre-copy says to people |
 //! | `switchover` | stops the guest, and sends all that the destination needs to run it |
 //! | `recovery` | opens channels, and closes lost ones |
 //! | `completion` | the end of the session, and the report |
 //! | `bulk`, `urgent` | the threads of channels |
+//! | `limiter` | limits of rates, for all threads |
 //! | `gate` | stops the push while urgent pages are answered |
 //! | `governor` | how much of the push may be under way |
 //! | `prefetch` | which pages vCPUs will probably touch next |
@@ -33,12 +37,17 @@ mod check;
 mod commands;
 mod completion;
 mod config;
+mod convergence;
+mod forecast;
 mod gate;
 mod governor;
+mod limiter;
+mod note;
 mod pages;
 mod precopy;
 mod prefetch;
 mod recovery;
+mod settings;
 mod setup;
 mod shared;
 mod switchover;
@@ -50,6 +59,7 @@ mod model;
 pub use check::{Checked, check};
 pub use commands::SourceSession;
 pub use config::{Connect, Route, SourceConfig, SourceFailure, SourceVm};
+pub use settings::{Change, Settings, SettingsError, Switch};
 pub use urgent::URGENT_SPIN;
 
 use self::recovery::Channels;
@@ -106,17 +116,30 @@ pub fn migrate(
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
     crate::latency::prefer_short_slices();
-    let pinned = Pinned::to(config.cpus.as_ref());
     observer.phase(Phase::Setup);
+    session.prepare(config.settings);
+    let outcome = attempts(vm, route, guest, config, session, observer);
+    session.forget();
+    outcome.inspect_err(|_| observer.phase(Phase::Failed))
+}
+
+/// Attempts until the destination is not busy with another source.
+fn attempts(
+    vm: &RunningVm<'_>,
+    route: &Route,
+    guest: &[u8],
+    config: &SourceConfig,
+    session: &SourceSession,
+    observer: &dyn Observer,
+) -> Result<SourceReport, SourceFailure> {
     let began = Instant::now();
-    let failed = |error| {
-        observer.phase(Phase::Failed);
-        SourceFailure {
-            vm: SourceVm::Runs,
-            error,
-        }
+    let failed = |error| SourceFailure {
+        vm: SourceVm::Runs,
+        error,
     };
-    let _pinned = pinned.map_err(|e| failed(e.into()))?;
+    let _pinned = Pinned::to(config.cpus.as_ref()).map_err(|e| failed(e.into()))?;
+    let checked = config.settings.check();
+    checked.map_err(|error| failed(error.into()))?;
     let offer = setup::offer(vm, guest, config).map_err(failed)?;
     loop {
         let outcome = attempt(vm, route, &offer, config, session, observer);
@@ -124,12 +147,10 @@ pub fn migrate(
             &outcome,
             Err(SourceFailure { vm: SourceVm::Runs, error }) if error.is_busy()
         );
-        if busy && began.elapsed() < config.busy_limit {
-            wait_for_next_attempt(session).map_err(failed)?;
-            continue;
+        if !busy || began.elapsed() >= config.busy_limit {
+            return outcome;
         }
-        session.forget_letters();
-        return outcome.inspect_err(|_| observer.phase(Phase::Failed));
+        wait_for_next_attempt(session).map_err(failed)?;
     }
 }
 
@@ -171,6 +192,10 @@ fn attempt(
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
     let vcpus = vm.threads.count();
     let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
+    let settings = session.settings().unwrap_or(config.settings);
+    shared
+        .limiter
+        .set(settings.max_bandwidth, settings.max_postcopy_bandwidth);
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,
@@ -263,6 +288,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
         }
         self.finish()
+    }
+
+    /// The settings of the operator now.
+    fn settings(&self) -> Settings {
+        self.session.settings().unwrap_or(self.config.settings)
     }
 
     fn enter(&mut self, phase: Phase) {
@@ -434,6 +464,11 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             self.events.push_back(event);
         }
+        if let commands::Command::Settings = command
+            && let Err(error) = self.settings_changed()
+        {
+            self.fail(error);
+        }
         if let commands::Command::Recover(route) = command
             && self.state.has_handed_over()
         {
@@ -539,6 +574,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
             self.lost_since = None;
             self.note_giving_up(MigrationError::NO_CONNECTION);
             self.events.push_back(Event::GiveUp);
+        }
+        if let Err(error) = self.keep_precopy_time() {
+            self.fail(error);
         }
         self.report_progress();
         if self.published.elapsed() > PUBLISH_INTERVAL {

@@ -6,11 +6,19 @@
 //! need no order between them. The source sends such a page again, or it is *missing* at
 //! switch-over.
 //!
+//! At the end of each pass the source decides what comes next ([`Switch`]). It uses the
+//! [outlook](super::convergence) and the [forecast](super::forecast) of the blackout. While it
+//! holds the switch-over back, a rest follows each short pass.
+//!
 //! The destination allocates memory beside the passes. If it takes long after the last pass, what
 //! the guest dirties meanwhile would be missing. So another pass follows if the source waited for
 //! longer than the pass took.
 
 use super::Supervisor;
+use super::convergence::{Convergence, Outlook, PassEnd};
+use super::forecast::{self, Basis};
+use super::note;
+use super::settings::Switch;
 use super::shared::Mode;
 use crate::error::MigrationError;
 use crate::phase::Phase;
@@ -21,24 +29,48 @@ use crate::wire::{Frame, Pass};
 use pageferry_addr::PAGE_SIZE;
 use std::time::{Duration, Instant};
 
-/// Passes end at this number of dirty pages. Sending so few takes less time than the round trip of
-/// a pass.
+/// Passes of this number of pages end pre-copy after a number of passes, too. Sending so few takes
+/// less time than the round trip of a pass.
 const FEW_PAGES: u64 = 64;
+
+/// The least time from the start of a pass to that of the next, while the switch-over is held back.
+const REST: Duration = Duration::from_millis(500);
+
+/// The most passes that a report names one by one. A source that waits for its operator makes any
+/// number.
+const RECORDED_PASSES: u32 = 1000;
 
 /// The progress of pre-copy.
 #[derive(Debug, Default)]
 pub(super) struct Precopy {
+    /// Whether the dirty log runs.
+    pub(super) logs: bool,
     /// The pass, counted from 1.
     pass: u32,
     /// The pages of the pass, and its start.
     pages: u64,
     began: Option<Instant>,
+    /// The data pages sent before the pass.
+    data_before: u64,
+    /// The end of the last pass that has ended.
+    last: Option<LastPass>,
     /// The time that the last pass took, and its end. The source waits for the destination.
     waiting: Option<(Duration, Instant)>,
+    /// The time of the next pass, while the switch-over is held back.
+    rests_until: Option<Instant>,
     /// Whether the destination has allocated all memory that it needs before the switch-over.
     pub(super) destination_ready: bool,
-    /// Bytes of pages dirtied a second during the last pass.
-    pub(super) dirty_rate: Option<u64>,
+    pub(super) convergence: Convergence,
+    /// The passes that have ended.
+    pub(super) passes: u32,
+    /// The shortest harvest right after another.
+    least_harvest: Option<Duration>,
+    /// The expected blackout, by the last forecast.
+    pub(super) forecast: Option<Duration>,
+    /// Why pre-copy ends with many pages left, or goes on, for people.
+    pub(super) note: Option<String>,
+    /// Whether the last note said that the switch-over is held back.
+    said: Option<bool>,
     /// The data pages sent by the end of pre-copy.
     pub(super) data_pages: u64,
     /// The start of the push, and the time at which no page was unsent.
@@ -46,24 +78,53 @@ pub(super) struct Precopy {
     pub(super) push_ended: Option<Instant>,
 }
 
+/// A pass that has ended.
+#[derive(Clone, Copy, Debug)]
+struct LastPass {
+    took: Duration,
+    ended: Instant,
+    outlook: Outlook,
+    /// From its end.
+    time_left: Option<Duration>,
+}
+
+impl Precopy {
+    /// The time until no page is left, by the last pass. `None` before one has ended.
+    pub(super) fn time_left(&self) -> Option<Duration> {
+        let last = self.last?;
+        last.time_left
+            .map(|left| left.saturating_sub(last.ended.elapsed()))
+    }
+}
+
 impl Supervisor<'_, '_, '_> {
     pub(super) fn start_precopy(&mut self) -> Result<(), MigrationError> {
         let pages = self.vm.machine.ram().pages() as usize;
         self.shared.ledger.set_unsent(0..pages);
-        if self.config.precopy_passes == 0 {
-            self.precopy.waiting = Some((Duration::MAX, Instant::now()));
+        if self.settings().switch == Switch::NOW {
             return self.decide();
         }
+        self.start_passes()
+    }
+
+    fn start_passes(&mut self) -> Result<(), MigrationError> {
         self.vm.machine.set_dirty_log(true)?;
+        self.precopy.logs = true;
         self.begin_pass()
     }
 
     fn begin_pass(&mut self) -> Result<(), MigrationError> {
         self.precopy.pass += 1;
         self.precopy.pages = self.shared.ledger.unsent_count();
+        self.precopy.data_before = self.shared.figures.data.load(Ordering::Relaxed);
         self.precopy.began = Some(Instant::now());
+        (self.precopy.waiting, self.precopy.rests_until) = (None, None);
         let (pass, pages) = (self.precopy.pass, self.precopy.pages);
-        self.enter(Phase::Precopy { pass });
+        if pass <= RECORDED_PASSES {
+            self.enter(Phase::Precopy { pass });
+        } else {
+            self.observer.phase(Phase::Precopy { pass });
+        }
         if let Some(control) = &mut self.control {
             control.send(&Frame::Pass(Pass { pass, pages }))?;
         }
@@ -86,21 +147,148 @@ impl Supervisor<'_, '_, '_> {
         }
         self.shared.set_mode(Mode::Hold);
         self.precopy.began = None;
-        self.vm.machine.harvest_dirty(&self.dirty, true)?;
-        self.shared.ledger.add_dirty(&self.dirty, |_| ());
+        self.harvest(true, |_| ())?;
         let took = began.elapsed();
-        let dirtied = self.shared.ledger.unsent_count() * PAGE_SIZE;
-        self.precopy.dirty_rate = Some((dirtied as f64 / took.as_secs_f64()) as u64);
-        self.report.passes.push(PassFigures {
+        let left = self.shared.ledger.unsent_count();
+        let data = self.shared.figures.data.load(Ordering::Relaxed);
+        let outlook = self.precopy.convergence.pass_ended(&PassEnd {
             pages: self.precopy.pages,
+            bytes: (data - self.precopy.data_before) * PAGE_SIZE,
             took,
+            left,
+            round_trip: self.shared.round_trip(),
         });
-        let last = self.precopy.pass >= self.config.precopy_passes;
-        if last || self.shared.ledger.unsent_count() <= FEW_PAGES {
-            self.precopy.waiting = Some((took, Instant::now()));
-            return self.decide();
+        self.precopy.passes += 1;
+        if self.precopy.pass <= RECORDED_PASSES {
+            self.report.passes.push(PassFigures {
+                pages: self.precopy.pages,
+                took,
+            });
         }
-        self.begin_pass()
+        self.forecast()?;
+        self.precopy.last = Some(LastPass {
+            took,
+            ended: Instant::now(),
+            outlook,
+            time_left: self.time_left(left),
+        });
+        self.after_pass()
+    }
+
+    /// Moves what the guest has dirtied to the unsent pages. Calls `newly` with the pages that were
+    /// not unsent.
+    pub(super) fn harvest(
+        &self,
+        rearm: bool,
+        newly: impl FnMut(std::ops::Range<usize>),
+    ) -> Result<(), MigrationError> {
+        self.vm.machine.harvest_dirty(&self.dirty, rearm)?;
+        self.shared.ledger.add_dirty(&self.dirty, newly);
+        Ok(())
+    }
+
+    fn time_left(&self, left: u64) -> Option<Duration> {
+        let passes = match self.settings().switch {
+            Switch::Auto => None,
+            Switch::AfterPasses(passes) => Some(passes.saturating_sub(self.precopy.pass)),
+            Switch::Manual => return None,
+        };
+        self.precopy.convergence.time_left(left, passes)
+    }
+
+    /// Computes the expected blackout. It harvests as the switch-over will: right after a harvest.
+    fn forecast(&mut self) -> Result<(), MigrationError> {
+        let mut runs = 0;
+        if self.precopy.logs {
+            let began = Instant::now();
+            self.harvest(true, |_| runs += 1)?;
+            let least = self.precopy.least_harvest.unwrap_or(Duration::MAX);
+            self.precopy.least_harvest = Some(least.min(began.elapsed()));
+        }
+        let blackout = forecast::blackout(&Basis {
+            engine: self.vm.machine.engine(),
+            vcpus: self.vm.threads.count(),
+            round_trip: self.shared.round_trip(),
+            harvest: self.precopy.least_harvest.unwrap_or_default(),
+            runs,
+            link_rate: self.precopy.convergence.link_rate,
+        });
+        self.precopy.forecast = Some(blackout);
+        self.report.blackout_forecast = Some(blackout);
+        Ok(())
+    }
+
+    /// Chooses what follows the last pass.
+    fn after_pass(&mut self) -> Result<(), MigrationError> {
+        let Some(last) = self.precopy.last else {
+            return Ok(());
+        };
+        let few = self.shared.ledger.unsent_count() <= FEW_PAGES;
+        match self.settings().switch {
+            Switch::AfterPasses(passes) if few || self.precopy.pass >= passes => self.end(last),
+            Switch::AfterPasses(_) => self.begin_pass(),
+            Switch::Manual => self.hold(last),
+            Switch::Auto if last.outlook == Outlook::Open => self.begin_pass(),
+            Switch::Auto => {
+                let held_back = self.too_long_a_blackout();
+                self.tell(last.outlook, held_back);
+                if held_back {
+                    self.hold(last)
+                } else {
+                    self.end(last)
+                }
+            }
+        }
+    }
+
+    fn too_long_a_blackout(&self) -> bool {
+        let limit = self.settings().max_blackout;
+        limit.is_some_and(|limit| {
+            self.precopy
+                .forecast
+                .is_some_and(|blackout| blackout > limit)
+        })
+    }
+
+    /// No pass follows: the switch-over begins when the destination is ready.
+    fn end(&mut self, last: LastPass) -> Result<(), MigrationError> {
+        self.precopy.rests_until = None;
+        self.precopy.waiting = Some((last.took, last.ended));
+        self.decide()
+    }
+
+    /// The switch-over is held back: passes go on. A short one is followed by a rest.
+    fn hold(&mut self, last: LastPass) -> Result<(), MigrationError> {
+        self.precopy.waiting = None;
+        if last.took >= REST {
+            return self.begin_pass();
+        }
+        self.precopy.rests_until = Some(last.ended + (REST - last.took));
+        Ok(())
+    }
+
+    /// Says why pre-copy ends with many pages left, and why it goes on although it does not help.
+    fn tell(&mut self, outlook: Outlook, held_back: bool) {
+        if self.precopy.said == Some(held_back) {
+            return;
+        }
+        let note = note::after_pass(&note::Facts {
+            vain: outlook == Outlook::Vain,
+            held_back: held_back
+                .then(|| self.precopy.forecast.zip(self.settings().max_blackout))
+                .flatten(),
+            dirty_rate: self.precopy.convergence.dirty_rate,
+            link_rate: self.precopy.convergence.link_rate,
+            max_bandwidth: self.settings().max_bandwidth,
+            left: self.shared.ledger.unsent_count(),
+        });
+        if let Some(note) = note {
+            self.precopy.said = Some(held_back);
+            tracing::info!(%note, "pre-copy");
+            self.observer.note(&note);
+            self.report.notes.push(note.clone());
+            self.precopy.note = Some(note);
+        }
     }
 
     /// Reports a pass with `left` pages to go.
@@ -112,18 +300,82 @@ impl Supervisor<'_, '_, '_> {
 
     /// Ends pre-copy, or begins another pass, if both sides are ready for it.
     pub(super) fn decide(&mut self) -> Result<(), MigrationError> {
-        let Some((took, since)) = self.precopy.waiting else {
-            return Ok(());
-        };
         if !self.precopy.destination_ready || self.state.stage != Stage::Precopy {
             return Ok(());
         }
-        self.precopy.waiting = None;
-        if since.elapsed() > took {
-            return self.begin_pass();
+        if self.settings().switch == Switch::NOW {
+            // Threads send nothing more. The last receipts may still come.
+            self.shared.set_mode(Mode::Hold);
+            if self.shared.ledger.in_flight() > 0 {
+                return Ok(());
+            }
+        } else {
+            let Some((took, since)) = self.precopy.waiting else {
+                return Ok(());
+            };
+            if since.elapsed() > took {
+                return self.begin_pass();
+            }
         }
+        if self.precopy.forecast.is_none() {
+            self.forecast()?;
+        }
+        (self.precopy.began, self.precopy.waiting) = (None, None);
         self.precopy.data_pages = self.shared.figures.data.load(Ordering::Relaxed);
         self.events.push_back(Event::PrecopyDone);
+        Ok(())
+    }
+
+    /// Does what is due at a time: the end of a rest, and a switch-over at once.
+    pub(super) fn keep_precopy_time(&mut self) -> Result<(), MigrationError> {
+        if self.state.stage != Stage::Precopy || !self.events.is_empty() {
+            return Ok(());
+        }
+        if self.settings().switch == Switch::NOW {
+            return self.decide();
+        }
+        let Some(until) = self.precopy.rests_until else {
+            return Ok(());
+        };
+        if Instant::now() < until {
+            return Ok(());
+        }
+        self.harvest(true, |_| ())?;
+        if self.shared.ledger.unsent_count() > 0 {
+            return self.begin_pass();
+        }
+        // No pass is needed. The forecast may have changed all the same.
+        self.forecast()?;
+        if let Some(last) = &mut self.precopy.last {
+            (last.took, last.ended) = (Duration::ZERO, Instant::now());
+        }
+        self.after_pass()
+    }
+
+    /// The operator has changed the settings.
+    pub(super) fn settings_changed(&mut self) -> Result<(), MigrationError> {
+        let settings = self.settings();
+        self.shared
+            .limiter
+            .set(settings.max_bandwidth, settings.max_postcopy_bandwidth);
+        self.channels.ring();
+        if self.state.stage != Stage::Precopy || !self.events.is_empty() {
+            return Ok(());
+        }
+        self.precopy.said = None;
+        if settings.switch == Switch::NOW {
+            return self.decide();
+        }
+        if !self.precopy.logs {
+            // All pages were to follow the switch-over, which has not begun.
+            return self.start_passes();
+        }
+        if self.precopy.began.is_none() {
+            return self.after_pass();
+        }
+        // A switch-over at once may have stopped the pass.
+        self.shared.set_mode(Mode::Copy);
+        self.channels.ring();
         Ok(())
     }
 }

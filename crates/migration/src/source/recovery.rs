@@ -292,7 +292,10 @@ impl<'s> Dialler<'s, '_, '_> {
                 }
                 let limit = config.limits.connect;
                 let opened = route.open(protection, identity, key, limit, &stop);
-                let outcome = opened.map(|opened| opened.connection);
+                let outcome = opened.map(|opened| {
+                    shared.note_round_trip(opened.round_trip);
+                    opened.connection
+                });
                 if !stop() {
                     from_thread(outcome.map_err(MigrationError::from));
                 }

@@ -12,6 +12,7 @@ use pageferry_machine::GuestRam;
 use super::SourceConfig;
 use super::commands::Command;
 use super::gate::Gate;
+use super::limiter::Limiter;
 use super::prefetch::Prefetch;
 use crate::channel::Connection;
 use pageferry_addr::RamPage;
@@ -72,6 +73,9 @@ pub(super) struct Shared<'a> {
     pub(super) limits: &'a Limits,
     pub(super) patience: Patience,
     pub(super) figures: Figures,
+    pub(super) limiter: Limiter,
+    /// The least round trip seen, in nanoseconds.
+    round_trip: AtomicU64,
     /// The newest generation. Threads that open channels of older ones end.
     pub(super) generation: AtomicU32,
     pub(super) ended: AtomicBool,
@@ -103,6 +107,8 @@ impl<'a> Shared<'a> {
             limits,
             patience: Patience::new(limits.silence),
             figures: Figures::default(),
+            limiter: Limiter::new(),
+            round_trip: AtomicU64::new(u64::MAX),
             generation: AtomicU32::new(1),
             ended: AtomicBool::new(false),
             mode: AtomicU8::new(Mode::Hold as u8),
@@ -132,6 +138,20 @@ impl<'a> Shared<'a> {
     pub(super) fn set_mode(&self, mode: Mode) {
         self.cursor.store(0, Ordering::Relaxed);
         self.mode.store(mode as u8, Ordering::SeqCst);
+    }
+
+    /// Takes a measured round trip into account.
+    pub(super) fn note_round_trip(&self, took: Duration) {
+        let ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        self.round_trip.fetch_min(ns, Ordering::Relaxed);
+    }
+
+    /// The least round trip to a thread of the destination and back. Zero before the first.
+    pub(super) fn round_trip(&self) -> Duration {
+        match self.round_trip.load(Ordering::Relaxed) {
+            u64::MAX => Duration::ZERO,
+            ns => Duration::from_nanos(ns),
+        }
     }
 
     /// Where the next frame begins to look for unsent pages.

@@ -24,10 +24,9 @@ impl Supervisor<'_, '_, '_> {
         let shared = self.shared;
         let ledger = &shared.ledger;
         self.wait_for_silence()?;
-        if self.config.precopy_passes > 0 {
+        if self.precopy.logs {
             // While the source waited for the destination, the guest has written more.
-            self.vm.machine.harvest_dirty(&self.dirty, true)?;
-            ledger.add_dirty(&self.dirty, |_| ());
+            self.harvest(true, |_| ())?;
         }
         let Some(control) = &mut self.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));
@@ -40,12 +39,11 @@ impl Supervisor<'_, '_, '_> {
         // The VMM's own writes are in the last harvest, or refused.
         self.frozen = Some(self.vm.machine.ram().freeze()?);
         let mut new: Vec<Range<u64>> = Vec::new();
-        if self.config.precopy_passes > 0 {
-            self.vm.machine.harvest_dirty(&self.dirty, false)?;
-            ledger.add_dirty(&self.dirty, |run| match new.last_mut() {
+        if self.precopy.logs {
+            self.harvest(false, |run| match new.last_mut() {
                 Some(last) if last.end == run.start as u64 => last.end = run.end as u64,
                 _ => new.push(run.start as u64..run.end as u64),
-            });
+            })?;
         }
         let states = self.vm.threads.save()?;
         self.report.first_stop_ns = instant_ns(stopped.first_stop);

@@ -125,13 +125,13 @@ impl Urgent<'_> {
         }
         self.connection.write_all_vectored(&slices, wait)?;
         let data = bodies.iter().flatten().count() as u64;
+        let bytes = data * PAGE_BYTES as u64;
+        self.shared.limiter.charge_urgent(bytes);
         let figures = &self.shared.figures;
         figures
             .urgent
             .fetch_add(pages.len() as u64, Ordering::Relaxed);
-        figures
-            .page_bytes
-            .fetch_add(data * PAGE_BYTES as u64, Ordering::Relaxed);
+        figures.page_bytes.fetch_add(bytes, Ordering::Relaxed);
         Ok(())
     }
 

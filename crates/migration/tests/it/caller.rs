@@ -5,7 +5,8 @@ use pageferry_machine::{Backing, Engine};
 use pageferry_migration::channel::{Connection, Listener};
 use pageferry_migration::{
     Connect, Destination, DestinationConfig, DestinationFailure, DestinationReport, Limits, Route,
-    SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Unobserved, migrate,
+    SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
+    migrate,
 };
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::wait_until;
@@ -76,7 +77,7 @@ fn moved(
     let failed = AtomicBool::new(false);
     let stop = || failed.load(Ordering::Acquire);
     let config = SourceConfig {
-        precopy_passes: 0,
+        settings: Switch::AfterPasses(0).into(),
         bulk_channels: 2,
         limits: limits(),
         ..SourceConfig::default()

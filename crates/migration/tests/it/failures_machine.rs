@@ -9,7 +9,7 @@ use pageferry_machine::{
 };
 use pageferry_migration::{
     DestinationConfig, DestinationVm, Route, RunningVm, SourceConfig, SourceSession, SourceVm,
-    Unobserved, migrate,
+    Switch, Unobserved, migrate,
 };
 use pageferry_userfault::PageBitmap;
 use std::os::fd::{AsRawFd, RawFd};
@@ -154,7 +154,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
         ..DestinationConfig::default()
     });
     let config = SourceConfig {
-        precopy_passes: 0,
+        settings: Switch::AfterPasses(0).into(),
         ..SourceConfig::default()
     };
     let arrived = OnceLock::new();

@@ -15,7 +15,9 @@ use pageferry_migration::wire::{
     ChannelId, DestinationStage, ErrorCode, ErrorMessage, Frame, FrameType, PAGE_BYTES, Role, Side,
     SourceStage, UrgentKind, UrgentMessage,
 };
-use pageferry_migration::{DestinationConfig, Limits, SourceConfig, SourceSession, SourceVm};
+use pageferry_migration::{
+    DestinationConfig, Limits, SourceConfig, SourceSession, SourceVm, Switch,
+};
 use pageferry_testkit::shaper::{Plan, Shaper};
 use std::time::{Duration, Instant};
 
@@ -389,7 +391,7 @@ fn a_slow_and_healthy_link_completes() {
     };
     let shaper = Shaper::start(to, plan).unwrap();
     let config = SourceConfig {
-        precopy_passes: 0,
+        settings: Switch::AfterPasses(0).into(),
         limits,
         ..SourceConfig::default()
     };

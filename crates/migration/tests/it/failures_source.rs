@@ -17,7 +17,7 @@ use pageferry_migration::wire::{
 };
 use pageferry_migration::{
     DestinationConfig, Route, SessionStatus, SourceConfig, SourceFailure, SourceReport,
-    SourceSession, SourceVm, Unobserved, migrate,
+    SourceSession, SourceVm, Switch, Unobserved, migrate,
 };
 use pageferry_testkit::wait_until;
 use pageferry_userfault::PageBitmap;
@@ -38,7 +38,7 @@ struct Case {
 
 pub(crate) fn config(passes: u32, limit: Duration) -> SourceConfig {
     SourceConfig {
-        precopy_passes: passes,
+        settings: Switch::AfterPasses(passes).into(),
         busy_limit: Duration::ZERO,
         setup_limit: limit,
         limits: limits(limit),

@@ -12,6 +12,7 @@ mod failures_source;
 mod handshake_common;
 mod move_backings;
 mod move_vm;
+mod precopy;
 mod prefetch;
 mod recorded;
 mod recovery;

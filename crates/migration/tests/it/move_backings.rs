@@ -6,7 +6,7 @@ use crate::support::{LIMIT, WorkloadVm, kvm_usable, move_vm, move_vm_to};
 use crate::vmm_access::{engines, receive_beside};
 use pageferry_addr::{PageSize, RamPage};
 use pageferry_machine::{Backing, Collapsed, Delivery, Engine};
-use pageferry_migration::{DestinationConfig, SourceConfig};
+use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
 use pageferry_testkit::{AdvisedHugePages, HugePages, skip, wait_until};
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -21,7 +21,7 @@ fn run(engine: Engine, from: Backing, to: Backing, passes: u32, allocate: bool) 
     let source = WorkloadVm::empty_on(from, engine, 2, MEMORY).boot();
     source.wait_progress(64);
     let config = SourceConfig {
-        precopy_passes: passes,
+        settings: Switch::AfterPasses(passes).into(),
         ..SourceConfig::default()
     };
     let destination = DestinationConfig {

@@ -3,7 +3,7 @@
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, move_vm};
 use pageferry_addr::RamPage;
 use pageferry_machine::Engine;
-use pageferry_migration::{DestinationConfig, SourceConfig};
+use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
 
 const MIB: u64 = 1 << 20;
 
@@ -20,7 +20,7 @@ fn run(case: &Case) {
     // Some pages are written, others never touched: there are data pages, zero pages and holes.
     source.wait_progress(64);
     let config = SourceConfig {
-        precopy_passes: case.passes,
+        settings: Switch::AfterPasses(case.passes).into(),
         ..SourceConfig::default()
     };
     let moved = move_vm(source, &config, case.to.clone());
@@ -76,7 +76,7 @@ fn a_vm_moves_with_its_requested_pages_in_order() {
         let source = WorkloadVm::booted(Engine::Soft, 2, 16 * MIB);
         source.wait_progress(64);
         let config = SourceConfig {
-            precopy_passes: 0,
+            settings: Switch::NOW.into(),
             preempt: false,
             bulk_channels,
             ..SourceConfig::default()
@@ -190,7 +190,7 @@ fn moved_sparse(passes: u32) -> Option<crate::support::Moved> {
         return None;
     }
     let config = SourceConfig {
-        precopy_passes: passes,
+        settings: Switch::AfterPasses(passes).into(),
         ..SourceConfig::default()
     };
     let to = DestinationConfig {

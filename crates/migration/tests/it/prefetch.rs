@@ -87,7 +87,7 @@ fn move_touched(order: impl Fn(Range<u64>) -> Vec<u64> + Sync) -> SourceReport {
             incoming.receive(&to.running(), &to.resolver, &late, &Unobserved)
         });
         let config = SourceConfig {
-            precopy_passes: 0,
+            settings: pageferry_migration::Switch::NOW.into(),
             ..SourceConfig::default()
         };
         let sent = migrate_running(&source.running(), &address, &config).unwrap();

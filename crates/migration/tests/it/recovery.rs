@@ -7,7 +7,8 @@ use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm, Limits,
-    Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Unobserved, migrate,
+    Route, SourceConfig, SourceFailure, SourceReport, SourceSession, SourceVm, Switch, Unobserved,
+    migrate,
 };
 use pageferry_testkit::shaper::{Plan, Schedule, Shaper, Way, Which};
 use pageferry_testkit::wait_until;
@@ -30,7 +31,7 @@ fn limits() -> Limits {
 
 fn source_config() -> SourceConfig {
     SourceConfig {
-        precopy_passes: 0,
+        settings: Switch::AfterPasses(0).into(),
         bulk_channels: 2,
         urgent_channels: 2,
         limits: limits(),
@@ -301,7 +302,7 @@ fn play(seed: u64) {
     let vm = WorkloadVm::booted(Engine::Soft, 1, 4 * MIB);
     vm.wait_progress(200);
     let config = SourceConfig {
-        precopy_passes: (seed % 3) as u32,
+        settings: Switch::AfterPasses((seed % 3) as u32).into(),
         bulk_channels: 1 + (seed / 3 % 3) as u16,
         urgent_channels: 1 + (seed / 9 % 2) as u16,
         ..source_config()
@@ -361,7 +362,7 @@ fn a_vm_moves_over_tls_and_survives_losses() {
     vm.wait_progress(3000);
     let config = SourceConfig {
         tls: Some(files.clone()),
-        precopy_passes: 1,
+        settings: Switch::AfterPasses(1).into(),
         ..source_config()
     };
     let to = DestinationConfig {

@@ -14,7 +14,7 @@ use pageferry_harness::{Vm, isa_of};
 use pageferry_machine::{AccessError, Engine, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::{
-    DestinationConfig, Resolver, Route, SourceConfig, SourceSession, Unobserved, migrate,
+    DestinationConfig, Resolver, Route, SourceConfig, SourceSession, Switch, Unobserved, migrate,
 };
 use pageferry_testkit::shaper::{Plan, Shaper, Which};
 use pageferry_testkit::{LIMIT, wait_for, wait_until};
@@ -133,7 +133,7 @@ fn measure() -> Figures {
     });
     let session = SourceSession::new().unwrap();
     let config = SourceConfig {
-        precopy_passes: 0,
+        settings: Switch::AfterPasses(0).into(),
         ..SourceConfig::default()
     };
     let (vms, built) = channel();

@@ -14,7 +14,7 @@ use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, Machin
 use pageferry_migration::wire::PAGE_BYTES;
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationFailure, DestinationReport, DestinationVm,
-    SourceConfig, Unobserved,
+    SourceConfig, Switch, Unobserved,
 };
 use pageferry_testkit::{Random, wait_until};
 use std::ops::Range;
@@ -156,7 +156,7 @@ fn move_beside_vmm_threads(
             writes
         });
         let config = SourceConfig {
-            precopy_passes: passes,
+            settings: Switch::AfterPasses(passes).into(),
             push_background: false,
             ..SourceConfig::default()
         };

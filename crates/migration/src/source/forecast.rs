@@ -1,0 +1,95 @@
+//! The expected blackout of a switch-over.
+//!
+//! **Mechanism.** The forecast adds the parts of a blackout. The source measures what it can
+//! while the guest runs: a harvest of the dirty log, the round trip, the rate of the link, and the
+//! runs that the guest dirties right after a harvest. The rest are constants of each engine: what
+//! the two sides took on two cores that nobody else used. On busy cores each of the threads that
+//! wake in the blackout may wait for a core, which takes longer than forecast.
+
+use pageferry_machine::Engine;
+use std::time::Duration;
+
+/// The bytes of a run of missing pages: two short numbers.
+const RUN_BYTES: f64 = 3.0;
+
+/// The basis of a forecast.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Basis {
+    pub(super) engine: Engine,
+    pub(super) vcpus: usize,
+    /// The least round trip to the destination's threads and back.
+    pub(super) round_trip: Duration,
+    /// The least harvest of the dirty log right after another. Zero if there is no log.
+    pub(super) harvest: Duration,
+    /// The runs of pages that the guest dirtied between the two.
+    pub(super) runs: u64,
+    /// Bytes a second, if a pass has measured it.
+    pub(super) link_rate: Option<u64>,
+}
+
+/// What an engine takes, as far as no source can measure it before.
+struct Constants {
+    /// Both sides, without the vCPUs: stopping, freezing memory, loading, resuming.
+    fixed: Duration,
+    /// Saving, sending and restoring a vCPU.
+    vcpu: Duration,
+}
+
+const fn constants(engine: Engine) -> Constants {
+    match engine {
+        Engine::Kvm => Constants {
+            fixed: Duration::from_micros(700),
+            vcpu: Duration::from_micros(220),
+        },
+        Engine::Soft => Constants {
+            fixed: Duration::from_micros(550),
+            vcpu: Duration::from_micros(5),
+        },
+    }
+}
+
+/// From the last guest instruction at the source to the first at the destination.
+pub(super) fn blackout(basis: &Basis) -> Duration {
+    let Constants { fixed, vcpu } = constants(basis.engine);
+    let vcpus = u32::try_from(basis.vcpus).unwrap_or(u32::MAX);
+    // SwitchOver, `Ready` and `Go` each cross the link once.
+    let crossings = basis.round_trip * 3 / 2;
+    let runs = match basis.link_rate {
+        Some(rate @ 1..) => basis.runs as f64 * RUN_BYTES / rate as f64,
+        _ => 0.0,
+    };
+    fixed + vcpu.saturating_mul(vcpus) + basis.harvest + crossings + Duration::from_secs_f64(runs)
+}
+
+#[cfg(all(test, not(shuttle)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_part_counts() {
+        let ms = Duration::from_millis;
+        let least = Basis {
+            engine: Engine::Soft,
+            vcpus: 1,
+            round_trip: Duration::ZERO,
+            harvest: Duration::ZERO,
+            runs: 0,
+            link_rate: None,
+        };
+        let floor = blackout(&least);
+        assert!(floor > Duration::ZERO && floor < ms(1), "{floor:?}");
+        let more = |change: fn(&mut Basis)| {
+            let mut basis = least;
+            change(&mut basis);
+            blackout(&basis) - floor
+        };
+        assert_eq!(more(|b| b.round_trip = Duration::from_millis(100)), ms(150));
+        assert_eq!(more(|b| b.harvest = Duration::from_millis(2)), ms(2));
+        // 30 000 bytes at 1 MB/s, and a link that is not measured.
+        let runs = |b: &mut Basis| (b.runs, b.link_rate) = (10_000, Some(1_000_000));
+        assert_eq!(more(runs), ms(30));
+        assert_eq!(more(|b| b.runs = 10_000), Duration::ZERO);
+        assert!(more(|b| b.vcpus = 9) > more(|b| b.vcpus = 2));
+        assert!(more(|b| b.engine = Engine::Kvm) > Duration::ZERO);
+    }
+}
