@@ -538,3 +538,43 @@ impl Drop for Peer {
         let _ = self.child.wait();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_survives_its_words() {
+        let files = TlsFiles {
+            cert: "c".into(),
+            key: "k".into(),
+            ca: "a".into(),
+            peer_name: Some("n".into()),
+        };
+        let source = |guest, tls| {
+            Role::Source(SourceVm {
+                engine: Engine::Soft,
+                vcpus: 3,
+                memory_bytes: 4 << 20,
+                backing: Backing::Hugetlb2M,
+                used_bytes: 2 << 20,
+                passes: 1,
+                push: true,
+                preempt: false,
+                guest,
+                channels: Channels { bulk: 2, tls },
+            })
+        };
+        let pong = Role::Pong {
+            host: LOOPBACK,
+            page_bytes: 4096,
+        };
+        let sources = Guest::ALL.map(|guest| source(guest, None));
+        let secure = source(Guest::Toucher, Some(files));
+        for role in sources.into_iter().chain([pong, Role::Bulk, secure]) {
+            let words = role.to_words();
+            assert_eq!(Role::from_words(&words).expect("a role"), role);
+        }
+        assert!(Role::from_words(&["pong".into()]).is_err());
+    }
+}

@@ -65,9 +65,9 @@ pushed before. *preempt*: they have a channel of their own. *idle*: nothing is p
 requests and replies on the same link, as many unanswered as there are vCPUs. Ratios are taken
 within a round, and verdicts are of medians over rounds.
 
-A round counts if others used under 10 % of the cores, stolen time included, and a thread that slept
-1 ms was late by less than 1 ms at p99. That thread sleeps before each row, since the row's own
-vCPUs would delay it. With fewer than five such rounds there is no verdict.
+A round counts on two conditions. Others used under 10 % of the cores, stolen time included. A
+thread that slept 1 ms was late by less than 1 ms at p99. That thread sleeps before each row, since
+the row's own vCPUs would delay it. With fewer than five such rounds there is no verdict.
 ";
 
 /// The page in Markdown, with `results` in this order.
@@ -386,6 +386,23 @@ mod tests {
             processor: "a processor".into(),
             cores: 2,
             output,
+        }
+    }
+
+    #[test]
+    fn aims_of_a_latency_run_say_when_they_were_not_measured() {
+        let verdict = |met: Option<bool>, unit: &str| {
+            json!({"name": "a mean", "limit": 3.0, "at_least": false, "unit": unit,
+                   "measured": met.map(|_| 2.5), "met": met})
+        };
+        let column = json!({"host_page": "4k", "vcpus": 16, "tls": true, "congestion": "bbr",
+                            "verdicts": [verdict(Some(true), "x"), verdict(None, "%")]});
+        let page = page(&[result(json!({"columns": [column]}), 0.0)]).expect("a page");
+        for row in [
+            "| post-copy, 4k pages, 16 vCPUs, bbr, TLS: a mean |  | 2.50 | at most 3.0 | met | 1 |",
+            ": a mean |  |  | at most 3.0 %; not measured: too few quiet rounds |  | 1 |",
+        ] {
+            assert!(page.contains(row), "no '{row}' in\n{page}");
         }
     }
 

@@ -29,8 +29,8 @@ impl fmt::Display for LatencyReport {
         )?;
         writeln!(
             f,
-            "A round counts if others used less than {} % of the cores, and a thread that slept 1 ms was late by less than\n\
-             {} at p99. It sleeps in the gaps before rows, since the vCPUs of a row would delay it.",
+            "A round counts if others used less than {} % of the cores. Also, a thread that slept 1 ms must be late by less\n\
+             than {} at p99. It sleeps in the gaps before rows, since the vCPUs of a row would delay it.",
             Noise::MAX_OTHERS_PERCENT,
             time(Noise::MAX_SLEEPER_US)
         )?;

@@ -56,9 +56,9 @@ pub(crate) enum BenchCommand {
     /// Stalls of vCPUs that touch missing pages while a push saturates a shaped link
     ///
     /// This follows the measurements of the postcopy-preempt series. Source and destination have
-    /// two network namespaces, joined by a link with one queue. Each round moves a VM with requested
-    /// pages behind the pushed ones (vanilla), with requested pages first (preempt) and without a
-    /// push (idle), next to bare exchanges on the same link (floor). All vCPUs write pages at random.
+    /// two network namespaces, joined by a link with one queue. Each round moves a VM three times:
+    /// requested pages come behind the pushed ones (vanilla), before them (preempt), or nothing is
+    /// pushed (idle). Bare exchanges on the same link follow (floor). All vCPUs write pages at random.
     /// Verdicts need 5 rounds in which nothing else disturbed the machine. It needs root and
     /// Debian's package iproute2. For pages of 2 MiB it takes huge pages of the host meanwhile.
     PostcopyLatency(LatencyFlags),
