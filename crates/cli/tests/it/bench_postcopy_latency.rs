@@ -81,10 +81,9 @@ fn an_interrupt_leaves_nothing_behind() {
     let pid = process.pid();
     let names = namespaces_of(pid);
     assert_eq!(names.len(), 2, "{names:?}");
+    let source = format!("pageferry-{pid}-0-a");
     wait_until("the source's process", || {
-        let listed = Command::new("ip")
-            .args(["netns", "pids", &names[0]])
-            .output();
+        let listed = Command::new("ip").args(["netns", "pids", &source]).output();
         listed.is_ok_and(|listed| !listed.stdout.is_empty()) || namespaces_of(pid).is_empty()
     });
     process.interrupt();
