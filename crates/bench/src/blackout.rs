@@ -6,7 +6,7 @@ use crate::peer::{Channels, Guest, Peer, Role, SourceVm, overhead_bytes};
 use crate::vm::isa_of;
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
 use pageferry_guest::Workload;
-use pageferry_machine::{Delivery, Engine};
+use pageferry_machine::{Backing, Delivery, Engine};
 use pageferry_migration::DestinationConfig;
 
 /// The conditions of a blackout.
@@ -80,9 +80,11 @@ impl Measured {
             engine,
             vcpus: VCPUS,
             memory_bytes: self.memory_bytes,
+            backing: Backing::Shmem,
             used_bytes: MEMORY,
             passes: 1,
             push: true,
+            preempt: true,
             guest: Guest::Workload,
             channels: Channels::default(),
         });

@@ -40,6 +40,12 @@ pub enum BenchError {
     /// A guest stopped before the end of its program.
     #[error("the guest stopped: {0}")]
     Stopped(String),
+    /// The machine cannot have two hosts, or one of their tools failed.
+    #[error("two hosts on this machine: {0}")]
+    Hosts(#[from] pageferry_hosts::Error),
+    /// The user asked to stop.
+    #[error("cancelled")]
+    Cancelled,
     /// Other work has the cores: something happened too late, or too seldom for a figure.
     #[error("this host is too busy to measure: {0}; try again when it is idle")]
     Busy(String),

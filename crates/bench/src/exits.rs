@@ -82,7 +82,7 @@ pub(crate) fn exit_and_resume(
         memory_bytes,
         Arc::clone(&faults) as Arc<dyn Faults>,
     )?;
-    let program = toucher(engine, memory_bytes, u64::MAX)?;
+    let program = toucher(engine, 1, memory_bytes, u64::MAX)?;
     let pages = vm.machine.ram().pages();
     vm.machine.ram().allocate()?;
     let data = program.memory_map().data();

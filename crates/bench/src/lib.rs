@@ -35,6 +35,8 @@ pub mod model;
 #[cfg(feature = "benchmarks")]
 pub mod peer;
 #[cfg(feature = "benchmarks")]
+pub mod postcopy_latency;
+#[cfg(feature = "benchmarks")]
 mod row;
 #[cfg(feature = "benchmarks")]
 mod serialised;

@@ -3,16 +3,18 @@
 
 use crate::exits::{exit_and_resume, gaps_us};
 use crate::peer::{
-    BULK_BYTES, Channels, Guest, Peer, REPLY_BYTES, REQUEST_BYTES, Role, SourceFigures, SourceVm,
-    listen,
+    BULK_BYTES, Channels, Guest, HEADER_BYTES, LOOPBACK, Peer, REQUEST_BYTES, Role, SourceFigures,
+    SourceVm, listen,
 };
-use crate::vm::{Faults, LIMIT, Vm, create};
+use crate::vm::{Faults, LIMIT, Vm, create, create_on};
 use crate::{BenchError, Bound, Conditions, Row, Samples, Setting};
-use pageferry_machine::{Delivery, Engine};
-use pageferry_migration::channel::{Connection, Spinner, Wait};
+use pageferry_addr::PAGE_SIZE;
+use pageferry_machine::{Backing, Delivery, Engine, MachineSpec};
+use pageferry_migration::channel::{Connection, Listener, Spinner, Wait};
 use pageferry_migration::{
     Destination, DestinationConfig, DestinationReport, Resolver, Unobserved, monotonic_ns,
 };
+use std::collections::VecDeque;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -248,9 +250,11 @@ fn fetch(
         engine,
         vcpus: 1,
         memory_bytes,
+        backing: Backing::Shmem,
         used_bytes: memory_bytes,
         passes: 0,
         push: guest == Guest::Quiet,
+        preempt: true,
         guest,
         channels: channels.clone(),
     });
@@ -270,62 +274,107 @@ pub(crate) fn receive(
     peer: &mut Peer,
     config: DestinationConfig,
 ) -> Result<(DestinationReport, Vm), BenchError> {
-    let listener = listen()?;
+    let deadline = Instant::now() + LIMIT;
+    let late = || Instant::now() > deadline;
+    receive_by(peer, listen(LOOPBACK)?, Backing::Shmem, config, &late)
+}
+
+/// As [`receive`], by a listener, into memory of `backing`, until `stop` returns true.
+pub(crate) fn receive_by(
+    peer: &mut Peer,
+    listener: Listener,
+    backing: Backing,
+    config: DestinationConfig,
+    stop: &(dyn Fn() -> bool + Sync),
+) -> Result<(DestinationReport, Vm), BenchError> {
     let address = listener.local_addr().to_string();
     match peer.next_line()?.as_str() {
         "ready" => peer.send_line(&address)?,
         other => return Err(BenchError::Peer(format!("unexpected line '{other}'"))),
     }
-    let deadline = Instant::now() + LIMIT;
-    let late = || Instant::now() > deadline;
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
     let destination = Destination::listen(listener, config, |_| {}).map_err(|e| failed(&e))?;
-    let incoming = Arc::new(destination)
-        .accept(&late)
-        .map_err(|e| failed(&e))?;
+    let incoming = Arc::new(destination).accept(stop).map_err(|e| failed(&e))?;
     let offer = incoming.offer().clone();
     let resolver = Resolver::new();
-    let vm = create(
-        offer.engine,
-        offer.vcpus,
-        offer.memory_bytes,
-        Arc::clone(&resolver) as Arc<dyn Faults>,
-    )?;
+    let spec = MachineSpec {
+        backing,
+        ..MachineSpec::new(offer.vcpus, offer.memory_bytes)
+    };
+    let vm = create_on(offer.engine, spec, Arc::clone(&resolver) as Arc<dyn Faults>)?;
     let report = incoming
-        .receive(&vm.running(), &resolver, &late, &Unobserved)
+        .receive(&vm.running(), &resolver, stop, &Unobserved)
         .map_err(|e| failed(&e))?;
     Ok((report, vm))
 }
 
-/// Microseconds of each exchange on a bare connection. It waits the way a vCPU waits for its page.
+/// Microseconds of each exchange on a bare connection.
 fn ping_pong(setting: &Setting) -> Result<Samples, BenchError> {
-    let mut peer = Peer::start(setting, &Role::Pong)?;
+    let (host, page_bytes) = (LOOPBACK, PAGE_SIZE as usize);
+    let mut peer = Peer::start(setting, &Role::Pong { host, page_bytes })?;
     let connection = peer.connect()?;
-    let request = [1; REQUEST_BYTES];
-    let mut reply = vec![0; 8 * REPLY_BYTES];
-    let deadline = Instant::now() + Duration::from_secs(30);
-    let mut samples = Samples::default();
-    for ping in 0..PINGS + WARM_UP {
+    let times = exchanges(&connection, page_bytes, 1, &mut |done| {
+        done < PINGS + WARM_UP
+    })?;
+    let counted = times.into_iter().skip(WARM_UP);
+    Ok(counted.map(|ns| ns as f64 / 1000.0).collect())
+}
+
+/// Exchanges requests for replies with a page on a bare connection, while `more` of their number
+/// so far returns true. At any time `in_flight` requests are unanswered. Returns the nanoseconds of
+/// each exchange. The reader waits the way a vCPU waits for its page.
+pub(crate) fn exchanges(
+    connection: &Connection,
+    page_bytes: usize,
+    in_flight: usize,
+    more: &mut dyn FnMut(usize) -> bool,
+) -> Result<Vec<u64>, BenchError> {
+    let reply_bytes = HEADER_BYTES + page_bytes;
+    let mut buffer = vec![0; reply_bytes.min(BULK_BYTES)];
+    let ask = || -> Result<u64, BenchError> {
         let began = monotonic_ns();
-        connection.write_all(&request, &Wait::block("request"))?;
-        let mut got = 0;
-        let spinner = Spinner::new(pageferry_migration::FAULT_SPIN);
-        while got < REPLY_BYTES {
-            match connection.recv_pending(&mut reply[got..], "reply")? {
-                Some(bytes) => got += bytes,
-                None if spinner.spin() => {}
-                None if Instant::now() > deadline => {
-                    return Err(BenchError::Busy("no reply in time".into()));
-                }
-                None => connection
-                    .wait_readable(&Wait::block("reply").within(Duration::from_secs(5)))?,
+        connection.write_all(&[1; REQUEST_BYTES], &Wait::block("request"))?;
+        Ok(began)
+    };
+    let mut asked = (0..in_flight)
+        .map(|_| ask())
+        .collect::<Result<VecDeque<_>, _>>()?;
+    let mut times = Vec::new();
+    while more(times.len()) {
+        read_reply(connection, reply_bytes, &mut buffer)?;
+        let began = asked.pop_front().expect("a request is unanswered");
+        times.push(monotonic_ns() - began);
+        asked.push_back(ask()?);
+    }
+    Ok(times)
+}
+
+/// Reads one reply, and forgets its bytes.
+fn read_reply(
+    connection: &Connection,
+    reply_bytes: usize,
+    buffer: &mut [u8],
+) -> Result<(), BenchError> {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let mut left = reply_bytes;
+    let mut spinner = Spinner::new(pageferry_migration::FAULT_SPIN);
+    while left > 0 {
+        let most = left.min(buffer.len());
+        match connection.recv_pending(&mut buffer[..most], "reply")? {
+            Some(bytes) => {
+                left -= bytes;
+                spinner = Spinner::new(pageferry_migration::FAULT_SPIN);
+            }
+            None if spinner.spin() => {}
+            None if Instant::now() > deadline => {
+                return Err(BenchError::Busy("no reply in time".into()));
+            }
+            None => {
+                connection.wait_readable(&Wait::block("reply").within(Duration::from_secs(5)))?;
             }
         }
-        if ping >= WARM_UP {
-            samples.push((monotonic_ns() - began) as f64 / 1000.0);
-        }
     }
-    Ok(samples)
+    Ok(())
 }
 
 /// Bytes per second over bare connections, which are read at the same time.

@@ -3,18 +3,20 @@
 //! The two exchange lines of text. The peer writes to its standard output, and ends when its
 //! standard input ends. So no peer outlives its benchmark.
 
-use crate::vm::{Faults, create, fill, isa_of, toucher};
+use crate::vm::{Faults, create_on, fill, isa_of, toucher};
 use crate::{BenchError, Setting};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::Workload;
-use pageferry_machine::Engine;
+use pageferry_machine::{Backing, Engine, MachineSpec};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::{Connection, Listener, Wait};
 use pageferry_migration::{
-    Resolver, Route, SourceConfig, SourceReport, SourceSession, Switch, TlsFiles, Unobserved,
-    migrate,
+    PlainPolicy, Resolver, Route, SourceConfig, SourceReport, SourceSession, Switch, TlsFiles,
+    Unobserved, migrate,
 };
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::io::{BufRead, BufReader, Lines, Write};
+use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -22,8 +24,8 @@ use std::time::Duration;
 
 /// The size of a request on the urgent connection, in bytes.
 pub(crate) const REQUEST_BYTES: usize = 16;
-/// The size of a reply, in bytes: header and page.
-pub(crate) const REPLY_BYTES: usize = 16 + 4096;
+/// The size of a reply's header, in bytes. The page follows.
+pub(crate) const HEADER_BYTES: usize = 16;
 /// The size of a write to the bulk connection, in bytes.
 pub(crate) const BULK_BYTES: usize = 256 << 10;
 
@@ -33,9 +35,14 @@ const WARM_UP: Duration = Duration::from_millis(400);
 /// The task of the other process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Answers each 16 bytes with 4112 bytes, as a source's urgent thread does, without decoding
-    /// them.
-    Pong,
+    /// Answers each 16 bytes with 16 bytes and a page, as a source's urgent thread does, without
+    /// decoding them.
+    Pong {
+        /// The address to listen on.
+        host: IpAddr,
+        /// The size of the page, in bytes.
+        page_bytes: usize,
+    },
     /// Sends bytes as fast as the benchmark reads them.
     Bulk,
     /// Creates a VM and moves it to the address on its standard input.
@@ -51,12 +58,16 @@ pub struct SourceVm {
     pub vcpus: u32,
     /// Guest memory, in bytes.
     pub memory_bytes: u64,
+    /// The memory behind the guest.
+    pub backing: Backing,
     /// The part of it that the guest uses, in bytes.
     pub used_bytes: u64,
     /// The number of pre-copy passes.
     pub passes: u32,
     /// Whether the source pushes pages in the background.
     pub push: bool,
+    /// Whether requested pages have a way of their own.
+    pub preempt: bool,
     /// The guest program.
     pub guest: Guest,
     /// The channels for pages.
@@ -111,7 +122,8 @@ impl Channels {
 pub enum Guest {
     /// The demo's workload. It starts before the move.
     Workload,
-    /// A program that touches every data page. It starts when the VM has moved.
+    /// A program whose vCPUs store to all data pages, each in a random order of its own. It starts
+    /// when the VM has moved.
     Toucher,
     /// A program that touches one page. It starts when the VM has moved, and leaves the cores to
     /// the migration.
@@ -135,16 +147,20 @@ impl Role {
     #[must_use]
     pub fn to_words(&self) -> Vec<String> {
         match self {
-            Self::Pong => vec!["pong".into()],
+            Self::Pong { host, page_bytes } => {
+                vec!["pong".into(), host.to_string(), page_bytes.to_string()]
+            }
             Self::Bulk => vec!["bulk".into()],
             Self::Source(vm) => [
                 "source".to_owned(),
                 vm.engine.to_string(),
                 vm.vcpus.to_string(),
                 vm.memory_bytes.to_string(),
+                vm.backing.name().to_owned(),
                 vm.used_bytes.to_string(),
                 vm.passes.to_string(),
                 vm.push.to_string(),
+                vm.preempt.to_string(),
                 vm.guest.name().to_owned(),
             ]
             .into_iter()
@@ -159,22 +175,27 @@ impl Role {
     /// If `words` are not the arguments of a role.
     pub fn from_words(words: &[String]) -> Result<Self, BenchError> {
         let bad = || BenchError::Peer(format!("unknown role {words:?}"));
-        fn number<T: FromStr>(word: &str) -> Result<T, BenchError> {
+        fn value<T: FromStr>(word: &str) -> Result<T, BenchError> {
             word.parse()
                 .map_err(|_| BenchError::Peer(format!("invalid value '{word}'")))
         }
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         match words.as_slice() {
-            ["pong"] => Ok(Self::Pong),
+            ["pong", host, page_bytes] => Ok(Self::Pong {
+                host: value(host)?,
+                page_bytes: value(page_bytes)?,
+            }),
             ["bulk"] => Ok(Self::Bulk),
             [
                 "source",
                 engine,
                 vcpus,
                 memory_bytes,
+                backing,
                 used_bytes,
                 passes,
                 push,
+                preempt,
                 guest,
                 channels @ ..,
             ] => Ok(Self::Source(SourceVm {
@@ -183,11 +204,13 @@ impl Role {
                     "soft" => Engine::Soft,
                     _ => return Err(bad()),
                 },
-                vcpus: number(vcpus)?,
-                memory_bytes: number(memory_bytes)?,
-                used_bytes: number(used_bytes)?,
-                passes: number(passes)?,
-                push: number(push)?,
+                vcpus: value(vcpus)?,
+                memory_bytes: value(memory_bytes)?,
+                backing: value(backing)?,
+                used_bytes: value(used_bytes)?,
+                passes: value(passes)?,
+                push: value(push)?,
+                preempt: value(preempt)?,
                 guest: Guest::ALL
                     .into_iter()
                     .find(|known| known.name() == *guest)
@@ -205,7 +228,7 @@ impl Role {
     pub fn play(&self) -> Result<(), BenchError> {
         end_with_parent();
         match self {
-            Self::Pong => pong(),
+            &Self::Pong { host, page_bytes } => pong(host, page_bytes),
             Self::Bulk => bulk(),
             Self::Source(vm) => source(vm),
         }
@@ -217,14 +240,20 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         engine,
         vcpus,
         memory_bytes,
+        backing,
         used_bytes,
         passes,
         push,
+        preempt,
         guest,
         ref channels,
     } = source;
     let faults = Resolver::new() as Arc<dyn Faults>;
-    let vm = create(engine, vcpus, memory_bytes, faults)?;
+    let spec = MachineSpec {
+        backing,
+        ..MachineSpec::new(vcpus, memory_bytes)
+    };
+    let vm = create_on(engine, spec, faults)?;
     match guest {
         Guest::Workload => {
             let program = Workload::new(isa_of(engine), vcpus, used_bytes)?;
@@ -234,7 +263,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         }
         Guest::Toucher | Guest::Quiet => {
             let pages = if guest == Guest::Quiet { 1 } else { u64::MAX };
-            let program = toucher(engine, used_bytes, pages)?;
+            let program = toucher(engine, vcpus, used_bytes, pages)?;
             fill(&vm, 0..used_bytes / PAGE_SIZE)?;
             vm.load(program.program())?;
         }
@@ -244,8 +273,11 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
     let config = SourceConfig {
         settings: Switch::AfterPasses(passes).into(),
         push_background: push,
+        preempt,
         bulk_channels: channels.bulk,
         tls: channels.tls.clone(),
+        // The other end is on this machine, also where it has an address of its own.
+        plain: PlainPolicy::Anywhere,
         ..SourceConfig::default()
     };
     let failed = |e: &dyn std::fmt::Display| BenchError::Migration(e.to_string());
@@ -317,7 +349,7 @@ pub(crate) fn overhead_bytes() -> Result<u64, BenchError> {
 fn end_with_parent() {
     // The peer ends when its standard input does. In case that fails, the kernel kills it together
     // with its parent.
-    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
 }
 
 fn send_line(line: &str) -> Result<(), BenchError> {
@@ -345,25 +377,28 @@ fn read_line() -> Result<String, BenchError> {
     Ok(line.trim().to_owned())
 }
 
-/// A listener on a loopback port that the kernel chooses.
-pub(crate) fn listen() -> Result<Listener, BenchError> {
+/// The loopback address.
+pub(crate) const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+/// A listener on a port of `host` that the kernel chooses.
+pub(crate) fn listen(host: IpAddr) -> Result<Listener, BenchError> {
     let address = Address::Tcp {
-        host: "127.0.0.1".into(),
+        host: host.to_string(),
         port: 0,
     };
     Ok(Listener::bind(&address).map_err(pageferry_migration::channel::ChannelError::from)?)
 }
 
-fn accept_one() -> Result<Connection, BenchError> {
-    let listener = listen()?;
+fn accept_one(host: IpAddr) -> Result<Connection, BenchError> {
+    let listener = listen(host)?;
     send_line(&listener.local_addr().to_string())?;
     Ok(listener.accept(&Wait::block("the benchmark").within(Duration::from_secs(20)))?)
 }
 
-fn pong() -> Result<(), BenchError> {
-    let connection = accept_one()?;
+fn pong(host: IpAddr, page_bytes: usize) -> Result<(), BenchError> {
+    let connection = accept_one(host)?;
     let mut request = [0; REQUEST_BYTES];
-    let reply = [0x5a; REPLY_BYTES];
+    let reply = vec![0x5a; HEADER_BYTES + page_bytes];
     let wait = Wait::block("request").spinning(pageferry_migration::URGENT_SPIN.as_micros() as u32);
     while connection.read_exact(&mut request, &wait).is_ok() {
         connection.write_all(&reply, &Wait::block("reply"))?;
@@ -372,7 +407,7 @@ fn pong() -> Result<(), BenchError> {
 }
 
 fn bulk() -> Result<(), BenchError> {
-    let connection = accept_one()?;
+    let connection = accept_one(LOOPBACK)?;
     let bytes = vec![0x5a; BULK_BYTES];
     while connection.write_all(&bytes, &Wait::block("bulk")).is_ok() {}
     Ok(())
@@ -391,7 +426,12 @@ impl Peer {
     /// # Errors
     /// If the executable cannot be run.
     pub fn start(setting: &Setting, role: &Role) -> Result<Self, BenchError> {
-        let mut child = Command::new(&setting.executable)
+        Self::start_by(Command::new(&setting.executable), role)
+    }
+
+    /// As [`Peer::start`], by a command that runs the executable with further arguments.
+    pub(crate) fn start_by(mut command: Command, role: &Role) -> Result<Self, BenchError> {
+        let mut child = command
             .args(["bench", "peer"])
             .args(role.to_words())
             .stdin(Stdio::piped())
@@ -411,6 +451,15 @@ impl Peer {
             input,
             lines: BufReader::new(output).lines(),
         })
+    }
+
+    /// A function that kills the process. It serves only as long as the peer lives.
+    pub(crate) fn killer(&self) -> impl Fn() + Sync + use<> {
+        let pid = Pid::from_child(&self.child);
+        move || {
+            // It may have ended already, and its id is its own until the peer is dropped.
+            let _ = kill_process(pid, Signal::KILL);
+        }
     }
 
     /// The next line from the peer.
@@ -487,5 +536,45 @@ impl Drop for Peer {
         drop(self.input.take());
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_survives_its_words() {
+        let files = TlsFiles {
+            cert: "c".into(),
+            key: "k".into(),
+            ca: "a".into(),
+            peer_name: Some("n".into()),
+        };
+        let source = |guest, tls| {
+            Role::Source(SourceVm {
+                engine: Engine::Soft,
+                vcpus: 3,
+                memory_bytes: 4 << 20,
+                backing: Backing::Hugetlb2M,
+                used_bytes: 2 << 20,
+                passes: 1,
+                push: true,
+                preempt: false,
+                guest,
+                channels: Channels { bulk: 2, tls },
+            })
+        };
+        let pong = Role::Pong {
+            host: LOOPBACK,
+            page_bytes: 4096,
+        };
+        let sources = Guest::ALL.map(|guest| source(guest, None));
+        let secure = source(Guest::Toucher, Some(files));
+        for role in sources.into_iter().chain([pong, Role::Bulk, secure]) {
+            let words = role.to_words();
+            assert_eq!(Role::from_words(&words).expect("a role"), role);
+        }
+        assert!(Role::from_words(&["pong".into()]).is_err());
     }
 }

@@ -14,9 +14,11 @@ use std::time::Duration;
 /// The longest a benchmark's guest may take for its task.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
-/// A toucher whose only vCPU stores to each of the first `pages` data pages once, in random order.
+/// A toucher whose vCPUs store to each of the first `pages` data pages once. Each vCPU has a random
+/// order of its own.
 pub(crate) fn toucher(
     engine: Engine,
+    vcpus: u32,
     memory_bytes: u64,
     pages: u64,
 ) -> Result<Toucher, BenchError> {
@@ -25,11 +27,11 @@ pub(crate) fn toucher(
         order: TouchOrder::Random,
         passes: 1,
     };
-    let map = MemoryMap::new(isa_of(engine), 1, memory_bytes)?;
+    let map = MemoryMap::new(isa_of(engine), vcpus, memory_bytes)?;
     let data = map.data();
     let end = data.end.min(data.start.saturating_add(pages));
-    let only = data.start..end;
-    Ok(Toucher::new(map, Vec::from([only]), touch)?)
+    let ranges = vec![data.start..end; vcpus as usize];
+    Ok(Toucher::new(map, ranges, touch)?)
 }
 
 /// A VM whose faults on missing pages go to `faults`.
@@ -39,7 +41,15 @@ pub(crate) fn create(
     memory_bytes: u64,
     faults: Arc<dyn Faults>,
 ) -> Result<Vm, BenchError> {
-    let spec = MachineSpec::new(vcpus, memory_bytes);
+    create_on(engine, MachineSpec::new(vcpus, memory_bytes), faults)
+}
+
+/// As [`create`], by a full specification.
+pub(crate) fn create_on(
+    engine: Engine,
+    spec: MachineSpec,
+    faults: Arc<dyn Faults>,
+) -> Result<Vm, BenchError> {
     Ok(Vm::create(engine, spec, Some(faults))?)
 }
 

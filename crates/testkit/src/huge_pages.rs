@@ -1,21 +1,13 @@
-//! Huge pages of the host's pool, for a test.
+//! Huge pages of the host, for a test.
 
 use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// The pools of the host.
-const POOLS: &str = "/sys/kernel/mm/hugepages";
-
-/// One test of a process at a time changes a pool.
-static TURN: Mutex<()> = Mutex::new(());
-
 /// Free pages in a pool of the host. The pool has its size back when this is dropped.
 #[derive(Debug)]
-pub struct HugePages {
-    pool: &'static str,
-    added: u64,
-    _turn: MutexGuard<'static, ()>,
-}
+pub struct HugePages(
+    #[expect(dead_code, reason = "its drop gives the pages back")] pageferry_hosts::HugePages,
+);
 
 impl HugePages {
     /// Lets the pool of 2 MiB pages have at least `pages` free pages. Returns `None` if that is not
@@ -26,7 +18,7 @@ impl HugePages {
     #[must_use]
     #[track_caller]
     pub fn at_least(pages: u64) -> Option<Self> {
-        Self::of("hugepages-2048kB", pages)
+        Self::or_skip(pageferry_hosts::HugePages::of_2_mib(pages))
     }
 
     /// As [`HugePages::at_least`], for pages of 1 GiB. A host can often make some while it runs.
@@ -36,54 +28,19 @@ impl HugePages {
     #[must_use]
     #[track_caller]
     pub fn of_1_gib(pages: u64) -> Option<Self> {
-        Self::of("hugepages-1048576kB", pages)
+        Self::or_skip(pageferry_hosts::HugePages::of_1_gib(pages))
     }
 
     #[track_caller]
-    fn of(pool: &'static str, pages: u64) -> Option<Self> {
-        let number = |file: &str| number(pool, file);
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let free = || Some(number("free_hugepages")?.saturating_sub(number("resv_hugepages")?));
-        let mut taken = Self {
-            pool,
-            added: 0,
-            _turn: turn,
-        };
-        let (Some(before), Some(has)) = (free(), number("nr_hugepages")) else {
-            super::skip("hugetlb", format_args!("the kernel has no {pool}"));
-            return None;
-        };
-        if before < pages {
-            if let Err(why) = resize(pool, has + pages - before) {
-                super::skip("hugetlb", format_args!("the pool cannot be changed: {why}"));
-                return None;
+    fn or_skip(pages: Result<pageferry_hosts::HugePages, String>) -> Option<Self> {
+        match pages {
+            Ok(pages) => Some(Self(pages)),
+            Err(why) => {
+                super::skip("hugetlb", why);
+                None
             }
-            taken.added = number("nr_hugepages")?.saturating_sub(has);
-        }
-        if free()? < pages {
-            super::skip("hugetlb", format_args!("the host has no memory for {pool}"));
-            return None;
-        }
-        Some(taken)
-    }
-}
-
-impl Drop for HugePages {
-    fn drop(&mut self) {
-        if let Some(has) = number(self.pool, "nr_hugepages") {
-            // A test that kept pages in use only leaves the pool larger.
-            let _ = resize(self.pool, has.saturating_sub(self.added));
         }
     }
-}
-
-fn number(pool: &str, file: &str) -> Option<u64> {
-    let text = fs::read_to_string(format!("{POOLS}/{pool}/{file}")).ok()?;
-    text.trim().parse().ok()
-}
-
-fn resize(pool: &str, pages: u64) -> std::io::Result<()> {
-    fs::write(format!("{POOLS}/{pool}/nr_hugepages"), pages.to_string())
 }
 
 /// The host's policy for huge pages of shared memory: on request. It has its old value back when

@@ -10,20 +10,19 @@
 //! Networks are in two modules: [`two_hosts`] shapes a link of the kernel, [`shaper`] is a proxy
 //! that injects faults. With the feature `certificates`, there are certificates for TLS.
 //!
-//! **Neighbours.** A development dependency, and a dependency of `xtask`: no other crate needs it
-//! to build. It uses `std` and rustix, rcgen for certificates,
-//! and loom under `--cfg loom`.
+//! **Neighbours.** A development dependency: no crate needs it to build. It uses `std` and rustix,
+//! `hosts` for shaped links and huge pages, rcgen for certificates, and loom under `--cfg loom`.
 
 #[cfg(feature = "certificates")]
 pub mod certificates;
 mod huge_pages;
 #[cfg(loom)]
 pub mod model;
-pub mod netns;
 pub mod shaper;
 pub mod two_hosts;
 
 pub use huge_pages::{AdvisedHugePages, HugePages};
+pub use pageferry_hosts::netns;
 
 use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -4,6 +4,7 @@ use crate::size;
 use clap::{Args, Subcommand};
 use pageferry_bench::Channels;
 use pageferry_bench::demand_paging::DemandSetting;
+use pageferry_bench::postcopy_latency::{LatencySetting, Rate};
 use pageferry_machine::{Backing, EngineChoice};
 use pageferry_migration::TlsFiles;
 use std::path::PathBuf;
@@ -52,6 +53,15 @@ pub(crate) enum BenchCommand {
     /// measured. --model prints a MODEL of many more vCPUs instead, with a core for each. The
     /// model's inputs are measured in the same run, and its results are compared with real runs.
     DemandPaging(DemandFlags),
+    /// Stalls of vCPUs that touch missing pages while a push saturates a shaped link
+    ///
+    /// This follows the measurements of the postcopy-preempt series. Source and destination have
+    /// two network namespaces, joined by a link with one queue. Each round moves a VM three times:
+    /// requested pages come behind the pushed ones (vanilla), before them (preempt), or nothing is
+    /// pushed (idle). Bare exchanges on the same link follow (floor). All vCPUs write pages at random.
+    /// Verdicts need 5 rounds in which nothing else disturbed the machine. It needs root and
+    /// Debian's package iproute2. For pages of 2 MiB it takes huge pages of the host meanwhile.
+    PostcopyLatency(LatencyFlags),
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
     DirtyLog(DirtyLogFlags),
@@ -85,6 +95,23 @@ pub(crate) struct LinkFlags {
     /// Channels for pages in the background, and bare connections to compare them with
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
+    #[command(flatten)]
+    pub(crate) tls: TlsFlags,
+}
+
+impl LinkFlags {
+    /// The channels to measure.
+    pub(crate) fn channels(&self) -> Channels {
+        Channels {
+            bulk: self.channels,
+            tls: self.tls.files(),
+        }
+    }
+}
+
+/// The files for TLS of a benchmark.
+#[derive(Debug, Default, Args)]
+pub(crate) struct TlsFlags {
     /// Measure with TLS too: the certificate of both ends (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca", "peer_name"])]
     pub(crate) tls_cert: Option<PathBuf>,
@@ -99,21 +126,15 @@ pub(crate) struct LinkFlags {
     pub(crate) peer_name: Option<String>,
 }
 
-impl LinkFlags {
-    /// The channels to measure.
-    pub(crate) fn channels(&self) -> Channels {
-        let tls = || {
-            Some(TlsFiles {
-                cert: self.tls_cert.clone()?,
-                key: self.tls_key.clone()?,
-                ca: self.tls_ca.clone()?,
-                peer_name: self.peer_name.clone(),
-            })
-        };
-        Channels {
-            bulk: self.channels,
-            tls: tls(),
-        }
+impl TlsFlags {
+    /// The files, the same at both ends. `None`: TLS is not measured.
+    pub(crate) fn files(&self) -> Option<TlsFiles> {
+        Some(TlsFiles {
+            cert: self.tls_cert.clone()?,
+            key: self.tls_key.clone()?,
+            ca: self.tls_ca.clone()?,
+            peer_name: self.peer_name.clone(),
+        })
     }
 }
 
@@ -246,6 +267,69 @@ pub(crate) enum Userfault {
     Missing,
     /// userfaultfd minor faults; with -k exits by poison, which is registered for them
     Minor,
+}
+
+/// `pageferry bench postcopy-latency`.
+#[derive(Debug, Args)]
+pub(crate) struct LatencyFlags {
+    /// The engine of guests on pages of 4 KiB: kvm, soft, or auto. Guests on pages of 2 MiB run on
+    /// kvm
+    #[arg(long, default_value = "soft", value_name = "auto|kvm|soft")]
+    pub(crate) engine: EngineChoice,
+    /// Sizes of the pages behind the guest, at both ends [default: 4k,2m; with --quick 4k]
+    #[arg(
+        long,
+        value_name = "4k,2m",
+        value_delimiter = ',',
+        value_enum,
+        ignore_case = true
+    )]
+    pub(crate) pages: Vec<PageFlag>,
+    /// Numbers of vCPUs
+    #[arg(short, long, value_name = "N,..", default_value = "1,16", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=i64::from(LatencySetting::MAX_VCPUS)))]
+    pub(crate) vcpus: Vec<u32>,
+    /// Congestion controls of TCP, such as cubic,bbr
+    #[arg(
+        long,
+        value_name = "NAME,..",
+        default_value = "cubic",
+        value_delimiter = ','
+    )]
+    pub(crate) congestion: Vec<String>,
+    /// The rate of the link in each direction: a number with bit, kbit, mbit or gbit. Verdicts are
+    /// for 1gbit
+    #[arg(long, value_name = "RATE", default_value = "1gbit")]
+    pub(crate) rate: Rate,
+    /// Guest memory: a whole number and K, M or G (powers of 1024) [default: 256M; with --quick
+    /// 32M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) memory: Option<u64>,
+    /// Number of rounds; each measures all rows once, and medians are printed [default: 9; with
+    /// --quick 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: Option<u32>,
+    /// Some seconds, without a verdict
+    #[arg(long)]
+    pub(crate) quick: bool,
+    #[command(flatten)]
+    pub(crate) tls: TlsFlags,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write a self-contained HTML page with a histogram for each row
+    #[arg(long, value_name = "FILE.html")]
+    pub(crate) report: Option<PathBuf>,
+}
+
+/// A size of the pages behind a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum PageFlag {
+    /// 4 KiB
+    #[value(name = "4k")]
+    Size4K,
+    /// 2 MiB
+    #[value(name = "2m")]
+    Size2M,
 }
 
 /// `pageferry bench dirty-log`.

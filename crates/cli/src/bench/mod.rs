@@ -4,6 +4,7 @@ mod args;
 mod demand_paging;
 mod dirty_log;
 mod memslot;
+mod postcopy_latency;
 
 pub(crate) use args::BenchArgs;
 
@@ -14,7 +15,7 @@ use pageferry_bench::peer::Role;
 use pageferry_bench::{BenchError, Row, Setting};
 use pageferry_machine::{Engine, EngineChoice};
 use std::fmt::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 type Progress<'a> = &'a mut dyn FnMut(&str);
 type Benchmark<'a> = &'a dyn Fn(&Setting, Progress<'_>) -> Result<Vec<Row>, BenchError>;
@@ -37,6 +38,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<(), Failure> {
         BenchCommand::States(flags) => run(flags, &pageferry_bench::states),
         BenchCommand::Memslot(flags) => memslot::memslot(flags),
         BenchCommand::DemandPaging(flags) => demand_paging::demand_paging(flags),
+        BenchCommand::PostcopyLatency(flags) => postcopy_latency::postcopy_latency(flags),
         BenchCommand::DirtyLog(flags) => dirty_log::dirty_log(flags),
     }
 }
@@ -54,12 +56,7 @@ fn run(
         return Err(Failure::new(Exit::Usage, why));
     }
     let setting = Setting {
-        executable: std::env::current_exe().map_err(|e| {
-            Failure::new(
-                Exit::Internal,
-                format!("cannot find this program's own file: {e}"),
-            )
-        })?,
+        executable: executable()?,
         engines: engines(flags.engine)?,
         repeat: flags.repeat,
     };
@@ -70,6 +67,16 @@ fn run(
         output::result(&table(&rows));
     }
     Ok(())
+}
+
+/// This program's file, for the other process of a benchmark.
+fn executable() -> Result<PathBuf, Failure> {
+    std::env::current_exe().map_err(|e| {
+        Failure::new(
+            Exit::Internal,
+            format!("cannot find this program's own file: {e}"),
+        )
+    })
 }
 
 /// Prints figures, and then writes the requested page. A page that cannot be drawn or written must
@@ -175,6 +182,7 @@ impl From<BenchError> for Failure {
             BenchError::WrongValue(_) => Self::new(Exit::Verification, error.to_string()),
             BenchError::Setting(_) => Self::new(Exit::Usage, error.to_string()),
             BenchError::Stopped(_) => Self::new(Exit::Guest, error.to_string()),
+            BenchError::Cancelled => Self::new(Exit::Cancelled, error.to_string()),
             BenchError::Busy(_) => Self::new(Exit::Busy, error.to_string()),
             other => Self::new(Exit::Internal, other.to_string()),
         }
@@ -198,6 +206,7 @@ mod tests {
         assert_eq!(exit(BenchError::Busy(text())), Exit::Busy);
         assert_eq!(exit(BenchError::Stopped(text())), Exit::Guest);
         assert_eq!(exit(BenchError::Setting(text())), Exit::Usage);
+        assert_eq!(exit(BenchError::Cancelled), Exit::Cancelled);
         assert_eq!(exit(BenchError::WrongValue(text())), Exit::Verification);
         assert_eq!(exit(BenchError::Peer(text())), Exit::Internal);
     }

@@ -213,6 +213,17 @@ mod bench {
     }
 
     #[test]
+    fn the_figures_of_postcopy_latency_are_described() {
+        use crate::bench_postcopy_latency::{TINY, skipped};
+        if skipped() {
+            return;
+        }
+        let section = Document::read().section("bench postcopy-latency");
+        let output = json(&[&TINY[..], &["--json"]].concat());
+        assert_described(&section, &output, &[]);
+    }
+
+    #[test]
     fn the_figures_of_dirty_log_are_described() {
         let words = [
             "bench",

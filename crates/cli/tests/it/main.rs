@@ -9,6 +9,8 @@ mod bench_demand_paging;
 mod bench_dirty_log;
 #[cfg(feature = "bench")]
 mod bench_memslot;
+#[cfg(feature = "bench")]
+mod bench_postcopy_latency;
 mod check;
 mod control;
 mod demo;

@@ -3,7 +3,7 @@
 use crate::support::certificates::{Authority, Now, Side, SideFlags};
 use crate::support::{Destination, PAGEFERRY, Process, Source, assert_runs_on, pageferry, status};
 use pageferry_testkit::netns;
-use pageferry_testkit::two_hosts::{Host, Link, Rate, TwoHosts};
+use pageferry_testkit::two_hosts::{self, Host, Link, Rate, TwoHosts};
 use pageferry_testkit::wait_for;
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -20,7 +20,7 @@ struct Pair {
 impl Pair {
     /// `None` if this machine cannot have them, after the test was reported as skipped.
     fn start(rate: Rate) -> Option<Self> {
-        let hosts = TwoHosts::or_skip(&Link::new(rate))?;
+        let hosts = two_hosts::or_skip(&Link::new(rate))?;
         let authority = Authority::new("test");
         let files = ["here", "there"].map(|host| authority.issue(&[host], Now));
         let of = |host| netns::command(hosts.name(host), PAGEFERRY);

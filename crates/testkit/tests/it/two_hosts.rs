@@ -1,7 +1,7 @@
 //! Two hosts: their link has the rate it should, addresses change, and nothing is left behind.
 
 use pageferry_testkit::two_hosts::{Host, Link, Queue, Rate, TwoHosts};
-use pageferry_testkit::{netns, wait_until};
+use pageferry_testkit::{netns, two_hosts, wait_until};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -79,7 +79,7 @@ fn assert_rates(hosts: &TwoHosts, flows: usize, right: impl Fn(&[f64]) -> bool) 
 #[test]
 fn each_queue_has_the_rate_of_the_link() {
     let rate = Rate::mbit(200);
-    let Some(hosts) = TwoHosts::or_skip(&Link::new(rate)) else {
+    let Some(hosts) = two_hosts::or_skip(&Link::new(rate)) else {
         return;
     };
     for queue in [Queue::OneFifo, Queue::Fair, Queue::PerFlow(rate)] {
@@ -91,7 +91,7 @@ fn each_queue_has_the_rate_of_the_link() {
 #[test]
 fn flows_of_a_fair_link_get_equal_shares_and_a_limited_flow_gets_its_limit() {
     let rate = Rate::mbit(200);
-    let Some(hosts) = TwoHosts::or_skip(&Link::new(rate).queue(Queue::Fair)) else {
+    let Some(hosts) = two_hosts::or_skip(&Link::new(rate).queue(Queue::Fair)) else {
         return;
     };
     assert_rates(&hosts, 4, |got| {
@@ -108,7 +108,7 @@ fn flows_of_a_fair_link_get_equal_shares_and_a_limited_flow_gets_its_limit() {
 
 #[test]
 fn addresses_change_and_the_link_is_unplugged_while_a_connection_lives() {
-    let Some(hosts) = TwoHosts::or_skip(&Link::new(Rate::mbit(1000))) else {
+    let Some(hosts) = two_hosts::or_skip(&Link::new(Rate::mbit(1000))) else {
         return;
     };
     let first = hosts.address(Host::B);
@@ -141,7 +141,7 @@ fn exists(name: &str) -> bool {
 
 #[test]
 fn hosts_and_their_processes_are_gone_after_a_panic() {
-    let Some(hosts) = TwoHosts::or_skip(&Link::new(Rate::mbit(1000))) else {
+    let Some(hosts) = two_hosts::or_skip(&Link::new(Rate::mbit(1000))) else {
         return;
     };
     let names = [Host::A, Host::B].map(|host| hosts.name(host).to_owned());
@@ -167,7 +167,7 @@ fn hosts_and_their_processes_are_gone_after_a_panic() {
 
 #[test]
 fn hosts_of_a_process_that_is_gone_are_removed_by_the_next_start() {
-    let Some(hosts) = TwoHosts::or_skip(&Link::new(Rate::mbit(1000))) else {
+    let Some(hosts) = two_hosts::or_skip(&Link::new(Rate::mbit(1000))) else {
         return;
     };
     // The maximum of process ids is below this one. Another run may remove it at any moment.
@@ -179,7 +179,7 @@ fn hosts_of_a_process_that_is_gone_are_removed_by_the_next_start() {
         let made = Command::new("ip").args(["netns", "add", &stale]).output();
         made.expect("ip").status.success()
     });
-    assert!(TwoHosts::or_skip(&Link::new(Rate::mbit(1000))).is_some());
+    assert!(two_hosts::or_skip(&Link::new(Rate::mbit(1000))).is_some());
     assert!(!exists(&stale));
     assert!(exists(hosts.name(Host::A)), "hosts of a live process stay");
 }

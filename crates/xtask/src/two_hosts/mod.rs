@@ -4,14 +4,14 @@
 //! processes in them are gone afterwards, also when a signal ends the run. SIGKILL leaves the hosts
 //! behind. The next run removes them.
 //!
-//! **Mechanism.** The test kit makes the hosts of network namespaces. The command runs in the
+//! **Mechanism.** The crate `hosts` makes them of network namespaces. The command runs in the
 //! machine's own namespace and finds the names and addresses of the hosts in its environment.
 //!
 //! **Neighbours.** [`command`] runs the command. Tests use `pageferry_testkit::two_hosts` directly.
 
 mod command;
 
-use pageferry_testkit::two_hosts::{Error, Host, Link, Queue, Rate, TwoHosts};
+use pageferry_hosts::{Error, Host, Link, Queue, Rate, TwoHosts};
 use std::ffi::OsString;
 use std::process::ExitCode;
 

@@ -1,6 +1,6 @@
 //! `cargo xtask two-hosts` as a user calls it. The test kit tests the link itself.
 
-use pageferry_testkit::two_hosts::{Link, Rate, TwoHosts};
+use pageferry_testkit::two_hosts::{Link, Rate, or_skip};
 use pageferry_testkit::wait_for;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -15,7 +15,7 @@ fn two_hosts(arguments: &[&str]) -> Command {
 
 /// Whether this machine cannot make hosts, after it has been reported.
 fn skipped() -> bool {
-    TwoHosts::or_skip(&Link::new(Rate::mbit(1000))).is_none()
+    or_skip(&Link::new(Rate::mbit(1000))).is_none()
 }
 
 fn exists(name: &str) -> bool {

@@ -9,7 +9,7 @@
 //! modulo [`CLASSES`]. The kernel gives ports to successive connections in sequence, so these
 //! rarely do.
 //!
-//! **Neighbours.** [`super`] applies the program to both ends.
+//! **Neighbours.** [`TwoHosts`](crate::TwoHosts) applies the program to both ends.
 
 use std::fmt;
 use std::fmt::Write as _;

@@ -6,7 +6,7 @@
 //! **Mechanism.** A child is started by `ip netns exec`. A thread calls `setns`. A socket belongs
 //! to the namespace in which it was made, and any thread of the process may use it afterwards.
 //!
-//! **Neighbours.** [`crate::two_hosts`] makes the namespaces.
+//! **Neighbours.** [`TwoHosts`](crate::TwoHosts) makes the namespaces.
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::ffi::OsStr;

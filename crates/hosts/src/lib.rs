@@ -1,24 +1,29 @@
-//! Two hosts of one machine, joined by a shaped link.
+//! How does one machine act as two hosts?
 //!
 //! **Guarantee.** Dropping [`TwoHosts`] ends the processes in both hosts and removes the hosts,
 //! also by a panic. A process that is killed leaves them behind. The next start removes them.
+//! Dropping [`HugePages`] gives the pool its size back.
 //!
 //! **Mechanism.** A host is a network namespace. A veth pair joins the two. `tc` shapes what each
 //! side sends, see [`Link`]. Names hold the process id of the maker, so runs do not collide, and a
 //! name whose process is gone is stale.
 //!
-//! **Neighbours.** [`crate::netns`] runs code in a host. `cargo xtask two-hosts` is this module as
-//! a command.
+//! **Neighbours.** [`netns`] runs code in a host. `bench` measures between two hosts, `testkit`
+//! skips a test that cannot have them, and `cargo xtask two-hosts` is this crate as a command.
 
+mod huge_pages;
 mod link;
+pub mod netns;
 mod tools;
 
+pub use huge_pages::HugePages;
 pub use link::{Link, Queue, Rate};
 pub use tools::Error;
 
-use crate::netns;
 use link::DEVICE;
+use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, Signal, kill_process};
+use std::fs::File;
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -73,25 +78,6 @@ impl TwoHosts {
             hosts.ip(host, &format!("link set lo up\nlink set {DEVICE} up"))?;
         }
         Ok(hosts)
-    }
-
-    /// As [`TwoHosts::start`]. Returns `None` if this machine cannot, after it has reported the
-    /// test as skipped.
-    ///
-    /// # Panics
-    /// If `PAGEFERRY_REQUIRE` names `netns` and this machine cannot. If a call fails that should
-    /// not.
-    #[must_use]
-    #[track_caller]
-    pub fn or_skip(link: &Link) -> Option<Self> {
-        match Self::start(link) {
-            Ok(hosts) => Some(hosts),
-            Err(Error::Unusable(why)) => {
-                crate::skip("netns", why);
-                None
-            }
-            Err(Error::Failed(why)) => panic!("{why}"),
-        }
     }
 
     /// The name of a host's namespace, for [`netns::command`] and [`netns::within`].
@@ -150,21 +136,50 @@ impl TwoHosts {
         tools::batch("ip", self.name(host), commands)
     }
 
+    /// The bytes that a host has put on the link so far, headers included. Packets that its queue
+    /// still holds are not among them.
+    ///
+    /// # Errors
+    /// If `tc` fails, or does not say.
+    pub fn sent_bytes(&self, host: Host) -> Result<u64, Error> {
+        let name = self.name(host);
+        let text = tools::run(
+            "tc",
+            &["-netns", name, "-s", "qdisc", "show", "dev", DEVICE],
+        )?;
+        root_bytes(&text)
+            .ok_or_else(|| Error::Failed(format!("'tc -s qdisc show' has no count: {text}")))
+    }
+
+    /// Sets the congestion control of a host. A namespace may only have one that every user may
+    /// choose, so the machine allows the wanted one to every user meanwhile.
     fn set_congestion(&self, host: Host, link: &Link) -> Result<(), Error> {
         let Some(name) = &link.congestion else {
             return Ok(());
         };
         let file = "/proc/sys/net/ipv4/tcp_congestion_control";
-        self.write(host, file, name).map_err(|_| {
-            // A namespace may only have those that every user may choose.
-            let allowed = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
-            let allowed = std::fs::read_to_string(allowed).unwrap_or_default();
-            let allowed = allowed.trim();
+        if self.write(host, file, name).is_ok() {
+            return Ok(());
+        }
+        let cannot = || {
+            let available = "/proc/sys/net/ipv4/tcp_available_congestion_control";
+            let available = std::fs::read_to_string(available).unwrap_or_default();
             Error::Unusable(format!(
-                "a namespace cannot have the congestion control '{name}': this kernel \
-                 allows {allowed}"
+                "a namespace cannot have the congestion control '{name}': this kernel has {}",
+                available.trim()
             ))
-        })
+        };
+        // Another process that did the same meanwhile would take the permission away too early.
+        let turn = File::open(netns::FOLDER).map_err(|_| cannot())?;
+        flock(&turn, FlockOperation::LockExclusive).map_err(|_| cannot())?;
+        let allowed = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
+        let before = std::fs::read_to_string(allowed).map_err(|_| cannot())?;
+        let more = format!("{} {name}", before.trim());
+        std::fs::write(allowed, more).map_err(|_| cannot())?;
+        let set = self.write(host, file, name);
+        // The namespace keeps its congestion control.
+        let _ = std::fs::write(allowed, before);
+        set
     }
 
     fn write(&self, host: Host, file: &str, value: &str) -> Result<(), Error> {
@@ -222,4 +237,29 @@ fn remove(name: &str) {
         std::thread::sleep(Duration::from_millis(5));
     }
     let _ = tools::run("ip", &["netns", "del", name]);
+}
+
+/// The bytes that the outermost queue has sent, in the output of `tc -s qdisc show`.
+fn root_bytes(text: &str) -> Option<u64> {
+    let after = text.split_once(" root ")?.1.split_once("Sent ")?.1;
+    after.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_bytes_of_the_outermost_queue_count() {
+        let text = "qdisc tbf 1: root refcnt 5 rate 1Gbit burst 128Kb lat 7.3ms \n \
+                    Sent 4711 bytes 12 pkt (dropped 0, overlimits 0 requeues 0) \n \
+                    backlog 0b 0p requeues 0\n\
+                    qdisc bfifo 2: parent 1:1 limit 1Mb\n Sent 99 bytes 1 pkt\n";
+        assert_eq!(root_bytes(text), Some(4711));
+        assert_eq!(root_bytes("qdisc noqueue 0: root"), None);
+    }
 }

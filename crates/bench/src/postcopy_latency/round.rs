@@ -1,0 +1,206 @@
+//! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
+
+use super::noise::Noise;
+use super::setting::{Column, LatencySetting, Mode};
+use super::stalls::Stalls;
+use crate::BenchError;
+use crate::link::{exchanges, receive_by};
+use crate::peer::{Channels, Guest, Peer, Role, SourceVm, listen};
+use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_migration::{DestinationConfig, DestinationReport, Phase, PlainPolicy};
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// The time of bare exchanges before the first that counts. TCP finds the link's rate meanwhile.
+const FLOOR_WARM_UP: Duration = Duration::from_millis(200);
+/// The time of bare exchanges that count.
+const FLOOR_TIME: Duration = Duration::from_secs(1);
+/// The least number of bare exchanges that count.
+const FLOOR_LEAST: usize = 20;
+/// The time that a row may take beyond that of its bytes.
+const SLACK: Duration = Duration::from_secs(120);
+
+/// The figures of one row in one round.
+#[derive(Clone, Debug)]
+pub(super) struct Measured {
+    pub(super) stalls: Stalls,
+    /// The bytes that the source's host sent, to those that the link could carry in post-copy.
+    /// `None` where nothing is pushed.
+    pub(super) link_busy_percent: Option<f64>,
+    /// The length of post-copy in seconds. `None` where nothing is pushed.
+    pub(super) total_s: Option<f64>,
+    /// The delivery of faults. `None`: there is no guest.
+    pub(super) delivery: Option<&'static str>,
+}
+
+/// All rows of a column, measured one after the other.
+#[derive(Clone, Debug)]
+pub(super) struct Round {
+    pub(super) noise: Noise,
+    pub(super) rows: Vec<(Mode, Measured)>,
+}
+
+impl Round {
+    pub(super) fn row(&self, mode: Mode) -> Option<&Measured> {
+        let mut rows = self.rows.iter();
+        rows.find(|row| row.0 == mode).map(|row| &row.1)
+    }
+}
+
+/// Measures a row.
+pub(super) fn measure(
+    setting: &LatencySetting,
+    hosts: &TwoHosts,
+    column: &Column,
+    mode: Mode,
+    stop: &(dyn Fn() -> bool + Sync),
+) -> Result<Measured, BenchError> {
+    match mode {
+        Mode::Floor => floor(setting, hosts, column, stop),
+        _ => moved(setting, hosts, column, mode, stop),
+    }
+}
+
+/// The longest time for `bytes` over the link.
+fn limit(setting: &LatencySetting, bytes: u64) -> Duration {
+    let seconds = bytes as f64 / setting.rate.bytes_per_second() as f64;
+    SLACK + Duration::from_secs_f64(seconds) * 4
+}
+
+/// Runs `work` in a host's namespace.
+fn within<T: Send>(
+    hosts: &TwoHosts,
+    host: Host,
+    work: impl FnOnce() -> Result<T, BenchError> + Send,
+) -> Result<T, BenchError> {
+    netns::within(hosts.name(host), work).map_err(|source| BenchError::Os {
+        what: "cannot enter a network namespace",
+        source,
+    })?
+}
+
+/// Moves a VM whose guest starts when it has moved.
+fn moved(
+    setting: &LatencySetting,
+    hosts: &TwoHosts,
+    column: &Column,
+    mode: Mode,
+    stop: &(dyn Fn() -> bool + Sync),
+) -> Result<Measured, BenchError> {
+    let memory_bytes = setting.memory_of(column.host_page, mode);
+    let tls = setting.tls.clone().filter(|_| column.tls);
+    let role = Role::Source(SourceVm {
+        engine: setting.engine_of(column.host_page),
+        vcpus: column.vcpus,
+        memory_bytes,
+        backing: column.host_page.backing(),
+        used_bytes: memory_bytes,
+        passes: 0,
+        push: mode != Mode::Idle,
+        preempt: mode != Mode::Vanilla,
+        guest: Guest::Toucher,
+        channels: Channels {
+            bulk: 1,
+            tls: tls.clone(),
+        },
+    });
+    let config = DestinationConfig {
+        tls,
+        plain: PlainPolicy::Anywhere,
+        ..DestinationConfig::default()
+    };
+    let sent_before = hosts.sent_bytes(Host::A)?;
+    let mut peer = start(setting, hosts, &role)?;
+    let here = IpAddr::from(hosts.address(Host::B));
+    let listener = within(hosts, Host::B, || listen(here))?;
+    let deadline = Instant::now() + limit(setting, memory_bytes);
+    let kill = peer.killer();
+    let stop = || {
+        if stop() {
+            // Or else the source would report a lost destination.
+            kill();
+            return true;
+        }
+        Instant::now() > deadline
+    };
+    let (report, vm) = receive_by(
+        &mut peer,
+        listener,
+        column.host_page.backing(),
+        config,
+        &stop,
+    )?;
+    peer.read_figures()?;
+    let sent = hosts.sent_bytes(Host::A)? - sent_before;
+    drop(vm);
+    let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();
+    let could_send = |seconds: f64| seconds * setting.rate.bytes_per_second() as f64;
+    Ok(Measured {
+        stalls: Stalls::of(
+            report
+                .stalls
+                .iter_recorded()
+                .map(|time| (time.value_iterated_to(), time.count_at_value())),
+        ),
+        link_busy_percent: total_s.map(|seconds| sent as f64 * 100.0 / could_send(seconds)),
+        total_s,
+        delivery: Some(report.delivery.delivery.name()),
+    })
+}
+
+/// Starts the process of the source's host.
+fn start(setting: &LatencySetting, hosts: &TwoHosts, role: &Role) -> Result<Peer, BenchError> {
+    Peer::start_by(
+        netns::command(hosts.name(Host::A), &setting.executable),
+        role,
+    )
+}
+
+/// The length of post-copy.
+fn seconds(report: &DestinationReport) -> Option<f64> {
+    let at = |wanted: Phase| {
+        let mut phases = report.phases.iter();
+        phases.find(|start| start.phase == wanted)
+    };
+    let (began, ended) = (at(Phase::Postcopy)?, at(Phase::Completion)?);
+    Some(ended.at_ns.saturating_sub(began.at_ns) as f64 / 1e9)
+}
+
+/// Exchanges bare requests and replies, as many unanswered as there are vCPUs.
+fn floor(
+    setting: &LatencySetting,
+    hosts: &TwoHosts,
+    column: &Column,
+    stop: &(dyn Fn() -> bool + Sync),
+) -> Result<Measured, BenchError> {
+    let page_bytes = column.host_page.bytes() as usize;
+    let in_flight = column.vcpus as usize;
+    let role = Role::Pong {
+        host: hosts.address(Host::A).into(),
+        page_bytes,
+    };
+    let mut peer = start(setting, hosts, &role)?;
+    let connection = within(hosts, Host::B, || peer.connect())?;
+    let began = Instant::now();
+    let (mut warm, mut from) = (0, None);
+    let mut times = exchanges(&connection, page_bytes, in_flight, &mut |done| {
+        if from.is_none() && began.elapsed() >= FLOOR_WARM_UP && done >= 2 * in_flight {
+            from = Some(Instant::now());
+            warm = done;
+        }
+        let enough = from.is_some_and(|from: Instant| {
+            from.elapsed() >= FLOOR_TIME && done >= warm + FLOOR_LEAST
+        });
+        !enough && !stop()
+    })?;
+    // Before the connection, or else it would report the loss of that.
+    drop(peer);
+    let mut counted = times.split_off(warm);
+    counted.sort_unstable();
+    Ok(Measured {
+        stalls: Stalls::of(counted.into_iter().map(|ns| (ns, 1))),
+        link_busy_percent: None,
+        total_s: None,
+        delivery: None,
+    })
+}

@@ -1,0 +1,249 @@
+//! What a run measures.
+
+use crate::BenchError;
+use crate::vm::isa_of;
+use pageferry_guest::MemoryMap;
+use pageferry_hosts::Rate;
+use pageferry_machine::{Backing, Engine};
+use pageferry_migration::TlsFiles;
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// A row: the way of a requested page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Requested pages follow, on the bulk channel, what was sent there before.
+    Vanilla,
+    /// Requested pages have a channel of their own, and bulk senders give way to them.
+    Preempt,
+    /// As `Preempt`, while nothing is pushed.
+    Idle,
+    /// Bare requests and replies on the same link, as many unanswered as there are vCPUs.
+    Floor,
+}
+
+impl Mode {
+    /// All rows.
+    pub const ALL: [Self; 4] = [Self::Vanilla, Self::Preempt, Self::Idle, Self::Floor];
+
+    /// The name in tables.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Vanilla => "vanilla",
+            Self::Preempt => "preempt",
+            Self::Idle => "idle",
+            Self::Floor => "floor",
+        }
+    }
+}
+
+/// The size of the pages behind the guest, at both ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum HostPage {
+    /// 4 KiB of shared memory.
+    #[serde(rename = "4k")]
+    Size4K,
+    /// 2 MiB of the pool of huge pages. Only KVM maps such a page whole.
+    #[serde(rename = "2m")]
+    Size2M,
+}
+
+impl HostPage {
+    /// The size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.backing().page_size().bytes()
+    }
+
+    /// The name in tables.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Size4K => "4 KiB",
+            Self::Size2M => "2 MiB",
+        }
+    }
+
+    pub(super) const fn backing(self) -> Backing {
+        match self {
+            Self::Size4K => Backing::Shmem,
+            Self::Size2M => Backing::Hugetlb2M,
+        }
+    }
+}
+
+/// The conditions under which all rows are measured.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Column {
+    /// The size of the pages behind the guest.
+    pub host_page: HostPage,
+    /// The number of vCPUs, all of which write.
+    pub vcpus: u32,
+    /// Whether the channels use TLS. The floor never does.
+    pub tls: bool,
+    /// The congestion control of TCP on both hosts.
+    pub congestion: String,
+}
+
+impl Column {
+    /// The column in words.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!(
+            "{} pages, {} vCPU{}, {}, {}",
+            self.host_page.name(),
+            self.vcpus,
+            if self.vcpus == 1 { "" } else { "s" },
+            if self.tls { "TLS" } else { "plain" },
+            self.congestion
+        )
+    }
+}
+
+/// The settings of a run.
+#[derive(Clone, Debug)]
+pub struct LatencySetting {
+    /// The executable for the other process. It is run as `EXECUTABLE bench peer ROLE ..`.
+    pub executable: PathBuf,
+    /// The engine of guests on pages of 4 KiB. Guests on pages of 2 MiB run on KVM.
+    pub engine: Engine,
+    /// The columns.
+    pub columns: Vec<Column>,
+    /// The rate of the link, in each direction.
+    pub rate: Rate,
+    /// Guest memory, in bytes.
+    pub memory_bytes: u64,
+    /// The number of rounds. Each measures all rows of all columns once.
+    pub rounds: u32,
+    /// The files for columns with TLS, the same at both ends.
+    pub tls: Option<TlsFiles>,
+}
+
+impl LatencySetting {
+    /// The rounds of a full run.
+    pub const ROUNDS: u32 = 9;
+    /// Guest memory of a full run, in bytes.
+    pub const MEMORY: u64 = 256 << 20;
+    /// Guest memory of a quick run, in bytes.
+    pub const QUICK_MEMORY: u64 = 32 << 20;
+    /// The most vCPUs.
+    pub const MAX_VCPUS: u32 = 64;
+
+    /// All combinations, in the order of the tables.
+    #[must_use]
+    pub fn columns(
+        host_pages: &[HostPage],
+        vcpus: &[u32],
+        tls: &[bool],
+        congestion: &[String],
+    ) -> Vec<Column> {
+        let mut columns = Vec::new();
+        for &host_page in host_pages {
+            for &vcpus in vcpus {
+                for &tls in tls {
+                    columns.extend(congestion.iter().map(|congestion| Column {
+                        host_page,
+                        vcpus,
+                        tls,
+                        congestion: congestion.clone(),
+                    }));
+                }
+            }
+        }
+        columns
+    }
+
+    /// The engine of a column's guests.
+    #[must_use]
+    pub const fn engine_of(&self, host_page: HostPage) -> Engine {
+        match host_page {
+            HostPage::Size4K => self.engine,
+            HostPage::Size2M => Engine::Kvm,
+        }
+    }
+
+    /// The memory of a row's guest, in bytes. Without a push every page is a stall, so a part of the
+    /// memory gives enough of them.
+    #[must_use]
+    pub(super) fn memory_of(&self, host_page: HostPage, mode: Mode) -> u64 {
+        let part = match (mode, host_page) {
+            (Mode::Idle, HostPage::Size4K) => 8,
+            (Mode::Idle, HostPage::Size2M) => 2,
+            _ => 1,
+        };
+        let huge = HostPage::Size2M.bytes();
+        (self.memory_bytes / part / huge * huge).max(8 * huge)
+    }
+
+    /// # Errors
+    /// [`BenchError::Setting`] for memory that is not whole pages of 2 MiB, or too small.
+    pub(super) fn check(&self) -> Result<(), BenchError> {
+        let page = HostPage::Size2M.bytes();
+        let least = 16 * page;
+        if self.memory_bytes < least || !self.memory_bytes.is_multiple_of(page) {
+            return Err(BenchError::Setting(format!(
+                "{} bytes of guest memory: expected a multiple of 2 MiB, and {} MiB at least",
+                self.memory_bytes,
+                least >> 20
+            )));
+        }
+        for column in &self.columns {
+            let isa = isa_of(self.engine_of(column.host_page));
+            MemoryMap::new(
+                isa,
+                column.vcpus,
+                self.memory_of(column.host_page, Mode::Idle),
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setting(memory_bytes: u64) -> LatencySetting {
+        let congestion = ["cubic".to_owned(), "bbr".to_owned()];
+        let pages = [HostPage::Size4K, HostPage::Size2M];
+        LatencySetting {
+            executable: PathBuf::new(),
+            engine: Engine::Soft,
+            columns: LatencySetting::columns(&pages, &[1, 16], &[false], &congestion),
+            rate: Rate::mbit(1000),
+            memory_bytes,
+            rounds: 1,
+            tls: None,
+        }
+    }
+
+    #[test]
+    fn columns_are_all_combinations() {
+        let columns = setting(0).columns;
+        let names: Vec<_> = columns.iter().map(Column::name).collect();
+        assert_eq!(names.len(), 8);
+        assert_eq!(names[0], "4 KiB pages, 1 vCPU, plain, cubic");
+        assert_eq!(names[7], "2 MiB pages, 16 vCPUs, plain, bbr");
+    }
+
+    #[test]
+    fn memory_is_whole_huge_pages_for_every_row() {
+        for bytes in [0, 16 << 20, (64 << 20) + 4096] {
+            assert!(setting(bytes).check().is_err(), "{bytes}");
+        }
+        for bytes in [
+            LatencySetting::QUICK_MEMORY,
+            LatencySetting::MEMORY,
+            34 << 20,
+        ] {
+            let setting = setting(bytes);
+            setting.check().expect("a good setting");
+            for page in [HostPage::Size4K, HostPage::Size2M] {
+                assert!(setting.memory_of(page, Mode::Idle).is_multiple_of(2 << 20));
+                assert_eq!(setting.memory_of(page, Mode::Preempt), bytes);
+            }
+        }
+    }
+}

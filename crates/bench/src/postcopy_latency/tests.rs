@@ -1,0 +1,149 @@
+//! Verdicts, tables and pages of made-up rounds.
+
+use super::round::{Measured, Round};
+use super::stalls::Stalls;
+use super::{Column, HostPage, LatencyReport, LatencySetting, Mode, Noise, page};
+use pageferry_hosts::Rate;
+use pageferry_machine::Engine;
+use std::path::PathBuf;
+use std::time::Duration;
+
+fn column(vcpus: u32, host_page: HostPage) -> Column {
+    Column {
+        host_page,
+        vcpus,
+        tls: false,
+        congestion: "cubic".into(),
+    }
+}
+
+fn setting(rate: Rate) -> LatencySetting {
+    LatencySetting {
+        executable: PathBuf::new(),
+        engine: Engine::Soft,
+        columns: Vec::new(),
+        rate,
+        memory_bytes: 64 << 20,
+        rounds: 9,
+        tls: None,
+    }
+}
+
+/// The report of one column.
+fn reported(rate: Rate, column: &Column, rounds: &[Round]) -> LatencyReport {
+    let setting = setting(rate);
+    let mut report = LatencyReport::new(&setting);
+    report.add(&setting, column, rounds);
+    report
+}
+
+/// A row whose stalls all last as long.
+fn row(us: u64, pushed: Option<(f64, f64)>) -> Measured {
+    Measured {
+        stalls: Stalls::of([(us * 1000, 10)]),
+        link_busy_percent: pushed.map(|pushed| pushed.0),
+        total_s: pushed.map(|pushed| pushed.1),
+        delivery: Some("exit"),
+    }
+}
+
+/// A round with the mean of preempt, in microseconds.
+fn round(preempt_us: u64, others_percent: f64) -> Round {
+    let noise = Noise {
+        others_percent,
+        sleeper_p99_us: 80.0,
+    };
+    let rows = vec![
+        (Mode::Vanilla, row(9000, Some((95.0, 2.0)))),
+        (Mode::Preempt, row(preempt_us, Some((94.0, 2.1)))),
+        (Mode::Idle, row(120, None)),
+        (Mode::Floor, row(100, None)),
+    ];
+    Round { noise, rows }
+}
+
+fn verdicts(column: &Column, rounds: &[Round]) -> Vec<Option<bool>> {
+    let report = reported(Rate::mbit(1000), column, rounds);
+    let verdicts = &report.columns[0].verdicts;
+    verdicts.iter().map(|aim| aim.met).collect()
+}
+
+#[test]
+fn aims_are_judged_by_medians_over_the_rounds_that_count() {
+    let one = column(1, HostPage::Size4K);
+    let quiet = |us| round(us, 2.0);
+    let good = vec![quiet(200); 5];
+    assert_eq!(verdicts(&one, &good), [Some(true); 6]);
+    // Two bad rounds of seven do not change a median.
+    let mixed = [good, vec![quiet(5000); 2]].concat();
+    assert_eq!(verdicts(&one, &mixed), [Some(true); 6]);
+    let bad = verdicts(&one, &vec![quiet(3000); 9]);
+    let (missed, met) = (Some(false), Some(true));
+    assert_eq!(bad, [missed, missed, missed, missed, met, met]);
+}
+
+#[test]
+fn too_few_quiet_rounds_give_no_verdict_and_show_all_rounds() {
+    let one = column(1, HostPage::Size4K);
+    let rounds = [vec![round(200, 2.0); 4], vec![round(300, 40.0); 5]].concat();
+    assert_eq!(verdicts(&one, &rounds), [None; 6]);
+    let report = reported(Rate::mbit(1000), &one, &rounds);
+    let shown = &report.columns[0];
+    assert!(shown.noisy);
+    assert_eq!(shown.counted(), 4);
+    assert_eq!(shown.rows[1].mean_us.samples, 9);
+    assert_eq!(shown.rows[1].stalls, 90);
+    assert!(report.to_string().contains("not measured"), "{report}");
+}
+
+#[test]
+fn noisy_rounds_are_left_out_of_the_figures() {
+    let rounds = [vec![round(200, 2.0); 5], vec![round(900, 11.0); 4]].concat();
+    let report = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
+    let shown = &report.columns[0];
+    assert!(!shown.noisy);
+    assert_eq!(shown.rows[1].mean_us.max, 200.0);
+    assert_eq!(shown.rounds.len(), 9);
+}
+
+#[test]
+fn each_column_has_the_aims_of_its_conditions() {
+    let count =
+        |vcpus, host_page| verdicts(&column(vcpus, host_page), &vec![round(150, 0.0); 5]).len();
+    assert_eq!(count(1, HostPage::Size4K), 6);
+    assert_eq!(count(16, HostPage::Size4K), 5);
+    assert_eq!(count(1, HostPage::Size2M), 3);
+    assert_eq!(count(4, HostPage::Size4K), 0);
+    let one = column(1, HostPage::Size4K);
+    let slow = reported(Rate::mbit(100), &one, &vec![round(1, 0.0); 9]);
+    assert!(slow.columns[0].verdicts.is_empty(), "they are for 1 Gbit/s");
+}
+
+#[test]
+fn the_text_and_the_page_have_every_row_and_its_histogram() {
+    let rounds = vec![round(200, 2.0); 5];
+    let mut report = reported(Rate::mbit(1000), &column(1, HostPage::Size4K), &rounds);
+    report.lacks("pages of 2 MiB", "there is no pool");
+    report.end(Duration::from_secs(3));
+    let text = report.to_string();
+    for shown in [
+        "4 KiB pages, 1 vCPU, plain, cubic",
+        "vanilla",
+        "preempt",
+        "idle",
+        "floor",
+        "45.0 x",
+        "5 of 5",
+        "94.0 %",
+        "2.10 s",
+        "   128 .. 256          50 ####",
+        "    8K .. 16K",
+        "met",
+        "Not measured: pages of 2 MiB: there is no pool.",
+    ] {
+        assert!(text.contains(shown), "no '{shown}' in\n{text}");
+    }
+    let html = page(&report).expect("a page");
+    assert_eq!(html.matches("<svg").count(), 4);
+    assert!(html.contains("p99 200 us") && !html.contains("<script"));
+}
