@@ -116,7 +116,6 @@ pub fn migrate(
     observer: &dyn Observer,
 ) -> Result<SourceReport, SourceFailure> {
     crate::latency::prefer_short_slices();
-    observer.phase(Phase::Setup);
     session.prepare(config.settings);
     let outcome = attempts(vm, route, guest, config, session, observer);
     session.forget();
@@ -137,7 +136,9 @@ fn attempts(
         vm: SourceVm::Runs,
         error,
     };
-    let _pinned = Pinned::to(config.cpus.as_ref()).map_err(|e| failed(e.into()))?;
+    let pinned = Pinned::to(config.cpus.as_ref());
+    observer.phase(Phase::Setup);
+    let _pinned = pinned.map_err(|e| failed(e.into()))?;
     let checked = config.settings.check();
     checked.map_err(|error| failed(error.into()))?;
     let offer = setup::offer(vm, guest, config).map_err(failed)?;

@@ -155,6 +155,8 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
     });
     let config = SourceConfig {
         settings: Switch::AfterPasses(0).into(),
+        // A push could bring every page before enough of them are requested.
+        push_background: false,
         ..SourceConfig::default()
     };
     let arrived = OnceLock::new();
