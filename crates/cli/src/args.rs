@@ -373,9 +373,9 @@ pub(crate) struct ChannelArgs {
     /// Channels for pages that vCPUs wait for
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(SourceConfig::MAX_CHANNELS)))]
     pub(crate) urgent_channels: u16,
-    /// How long pages in the background may keep the link busy beyond a round trip, such as 300us:
+    /// How long pages in the background may keep the link busy beyond a round trip, such as 100us:
     /// about the longest wait of urgent pages behind them; 50us at least
-    #[arg(long, default_value = "300us", value_name = "TIME", value_parser = queue)]
+    #[arg(long, default_value = "100us", value_name = "TIME", value_parser = queue)]
     pub(crate) queue: Duration,
 }
 
@@ -384,7 +384,7 @@ fn queue(text: &str) -> Result<Duration, String> {
         Some(Ok(us)) => Duration::from_micros(us),
         Some(Err(_)) => {
             return Err(format!(
-                "'{text}' is no time: expected such as 300us or 1ms"
+                "'{text}' is no time: expected such as 100us or 1ms"
             ));
         }
         None => time(text)?,

@@ -52,7 +52,7 @@ impl SourceConfig {
     /// The time without a request after which a delayed push begins.
     pub const QUIET: Duration = Duration::from_millis(300);
     /// The default of [`Self::queue`].
-    pub const QUEUE: Duration = Duration::from_micros(300);
+    pub const QUEUE: Duration = Duration::from_micros(100);
     /// The least value of [`Self::queue`].
     pub const MIN_QUEUE: Duration = Duration::from_micros(50);
     /// The largest value of [`Self::queue`].

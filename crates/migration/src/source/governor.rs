@@ -45,7 +45,7 @@ const MOST: u64 = 1 << 28;
 /// The longest time for which one frame occupies the link.
 const FRAME_TIME: u64 = 250_000;
 /// The frames that make up the bound. With fewer, the link would run empty before a receipt.
-const FRAMES: u64 = 3;
+const FRAMES: u64 = 2;
 /// The least length of a sample of the rate. A link may let a burst of some 100 KiB pass at once, and
 /// says nothing of its rate by that.
 const SAMPLE: u64 = 10_000_000;
