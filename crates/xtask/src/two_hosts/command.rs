@@ -1,7 +1,8 @@
 //! Running a command until it ends or a signal ends it.
 //!
 //! **Guarantee.** A signal that ends a process by default ends the run, but not before the command
-//! and its descendants are gone. The command has a moment to end by itself.
+//! and its descendants are gone. The command has a moment to end by itself. Descendants that outlive
+//! the command are killed, also if no signal came.
 //!
 //! **Mechanism.** The signal is passed on as SIGTERM. A terminal sends SIGINT to the command too,
 //! so the command then has a second before SIGTERM. Later comes SIGKILL. This process adopts
@@ -65,9 +66,8 @@ impl Supervisor {
             match child.try_wait() {
                 Ok(None) => {}
                 Ok(Some(status)) => {
-                    if due.is_some() {
-                        kill_orphans();
-                    }
+                    // One of them may be on its way into a namespace, where it is not listed yet.
+                    kill_orphans();
                     return code(status);
                 }
                 Err(why) => {
