@@ -154,13 +154,12 @@ impl Cursor {
         (page < pages).then_some(RamPage(page))
     }
 
-    /// Whether a guest that follows the sequence comes to `page` without a request on the way.
-    fn leads_to(&self, page: u64, pages: u64, is_unsent: &impl Fn(RamPage) -> bool) -> bool {
-        let Some(steps) = self.steps(page) else {
-            return false;
-        };
+    /// As [`Self::steps`], if a guest that follows the sequence comes to `page` without a request on
+    /// the way.
+    fn leads_to(&self, page: u64, pages: u64, is_unsent: &impl Fn(RamPage) -> bool) -> Option<u64> {
+        let steps = self.steps(page)?;
         let passes = |steps| self.at(steps, pages).is_some_and(|page| !is_unsent(page));
-        steps <= self.ahead + SLACK && (self.ahead + 1..steps).all(passes)
+        (steps <= self.ahead + SLACK && (self.ahead + 1..steps).all(passes)).then_some(steps)
     }
 }
 
@@ -197,8 +196,11 @@ impl Cursors {
         self.clock += 1;
         let clock = self.clock;
         let mut cursors = self.cursors.iter_mut();
-        if let Some(cursor) = cursors.find(|cursor| cursor.leads_to(page, pages, is_unsent)) {
-            let steps = cursor.steps(page).expect("it leads there");
+        let on_track = cursors.find_map(|cursor| {
+            let steps = cursor.leads_to(page, pages, is_unsent)?;
+            Some((cursor, steps))
+        });
+        if let Some((cursor, steps)) = on_track {
             let passed = (steps - 1).min(cursor.pushed);
             self.in_time += passed;
             cursor.pushed -= passed;
@@ -243,7 +245,8 @@ impl Cursors {
         *oldest = new;
     }
 
-    /// Puts pages to push into `out`. The cursors take turns. Each call serves one of them, or more if it has little left.
+    /// Puts pages to push into `out`. The cursors take turns. Each call serves one of them, or more
+    /// if it has little left.
     fn take(
         &mut self,
         most: usize,

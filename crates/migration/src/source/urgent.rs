@@ -200,10 +200,12 @@ impl Incoming {
                 Err(ProtocolError::EarlyRequest { page }.into())
             }
             UrgentKind::Request => {
-                shared.prefetch.requested(page);
                 if shared.put_in_order(page) {
-                    // A bulk channel sends it.
-                } else if shared.ledger.claim(page) {
+                    // A bulk channel sends it, and takes no other order.
+                    return Ok(());
+                }
+                shared.prefetch.requested(page);
+                if shared.ledger.claim(page) {
                     shared.gate.to_answer(1);
                     self.claimed.push((page, self.heard));
                 } else {
