@@ -80,6 +80,8 @@ pub(super) struct Core {
     left: AtomicU64,
     /// The number of threads that wait for missing pages.
     pub(super) waiting: AtomicU64,
+    /// The number of cores that this process may use.
+    cores: u64,
 }
 
 impl Core {
@@ -112,6 +114,7 @@ impl Core {
             urgent_pages: AtomicU64::new(0),
             left: AtomicU64::new(0),
             waiting: AtomicU64::new(0),
+            cores: std::thread::available_parallelism().map_or(1, usize::from) as u64,
         })
     }
 
@@ -311,6 +314,12 @@ impl Core {
         self.stalls.marks.placed(message.page, monotonic_ns());
         self.made_present(message.page, 1);
         Ok(())
+    }
+
+    /// Whether more threads wait than there are cores. Then a thread that spins takes time from
+    /// those whose pages have come.
+    pub(super) fn is_crowded(&self) -> bool {
+        self.waiting.load(Ordering::Relaxed) > self.cores
     }
 
     /// Sends queued requests and reads the replies that have arrived, unless other threads do.

@@ -5,7 +5,8 @@
 //! 1. It claims the page by one atomic read-modify-write. A second thread that faults on the page
 //!    sends nothing.
 //! 2. It queues the request, and sends it unless another thread does.
-//! 3. It waits. It reads replies unless another thread does, spins for a while, and then sleeps.
+//! 3. It waits. It reads replies unless another thread does, spins for a while unless more threads
+//!    wait than there are cores, and then sleeps.
 //!
 //! It shares no lock with another vCPU. No other thread has to wake before the request is sent.
 //!
@@ -190,7 +191,7 @@ fn wait(
         if core.pump() > 0 {
             continue;
         }
-        if !spinner.spin() {
+        if core.is_crowded() || !spinner.spin() {
             core.sleep(slot, page, || {
                 !core.states.is_missing(page) || core.has_failed() || stop()
             })?;
