@@ -148,7 +148,9 @@ impl Bulk<'_> {
                 let unsent = shared.ledger.unsent();
                 let pages = shared.ram.pages();
                 let is_unsent = |page| unsent.test(page);
-                shared.prefetch.take(most as usize, pages, is_unsent, ahead);
+                if let Some(prefetch) = &shared.prefetch {
+                    prefetch.take(most as usize, pages, is_unsent, ahead);
+                }
                 // SAFETY: see `push`.
                 let filled = unsafe { self.push(frame, ahead, most)? };
                 if !filled {

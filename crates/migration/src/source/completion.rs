@@ -165,9 +165,13 @@ impl Supervisor<'_, '_, '_> {
             background,
             zero: load(&figures.zero),
         };
+        let prefetch = self.shared.prefetch.as_ref();
+        let counts = prefetch
+            .map(super::prefetch::Prefetch::counts)
+            .unwrap_or_default();
         self.report.prefetch = PrefetchCounts {
             late: load(&figures.late),
-            ..self.shared.prefetch.counts()
+            ..counts
         };
         self.report.page_bytes = load(&figures.page_bytes);
         self.report.background_bytes = background * PAGE_SIZE;

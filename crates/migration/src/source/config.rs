@@ -26,6 +26,9 @@ pub struct SourceConfig {
     /// Whether requested pages have a way of their own. Otherwise they follow, on the bulk channels,
     /// what was sent there before: first come, first served. That is for comparisons.
     pub preempt: bool,
+    /// Whether the push begins with the pages that vCPUs will probably touch next. Otherwise it
+    /// goes by address, as it does without [`Self::preempt`]. That is for comparisons.
+    pub prefetch: bool,
     /// The time that the background push may keep the link busy beyond the least round trip. An
     /// urgent page waits about as long at most. From [`SourceConfig::MIN_QUEUE`] to
     /// [`SourceConfig::MAX_QUEUE`]; other values count as the nearer of the two.
@@ -67,6 +70,7 @@ impl Default for SourceConfig {
             settings: Settings::default(),
             push_background: true,
             preempt: true,
+            prefetch: true,
             queue: Self::QUEUE,
             bulk_channels: 1,
             urgent_channels: 1,

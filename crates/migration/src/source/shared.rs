@@ -81,8 +81,9 @@ pub(super) struct Shared<'a> {
     pub(super) ended: AtomicBool,
     mode: AtomicU8,
     cursor: AtomicU64,
-    /// What the requests say about the pages that vCPUs touch next.
-    pub(super) prefetch: Prefetch,
+    /// What the requests say about the pages that vCPUs touch next
+    /// ([`SourceConfig::prefetch`]).
+    pub(super) prefetch: Option<Prefetch>,
     /// The part of [`SourceConfig::queue`] of each bulk channel.
     pub(super) queue: Duration,
     /// Closed while urgent pages are being answered.
@@ -113,7 +114,7 @@ impl<'a> Shared<'a> {
             ended: AtomicBool::new(false),
             mode: AtomicU8::new(Mode::Hold as u8),
             cursor: AtomicU64::new(0),
-            prefetch: Prefetch::new(vcpus),
+            prefetch: (config.preempt && config.prefetch).then(|| Prefetch::new(vcpus)),
             queue: config
                 .queue
                 .clamp(SourceConfig::MIN_QUEUE, SourceConfig::MAX_QUEUE)

@@ -204,7 +204,9 @@ impl Incoming {
                     // A bulk channel sends it, and takes no other order.
                     return Ok(());
                 }
-                shared.prefetch.requested(page);
+                if let Some(prefetch) = &shared.prefetch {
+                    prefetch.requested(page);
+                }
                 if shared.ledger.claim(page) {
                     shared.gate.to_answer(1);
                     self.claimed.push((page, self.heard));
