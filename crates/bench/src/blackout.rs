@@ -85,6 +85,7 @@ impl Measured {
             passes: 1,
             push: true,
             preempt: true,
+            prefetch: true,
             guest: Guest::Workload,
             channels: Channels::default(),
         });

@@ -255,6 +255,7 @@ fn fetch(
         passes: 0,
         push: guest == Guest::Quiet,
         preempt: true,
+        prefetch: true,
         guest,
         channels: channels.clone(),
     });

@@ -68,6 +68,8 @@ pub struct SourceVm {
     pub push: bool,
     /// Whether requested pages have a way of their own.
     pub preempt: bool,
+    /// Whether requests guide the push.
+    pub prefetch: bool,
     /// The guest program.
     pub guest: Guest,
     /// The channels for pages.
@@ -161,6 +163,7 @@ impl Role {
                 vm.passes.to_string(),
                 vm.push.to_string(),
                 vm.preempt.to_string(),
+                vm.prefetch.to_string(),
                 vm.guest.name().to_owned(),
             ]
             .into_iter()
@@ -196,6 +199,7 @@ impl Role {
                 passes,
                 push,
                 preempt,
+                prefetch,
                 guest,
                 channels @ ..,
             ] => Ok(Self::Source(SourceVm {
@@ -211,6 +215,7 @@ impl Role {
                 passes: value(passes)?,
                 push: value(push)?,
                 preempt: value(preempt)?,
+                prefetch: value(prefetch)?,
                 guest: Guest::ALL
                     .into_iter()
                     .find(|known| known.name() == *guest)
@@ -245,6 +250,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         passes,
         push,
         preempt,
+        prefetch,
         guest,
         ref channels,
     } = source;
@@ -274,6 +280,7 @@ fn source(source: &SourceVm) -> Result<(), BenchError> {
         settings: Switch::AfterPasses(passes).into(),
         push_background: push,
         preempt,
+        prefetch,
         bulk_channels: channels.bulk,
         tls: channels.tls.clone(),
         // The other end is on this machine, also where it has an address of its own.
@@ -561,6 +568,7 @@ mod tests {
                 passes: 1,
                 push: true,
                 preempt: false,
+                prefetch: false,
                 guest,
                 channels: Channels { bulk: 2, tls },
             })

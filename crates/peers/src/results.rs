@@ -55,15 +55,21 @@ pub const MOST_LINES: usize = 140;
 const POSTCOPY: &str = "
 ## How post-copy latency is measured
 
-`pageferry bench postcopy-latency` moves a VM between two network namespaces. A veth pair joins them,
-and `tc` shapes each direction to 1 Gbit/s with one queue for all packets. The bench sets TCP's
-congestion control. All pages move in post-copy, and all vCPUs write pages at random meanwhile. A
+`pageferry bench postcopy-latency` moves a VM between two network namespaces. A veth pair joins
+them, and `tc` shapes each direction to 1 Gbit/s with one queue for all packets. The bench sets
+TCP's congestion control. All pages move in post-copy, and all vCPUs write pages at random meanwhile. A
 stall lasts from a fault's arrival at Pageferry until the page is there.
 
-Each round measures four rows, one after the other. *vanilla*: requested pages follow what was
-pushed before. *preempt*: they have a channel of their own. *idle*: nothing is pushed. *floor*: bare
-requests and replies on the same link, as many unanswered as there are vCPUs. Ratios are taken
-within a round, and verdicts are of medians over rounds.
+Each round measures all rows, one after the other. *vanilla*: requested pages follow what was
+pushed before. *preempt*: they have a channel of their own. *no prefetch*: the same, but the push
+goes by address. *idle*: nothing is pushed. *floor*: bare requests and replies on the same link, as
+many unanswered as there are vCPUs. Ratios are taken within a round, and verdicts are of medians
+over rounds.
+
+QEMU emulates RV64 and runs the same guest program, with 4 KiB pages. Its figures in verdicts are
+those with its capability `postcopy-preempt`, and with TCP_NODELAY, which QEMU does not set. Its
+stalls are from its trace points: from its fault thread's read of the fault until the page is
+there. The way of a fault to that thread is not counted, so its stalls are slightly too short.
 
 A round counts on two conditions. Others used under 10 % of the cores, stolen time included. A
 thread that slept 1 ms was late by less than 1 ms at p99. That thread sleeps before each row, since

@@ -101,10 +101,12 @@ fn ratio(round: &Round, one: (Mode, OfRow), other: (Mode, OfRow)) -> Option<f64>
 const MEAN: OfRow = |row| row.stalls.mean_us;
 const P50: OfRow = |row| row.stalls.p50_us;
 const P99: OfRow = |row| row.stalls.p99_us;
+const OVER_2MS: OfRow = |row| row.stalls.over_2ms_percent;
 
-/// The bounds of a column. Only 1 and 16 vCPUs have any.
-fn bounds(column: &Column) -> Vec<Bound> {
-    use Mode::{Floor, Idle, Preempt, Vanilla};
+/// The bounds of a column. Only 1 and 16 vCPUs have any. QEMU's figures are those with preempt and
+/// TCP_NODELAY.
+fn bounds(column: &Column, beside_qemu: bool) -> Vec<Bound> {
+    use Mode::{Floor, Idle, NoPrefetch, Preempt, QemuPreemptNoDelay, Vanilla};
     let gain: Of = |round| ratio(round, (Vanilla, MEAN), (Preempt, MEAN));
     let to_floor: Of = |round| ratio(round, (Preempt, MEAN), (Floor, MEAN));
     let mut all = match (column.host_page, column.vcpus) {
@@ -117,7 +119,7 @@ fn bounds(column: &Column) -> Vec<Bound> {
                 ratio(round, (Preempt, P99), (Idle, P50))
             }),
             at_most(0.1, "%", "stalls of preempt above 2 ms", |round| {
-                of(round, Preempt, |row| row.stalls.over_2ms_percent)
+                of(round, Preempt, OVER_2MS)
             }),
         ],
         (HostPage::Size4K, 16) => vec![
@@ -139,6 +141,25 @@ fn bounds(column: &Column) -> Vec<Bound> {
     all.push(at_least(busy, "%", "link busy with preempt", |round| {
         round.row(Preempt)?.link_busy_percent
     }));
+    if column.host_page == HostPage::Size4K {
+        let name = "mean of preempt, to that without prefetch";
+        all.push(at_most(1.05, "x", name, |round| {
+            ratio(round, (Preempt, MEAN), (NoPrefetch, MEAN))
+        }));
+    }
+    if beside_qemu {
+        all.extend([
+            at_most(1.0, "x", "mean of preempt, to QEMU's", |round| {
+                ratio(round, (Preempt, MEAN), (QemuPreemptNoDelay, MEAN))
+            }),
+            at_most(1.0, "x", "p99 of preempt, to QEMU's", |round| {
+                ratio(round, (Preempt, P99), (QemuPreemptNoDelay, P99))
+            }),
+            at_most(1.0, "x", "share above 2 ms, to QEMU's", |round| {
+                ratio(round, (Preempt, OVER_2MS), (QemuPreemptNoDelay, OVER_2MS))
+            }),
+        ]);
+    }
     all.push(at_most(
         1.1,
         "x",
@@ -172,5 +193,8 @@ pub(super) fn judge(column: &Column, rounds: &[&Round]) -> Vec<Aim> {
             }),
         }
     };
-    bounds(column).into_iter().map(judge).collect()
+    let beside_qemu = rounds
+        .iter()
+        .any(|round| round.row(Mode::QemuPreemptNoDelay).is_some());
+    bounds(column, beside_qemu).into_iter().map(judge).collect()
 }

@@ -18,6 +18,7 @@
 mod aims;
 mod noise;
 mod page;
+mod qemu;
 mod report;
 mod round;
 mod setting;
@@ -38,6 +39,7 @@ use crate::BenchError;
 use noise::Meter;
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
+use qemu::Qemu;
 use round::{Round, measure};
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -55,7 +57,9 @@ pub fn postcopy_latency(
 ) -> Result<LatencyReport, BenchError> {
     setting.check()?;
     let began = Instant::now();
-    let mut report = LatencyReport::new(setting);
+    let qemu = setting.qemu.as_deref().map(Qemu::find).transpose();
+    let qemu = qemu.map_err(BenchError::Setting)?;
+    let mut report = LatencyReport::new(setting, qemu.as_ref());
     let mut columns = setting.columns.clone();
     let hosts = hosts(setting, &mut columns, &mut report)?;
     let _pages = huge_pages(setting, &mut columns, &mut report);
@@ -67,7 +71,13 @@ pub fn postcopy_latency(
                 column.name(),
                 setting.rounds
             ));
-            let round = round(setting, &hosts[&column.congestion], column, stop);
+            let round = round(
+                setting,
+                &hosts[&column.congestion],
+                column,
+                qemu.as_ref(),
+                stop,
+            );
             // An interrupt of the terminal ends the source too, so the row fails first.
             if stop() {
                 return Err(BenchError::Cancelled);
@@ -86,13 +96,16 @@ fn round(
     setting: &LatencySetting,
     hosts: &TwoHosts,
     column: &Column,
+    qemu: Option<&Qemu>,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Round, BenchError> {
     let mut meter = Meter::start()?;
     let mut rows = Vec::new();
     for mode in Mode::ALL {
         meter.gap();
-        rows.push((mode, measure(setting, hosts, column, mode, stop)?));
+        if let Some(row) = measure(setting, hosts, column, mode, qemu, stop)? {
+            rows.push((mode, row));
+        }
     }
     let noise = meter.end()?;
     Ok(Round { noise, rows })

@@ -2,6 +2,7 @@
 
 use super::aims::{self, Aim};
 use super::noise::Noise;
+use super::qemu::Qemu;
 use super::round::{Measured, Round};
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::{LogBucket, buckets};
@@ -77,6 +78,8 @@ pub struct LatencyReport {
     pub rate_bytes_per_s: u64,
     /// Guest memory, in bytes. The idle rows have less.
     pub memory_bytes: u64,
+    /// The version of QEMU in its rows. `None`: they were not asked for.
+    pub qemu_version: Option<String>,
     /// The columns that were measured.
     pub columns: Vec<LatencyColumn>,
     /// What this machine cannot measure.
@@ -91,8 +94,9 @@ pub struct LatencyReport {
 const AIMED_RATE: u64 = 125_000_000;
 
 impl LatencyReport {
-    pub(super) fn new(setting: &LatencySetting) -> Self {
+    pub(super) fn new(setting: &LatencySetting, qemu: Option<&Qemu>) -> Self {
         Self {
+            qemu_version: qemu.map(|qemu| qemu.version.clone()),
             rate_bytes_per_s: setting.rate.bytes_per_second(),
             memory_bytes: setting.memory_bytes,
             columns: Vec::new(),

@@ -1,6 +1,7 @@
 //! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
 
 use super::noise::Noise;
+use super::qemu::Qemu;
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
 use crate::BenchError;
@@ -47,22 +48,28 @@ impl Round {
     }
 }
 
-/// Measures a row.
+/// Measures a row. `None`: the column has no such row.
 pub(super) fn measure(
     setting: &LatencySetting,
     hosts: &TwoHosts,
     column: &Column,
     mode: Mode,
+    qemu: Option<&Qemu>,
     stop: &(dyn Fn() -> bool + Sync),
-) -> Result<Measured, BenchError> {
-    match mode {
-        Mode::Floor => floor(setting, hosts, column, stop),
-        _ => moved(setting, hosts, column, mode, stop),
-    }
+) -> Result<Option<Measured>, BenchError> {
+    let measured = match (mode, qemu) {
+        (Mode::Floor, _) => floor(setting, hosts, column, stop)?,
+        (mode, Some(qemu)) if mode.is_qemu() && Qemu::can(column) => {
+            qemu.measure(setting, hosts, column, mode, stop)?
+        }
+        (mode, _) if mode.is_qemu() => return Ok(None),
+        _ => moved(setting, hosts, column, mode, stop)?,
+    };
+    Ok(Some(measured))
 }
 
 /// The longest time for `bytes` over the link.
-fn limit(setting: &LatencySetting, bytes: u64) -> Duration {
+pub(super) fn limit(setting: &LatencySetting, bytes: u64) -> Duration {
     let seconds = bytes as f64 / setting.rate.bytes_per_second() as f64;
     SLACK + Duration::from_secs_f64(seconds) * 4
 }
@@ -98,6 +105,7 @@ fn moved(
         passes: 0,
         push: mode != Mode::Idle,
         preempt: mode != Mode::Vanilla,
+        prefetch: !matches!(mode, Mode::Vanilla | Mode::NoPrefetch),
         guest: Guest::Toucher,
         channels: Channels {
             bulk: 1,

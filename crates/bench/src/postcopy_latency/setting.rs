@@ -17,15 +17,44 @@ pub enum Mode {
     Vanilla,
     /// Requested pages have a channel of their own, and bulk senders give way to them.
     Preempt,
+    /// As `Preempt`, without prefetch: pages are pushed in the order of their addresses.
+    NoPrefetch,
     /// As `Preempt`, while nothing is pushed.
     Idle,
     /// Bare requests and replies on the same link, as many unanswered as there are vCPUs.
     Floor,
+    /// QEMU, with one connection.
+    Qemu,
+    /// As `Qemu`, with TCP_NODELAY on its sockets.
+    QemuNoDelay,
+    /// QEMU with its capability `postcopy-preempt`.
+    QemuPreempt,
+    /// As `QemuPreempt`, with TCP_NODELAY on its sockets.
+    QemuPreemptNoDelay,
 }
 
 impl Mode {
     /// All rows.
-    pub const ALL: [Self; 4] = [Self::Vanilla, Self::Preempt, Self::Idle, Self::Floor];
+    pub const ALL: [Self; 9] = [
+        Self::Vanilla,
+        Self::Preempt,
+        Self::NoPrefetch,
+        Self::Idle,
+        Self::Floor,
+        Self::Qemu,
+        Self::QemuNoDelay,
+        Self::QemuPreempt,
+        Self::QemuPreemptNoDelay,
+    ];
+
+    /// Whether it is a row of QEMU.
+    #[must_use]
+    pub const fn is_qemu(self) -> bool {
+        matches!(
+            self,
+            Self::Qemu | Self::QemuNoDelay | Self::QemuPreempt | Self::QemuPreemptNoDelay
+        )
+    }
 
     /// The name in tables.
     #[must_use]
@@ -33,8 +62,13 @@ impl Mode {
         match self {
             Self::Vanilla => "vanilla",
             Self::Preempt => "preempt",
+            Self::NoPrefetch => "no prefetch",
             Self::Idle => "idle",
             Self::Floor => "floor",
+            Self::Qemu => "qemu",
+            Self::QemuNoDelay => "qemu nodelay",
+            Self::QemuPreempt => "qemu preempt",
+            Self::QemuPreemptNoDelay => "qemu preempt nodelay",
         }
     }
 }
@@ -119,9 +153,13 @@ pub struct LatencySetting {
     pub rounds: u32,
     /// The files for columns with TLS, the same at both ends.
     pub tls: Option<TlsFiles>,
+    /// The QEMU to measure beside, in columns with 4 KiB pages and without TLS.
+    pub qemu: Option<PathBuf>,
 }
 
 impl LatencySetting {
+    /// QEMU's name in the search path.
+    pub const QEMU: &str = super::qemu::PROGRAM;
     /// The rounds of a full run.
     pub const ROUNDS: u32 = 9;
     /// Guest memory of a full run, in bytes.
@@ -216,6 +254,7 @@ mod tests {
             memory_bytes,
             rounds: 1,
             tls: None,
+            qemu: None,
         }
     }
 

@@ -26,13 +26,14 @@ fn setting(rate: Rate) -> LatencySetting {
         memory_bytes: 64 << 20,
         rounds: 9,
         tls: None,
+        qemu: None,
     }
 }
 
 /// The report of one column.
 fn reported(rate: Rate, column: &Column, rounds: &[Round]) -> LatencyReport {
     let setting = setting(rate);
-    let mut report = LatencyReport::new(&setting);
+    let mut report = LatencyReport::new(&setting, None);
     report.add(&setting, column, rounds);
     report
 }
@@ -56,6 +57,7 @@ fn round(preempt_us: u64, others_percent: f64) -> Round {
     let rows = vec![
         (Mode::Vanilla, row(9000, Some((95.0, 2.0)))),
         (Mode::Preempt, row(preempt_us, Some((94.0, 2.1)))),
+        (Mode::NoPrefetch, row(preempt_us, Some((94.0, 2.1)))),
         (Mode::Idle, row(120, None)),
         (Mode::Floor, row(100, None)),
     ];
@@ -73,20 +75,20 @@ fn aims_are_judged_by_medians_over_the_rounds_that_count() {
     let one = column(1, HostPage::Size4K);
     let quiet = |us| round(us, 2.0);
     let good = vec![quiet(200); 5];
-    assert_eq!(verdicts(&one, &good), [Some(true); 6]);
+    assert_eq!(verdicts(&one, &good), [Some(true); 7]);
     // Two bad rounds of seven do not change a median.
     let mixed = [good, vec![quiet(5000); 2]].concat();
-    assert_eq!(verdicts(&one, &mixed), [Some(true); 6]);
+    assert_eq!(verdicts(&one, &mixed), [Some(true); 7]);
     let bad = verdicts(&one, &vec![quiet(3000); 9]);
     let (missed, met) = (Some(false), Some(true));
-    assert_eq!(bad, [missed, missed, missed, missed, met, met]);
+    assert_eq!(bad, [missed, missed, missed, missed, met, met, met]);
 }
 
 #[test]
 fn too_few_quiet_rounds_give_no_verdict_and_show_all_rounds() {
     let one = column(1, HostPage::Size4K);
     let rounds = [vec![round(200, 2.0); 4], vec![round(300, 40.0); 5]].concat();
-    assert_eq!(verdicts(&one, &rounds), [None; 6]);
+    assert_eq!(verdicts(&one, &rounds), [None; 7]);
     let report = reported(Rate::mbit(1000), &one, &rounds);
     let shown = &report.columns[0];
     assert!(shown.noisy);
@@ -110,8 +112,8 @@ fn noisy_rounds_are_left_out_of_the_figures() {
 fn each_column_has_the_aims_of_its_conditions() {
     let count =
         |vcpus, host_page| verdicts(&column(vcpus, host_page), &vec![round(150, 0.0); 5]).len();
-    assert_eq!(count(1, HostPage::Size4K), 6);
-    assert_eq!(count(16, HostPage::Size4K), 5);
+    assert_eq!(count(1, HostPage::Size4K), 7);
+    assert_eq!(count(16, HostPage::Size4K), 6);
     assert_eq!(count(1, HostPage::Size2M), 3);
     assert_eq!(count(4, HostPage::Size4K), 0);
     let one = column(1, HostPage::Size4K);
@@ -144,6 +146,29 @@ fn the_text_and_the_page_have_every_row_and_its_histogram() {
         assert!(text.contains(shown), "no '{shown}' in\n{text}");
     }
     let html = page(&report).expect("a page");
-    assert_eq!(html.matches("<svg").count(), 4);
+    assert_eq!(html.matches("<svg").count(), 5);
     assert!(html.contains("p99 200 us") && !html.contains("<script"));
+}
+
+#[test]
+fn qemu_has_rows_and_verdicts_where_it_was_measured() {
+    let one = column(1, HostPage::Size4K);
+    let beside = |qemu_us| {
+        let mut round = round(200, 2.0);
+        round
+            .rows
+            .push((Mode::QemuPreemptNoDelay, row(qemu_us, Some((96.0, 2.0)))));
+        round
+    };
+    let ahead = verdicts(&one, &vec![beside(3000); 5]);
+    assert_eq!(
+        ahead.len(),
+        verdicts(&one, &vec![round(200, 2.0); 5]).len() + 3
+    );
+    assert_eq!(ahead.iter().filter(|met| **met == Some(false)).count(), 0);
+    // QEMU with shorter stalls, none above 2 ms.
+    let behind = verdicts(&one, &vec![beside(100); 5]);
+    assert_eq!(behind.iter().filter(|met| **met == Some(false)).count(), 2);
+    let text = reported(Rate::mbit(1000), &one, &vec![beside(3000); 5]).to_string();
+    assert!(text.contains("qemu preempt nodelay"), "{text}");
 }

@@ -308,6 +308,13 @@ pub(crate) struct LatencyFlags {
     /// --quick 1]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: Option<u32>,
+    /// Measure another hypervisor beside: the same guest program over the same link, emulated, in
+    /// columns with 4 KiB pages and without TLS
+    #[arg(long, value_name = "qemu", value_enum)]
+    pub(crate) peer: Option<PeerFlag>,
+    /// The program of the peer
+    #[arg(long, value_name = "FILE", default_value = LatencySetting::QEMU, requires = "peer")]
+    pub(crate) peer_program: PathBuf,
     /// Some seconds, without a verdict
     #[arg(long)]
     pub(crate) quick: bool,
@@ -319,6 +326,13 @@ pub(crate) struct LatencyFlags {
     /// Write a self-contained HTML page with a histogram for each row
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
+}
+
+/// A hypervisor to compare with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum PeerFlag {
+    /// QEMU for RV64
+    Qemu,
 }
 
 /// A size of the pages behind a guest.

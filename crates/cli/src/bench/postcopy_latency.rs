@@ -62,6 +62,7 @@ fn setting(flags: &LatencyFlags) -> Result<LatencySetting, Failure> {
         memory_bytes: flags.memory.unwrap_or(memory_bytes),
         rounds: flags.repeat.unwrap_or(rounds),
         tls,
+        qemu: flags.peer.map(|_| flags.peer_program.clone()),
     })
 }
 
@@ -115,6 +116,14 @@ mod tests {
         ]);
         assert_eq!(more.columns.len(), 8);
         assert_eq!(setting(&["--quick", "--repeat", "3"]).rounds, 3);
+    }
+
+    #[test]
+    fn a_peer_is_measured_only_if_it_is_named() {
+        assert_eq!(setting(&[]).qemu, None);
+        let peer = |more: &[&str]| setting(&[&["--peer", "qemu"], more].concat()).qemu;
+        assert_eq!(peer(&[]), Some("qemu-system-riscv64".into()));
+        assert_eq!(peer(&["--peer-program", "q"]), Some("q".into()));
     }
 
     #[test]

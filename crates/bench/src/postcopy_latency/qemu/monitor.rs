@@ -1,0 +1,116 @@
+//! QEMU's control protocol (QMP): one JSON object a line, over a process' standard input and output.
+
+use super::failed;
+use crate::BenchError;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// The longest QEMU may take for an answer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A QEMU process. Dropping this kills it and reaps it.
+pub(super) struct Monitor {
+    child: Child,
+    input: ChildStdin,
+    lines: Receiver<String>,
+}
+
+impl Monitor {
+    /// Starts QEMU by `command`, which needs no arguments for the monitor.
+    pub(super) fn start(mut command: Command) -> Result<Self, BenchError> {
+        let mut child = command
+            .args(["-qmp", "stdio"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|source| BenchError::Os {
+                what: "cannot start QEMU",
+                source,
+            })?;
+        let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(failed("its standard input and output are not pipes"));
+        };
+        let (send, lines) = channel();
+        // It ends when QEMU does, so dropping the monitor ends it.
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                if send.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let mut monitor = Self {
+            child,
+            input,
+            lines,
+        };
+        monitor.line()?;
+        monitor.call("qmp_capabilities", json!({}))?;
+        Ok(monitor)
+    }
+
+    /// The process id.
+    pub(super) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Ends QEMU and waits for its end, until `deadline`.
+    pub(super) fn quit(&mut self, deadline: Instant) -> Result<(), BenchError> {
+        self.call("quit", json!({}))?;
+        while !matches!(self.child.try_wait(), Ok(Some(_))) {
+            if Instant::now() > deadline {
+                return Err(failed("it does not end"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// The state of a migration, with QEMU's word for it.
+    pub(super) fn migration(&mut self) -> Result<String, BenchError> {
+        let state = self.call("query-migrate", json!({}))?;
+        let text = |key| state.get(key).and_then(Value::as_str);
+        match text("status") {
+            Some("failed") => {
+                let why = text("error-desc").unwrap_or("it gives no reason");
+                Err(failed(format!("its migration failed: {why}")))
+            }
+            status => Ok(status.unwrap_or_default().to_owned()),
+        }
+    }
+
+    /// Calls a command. Events that come before its answer are dropped.
+    pub(super) fn call(&mut self, name: &str, arguments: Value) -> Result<Value, BenchError> {
+        let command = json!({ "execute": name, "arguments": arguments });
+        writeln!(self.input, "{command}").map_err(|_| failed("it ended early"))?;
+        loop {
+            let mut answer = self.line()?;
+            if let Some(error) = answer.get("error") {
+                let why = error.get("desc").and_then(Value::as_str);
+                let why = why.unwrap_or("it gives no reason");
+                return Err(failed(format!("it refuses '{name}': {why}")));
+            }
+            if let Some(value) = answer.get_mut("return") {
+                return Ok(value.take());
+            }
+        }
+    }
+
+    fn line(&self) -> Result<Value, BenchError> {
+        let line = self.lines.recv_timeout(PATIENCE).map_err(|_| {
+            failed("it ended, or does not answer; its message is above if it has one")
+        })?;
+        serde_json::from_str(&line)
+            .map_err(|_| failed(format!("its monitor sent '{line}', which is not JSON")))
+    }
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
