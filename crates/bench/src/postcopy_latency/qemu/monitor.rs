@@ -5,7 +5,7 @@ use crate::BenchError;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// The longest QEMU may take for an answer.
@@ -59,7 +59,8 @@ impl Monitor {
 
     /// Ends QEMU and waits for its end, until `deadline`.
     pub(super) fn quit(&mut self, deadline: Instant) -> Result<(), BenchError> {
-        self.call("quit", json!({}))?;
+        // It may end before it answers.
+        self.send("quit", json!({}))?;
         while !matches!(self.child.try_wait(), Ok(Some(_))) {
             if Instant::now() > deadline {
                 return Err(failed("it does not end"));
@@ -84,8 +85,7 @@ impl Monitor {
 
     /// Calls a command. Events that come before its answer are dropped.
     pub(super) fn call(&mut self, name: &str, arguments: Value) -> Result<Value, BenchError> {
-        let command = json!({ "execute": name, "arguments": arguments });
-        writeln!(self.input, "{command}").map_err(|_| failed("it ended early"))?;
+        self.send(name, arguments)?;
         loop {
             let mut answer = self.line()?;
             if let Some(error) = answer.get("error") {
@@ -99,12 +99,35 @@ impl Monitor {
         }
     }
 
-    fn line(&self) -> Result<Value, BenchError> {
-        let line = self.lines.recv_timeout(PATIENCE).map_err(|_| {
-            failed("it ended, or does not answer; its message is above if it has one")
-        })?;
+    /// Sends a command by one write: QEMU acts on it when it has the last brace.
+    fn send(&mut self, name: &str, arguments: Value) -> Result<(), BenchError> {
+        let command = json!({ "execute": name, "arguments": arguments });
+        let line = format!("{command}\n");
+        let sent = self.input.write_all(line.as_bytes());
+        sent.map_err(|_| self.ended())
+    }
+
+    fn line(&mut self) -> Result<Value, BenchError> {
+        let line = match self.lines.recv_timeout(PATIENCE) {
+            Ok(line) => line,
+            Err(RecvTimeoutError::Timeout) => return Err(failed("it does not answer")),
+            Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
+        };
         serde_json::from_str(&line)
             .map_err(|_| failed(format!("its monitor sent '{line}', which is not JSON")))
+    }
+}
+
+impl Monitor {
+    /// The error of a QEMU that has closed its monitor.
+    fn ended(&mut self) -> BenchError {
+        // Its standard output is closed, so it ends now. A kill comes too late to change that.
+        let _ = self.child.kill();
+        let why = match self.child.wait() {
+            Ok(status) => format!("it ended ({status}); its message is above if it has one"),
+            Err(why) => format!("it ended: {why}"),
+        };
+        failed(why)
     }
 }
 
