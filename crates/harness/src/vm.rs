@@ -4,8 +4,8 @@ use crate::hooks::{Faults, Hooks};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, Machine, MachineError, MachineSpec, StartState, Vcpu,
-    VcpuThreads,
+    AccessError, Backing, Delivery, Engine, Machine, MachineError, MachineSpec, NewMachine,
+    StartState, Vcpu, VcpuThreads,
 };
 use pageferry_migration::RunningVm;
 use std::sync::Arc;
@@ -85,7 +85,14 @@ impl Vm {
         spec: MachineSpec,
         faults: Option<Arc<dyn Faults>>,
     ) -> Result<Self, MachineError> {
-        let new = pageferry_machine::create(engine, spec)?;
+        Self::start(pageferry_machine::create(engine, spec)?, faults)
+    }
+
+    /// As [`Self::create`], with a machine that the caller has created.
+    ///
+    /// # Errors
+    /// When a thread does not start.
+    pub fn start(new: NewMachine, faults: Option<Arc<dyn Faults>>) -> Result<Self, MachineError> {
         let hooks = Arc::new(Hooks::new(faults));
         Ok(Self {
             threads: VcpuThreads::start(new.vcpus, Arc::clone(&hooks) as _)?,

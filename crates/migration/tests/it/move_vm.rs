@@ -2,8 +2,9 @@
 
 use crate::support::{LIMIT, WorkloadVm, kvm_deliveries, kvm_usable, move_vm};
 use pageferry_addr::RamPage;
-use pageferry_machine::Engine;
+use pageferry_machine::{Engine, MachineSpec, kvm};
 use pageferry_migration::{DestinationConfig, SourceConfig, Switch};
+use pageferry_testkit::skip;
 
 const MIB: u64 = 1 << 20;
 
@@ -16,7 +17,13 @@ struct Case {
 }
 
 fn run(case: &Case) {
-    let source = WorkloadVm::booted(case.engine, case.vcpus, case.memory);
+    run_from(
+        WorkloadVm::booted(case.engine, case.vcpus, case.memory),
+        case,
+    );
+}
+
+fn run_from(source: WorkloadVm, case: &Case) {
     // Some pages are written, others never touched: there are data pages, zero pages and holes.
     source.wait_progress(64);
     let config = SourceConfig {
@@ -36,6 +43,7 @@ fn run(case: &Case) {
         received.stalls.value_at_quantile(0.5) / 1000,
         received.stalls.len(),
     );
+    assert!(sent.passes.len() >= case.passes as usize);
     assert_eq!(sent.pages, received.pages);
     assert_eq!(sent.missing_at_start, received.missing_at_start);
     if let Some(delivery) = case.to.delivery {
@@ -115,6 +123,37 @@ fn a_kvm_vm_moves_by_every_delivery() {
                 },
             });
         }
+    }
+}
+
+/// Small rings are full all the time. Large ones never are.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn a_kvm_vm_moves_with_dirty_rings() {
+    const NAME: &str = "a_kvm_vm_moves_with_dirty_rings";
+    if !kvm_usable(NAME) {
+        return;
+    }
+    let Some(most) = kvm::dirty_ring_entries() else {
+        let why = format_args!("{NAME}: this host's KVM has no dirty rings");
+        skip("dirty-ring", why);
+        return;
+    };
+    for entries in [1024, most] {
+        let case = Case {
+            engine: Engine::Kvm,
+            vcpus: 2,
+            memory: 32 * MIB,
+            passes: 3,
+            to: DestinationConfig::default(),
+        };
+        let options = kvm::KvmOptions {
+            dirty_tracking: kvm::DirtyTracking::Ring(entries),
+            ..kvm::KvmOptions::default()
+        };
+        let spec = MachineSpec::new(case.vcpus, case.memory);
+        let new = kvm::create_with(spec, options).unwrap();
+        run_from(WorkloadVm::on(new).boot(), &case);
     }
 }
 

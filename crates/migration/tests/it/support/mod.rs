@@ -3,7 +3,9 @@
 use pageferry_addr::RamPage;
 use pageferry_guest::{Control, Workload};
 use pageferry_harness::{Vm, isa_of, verify};
-use pageferry_machine::{AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec};
+use pageferry_machine::{
+    AccessError, Backing, Delivery, Engine, GuestRam, MachineSpec, NewMachine,
+};
 use pageferry_migration::address::Address;
 use pageferry_migration::channel::Listener;
 use pageferry_migration::handshake::Stranger;
@@ -78,11 +80,18 @@ impl WorkloadVm {
             backing,
             ..MachineSpec::new(vcpus, memory_bytes)
         };
+        Self::on(pageferry_machine::create(engine, spec).unwrap())
+    }
+
+    /// As [`Self::empty`], with this machine.
+    pub(crate) fn on(new: NewMachine) -> Self {
+        let (isa, vcpus) = (isa_of(new.machine.engine()), new.vcpus.len() as u32);
+        let bytes = new.machine.ram().layout().bytes();
         let resolver = Resolver::new();
         Self {
-            vm: Vm::create(engine, spec, Some(Arc::clone(&resolver) as _)).unwrap(),
+            vm: Vm::start(new, Some(Arc::clone(&resolver) as _)).unwrap(),
             resolver,
-            workload: Workload::new(isa_of(engine), vcpus, memory_bytes).unwrap(),
+            workload: Workload::new(isa, vcpus, bytes).unwrap(),
         }
     }
 
