@@ -1,7 +1,8 @@
 //! The flags of all commands. Help texts, completions and man pages come from these definitions.
 
 use crate::bench::BenchArgs;
-use crate::control::options::TlsOptions;
+use crate::control::change::ChangeOptions;
+use crate::control::options::{MigrateOptions, TlsOptions};
 use crate::exit::TABLE;
 use crate::{rate, size};
 use clap::{Args, Parser, Subcommand};
@@ -217,14 +218,6 @@ pub(crate) struct SourceArgs {
     pub(crate) precopy_passes: Option<u32>,
 }
 
-impl SourceArgs {
-    /// The settings of a migration that nothing else sets.
-    pub(crate) fn settings(&self) -> Settings {
-        let passes = self.precopy_passes.map(Switch::AfterPasses);
-        passes.map_or_else(Settings::default, Settings::from)
-    }
-}
-
 /// A limit that can be none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limit<T>(pub(crate) Option<T>);
@@ -428,6 +421,10 @@ pub(crate) struct DemoArgs {
     pub(crate) delivery: DeliveryArgs,
     #[command(flatten)]
     pub(crate) source: SourceArgs,
+    /// The end of pre-copy: auto (when little is left, or when passes do not help), after-passes N
+    /// (--precopy-passes N does the same), or now
+    #[arg(long, value_name = "auto|after-passes N|now", num_args = 1..=2)]
+    pub(crate) switch: Vec<String>,
     /// Print the result as one JSON object
     #[arg(long)]
     pub(crate) json: bool,
@@ -439,6 +436,35 @@ pub(crate) struct DemoArgs {
     /// verifications must find it
     #[arg(long, hide = true)]
     pub(crate) corrupt_page: bool,
+}
+
+impl DemoArgs {
+    /// The settings of the migration.
+    ///
+    /// # Errors
+    /// One sentence that names the fault of the flags.
+    pub(crate) fn settings(&self) -> Result<Settings, String> {
+        let options = MigrateOptions {
+            settings: ChangeOptions {
+                switch: switch(&self.switch),
+                ..ChangeOptions::default()
+            },
+            ..MigrateOptions::default()
+        };
+        let settings = options.settings(self.source.precopy_passes)?;
+        if settings.switch == Switch::Manual {
+            return Err(
+                "nobody can say when a demo switches over: choose auto, after-passes N or now"
+                    .into(),
+            );
+        }
+        Ok(settings)
+    }
+}
+
+/// The words of `--switch` as one text.
+pub(crate) fn switch(words: &[String]) -> Option<String> {
+    (!words.is_empty()).then(|| words.join(" "))
 }
 
 /// `pageferry run`.
@@ -605,7 +631,7 @@ mod tests {
         assert_eq!(demo.machine.engine, EngineChoice::Auto);
         assert_eq!(demo.delivery.delivery, DeliveryChoice(None));
         assert_eq!(demo.backing.backing, Backing::Shmem);
-        let switch = demo.source.settings().switch;
-        assert_eq!(switch, Switch::AfterPasses(1));
+        assert_eq!(demo.settings(), Ok(Settings::default()));
+        assert_eq!(Settings::default().switch, Switch::AfterPasses(1));
     }
 }

@@ -1,6 +1,6 @@
 //! `pageferry set`: changes the settings of a migration that is under way.
 
-use crate::args::{ChangeArgs, SetArgs};
+use crate::args::{ChangeArgs, SetArgs, switch};
 use crate::control::change::ChangeOptions;
 use crate::control::client::ask;
 use crate::control::protocol::Request;
@@ -28,7 +28,7 @@ pub(crate) fn set(args: &SetArgs, interrupts: &Interrupts) -> Result<(), Failure
 pub(crate) fn change(args: &ChangeArgs) -> ChangeOptions {
     let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     ChangeOptions {
-        switch: (!args.switch.is_empty()).then(|| args.switch.join(" ")),
+        switch: switch(&args.switch),
         max_blackout_ms: args.max_blackout.map(|limit| limit.0.map(ms)),
         max_bandwidth: args.max_bandwidth.map(|limit| limit.0),
         max_postcopy_bandwidth: args.max_postcopy_bandwidth.map(|limit| limit.0),

@@ -173,7 +173,10 @@ impl MigrateOptions {
     }
 
     /// The settings at the start. A limit of the blackout alone asks for `auto`.
-    fn settings(&self, precopy_passes: Option<u32>) -> Result<Settings, String> {
+    ///
+    /// # Errors
+    /// One sentence that names the fault.
+    pub(crate) fn settings(&self, precopy_passes: Option<u32>) -> Result<Settings, String> {
         let mut change = self.settings.change()?;
         let limited = matches!(change.max_blackout, Some(Some(_)));
         match precopy_passes {

@@ -17,7 +17,7 @@ use crate::signals::Interrupts;
 use crate::vm::{GuestDescription, Vm, check_backing, engine_that_receives};
 use child::Child;
 use pageferry_migration::{
-    Limits, Observer, Phase, SourceConfig, SourceReport, SourceSession, SourceVm,
+    Limits, Observer, Phase, Settings, SourceConfig, SourceReport, SourceSession, SourceVm,
 };
 use serde_json::Value;
 use std::path::Path;
@@ -94,6 +94,8 @@ fn check_report_path(path: &Path) -> Result<(), Failure> {
 
 /// Runs everything up to the report.
 fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Report, Failure> {
+    let settings = args.settings();
+    let settings = settings.map_err(|why| Failure::new(Exit::Usage, why))?;
     let (engine, because) = match args.delivery.delivery.0 {
         None => engine_that_receives(args.machine.engine)?,
         Some(_) => pageferry_machine::select(args.machine.engine)?,
@@ -110,7 +112,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
     let sampler = Sampler::start(&vm, || true);
     warm_up(&vm, feed, interrupts)?;
 
-    let sent = move_away(&vm, &child, args, feed, interrupts)?;
+    let sent = move_away(&vm, &child, settings, feed, interrupts)?;
     let sent = Sent::new(&sent, backing, sampler.samples());
     drop(sampler);
 
@@ -130,7 +132,7 @@ fn run(args: &DemoArgs, feed: &Arc<Feed>, interrupts: &Interrupts) -> Result<Rep
         verified: Some(verified),
         conditions: Conditions {
             engine_because: Some(because),
-            ..Conditions::here("TCP on the loopback interface").with(&args.source.settings())
+            ..Conditions::here("TCP on the loopback interface").with(&settings)
         },
     })
 }
@@ -203,13 +205,13 @@ impl Observer for Phases {
 fn move_away(
     vm: &Arc<Vm>,
     child: &Child,
-    args: &DemoArgs,
+    settings: Settings,
     feed: &Arc<Feed>,
     interrupts: &Interrupts,
 ) -> Result<SourceReport, Failure> {
     let session = Arc::new(SourceSession::new().map_err(Failure::of_session)?);
     let config = SourceConfig {
-        settings: args.source.settings(),
+        settings,
         limits: Limits {
             give_up_after: Some(GIVE_UP_AFTER),
             ..Limits::default()

@@ -84,6 +84,35 @@ fn a_vm_moves_without_any_precopy() {
 }
 
 #[test]
+fn a_demo_ends_precopy_as_it_is_told() {
+    const DEMO: [&str; 8] = [
+        "demo", "--engine", "soft", "--vcpus", "2", "--memory", "32M", "--json",
+    ];
+    let passes = |flags: &[&str]| {
+        let ended = pageferry(&[&DEMO, flags].concat());
+        ended.assert_ok();
+        let json = ended.json();
+        assert_complete(&json, "soft");
+        assert_eq!(json["conditions"]["switch"], flags[1..].join(" "));
+        json["passes"].as_array().unwrap().len()
+    };
+    assert!(passes(&["--switch", "auto"]) >= 1);
+    assert!(passes(&["--switch", "after-passes", "2"]) >= 1);
+    assert_eq!(passes(&["--switch", "now"]), 0);
+    for (flags, part) in [
+        (&["--switch", "manual"][..], "nobody can say when a demo"),
+        (&["--switch", "later"], "expected auto, manual, now"),
+        (&["--switch", "after-passes", "65"], "0 to 64"),
+        (
+            &["--switch", "auto", "--precopy-passes", "2"],
+            "give no other",
+        ),
+    ] {
+        pageferry(&[&DEMO[..7], flags].concat()).assert_failed(2, part);
+    }
+}
+
+#[test]
 fn a_vm_moves_on_kvm_by_every_delivery_there_is() {
     let probe = pageferry(&["probe", "--json"]);
     probe.assert_ok();
