@@ -13,6 +13,7 @@ mod bench_memslot;
 mod bench_postcopy_latency;
 mod check;
 mod control;
+mod cpus;
 mod demo;
 mod interrupts;
 #[cfg_attr(
