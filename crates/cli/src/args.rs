@@ -332,9 +332,9 @@ pub(crate) struct CpuArgs {
 /// Parses a time: a whole number and ms, s, m or h.
 fn time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("'{text}' is no time: expected a whole number and ms, s, m or h");
-    let end = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(wrong)?;
-    let number: u64 = text[..end].parse().map_err(|_| wrong())?;
-    let unit = match &text[end..] {
+    let (digits, unit) = size::split(text).ok_or_else(wrong)?;
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    let unit = match unit {
         "ms" => 1,
         "s" => 1000,
         "m" => 60_000,

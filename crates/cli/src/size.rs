@@ -13,18 +13,13 @@ pub(crate) const MAX_BYTES: u64 = 16 << 40;
 /// # Errors
 /// One sentence that names the fault of `text` and the expected form.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let shift = match &text[digits.len()..] {
-        "" | "B" => 0,
-        "K" | "k" | "KiB" => 10,
-        "M" | "m" | "MiB" => 20,
-        "G" | "g" | "GiB" => 30,
-        "T" | "t" | "TiB" => 40,
-        _ => return Err(no_size(text)),
+    let wrong = || {
+        format!(
+            "invalid size '{text}': expected a whole number and K, M, G or T (powers of 1024), like 512M"
+        )
     };
-    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(no_size(text));
-    }
+    let (digits, unit) = split(text).ok_or_else(wrong)?;
+    let shift = shift(unit).ok_or_else(wrong)?;
     let too_large = || {
         format!(
             "{text} is more memory than a machine may have: choose at most {}",
@@ -49,10 +44,23 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
     Ok(bytes)
 }
 
-fn no_size(text: &str) -> String {
-    format!(
-        "invalid size '{text}': expected a whole number and K, M, G or T (powers of 1024), like 512M"
-    )
+/// Splits a whole number from the unit behind it. `None` without a number.
+pub(crate) fn split(text: &str) -> Option<(&str, &str)> {
+    let unit = text.trim_start_matches(|c: char| c.is_ascii_digit());
+    let digits = &text[..text.len() - unit.len()];
+    (!digits.is_empty()).then_some((digits, unit))
+}
+
+/// The power of 2 that a unit of bytes stands for.
+pub(crate) fn shift(unit: &str) -> Option<u32> {
+    match unit {
+        "" | "B" => Some(0),
+        "K" | "k" | "KiB" => Some(10),
+        "M" | "m" | "MiB" => Some(20),
+        "G" | "g" | "GiB" => Some(30),
+        "T" | "t" | "TiB" => Some(40),
+        _ => None,
+    }
 }
 
 /// Writes a size in the largest unit that loses nothing. [`parse`] reads it back.

@@ -193,10 +193,6 @@ fn attempt(
         crate::handshake::protection(config.tls.as_ref(), config.plain).map_err(early)?;
     let vcpus = vm.threads.count();
     let shared = Shared::new(ram, ledger, &session.letters, config, vcpus);
-    let settings = session.settings().unwrap_or(config.settings);
-    shared
-        .limiter
-        .set(settings.max_bandwidth, settings.max_postcopy_bandwidth);
     std::thread::scope(|scope| {
         let dialler = recovery::Dialler {
             scope,
@@ -228,6 +224,7 @@ fn attempt(
             events: VecDeque::new(),
             report: completion::new_report(),
         };
+        supervisor.limit_rates();
         supervisor.channels.dial_control(1);
         supervisor.run()
     })
@@ -294,6 +291,14 @@ impl<'a> Supervisor<'_, '_, 'a> {
     /// The settings of the operator now.
     fn settings(&self) -> Settings {
         self.session.settings().unwrap_or(self.config.settings)
+    }
+
+    /// Gives the operator's limits of rates to the threads that send.
+    fn limit_rates(&self) {
+        let settings = self.settings();
+        self.shared
+            .limiter
+            .set(settings.max_bandwidth, settings.max_postcopy_bandwidth);
     }
 
     fn enter(&mut self, phase: Phase) {

@@ -230,24 +230,20 @@ impl Supervisor<'_, '_, '_> {
             Switch::Manual => self.hold(last),
             Switch::Auto if last.outlook == Outlook::Open => self.begin_pass(),
             Switch::Auto => {
-                let held_back = self.too_long_a_blackout();
-                self.tell(last.outlook, held_back);
-                if held_back {
-                    self.hold(last)
-                } else {
-                    self.end(last)
+                let too_long = self.too_long_a_blackout();
+                self.tell(last.outlook, too_long);
+                match too_long {
+                    Some(_) => self.hold(last),
+                    None => self.end(last),
                 }
             }
         }
     }
 
-    fn too_long_a_blackout(&self) -> bool {
-        let limit = self.settings().max_blackout;
-        limit.is_some_and(|limit| {
-            self.precopy
-                .forecast
-                .is_some_and(|blackout| blackout > limit)
-        })
+    /// The expected blackout and its limit, if it is above that.
+    fn too_long_a_blackout(&self) -> Option<(Duration, Duration)> {
+        let both = self.precopy.forecast.zip(self.settings().max_blackout);
+        both.filter(|(blackout, limit)| blackout > limit)
     }
 
     /// No pass follows: the switch-over begins when the destination is ready.
@@ -268,22 +264,21 @@ impl Supervisor<'_, '_, '_> {
     }
 
     /// Says why pre-copy ends with many pages left, and why it goes on although it does not help.
-    fn tell(&mut self, outlook: Outlook, held_back: bool) {
-        if self.precopy.said == Some(held_back) {
+    fn tell(&mut self, outlook: Outlook, held_back: Option<(Duration, Duration)>) {
+        let says = Some(held_back.is_some());
+        if self.precopy.said == says {
             return;
         }
         let note = note::after_pass(&note::Facts {
             vain: outlook == Outlook::Vain,
-            held_back: held_back
-                .then(|| self.precopy.forecast.zip(self.settings().max_blackout))
-                .flatten(),
+            held_back,
             dirty_rate: self.precopy.convergence.dirty_rate,
             link_rate: self.precopy.convergence.link_rate,
             max_bandwidth: self.settings().max_bandwidth,
             left: self.shared.ledger.unsent_count(),
         });
         if let Some(note) = note {
-            self.precopy.said = Some(held_back);
+            self.precopy.said = says;
             tracing::info!(%note, "pre-copy");
             self.observer.note(&note);
             self.report.notes.push(note.clone());
@@ -354,16 +349,13 @@ impl Supervisor<'_, '_, '_> {
 
     /// The operator has changed the settings.
     pub(super) fn settings_changed(&mut self) -> Result<(), MigrationError> {
-        let settings = self.settings();
-        self.shared
-            .limiter
-            .set(settings.max_bandwidth, settings.max_postcopy_bandwidth);
+        self.limit_rates();
         self.channels.ring();
         if self.state.stage != Stage::Precopy || !self.events.is_empty() {
             return Ok(());
         }
         self.precopy.said = None;
-        if settings.switch == Switch::NOW {
+        if self.settings().switch == Switch::NOW {
             return self.decide();
         }
         if !self.precopy.logs {
