@@ -7,9 +7,9 @@
 //!
 //! **Mechanism.** [`args`] parses the flags once. [`vm`] is a machine, its threads and its guest
 //! program. [`run`] and [`receive`] own a VM ([`host`]) and serve its control socket ([`control`]);
-//! [`migrate`] and [`status`] are its clients. [`metrics`] serves its figures to Prometheus. [`demo`]
-//! is a source that starts its destination.
-//! [`report`] shows the record of a migration as a table, JSON or HTML. [`probe`] tests the host.
+//! [`migrate`] and [`status`] are its clients. [`metrics`] serves its figures to Prometheus.
+//! [`demo`] is a source that starts its destination. [`report`] shows the record of a migration as
+//! a table, JSON or HTML. [`probe`] tests the host.
 //!
 //! **Neighbours.** Below: `bench`, `migration`, `machine`, `guest`, `userfault`. Nothing is above.
 //! The crate must not know wire formats, page tables or ioctls, and has no unsafe code.

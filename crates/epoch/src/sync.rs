@@ -17,8 +17,8 @@ pub(crate) use {
     shuttle::sync::atomic::{AtomicPtr, Ordering},
 };
 
-/// The count of a [`TryArc`](crate::TryArc). Models leave it out, as they leave out that of `Arc`: it
-/// orders nothing but the end of the value.
+/// The count of a [`TryArc`](crate::TryArc). Models leave it out, as they leave out that of `Arc`:
+/// it orders nothing but the end of the value.
 pub(crate) use core::sync::atomic::AtomicUsize as Users;
 
 /// The order of a load of an announcement that a fence follows. ThreadSanitizer (`--cfg

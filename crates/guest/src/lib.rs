@@ -21,9 +21,9 @@
 //!
 //! 1. Plan a program: [`Workload::new`], [`Toucher::new`] or [`Spin::new`]. [`Program`] is their
 //!    common part.
-//! 2. Give a VM zeroed RAM from guest-physical address 0. [`MemoryMap`] moves the part above 3 GiB up
-//!    to 4 GiB. No memory slot may cover [`DOORBELL_GPA`]. Write the pieces of [`Program::image`]
-//!    into RAM.
+//! 2. Give a VM zeroed RAM from guest-physical address 0. [`MemoryMap`] moves the part above 3 GiB
+//!    up to 4 GiB. No memory slot may cover [`DOORBELL_GPA`]. Write the pieces of
+//!    [`Program::image`] into RAM.
 //! 3. Give each vCPU its [`Program::start`] values.
 //!    - On x86-64, start in 64-bit mode, ring 3, flat segments: CR0 = PG, NE, ET, PE; CR4 = PAE;
 //!      EFER = LMA, LME; CS long, DPL 3; CR3 = [`Start::tables`].
@@ -73,8 +73,9 @@
 //!
 //! The workload stores in this order: page in progress, the page's words in ascending order, pages
 //! done, no page in progress. So at any instruction *pages done* gives the exact sequence number of
-//! every page, with at most one exception per vCPU. The exception is the next page in the order, and
-//! only while the control page names it. It is a prefix of its new and a suffix of its old contents.
+//! every page, with at most one exception per vCPU. The exception is the next page in the order,
+//! and only while the control page names it. It is a prefix of its new and a suffix of its old
+//! contents.
 
 mod address_space;
 mod code;

@@ -161,7 +161,8 @@ impl Vm {
 /// Writes the pieces of a program to a machine's memory.
 ///
 /// # Errors
-/// [`BootError::Memory`] if the program is for a larger machine, or the machine's memory is not here.
+/// [`BootError::Memory`] if the program is for a larger machine, or the machine's memory is not
+/// here.
 pub fn write_image(machine: &dyn Machine, program: &Program) -> Result<(), BootError> {
     for (gpa, bytes) in program.image() {
         machine.ram().try_write(gpa, &bytes)?;

@@ -8,9 +8,9 @@
 //! receives a migration. Before it gets a slice, all pages of the slice are present. What it writes
 //! through slices is in the machine's dirty log.
 //!
-//! **Mechanism.** A [`DeviceView`] enters the `gate` once, for all its slices. Each slice brings its
-//! missing pages before it is handed out. A page that is present stays present. The slices' bitmap
-//! is the log of written pages, which `vm-memory` marks after each write.
+//! **Mechanism.** A [`DeviceView`] enters the `gate` once, for all its slices. Each slice brings
+//! its missing pages before it is handed out. A page that is present stays present. The slices'
+//! bitmap is the log of written pages, which `vm-memory` marks after each write.
 //!
 //! **Neighbours.** `access` has the accessor on which this is built.
 
@@ -207,8 +207,8 @@ impl GuestMemoryRegion for DeviceRegion {
                 .map_err(refused)?;
         }
         let start = self.region.first.byte_offset() + offset.0;
-        // SAFETY: `extent` checked that the bytes are in RAM, which lives as long as `self`. All its
-        // pages are present, and stay so. While the lease lives, the machine cannot be armed or
+        // SAFETY: `extent` checked that the bytes are in RAM, which lives as long as `self`. All
+        // its pages are present, and stay so. While the lease lives, the machine cannot be armed or
         // frozen. So no thread places these pages or has plain slices of them, and all other
         // accesses are volatile.
         Ok(unsafe {

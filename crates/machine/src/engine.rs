@@ -118,8 +118,8 @@ pub trait Machine: Send + Sync {
 
     /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///
-    /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in the
-    /// log.
+    /// When this returns after `on`, every later write of a vCPU or by [`GuestRam::write`] is in
+    /// the log.
     ///
     /// # Errors
     /// When the kernel refuses.
@@ -166,8 +166,8 @@ pub trait Machine: Send + Sync {
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError>;
 
-    /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`]) and
-    /// then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
+    /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])
+    /// and then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
     fn receives_in_place(&self) -> bool;
 
     /// Makes `pages` pages from `first` accessible to vCPUs, and wakes threads that sleep on them

@@ -15,8 +15,8 @@
 //! | [`RECEIVING`] | from arming until post-copy begins: no page has its final bytes | nothing |
 //! | [`FROZEN`] | while a source takes the last bytes of its stopped VM | reads |
 //!
-//! **Neighbours.** `access` enters. `ram` has the gate of its memory. The engines close it when they
-//! arm, and open it when post-copy begins.
+//! **Neighbours.** `access` enters. `ram` has the gate of its memory. The engines close it when
+//! they arm, and open it when post-copy begins.
 
 use crate::sync::{AtomicU64, yield_now};
 use crate::{AccessError, MachineError};

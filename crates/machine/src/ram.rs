@@ -315,8 +315,8 @@ impl GuestRam {
         Ok(Some(pages.start..pages.start + 1 + first.count() as u64))
     }
 
-    /// Whether none of `pages` pages from `first` has memory, as far as [`Self::next_allocated`] can
-    /// tell.
+    /// Whether none of `pages` pages from `first` has memory, as far as [`Self::next_allocated`]
+    /// can tell.
     ///
     /// # Errors
     /// When the kernel refuses.

@@ -306,8 +306,8 @@ impl VcpuThreads {
     ///
     /// A vCPU may sleep inside the kernel on a page that never comes, where no kick ends the sleep:
     /// KVM's own access to guest memory, after a lost migration. [`Machine::abandon`] ends that
-    /// sleep. Without it, the thread is left alone after 5 s. It owns what it uses, and never enters
-    /// the guest again.
+    /// sleep. Without it, the thread is left alone after 5 s. It owns what it uses, and never
+    /// enters the guest again.
     ///
     /// [`Machine::abandon`]: crate::Machine::abandon
     pub fn stop(&self) {

@@ -16,8 +16,8 @@ pub struct Limits {
     /// The time without a working control channel after which a side gives up. `None`: never.
     pub give_up_after: Option<Duration>,
     /// The limit for opening a channel, from the first packet to the end of the handshake. A side
-    /// that only has to tell its peer the end waits as long for its return: a destination with every
-    /// page, and a source that has cancelled.
+    /// that only has to tell its peer the end waits as long for its return: a destination with
+    /// every page, and a source that has cancelled.
     pub connect: Duration,
 }
 

@@ -143,7 +143,8 @@ pub enum Refused {
 ///
 /// let slot = GfnRange::new(Gfn(0x100), 0x700).unwrap();
 /// assert_eq!(largest_level::<Ept4>(slot, Gfn(0x345), Pfn(0x7_0345), 3), 2);
-/// assert_eq!(largest_level::<Ept4>(slot, Gfn(0x145), Pfn(0x7_0145), 3), 1, "the slot begins at 0x100");
+/// // The slot begins at 0x100.
+/// assert_eq!(largest_level::<Ept4>(slot, Gfn(0x145), Pfn(0x7_0145), 3), 1);
 /// assert_eq!(largest_level::<Ept4>(slot, Gfn(0x345), Pfn(0x7_0346), 3), 1, "out of step");
 /// ```
 #[must_use]

@@ -92,8 +92,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![no_std]
-// Hot paths are `inline(always)` in optimised builds only. In debug builds, those copies would take a
-// third of the time to compile the tests.
+// Hot paths are `inline(always)` in optimised builds only. In debug builds, those copies would take
+// a third of the time to compile the tests.
 
 extern crate alloc;
 

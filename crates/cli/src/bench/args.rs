@@ -58,9 +58,9 @@ pub(crate) enum BenchCommand {
     /// This follows the measurements of the postcopy-preempt series. Source and destination have
     /// two network namespaces, joined by a link with one queue. Each round moves a VM three times:
     /// requested pages come behind the pushed ones (vanilla), before them (preempt), or nothing is
-    /// pushed (idle). Bare exchanges on the same link follow (floor). All vCPUs write pages at random.
-    /// Verdicts need 5 rounds in which nothing else disturbed the machine. It needs root and
-    /// Debian's package iproute2. For pages of 2 MiB it takes huge pages of the host meanwhile.
+    /// pushed (idle). Bare exchanges on the same link follow (floor). All vCPUs write pages at
+    /// random. Verdicts need 5 rounds in which nothing else disturbed the machine. It needs root
+    /// and Debian's package iproute2. For pages of 2 MiB it takes huge pages of the host meanwhile.
     PostcopyLatency(LatencyFlags),
     /// The phases of dirty logging on our own hypervisor, with one lock around every fault and
     /// without it
@@ -223,7 +223,8 @@ pub(crate) struct DemandFlags {
     /// Print one JSON object
     #[arg(long)]
     pub(crate) json: bool,
-    /// Write a self-contained HTML page with a chart; a name that ends in .svg gets the figure alone
+    /// Write a self-contained HTML page with a chart; a name that ends in .svg gets the figure
+    /// alone
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
 }

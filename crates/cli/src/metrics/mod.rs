@@ -4,8 +4,8 @@
 //! unix socket of mode 0600. A client holds up no other thread, and is dropped after [`LIMIT`]. At
 //! most [`MAX_CLIENTS`] are served at once.
 //!
-//! **Mechanism.** One thread accepts connections, and each gets a thread for one answer. [`request`]
-//! checks the bytes of clients. [`text`] writes the figures.
+//! **Mechanism.** One thread accepts connections, and each gets a thread for one answer.
+//! [`request`] checks the bytes of clients. [`text`] writes the figures.
 
 mod request;
 mod text;

@@ -187,8 +187,8 @@ impl Vm {
         Err(Failure::new(Exit::Delivery, message))
     }
 
-    /// Checks every page against the vCPUs' own counters. Missing pages are fetched. The VM is paused
-    /// meanwhile, and runs on afterwards if it ran before.
+    /// Checks every page against the vCPUs' own counters. Missing pages are fetched. The VM is
+    /// paused meanwhile, and runs on afterwards if it ran before.
     ///
     /// # Errors
     /// When a vCPU does not leave the guest.

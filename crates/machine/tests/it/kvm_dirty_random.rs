@@ -27,7 +27,8 @@ const PAGES: u64 = FIRST + USED + 7;
 ///
 /// ```text
 /// mov r9,SEED; mov ecx,WORD; xor r8d,r8d
-/// l: mov r10,r9; shl r10,13; xor r9,r10; mov r10,r9; shr r10,7; xor r9,r10; mov r10,r9; shl r10,17; xor r9,r10
+/// l: mov r10,r9; shl r10,13; xor r9,r10; mov r10,r9; shr r10,7; xor r9,r10
+/// mov r10,r9; shl r10,17; xor r9,r10
 /// inc r8; mov r11,[rdi-0x1000]; shl r11,32; add r11,r8
 /// mov r10,r9; shr r10,11; and r10,rsi; shl r10,12; add r10,rdi
 /// mov [r10+rcx],r11; cmp [r10+rcx],r11; jne bad; mov [rdi+rcx-0x1000],r8; jmp l

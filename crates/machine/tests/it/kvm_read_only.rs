@@ -27,7 +27,8 @@ const COUNT_ON: [u8; 20] = [
 /// doorbell.
 ///
 /// ```text
-/// xor eax,eax; l: add rax,[rdi]; add rdi,0x1000; cmp rdi,rsi; jb l; mov ebx,0xd0000000; mov [rbx],rax; jmp .
+/// xor eax,eax; l: add rax,[rdi]; add rdi,0x1000; cmp rdi,rsi; jb l
+/// mov ebx,0xd0000000; mov [rbx],rax; jmp .
 /// ```
 const ADD_UP: [u8; 27] = [
     0x31, 0xc0, 0x48, 3, 7, 0x48, 0x81, 0xc7, 0, 0x10, 0, 0, 0x48, 0x39, 0xf7, 0x72, 0xf1, 0xbb, 0,

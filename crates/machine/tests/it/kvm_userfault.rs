@@ -384,8 +384,8 @@ fn demand(delivery: Delivery, each: u64, beside: Beside) -> Option<(usize, usize
     Some((exits, events))
 }
 
-/// Makes the whole 2 MiB ranges of a memory huge pages. Returns `false` if this host makes none. The
-/// kernel fills no holes under a userfaultfd, so this allocates first.
+/// Makes the whole 2 MiB ranges of a memory huge pages. Returns `false` if this host makes none.
+/// The kernel fills no holes under a userfaultfd, so this allocates first.
 #[expect(unsafe_code, reason = "madvise on guest memory")]
 fn collapse(ram: &GuestRam) -> bool {
     ram.allocate().unwrap();

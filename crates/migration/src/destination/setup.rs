@@ -209,7 +209,8 @@ impl Incoming {
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
     /// its hooks must forward to `resolver`. `stop` ends the migration until the source has handed
     /// the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
-    /// it. The thread runs on [`DestinationConfig::cpus`] meanwhile, and so do those that it starts.
+    /// it. The thread runs on [`DestinationConfig::cpus`] meanwhile, and so do those that it
+    /// starts.
     ///
     /// [`DestinationConfig::cpus`]: super::DestinationConfig::cpus
     ///

@@ -1,7 +1,7 @@
 //! The stages of stalls.
 //!
-//! **Guarantee.** A stage is recorded only if both its ends were seen for this page and this thread.
-//! Otherwise it is left out. No vCPU waits for another thread here.
+//! **Guarantee.** A stage is recorded only if both its ends were seen for this page and this
+//! thread. Otherwise it is left out. No vCPU waits for another thread here.
 //!
 //! **Mechanism.** [`Marks`] has a slot for each page whose request is under way. The thread that
 //! sends a request, and the one that places its answer, write times there. The thread that waited

@@ -1,6 +1,9 @@
 //! Many random interleavings of two threads on three pages.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-migration --profile stress --lib ledger::model`
+//! ```sh
+//! RUSTFLAGS="--cfg shuttle" \
+//!     cargo test -p pageferry-migration --profile stress --lib ledger::model
+//! ```
 //!
 //! Atomics that are private to the model stand for the guest's memory and for the destination's.
 #![expect(

@@ -23,8 +23,8 @@ pub struct SourceConfig {
     /// guest has requested no page for [`SourceConfig::QUIET`]. That is for measurements of urgent
     /// pages without a push.
     pub push_background: bool,
-    /// Whether requested pages have a way of their own. Otherwise they follow, on the bulk channels,
-    /// what was sent there before: first come, first served. That is for comparisons.
+    /// Whether requested pages have a way of their own. Otherwise they follow, on the bulk
+    /// channels, what was sent there before: first come, first served. That is for comparisons.
     pub preempt: bool,
     /// Whether the push begins with the pages that vCPUs will probably touch next. Otherwise it
     /// goes by address, as it does without [`Self::preempt`]. That is for comparisons.

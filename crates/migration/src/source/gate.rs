@@ -1,8 +1,8 @@
 //! The gate before the background push.
 //!
 //! **Guarantee.** A bulk thread that looks at the gate after a request was claimed, and before its
-//! answer is in the socket, finds it closed. It opens when the last answer is in the socket, or when
-//! the thread that held the claim ends.
+//! answer is in the socket, finds it closed. It opens when the last answer is in the socket, or
+//! when the thread that held the claim ends.
 //!
 //! **Mechanism.** A count of claimed pages. A bulk thread that finds the gate closed looks again a
 //! little later, so nobody has to wake it. It may have looked just before the claim. Then one frame

@@ -2,16 +2,17 @@
 //!
 //! **Guarantee.** Bytes under way stay below the measured rate times the least round trip and the
 //! allowed queue, but for one frame. They exceed it for a few round trips while the governor looks
-//! for more rate, or after the rate has fallen. A channel with work and nothing under way may always
-//! send. So urgent pages wait about the allowed queue on a link that they share with the push.
+//! for more rate, or after the rate has fallen. A channel with work and nothing under way may
+//! always send. So urgent pages wait about the allowed queue on a link that they share with the
+//! push.
 //!
 //! **Mechanism.** Each frame has a receipt, so the governor needs nothing from the kernel. It works
 //! over every kind of connection, and counts what TLS or a tunnel holds back too. A frame's receipt
 //! tells its round trip, and that its bytes were delivered.
 //!
 //! - The *rate* is the largest of the samples of the last half to whole [`WINDOW`]. A sample is the
-//!   bytes delivered in [`SAMPLE`], or in a round trip if that is longer. Time with nothing under way
-//!   does not count: the sender had no pages, or gave way to urgent ones.
+//!   bytes delivered in [`SAMPLE`], or in a round trip if that is longer. Time with nothing under
+//!   way does not count: the sender had no pages, or gave way to urgent ones.
 //! - The *least round trip* is that of one page on an empty channel. Every [`PROBE_INTERVAL`] the
 //!   governor lets the channel run empty and measures it again. So it follows a route that gets
 //!   longer, or a peer that gets busy.
@@ -21,8 +22,8 @@
 //! The rate and the least round trip are those of BBR (Cardwell et al., ACM Queue 2016); the bound
 //! has the allowed queue in place of BBR's factor of two.
 //!
-//! Each channel has a governor of its own, and an equal part of the allowed queue. A channel's least
-//! round trip contains the queues of the others, so the queues add up to the allowed one.
+//! Each channel has a governor of its own, and an equal part of the allowed queue. A channel's
+//! least round trip contains the queues of the others, so the queues add up to the allowed one.
 //!
 //! **Neighbours.** `bulk` asks for room before each frame, and reports frames and receipts.
 
@@ -46,8 +47,8 @@ const MOST: u64 = 1 << 28;
 const FRAME_TIME: u64 = 250_000;
 /// The frames that make up the bound. With fewer, the link would run empty before a receipt.
 const FRAMES: u64 = 2;
-/// The least length of a sample of the rate. A link may let a burst of some 100 KiB pass at once, and
-/// says nothing of its rate by that.
+/// The least length of a sample of the rate. A link may let a burst of some 100 KiB pass at once,
+/// and says nothing of its rate by that.
 const SAMPLE: u64 = 10_000_000;
 /// The age at which samples of the rate are forgotten.
 const WINDOW: u64 = 500_000_000;

@@ -102,8 +102,8 @@ const SWITCH_OVER_SPIN: Duration = Duration::from_micros(300);
 ///
 /// `session` is the operator's hold on the migration. This sets short scheduler slices for the
 /// calling thread, since the guest waits for it in the blackout. It runs on [`SourceConfig::cpus`]
-/// meanwhile, and so do the threads that it starts. Returns when the destination has confirmed every
-/// page. The VM is then paused here, and the caller drops it.
+/// meanwhile, and so do the threads that it starts. Returns when the destination has confirmed
+/// every page. The VM is then paused here, and the caller drops it.
 ///
 /// # Errors
 /// [`SourceFailure`] says where the VM is.

@@ -1,7 +1,10 @@
 //! Many random interleavings of an urgent and two bulk threads: the ledger, the cursors of prefetch
 //! and the gate together.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-migration --profile stress --lib source::model`
+//! ```sh
+//! RUSTFLAGS="--cfg shuttle" \
+//!     cargo test -p pageferry-migration --profile stress --lib source::model
+//! ```
 
 use super::gate::Gate;
 use super::prefetch::Prefetch;

@@ -15,9 +15,9 @@
 //! | lies near the last page of a cursor, or as far from it as that from the one before | takes this distance as the new stride |
 //! | is new | begins a cursor in place of the one that was used least recently |
 //!
-//! A new cursor pushes the pages behind the requested one: its neighbourhood. A guest that runs into
-//! the pages that were pushed ahead requests none of them. So a request behind them confirms that
-//! the guest went through them.
+//! A new cursor pushes the pages behind the requested one: its neighbourhood. A guest that runs
+//! into the pages that were pushed ahead requests none of them. So a request behind them confirms
+//! that the guest went through them.
 //!
 //! **Neighbours.** `urgent` reports requests, and `bulk` asks which pages to push.
 
@@ -154,8 +154,8 @@ impl Cursor {
         (page < pages).then_some(RamPage(page))
     }
 
-    /// As [`Self::steps`], if a guest that follows the sequence comes to `page` without a request on
-    /// the way.
+    /// As [`Self::steps`], if a guest that follows the sequence comes to `page` without a request
+    /// on the way.
     fn leads_to(&self, page: u64, pages: u64, is_unsent: &impl Fn(RamPage) -> bool) -> Option<u64> {
         let steps = self.steps(page)?;
         let passes = |steps| self.at(steps, pages).is_some_and(|page| !is_unsent(page));

@@ -11,9 +11,9 @@
 //! Its functions fold into a few masks once the format is known. Generic code needs that bound
 //! only. Entries are plain `u64`.
 //!
-//! Associated constants also describe the hardware for a concurrent MMU: the sources of the accessed
-//! and dirty state, the bits that the hardware may change at any time, whether a change needs
-//! break-before-make, and whether TLBs may cache entries that fault.
+//! Associated constants also describe the hardware for a concurrent MMU: the sources of the
+//! accessed and dirty state, the bits that the hardware may change at any time, whether a change
+//! needs break-before-make, and whether TLBs may cache entries that fault.
 //!
 //! | format | levels | accessed | dirty | root | guest-physical bits |
 //! |---|---|---|---|---|---|

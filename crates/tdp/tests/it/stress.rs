@@ -5,7 +5,8 @@
 //!
 //! ```sh
 //! PAGEFERRY_STRESS_SECONDS=60 RUSTFLAGS="-Zsanitizer=thread --cfg pageferry_tsan" \
-//!     cargo +nightly test -Zbuild-std --target x86_64-unknown-linux-gnu -p pageferry-tdp --test it stress
+//!     cargo +nightly test -Zbuild-std --target x86_64-unknown-linux-gnu \
+//!     -p pageferry-tdp --test it stress
 //! ```
 //!
 //! `pageferry_tsan` makes epochs acquire where they fence, as ThreadSanitizer does not understand

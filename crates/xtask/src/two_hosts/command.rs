@@ -1,8 +1,8 @@
 //! Running a command until it ends or a signal ends it.
 //!
 //! **Guarantee.** A signal that ends a process by default ends the run, but not before the command
-//! and its descendants are gone. The command has a moment to end by itself. Descendants that outlive
-//! the command are killed, also if no signal came.
+//! and its descendants are gone. The command has a moment to end by itself. Descendants that
+//! outlive the command are killed, also if no signal came.
 //!
 //! **Mechanism.** The signal is passed on as SIGTERM. A terminal sends SIGINT to the command too,
 //! so the command then has a second before SIGTERM. Later comes SIGKILL. This process adopts

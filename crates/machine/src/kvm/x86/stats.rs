@@ -8,7 +8,8 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of guest memory that KVM maps by pages of 2 MiB and more. `None` if it does not count them.
+/// Bytes of guest memory that KVM maps by pages of 2 MiB and more. `None` if it does not count
+/// them.
 pub(super) fn large_bytes(vm: &VmFd) -> Option<u64> {
     let stats = File::from(stats_fd(vm).ok()?);
     let sizes = [

@@ -5,8 +5,8 @@ use proptest::prelude::*;
 
 const GIGA: u64 = 1 << 18;
 
-/// A frame near a border: its region of 1 GiB (two neighbours, and the last of the format), its page
-/// of 2 MiB in that region, and its frame in that page.
+/// A frame near a border: its region of 1 GiB (two neighbours, and the last of the format), its
+/// page of 2 MiB in that region, and its frame in that page.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct At {
     region: u8,

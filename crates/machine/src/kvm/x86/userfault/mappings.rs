@@ -29,7 +29,8 @@ pub(super) fn range(ram: &GuestRam, first: RamPage, pages: u64) -> (Hva, u64) {
 pub(super) fn punch(ram: &GuestRam, first: RamPage, pages: u64) -> Result<(), MachineError> {
     const TRIES: u32 = 100;
     for _ in 0..TRIES {
-        // SAFETY: (1) the pages are missing, and `Machine::begin_postcopy` runs before any is placed.
+        // SAFETY: (1) the pages are missing, and `Machine::begin_postcopy` runs before any is
+        // placed.
         unsafe { ram.unchecked() }.punch_hole(first, pages)?;
         // Private memory is freed for sure.
         if ram.backing() == Backing::Anonymous || ram.is_hole(first, pages)? {

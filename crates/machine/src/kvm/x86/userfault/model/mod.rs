@@ -9,12 +9,13 @@
 //! bytes. No marker outlives its delivery. No call fails.
 //!
 //! ```sh
-//! RUSTFLAGS="--cfg shuttle" cargo test -p pageferry-machine --profile stress --lib userfault::model
+//! RUSTFLAGS="--cfg shuttle" \
+//!     cargo test -p pageferry-machine --profile stress --lib userfault::model
 //! ```
 //!
 //! `PAGEFERRY_SHUTTLE_SECONDS` is the time for all scenarios together, 40 by default. A failure
-//! prints its schedule, which `shuttle::replay` takes. "failing seed" beside a test that passes only
-//! means that its time was over.
+//! prints its schedule, which `shuttle::replay` takes. "failing seed" beside a test that passes
+//! only means that its time was over.
 //!
 //! # Caught faults
 //!
@@ -35,8 +36,8 @@
 //! | CONTINUE does not replace markers | no end, or deadlock |
 //! | the missing bit is cleared, or the page mapped, before its bytes are there | wrong bytes |
 //!
-//! The wake-up behind a CONTINUE that stopped is not caught when it is left out: each page's sleepers
-//! are also woken by the thread that mapped the page.
+//! The wake-up behind a CONTINUE that stopped is not caught when it is left out: each page's
+//! sleepers are also woken by the thread that mapped the page.
 
 mod kernel;
 
