@@ -237,7 +237,7 @@ fn time_limit(text: &str) -> Result<Limit<Duration>, String> {
     limit(text, time)
 }
 
-/// What can change during a migration.
+/// The settings that can change during a migration.
 #[derive(Debug, Args)]
 pub(crate) struct ChangeArgs {
     /// The end of pre-copy: auto (when little is left, or when passes do not help), after-passes N

@@ -136,7 +136,7 @@ fn show_on(feed: &Feed, event: Event) {
     }
 }
 
-/// What the request carries beside its destination.
+/// The options of the request, beside its destination.
 fn options(args: &MigrateArgs) -> MigrateOptions {
     let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     MigrateOptions {

@@ -24,7 +24,7 @@ pub(crate) fn set(args: &SetArgs, interrupts: &Interrupts) -> Result<(), Failure
     Ok(())
 }
 
-/// What the flags ask for.
+/// The change that the flags ask for.
 pub(crate) fn change(args: &ChangeArgs) -> ChangeOptions {
     let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
     ChangeOptions {

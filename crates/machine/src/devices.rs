@@ -5,8 +5,8 @@
 //! Guest memory for devices written against `vm-memory` of rust-vmm (feature `vm-memory`).
 //!
 //! **Guarantee.** A device that is generic over `vm-memory`'s traits works on a machine that
-//! receives a migration. Before it gets a slice, all pages of the slice are present. What it writes
-//! through slices is in the machine's dirty log.
+//! receives a migration. Before it gets a slice, all pages of the slice are present. Its writes
+//! through slices are in the machine's dirty log.
 //!
 //! **Mechanism.** A [`DeviceView`] enters the `gate` once, for all its slices. Each slice brings
 //! its missing pages before it is handed out. A page that is present stays present. The slices'

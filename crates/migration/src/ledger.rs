@@ -1,4 +1,4 @@
-//! What the source knows of each page: unsent, in flight, or acknowledged.
+//! The state of each page at the source: unsent, in flight, or acknowledged.
 //!
 //! **Guarantee.** A page is in flight on at most one channel. So an older content of a page never
 //! arrives behind a newer one. A page counts as acknowledged only by a receipt of its last sending,

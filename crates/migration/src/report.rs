@@ -71,7 +71,7 @@ pub struct SourceReport {
     pub passes: Vec<PassFigures>,
     /// The expected blackout, by the last forecast before the switch-over.
     pub blackout_forecast: Option<Duration>,
-    /// What pre-copy said: why it ended with many pages left, or went on. For people.
+    /// The notes of pre-copy: why it ended with many pages left, or went on. For people.
     pub notes: Vec<String>,
     /// How often the control channel was lost and opened again.
     pub reconnects: u32,

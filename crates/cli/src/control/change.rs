@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// What to set. An absent key leaves a setting as it is, and null ends a limit.
+/// The settings to change. An absent key leaves a setting as it is, and null ends a limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ChangeOptions {

@@ -1,9 +1,9 @@
 //! The control socket of a VM.
 //!
 //! **Guarantee.** Only the user who started the VM can reach it: the unix socket has mode 0600 from
-//! its first moment on. Whatever a client sends or does not send, the VM is unharmed. Lines are
-//! bounded. An invalid request is answered with an error object. A client that vanishes or does not
-//! read is dropped.
+//! its first moment on. No client can harm the VM, by anything that it sends or does not send.
+//! Lines are bounded. An invalid request is answered with an error object. A client that vanishes
+//! or does not read is dropped.
 //!
 //! **Mechanism.** One JSON object per line in both directions ([`protocol`]). One thread per
 //! connection ([`server`]) passes each request to the VM's [`server::Service`]. A connection may

@@ -48,7 +48,7 @@ impl From<&TlsOptions> for TlsFiles {
     }
 }
 
-/// What a migration may be told beside its destination. Everything has a default.
+/// The options of a migration, beside its destination. Everything has a default.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct MigrateOptions {

@@ -120,7 +120,7 @@ impl Host {
     }
 }
 
-/// What `--resume-here` costs.
+/// The cost of `--resume-here`.
 const AT_RISK: &str =
     "all that the VM did at the destination; if it still runs there, it runs twice now";
 

@@ -115,7 +115,7 @@ pub(crate) struct Sent {
     /// The expected blackout.
     #[serde(default)]
     pub(crate) blackout_forecast_ns: Option<u64>,
-    /// What pre-copy said.
+    /// The notes of pre-copy.
     #[serde(default)]
     pub(crate) notes: Vec<String>,
     /// The kind of host memory behind the VM at the source.

@@ -1,5 +1,5 @@
-//! What each kind of dirty log costs a busy guest and the harvester. Run it with `cargo test
-//! --release -p pageferry-machine --test it -- --ignored --nocapture kvm_dirty_cost::`.
+//! The costs of each kind of dirty log, to a busy guest and to the harvester. Run it with `cargo
+//! test --release -p pageferry-machine --test it -- --ignored --nocapture kvm_dirty_cost::`.
 
 use crate::kvm_dirty_random::{RANDOM, word_of};
 use crate::support::{DATA, drive_beside, no_kvm, run, start, tracked, word};

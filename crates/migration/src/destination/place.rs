@@ -17,7 +17,7 @@ use crate::wire::{FrameHasher, FrameHeader, PAGE_BYTES, Run, RunKind, RunList};
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
 
-/// What the readers of all bulk channels share.
+/// The state that the readers of all bulk channels share.
 pub(super) struct Inbound<'a> {
     pub(super) core: &'a Core,
     /// Whether everything up to SwitchOver is loaded: the pages that come are missing ones.

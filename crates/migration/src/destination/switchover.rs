@@ -10,7 +10,7 @@ use crate::sync::Ordering;
 use crate::wire::{self, MissingRuns, SwitchOver};
 use pageferry_machine::{Backing, VcpuState};
 
-/// What has come so far.
+/// The parts of the switch-over that have come so far.
 pub(super) struct Loading {
     states: Vec<Option<VcpuState>>,
     begun: bool,

@@ -26,7 +26,7 @@ pub struct Acceptor {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the owner tells the thread.
+/// The orders of the owner to the thread.
 #[derive(Debug)]
 struct Shared {
     orders: Mutex<Orders>,

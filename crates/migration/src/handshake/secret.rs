@@ -11,7 +11,7 @@ use crate::wire::{HELLO_BYTES, PROOF_BYTES, SECRET_BYTES, SessionId, Side};
 #[derive(Clone)]
 pub struct Secret([u8; SECRET_BYTES]);
 
-/// What the source knows of its session.
+/// The source's knowledge of its session.
 #[derive(Debug, Clone)]
 pub struct Identity {
     /// The name of the session.

@@ -175,7 +175,7 @@ fn a_huge_memory_costs_little_where_nothing_is_unsent() {
     assert!(ledger.claim(RamPage(1 << 30)));
 }
 
-/// What may happen to a ledger.
+/// A change of a ledger.
 #[derive(Debug, Clone)]
 enum Step {
     Dirty(Range<usize>),

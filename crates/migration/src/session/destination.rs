@@ -54,7 +54,7 @@ pub struct Destination {
     pub channels: Vec<ChannelId>,
 }
 
-/// What happens at the destination.
+/// An event at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The control channel of this generation was accepted.
@@ -79,7 +79,7 @@ pub enum Event {
     GiveUpWhole,
 }
 
-/// What the supervisor of the destination does. It carries the actions out in their order.
+/// An action of the destination's supervisor, which carries the actions out in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a message on the control channel.

@@ -74,7 +74,7 @@ pub struct Source {
     pub channels: Vec<(ChannelId, Channel)>,
 }
 
-/// What happens at the source.
+/// An event at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The control channel of this generation is open.
@@ -105,7 +105,7 @@ pub enum Event {
     ResumeHere,
 }
 
-/// What the supervisor of the source does. It carries the actions out in their order.
+/// An action of the source's supervisor, which carries the actions out in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Open the control channel of this generation, and retry until it is open.

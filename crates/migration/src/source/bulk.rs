@@ -35,7 +35,7 @@ pub(super) struct Bulk<'a> {
     pub(super) index: usize,
 }
 
-/// What comes back on the channel.
+/// The bytes that come back on the channel.
 struct Incoming {
     buffer: [u8; FRAMES * HEADER_BYTES],
     filled: usize,
@@ -47,7 +47,7 @@ struct Incoming {
     governor: Option<Governor>,
 }
 
-/// What a bulk thread does next.
+/// The next step of a bulk thread.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Next {
     /// It sends the frame.
@@ -259,7 +259,7 @@ impl Bulk<'_> {
         let nap = match next {
             Next::GiveWay => GIVE_WAY,
             Next::Limited(wait) => wait.min(shared.limits.interval()),
-            // What was unsent before the bell was hushed is seen here.
+            // Pages that were unsent before the bell was hushed are seen here.
             Next::Rest
                 if matches!(shared.mode(), Mode::Copy | Mode::Push)
                     && shared.ledger.unsent_count() > 0 =>

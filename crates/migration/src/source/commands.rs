@@ -9,7 +9,7 @@ use crate::session::source::Event;
 use crate::status::{Board, SessionStatus};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What an operator wants of a migration.
+/// A command of an operator to a migration.
 #[derive(Debug)]
 pub(super) enum Command {
     /// End it, if the VM has not been handed over.
@@ -119,8 +119,8 @@ impl SourceSession {
     }
 
     /// Ends a migration that is handed over, and resumes the VM at the source. Only an operator who
-    /// knows that the destination never runs again may do so: else the VM runs twice. What the VM
-    /// did at the destination is lost.
+    /// knows that the destination never runs again may do so: else the VM runs twice. The VM's work
+    /// at the destination is lost.
     pub fn resume_here(&self) {
         self.command(Command::ResumeHere);
     }

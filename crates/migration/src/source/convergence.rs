@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// So few pages are left that another pass takes longer than sending them: a round trip.
 const FEW_PAGES: u64 = 64;
-/// What the link carries in this time, beyond two round trips, is little.
+/// A remainder is little if the link carries it in this time, beyond two round trips.
 const LITTLE: Duration = Duration::from_millis(30);
 /// A remainder falls usefully if it is below this share of another.
 const USEFUL: f64 = 0.75;
@@ -52,7 +52,7 @@ pub(super) enum Outlook {
     Vain,
 }
 
-/// What the passes so far have shown.
+/// The findings of the passes so far.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Convergence {
     /// The least remainder so far, in pages.
@@ -237,7 +237,7 @@ mod tests {
             prop_assert!(seen.len() <= 3 && seen.len() >= 2, "{:?}", seen);
         }
 
-        /// Whatever happens, pre-copy ends, and no first pass is called vain.
+        /// Pre-copy always ends, and no first pass is called vain.
         #[test]
         fn passes_end(
             passes in prop::collection::vec((1u64..1_000_000, 0u64..1_000_000, 1u64..10_000), 100),

@@ -27,7 +27,7 @@ pub(super) struct Basis {
     pub(super) link_rate: Option<u64>,
 }
 
-/// What an engine takes, as far as no source can measure it before.
+/// The times that an engine takes, where no source can measure them before.
 struct Constants {
     /// Both sides, without the vCPUs: stopping, freezing memory, loading, resuming.
     fixed: Duration,

@@ -1,4 +1,4 @@
-//! What pre-copy says to people at the end of a pass.
+//! The notes of pre-copy to people at the end of a pass.
 
 use std::time::Duration;
 

@@ -28,7 +28,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// The interval at which a pausing attempt looks whether it is still wanted.
 const POLL: Duration = Duration::from_millis(10);
 
-/// What opening a channel takes.
+/// Everything that is needed to open a channel.
 #[derive(Clone, Copy)]
 pub(super) struct Dialler<'s, 'e, 'a> {
     pub(super) scope: Threads<'s, 'e>,

@@ -1,4 +1,4 @@
-//! What an operator chooses for a migration, and may change while it is under way.
+//! The settings that an operator chooses for a migration, and may change while it is under way.
 
 use std::fmt;
 use std::str::FromStr;
@@ -54,7 +54,7 @@ impl FromStr for Switch {
     }
 }
 
-/// What an operator chooses for a migration, and may change while it is under way.
+/// The settings that an operator chooses for a migration, and may change while it is under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
     /// The end of pre-copy.

@@ -1,4 +1,4 @@
-//! What the threads of the source share.
+//! The state that the threads of the source share.
 
 use crate::error::MigrationError;
 use crate::ledger::Ledger;
@@ -36,7 +36,7 @@ pub(super) enum Letter {
     Happened(Event),
 }
 
-/// What the sending threads do with unsent pages.
+/// The sending threads' work on unsent pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Mode {
@@ -81,7 +81,7 @@ pub(super) struct Shared<'a> {
     pub(super) ended: AtomicBool,
     mode: AtomicU8,
     cursor: AtomicU64,
-    /// What the requests say about the pages that vCPUs touch next
+    /// The guesses, from requests, about the pages that vCPUs touch next
     /// ([`SourceConfig::prefetch`]).
     pub(super) prefetch: Option<Prefetch>,
     /// The part of [`SourceConfig::queue`] of each bulk channel.

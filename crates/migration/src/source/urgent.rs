@@ -34,7 +34,7 @@ pub(super) struct Urgent<'a> {
     pub(super) index: usize,
 }
 
-/// What comes in on the channel.
+/// The bytes that come in on the channel.
 struct Incoming {
     buffer: [u8; REQUESTS * URGENT_BYTES],
     filled: usize,
@@ -167,7 +167,7 @@ impl Urgent<'_> {
 impl Incoming {
     fn take(&mut self, urgent: &Urgent<'_>) -> Result<(), MigrationError> {
         let shared = urgent.shared;
-        // One write has a limited number of pieces. What is left comes with the next.
+        // One write has a limited number of pieces. The next takes the rest.
         while self.claimed.len() < REQUESTS / 2 {
             let room = &mut self.buffer[self.filled..];
             let got = urgent.connection.recv_pending(room, "urgent request")?;

@@ -65,7 +65,7 @@ pub enum Frame {
     Resume(SourceStage),
     /// See [`FrameType::Resumed`].
     Resumed {
-        /// What the destination has reached.
+        /// The stage of the destination.
         stage: DestinationStage,
         /// The number of missing pages: those of the Missing frames before this one.
         missing: u64,

@@ -25,7 +25,7 @@ pub struct VcpuState {
     pub state: Vec<u8>,
 }
 
-/// What the source has decided, when it resumes a session. The numbers are those on the wire.
+/// The decision of the source, when it resumes a session. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum SourceStage {
@@ -49,7 +49,7 @@ impl SourceStage {
     }
 }
 
-/// What the destination has reached, when a session is resumed. The numbers are those on the wire.
+/// The stage of the destination, when a session is resumed. The numbers are those on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum DestinationStage {

@@ -768,7 +768,7 @@ fn it_costs_a_kvm_vm_a_generation_only_by_every_delivery() {
     }
 }
 
-/// Whatever is cut, a VM that is ready does not run without `Go`.
+/// A VM that is ready does not run without `Go`, after any cut.
 #[test]
 fn a_vm_never_runs_before_go() {
     let _leaks = LeakCheck::start();

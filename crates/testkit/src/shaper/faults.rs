@@ -1,4 +1,4 @@
-//! What commands and faults do to connections.
+//! The effects of commands and faults on connections.
 //!
 //! **Guarantee.** A fault that lasts ends by itself, and never earlier than another of its kind.
 //!

@@ -1,4 +1,4 @@
-//! What all connections share: the time, and what holds bytes.
+//! The state that all connections share: the time, and whatever holds bytes.
 //!
 //! **Guarantee.** Over any longer time, the bytes of a direction do not exceed the rate.
 //!
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 /// The time that a throttled direction may be late and still catch up.
 const SLACK: Duration = Duration::from_millis(5);
 
-/// What all connections share.
+/// The state that all connections share.
 #[derive(Debug)]
 pub(super) struct Line {
     pub(super) now: Instant,

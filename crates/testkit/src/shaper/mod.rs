@@ -61,7 +61,7 @@ pub struct Cut {
     pub end: End,
 }
 
-/// What a shaper does from its start.
+/// The behaviour of a shaper from its start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// The seed of the jitter.

@@ -53,7 +53,7 @@ impl Hold {
     }
 }
 
-/// What one step of a pipe led to.
+/// The outcome of one step of a pipe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The pipe goes on.
@@ -66,7 +66,7 @@ pub(super) enum Step {
     Broken,
 }
 
-/// What is due at a time.
+/// An item that is due at a time.
 #[derive(Clone, Copy, Debug)]
 enum Item {
     Bytes(usize),

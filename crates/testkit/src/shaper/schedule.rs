@@ -58,7 +58,7 @@ impl fmt::Display for Which {
     }
 }
 
-/// What goes wrong.
+/// A fault of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// Both sides get RST.

@@ -32,7 +32,7 @@ const REMEMBERED: usize = 4096;
 /// A pause after a failure of the machine, such as too many open files.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What runs on the thread.
+/// A function that runs on the thread.
 pub(super) type Command = Box<dyn FnOnce(&mut Worker) + Send>;
 
 /// The state of the thread.

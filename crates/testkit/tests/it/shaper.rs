@@ -157,7 +157,7 @@ fn a_slow_receiver_holds_back_the_sender() {
         }
         std::thread::sleep(Duration::from_micros(100));
     }
-    // What the test's own sockets hold is the kernel's choice: some megabytes.
+    // The kernel chooses how much the test's own sockets hold: some megabytes.
     assert!(sent < 16 << 20, "{sent}");
     client.shutdown(Shutdown::Write).expect("an end");
     let mut got = Vec::new();

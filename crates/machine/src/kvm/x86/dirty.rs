@@ -12,8 +12,8 @@
 //! bits, the CPU's page walks count as writes, even if there is no bit left to set (AMD64 APM
 //! volume 2, "Nested Paging"; Intel SDM volume 3, "Accessed and Dirty Flags for EPT").
 //!
-//! Without re-arming, a harvest only reads. What it found stays in the log. If the VM resumes
-//! nevertheless, the next harvest reports it again. That is too much, never too little.
+//! Without re-arming, a harvest only reads. The pages that it found stay in the log. If the VM
+//! resumes nevertheless, the next harvest reports it again. That is too much, never too little.
 
 use super::dirty_bitmap::Bitmap;
 use super::dirty_ring::Rings;

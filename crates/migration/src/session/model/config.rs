@@ -1,4 +1,4 @@
-//! What one search covers, and which rules hold in it.
+//! The scope of one search, and the rules that hold in it.
 
 /// A bulk or urgent channel of the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

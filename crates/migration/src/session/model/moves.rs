@@ -1,4 +1,4 @@
-//! What can happen next, and what it does.
+//! The moves that are possible next, and their effects.
 
 use super::super::{destination, source};
 use super::config::{Config, Lane};

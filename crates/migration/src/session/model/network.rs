@@ -20,7 +20,7 @@ pub(super) enum Place {
     Destination,
 }
 
-/// What one end of a connection does.
+/// The state of one end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Side {
     /// The source dials and has no answer. The destination has not accepted.

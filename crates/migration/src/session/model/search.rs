@@ -12,7 +12,7 @@ use super::moves::{Cause, Move, apply, moves};
 use super::network::Message;
 use super::world::World;
 
-/// What a search has found.
+/// The findings of a search.
 pub(super) struct Outcome {
     pub states: usize,
     pub moves: usize,

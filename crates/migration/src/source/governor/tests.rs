@@ -37,7 +37,7 @@ impl Link {
     }
 }
 
-/// What was seen during a part of a run.
+/// The observations of a part of a run.
 #[derive(Debug, Default)]
 struct Seen {
     delivered: u64,
@@ -205,7 +205,7 @@ proptest! {
         run.run(3 * SECOND);
         let rate = (first.rate as f64 * factor).clamp(1.25e6, 3e9) as u64;
         run.link.rate = rate;
-        // What is under way has to arrive first.
+        // The bytes under way have to arrive first.
         run.run(SECOND + first.time_of(first.allowed(QUEUE)) * first.rate / rate + 100 * first.delay);
         run.check(0.8)?;
     }

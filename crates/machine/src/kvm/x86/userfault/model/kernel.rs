@@ -30,7 +30,7 @@ pub(super) enum Entry {
     Mapped,
 }
 
-/// What a vCPU's touch of a page comes to, after any sleep.
+/// The outcome of a vCPU's touch of a page, after any sleep.
 pub(super) enum Touch {
     Byte(u8),
     Marker,
