@@ -469,8 +469,9 @@ mod tests {
         let unknown = page(&[result(json!({"x": 1}), 0.1)]).expect_err("unknown");
         assert!(unknown.contains("bench x"), "{unknown}");
         let verdict = json!({"name": "n", "limit": 1.0, "measured": 1.0, "unit": "x", "met": true});
-        let long = page(&[result(json!({"verdicts": vec![verdict; 140]}), 0.1)]);
-        assert!(long.expect_err("long").contains("at most 140"));
+        let long = page(&[result(json!({"verdicts": vec![verdict; MOST_LINES]}), 0.1)]);
+        let most = format!("at most {MOST_LINES}");
+        assert!(long.expect_err("long").contains(&most));
     }
 
     #[test]
