@@ -1,5 +1,6 @@
 //! The end of a session at the source, and its report.
 
+use super::prefetch::Prefetch;
 use super::shared::Mode;
 use super::{SourceFailure, SourceVm, Supervisor};
 use crate::clock::monotonic_ns;
@@ -166,9 +167,7 @@ impl Supervisor<'_, '_, '_> {
             zero: load(&figures.zero),
         };
         let prefetch = self.shared.prefetch.as_ref();
-        let counts = prefetch
-            .map(super::prefetch::Prefetch::counts)
-            .unwrap_or_default();
+        let counts = prefetch.map(Prefetch::counts).unwrap_or_default();
         self.report.prefetch = PrefetchCounts {
             late: load(&figures.late),
             ..counts
