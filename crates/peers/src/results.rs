@@ -57,8 +57,8 @@ const POSTCOPY: &str = "
 
 `pageferry bench postcopy-latency` moves a VM between two network namespaces. A veth pair joins
 them, and `tc` shapes each direction to 1 Gbit/s with one queue for all packets. The bench sets
-TCP's congestion control. All pages move in post-copy, and all vCPUs write pages at random meanwhile. A
-stall lasts from a fault's arrival at Pageferry until the page is there.
+TCP's congestion control. All pages move in post-copy, and all vCPUs write pages at random
+meanwhile. A stall lasts from a fault's arrival at Pageferry until the page is there.
 
 Each round measures all rows, one after the other. *vanilla*: requested pages follow what was
 pushed before. *preempt*: they have a channel of their own. *no prefetch*: the same, but the push
