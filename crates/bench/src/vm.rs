@@ -58,12 +58,17 @@ pub(crate) fn create_on(
 /// # Errors
 /// When a page is missing.
 pub(crate) fn fill(vm: &Vm, pages: Range<u64>) -> Result<(), BenchError> {
-    let mut bytes = [0x5a; 4096];
     for page in pages {
-        bytes[8..16].copy_from_slice(&page.to_le_bytes());
-        vm.machine.ram().try_write(RamPage(page), &bytes)?;
+        vm.machine.ram().try_write(RamPage(page), &filling(page))?;
     }
     Ok(())
+}
+
+/// The bytes with which a benchmark fills a page: not all zero, and different for each page.
+pub(crate) fn filling(page: u64) -> [u8; 4096] {
+    let mut bytes = [0x5a; 4096];
+    bytes[8..16].copy_from_slice(&page.to_le_bytes());
+    bytes
 }
 
 impl From<BootError> for BenchError {

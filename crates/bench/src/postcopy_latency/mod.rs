@@ -36,11 +36,10 @@ pub use setting::{Column, HostPage, LatencySetting, Mode};
 pub use stalls::LogBucket;
 
 use crate::BenchError;
-use noise::Meter;
 use pageferry_hosts::{HugePages, Link, TwoHosts};
 use pageferry_machine::{Backing, Engine, EngineChoice};
 use qemu::Qemu;
-use round::{Round, measure};
+use round::{Conditions, Round};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
@@ -71,13 +70,14 @@ pub fn postcopy_latency(
                 column.name(),
                 setting.rounds
             ));
-            let round = round(
+            let conditions = Conditions {
                 setting,
-                &hosts[&column.congestion],
+                hosts: &hosts[&column.congestion],
                 column,
-                qemu.as_ref(),
+                qemu: qemu.as_ref(),
                 stop,
-            );
+            };
+            let round = conditions.round();
             // An interrupt of the terminal ends the source too, so the row fails first.
             if stop() {
                 return Err(BenchError::Cancelled);
@@ -90,25 +90,6 @@ pub fn postcopy_latency(
     }
     report.end(began.elapsed());
     Ok(report)
-}
-
-fn round(
-    setting: &LatencySetting,
-    hosts: &TwoHosts,
-    column: &Column,
-    qemu: Option<&Qemu>,
-    stop: &(dyn Fn() -> bool + Sync),
-) -> Result<Round, BenchError> {
-    let mut meter = Meter::start()?;
-    let mut rows = Vec::new();
-    for mode in Mode::ALL {
-        meter.gap();
-        if let Some(row) = measure(setting, hosts, column, mode, qemu, stop)? {
-            rows.push((mode, row));
-        }
-    }
-    let noise = meter.end()?;
-    Ok(Round { noise, rows })
 }
 
 /// Two hosts for each congestion control. Columns without them are dropped.

@@ -1,6 +1,6 @@
 //! One row of one round: a VM that moves between the two hosts, or bare exchanges between them.
 
-use super::noise::Noise;
+use super::noise::{Meter, Noise};
 use super::qemu::Qemu;
 use super::setting::{Column, LatencySetting, Mode};
 use super::stalls::Stalls;
@@ -48,30 +48,49 @@ impl Round {
     }
 }
 
-/// Measures a row. `None`: the column has no such row.
-pub(super) fn measure(
-    setting: &LatencySetting,
-    hosts: &TwoHosts,
-    column: &Column,
-    mode: Mode,
-    qemu: Option<&Qemu>,
-    stop: &(dyn Fn() -> bool + Sync),
-) -> Result<Option<Measured>, BenchError> {
-    let measured = match (mode, qemu) {
-        (Mode::Floor, _) => floor(setting, hosts, column, stop)?,
-        (mode, Some(qemu)) if mode.is_qemu() && Qemu::can(column) => {
-            qemu.measure(setting, hosts, column, mode, stop)?
-        }
-        (mode, _) if mode.is_qemu() => return Ok(None),
-        _ => moved(setting, hosts, column, mode, stop)?,
-    };
-    Ok(Some(measured))
+/// The conditions of all rows of a column.
+#[derive(Clone, Copy)]
+pub(super) struct Conditions<'a> {
+    pub(super) setting: &'a LatencySetting,
+    pub(super) hosts: &'a TwoHosts,
+    pub(super) column: &'a Column,
+    pub(super) qemu: Option<&'a Qemu>,
+    pub(super) stop: &'a (dyn Fn() -> bool + Sync),
 }
 
-/// The longest time for `bytes` over the link.
-pub(super) fn limit(setting: &LatencySetting, bytes: u64) -> Duration {
-    let seconds = bytes as f64 / setting.rate.bytes_per_second() as f64;
-    SLACK + Duration::from_secs_f64(seconds) * 4
+impl Conditions<'_> {
+    /// Measures all rows, one after the other.
+    pub(super) fn round(self) -> Result<Round, BenchError> {
+        let mut meter = Meter::start()?;
+        let mut rows = Vec::new();
+        let qemu = self.qemu.filter(|_| Qemu::can(self.column));
+        for mode in Mode::ALL {
+            let switches = mode.qemu();
+            if switches.is_some() && qemu.is_none() {
+                continue;
+            }
+            meter.gap();
+            let measured = match (mode, qemu.zip(switches)) {
+                (_, Some((qemu, switches))) => qemu.measure(self, switches)?,
+                (Mode::Floor, None) => floor(self)?,
+                (_, None) => moved(self, mode)?,
+            };
+            rows.push((mode, measured));
+        }
+        let noise = meter.end()?;
+        Ok(Round { noise, rows })
+    }
+
+    /// The longest time for `bytes` over the link.
+    pub(super) fn limit(self, bytes: u64) -> Duration {
+        let seconds = bytes as f64 / self.setting.rate.bytes_per_second() as f64;
+        SLACK + Duration::from_secs_f64(seconds) * 4
+    }
+
+    /// `sent` bytes to those that the link can carry meanwhile, in percent.
+    pub(super) fn link_busy_percent(self, sent: u64, seconds: f64) -> f64 {
+        sent as f64 * 100.0 / (seconds * self.setting.rate.bytes_per_second() as f64)
+    }
 }
 
 /// Runs `work` in a host's namespace.
@@ -87,13 +106,14 @@ fn within<T: Send>(
 }
 
 /// Moves a VM whose guest starts when it has moved.
-fn moved(
-    setting: &LatencySetting,
-    hosts: &TwoHosts,
-    column: &Column,
-    mode: Mode,
-    stop: &(dyn Fn() -> bool + Sync),
-) -> Result<Measured, BenchError> {
+fn moved(conditions: Conditions<'_>, mode: Mode) -> Result<Measured, BenchError> {
+    let Conditions {
+        setting,
+        hosts,
+        column,
+        stop,
+        ..
+    } = conditions;
     let memory_bytes = setting.memory_of(column.host_page, mode);
     let tls = setting.tls.clone().filter(|_| column.tls);
     let role = Role::Source(SourceVm {
@@ -121,7 +141,7 @@ fn moved(
     let mut peer = start(setting, hosts, &role)?;
     let here = IpAddr::from(hosts.address(Host::B));
     let listener = within(hosts, Host::B, || listen(here))?;
-    let deadline = Instant::now() + limit(setting, memory_bytes);
+    let deadline = Instant::now() + conditions.limit(memory_bytes);
     let kill = peer.killer();
     let stop = || {
         if stop() {
@@ -142,7 +162,6 @@ fn moved(
     let sent = hosts.sent_bytes(Host::A)? - sent_before;
     drop(vm);
     let total_s = (mode != Mode::Idle).then(|| seconds(&report)).flatten();
-    let could_send = |seconds: f64| seconds * setting.rate.bytes_per_second() as f64;
     Ok(Measured {
         stalls: Stalls::of(
             report
@@ -150,7 +169,7 @@ fn moved(
                 .iter_recorded()
                 .map(|time| (time.value_iterated_to(), time.count_at_value())),
         ),
-        link_busy_percent: total_s.map(|seconds| sent as f64 * 100.0 / could_send(seconds)),
+        link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
         total_s,
         delivery: Some(report.delivery.delivery.name()),
     })
@@ -175,12 +194,14 @@ fn seconds(report: &DestinationReport) -> Option<f64> {
 }
 
 /// Exchanges bare requests and replies, as many unanswered as there are vCPUs.
-fn floor(
-    setting: &LatencySetting,
-    hosts: &TwoHosts,
-    column: &Column,
-    stop: &(dyn Fn() -> bool + Sync),
-) -> Result<Measured, BenchError> {
+fn floor(conditions: Conditions<'_>) -> Result<Measured, BenchError> {
+    let Conditions {
+        setting,
+        hosts,
+        column,
+        stop,
+        ..
+    } = conditions;
     let page_bytes = column.host_page.bytes() as usize;
     let in_flight = column.vcpus as usize;
     let role = Role::Pong {

@@ -47,13 +47,16 @@ impl Mode {
         Self::QemuPreemptNoDelay,
     ];
 
-    /// Whether it is a row of QEMU.
-    #[must_use]
-    pub const fn is_qemu(self) -> bool {
-        matches!(
-            self,
-            Self::Qemu | Self::QemuNoDelay | Self::QemuPreempt | Self::QemuPreemptNoDelay
-        )
+    /// The switches of a row of QEMU. `None` for the other rows.
+    pub(super) const fn qemu(self) -> Option<QemuSwitches> {
+        let (preempt, no_delay) = match self {
+            Self::Qemu => (false, false),
+            Self::QemuNoDelay => (false, true),
+            Self::QemuPreempt => (true, false),
+            Self::QemuPreemptNoDelay => (true, true),
+            _ => return None,
+        };
+        Some(QemuSwitches { preempt, no_delay })
     }
 
     /// The name in tables.
@@ -71,6 +74,15 @@ impl Mode {
             Self::QemuPreemptNoDelay => "qemu preempt nodelay",
         }
     }
+}
+
+/// The differences between the rows of QEMU.
+#[derive(Clone, Copy)]
+pub(super) struct QemuSwitches {
+    /// Whether its capability `postcopy-preempt` is on.
+    pub(super) preempt: bool,
+    /// Whether its sockets have TCP_NODELAY.
+    pub(super) no_delay: bool,
 }
 
 /// The size of the pages behind the guest, at both ends.
@@ -216,7 +228,8 @@ impl LatencySetting {
     }
 
     /// # Errors
-    /// [`BenchError::Setting`] for memory that is not whole pages of 2 MiB, or too small.
+    /// [`BenchError::Setting`] for memory that is not whole pages of 2 MiB, too small, or too large
+    /// for QEMU's guest.
     pub(super) fn check(&self) -> Result<(), BenchError> {
         let page = HostPage::Size2M.bytes();
         let least = 16 * page;
@@ -225,6 +238,13 @@ impl LatencySetting {
                 "{} bytes of guest memory: expected a multiple of 2 MiB, and {} MiB at least",
                 self.memory_bytes,
                 least >> 20
+            )));
+        }
+        if self.qemu.is_some() && self.memory_bytes > super::qemu::MAX_MEMORY {
+            return Err(BenchError::Setting(format!(
+                "{} MiB of guest memory: a guest on QEMU can have at most {} MiB",
+                self.memory_bytes >> 20,
+                super::qemu::MAX_MEMORY >> 20
             )));
         }
         for column in &self.columns {
@@ -265,6 +285,18 @@ mod tests {
         assert_eq!(names.len(), 8);
         assert_eq!(names[0], "4 KiB pages, 1 vCPU, plain, cubic");
         assert_eq!(names[7], "2 MiB pages, 16 vCPUs, plain, bbr");
+    }
+
+    #[test]
+    fn a_guest_on_qemu_has_at_most_3_gib() {
+        let mut beside = setting(super::super::qemu::MAX_MEMORY);
+        beside.qemu = Some(PathBuf::new());
+        beside.check().expect("a good setting");
+        beside.memory_bytes += 2 << 20;
+        let refused = beside.check().expect_err("too much").to_string();
+        assert!(refused.contains("at most 3072 MiB"), "{refused}");
+        beside.qemu = None;
+        beside.check().expect("no guest on QEMU");
     }
 
     #[test]

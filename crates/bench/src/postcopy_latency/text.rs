@@ -39,7 +39,7 @@ impl fmt::Display for LatencyReport {
             writeln!(
                 f,
                 "qemu: QEMU {version} emulates RV64 with the same guest program, without and with its capability\n\
-                 postcopy-preempt; nodelay: with TCP_NODELAY, which it does not set. What differs in method: QEMU's stalls begin\n\
+                 postcopy-preempt; nodelay: with TCP_NODELAY, which it does not set. Differences in method: QEMU's stalls begin\n\
                  when its fault thread has read the fault (its trace points), ours when the vCPU faults, so its way to that thread\n\
                  is not counted. Its guest has 4 MiB more, and runs translated code, ours an interpreter's."
             )?;
@@ -61,7 +61,7 @@ impl fmt::Display for LatencyReport {
 impl LatencyReport {
     /// The table of the series: host pages and modes.
     fn write_means(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let ours = || Mode::ALL.into_iter().filter(|mode| !mode.is_qemu());
+        let ours = || Mode::ALL.into_iter().filter(|mode| mode.qemu().is_none());
         write!(f, "\n{:<40}", "mean stall")?;
         for mode in ours() {
             write!(f, " {:>11}", mode.name())?;

@@ -6,10 +6,11 @@
 //! the hart traps and waits for ever. The program is the one that the soft engine runs.
 
 use crate::BenchError;
+use crate::vm::filling;
 use dynasmrt::riscv::RiscvRelocation;
 use dynasmrt::{DynasmApi, DynasmLabelApi, VecAssembler, dynasm};
 use pageferry_addr::PAGE_SIZE;
-use pageferry_guest::{MemoryMap, Program};
+use pageferry_guest::Program;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -25,8 +26,8 @@ const STARTS: u64 = 0x800;
 const TABLES: u64 = 0x1000;
 /// The memory that one page table of the second level maps.
 const GIB: u64 = 1 << 30;
-/// The most memory of the program: above, its addresses have a hole.
-pub(super) const MAX_MEMORY: u64 = 3 << 30;
+/// The most memory of the program, in bytes: above, its addresses have a hole.
+pub(in super::super) const MAX_MEMORY: u64 = 3 << 30;
 
 /// A page-table entry of a page that may be read, written and executed: V, R, W, X, A and D.
 const LEAF: u64 = 0xcf;
@@ -53,11 +54,8 @@ pub(super) fn write(file: &File, program: &Program) -> Result<(), BenchError> {
 
 fn write_all(file: &File, program: &Program, memory_bytes: u64) -> std::io::Result<()> {
     file.set_len(ram_bytes(memory_bytes))?;
-    // As the other guests: see `vm::fill`.
-    let mut page = [0x5a; PAGE_SIZE as usize];
-    for number in 0..memory_bytes / PAGE_SIZE {
-        page[8..16].copy_from_slice(&number.to_le_bytes());
-        file.write_all_at(&page, PROGRAM + number * PAGE_SIZE)?;
+    for page in 0..memory_bytes / PAGE_SIZE {
+        file.write_all_at(&filling(page), PROGRAM + page * PAGE_SIZE)?;
     }
     for (gpa, bytes) in program.image() {
         file.write_all_at(&bytes, PROGRAM + gpa.0)?;
@@ -127,18 +125,4 @@ fn code(program: &Program) -> Vec<u8> {
         .expect("every label of fixed code is defined");
     assert!(code.len() as u64 <= STARTS, "the start values follow");
     code
-}
-
-/// # Errors
-/// If the plan does not fit the map.
-pub(super) fn check(map: &MemoryMap) -> Result<(), BenchError> {
-    let bytes = map.memory_bytes();
-    if bytes > MAX_MEMORY || !bytes.is_multiple_of(LARGE) {
-        return Err(BenchError::Setting(format!(
-            "{} MiB of guest memory: a guest on QEMU needs a multiple of 2 MiB, and at most {} MiB",
-            bytes >> 20,
-            MAX_MEMORY >> 20
-        )));
-    }
-    Ok(())
 }

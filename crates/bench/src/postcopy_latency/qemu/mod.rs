@@ -13,17 +13,18 @@ mod boot;
 mod monitor;
 mod trace;
 
-use super::round::{Measured, limit};
-use super::setting::{Column, HostPage, LatencySetting, Mode};
+use super::round::{Conditions, Measured};
+use super::setting::{Column, HostPage, QemuSwitches};
 use super::stalls::Stalls;
 use crate::BenchError;
 use crate::vm::toucher;
+pub(super) use boot::MAX_MEMORY;
 use monitor::Monitor;
-use pageferry_hosts::{Host, TwoHosts, netns};
+use pageferry_hosts::{Host, netns};
 use pageferry_machine::Engine;
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{AddressFamily, SocketType, sockopt};
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::process::{PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -93,14 +94,17 @@ impl Qemu {
     /// Moves a guest.
     pub(super) fn measure(
         &self,
-        setting: &LatencySetting,
-        hosts: &TwoHosts,
-        column: &Column,
-        mode: Mode,
-        stop: &(dyn Fn() -> bool + Sync),
+        conditions: Conditions<'_>,
+        QemuSwitches { preempt, no_delay }: QemuSwitches,
     ) -> Result<Measured, BenchError> {
+        let Conditions {
+            setting,
+            hosts,
+            column,
+            stop,
+            ..
+        } = conditions;
         let program = toucher(Engine::Soft, column.vcpus, setting.memory_bytes, u64::MAX)?;
-        boot::check(program.memory_map())?;
         let (memory, mut trace) = (memfd("guest")?, memfd("trace")?);
         boot::write(&memory, program.program())?;
         let bytes = boot::ram_bytes(setting.memory_bytes);
@@ -119,8 +123,6 @@ impl Qemu {
                 command.args(["-trace", event]);
             }
         })?;
-        let preempt = matches!(mode, Mode::QemuPreempt | Mode::QemuPreemptNoDelay);
-        let no_delay = matches!(mode, Mode::QemuNoDelay | Mode::QemuPreemptNoDelay);
         let capabilities: Vec<Value> = [("postcopy-ram", true), ("postcopy-preempt", preempt)]
             .into_iter()
             .map(|(name, on)| json!({ "capability": name, "state": on }))
@@ -136,7 +138,7 @@ impl Qemu {
         source.call("migrate-set-parameters", limits)?;
         let sent_before = hosts.sent_bytes(Host::A)?;
         source.call("migrate", json!({ "uri": uri }))?;
-        let deadline = Instant::now() + limit(setting, setting.memory_bytes);
+        let deadline = Instant::now() + conditions.limit(setting.memory_bytes);
         let mut asked = false;
         let mut undelayed = 0;
         loop {
@@ -173,10 +175,9 @@ impl Qemu {
             return Err(failed("its trace has no stall: did the guest run?"));
         }
         let total_s = traced.total_s;
-        let link = setting.rate.bytes_per_second() as f64;
         Ok(Measured {
             stalls: Stalls::of(traced.stalls.into_iter().map(|ns| (ns, 1))),
-            link_busy_percent: total_s.map(|seconds| sent as f64 * 100.0 / (seconds * link)),
+            link_busy_percent: total_s.map(|seconds| conditions.link_busy_percent(sent, seconds)),
             total_s,
             delivery: None,
         })
@@ -244,10 +245,9 @@ fn set_no_delay(monitor: &Monitor) -> Result<usize, BenchError> {
             source: source.into(),
         }
     };
-    let pid = i32::try_from(monitor.pid()).ok().and_then(Pid::from_raw);
-    let pid = pid.ok_or_else(|| failed("it has no process id"))?;
+    let pid = monitor.pid();
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(os("cannot open QEMU's process"))?;
-    let files = std::fs::read_dir(format!("/proc/{}/fd", monitor.pid()));
+    let files = std::fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero()));
     let files = files.map_err(|source| BenchError::Os {
         what: "cannot list the files of QEMU",
         source,

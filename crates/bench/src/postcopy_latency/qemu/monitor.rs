@@ -1,7 +1,9 @@
-//! QEMU's control protocol (QMP): one JSON object a line, over a process' standard input and output.
+//! QEMU's control protocol (QMP): one JSON object a line, over the standard input and output of its
+//! process.
 
 use super::failed;
 use crate::BenchError;
+use rustix::process::Pid;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -53,8 +55,8 @@ impl Monitor {
     }
 
     /// The process id.
-    pub(super) fn pid(&self) -> u32 {
-        self.child.id()
+    pub(super) fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
     }
 
     /// Ends QEMU and waits for its end, until `deadline`.
@@ -116,9 +118,7 @@ impl Monitor {
         serde_json::from_str(&line)
             .map_err(|_| failed(format!("its monitor sent '{line}', which is not JSON")))
     }
-}
 
-impl Monitor {
     /// The error of a QEMU that has closed its monitor.
     fn ended(&mut self) -> BenchError {
         // Its standard output is closed, so it ends now. A kill comes too late to change that.
