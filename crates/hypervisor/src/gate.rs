@@ -59,10 +59,14 @@ impl Requests {
     pub const QUIESCE: Self = Self(1 << 1);
     /// Forget which pages are writable (after write protection).
     pub const FLUSH_WRITES: Self = Self(1 << 2);
-    /// Forget all translations and decoded code.
+    /// Forget all translations, and compare decoded code with memory.
     pub const FLUSH: Self = Self(1 << 3);
+    /// Forget what the guest's tables say, like SFENCE.VMA without operands.
+    pub const FENCE_VMA: Self = Self(1 << 4);
+    /// Compare decoded code with memory, like FENCE.I.
+    pub const FENCE_I: Self = Self(1 << 5);
 
-    const ALL: u64 = 0xf;
+    const ALL: u64 = 0x3f;
 
     /// Whether all of `other` is in `self`.
     #[must_use]
@@ -79,10 +83,10 @@ impl core::ops::BitOr for Requests {
     }
 }
 
-const INSIDE: u64 = 1 << 4;
-/// One entry, in the count that fills the rest of the word. 2^59 entries take 18 years at one a
+const INSIDE: u64 = 1 << 7;
+/// One entry, in the count that fills the rest of the word. 2^56 entries take two years at one a
 /// nanosecond. Even a wrap would matter only if it hit the same count exactly.
-const ENTRY: u64 = 1 << 5;
+const ENTRY: u64 = 1 << 8;
 
 /// The gate of one vCPU. The module's documentation gives its protocol.
 #[derive(Debug)]

@@ -11,14 +11,18 @@
 //! vCPUs that fault at the same time share no lock, and none waits for another.
 //!
 //! **Mechanism.** [`VcpuCore::run`] enters the guest through the vCPU's [`Gate`] and interprets
-//! RV64 machine code ([`hart`]). Each vCPU has a software TLB. On a miss, the fault path looks the
-//! frame up in the memory slots. The look-up is wait-free, under a guard that lasts as long as the
-//! fault. Then it reads the second-stage tables, which all vCPUs of the [`Vm`] share, and fills the
-//! TLB. If it cannot, the vCPU leaves the guest with an [`Exit`] on its own thread.
+//! RV64 machine code ([`hart`]), with Sv39 and Sv48. Each vCPU has a software TLB by virtual page.
+//! On a miss, the fault path walks the guest's tables, and looks the frame up in the memory slots.
+//! The look-up is wait-free, under a guard that lasts as long as the fault. Then it reads the
+//! second-stage tables, which all vCPUs of the [`Vm`] share, and fills the TLB. If it cannot, the
+//! vCPU leaves the guest with an [`Exit`] on its own thread.
 //!
 //! A call that takes something away (a slot, a write permission) first changes the slots, then the
 //! tables. In between and after that, it makes requests at every vCPU's gate. `revoke.rs` has the
 //! order of the steps, with its proof.
+//!
+//! The hypervisor reads the guest's tables and never writes them. [`Vm::fence`] takes their
+//! translations away from other vCPUs, for SBI.
 //!
 //! A frame of the second-stage tables is a virtual page of this process: the PPN of a leaf is a
 //! host virtual address shifted right by 12. A type parameter with a default chooses the scheme
@@ -87,6 +91,8 @@ mod dirty;
 mod dirty_log;
 #[cfg(not(loom))]
 mod error;
+#[cfg(not(loom))]
+mod fence;
 mod gate;
 pub mod hart;
 #[cfg(not(loom))]
@@ -125,6 +131,8 @@ pub use config::{Capabilities, DirtyProtect, VmConfig};
 pub use dirty_log::DirtyBy;
 #[cfg(not(loom))]
 pub use error::VmError;
+#[cfg(not(loom))]
+pub use fence::RemoteFence;
 pub use gate::{Gate, Inside, Requests, Ticket};
 #[cfg(not(loom))]
 pub use pageferry_memslot::{

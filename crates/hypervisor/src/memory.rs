@@ -8,9 +8,11 @@
 //! userfault bits, its write-tracked pages and its dirty log decide which accesses go through. The
 //! path takes no lock that another vCPU takes.
 //!
-//! **Mechanism.** A hit in the TLB is the whole access. A miss ([`VcpuMemory::fault`]) looks the
-//! frame up in the slots, maps it in the second-stage tables, and fills the TLB. [`MemslotReader`]
-//! is the only part that depends on the scheme of slots.
+//! **Mechanism.** A hit in the TLB is the whole access. A miss ([`VcpuMemory::fault`]) walks the
+//! guest's tables, if they are on. Then it looks the frame up in the slots, maps it in the
+//! second-stage tables, and fills the TLB. A walk loads entries through the TLB too, by
+//! guest-physical address: the same requests flush them, and the same faults leave the guest for
+//! missing ones. [`MemslotReader`] is the only part that depends on the scheme of slots.
 //!
 //! The dirty log is complete because of the order of the steps. The fault path
 //! 1. makes the SPTE writable,
@@ -47,7 +49,9 @@
 //! **Neighbours.** [`crate::hart`] drives this as its [`Bus`]. [`crate::VcpuCore`] flushes it at
 //! the gate.
 
-use crate::hart::{AmoInt, AmoOp, Bus, BusFault, GuestInt, MemoryFault, PAGE_WORDS, Reserved};
+use crate::hart::{
+    self, AmoInt, AmoOp, Bus, BusFault, GuestInt, Leaf, MemoryFault, PAGE_WORDS, Reserved, View,
+};
 use crate::log::SlotLog;
 use crate::platform::{Format, Worker};
 use crate::region::SlotData;
@@ -107,18 +111,25 @@ impl<R: MemslotReader> VcpuMemory<R> {
     }
 
     #[inline(always)]
-    fn read_pointer(&mut self, gpa: u64, size: u64) -> Result<*mut u8, BusFault> {
-        match self.tlb.read(gpa, size) {
+    fn read_pointer(&mut self, address: u64, size: u64) -> Result<*mut u8, BusFault> {
+        match self.tlb.read(address, size) {
             Some(pointer) => Ok(pointer),
-            None => self.fault(gpa, size, false),
+            None => self.read_missed(address, size),
         }
     }
 
-    /// A store that missed the TLB.
+    /// A load that missed the first level of the TLB. Returns the host address.
     #[cold]
     #[inline(never)]
-    fn store_missed<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
-        let pointer = self.fault(gpa, T::BYTES, true)?;
+    fn read_missed(&mut self, address: u64, size: u64) -> Result<*mut u8, BusFault> {
+        self.missed(address, size, hart::Access::Load)
+    }
+
+    /// A store that missed the first level of the TLB.
+    #[cold]
+    #[inline(never)]
+    fn store_missed<T: GuestInt>(&mut self, address: u64, value: T) -> Result<(), BusFault> {
+        let pointer = self.missed(address, T::BYTES, hart::Access::Store)?;
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this store.
         let cell = unsafe { cell::<T>(pointer) };
         let write = || T::store(cell, value);
@@ -128,14 +139,84 @@ impl<R: MemslotReader> VcpuMemory<R> {
         Ok(())
     }
 
-    /// Translates an access of `size` bytes at `gpa` that missed the TLB, fills the TLB, and
-    /// returns the host address.
-    #[cold]
-    #[inline(never)]
-    fn fault(&mut self, gpa: u64, size: u64, write: bool) -> Result<*mut u8, BusFault> {
-        if gpa & (size - 1) != 0 {
+    /// Translates an access of `size` bytes at `address` that missed the first level of the TLB.
+    /// Returns the host address.
+    #[inline]
+    fn missed(
+        &mut self,
+        address: u64,
+        size: u64,
+        access: hart::Access,
+    ) -> Result<*mut u8, BusFault> {
+        if address & (size - 1) != 0 {
             return Err(BusFault::Misaligned);
         }
+        match self.tlb.second_level(address, access) {
+            Some(pointer) => Ok(pointer),
+            None => self.fault(address, access),
+        }
+    }
+
+    /// Translates an access at `address` by the tables of guest and host, and fills the TLB.
+    #[cold]
+    #[inline(never)]
+    fn fault(&mut self, address: u64, access: hart::Access) -> Result<*mut u8, BusFault> {
+        let leaf = self.walk(address, access)?;
+        let gpa = leaf.map_or(address, |leaf| leaf.gpa | address & PAGE_MASK);
+        let write = access == hart::Access::Store;
+        let (hva, may_write) = self
+            .reach(gpa, write)
+            .map_err(|fault| fault.for_access(address, gpa))?;
+        self.tlb.fill(address, leaf, hva, may_write);
+        Ok(pointer_into(hva, address))
+    }
+
+    /// Walks the guest's tables. Returns the leaf that allows the access, or `None` if there is no
+    /// translation.
+    #[inline]
+    fn walk(&mut self, address: u64, access: hart::Access) -> Result<Option<Leaf>, BusFault> {
+        if self.tlb.view().satp.is_bare() {
+            return Ok(None);
+        }
+        self.walk_tables(address, access).map(Some)
+    }
+
+    fn walk_tables(&mut self, address: u64, access: hart::Access) -> Result<Leaf, BusFault> {
+        let view = self.tlb.view();
+        let entry = |gpa| match self.table_entry(gpa) {
+            Ok(entry) => Ok(entry),
+            // A table where there is no memory is an access fault of the access that needs it.
+            Err(Unreached::Mmio) => Err(BusFault::Access { address }),
+            Err(fault) => Err(fault.for_access(address, gpa)),
+        };
+        match hart::walk(view.satp, address, entry)? {
+            Some(leaf) if leaf.allows(view, access) => Ok(leaf),
+            _ => Err(BusFault::Page { address }),
+        }
+    }
+
+    /// The entry of the guest's tables at `gpa`.
+    fn table_entry(&mut self, gpa: u64) -> Result<u64, Unreached> {
+        let pointer = match self.tlb.read_physical(gpa) {
+            Some(pointer) => pointer,
+            None => self.reach_physical(gpa)?,
+        };
+        // SAFETY: just translated; entries are aligned; the reference lives for this load.
+        Ok(u64::load(unsafe { cell::<u64>(pointer) }))
+    }
+
+    /// The host address of a load at the guest-physical address `gpa`, which fills the TLB.
+    #[cold]
+    fn reach_physical(&mut self, gpa: u64) -> Result<*mut u8, Unreached> {
+        let (hva, may_write) = self.reach(gpa, false)?;
+        self.tlb.fill_physical(gpa, hva, may_write);
+        Ok(pointer_into(hva, gpa))
+    }
+
+    /// Translates the guest-physical address `gpa` by the slots and the second-stage tables.
+    /// Returns the host address of its page, and whether the TLB may let writes to it through.
+    #[inline]
+    fn reach(&mut self, gpa: u64, write: bool) -> Result<(Hva, bool), Unreached> {
         let gfn = Gpa(gpa).gfn();
         let (state, worker, ring) = (&*self.state, &mut self.worker, self.ring.as_ref());
         let mut tries = TRIES;
@@ -156,26 +237,16 @@ impl<R: MemslotReader> VcpuMemory<R> {
                 reached => break reached,
             }
         };
-        let (hva, may_write) = match reached {
-            Ok(reached) => reached,
-            Err(Unreached::Mmio) => return Err(BusFault::Mmio { gpa }),
-            Err(Unreached::Held(flags)) => {
-                return Err(BusFault::Memory(MemoryFault {
-                    gpa: gfn.gpa().0,
-                    size: PAGE_SIZE,
-                    flags,
-                }));
-            }
-            Err(Unreached::Again(again)) => {
-                self.again = Some(again);
-                return Err(BusFault::Requested);
-            }
-        };
-        self.tlb.fill(gpa, hva, may_write);
-        Ok(core::ptr::with_exposed_provenance_mut(
-            (hva.0 + (gpa & PAGE_MASK)) as usize,
-        ))
+        if let Err(Unreached::Again(again)) = reached {
+            self.again = Some(again);
+        }
+        reached
     }
+}
+
+/// The place in the page at `hva` that `address` has in its page.
+fn pointer_into(hva: Hva, address: u64) -> *mut u8 {
+    core::ptr::with_exposed_provenance_mut((hva.0 + (address & PAGE_MASK)) as usize)
 }
 
 /// The reason for which a fault reaches no memory.
@@ -186,6 +257,21 @@ enum Unreached {
     Held(u64),
     /// A change is in progress: leave the guest, and retry.
     Again(Again),
+}
+
+impl Unreached {
+    /// The fault of an access at the virtual address `address` that needs `gpa`.
+    fn for_access(self, address: u64, gpa: u64) -> BusFault {
+        match self {
+            Self::Mmio => BusFault::Mmio { address, gpa },
+            Self::Held(flags) => BusFault::Memory(MemoryFault {
+                gpa: gpa & !PAGE_MASK,
+                size: PAGE_SIZE,
+                flags,
+            }),
+            Self::Again(_) => BusFault::Requested,
+        }
+    }
 }
 
 /// The event for which a fault has to wait outside the guest.
@@ -374,16 +460,16 @@ unsafe fn cell<'a, T: GuestInt>(pointer: *mut u8) -> &'a T::Atomic {
 
 impl<R: MemslotReader> Bus for VcpuMemory<R> {
     #[inline(always)]
-    fn load<T: GuestInt>(&mut self, gpa: u64) -> Result<T, BusFault> {
-        let pointer = self.read_pointer(gpa, T::BYTES)?;
+    fn load<T: GuestInt>(&mut self, address: u64) -> Result<T, BusFault> {
+        let pointer = self.read_pointer(address, T::BYTES)?;
         // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
         Ok(T::load(unsafe { cell::<T>(pointer) }))
     }
 
     #[inline(always)]
-    fn store<T: GuestInt>(&mut self, gpa: u64, value: T) -> Result<(), BusFault> {
-        let Some(pointer) = self.tlb.write(gpa, T::BYTES) else {
-            return self.store_missed(gpa, value);
+    fn store<T: GuestInt>(&mut self, address: u64, value: T) -> Result<(), BusFault> {
+        let Some(pointer) = self.tlb.write(address, T::BYTES) else {
+            return self.store_missed(address, value);
         };
         // SAFETY: just translated for `T::BYTES`; the reference lives for this store.
         T::store(unsafe { cell::<T>(pointer) }, value);
@@ -391,19 +477,23 @@ impl<R: MemslotReader> Bus for VcpuMemory<R> {
     }
 
     #[cold]
-    fn store_bytes(&mut self, gpa: u64, bytes: &[u8]) -> Result<(), BusFault> {
+    fn store_bytes(&mut self, address: u64, bytes: &[u8]) -> Result<(), BusFault> {
         let Some(last) = (bytes.len() as u64).checked_sub(1) else {
             return Ok(());
         };
-        let end = gpa.checked_add(last).ok_or(BusFault::Access { gpa })?;
+        let end = address
+            .checked_add(last)
+            .ok_or(BusFault::Access { address })?;
         // All or nothing: both pages are writable before the first byte is stored. The vCPU stays
         // inside and so serves no flush. So the pointers stay valid.
-        let in_first = bytes.len().min((PAGE_SIZE - (gpa & PAGE_MASK)) as usize);
+        let in_first = bytes
+            .len()
+            .min((PAGE_SIZE - (address & PAGE_MASK)) as usize);
         let (head, tail) = bytes.split_at(in_first);
-        let first = self.fault(gpa, 1, true)?;
+        let first = self.missed(address, 1, hart::Access::Store)?;
         let second = match tail {
             [] => None,
-            _ => Some(self.fault(end & !PAGE_MASK, 1, true)?),
+            _ => Some(self.missed(end & !PAGE_MASK, 1, hart::Access::Store)?),
         };
         self.write_bytes(first, head);
         if let Some(second) = second {
@@ -412,13 +502,13 @@ impl<R: MemslotReader> Bus for VcpuMemory<R> {
         Ok(())
     }
 
-    fn amo<T: AmoInt>(&mut self, gpa: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
-        if let Some(pointer) = self.tlb.write(gpa, T::BYTES) {
+    fn amo<T: AmoInt>(&mut self, address: u64, op: AmoOp, operand: T) -> Result<T, BusFault> {
+        if let Some(pointer) = self.tlb.write(address, T::BYTES) {
             // SAFETY: just translated for writing `T::BYTES`; the reference lives for this
             // operation.
             return Ok(T::amo(unsafe { cell::<T>(pointer) }, op, operand));
         }
-        let pointer = self.fault(gpa, T::BYTES, true)?;
+        let pointer = self.missed(address, T::BYTES, hart::Access::Store)?;
         // SAFETY: as above.
         let cell = unsafe { cell::<T>(pointer) };
         let write = || T::amo(cell, op, operand);
@@ -428,25 +518,25 @@ impl<R: MemslotReader> Bus for VcpuMemory<R> {
             .write(pointer as u64, T::BYTES, write))
     }
 
-    fn load_reserved<T: AmoInt>(&mut self, gpa: u64) -> Result<Reserved<T>, BusFault> {
-        let pointer = self.read_pointer(gpa, T::BYTES)?;
-        let address = pointer as u64;
-        if !self.state.reservations.is_watched(address) {
-            self.unwatched = Some(address);
+    fn load_reserved<T: AmoInt>(&mut self, address: u64) -> Result<Reserved<T>, BusFault> {
+        let pointer = self.read_pointer(address, T::BYTES)?;
+        let place = pointer as u64;
+        if !self.state.reservations.is_watched(place) {
+            self.unwatched = Some(place);
             return Err(BusFault::Requested);
         }
         // SAFETY: just translated for `T::BYTES`; the reference lives for this load.
         let cell = unsafe { cell::<T>(pointer) };
-        Ok(self.state.reservations.load_reserved(address, cell))
+        Ok(self.state.reservations.load_reserved(place, cell))
     }
 
     fn store_conditional<T: AmoInt>(
         &mut self,
-        gpa: u64,
+        address: u64,
         reserved: Reserved<T>,
         value: T,
     ) -> Result<bool, BusFault> {
-        let pointer = self.fault(gpa, T::BYTES, true)?;
+        let pointer = self.missed(address, T::BYTES, hart::Access::Store)?;
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this operation.
         let cell = unsafe { cell::<T>(pointer) };
         let reservations = &self.state.reservations;
@@ -454,13 +544,32 @@ impl<R: MemslotReader> Bus for VcpuMemory<R> {
     }
 
     #[cold]
+    fn locate_code(&mut self, address: u64) -> Result<u64, BusFault> {
+        let leaf = self.walk(address, hart::Access::Fetch)?;
+        Ok(leaf.map_or(address & !PAGE_MASK, |leaf| leaf.gpa))
+    }
+
+    #[cold]
     fn fetch_page(&mut self, gpa: u64, words: &mut [u32; PAGE_WORDS]) -> Result<(), BusFault> {
-        let page = self.read_pointer(gpa, 4)?;
+        let page = match self.tlb.read_physical(gpa) {
+            Some(page) => page,
+            None => self
+                .reach_physical(gpa)
+                .map_err(|fault| fault.for_access(gpa, gpa))?,
+        };
         for (i, word) in words.iter_mut().enumerate() {
             // SAFETY: `gpa` is page-aligned, so all words lie in the page that was just translated.
             *word = u32::load(unsafe { cell::<u32>(page.wrapping_add(4 * i)) });
         }
         Ok(())
+    }
+
+    fn set_view(&mut self, view: View) {
+        self.tlb.set_view(view);
+    }
+
+    fn fence_translations(&mut self, address: Option<u64>, asid: Option<u16>) {
+        self.tlb.fence(address, asid);
     }
 
     fn time(&mut self) -> u64 {

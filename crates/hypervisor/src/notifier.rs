@@ -77,7 +77,7 @@ impl<M: Memslots> Vm<M> {
     /// the page counts. If a large page maps it, all pages of the large page count.
     ///
     /// The call takes no lock that a fault needs, and flushes nothing. So it does not see a use
-    /// through a translation that a vCPU still has in its TLB.
+    /// through a translation that a vCPU still has in its TLB, which may hold 32 768 pages.
     pub fn age_hva(&self, hva: Range<Hva>, clear: bool) -> u64 {
         let mut writer = self.changes.lock();
         let Writer {

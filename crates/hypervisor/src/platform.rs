@@ -27,22 +27,28 @@ pub(crate) type Worker = pageferry_tdp::Worker<Format, Harts>;
 /// The gates of a VM's vCPUs. A vCPU that is created after a request has nothing to flush.
 #[derive(Default)]
 pub(crate) struct Harts {
-    gates: RwLock<Vec<Arc<Gate>>>,
+    gates: RwLock<Vec<(u32, Arc<Gate>)>>,
 }
 
 impl Harts {
-    pub(crate) fn add(&self, gate: Arc<Gate>) {
+    pub(crate) fn add(&self, id: u32, gate: Arc<Gate>) {
         let mut gates = self.gates.write().unwrap_or_else(PoisonError::into_inner);
-        gates.push(gate);
+        gates.push((id, gate));
     }
 
     /// Makes the request at every gate and waits until all vCPUs that were inside have left.
     pub(crate) fn request(&self, requests: Requests) {
+        self.request_of(requests, |_| true);
+    }
+
+    /// The same, at the gates of the vCPUs whose ids `includes` accepts.
+    pub(crate) fn request_of(&self, requests: Requests, includes: impl Fn(u32) -> bool) {
         let gates = self.gates.read().unwrap_or_else(PoisonError::into_inner);
         // All gates get the request before the first wait, so that vCPUs leave in parallel.
         let tickets: Vec<_> = gates
             .iter()
-            .filter_map(|gate| gate.request(requests))
+            .filter(|(id, _)| includes(*id))
+            .filter_map(|(_, gate)| gate.request(requests))
             .collect();
         for ticket in tickets {
             ticket.wait();

@@ -2,9 +2,13 @@
 //! vCPUs. It holds for the whole crate.
 //!
 //! Three places hold a translation: the memory slots (the truth), the second-stage tables (shared),
-//! and each vCPU's TLB and decoded code (private). A fault reads and fills them in that order, and
-//! waits for no other thread. (`pageferry-tdp` documents the protocol of the tables.) A revocation
-//! uses the same order. One revocation runs at a time, under the mutex of
+//! and each vCPU's TLB and decoded code (private). The guest's own tables are a fourth, but only
+//! the guest changes them. To the hypervisor they are guest memory: a walk reads them through the
+//! TLB, and what it finds goes into the same TLB, so each flush here covers both.
+//!
+//! The rest concerns the first three. A fault reads and fills them in that order, and waits for no
+//! other thread. (`pageferry-tdp` documents the protocol of the tables.) A revocation uses the same
+//! order. One revocation runs at a time, under the mutex of
 //! [`Changes`](crate::state::Changes), which no vCPU takes inside its gate.
 //!
 //! # A slot is deleted or moved
@@ -147,6 +151,17 @@
 //! writes, confirm. From then on, every store to the page takes the miss path.
 //! [`crate::hart::Reservations`] shows why this suffices. The vCPU that executed the LR does it
 //! outside its gate.
+//!
+//! # A hart fences another one
+//!
+//! A hart stores to the guest's tables, leaves the guest, and requests FENCE_VMA at another gate
+//! ([`Vm::fence`](crate::Vm::fence)). Claim: when the ticket has been waited for, the other hart
+//! uses no translation from before the store.
+//!
+//! 1. If the other hart was inside, that entry has ended.
+//! 2. A later entry follows the taking of the request, which empties all banks of the TLB, its
+//!    second level, and the virtual table of decoded code.
+//! 3. A walk after that has acquired everything that came before the request, the store included.
 //!
 //! # What waits for what
 //!

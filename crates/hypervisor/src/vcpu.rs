@@ -276,8 +276,17 @@ fn serve<R: MemslotReader>(hart: &mut Hart, memory: &mut VcpuMemory<R>, requests
     if requests.contains(Requests::FLUSH) {
         memory.tlb.flush();
         hart.invalidate_code();
-    } else if requests.contains(Requests::FLUSH_WRITES) {
-        memory.tlb.flush_writes();
+    } else {
+        if requests.contains(Requests::FLUSH_WRITES) {
+            memory.tlb.flush_writes();
+        }
+        if requests.contains(Requests::FENCE_VMA) {
+            memory.tlb.fence(None, None);
+            hart.forget_code_translations();
+        }
+        if requests.contains(Requests::FENCE_I) {
+            hart.fence_code();
+        }
     }
     if requests.contains(Requests::QUIESCE) {
         memory.slots.refresh();

@@ -152,7 +152,7 @@ impl<M: Memslots> Vm<M> {
             })
             .unzip();
         let gate = Arc::new(Gate::new());
-        self.state.mmu.platform().add(Arc::clone(&gate));
+        self.state.mmu.platform().add(id, Arc::clone(&gate));
         let memory = memory.with_ring(producer);
         let changes = Arc::clone(&self.changes);
         Ok(VcpuCore::new(id, memory, changes, gate, harvester))

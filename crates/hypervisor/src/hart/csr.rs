@@ -2,9 +2,11 @@
 //!
 //! Source: The RISC-V Instruction Set Manual, volume II, chapter "Supervisor-Level ISA", version
 //! 1.13. Fields that this hart fixes:
-//! - Translation is Bare only, so `satp` and `sstatus.SUM` are read-only zero.
+//! - `satp` implements Bare, Sv39 and Sv48, and [`ASID_BITS`](super::ASID_BITS) bits of ASID.
 //! - There is no F and no V, so `FS`, `VS` and `SD` are zero.
 //! - `UXL` is always 64 bits.
+
+use super::paging::{Satp, View};
 
 /// Ticks a second of the `time` CSR. A device tree gives it as `timebase-frequency`.
 pub const TIMEBASE_HZ: u64 = 10_000_000;
@@ -13,11 +15,13 @@ pub const TIMEBASE_HZ: u64 = 10_000_000;
 pub(super) const SSTATUS_SIE: u64 = 1 << 1;
 const SSTATUS_SPIE: u64 = 1 << 5;
 const SSTATUS_SPP: u64 = 1 << 8;
+const SSTATUS_SUM: u64 = 1 << 18;
 const SSTATUS_MXR: u64 = 1 << 19;
 /// `sstatus.UXL` = 64 bits, its only value.
 pub(super) const SSTATUS_UXL: u64 = 2 << 32;
 /// The bits of `sstatus` that can change.
-pub(super) const SSTATUS_WRITABLE: u64 = SSTATUS_SIE | SSTATUS_SPIE | SSTATUS_SPP | SSTATUS_MXR;
+pub(super) const SSTATUS_WRITABLE: u64 =
+    SSTATUS_SIE | SSTATUS_SPIE | SSTATUS_SPP | SSTATUS_SUM | SSTATUS_MXR;
 /// SSIP, STIP, SEIP: the implemented interrupts.
 pub(super) const INTERRUPTS: u64 = 1 << 1 | 1 << 5 | 1 << 9;
 /// The guest can write SSIP only.
@@ -40,6 +44,9 @@ pub(super) enum Cause {
     StoreMisaligned = 6,
     StoreAccess = 7,
     EcallFromUser = 8,
+    InstructionPage = 12,
+    LoadPage = 13,
+    StorePage = 15,
 }
 
 /// The privilege mode of the hart, as the guest sees it.
@@ -99,6 +106,9 @@ pub(super) struct Csrs {
     pub(super) sepc: u64,
     pub(super) scause: u64,
     pub(super) stval: u64,
+    pub(super) satp: Satp,
+    /// Whether the view has changed since [`Csrs::take_view`].
+    pub(super) view_changed: bool,
 }
 
 impl Csrs {
@@ -114,7 +124,20 @@ impl Csrs {
             sepc: 0,
             scause: 0,
             stval: 0,
+            satp: Satp::BARE,
+            view_changed: true,
         }
+    }
+
+    /// The view of memory, if it may have changed since the last call.
+    #[inline]
+    pub(super) fn take_view(&mut self) -> Option<View> {
+        core::mem::take(&mut self.view_changed).then_some(View {
+            satp: self.satp,
+            mode: self.mode,
+            sum: self.sstatus & SSTATUS_SUM != 0,
+            mxr: self.sstatus & SSTATUS_MXR != 0,
+        })
     }
 
     /// Checks that this mode may access CSR `number`: bits 9:8 of the number are the lowest
@@ -145,8 +168,10 @@ impl Csrs {
             number::SEPC => self.sepc,
             number::SCAUSE => self.scause,
             number::STVAL => self.stval,
-            // FIOM may be read-only zero if satp is. The extensions of the other bits are absent.
-            number::SENVCFG | number::SATP => 0,
+            number::SATP => self.satp.bits(),
+            // FIOM is read-only zero: fences already order I/O with memory. The extensions of the
+            // other bits are absent.
+            number::SENVCFG => 0,
             number::CYCLE | number::TIME | number::INSTRET => {
                 let enabled = self.scounteren >> (number & 3) & 1 != 0;
                 if self.mode == Mode::User && !enabled {
@@ -166,7 +191,10 @@ impl Csrs {
     /// counters are read-only.
     pub(super) fn write(&mut self, number: u32, value: u64) -> Result<(), NoCsr> {
         match number {
-            number::SSTATUS => self.sstatus = value & SSTATUS_WRITABLE,
+            number::SSTATUS => {
+                self.sstatus = value & SSTATUS_WRITABLE;
+                self.view_changed = true;
+            }
             number::SIE => self.sie = value & INTERRUPTS,
             number::SIP => self.sip = self.sip & !SIP_WRITABLE | value & SIP_WRITABLE,
             // Modes 2 and 3 are reserved; bit 1 is read-only zero.
@@ -177,7 +205,14 @@ impl Csrs {
             number::SEPC => self.sepc = value & !3,
             number::SCAUSE => self.scause = value,
             number::STVAL => self.stval = value,
-            number::SENVCFG | number::SATP => {}
+            // A write with a mode that is not implemented has no effect.
+            number::SATP => {
+                if let Some(satp) = Satp::from_write(value) {
+                    self.satp = satp;
+                    self.view_changed = true;
+                }
+            }
+            number::SENVCFG => {}
             _ => return Err(NoCsr),
         }
         Ok(())
@@ -230,6 +265,7 @@ impl Csrs {
         }
         self.sstatus = status;
         self.mode = Mode::Supervisor;
+        self.view_changed = true;
     }
 
     /// SRET. Returns the target address.
@@ -244,6 +280,7 @@ impl Csrs {
             status |= SSTATUS_SIE;
         }
         self.sstatus = status;
+        self.view_changed = true;
         self.sepc
     }
 }

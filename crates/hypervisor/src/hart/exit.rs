@@ -26,12 +26,13 @@ pub enum HartExit {
         /// The value, zero-extended.
         value: u64,
     },
-    /// Guest memory is missing or not writable now. The instruction is not retired, and the next
+    /// Guest memory is missing or not writable now: the page itself, or a page of the guest's
+    /// tables that lead to it. The instruction is not retired, and the next
     /// entry repeats it.
     MemoryFault {
         /// The range of memory.
         fault: MemoryFault,
-        /// The kind of access.
+        /// The kind of the instruction's access. The walk through the guest's tables only loads.
         access: Access,
     },
     /// An ECALL from VS-mode: an SBI call. `pc` is already behind it, and it does not count as

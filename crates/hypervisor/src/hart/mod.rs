@@ -1,14 +1,15 @@
 //! One RV64IMA_Zicsr_Zifencei_Zicntr hart in VS-mode: the vCPU's registers and its interpreter.
 //!
 //! **Guarantee.** [`Hart::run`] executes guest code exactly as the RISC-V manuals specify (volume
-//! I, RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level, translation Bare). It
-//! counts every retired instruction, and returns only between instructions. It checks the request
-//! word at the end of every code page and at every taken jump. It also does so after every
-//! instruction that it executes outside its loop.
+//! I, RV64I 2.1, M, A, Zicsr, Zifencei, Zicntr; volume II, supervisor level with Sv39, Sv48 and
+//! Svade). It counts every retired instruction, and returns only between instructions. It checks
+//! the request word at the end of every code page and at every taken jump. It also does so after
+//! every instruction that it executes outside its loop.
 //!
 //! **Mechanism.** The hart decodes each instruction once into an 8-byte operation, and a loop jumps
 //! by the operation's kind. Memory is a [`Bus`], a type parameter, so that a TLB hit is a part of
-//! that loop. Rare instructions leave the loop for plain code.
+//! that loop. Rare instructions leave the loop for plain code. The hart tells the bus its [`View`],
+//! and the bus translates; [`walk`] is the walk through the guest's tables.
 //!
 //! **LR and SC.** The hart remembers the address, width and value of the last LR. An SC to another
 //! address or of another width fails. Every SC ends the reservation. The bus decides whether
@@ -27,6 +28,7 @@ mod exec;
 mod exit;
 mod int;
 mod op;
+mod paging;
 mod regs;
 mod reservations;
 mod run;
@@ -38,6 +40,7 @@ pub use bus::{Access, Bus, BusFault, MemoryFault, PAGE_WORDS, Reserved};
 pub use csr::{Interrupt, Mode, TIMEBASE_HZ};
 pub use exit::HartExit;
 pub use int::{AmoInt, AmoOp, GuestInt};
+pub use paging::{ASID_BITS, Leaf, Rights, Satp, View, walk};
 pub use reservations::Reservations;
 pub use state::{HartState, StateError};
 
@@ -50,10 +53,11 @@ use regs::Regs;
 /// The reservation of the last LR, until an SC.
 #[derive(Clone, Copy)]
 struct Reservation {
-    gpa: u64,
+    address: u64,
     size: u64,
     value: u64,
     version: u64,
+    place: u64,
 }
 
 /// The MMIO load for which the hart last left the guest.
@@ -65,7 +69,7 @@ struct MmioLoad {
 
 /// One hart.
 ///
-/// A hart takes about 2 KiB, plus 8 KiB for each of at most 16 code pages.
+/// A hart takes about 7 KiB, plus 12 KiB for each of at most 1024 pages of decoded code.
 pub struct Hart {
     x: Regs,
     pc: u64,
@@ -74,6 +78,8 @@ pub struct Hart {
     reservation: Option<Reservation>,
     mmio_load: Option<MmioLoad>,
     code: CodeCache,
+    /// Whether the bus may hold translations from before the last [`Hart::set_state`].
+    restored: bool,
 }
 
 impl Default for Hart {
@@ -94,6 +100,7 @@ impl Hart {
             reservation: None,
             mmio_load: None,
             code: CodeCache::new(),
+            restored: false,
         }
     }
 
@@ -150,18 +157,36 @@ impl Hart {
         }
     }
 
-    /// Forgets the decoded code of the page that contains `gpa`. Call it when other memory appears
-    /// there, or when the VMM wrote code there that must run without the guest's FENCE.I.
+    /// The number of pages of decoded code, at most 1024.
+    #[must_use]
+    pub const fn code_pages(&self) -> usize {
+        self.code.pages()
+    }
+
+    /// Compares the page of code that contains `gpa` with memory before it is next executed, and
+    /// decodes again what has changed. Call it when other memory appears there, or when the VMM
+    /// wrote code there that must run without the guest's FENCE.I.
     pub fn invalidate_code_page(&mut self, gpa: u64) {
         self.code.invalidate(gpa);
     }
 
-    /// Forgets all decoded code. Call it after a change of memory slots or a whole TLB flush.
+    /// Does the same for all code. Call it after a change of memory slots or a whole TLB flush.
     ///
     /// It also drops the reservation of an LR: there may be other memory at its address now.
     pub fn invalidate_code(&mut self) {
-        self.code.invalidate_all();
+        self.code.fence();
         self.reservation = None;
+    }
+
+    /// Compares all code with memory before it is next executed, like FENCE.I.
+    pub fn fence_code(&mut self) {
+        self.code.fence();
+    }
+
+    /// Forgets the translations of code. Call it with each fence that another hart requests for the
+    /// translations of this one.
+    pub fn forget_code_translations(&mut self) {
+        self.code.forget_translations();
     }
 
     /// The whole architectural state.
@@ -181,16 +206,18 @@ impl Hart {
             sepc: csrs.sepc,
             scause: csrs.scause,
             stval: csrs.stval,
+            satp: csrs.satp.bits(),
             instret: self.instret,
         }
     }
 
-    /// Replaces the whole architectural state, and drops decoded code and the reservation.
+    /// Replaces the whole architectural state, and drops translations and the reservation.
     ///
     /// # Errors
     /// If no hart can be in `state`. The hart is then unchanged.
     pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
         state.validate()?;
+        let satp = Satp::from_write(state.satp).unwrap_or_default();
         for (index, &value) in (0..).zip(&state.x) {
             self.x.set(index, value);
         }
@@ -206,11 +233,14 @@ impl Hart {
             sepc: state.sepc,
             scause: state.scause,
             stval: state.stval,
+            satp,
+            view_changed: true,
         };
         self.instret = state.instret;
         self.reservation = None;
         self.mmio_load = None;
-        self.code.invalidate_all();
+        self.code.fence();
+        self.restored = true;
         Ok(())
     }
 }

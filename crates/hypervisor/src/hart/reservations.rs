@@ -158,11 +158,12 @@ impl Reservations {
         Reserved {
             value: T::load_ordered(cell),
             version,
+            place: address,
         }
     }
 
     /// SC: stores `value` to `cell`, which is at `address`, unless a hart wrote there since
-    /// `reserved`. Returns whether it stored.
+    /// `reserved`, or `reserved` is of another address. Returns whether it stored.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
@@ -173,14 +174,15 @@ impl Reservations {
         let word = &self.words[word_index(address)];
         // The exchange expects the count that the LR saw. It fails if a hart wrote or is writing.
         let locked = reserved.version | LOCKED;
-        let unchanged = word
-            .compare_exchange(
-                reserved.version,
-                locked,
-                Ordering::SeqCst,
-                Ordering::Relaxed,
-            )
-            .is_ok();
+        let unchanged = reserved.place == address
+            && word
+                .compare_exchange(
+                    reserved.version,
+                    locked,
+                    Ordering::SeqCst,
+                    Ordering::Relaxed,
+                )
+                .is_ok();
         if unchanged {
             T::amo(cell, AmoOp::Swap, value);
             word.store(reserved.version.wrapping_add(WRITE), Ordering::Release);

@@ -1,13 +1,12 @@
 //! Running guest code: entry, interrupts, and the choice between the loop and the slow path.
 
 use super::Hart;
-use super::bus::{Access, Bus, BusFault, PAGE_WORDS};
+use super::bus::{Access, Bus, BusFault};
 use super::csr::Cause;
 use super::exec::{Leave, run_page};
 use super::exit::HartExit;
 use super::slow::{Step, extend, kind_of_access, refused};
 use super::sync::{AtomicU32, Ordering};
-use pageferry_addr::PAGE_MASK;
 
 impl Hart {
     /// Runs guest code until the hart has to leave it; see [`HartExit`].
@@ -23,8 +22,17 @@ impl Hart {
     ) -> HartExit {
         let mut budget = budget.unwrap_or(u64::MAX);
         self.mmio_load = None;
+        if core::mem::take(&mut self.restored) {
+            bus.fence_translations(None, None);
+        }
+        // The caller may lend another bus each time.
+        self.csrs.view_changed = true;
         self.take_interrupt();
         loop {
+            if let Some(view) = self.csrs.take_view() {
+                self.code.set_view(view);
+                bus.set_view(view);
+            }
             if request.load(Ordering::Relaxed) != 0 {
                 return HartExit::Requested;
             }
@@ -93,18 +101,15 @@ impl Hart {
 
     #[cold]
     fn fetch<B: Bus>(&mut self, bus: &mut B) -> Result<(), BusFault> {
-        let mut words = [0; PAGE_WORDS];
-        let page = self.pc & !PAGE_MASK;
-        // The guest sees the address of the instruction, not of the page.
-        bus.fetch_page(page, &mut words)
+        let address = self.pc;
+        let gpa = bus.locate_code(address)?;
+        self.code
+            .enter(address, gpa, |words| bus.fetch_page(gpa, words))
+            // The guest sees the address of the instruction, not of the page.
             .map_err(|fault| match fault {
-                BusFault::Access { .. } | BusFault::Mmio { .. } => {
-                    BusFault::Access { gpa: self.pc }
-                }
+                BusFault::Access { .. } | BusFault::Mmio { .. } => BusFault::Access { address },
                 fault => fault,
-            })?;
-        self.code.fill(self.pc, &words);
-        Ok(())
+            })
     }
 
     /// Completes the load of the last [`HartExit::MmioLoad`]: the low bytes of `value` go to the

@@ -6,6 +6,7 @@ use super::decode::{funct3, funct5, imm_b, imm_j};
 use super::exit::HartExit;
 use super::int::{AmoInt, AmoOp};
 use super::op::{Kind, Op, SINK};
+use super::paging::ASID_BITS;
 use super::sync::{Ordering, fence};
 use super::{Hart, MmioLoad, Reservation};
 
@@ -36,7 +37,7 @@ impl Hart {
                 Step::Next
             }
             Kind::FenceI => {
-                self.code.invalidate_all();
+                self.code.fence();
                 Step::Next
             }
             Kind::AtomicW => self.atomic::<u32, B>(bus, op),
@@ -56,9 +57,14 @@ impl Hart {
             Kind::Sret => Step::Jump(self.csrs.sret()),
             Kind::Wfi if self.csrs.waking() => Step::Next,
             Kind::Wfi => Step::ExitAfter(HartExit::Halted),
-            // Translation is Bare: only the order of accesses needs the fence.
             Kind::SfenceVma => {
+                // x0 as an operand means all addresses, or all address spaces.
+                let address = (op.rs1 != 0).then(|| self.x[op.rs1]);
+                let asid = (op.rs2 != 0).then(|| self.x[op.rs2] as u16 & ((1 << ASID_BITS) - 1));
+                // Walks after the fence see the stores before it.
                 fence(Ordering::SeqCst);
+                bus.fence_translations(address, asid);
+                self.code.forget_translations();
                 Step::Next
             }
             _ => illegal(raw),
@@ -113,7 +119,11 @@ impl Hart {
                 (_, true) => old & !operand,
                 _ => old | operand,
             };
+            let levels = self.csrs.satp.levels();
             self.csrs.write(number, new)?;
+            if self.csrs.satp.levels() != levels {
+                self.code.forget_translations();
+            }
         }
         self.x[op.rd] = old;
         Ok(Step::Next)
@@ -121,28 +131,33 @@ impl Hart {
 
     fn atomic<T: AmoInt, B: Bus>(&mut self, bus: &mut B, op: Op) -> Step {
         let function = op.instruction() >> 27;
-        let gpa = self.x[op.rs1];
+        let address = self.x[op.rs1];
         let operand = T::truncate(self.x[op.rs2]);
         let access = if function == funct5::LR {
             Access::Load
         } else {
             Access::Store
         };
-        if !gpa.is_multiple_of(T::BYTES) {
+        if !address.is_multiple_of(T::BYTES) {
             return match access {
-                Access::Load => Step::Trap(Cause::LoadMisaligned, gpa),
-                _ => Step::Trap(Cause::StoreMisaligned, gpa),
+                Access::Load => Step::Trap(Cause::LoadMisaligned, address),
+                _ => Step::Trap(Cause::StoreMisaligned, address),
             };
         }
         let amo = match function {
             funct5::LR => {
-                return match bus.load_reserved::<T>(gpa) {
-                    Ok(Reserved { value, version }) => {
+                return match bus.load_reserved::<T>(address) {
+                    Ok(Reserved {
+                        value,
+                        version,
+                        place,
+                    }) => {
                         self.reservation = Some(Reservation {
-                            gpa,
+                            address,
                             size: T::BYTES,
                             value: value.to_u64(),
                             version,
+                            place,
                         });
                         self.x[op.rd] = sign_extend(value);
                         Step::Next
@@ -152,12 +167,13 @@ impl Hart {
             }
             funct5::SC => {
                 let stored = match self.reservation {
-                    Some(held) if held.gpa == gpa && held.size == T::BYTES => {
+                    Some(held) if held.address == address && held.size == T::BYTES => {
                         let reserved = Reserved {
                             value: T::truncate(held.value),
                             version: held.version,
+                            place: held.place,
                         };
-                        match bus.store_conditional::<T>(gpa, reserved, operand) {
+                        match bus.store_conditional::<T>(address, reserved, operand) {
                             Ok(stored) => stored,
                             Err(fault) => return refused(fault, access),
                         }
@@ -179,7 +195,7 @@ impl Hart {
             funct5::MAXU => AmoOp::MaxU,
             _ => return illegal(op.instruction()),
         };
-        match bus.amo::<T>(gpa, amo, operand) {
+        match bus.amo::<T>(address, amo, operand) {
             Ok(old) => {
                 self.x[op.rd] = sign_extend(old);
                 Step::Next
@@ -190,10 +206,10 @@ impl Hart {
 
     /// Completes the load or store `op`, which the bus refused with `fault`.
     pub(super) fn memory<B: Bus>(&mut self, bus: &mut B, op: Op, fault: BusFault) -> Step {
-        let gpa = self.x[op.rs1].wrapping_add(op.imm as i64 as u64);
+        let address = self.x[op.rs1].wrapping_add(op.imm as i64 as u64);
         let (access, size) = kind_of_access(op.kind);
         match (fault, access) {
-            (BusFault::Misaligned, Access::Load) => match load_bytes(bus, gpa, size) {
+            (BusFault::Misaligned, Access::Load) => match load_bytes(bus, address, size) {
                 Ok(value) => {
                     self.x[op.rd] = extend(op.kind, value);
                     Step::Next
@@ -202,12 +218,12 @@ impl Hart {
             },
             (BusFault::Misaligned, _) => {
                 let bytes = self.x[op.rs2].to_le_bytes();
-                match bus.store_bytes(gpa, &bytes[..usize::from(size)]) {
+                match bus.store_bytes(address, &bytes[..usize::from(size)]) {
                     Ok(()) => Step::Next,
                     Err(fault) => refused(fault, access),
                 }
             }
-            (BusFault::Mmio { .. }, Access::Load) => {
+            (BusFault::Mmio { gpa, .. }, Access::Load) => {
                 self.x[op.rd] = extend(op.kind, u64::MAX);
                 self.mmio_load = Some(MmioLoad {
                     rd: op.rd,
@@ -215,7 +231,7 @@ impl Hart {
                 });
                 Step::ExitAfter(HartExit::MmioLoad { gpa, size })
             }
-            (BusFault::Mmio { .. }, _) => {
+            (BusFault::Mmio { gpa, .. }, _) => {
                 let value = self.x[op.rs2] & (u64::MAX >> (64 - 8 * u32::from(size)));
                 Step::ExitAfter(HartExit::MmioStore { gpa, size, value })
             }
@@ -258,10 +274,10 @@ fn sign_extend<T: AmoInt>(value: T) -> u64 {
 
 /// A misaligned load, byte by byte. The ISA does not require more, and a fault in between has no
 /// effect.
-fn load_bytes<B: Bus>(bus: &mut B, gpa: u64, size: u8) -> Result<u64, BusFault> {
+fn load_bytes<B: Bus>(bus: &mut B, address: u64, size: u8) -> Result<u64, BusFault> {
     let mut bytes = [0; 8];
     for (i, byte) in bytes.iter_mut().enumerate().take(usize::from(size)) {
-        *byte = bus.load::<u8>(gpa.wrapping_add(i as u64))?;
+        *byte = bus.load::<u8>(address.wrapping_add(i as u64))?;
     }
     Ok(u64::from_le_bytes(bytes))
 }
@@ -280,13 +296,21 @@ pub(super) fn refused(fault: BusFault, access: Access) -> Step {
     match fault {
         BusFault::Requested => Step::ExitBefore(HartExit::Requested),
         BusFault::Memory(fault) => Step::ExitBefore(HartExit::MemoryFault { fault, access }),
-        BusFault::Mmio { gpa } | BusFault::Access { gpa } => {
+        BusFault::Mmio { address, .. } | BusFault::Access { address } => {
             let cause = match access {
                 Access::Fetch => Cause::InstructionAccess,
                 Access::Load => Cause::LoadAccess,
                 Access::Store => Cause::StoreAccess,
             };
-            Step::Trap(cause, gpa)
+            Step::Trap(cause, address)
+        }
+        BusFault::Page { address } => {
+            let cause = match access {
+                Access::Fetch => Cause::InstructionPage,
+                Access::Load => Cause::LoadPage,
+                Access::Store => Cause::StorePage,
+            };
+            Step::Trap(cause, address)
         }
         // The hart never calls this for an access that can be misaligned.
         BusFault::Misaligned => unreachable!("a bus reported an aligned access as misaligned"),

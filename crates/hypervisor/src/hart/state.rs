@@ -1,6 +1,7 @@
 //! A hart's whole state, in the form that moves between processes.
 
 use super::csr::{INTERRUPTS, Mode, SCOUNTEREN_WRITABLE, SSTATUS_UXL, SSTATUS_WRITABLE};
+use super::paging::Satp;
 use thiserror::Error;
 
 /// The state of a hart that a guest can observe, as plain values.
@@ -9,7 +10,8 @@ use thiserror::Error;
 /// - the reservation of an LR, which a move drops (the ISA lets an SC fail without reason);
 /// - `cycle`, which equals `instret` (this hart takes one cycle an instruction);
 /// - `time`, which belongs to the VM;
-/// - `satp` and `senvcfg`, which are always 0.
+/// - `senvcfg`, which is always 0;
+/// - cached translations, which a hart may forget at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HartState {
     /// The integer registers; `x[0]` is 0.
@@ -36,6 +38,8 @@ pub struct HartState {
     pub scause: u64,
     /// The address or instruction of the last trap.
     pub stval: u64,
+    /// Translation mode, address space and root table; 0 without translation.
+    pub satp: u64,
     /// The number of retired instructions.
     pub instret: u64,
 }
@@ -49,6 +53,9 @@ pub enum StateError {
     /// `pc` is not a multiple of 4.
     #[error("pc {0:#x} is not a multiple of 4")]
     Pc(u64),
+    /// `satp` has a reserved mode, an ASID that is too large, or fields in Bare mode.
+    #[error("satp cannot hold {0:#x}: expected 0, or mode 8 (Sv39) or 9 (Sv48) and 9 bits of ASID")]
+    Satp(u64),
     /// A CSR has a value that it cannot hold.
     #[error("{name} cannot hold {value:#x}: the bits {bad:#x} are wrong")]
     Csr {
@@ -93,6 +100,9 @@ impl HartState {
                 return Err(StateError::Csr { name, value, bad });
             }
         }
-        Ok(())
+        match Satp::from_write(self.satp) {
+            Some(satp) if satp.bits() == self.satp => Ok(()),
+            _ => Err(StateError::Satp(self.satp)),
+        }
     }
 }

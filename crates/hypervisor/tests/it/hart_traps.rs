@@ -22,6 +22,7 @@ const UXL: u64 = 2 << 32;
 const STATUS_SIE: u64 = 1 << 1;
 const STATUS_SPIE: u64 = 1 << 5;
 const STATUS_SPP: u64 = 1 << 8;
+const STATUS_SUM: u64 = 1 << 18;
 const STATUS_MXR: u64 = 1 << 19;
 
 fn change(machine: &mut Machine, change: impl FnOnce(&mut HartState)) {
@@ -46,7 +47,7 @@ fn csrs_hold_what_they_implement() {
             "sstatus",
             SSTATUS,
             u64::MAX,
-            UXL | STATUS_SIE | STATUS_SPIE | STATUS_SPP | STATUS_MXR,
+            UXL | STATUS_SIE | STATUS_SPIE | STATUS_SPP | STATUS_SUM | STATUS_MXR,
         ),
         ("sstatus", SSTATUS, 0, UXL),
         ("sie", SIE, u64::MAX, 0x222),
@@ -60,9 +61,16 @@ fn csrs_hold_what_they_implement() {
         ("sepc", SEPC, u64::MAX, u64::MAX - 3),
         ("scause", SCAUSE, 1 << 63 | 5, 1 << 63 | 5),
         ("stval", STVAL, u64::MAX, u64::MAX),
-        ("satp: no Sv39", SATP, 8 << 60 | 0x1234, 0),
-        ("satp: Sv48 neither", SATP, 9 << 60 | 0x1234, 0),
-        ("satp: Bare", SATP, 0, 0),
+        ("satp: Sv39", SATP, 8 << 60 | 0x1234, 8 << 60 | 0x1234),
+        ("satp: Sv48", SATP, 9 << 60 | 0x1234, 9 << 60 | 0x1234),
+        ("satp: Sv57 is refused", SATP, 10 << 60 | 0x1234, 0),
+        ("satp: Bare has no fields", SATP, 0x1234, 0),
+        (
+            "satp: 9 bits of ASID, 44 of PPN",
+            SATP,
+            9 << 60 | u64::MAX >> 4,
+            9 << 60 | u64::MAX >> 11,
+        ),
     ];
     for (name, csr, value, expected) in table {
         let got = write_read(csr, value);
@@ -379,6 +387,7 @@ fn odd_state() -> HartState {
         sepc: 8,
         scause: 1 << 63 | 3,
         stval: u64::MAX,
+        satp: 9 << 60 | 0x1ff << 44 | 0x1234,
         instret: u64::MAX - 1,
     }
 }
@@ -436,14 +445,19 @@ fn a_state_no_hart_can_be_in_is_refused() {
     assert_eq!(refused(|s| s.pc = 2), StateError::Pc(2));
     assert_eq!(refused(|s| s.sstatus = 0), csr("sstatus", 0, UXL));
     assert_eq!(
-        refused(|s| s.sstatus = UXL | 1 << 18),
-        csr("sstatus", UXL | 1 << 18, 1 << 18)
+        refused(|s| s.sstatus = UXL | 1 << 17),
+        csr("sstatus", UXL | 1 << 17, 1 << 17)
     );
     assert_eq!(refused(|s| s.sie = 3), csr("sie", 3, 1));
     assert_eq!(refused(|s| s.sip = 1 << 13), csr("sip", 1 << 13, 1 << 13));
     assert_eq!(refused(|s| s.stvec = 2), csr("stvec", 2, 2));
     assert_eq!(refused(|s| s.scounteren = 8), csr("scounteren", 8, 8));
     assert_eq!(refused(|s| s.sepc = 6), csr("sepc", 6, 2));
+    for satp in [1, 10 << 60, 15 << 60, 8 << 60 | 1 << 53] {
+        let mut state = odd_state();
+        state.satp = satp;
+        assert_eq!(state.validate(), Err(StateError::Satp(satp)));
+    }
     assert_eq!(
         refused(|s| s.sepc = 6).to_string(),
         "sepc cannot hold 0x6: the bits 0x2 are wrong"

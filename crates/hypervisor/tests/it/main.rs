@@ -20,6 +20,7 @@ mod vm_large_pages;
 mod vm_mmu_stress;
 mod vm_no_memory;
 mod vm_notifier;
+mod vm_paging;
 mod vm_scheme;
 mod vm_slot_changes;
 mod vm_slots;

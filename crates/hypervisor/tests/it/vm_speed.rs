@@ -70,6 +70,58 @@ fn loads_and_stores_through_the_tlb() {
     println!("load/store loop: {rate:.0} M instructions/s");
 }
 
+/// Stores to random doublewords of a small memory and of one that the first level of the TLB does
+/// not reach.
+#[test]
+#[ignore = "measures: nanoseconds on the fault path"]
+fn random_stores() {
+    const STORES: u64 = 4_000_000;
+    const MIB: u64 = 1 << 20;
+    let ram = HostRam::new(((64 * MIB) / PAGE) as usize + 1);
+    let code = [
+        mul(A0, A0, A3),
+        addi(A0, A0, 13),
+        srli(T0, A0, 20),
+        and(T0, T0, T2),
+        add(T0, T0, A1),
+        sd(A0, T0, 0),
+        addi(A2, A2, -1),
+        bne(A2, X0, -28),
+        WFI,
+    ];
+    ram.code(0, &code);
+    let vm = vm(&ram);
+    let mut vcpu = vcpu(&vm, 0, 0);
+    let mut measure = |bytes: u64| {
+        best(|| {
+            let hart = vcpu.hart_mut();
+            hart.set_pc(0).unwrap();
+            for (register, value) in [
+                (10, 1),
+                (11, PAGE),
+                (12, STORES),
+                (13, 0x5851_f42d_4c95_7f2d),
+                (7, bytes - 8),
+            ] {
+                hart.set_x(register, value);
+            }
+            let start = Instant::now();
+            assert_eq!(vcpu.run(), Exit::Halted);
+            start.elapsed()
+        })
+    };
+    let per_store = |time| per_page(time, STORES);
+    // The first run over the large memory maps it.
+    let [large, small] = [64 * MIB, MIB].map(|bytes| per_store(measure(bytes)));
+    println!(
+        "random stores over 1 MiB: {small:.1} ns each; over 64 MiB: {large:.1} ns; ratio: {:.2}",
+        small / large
+    );
+    if !cfg!(debug_assertions) {
+        assert!(small / large >= 0.5, "over 64 MiB is too slow");
+    }
+}
+
 #[test]
 #[ignore = "measures: nanoseconds on the fault path"]
 fn misses_and_memory_fault_exits() {

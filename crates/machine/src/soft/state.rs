@@ -113,6 +113,7 @@ pub(super) fn decode(bytes: &VcpuState) -> Result<(HartState, u64), MachineError
         sepc: encoded.sepc.get(),
         scause: encoded.scause.get(),
         stval: encoded.stval.get(),
+        satp: 0,
         instret: encoded.instret.get(),
     };
     state.validate().map_err(|e| bad(e.to_string()))?;

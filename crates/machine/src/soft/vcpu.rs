@@ -96,7 +96,13 @@ impl Vcpu for SoftVcpu {
     }
 
     fn save(&mut self) -> Result<VcpuState, MachineError> {
-        Ok(encode(&self.core.state(), self.vm.time()))
+        let state = self.core.state();
+        if state.satp != 0 {
+            return Err(MachineError::BadState(
+                "it has page tables of its own, which version 1 of the encoding cannot hold".into(),
+            ));
+        }
+        Ok(encode(&state, self.vm.time()))
     }
 
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {

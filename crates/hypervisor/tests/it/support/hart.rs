@@ -8,7 +8,7 @@ pub(crate) use crate::support::asm;
 
 use pageferry_hypervisor::hart::{
     AmoInt, AmoOp, Bus, BusFault, GuestInt, Hart, HartExit, MemoryFault, PAGE_WORDS, Reservations,
-    Reserved,
+    Reserved, View,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -169,7 +169,7 @@ impl TestBus {
             Some(offset) if offset >> 12 < self.ram.pages.len() as u64 => {
                 self.ram.pages[(offset >> 12) as usize].load(Ordering::Relaxed)
             }
-            _ => return Err(BusFault::Mmio { gpa }),
+            _ => return Err(BusFault::Mmio { address: gpa, gpa }),
         };
         if state == Page::Missing as u8 {
             return Err(BusFault::Memory(MemoryFault {
@@ -179,7 +179,7 @@ impl TestBus {
             }));
         }
         if state == Page::Refused as u8 {
-            return Err(BusFault::Access { gpa });
+            return Err(BusFault::Access { address: gpa });
         }
         let addend = (self.ram.words.as_ptr() as u64).wrapping_sub(RAM);
         let watched = self
@@ -262,6 +262,7 @@ impl Bus for TestBus {
             return Ok(Reserved {
                 value: T::load_ordered(self.readable::<T>(gpa)?),
                 version: 0,
+                place: 0,
             });
         };
         let cell = self.readable::<T>(gpa)?;
@@ -294,6 +295,14 @@ impl Bus for TestBus {
         }
         Ok(())
     }
+
+    fn locate_code(&mut self, address: u64) -> Result<u64, BusFault> {
+        Ok(address & !4095)
+    }
+
+    fn set_view(&mut self, _view: View) {}
+
+    fn fence_translations(&mut self, _address: Option<u64>, _asid: Option<u16>) {}
 
     fn time(&mut self) -> u64 {
         self.now
