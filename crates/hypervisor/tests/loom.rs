@@ -1,4 +1,5 @@
-//! Models of the gate and its users: a flush, a kick, and the completeness of the dirty log.
+//! Models of the gate and its users: a flush, a remote fence, a kick, and the completeness of the
+//! dirty log.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p pageferry-hypervisor --profile stress --test loom`
 //!
@@ -55,6 +56,95 @@ fn a_flushed_translation_is_not_used() {
         }
         page.store(1, Ordering::Relaxed);
         vcpu.join().unwrap();
+    });
+}
+
+/// One hart changes a page table and fences another one, which has a bank of translations in use
+/// and one parked. When the fence has returned, the other hart uses no translation from before it.
+#[test]
+fn no_translation_is_used_after_a_remote_fence_has_returned() {
+    check(3, || {
+        let gates = [Arc::new(Gate::new()), Arc::new(Gate::new())];
+        // `entry` is in guest memory, which harts access without order. The guest reuses `page`
+        // after it has unmapped it everywhere.
+        let entry = Arc::new(AtomicU64::new(1));
+        let page = Arc::new(AtomicU64::new(0));
+        let other = {
+            let (gate, entry, page) =
+                (Arc::clone(&gates[1]), Arc::clone(&entry), Arc::clone(&page));
+            thread::spawn(move || {
+                let (mut current, mut parked) = (false, false);
+                for _ in 0..3 {
+                    match gate.enter() {
+                        Err(requests) => {
+                            assert!(requests.contains(Requests::FENCE_VMA));
+                            (current, parked) = (false, false);
+                        }
+                        Ok(_inside) => {
+                            if !current {
+                                current = entry.load(Ordering::Relaxed) == 1;
+                            }
+                            if current {
+                                assert_eq!(page.load(Ordering::Relaxed), 0, "stale");
+                            }
+                            core::mem::swap(&mut current, &mut parked);
+                        }
+                    }
+                }
+            })
+        };
+        // The guest's store, the exit with its SBI call, and the fence.
+        let inside = gates[0].enter().expect("nobody makes requests here");
+        entry.store(0, Ordering::Relaxed);
+        drop(inside);
+        if let Some(ticket) = gates[1].request(Requests::FENCE_VMA) {
+            ticket.wait();
+        }
+        let inside = gates[0].enter().expect("nobody makes requests here");
+        page.store(1, Ordering::Relaxed);
+        drop(inside);
+        other.join().unwrap();
+    });
+}
+
+/// Two harts each unmap a page, and fence each other at the same time. Both fences return, and each
+/// takes the other's translation away.
+#[test]
+fn two_harts_fence_each_other() {
+    check(2, || {
+        let gates = [0, 1].map(|_| Arc::new(Gate::new()));
+        let entries = [0, 1].map(|_| Arc::new(AtomicU64::new(1)));
+        let pages = [0, 1].map(|_| Arc::new(AtomicU64::new(0)));
+        let hart = |own: usize| {
+            let (gates, entries, pages) = (gates.clone(), entries.clone(), pages.clone());
+            move || {
+                let mut cached = false;
+                // Uses the other hart's page, then unmaps its own.
+                for last in [false, true] {
+                    let inside = loop {
+                        match gates[own].enter() {
+                            Ok(inside) => break inside,
+                            Err(_) => cached = false,
+                        }
+                    };
+                    cached |= entries[1 - own].load(Ordering::Relaxed) == 1;
+                    if cached {
+                        assert_eq!(pages[1 - own].load(Ordering::Relaxed), 0, "stale");
+                    }
+                    if last {
+                        entries[own].store(0, Ordering::Relaxed);
+                    }
+                    drop(inside);
+                }
+                if let Some(ticket) = gates[1 - own].request(Requests::FENCE_VMA) {
+                    ticket.wait();
+                }
+                pages[own].store(1, Ordering::Relaxed);
+            }
+        };
+        let other = thread::spawn(hart(1));
+        hart(0)();
+        other.join().unwrap();
     });
 }
 

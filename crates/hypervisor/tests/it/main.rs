@@ -21,6 +21,7 @@ mod vm_mmu_stress;
 mod vm_no_memory;
 mod vm_notifier;
 mod vm_paging;
+mod vm_paging_model;
 mod vm_scheme;
 mod vm_slot_changes;
 mod vm_slots;
