@@ -50,14 +50,15 @@
 //! the gate.
 
 use crate::hart::{
-    self, AmoInt, AmoOp, Bus, BusFault, GuestInt, Leaf, MemoryFault, PAGE_WORDS, Reserved, View,
+    self, AmoInt, AmoOp, Bus, BusFault, GuestInt, Leaf, MemoryFault, PAGE_WORDS, Reservations,
+    Reserved, View,
 };
 use crate::log::SlotLog;
 use crate::platform::{Format, Worker};
 use crate::region::SlotData;
 use crate::slots::{Found, MemslotReader};
 use crate::state::VmState;
-use crate::tlb::Tlb;
+use crate::tlb::{Stores, Tlb};
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 use pageferry_memslot::{OutOfMemory, Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
@@ -70,6 +71,9 @@ use std::sync::Arc;
 pub(crate) const USERFAULT: u64 = 1;
 /// [`MemoryFault::flags`]: the page is write-tracked.
 pub(crate) const WRITE_TRACKED: u64 = 2;
+
+/// The number of slow stores of a vCPU after which it unwatches all pages.
+const SLOW_STORES: u32 = 1 << 18;
 
 /// The number of tries of a fault before the vCPU leaves its guest and yields.
 const TRIES: u32 = 4;
@@ -86,6 +90,27 @@ pub(crate) struct VcpuMemory<R> {
     pub(crate) again: Option<Again>,
     /// The host address of an LR in a page that is not watched yet.
     pub(crate) unwatched: Option<u64>,
+    slow: SlowStores,
+}
+
+/// The number of stores to watched pages since a vCPU last unwatched all pages.
+#[derive(Default)]
+struct SlowStores {
+    count: u32,
+    /// The number of times that all pages were unwatched, when `count` was 0.
+    era: u64,
+}
+
+impl SlowStores {
+    /// Counts a store. Returns whether it is time to unwatch all pages.
+    fn add(&mut self, reservations: &Reservations) -> bool {
+        let era = reservations.unwatched();
+        if era != self.era {
+            *self = Self { count: 0, era };
+        }
+        self.count += 1;
+        self.count > SLOW_STORES
+    }
 }
 
 impl<R: MemslotReader> VcpuMemory<R> {
@@ -102,6 +127,7 @@ impl<R: MemslotReader> VcpuMemory<R> {
             slots,
             again: None,
             unwatched: None,
+            slow: SlowStores::default(),
         })
     }
 
@@ -152,9 +178,26 @@ impl<R: MemslotReader> VcpuMemory<R> {
             return Err(BusFault::Misaligned);
         }
         match self.tlb.second_level(address, access) {
-            Some(pointer) => Ok(pointer),
+            Some((pointer, Stores::Watched)) if access == hart::Access::Store => {
+                self.watched_store(address, pointer)
+            }
+            Some((pointer, _)) => Ok(pointer),
             None => self.fault(address, access),
         }
+    }
+
+    /// A store at `address` through a cached translation to `pointer`, whose page was watched.
+    fn watched_store(&mut self, address: u64, pointer: *mut u8) -> Result<*mut u8, BusFault> {
+        let reservations = &self.state.reservations;
+        if !reservations.is_announced(pointer as u64) {
+            // It no longer is: the fault fills the TLB for writing.
+            return self.fault(address, hart::Access::Store);
+        }
+        if self.slow.add(reservations) {
+            self.again = Some(Again::Watched);
+            return Err(BusFault::Requested);
+        }
+        Ok(pointer)
     }
 
     /// Translates an access at `address` by the tables of guest and host, and fills the TLB.
@@ -164,10 +207,10 @@ impl<R: MemslotReader> VcpuMemory<R> {
         let leaf = self.walk(address, access)?;
         let gpa = leaf.map_or(address, |leaf| leaf.gpa | address & PAGE_MASK);
         let write = access == hart::Access::Store;
-        let (hva, may_write) = self
+        let (hva, stores) = self
             .reach(gpa, write)
             .map_err(|fault| fault.for_access(address, gpa))?;
-        self.tlb.fill(address, leaf, hva, may_write);
+        self.tlb.fill(address, leaf, hva, stores);
         Ok(pointer_into(hva, address))
     }
 
@@ -208,15 +251,15 @@ impl<R: MemslotReader> VcpuMemory<R> {
     /// The host address of a load at the guest-physical address `gpa`, which fills the TLB.
     #[cold]
     fn reach_physical(&mut self, gpa: u64) -> Result<*mut u8, Unreached> {
-        let (hva, may_write) = self.reach(gpa, false)?;
-        self.tlb.fill_physical(gpa, hva, may_write);
+        let (hva, stores) = self.reach(gpa, false)?;
+        self.tlb.fill_physical(gpa, hva, stores);
         Ok(pointer_into(hva, gpa))
     }
 
     /// Translates the guest-physical address `gpa` by the slots and the second-stage tables.
-    /// Returns the host address of its page, and whether the TLB may let writes to it through.
+    /// Returns the host address of its page, and how the TLB may let stores to it through.
     #[inline]
-    fn reach(&mut self, gpa: u64, write: bool) -> Result<(Hva, bool), Unreached> {
+    fn reach(&mut self, gpa: u64, write: bool) -> Result<(Hva, Stores), Unreached> {
         let gfn = Gpa(gpa).gfn();
         let (state, worker, ring) = (&*self.state, &mut self.worker, self.ring.as_ref());
         let mut tries = TRIES;
@@ -283,11 +326,13 @@ pub(crate) enum Again {
     Tables,
     /// The vCPU's dirty ring is nearly full.
     Ring,
+    /// Stores to watched pages have cost enough: unwatch them first.
+    Watched,
 }
 
 impl VmState {
     /// Maps the page of `gfn`, which `slot` holds, with the rights that an access needs. Returns
-    /// the page's host address, and whether the TLB may let writes to it through.
+    /// the page's host address, and how the TLB may let stores to it through.
     ///
     /// # Panics
     /// If another slot's page is mapped there. That is a bug: the writer zaps it before it commits
@@ -300,7 +345,7 @@ impl VmState {
         (slot, log): (&Slot<SlotData>, &SlotLog<'_>),
         gfn: Gfn,
         write: bool,
-    ) -> Result<(Hva, bool), Unreached> {
+    ) -> Result<(Hva, Stores), Unreached> {
         let readonly = slot.flags.contains(SlotFlags::READONLY);
         if write && readonly {
             return Err(Unreached::Mmio);
@@ -348,9 +393,15 @@ impl VmState {
         );
         // The first store to a clean page goes through the tables, which then mark it dirty.
         let dirty = leaf.leaf.access.write && leaf.leaf.dirty;
-        let may_write = dirty && log.admits_writes(RamPage(index), write);
-        // Writes to a page with LR reservations always come here; see `hart::Reservations`, rule 1.
-        Ok((hva, may_write && !self.reservations.is_announced(hva.0)))
+        let stores = if !(dirty && log.admits_writes(RamPage(index), write)) {
+            Stores::No
+        } else if self.reservations.is_announced(hva.0) {
+            // See `hart::Reservations`, rule 1.
+            Stores::Watched
+        } else {
+            Stores::Fast
+        };
+        Ok((hva, stores))
     }
 
     /// Makes the tables allow `access`, unless the page's userfault bit is set.

@@ -152,6 +152,8 @@
 //! [`crate::hart::Reservations`] shows why this suffices. The vCPU that executed the LR does it
 //! outside its gate.
 //!
+//! The sets of watched pages become empty by the same means: begin, flush writes, finish.
+//!
 //! # A hart fences another one
 //!
 //! A hart stores to the guest's tables, leaves the guest, and requests FENCE_VMA at another gate
@@ -205,5 +207,13 @@ impl VmState {
             self.flush_writes();
             self.reservations.confirm(address);
         }
+    }
+
+    /// Makes stores to all watched pages fast again. The caller holds
+    /// [`Changes`](crate::state::Changes).
+    pub(crate) fn unwatch(&self) {
+        self.reservations.begin_unwatch();
+        self.flush_writes();
+        self.reservations.finish_unwatch();
     }
 }

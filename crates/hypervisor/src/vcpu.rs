@@ -175,6 +175,10 @@ impl<M: Memslots> VcpuCore<M> {
                         Some(Again::Slots) => yield_now(),
                         Some(Again::Tables) => self.memory.worker.wait(),
                         Some(Again::Ring) => return Exit::DirtyRingFull,
+                        Some(Again::Watched) => {
+                            let _turn = self.changes.lock();
+                            self.memory.state.unwatch();
+                        }
                         None => {}
                     }
                 }

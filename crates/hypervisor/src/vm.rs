@@ -299,6 +299,13 @@ impl<M: Memslots> Vm<M> {
         self.state.mmu.stats().waiting
     }
 
+    /// The number of pages with LR reservations, now or lately. Stores to them are slow. Pages that
+    /// share a hash count once.
+    #[must_use]
+    pub fn watched_pages(&self) -> u32 {
+        self.state.reservations.watched()
+    }
+
     /// The VM's clock, which the `time` CSR reads, in ticks of [`crate::hart::TIMEBASE_HZ`].
     #[must_use]
     pub fn time(&self) -> u64 {

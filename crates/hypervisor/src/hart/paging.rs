@@ -156,12 +156,6 @@ impl Rights {
     pub const fn from_bits(bits: u8) -> Self {
         Self(bits & Self::ALL.0)
     }
-
-    /// These rights without stores.
-    #[must_use]
-    pub const fn without_stores(self) -> Self {
-        Self(self.0 & !(W as u8))
-    }
 }
 
 impl Leaf {

@@ -38,7 +38,24 @@
 //! 2. The stores of that hart through that entry happen before `confirm`.
 //! 3. So once an LR sees the page watched, every store goes through `write`.
 //!
-//! Both sets of pages only grow. They are hashed, so an alias makes another page watched as well.
+//! Both sets are hashed, so an alias makes another page watched as well.
+//!
+//! **The sets shrink.** Stores to watched pages are slow, so a page must not stay watched for ever.
+//! A thread empties both sets at once:
+//! 1. It calls [`Reservations::begin_unwatch`], after which no page is watched. LRs leave the
+//!    guest, and SCs fail.
+//! 2. It makes every vCPU drop its TLB entries for writing, and waits until each has left its guest
+//!    once. So all LRs and SCs that found their page watched are over.
+//! 3. It calls [`Reservations::finish_unwatch`]. That counts a write to every word, which ends all
+//!    reservations. Then no page is announced, and stores are fast again.
+//!
+//! One thread at a time announces or unwatches. No SC succeeds over a store that step 3 made fast:
+//! 1. An SC that found its page watched before step 1 is over before step 3.
+//! 2. A later SC finds its page watched only after a new announcement. Its reservation is from
+//!    before step 3, and fails by the count, or from after the announcement.
+//!
+//! A vCPU decides to unwatch when it has made 2^18 slow stores since the last time. They
+//! cost as much as the exits by which the pages in use become watched again.
 //!
 //! **Limit.** A store by a thread of the VMM does not end a reservation, unless it goes through
 //! `write` as well.
@@ -65,6 +82,7 @@ pub struct Reservations {
     announced: [AtomicU64; PAGE_BITS / 64],
     watched: [AtomicU64; PAGE_BITS / 64],
     words: [AtomicU64; WORDS],
+    unwatched: AtomicU64,
 }
 
 impl Default for Reservations {
@@ -75,13 +93,8 @@ impl Default for Reservations {
 
 impl core::fmt::Debug for Reservations {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let watched: u32 = self
-            .watched
-            .iter()
-            .map(|bits| bits.load(Ordering::Relaxed).count_ones())
-            .sum();
         f.debug_struct("Reservations")
-            .field("watched", &watched)
+            .field("watched", &self.watched())
             .finish_non_exhaustive()
     }
 }
@@ -108,7 +121,21 @@ impl Reservations {
             announced: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             watched: [const { AtomicU64::new(0) }; PAGE_BITS / 64],
             words: [const { AtomicU64::new(0) }; WORDS],
+            unwatched: AtomicU64::new(0),
         }
+    }
+
+    /// The number of pages that are watched, without aliases.
+    #[must_use]
+    pub fn watched(&self) -> u32 {
+        let bits = |word: &AtomicU64| word.load(Ordering::Relaxed).count_ones();
+        self.watched.iter().map(bits).sum()
+    }
+
+    /// The number of times that [`Reservations::finish_unwatch`] was called.
+    #[must_use]
+    pub fn unwatched(&self) -> u64 {
+        self.unwatched.load(Ordering::Relaxed)
     }
 
     /// Whether no TLB entry for writing may be made for the page of `address`.
@@ -138,6 +165,26 @@ impl Reservations {
         self.watched[index].fetch_or(bit, Ordering::AcqRel);
     }
 
+    /// Makes no page watched. The caller then does the rest of the protocol above.
+    pub fn begin_unwatch(&self) {
+        for bits in &self.watched {
+            bits.store(0, Ordering::Release);
+        }
+    }
+
+    /// Ends all reservations, and makes no page announced. Every vCPU has left its guest since
+    /// [`Reservations::begin_unwatch`].
+    pub fn finish_unwatch(&self) {
+        for index in 0..WORDS {
+            let word = self.lock(index);
+            self.words[index].store(word.wrapping_add(WRITE), Ordering::Release);
+        }
+        for bits in &self.announced {
+            bits.store(0, Ordering::Release);
+        }
+        self.unwatched.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// LR: loads from `cell`, which is at `address`, in a watched page.
     pub fn load_reserved<T: AmoInt>(&self, address: u64, cell: &T::Atomic) -> Reserved<T> {
         debug_assert!(
@@ -163,7 +210,8 @@ impl Reservations {
     }
 
     /// SC: stores `value` to `cell`, which is at `address`, unless a hart wrote there since
-    /// `reserved`, or `reserved` is of another address. Returns whether it stored.
+    /// `reserved`, `reserved` is of another address, or the page is no longer watched. Returns
+    /// whether it stored.
     pub fn store_conditional<T: AmoInt>(
         &self,
         address: u64,
@@ -175,6 +223,7 @@ impl Reservations {
         // The exchange expects the count that the LR saw. It fails if a hart wrote or is writing.
         let locked = reserved.version | LOCKED;
         let unchanged = reserved.place == address
+            && self.is_watched(address)
             && word
                 .compare_exchange(
                     reserved.version,

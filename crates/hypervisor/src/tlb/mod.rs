@@ -56,6 +56,17 @@ const EMPTY: Entry = Entry {
     addend: 0,
 };
 
+/// How stores to a page may go through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stores {
+    /// Not now: the fault path decides.
+    No,
+    /// Not by a hit, since the page has LR reservations: see [`crate::hart::Reservations`].
+    Watched,
+    /// By a hit.
+    Fast,
+}
+
 /// The view of a bank.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Key {
@@ -325,29 +336,32 @@ impl Tlb {
             return Some(pointer);
         }
         let cached = self.second.find(gpa, BARE)?;
-        let writable = cached.rights == Rights::ALL;
         let bank = self.physical();
-        bank.fill(gpa, cached.page, true, writable);
+        bank.fill(gpa, cached.page, true, cached.stores == Stores::Fast);
         bank.read(gpa, 8)
     }
 
     /// Looks `address` up in the second level, and brings its page to the first. Returns the host
-    /// address if the view allows the access there.
+    /// address if the view allows the access there, and how stores go through.
     #[inline]
-    pub(crate) fn second_level(&mut self, address: u64, access: Access) -> Option<*mut u8> {
+    pub(crate) fn second_level(
+        &mut self,
+        address: u64,
+        access: Access,
+    ) -> Option<(*mut u8, Stores)> {
         let cached = self.second.find(address, self.space())?;
-        let page = cached.page;
         let [readable, writable] = self.allowed(cached.rights);
-        self.current.fill(address, page, readable, writable);
+        let fast = writable && cached.stores == Stores::Fast;
+        self.current.fill(address, cached.page, readable, fast);
         let allowed = match access {
-            Access::Store => writable,
+            Access::Store => writable && cached.stores != Stores::No,
             Access::Load | Access::Fetch => readable,
         };
-        allowed.then(|| pointer(address & PAGE_MASK, page.0))
+        let host = pointer(address & PAGE_MASK, cached.page.0);
+        allowed.then_some((host, cached.stores))
     }
 
-    /// Whether the view may read and write with `rights`. Where nothing translates, `rights` say
-    /// whether the host allows stores.
+    /// Whether the view may read and write with `rights`.
     fn allowed(&self, rights: Rights) -> [bool; 2] {
         [Access::Load, Access::Store].map(|access| rights.allow(self.view, access))
     }
@@ -361,21 +375,25 @@ impl Tlb {
     }
 
     /// Caches the page of `address`, and drops the old contents of its entry. `leaf` is the guest's
-    /// leaf, if there is translation. `writable` is whether the host lets stores through.
-    pub(crate) fn fill(&mut self, address: u64, leaf: Option<Leaf>, page: Hva, writable: bool) {
-        let mut rights = leaf.map_or(Rights::ALL, Leaf::rights);
-        if !writable {
-            rights = rights.without_stores();
-        }
+    /// leaf, if there is translation.
+    pub(crate) fn fill(&mut self, address: u64, leaf: Option<Leaf>, page: Hva, stores: Stores) {
+        let rights = leaf.map_or(Rights::ALL, Leaf::rights);
         let [readable, writable] = self.allowed(rights);
-        if self.current.fill(address, page, readable, writable) {
+        let fast = writable && stores == Stores::Fast;
+        // A watched page needs the second level: it never hits in the first.
+        if self.current.fill(address, page, readable, fast) || stores == Stores::Watched {
             self.second.allocate();
         }
         let space = match leaf {
             Some(leaf) if leaf.global => GLOBAL,
             _ => self.space(),
         };
-        self.second.fill(address, space, Cached { page, rights });
+        let cached = Cached {
+            page,
+            rights,
+            stores,
+        };
+        self.second.fill(address, space, cached);
         if let Some(leaf) = leaf
             && leaf.level > 0
         {
@@ -384,15 +402,19 @@ impl Tlb {
     }
 
     /// Caches the page of the guest-physical address `gpa`.
-    pub(crate) fn fill_physical(&mut self, gpa: u64, page: Hva, writable: bool) {
-        let mut rights = Rights::ALL;
-        if !writable {
-            rights = rights.without_stores();
-        }
-        if self.physical().fill(gpa, page, true, writable) {
+    pub(crate) fn fill_physical(&mut self, gpa: u64, page: Hva, stores: Stores) {
+        if self
+            .physical()
+            .fill(gpa, page, true, stores == Stores::Fast)
+        {
             self.second.allocate();
         }
-        self.second.fill(gpa, BARE, Cached { page, rights });
+        let cached = Cached {
+            page,
+            rights: Rights::ALL,
+            stores,
+        };
+        self.second.fill(gpa, BARE, cached);
     }
 
     /// Forgets translations by the guest's tables, as
@@ -484,7 +506,7 @@ mod tests {
                 && tlb.read(u64::MAX, 8).is_none()
                 && tlb.write(u64::MAX, 1).is_none()
         );
-        tlb.fill(0x5123, None, PAGE, false);
+        tlb.fill(0x5123, None, PAGE, Stores::No);
         assert_eq!(tlb.read(0x5ff8, 8).unwrap() as u64, PAGE.0 + 0xff8);
         assert_eq!(tlb.read(0x5fff, 1).unwrap() as u64, PAGE.0 + 0xfff);
         for misaligned in [0x5001, 0x5002, 0x5004, 0x5ffc] {
@@ -495,14 +517,14 @@ mod tests {
         assert!(tlb.read(0x6000, 1).is_none());
         let alias = 0x5000 + ENTRIES as u64 * 4096;
         assert!(tlb.read(alias, 1).is_none());
-        tlb.fill(alias, None, PAGE, true);
+        tlb.fill(alias, None, PAGE, Stores::Fast);
         assert!(tlb.read(0x5000, 1).is_none() && tlb.write(alias, 8).is_some());
     }
 
     #[test]
     fn flushes_forget_what_they_say() {
         let mut tlb = Tlb::try_new().unwrap();
-        tlb.fill(0, None, PAGE, true);
+        tlb.fill(0, None, PAGE, Stores::Fast);
         tlb.flush_writes();
         assert!(tlb.write(0, 1).is_none() && tlb.read(0, 1).is_some());
         tlb.flush();
@@ -512,7 +534,7 @@ mod tests {
     #[test]
     fn a_page_below_its_guest_address_translates_too() {
         let mut tlb = Tlb::try_new().unwrap();
-        tlb.fill(0x3_0000_0000_0000, None, PAGE, true);
+        tlb.fill(0x3_0000_0000_0000, None, PAGE, Stores::Fast);
         assert_eq!(tlb.write(0x3_0000_0000_0004, 4).unwrap() as u64, PAGE.0 + 4);
     }
 }

@@ -11,14 +11,15 @@
 //! | tag | 0 to 38 | virtual page number, of which higher bits are the sign extension |
 //! | | 39 to 48 | space: an ASID, [`GLOBAL`] or [`BARE`] |
 //! | | 49 to 63 | the space's generation, from 1 on; a tag of 0 is empty |
-//! | page | 0 to 11 | [`Rights`] of the guest's leaf, with W only if the host may store too |
+//! | page | 0 to 11 | [`Rights`] of the guest's leaf; in bits 0 and 5 [`Stores`] |
 //! | | 12 to 55 | host page |
-//! | | 56 to 63 | the generation of stores, without which W does not count |
+//! | | 56 to 63 | the generation of stores, without which stores are not allowed |
 //!
 //! A fence of a whole address space, or a flush, begins new generations. It touches no way.
 //!
 //! The table takes 512 KiB. A vCPU allocates it when its first level first replaces a page.
 
+use super::Stores;
 use crate::hart::Rights;
 use pageferry_addr::{Hva, PAGE_MASK, PAGE_SHIFT};
 
@@ -31,6 +32,12 @@ const SPACE_SHIFT: u32 = 39;
 const GENERATION_SHIFT: u32 = 49;
 const LAST_GENERATION: u16 = (1 << (64 - GENERATION_SHIFT)) - 1;
 const STORES_SHIFT: u32 = 56;
+
+/// [`Stores::Fast`], where an entry of the guest's tables has V.
+const FAST: u64 = 1;
+/// [`Stores::Watched`], where it has G.
+const WATCHED: u64 = 1 << 5;
+const _: () = assert!(Rights::ALL.bits() as u64 & (FAST | WATCHED) == 0);
 
 /// The space of global pages. Smaller numbers are ASIDs.
 pub(super) const GLOBAL: u16 = 1 << crate::hart::ASID_BITS;
@@ -49,8 +56,10 @@ struct Way {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Cached {
     pub(super) page: Hva,
-    /// What the guest's leaf allows, without stores if the host does not allow them now.
+    /// What the guest's leaf allows.
     pub(super) rights: Rights,
+    /// What the host allows.
+    pub(super) stores: Stores,
 }
 
 pub(super) struct Second {
@@ -114,14 +123,16 @@ impl Second {
         if !is_representable(address) {
             return None;
         }
-        let rights = Rights::from_bits(way.page as u8);
+        let stores = match way.page & (FAST | WATCHED) {
+            _ if (way.page >> STORES_SHIFT) as u8 != self.stores => Stores::No,
+            FAST => Stores::Fast,
+            WATCHED => Stores::Watched,
+            _ => Stores::No,
+        };
         Some(Cached {
             page: Hva(way.page & ((1 << STORES_SHIFT) - 1) & !PAGE_MASK),
-            rights: if (way.page >> STORES_SHIFT) as u8 == self.stores {
-                rights
-            } else {
-                rights.without_stores()
-            },
+            rights: Rights::from_bits(way.page as u8),
+            stores,
         })
     }
 
@@ -138,9 +149,15 @@ impl Second {
             self.next = self.next.wrapping_add(1);
             self.next % WAYS
         });
+        let stores = match cached.stores {
+            Stores::No => 0,
+            Stores::Watched => WATCHED,
+            Stores::Fast => FAST,
+        };
         set[at] = Way {
             tag,
             page: cached.page.0
+                | stores
                 | u64::from(cached.rights.bits())
                 | u64::from(self.stores) << STORES_SHIFT,
         };
@@ -211,6 +228,7 @@ mod tests {
     const CACHED: Cached = Cached {
         page: PAGE,
         rights: Rights::ALL,
+        stores: Stores::Fast,
     };
 
     fn table() -> Second {
@@ -306,7 +324,7 @@ mod tests {
         for _ in 0..600 {
             second.flush_writes();
             let found = second.find(0x5000, 3);
-            assert!(found.is_none_or(|found| found.rights == Rights::ALL.without_stores()));
+            assert!(found.is_none_or(|found| found.stores == Stores::No));
         }
         second.flush();
         assert_eq!(second.find(0x5000, 3), None);

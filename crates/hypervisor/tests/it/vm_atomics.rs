@@ -1,4 +1,4 @@
-//! LR and SC between vCPUs, through the vCPUs' TLBs.
+//! LR and SC between vCPUs, through the vCPUs' TLBs; and watched pages that become unwatched.
 
 use crate::support::vm::{HostRam, PAGE, asm::*, vcpu, vm};
 use pageferry_hypervisor::{Exit, VcpuCore};
@@ -73,4 +73,112 @@ fn a_store_by_another_vcpu_ends_a_reservation_whatever_it_stores() {
         assert_eq!((first.hart().x(13), ram.get(WORD)), (0, 99), "{name}");
         ram.set(WORD, 0);
     }
+}
+
+/// Stores a0 to the word at a1, a2 times.
+const STORE: [u32; 4] = [sd(A0, A1, 0), addi(A2, A2, -1), bne(A2, X0, -8), WFI];
+/// More slow stores than a vCPU makes before it unwatches all pages.
+const MANY: u64 = 300_000;
+
+fn store_many(vcpu: &mut VcpuCore, word: u64, count: u64) {
+    vcpu.hart_mut().set_x(11, word);
+    vcpu.hart_mut().set_x(12, count);
+    run_from(vcpu, PAGE);
+}
+
+/// LRs in many pages, and then stores: no page stays watched for ever.
+#[test]
+fn the_set_of_watched_pages_shrinks() {
+    const PAGES: u64 = 300;
+    let ram = HostRam::new(2 + PAGES as usize);
+    ram.code(0, &[atomic(LR, D, A0, A1, 0), WFI]);
+    ram.code(PAGE, &STORE);
+    let vm = vm(&ram);
+    let mut vcpu = vcpu(&vm, 0, 0);
+    for page in 2..2 + PAGES {
+        vcpu.hart_mut().set_x(11, page * PAGE);
+        run_from(&mut vcpu, 0);
+    }
+    let before = vm.watched_pages();
+    assert!((PAGES / 2..=PAGES).contains(&before.into()), "{before}");
+    store_many(&mut vcpu, 2 * PAGE, 1000);
+    assert_eq!(vm.watched_pages(), before, "a few stores change nothing");
+    store_many(&mut vcpu, 2 * PAGE, MANY);
+    assert_eq!(vm.watched_pages(), 0);
+    // The next LR watches its page again, and only that.
+    vcpu.hart_mut().set_x(11, 5 * PAGE);
+    run_from(&mut vcpu, 0);
+    assert_eq!(vm.watched_pages(), 1);
+}
+
+/// A reservation from before the pages became unwatched fails, although nobody stored to its word:
+/// stores in between went unseen.
+#[test]
+fn a_reservation_does_not_outlive_its_watch() {
+    let ram = HostRam::new(5);
+    ram.code(0, &[atomic(LR, D, A0, A1, 0), WFI]);
+    ram.code(64, &[atomic(SC, D, A3, A1, A2), WFI]);
+    ram.code(PAGE, &STORE);
+    let vm = vm(&ram);
+    let [mut first, mut second] = [0, 1].map(|id| vcpu(&vm, id, 0));
+    for rewatch in [false, true] {
+        first.hart_mut().set_x(11, WORD);
+        first.hart_mut().set_x(12, 99);
+        run_from(&mut first, 0);
+        assert_eq!(vm.watched_pages(), 1);
+        // Another word of the page.
+        store_many(&mut second, WORD + 512, MANY);
+        assert_eq!(vm.watched_pages(), 0);
+        // The store, and one that puts the old value back.
+        second.hart_mut().set_x(10, 1);
+        store_many(&mut second, WORD, 1);
+        second.hart_mut().set_x(10, 0);
+        store_many(&mut second, WORD, 1);
+        if rewatch {
+            second.hart_mut().set_x(11, WORD);
+            run_from(&mut second, 0);
+            assert_eq!(vm.watched_pages(), 1);
+        }
+        run_from(&mut first, 64);
+        assert_eq!(first.hart().x(13), 1);
+        assert_eq!(ram.get(WORD), 0);
+    }
+}
+
+/// vCPUs count by LR and SC, while others store to the same page so often that it becomes unwatched
+/// again and again. No count is lost, and no value comes back.
+#[test]
+fn counts_by_lr_and_sc_are_exact_while_pages_become_unwatched() {
+    const ROUNDS: u64 = 20_000;
+    let ram = HostRam::new(3);
+    // Adds 1 to the word at a1 by LR and SC, and stores to another word of the page, a2 times.
+    let code = [
+        atomic(LR, D, A0, A1, 0),
+        addi(A0, A0, 1),
+        atomic(SC, D, T0, A1, A0),
+        bne(T0, X0, -12),
+        sd(A0, A3, 0),
+        addi(A2, A2, -1),
+        bne(A2, X0, -24),
+        WFI,
+    ];
+    ram.code(0, &code);
+    ram.code(PAGE, &STORE);
+    let vm = vm(&ram);
+    let vcpus: Vec<_> = (0..4_u64).map(|id| (id, vcpu(&vm, id as u32, 0))).collect();
+    std::thread::scope(|scope| {
+        for (id, mut vcpu) in vcpus {
+            scope.spawn(move || {
+                vcpu.hart_mut().set_x(13, WORD + 256 + id * 64);
+                if id < 2 {
+                    vcpu.hart_mut().set_x(11, WORD);
+                    vcpu.hart_mut().set_x(12, ROUNDS);
+                    run_from(&mut vcpu, 0);
+                } else {
+                    store_many(&mut vcpu, WORD + 512 + id * 64, 4 * MANY);
+                }
+            });
+        }
+    });
+    assert_eq!(ram.get(WORD), 2 * ROUNDS);
 }
