@@ -66,7 +66,10 @@ impl Requests {
     /// Compare decoded code with memory, like FENCE.I.
     pub const FENCE_I: Self = Self(1 << 5);
 
-    const ALL: u64 = 0x3f;
+    /// Take the interrupts that other threads have raised.
+    pub const INTERRUPT: Self = Self(1 << 6);
+
+    const ALL: u64 = 0x7f;
 
     /// Whether all of `other` is in `self`.
     #[must_use]
@@ -165,6 +168,12 @@ impl Gate {
     #[must_use]
     pub fn is_kicked(&self) -> bool {
         self.word.load(Ordering::Relaxed) & Requests::KICK.0 != 0
+    }
+
+    /// Whether any of `requests` is open.
+    #[must_use]
+    pub fn has_any(&self, requests: Requests) -> bool {
+        self.word.load(Ordering::Relaxed) & requests.0 != 0
     }
 
     /// Makes a request. If the vCPU is inside, it leaves soon, and the caller can wait for that

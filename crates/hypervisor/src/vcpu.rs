@@ -1,17 +1,24 @@
 //! One virtual CPU: a hart, its view of memory, and the gate between them and the other threads.
+//!
+//! A WFI with a timer set waits here, outside the gate. A kick or an interrupt by another thread
+//! ends the wait: it makes its request first, and then takes the lock under which the vCPU looks
+//! for requests before it sleeps. So no wake-up is lost.
 
 use crate::gate::{Gate, Requests};
-use crate::hart::{Access, Hart, HartExit, HartState, StateError};
+use crate::hart::{Access, Hart, HartExit, HartState, Interrupt, StateError, TIMEBASE_HZ};
 use crate::memory::{Again, USERFAULT, VcpuMemory, WRITE_TRACKED};
 use crate::scalable::Scalable;
 use crate::slots::{MemslotReader, Memslots};
 use crate::state::Changes;
-use crate::sync::yield_now;
+use crate::sync::{AtomicU32, Ordering, yield_now};
 use pageferry_addr::Gpa;
 use pageferry_tdp::ring::Harvester;
 use std::fmt;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The longest sleep in a WFI before the vCPU reads the VM's clock again, which may be set forward.
+const NAP: Duration = Duration::from_millis(10);
 
 /// The reason why [`VcpuCore::run`] returned. At every exit the hart's state is complete and can be
 /// saved.
@@ -57,29 +64,72 @@ pub enum Exit {
     /// repeats the store: harvest the ring and call
     /// [`Vm::reset_dirty_rings`](crate::Vm::reset_dirty_rings) first.
     DirtyRingFull,
-    /// A WFI while no interrupt is both pending and enabled.
+    /// A WFI while no interrupt is both pending and enabled, and no timer is set that would end it.
+    /// Or the hart is stopped, or suspended in the same way: see
+    /// [`Hart::run_state`](crate::hart::Hart::run_state).
     Halted,
     /// A thread kicked the vCPU.
     Kicked,
 }
 
-/// A handle that kicks a vCPU, from any thread.
+/// What the vCPU shares with the threads that wake it.
+pub(crate) struct Port {
+    gate: Arc<Gate>,
+    /// Interrupts that other threads have raised, as bits of `sip`.
+    raised: AtomicU32,
+    sleep: Mutex<()>,
+    bell: Condvar,
+}
+
+impl Port {
+    /// Makes a request, and ends the vCPU's sleep.
+    fn wake(&self, request: Requests) {
+        // The vCPU need not be waited for, so the ticket has no use.
+        let _ = self.gate.request(request);
+        drop(self.sleep.lock().unwrap_or_else(PoisonError::into_inner));
+        self.bell.notify_all();
+    }
+
+    /// Sleeps for at most `limit`, until a thread calls [`Port::wake`].
+    fn sleep(&self, limit: Duration) {
+        let lock = self.sleep.lock().unwrap_or_else(PoisonError::into_inner);
+        if !self.has_wake_up() {
+            drop(self.bell.wait_timeout(lock, limit));
+        }
+    }
+
+    fn has_wake_up(&self) -> bool {
+        self.gate.has_any(Requests::KICK | Requests::INTERRUPT)
+    }
+}
+
+/// A handle that kicks a vCPU or raises its interrupts, from any thread.
 #[derive(Clone)]
-pub struct KickHandle(Arc<Gate>);
+pub struct KickHandle(Arc<Port>);
 
 impl KickHandle {
     /// Makes the vCPU return from [`VcpuCore::run`] with [`Exit::Kicked`]. It does so soon if it is
     /// inside the guest, else at its next entry. A kick stays open until such an exit. Open kicks
     /// merge into one.
     pub fn kick(&self) {
-        // A kick does not wait for the vCPU, so the ticket has no use.
-        let _ = self.0.request(Requests::KICK);
+        self.0.wake(Requests::KICK);
+    }
+
+    /// Makes `interrupt` pending before the vCPU's next instruction, like
+    /// [`Hart::set_interrupt`](crate::hart::Hart::set_interrupt). It ends a WFI inside
+    /// [`VcpuCore::run`] and [`VcpuCore::wait`].
+    pub fn raise(&self, interrupt: Interrupt) {
+        // The request comes second, and releases it.
+        self.0
+            .raised
+            .fetch_or(1 << interrupt as u32, Ordering::Relaxed);
+        self.0.wake(Requests::INTERRUPT);
     }
 
     /// Whether a kick is open.
     #[must_use]
     pub fn is_kicked(&self) -> bool {
-        self.0.is_kicked()
+        self.0.gate.is_kicked()
     }
 }
 
@@ -104,7 +154,7 @@ pub struct VcpuCore<M: Memslots = Scalable> {
     memory: VcpuMemory<M::Reader>,
     /// Keeps the slots alive, and so the memory to which the TLB leads.
     changes: Arc<Changes<M>>,
-    gate: Arc<Gate>,
+    port: Arc<Port>,
     first: First,
     dirty_ring: Option<Harvester>,
 }
@@ -122,7 +172,12 @@ impl<M: Memslots> VcpuCore<M> {
             hart: Hart::new(),
             memory,
             changes,
-            gate,
+            port: Arc::new(Port {
+                gate,
+                raised: AtomicU32::new(0),
+                sleep: Mutex::new(()),
+                bell: Condvar::new(),
+            }),
             dirty_ring,
             first: First::Unwatched,
         }
@@ -143,11 +198,14 @@ impl<M: Memslots> VcpuCore<M> {
     /// Runs the guest until it leaves for a reason that the caller must see.
     pub fn run(&mut self) -> Exit {
         loop {
-            let gate = &*self.gate;
+            let gate = &*self.port.gate;
             let inside = match gate.enter() {
                 Ok(inside) => inside,
                 Err(requests) => {
                     serve(&mut self.hart, &mut self.memory, requests);
+                    if requests.contains(Requests::INTERRUPT) {
+                        take_raised(&mut self.hart, &self.port);
+                    }
                     if requests.contains(Requests::KICK) {
                         self.changes.free_tables();
                         return Exit::Kicked;
@@ -208,9 +266,30 @@ impl<M: Memslots> VcpuCore<M> {
                 HartExit::Ecall { args } => return Exit::Ecall { args },
                 HartExit::Halted => {
                     self.changes.free_tables();
+                    if self.hart.wakes_at().is_some() {
+                        self.wait(Duration::MAX);
+                        continue;
+                    }
                     return Exit::Halted;
                 }
             }
+        }
+    }
+
+    /// Waits until a thread kicks the vCPU or raises an interrupt, until the timer ends a WFI, or
+    /// for `limit`. A caller that gets [`Exit::Halted`] may wait so for other vCPUs.
+    pub fn wait(&mut self, limit: Duration) {
+        let begin = Instant::now();
+        loop {
+            let left = limit.saturating_sub(begin.elapsed());
+            let timer = self.hart.wakes_at().map_or(Duration::MAX, |deadline| {
+                until(deadline.saturating_sub(self.memory.state.clock.ticks()))
+            });
+            let nap = NAP.min(left).min(timer);
+            if nap.is_zero() || self.port.has_wake_up() {
+                return;
+            }
+            self.port.sleep(nap);
         }
     }
 
@@ -270,7 +349,24 @@ impl<M: Memslots> VcpuCore<M> {
     /// Returns a handle that kicks this vCPU.
     #[must_use]
     pub fn kick_handle(&self) -> KickHandle {
-        KickHandle(Arc::clone(&self.gate))
+        KickHandle(Arc::clone(&self.port))
+    }
+}
+
+/// The time that `ticks` of the clock take.
+fn until(ticks: u64) -> Duration {
+    let nanos = 1_000_000_000 / TIMEBASE_HZ;
+    Duration::from_nanos(ticks.saturating_mul(nanos))
+}
+
+/// Raises the interrupts that other threads have raised.
+#[cold]
+fn take_raised(hart: &mut Hart, port: &Port) {
+    let raised = port.raised.swap(0, Ordering::Relaxed);
+    for interrupt in [Interrupt::Software, Interrupt::Timer, Interrupt::External] {
+        if raised >> interrupt as u32 & 1 != 0 {
+            hart.set_interrupt(interrupt, true);
+        }
     }
 }
 

@@ -5,11 +5,15 @@
 //! - `satp` implements Bare, Sv39 and Sv48, and [`ASID_BITS`](super::ASID_BITS) bits of ASID.
 //! - There is no F and no V, so `FS`, `VS` and `SD` are zero.
 //! - `UXL` is always 64 bits.
+//! - `stimecmp` is there (Sstc). Reset and [`NO_DEADLINE`] mean that no timer is set.
 
 use super::paging::{Satp, View};
 
 /// Ticks a second of the `time` CSR. A device tree gives it as `timebase-frequency`.
 pub const TIMEBASE_HZ: u64 = 10_000_000;
+
+/// The value of `stimecmp` that no time reaches.
+pub const NO_DEADLINE: u64 = u64::MAX;
 
 /// Interrupts enabled in S-mode.
 pub(super) const SSTATUS_SIE: u64 = 1 << 1;
@@ -65,7 +69,7 @@ pub enum Interrupt {
     /// SSIP: a supervisor software interrupt, such as an IPI from another hart. The guest clears
     /// it.
     Software = 1,
-    /// STIP: the timer.
+    /// STIP: the timer, beside the one of `stimecmp`.
     Timer = 5,
     /// SEIP: an external interrupt.
     External = 9,
@@ -73,6 +77,8 @@ pub enum Interrupt {
 
 /// The CSR does not exist in this mode, or cannot be written. The instruction is illegal.
 pub(super) struct NoCsr;
+
+pub(super) use number::STIMECMP;
 
 /// The numbers of the CSRs.
 mod number {
@@ -86,6 +92,7 @@ mod number {
     pub(super) const SCAUSE: u32 = 0x142;
     pub(super) const STVAL: u32 = 0x143;
     pub(super) const SIP: u32 = 0x144;
+    pub(in super::super) const STIMECMP: u32 = 0x14d;
     pub(super) const SATP: u32 = 0x180;
     pub(super) const CYCLE: u32 = 0xc00;
     pub(super) const TIME: u32 = 0xc01;
@@ -107,6 +114,9 @@ pub(super) struct Csrs {
     pub(super) scause: u64,
     pub(super) stval: u64,
     pub(super) satp: Satp,
+    pub(super) stimecmp: u64,
+    /// Whether `time` had reached `stimecmp` when the clock was last read. STIP shows it.
+    pub(super) timer_due: bool,
     /// Whether the view has changed since [`Csrs::take_view`].
     pub(super) view_changed: bool,
 }
@@ -125,6 +135,8 @@ impl Csrs {
             scause: 0,
             stval: 0,
             satp: Satp::BARE,
+            stimecmp: NO_DEADLINE,
+            timer_due: false,
             view_changed: true,
         }
     }
@@ -153,7 +165,7 @@ impl Csrs {
 
     /// Returns the value of CSR `number`. `instret` and `time` give the counters.
     pub(super) fn read(
-        &self,
+        &mut self,
         number: u32,
         instret: u64,
         time: impl FnOnce() -> u64,
@@ -161,7 +173,13 @@ impl Csrs {
         Ok(match number {
             number::SSTATUS => self.sstatus | SSTATUS_UXL,
             number::SIE => self.sie,
-            number::SIP => self.sip,
+            number::SIP => {
+                if self.awaits_deadline() {
+                    self.see_time(time());
+                }
+                self.pending()
+            }
+            STIMECMP => self.stimecmp,
             number::STVEC => self.stvec,
             number::SCOUNTEREN => self.scounteren,
             number::SSCRATCH => self.sscratch,
@@ -178,7 +196,9 @@ impl Csrs {
                     return Err(NoCsr);
                 }
                 if number == number::TIME {
-                    time()
+                    let now = time();
+                    self.see_time(now);
+                    now
                 } else {
                     instret
                 }
@@ -205,6 +225,7 @@ impl Csrs {
             number::SEPC => self.sepc = value & !3,
             number::SCAUSE => self.scause = value,
             number::STVAL => self.stval = value,
+            STIMECMP => self.set_deadline(value),
             // A write with a mode that is not implemented has no effect.
             number::SATP => {
                 if let Some(satp) = Satp::from_write(value) {
@@ -227,7 +248,37 @@ impl Csrs {
     /// Whether an interrupt is pending and enabled in `sie`. Such an interrupt ends WFI even if
     /// `sstatus` masks interrupts.
     pub(super) const fn waking(&self) -> bool {
-        self.sip & self.sie != 0
+        self.pending() & self.sie != 0
+    }
+
+    /// The pending interrupts. STIP is pending if the timer is due, or if the VMM has raised it.
+    const fn pending(&self) -> u64 {
+        self.sip | (self.timer_due as u64) << Interrupt::Timer as u32
+    }
+
+    /// Sets `stimecmp`. The timer is not due until the clock is read.
+    pub(super) const fn set_deadline(&mut self, deadline: u64) {
+        self.stimecmp = deadline;
+        self.timer_due = false;
+    }
+
+    /// Whether the clock will make the timer due.
+    pub(super) const fn awaits_deadline(&self) -> bool {
+        self.stimecmp != NO_DEADLINE && !self.timer_due
+    }
+
+    /// The deadline that ends WFI, if there is one.
+    pub(super) const fn wakes_at(&self) -> Option<u64> {
+        if self.awaits_deadline() && self.sie >> Interrupt::Timer as u32 & 1 != 0 {
+            Some(self.stimecmp)
+        } else {
+            None
+        }
+    }
+
+    /// Notes the time.
+    pub(super) const fn see_time(&mut self, now: u64) {
+        self.timer_due = now >= self.stimecmp && self.stimecmp != NO_DEADLINE;
     }
 
     /// Enters the handler of the interrupt that the hart has to take before the instruction at
@@ -241,7 +292,7 @@ impl Csrs {
         if !taken || !self.waking() {
             return None;
         }
-        let pending = self.sip & self.sie;
+        let pending = self.pending() & self.sie;
         // The manual's priority order of simultaneous interrupts.
         let code = [Interrupt::External, Interrupt::Software, Interrupt::Timer]
             .into_iter()

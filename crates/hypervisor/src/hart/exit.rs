@@ -42,7 +42,7 @@ pub enum HartExit {
         args: [u64; 8],
     },
     /// A WFI while no interrupt is both pending and enabled. It is retired, so the next entry
-    /// continues behind it.
+    /// continues behind it. Or the hart is stopped, or suspended without such an interrupt.
     Halted,
     /// The request word is not 0. The pending instruction is not retired.
     Requested,

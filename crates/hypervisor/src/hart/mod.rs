@@ -37,12 +37,12 @@ mod state;
 mod sync;
 
 pub use bus::{Access, Bus, BusFault, MemoryFault, PAGE_WORDS, Reserved};
-pub use csr::{Interrupt, Mode, TIMEBASE_HZ};
+pub use csr::{Interrupt, Mode, NO_DEADLINE, TIMEBASE_HZ};
 pub use exit::HartExit;
 pub use int::{AmoInt, AmoOp, GuestInt};
 pub use paging::{ASID_BITS, Leaf, Rights, Satp, View, walk};
 pub use reservations::Reservations;
-pub use state::{HartState, StateError};
+pub use state::{HartState, RunState, StateError};
 
 use code::CodeCache;
 use core::fmt;
@@ -80,6 +80,9 @@ pub struct Hart {
     code: CodeCache,
     /// Whether the bus may hold translations from before the last [`Hart::set_state`].
     restored: bool,
+    run_state: RunState,
+    /// The number of instructions until the clock is read next.
+    poll_in: u64,
 }
 
 impl Default for Hart {
@@ -101,6 +104,8 @@ impl Hart {
             mmio_load: None,
             code: CodeCache::new(),
             restored: false,
+            run_state: RunState::Started,
+            poll_in: u64::MAX,
         }
     }
 
@@ -157,6 +162,39 @@ impl Hart {
         }
     }
 
+    /// Sets the timer, as SBI's `set_timer` asks: STIP is pending once `time` reaches `deadline`,
+    /// and not before. [`NO_DEADLINE`] switches the timer off. This is the guest's `stimecmp`.
+    pub const fn set_timer(&mut self, deadline: u64) {
+        self.csrs.set_deadline(deadline);
+    }
+
+    /// The time of the timer, or [`NO_DEADLINE`].
+    #[must_use]
+    pub const fn timer(&self) -> u64 {
+        self.csrs.stimecmp
+    }
+
+    /// The time at which the timer ends a WFI. `None` if it is off, due already, or not enabled in
+    /// `sie`.
+    #[must_use]
+    pub const fn wakes_at(&self) -> Option<u64> {
+        if matches!(self.run_state, RunState::Stopped) {
+            return None;
+        }
+        self.csrs.wakes_at()
+    }
+
+    /// Whether the hart executes instructions.
+    #[must_use]
+    pub const fn run_state(&self) -> RunState {
+        self.run_state
+    }
+
+    /// Starts, stops or suspends the hart, as SBI's HSM extension asks.
+    pub const fn set_run_state(&mut self, state: RunState) {
+        self.run_state = state;
+    }
+
     /// The number of pages of decoded code, at most 1024.
     #[must_use]
     pub const fn code_pages(&self) -> usize {
@@ -207,6 +245,8 @@ impl Hart {
             scause: csrs.scause,
             stval: csrs.stval,
             satp: csrs.satp.bits(),
+            stimecmp: csrs.stimecmp,
+            run_state: self.run_state,
             instret: self.instret,
         }
     }
@@ -234,9 +274,12 @@ impl Hart {
             scause: state.scause,
             stval: state.stval,
             satp,
+            stimecmp: state.stimecmp,
+            timer_due: false,
             view_changed: true,
         };
         self.instret = state.instret;
+        self.run_state = state.run_state;
         self.reservation = None;
         self.mmio_load = None;
         self.code.fence();

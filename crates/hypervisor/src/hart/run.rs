@@ -6,7 +6,11 @@ use super::csr::Cause;
 use super::exec::{Leave, run_page};
 use super::exit::HartExit;
 use super::slow::{Step, extend, kind_of_access, refused};
+use super::state::RunState;
 use super::sync::{AtomicU32, Ordering};
+
+/// The number of instructions between two reads of the clock, while a timer is set: about 50 us.
+const POLL: u64 = 16_384;
 
 impl Hart {
     /// Runs guest code until the hart has to leave it; see [`HartExit`].
@@ -22,6 +26,10 @@ impl Hart {
     ) -> HartExit {
         let mut budget = budget.unwrap_or(u64::MAX);
         self.mmio_load = None;
+        self.read_clock(bus);
+        if !self.is_running() {
+            return HartExit::Halted;
+        }
         if core::mem::take(&mut self.restored) {
             bus.fence_translations(None, None);
         }
@@ -39,12 +47,19 @@ impl Hart {
             if budget == 0 {
                 return HartExit::Budget;
             }
+            if self.poll_in == 0 {
+                self.read_clock(bus);
+                self.take_interrupt();
+                continue;
+            }
+            let slice = budget.min(self.poll_in);
             let step = match self.code.page(self.pc) {
                 Some(page) => {
-                    let left = run_page(&mut self.x, page, bus, request, self.pc, budget);
+                    let left = run_page(&mut self.x, page, bus, request, self.pc, slice);
                     self.pc = left.pc;
                     self.instret = self.instret.wrapping_add(left.retired);
                     budget -= left.retired;
+                    self.poll_in -= left.retired;
                     match left.leave {
                         Leave::Jump => continue,
                         Leave::Slow(op) => self.slow(bus, op),
@@ -66,6 +81,7 @@ impl Hart {
                 },
             };
             budget -= 1;
+            self.poll_in = self.poll_in.saturating_sub(1);
             match step {
                 Step::Next => self.retire(self.pc.wrapping_add(4)),
                 Step::Jump(target) => self.retire(target),
@@ -81,6 +97,27 @@ impl Hart {
                 Step::ExitBefore(exit) => return exit,
             }
         }
+    }
+
+    /// Sees whether the timer is due, and decides when to look again. Without a timer, the hart
+    /// never reads the clock.
+    pub(super) fn read_clock<B: Bus>(&mut self, bus: &mut B) {
+        if self.csrs.awaits_deadline() {
+            self.csrs.see_time(bus.time());
+        }
+        self.poll_in = if self.csrs.awaits_deadline() {
+            POLL
+        } else {
+            u64::MAX
+        };
+    }
+
+    /// Whether the hart executes instructions. An interrupt that would end WFI ends a suspension.
+    fn is_running(&mut self) -> bool {
+        if self.run_state == RunState::Suspended && self.csrs.waking() {
+            self.run_state = RunState::Started;
+        }
+        self.run_state == RunState::Started
     }
 
     /// Counts the instruction at `pc`, continues at `next`, and takes an interrupt if that

@@ -1,7 +1,7 @@
 //! The instructions that leave the interpreter's loop, and accesses that the bus refused there.
 
 use super::bus::{Access, Bus, BusFault, Reserved};
-use super::csr::{Cause, Mode, NoCsr};
+use super::csr::{Cause, Mode, NoCsr, STIMECMP};
 use super::decode::{funct3, funct5, imm_b, imm_j};
 use super::exit::HartExit;
 use super::int::{AmoInt, AmoOp};
@@ -55,8 +55,14 @@ impl Hart {
                 illegal(raw)
             }
             Kind::Sret => Step::Jump(self.csrs.sret()),
-            Kind::Wfi if self.csrs.waking() => Step::Next,
-            Kind::Wfi => Step::ExitAfter(HartExit::Halted),
+            Kind::Wfi => {
+                self.read_clock(bus);
+                if self.csrs.waking() {
+                    Step::Next
+                } else {
+                    Step::ExitAfter(HartExit::Halted)
+                }
+            }
             Kind::SfenceVma => {
                 // x0 as an operand means all addresses, or all address spaces.
                 let address = (op.rs1 != 0).then(|| self.x[op.rs1]);
@@ -123,6 +129,9 @@ impl Hart {
             self.csrs.write(number, new)?;
             if self.csrs.satp.levels() != levels {
                 self.code.forget_translations();
+            }
+            if number == STIMECMP {
+                self.read_clock(bus);
             }
         }
         self.x[op.rd] = old;

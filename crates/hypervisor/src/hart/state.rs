@@ -24,7 +24,7 @@ pub struct HartState {
     pub sstatus: u64,
     /// Interrupts enabled.
     pub sie: u64,
-    /// Interrupts pending.
+    /// Interrupts pending, without the timer of `stimecmp`.
     pub sip: u64,
     /// Trap vector.
     pub stvec: u64,
@@ -40,8 +40,24 @@ pub struct HartState {
     pub stval: u64,
     /// Translation mode, address space and root table; 0 without translation.
     pub satp: u64,
+    /// The time of the timer, or [`NO_DEADLINE`](super::NO_DEADLINE).
+    pub stimecmp: u64,
+    /// Whether the hart executes instructions.
+    pub run_state: RunState,
     /// The number of retired instructions.
     pub instret: u64,
+}
+
+/// Whether a hart executes instructions: the states of SBI's HSM extension that last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum RunState {
+    /// It executes instructions.
+    #[default]
+    Started,
+    /// It does not, until the VMM starts it.
+    Stopped,
+    /// It does not, until an interrupt is pending that `sie` enables. Then it is started.
+    Suspended,
 }
 
 /// A [`HartState`] that no hart can be in.

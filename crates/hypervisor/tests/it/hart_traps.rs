@@ -1,7 +1,7 @@
 //! CSRs, traps, interrupts, VU-mode, and moving the state.
 
 use crate::support::hart::{CODE, DATA, Machine, asm::*};
-use pageferry_hypervisor::hart::{HartExit, HartState, Interrupt, Mode, StateError};
+use pageferry_hypervisor::hart::{HartExit, HartState, Interrupt, Mode, RunState, StateError};
 
 const SSTATUS: u32 = 0x100;
 const SIE: u32 = 0x104;
@@ -123,7 +123,7 @@ fn absent_and_read_only_csrs_are_illegal() {
         csrrs(A0, 0x001, X0), // fflags: no F
         csrrs(A0, 0xc03, X0), // hpmcounter3
         csrrs(A0, 0xc80, X0), // cycleh: RV32 only
-        csrrs(A0, 0x14d, X0), // stimecmp
+        csrrs(A0, 0x10c, X0), // sstateen0: no Ssstateen
         csrrs(A0, 0x200, X0), // vsstatus
         csrrs(A0, 0x600, X0), // hstatus
         csrrs(A0, 0x300, X0), // mstatus
@@ -388,6 +388,8 @@ fn odd_state() -> HartState {
         scause: 1 << 63 | 3,
         stval: u64::MAX,
         satp: 9 << 60 | 0x1ff << 44 | 0x1234,
+        stimecmp: 1 << 40,
+        run_state: RunState::Started,
         instret: u64::MAX - 1,
     }
 }

@@ -14,7 +14,7 @@
 //! to the latest one.
 
 use crate::{MachineError, VcpuState};
-use pageferry_hypervisor::hart::{HartState, Mode};
+use pageferry_hypervisor::hart::{HartState, Mode, NO_DEADLINE, RunState};
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -114,6 +114,8 @@ pub(super) fn decode(bytes: &VcpuState) -> Result<(HartState, u64), MachineError
         scause: encoded.scause.get(),
         stval: encoded.stval.get(),
         satp: 0,
+        stimecmp: NO_DEADLINE,
+        run_state: RunState::Started,
         instret: encoded.instret.get(),
     };
     state.validate().map_err(|e| bad(e.to_string()))?;

@@ -104,6 +104,10 @@ const EMPTY: Entry = Entry {
 pub(crate) struct TestBus {
     pub(crate) ram: Arc<Ram>,
     pub(crate) now: u64,
+    /// The ticks that pass with each look at the clock.
+    pub(crate) tick: u64,
+    /// The number of looks at the clock.
+    pub(crate) looks: u64,
     /// The number of TLB misses that succeed before one returns `BusFault::Requested`.
     pub(crate) request_after: Option<u32>,
     /// The page that has to be watched for an LR. The LR has left the guest for that.
@@ -118,6 +122,8 @@ impl TestBus {
         Self {
             ram,
             now: 0,
+            tick: 0,
+            looks: 0,
             request_after: None,
             to_watch: None,
             reservations: None,
@@ -305,6 +311,8 @@ impl Bus for TestBus {
     fn fence_translations(&mut self, _address: Option<u64>, _asid: Option<u16>) {}
 
     fn time(&mut self) -> u64 {
+        self.looks += 1;
+        self.now += self.tick;
         self.now
     }
 }
