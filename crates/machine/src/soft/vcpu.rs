@@ -6,7 +6,7 @@ use crate::translate::Translator;
 use crate::{
     Access, Exit, FirstInstruction, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState,
 };
-use pageferry_hypervisor::hart::{self, Hart, NO_DEADLINE, RunState};
+use pageferry_hypervisor::hart::{self, Hart};
 use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
 use std::sync::Arc;
 
@@ -96,16 +96,7 @@ impl Vcpu for SoftVcpu {
     }
 
     fn save(&mut self) -> Result<VcpuState, MachineError> {
-        let state = self.core.state();
-        if state.satp != 0 || state.stimecmp != NO_DEADLINE || state.run_state != RunState::Started
-        {
-            return Err(MachineError::BadState(
-                "it has page tables, a timer or a hart that is not started, which version 1 of the \
-                 encoding cannot hold"
-                    .into(),
-            ));
-        }
-        Ok(encode(&state, self.vm.time()))
+        Ok(encode(&self.core.state(), self.vm.time()))
     }
 
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
