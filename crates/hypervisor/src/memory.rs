@@ -58,7 +58,7 @@ use crate::platform::{Format, Worker};
 use crate::region::SlotData;
 use crate::slots::{Found, MemslotReader};
 use crate::state::VmState;
-use crate::tlb::{Stores, Tlb};
+use crate::tlb::{Refill, Stores, Tlb};
 use pageferry_addr::{Gfn, Gpa, Hva, PAGE_MASK, PAGE_SHIFT, PAGE_SIZE, Pfn, RamPage};
 use pageferry_memslot::{OutOfMemory, Slot, SlotFlags};
 use pageferry_tdp::format::{Access, Format as _, MemoryType, Writes};
@@ -148,14 +148,26 @@ impl<R: MemslotReader> VcpuMemory<R> {
     #[cold]
     #[inline(never)]
     fn read_missed(&mut self, address: u64, size: u64) -> Result<*mut u8, BusFault> {
-        self.missed(address, size, hart::Access::Load)
+        match self.tlb.refill(address, size, false) {
+            Refill::Hit(pointer) => Ok(pointer),
+            Refill::Absent => self.fault(address, hart::Access::Load),
+            Refill::Undecided => self.missed(address, size, hart::Access::Load),
+        }
     }
 
     /// A store that missed the first level of the TLB.
     #[cold]
     #[inline(never)]
     fn store_missed<T: GuestInt>(&mut self, address: u64, value: T) -> Result<(), BusFault> {
-        let pointer = self.missed(address, T::BYTES, hart::Access::Store)?;
+        let pointer = match self.tlb.refill(address, T::BYTES, true) {
+            Refill::Hit(pointer) => {
+                // SAFETY: as in `store`.
+                T::store(unsafe { cell::<T>(pointer) }, value);
+                return Ok(());
+            }
+            Refill::Absent => self.fault(address, hart::Access::Store),
+            Refill::Undecided => self.missed(address, T::BYTES, hart::Access::Store),
+        }?;
         // SAFETY: just translated for writing `T::BYTES`; the reference lives for this store.
         let cell = unsafe { cell::<T>(pointer) };
         let write = || T::store(cell, value);
@@ -167,7 +179,7 @@ impl<R: MemslotReader> VcpuMemory<R> {
 
     /// Translates an access of `size` bytes at `address` that missed the first level of the TLB.
     /// Returns the host address.
-    #[inline]
+    #[inline(never)]
     fn missed(
         &mut self,
         address: u64,

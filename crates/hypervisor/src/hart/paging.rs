@@ -145,6 +145,29 @@ impl Rights {
         right_mode && right_kind && bits & A != 0
     }
 
+    /// [`Rights::allow`] as a mask of bits and the values that they must have. `None` where that is
+    /// not possible: with MXR, loads need one of two bits.
+    #[must_use]
+    pub const fn needed(view: View, access: Access) -> Option<(u8, u8)> {
+        let kind = match access {
+            Access::Fetch => X,
+            Access::Load => R,
+            Access::Store => W | D,
+        };
+        if view.satp.is_bare() {
+            return Some((kind as u8, kind as u8));
+        }
+        if view.mxr && matches!(access, Access::Load) {
+            return None;
+        }
+        let (checks_user, user) = match (view.mode, access) {
+            (Mode::User, _) => (U, U),
+            (Mode::Supervisor, Access::Load | Access::Store) if view.sum => (0, 0),
+            (Mode::Supervisor, _) => (U, 0),
+        };
+        Some(((kind | A | checks_user) as u8, (kind | A | user) as u8))
+    }
+
     /// The bits R, W, X, U, A and D at their places in an entry.
     #[must_use]
     pub const fn bits(self) -> u8 {
@@ -223,4 +246,42 @@ pub fn walk<E>(
         }));
     }
     Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn needed_bits_are_those_that_allow() {
+        for satp in [0, 8 << 60, 9 << 60] {
+            for view in (0..8).map(|bits| View {
+                satp: Satp(satp),
+                mode: if bits & 1 == 0 {
+                    Mode::User
+                } else {
+                    Mode::Supervisor
+                },
+                sum: bits & 2 != 0,
+                mxr: bits & 4 != 0,
+            }) {
+                for access in [Access::Fetch, Access::Load, Access::Store] {
+                    let Some((mask, value)) = Rights::needed(view, access) else {
+                        assert!(view.mxr && access == Access::Load);
+                        continue;
+                    };
+                    for bits in 0..=u8::MAX {
+                        // In Bare, the rights always have A, and MXR has no effect.
+                        let bits = if satp == 0 {
+                            bits | A as u8 | R as u8
+                        } else {
+                            bits
+                        };
+                        let allowed = Rights::from_bits(bits).allow(view, access);
+                        assert_eq!(bits & mask == value, allowed, "{view:?} {bits:#x}");
+                    }
+                }
+            }
+        }
+    }
 }

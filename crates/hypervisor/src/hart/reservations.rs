@@ -26,7 +26,7 @@
 //! for the same memory.
 //! 1. The bus fills a TLB entry for writing only if [`Reservations::is_announced`] is false for its
 //!    page.
-//! 2. An access that writes and misses always goes through `write`.
+//! 2. An access that writes and finds no TLB entry for writing always goes through `write`.
 //! 3. An LR in a page for which [`Reservations::is_watched`] is false leaves the guest
 //!    ([`super::BusFault::Requested`]). Outside, its vCPU calls [`Reservations::announce`]. It
 //!    makes every vCPU of the VM drop *all* TLB entries for writing, and waits until each has done

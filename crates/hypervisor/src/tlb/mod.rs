@@ -28,7 +28,7 @@ mod second;
 use crate::hart::{Access, Leaf, Mode, Rights, View};
 use pageferry_addr::{Gpa, Hva, PAGE_MASK, PAGE_SHIFT};
 use pageferry_memslot::OutOfMemory;
-use second::{BARE, Cached, GLOBAL, Second};
+use second::{BARE, Cached, GLOBAL, Probe, Second};
 use std::alloc::{Layout, handle_alloc_error};
 
 /// The number of entries of a bank: 1024 reach 4 MiB, in 32 KiB of the host's cache.
@@ -65,6 +65,16 @@ pub(crate) enum Stores {
     Watched,
     /// By a hit.
     Fast,
+}
+
+/// The result of [`Tlb::refill`].
+pub(crate) enum Refill {
+    /// The host address.
+    Hit(*mut u8),
+    /// The second level does not have the page.
+    Absent,
+    /// [`Tlb::second_level`] decides, or the address is misaligned.
+    Undecided,
 }
 
 /// The view of a bank.
@@ -222,6 +232,8 @@ pub(crate) struct Tlb {
     /// one.
     physical: usize,
     second: Second,
+    /// The look-up of `view` in the second level.
+    probe: Probe,
     superpages: Superpages,
 }
 
@@ -231,18 +243,21 @@ impl Tlb {
     /// # Errors
     /// If the allocator refuses memory for the entries.
     pub(crate) fn try_new() -> Result<Self, OutOfMemory> {
+        let view = View {
+            satp: crate::hart::Satp::BARE,
+            mode: Mode::Supervisor,
+            sum: false,
+            mxr: false,
+        };
+        let second = Second::new();
         Ok(Self {
             current: Bank::try_new(Key::Physical)?,
-            view: View {
-                satp: crate::hart::Satp::BARE,
-                mode: Mode::Supervisor,
-                sum: false,
-                mxr: false,
-            },
+            view,
+            probe: second.probe_of(view, BARE),
             parked: Vec::new(),
             next: 0,
             physical: 0,
-            second: Second::new(),
+            second,
             superpages: Superpages([0; 64]),
         })
     }
@@ -256,15 +271,25 @@ impl Tlb {
     /// Makes `view` the current one.
     #[inline]
     pub(crate) fn set_view(&mut self, view: View) {
+        if self.view != view {
+            self.change_view(view);
+        }
+    }
+
+    fn change_view(&mut self, view: View) {
         let before = core::mem::replace(&mut self.view, view);
-        let levels = (before.satp.levels(), view.satp.levels());
-        if let (3, 4) | (4, 3) = levels {
+        if let (3, 4) | (4, 3) = (before.satp.levels(), view.satp.levels()) {
             self.forget_spaces(None);
         }
         let key = Key::of(view);
         if self.current.key != key {
             self.switch(key);
         }
+        self.renew_probe();
+    }
+
+    fn renew_probe(&mut self) {
+        self.probe = self.second.probe_of(self.view, self.space());
     }
 
     fn switch(&mut self, key: Key) {
@@ -339,6 +364,28 @@ impl Tlb {
         let bank = self.physical();
         bank.fill(gpa, cached.page, true, cached.stores == Stores::Fast);
         bank.read(gpa, 8)
+    }
+
+    /// The quick way for an access of `size` bytes at `address` that missed the first level: brings
+    /// the page there and returns the host address, if nothing but the second level is needed.
+    #[inline(never)]
+    pub(crate) fn refill(&mut self, address: u64, size: u64, store: bool) -> Refill {
+        if address & (size - 1) != 0 {
+            return Refill::Undecided;
+        }
+        let probed = match self.second.probe(address, &self.probe, store) {
+            Some(probed) if probed.allowed => probed,
+            Some(_) => return Refill::Undecided,
+            None => return Refill::Absent,
+        };
+        let tag = address & !PAGE_MASK;
+        let addend = probed.page.0.wrapping_sub(tag);
+        self.current.entries[index(address)] = Entry {
+            read: tag,
+            write: if probed.fast_stores { tag } else { NEVER },
+            addend,
+        };
+        Refill::Hit(pointer(address, addend))
     }
 
     /// Looks `address` up in the second level, and brings its page to the first. Returns the host
@@ -466,6 +513,7 @@ impl Tlb {
                 self.superpages = Superpages([0; 64]);
             }
         }
+        self.renew_probe();
     }
 
     /// Forgets everything.
@@ -479,6 +527,7 @@ impl Tlb {
             }
         }
         self.second.flush();
+        self.renew_probe();
         self.superpages = Superpages([0; 64]);
     }
 
@@ -489,6 +538,7 @@ impl Tlb {
             bank.writes_stale = true;
         }
         self.second.flush_writes();
+        self.renew_probe();
     }
 }
 

@@ -20,7 +20,7 @@
 //! The table takes 512 KiB. A vCPU allocates it when its first level first replaces a page.
 
 use super::Stores;
-use crate::hart::Rights;
+use crate::hart::{Access, Rights, View};
 use pageferry_addr::{Hva, PAGE_MASK, PAGE_SHIFT};
 
 const WAYS: usize = 4;
@@ -50,6 +50,42 @@ const SPACES: usize = BARE as usize + 1;
 struct Way {
     tag: u64,
     page: u64,
+}
+
+/// How the current view finds pages, and what it needs of them: everything that a look-up would
+/// otherwise derive from the view and the generations.
+#[derive(Clone, Copy)]
+pub(super) struct Probe {
+    /// The tag of address 0 in the view's space, and as a global page.
+    tags: [u64; 2],
+    load: Need,
+    store: Need,
+}
+
+/// The bits of a page word that an access needs.
+#[derive(Clone, Copy)]
+struct Need {
+    mask: u64,
+    bits: u64,
+}
+
+impl Need {
+    /// No page word has it: the general look-up decides.
+    const NEVER: Self = Self { mask: 0, bits: 1 };
+
+    const fn is_met(self, page: u64) -> bool {
+        page & self.mask == self.bits
+    }
+}
+
+/// A page that [`Second::probe`] found.
+#[derive(Clone, Copy)]
+pub(super) struct Probed {
+    pub(super) page: Hva,
+    /// Whether the access may go through, and by hits if it is a store.
+    pub(super) allowed: bool,
+    /// Whether stores may go through by hits.
+    pub(super) fast_stores: bool,
 }
 
 /// A cached page.
@@ -134,6 +170,58 @@ impl Second {
             rights: Rights::from_bits(way.page as u8),
             stores,
         })
+    }
+
+    /// The probe for `view`, whose space is `space`. It is stale after a change of the view, a
+    /// fence and a flush.
+    pub(super) fn probe_of(&self, view: View, space: u16) -> Probe {
+        let own = self.tag(0, space);
+        let global = if space == BARE {
+            own
+        } else {
+            self.tag(0, GLOBAL)
+        };
+        let need = |access| match Rights::needed(view, access) {
+            Some((mask, bits)) => Need {
+                mask: mask.into(),
+                bits: bits.into(),
+            },
+            None => Need::NEVER,
+        };
+        let (load, store) = (need(Access::Load), need(Access::Store));
+        let generation = u64::from(self.stores) << STORES_SHIFT;
+        Probe {
+            tags: [own, global],
+            load,
+            store: Need {
+                mask: store.mask | FAST | u64::from(u8::MAX) << STORES_SHIFT,
+                bits: store.bits | FAST | generation,
+            },
+        }
+    }
+
+    /// The quick look-up of `address`.
+    #[inline(always)]
+    pub(super) fn probe(&self, address: u64, probe: &Probe, store: bool) -> Option<Probed> {
+        let set = self.sets.get(set_of(address))?;
+        let tags = probe.tags.map(|tag| tag | page_number(address));
+        for way in set {
+            if way.tag == tags[0] || way.tag == tags[1] {
+                let fast_stores = probe.store.is_met(way.page);
+                let allowed = if store {
+                    fast_stores
+                } else {
+                    probe.load.is_met(way.page)
+                };
+                let page = Hva(way.page & ((1 << STORES_SHIFT) - 1) & !PAGE_MASK);
+                return Some(Probed {
+                    page,
+                    allowed: allowed && is_representable(address),
+                    fast_stores,
+                });
+            }
+        }
+        None
     }
 
     /// Caches the page of `address`.
