@@ -185,12 +185,11 @@ impl Reservations {
         self.unwatched.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// LR: loads from `cell`, which is at `address`, in a watched page.
+    /// LR: loads from `cell`, which is at `address`. The bus has found its page watched.
+    ///
+    /// Another thread may have begun to unwatch since then. It waits for this LR, and then ends its
+    /// reservation.
     pub fn load_reserved<T: AmoInt>(&self, address: u64, cell: &T::Atomic) -> Reserved<T> {
-        debug_assert!(
-            self.is_watched(address),
-            "an LR at {address:#x} in a page that is not watched"
-        );
         let word = &self.words[word_index(address)];
         // The count comes before the value, so that a write in between only makes the SC fail.
         // Acquire keeps the load of the value behind it.
