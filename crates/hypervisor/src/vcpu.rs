@@ -126,6 +126,12 @@ impl KickHandle {
         self.0.wake(Requests::INTERRUPT);
     }
 
+    /// Ends a wait of the vCPU: [`VcpuCore::wait`] returns soon, or at once if it is called next.
+    /// Unlike a kick, it is no exit of [`VcpuCore::run`].
+    pub fn wake(&self) {
+        self.0.wake(Requests::INTERRUPT);
+    }
+
     /// Whether a kick is open.
     #[must_use]
     pub fn is_kicked(&self) -> bool {
@@ -310,10 +316,12 @@ impl<M: Memslots> VcpuCore<M> {
         &mut self.hart
     }
 
-    /// The whole architectural state.
+    /// The whole architectural state. Interrupts that other threads have raised are pending in it.
     #[must_use]
     pub fn state(&self) -> HartState {
-        self.hart.state()
+        let mut state = self.hart.state();
+        state.sip |= u64::from(self.port.raised.load(Ordering::Relaxed));
+        state
     }
 
     /// Replaces the whole architectural state.
@@ -321,7 +329,9 @@ impl<M: Memslots> VcpuCore<M> {
     /// # Errors
     /// If no hart can be in `state`. The vCPU is then unchanged.
     pub fn set_state(&mut self, state: &HartState) -> Result<(), StateError> {
-        self.hart.set_state(state)
+        self.hart.set_state(state)?;
+        self.port.raised.store(0, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Watches for the next instruction to retire. [`VcpuCore::first_instruction`] then returns the

@@ -143,3 +143,21 @@ fn a_wait_is_bounded() {
     vcpu.wait(Duration::MAX);
     assert_eq!(vcpu.run(), Exit::Kicked);
 }
+
+/// A vCPU that is saved before its next entry must not lose the interrupt.
+#[test]
+fn a_raised_interrupt_is_part_of_the_state() {
+    let (_vm, vcpu) = waiting();
+    assert_eq!(vcpu.state().sip, 0);
+    vcpu.kick_handle().raise(Interrupt::Software);
+    assert_eq!(vcpu.state().sip, 1 << 1);
+}
+
+#[test]
+fn a_wake_up_ends_a_wait_and_is_no_exit() {
+    let (_vm, mut vcpu) = waiting();
+    vcpu.hart_mut().set_run_state(RunState::Stopped);
+    vcpu.kick_handle().wake();
+    vcpu.wait(Duration::MAX);
+    assert_eq!(vcpu.run(), Exit::Halted);
+}
