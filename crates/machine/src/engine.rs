@@ -1,8 +1,8 @@
 //! The trait of machines, and the names of the engines.
 
 use crate::{
-    ArmOptions, Backing, Collapsed, Delivery, DeliveryInUse, FaultEvents, GuestRam, MachineError,
-    Vcpu,
+    ArmOptions, Backing, Collapsed, Console, Delivery, DeliveryInUse, FaultEvents, GuestRam,
+    MachineError, Vcpu,
 };
 use pageferry_addr::RamPage;
 use pageferry_userfault::PageBitmap;
@@ -115,6 +115,11 @@ pub trait Machine: Send + Sync {
 
     /// Its memory, also for the VMM's own accesses.
     fn ram(&self) -> &Arc<GuestRam>;
+
+    /// The guest's text console, if the machine has one.
+    fn console(&self) -> Option<&Arc<Console>> {
+        None
+    }
 
     /// Starts or stops logging of the pages that vCPUs and the VMM write.
     ///

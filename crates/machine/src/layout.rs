@@ -164,6 +164,29 @@ impl RamLayout {
         })
     }
 
+    /// Whether all of `bytes` bytes from `gpa` are RAM, in one region.
+    ///
+    /// ```
+    /// use pageferry_addr::Gpa;
+    /// use pageferry_machine::RamLayout;
+    ///
+    /// let layout = RamLayout::for_memory(1 << 20)?;
+    /// assert!(layout.contains(Gpa((1 << 20) - 8), 8));
+    /// assert!(!layout.contains(Gpa((1 << 20) - 8), 9));
+    /// assert!(!layout.contains(Gpa(u64::MAX), 2));
+    /// # Ok::<(), pageferry_machine::LayoutError>(())
+    /// ```
+    #[must_use]
+    pub fn contains(&self, gpa: Gpa, bytes: u64) -> bool {
+        let Some(end) = gpa.0.checked_add(bytes) else {
+            return false;
+        };
+        self.regions.iter().any(|region| {
+            let start = region.gfn.gpa().0;
+            start <= gpa.0 && end <= start + region.pages * PAGE_SIZE
+        })
+    }
+
     /// The guest frame of a RAM index, or `None` behind the last page.
     #[must_use]
     pub fn gfn_of(&self, page: RamPage) -> Option<Gfn> {

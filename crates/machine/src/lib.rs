@@ -38,6 +38,7 @@
 mod access;
 mod backing;
 mod choice;
+mod console;
 mod delivery;
 #[cfg(feature = "vm-memory")]
 mod devices;
@@ -48,6 +49,7 @@ mod gate;
 mod huge;
 pub mod kvm;
 mod layout;
+mod linux;
 mod ram;
 pub mod soft;
 mod sync;
@@ -60,6 +62,7 @@ mod written;
 pub use access::{AccessError, At, Fetch, Frozen};
 pub use backing::Backing;
 pub use choice::{create, select};
+pub use console::Console;
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
@@ -68,6 +71,8 @@ pub use error::MachineError;
 pub use fault_events::{FaultEvent, FaultEvents};
 pub use huge::Collapsed;
 pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
+pub use linux::{ImageError, Linux, LinuxError, MAX_COMMAND_LINE};
+pub use pageferry_sbi::{Reset, ResetKind};
 pub use ram::GuestRam;
 pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;

@@ -14,7 +14,9 @@
 //!   reports itself parked. So a thread that paused the VM takes the vCPUs
 //!   ([`VcpuThreads::with_vcpus`]) without waiting.
 
-use crate::{Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, Vcpu, VcpuState};
+use crate::{
+    Access, Exit, FirstInstruction, HookVerdict, Kicker, MachineError, Reset, Vcpu, VcpuState,
+};
 use pageferry_addr::{Gpa, RamPage};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -35,6 +37,15 @@ pub trait VcpuHooks: Send + Sync {
 
     /// The vCPU stored `value` to an address outside RAM.
     fn mmio_write(&self, vcpu: u32, gpa: Gpa, value: u64) -> HookVerdict;
+
+    /// The vCPU loads `size` bytes (1, 2, 4 or 8) from an address outside RAM. Returns the value.
+    fn mmio_read(&self, _vcpu: u32, _gpa: Gpa, _size: u8) -> u64 {
+        u64::MAX
+    }
+
+    /// The guest ends itself. The vCPU's thread parks; the other vCPUs run until the owner pauses
+    /// the VM.
+    fn reset(&self, _vcpu: u32, _reset: Reset) {}
 
     /// The vCPU cannot run any further. Its thread is parked for good.
     fn failed(&self, vcpu: u32, error: &MachineError);
@@ -423,9 +434,17 @@ fn run_until_held(
                     .memory_fault(id, page, access, kicker.as_ref())
             }
             Exit::MmioWrite { gpa, value, .. } => control.hooks.mmio_write(id, gpa, value),
-            Exit::MmioRead { .. } | Exit::Kicked => HookVerdict::Resume,
-            // Nothing will ever wake it: no interrupt controller is modelled.
+            Exit::MmioRead { gpa, size } => {
+                vcpu.complete_mmio_read(control.hooks.mmio_read(id, gpa, size));
+                HookVerdict::Resume
+            }
+            Exit::Kicked => HookVerdict::Resume,
+            // Nothing will ever wake it: the engine models no interrupt controller.
             Exit::Halted => HookVerdict::Park,
+            Exit::Reset(reset) => {
+                control.hooks.reset(id, reset);
+                HookVerdict::Park
+            }
         };
         if control.hold.load(Ordering::Acquire) {
             return Ok(Stopped::Held);

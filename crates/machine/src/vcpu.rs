@@ -1,6 +1,6 @@
 //! The trait of vCPUs, and their exits.
 
-use crate::MachineError;
+use crate::{MachineError, Reset};
 use pageferry_addr::{Gpa, RamPage};
 use std::time::Instant;
 
@@ -35,15 +35,18 @@ pub enum Exit {
         /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// It loaded from an address that no memory slot covers. The load has returned all ones.
+    /// It loaded from an address that no memory slot covers. The load returns all ones, unless
+    /// [`Vcpu::complete_mmio_read`] follows.
     MmioRead {
         /// The address.
         gpa: Gpa,
         /// The number of bytes: 1, 2, 4 or 8.
         size: u8,
     },
-    /// It waits for an interrupt that cannot come (HLT, WFI).
+    /// It waits for an interrupt that cannot come (HLT: no interrupt controller is modelled).
     Halted,
+    /// The guest ends itself. No vCPU should run any further.
+    Reset(Reset),
     /// It was kicked.
     Kicked,
 }
@@ -94,6 +97,10 @@ pub trait Vcpu: Send {
     /// has reset it.
     fn run(&mut self) -> Result<Exit, MachineError>;
 
+    /// Answers the load of the last [`Exit::MmioRead`] with `value`, before the vCPU is entered
+    /// again. The call does nothing after another exit.
+    fn complete_mmio_read(&mut self, value: u64);
+
     /// A handle that kicks this vCPU.
     fn kicker(&self) -> std::sync::Arc<dyn Kicker>;
 
@@ -113,6 +120,9 @@ pub trait Vcpu: Send {
     /// Sets up the state in which a guest program starts: `entry` and up to two arguments (x86-64:
     /// rip, rdi, rsi in ring 3 with flat 64-bit tables at `tables`; RV64: pc, a0, a1 in VS-mode).
     ///
+    /// An RV64 hart without this call, and without a restored state, is stopped. Another hart
+    /// starts it by SBI.
+    ///
     /// # Errors
     /// When the kernel refuses.
     fn set_start(&mut self, start: &StartState) -> Result<(), MachineError>;
@@ -124,8 +134,8 @@ pub trait Vcpu: Send {
 /// An engine's knowledge of the first guest instruction that a vCPU ran.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FirstInstruction {
-    /// Nothing, now or later: the engine does not see single instructions, or the vCPU was not
-    /// restored.
+    /// Nothing, now or for a while: the engine does not see single instructions, or the vCPU was
+    /// not restored, or it waits for an interrupt.
     Untold,
     /// None has retired so far. A vCPU may leave the guest many times in this state, because its
     /// first instruction may itself wait for memory.

@@ -10,21 +10,31 @@
 //! userfaultfd watches anything here. All slots share the one missing bitmap, each from the bit of
 //! its first page on.
 //!
+//! An ECALL of a guest's operating system is a call of SBI, which the vCPU's thread answers here
+//! (`calls`). Harts start stopped: [`Vcpu::set_start`] starts one, and that one starts others. A
+//! hart that waits for an interrupt sleeps inside [`Vcpu::run`], until an interrupt or a kick.
+//!
 //! **Neighbours.** [`pageferry_hypervisor::Vm`] does the work; [`crate::engine`](crate::Machine)
 //! has the contract.
 
+mod calls;
+mod harts;
 mod memory;
 mod state;
 mod vcpu;
 
 use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Collapsed, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam, LayoutError,
-    MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion, Vcpu,
+    ArmOptions, Collapsed, Console, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion,
+    Vcpu,
 };
+use harts::Harts;
 use memory::RamOwner;
 use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
-use pageferry_hypervisor::{HostMemory, Region, SlotFlags, UserfaultBits, Vm, VmConfig, VmError};
+use pageferry_hypervisor::{
+    HostMemory, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig, VmError,
+};
 use pageferry_userfault::PageBitmap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vcpu::SoftVcpu;
@@ -33,6 +43,7 @@ struct SoftMachine {
     vm: Vm,
     ram: Arc<GuestRam>,
     owner: Arc<dyn HostMemory>,
+    console: Arc<Console>,
     /// The current settings of the slots. A thread that changes the slots holds the lock.
     slots: Mutex<Slots>,
 }
@@ -61,16 +72,18 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
         vm,
         owner: Arc::new(RamOwner(Arc::clone(&ram))),
         ram,
+        console: Arc::default(),
         slots: Mutex::default(),
     });
     machine.set_slots(&Slots::default())?;
     let vcpus = (0..spec.vcpus)
-        .map(|id| {
-            let core = machine.vm.create_vcpu(id).map_err(|e| refused(&e))?;
-            let vcpu = SoftVcpu::new(core, machine.vm.clone(), &machine.ram);
-            Ok(Box::new(vcpu) as Box<dyn Vcpu>)
-        })
-        .collect::<Result<_, MachineError>>()?;
+        .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
+        .collect::<Result<Vec<_>, MachineError>>()?;
+    let harts = Arc::new(Harts::new(vcpus.iter().map(VcpuCore::kick_handle)));
+    let vcpus = vcpus
+        .into_iter()
+        .map(|core| Box::new(SoftVcpu::new(core, &machine, &harts)) as Box<dyn Vcpu>)
+        .collect();
     Ok(NewMachine { machine, vcpus })
 }
 
@@ -124,6 +137,10 @@ impl Machine for SoftMachine {
 
     fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
+    }
+
+    fn console(&self) -> Option<&Arc<Console>> {
+        Some(&self.console)
     }
 
     fn set_dirty_log(&self, on: bool) -> Result<(), MachineError> {

@@ -1,26 +1,33 @@
 //! A vCPU of the soft engine.
 
+use super::SoftMachine;
+use super::calls::{Calls, Missing};
+use super::harts::{Harts, Start};
 use super::memory::alias_mapping;
 use super::state::{decode, encode};
 use crate::translate::Translator;
-use crate::{
-    Access, Exit, FirstInstruction, GuestRam, Kicker, MachineError, StartState, Vcpu, VcpuState,
-};
-use pageferry_hypervisor::hart::{self, Hart};
-use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore, Vm};
+use crate::{Access, Exit, FirstInstruction, Kicker, MachineError, StartState, Vcpu, VcpuState};
+use pageferry_hypervisor::hart::{self, Hart, RunState};
+use pageferry_hypervisor::{self as hypervisor, KickHandle, SlotData, VcpuCore};
+use pageferry_sbi::{Call, Next, serve};
 use std::sync::Arc;
+use std::time::Duration;
 
-/// SBI's answer to an unknown call (RISC-V SBI specification, "Binary Encoding"):
-/// `SBI_ERR_NOT_SUPPORTED`.
-const SBI_NOT_SUPPORTED: u64 = -2i64 as u64;
+/// `sstatus.SIE` (RISC-V privileged specification).
+const STATUS_SIE: u64 = 1 << 1;
 const SP: u8 = 2;
 const A0: u8 = 10;
 const A1: u8 = 11;
 
 pub(super) struct SoftVcpu {
     core: VcpuCore,
-    vm: Vm,
+    machine: Arc<SoftMachine>,
+    harts: Arc<Harts>,
     translator: Translator<SlotData>,
+    /// What the other harts know of this one.
+    told: RunState,
+    /// Whether it waits for an interrupt, or for its start.
+    halted: bool,
 }
 
 struct SoftKicker(KickHandle);
@@ -36,13 +43,101 @@ impl Kicker for SoftKicker {
 }
 
 impl SoftVcpu {
-    pub(super) fn new(core: VcpuCore, vm: Vm, ram: &GuestRam) -> Self {
-        let translator = Translator::new(&vm.slot_table(), alias_mapping(ram));
+    /// A hart that is stopped.
+    pub(super) fn new(mut core: VcpuCore, machine: &Arc<SoftMachine>, harts: &Arc<Harts>) -> Self {
+        core.hart_mut().set_run_state(RunState::Stopped);
+        let table = machine.vm.slot_table();
         Self {
             core,
-            vm,
-            translator,
+            machine: Arc::clone(machine),
+            harts: Arc::clone(harts),
+            translator: Translator::new(&table, alias_mapping(&machine.ram)),
+            told: RunState::Stopped,
+            halted: false,
         }
+    }
+
+    /// Carries out a start that another hart has asked for. Returns whether there was one.
+    fn take_start(&mut self) -> bool {
+        if self.core.hart().run_state() != RunState::Stopped {
+            return false;
+        }
+        let Some(Start { entry, opaque }) = self.harts.take_start(self.core.id()) else {
+            return false;
+        };
+        self.told = RunState::Started;
+        let mut state = Hart::new().state();
+        state.instret = self.core.hart().instret();
+        self.begin(state, entry, opaque);
+        true
+    }
+
+    /// Lets the hart begin at `entry`, as SBI's HSM extension defines it.
+    fn begin(&mut self, mut state: hart::HartState, entry: u64, opaque: u64) {
+        state.pc = entry;
+        state.mode = hart::Mode::Supervisor;
+        state.satp = 0;
+        state.sstatus &= !STATUS_SIE;
+        state.x[usize::from(A0)] = self.core.id().into();
+        state.x[usize::from(A1)] = opaque;
+        let begun = self.core.set_state(&state);
+        begun.expect("a state of a hart, with an address that was checked");
+    }
+
+    /// Tells the other harts what this one is now.
+    fn tell(&mut self) {
+        let now = self.core.hart().run_state();
+        if self.told != now {
+            self.told = now;
+            self.harts.set(self.core.id(), now);
+        }
+    }
+
+    fn set_state(&mut self, state: &hart::HartState) -> Result<(), MachineError> {
+        self.core
+            .set_state(state)
+            .map_err(|e| MachineError::BadState(e.to_string()))?;
+        self.halted = false;
+        self.tell();
+        Ok(())
+    }
+
+    /// Serves an ECALL. Returns an exit that the caller must see.
+    fn call(&mut self, args: [u64; 8]) -> Option<Exit> {
+        let mut calls = Calls {
+            core: &mut self.core,
+            vm: &self.machine.vm,
+            ram: &self.machine.ram,
+            harts: &self.harts,
+            console: &self.machine.console,
+        };
+        match serve(&Call::from_registers(args), &mut calls) {
+            Ok(Next::Return { error, value }) => self.answer(error as u64, value),
+            Ok(Next::Stop) => self.core.hart_mut().set_run_state(RunState::Stopped),
+            Ok(Next::Suspend { resume }) => {
+                match resume {
+                    None => self.answer(0, 0),
+                    Some((entry, opaque)) => self.begin(self.core.state(), entry, opaque),
+                }
+                self.core.hart_mut().set_run_state(RunState::Suspended);
+            }
+            Ok(Next::Reset(reset)) => {
+                self.core.hart_mut().set_run_state(RunState::Stopped);
+                return Some(Exit::Reset(reset));
+            }
+            Err(Missing { page, access }) => {
+                let call = self.core.hart().pc() - 4;
+                let repeated = self.core.hart_mut().set_pc(call);
+                repeated.expect("the address of the ECALL");
+                return Some(Exit::MemoryFault { page, access });
+            }
+        }
+        None
+    }
+
+    fn answer(&mut self, a0: u64, a1: u64) {
+        self.core.hart_mut().set_x(A0, a0);
+        self.core.hart_mut().set_x(A1, a1);
     }
 }
 
@@ -52,8 +147,12 @@ impl Vcpu for SoftVcpu {
     }
 
     fn run(&mut self) -> Result<Exit, MachineError> {
+        self.take_start();
         loop {
-            return Ok(match self.core.run() {
+            let exit = self.core.run();
+            self.tell();
+            self.halted &= exit == hypervisor::Exit::Kicked;
+            return Ok(match exit {
                 hypervisor::Exit::MemoryFault {
                     write_tracked: true,
                     ..
@@ -71,24 +170,32 @@ impl Vcpu for SoftVcpu {
                         hart::Access::Store => Access::Write,
                     },
                 },
-                // Nothing completes the load, so it has returned all ones.
                 hypervisor::Exit::MmioRead { gpa, size } => Exit::MmioRead { gpa, size },
                 hypervisor::Exit::MmioWrite { gpa, size, value } => {
                     Exit::MmioWrite { gpa, value, size }
                 }
-                // There is no SBI below this guest, and SBI defines an answer for that.
-                hypervisor::Exit::Ecall { .. } => {
-                    self.core.hart_mut().set_x(A0, SBI_NOT_SUPPORTED);
-                    self.core.hart_mut().set_x(A1, 0);
-                    continue;
-                }
+                hypervisor::Exit::Ecall { args } => match self.call(args) {
+                    Some(exit) => exit,
+                    None => continue,
+                },
                 hypervisor::Exit::DirtyRingFull => {
                     unreachable!("this engine's VMs log into bitmaps")
                 }
-                hypervisor::Exit::Halted => Exit::Halted,
+                hypervisor::Exit::Halted => {
+                    self.halted = true;
+                    // A start that another hart asks for after this look ends the wait.
+                    if !self.take_start() {
+                        self.core.wait(Duration::MAX);
+                    }
+                    continue;
+                }
                 hypervisor::Exit::Kicked => Exit::Kicked,
             });
         }
+    }
+
+    fn complete_mmio_read(&mut self, value: u64) {
+        self.core.complete_mmio_read(value);
     }
 
     fn kicker(&self) -> Arc<dyn Kicker> {
@@ -96,15 +203,14 @@ impl Vcpu for SoftVcpu {
     }
 
     fn save(&mut self) -> Result<VcpuState, MachineError> {
-        Ok(encode(&self.core.state(), self.vm.time()))
+        self.take_start();
+        Ok(encode(&self.core.state(), self.machine.vm.time()))
     }
 
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
         let (state, time) = decode(state)?;
-        self.core
-            .set_state(&state)
-            .map_err(|e| MachineError::BadState(e.to_string()))?;
-        self.vm.advance_time(time);
+        self.set_state(&state)?;
+        self.machine.vm.advance_time(time);
         self.core.watch_first_instruction();
         Ok(())
     }
@@ -115,14 +221,13 @@ impl Vcpu for SoftVcpu {
         state.x[usize::from(SP)] = start.stack;
         state.x[usize::from(A0)] = start.args[0];
         state.x[usize::from(A1)] = start.args[1];
-        self.core
-            .set_state(&state)
-            .map_err(|e| MachineError::BadState(e.to_string()))
+        self.set_state(&state)
     }
 
     fn first_instruction(&self) -> FirstInstruction {
         match self.core.first_instruction() {
             Some(when) => FirstInstruction::At(when),
+            None if self.halted => FirstInstruction::Untold,
             None if self.core.watches_first_instruction() => FirstInstruction::NotYet,
             None => FirstInstruction::Untold,
         }

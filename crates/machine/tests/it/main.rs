@@ -43,6 +43,7 @@ mod place;
 #[cfg(target_arch = "x86_64")]
 mod raw;
 mod soft_move;
+mod soft_sbi;
 #[cfg(target_arch = "x86_64")]
 mod support;
 mod threads;

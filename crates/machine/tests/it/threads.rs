@@ -34,6 +34,8 @@ struct FakeVcpu {
 }
 
 impl Vcpu for FakeVcpu {
+    fn complete_mmio_read(&mut self, _value: u64) {}
+
     fn id(&self) -> u32 {
         self.id
     }

@@ -308,6 +308,17 @@ impl Vcpu for KvmVcpu {
         }
     }
 
+    fn complete_mmio_read(&mut self, value: u64) {
+        // A load that KVM completed while a state was saved is over: it returned all ones.
+        if self.pending
+            && self.blocked.is_none()
+            && let Left::Mmio(access) = exits::read(self.page())
+            && !access.write
+        {
+            self.page().set_mmio_data(value.to_le_bytes());
+        }
+    }
+
     fn kicker(&self) -> Arc<dyn Kicker> {
         Arc::clone(&self.kick) as Arc<dyn Kicker>
     }
