@@ -39,6 +39,7 @@ mod access;
 mod backing;
 mod choice;
 mod delivery;
+mod device_state;
 #[cfg(feature = "vm-memory")]
 mod devices;
 mod engine;
@@ -61,6 +62,7 @@ pub use access::{AccessError, At, Fetch, Frozen};
 pub use backing::Backing;
 pub use choice::{create, select};
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
+pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};
