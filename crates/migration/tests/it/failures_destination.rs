@@ -451,6 +451,7 @@ fn switch_over(missing_pages: u64, vcpus: u32) -> Frame {
     Frame::SwitchOver(SwitchOver {
         missing_pages,
         vcpus,
+        devices: 0,
         stopped_at_ns: 1,
     })
 }
