@@ -482,7 +482,8 @@ fn to_script(
 fn a_source_that_takes_its_vm_back_resumes_its_devices() {
     let _parallel = in_parallel();
     let here = End::empty(Engine::Soft, TWO).boot();
-    let scripts: [(&str, fn(&mut ScriptedDestination<'_>)); 2] = [
+    type Script = fn(&mut ScriptedDestination<'_>);
+    let scripts: [(&str, Script); 2] = [
         ("lost before Ready", |peer| {
             peer.set_up();
             assert_eq!(peer.take_switch_over().devices, 2);
