@@ -526,7 +526,7 @@ const SWITCH_OVER: &[Case] = &[
             p.send(&p.template.switch_over());
         },
         kind: "Machine",
-        says: "100 bytes",
+        says: "the magic of an RV64 hart",
         told: Told::Why(ErrorCode::Machine),
     },
     Case {
