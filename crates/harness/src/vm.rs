@@ -136,6 +136,7 @@ impl Vm {
         RunningVm {
             machine: &self.machine,
             threads: &self.threads,
+            devices: &[],
         }
     }
 

@@ -35,6 +35,9 @@ pub enum MachineError {
     /// The bytes are no vCPU state.
     #[error("the vCPU state is not usable: {0}")]
     BadState(String),
+    /// A device cannot stop, or the bytes are no state of it. The text has the reason.
+    #[error("{0}")]
+    Device(String),
     /// A fault delivery that this machine does not have.
     #[error("fault delivery '{0}' is not available on this machine")]
     NoDelivery(Delivery),

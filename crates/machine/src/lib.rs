@@ -40,6 +40,7 @@ mod backing;
 mod choice;
 mod console;
 mod delivery;
+mod device_state;
 #[cfg(feature = "vm-memory")]
 mod devices;
 mod engine;
@@ -64,6 +65,7 @@ pub use backing::Backing;
 pub use choice::{create, select};
 pub use console::Console;
 pub use delivery::{ArmOptions, Delivery, DeliveryInUse, DeliveryTrial};
+pub use device_state::{Apply, Device};
 #[cfg(feature = "vm-memory")]
 pub use devices::{DeviceMemory, DeviceRegion, DeviceView, Written};
 pub use engine::{Engine, EngineChoice, Machine, MachineSpec, NewMachine};

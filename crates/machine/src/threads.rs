@@ -297,7 +297,7 @@ impl VcpuThreads {
         Ok(states)
     }
 
-    /// Replaces the states of all vCPUs of a paused VM.
+    /// Replaces the states of all vCPUs of a paused VM. All are decoded before any vCPU changes.
     ///
     /// # Errors
     /// When the number of states is not the number of vCPUs, or an engine refuses a state.
@@ -309,6 +309,8 @@ impl VcpuThreads {
                 self.count()
             )));
         }
+        let mut unchecked = states.iter();
+        self.with_vcpus(|vcpu| unchecked.next().map_or(Ok(()), |state| vcpu.check(state)))?;
         let mut states = states.iter();
         self.with_vcpus(|vcpu| states.next().map_or(Ok(()), |state| vcpu.restore(state)))
     }

@@ -110,11 +110,17 @@ pub trait Vcpu: Send {
     /// When the kernel refuses a part that matters.
     fn save(&mut self) -> Result<VcpuState, MachineError>;
 
+    /// Decodes a state as [`Vcpu::restore`] does, and changes nothing.
+    ///
+    /// # Errors
+    /// When the bytes are not a state of this engine and version.
+    fn check(&self, state: &VcpuState) -> Result<(), MachineError>;
+
     /// Replaces the whole state.
     ///
     /// # Errors
-    /// When the bytes are not a state of this engine and version, or a value that matters cannot be
-    /// set. The vCPU must then not be run.
+    /// As [`Vcpu::check`], or when a value that matters cannot be set. The vCPU must then not be
+    /// run.
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError>;
 
     /// Sets up the state in which a guest program starts: `entry` and up to two arguments (x86-64:

@@ -8,7 +8,9 @@ use crate::channel::{ChannelError, Connection};
 use crate::error::MigrationError;
 use crate::outbox::Outbox;
 use crate::session::Generation;
-use crate::wire::{Frame, FrameHeader, HEADER_BYTES, Role, Side, WireError};
+use crate::wire::{
+    Frame, FrameHeader, FrameType, HEADER_BYTES, MAX_DEVICE_STATES_BYTES, Role, Side, WireError,
+};
 use rustix::event::PollFlags;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -25,6 +27,8 @@ pub(crate) struct ControlLink {
     pub(crate) generation: Generation,
     from: Side,
     memory_pages: u64,
+    /// The bytes that DeviceState frames have brought so far, and the most that they may bring.
+    device_bytes: (u64, u64),
     out: Outbox,
     scratch: Vec<u8>,
     input: Vec<u8>,
@@ -45,6 +49,7 @@ impl ControlLink {
             generation,
             from,
             memory_pages,
+            device_bytes: (0, 0),
             out: Outbox::new("frame"),
             scratch: Vec::new(),
             input: Vec::new(),
@@ -56,6 +61,11 @@ impl ControlLink {
     /// Sets the VM's memory size, for the checks of received frames.
     pub(crate) fn set_memory_pages(&mut self, pages: u64) {
         self.memory_pages = pages;
+    }
+
+    /// Takes DeviceState frames from now on. Without this, their length is beyond its bound.
+    pub(crate) fn expect_devices(&mut self) {
+        self.device_bytes.1 = MAX_DEVICE_STATES_BYTES as u64;
     }
 
     pub(crate) fn peer(&self) -> &str {
@@ -153,12 +163,23 @@ impl ControlLink {
             return Ok(None);
         };
         let header = FrameHeader::decode(head, self.from, Role::Control)?;
+        let (brought, max) = self.device_bytes;
+        let mut device_bytes = brought;
+        if header.frame_type == FrameType::DeviceState {
+            device_bytes += u64::from(header.payload_len);
+            if device_bytes > max {
+                let what = "all DeviceState frames";
+                let len = device_bytes;
+                return Err(WireError::TooLong { what, len, max }.into());
+            }
+        }
         let end = HEADER_BYTES + header.payload_len as usize;
         let Some(payload) = bytes.get(HEADER_BYTES..end) else {
             return Ok(None);
         };
         let frame = Frame::decode(&header, payload, self.memory_pages)?;
         self.decoded += end;
+        self.device_bytes.0 = device_bytes;
         Ok(Some(frame))
     }
 

@@ -56,6 +56,14 @@ pub enum MigrationError {
     /// The offered VM does not fit the machine here.
     #[error("{0}")]
     Mismatch(String),
+    /// A device of the VM cannot go along.
+    #[error("device {device} {why}")]
+    Device {
+        /// The device.
+        device: String,
+        /// The reason: the rest of the sentence.
+        why: String,
+    },
     /// The operator's settings cannot be.
     #[error(transparent)]
     Settings(#[from] SettingsError),
@@ -136,7 +144,11 @@ impl MigrationError {
     pub(crate) fn is_fatal_here(&self) -> bool {
         matches!(
             self,
-            Self::Machine(_) | Self::Os { .. } | Self::OutOfMemory(_) | Self::Internal(_)
+            Self::Machine(_)
+                | Self::Device { .. }
+                | Self::Os { .. }
+                | Self::OutOfMemory(_)
+                | Self::Internal(_)
         )
     }
 
@@ -162,7 +174,7 @@ impl MigrationError {
         match self {
             Self::Wire(_) | Self::Protocol(_) => ErrorCode::Protocol,
             Self::Mismatch(_) => ErrorCode::SetupRefused,
-            Self::Machine(_) => ErrorCode::Machine,
+            Self::Machine(_) | Self::Device { .. } => ErrorCode::Machine,
             Self::Os { .. } | Self::OutOfMemory(_) => ErrorCode::Resources,
             _ => ErrorCode::Internal,
         }

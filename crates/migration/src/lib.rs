@@ -16,7 +16,7 @@
 //! |---|---|---|
 //! | set-up | offers the VM | builds such a machine and acknowledges |
 //! | pre-copy | sends pages while the guest runs | allocates memory and takes the pages |
-//! | switch-over | stops the guest, sends what it needs to run, says `Go` | loads it, says `Ready`, runs the guest on `Go` |
+//! | switch-over | stops the guest and its devices, sends what they need to run, says `Go` | loads it, says `Ready`, runs the guest on `Go` |
 //! | post-copy | answers requests and pushes the rest | requests the pages that its vCPUs touch |
 //! | completion | knows that every page has a receipt | confirms it |
 //!
@@ -32,6 +32,8 @@ mod clock;
 mod control;
 mod cpus;
 mod destination;
+#[doc(hidden)]
+pub mod devices;
 mod error;
 #[doc(hidden)]
 pub mod handshake;
@@ -70,8 +72,8 @@ pub use limits::Limits;
 pub use phase::{Observer, Phase, Unobserved};
 pub use protocol_error::ProtocolError;
 pub use report::{
-    DestinationReport, FaultRecord, PageCounts, PassFigures, PhaseStart, PrefetchCounts,
-    SourceReport, StallRow, StallStage, StallTimes,
+    DestinationReport, DeviceFigures, FaultRecord, PageCounts, PassFigures, PhaseStart,
+    PrefetchCounts, SourceReport, StallRow, StallStage, StallTimes,
 };
 pub use source::{
     Change, Checked, Connect, Route, Settings, SettingsError, SourceConfig, SourceFailure,

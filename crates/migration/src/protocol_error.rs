@@ -48,6 +48,26 @@ pub enum ProtocolError {
         /// The number of vCPUs.
         vcpus: usize,
     },
+    /// A device state twice, or one that Setup has not announced.
+    #[error("it sent an unexpected state of device {device} (version {version})")]
+    DeviceState {
+        /// The device.
+        device: String,
+        /// The version of the state.
+        version: u32,
+    },
+    /// Too few device states, or another number than announced.
+    #[error(
+        "it announced {announced} device states, sent {found}, and the VM has {devices} devices"
+    )]
+    DeviceStates {
+        /// The number in SwitchOver.
+        announced: u32,
+        /// The number of states that came.
+        found: usize,
+        /// The number of devices.
+        devices: usize,
+    },
     /// A number of missing pages that differs from the pages named.
     #[error("it announced {announced} missing pages where {found} are")]
     MissingCount {

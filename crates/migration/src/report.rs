@@ -31,6 +31,17 @@ pub struct PrefetchCounts {
     pub late: u64,
 }
 
+/// The device states of a migration.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceFigures {
+    /// The number of devices.
+    pub count: u64,
+    /// Bytes of their states.
+    pub bytes: u64,
+    /// The time in which they were paused and saved, while the guest stood still.
+    pub took: Duration,
+}
+
 /// The start of a phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PhaseStart {
@@ -59,6 +70,8 @@ pub struct SourceReport {
     pub pages: PageCounts,
     /// The part of the background push that was guessed from requests.
     pub prefetch: PrefetchCounts,
+    /// The states of devices.
+    pub devices: DeviceFigures,
     /// The number of pages missing when the guest started at the destination.
     pub missing_at_start: u64,
     /// Bytes of pages written to all channels, without headers and descriptors.

@@ -1,6 +1,6 @@
 //! The VM that a migration moves.
 
-use pageferry_machine::{Engine, Machine, VcpuThreads};
+use pageferry_machine::{Device, Engine, Machine, VcpuThreads};
 use std::sync::Arc;
 
 /// A VM with its vCPU threads.
@@ -10,6 +10,9 @@ pub struct RunningVm<'a> {
     pub machine: &'a Arc<dyn Machine>,
     /// The threads of its vCPUs.
     pub threads: &'a VcpuThreads,
+    /// The devices whose states travel. Both ends have the same ones, by name. A destination pauses
+    /// them before the VM comes, and a source that has handed the VM over leaves them paused.
+    pub devices: &'a [Arc<dyn Device>],
 }
 
 /// Returns the wire numbers of an engine and of its guests' ISA.

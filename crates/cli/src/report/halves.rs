@@ -102,6 +102,9 @@ pub(crate) struct Sent {
     /// The part of the background push that was guessed from requests.
     #[serde(default)]
     pub(crate) prefetch: Prefetch,
+    /// The states of devices: their number, their bytes, and nanoseconds.
+    #[serde(default)]
+    pub(crate) devices: (u64, u64, u64),
     /// Pages missing when the destination started.
     pub(crate) missing_at_start: u64,
     /// Bytes of pages sent.
@@ -137,6 +140,11 @@ impl Sent {
             confirmed_ns: report.confirmed_ns,
             pages: report.pages.into(),
             prefetch: report.prefetch.into(),
+            devices: (
+                report.devices.count,
+                report.devices.bytes,
+                ns(report.devices.took),
+            ),
             missing_at_start: report.missing_at_start,
             page_bytes: report.page_bytes,
             background_bytes: report.background_bytes,

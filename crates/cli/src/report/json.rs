@@ -28,6 +28,7 @@ pub(super) fn show(report: &Report) -> Value {
             "zero": pages.zero,
         },
         "prefetch": sent.map(|s| s.prefetch),
+        "devices": sent.map(|s| s.devices).map(|(count, bytes, ns)| json!({"count": count, "bytes": bytes, "ms": ns as f64 / MS})),
         "missing_at_start": sent.map(|s| s.missing_at_start).or(received.map(|r| r.missing_at_start)),
         "stall_us": report.stalls().map(stall_us),
         "stall_histogram": report.stalls().map(histogram),

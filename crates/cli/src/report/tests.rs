@@ -44,6 +44,7 @@ fn report() -> Report {
                 unconfirmed: 8,
                 late: 2,
             },
+            devices: (2, 16, 1_500_000),
             missing_at_start: 2000,
             page_bytes: 40 << 20,
             background_bytes: 7 << 20,
@@ -133,6 +134,8 @@ fn json_has_the_keys_that_programs_rely_on() {
     }
     let prefetch = serde_json::json!({"in_time": 30, "unconfirmed": 8, "late": 2});
     assert_eq!(json["prefetch"], prefetch);
+    let devices = serde_json::json!({"count": 2, "bytes": 16, "ms": 1.5});
+    assert_eq!(json["devices"], devices);
     for key in [
         "count", "mean", "p50", "p90", "p99", "p999", "max", "over_2ms",
     ] {

@@ -260,6 +260,7 @@ fn setup(change: impl FnOnce(&mut Setup)) -> Vec<u8> {
             gfn: pageferry_addr::Gfn(0),
             pages: memory_bytes / 4096,
         }],
+        devices: Vec::new(),
         description,
         bulk_channels: 1,
         urgent_channels: 1,

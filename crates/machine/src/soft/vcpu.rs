@@ -207,6 +207,12 @@ impl Vcpu for SoftVcpu {
         Ok(encode(&self.core.state(), self.machine.vm.time()))
     }
 
+    fn check(&self, state: &VcpuState) -> Result<(), MachineError> {
+        let (state, _) = decode(state)?;
+        let valid = state.validate();
+        valid.map_err(|e| MachineError::BadState(e.to_string()))
+    }
+
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
         let (state, time) = decode(state)?;
         self.set_state(&state)?;

@@ -215,9 +215,9 @@ fn bytes_that_are_no_state_leave_an_error() {
     }
     let mut new = machine(1, 32);
     for bytes in [vec![], b"PFKV".to_vec(), vec![0; 100_000]] {
-        assert!(matches!(
-            new.vcpus[0].restore(&VcpuState(bytes)),
-            Err(MachineError::BadState(_))
-        ));
+        let state = VcpuState(bytes);
+        for refused in [new.vcpus[0].check(&state), new.vcpus[0].restore(&state)] {
+            assert!(matches!(refused, Err(MachineError::BadState(_))));
+        }
     }
 }

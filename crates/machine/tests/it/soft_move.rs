@@ -5,7 +5,7 @@ use pageferry_addr::{Gpa, PAGE_SIZE, RamPage};
 use pageferry_guest::{Isa, Workload};
 use pageferry_machine::{
     Access, Delivery, Engine, FirstInstruction, GuestRam, HookVerdict, Kicker, MachineError,
-    MachineSpec, NewMachine, StartState, VcpuHooks, VcpuThreads, create,
+    MachineSpec, NewMachine, StartState, VcpuHooks, VcpuState, VcpuThreads, create,
 };
 use pageferry_testkit::{LIMIT, wait_until};
 use pageferry_userfault::PageBitmap;
@@ -256,4 +256,32 @@ fn a_lost_page_is_found_by_the_guest_and_by_the_host() {
         !hooks.trouble.lock().unwrap().is_empty()
     });
     threads.pause(LIMIT).unwrap();
+}
+
+#[test]
+fn a_state_that_one_vcpu_refuses_changes_no_vcpu() {
+    let mut new = create(Engine::Soft, MachineSpec::new(2, 1 << 20)).unwrap();
+    let before = new.vcpus[0].save().unwrap();
+    new.vcpus[0]
+        .set_start(&StartState {
+            entry: 0x1000,
+            stack: 0,
+            args: [0, 0],
+            tables: Gpa(0),
+        })
+        .unwrap();
+    let started = new.vcpus[0].save().unwrap();
+    let hooks = Hooks::new(new.machine.ram(), None);
+    let threads = VcpuThreads::start(new.vcpus, hooks as Arc<dyn VcpuHooks>).unwrap();
+    // Registers and pc. The clock behind them goes on.
+    let registers = || threads.save().unwrap()[0].0[..280].to_vec();
+    let present = registers();
+    let mut short = started.clone();
+    short.0.pop();
+    for bad in [short, VcpuState(vec![])] {
+        assert!(threads.restore(&[before.clone(), bad]).is_err());
+        assert!(registers() == present);
+    }
+    threads.restore(&[before, started]).unwrap();
+    assert!(registers() != present);
 }

@@ -71,6 +71,11 @@ impl Vcpu for FakeVcpu {
             self.rounds.load(Ordering::Relaxed).to_le_bytes().to_vec(),
         ))
     }
+    fn check(&self, state: &VcpuState) -> Result<(), MachineError> {
+        let fits = state.0.len() == 8;
+        fits.then_some(())
+            .ok_or_else(|| MachineError::BadState("not 8 bytes".into()))
+    }
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
         let bytes = state
             .0
@@ -261,11 +266,10 @@ fn states_are_saved_and_restored_in_order_and_counted() {
         error.to_string(),
         "the vCPU state is not usable: 2 states for 3 vCPUs"
     );
-    assert!(
-        vm.threads
-            .restore(&[states[0].clone(), VcpuState(vec![]), states[1].clone()])
-            .is_err()
-    );
+    let last_is_bad = [states[1].clone(), states[2].clone(), VcpuState(vec![])];
+    assert!(vm.threads.restore(&last_is_bad).is_err());
+    let unchanged = vm.threads.save().unwrap();
+    assert_eq!(unchanged, states, "no vCPU has a new state");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::{DestinationFailure, DestinationReport, DestinationVm, Stage, Supervisor};
 use crate::clock::instant_ns;
+use crate::devices;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
@@ -160,6 +161,7 @@ impl Supervisor<'_, '_, '_> {
         self.core
             .fail(MigrationError::Internal("the migration has failed".into()));
         let _ = self.vm.threads.pause(PAUSE_LIMIT);
+        let _ = devices::pause(self.vm.devices);
         if let Some(control) = &mut self.control {
             let _ = control.send(&error.to_frame());
         }
@@ -179,6 +181,7 @@ impl Supervisor<'_, '_, '_> {
                 asleep: 0,
             };
             let _ = self.vm.threads.pause(PAUSE_LIMIT);
+            let _ = devices::pause(self.vm.devices);
             let error = error.into();
             return Err(DestinationFailure { vm, error });
         }

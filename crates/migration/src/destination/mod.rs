@@ -199,7 +199,7 @@ struct Supervisor<'s, 'e, 'a> {
     control: Option<ControlLink>,
     bulk: Vec<recovery::BulkChannel<'s>>,
     precopy: precopy::Precopy,
-    loading: switchover::Loading,
+    loading: switchover::Loading<'a>,
     postcopy: postcopy::Postcopy<'s>,
     /// The reason for the end of the session.
     error: Option<MigrationError>,
@@ -422,6 +422,7 @@ impl<'a> Supervisor<'_, '_, 'a> {
             }
             Frame::Missing(runs) if receiving => return self.load_missing(&runs),
             Frame::VcpuState(state) if receiving => return self.load_state(state),
+            Frame::DeviceState(state) if receiving => return self.load_device(state),
             Frame::SwitchOver(switch_over) if receiving => return self.load(&switch_over),
             Frame::Go => ToDestination::Go,
             Frame::Resume(stage) => {

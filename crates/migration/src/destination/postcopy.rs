@@ -7,6 +7,7 @@ use super::resolver::Resolver;
 use super::setup::Incoming;
 use super::shared::Letter;
 use super::{Allocation, Session, Supervisor, faults, precopy, switchover};
+use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::limits::Patience;
 use crate::phase::{Observer, Phase};
@@ -21,10 +22,11 @@ use std::sync::{Arc, PoisonError};
 use std::thread::ScopedJoinHandle;
 
 /// A machine that is armed, and the state of its pages.
-pub(super) struct Prepared {
+pub(super) struct Prepared<'a> {
     core: Arc<Core>,
     events: Vec<Box<dyn FaultEvents>>,
     delivery: DeliveryInUse,
+    states: DeviceStates<'a>,
 }
 
 /// The threads that serve faults.
@@ -35,13 +37,15 @@ pub(super) struct Postcopy<'s> {
     pub(super) delivery: DeliveryInUse,
 }
 
-/// Arms the machine. Everything that takes memory is allocated here, before the blackout.
-pub(super) fn prepare(
+/// Pauses the devices and arms the machine. Everything that takes memory is allocated here, before the blackout.
+pub(super) fn prepare<'a>(
     incoming: &Incoming,
-    vm: &RunningVm<'_>,
+    vm: &RunningVm<'a>,
     resolver: &Resolver,
-) -> Result<Prepared, MigrationError> {
+    states: DeviceStates<'a>,
+) -> Result<Prepared<'a>, MigrationError> {
     let machine = vm.machine;
+    devices::pause(vm.devices)?;
     let missing = Arc::new(PageBitmap::try_new(machine.ram().pages() as usize)?);
     let options = incoming.host.config.arm_options();
     let events = machine.arm_userfault(Arc::clone(&missing), options)?;
@@ -65,6 +69,7 @@ pub(super) fn prepare(
         core,
         events,
         delivery,
+        states,
     })
 }
 
@@ -86,10 +91,10 @@ impl Drop for Ended<'_> {
 }
 
 /// Runs the session of an armed machine to its end.
-pub(super) fn run(
+pub(super) fn run<'a>(
     mut incoming: Incoming,
-    vm: &RunningVm<'_>,
-    prepared: Prepared,
+    vm: &RunningVm<'a>,
+    prepared: Prepared<'a>,
     stop: &dyn Fn() -> bool,
     observer: &dyn Observer,
 ) -> Outcome {
@@ -97,6 +102,7 @@ pub(super) fn run(
         core,
         events,
         delivery,
+        states,
     } = prepared;
     let limits = &incoming.host.config.limits;
     let patience = Patience::new(limits.silence);
@@ -134,7 +140,7 @@ pub(super) fn run(
             control,
             bulk: Vec::new(),
             precopy: precopy::Precopy::new(allocation),
-            loading: switchover::Loading::new(vm.threads.count()),
+            loading: switchover::Loading::new(vm.threads.count(), states),
             postcopy: Postcopy {
                 events,
                 threads: Vec::new(),

@@ -8,6 +8,7 @@ use super::{Destination, postcopy};
 use crate::clock::monotonic_ns;
 use crate::control::ControlLink;
 use crate::cpus::Pinned;
+use crate::devices::DeviceStates;
 use crate::error::MigrationError;
 use crate::handshake::{HELLO_LIMIT, Stranger, StrangerError};
 use crate::phase::{Observer, Phase};
@@ -77,6 +78,9 @@ pub(super) fn accept(
         }
     };
     candidate.control.set_memory_pages(setup.memory_pages());
+    if !setup.devices.is_empty() {
+        candidate.control.expect_devices();
+    }
     host.desk.begin(
         candidate.session,
         candidate.secret,
@@ -207,7 +211,7 @@ impl Incoming {
     }
 
     /// Receives the VM into `vm`, a machine of the offered size. Its vCPUs must never have run, and
-    /// its hooks must forward to `resolver`. `stop` ends the migration until the source has handed
+    /// its hooks must forward to `resolver`. Its devices are paused first. `stop` ends the migration until the source has handed
     /// the VM over. This sets short scheduler slices for the calling thread, since vCPUs wait for
     /// it. The thread runs on [`DestinationConfig::cpus`] meanwhile, and so do those that it
     /// starts.
@@ -226,7 +230,7 @@ impl Incoming {
         crate::latency::prefer_short_slices();
         observer.phase(Phase::Setup);
         let fits = self.check_fits(vm);
-        let prepared = fits.and_then(|()| postcopy::prepare(&self, vm, resolver));
+        let prepared = fits.and_then(|states| postcopy::prepare(&self, vm, resolver, states));
         // Only now: to choose a delivery, the machine may have measured with vCPUs of its own.
         let pinned = Pinned::to(self.host.config.cpus.as_ref()).map_err(MigrationError::from);
         match prepared.and_then(|prepared| Ok((prepared, pinned?))) {
@@ -239,7 +243,7 @@ impl Incoming {
         }
     }
 
-    fn check_fits(&self, vm: &RunningVm<'_>) -> Result<(), MigrationError> {
+    fn check_fits<'a>(&self, vm: &RunningVm<'a>) -> Result<DeviceStates<'a>, MigrationError> {
         let layout = vm.machine.ram().layout();
         let same_regions = self.setup.regions.len() == layout.regions().len()
             && self
@@ -279,7 +283,10 @@ impl Incoming {
         } else if !same_regions {
             "its memory regions differ from those of this machine".into()
         } else {
-            return Ok(());
+            match DeviceStates::due(vm.devices, &self.setup.devices) {
+                Ok(states) => return Ok(states),
+                Err(mismatch) => mismatch,
+            }
         };
         Err(MigrationError::Mismatch(format!(
             "the offered VM does not fit: {mismatch}"

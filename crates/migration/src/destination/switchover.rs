@@ -2,26 +2,32 @@
 
 use super::{Stage, Supervisor};
 use crate::clock::monotonic_ns;
+use crate::devices::{self, DeviceStates};
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
 use crate::session::destination::Event;
 use crate::sync::Ordering;
 use crate::wire::{self, MissingRuns, SwitchOver};
-use pageferry_machine::{Backing, VcpuState};
+use pageferry_machine::{Apply, Backing, VcpuState};
 
 /// The parts of the switch-over that have come so far.
-pub(super) struct Loading {
+pub(super) struct Loading<'a> {
     states: Vec<Option<VcpuState>>,
+    devices: DeviceStates<'a>,
+    /// The decoded states of devices. They wait for `Go`.
+    decoded: Vec<Apply<'a>>,
     begun: bool,
     /// The number of missing pages, once all is loaded.
     missing_at_start: Option<u64>,
 }
 
-impl Loading {
-    pub(super) fn new(vcpus: usize) -> Self {
+impl<'a> Loading<'a> {
+    pub(super) fn new(vcpus: usize, devices: DeviceStates<'a>) -> Self {
         Self {
             states: vec![None; vcpus],
+            devices,
+            decoded: Vec::new(),
             begun: false,
             missing_at_start: None,
         }
@@ -63,7 +69,13 @@ impl Supervisor<'_, '_, '_> {
         Ok(())
     }
 
-    /// SwitchOver has come: checks that all has arrived, and loads it.
+    pub(super) fn load_device(&mut self, state: wire::DeviceState) -> Result<(), MigrationError> {
+        self.loading.begun = true;
+        Ok(self.loading.devices.take(state)?)
+    }
+
+    /// SwitchOver has come: checks that all has arrived, and loads it. The states of devices are
+    /// decoded before anything changes. They are applied on `Go`, since that cannot fail.
     pub(super) fn load(&mut self, announced: &SwitchOver) -> Result<(), MigrationError> {
         if !self.precopy.is_ready() {
             return Err(ProtocolError::SwitchOverTooEarly.into());
@@ -85,6 +97,8 @@ impl Supervisor<'_, '_, '_> {
             }
             .into());
         }
+        let devices = std::mem::take(&mut self.loading.devices);
+        self.loading.decoded = devices.decode(announced.devices)?;
         self.vm.machine.begin_postcopy()?;
         self.vm.threads.restore(&states)?;
         self.core.begin_counting();
@@ -102,6 +116,10 @@ impl Supervisor<'_, '_, '_> {
         debug_assert_eq!(self.state.stage, Stage::Running);
         self.started_ns = monotonic_ns();
         self.core.begin_requests();
+        for apply in self.loading.decoded.drain(..) {
+            apply();
+        }
+        devices::resume(self.vm.devices);
         self.vm.threads.resume();
         self.patience.set(self.host.config.limits.dead_after);
         self.enter(Phase::Postcopy);

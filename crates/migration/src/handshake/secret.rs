@@ -75,8 +75,8 @@ impl Secret {
 
 fn covered(side: Side, transcript: &Transcript) -> Vec<u8> {
     let label: &[u8] = match side {
-        Side::Source => b"pageferry 3 source",
-        Side::Destination => b"pageferry 3 destination",
+        Side::Source => b"pageferry 4 source",
+        Side::Destination => b"pageferry 4 destination",
     };
     let Transcript {
         hello,
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(hex, PROOF_HEX);
     }
 
-    const PROOF_HEX: &str = "089c0aeca55e660b6334bda32f2c44b6962a6b02a0058f846021c67873746d8b";
+    const PROOF_HEX: &str = "f848fe231aa1ed607c2fd38f86a69da0bb9f47c46e8b9682b6c766aea28d270b";
 
     #[test]
     fn a_secret_is_not_printed() {

@@ -130,13 +130,13 @@ pub enum Action {
     AdoptMissing,
     /// Begin pre-copy.
     StartPrecopy,
-    /// Stop the guest. Send the missing pages, the vCPU states and SwitchOver.
+    /// Stop the guest and its devices. Send the missing pages, all states and SwitchOver.
     SwitchOver,
     /// Answer requests for pages from now on.
     StartAnswers,
     /// Push the pages that nobody has requested, too.
     StartPush,
-    /// Resume the guest, if it stands still.
+    /// Resume the guest and its devices, if they stand still.
     ResumeGuest,
     /// The session has ended.
     End(End),

@@ -7,7 +7,7 @@ use crate::clock::monotonic_ns;
 use crate::error::MigrationError;
 use crate::phase::Phase;
 use crate::protocol_error::ProtocolError;
-use crate::report::{PageCounts, PhaseStart, PrefetchCounts, SourceReport};
+use crate::report::{DeviceFigures, PageCounts, PhaseStart, PrefetchCounts, SourceReport};
 use crate::session::source::{End, Stage};
 use crate::status::SessionStatus;
 use crate::sync::Ordering;
@@ -29,6 +29,7 @@ pub(super) fn new_report() -> SourceReport {
         confirmed_ns: 0,
         pages: PageCounts::default(),
         prefetch: PrefetchCounts::default(),
+        devices: DeviceFigures::default(),
         missing_at_start: 0,
         page_bytes: 0,
         background_bytes: 0,

@@ -214,6 +214,7 @@ fn attempt(
             precopy: precopy::Precopy::default(),
             dirty,
             frozen: None,
+            devices_paused: false,
             named: Vec::new(),
             last_loss: None,
             lost_since: None,
@@ -246,6 +247,8 @@ struct Supervisor<'s, 'e, 'a> {
     dirty: PageBitmap,
     /// From switch-over on, as long as the VM may count elsewhere.
     frozen: Option<Frozen<'a>>,
+    /// Whether the switch-over has paused the devices, or has begun to.
+    devices_paused: bool,
     /// The missing pages that a resuming destination has named.
     named: Vec<std::ops::Range<u64>>,
     /// The reason for the end of the session.
@@ -627,6 +630,9 @@ impl<'a> Supervisor<'_, '_, 'a> {
         // A failure to stop the dirty log costs only speed.
         let _ = self.vm.machine.set_dirty_log(false);
         self.frozen = None;
+        if std::mem::take(&mut self.devices_paused) {
+            crate::devices::resume(self.vm.devices);
+        }
         self.vm.threads.resume();
     }
 }

@@ -3,6 +3,7 @@
 use super::{SourceConfig, Supervisor};
 use crate::channel::Connection;
 use crate::control::ControlLink;
+use crate::devices;
 use crate::error::MigrationError;
 use crate::protocol_error::ProtocolError;
 use crate::session::source::Event;
@@ -46,6 +47,7 @@ pub(super) fn offer(
                 pages: r.pages,
             })
             .collect(),
+        devices: devices::announce(vm.devices)?,
         description: guest.to_vec(),
         bulk_channels: config.bulk_channels,
         urgent_channels: config.urgent_channels,

@@ -3,11 +3,21 @@
 //!
 //! The pages that are missing already travel before the guest stops, as runs. In the blackout only
 //! those follow that the guest has written since a harvest of the dirty log right before.
+//!
+//! Each step needs the ones before it:
+//!
+//! 1. The vCPUs stop, so no device gets more to do.
+//! 2. The devices stop. What they still complete goes to guest memory, or to a vCPU as an interrupt.
+//! 3. Memory is frozen, which waits for every write under way, also those of other threads.
+//! 4. The dirty log is harvested: it has all writes.
+//! 5. The states of vCPUs and devices are saved. Nothing changes them any more.
 
 use super::Supervisor;
 use crate::clock::{instant_ns, monotonic_ns};
+use crate::devices;
 use crate::error::MigrationError;
 use crate::phase::Phase;
+use crate::report::DeviceFigures;
 use crate::wire::{Frame, MissingRuns, SwitchOver, VcpuState};
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -36,6 +46,10 @@ impl Supervisor<'_, '_, '_> {
         }
         self.enter(Phase::SwitchOver);
         let stopped = self.vm.threads.pause(PAUSE_LIMIT)?;
+        let pausing = Instant::now();
+        self.devices_paused = true;
+        devices::pause(self.vm.devices)?;
+        let mut devices_took = pausing.elapsed();
         // The VMM's own writes are in the last harvest, or refused.
         self.frozen = Some(self.vm.machine.ram().freeze()?);
         let mut new: Vec<Range<u64>> = Vec::new();
@@ -46,10 +60,18 @@ impl Supervisor<'_, '_, '_> {
             })?;
         }
         let states = self.vm.threads.save()?;
+        let saving = Instant::now();
+        let devices = devices::save(self.vm.devices)?;
+        devices_took += saving.elapsed();
+        self.report.devices = DeviceFigures {
+            count: devices.len() as u64,
+            bytes: devices.iter().map(|d| d.state.len() as u64).sum(),
+            took: devices_took,
+        };
         self.report.first_stop_ns = instant_ns(stopped.first_stop);
         self.report.last_stop_ns = instant_ns(stopped.last_stop);
         self.report.missing_at_start = ledger.unsent_count();
-        let vcpus = states.len() as u32;
+        let counts = (states.len() as u32, devices.len() as u32);
         let Some(control) = &mut self.control else {
             return Err(MigrationError::LinkLost("no control channel".into()));
         };
@@ -62,9 +84,13 @@ impl Supervisor<'_, '_, '_> {
                 state: state.0,
             }))?;
         }
+        for device in devices {
+            control.queue(&Frame::DeviceState(device))?;
+        }
         control.queue(&Frame::SwitchOver(SwitchOver {
             missing_pages: self.report.missing_at_start,
-            vcpus,
+            vcpus: counts.0,
+            devices: counts.1,
             stopped_at_ns: self.report.last_stop_ns,
         }))?;
         self.report.sent_at_ns = monotonic_ns();

@@ -5,8 +5,9 @@ use zerocopy::little_endian::U64;
 use super::error::in_range;
 use super::messages::exact;
 use super::{
-    ChannelId, DestinationStage, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES, MAX_VCPUS,
-    MissingRuns, Pass, Setup, SetupProgress, SourceStage, SwitchOver, Text, VcpuState, WireError,
+    ChannelId, DestinationStage, DeviceState, ErrorMessage, FrameHeader, FrameType, HEADER_BYTES,
+    MAX_VCPUS, MissingRuns, Pass, Setup, SetupProgress, SourceStage, SwitchOver, Text, VcpuState,
+    WireError,
 };
 
 /// A frame of a control or bulk channel. Pages frames are not included, since their data is
@@ -86,6 +87,8 @@ pub enum Frame {
     },
     /// See [`FrameType::Again`].
     Again,
+    /// See [`FrameType::DeviceState`].
+    DeviceState(DeviceState),
 }
 
 const LAST_VCPU: u64 = MAX_VCPUS as u64 - 1;
@@ -119,6 +122,7 @@ impl Frame {
             Self::CloseChannel(_) => FrameType::CloseChannel,
             Self::ChannelEnded { .. } => FrameType::ChannelEnded,
             Self::Again => FrameType::Again,
+            Self::DeviceState(_) => FrameType::DeviceState,
         }
     }
 
@@ -174,6 +178,9 @@ impl Frame {
             Self::ChannelEnded { channel, placed } => {
                 (count, arg) = channel.to_header(what)?;
                 out.extend_from_slice(&placed.to_le_bytes());
+            }
+            Self::DeviceState(device) => {
+                (count, arg) = (device.version, device.encode_payload(what, out)?);
             }
             Self::SetupAck
             | Self::Cancel
@@ -285,6 +292,9 @@ impl Frame {
                 placed: exact::<U64>(what, payload)?.get(),
             },
             FrameType::Again => Self::Again,
+            FrameType::DeviceState => {
+                Self::DeviceState(DeviceState::decode_payload(what, count, arg, payload)?)
+            }
         })
     }
 }

@@ -3,8 +3,9 @@
 use core::fmt;
 
 use super::{
-    DESCRIPTOR_BYTES, MAX_DATA_PAGES, MAX_DESCRIPTION_BYTES, MAX_ERROR_BYTES, MAX_MISSING_BYTES,
-    MAX_REGIONS, MAX_RUNS, MAX_VCPU_STATE_BYTES, PAGE_BYTES, Role, WireError,
+    DESCRIPTOR_BYTES, MAX_DESCRIPTION_BYTES, MAX_DEVICE_NAME_BYTES, MAX_DEVICE_STATE_BYTES,
+    MAX_DEVICES, MAX_ERROR_BYTES, MAX_MISSING_BYTES, MAX_PAGES_BYTES, MAX_REGIONS,
+    MAX_VCPU_STATE_BYTES, Role, WireError,
 };
 
 /// A side of the migration.
@@ -91,11 +92,13 @@ pub enum FrameType {
     ChannelEnded = 24,
     /// Source: the destination must repeat its outstanding requests.
     Again = 25,
+    /// Source: one device's state.
+    DeviceState = 26,
 }
 
 impl FrameType {
     /// Every type, in the order of their numbers.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::Setup,
         Self::SetupAck,
         Self::Error,
@@ -121,6 +124,7 @@ impl FrameType {
         Self::CloseChannel,
         Self::ChannelEnded,
         Self::Again,
+        Self::DeviceState,
     ];
 
     /// Returns the type's number on the wire.
@@ -169,6 +173,7 @@ impl FrameType {
             Self::CloseChannel => "CloseChannel",
             Self::ChannelEnded => "ChannelEnded",
             Self::Again => "Again",
+            Self::DeviceState => "DeviceState",
         }
     }
 
@@ -197,7 +202,8 @@ impl FrameType {
             | Self::Resume
             | Self::DiscardHeard
             | Self::CloseChannel
-            | Self::Again => matches!(side, Side::Source),
+            | Self::Again
+            | Self::DeviceState => matches!(side, Side::Source),
         }
     }
 
@@ -217,15 +223,13 @@ impl FrameType {
         match self {
             Self::Setup => (
                 32 + 24,
-                (32 + 24 * MAX_REGIONS + MAX_DESCRIPTION_BYTES) as u32,
+                (32 + 24 * MAX_REGIONS + 68 * MAX_DEVICES + MAX_DESCRIPTION_BYTES) as u32,
             ),
             Self::Error | Self::Discarded => (0, MAX_ERROR_BYTES as u32),
-            Self::Pages => (
-                DESCRIPTOR_BYTES as u32,
-                (MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES) as u32,
-            ),
+            Self::Pages => (DESCRIPTOR_BYTES as u32, MAX_PAGES_BYTES as u32),
             Self::Missing => (2, MAX_MISSING_BYTES as u32),
             Self::VcpuState => (1, MAX_VCPU_STATE_BYTES as u32),
+            Self::DeviceState => (1, (MAX_DEVICE_NAME_BYTES + MAX_DEVICE_STATE_BYTES) as u32),
             Self::SwitchOver => (24, 24),
             Self::ChannelEnded => (8, 8),
             Self::SetupAck

@@ -132,7 +132,8 @@ impl FrameHeader {
             | FrameType::SetupProgress
             | FrameType::Resumed
             | FrameType::CloseChannel
-            | FrameType::ChannelEnded => (true, true),
+            | FrameType::ChannelEnded
+            | FrameType::DeviceState => (true, true),
             FrameType::Resume => (true, false),
             FrameType::Error
             | FrameType::VcpuState

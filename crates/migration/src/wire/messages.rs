@@ -3,8 +3,8 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::error::{in_range, reserved_zero};
-use super::{MAX_VCPUS, WireError};
+use super::error::in_range;
+use super::{MAX_DEVICES, MAX_VCPUS, WireError};
 
 /// A pass over memory in pre-copy. It is informative: no behaviour may depend on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +90,8 @@ pub struct SwitchOver {
     pub missing_pages: u64,
     /// The number of VcpuState frames: one for each vCPU of the VM.
     pub vcpus: u32,
+    /// The number of DeviceState frames: one for each device that Setup announced.
+    pub devices: u32,
     /// The stop time of the last vCPU, by the source's `CLOCK_MONOTONIC`, in nanoseconds. It has a
     /// meaning only if both sides run on one host. It is informative: no behaviour may depend on
     /// it.
@@ -112,7 +114,7 @@ struct SwitchOverLayout {
     missing_pages: U64,
     stopped_at_ns: U64,
     vcpus: U32,
-    reserved: [u8; 4],
+    devices: U32,
 }
 
 const _: () = assert!(size_of::<SwitchOverLayout>() == 24);
@@ -123,7 +125,7 @@ impl SwitchOver {
             missing_pages: self.missing_pages.into(),
             stopped_at_ns: self.stopped_at_ns.into(),
             vcpus: self.vcpus.into(),
-            reserved: [0; 4],
+            devices: self.devices.into(),
         };
         out.extend_from_slice(layout.as_bytes());
     }
@@ -131,13 +133,15 @@ impl SwitchOver {
     pub(super) fn decode_payload(payload: &[u8], memory_pages: u64) -> Result<Self, WireError> {
         const WHAT: &str = "SwitchOver";
         let layout: &SwitchOverLayout = exact(WHAT, payload)?;
-        reserved_zero(WHAT, "reserved", &layout.reserved)?;
         let (missing_pages, vcpus) = (layout.missing_pages.get(), layout.vcpus.get());
+        let devices = layout.devices.get();
         in_range(WHAT, "missing_pages", missing_pages, 0, memory_pages)?;
         in_range(WHAT, "vcpus", vcpus.into(), 1, MAX_VCPUS.into())?;
+        in_range(WHAT, "devices", devices.into(), 0, MAX_DEVICES as u64)?;
         Ok(Self {
             missing_pages,
             vcpus,
+            devices,
             stopped_at_ns: layout.stopped_at_ns.get(),
         })
     }

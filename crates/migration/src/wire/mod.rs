@@ -22,6 +22,7 @@ mod capabilities;
 mod channel_id;
 mod channel_key;
 mod checksum;
+mod device;
 mod error;
 mod error_message;
 mod frame;
@@ -42,6 +43,7 @@ pub use capabilities::Capabilities;
 pub use channel_id::ChannelId;
 pub use channel_key::{ChannelKey, Role, SessionId};
 pub use checksum::FrameHasher;
+pub use device::{DeviceEntry, DeviceName, DeviceState};
 pub use error::{FirstBytes, WireError};
 pub use error_message::{ErrorCode, ErrorMessage};
 pub use frame::Frame;
@@ -59,9 +61,9 @@ pub use text::Text;
 pub use urgent::{UrgentKind, UrgentMessage, urgent_reply, urgent_reply_page, urgent_reply_zero};
 
 /// The newest protocol version this side speaks.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The oldest protocol version this side speaks.
-pub const MIN_VERSION: u16 = 3;
+pub const MIN_VERSION: u16 = 4;
 /// The first eight bytes of every connection, in both directions.
 pub const HELLO_MAGIC: [u8; 8] = *b"PGFERRY\0";
 /// The first four bytes of every frame, as a little-endian number: the letters `PGFR`.
@@ -106,11 +108,19 @@ pub const MAX_MISSING_RUNS: usize = 65536;
 pub const MAX_MISSING_BYTES: usize = 512 << 10;
 /// The longest state of one vCPU, in bytes.
 pub const MAX_VCPU_STATE_BYTES: usize = 64 << 10;
+/// The most devices in a [`Setup`].
+pub const MAX_DEVICES: usize = 1024;
+/// The longest name of a device, in bytes.
+pub const MAX_DEVICE_NAME_BYTES: usize = 64;
+/// The longest state of one device, in bytes: 16 MiB.
+pub const MAX_DEVICE_STATE_BYTES: usize = 16 << 20;
+/// The longest payloads of all DeviceState frames of a session together, in bytes: 64 MiB.
+pub const MAX_DEVICE_STATES_BYTES: usize = 64 << 20;
 /// The most bulk channels of a session, and the most urgent channels.
 pub const MAX_CHANNELS: u16 = 16;
 /// The most vCPUs of a VM.
 pub const MAX_VCPUS: u32 = 4096;
 /// The largest memory of a VM, in bytes: 64 TiB.
 pub const MAX_MEMORY_BYTES: u64 = 1 << 46;
-/// The longest payload of any frame, in bytes: 1 MiB of pages and their descriptors.
-pub const MAX_PAYLOAD_BYTES: usize = MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES;
+/// The longest payload of a Pages frame, in bytes: 1 MiB of pages and their descriptors.
+pub const MAX_PAGES_BYTES: usize = MAX_RUNS * DESCRIPTOR_BYTES + MAX_DATA_PAGES * PAGE_BYTES;

@@ -3,10 +3,11 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::device::EntryLayout;
 use super::error::{in_range, reserved_zero};
 use super::{
-    MAX_CHANNELS, MAX_DESCRIPTION_BYTES, MAX_MEMORY_BYTES, MAX_REGIONS, MAX_VCPUS, PAGE_BYTES,
-    WireError,
+    DeviceEntry, MAX_CHANNELS, MAX_DESCRIPTION_BYTES, MAX_DEVICES, MAX_MEMORY_BYTES, MAX_REGIONS,
+    MAX_VCPUS, PAGE_BYTES, WireError,
 };
 use pageferry_addr::Gfn;
 
@@ -64,6 +65,8 @@ pub struct Setup {
     /// are counted in this order. All regions together have exactly `memory_bytes`, and no two have
     /// the same slot id.
     pub regions: Vec<Region>,
+    /// The devices whose states travel, at most [`MAX_DEVICES`].
+    pub devices: Vec<DeviceEntry>,
     /// The description of the guest, at most [`MAX_DESCRIPTION_BYTES`]. It is opaque to this module
     /// and not trusted.
     pub description: Vec<u8>,
@@ -80,7 +83,7 @@ struct SetupLayout {
     page_size: U32,
     region_count: U32,
     description_len: U32,
-    reserved: [u8; 4],
+    device_count: U32,
 }
 
 #[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
@@ -137,7 +140,12 @@ impl Setup {
         if !self.memory_bytes.is_multiple_of(PAGE) {
             return Err(bad("memory_bytes", self.memory_bytes));
         }
-        check_lengths(self.regions.len() as u64, self.description.len() as u64)?;
+        let lengths = [
+            self.regions.len(),
+            self.devices.len(),
+            self.description.len(),
+        ];
+        check_lengths(lengths)?;
         let (mut next_gfn, mut pages) = (0, 0);
         for (index, region) in self.regions.iter().enumerate() {
             let left = self.memory_pages() - pages;
@@ -166,7 +174,7 @@ impl Setup {
             page_size: (PAGE_BYTES as u32).into(),
             region_count: (self.regions.len() as u32).into(),
             description_len: (self.description.len() as u32).into(),
-            reserved: [0; 4],
+            device_count: (self.devices.len() as u32).into(),
         };
         out.extend_from_slice(fixed.as_bytes());
         for region in &self.regions {
@@ -177,6 +185,9 @@ impl Setup {
                 pages: region.pages.into(),
             };
             out.extend_from_slice(layout.as_bytes());
+        }
+        for device in &self.devices {
+            out.extend_from_slice(device.to_layout().as_bytes());
         }
         out.extend_from_slice(&self.description);
     }
@@ -201,7 +212,6 @@ impl Setup {
                 len: payload.len() as u64,
                 expected: size_of::<SetupLayout>() as u64,
             })?;
-        reserved_zero(WHAT, "reserved", &fixed.reserved)?;
         let engine = match fixed.engine {
             1 => Engine::Kvm,
             2 => Engine::Soft,
@@ -215,9 +225,18 @@ impl Setup {
         if fixed.page_size != PAGE_BYTES as u32 {
             return Err(bad("page_size", fixed.page_size.get().into()));
         }
-        let (regions, description) = (fixed.region_count.get(), fixed.description_len.get());
-        check_lengths(regions.into(), description.into())?;
-        let expected = size_of::<RegionLayout>() * regions as usize + description as usize;
+        let lengths = [
+            fixed.region_count,
+            fixed.device_count,
+            fixed.description_len,
+        ];
+        let [regions, devices, description] = lengths.map(|len| len.get() as usize);
+        check_lengths([regions, devices, description])?;
+        let (regions, devices) = (
+            size_of::<RegionLayout>() * regions,
+            size_of::<EntryLayout>() * devices,
+        );
+        let expected = regions + devices + description;
         if rest.len() != expected {
             return Err(WireError::WrongLength {
                 what: WHAT,
@@ -225,9 +244,12 @@ impl Setup {
                 expected: (size_of::<SetupLayout>() + expected) as u64,
             });
         }
-        let (table, description) = rest.split_at(size_of::<RegionLayout>() * regions as usize);
+        let (table, rest) = rest.split_at(regions);
+        let (entries, description) = rest.split_at(devices);
         let table =
             <[RegionLayout]>::ref_from_bytes(table).expect("whole entries of an unaligned layout");
+        let entries =
+            <[EntryLayout]>::ref_from_bytes(entries).expect("whole entries of an unaligned layout");
         let mut regions = Vec::with_capacity(table.len());
         for entry in table {
             reserved_zero(WHAT, "region.reserved", &entry.reserved)?;
@@ -237,6 +259,9 @@ impl Setup {
                 pages: entry.pages.get(),
             });
         }
+        let devices = entries
+            .iter()
+            .map(|entry| DeviceEntry::from_layout(WHAT, entry));
         let setup = Self {
             bulk_channels: bulk_channels as u16,
             urgent_channels: urgent_channels as u16,
@@ -246,6 +271,7 @@ impl Setup {
             vcpus: fixed.vcpus.get(),
             memory_bytes: fixed.memory_bytes.get(),
             regions,
+            devices: devices.collect::<Result<_, _>>()?,
             description: description.to_vec(),
         };
         setup.check()?;
@@ -253,22 +279,20 @@ impl Setup {
     }
 }
 
-/// Checks the bounds of the two variable parts.
-fn check_lengths(regions: u64, description: u64) -> Result<(), WireError> {
-    let too_long = |what, len, max: usize| WireError::TooLong {
-        what,
-        len,
-        max: max as u64,
-    };
-    if regions > MAX_REGIONS as u64 {
-        return Err(too_long("Setup regions", regions, MAX_REGIONS));
+/// Checks the lengths of the regions, the devices and the description.
+fn check_lengths([regions, devices, description]: [usize; 3]) -> Result<(), WireError> {
+    for (what, len, max) in [
+        ("Setup regions", regions, MAX_REGIONS),
+        ("Setup devices", devices, MAX_DEVICES),
+        ("Setup description", description, MAX_DESCRIPTION_BYTES),
+    ] {
+        if len > max {
+            return Err(WireError::TooLong {
+                what,
+                len: len as u64,
+                max: max as u64,
+            });
+        }
     }
-    if description > MAX_DESCRIPTION_BYTES as u64 {
-        return Err(too_long(
-            "Setup description",
-            description,
-            MAX_DESCRIPTION_BYTES,
-        ));
-    }
-    in_range(WHAT, "region_count", regions, 1, MAX_REGIONS as u64)
+    in_range(WHAT, "region_count", regions as u64, 1, MAX_REGIONS as u64)
 }

@@ -451,6 +451,7 @@ fn switch_over(missing_pages: u64, vcpus: u32) -> Frame {
     Frame::SwitchOver(SwitchOver {
         missing_pages,
         vcpus,
+        devices: 0,
         stopped_at_ns: 1,
     })
 }
@@ -525,7 +526,7 @@ const SWITCH_OVER: &[Case] = &[
             p.send(&p.template.switch_over());
         },
         kind: "Machine",
-        says: "100 bytes",
+        says: "the magic of an RV64 hart",
         told: Told::Why(ErrorCode::Machine),
     },
     Case {

@@ -178,6 +178,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             let failing = RunningVm {
                 machine: &machine,
                 threads: &vm.threads,
+                devices: &[],
             };
             let received = incoming.receive(&failing, &vm.resolver, &late, &Unobserved);
             // The source does not know that there is nobody left to reach.

@@ -4,6 +4,7 @@ mod alone;
 mod caller;
 mod check;
 mod cpus;
+mod devices;
 mod failures_channels;
 mod failures_destination;
 mod failures_machine;

@@ -7,21 +7,21 @@
 
 use crate::alone::in_parallel;
 use crate::scripted::source::pages_frame;
-use crate::support::{WorkloadVm, address_of, listen, receive_on};
+use crate::support::{LIMIT, WorkloadVm, address_of, listen};
 use crate::wire_common::encode;
-use pageferry_machine::{Backing, Engine};
+use pageferry_machine::{Apply, Device, Engine, MachineError};
 use pageferry_migration::address::Address;
 use pageferry_migration::wire::*;
 use pageferry_migration::{
-    DestinationConfig, Route, SourceConfig, SourceSession, Unobserved, migrate,
+    DestinationConfig, Route, RunningVm, SourceConfig, SourceSession, Unobserved, migrate,
 };
 use std::collections::BTreeSet;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// The size of the VM.
 const MEMORY: u64 = 64 << 10;
@@ -76,12 +76,42 @@ fn relay(listener: &TcpListener, to: &Address, record: &Mutex<Record>, over: &At
     });
 }
 
-/// Moves a small VM, and returns all that both sides sent.
+/// A device whose state is five bytes.
+struct Fixed;
+
+impl Device for Fixed {
+    fn name(&self) -> &str {
+        "fixed.0"
+    }
+
+    fn version(&self) -> u32 {
+        3
+    }
+
+    fn pause(&self) -> Result<(), MachineError> {
+        Ok(())
+    }
+
+    fn resume(&self) {}
+
+    fn save(&self) -> Result<Vec<u8>, MachineError> {
+        Ok(b"state".to_vec())
+    }
+
+    fn decode<'a>(&'a self, _: u32, bytes: &[u8]) -> Result<Apply<'a>, MachineError> {
+        assert_eq!(bytes, b"state");
+        Ok(Box::new(|| ()))
+    }
+}
+
+/// Moves a small VM with a device, and returns all that both sides sent.
 fn recorded() -> Record {
     let vm = WorkloadVm::booted(Engine::Soft, 1, MEMORY);
     let destination = listen(DestinationConfig::default());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let route = Route::To(listener.local_addr().unwrap().to_string().parse().unwrap());
+    let there = WorkloadVm::empty(Engine::Soft, 1, MEMORY);
+    let devices = [Arc::new(Fixed) as Arc<dyn Device>];
     let (record, over) = (Mutex::default(), AtomicBool::new(false));
     let session = SourceSession::new().unwrap();
     // Without a push, vCPUs request what is missing.
@@ -93,8 +123,21 @@ fn recorded() -> Record {
         let to = address_of(&destination);
         let (record, over, listener) = (&record, &over, &listener);
         scope.spawn(move || relay(listener, &to, record, over));
-        let receiver = scope.spawn(|| receive_on(Backing::Shmem, &destination));
-        let running = vm.running();
+        let receiver = scope.spawn(|| {
+            let until = Instant::now() + LIMIT;
+            let late = || Instant::now() > until;
+            let incoming = destination.accept(&late).unwrap();
+            let running = RunningVm {
+                devices: &devices,
+                ..there.running()
+            };
+            let received = incoming.receive(&running, &there.resolver, &late, &Unobserved);
+            received.unwrap();
+        });
+        let running = RunningVm {
+            devices: &devices,
+            ..vm.running()
+        };
         let sent = migrate(
             &running,
             &route,
@@ -103,10 +146,9 @@ fn recorded() -> Record {
             &session,
             &Unobserved,
         );
-        let (_there, received) = receiver.join().unwrap();
+        receiver.join().unwrap();
         over.store(true, Ordering::Release);
         sent.unwrap();
-        received.unwrap();
     });
     record.into_inner().unwrap()
 }
@@ -189,11 +231,17 @@ fn check_urgent(mut rest: &[u8], from: Side) -> BTreeSet<&'static str> {
             UrgentKind::Request => (UrgentMessage::request(message.page), "request"),
             UrgentKind::Receipt => (UrgentMessage::receipt(message.placed), "receipt"),
             UrgentKind::Alive => (UrgentMessage::alive(), "alive"),
-            UrgentKind::Zero => (urgent_reply_zero(message.page), "zero page"),
+            UrgentKind::Zero => (
+                urgent_reply(message.page, None, message.at_source),
+                "zero page",
+            ),
             UrgentKind::Page => {
                 let bytes = take(&mut rest);
                 message.verify_page(bytes).unwrap();
-                (urgent_reply_page(message.page, bytes), "page")
+                (
+                    urgent_reply(message.page, Some(bytes), message.at_source),
+                    "page",
+                )
             }
         };
         assert_eq!(&again, head, "{name}");
@@ -229,6 +277,7 @@ fn a_recorded_stream_of_this_version_is_understood() {
         "Receipt",
         "Missing",
         "VcpuState",
+        "DeviceState",
         "SwitchOver",
         "Ready",
         "Go",

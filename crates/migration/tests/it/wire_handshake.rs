@@ -248,7 +248,7 @@ fn another_version_is_told_which_one_is_spoken() {
         let expected = (Status::VersionUnsupported, VERSION);
         assert_eq!((reply.status, reply.version), expected);
         destination.wait_for_stranger(&format!(
-            "protocol versions {min_version} to {version}; this side speaks 3 to 3"
+            "protocol versions {min_version} to {version}; this side speaks 4 to 4"
         ));
     }
 }

@@ -97,6 +97,7 @@ fn a_changed_byte_of_data_is_a_checksum_error() {
     for frame_type in [
         FrameType::Pages,
         FrameType::VcpuState,
+        FrameType::DeviceState,
         FrameType::Missing,
         FrameType::Discarded,
         FrameType::ChannelEnded,
@@ -139,7 +140,7 @@ fn each_field_of_the_header_is_checked() {
             found: u32::from_le_bytes(*b"GET ")
         })
     );
-    for found in [0, 26, 0x105, u16::MAX] {
+    for found in [0, 27, 0x105, u16::MAX] {
         let error = header(4, &found.to_le_bytes(), from);
         assert_eq!(error, Err(WireError::UnknownType { found }));
     }
@@ -158,7 +159,6 @@ fn each_field_of_the_header_is_checked() {
             .find(|side| known.is_sent_by(*side))
             .unwrap();
         let (min, max) = known.payload_bounds();
-        assert!(max as usize <= MAX_PAYLOAD_BYTES);
         let with_len = |len: u32| {
             let bytes = FrameHeader::unsealed(known, len, 0, 0).to_bytes();
             FrameHeader::decode(&bytes, side, role_of(&bytes)).map(|header| header.payload_len)
@@ -312,7 +312,21 @@ fn each_field_of_a_setup_is_checked() {
         WireError::TooLong { max: 4096, .. }
     ));
     assert!(matches!(set(24, &[7]), WireError::WrongLength { .. }));
-    assert_eq!(bad_field(set(31, &[1])), "reserved");
+    assert!(matches!(
+        set(28, &1025u32.to_le_bytes()),
+        WireError::TooLong {
+            len: 1025,
+            max: 1024,
+            ..
+        }
+    ));
+    assert!(matches!(set(28, &[1]), WireError::WrongLength { .. }));
+    // The devices: 80..148 and 148..216. The first name has 6 characters.
+    assert_eq!(bad_field(set(84, b"a b")), "name");
+    assert_eq!(bad_field(set(84, &[0x80])), "name");
+    assert_eq!(out_of_range(set(84, &[0; 6])), "name_len");
+    assert_eq!(bad_field(set(84, &[0])), "device.name");
+    assert_eq!(bad_field(set(147, b"x")), "device.name");
     // The regions: 32..56 and 56..80.
     assert_eq!(bad_field(set(36, &[1])), "region.reserved");
     assert_eq!(bad_field(set(56, &[0])), "region.slot");
@@ -339,6 +353,34 @@ fn a_setup_that_breaks_its_own_rules_is_not_sent() {
     };
     let error = Frame::VcpuState(vcpu).encode(&mut out).unwrap_err();
     assert!(matches!(error, WireError::TooLong { len: 65537, .. }));
+    let device = DeviceState {
+        name: "a".parse().unwrap(),
+        version: 1,
+        state: vec![0; MAX_DEVICE_STATE_BYTES + 1],
+    };
+    let error = Frame::DeviceState(device).encode(&mut out).unwrap_err();
+    assert!(matches!(
+        error,
+        WireError::TooLong {
+            len: 0x0100_0001,
+            max: 0x0100_0000,
+            ..
+        }
+    ));
+    for name in [
+        "",
+        "a b",
+        "a\n",
+        "\u{e9}",
+        &"a".repeat(MAX_DEVICE_NAME_BYTES + 1),
+    ] {
+        assert!(name.parse::<DeviceName>().is_err(), "{name:?}");
+    }
+    assert!(
+        "a".repeat(MAX_DEVICE_NAME_BYTES)
+            .parse::<DeviceName>()
+            .is_ok()
+    );
 }
 
 #[test]
@@ -440,7 +482,14 @@ fn each_field_of_the_small_messages_is_checked() {
     );
     assert_eq!(out_of_range(changed(SwitchOver, 48, &[0])), "vcpus");
     assert_eq!(out_of_range(changed(SwitchOver, 50, &[1])), "vcpus");
-    assert_eq!(bad_field(changed(SwitchOver, 55, &[1])), "reserved");
+    assert_eq!(out_of_range(changed(SwitchOver, 53, &[5])), "devices");
+    assert_eq!(out_of_range(changed(SwitchOver, 55, &[1])), "devices");
+    // The sample's payload has 106 bytes, and its name 6.
+    assert_eq!(out_of_range(changed(DeviceState, 16, &[0])), "name_len");
+    assert_eq!(out_of_range(changed(DeviceState, 16, &[65])), "name_len");
+    assert_eq!(out_of_range(changed(DeviceState, 23, &[1])), "name_len");
+    assert_eq!(bad_field(changed(DeviceState, 16, &[7])), "name");
+    assert_eq!(bad_field(changed(DeviceState, 32, b" ")), "name");
 }
 
 #[test]
@@ -573,7 +622,7 @@ proptest! {
     /// Garbage behind a good header with a good checksum reaches every field check.
     #[test]
     fn sealed_garbage_never_panics(
-        number in 1u16..=25,
+        number in 1u16..=26,
         payload in prop::collection::vec(any::<u8>(), 0..300),
         count in prop_oneof![0u32..20, any::<u32>()],
         arg in prop_oneof![0u64..2000, any::<u64>()],

@@ -8,6 +8,10 @@ use proptest::prelude::*;
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
+fn any_name() -> impl Strategy<Value = DeviceName> {
+    "[!-~]{1,64}".prop_map(|name| name.parse().unwrap())
+}
+
 /// Regions of up to 40 Mi pages of memory, with gaps between them.
 fn any_setup() -> impl Strategy<Value = Setup> {
     let regions = vec((0u64..1000, 1u64..1_000_000), 1..=MAX_REGIONS);
@@ -18,32 +22,39 @@ fn any_setup() -> impl Strategy<Value = Setup> {
         1u16..,
         vec(any::<u8>(), 0..=MAX_DESCRIPTION_BYTES),
         (1..=MAX_CHANNELS, 1..=MAX_CHANNELS),
+        vec((any_name(), any::<u32>()), 0..=MAX_DEVICES),
     )
-        .prop_map(|(parts, kvm, vcpus, state_format, description, channels)| {
-            let (mut gfn, mut pages) = (0, 0);
-            let mut regions = Vec::new();
-            for (slot, (gap, len)) in parts.into_iter().enumerate() {
-                gfn += gap;
-                regions.push(Region {
-                    slot: 1000 - slot as u32,
-                    gfn: Gfn(gfn),
-                    pages: len,
-                });
-                gfn += len;
-                pages += len;
-            }
-            Setup {
-                bulk_channels: channels.0,
-                urgent_channels: channels.1,
-                engine: if kvm { Engine::Kvm } else { Engine::Soft },
-                isa: if kvm { Isa::X86_64 } else { Isa::Riscv64 },
-                state_format,
-                vcpus,
-                memory_bytes: pages * PAGE_BYTES as u64,
-                regions,
-                description,
-            }
-        })
+        .prop_map(
+            |(parts, kvm, vcpus, state_format, description, channels, devices)| {
+                let (mut gfn, mut pages) = (0, 0);
+                let mut regions = Vec::new();
+                for (slot, (gap, len)) in parts.into_iter().enumerate() {
+                    gfn += gap;
+                    regions.push(Region {
+                        slot: 1000 - slot as u32,
+                        gfn: Gfn(gfn),
+                        pages: len,
+                    });
+                    gfn += len;
+                    pages += len;
+                }
+                Setup {
+                    bulk_channels: channels.0,
+                    urgent_channels: channels.1,
+                    engine: if kvm { Engine::Kvm } else { Engine::Soft },
+                    isa: if kvm { Isa::X86_64 } else { Isa::Riscv64 },
+                    state_format,
+                    vcpus,
+                    memory_bytes: pages * PAGE_BYTES as u64,
+                    regions,
+                    devices: devices
+                        .into_iter()
+                        .map(|(name, version)| DeviceEntry { name, version })
+                        .collect(),
+                    description,
+                }
+            },
+        )
 }
 
 /// Runs that do not touch.
@@ -81,10 +92,19 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
     let ended = (any_channel(), any::<u64>());
     let vcpu = (0..MAX_VCPUS, vec(any::<u8>(), 1..=MAX_VCPU_STATE_BYTES))
         .prop_map(|(vcpu, state)| VcpuState { vcpu, state });
-    let switch_over = (any::<u64>(), 1..=MAX_VCPUS, any::<u64>()).prop_map(
-        |(missing_pages, vcpus, stopped_at_ns)| SwitchOver {
+    let device = (any_name(), any::<u32>(), vec(any::<u8>(), 0..10_000)).prop_map(
+        |(name, version, state)| DeviceState {
+            name,
+            version,
+            state,
+        },
+    );
+    let devices = 0..=MAX_DEVICES as u32;
+    let switch_over = (any::<u64>(), 1..=MAX_VCPUS, devices, any::<u64>()).prop_map(
+        |(missing_pages, vcpus, devices, stopped_at_ns)| SwitchOver {
             missing_pages,
             vcpus,
+            devices,
             stopped_at_ns,
         },
     );
@@ -127,6 +147,7 @@ fn any_frame() -> impl Strategy<Value = (Frame, Side, u64)> {
         any::<u64>().prop_map(|missing| (Frame::Drained { missing }, Source, missing)),
         any::<u64>().prop_map(|missing| (Frame::DrainAck { missing }, Destination, missing)),
         vcpu.prop_map(|v| (Frame::VcpuState(v), Source, 0)),
+        device.prop_map(|d| (Frame::DeviceState(d), Source, 0)),
         switch_over.prop_map(|s| (Frame::SwitchOver(s), Source, s.missing_pages)),
         any::<u64>().prop_map(|started_at_ns| (Frame::Running { started_at_ns }, Destination, 0)),
     ]
@@ -234,6 +255,21 @@ fn every_sample_comes_back_and_every_type_has_one() {
     }
 }
 
+/// A state of the most bytes fits with the longest name, and with the shortest.
+#[test]
+fn the_longest_device_state_fits() {
+    for len in [1, MAX_DEVICE_NAME_BYTES] {
+        let frame = Frame::DeviceState(DeviceState {
+            name: "n".repeat(len).parse().unwrap(),
+            version: 0,
+            state: vec![0x5a; MAX_DEVICE_STATE_BYTES],
+        });
+        let bytes = encode(&frame);
+        assert_eq!(bytes.len(), HEADER_BYTES + len + MAX_DEVICE_STATE_BYTES);
+        assert_eq!(parse(&bytes, Side::Source, 0), Ok(Parsed::Frame(frame)));
+    }
+}
+
 /// The largest frame of a type is as long as its bound.
 #[test]
 fn the_longest_pages_frame_fits() {
@@ -253,7 +289,7 @@ fn the_longest_pages_frame_fits() {
         Err(RunRefused::Full)
     );
     let bytes = encode_pages(&list, &vec![1; list.data_bytes()]);
-    assert_eq!(bytes.len(), HEADER_BYTES + MAX_PAYLOAD_BYTES);
+    assert_eq!(bytes.len(), HEADER_BYTES + MAX_PAGES_BYTES);
     assert!(parse(&bytes, Side::Source, 1 << 30).is_ok());
 }
 
@@ -299,6 +335,7 @@ fn the_bytes_are_those_of_the_document() {
     let switch_over = SwitchOver {
         missing_pages: 3,
         vcpus: 4,
+        devices: 6,
         stopped_at_ns: 5,
     };
     let vcpu = VcpuState {
@@ -312,8 +349,13 @@ fn the_bytes_are_those_of_the_document() {
     };
     let gaps = [0, 0xac, 2, 1, 1, 0x8e, 0x99, 1, 1];
     let switch = [
-        3, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0,
+        3, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0,
     ];
+    let device = DeviceState {
+        name: "tty".parse().unwrap(),
+        version: 0x0102,
+        state: vec![7, 8],
+    };
     let of_channel = 5 | 0x0102 << 32;
     let nine = [9, 0, 0, 0, 0, 0, 0, 0];
     let busy = ErrorMessage::new(ErrorCode::Busy, "no");
@@ -348,11 +390,20 @@ fn the_bytes_are_those_of_the_document() {
             frame(24, 1, of_channel, &nine),
         ),
         (Frame::Again, frame(25, 0, 0, &[])),
+        (
+            Frame::DeviceState(device),
+            frame(26, 0x0102, 3, b"tty\x07\x08"),
+        ),
     ] {
         assert_eq!(encode(&sent), bytes, "{sent:?}");
     }
     let setup = encode(&Frame::Setup(setup()));
     assert_eq!(setup, frame(1, 4, 2, &setup[HEADER_BYTES..]));
+    let devices = &setup[HEADER_BYTES + 32 + 2 * 24..];
+    assert_eq!(setup[HEADER_BYTES + 28..][..4], [2, 0, 0, 0]);
+    assert_eq!(devices[..12], *b"\x02\0\0\0uart.0\0\0");
+    assert_eq!(devices[68..][..10], *b"\xff\xff\xff\xffrng.0\0");
+    assert_eq!(devices[2 * 68..], *b"workload");
 
     let mut head = Vec::new();
     head.extend(b"PGFR");

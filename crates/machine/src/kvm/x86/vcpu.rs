@@ -330,6 +330,11 @@ impl Vcpu for KvmVcpu {
         Ok(parts.encode())
     }
 
+    fn check(&self, state: &VcpuState) -> Result<(), MachineError> {
+        let parts = Parts::decode(state).map_err(MachineError::BadState)?;
+        state::check(&self.shared, &parts)
+    }
+
     fn restore(&mut self, state: &VcpuState) -> Result<(), MachineError> {
         let parts = Parts::decode(state).map_err(MachineError::BadState)?;
         self.discard()?;

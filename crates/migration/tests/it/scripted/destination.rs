@@ -168,7 +168,7 @@ impl<'a> ScriptedDestination<'a> {
                     assert_eq!(self.missing_at_start, switch_over.missing_pages);
                     return switch_over;
                 }
-                Frame::VcpuState(_) => {}
+                Frame::VcpuState(_) | Frame::DeviceState(_) => {}
                 other => panic!("not {other:?} before SwitchOver"),
             }
         }

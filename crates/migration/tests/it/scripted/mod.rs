@@ -182,6 +182,7 @@ pub(crate) fn kind(error: &MigrationError) -> &'static str {
         MigrationError::Handshake(_) => "Handshake",
         MigrationError::Mismatch(_) => "Mismatch",
         MigrationError::Machine(_) => "Machine",
+        MigrationError::Device { .. } => "Device",
         MigrationError::Cancelled => "Cancelled",
         MigrationError::PeerCancelled => "PeerCancelled",
         MigrationError::Timeout(_) => "Timeout",

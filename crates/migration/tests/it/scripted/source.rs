@@ -14,9 +14,9 @@ use pageferry_migration::address::Address;
 use pageferry_migration::channel::{ChannelError, Connection};
 use pageferry_migration::handshake::{HandshakeError, Identity};
 use pageferry_migration::wire::{
-    self, ChannelKey, DestinationStage, Frame, FrameType, MAX_DATA_PAGES, MAX_RUNS, MissingRuns,
-    PAGE_BYTES, Pass, Region, Role, RunKind, RunList, Setup, Side, SourceStage, SwitchOver,
-    UrgentKind, urgent_reply_page, urgent_reply_zero,
+    self, ChannelKey, DestinationStage, DeviceEntry, Frame, FrameType, MAX_DATA_PAGES, MAX_RUNS,
+    MissingRuns, PAGE_BYTES, Pass, Region, Role, RunKind, RunList, Setup, Side, SourceStage,
+    SwitchOver, UrgentKind, urgent_reply_page, urgent_reply_zero,
 };
 
 /// A page of bytes that no page of the workload has.
@@ -26,6 +26,7 @@ pub(crate) const WRONG: [u8; PAGE_BYTES] = [0xa5; PAGE_BYTES];
 pub(crate) struct Template {
     pub(crate) vm: WorkloadVm,
     states: Vec<VcpuState>,
+    pub(crate) devices: Vec<DeviceEntry>,
     pub(crate) missing: Vec<u64>,
 }
 
@@ -40,6 +41,7 @@ impl Template {
         Self {
             vm,
             states,
+            devices: Vec::new(),
             missing,
         }
     }
@@ -62,6 +64,7 @@ impl Template {
             vcpus: self.states.len() as u32,
             memory_bytes: layout.bytes(),
             regions: regions.collect(),
+            devices: self.devices.clone(),
             description: b"scripted".to_vec(),
             bulk_channels: 1,
             urgent_channels: 1,
@@ -101,6 +104,7 @@ impl Template {
         Frame::SwitchOver(SwitchOver {
             missing_pages: self.missing.len() as u64,
             vcpus: self.vcpus(),
+            devices: self.devices.len() as u32,
             stopped_at_ns: 1,
         })
     }

@@ -73,6 +73,10 @@ pub(crate) fn setup() -> Setup {
         gfn: Gfn(gfn),
         pages,
     };
+    let device = |name: &str, version| DeviceEntry {
+        name: name.parse().unwrap(),
+        version,
+    };
     Setup {
         bulk_channels: 4,
         urgent_channels: 2,
@@ -82,6 +86,7 @@ pub(crate) fn setup() -> Setup {
         vcpus: 4,
         memory_bytes: MEMORY_PAGES * PAGE_BYTES as u64,
         regions: vec![region(0, 16, 600), region(7, 4096, 400)],
+        devices: vec![device("uart.0", 2), device("rng.0", u32::MAX)],
         description: b"workload".to_vec(),
     }
 }
@@ -139,9 +144,18 @@ pub(crate) fn samples() -> Vec<(Frame, Side)> {
             Source,
         ),
         (
+            Frame::DeviceState(DeviceState {
+                name: "uart.0".parse().unwrap(),
+                version: 2,
+                state: (0..100).collect(),
+            }),
+            Source,
+        ),
+        (
             Frame::SwitchOver(SwitchOver {
                 missing_pages: 900,
                 vcpus: 4,
+                devices: 2,
                 stopped_at_ns: 123_456_789_012,
             }),
             Source,

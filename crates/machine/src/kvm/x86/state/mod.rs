@@ -9,4 +9,4 @@ mod codec;
 mod transfer;
 
 pub(super) use codec::{Parts, Special};
-pub(super) use transfer::{load, store};
+pub(super) use transfer::{check, load, store};

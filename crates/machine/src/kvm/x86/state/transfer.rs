@@ -75,7 +75,38 @@ fn errno(error: kvm_ioctls::Error) -> Errno {
 /// `KVM_SREGS2_FLAGS_PDPTRS_VALID` (`arch/x86/include/uapi/asm/kvm.h`).
 const PDPTRS_VALID: u64 = 1;
 
-/// Sets the whole state, and returns the vCPU's new CPUID.
+/// Refuses what KVM would refuse on this host, as far as that is known without a vCPU. Changes
+/// nothing.
+///
+/// # Errors
+/// [`MachineError::BadState`] with the reason.
+pub(in crate::kvm::x86) fn check(shared: &VmShared, parts: &Parts) -> Result<(), MachineError> {
+    if parts.lapic.is_some() != shared.caps.lapic {
+        let (has, not) = if shared.caps.lapic {
+            ("this machine", "it")
+        } else {
+            ("it", "this machine")
+        };
+        return Err(MachineError::BadState(format!(
+            "{has} has a LAPIC and {not} has none"
+        )));
+    }
+    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid)
+        .map_err(MachineError::BadState)?;
+    let paging = parts.special.paging();
+    let pae = paging.cr0 >> 31 & 1 != 0 && paging.cr4 >> 5 & 1 != 0 && paging.efer >> 10 & 1 == 0;
+    let has_pdptrs =
+        matches!(&parts.special, Special::V2(sregs) if sregs.flags & PDPTRS_VALID != 0);
+    if pae && !has_pdptrs {
+        // KVM would read them from guest memory, which may not be there yet.
+        return Err(MachineError::BadState(
+            "it is in PAE paging without its page-directory pointers".into(),
+        ));
+    }
+    Ok(())
+}
+
+/// Sets the whole state.
 ///
 /// The order is the kernel's:
 ///
@@ -93,18 +124,7 @@ pub(in crate::kvm::x86) fn store(
     present_cpuid: &[kvm_cpuid_entry2],
     parts: &Parts,
 ) -> Result<(), MachineError> {
-    if parts.lapic.is_some() != shared.caps.lapic {
-        let (has, not) = if shared.caps.lapic {
-            ("this machine", "it")
-        } else {
-            ("it", "this machine")
-        };
-        return Err(MachineError::BadState(format!(
-            "{has} has a LAPIC and {not} has none"
-        )));
-    }
-    cpuid::refuse_unoffered(&parts.cpuid, &shared.supported_cpuid)
-        .map_err(MachineError::BadState)?;
+    check(shared, parts)?;
     set_tsc_khz(fd, parts.tsc_khz)?;
     // KVM refuses another CPUID once the vCPU has run, so a CPUID that is already right is left
     // alone.
@@ -114,16 +134,6 @@ pub(in crate::kvm::x86) fn store(
         fd.set_cpuid2(&wanted)
             .map_err(errno)
             .map_err(refused("CPUID"))?;
-    }
-    let paging = parts.special.paging();
-    let pae = paging.cr0 >> 31 & 1 != 0 && paging.cr4 >> 5 & 1 != 0 && paging.efer >> 10 & 1 == 0;
-    let has_pdptrs =
-        matches!(&parts.special, Special::V2(sregs) if sregs.flags & PDPTRS_VALID != 0);
-    if pae && !has_pdptrs {
-        // KVM would read them from guest memory, which may not be there yet.
-        return Err(MachineError::BadState(
-            "it is in PAE paging without its page-directory pointers".into(),
-        ));
     }
     match &parts.special {
         Special::V1(sregs) => fd.set_sregs(sregs).map_err(errno),

@@ -271,7 +271,10 @@ fn a_state_that_this_machine_cannot_have_is_refused() {
         other => panic!("{other:?}"),
     };
     let good = Parts::decode(&vcpu(Irqchip::None).save().unwrap()).unwrap();
-    assert!(refusal(&vcpu(Irqchip::Kernel).save().unwrap()).contains("LAPIC"));
+    let with_lapic = vcpu(Irqchip::Kernel).save().unwrap();
+    assert!(refusal(&with_lapic).contains("LAPIC"));
+    assert!(vcpu(Irqchip::None).check(&with_lapic).is_err());
+    vcpu(Irqchip::None).check(&good.encode()).unwrap();
     let with = |change: &dyn Fn(&mut Parts)| {
         let mut parts = good.clone();
         change(&mut parts);
