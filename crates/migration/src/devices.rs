@@ -1,13 +1,13 @@
 //! The devices of a VM in a migration.
 //!
-//! **Guarantee.** A destination refuses at set-up what its devices cannot take, so the guest does not
-//! stop for it. It decodes the states of all devices before it applies any.
+//! **Guarantee.** A destination refuses at set-up what its devices cannot take, so the guest does
+//! not stop for it. It decodes the states of all devices before it applies any.
 //!
-//! **Mechanism.** The source announces its devices in Setup ([`announce`]). Both ends must have the
+//! **Mechanism.** The source announces its devices in Setup (`announce`). Both ends must have the
 //! same ones, by name, and each device of the destination accepts the version of its counterpart
-//! ([`DeviceStates::due`]). A device without a counterpart is refused too: it would start with the
-//! wrong state. At the switch-over each device has one frame ([`save`], [`DeviceStates::take`]).
-//! [`DeviceStates::decode`] returns what applies them.
+//! (`DeviceStates::due`). A device without a counterpart is refused too: it would start with the
+//! wrong state. At the switch-over each device has one frame (`save`, `DeviceStates::take`).
+//! `DeviceStates::decode` returns what applies them.
 //!
 //! **Neighbours.** `machine` has the trait. `switchover` of both ends calls this.
 
