@@ -473,12 +473,49 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) machine: MachineArgs,
     #[command(flatten)]
+    pub(crate) kernel: KernelArgs,
+    #[command(flatten)]
     pub(crate) backing: BackingArgs,
     /// Path of the control socket (mode 0600) for migrate, watch, status, quit and so on
     #[arg(long, value_name = "SOCKET")]
     pub(crate) control: PathBuf,
     #[command(flatten)]
     pub(crate) metrics: MetricsArgs,
+}
+
+/// Linux instead of the test program.
+#[derive(Debug, Args)]
+pub(crate) struct KernelArgs {
+    /// Run this kernel instead of the test program: an uncompressed riscv64 Image, built for RV64IMA
+    /// without C and F. It runs on the soft engine
+    #[arg(long, value_name = "FILE")]
+    pub(crate) kernel: Option<PathBuf>,
+    /// The kernel's initial RAM disk
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub(crate) initrd: Option<PathBuf>,
+    /// The kernel's command line [default: console=hvc0]
+    #[arg(long, value_name = "TEXT", requires = "kernel")]
+    pub(crate) cmdline: Option<String>,
+    /// The kernel's console: a file, or - for this terminal, where Ctrl-C ends the VM
+    #[arg(long, value_name = "FILE|-", default_value = "-", requires = "kernel", value_parser = console)]
+    pub(crate) console: ConsoleTarget,
+}
+
+/// The place of a guest's console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ConsoleTarget {
+    /// Standard input and output.
+    Stdio,
+    /// A file that is created or emptied.
+    File(PathBuf),
+}
+
+fn console(text: &str) -> Result<ConsoleTarget, String> {
+    match text {
+        "" => Err("expected a file's name, or - for this terminal".into()),
+        "-" => Ok(ConsoleTarget::Stdio),
+        path => Ok(ConsoleTarget::File(path.into())),
+    }
 }
 
 /// The metrics of a process that owns a VM.
@@ -511,6 +548,10 @@ pub(crate) struct ReceiveArgs {
     pub(crate) metrics: MetricsArgs,
     #[command(flatten)]
     pub(crate) backing: BackingArgs,
+    /// The console of a guest that has one: a file, or - for this terminal. Without it, the newest
+    /// 64 KiB of text are kept and never shown
+    #[arg(long, value_name = "FILE|-", value_parser = console)]
+    pub(crate) console: Option<ConsoleTarget>,
     #[command(flatten)]
     pub(crate) delivery: DeliveryArgs,
     /// Allocate memory only when pages arrive. This saves memory, and makes each stall longer

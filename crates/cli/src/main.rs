@@ -22,6 +22,7 @@ mod bench;
 #[path = "bench/absent.rs"]
 mod bench;
 mod cgroup;
+mod console;
 mod control;
 mod demo;
 mod exit;

@@ -2,6 +2,7 @@
 
 use crate::activation;
 use crate::args::ReceiveArgs;
+use crate::console::Shown;
 use crate::control::options::{limits, plain};
 use crate::control::server::Server;
 use crate::exit::{Exit, Failure, of_listen, of_migration, of_tls};
@@ -53,6 +54,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         kvm::delivery_trials();
     }
     let feed = Feed::new();
+    let mut console = None;
     loop {
         let Some(incoming) = accept(&destination, &host, args, interrupts)? else {
             // `quit` came over the control socket: this is the requested end.
@@ -60,7 +62,7 @@ pub(crate) fn receive(args: &ReceiveArgs, interrupts: &Interrupts) -> Result<(),
         };
         let display = args.child_of.is_none().then(|| Display::start(&feed));
         let mut stops = StopRequests::new(interrupts, Some(&host));
-        let taken = take_in(&host, incoming, args, &feed, &mut stops);
+        let taken = take_in(&host, incoming, args, &feed, &mut stops, &mut console);
         if let Some(display) = display {
             display.finish();
         }
@@ -235,12 +237,14 @@ fn keep(
     if let Some(report) = report.filter(|_| args.json) {
         output::json(&report.json());
     }
-    match ended {
-        Ended::Asked if shown => output::note("the VM was ended"),
+    if let Some(words) = ended.words().filter(|_| shown) {
+        output::note(words);
+    }
+    match &ended {
         Ended::Migrated(to) if !args.json => output::result(&format!("the VM runs at {to} now\n")),
         _ => {}
     }
-    Ok(())
+    ended.check()
 }
 
 /// Makes the kernel end this process when its parent ends, for whatever reason.
@@ -307,6 +311,7 @@ fn take_in(
     args: &ReceiveArgs,
     feed: &Arc<Feed>,
     stops: &mut StopRequests<'_>,
+    console: &mut Option<Shown>,
 ) -> Result<Arc<Vm>, Failure> {
     if args.child_of.is_none() {
         let offer = incoming.offer();
@@ -324,6 +329,10 @@ fn take_in(
         }
     };
     host.set_vm(Some(&vm));
+    *console = match (vm.console(), &args.console) {
+        (Some(from), Some(target)) => Some(Shown::start(from, target)?),
+        _ => None,
+    };
     let watched = Arc::clone(host);
     let runs = move || match watched.activity() {
         Activity::Arriving(phase) => has_switched_over(phase),
@@ -336,7 +345,7 @@ fn take_in(
         Ok(report) => {
             let workload = vm.workload();
             host.set_received(Received::new(&report, vm.backing(), |page| {
-                workload.is_data(page)
+                workload.is_none_or(|workload| workload.is_data(page))
             }));
             if args.corrupt_page {
                 corrupt(host, &vm)?;

@@ -1,22 +1,40 @@
 //! `pageferry run`: a VM that can be migrated away.
 
-use crate::args::RunArgs;
+use crate::args::{KernelArgs, RunArgs};
+use crate::console::Shown;
 use crate::control::server::Server;
-use crate::exit::Failure;
+use crate::exit::{Exit, Failure};
 use crate::host::{Activity, Ended, Host, HostService};
 use crate::output;
 use crate::signals::Interrupts;
 use crate::size;
 use crate::vm::{GuestDescription, Vm, check_backing};
+use pageferry_machine::{Engine, EngineChoice, Linux};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
 use std::sync::Arc;
 
-/// Runs a VM until it has left or somebody asks for its end.
+/// The kernel's command line if the user gives none.
+const COMMAND_LINE: &str = "console=hvc0";
+
+/// Runs a VM until it has left, has shut down, or somebody asks for its end.
 ///
 /// # Errors
 /// The reason why the VM does not run.
 pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure> {
-    let (engine, because) = pageferry_machine::select(args.machine.engine)?;
-    let guest = GuestDescription::new(engine, args.machine.vcpus, args.machine.memory);
+    let (vcpus, memory) = (args.machine.vcpus, args.machine.memory);
+    let kernel = Kernel::read(&args.kernel, memory)?;
+    let (guest, because) = match &kernel {
+        Some(_) => {
+            let because = engine_for_linux(args.machine.engine)?;
+            (GuestDescription::linux(vcpus, memory), because.into())
+        }
+        None => {
+            let (engine, because) = pageferry_machine::select(args.machine.engine)?;
+            (GuestDescription::new(engine, vcpus, memory), because)
+        }
+    };
     guest.workload()?;
     let backing = args.backing.backing;
     check_backing(backing, guest.memory_bytes, 1)?;
@@ -24,20 +42,96 @@ pub(crate) fn run(args: &RunArgs, interrupts: &Interrupts) -> Result<(), Failure
     let server = Server::start(&args.control, Arc::new(HostService(Arc::clone(&host))))?;
     let _metrics = crate::metrics::serve(&args.metrics, &host)?;
     let vm = Arc::new(Vm::create(&guest, backing, None)?);
-    vm.boot()?;
+    let console = match (&kernel, vm.console()) {
+        (Some(_), Some(console)) => Some(Shown::start(console, &args.kernel.console)?),
+        _ => None,
+    };
+    match &kernel {
+        Some(kernel) => vm.boot_linux(&kernel.linux())?,
+        None => vm.boot()?,
+    }
+    // The guest has its own copies.
+    drop(kernel);
     host.set_vm(Some(&vm));
     host.set_activity(Activity::Here);
     output::note(&format!(
-        "a VM with {} vCPUs and {} runs on {engine} ({because}); control socket {}",
+        "a VM with {} vCPUs and {} runs on {} ({because}); control socket {}",
         guest.vcpus,
         size::human(guest.memory_bytes),
+        guest.engine(),
         args.control.display()
     ));
     let ended = host.keep(&jobs, interrupts)?;
     drop(server);
-    match ended {
-        Ended::Asked => output::note("the VM was ended"),
-        Ended::Migrated(to) => output::result(&format!("the VM runs at {to} now\n")),
+    drop(console);
+    ended.check()?;
+    if let Some(words) = ended.words() {
+        output::note(words);
+    }
+    if let Ended::Migrated(to) = ended {
+        output::result(&format!("the VM runs at {to} now\n"));
     }
     Ok(())
+}
+
+/// The reason why the soft engine runs Linux.
+fn engine_for_linux(choice: EngineChoice) -> Result<&'static str, Failure> {
+    match choice {
+        EngineChoice::Auto => Ok("it runs riscv64 kernels"),
+        EngineChoice::Only(Engine::Soft) => Ok("it was requested"),
+        EngineChoice::Only(Engine::Kvm) => Err(Failure::new(
+            Exit::Usage,
+            "--kernel takes a riscv64 kernel, which runs on the soft engine: leave out --engine, or use --engine soft",
+        )),
+    }
+}
+
+/// The files that the user named.
+struct Kernel {
+    kernel: Vec<u8>,
+    initrd: Option<Vec<u8>>,
+    command_line: String,
+}
+
+impl Kernel {
+    /// Reads the files, of which each must be smaller than the guest's memory.
+    fn read(args: &KernelArgs, memory: u64) -> Result<Option<Self>, Failure> {
+        let Some(kernel) = &args.kernel else {
+            return Ok(None);
+        };
+        let initrd = args.initrd.as_deref();
+        Ok(Some(Self {
+            kernel: read("kernel", kernel, memory)?,
+            initrd: initrd
+                .map(|initrd| read("initrd", initrd, memory))
+                .transpose()?,
+            command_line: args.cmdline.as_deref().unwrap_or(COMMAND_LINE).to_owned(),
+        }))
+    }
+
+    fn linux(&self) -> Linux<'_> {
+        Linux {
+            kernel: &self.kernel,
+            initrd: self.initrd.as_deref(),
+            command_line: &self.command_line,
+        }
+    }
+}
+
+fn read(what: &str, path: &Path, memory: u64) -> Result<Vec<u8>, Failure> {
+    let refuse = |why: String| {
+        let path = path.display();
+        Failure::new(Exit::Usage, format!("the {what} {path} {why}"))
+    };
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(memory).read_to_end(&mut bytes))
+        .map_err(|e| refuse(format!("cannot be read: {e}")))?;
+    if bytes.len() as u64 >= memory {
+        let memory = size::human(memory);
+        return Err(refuse(format!(
+            "does not fit into {memory} of guest memory: choose a larger --memory"
+        )));
+    }
+    Ok(bytes)
 }

@@ -2,10 +2,12 @@
 
 use pageferry_addr::{Gpa, RamPage};
 use pageferry_guest::{Doorbell, Event};
-use pageferry_machine::{Access, DOORBELL_GPA, HookVerdict, Kicker, MachineError, VcpuHooks};
+use pageferry_machine::{
+    Access, DOORBELL_GPA, HookVerdict, Kicker, MachineError, Reset, VcpuHooks,
+};
 use pageferry_migration::Resolver;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// Resolves faults on missing pages.
 pub trait Faults: Send + Sync {
@@ -43,6 +45,7 @@ pub struct Hooks {
     faults: Option<Arc<dyn Faults>>,
     finished: AtomicU32,
     errors: AtomicU32,
+    reset: OnceLock<Reset>,
 }
 
 impl Hooks {
@@ -54,6 +57,7 @@ impl Hooks {
             faults,
             finished: AtomicU32::new(0),
             errors: AtomicU32::new(0),
+            reset: OnceLock::new(),
         }
     }
 
@@ -61,6 +65,12 @@ impl Hooks {
     #[must_use]
     pub fn finished(&self) -> u32 {
         self.finished.load(Ordering::SeqCst)
+    }
+
+    /// Returns how the guest has ended itself, if it has.
+    #[must_use]
+    pub fn reset(&self) -> Option<Reset> {
+        self.reset.get().copied()
     }
 
     /// Returns the number of errors that the guest has signalled, such as wrong pages.
@@ -99,6 +109,11 @@ impl VcpuHooks for Hooks {
         // A store that is no signal is an error too.
         self.errors.fetch_add(1, Ordering::SeqCst);
         HookVerdict::Resume
+    }
+
+    /// Keeps the first end.
+    fn reset(&self, _vcpu: u32, reset: Reset) {
+        let _ = self.reset.set(reset);
     }
 
     /// Does nothing: [`pageferry_machine::VcpuThreads::failures`] keeps the error, and waits check

@@ -4,8 +4,8 @@ use crate::hooks::{Faults, Hooks};
 use pageferry_addr::PAGE_SIZE;
 use pageferry_guest::{Control, Isa, Program, Verdict, Workload};
 use pageferry_machine::{
-    AccessError, Backing, Delivery, Engine, Machine, MachineError, MachineSpec, NewMachine,
-    StartState, Vcpu, VcpuThreads,
+    AccessError, Backing, Delivery, Engine, Linux, LinuxError, Machine, MachineError, MachineSpec,
+    NewMachine, Reset, StartState, Vcpu, VcpuThreads,
 };
 use pageferry_migration::RunningVm;
 use std::sync::Arc;
@@ -44,6 +44,9 @@ pub enum BootError {
     /// The program is for a larger machine, or the machine's memory is not here.
     #[error("the guest program cannot be written: {0}")]
     Memory(#[from] AccessError),
+    /// The kernel does not run on this machine.
+    #[error(transparent)]
+    Linux(#[from] LinuxError),
 }
 
 /// The reason why a wait for the end of the programs failed.
@@ -110,6 +113,26 @@ impl Vm {
         let set = |vcpu: &mut dyn Vcpu| vcpu.set_start(&start_of(program, vcpu.id()));
         self.threads.with_vcpus(set)?;
         Ok(())
+    }
+
+    /// Writes a kernel to memory and its start values to vCPU 0. All vCPUs stay paused.
+    ///
+    /// # Errors
+    /// [`BootError::Linux`] if it does not fit, or is for another machine.
+    pub fn load_linux(&self, linux: &Linux<'_>) -> Result<(), BootError> {
+        let vcpus = u32::try_from(self.threads.count()).unwrap_or(u32::MAX);
+        let start = linux.load(self.machine.ram(), vcpus)?;
+        self.threads.with_vcpus(|vcpu| match vcpu.id() {
+            0 => vcpu.set_start(&start),
+            _ => Ok(()),
+        })?;
+        Ok(())
+    }
+
+    /// Returns how the guest has ended itself, if it has.
+    #[must_use]
+    pub fn reset(&self) -> Option<Reset> {
+        self.hooks.reset()
     }
 
     /// Returns the number of errors that the guest has signalled, such as wrong pages.

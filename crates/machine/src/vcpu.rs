@@ -45,7 +45,8 @@ pub enum Exit {
     },
     /// It waits for an interrupt that cannot come (HLT: no interrupt controller is modelled).
     Halted,
-    /// The guest ends itself. No vCPU should run any further.
+    /// The guest ends itself. No vCPU should run any further. A vCPU that is entered again asks
+    /// again.
     Reset(Reset),
     /// It was kicked.
     Kicked,

@@ -146,7 +146,8 @@ fn read<T: serde::de::DeserializeOwned>(answer: Value) -> Result<T, Failure> {
 fn warm_up(vm: &Vm, feed: &Feed, interrupts: &Interrupts) -> Result<(), Failure> {
     feed.step("warm-up");
     let began = Instant::now();
-    let share = vm.workload().memory_map().share_pages();
+    let workload = vm.workload().expect("a demo's guest");
+    let share = workload.memory_map().share_pages();
     let done = interrupts.wait_for(WARM_UP_LIMIT, || {
         vm.check_guest()?;
         let least: Vec<u64> = vm

@@ -2,8 +2,9 @@
 
 use super::state::{Host, Jobs};
 use super::wait::StopRequests;
-use crate::exit::Failure;
+use crate::exit::{Exit, Failure};
 use crate::signals::Interrupts;
+use pageferry_machine::{Reset, ResetKind};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 
@@ -14,6 +15,36 @@ pub(crate) enum Ended {
     Asked,
     /// The VM was migrated to this address.
     Migrated(String),
+    /// The guest ended itself.
+    Reset(Reset),
+}
+
+impl Ended {
+    /// Checks that a guest that ended itself did so as it should.
+    ///
+    /// # Errors
+    /// [`Exit::Guest`] if the guest calls its end a failure.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        match self {
+            Self::Reset(Reset { failure: true, .. }) => Err(Failure::new(
+                Exit::Guest,
+                "the guest ended itself because of a failure",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The end in words, unless the VM was migrated.
+    pub(crate) const fn words(&self) -> Option<&'static str> {
+        match self {
+            Self::Asked => Some("the VM was ended"),
+            Self::Migrated(_) => None,
+            Self::Reset(Reset { kind, .. }) => Some(match kind {
+                ResetKind::Shutdown => "the guest has shut down",
+                ResetKind::Reboot => "the guest wants to be started again: run it once more",
+            }),
+        }
+    }
 }
 
 impl Host {
@@ -36,6 +67,9 @@ impl Host {
             }
             if let Some(vm) = self.vm() {
                 vm.check_guest()?;
+                if let Some(reset) = vm.reset() {
+                    return Ok(Ended::Reset(reset));
+                }
             }
             match jobs.0.recv_timeout(Interrupts::POLL) {
                 Ok(job) => {

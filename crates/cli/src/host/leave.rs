@@ -8,7 +8,7 @@ use crate::output;
 use crate::report::{Conditions, Report, Sent};
 use crate::sampler::Sampler;
 use crate::signals::Interrupts;
-use crate::vm::{GuestDescription, Vm};
+use crate::vm::Vm;
 use pageferry_migration::address::Address;
 use pageferry_migration::{Route, SourceConfig, SourceReport, SourceSession, SourceVm};
 use std::sync::Arc;
@@ -157,8 +157,7 @@ pub(crate) fn send_away(
     std::thread::Builder::new()
         .name("migration".into())
         .spawn(move || {
-            let guest =
-                GuestDescription::new(vm.engine(), vm.vcpus(), vm.memory_bytes()).to_bytes();
+            let guest = vm.guest().to_bytes();
             let result = pageferry_migration::migrate(
                 &vm.running(),
                 &route,

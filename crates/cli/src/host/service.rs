@@ -155,7 +155,8 @@ impl Host {
             Activity::Arriving(phase) => has_switched_over(*phase),
             _ => true,
         };
-        let guest = vm.filter(|_| readable).map(|vm| {
+        let known = vm.filter(|vm| readable && vm.workload().is_some());
+        let guest = known.map(|vm| {
             let controls = vm.controls();
             let field = |get: fn(&pageferry_guest::Control) -> u64| -> Vec<Option<u64>> {
                 controls.iter().map(|c| c.as_ref().map(get)).collect()

@@ -1,8 +1,8 @@
 //! The description of a VM's guest, in the bytes that travel with a migration.
 //!
-//! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload);
+//! Twenty bytes, little-endian: `PFGD`; version (u16, 1); program (u8, 1: the workload, 2: Linux);
 //! instruction set (u8, 1: x86-64, 2: RV64); vCPUs (u32); RAM in bytes (u64). The destination plans
-//! the same program from them, so that it can check every page.
+//! the same workload from them, so that it can check every page. Of Linux it knows no contents.
 
 use crate::exit::{Exit, Failure};
 use crate::size;
@@ -13,12 +13,22 @@ use pageferry_migration::Offer;
 
 const MAGIC: [u8; 4] = *b"PFGD";
 const VERSION: u16 = 1;
-const WORKLOAD: u8 = 1;
 const BYTES: usize = 20;
+
+/// What runs in a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum GuestProgram {
+    /// The test program, whose every page can be checked.
+    Workload = 1,
+    /// A kernel that the user chose.
+    Linux = 2,
+}
 
 /// The guest program, and the size of the machine it was planned for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GuestDescription {
+    /// The program.
+    pub(crate) program: GuestProgram,
     /// The instruction set.
     pub(crate) isa: Isa,
     /// The number of vCPUs.
@@ -31,7 +41,18 @@ impl GuestDescription {
     /// The workload for a machine of `engine`.
     pub(crate) fn new(engine: Engine, vcpus: u32, memory_bytes: u64) -> Self {
         Self {
+            program: GuestProgram::Workload,
             isa: isa_of(engine),
+            vcpus,
+            memory_bytes,
+        }
+    }
+
+    /// Linux for a machine of the soft engine.
+    pub(crate) const fn linux(vcpus: u32, memory_bytes: u64) -> Self {
+        Self {
+            program: GuestProgram::Linux,
+            isa: Isa::Rv64,
             vcpus,
             memory_bytes,
         }
@@ -45,14 +66,18 @@ impl GuestDescription {
         }
     }
 
-    /// Plans the program.
+    /// Plans the workload. `None` if the guest is Linux.
     ///
     /// # Errors
     /// [`Exit::Usage`] when the sizes leave no room for it.
-    pub(crate) fn workload(&self) -> Result<Workload, Failure> {
+    pub(crate) fn workload(&self) -> Result<Option<Workload>, Failure> {
         RamLayout::for_memory(self.memory_bytes)
             .map_err(|e| Failure::new(Exit::Usage, e.to_string()))?;
-        Workload::new(self.isa, self.vcpus, self.memory_bytes).map_err(|error| {
+        if self.program == GuestProgram::Linux {
+            return Ok(None);
+        }
+        let planned = Workload::new(self.isa, self.vcpus, self.memory_bytes);
+        planned.map(Some).map_err(|error| {
             let message = match error {
                 GuestError::MemoryTooSmall {
                     bytes,
@@ -82,7 +107,7 @@ impl GuestDescription {
         };
         let mut bytes = MAGIC.to_vec();
         bytes.extend(VERSION.to_le_bytes());
-        bytes.extend([WORKLOAD, isa]);
+        bytes.extend([self.program as u8, isa]);
         bytes.extend(self.vcpus.to_le_bytes());
         bytes.extend(self.memory_bytes.to_le_bytes());
         bytes
@@ -110,12 +135,15 @@ impl GuestDescription {
                 "its guest description has version {version}, expected {VERSION}"
             )));
         }
-        if bytes[6] != WORKLOAD {
-            return Err(refuse(format!(
-                "it runs guest program {}, expected {WORKLOAD}",
-                bytes[6]
-            )));
-        }
+        let program = match bytes[6] {
+            1 => GuestProgram::Workload,
+            2 => GuestProgram::Linux,
+            other => {
+                return Err(refuse(format!(
+                    "it runs guest program {other}, expected 1 or 2"
+                )));
+            }
+        };
         let isa = match bytes[7] {
             1 => Isa::X86_64,
             2 => Isa::Rv64,
@@ -126,14 +154,23 @@ impl GuestDescription {
             }
         };
         let found = Self {
+            program,
             isa,
             vcpus: u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]),
             memory_bytes: u64::from_le_bytes(*bytes[12..].first_chunk().expect("8 of 20 bytes")),
         };
-        let offered = Self::new(offer.engine, offer.vcpus, offer.memory_bytes);
+        let offered = Self {
+            program,
+            ..Self::new(offer.engine, offer.vcpus, offer.memory_bytes)
+        };
         if found != offered {
             return Err(refuse(
                 "its guest description and its machine differ".into(),
+            ));
+        }
+        if program == GuestProgram::Linux && isa != Isa::Rv64 {
+            return Err(refuse(
+                "it runs Linux on x86-64, expected Linux on RV64".into(),
             ));
         }
         found.workload().map_err(|e| refuse(e.message))?;
@@ -161,6 +198,23 @@ mod tests {
             GuestDescription::of_offer(&offer(ours.to_bytes())).unwrap(),
             ours
         );
+    }
+
+    #[test]
+    fn linux_survives_the_move_on_rv64_only() {
+        let ours = GuestDescription::linux(2, 32 << 20);
+        let of_offer = |offer: &Offer| GuestDescription::of_offer(offer);
+        assert_eq!(of_offer(&offer(ours.to_bytes())).unwrap(), ours);
+        let x86 = GuestDescription {
+            isa: Isa::X86_64,
+            ..ours
+        };
+        let x86 = Offer {
+            engine: Engine::Kvm,
+            ..offer(x86.to_bytes())
+        };
+        let failure = of_offer(&x86).expect_err("no such Linux");
+        assert!(failure.message.contains("x86-64"), "{failure}");
     }
 
     #[test]

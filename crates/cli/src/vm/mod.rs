@@ -13,8 +13,8 @@ use pageferry_addr::{PAGE_SIZE, RamPage};
 use pageferry_guest::{Control, Verdict, Workload};
 use pageferry_harness::{BootError, verify};
 use pageferry_machine::{
-    AccessError, ArmOptions, Backing, DeliveryInUse, Engine, EngineChoice, MachineSpec, RamLayout,
-    VcpuThreads,
+    AccessError, ArmOptions, Backing, Console, DeliveryInUse, Engine, EngineChoice, Linux,
+    MachineSpec, RamLayout, Reset, VcpuThreads,
 };
 use pageferry_migration::{Resolver, RunningVm};
 use std::sync::Arc;
@@ -42,7 +42,9 @@ pub(crate) fn engine_that_receives(choice: EngineChoice) -> Result<(Engine, Stri
 /// A virtual machine in this process. Dropping it ends it.
 pub(crate) struct Vm {
     inner: pageferry_harness::Vm,
-    workload: Workload,
+    guest: GuestDescription,
+    /// The test program, unless the guest is Linux.
+    workload: Option<Workload>,
 }
 
 impl Vm {
@@ -64,7 +66,11 @@ impl Vm {
         };
         let faults = resolver.map(|resolver| resolver as _);
         let inner = pageferry_harness::Vm::create(guest.engine(), spec, faults)?;
-        Ok(Self { inner, workload })
+        Ok(Self {
+            inner,
+            guest: *guest,
+            workload,
+        })
     }
 
     /// Writes the guest program into memory and starts it.
@@ -72,9 +78,36 @@ impl Vm {
     /// # Errors
     /// When the engine refuses the start state.
     pub(crate) fn boot(&self) -> Result<(), Failure> {
-        self.inner.load(self.workload.program())?;
+        if let Some(workload) = &self.workload {
+            self.inner.load(workload.program())?;
+        }
         self.inner.threads.resume();
         Ok(())
+    }
+
+    /// Writes a kernel into memory and starts it.
+    ///
+    /// # Errors
+    /// [`Exit::Usage`] if the kernel does not fit, or is for another machine.
+    pub(crate) fn boot_linux(&self, linux: &Linux<'_>) -> Result<(), Failure> {
+        self.inner.load_linux(linux)?;
+        self.inner.threads.resume();
+        Ok(())
+    }
+
+    /// How the guest has ended itself, if it has.
+    pub(crate) fn reset(&self) -> Option<Reset> {
+        self.inner.reset()
+    }
+
+    /// The guest's text console, if it has one.
+    pub(crate) fn console(&self) -> Option<&Arc<Console>> {
+        self.inner.machine.console()
+    }
+
+    /// The guest, in the form that travels with a migration.
+    pub(crate) const fn guest(&self) -> &GuestDescription {
+        &self.guest
     }
 
     /// The engine that runs it.
@@ -111,9 +144,9 @@ impl Vm {
         &self.inner.threads
     }
 
-    /// The program that runs in it.
-    pub(crate) fn workload(&self) -> &Workload {
-        &self.workload
+    /// The test program that runs in it, unless the guest is Linux.
+    pub(crate) const fn workload(&self) -> Option<&Workload> {
+        self.workload.as_ref()
     }
 
     /// The VM as the source of a migration takes it.
@@ -123,7 +156,7 @@ impl Vm {
 
     /// The number of vCPUs.
     pub(crate) fn vcpus(&self) -> u32 {
-        self.workload.memory_map().vcpus()
+        self.guest.vcpus
     }
 
     /// The size of RAM in bytes.
@@ -131,11 +164,12 @@ impl Vm {
         self.inner.machine.ram().pages() * PAGE_SIZE
     }
 
-    /// A vCPU's control page; `None` while it is missing or not written yet.
+    /// A vCPU's control page; `None` while it is missing or not written yet, or if the guest is
+    /// Linux.
     ///
     /// The guest may write the page meanwhile. Each field is untorn.
     pub(crate) fn control(&self, vcpu: u32) -> Option<Control> {
-        self.inner.control(&self.workload, vcpu)
+        self.inner.control(self.workload.as_ref()?, vcpu)
     }
 
     /// The control pages of all vCPUs, in order.
@@ -204,15 +238,22 @@ impl Vm {
 
     /// [`Vm::verify`] for a paused VM.
     pub(crate) fn verify_paused(&self) -> Result<Verdict, Failure> {
+        let Some(workload) = &self.workload else {
+            return Err(Failure::new(
+                Exit::NoVm,
+                "the guest is Linux, and nobody knows what its pages hold: verify a VM of the test program",
+            ));
+        };
         // A wait for a page ends when the migration fails.
-        Ok(verify(&*self.inner.machine, &self.workload, &|| false)?)
+        Ok(verify(&*self.inner.machine, workload, &|| false)?)
     }
 
     /// For tests: flips one bit in a page of vCPU 0 that the guest is not writing. The VM must be
     /// paused. Returns the page.
     pub(crate) fn corrupt_a_page(&self) -> Result<RamPage, Failure> {
+        let workload = self.workload.as_ref().expect("a demo's guest");
         let busy = self.control(0).and_then(|c| c.in_progress);
-        let share = self.workload.share(0);
+        let share = workload.share(0);
         let middle = share.start + (share.end - share.start) / 2;
         let page = if busy == Some(RamPage(middle)) {
             RamPage(share.start)
@@ -238,6 +279,7 @@ impl From<BootError> for Failure {
         match error {
             BootError::Machine(error) => error.into(),
             BootError::Memory(error) => error.into(),
+            BootError::Linux(error) => Self::new(Exit::Usage, error.to_string()),
         }
     }
 }

@@ -22,6 +22,7 @@ mod interrupts;
 )]
 mod json_document;
 mod json_output;
+mod linux;
 mod metrics;
 mod peers;
 mod recovery;

@@ -121,18 +121,24 @@ impl SoftVcpu {
                 }
                 self.core.hart_mut().set_run_state(RunState::Suspended);
             }
+            // A hart that is entered again, here or elsewhere, asks again.
             Ok(Next::Reset(reset)) => {
-                self.core.hart_mut().set_run_state(RunState::Stopped);
+                self.step_back();
                 return Some(Exit::Reset(reset));
             }
             Err(Missing { page, access }) => {
-                let call = self.core.hart().pc() - 4;
-                let repeated = self.core.hart_mut().set_pc(call);
-                repeated.expect("the address of the ECALL");
+                self.step_back();
                 return Some(Exit::MemoryFault { page, access });
             }
         }
         None
+    }
+
+    /// Lets the hart repeat the ECALL that it has left with.
+    fn step_back(&mut self) {
+        let call = self.core.hart().pc() - 4;
+        let repeated = self.core.hart_mut().set_pc(call);
+        repeated.expect("the address of the ECALL");
     }
 
     fn answer(&mut self, a0: u64, a1: u64) {

@@ -6,57 +6,13 @@ use pageferry_machine::{
     Access, DOORBELL_GPA, Engine, Exit, MachineSpec, NewMachine, Reset, ResetKind, StartState,
     Vcpu, VcpuState, create,
 };
+use pageferry_testkit::rv64::{
+    A0, A1, A2, A6, A7, DBCN, ECALL, HSM, IPI, SRST, WFI, addi, call, csrs, ld, li, sd, slli,
+};
 use pageferry_userfault::PageBitmap;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
-
-const A0: u32 = 10;
-const A1: u32 = 11;
-const A2: u32 = 12;
-const A6: u32 = 16;
-const A7: u32 = 17;
-const ECALL: u32 = 0x73;
-const WFI: u32 = 0x1050_0073;
-
-const IPI: u32 = 0x73_5049;
-const HSM: u32 = 0x48_534d;
-const SRST: u32 = 0x5352_5354;
-const DBCN: u32 = 0x4442_434e;
-
-/// `lui` and `addiw`: the register gets the value, which is below 2^31.
-fn li(rd: u32, value: u32) -> [u32; 2] {
-    let low = value & 0xfff;
-    let high = value.wrapping_add(0x800) & 0xffff_f000;
-    [high | rd << 7 | 0x37, low << 20 | rd << 15 | rd << 7 | 0x1b]
-}
-
-/// `csrs csr, rs`.
-const fn csrs(csr: u32, rs: u32) -> u32 {
-    csr << 20 | rs << 15 | 2 << 12 | 0x73
-}
-
-/// `sd rs, 0(rb)`.
-const fn sd(rs: u32, rb: u32) -> u32 {
-    rs << 20 | rb << 15 | 3 << 12 | 0x23
-}
-
-/// `ld rd, 0(rb)`.
-const fn ld(rd: u32, rb: u32) -> u32 {
-    rb << 15 | 3 << 12 | rd << 7 | 0x03
-}
-
-/// An SBI call with up to three operands.
-fn call(extension: u32, function: u32, operands: &[u32]) -> Vec<u32> {
-    let mut code = Vec::new();
-    for (register, operand) in (A0..).zip(operands) {
-        code.extend(li(register, *operand));
-    }
-    code.extend(li(A6, function));
-    code.extend(li(A7, extension));
-    code.push(ECALL);
-    code
-}
 
 /// A machine with `programs`, one a page. The first hart starts at the first one.
 fn machine(vcpus: u32, programs: &[&[Vec<u32>]]) -> NewMachine {
@@ -91,15 +47,7 @@ const ENDED: Exit = Exit::Reset(Reset {
 fn doorbell(value: u32) -> Vec<u32> {
     let [a, b] = li(A1, (DOORBELL_GPA.0 >> 1) as u32);
     let [c, d] = li(A0, value);
-    // slli a1, a1, 1
-    vec![
-        a,
-        b,
-        A1 << 15 | A1 << 7 | 1 << 20 | 1 << 12 | 0x13,
-        c,
-        d,
-        sd(A0, A1),
-    ]
+    vec![a, b, slli(A1, A1, 1), c, d, sd(A0, A1)]
 }
 
 fn rang(value: u64) -> Exit {
@@ -201,12 +149,7 @@ fn a_call_waits_for_its_missing_page() {
 fn a_hart_starts_another() {
     let start = call(HSM, 0, &[1, 0x1000, 77]);
     // The program of hart 1 uses a0 and a1 as it got them: it stores both, then rings.
-    let store = [
-        li(A2, 0x2000)[0],
-        sd(A0, A2),
-        A2 << 15 | A2 << 7 | 8 << 20 | 0x13,
-        sd(A1, A2),
-    ];
+    let store = [li(A2, 0x2000)[0], sd(A0, A2), addi(A2, A2, 8), sd(A1, A2)];
     let mut new = machine(2, &[&[start, end()], &[store.to_vec(), doorbell(9)]]);
     let mut second = new.vcpus.pop().unwrap();
     let second = thread::spawn(move || next(&mut second));
@@ -225,7 +168,7 @@ fn a_hart_is_started_once_and_says_what_it_is() {
         vec![
             li(A2, page << 12)[0],
             sd(A0, A2),
-            A2 << 15 | A2 << 7 | 8 << 20 | 0x13,
+            addi(A2, A2, 8),
             sd(A1, A2),
         ]
     };
@@ -323,7 +266,7 @@ fn a_suspended_hart_goes_on_after_an_interrupt() {
         (
             [
                 li(A0, lost >> 1).to_vec(),
-                vec![A0 << 15 | A0 << 7 | 1 << 20 | 1 << 12 | 0x13],
+                vec![slli(A0, A0, 1)],
                 li(A1, 0x1000).to_vec(),
                 li(A2, 0).to_vec(),
                 li(A6, 3).to_vec(),
@@ -372,7 +315,7 @@ fn new_machine_like(of: &NewMachine) -> NewMachine {
 #[test]
 fn a_load_from_a_device_gets_its_answer() {
     let [a, b] = li(A1, (DOORBELL_GPA.0 >> 1) as u32);
-    let shift = A1 << 15 | A1 << 7 | 1 << 20 | 1 << 12 | 0x13;
+    let shift = slli(A1, A1, 1);
     let program = vec![a, b, shift, ld(A0, A1), sd(A0, A1), ld(A0, A1), sd(A0, A1)];
     let mut new = machine(1, &[&[program]]);
     let vcpu = &mut new.vcpus[0];

@@ -175,6 +175,11 @@ impl Process {
         })
     }
 
+    /// The standard output so far.
+    pub(crate) fn said(&self) -> String {
+        self.stdout.so_far()
+    }
+
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }

@@ -1,0 +1,190 @@
+//! `run --kernel`: kernels of the user. These are a few instructions with a kernel's header.
+
+use crate::support::{Dir, PAGEFERRY, Process, pageferry, status};
+use pageferry_testkit::rv64::{
+    A1, DBCN, SRST, ZERO, add, addi, and, beq, bltu, bne, call, image, ld, li, sd,
+};
+use pageferry_testkit::wait_until;
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+/// A saved register.
+const S1: u32 = 9;
+const S2: u32 = 18;
+const S3: u32 = 19;
+const T0: u32 = 5;
+const T1: u32 = 6;
+const T2: u32 = 7;
+
+fn print(text: &str) -> Vec<u32> {
+    let byte = |byte: u8| call(DBCN, 2, &[byte.into()]);
+    text.bytes().flat_map(byte).collect()
+}
+
+fn end(failure: bool) -> Vec<u32> {
+    call(SRST, 0, &[0, failure.into()])
+}
+
+/// A kernel that rewrites 1 MiB for ever, and checks on each page that no write is lost. It prints
+/// a dot in each 1024th round. It ends when a key comes, and with a failure when a page is wrong.
+fn counting() -> Vec<u8> {
+    let bytes = |code: &[u32]| 4 * code.len() as i32;
+    let bad = end(true);
+    let page = [
+        vec![ld(T1, T0), beq(T1, S1, 4 + bytes(&bad))],
+        bad,
+        vec![addi(T1, T1, 1), sd(T1, T0)],
+        li(T2, 4096).to_vec(),
+        vec![add(T0, T0, T2)],
+    ]
+    .concat();
+    let dot = print(".");
+    let round = [
+        vec![addi(T0, S2, 0)],
+        page.clone(),
+        vec![bltu(T0, S3, -bytes(&page))],
+        vec![addi(S1, S1, 1)],
+        li(T1, 1023).to_vec(),
+        vec![and(T1, T1, S1), bne(T1, ZERO, 4 + bytes(&dot))],
+        dot,
+        call(DBCN, 1, &[1, 0x3f_0000, 0]),
+    ]
+    .concat();
+    let code = [
+        li(S2, 0x40_0000).to_vec(),
+        li(S3, 0x50_0000).to_vec(),
+        li(S1, 0).to_vec(),
+        round.clone(),
+        vec![beq(A1, ZERO, -bytes(&round))],
+        print("bye\n"),
+        end(false),
+    ]
+    .concat();
+    image(&code)
+}
+
+/// `run --kernel` of a file with these bytes, and more flags. Its console is its standard output.
+fn run(dir: &Dir, kernel: &[u8], more: &[&str]) -> Process {
+    let file = dir.path("kernel");
+    std::fs::write(&file, kernel).unwrap();
+    let socket = dir.path("vm");
+    let mut command = Command::new(PAGEFERRY);
+    command.args(["run", "--memory", "16M", "--vcpus", "2", "--control"]);
+    command.arg(&socket).arg("--kernel").arg(&file).args(more);
+    Process::spawn(command)
+}
+
+#[test]
+fn a_kernel_writes_to_the_console_and_shuts_down() {
+    let dir = Dir::new();
+    let hello = [print("hello, world\n"), end(false)].concat();
+    let ended = run(&dir, &image(&hello), &[]).end();
+    ended.assert_ok();
+    assert_eq!(ended.stdout, "hello, world\n");
+    assert!(
+        ended.stderr.contains("the guest has shut down"),
+        "{ended:?}"
+    );
+}
+
+#[test]
+fn a_console_can_be_a_file() {
+    let dir = Dir::new();
+    let hello = [print("hello, file\n"), end(false)].concat();
+    let file = dir.path("console");
+    let ended = run(&dir, &image(&hello), &["--console", file.to_str().unwrap()]).end();
+    ended.assert_ok();
+    assert_eq!(ended.stdout, "");
+    assert_eq!(std::fs::read_to_string(file).unwrap(), "hello, file\n");
+}
+
+#[test]
+fn a_guest_that_fails_is_a_failure() {
+    let dir = Dir::new();
+    run(&dir, &image(&end(true)), &[])
+        .end()
+        .assert_failed(14, "failure");
+}
+
+/// The kernel does not notice, and its console goes on at the destination.
+#[test]
+fn a_kernel_moves_and_hears_keys_at_the_destination() {
+    for precopy in ["0", "1"] {
+        let dir = Dir::new();
+        let source = run(&dir, &counting(), &[]);
+        source.wait_until_said("runs on soft");
+        let (keys, mut typed) = std::io::pipe().unwrap();
+        let there = Dir::new();
+        let mut command = Command::new(PAGEFERRY);
+        command.args(["receive", "--listen", "127.0.0.1:0", "--console", "-"]);
+        command.arg("--control").arg(there.path("vm"));
+        let destination = Process::spawn_reading(command, Stdio::from(keys));
+        let address = destination.wait_until_said("listening on ");
+        let socket = dir.path("vm");
+        let moved = [
+            "migrate",
+            "--precopy-passes",
+            precopy,
+            "--vm",
+            socket.to_str().unwrap(),
+            "--to",
+            &address,
+        ];
+        pageferry(&moved).assert_ok();
+        let left = source.end();
+        left.assert_ok();
+        assert!(left.stdout.starts_with('.'), "{left:?}");
+        let socket = there.path("vm");
+        let told = status(&socket).unwrap();
+        assert!(told["guest"].is_null(), "{told}");
+        pageferry(&["verify", "--vm", socket.to_str().unwrap()]).assert_failed(11, "Linux");
+        wait_until("text at the destination", || {
+            destination.said().contains('.')
+        });
+        typed.write_all(b"q").unwrap();
+        let ended = destination.end();
+        ended.assert_ok();
+        assert!(ended.stdout.contains("bye"), "{ended:?}");
+        assert!(
+            ended.stderr.contains("the guest has shut down"),
+            "{ended:?}"
+        );
+    }
+}
+
+#[test]
+fn what_is_no_kernel_is_refused_in_a_sentence() {
+    let dir = Dir::new();
+    let kernel = counting();
+    let refused = |bytes: &[u8], more: &[&str], part: &str| {
+        run(&dir, bytes, more).end().assert_failed(2, part);
+    };
+    refused(b"", &[], "0 bytes");
+    refused(&vec![7; 4096], &[], "no Linux kernel");
+    refused(&kernel, &["--engine", "kvm"], "soft engine");
+    let mut long = kernel.clone();
+    long.resize(16 << 20, 0);
+    refused(&long, &[], "choose a larger --memory");
+    long.resize(15 << 20, 0);
+    refused(&long, &[], "are too few");
+    refused(&kernel, &["--cmdline", &"x".repeat(1024)], "1024 bytes");
+    let empty = dir.path("initrd");
+    std::fs::write(&empty, b"").unwrap();
+    refused(
+        &kernel,
+        &["--initrd", empty.to_str().unwrap()],
+        "initrd is empty",
+    );
+    refused(&kernel, &["--initrd", "/no/such/file"], "/no/such/file");
+    let file = ["--console", "/no/such/folder/file"];
+    refused(&kernel, &file, "/no/such/folder/file");
+    let socket = dir.path("vm");
+    let alone = [
+        "run",
+        "--control",
+        socket.to_str().unwrap(),
+        "--cmdline",
+        "x",
+    ];
+    assert_eq!(pageferry(&alone).code, Some(2), "without a kernel");
+}
