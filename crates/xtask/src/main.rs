@@ -1,14 +1,15 @@
-//! Tasks of development that cargo has no command for: `cargo xtask lab` and `cargo xtask
-//! two-hosts`.
+//! Tasks of development that cargo has no command for: `cargo xtask lab`, `cargo xtask guest-linux`
+//! and `cargo xtask two-hosts`.
 //!
-//! **Guarantee.** A task leaves nothing behind outside the target directory. `lab` needs no
-//! privileges. `two-hosts` needs root.
+//! **Guarantee.** A task leaves nothing behind outside the target directory. `lab` and
+//! `guest-linux` need no privileges. `two-hosts` needs root.
 //!
 //! **Mechanism.** Each task is a module. [`lab`] runs programs of the workspace on an emulated
-//! machine, whose KVM has a TDP MMU. [`two_hosts`] runs a command beside two network namespaces.
+//! machine, whose KVM has a TDP MMU. [`guest_linux`] builds a Linux for guests of the soft engine. [`two_hosts`] runs a command beside two network namespaces.
 //!
 //! **Neighbours.** No crate uses this one. `.ci/lab` calls it.
 
+mod guest_linux;
 mod lab;
 mod two_hosts;
 
@@ -19,12 +20,14 @@ use std::process::ExitCode;
 #[derive(Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 enum Task {
+    GuestLinux(guest_linux::Args),
     Lab(lab::Args),
     TwoHosts(two_hosts::Args),
 }
 
 fn main() -> ExitCode {
     match Task::parse() {
+        Task::GuestLinux(args) => guest_linux::run(&args),
         Task::Lab(args) => lab::run(&args),
         Task::TwoHosts(args) => two_hosts::run(&args),
     }

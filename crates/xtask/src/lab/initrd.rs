@@ -166,7 +166,7 @@ fn inside(path: &Path) -> &str {
 
 /// An archive that grows.
 #[derive(Default)]
-struct Archive {
+pub(crate) struct Archive {
     bytes: Vec<u8>,
     folders: BTreeSet<String>,
     entries: u32,
@@ -181,23 +181,31 @@ impl Archive {
         if let Some((above, _)) = path.rsplit_once('/') {
             self.folder(above);
         }
-        self.entry(path, 0o040_755, &[]);
+        self.entry(path, 0o040_755, [0, 0], &[]);
     }
 
-    /// A file that may be executed.
-    fn file(&mut self, path: &str, bytes: &[u8]) {
+    /// A character device with its major and minor number.
+    pub(crate) fn device(&mut self, path: &str, numbers: [u32; 2]) {
         if let Some((above, _)) = path.rsplit_once('/') {
             self.folder(above);
         }
-        self.entry(path, 0o100_755, bytes);
+        self.entry(path, 0o020_600, numbers, &[]);
     }
 
-    fn entry(&mut self, path: &str, mode: u32, bytes: &[u8]) {
+    /// A file that may be executed.
+    pub(crate) fn file(&mut self, path: &str, bytes: &[u8]) {
+        if let Some((above, _)) = path.rsplit_once('/') {
+            self.folder(above);
+        }
+        self.entry(path, 0o100_755, [0, 0], bytes);
+    }
+
+    fn entry(&mut self, path: &str, mode: u32, [major, minor]: [u32; 2], bytes: &[u8]) {
         self.entries += 1;
         let size = u32::try_from(bytes.len()).expect("no program has 4 GiB");
         let path_size = path.len() as u32 + 1;
-        // Magic; inode, mode, links, user, group, time, size, 2 + 2 device numbers, size of the
-        // path, checksum.
+        // Magic; inode, mode, links, user, group, time, size, the numbers of the device that holds
+        // the file, those of the device that it is, size of the path, checksum.
         let fields = [
             self.entries,
             mode,
@@ -208,8 +216,8 @@ impl Archive {
             size,
             0,
             0,
-            0,
-            0,
+            major,
+            minor,
             path_size,
             0,
         ];
@@ -229,8 +237,8 @@ impl Archive {
         self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
     }
 
-    fn finish(mut self) -> Vec<u8> {
-        self.entry("TRAILER!!!", 0, &[]);
+    pub(crate) fn finish(mut self) -> Vec<u8> {
+        self.entry("TRAILER!!!", 0, [0, 0], &[]);
         self.bytes
     }
 }

@@ -11,8 +11,8 @@
 //! The emulated clock counts instructions by default. A busy host then makes no time limit fire
 //! inside, and a figure repeats from run to run; it is an instruction count and no time.
 
-mod initrd;
-mod kernel;
+pub(crate) mod initrd;
+pub(crate) mod kernel;
 mod machine;
 mod packages;
 mod program;
@@ -79,7 +79,7 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         move |source| Self::Io {
             what: what.into(),
             source,
@@ -137,7 +137,7 @@ fn in_lab(args: &Args) -> Result<u8, Error> {
 }
 
 /// The target directory of the workspace.
-fn target_dir() -> PathBuf {
+pub(crate) fn target_dir() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(
         || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target"),
         PathBuf::from,

@@ -1,5 +1,5 @@
-//! `cargo xtask lab kernel`: a kernel with KVM Userfault, from Debian's source and a series of
-//! patches.
+//! Kernels from Debian's source, a configuration and a series of patches. `cargo xtask lab kernel`
+//! builds one with KVM Userfault.
 //!
 //! **Guarantee.** The kernel is what the series and its configuration make now, from source that
 //! apt verified. Nothing is compiled if neither has changed. After a change, make compiles only
@@ -9,8 +9,9 @@
 //! beside it, with `allnoconfig` and the options of the series' file `config`. The series is
 //! stored with the build and compared.
 //!
-//! **Neighbours.** [`packages`] fetches the source and the tools that the compiler needs beside it.
-//! [`super::machine`] boots the kernel.
+//! **Neighbours.** [`packages`] fetches the source, the tools that the compiler needs beside it, and
+//! the compiler for another processor. [`super::machine`] boots a kernel of the lab, and
+//! [`crate::guest_linux`] makes one for guests.
 
 mod tree;
 
@@ -37,6 +38,36 @@ const TOOLS: [(&str, &str); 5] = [
     ("tar", "tar"),
     ("xz", "xz-utils"),
 ];
+/// What differs between the kernels that are built here.
+pub(crate) struct Target {
+    /// The folder of its build in the cache.
+    pub(crate) folder: &'static str,
+    /// The variable ARCH of make.
+    pub(crate) arch: &'static str,
+    /// What make builds.
+    pub(crate) goals: &'static [&'static str],
+    /// The kernel's file in the folder of the build.
+    pub(crate) image: &'static str,
+    /// The compiler, if it is not the machine's own.
+    pub(crate) compiler: Option<Compiler>,
+}
+
+/// A compiler for another processor.
+#[derive(Clone, Copy)]
+pub(crate) struct Compiler {
+    /// What the names of its programs begin with.
+    pub(crate) prefix: &'static str,
+    pub(crate) packages: &'static [&'static str],
+}
+
+/// The kernel of the lab.
+const LAB: Target = Target {
+    folder: "kernel",
+    arch: "x86",
+    goals: &["bzImage"],
+    image: "arch/x86/boot/bzImage",
+    compiler: None,
+};
 /// The kernel's own tests of KVM that `--selftests` builds.
 const SELFTESTS: [&str; 4] = [
     "demand_paging_test",
@@ -67,7 +98,7 @@ fn series() -> PathBuf {
 
 /// Builds what `args` names, and prints the paths.
 pub(crate) fn run(args: &Args) -> Result<(), Error> {
-    let build = Build::new(&args.series)?;
+    let build = Build::new(&args.series, &LAB)?;
     println!("{}", build.kernel()?.display());
     if args.selftests {
         for test in build.selftests()? {
@@ -79,20 +110,23 @@ pub(crate) fn run(args: &Args) -> Result<(), Error> {
 
 /// The kernel of this repository's series.
 pub(crate) fn userfault() -> Result<PathBuf, Error> {
-    Build::new(&series())?.kernel()
+    Build::new(&series(), &LAB)?.kernel()
 }
 
 /// A build folder, which is this process's until the value is dropped.
-struct Build {
+pub(crate) struct Build {
     series: tree::Series,
+    target: &'static Target,
     /// The unpacked packages.
     tools: PathBuf,
+    /// The unpacked compiler, if it is not the machine's own.
+    compiler: Option<PathBuf>,
     folder: PathBuf,
     _lock: File,
 }
 
 impl Build {
-    fn new(series: &Path) -> Result<Self, Error> {
+    pub(crate) fn new(series: &Path, target: &'static Target) -> Result<Self, Error> {
         // A mistake in the series is found before anything is fetched.
         let series = tree::Series::read(series)?;
         for (tool, package) in TOOLS {
@@ -103,28 +137,40 @@ impl Build {
             }
         }
         let cache = target_dir().join("lab");
-        let folder = cache.join("kernel");
+        let folder = cache.join(target.folder);
         let create = |folder: &Path| std::fs::create_dir_all(folder);
         create(&folder).map_err(Error::io(format!("make {}", folder.display())))?;
         // make needs paths that do not depend on where it runs.
-        let folder = folder.canonicalize().map_err(Error::io("find the cache"))?;
+        let absolute = |path: &Path| path.canonicalize().map_err(Error::io("find the cache"));
+        let folder = absolute(&folder)?;
         let lock = File::create(folder.join("lock")).map_err(Error::io("make a lock"))?;
         lock.lock()
             .map_err(Error::io("wait for another build of the kernel"))?;
         let what = "the source of a kernel";
         let tools = packages::unpacked(&cache, "source", what, &PACKAGES)?;
-        let tools = tools.canonicalize().map_err(Error::io("find the cache"))?;
+        let compiler = target.compiler.map(|compiler| {
+            let name = format!("compiler-{}", target.arch);
+            let what = format!("a compiler for {}", target.arch);
+            absolute(&packages::unpacked(
+                &cache,
+                &name,
+                &what,
+                compiler.packages,
+            )?)
+        });
         Ok(Self {
             series,
-            tools,
+            target,
+            tools: absolute(&tools)?,
+            compiler: compiler.transpose()?,
             folder,
             _lock: lock,
         })
     }
 
     /// The kernel, built if need be.
-    fn kernel(&self) -> Result<PathBuf, Error> {
-        let kernel = self.folder.join("build/arch/x86/boot/bzImage");
+    pub(crate) fn kernel(&self) -> Result<PathBuf, Error> {
+        let kernel = self.built(self.target.image);
         let stamp = self.folder.join("built");
         let source = self.tools.join("usr/src/linux-source-6.12.tar.xz");
         let inputs = self.series.with(&tree::identity(&source)?);
@@ -136,17 +182,32 @@ impl Build {
         eprintln!("lab: building the kernel");
         self.make(&["allnoconfig"])?;
         self.check_configuration()?;
-        self.make(&["bzImage"])?;
+        self.make(self.target.goals)?;
         std::fs::write(&stamp, inputs).map_err(Error::io("store what was built"))?;
         Ok(kernel)
     }
 
+    /// A file of the build.
+    pub(crate) fn built(&self, path: &str) -> PathBuf {
+        self.folder.join("build").join(path)
+    }
+
+    /// A file of the source.
+    pub(crate) fn source(&self, path: &str) -> PathBuf {
+        self.folder.join("tree").join(path)
+    }
+
+    /// The headers of the kernel for programs, built from the same source.
+    pub(crate) fn headers(&self) -> Result<PathBuf, Error> {
+        self.make(&["headers"])?;
+        Ok(self.built("usr/include"))
+    }
+
     /// The kernel's own tests, built from the same source.
     fn selftests(&self) -> Result<Vec<PathBuf>, Error> {
-        self.make(&["headers"])?;
+        let headers = self.headers()?;
         let folder = self.folder.join("selftests");
         let tests = SELFTESTS.map(|test| folder.join(test));
-        let headers = self.folder.join("build/usr/include");
         let mut words = vec![
             "-C".to_owned(),
             "tools/testing/selftests/kvm".to_owned(),
@@ -161,7 +222,7 @@ impl Build {
     /// Every option of the series must be in the configuration: make drops those whose
     /// dependencies are off.
     fn check_configuration(&self) -> Result<(), Error> {
-        let made = std::fs::read_to_string(self.folder.join("build/.config"));
+        let made = std::fs::read_to_string(self.built(".config"));
         let made = made.map_err(Error::io("read the configuration that make wrote"))?;
         for option in self.series.options() {
             if !made.lines().any(|line| line == option) {
@@ -180,12 +241,16 @@ impl Build {
         let output = File::create(&log).map_err(Error::io("write make.log"))?;
         let copy = output.try_clone().map_err(Error::io("write make.log"))?;
         let at = |path: &str| self.tools.join(path).display().to_string();
-        let path = std::env::var("PATH").unwrap_or_default();
         let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-        let status = Command::new("make")
+        let mut make = Command::new("make");
+        if let Some(compiler) = &self.target.compiler {
+            make.arg(format!("CROSS_COMPILE={}", compiler.prefix));
+        }
+        self.give_tools(&mut make);
+        let status = make
             .current_dir(self.folder.join("tree"))
-            .args(["ARCH=x86", &format!("-j{jobs}")])
-            .arg(format!("O={}", self.folder.join("build").display()))
+            .args([format!("ARCH={}", self.target.arch), format!("-j{jobs}")])
+            .arg(format!("O={}", self.built("").display()))
             .arg(format!("LIBELF_FLAGS=-I{}", at("usr/include")))
             // By its full name: the link of libelf-dev leads nowhere without the library beside.
             .arg(format!(
@@ -193,8 +258,6 @@ impl Build {
                 at("usr/lib/x86_64-linux-gnu")
             ))
             .args(words)
-            .env("PATH", format!("{}:{path}", at("usr/bin")))
-            .env("LD_LIBRARY_PATH", at("usr/lib/x86_64-linux-gnu"))
             .env("BISON_PKGDATADIR", at("usr/share/bison"))
             .env("M4", at("usr/bin/m4"))
             .env("KCONFIG_ALLCONFIG", self.folder.join("config"))
@@ -213,6 +276,21 @@ impl Build {
             log.display(),
             complaint(&String::from_utf8_lossy(&text))
         )))
+    }
+}
+
+impl Build {
+    /// Lets a command find the fetched programs and their libraries.
+    pub(crate) fn give_tools(&self, command: &mut Command) {
+        let at = |path: &str| {
+            let folders = [Some(&self.tools), self.compiler.as_ref()];
+            let paths = folders.map(|folder| Some(folder?.join(path).display().to_string()));
+            paths.into_iter().flatten().collect::<Vec<_>>().join(":")
+        };
+        let path = std::env::var("PATH").unwrap_or_default();
+        command
+            .env("PATH", format!("{}:{path}", at("usr/bin")))
+            .env("LD_LIBRARY_PATH", at("usr/lib/x86_64-linux-gnu"));
     }
 }
 
