@@ -10,7 +10,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-/// The engine that runs the guest.
+/// One of the engines of this crate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Engine {
     /// The kernel's KVM.
@@ -23,10 +23,35 @@ impl Engine {
     /// The name used in reports and on command lines.
     #[must_use]
     pub const fn name(self) -> &'static str {
+        self.kind().engine
+    }
+
+    /// The names of this engine's machines in a migration.
+    #[must_use]
+    pub const fn kind(self) -> MachineKind<'static> {
         match self {
-            Self::Kvm => "kvm",
-            Self::Soft => "soft",
+            Self::Kvm => MachineKind {
+                engine: "kvm",
+                isa: "x86_64",
+                state_format: "kvm-x86_64/1",
+            },
+            Self::Soft => MachineKind {
+                engine: "soft",
+                isa: "riscv64",
+                state_format: "soft-riscv64/1",
+            },
         }
+    }
+}
+
+impl FromStr for Engine {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        [Self::Kvm, Self::Soft]
+            .into_iter()
+            .find(|engine| engine.name() == text)
+            .ok_or_else(|| format!("unknown engine '{text}': expected kvm or soft"))
     }
 }
 
@@ -52,11 +77,10 @@ impl FromStr for EngineChoice {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "auto" => Ok(Self::Auto),
-            "kvm" => Ok(Self::Only(Engine::Kvm)),
-            "soft" => Ok(Self::Only(Engine::Soft)),
-            _ => Err(format!(
-                "unknown engine '{text}': expected auto, kvm or soft"
-            )),
+            _ => text
+                .parse()
+                .map(Self::Only)
+                .map_err(|_| format!("unknown engine '{text}': expected auto, kvm or soft")),
         }
     }
 }
@@ -68,6 +92,22 @@ impl fmt::Display for EngineChoice {
             Self::Only(engine) => engine.fmt(f),
         }
     }
+}
+
+/// The names by which the two ends of a migration recognise machines of one kind.
+///
+/// The implementer of [`Machine`] chooses them. Each is 1 to 64 printable ASCII characters without
+/// spaces. A machine takes in only VMs of machines with the same three names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MachineKind<'a> {
+    /// The engine that runs the guest, such as `kvm`.
+    pub engine: &'a str,
+    /// The guest's instruction set, such as `x86_64`.
+    pub isa: &'a str,
+    /// The format of the states of vCPUs, with its version, such as `kvm-x86_64/1`. A format that
+    /// older destinations cannot read has another name. They then refuse the VM while it still runs
+    /// at the source.
+    pub state_format: &'a str,
 }
 
 /// The size of a machine.
@@ -110,8 +150,8 @@ pub struct NewMachine {
 ///    the caller clears the page's bit in the missing bitmap.
 /// 4. [`Machine::disarm_userfault`], when no page is missing.
 pub trait Machine: Send + Sync {
-    /// The engine that runs it.
-    fn engine(&self) -> Engine;
+    /// The names that both ends of a migration must share. They never change.
+    fn kind(&self) -> MachineKind<'_>;
 
     /// Its memory, also for the VMM's own accesses.
     fn ram(&self) -> &Arc<GuestRam>;

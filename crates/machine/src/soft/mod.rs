@@ -26,8 +26,8 @@ mod vcpu;
 use crate::huge::{self, whole_range};
 use crate::{
     ArmOptions, Collapsed, Console, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineSpec, NewMachine, RamLayout, RamRegion,
-    Vcpu,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
+    RamRegion, Vcpu,
 };
 use harts::Harts;
 use memory::RamOwner;
@@ -131,8 +131,8 @@ fn slot_id(region: &RamRegion) -> u16 {
 }
 
 impl Machine for SoftMachine {
-    fn engine(&self) -> Engine {
-        Engine::Soft
+    fn kind(&self) -> MachineKind<'_> {
+        Engine::Soft.kind()
     }
 
     fn ram(&self) -> &Arc<GuestRam> {

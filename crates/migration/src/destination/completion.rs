@@ -191,7 +191,7 @@ impl Supervisor<'_, '_, '_> {
         let first = self.vm.threads.first_instruction(FIRST_LIMIT);
         Ok(DestinationReport {
             phases: std::mem::take(&mut self.phases),
-            engine: self.vm.machine.engine(),
+            engine: self.vm.machine.kind().engine.to_owned(),
             // Marking pages may have shown that the guest needs another.
             delivery: self
                 .vm
