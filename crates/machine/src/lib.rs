@@ -1,4 +1,4 @@
-//! Virtual machines behind two traits, [`Machine`] and [`Vcpu`], with two engines: KVM and soft.
+//! Virtual machines behind traits: [`Machine`], [`Vcpu`] and [`Vcpus`]. Two engines: KVM and soft.
 //!
 //! **Guarantee.** A migration, a demo or a benchmark is written once against [`Machine`] and
 //! [`Vcpu`], and runs on every [`Engine`]. Guest memory is reached through [`GuestRam`] only. A
@@ -58,6 +58,7 @@ mod threads;
 mod translate;
 mod unchecked;
 mod vcpu;
+mod vcpus;
 mod written;
 
 pub use access::{AccessError, At, Fetch, Frozen};
@@ -76,9 +77,10 @@ pub use layout::{DOORBELL_GPA, LayoutError, MAX_VCPUS, RamLayout, RamRegion};
 pub use linux::{ImageError, Linux, LinuxError, MAX_COMMAND_LINE};
 pub use pageferry_sbi::{Reset, ResetKind};
 pub use ram::GuestRam;
-pub use threads::{PauseReport, VcpuHooks, VcpuThreads};
+pub use threads::{VcpuHooks, VcpuThreads};
 pub use unchecked::UncheckedRam;
 pub use vcpu::{Access, Exit, FirstInstruction, HookVerdict, Kicker, StartState, Vcpu, VcpuState};
+pub use vcpus::{PauseReport, Vcpus};
 
 /// Runs the examples of the README.
 #[cfg(doctest)]

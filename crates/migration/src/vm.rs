@@ -2,16 +2,16 @@
 
 use crate::error::MigrationError;
 use crate::wire::{Kind, MAX_NAME_BYTES};
-use pageferry_machine::{Device, Machine, VcpuThreads};
+use pageferry_machine::{Device, Machine, Vcpus};
 use std::sync::Arc;
 
-/// A VM with its vCPU threads.
+/// A VM with its vCPUs.
 #[derive(Clone, Copy)]
 pub struct RunningVm<'a> {
     /// The machine.
     pub machine: &'a Arc<dyn Machine>,
-    /// The threads of its vCPUs.
-    pub threads: &'a VcpuThreads,
+    /// Its vCPUs.
+    pub vcpus: &'a dyn Vcpus,
     /// The devices whose states travel. Both ends have the same ones, by name. A destination pauses
     /// them before the VM comes, and a source that has handed the VM over leaves them paused.
     pub devices: &'a [Arc<dyn Device>],

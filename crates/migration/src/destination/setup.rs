@@ -257,11 +257,11 @@ impl Incoming {
         let mismatch =
             if let Some(mismatch) = mismatch_of(&self.offer.kind, &kind_of(&**vm.machine)?) {
                 mismatch
-            } else if self.offer.vcpus as usize != vm.threads.count() {
+            } else if self.offer.vcpus as usize != vm.vcpus.count() {
                 format!(
                     "it has {} vCPUs, this machine has {}",
                     self.offer.vcpus,
-                    vm.threads.count()
+                    vm.vcpus.count()
                 )
             } else if self.offer.memory_bytes != layout.bytes() {
                 format!(

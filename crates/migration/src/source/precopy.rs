@@ -207,7 +207,7 @@ impl Supervisor<'_, '_, '_> {
         }
         let blackout = forecast::blackout(&Basis {
             engine: self.vm.machine.kind().engine,
-            vcpus: self.vm.threads.count(),
+            vcpus: self.vm.vcpus.count(),
             round_trip: self.shared.round_trip(),
             harvest: self.precopy.least_harvest.unwrap_or_default(),
             runs,

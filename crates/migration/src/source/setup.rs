@@ -34,7 +34,7 @@ pub(super) fn offer(
     let regions = layout.regions().iter();
     let setup = Setup {
         kind: crate::vm::kind_of(&**vm.machine)?,
-        vcpus: u32::try_from(vm.threads.count())
+        vcpus: u32::try_from(vm.vcpus.count())
             .map_err(|_| MigrationError::Internal("too many vCPUs".into()))?,
         memory_bytes: layout.bytes(),
         regions: regions

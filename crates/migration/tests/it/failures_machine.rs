@@ -177,7 +177,7 @@ fn fails(engine: Engine, delivery: Option<Delivery>, fault: Fault, reasons: &[&s
             });
             let failing = RunningVm {
                 machine: &machine,
-                threads: &vm.threads,
+                vcpus: &vm.threads,
                 devices: &[],
             };
             let received = incoming.receive(&failing, &vm.resolver, &late, &Unobserved);
