@@ -1,5 +1,6 @@
 //! The trait of machines, and the names of the engines.
 
+use crate::huge;
 use crate::{
     ArmOptions, Backing, Collapsed, Console, Delivery, DeliveryInUse, FaultEvents, GuestRam,
     MachineError, Vcpu,
@@ -143,6 +144,9 @@ pub struct NewMachine {
 
 /// A virtual machine without its vCPUs: memory, its slots and its logs.
 ///
+/// A VMM implements it for a machine of its own. [`GuestRam::arm`] and [`GuestRam::harvest_writes`]
+/// are the parts that concern the VMM's own accesses to memory.
+///
 /// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.
 /// 2. [`Machine::begin_postcopy`], when the bytes of all other pages are in place.
@@ -183,11 +187,21 @@ pub trait Machine: Send + Sync {
     fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError>;
 
     /// The deliveries that this machine can use on this host, the newest first.
-    fn deliveries(&self) -> Vec<Delivery>;
+    ///
+    /// Without its own implementation: [`Delivery::Exit`]. The vCPU's own thread tests the missing
+    /// bitmap before it accesses a page. The other provided methods fit such a machine too.
+    fn deliveries(&self) -> Vec<Delivery> {
+        vec![Delivery::Exit]
+    }
 
     /// The delivery, once the machine was armed. It becomes final when
     /// [`Machine::assist_postcopy`] returns.
-    fn delivery(&self) -> Option<DeliveryInUse>;
+    fn delivery(&self) -> Option<DeliveryInUse> {
+        self.ram().is_armed().then(|| DeliveryInUse {
+            delivery: Delivery::Exit,
+            because: "it is the only one of this engine".into(),
+        })
+    }
 
     /// Begins to deliver faults on the pages whose bit in `missing` is set. The bitmap is the one
     /// truth: the engine reads it at each fault. No vCPU may have run since the machine was
@@ -213,7 +227,9 @@ pub trait Machine: Send + Sync {
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])
     /// and then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
-    fn receives_in_place(&self) -> bool;
+    fn receives_in_place(&self) -> bool {
+        true
+    }
 
     /// Makes `pages` pages from `first` accessible to vCPUs, and wakes threads that sleep on them
     /// in the kernel. Their bytes must be in their final place. Repeating it is harmless. Do not
@@ -221,14 +237,20 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
-    fn install(&self, first: RamPage, pages: u64) -> Result<(), MachineError>;
+    fn install(&self, _first: RamPage, _pages: u64) -> Result<(), MachineError> {
+        Ok(())
+    }
 
     /// Puts `bytes` (one page) into `page`, makes it accessible and wakes sleepers, atomically for
     /// vCPUs.
     ///
     /// # Errors
     /// When the kernel refuses; the guest then cannot reach the page.
-    fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError>;
+    fn install_copy(&self, _page: RamPage, _bytes: &[u8]) -> Result<(), MachineError> {
+        Err(MachineError::WrongState(
+            "this machine takes pages in place only",
+        ))
+    }
 
     /// Prepares the missing pages for the delivery (punches holes). Call it once, when the missing
     /// bitmap has its final contents, and before any vCPU runs. It is quick, as it is part of the
@@ -236,7 +258,10 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses.
-    fn begin_postcopy(&self) -> Result<(), MachineError>;
+    fn begin_postcopy(&self) -> Result<(), MachineError> {
+        self.ram().begin();
+        Ok(())
+    }
 
     /// Does the delivery's work that may run beside the guest (marking missing pages with poison).
     /// A guest whose pages cannot be marked safely gets none, unless `arm_userfault` was told
@@ -249,15 +274,19 @@ pub trait Machine: Send + Sync {
     /// When the kernel refuses.
     fn assist_postcopy(
         &self,
-        stop: &dyn Fn() -> bool,
-        want: &dyn Fn(RamPage),
-    ) -> Result<(), MachineError>;
+        _stop: &dyn Fn() -> bool,
+        _want: &dyn Fn(RamPage),
+    ) -> Result<(), MachineError> {
+        Ok(())
+    }
 
     /// Ends delivery: no page is missing any more.
     ///
     /// # Errors
     /// When a bit of the missing bitmap is still set, or the kernel refuses.
-    fn disarm_userfault(&self) -> Result<(), MachineError>;
+    fn disarm_userfault(&self) -> Result<(), MachineError> {
+        self.ram().disarm()
+    }
 
     /// Makes one huge page of the host of the 2 MiB from `first`, if all of it is present and has
     /// memory. vCPUs may run meanwhile. A vCPU that touches the range waits for it, for as long as
@@ -265,20 +294,26 @@ pub trait Machine: Send + Sync {
     ///
     /// # Panics
     /// If the range does not begin at a multiple of 2 MiB, or leaves RAM.
-    fn collapse(&self, first: RamPage) -> Collapsed;
+    fn collapse(&self, _first: RamPage) -> Collapsed {
+        Collapsed::Refused
+    }
 
     /// The bytes of RAM that the host maps by pages of 2 MiB and more, for the guest. The kernel
     /// walks the process's page tables: about 10 ms for each GiB of small pages.
     ///
     /// # Errors
     /// When the kernel does not give the list of mappings.
-    fn host_large_bytes(&self) -> Result<u64, MachineError>;
+    fn host_large_bytes(&self) -> Result<u64, MachineError> {
+        huge::host_bytes(self.ram(), self.ram().alias_hva(RamPage(0)))
+    }
 
     /// The bytes of RAM that the engine itself maps so for its vCPUs. `None` if KVM does not count
     /// them. Quick. Exact while no vCPU runs.
-    fn engine_large_bytes(&self) -> Option<u64>;
+    fn engine_large_bytes(&self) -> Option<u64> {
+        None
+    }
 
     /// Wakes the vCPUs that sleep inside the kernel on missing pages, of a VM that never runs
     /// again. Hold the vCPUs first: they then leave the guest, and run nothing on these pages.
-    fn abandon(&self);
+    fn abandon(&self) {}
 }

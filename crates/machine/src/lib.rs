@@ -44,6 +44,7 @@ mod device_state;
 #[cfg(feature = "vm-memory")]
 mod devices;
 mod engine;
+mod engine_side;
 mod error;
 mod fault_events;
 mod gate;

@@ -25,9 +25,9 @@ mod vcpu;
 
 use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Collapsed, Console, Delivery, DeliveryInUse, Engine, FaultEvents, GuestRam,
-    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
-    RamRegion, Vcpu,
+    ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam, LayoutError,
+    MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout, RamRegion,
+    Vcpu,
 };
 use harts::Harts;
 use memory::RamOwner;
@@ -153,7 +153,7 @@ impl Machine for SoftMachine {
             ..slots.clone()
         };
         self.set_slots(&next)?;
-        self.ram.written.clear();
+        self.ram.forget_writes();
         *slots = next;
         Ok(())
     }
@@ -163,12 +163,7 @@ impl Machine for SoftMachine {
         if !slots.logging {
             return Err(MachineError::WrongState("the dirty log is not on"));
         }
-        if dirty.pages() as u64 != self.ram.pages() {
-            return Err(MachineError::WrongState(
-                "the dirty bitmap has not one bit for each page of RAM",
-            ));
-        }
-        let mut added = 0;
+        let mut added = self.ram.harvest_writes(dirty, rearm)?;
         for region in self.ram.layout().regions() {
             let first = region.words().start;
             let mut add = |word: usize, bits: u64| {
@@ -187,19 +182,7 @@ impl Machine for SoftMachine {
                 visited.map_err(|e| refused(&e))?;
             }
         }
-        Ok(added + self.ram.written.harvest(dirty, rearm))
-    }
-
-    fn deliveries(&self) -> Vec<Delivery> {
-        vec![Delivery::Exit]
-    }
-
-    fn delivery(&self) -> Option<DeliveryInUse> {
-        let armed = self.slots().missing.is_some();
-        armed.then(|| DeliveryInUse {
-            delivery: Delivery::Exit,
-            because: "it is the only one of the soft engine".into(),
-        })
+        Ok(added)
     }
 
     fn arm_userfault(
@@ -207,16 +190,10 @@ impl Machine for SoftMachine {
         missing: Arc<PageBitmap>,
         options: ArmOptions,
     ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
-        options.check(self.ram.pages(), self.ram.backing())?;
         if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
             return Err(MachineError::NoDelivery(other));
         }
-        if missing.pages() as u64 != self.ram.pages() {
-            return Err(MachineError::WrongState(
-                "the missing bitmap has not one bit for each page of RAM",
-            ));
-        }
-        self.ram.gate.arm(&missing, || {
+        self.ram.arm(&missing, &options, || {
             let mut slots = self.slots();
             let next = Slots {
                 missing: Some(Arc::clone(&missing)),
@@ -227,15 +204,6 @@ impl Machine for SoftMachine {
             Ok(())
         })?;
         Ok(Vec::new())
-    }
-
-    fn receives_in_place(&self) -> bool {
-        true
-    }
-
-    /// Nothing to do: a page is present when its bit is clear.
-    fn install(&self, _first: RamPage, _pages: u64) -> Result<(), MachineError> {
-        Ok(())
     }
 
     fn install_copy(&self, page: RamPage, bytes: &[u8]) -> Result<(), MachineError> {
@@ -257,49 +225,21 @@ impl Machine for SoftMachine {
         }
     }
 
-    fn host_large_bytes(&self) -> Result<u64, MachineError> {
-        huge::host_bytes(&self.ram, self.ram.alias_hva(RamPage(0)))
-    }
-
     fn engine_large_bytes(&self) -> Option<u64> {
         let leaves = PageSize::ALL.into_iter().zip(self.vm.mapped_leaves());
         let large = leaves.skip(1).map(|(size, leaves)| size.bytes() * leaves);
         Some(large.sum())
     }
 
-    /// Nothing to do: no vCPU sleeps inside the engine.
-    fn abandon(&self) {}
-
-    /// No page needs preparation.
-    fn begin_postcopy(&self) -> Result<(), MachineError> {
-        self.ram.gate.begin();
-        Ok(())
-    }
-
-    /// Nothing to assist.
-    fn assist_postcopy(
-        &self,
-        _stop: &dyn Fn() -> bool,
-        _want: &dyn Fn(RamPage),
-    ) -> Result<(), MachineError> {
-        Ok(())
-    }
-
     fn disarm_userfault(&self) -> Result<(), MachineError> {
         let mut slots = self.slots();
-        let Some(missing) = &slots.missing else {
-            return Err(MachineError::WrongState("userfault is not armed"));
-        };
-        if missing.next_set(0).is_some() {
-            return Err(MachineError::WrongState("pages are still missing"));
-        }
+        self.ram.disarm()?;
         let next = Slots {
             missing: None,
             ..slots.clone()
         };
         self.set_slots(&next)?;
         *slots = next;
-        self.ram.gate.begin();
         Ok(())
     }
 }
