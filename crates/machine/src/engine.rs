@@ -144,8 +144,12 @@ pub struct NewMachine {
 
 /// A virtual machine without its vCPUs: memory, its slots and its logs.
 ///
-/// A VMM implements it for a machine of its own. [`GuestRam::arm`] and [`GuestRam::harvest_writes`]
-/// are the parts that concern the VMM's own accesses to memory.
+/// **For implementers.** The provided methods fit one kind of machine: its vCPUs reach memory by
+/// [`GuestRam`] alone, as a VMM's devices do. They find missing pages and log writes there. A
+/// machine whose vCPUs reach memory in another way implements *every* method but
+/// [`Machine::console`]. Otherwise the writes of its vCPUs are in no dirty log, and a migration
+/// loses them. Such a machine calls [`GuestRam::arm`], [`GuestRam::begin`] and
+/// [`GuestRam::harvest_writes`] for the VMM's own accesses.
 ///
 /// The life of a machine that receives a migration:
 /// 1. [`Machine::arm_userfault`], before any vCPU has run.
@@ -172,7 +176,10 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the kernel refuses.
-    fn set_dirty_log(&self, on: bool) -> Result<(), MachineError>;
+    fn set_dirty_log(&self, _on: bool) -> Result<(), MachineError> {
+        self.ram().forget_writes();
+        Ok(())
+    }
 
     /// Adds the pages written since the last call to `dirty`. Returns the number of pages that were
     /// not in it.
@@ -184,12 +191,11 @@ pub trait Machine: Send + Sync {
     ///
     /// # Errors
     /// When the dirty log is not on, or the kernel refuses.
-    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError>;
+    fn harvest_dirty(&self, dirty: &PageBitmap, rearm: bool) -> Result<usize, MachineError> {
+        self.ram().harvest_writes(dirty, rearm)
+    }
 
     /// The deliveries that this machine can use on this host, the newest first.
-    ///
-    /// Without its own implementation: [`Delivery::Exit`]. The vCPU's own thread tests the missing
-    /// bitmap before it accesses a page. The other provided methods fit such a machine too.
     fn deliveries(&self) -> Vec<Delivery> {
         vec![Delivery::Exit]
     }
@@ -223,7 +229,13 @@ pub trait Machine: Send + Sync {
         &self,
         missing: Arc<PageBitmap>,
         options: ArmOptions,
-    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError>;
+    ) -> Result<Vec<Box<dyn FaultEvents>>, MachineError> {
+        if let Some(other) = options.delivery.filter(|wanted| *wanted != Delivery::Exit) {
+            return Err(MachineError::NoDelivery(other));
+        }
+        self.ram().arm(&missing, &options, || Ok(()))?;
+        Ok(Vec::new())
+    }
 
     /// Whether the receiver writes arriving bytes into their final place ([`GuestRam::unchecked`])
     /// and then calls [`Machine::install`]. Otherwise it passes them to [`Machine::install_copy`].
