@@ -31,16 +31,8 @@ impl Engine {
     #[must_use]
     pub const fn kind(self) -> MachineKind<'static> {
         match self {
-            Self::Kvm => MachineKind {
-                engine: "kvm",
-                isa: "x86_64",
-                state_format: "kvm-x86_64/1",
-            },
-            Self::Soft => MachineKind {
-                engine: "soft",
-                isa: "riscv64",
-                state_format: "soft-riscv64/1",
-            },
+            Self::Kvm => MachineKind::new("kvm", "x86_64", "kvm-x86_64/1"),
+            Self::Soft => MachineKind::new("soft", "riscv64", "soft-riscv64/1"),
         }
     }
 }
@@ -109,6 +101,18 @@ pub struct MachineKind<'a> {
     /// older destinations cannot read has another name. They then refuse the VM while it still runs
     /// at the source.
     pub state_format: &'a str,
+}
+
+impl<'a> MachineKind<'a> {
+    /// The names of the engine, of the instruction set, and of the format of vCPU states.
+    #[must_use]
+    pub const fn new(engine: &'a str, isa: &'a str, state_format: &'a str) -> Self {
+        Self {
+            engine,
+            isa,
+            state_format,
+        }
+    }
 }
 
 /// The size of a machine.

@@ -36,6 +36,7 @@
 //! ```
 
 mod access;
+mod adopt;
 mod backing;
 mod choice;
 mod console;
@@ -63,6 +64,7 @@ mod vcpus;
 mod written;
 
 pub use access::{AccessError, At, Fetch, Frozen};
+pub use adopt::AdoptedRegion;
 pub use backing::Backing;
 pub use choice::{create, select};
 pub use console::Console;

@@ -59,13 +59,21 @@ struct Slots {
 /// # Errors
 /// When the sizes are out of range or the host has no room for the memory.
 pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
-    if spec.vcpus == 0 || spec.vcpus > MAX_VCPUS {
-        return Err(LayoutError::Vcpus(spec.vcpus).into());
-    }
     let layout = RamLayout::for_memory(spec.memory_bytes)?;
-    let ram = Arc::new(GuestRam::with_backing(layout, spec.backing)?);
+    create_with(spec.vcpus, GuestRam::with_backing(layout, spec.backing)?)
+}
+
+/// [`create`], with memory that the caller has made or adopted.
+///
+/// # Errors
+/// When the number of vCPUs is out of range.
+pub fn create_with(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError> {
+    if vcpus == 0 || vcpus > MAX_VCPUS {
+        return Err(LayoutError::Vcpus(vcpus).into());
+    }
+    let ram = Arc::new(ram);
     let vm = Vm::new(VmConfig {
-        max_vcpus: spec.vcpus,
+        max_vcpus: vcpus,
         ..VmConfig::default()
     });
     let machine = Arc::new(SoftMachine {
@@ -76,7 +84,7 @@ pub fn create(spec: MachineSpec) -> Result<NewMachine, MachineError> {
         slots: Mutex::default(),
     });
     machine.set_slots(&Slots::default())?;
-    let vcpus = (0..spec.vcpus)
+    let vcpus = (0..vcpus)
         .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
         .collect::<Result<Vec<_>, MachineError>>()?;
     let harts = Arc::new(Harts::new(vcpus.iter().map(VcpuCore::kick_handle)));
