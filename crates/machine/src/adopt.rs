@@ -5,8 +5,8 @@
 //! mappings are refused, and so is memory that a migration could not serve.
 //!
 //! **Mechanism.** The files are mapped twice, as our own memfd is (`ram`). Each mapping has all
-//! regions one behind the other. So a page's address stays one addition, and no code above knows the
-//! files. The VMM keeps its own mappings of the same memfds: they show the same bytes.
+//! regions one behind the other. So a page's address stays one addition, and no code above knows
+//! the files. The VMM keeps its own mappings of the same memfds: they show the same bytes.
 //!
 //! **Neighbours.** `ram` has the memory, `layout` the regions.
 
@@ -30,8 +30,8 @@ pub struct AdoptedRegion {
 }
 
 impl AdoptedRegion {
-    /// The region of `bytes` bytes at a guest-physical address. They begin at `offset` in the memfd.
-    /// Regions may be parts of one memfd: clone its descriptor then.
+    /// The region of `bytes` bytes at a guest-physical address. They begin at `offset` in the
+    /// memfd. Regions may be parts of one memfd: clone its descriptor then.
     #[must_use]
     pub const fn new(start: Gpa, bytes: u64, fd: OwnedFd, offset: u64) -> Self {
         Self {
@@ -94,14 +94,15 @@ impl GuestRam {
     /// ```
     ///
     /// # Errors
-    /// As [`RamLayout::new`]. [`MachineError::Adopt`] if a descriptor is no memfd, the memfds are of
-    /// several kinds, one is too small or cannot be sealed, or an offset is no multiple of its page.
-    /// When the host has no room for the mappings.
+    /// As [`RamLayout::new`]. [`MachineError::Adopt`] if a descriptor is no memfd, the memfds are
+    /// of several kinds, one is too small or cannot be sealed, or an offset is no multiple of its
+    /// page. When the host has no room for the mappings.
     ///
     /// # Safety
-    /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor: the
-    /// calls of this crate, and the vCPUs of this machine's [`Vcpus`](crate::Vcpus). Such a vCPU
-    /// writes none while it is paused, and none of a page whose bit in the missing bitmap is set.
+    /// From now on, only two kinds of code write these bytes, by whatever mapping or descriptor:
+    /// the calls of this crate, and the vCPUs of this machine's [`Vcpus`](crate::Vcpus). Such a
+    /// vCPU writes none while it is paused, and none of a page whose bit in the missing bitmap is
+    /// set.
     pub unsafe fn adopt(regions: Vec<AdoptedRegion>) -> Result<Self, MachineError> {
         let places: Vec<_> = regions.iter().map(|r| (r.start, r.bytes)).collect();
         let layout = RamLayout::new(&places)?;

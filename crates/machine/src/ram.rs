@@ -13,7 +13,7 @@
 //! ([`GuestRam::read`], in `access`) look at the missing bitmap and enter the dirty log. Code that
 //! places or sends pages takes the privileged way ([`GuestRam::unchecked`]).
 
-use crate::access::{Fetch, MapPages};
+use crate::access::{Fetch, MapPages, StoreRules};
 use crate::gate::Gate;
 use crate::written::WriteLog;
 use crate::{Backing, MachineError, RamLayout};
@@ -169,6 +169,8 @@ pub struct GuestRam {
     pub(crate) written: WriteLog,
     /// The source of missing pages. Weak, since it holds the machine.
     pub(crate) fetch: OnceLock<Weak<dyn Fetch>>,
+    /// The engine's rules for the VMM's stores.
+    pub(crate) rules: OnceLock<Box<StoreRules>>,
     /// Maps pages of private memory, once a machine was armed.
     pub(crate) map: OnceLock<Box<MapPages>>,
 }
@@ -225,6 +227,7 @@ impl GuestRam {
             gate: Gate::default(),
             fetch: OnceLock::new(),
             map: OnceLock::new(),
+            rules: OnceLock::new(),
             layout,
             backing,
             guest,

@@ -1,7 +1,7 @@
 //! The trait of all vCPUs of a VM together: what a migration asks of them.
 //!
-//! **Guarantee.** A migration runs, stops and copies the vCPUs of a VM by [`Vcpus`] only. It does not
-//! know the threads behind it.
+//! **Guarantee.** A migration runs, stops and copies the vCPUs of a VM by [`Vcpus`] only. It does
+//! not know the threads behind it.
 //!
 //! **Neighbours.** [`VcpuThreads`](crate::VcpuThreads) is the implementation of this crate. A VMM
 //! with vCPU threads of its own implements the trait itself.

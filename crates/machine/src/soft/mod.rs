@@ -23,15 +23,17 @@ mod memory;
 mod state;
 mod vcpu;
 
+use crate::access::Extent;
 use crate::huge::{self, whole_range};
 use crate::{
-    ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam, LayoutError,
-    MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout, RamRegion,
-    Vcpu,
+    AccessError, ArmOptions, Collapsed, Console, Delivery, Engine, FaultEvents, GuestRam,
+    LayoutError, MAX_VCPUS, Machine, MachineError, MachineKind, MachineSpec, NewMachine, RamLayout,
+    RamRegion, Vcpu,
 };
+use core::ops::Range;
 use harts::Harts;
 use memory::RamOwner;
-use pageferry_addr::{PAGE_SIZE, PageSize, RamPage};
+use pageferry_addr::{Hva, PAGE_SIZE, PageSize, RamPage};
 use pageferry_hypervisor::{
     HostMemory, Region, SlotFlags, UserfaultBits, VcpuCore, Vm, VmConfig, VmError,
 };
@@ -71,19 +73,7 @@ pub fn create_with(vcpus: u32, ram: GuestRam) -> Result<NewMachine, MachineError
     if vcpus == 0 || vcpus > MAX_VCPUS {
         return Err(LayoutError::Vcpus(vcpus).into());
     }
-    let ram = Arc::new(ram);
-    let vm = Vm::new(VmConfig {
-        max_vcpus: vcpus,
-        ..VmConfig::default()
-    });
-    let machine = Arc::new(SoftMachine {
-        vm,
-        owner: Arc::new(RamOwner(Arc::clone(&ram))),
-        ram,
-        console: Arc::default(),
-        slots: Mutex::default(),
-    });
-    machine.set_slots(&Slots::default())?;
+    let machine = SoftMachine::new(vcpus, ram)?;
     let vcpus = (0..vcpus)
         .map(|id| machine.vm.create_vcpu(id).map_err(|e| refused(&e)))
         .collect::<Result<Vec<_>, MachineError>>()?;
@@ -101,6 +91,59 @@ fn refused(error: &VmError) -> MachineError {
 }
 
 impl SoftMachine {
+    /// A machine that has no vCPU yet.
+    fn new(max_vcpus: u32, ram: GuestRam) -> Result<Arc<Self>, MachineError> {
+        let ram = Arc::new(ram);
+        let machine = Arc::new(Self {
+            vm: Vm::new(VmConfig {
+                max_vcpus,
+                ..VmConfig::default()
+            }),
+            owner: Arc::new(RamOwner(Arc::clone(&ram))),
+            ram,
+            console: Arc::default(),
+            slots: Mutex::default(),
+        });
+        machine.follow_rules();
+        machine.set_slots(&Slots::default())?;
+        Ok(machine)
+    }
+
+    /// Makes the VMM's stores follow the rules of guest stores.
+    fn follow_rules(self: &Arc<Self>) {
+        // Weak, since the machine holds the memory.
+        let machine = Arc::downgrade(self);
+        self.ram.rules.get_or_init(|| {
+            Box::new(move |extent, store| match machine.upgrade() {
+                Some(machine) => machine.store(extent, store),
+                None => {
+                    store(0..extent.bytes);
+                    Ok(())
+                }
+            })
+        });
+    }
+
+    /// Stores by the rules of guest stores: no SC misses them, and no tracked page gets them.
+    fn store(&self, extent: Extent, store: &mut dyn FnMut(Range<u64>)) -> Result<(), AccessError> {
+        let stores = self.vm.stores();
+        let pages = extent.pages();
+        for region in self.ram.layout().regions() {
+            let first = region.first.0;
+            let inside = pages.start.max(first)..pages.end.min(first + region.pages);
+            if inside.is_empty() {
+                continue;
+            }
+            let inside = inside.start - first..inside.end - first;
+            if let Some(page) = stores.first_tracked(slot_id(region), inside) {
+                return Err(AccessError::Tracked(RamPage(first + page)));
+            }
+        }
+        let at = self.ram.alias_hva(extent.page).0 + extent.offset;
+        stores.store(Hva(at), extent.bytes, store);
+        Ok(())
+    }
+
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -255,6 +298,7 @@ impl Machine for SoftMachine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pageferry_addr::Gpa;
 
     #[test]
     fn calls_out_of_turn_are_refused() {
@@ -289,6 +333,84 @@ mod tests {
         missing.clear(RamPage(99));
         machine.disarm_userfault().unwrap();
         assert!(machine.install_copy(RamPage(0), &[0; 5]).is_err());
+    }
+
+    /// lr.w a0, (a1); wfi, and then sc.w a0, a2, (a1); wfi.
+    const LR_SC: [u32; 4] = [0x1005_a52f, 0x1050_0073, 0x18c5_a52f, 0x1050_0073];
+    const PLACE: u64 = 0x2010;
+
+    fn machine() -> Arc<SoftMachine> {
+        let layout = RamLayout::for_memory(64 << 12).unwrap();
+        SoftMachine::new(1, GuestRam::new(layout).unwrap()).unwrap()
+    }
+
+    /// Whether an SC succeeds if the VMM does `store` between it and its LR.
+    fn sc_after(store: impl FnOnce(&Arc<GuestRam>)) -> bool {
+        let machine = machine();
+        let code = LR_SC.map(u32::to_le_bytes).concat();
+        machine.ram.try_write(RamPage(0), &code).unwrap();
+        let mut vcpu = machine.vm.create_vcpu(0).unwrap();
+        vcpu.hart_mut().set_x(11, PLACE);
+        vcpu.hart_mut().set_x(12, 7);
+        assert_eq!(vcpu.run(), pageferry_hypervisor::Exit::Halted);
+        store(&machine.ram);
+        assert_eq!(vcpu.run(), pageferry_hypervisor::Exit::Halted);
+        vcpu.hart().x(10) == 0
+    }
+
+    #[test]
+    fn the_accessor_ends_the_reservations_of_the_bytes_it_writes() {
+        assert!(sc_after(|_| ()));
+        assert!(sc_after(|ram| ram.try_write(Gpa(PLACE + 8), &[1]).unwrap()));
+        assert!(sc_after(|ram| ram
+            .try_read(Gpa(PLACE), &mut [0; 8])
+            .unwrap()));
+        for (at, bytes) in [(PLACE, 1), (PLACE - 5, 6), (PLACE - 0x1000, 0x2000)] {
+            let write = |ram: &Arc<GuestRam>| {
+                ram.try_write(Gpa(at), &vec![0; bytes]).unwrap();
+            };
+            assert!(!sc_after(write), "{bytes} bytes at {at:#x}");
+        }
+    }
+
+    #[test]
+    fn the_accessor_writes_no_tracked_page() {
+        let machine = machine();
+        let ram = &machine.ram;
+        machine.set_dirty_log(true).unwrap();
+        machine.vm.track_writes(0, 3..4).unwrap();
+        let tracked = Err(AccessError::Tracked(RamPage(3)));
+        assert_eq!(ram.try_write(Gpa(0x3008), &[1]), tracked);
+        assert_eq!(ram.try_write(Gpa(0x2000), &[1; 0x1001]), tracked);
+        assert_eq!(ram.write(RamPage(1), &[1; 0x4000], &|| false), tracked);
+        let mut bytes = [9; 0x4000];
+        ram.try_read(RamPage(1), &mut bytes).unwrap();
+        assert!(bytes.iter().all(|byte| *byte == 0), "nothing was written");
+        let dirty = PageBitmap::new(64);
+        assert_eq!(machine.harvest_dirty(&dirty, true).unwrap(), 0);
+        ram.try_write(Gpa(0x2000), &[1; 0x1000]).unwrap();
+        machine.vm.untrack_writes(0, 3..4).unwrap();
+        ram.try_write(Gpa(0x3008), &[1]).unwrap();
+        assert_eq!(machine.harvest_dirty(&dirty, true).unwrap(), 2);
+    }
+
+    #[cfg(feature = "vm-memory")]
+    #[test]
+    fn slices_of_devices_follow_the_rules_too() {
+        use crate::DeviceMemory;
+        use vm_memory::{Bytes, GuestAddress, GuestAddressSpace};
+        // Its handle of the memory is the machine's.
+        let write = |ram: &Arc<GuestRam>, at| {
+            let memory = DeviceMemory::new(Arc::clone(ram), || false);
+            memory.memory().write_obj(0_u32, GuestAddress(at))
+        };
+        assert!(!sc_after(|ram| write(ram, PLACE).unwrap()));
+        assert!(sc_after(|ram| write(ram, PLACE + 8).unwrap()));
+        let machine = machine();
+        machine.vm.track_writes(0, 3..4).unwrap();
+        let refused = write(&machine.ram, 0x3000).unwrap_err().to_string();
+        assert!(refused.contains("write-tracked"), "{refused}");
+        write(&machine.ram, 0x4000).unwrap();
     }
 
     #[test]
